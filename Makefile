@@ -1,0 +1,45 @@
+# make demo: set up and run H2O against a full cache.  make test: set up and run every test.
+# Nothing outside this folder is touched; PYTHON=... chooses the interpreter (3.11 or newer).
+PYTHON ?= python3
+VENV ?= .venv
+# torch and transformers are the peers that parity tests compare with; `make test EXTRAS=test` does without them.
+EXTRAS ?= test,bench
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m experiments.run --config=h2o_tiny $(ARGS)
+
+test: $(VENV)/.test-$(EXTRAS)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.test-$(EXTRAS)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test-$(EXTRAS)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "kvjax needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (once; a minute or two)"
+	$(PIP) --editable '.[experiments]'
+	@touch $@
+
+$(VENV)/.test-$(EXTRAS): $(VENV)/.created pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (once; a few minutes)"
+	$(PIP) --editable '.[$(EXTRAS)]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .venv-newest
