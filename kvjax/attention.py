@@ -1,0 +1,90 @@
+"""Attention over a cache: one public op that returns the output and the column statistics a policy asked for."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.kernels.decode import xla as decode_xla
+from kvjax.kernels.prefill import xla as prefill_xla
+from kvjax.statistics import Observation, Statistic
+
+Array = jax.Array
+Implementation = Literal["auto", "xla"]
+IMPLEMENTATIONS = ("auto", "xla")
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    query_position: Array,
+    key_position: Array,
+    scale: float | None = None,
+    window: int | None = None,
+    needs: frozenset[Statistic] = frozenset(),
+    group_reduce: str = "mean",
+    causal: bool = False,
+    implementation: Implementation = "auto",
+) -> tuple[Array, Observation]:
+    """Attends from a block of new tokens to the live slots at or before each of them.
+
+    Args:
+      query: [B, H, n, D], rotated; key, value: [B, K, S, D], H a multiple of K, the block's own tokens among them.
+      query_position: [B, n] int32 absolute positions, ascending, -1 = padding (at a row's end): output 0.
+      key_position: [B, K, S] int32, -1 = empty.
+      scale: of the logits; None = D ** -0.5.
+      window: how many newest positions a query sees, itself included; None = all.
+      needs: statistics to report; the cost of the others is not paid.
+      group_reduce: ``mean`` or ``max`` over the H / K query heads of a KV head.
+      causal: the slots are exactly this block in order (one-shot prefill), which lets tiles skip the future.
+      implementation: ``xla`` or ``auto``; one that is asked for by name and cannot run raises.
+
+    Returns:
+      output [B, H, n, D] in value's dtype, and an `Observation` whose columns are [B, K, S] float32.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown attention implementation {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}.")
+    batch, heads, n, dim = query.shape
+    kv_heads = key.shape[1]
+    # [B]: the block's newest position and number of real queries
+    newest = jnp.max(query_position, axis=1)
+    queries = jnp.sum(query_position >= 0, axis=1, dtype=jnp.int32)
+    # [B, n]
+    age = jnp.where(query_position >= 0, newest[:, None] - query_position, -1)
+    arguments = dict(
+        query_position=query_position,
+        key_position=key_position,
+        age=age,
+        scale=dim**-0.5 if scale is None else scale,
+        window=window,
+        statistics=frozenset(s for s in needs if s.needs_attention),
+        group_reduce=group_reduce,
+    )
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads, n, dim)
+    if n == 1:
+        output, columns = decode_xla.attend(grouped, key, value, **arguments)
+    else:
+        output, columns = prefill_xla.attend(grouped, key, value, causal=causal, **arguments)
+    for statistic in needs:
+        if not statistic.needs_attention:
+            columns[statistic.name] = count_queries(newest, queries, key_position, window)
+    return output.reshape(batch, heads, n, dim), Observation(columns, queries)
+
+
+def count_queries(newest: Array, queries: Array, key_position: Array, window: int | None) -> Array:
+    """How many of a block's queries see each slot, from positions alone.
+
+    Args:
+      newest, queries: [B] int32 newest position and number of real queries of the block, which is contiguous.
+      key_position: [B, K, S] int32, -1 = empty.
+
+    Returns:
+      [B, K, S] float32.
+    """
+    newest, queries = newest[:, None, None], queries[:, None, None]
+    first = jnp.maximum(newest - queries + 1, key_position)
+    last = newest if window is None else jnp.minimum(newest, key_position + window - 1)
+    seen = jnp.where((key_position >= 0) & (queries > 0), last - first + 1, 0)
+    return jnp.maximum(seen, 0).astype(jnp.float32)

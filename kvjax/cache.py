@@ -1,0 +1,281 @@
+"""The KV cache and its step: append, attend, observe, evict (POLICIES.md, "Words and one step").
+
+The only code that moves slots. A layer's cache is an array of slots whose shape never changes; which are live, how old
+they are and where RoPE puts them is read from `position` alone, never from slot order. While decoding, eviction frees
+one slot per head and the next token is written there: nothing is compacted or copied.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from kvjax import attention, sharding
+from kvjax.policies.base import Policy, View
+from kvjax.rope import Rope
+
+Array = jax.Array
+EMPTY = -1
+FAR = jnp.iinfo(jnp.int32).max
+
+
+@flax.struct.dataclass
+class LayerKV:
+    """One layer's slots.
+
+    Attributes:
+      key: [B, K, S, D], rotated at its true position, or not at all under ``positions="cache"``.
+      value: [B, K, S, D].
+      position: [B, K, S] int32 absolute token position, -1 = empty. Live positions of a head are distinct.
+      stats: the policy's own pytree, leaves [B, K, S, ...]; 0 in empty slots.
+    """
+
+    key: Array
+    value: Array
+    position: Array
+    stats: Any
+
+
+@flax.struct.dataclass
+class KVState:
+    """The whole cache: what `lax.scan` carries.
+
+    Attributes:
+      layers: one `LayerKV` a layer; capacities may differ.
+      length: [B] int32 tokens seen so far.
+    """
+
+    layers: tuple[LayerKV, ...]
+    length: Array
+
+
+@flax.struct.dataclass
+class Block:
+    """The tokens of one step, and how the cache treats them.
+
+    Attributes:
+      position: [B, n] int32 absolute positions, -1 = padding (at a row's end).
+      budget: one [B] int32 a layer, slots per KV head that each row keeps; unused when the policy keeps everything.
+      policy: ranks the slots.
+      capacity: slots of each layer's arrays when this step makes them (one-shot prefill); None = keep the arrays.
+    """
+
+    position: Array
+    budget: tuple[Array, ...]
+    policy: Policy = flax.struct.field(pytree_node=False)
+    capacity: tuple[int, ...] | None = flax.struct.field(pytree_node=False, default=None)
+
+
+def step(
+    layer: LayerKV | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    block: Block,
+    index: int,
+    rope: Rope | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+) -> tuple[Array, LayerKV]:
+    """One step of one layer: append the block, attend, observe, evict.
+
+    Args:
+      layer: the cache so far, or None: the block is the prompt; it attends over its own transient keys and values
+        and only the survivors are kept, in ``block.capacity[index]`` slots.
+      query: [B, H, n, D]; key, value: [B, K, n, D]; neither rotated.
+      block: what the step is about; index: which layer this is.
+      rope: the model's rotary embedding; scale, window: see `attention.attend`.
+
+    Returns:
+      output [B, H, n, D], and the layer's cache afterwards.
+    """
+    policy = block.policy
+    by_rank = rope is not None and policy.positions == "cache"
+    if rope is not None:
+        frequencies = rope.frequencies(jnp.max(block.position, axis=1) + 1)
+        if not by_rank:
+            query = rope.rotate(query, block.position, frequencies)
+            key = rope.rotate(key, block.position, frequencies)
+    fresh = layer is None
+    # Pinned before attention too: where KV heads are replicated but query heads are not, XLA would otherwise write the
+    # cache in parts and gather it whole at every step.
+    layer = constrain(transient(key, value, block, policy) if fresh else append(layer, key, value, block.position))
+    attended = layer.key
+    if by_rank:
+        query_rank, key_rank = ranks(block.position, layer.position, in_order=fresh)
+        query = _rotate_per_kv_head(rope, query, query_rank, frequencies)
+        attended = rope.rotate(layer.key, key_rank, frequencies)
+    output, observation = attention.attend(
+        query,
+        attended,
+        layer.value,
+        query_position=block.position,
+        key_position=layer.position,
+        scale=scale,
+        window=window,
+        needs=policy.needs,
+        group_reduce=policy.group_reduce,
+        causal=fresh,
+    )
+    layer = layer.replace(stats=policy.observe(layer.stats, observation))
+    if policy.budget is not None:
+        view = View(
+            position=layer.position,
+            key=layer.key,
+            value=layer.value,
+            newest=jnp.max(layer.position, axis=(1, 2)),
+            budget=block.budget[index],
+            layer=index,
+        )
+        # [B, K, S]
+        priority = policy.priority(layer.stats, view)
+        evicted = _one_victim if block.position.shape[1] == 1 else _all_victims
+        layer = forget(layer, evicted(priority, layer.position, view.budget[:, None, None]))
+    if fresh and block.capacity is not None:
+        layer = resize(layer, block.capacity[index])
+    return output, constrain(layer)
+
+
+def empty(policy: Policy, batch: int, kv_heads: int, capacity: int, dim: int, dtype: Any) -> LayerKV:
+    """A layer of `capacity` empty slots per row and head."""
+    shape = (batch, kv_heads, capacity)
+    return constrain(
+        LayerKV(
+            key=jnp.zeros((*shape, dim), dtype),
+            value=jnp.zeros((*shape, dim), dtype),
+            position=jnp.full(shape, EMPTY, jnp.int32),
+            stats=policy.init(shape),
+        )
+    )
+
+
+def transient(key: Array, value: Array, block: Block, policy: Policy) -> LayerKV:
+    """The block alone as a layer: slot i is token i."""
+    shape = key.shape[:3]
+    position = jnp.broadcast_to(block.position[:, None], shape)
+    return LayerKV(key=key, value=value, position=position, stats=policy.init(shape))
+
+
+def append(layer: LayerKV, key: Array, value: Array, position: Array) -> LayerKV:
+    """Writes n tokens into the first n empty slots of each head; padding is written nowhere.
+
+    Args:
+      key, value: [B, K, n, D]; position: [B, n] int32, -1 = padding.
+    """
+    capacity = layer.position.shape[2]
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    if position.shape[1] == 1:
+        # [B, K, 1]: min of an iota instead of argmin, which CPUs do not vectorise
+        free = jnp.min(jnp.where(layer.position < 0, slot, capacity), axis=2, keepdims=True)
+    else:
+        order = jnp.argsort(layer.position >= 0, axis=2, stable=True)
+        free = order[:, :, : position.shape[1]].astype(jnp.int32)
+    # [B, K, n]; `capacity` is out of bounds, where writes are dropped
+    target = jnp.where(position[:, None] >= 0, free, capacity)
+    return layer.replace(
+        key=_write(layer.key, target, key.astype(layer.key.dtype)),
+        value=_write(layer.value, target, value.astype(layer.value.dtype)),
+        position=_write(layer.position, target, jnp.broadcast_to(position[:, None], target.shape)),
+    )
+
+
+# vmap makes batch and heads batching dimensions of the scatter, so that a sharded cache is written where it lies.
+_write = jax.vmap(jax.vmap(lambda cache, slot, new: cache.at[slot].set(new, mode="drop", unique_indices=True)))
+
+
+def ranks(query_position: Array, key_position: Array, *, in_order: bool) -> tuple[Array, Array]:
+    """Rank, by position from 0, of each query's own slot and of each slot among the live slots of its head.
+
+    Args:
+      query_position: [B, n] int32; key_position: [B, K, S] int32, -1 = empty (its rank is meaningless).
+      in_order: slots are the block's tokens in order, as in a one-shot prompt: ranks are positions.
+
+    Returns:
+      [B, K, n] int32 and [B, K, S] int32.
+    """
+    batch, kv_heads, _ = key_position.shape
+    query_position = jnp.broadcast_to(query_position[:, None], (batch, kv_heads, query_position.shape[1]))
+    if in_order:
+        return query_position, key_position
+    ordered = jnp.sort(jnp.where(key_position >= 0, key_position, FAR), axis=2)
+    rank = jax.vmap(jax.vmap(lambda row, x: jnp.searchsorted(row, x).astype(jnp.int32)))
+    return rank(ordered, query_position), rank(ordered, key_position)
+
+
+def _rotate_per_kv_head(rope: Rope, query: Array, rank: Array, frequencies: Array) -> Array:
+    """Rotates [B, H, n, D] by ranks [B, K, n]: the heads of a group share their KV head's slots."""
+    return rope.rotate(query, jnp.repeat(rank, query.shape[1] // rank.shape[1], axis=1), frequencies)
+
+
+def _one_victim(priority: Array, position: Array, budget: Array) -> Array:
+    """The slot to evict when at most one must go: lowest priority, of equals the oldest; [B, K, S] bool.
+
+    Minima and comparisons only: argmin and sort are not vectorised on CPUs.
+    """
+    live = position >= 0
+    over = jnp.sum(live, axis=2, keepdims=True, dtype=jnp.int32) > budget
+    lowest = jnp.min(jnp.where(live, priority, jnp.inf), axis=2, keepdims=True)
+    tied = live & (priority == lowest)
+    oldest = jnp.min(jnp.where(tied, position, FAR), axis=2, keepdims=True)
+    return over & tied & (position == oldest)
+
+
+def _all_victims(priority: Array, position: Array, budget: Array) -> Array:
+    """The slots to evict until `budget` are live: lowest priority first, of equals the older; [B, K, S] bool."""
+    live = position >= 0
+    # Empty slots sort last, below every live one; `index` carries the slot through the sort.
+    index = jnp.broadcast_to(jnp.arange(position.shape[2], dtype=jnp.int32), position.shape)
+    keys = (~live, -jnp.where(live, priority, -jnp.inf), -position, index)
+    best_first = jax.lax.sort(keys, dimension=2, num_keys=3)[-1]
+    # [B, K, S]: place of each slot in that order
+    place = jax.vmap(jax.vmap(lambda order: jnp.zeros_like(order).at[order].set(jnp.arange(order.size))))(best_first)
+    return live & (place >= budget)
+
+
+def forget(layer: LayerKV, victim: Array) -> LayerKV:
+    """Empties slots: no position, statistics 0. Keys and values stay as they are; nothing sees an empty slot."""
+
+    def clear(leaf: Array) -> Array:
+        mask = victim.reshape(victim.shape + (1,) * (leaf.ndim - victim.ndim))
+        return jnp.where(mask, jnp.zeros((), leaf.dtype), leaf)
+
+    return layer.replace(position=jnp.where(victim, EMPTY, layer.position), stats=jax.tree.map(clear, layer.stats))
+
+
+def resize(layer: LayerKV, capacity: int) -> LayerKV:
+    """Moves the live slots, oldest first, into `capacity` slots; the caller vouches that they fit."""
+    size = layer.position.shape[2]
+    order = jnp.argsort(jnp.where(layer.position >= 0, layer.position, FAR), axis=2, stable=True)
+
+    def gather(leaf: Array, fill: int = 0) -> Array:
+        index = order[:, :, :capacity].reshape(*order.shape[:2], -1, *(1,) * (leaf.ndim - 3))
+        moved = jnp.take_along_axis(leaf, index, axis=2)
+        pad = ((0, 0), (0, 0), (0, max(0, capacity - size)), *((0, 0),) * (leaf.ndim - 3))
+        return jnp.pad(moved, pad, constant_values=fill)
+
+    return LayerKV(
+        key=gather(layer.key),
+        value=gather(layer.value),
+        position=gather(layer.position, EMPTY),
+        stats=jax.tree.map(gather, layer.stats),
+    )
+
+
+def constrain(layer: LayerKV) -> LayerKV:
+    """Keeps a layer's slots where the mesh in force wants them: rows over batch, KV heads over heads."""
+    axes: Sequence[str | None] = ("batch", "kv_heads")
+    return jax.tree.map(lambda leaf: sharding.constrain(leaf, (*axes, *(None,) * (leaf.ndim - 2))), layer)
+
+
+def live_slots(layer: LayerKV) -> Array:
+    """[B, K] int32: how many slots of each head are live."""
+    return jnp.sum(layer.position >= 0, axis=2, dtype=jnp.int32)
+
+
+def nbytes(state: KVState, *, statistics: bool = False) -> int:
+    """Bytes that the keys and values occupy (with positions and statistics too, if asked)."""
+    trees = [state.layers if statistics else [(layer.key, layer.value) for layer in state.layers]]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))

@@ -1,0 +1,216 @@
+"""What a policy is, and the importance × scope combinator that the eviction policies are made of.
+
+A policy ranks slots; it never moves one. `kvjax.cache` evicts while more than the budget is live, so no policy can
+exceed its limit, evict what it protects or see padding.
+"""
+
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.errors import PolicyError
+from kvjax.statistics import NAMED, Observation, Statistic, resolve
+
+Array = jax.Array
+Stats = Any  # the policy's own pytree, leaves [B, K, S, ...]; `evict` uses dict[str, Array]
+Budget = int | float | tuple[int | float, ...] | None
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class View(NamedTuple):
+    """What a policy may look at when it ranks the slots of one layer."""
+
+    position: Array  # [B, K, S] int32 absolute token position, -1 = empty
+    key: Array  # [B, K, S, D] as stored
+    value: Array  # [B, K, S, D]
+    newest: Array  # [B] int32 position of each row's newest token
+    budget: Array  # [B] int32 slots per KV head that each row may keep
+    layer: int
+
+    @property
+    def live(self) -> Array:
+        """[B, K, S] bool."""
+        return self.position >= 0
+
+    def recent(self, count: Array | int) -> Array:
+        """[B, K, S] bool: the `count` ([B] or a number) newest positions of each row."""
+        return self.position > (self.newest - count)[:, None, None]
+
+
+class Policy(NamedTuple):
+    """A few pure functions that give every slot a priority; made by factories such as `kvjax.policies.h2o`.
+
+    Equal arguments give the very same policy, so a policy is a static argument of a jitted function without
+    recompiling it.
+    """
+
+    init: Callable[[tuple[int, int, int]], Stats]  # (B, K, S) -> stats of empty slots
+    observe: Callable[[Stats, Observation], Stats]
+    priority: Callable[[Stats, View], Array]  # -> [B, K, S] float32; larger stays, +inf is protected
+    needs: frozenset[Statistic]  # what attention must report
+    budget: Budget  # slots, a fraction of each row's prompt, one of these a layer; None = every token
+    name: str = "custom"
+    positions: str = "original"  # or "cache": RoPE by rank among the live slots
+    group_reduce: str = "mean"  # or "max": how the query heads of a KV head share one probability
+    protects: Callable[[int], int] = lambda budget: 0  # slots never evicted under a budget
+
+
+class Importance(NamedTuple):
+    """How much a slot is worth."""
+
+    needs: frozenset[str | Statistic]
+    score: Callable[[Mapping[str, Array], View], Array]  # (stats, view) -> [B, K, S] float32, larger stays
+
+
+class Scope(NamedTuple):
+    """Who may not be evicted, whatever its importance."""
+
+    needs: frozenset[str | Statistic]
+    protected: Callable[[Mapping[str, Array], View], Array]  # (stats, view) -> [B, K, S] bool
+    count: Callable[[int], int]  # budget -> how many slots that protects
+
+
+def memoized(factory: Callable[P, R]) -> Callable[P, R]:
+    """Equal arguments give the same object; `typed`, since a budget of 1 is a slot and of 1.0 the whole prompt."""
+    cached = functools.lru_cache(maxsize=None, typed=True)(factory)
+
+    @functools.wraps(factory)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            bound = inspect.signature(factory).bind(*args, **kwargs)
+        except TypeError as error:
+            accepted = ", ".join(inspect.signature(factory).parameters)
+            raise PolicyError(f"{factory.__name__}(): {error}; it accepts {accepted}.") from None
+        bound.apply_defaults()
+        arguments = {k: _hashable(v) for k, v in bound.arguments.items()}
+        return cached(**arguments)  # type: ignore[call-arg]
+
+    return call
+
+
+def _hashable(value: Any) -> Any:
+    """Sequences as tuples, sets as frozensets and NumPy numbers as Python's, so that equal arguments meet."""
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return tuple(_hashable(v) for v in value)
+    if isinstance(value, set):
+        return frozenset(value)
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+
+
+@memoized
+def evict(
+    *,
+    importance: Importance,
+    scope: Scope | None = None,
+    budget: Budget,
+    positions: str = "original",
+    group_reduce: str = "mean",
+    name: str = "evict",
+) -> Policy:
+    """Evicts the least important slot that the scope leaves open (RoCo, arXiv:2402.06262, section 4).
+
+    Args:
+      importance: what a slot is worth, e.g. `mass` or `recency`.
+      scope: what is never evicted, e.g. ``protect_newest(64)`` or ``protect_first(4)``; None = every slot is open.
+      budget: live slots per KV head after each step. An int is that many slots; a float in (0, 1] a fraction of each
+        row's own prompt; a tuple gives every layer its own.
+      positions: ``original`` rotates keys once at their true position; ``cache`` at every step to their rank.
+      group_reduce: ``mean`` or ``max`` over the query heads that share a KV head.
+      name: shown in reports.
+
+    Raises:
+      PolicyError: a budget below one slot, or one smaller than what the scope protects.
+    """
+    scope = scope or everything
+    try:
+        needs = resolve(importance.needs | scope.needs)
+    except KeyError as error:
+        raise PolicyError(f"policy {name}: unknown statistic {error}; known: {', '.join(sorted(NAMED))}.") from None
+
+    def init(shape: tuple[int, int, int]) -> Stats:
+        return {s.name: jnp.zeros(shape, jnp.float32) for s in sorted(needs, key=lambda s: s.name)}
+
+    def observe(stats: Stats, observation: Observation) -> Stats:
+        return {s.name: s.merge(stats[s.name], observation[s.name], observation.queries) for s in needs}
+
+    def priority(stats: Stats, view: View) -> Array:
+        score = importance.score(stats, view)
+        if scope is everything:
+            return score
+        return jnp.where(scope.protected(stats, view), jnp.inf, score)
+
+    policy = Policy(
+        init=init,
+        observe=observe,
+        priority=priority,
+        needs=needs,
+        budget=budget,
+        name=name,
+        positions=positions,
+        group_reduce=group_reduce,
+        protects=scope.count,
+    )
+    check(policy)
+    return policy
+
+
+everything = Scope(frozenset(), lambda stats, view: jnp.zeros(view.position.shape, bool), lambda budget: 0)
+
+
+def check(policy: Policy) -> None:
+    """Refuses, before anything is traced, a policy that cannot work.
+
+    Raises:
+      PolicyError: naming the field, what it was and what would be valid.
+    """
+    for field, valid in (("positions", ("original", "cache")), ("group_reduce", ("mean", "max"))):
+        if getattr(policy, field) not in valid:
+            given = getattr(policy, field)
+            raise PolicyError(f"policy {policy.name}: {field}={given!r} is not valid; use {' or '.join(map(repr, valid))}.")
+    for budget in policy.budget if isinstance(policy.budget, tuple) else (policy.budget,):
+        if budget is not None:
+            _check_budget(policy, budget)
+
+
+def _check_budget(policy: Policy, budget: int | float) -> None:
+    hint = "give a whole number of slots (at least 1) or a fraction of the prompt as a float in (0, 1]."
+    if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
+        raise PolicyError(f"policy {policy.name}: budget {budget!r} is not a number; {hint}")
+    if isinstance(budget, numbers.Integral):
+        if not 1 <= budget < 2**31:
+            raise PolicyError(f"policy {policy.name}: budget {budget} is out of range; {hint}")
+        check_protects(policy, int(budget))
+    elif not 0 < budget <= 1:  # NaN fails this too
+        raise PolicyError(f"policy {policy.name}: budget {budget} is out of range; {hint}")
+
+
+def check_protects(policy: Policy, slots: int) -> None:
+    """Refuses a budget that is smaller than what the policy never evicts."""
+    protected = policy.protects(slots)
+    if protected > slots:
+        raise PolicyError(
+            f"policy {policy.name}: it protects {protected} slots, more than its budget of {slots}; "
+            f"raise the budget to at least {protected} or protect fewer."
+        )
+
+
+def slots(budget: int | float, prompt_length: int) -> int:
+    """Budget of a row in slots: b = max(1, ⌊f·n + 1e-9⌋) for a fraction f, in float64 on the host."""
+    if isinstance(budget, numbers.Integral):
+        return int(budget)
+    return max(1, math.floor(float(budget) * prompt_length + 1e-9))
+
+
+def count_argument(name: str, value: Any, *, minimum: int = 0) -> int:
+    """A whole number ≥ `minimum`, or a PolicyError that names the argument."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
+        raise PolicyError(f"{name} must be a whole number of at least {minimum}; got {value!r}.")
+    return int(value)
