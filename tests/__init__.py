@@ -1,0 +1,1 @@
+"""Tests of kvjax; a package: the reference imports as `tests.reference`."""

@@ -1,0 +1,30 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+# An accidental float64 or int32 -> float32 promotion is an error here.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def find_shared() -> Path | None:
+    """The shared data folder: $KVJAX_SHARED, or `shared` in or beside the project's root."""
+    named = os.environ.get("KVJAX_SHARED")
+    candidates = [Path(named)] if named else [ROOT / "shared", ROOT.parent / "shared"]
+    return next((path for path in candidates if (path / "data").is_dir()), None)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The shared data folder; a test that asks for it is skipped where there is none."""
+    folder = find_shared()
+    if folder is None:
+        pytest.skip("no shared data folder: set KVJAX_SHARED to the folder that holds data/")
+    return folder

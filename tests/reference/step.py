@@ -1,0 +1,154 @@
+"""One step of one layer and one row: append, attend, observe, evict, with explicit heads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.reference.policies import Array, Observed, Policy, View, lowest
+
+
+def rotate(x: Array, position: Array, theta: float) -> Array:
+    """RoPE in Hugging Face's half-split layout: x [n, ..., D] turned to `position` [n]."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-np.arange(half) / half)  # [D/2]
+    angle = position[:, None] * frequency  # [n, D/2]
+    angle = angle.reshape(len(position), *[1] * (x.ndim - 2), half)
+    cos, sin = np.cos(angle), np.sin(angle)
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+@dataclass
+class Head:
+    """The live slots of one KV head, in ascending order of position; nothing else is stored.
+
+    `evict_gap` is the smallest relative gap of any choice made so far (of whom to evict, or of whom
+    a scope protects), `above_gap` the smallest |m - uniform share| seen by the `above` statistic:
+    below float32's rounding, a float32 implementation may fairly choose otherwise.
+    """
+
+    key: Array  # [S, D], rotated at the true position unless positions="cache"
+    value: Array  # [S, D]
+    position: Array  # [S]
+    stats: dict[str, Array] = field(default_factory=dict)  # [S, ...]
+    evict_gap: float = math.inf
+    above_gap: float = math.inf
+
+
+def empty_heads(count: int, head_dim: int, policy: Policy) -> list[Head]:
+    """The cache of one layer and row before its first token."""
+    return [
+        Head(
+            key=np.zeros((0, head_dim)),
+            value=np.zeros((0, head_dim)),
+            position=np.zeros(0, np.int64),
+            stats={name: np.zeros((0, *s.width)) for name, s in policy.statistics.items()},
+        )
+        for _ in range(count)
+    ]
+
+
+def step(
+    heads: list[Head],
+    query: Array,
+    key: Array,
+    value: Array,
+    position: Array,
+    *,
+    policy: Policy,
+    budget: int | None,
+    prompt_length: int,
+    theta: float,
+) -> Array:
+    """Steps n tokens through one layer's cache, in place.
+
+    Args:
+        heads: the K KV heads of this layer and row.
+        query: [n, H, D]; key, value: [n, K, D]; all before RoPE.
+        position: [n] true positions.
+        budget: slots that may remain per head; None evicts nothing in this step.
+
+    Returns:
+        The attention output, [n, H, D].
+    """
+    if policy.positions == "original":
+        query, key = rotate(query, position, theta), rotate(key, position, theta)
+    group = query.shape[1] // len(heads)
+    outputs = []
+    for index, head in enumerate(heads):
+        append(head, key[:, index], value[:, index], position)
+        own_queries = query[:, index * group : (index + 1) * group]  # [n, G, D]
+        probabilities, sees = attend(head, own_queries, position, policy, theta)
+        outputs.append(np.einsum("gns,sd->ngd", probabilities, head.value))
+        reduce = np.mean if policy.group_reduce == "mean" else np.max
+        block = Observed(reduce(probabilities, axis=0), sees, position, prompt_length)
+        observe(head, block, policy)
+    if budget is not None:
+        evict(heads, policy, budget, prompt_length)
+    return np.concatenate(outputs, axis=1)
+
+
+def append(head: Head, key: Array, value: Array, position: Array) -> None:
+    """Adds n slots; their statistics start at 0."""
+    head.key = np.concatenate([head.key, key])
+    head.value = np.concatenate([head.value, value])
+    head.position = np.concatenate([head.position, position])
+    for name, old in head.stats.items():
+        head.stats[name] = np.concatenate([old, np.zeros((len(position), *old.shape[1:]))])
+
+
+def attend(
+    head: Head, query: Array, position: Array, policy: Policy, theta: float
+) -> tuple[Array, Array]:
+    """Softmax weights [G, n, S] of n queries over the slots they see, and `sees` [n, S]."""
+    keys = head.key
+    if policy.positions == "cache":
+        ranks = np.arange(len(head.position))  # slots are in ascending order of position
+        keys = rotate(keys, ranks, theta)
+        query = rotate(query, np.searchsorted(head.position, position), theta)
+    sees = head.position[None, :] <= position[:, None]
+    scores = np.einsum("ngd,sd->gns", query, keys) / math.sqrt(keys.shape[-1])
+    scores = np.where(sees, scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True), sees
+
+
+def observe(head: Head, block: Observed, policy: Policy) -> None:
+    """Updates the statistics of every live slot with this block's columns."""
+    for name, statistic in policy.statistics.items():
+        head.stats[name] = statistic.update(head.stats[name], block)
+        if name == "above":
+            seen = block.sees.sum(axis=1, keepdims=True)  # [n, 1]
+            contested = block.sees & (seen > 1)  # a query alone has m = 1 exactly
+            distance = np.abs(block.m - 1.0 / seen)[contested]
+            head.above_gap = min([head.above_gap, *distance.tolist()])
+
+
+def evict(heads: list[Head], policy: Policy, budget: int, prompt_length: int) -> None:
+    """Removes the lowest priorities until `budget` slots are live in every head.
+
+    All heads are ranked before any is changed: a policy may look at the whole layer.
+    """
+    if policy.rank is None:
+        return
+    layer_stats = [dict(head.stats) for head in heads]
+    rankings = [
+        policy.rank(View(head.position, head.value, head.stats, layer_stats, budget, prompt_length))
+        for head in heads
+    ]
+    for head, ranking in zip(heads, rankings, strict=True):
+        excess = len(head.position) - budget
+        if excess <= 0:
+            continue
+        victims, gap = lowest(ranking.priority, head.position, excess)
+        if np.isinf(ranking.priority[victims]).any():
+            raise ValueError(f"the policy protects more than its budget of {budget} slots")
+        keep = np.ones(len(head.position), bool)
+        keep[victims] = False
+        head.key, head.value = head.key[keep], head.value[keep]
+        head.position = head.position[keep]
+        head.stats = {name: stat[keep] for name, stat in head.stats.items()}
+        head.evict_gap = min(head.evict_gap, ranking.gap, gap)
