@@ -2,7 +2,25 @@
 
 from kvjax import policies
 from kvjax.cache import KVState, LayerKV
+from kvjax.checkpoint.huggingface import load
+from kvjax.checkpoint.writer import save
+from kvjax.errors import KvjaxError
 from kvjax.generate import Generation, LogLikelihood, generate, log_likelihood
 from kvjax.models.model import Model
+from kvjax.sampling import Greedy, Sample
 
-__all__ = ["Generation", "KVState", "LayerKV", "LogLikelihood", "Model", "generate", "log_likelihood", "policies"]
+__all__ = [
+    "Generation",
+    "Greedy",
+    "KVState",
+    "KvjaxError",
+    "LayerKV",
+    "LogLikelihood",
+    "Model",
+    "Sample",
+    "generate",
+    "load",
+    "log_likelihood",
+    "policies",
+    "save",
+]

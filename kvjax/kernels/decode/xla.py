@@ -1,4 +1,4 @@
-"""Attention of one new token over the slots of a cache: the reference, in plain XLA."""
+"""Attention of a few queries over the slots of a cache: the reference, in plain XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +22,24 @@ def attend(
     statistics: frozenset[Statistic],
     group_reduce: str,
 ) -> tuple[Array, dict[str, Array]]:
-    """One query per head over all slots; the softmax is exact, so the probabilities are the statistics' input.
+    """A few queries per head over all slots at once (one, while decoding; a tile, in prefill); the softmax is exact, so the probabilities are the statistics' input.
 
     Args:
-      query: [B, K, G, 1, D]; key, value: [B, K, S, D].
-      query_position: [B, 1] int32; key_position: [B, K, S] int32; age: [B, 1] int32.
+      query: [B, K, G, n, D]; key, value: [B, K, S, D].
+      query_position: [B, n] int32; key_position: [B, K, S] int32; age: [B, n] int32.
 
     Returns:
-      output [B, K, G, 1, D] in value's dtype, and statistic name -> [B, K, S] float32.
+      output [B, K, G, n, D] in value's dtype, and statistic name -> [B, K, S] float32.
     """
-    # [B, K, G, 1, S]
-    logits = jnp.einsum("bkgtd,bksd->bkgts", query, key, preferred_element_type=jnp.float32)
+    batch, kv_heads, group, n, dim = query.shape
+    # Group and query as one dimension: with two, XLA's CPU compiler transposes a copy of the keys (jax 0.10.2).
+    rows = query.reshape(batch, kv_heads, group * n, dim)
+    # [B, K, G * n, S]
+    logits = jnp.einsum("bkqd,bksd->bkqs", rows, key, preferred_element_type=jnp.float32)
     mask = softmax.visible(query_position, key_position, window)
-    probability = softmax.probabilities(logits * scale, mask)
-    output = jnp.einsum(
-        "bkgts,bksd->bkgtd", probability.astype(value.dtype), value, preferred_element_type=jnp.float32
-    )
+    # [B, K, G, n, S]
+    probability = softmax.probabilities(logits.reshape(batch, kv_heads, group, n, -1) * scale, mask)
+    weight = probability.reshape(logits.shape).astype(value.dtype)
+    output = jnp.einsum("bkqs,bksd->bkqd", weight, value, preferred_element_type=jnp.float32)
     sums = softmax.column_sums(statistics, probability, mask, age, group_reduce)
-    return output.astype(value.dtype), sums
+    return output.reshape(query.shape).astype(value.dtype), sums
