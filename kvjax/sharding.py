@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.errors import ConfigError
 
@@ -50,15 +50,15 @@ def make_mesh(axes: str | Mapping[str, int], devices: Sequence[Any] | None = Non
     sizes = _parse(axes) if isinstance(axes, str) else dict(axes)
     known = sorted({axis for axis in RULES.values() if axis})
     if unknown := sorted(set(sizes) - set(known)):
-        raise ConfigError(f"mesh axis {unknown[0]!r} is unknown; valid axes: {', '.join(known)}, as in 'data:2,model:4'.")
+        raise ConfigError(
+            f"mesh axis {unknown[0]!r} is unknown; valid axes: {', '.join(known)}, as in 'data:2,model:4'."
+        )
     devices = list(jax.devices() if devices is None else devices)
     needed = math.prod(sizes.values())
     if needed > len(devices):
         raise ConfigError(f"mesh {axes!r} needs {needed} devices, but there are {len(devices)}.")
     sizes = {axis: sizes.get(axis, 1) for axis in known}
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=devices[:needed]
-    )
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=devices[:needed])
 
 
 def _parse(text: str) -> dict[str, int]:
@@ -103,7 +103,7 @@ def parameter_spec(path: Sequence[str], shape: Sequence[int], mesh: Any, head_co
     return spec(axes, [counts.get(axis, size) for axis, size in zip(axes, shape, strict=True)], mesh)  # type: ignore[arg-type]
 
 
-def parameter_shardings(params: Any, mesh: Mesh, head_counts: tuple[int, int]) -> Any:
+def parameter_shardings(params: Any, mesh: Mesh | AbstractMesh, head_counts: tuple[int, int]) -> Any:
     """A tree of `NamedSharding` in the shape of a parameter tree (arrays or shapes)."""
 
     def place(path, leaf):

@@ -1,0 +1,209 @@
+"""What tests/test_sharding.py runs in a process with eight simulated devices: one line of JSON for each case."""
+
+import dataclasses
+import json
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+import kvjax
+from kvjax import policies, sharding
+from kvjax.allocation import allocate
+from kvjax.generate import _decode
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import random_parameters
+from kvjax.models.model import Model
+from kvjax.roofline import decode_shapes
+from kvjax.rope import Rope
+from kvjax.sampling import Greedy
+
+ROWS, WIDTH, NEW = 8, 24, 12
+LENGTHS = [24, 9, 24, 17, 5, 20, 24, 12]
+
+
+def _config(num_heads: int, num_kv_heads: int, **changes: Any) -> DecoderConfig:
+    return DecoderConfig(
+        family="llama", vocab_size=96, hidden_size=64, num_layers=2, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        head_dim=16, mlp_size=128, max_positions=256, rope=Rope(dim=16), **changes,
+    )  # fmt: skip
+
+
+MODELS = {
+    "mha": dataclasses.replace(
+        _config(8, 8), family="opt", rope=None, learned_positions=True, position_offset=2, norm="layer", norm_bias=True,
+        activation="relu", gated_mlp=False, qkv_bias=True, out_bias=True, mlp_bias=True,
+    ),
+    "gqa": _config(8, 4, tie_embeddings=False, qkv_bias=True, qk_norm=True),
+    "mqa": _config(8, 1),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, a policy, a mesh, and how the prompt goes in."""
+
+    model: str
+    policy: str
+    mesh: str
+    prefill_block: int | None = None
+    ragged: bool = False
+    positions: str = "original"
+    scored: bool = False  # teacher forcing too, besides generation
+
+    def built(self) -> policies.Policy:
+        budget = {} if self.policy == "full" else {"budget": 10}
+        return policies.by_name(self.policy, positions=self.positions, **budget)
+
+
+_LIST = [
+    Case("mha", "h2o", "data:2,model:4", scored=True),
+    Case("mha", "window", "data:8", ragged=True),
+    Case("mha", "h2o", "model:2", prefill_block=5, ragged=True),
+    Case("gqa", "h2o", "data:2,model:4", ragged=True, scored=True),
+    Case("gqa", "full", "data:4,model:2", ragged=True),
+    Case("gqa", "window", "model:2", positions="cache"),
+    Case("gqa", "h2o", "data:1,model:8", prefill_block=8),  # 4 KV heads on 8 devices: replicated
+    Case("mqa", "h2o", "data:2,model:4", prefill_block=8, ragged=True, scored=True),  # 1 KV head: replicated
+]
+CASES = {
+    "-".join(
+        [c.model, c.policy, c.mesh, f"block{c.prefill_block}" if c.prefill_block else "oneshot"]
+        + ["ragged"] * c.ragged
+        + ["ranks"] * (c.positions == "cache")
+    ): c
+    for c in _LIST
+}
+
+
+def parameters(config: DecoderConfig) -> Any:
+    """Random weights, with biases and norms that are not trivial, and logits far enough apart for one greedy choice."""
+    params = random_parameters(config, jax.random.key(0))
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [x + 0.1 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(tree, noisy)
+
+
+def run(model: Model, case: Case, tokens: np.ndarray, text: np.ndarray) -> list[Any]:
+    """What `generate` returns and, for a scored case, what `log_likelihood` does."""
+    lengths = np.asarray(LENGTHS if case.ragged else [WIDTH] * ROWS)
+    options = {"prefill_block": case.prefill_block}
+    found = [kvjax.generate(model, tokens, case.built(), max_new_tokens=NEW, lengths=lengths, **options)]
+    if case.scored:
+        ends = lengths + NEW
+        found.append(kvjax.log_likelihood(model, text, case.built(), prompt_length=lengths, lengths=ends, **options))
+    return found
+
+
+def slots(state: Any) -> list[np.ndarray]:
+    """Each layer's positions in order: which tokens were kept, whatever slot they lie in."""
+    return [np.sort(np.asarray(layer.position), axis=2) for layer in state.layers]
+
+
+def contents(state: Any) -> list[np.ndarray]:
+    """Each layer's keys, values and statistics of live slots, as they lie."""
+    found = []
+    for layer in state.layers:
+        live = np.asarray(layer.position) >= 0
+        found += [np.asarray(leaf)[live] for leaf in (layer.key, layer.value, *jax.tree.leaves(layer.stats))]
+    return found
+
+
+def difference(a: Any, b: Any) -> float:
+    """Largest absolute difference; infinite for arrays of other shapes."""
+    a, b = np.asarray(a), np.asarray(b)
+    return float(np.max(np.abs(a - b))) if a.shape == b.shape else float("inf")
+
+
+def shards(array: jax.Array) -> list[int]:
+    """Shape of the part on every device, which must be the same on all."""
+    shapes = {tuple(shard.data.shape) for shard in array.addressable_shards}
+    assert len(shapes) == 1, shapes
+    return list(shapes.pop())
+
+
+def collectives(text: str) -> dict[str, int]:
+    """Result shapes of the collectives in compiled HLO -> elements."""
+    found = {}
+    pattern = r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+    for match in re.finditer(pattern, text):
+        for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1]):
+            found[f"{kind}[{dims}]"] = math.prod(int(n) for n in dims.split(",") if n)
+    return found
+
+
+def check(case: Case) -> dict[str, Any]:
+    config = MODELS[case.model]
+    rng = np.random.default_rng(2)
+    tokens, text = (rng.integers(0, config.vocab_size, (ROWS, n)) for n in (WIDTH, WIDTH + NEW))
+    params = parameters(config)
+    alone = run(Model(config, params), case, tokens, text)
+    mesh = sharding.make_mesh(case.mesh)
+    placed = sharding.parameter_shardings(params, mesh, (config.num_heads, config.num_kv_heads))
+    model = Model(config, jax.device_put(params, placed), mesh=mesh)
+    spread = run(model, case, tokens, text)
+
+    data, split = mesh.shape["data"], mesh.shape["model"]
+    kv_heads = config.num_kv_heads // split if config.num_kv_heads % split == 0 else config.num_kv_heads
+    keys = [layer.key for result in spread for layer in result.state.layers]
+    expected_state = [[ROWS // data, kv_heads, key.shape[2], config.head_dim] for key in keys]
+    layer = model.params["layer_0"]
+    rows = kv_heads * config.head_dim
+    query = config.num_heads // split * config.head_dim
+    chosen = {
+        "query": (layer["attention"]["query"]["weight"], [query, 64]),
+        "key": (layer["attention"]["key"]["weight"], [rows, 64]),
+        "value": (layer["attention"]["value"]["weight"], [rows, 64]),
+        "out": (layer["attention"]["out"]["weight"], [64, query]),
+        "up": (layer["mlp"]["up"]["weight"], [128 // split, 64]),
+        "down": (layer["mlp"]["down"]["weight"], [64, 128 // split]),
+        "embed": (model.params["embed"]["tokens"], [96 // split, 64]),
+        "norm": (layer["attention_norm"]["scale"], [64]),
+    }
+
+    policy = case.built()
+    allocation = allocate(policy, np.full((ROWS,), WIDTH, np.int32), WIDTH + NEW - 1, config.num_layers)
+    shapes = decode_shapes(config, policy, allocation, jnp.float32, ROWS, mesh)
+    stop, steps = jax.ShapeDtypeStruct((0,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    with jax.set_mesh(mesh):
+        lowered = _decode.lower(*shapes, stop, steps, config=config, policy=policy, sampler=Greedy())
+    compiled = lowered.compile()
+    moved = collectives(compiled.as_text())
+    shard = shapes.carry.state.layers[0].key
+    assert isinstance(shard.sharding, NamedSharding)
+    local = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(shapes.carry.state)]
+    both = list(zip(alone, spread, strict=True))
+    return {
+        "tokens_equal": bool(np.array_equal(alone[0].tokens, spread[0].tokens)),
+        "slots_equal": all(
+            np.array_equal(x, y) for a, b in both for x, y in zip(slots(a.state), slots(b.state), strict=True)
+        ),
+        "logprob_error": max(difference(a.logprobs, b.logprobs) for a, b in both),
+        "cache_error": max(
+            difference(x, y) for a, b in both for x, y in zip(contents(a.state), contents(b.state), strict=True)
+        ),
+        "state_shards": [shards(key) for key in keys],
+        "expected_state_shards": expected_state,
+        "parameter_shards": {name: shards(array) for name, (array, _) in chosen.items()},
+        "expected_parameter_shards": {name: shape for name, (_, shape) in chosen.items()},
+        "collectives": moved,
+        "largest_collective": max(moved.values(), default=0),
+        "cache_shard_elements": math.prod(shard.sharding.shard_shape(shard.shape)),
+        "aliased": compiled.memory_analysis().alias_size_in_bytes,
+        "state_bytes": sum(local),
+    }
+
+
+def main() -> None:
+    assert len(jax.devices()) == 8, jax.devices()
+    for name, case in CASES.items():
+        print(json.dumps({"name": name} | check(case)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

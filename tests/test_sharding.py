@@ -1,0 +1,102 @@
+"""A run on a mesh equals the run on one device, and really is spread over the mesh.
+
+Eight simulated CPU devices exist only if XLA is told before jax starts, so one subprocess (`python -m
+tests.sharding_checks`) runs every check and prints a line of JSON each; the tests here read them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvjax import sharding
+from kvjax.errors import ConfigError
+from tests.sharding_checks import CASES, MODELS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def results() -> dict[str, dict]:
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.sharding_checks"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line.pop("name"): line for line in lines}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_device(results, name):
+    result = results[name]
+    assert result["tokens_equal"], result
+    assert result["slots_equal"], result
+    assert result["logprob_error"] < 1e-5, result
+    assert result["cache_error"] < 1e-4, result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_state_is_spread(results, name):
+    result = results[name]
+    assert result["state_shards"] == result["expected_state_shards"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_are_spread(results, name):
+    result = results[name]
+    assert result["parameter_shards"] == result["expected_parameter_shards"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decode_step_moves_no_cache_between_devices(results, name):
+    """Collectives of the compiled step carry hidden states and logits, never slots; the state is updated in place."""
+    result = results[name]
+    assert result["largest_collective"] < result["cache_shard_elements"], result["collectives"]
+    assert result["aliased"] >= result["state_bytes"], result
+
+
+def test_every_kind_of_attention_is_covered():
+    """Query heads for each KV head: one, some and all."""
+    groups = {config.num_heads // config.num_kv_heads for config in MODELS.values()}
+    assert groups == {1, 2, 8}
+
+
+class Axes(NamedTuple):
+    """As much of a mesh as `spec` looks at."""
+
+    shape: dict[str, int]
+
+
+MESH = Axes({"data": 2, "model": 4})
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "heads", "expected"),
+    [
+        (("attention", "query", "weight"), (128, 64), (8, 4), ("model", None)),
+        (("attention", "key", "weight"), (64, 64), (8, 4), ("model", None)),
+        # 2 KV heads of 32 features on 4 devices: 64 rows would divide, but a head is never cut
+        (("attention", "key", "weight"), (64, 64), (8, 2), (None, None)),
+        (("attention", "query", "bias"), (96,), (6, 6), (None,)),
+        (("attention", "out", "weight"), (64, 128), (8, 4), (None, "model")),
+        (("mlp", "up", "weight"), (128, 64), (8, 4), ("model", None)),
+        (("mlp", "down", "weight"), (64, 128), (8, 4), (None, "model")),
+        (("mlp", "down", "bias"), (64,), (8, 4), (None,)),
+        (("embed", "tokens"), (50257, 64), (8, 4), (None, None)),
+        (("embed", "tokens"), (50272, 64), (8, 4), ("model", None)),
+        (("attention_norm", "scale"), (64,), (8, 4), (None,)),
+    ],
+)
+def test_parameter_spec(path, shape, heads, expected):
+    assert tuple(sharding.parameter_spec(("layer_0", *path), shape, MESH, heads)) == expected
+
+
+@pytest.mark.parametrize("axes", ["model:x", "model:0", "rows:2", "model", "data:1,model:4096"])
+def test_bad_meshes_are_refused(axes):
+    with pytest.raises(ConfigError):
+        sharding.make_mesh(axes)
