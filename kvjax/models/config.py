@@ -18,7 +18,8 @@ class DecoderConfig:
       rope: rotary embedding, or None.
       learned_positions: a position table of `max_positions` + `position_offset` rows is added to the embedding.
       position_offset: rows of that table before position 0 (OPT: 2).
-      norm: ``rms`` or ``layer``; `norm_eps`: inside its square root; `norm_offset`: added to the stored scale (Gemma: 1).
+      norm: ``rms`` or ``layer``; `norm_eps`: inside its square root; `norm_offset`: added to the stored scale
+        (Gemma: 1).
       norm_affine: whether norms have parameters at all (some OPT do not).
       norm_position: ``pre`` normalises a block's input, ``post`` its output after the residual (OPT-350M).
       final_norm: whether a norm precedes the output head.

@@ -1,0 +1,246 @@
+"""Hugging Face folders: `load` streams one into a `Model`; `save` is in `kvjax.checkpoint.writer`."""
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from kvjax import sharding
+from kvjax.checkpoint import names, readers
+from kvjax.checkpoint.readers import Stored
+from kvjax.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer
+from kvjax.checkpoint.writer import save
+from kvjax.errors import CheckpointError, ConfigError
+from kvjax.models import families
+from kvjax.models.config import DecoderConfig
+from kvjax.models.model import Model
+
+Array = jax.Array
+DTYPES = ("float32", "bfloat16", "float16")
+LISTED = 8  # tensors named of each kind in an error
+MOST, MOST_LAYERS = 1 << 26, 10_000  # no decoder is near these; larger ones are not worth describing
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How weights are published: one file, or an index that names several."""
+
+    file: str
+    index: str
+    read: Callable[[Path], dict[str, Stored]]
+    shards: str
+
+
+#: In order of preference.
+FORMATS = (
+    Format("model.safetensors", "model.safetensors.index.json", readers.safetensors, "model-*.safetensors"),
+    Format("flax_model.msgpack", "flax_model.msgpack.index.json", readers.flax, "flax_model-*.msgpack"),
+    Format("pytorch_model.bin", "pytorch_model.bin.index.json", readers.pytorch, "pytorch_model-*.bin"),
+)
+
+
+def load(path_or_name: str | Path, *, dtype: Any = None, mesh: Mesh | None = None) -> Model:
+    """A model from a Hugging Face folder or hub id.
+
+    Tensors come one at a time, straight into the target dtype and onto their devices: the host never holds more than
+    the model (the part of it that lies on the host) and its largest tensor.
+
+    Args:
+      path_or_name: a folder with ``config.json`` and weights (safetensors, Flax msgpack, or PyTorch if torch is
+        installed; one file or shards with an index), or a hub id such as ``facebook/opt-125m``.
+      dtype: of the parameters, float32, bfloat16 or float16; None = float32 on CPU, where narrower weights decode ten
+        times slower, and bfloat16 on GPU and TPU.
+      mesh: where parameters go, by `kvjax.sharding.PARAMETERS`; None = the default device.
+
+    Raises:
+      CheckpointError: nothing there, damaged files, NaN, or tensors other than the config promises, each one named.
+      ConfigError: a family, option or dtype that kvjax does not have.
+    """
+    folder = _locate(path_or_name)
+    target = _dtype(dtype, mesh)
+    try:
+        config = families.read(readers.read_json(folder / "config.json"))
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from None
+    tokenizer = load_tokenizer(folder, config)
+    try:
+        stored = _canonical(folder, config, _open(folder))
+        config = _untie(config, stored)
+        params: dict[str, Any] = {}
+        for tensor in _expected(folder, config, stored):
+            parts = tensor.split(stored[tensor.name].read(target))
+            for path in tensor.paths:
+                node = params
+                for key in path[:-1]:
+                    node = node.setdefault(key, {})
+                node[path[-1]] = _place(parts.pop(0), path, config, mesh)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror or error}.") from None
+    return Model(config, params, tokenizer, mesh)
+
+
+def _locate(path_or_name: str | Path) -> Path:
+    """The folder itself, or a downloaded copy of a hub repository."""
+    path = Path(path_or_name).expanduser()
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        raise CheckpointError(
+            f"{path} has no config.json, so it is no Hugging Face checkpoint; it has {_listing(path)}."
+        )
+    if path.exists():
+        raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
+    name = str(path_or_name)
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise CheckpointError(f"there is no folder {name}, and it is no hub id of the form owner/name.")
+    return _download(name)
+
+
+def _listing(folder: Path) -> str:
+    found = sorted(path.name for path in folder.iterdir())
+    return _some(found) if found else "no files"
+
+
+def _download(name: str) -> Path:
+    """A hub repository's config, tokenizer and weights in one format; a copy from before will do without a network."""
+    try:
+        import huggingface_hub as hub
+    except ImportError:
+        raise CheckpointError(
+            f"there is no folder {name}; to look for it on the hub, install huggingface_hub, or give a folder."
+        ) from None
+    try:
+        files = hub.list_repo_files(name)
+        wanted = [f for f in FORMATS if f.file in files or f.index in files][:1]
+        weights = [pattern for f in wanted for pattern in (f.file, f.index, f.shards)]
+        return Path(hub.snapshot_download(name, allow_patterns=["config.json", *TOKENIZER_FILES, *weights]))
+    except Exception as error:  # whatever the network or the hub may do
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    try:
+        path = Path(hub.snapshot_download(name, local_files_only=True))
+        if (path / "config.json").is_file():
+            return path
+    except Exception:  # the first reason is the one to tell
+        pass
+    raise CheckpointError(
+        f"{name!r} could not be found: tried the folder {Path(name).absolute()}, which is not there, the hub, which "
+        f"failed ({reason[:300]}), and the copies that earlier downloads left, where it is not. Download it elsewhere "
+        "and give its folder, or check the name and the network."
+    )
+
+
+def _dtype(dtype: Any, mesh: Mesh | None) -> np.dtype:
+    if dtype is None:
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is none that weights can have; valid: {', '.join(DTYPES)}, or None.")
+    return found
+
+
+def _open(folder: Path) -> list[Stored]:
+    """Every tensor of the folder's weights, in the first format that it has."""
+    for form in FORMATS:
+        if (folder / form.file).is_file():
+            return list(form.read(folder / form.file).values())
+        if (folder / form.index).is_file():
+            weights = readers.read_json(folder / form.index).get("weight_map")
+            if not isinstance(weights, dict) or not weights or not all(isinstance(f, str) for f in weights.values()):
+                raise CheckpointError(f"{folder / form.index} must map tensors to files under weight_map.")
+            shards = sorted(set(weights.values()))
+            if absent := [shard for shard in shards if not (folder / shard).is_file()]:
+                raise CheckpointError(
+                    f"{folder} lacks {len(absent)} of the {len(shards)} files that {form.index} names: {_some(absent)}."
+                    " Was the download interrupted?"
+                )
+            return [tensor for shard in shards for tensor in form.read(folder / shard).values()]
+    valid = ", ".join(name for form in FORMATS for name in (form.file, form.index))
+    raise CheckpointError(f"{folder} has no weights that kvjax reads ({valid}); it has {_listing(folder)}.")
+
+
+def _canonical(folder: Path, config: DecoderConfig, found: Sequence[Stored]) -> dict[str, Stored]:
+    """Tensors by the names that `names.tensors` uses, without old releases' buffers."""
+    stored: dict[str, Stored] = {}
+    for tensor in found:
+        name = names.canonical(config.family, tensor.name)
+        if name in stored:
+            raise CheckpointError(
+                f"{folder} holds {name} twice: as {stored[name].name} in {stored[name].file} and as {tensor.name} in "
+                f"{tensor.file}."
+            )
+        if name is not None:
+            stored[name] = tensor
+    return stored
+
+
+def _untie(config: DecoderConfig, stored: dict[str, Stored]) -> DecoderConfig:
+    """Drops a tied head that is stored all the same; one that differs is used, as transformers does."""
+    embedding, head = (stored.get(name) for name in names.embedding_and_head(config.family))
+    if not config.tie_embeddings or head is None or embedding is None or head.shape != embedding.shape:
+        return config
+    native = readers.FLOATS.get(embedding.dtype, np.dtype(np.float32))
+    if np.array_equal(embedding.read(native), head.read(native)):
+        del stored[names.embedding_and_head(config.family)[1]]
+        return config
+    warnings.warn(
+        f"config.json ties the output head to the embedding, but {head.name} in {head.file} differs from it; kvjax "
+        "uses the head (set tie_word_embeddings to false to silence this).",
+        stacklevel=3,
+    )
+    return dataclasses.replace(config, tie_embeddings=False)
+
+
+def _expected(folder: Path, config: DecoderConfig, stored: Mapping[str, Stored]) -> list[names.Tensor]:
+    """The tensors to read, once it is certain that they are all there; names each missing, extra or misshapen one."""
+    sizes = (config.vocab_size, config.hidden_size, config.mlp_size, config.num_heads, config.head_dim)
+    if config.num_layers > MOST_LAYERS or max(*sizes, config.max_positions) > MOST:
+        raise CheckpointError(
+            f"the config.json in {folder} cannot be true: it describes {config.num_layers} layers, a vocabulary of "
+            f"{config.vocab_size}, hidden size {config.hidden_size}, MLP size {config.mlp_size}, {config.num_heads} "
+            f"heads of {config.head_dim} and {config.max_positions} positions; the weights are {len(stored)} tensors."
+        )
+    expected = names.tensors(config)
+    wanted = {tensor.name: tensor.shape for tensor in expected}
+    missing = [name for name in wanted if name not in stored]
+    extra = [stored[name].name for name in stored if name not in wanted]
+    misshapen = [
+        f"{name} is {list(stored[name].shape)} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    problems = {"missing": missing, "extra": extra, "misshapen": misshapen}
+    if any(problems.values()):
+        what = "; ".join(f"{len(found)} {kind}: {_some(found)}" for kind, found in problems.items() if found)
+        raise CheckpointError(
+            f"the weights in {folder} are not those that its config.json promises ({config.family}, "
+            f"{config.num_layers} layers, hidden size {config.hidden_size}, {len(wanted)} tensors): {what}."
+        )
+    return expected
+
+
+def _some(items: Sequence[str]) -> str:
+    more = f" and {len(items) - LISTED} more" if len(items) > LISTED else ""
+    return ", ".join(items[:LISTED]) + more
+
+
+def _place(array: np.ndarray, path: names.Path, config: DecoderConfig, mesh: Mesh | None) -> Array:
+    """A parameter on its devices; waits, so that the host's copy can go before the next tensor comes."""
+    where = None
+    if mesh is not None:
+        heads = (config.num_heads, config.num_kv_heads)
+        where = NamedSharding(mesh, sharding.parameter_spec(path, array.shape, mesh, heads))
+    return jax.block_until_ready(jax.device_put(array, where))
+
+
+__all__ = ["FORMATS", "load", "save"]

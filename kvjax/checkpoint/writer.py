@@ -1,0 +1,148 @@
+"""Writes a model as a Hugging Face folder: all of it, or nothing."""
+
+import json
+import math
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.checkpoint import names, readers
+from kvjax.errors import CheckpointError
+from kvjax.models import families
+from kvjax.models.model import Model
+
+SHARD_BYTES = 5_000_000_000
+#: What a checkpoint's folder may hold for `save` to replace it; anything else is not ours to delete.
+_OURS = re.compile(
+    r"(.*config\.json|(model|pytorch_model|flax_model)[\w.-]*|tokenizer[\w.]*|vocab\.json|merges\.txt|"
+    r"special_tokens_map\.json|added_tokens\.json|README\.md|LICENSE[\w.]*|\.gitattributes|chat_template[\w.]*)"
+)
+
+
+def save(model: Model, folder: str | Path) -> None:
+    """Writes config.json, safetensors (in files of at most 5 GB) and the tokenizer's files.
+
+    The folder appears whole or not at all: everything goes to a hidden folder beside it, which is renamed at the end.
+    A checkpoint that was there before is replaced.
+
+    Raises:
+      CheckpointError: the folder holds other things than a checkpoint, or the parameters are not those of the config.
+    """
+    folder = Path(folder).expanduser().resolve()
+    raw = families.write(model.config)
+    entries = [(tensor, _parts(tensor, model.params)) for tensor in names.tensors(model.config)]
+    raw |= {"dtype": entries[0][1][0].dtype.name, "torch_dtype": entries[0][1][0].dtype.name}
+    _check_replaceable(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
+    staging.mkdir()
+    try:
+        _write_weights(staging, entries)
+        if model.tokenizer is not None:
+            model.tokenizer.save(staging)
+        (staging / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        _replace(staging, folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _parts(tensor: names.Tensor, params: Any) -> list[Any]:
+    """The parameters that a tensor is made of, still on their devices."""
+    parts = []
+    for path, shape in zip(tensor.paths, tensor.shapes, strict=True):
+        node = params
+        for key in path:
+            node = node.get(key) if hasattr(node, "get") else None
+        if node is None or getattr(node, "shape", None) != shape:
+            found = "absent" if node is None else f"of shape {list(getattr(node, 'shape', []))}"
+            raise CheckpointError(
+                f"parameter {'/'.join(path)} is {found}, but the model's config says {list(shape)}: nothing was saved."
+            )
+        if node.dtype.name not in _DTYPE_NAMES:
+            raise CheckpointError(
+                f"parameter {'/'.join(path)} is {node.dtype.name}; checkpoints hold {', '.join(_DTYPE_NAMES)}."
+            )
+        parts.append(node)
+    return parts
+
+
+_DTYPE_NAMES = {dtype.name: name for name, dtype in readers.FLOATS.items()}
+
+Entry = tuple[names.Tensor, list[Any]]
+
+
+def _size(entry: Entry) -> int:
+    tensor, parts = entry
+    return math.prod(tensor.shape) * parts[0].dtype.itemsize
+
+
+def _write_weights(folder: Path, entries: Sequence[Entry]) -> None:
+    shards: list[list[Entry]] = [[]]
+    for entry in entries:
+        if shards[-1] and sum(map(_size, shards[-1])) + _size(entry) > SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(entry)
+    if len(shards) == 1:
+        return _write_safetensors(folder / "model.safetensors", shards[0])
+    weight_map: dict[str, str] = {}
+    for index, shard in enumerate(shards):
+        name = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
+        _write_safetensors(folder / name, shard)
+        weight_map |= {tensor.name: name for tensor, _ in shard}
+    index_json = {"metadata": {"total_size": sum(map(_size, entries))}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_safetensors(path: Path, entries: Sequence[Entry]) -> None:
+    """One file; a tensor at a time comes to the host."""
+    # widest dtype first keeps every tensor aligned
+    entries = sorted(entries, key=lambda entry: -entry[1][0].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor, parts in entries:
+        end = offset + _size((tensor, parts))
+        dtype = _DTYPE_NAMES[parts[0].dtype.name]
+        header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor, parts in entries:
+            array = tensor.merge([np.asarray(jax.device_get(part)) for part in parts])
+            file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def _check_replaceable(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; give the name of a folder to save to.")
+    other = (
+        sorted(p.name for p in folder.iterdir() if p.is_dir() or not _OURS.fullmatch(p.name)) if folder.exists() else []
+    )
+    if other:
+        raise CheckpointError(
+            f"{folder} is not replaced, because it holds more than a checkpoint ({', '.join(other[:5])}); save to a "
+            "new folder."
+        )
+
+
+def _replace(staging: Path, folder: Path) -> None:
+    """Puts the finished folder in place; a previous one is moved away first and deleted last."""
+    if not folder.exists():
+        staging.rename(folder)
+        return
+    old = staging.with_suffix(".old")
+    folder.rename(old)
+    try:
+        staging.rename(folder)
+    except OSError:
+        os.replace(old, folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,58 @@
+"""Run by test_orbax.py in a process with eight simulated devices; takes an empty folder."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from kvjax import policies, sharding
+from kvjax.checkpoint import orbax
+from kvjax.checkpoint.huggingface import load, save
+from kvjax.generate import generate
+from tests.checkpoint.folders import assert_same, folder_with, raw_config
+
+
+def main(folder: Path) -> None:
+    mesh = sharding.make_mesh("data:2,model:4")
+    sizes = {"num_key_value_heads": 4, "intermediate_size": 32}
+    config, params, found = folder_with(folder / "hf", raw_config("phi3", **sizes))
+    save_file(found, folder / "hf/model.safetensors")
+    model = load(folder / "hf", mesh=mesh)
+    assert model.mesh is mesh
+    places = sharding.parameter_shardings(params, mesh, (config.num_heads, config.num_kv_heads))
+
+    def check(tree):
+        assert_same(tree, params)
+        assert jax.tree.all(jax.tree.map(lambda leaf, place: leaf.sharding == place, tree, places))
+        up = tree["layer_0"]["mlp"]["up"]["weight"]
+        assert {shard.data.shape for shard in up.addressable_shards} == {(8, 16)}
+
+    check(model.params)
+    save(model, folder / "saved")
+    check(load(folder / "saved", mesh=mesh).params)
+    assert_same(load(folder / "saved").params, params)
+    orbax.save_params(folder / "params", model.params)
+    check(orbax.restore_params(folder / "params", config, mesh=mesh))
+    assert_same(orbax.restore_params(folder / "params", config), params)
+
+    tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
+    state = generate(model, tokens, policies.h2o(budget=6), max_new_tokens=2).state
+    orbax.save_state(folder / "state", state)
+    for target in (None, state):
+        again = orbax.restore_state(folder / "state", target, mesh=mesh)
+        assert jax.tree.structure(again) == jax.tree.structure(state)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(state))
+        assert {shard.data.shape[:2] for shard in again.layers[0].key.addressable_shards} == {(1, 1)}
+    alone = orbax.restore_state(folder / "state")
+    assert len(alone.length.devices()) == 1
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,60 @@
+"""Loading never holds more than the model and its largest tensor, whatever the file's format and dtype."""
+
+import json
+import subprocess
+import sys
+
+import flax.serialization
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.checkpoint import folders
+
+# Resident memory that is not tensors: pieces being read, XLA's arena, the allocator's slack.
+SLACK = 8e6
+
+MEASURE = """
+import json, sys
+import jax, jax.numpy as jnp
+from kvjax.checkpoint.huggingface import load
+
+def memory(field):  # not getrusage, whose maximum a process inherits from the one that started it
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+
+load(sys.argv[1], dtype=jnp.float32)  # imports and traces, whose memory is not the checkpoint's
+before = memory("VmRSS")
+model = load(sys.argv[2], dtype=jnp.float32)
+peak = memory("VmHWM") - before
+print(json.dumps({"peak": peak, "model": sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))}))
+"""
+
+
+def write(folder, kind, family, **sizes):
+    _, _, found = folders.folder_with(folder, folders.raw_config(family, **sizes))
+    if kind == "flax":
+        (folder / "flax_model.msgpack").write_bytes(flax.serialization.to_bytes(folders.flax_tree(found)))
+    else:
+        dtype = ml_dtypes.bfloat16 if kind == "bfloat16" else np.float32
+        save_file({name: array.astype(dtype) for name, array in found.items()}, folder / "model.safetensors")
+    return max(array.size for array in found.values()) * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+@pytest.mark.parametrize(
+    ("kind", "family"), [("float32", "llama"), ("bfloat16", "phi3"), ("flax", "opt"), ("float32", "gpt2")]
+)
+def test_peak_memory(kind, family, tmp_path):
+    sizes = {
+        "hidden_size": 768, "n_embd": 768, "word_embed_proj_dim": 768, "head_dim": 192, "vocab_size": 8000,
+        "intermediate_size": 3072, "ffn_dim": 3072, "n_inner": 3072, "num_hidden_layers": 4, "n_layer": 4,
+    }  # fmt: skip
+    write(tmp_path / "small", kind, family)
+    largest = write(tmp_path / "large", kind, family, **sizes)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large")]
+    result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    print(f"{kind} {family}: {result}, largest {largest}, ratio {result['peak'] / (result['model'] + largest):.3f}")
+    assert result["model"] > 100e6
+    assert result["peak"] < result["model"] + largest + SLACK
