@@ -1,0 +1,96 @@
+"""The command line of every experiment: flags, help, and errors as one paragraph instead of a traceback."""
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+from experiments import config as configs
+from experiments.config import ExperimentConfig
+from kvjax.errors import ConfigError, KvjaxError
+
+USAGE_ERROR, INTERRUPTED = 2, 130
+
+
+class _Parser(flags.ArgumentParser):
+    """Reads one kind of field; defaults come as values and pass through."""
+
+    def __init__(self, kind: Any):
+        self.kind = kind
+
+    def parse(self, argument: Any) -> Any:
+        return configs.read(self.kind, argument) if isinstance(argument, str) else argument
+
+    def flag_type(self) -> str:
+        return self.kind.__metadata__[0]
+
+
+for _kind in configs.KINDS:
+    config_flags.register_flag_parser_for_type(_kind, _Parser(_kind))
+
+
+def parse(
+    argv: Sequence[str], *, about: str, define: Callable[[flags.FlagValues], None] = lambda values: None
+) -> tuple[ExperimentConfig, flags.FlagValues]:
+    """Reads ``--config=NAME --config.field=value ...`` and a program's own flags.
+
+    Args:
+      argv: as `sys.argv`, the program first.
+      about: the program's docstring, for ``--help``.
+      define: adds the program's own flags.
+
+    Returns:
+      The resolved config and all flag values.
+
+    Raises:
+      ConfigError: an unknown config, field, flag or value, with the valid ones.
+      SystemExit: 0, after ``--help``.
+    """
+    # --config first: a field can only be overridden once there is a config.
+    argv = [*argv[:1], *sorted(argv[1:], key=lambda argument: not argument.startswith(("--config=", "-config=")))]
+    values = flags.FlagValues()
+    define(values)
+    if {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
+        print(_help(about, values))
+        raise SystemExit(0)
+    for argument in argv[1:]:
+        if override := re.match(r"--?(?:no)?config\.([^=]*)", argument):
+            configs.kind_of(override[1])
+    if not any(re.match(r"--?config(=|$)", argument) for argument in argv[1:]):
+        raise ConfigError(f"give --config=NAME; known configs: {', '.join(configs.names())}.")
+    config_flags.DEFINE_config_dataclass(
+        "config", ExperimentConfig(), "what to run", flag_values=values, sys_argv=argv, parse_fn=configs.by_name
+    )
+    try:
+        rest = values(argv)
+    except flags.UnrecognizedFlagError as error:
+        known = ", ".join(f"--{name}" for name in sorted(values) if "." not in name)
+        raise ConfigError(f"unknown flag --{error.flagname}; known flags: {known}, --config.FIELD, --help.") from None
+    except flags.Error as error:
+        raise ConfigError(str(error).removeprefix("flag ")) from None
+    if rest[1:]:
+        raise ConfigError(f"unexpected argument {rest[1]!r}; every setting is of the form --config.FIELD=VALUE.")
+    return values.config, values
+
+
+def _help(about: str, values: flags.FlagValues) -> str:
+    fields = [f"  --config.{path}: {configs.kind_of(path).__metadata__[0]}" for path in configs.leaves()]
+    own = [f"  --{name}: {values[name].help}" for name in values]
+    known = ", ".join(configs.names())
+    return "\n".join([about.strip(), "", f"Configs: {known}.", "", "Flags:", *own, "", "Fields:", *fields])
+
+
+def main(program: Callable[[Sequence[str]], int]) -> None:
+    """Runs a program and exits: errors of the user as one paragraph (status 2), an interruption as one line (130)."""
+    try:
+        status = program(sys.argv)
+    except KvjaxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = USAGE_ERROR
+    except KeyboardInterrupt:
+        print("\ninterrupted: no unfinished result was kept.", file=sys.stderr)
+        status = INTERRUPTED
+    sys.exit(status)

@@ -1,0 +1,124 @@
+"""The machine: what a result was measured on, and whether a model fits it."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from kvjax import sharding
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import parameter_count
+
+GB = 1e9
+#: Share of the memory that weights and cache may take; the rest is for activations and everybody else.
+USABLE = 0.9
+
+
+class Fit(NamedTuple):
+    """What a model needs and what the machine has, in bytes."""
+
+    weights: int
+    cache: int
+    available: int
+    where: str
+
+    @property
+    def fits(self) -> bool:
+        return self.weights + self.cache <= USABLE * self.available
+
+    def __str__(self) -> str:
+        return (
+            f"it needs {self.weights / GB:,.1f} GB for weights and {self.cache / GB:,.1f} GB for the largest cache; "
+            f"{self.where} has {self.available / GB:,.1f} GB"
+        )
+
+
+def fit(config: DecoderConfig, dtype: Any, *, cache: int, mesh: str = "") -> Fit:
+    """Compares a model with this machine, before anything is allocated.
+
+    Args:
+      dtype: of the weights; cache: bytes of the largest cache that will be held; mesh: as in a config.
+
+    Raises:
+      ConfigError: a mesh that this machine does not have.
+    """
+    devices = list(sharding.make_mesh(mesh).devices.flat) if mesh else jax.local_devices()[:1]
+    weights = parameter_count(config) * jax.numpy.dtype(dtype).itemsize
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
+    if all(limits):
+        kind = devices[0].device_kind
+        return Fit(weights, cache, sum(limits), f"{len(devices)} {kind}s" if len(devices) > 1 else f"the {kind}")
+    return Fit(weights, cache, host_memory(), "this machine's free memory")
+
+
+def host_memory() -> int:
+    """Bytes of main memory that this process can still get, under the limit of its control group."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = [_number("/proc/meminfo", "MemAvailable:") * 1024 or total]
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        if ceiling := _number(limit):
+            free.append(max(ceiling - _number(used), 0))
+    return min(total, *free)
+
+
+def _number(path: str, label: str = "") -> int:
+    """The number after `label` in a file; 0 where there is none (no such file, or ``max``)."""
+    try:
+        words = Path(path).read_text().split()
+        return int(words[words.index(label) + 1] if label else words[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def environment() -> dict[str, Any]:
+    """What a result depends on beside its config: versions, devices, processor, commit."""
+    devices = jax.devices()
+    return {
+        "python": platform.python_version(),
+        "kvjax": _version("kvjax"),
+        "jax": jax.__version__,
+        "jaxlib": _version("jaxlib"),
+        "flax": _version("flax"),
+        "numpy": _version("numpy"),
+        "platform": devices[0].platform,
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": None if (changes := _git("status", "--porcelain")) is None else bool(changes),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of a git command in the project, or None where there is no git or no commit."""
+    try:
+        root = Path(__file__).resolve().parent.parent
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,135 @@
+"""Measures a policy on a model: perplexity, agreement with the full cache, speed, bytes held."""
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax import cache
+from kvjax.generate import decode, log_likelihood, prefill
+from kvjax.models.config import DecoderConfig
+from kvjax.models.model import Model
+from kvjax.policies import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One policy's results.
+
+    Attributes:
+      policy: its name; budget: as configured, None = every token; slots: the largest row's, per KV head.
+      logprobs: [rows, new] float32 of the true continuation under teacher forcing; None when there is none.
+      tokens: [rows, new] int32, greedy.
+      prefill_rate, decode_rate: tokens a second over all rows, the fastest of the repetitions; a single new
+        token takes no decoding, hence None.
+      compile_seconds: what the first, untimed pass took.
+      kv_bytes: keys and values held while decoding; full_kv_bytes: what the full cache would hold.
+    """
+
+    policy: str
+    budget: int | float | None
+    slots: int
+    logprobs: np.ndarray | None
+    tokens: np.ndarray
+    prefill_rate: float
+    decode_rate: float | None
+    compile_seconds: float
+    kv_bytes: int
+    full_kv_bytes: int
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp of the mean negative log-likelihood a token."""
+        return None if self.logprobs is None else math.exp(-float(np.mean(self.logprobs, dtype=np.float64)))
+
+    def agreement(self, full: "Measurement | None") -> float | None:
+        """Fraction of greedy tokens equal to the full cache's at the same place."""
+        return None if full is None else float(np.mean(self.tokens == full.tokens))
+
+    def same_until(self, full: "Measurement | None") -> float | None:
+        """Mean number of greedy tokens before the first that differs from the full cache's."""
+        if full is None:
+            return None
+        same = np.cumprod(self.tokens == full.tokens, axis=1)
+        return float(np.mean(np.sum(same, axis=1)))
+
+    def row(self, full: "Measurement | None") -> dict[str, Any]:
+        """The scalars, for metrics.jsonl and tables."""
+        return {
+            "policy": self.policy,
+            "budget": self.budget,
+            "slots": self.slots,
+            "perplexity": self.perplexity,
+            "agreement": self.agreement(full),
+            "same_until": self.same_until(full),
+            "new_tokens": self.tokens.shape[1],
+            "prefill_tokens_per_second": self.prefill_rate,
+            "decode_tokens_per_second": self.decode_rate,
+            "compile_seconds": self.compile_seconds,
+            "kv_bytes": self.kv_bytes,
+            "full_kv_bytes": self.full_kv_bytes,
+        }
+
+
+def full_cache_bytes(config: DecoderConfig, rows: int, length: int, itemsize: int) -> int:
+    """Keys and values of `length` tokens in every layer."""
+    return 2 * config.num_layers * rows * config.num_kv_heads * length * config.head_dim * itemsize
+
+
+def measure(
+    model: Model,
+    tokens: np.ndarray,
+    policy: Policy,
+    *,
+    prompt_length: int,
+    new_tokens: int,
+    prefill_block: int | None = None,
+    repeats: int = 3,
+    progress: bool = False,
+) -> Measurement:
+    """Scores the true continuation, then generates greedily from the prompts, timed.
+
+    Args:
+      tokens: [rows, prompt_length + new_tokens] int32; [rows, prompt_length] when there is no true continuation.
+      repeats: timed repetitions after one that compiles.
+
+    Raises:
+      InputError, PolicyError: before anything is traced.
+    """
+    rows = tokens.shape[0]
+    prompts = tokens[:, :prompt_length]
+    logprobs = None
+    if tokens.shape[1] > prompt_length:
+        scored = log_likelihood(
+            model, tokens, policy, prompt_length=prompt_length, prefill_block=prefill_block, progress=progress
+        )
+        # Entry t scores token t + 1.
+        logprobs = np.asarray(scored.logprobs)[:, prompt_length - 1 :]
+    prefill_times, decode_times = [], []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        prefilled = prefill(model, prompts, policy, max_new_tokens=new_tokens, prefill_block=prefill_block)
+        jax.block_until_ready(prefilled)
+        middle = time.perf_counter()
+        generation = decode(model, prefilled, policy, max_new_tokens=new_tokens)
+        jax.block_until_ready(generation.state)
+        prefill_times.append(middle - start)
+        decode_times.append(time.perf_counter() - middle)
+    steps = new_tokens - 1  # the first new token comes out of the prompt
+    itemsize = generation.state.layers[0].key.dtype.itemsize
+    held = prompt_length + steps
+    return Measurement(
+        policy=policy.name,
+        budget=policy.budget,  # type: ignore[arg-type]
+        slots=int(max(np.max(cache.live_slots(layer)) for layer in generation.state.layers)),
+        logprobs=logprobs,
+        tokens=generation.tokens,
+        prefill_rate=rows * prompt_length / min(prefill_times[1:]),
+        decode_rate=rows * steps / min(decode_times[1:]) if steps else None,
+        compile_seconds=prefill_times[0] + decode_times[0] - min(prefill_times[1:]) - min(decode_times[1:]),
+        kv_bytes=cache.nbytes(generation.state),
+        full_kv_bytes=full_cache_bytes(model.config, rows, held, itemsize),
+    )

@@ -1,0 +1,126 @@
+"""Runs one experiment: a policy against its baselines on one model and one text.
+
+    python -m experiments.run --config=h2o_tiny [--config.FIELD=VALUE ...]
+
+Prints a table and writes one folder: config.json, metrics.jsonl, environment.json, report.md, report.png. A model that
+this machine cannot hold is planned instead of run; --topology=v5e:2x4 plans for a TPU that you do not have.
+"""
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from experiments import cli, machine, report, results
+from experiments import config as configs
+from experiments.config import ExperimentConfig
+from experiments.session import CannotRun, Outcome, Session, decoder_config, describe, dtype_of, policies_of
+from kvjax.errors import ConfigError
+
+
+def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = None) -> Path:
+    """Runs a config and writes its folder.
+
+    Returns:
+      The folder, which is there whole or not at all.
+
+    Raises:
+      KvjaxError: something in the config that cannot work; CannotRun: the model is not here or does not fit.
+    """
+    policies_of(config)
+    session = Session()
+    print(describe(session.model(config), config.model), flush=True)
+    name = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with results.folder(config.output, name) as (folder, target):
+        outcome = session.run(config, progress=progress)
+        write(folder, config, outcome, command)
+        print(outcome.text)
+        print(f"\n{report.table([report.cells(row) for row in outcome.rows()])}\n")
+        for note in outcome.notes:
+            print(f"Note: {note}")
+    print(f"Wrote {target}/ (report.md, report.png, metrics.jsonl, config.json, environment.json)")
+    return target
+
+
+def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str) -> None:
+    """Fills a run's folder."""
+    environment = machine.environment() | {"command": command}
+    (folder / "config.json").write_text(results.to_json(configs.to_dict(config)))
+    (folder / "environment.json").write_text(results.to_json(environment))
+    with (folder / "metrics.jsonl").open("w") as file:
+        for row in outcome.rows():
+            file.write(json.dumps({"kind": "summary"} | row) + "\n")
+        for measurement in outcome.measurements:
+            if measurement.logprobs is not None:
+                loss = (-measurement.logprobs).mean(axis=0)
+                entry = {"kind": "loss", "policy": measurement.policy, "nats_by_token": [float(x) for x in loss]}
+                file.write(json.dumps(entry) + "\n")
+    rows = [report.cells(row) for row in outcome.rows()]
+    labels = [row["policy"] for row in rows]
+    (folder / "report.png").write_bytes(report.run_plot(outcome.measurements))
+    where = f"{environment['device']} ({environment['cpu']}, {environment['cores']} cores)"
+    versions = f"jax {environment['jax']}, Python {environment['python']}, commit {environment['commit'] or 'unknown'}"
+    paragraphs = [outcome.model, outcome.text, *(f"Note: {note}" for note in outcome.notes)]
+    paragraphs += [f"On {where}; {versions}."] + ([f"`{command}`"] if command else [])
+    text = report.markdown(config.name, paragraphs, rows, "report.png")
+    samples = [
+        f"- **{label}**: {' '.join(sample.split())[:400]!r}"
+        for label, sample in zip(labels, outcome.continuations, strict=True)
+    ]
+    (folder / "report.md").write_text(
+        "\n".join([text, report.LEGEND, "", "## The first row's greedy continuation", "", *samples, ""])
+    )
+
+
+def plan(config: ExperimentConfig, topology: str | None) -> None:
+    """Compiles the config's decode step from shapes alone, and prints what it takes.
+
+    Raises:
+      ConfigError: a decoder that is not known without its checkpoint.
+    """
+    from kvjax import plan as planning  # compiles for TPUs too: not for every run
+
+    decoder = decoder_config(config.model)
+    if decoder is None:
+        raise ConfigError(
+            f"what {config.model.path} needs is not known before it is here; name its --config.model.shape."
+        )
+    where = topology or "this machine"
+    print(f"compiling the decode step for {where}; a large model takes minutes ...", file=sys.stderr, flush=True)
+    planned = planning.plan(
+        decoder,
+        configs.build_policy(config.policy),
+        batch=config.data.num_sequences,
+        prompt_length=config.data.prompt_length,
+        new_tokens=config.data.new_tokens,
+        dtype=dtype_of(config.model, "tpu" if topology else None),
+        mesh_axes=config.mesh,
+        topology=topology,
+        prefill_block=config.prefill_block,
+    )
+    print(planned.table())
+
+
+def main(argv: Sequence[str]) -> int:
+    def define(values: flags.FlagValues) -> None:
+        flags.DEFINE_string("topology", None, "plan for a named TPU, e.g. v5e:2x4, and run nothing", flag_values=values)
+
+    config, values = cli.parse(argv, about=__doc__, define=define)
+    if values.topology:
+        plan(config, values.topology)
+        return 0
+    try:
+        run(config, command=shlex.join(["python", "-m", "experiments.run", *argv[1:]]))
+    except CannotRun as error:
+        print(f"{config.name} was not run. {error}\nThis is what it would take:\n", flush=True)
+        plan(config, None)
+        print(f"For a TPU that is not here: python -m experiments.run --config={config.name} --topology=v5e:2x4")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.main(main)

@@ -1,0 +1,224 @@
+"""Runs configs in one process, and keeps what the next one can use: the model, the text, results already measured."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm.auto import tqdm
+
+import kvjax
+from experiments import config as configs
+from experiments import data, machine, results
+from experiments.config import ExperimentConfig, ModelConfig
+from experiments.measure import Measurement, full_cache_bytes, measure
+from kvjax import sharding
+from kvjax.errors import CheckpointError, ConfigError, PolicyError
+from kvjax.models import families, shapes
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import parameter_count, random_parameters
+from kvjax.models.model import Model
+from kvjax.policies import Policy
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class CannotRun(ConfigError):
+    """A model that this machine cannot hold, or whose checkpoint it does not have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of a config.
+
+    Attributes:
+      model, text: what they are, in words; notes: what a reader should know before believing the numbers.
+      measurements: one a policy, baselines first; continuations: the first row's greedy text under each.
+    """
+
+    model: str
+    text: str
+    notes: list[str]
+    measurements: list[Measurement]
+    continuations: list[str]
+
+    @property
+    def full(self) -> Measurement | None:
+        return next((m for m in self.measurements if m.policy == "full"), None)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [measurement.row(self.full) for measurement in self.measurements]
+
+
+def dtype_of(config: ModelConfig, platform: str | None = None) -> Any:
+    """The dtype of weights and cache: as configured, else float32 on a CPU and bfloat16 elsewhere."""
+    if config.dtype is not None:
+        if config.dtype not in DTYPES:
+            raise ConfigError(f"model.dtype={config.dtype!r} is unknown; valid: {', '.join(DTYPES)}, or none.")
+        return jnp.dtype(config.dtype)
+    return jnp.dtype("float32" if (platform or jax.default_backend()) == "cpu" else "bfloat16")
+
+
+def decoder_config(config: ModelConfig) -> DecoderConfig | None:
+    """What the decoder will be, as far as that is known before loading it."""
+    if config.path is not None and isinstance(raw := results.read_json(Path(config.path) / "config.json"), dict):
+        return families.read(raw)
+    if config.shape is not None or config.path is None:
+        return shapes.by_name(config.shape or "tiny")
+    return None
+
+
+def policies_of(config: ExperimentConfig) -> list[Policy]:
+    """Baselines first, then the policy; each once.
+
+    Raises:
+      PolicyError, ConfigError: a policy, a setting of it or a budget that cannot work.
+    """
+    own = configs.build_policy(config.policy)
+    found = []
+    for name in dict.fromkeys(config.baselines):
+        if name == config.policy.name:
+            continue
+        try:
+            found.append(configs.build_policy(configs.baseline(config, name)))
+        except PolicyError as error:
+            raise PolicyError(
+                f"baseline {name!r}: {error} (baselines are set by --config.baselines=full,...)"
+            ) from None
+    # The full cache opens every table, also when it is the policy itself.
+    return sorted([*found, own], key=lambda policy: policy.budget is not None)
+
+
+def check_fit(config: ExperimentConfig) -> None:
+    """Refuses, before anything is allocated, a model that this machine cannot hold.
+
+    Raises:
+      CannotRun: with what the model needs and what the machine has.
+    """
+    decoder = decoder_config(config.model)
+    if decoder is None:
+        return
+    dtype, size = dtype_of(config.model), config.data
+    length = max(_most_slots(policy, size.prompt_length, size.new_tokens) for policy in policies_of(config))
+    cache = full_cache_bytes(decoder, size.num_sequences, length, dtype.itemsize)
+    fit = machine.fit(decoder, dtype, cache=cache, mesh=config.mesh)
+    if not fit.fits:
+        raise CannotRun(f"{_name(config.model)} does not fit: in {dtype} {fit}.")
+
+
+def _most_slots(policy: Policy, prompt: int, new: int) -> int:
+    total = prompt + new
+    if not isinstance(policy.budget, int | float):
+        return total
+    return min(total, policy.budget + 1 if isinstance(policy.budget, int) else int(policy.budget * prompt) + 1)
+
+
+def _name(config: ModelConfig) -> str:
+    return config.path or config.shape or "tiny"
+
+
+def describe(model: Model, config: ModelConfig) -> str:
+    """One line about a model; says so if its weights are random."""
+    decoder = model.config
+    dtype = model.params["embed"]["tokens"].dtype
+    size = f"{parameter_count(decoder) / 1e6:,.1f}M parameters"
+    heads = f"{decoder.num_heads} heads" + (
+        f" on {decoder.num_kv_heads} KV heads" if decoder.num_kv_heads != decoder.num_heads else ""
+    )
+    shape = f"{decoder.num_layers} layers of width {decoder.hidden_size}, {heads}, {size}, {dtype}"
+    if config.path is None:
+        return (
+            f"RANDOM WEIGHTS: no checkpoint was given (--config.model.path=FOLDER), so this is a randomly initialised "
+            f"{_name(config)} decoder ({shape}). Its speed and memory are real; its perplexity and its text are not."
+        )
+    return f"{config.path}: {decoder.family}, {shape}."
+
+
+class Session:
+    """Loads each model and text once, and measures each policy on them once."""
+
+    def __init__(self) -> None:
+        self._model: tuple[str, Model] | None = None
+        self._measured: dict[tuple[str, Policy], Measurement] = {}
+
+    def model(self, config: ExperimentConfig) -> Model:
+        """The config's model; only the last one is kept.
+
+        Raises:
+          CannotRun: it does not fit, or its shape is known and its checkpoint is not to be had.
+        """
+        key = _key(config, "model", "mesh", "seed")
+        if self._model is None or self._model[0] != key:
+            check_fit(config)
+            self._model = None
+            self._model = (key, _load(config))
+        return self._model[1]
+
+    def run(self, config: ExperimentConfig, *, progress: bool | None = False) -> Outcome:
+        """Measures a config's baselines and its policy.
+
+        Args:
+          progress: show progress bars; None = if stderr is a terminal.
+        """
+        policies = policies_of(config)
+        model = self.model(config)
+        tokens, prompt_length, text = data.load(config.data, model, config.seed)
+        key = _key(config, "model", "mesh", "seed", "data", "prefill_block", "repeats")
+        bar = tqdm(policies, unit="policy", disable=None if progress is None else not progress, leave=False)
+        for policy in bar:
+            bar.set_description(policy.name)
+            if (key, policy) not in self._measured:
+                self._measured[key, policy] = measure(
+                    model, tokens, policy, prompt_length=prompt_length, new_tokens=config.data.new_tokens,
+                    prefill_block=config.prefill_block, repeats=config.repeats,
+                )  # fmt: skip
+        measurements = [self._measured[key, policy] for policy in policies]
+        rows = "1 row" if len(tokens) == 1 else f"{len(tokens)} rows"
+        return Outcome(
+            model=describe(model, config.model),
+            text=f"Text: {text}; {rows} of {prompt_length} prompt tokens and {config.data.new_tokens} new ones.",
+            notes=_notes(model, config, prompt_length, measurements),
+            measurements=measurements,
+            continuations=[data.decode(model, m.tokens[0][m.tokens[0] >= 0]) for m in measurements],
+        )
+
+
+def _key(config: ExperimentConfig, *fields: str) -> str:
+    resolved = configs.to_dict(config)
+    return json.dumps([resolved[field] for field in fields])
+
+
+def _load(config: ExperimentConfig) -> Model:
+    mesh = sharding.make_mesh(config.mesh) if config.mesh else None
+    dtype = dtype_of(config.model)
+    if config.model.path is not None:
+        try:
+            return kvjax.load(config.model.path, dtype=dtype, mesh=mesh)
+        except CheckpointError as error:
+            if config.model.shape is None or Path(config.model.path).exists():
+                raise
+            raise CannotRun(f"{error} (Random weights of this shape: --config.model.path=none.)") from error
+    decoder = shapes.by_name(config.model.shape or "tiny")
+    init = functools.partial(random_parameters, decoder, dtype=dtype)
+    key = jax.random.key(config.seed)
+    placed = None
+    if mesh is not None:
+        heads = (decoder.num_heads, decoder.num_kv_heads)
+        placed = sharding.parameter_shardings(jax.eval_shape(init, key), mesh, heads)
+    return Model(decoder, jax.jit(init, out_shardings=placed)(key), mesh=mesh)
+
+
+def _notes(model: Model, config: ExperimentConfig, prompt: int, measurements: list[Measurement]) -> list[str]:
+    notes = []
+    total = prompt + config.data.new_tokens
+    if total > model.config.max_positions:
+        notes.append(f"{total} tokens exceed the {model.config.max_positions} that the model was trained on.")
+    for measurement in measurements:
+        if measurement.budget is not None and measurement.kv_bytes >= measurement.full_kv_bytes:
+            notes.append(f"{measurement.policy}: the budget holds all {total} tokens, so nothing is evicted.")
+    if config.data.prompt is not None:
+        notes.append("A prompt has no true continuation, so there is no perplexity.")
+    return notes

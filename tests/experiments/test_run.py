@@ -1,0 +1,141 @@
+"""A run writes one whole folder or none, the same numbers every time, and says what it ran on."""
+
+import dataclasses
+import json
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import data, machine, run, session
+from experiments.config import DataConfig, to_dict
+from experiments.measure import Measurement
+from kvjax import plan as planning
+from kvjax.errors import ConfigError, InputError, KvjaxError
+from kvjax.models.model import Model
+
+FILES = {"config.json", "metrics.jsonl", "environment.json", "report.md", "report.png"}
+TIMINGS = {"prefill_tokens_per_second", "decode_tokens_per_second", "compile_seconds"}
+
+
+def lines(folder: Path):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_writes_a_whole_folder_and_the_same_numbers_again(small, capsys):
+    folder = run.run(small, command="the command")
+    shown = capsys.readouterr().out
+    assert shown.startswith("RANDOM WEIGHTS: no checkpoint was given")
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert json.loads((folder / "config.json").read_text()) == to_dict(small)
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["command"] == "the command"
+    assert environment["jax"]
+    assert environment["platform"]
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    text = (folder / "report.md").read_text()
+    assert "RANDOM WEIGHTS" in text
+    assert "| window" in text
+    assert "report.png" in text
+
+    full, window = (line for line in lines(folder) if line["kind"] == "summary")
+    assert (full["policy"], full["budget"], full["slots"], full["agreement"]) == ("full", None, 21, 1.0)
+    assert (window["policy"], window["budget"], window["slots"]) == ("window", 8, 8)
+    # 16 prompt tokens and all new ones but the last; the budget and one slot: keys and values of 8 float32, 2 rows.
+    assert full["kv_bytes"] == full["full_kv_bytes"] == window["full_kv_bytes"] == 2 * 21 * 8 * 4 * 2
+    assert window["kv_bytes"] == 2 * 9 * 8 * 4 * 2
+    for loss, summary in zip([x for x in lines(folder) if x["kind"] == "loss"], (full, window), strict=True):
+        assert np.exp(np.mean(loss["nats_by_token"])) == pytest.approx(summary["perplexity"], rel=1e-5)
+    assert f"{window['perplexity']:,.2f}" in shown
+
+    again = run.run(small)
+    assert again != folder
+    assert again.is_dir()
+    for first, second in zip(lines(folder), lines(again), strict=True):
+        assert {k: v for k, v in first.items() if k not in TIMINGS} == {
+            k: v for k, v in second.items() if k not in TIMINGS
+        }
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, KvjaxError])
+@pytest.mark.parametrize("moment", ["measure", "write"])
+def test_an_interrupted_run_leaves_no_result(small, monkeypatch, error, moment):
+    def interrupted(*args, **kwargs):
+        raise error("now")
+
+    if moment == "measure":
+        monkeypatch.setattr(session, "measure", interrupted)
+    else:
+        measured = Measurement("full", None, 4, None, np.zeros((1, 2), np.int32), 1.0, 1.0, 0.0, 8, 8)
+        monkeypatch.setattr(session, "measure", lambda *args, **kwargs: measured)
+        monkeypatch.setattr(run.report, "run_plot", interrupted)
+    with pytest.raises(error):
+        run.run(small)
+    assert list(Path(small.output).iterdir()) == []
+
+
+def test_a_prompt_is_continued_without_a_perplexity(small, capsys):
+    small.data = DataConfig(prompt="Once upon a time", num_sequences=1, new_tokens=4)
+    small.baselines = ()
+    folder = run.run(small)
+    (window,) = lines(folder)
+    assert window["perplexity"] is None
+    assert window["agreement"] is None
+    assert "no true continuation" in capsys.readouterr().out
+
+
+def test_a_model_that_does_not_fit_is_planned(monkeypatch, capsys):
+    asked = {}
+
+    def plan(config, policy, **settings):
+        asked.update(settings, policy=policy.name, layers=config.num_layers)
+        return types.SimpleNamespace(table=lambda: "the plan")
+
+    monkeypatch.setattr(planning, "plan", plan)
+    monkeypatch.setattr(machine, "host_memory", lambda: 10**9)
+    assert run.main(["run", "--config=h2o_opt30b"]) == 0
+    shown = capsys.readouterr().out
+    assert "h2o_opt30b was not run" in shown
+    assert "119.9 GB for weights" in shown
+    assert "1.0 GB" in shown
+    assert "the plan" in shown
+    assert (asked["layers"], asked["policy"], asked["topology"], asked["batch"]) == (48, "h2o", None, 8)
+    assert run.main(["run", "--config=h2o_opt30b", "--topology=v5e:2x4", "--config.mesh=model:8"]) == 0
+    assert (asked["topology"], asked["mesh_axes"], str(asked["dtype"])) == ("v5e:2x4", "model:8", "bfloat16")
+
+
+def test_memory_of_this_machine():
+    assert 2**20 < machine.host_memory() < 2**50
+
+
+class Words:
+    """A tokenizer whose tokens are words."""
+
+    bos_id, adds_bos = 1, True
+
+    def encode(self, text, bos=True):
+        return [2 + len(word) for word in text.split()]
+
+
+def test_rows_of_a_text_begin_with_bos(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("a bb ccc " * 4)
+    model = Model(config=None, params=None, tokenizer=Words())
+    config = DataConfig(text=str(path), num_sequences=2, prompt_length=3, new_tokens=2)
+    tokens, prompt_length, about = data.load(config, model, 0)
+    assert tokens.tolist() == [[1, 3, 4, 5, 3], [1, 4, 5, 3, 4]]
+    assert (prompt_length, about) == (3, "text.txt")
+    with pytest.raises(InputError, match="has 12 tokens, but 9 rows of 5 need 36"):
+        data.load(dataclasses.replace(config, num_sequences=9), model, 0)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        data.load(dataclasses.replace(config, text=str(tmp_path / "none")), model, 0)
+    with pytest.raises(ConfigError, match="both given"):
+        data.load(dataclasses.replace(config, prompt="x"), model, 0)
+
+
+def test_the_generated_text_is_the_same_everywhere():
+    text = data.generated_text(300)
+    assert text == data.generated_text(300) != data.generated_text(300, seed=1)
+    assert 300 <= len(text) < 450
+    assert text.isascii()

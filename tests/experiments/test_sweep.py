@@ -1,0 +1,150 @@
+"""Sweeps: the product of the values, only what is missing, and failures that stop nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import session, sweep
+from kvjax.errors import ConfigError
+
+AXES = [("policy.budget", [4, 8]), ("policy.name", ["h2o", "window"])]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The policies that were really measured."""
+    made, measure = [], session.measure
+
+    def counted(model, tokens, policy, **settings):
+        made.append((policy.name, policy.budget))
+        return measure(model, tokens, policy, **settings)
+
+    monkeypatch.setattr(session, "measure", counted)
+    return made
+
+
+def test_axes():
+    assert sweep.parse_axis("policy.budget=0.1,2,1.0") == ("policy.budget", [0.1, 2, 1.0])
+    assert sweep.parse_axis("policy.name=h2o, window,h2o") == ("policy.name", ["h2o", "window"])
+    assert sweep.parse_axis("mesh=data:2;data:1,model:2") == ("mesh", ["data:2", "data:1,model:2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("policy.budget", "not of the form"),
+        ("policy.budget=", "not of the form"),
+        ("policy.budget=1,,2", "not of the form"),
+        ("policy.size=1", "policy has name, budget"),
+        ("policy.budget=small", "'small' is not valid here"),
+        ("output=a,b", "cannot be swept"),
+    ],
+)
+def test_a_wrong_axis_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        sweep.parse_axis(text)
+
+
+def test_product(small):
+    found = sweep.product(small, AXES)
+    assert [(c.policy.budget, c.policy.name) for _, c in found] == [
+        (4, "h2o"),
+        (4, "window"),
+        (8, "h2o"),
+        (8, "window"),
+    ]
+    assert found[0][0] == {"policy.budget": 4, "policy.name": "h2o"}
+    assert small.policy.budget == 8
+    with pytest.raises(ConfigError, match="each field once"):
+        sweep.product(small, [AXES[0], AXES[0]])
+    with pytest.raises(ConfigError, match="at least one --sweep"):
+        sweep.product(small, [])
+
+
+def test_a_sweep_resumes_and_survives_failures(small, calls, monkeypatch, capsys):
+    small.policy.sinks = None
+    axes = [("policy.budget", [0, 4]), ("policy.name", ["h2o", "window"])]
+    folder, found = sweep.sweep(small, axes)
+    assert [result["status"] for result in found] == ["failed", "failed", "ok", "ok"]
+    assert "budget 0 is out of range" in found[0]["error"]
+    assert "traceback" not in found[0]
+    # The full cache is measured once for all.
+    assert calls == [("full", None), ("h2o", 4), ("window", 4)]
+    stored = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    assert stored.keys() == {result["file"] for result in found}
+    assert len(stored) == 4
+
+    lines = sweep.write(folder, small, found, "the command")
+    assert [line["perplexity"] for line in lines[:2]] == ["-", "-"]
+    assert lines[0]["of full"] == "FAILED"
+    assert lines[2]["policy"] == "h2o"
+    assert lines[2]["budget (slots)"] == "4"
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "Failed, policy.budget=0, policy.name=h2o: policy h2o: budget 0" in (folder / "sweep.md").read_text()
+
+    # Again: what is done stays, what failed is tried, what is new or lost is run.
+    calls.clear()
+    (folder / found[2]["file"]).write_text('{"status": "ok", "ro')
+    (folder / found[3]["file"]).write_text(json.dumps(stored[found[3]["file"]] | {"mark": 1}))
+    retried = []
+    run = session.Session.run
+
+    def seen(self, config, **settings):
+        retried.append((config.policy.name, config.policy.budget))
+        return run(self, config, **settings)
+
+    monkeypatch.setattr(session.Session, "run", seen)
+    _, again = sweep.sweep(small, axes)
+    assert retried == [("h2o", 0), ("window", 0), ("h2o", 4)]
+    assert again[3]["mark"] == 1
+    assert [row["perplexity"] for row in again[2]["rows"]] == [row["perplexity"] for row in found[2]["rows"]]
+
+
+def test_an_unforeseen_error_is_recorded_too_and_an_interruption_is_not(small, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(session, "measure", broken)
+    folder, (result,) = sweep.sweep(small, [("policy.budget", [4])])
+    assert result["error"] == "RuntimeError: out of luck"
+    assert "broken" in result["traceback"]
+    assert json.loads((folder / result["file"]).read_text())["status"] == "failed"
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.sweep(small, [("policy.budget", [5])])
+    assert [path.name for path in folder.iterdir()] == [result["file"]]
+
+
+def test_what_the_plot_shows():
+    def result(policy, budget, perplexity, **swept):
+        rows = [
+            {"policy": "full", "perplexity": 2.0, "budget": None},
+            {"policy": policy, "perplexity": perplexity, "budget": budget, "kv_bytes": 1, "full_kv_bytes": 4},
+        ]
+        swept = {"policy.budget": budget, "policy.name": policy} | swept
+        return {"status": "ok", "policy": policy, "rows": rows, "swept": swept}
+
+    shown = sweep.points([result("h2o", 0.1, 5.0), result("window", 0.2, 4.0), {"status": "failed"}], "perplexity")
+    assert [(p["label"], p["x"], p["y"], p["full"]) for p in shown] == [("h2o", 10, 5.0, 2.0), ("window", 20, 4.0, 2.0)]
+    assert shown[0]["x_name"] == "budget, % of the prompt"
+    shown = sweep.points([result("h2o", 16, 5.0, seed=1)], "perplexity")
+    assert (shown[0]["label"], shown[0]["x"], shown[0]["x_name"]) == ("h2o seed=1", 16, "budget, slots per KV head")
+    assert sweep.points([result("h2o", 16, 5.0), result("h2o", 0.5, 5.0)], "perplexity")[0]["x"] == 25
+
+
+def test_the_command(small, monkeypatch, tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text("import builtins\ndef get_config():\n    return builtins.small\n")
+    monkeypatch.setattr("builtins.small", small, raising=False)
+    small.baselines = ()
+    status = sweep.main(["sweep", f"--config={path}", "--sweep=policy.budget=6,0"])
+    out, err = capsys.readouterr()
+    assert status == 1
+    assert "1 of 2 runs done" in out
+    assert "failed, policy.budget=0: policy window: budget 0" in err
+    assert Path(small.output, "small-sweep", "sweep.md").is_file()
