@@ -114,8 +114,8 @@ def measure(device: Any) -> tuple[float, float]:
     with jax.default_device(device):
         matrix, row = jnp.ones((8192, 8192)), jnp.ones((1, 8192))
         square = jnp.ones((1024, 1024))
-        # The decoder's own product: [n, in] x [out, in].
-        product = jax.jit(lambda x, weight: jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ()))))
+        # The decoder's own product: [n, in] x [in, out].
+        product = jax.jit(lambda x, kernel: x @ kernel)
         reading = matrix.nbytes / _best_seconds(lambda: product(row, matrix))
         return reading, 2 * 1024**3 / _best_seconds(lambda: product(square, square))
 

@@ -110,8 +110,8 @@ def roofline(config: DecoderConfig, shapes: Shapes, live: tuple[float, ...], dev
     moved = 0.0
     for index, (layer, slots) in enumerate(zip(state.layers, live, strict=True)):
         here, kv_heads, _, dim = _local(layer.key)
-        query = shapes.params[f"layer_{index}"]["attention"]["query"]["weight"]
-        flops += 4.0 * here * _local(query)[0] * slots
+        query = shapes.params[f"layer_{index}"]["attention"]["query"]["kernel"]
+        flops += 4.0 * here * _local(query)[1] * slots
         statistics = sum(leaf.dtype.itemsize * math.prod(leaf.shape[3:]) for leaf in jax.tree.leaves(layer.stats))
         item = layer.key.dtype.itemsize
         # Read every live slot, write the new one; statistics go both ways.

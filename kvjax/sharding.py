@@ -21,23 +21,23 @@ RULES: Mapping[str, str | None] = {
     "embed": None,
 }
 
-#: The path of a parameter, by its last two names, -> the logical axes of its dimensions ([out, in]).
+#: The path of a parameter, by its last two names, -> the logical axes of its dimensions ([in, out]).
 PARAMETERS: Mapping[tuple[str, str], tuple[str | None, ...]] = {
     ("embed", "tokens"): ("vocab", "embed"),
-    ("head", "weight"): ("vocab", "embed"),
+    ("head", "kernel"): ("embed", "vocab"),
     ("head", "bias"): ("vocab",),
-    ("query", "weight"): ("heads", "embed"),
+    ("query", "kernel"): ("embed", "heads"),
     ("query", "bias"): ("heads",),
-    ("key", "weight"): ("kv_heads", "embed"),
+    ("key", "kernel"): ("embed", "kv_heads"),
     ("key", "bias"): ("kv_heads",),
-    ("value", "weight"): ("kv_heads", "embed"),
+    ("value", "kernel"): ("embed", "kv_heads"),
     ("value", "bias"): ("kv_heads",),
-    ("out", "weight"): ("embed", "heads"),
-    ("gate", "weight"): ("mlp", "embed"),
+    ("out", "kernel"): ("heads", "embed"),
+    ("gate", "kernel"): ("embed", "mlp"),
     ("gate", "bias"): ("mlp",),
-    ("up", "weight"): ("mlp", "embed"),
+    ("up", "kernel"): ("embed", "mlp"),
     ("up", "bias"): ("mlp",),
-    ("down", "weight"): ("embed", "mlp"),
+    ("down", "kernel"): ("mlp", "embed"),
 }
 
 
@@ -95,7 +95,7 @@ def parameter_spec(path: Sequence[str], shape: Sequence[int], mesh: Any, head_co
     """Where a parameter lies, from the last two names of its path.
 
     Args:
-      path: names from the root of the tree, e.g. ("layer_3", "attention", "query", "weight").
+      path: names from the root of the tree, e.g. ("layer_3", "attention", "query", "kernel").
       head_counts: (query heads, KV heads): a projection is cut between heads, never inside one.
     """
     axes = PARAMETERS.get(tuple(path[-2:]), (None,) * len(shape))  # type: ignore[arg-type]

@@ -156,12 +156,12 @@ def check(case: Case) -> dict[str, Any]:
     rows = kv_heads * config.head_dim
     query = config.num_heads // split * config.head_dim
     chosen = {
-        "query": (layer["attention"]["query"]["weight"], [query, 64]),
-        "key": (layer["attention"]["key"]["weight"], [rows, 64]),
-        "value": (layer["attention"]["value"]["weight"], [rows, 64]),
-        "out": (layer["attention"]["out"]["weight"], [64, query]),
-        "up": (layer["mlp"]["up"]["weight"], [128 // split, 64]),
-        "down": (layer["mlp"]["down"]["weight"], [64, 128 // split]),
+        "query": (layer["attention"]["query"]["kernel"], [64, query]),
+        "key": (layer["attention"]["key"]["kernel"], [64, rows]),
+        "value": (layer["attention"]["value"]["kernel"], [64, rows]),
+        "out": (layer["attention"]["out"]["kernel"], [query, 64]),
+        "up": (layer["mlp"]["up"]["kernel"], [64, 128 // split]),
+        "down": (layer["mlp"]["down"]["kernel"], [128 // split, 64]),
         "embed": (model.params["embed"]["tokens"], [96 // split, 64]),
         "norm": (layer["attention_norm"]["scale"], [64]),
     }

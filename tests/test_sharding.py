@@ -78,14 +78,14 @@ MESH = Axes({"data": 2, "model": 4})
 @pytest.mark.parametrize(
     ("path", "shape", "heads", "expected"),
     [
-        (("attention", "query", "weight"), (128, 64), (8, 4), ("model", None)),
-        (("attention", "key", "weight"), (64, 64), (8, 4), ("model", None)),
+        (("attention", "query", "kernel"), (64, 128), (8, 4), (None, "model")),
+        (("attention", "key", "kernel"), (64, 64), (8, 4), (None, "model")),
         # 2 KV heads of 32 features on 4 devices: 64 rows would divide, but a head is never cut
-        (("attention", "key", "weight"), (64, 64), (8, 2), (None, None)),
+        (("attention", "key", "kernel"), (64, 64), (8, 2), (None, None)),
         (("attention", "query", "bias"), (96,), (6, 6), (None,)),
-        (("attention", "out", "weight"), (64, 128), (8, 4), (None, "model")),
-        (("mlp", "up", "weight"), (128, 64), (8, 4), ("model", None)),
-        (("mlp", "down", "weight"), (64, 128), (8, 4), (None, "model")),
+        (("attention", "out", "kernel"), (128, 64), (8, 4), ("model", None)),
+        (("mlp", "up", "kernel"), (64, 128), (8, 4), (None, "model")),
+        (("mlp", "down", "kernel"), (128, 64), (8, 4), ("model", None)),
         (("mlp", "down", "bias"), (64,), (8, 4), (None,)),
         (("embed", "tokens"), (50257, 64), (8, 4), (None, None)),
         (("embed", "tokens"), (50272, 64), (8, 4), ("model", None)),

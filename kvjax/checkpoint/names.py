@@ -23,45 +23,50 @@ class Tensor:
 
     Attributes:
       name: in the checkpoint, e.g. ``model.layers.0.self_attn.qkv_proj.weight``.
-      paths: our parameters, in order, e.g. ("layer_0", "attention", "query", "weight").
-      shapes: their shapes, [out, in] or [out].
-      transposed: a matrix is stored [in, out].
+      paths: our parameters, in order, e.g. ("layer_0", "attention", "query", "kernel").
+      shapes: their shapes, [in, out] for a projection.
+      out_first: the checkpoint has a projection as [out, in].
       heads: above 0, the parts are interleaved head by head: [heads, parts, D, ...] flattened.
     """
 
     name: str
     paths: tuple[Path, ...]
     shapes: tuple[Shape, ...]
-    transposed: bool = False
+    out_first: bool = False
     heads: int = 0
 
     @property
     def shape(self) -> Shape:
         """Shape in the checkpoint."""
-        shape = (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
-        return shape[::-1] if self.transposed else shape
+        shape = (*self.shapes[0][:-1], sum(shape[-1] for shape in self.shapes)) if self.fused else self.shapes[0]
+        return shape[::-1] if self.out_first else shape
+
+    @property
+    def fused(self) -> bool:
+        return len(self.paths) > 1
 
     def split(self, array: np.ndarray) -> list[np.ndarray]:
         """The checkpoint's tensor as our parameters, each in memory of its own; inverts `merge`."""
-        if len(self.paths) == 1 and not self.transposed and array.flags.c_contiguous:
+        if not self.fused and not self.out_first and array.flags.c_contiguous:
             return [array]
-        array = array.T if self.transposed else array
+        # views until the last step: [in, out] or [out]
+        array = array.T if self.out_first else array
         if self.heads:
-            # [heads, parts, D, ...]
-            array = array.reshape(self.heads, len(self.paths), -1, *array.shape[1:])
-            parts = [array[:, i].reshape(shape) for i, shape in enumerate(self.shapes)]
+            # [..., heads, parts, D]
+            array = array.reshape(*array.shape[:-1], self.heads, len(self.paths), -1)
+            parts = [array[..., i, :].reshape(shape) for i, shape in enumerate(self.shapes)]
         else:
-            parts = np.split(array, np.cumsum([shape[0] for shape in self.shapes])[:-1])
+            parts = np.split(array, np.cumsum([shape[-1] for shape in self.shapes])[:-1], axis=-1)
         return [own(part) for part in parts]
 
     def merge(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Our parameters as the checkpoint's tensor, contiguous."""
         if self.heads:
-            split = [part.reshape(self.heads, 1, -1, *part.shape[1:]) for part in parts]
-            array = np.concatenate(split, axis=1).reshape(-1, *parts[0].shape[1:])
+            split = [part.reshape(*part.shape[:-1], self.heads, 1, -1) for part in parts]
+            array = np.concatenate(split, axis=-2).reshape(*parts[0].shape[:-1], -1)
         else:
-            array = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return np.ascontiguousarray(array.T if self.transposed else array)
+            array = np.concatenate(parts, axis=-1) if self.fused else parts[0]
+        return np.ascontiguousarray(array.T if self.out_first else array)
 
 
 def tensors(config: DecoderConfig) -> list[Tensor]:
@@ -91,7 +96,7 @@ def _matching(
     found = []
     for theirs, ours in modules.items():
         for leaf in ("weight", "bias"):
-            # our leaves are called tokens, table, scale or weight where theirs is always weight
+            # our leaves are called tokens, table, scale or kernel where theirs is always weight
             matches = [
                 path
                 for module in ours
@@ -99,14 +104,13 @@ def _matching(
                 if path[:-1] == tuple(module.split(".")) and (path[-1] == "bias") == (leaf == "bias")
             ]
             if matches:
-                fused = len(matches) > 1
                 found.append(
                     Tensor(
                         name=f"{prefix}{theirs}.{leaf}",
                         paths=tuple((*root, *path) for path in matches),
                         shapes=tuple(shapes[path] for path in matches),
-                        transposed=names.transposed and bool(root) and len(shapes[matches[0]]) == 2,
-                        heads=config.num_heads if fused and names.interleaved else 0,
+                        out_first=matches[0][-1] == "kernel" and not (names.in_first and bool(root)),
+                        heads=config.num_heads if len(matches) > 1 and names.interleaved else 0,
                     )
                 )
     return found

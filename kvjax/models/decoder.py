@@ -1,7 +1,10 @@
 """One decoder for every family: pure functions of parameters, tokens and a cache (Flax Linen, used functionally).
 
-Layers are unrolled and weights are stored [out, in], as Hugging Face has them: on a CPU that reads memory four times
-as fast as a scan over stacked layers, and loading transposes nothing. The decoder knows nothing of policies: it hands
+Layers are unrolled: on a CPU that reads memory four times as fast as a scan over stacked layers. Projections are stored
+[in, out] (Hugging Face has most of them the other way round; loading transposes): on two CPU cores with jax 0.10.2 and
+0.12 a [768, 3072] MLP then reads its weights at 28 GB/s instead of 30 at batch 1, but 17.4 instead of 11.0 at batch 8
+and 20 instead of 12 at batch 4, where the compiler otherwise transposes them in every step. Tables (embeddings, and an
+output head that is tied to one) stay [rows, features]. The decoder knows nothing of policies: it hands
 unrotated queries, keys and values to `cache.step` and gets an output and the layer's new cache back.
 """
 
@@ -32,7 +35,7 @@ ACTIVATIONS = {
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b with W stored [out, in]."""
+    """y = x W + b with W stored [in, out], as Flax's own Dense has it."""
 
     features: int
     use_bias: bool = False
@@ -40,9 +43,9 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        # [out, in]
-        weight = self.param("weight", nn.initializers.normal(x.shape[-1] ** -0.5), (self.features, x.shape[-1]), self.dtype)
-        y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+        shape = (x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.normal(shape[0] ** -0.5), shape, self.dtype)
+        y = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, (self.features,), self.dtype)
         return y

@@ -278,7 +278,7 @@ FAMILIES: dict[str, Family] = {
                 "mlp.c_fc": "mlp.up",
                 "mlp.c_proj": "mlp.down",
             },
-            transposed=True,
+            in_first=True,
             buffers=(".attn.bias", ".attn.masked_bias"),
         ),
         rope=None,

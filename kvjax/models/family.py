@@ -21,7 +21,7 @@ class Names:
       layers: name of the list of layers.
       top, layer: their module -> ours, outside and inside a layer; several of ours are one tensor, one after another.
       head: the output head's module.
-      transposed: a layer's matrices are stored [in, out] (GPT-2's Conv1D).
+      in_first: a layer's matrices are stored [in, out] (GPT-2's Conv1D).
       interleaved: a fused tensor goes head by head: query, key, value of head 0, then of head 1 (GPT-NeoX).
       buffers: suffixes of tensors that old releases saved although they are no parameters.
     """
@@ -31,7 +31,7 @@ class Names:
     layer: Mapping[str, str | tuple[str, ...]]
     layers: str = "layers"
     head: str = "lm_head"
-    transposed: bool = False
+    in_first: bool = False
     interleaved: bool = False
     buffers: tuple[str, ...] = (".rotary_emb.inv_freq",)
 

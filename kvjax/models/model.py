@@ -18,7 +18,7 @@ class Model:
 
     Attributes:
       config: static description of the decoder.
-      params: nested dict of arrays, weights [out, in]; see `kvjax.models.decoder.parameter_shapes`.
+      params: nested dict of arrays, projections [in, out]; see `kvjax.models.decoder.parameter_shapes`.
       tokenizer: the folder's tokenizer, or None if it has none.
       mesh: where the parameters lie, or None for a single device.
     """

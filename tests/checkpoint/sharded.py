@@ -31,8 +31,8 @@ def main(folder: Path) -> None:
     def check(tree):
         assert_same(tree, params)
         assert jax.tree.all(jax.tree.map(lambda leaf, place: leaf.sharding == place, tree, places))
-        up = tree["layer_0"]["mlp"]["up"]["weight"]
-        assert {shard.data.shape for shard in up.addressable_shards} == {(8, 16)}
+        up = tree["layer_0"]["mlp"]["up"]["kernel"]
+        assert {shard.data.shape for shard in up.addressable_shards} == {(16, 8)}
 
     check(model.params)
     save(model, folder / "saved")

@@ -12,7 +12,7 @@ from tests.reference.decoder import ReferenceConfig
 
 
 def load_llama(folder: str | Path) -> tuple[dict[str, Any], ReferenceConfig]:
-    """The numpy params tree (weights [out, in], as stored) and configuration of one checkpoint."""
+    """The numpy params tree (projections transposed to [in, out]) and configuration of one checkpoint."""
     from safetensors.numpy import load_file
 
     raw = json.loads((Path(folder) / "config.json").read_text())
@@ -33,7 +33,7 @@ def load_llama(folder: str | Path) -> tuple[dict[str, Any], ReferenceConfig]:
         "final_norm": {"scale": weights["model.norm.weight"]},
     }
     if "lm_head.weight" in weights:
-        params["head"] = {"weight": weights["lm_head.weight"]}
+        params["head"] = {"kernel": weights["lm_head.weight"].T}
     for index in range(config.num_layers):
         here = f"model.layers.{index}"
         attention = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
@@ -41,12 +41,12 @@ def load_llama(folder: str | Path) -> tuple[dict[str, Any], ReferenceConfig]:
         params[f"layer_{index}"] = {
             "attention_norm": {"scale": weights[f"{here}.input_layernorm.weight"]},
             "attention": {
-                ours: {"weight": weights[f"{here}.self_attn.{theirs}.weight"]}
+                ours: {"kernel": weights[f"{here}.self_attn.{theirs}.weight"].T}
                 for ours, theirs in attention.items()
             },
             "mlp_norm": {"scale": weights[f"{here}.post_attention_layernorm.weight"]},
             "mlp": {
-                ours: {"weight": weights[f"{here}.mlp.{theirs}.weight"]}
+                ours: {"kernel": weights[f"{here}.mlp.{theirs}.weight"].T}
                 for ours, theirs in mlp.items()
             },
         }

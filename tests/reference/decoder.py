@@ -150,13 +150,13 @@ def _forward(
         gate = _linear(h, mlp["gate"])
         x = x + _linear(gate / (1.0 + np.exp(-gate)) * _linear(h, mlp["up"]), mlp["down"])
     x = _rms_norm(x, params["final_norm"], config.norm_eps)
-    head = params["head"]["weight"] if "head" in params else params["embed"]["tokens"]  # tied
-    return x @ head.T
+    head = params["head"]["kernel"] if "head" in params else params["embed"]["tokens"].T  # tied
+    return x @ head
 
 
 def _linear(x: Array, layer: Mapping[str, Array]) -> Array:
-    """x [n, in] through a weight stored [out, in]."""
-    return x @ layer["weight"].T + layer.get("bias", 0.0)
+    """x [n, in] through a kernel stored [in, out]."""
+    return x @ layer["kernel"] + layer.get("bias", 0.0)
 
 
 def _rms_norm(x: Array, norm: Mapping[str, Array], eps: float) -> Array:

@@ -40,7 +40,7 @@ def random_model(
     )
 
     def weight(out: int, into: int, gain: float = 1.0) -> dict[str, np.ndarray]:
-        return {"weight": (rng.standard_normal((out, into)) * gain / into**0.5).astype(np.float32)}
+        return {"kernel": (rng.standard_normal((out, into)) * gain / into**0.5).astype(np.float32).T}
 
     def norm() -> dict[str, np.ndarray]:
         return {"scale": rng.uniform(0.5, 1.5, hidden).astype(np.float32)}
