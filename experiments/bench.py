@@ -26,9 +26,10 @@ import kvjax
 from experiments import cli, machine, peers
 from kvjax import policies
 from kvjax.errors import ConfigError
-from kvjax.generate import Prefilled, decode, prefill
+from kvjax.generate import decode
 from kvjax.models.decoder import random_parameters
 from kvjax.models.shapes import by_name
+from kvjax.prefill import Prefilled, prefill
 
 WORK = ((1, 512), (8, 2048))  # batch, context: what is measured unless the command line says otherwise
 SAME = 1e-3  # largest difference in log-probability between two implementations of the same model
@@ -115,7 +116,7 @@ def bench_decode(values: flags.FlagValues, batch: int, context: int) -> list[dic
 
 
 def ours(model: kvjax.Model, prompt: np.ndarray, policy: Any, tokens: int, *, restart: bool = False) -> Iterator[float]:
-    """Seconds a step of kvjax, round after round; each continues the last one, or restarts where slots would run out."""
+    """Seconds a step of kvjax, each round continues the last, or restarts where slots would run out."""
     prefilled = jax.block_until_ready(prefill(model, prompt, policy, max_new_tokens=tokens))
     while True:
         kept = jax.tree.map(lambda x: x.copy(), prefilled) if restart else prefilled

@@ -9,10 +9,12 @@ import jax
 import numpy as np
 
 from kvjax import cache
-from kvjax.generate import decode, log_likelihood, prefill
+from kvjax.generate import decode
+from kvjax.likelihood import log_likelihood
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.policies import Policy
+from kvjax.prefill import prefill
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,8 @@ from kvjax.cache import KVState, LayerKV
 from kvjax.checkpoint.huggingface import load
 from kvjax.checkpoint.writer import save
 from kvjax.errors import KvjaxError
-from kvjax.generate import Generation, LogLikelihood, generate, log_likelihood
+from kvjax.generate import Generation, generate
+from kvjax.likelihood import LogLikelihood, log_likelihood
 from kvjax.models.model import Model
 from kvjax.sampling import Greedy, Sample
 

@@ -1,5 +1,6 @@
 """Attention over a cache: one public op that returns the output and the column statistics a policy asked for."""
 
+import functools
 from typing import Literal
 
 import jax
@@ -53,7 +54,12 @@ def attend(
     queries = jnp.sum(query_position >= 0, axis=1, dtype=jnp.int32)
     # [B, n]
     age = jnp.where(query_position >= 0, newest[:, None] - query_position, -1)
-    arguments = dict(
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads, n, dim)
+    run = decode_xla.attend if n == 1 else functools.partial(prefill_xla.attend, causal=causal)
+    output, columns = run(
+        grouped,
+        key,
+        value,
         query_position=query_position,
         key_position=key_position,
         age=age,
@@ -62,11 +68,6 @@ def attend(
         statistics=frozenset(s for s in needs if s.needs_attention),
         group_reduce=group_reduce,
     )
-    grouped = query.reshape(batch, kv_heads, heads // kv_heads, n, dim)
-    if n == 1:
-        output, columns = decode_xla.attend(grouped, key, value, **arguments)
-    else:
-        output, columns = prefill_xla.attend(grouped, key, value, causal=causal, **arguments)
     for statistic in needs:
         if not statistic.needs_attention:
             columns[statistic.name] = count_queries(newest, queries, key_position, window)

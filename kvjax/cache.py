@@ -21,8 +21,7 @@ EMPTY = -1
 FAR = jnp.iinfo(jnp.int32).max
 
 
-@flax.struct.dataclass
-class LayerKV:
+class LayerKV(flax.struct.PyTreeNode):
     """One layer's slots.
 
     Attributes:
@@ -38,8 +37,7 @@ class LayerKV:
     stats: Any
 
 
-@flax.struct.dataclass
-class KVState:
+class KVState(flax.struct.PyTreeNode):
     """The whole cache: what `lax.scan` carries.
 
     Attributes:
@@ -51,8 +49,7 @@ class KVState:
     length: Array
 
 
-@flax.struct.dataclass
-class Block:
+class Block(flax.struct.PyTreeNode):
     """The tokens of one step, and how the cache treats them.
 
     Attributes:
@@ -93,21 +90,21 @@ def step(
       output [B, H, n, D], and the layer's cache afterwards.
     """
     policy = block.policy
-    by_rank = rope is not None and policy.positions == "cache"
-    if rope is not None:
-        frequencies = rope.frequencies(jnp.max(block.position, axis=1) + 1)
-        if not by_rank:
-            query = rope.rotate(query, block.position, frequencies)
-            key = rope.rotate(key, block.position, frequencies)
+    by_rank = policy.positions == "cache"
     fresh = layer is None
+    if rope is not None and not by_rank:
+        query, key = (rope.rotate(x, block.position, rope.frequencies(_length(block))) for x in (query, key))
     # Pinned before attention too: where KV heads are replicated but query heads are not, XLA would otherwise write the
     # cache in parts and gather it whole at every step.
-    layer = constrain(transient(key, value, block, policy) if fresh else append(layer, key, value, block.position))
+    layer = transient(key, value, block, policy) if layer is None else append(layer, key, value, block.position)
+    layer = constrain(layer)
     attended = layer.key
-    if by_rank:
+    if rope is not None and by_rank:
         query_rank, key_rank = ranks(block.position, layer.position, in_order=fresh)
-        query = _rotate_per_kv_head(rope, query, query_rank, frequencies)
-        attended = rope.rotate(layer.key, key_rank, frequencies)
+        # The query heads of a group share their KV head's slots, and so its ranks.
+        query_rank = jnp.repeat(query_rank, query.shape[1] // key.shape[1], axis=1)
+        query = rope.rotate(query, query_rank, rope.frequencies(_length(block)))
+        attended = rope.rotate(layer.key, key_rank, rope.frequencies(_length(block)))
     output, observation = attention.attend(
         query,
         attended,
@@ -126,17 +123,25 @@ def step(
             position=layer.position,
             key=layer.key,
             value=layer.value,
-            newest=jnp.max(layer.position, axis=(1, 2)),
+            newest=jnp.max(block.position, axis=1),
             budget=block.budget[index],
             layer=index,
         )
-        # [B, K, S]
+        # [B, K, S]; a policy that divides by zero must not escape its limit
         priority = policy.priority(layer.stats, view)
-        evicted = _one_victim if block.position.shape[1] == 1 else _all_victims
-        layer = forget(layer, evicted(priority, layer.position, view.budget[:, None, None]))
+        priority = jnp.where(jnp.isnan(priority), -jnp.inf, priority)
+        victims = _one_victim if block.position.shape[1] == 1 else _all_victims
+        victim = victims(priority, layer.position, view.budget[:, None, None])
+        layer = layer.replace(position=jnp.where(victim, EMPTY, layer.position))
+    layer = layer.replace(stats=forget(layer.stats, layer.position))
     if fresh and block.capacity is not None:
         layer = resize(layer, block.capacity[index])
     return output, constrain(layer)
+
+
+def _length(block: Block) -> Array:
+    """[B] int32 tokens of each row, this block's included."""
+    return jnp.max(block.position, axis=1) + 1
 
 
 def empty(policy: Policy, batch: int, kv_heads: int, capacity: int, dim: int, dtype: Any) -> LayerKV:
@@ -154,7 +159,7 @@ def empty(policy: Policy, batch: int, kv_heads: int, capacity: int, dim: int, dt
 
 def transient(key: Array, value: Array, block: Block, policy: Policy) -> LayerKV:
     """The block alone as a layer: slot i is token i."""
-    shape = key.shape[:3]
+    shape = (key.shape[0], key.shape[1], key.shape[2])
     position = jnp.broadcast_to(block.position[:, None], shape)
     return LayerKV(key=key, value=value, position=position, stats=policy.init(shape))
 
@@ -205,11 +210,6 @@ def ranks(query_position: Array, key_position: Array, *, in_order: bool) -> tupl
     return rank(ordered, query_position), rank(ordered, key_position)
 
 
-def _rotate_per_kv_head(rope: Rope, query: Array, rank: Array, frequencies: Array) -> Array:
-    """Rotates [B, H, n, D] by ranks [B, K, n]: the heads of a group share their KV head's slots."""
-    return rope.rotate(query, jnp.repeat(rank, query.shape[1] // rank.shape[1], axis=1), frequencies)
-
-
 def _one_victim(priority: Array, position: Array, budget: Array) -> Array:
     """The slot to evict when at most one must go: lowest priority, of equals the oldest; [B, K, S] bool.
 
@@ -235,14 +235,14 @@ def _all_victims(priority: Array, position: Array, budget: Array) -> Array:
     return live & (place >= budget)
 
 
-def forget(layer: LayerKV, victim: Array) -> LayerKV:
-    """Empties slots: no position, statistics 0. Keys and values stay as they are; nothing sees an empty slot."""
+def forget(stats: Any, position: Array) -> Any:
+    """Statistics with 0 in empty slots; keys and values may stay as they are, since nothing sees an empty slot."""
 
     def clear(leaf: Array) -> Array:
-        mask = victim.reshape(victim.shape + (1,) * (leaf.ndim - victim.ndim))
-        return jnp.where(mask, jnp.zeros((), leaf.dtype), leaf)
+        live = (position >= 0).reshape(position.shape + (1,) * (leaf.ndim - position.ndim))
+        return jnp.where(live, leaf, jnp.zeros((), leaf.dtype))
 
-    return layer.replace(position=jnp.where(victim, EMPTY, layer.position), stats=jax.tree.map(clear, layer.stats))
+    return jax.tree.map(clear, stats)
 
 
 def resize(layer: LayerKV, capacity: int) -> LayerKV:

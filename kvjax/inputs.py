@@ -23,7 +23,12 @@ def check_batch(config: DecoderConfig, tokens: Any, lengths: Any, *, new_tokens:
       InputError: empty prompts, tokens outside the vocabulary, lengths that do not fit, or a text past the end of a
         learned position table.
     """
-    ids = np.asarray(tokens)
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:
+        raise InputError(
+            "tokens must be [batch, length]; rows differ in length; pad them at the end and pass lengths."
+        ) from None
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.size == 0:
         raise InputError(f"tokens must be [batch, length] with at least one token a row; got shape {np.shape(tokens)}.")
@@ -52,6 +57,34 @@ def check_batch(config: DecoderConfig, tokens: Any, lengths: Any, *, new_tokens:
             f"tokens and {new_tokens} new ones need {longest} positions; shorten the prompt or generate fewer tokens."
         )
     return Batch(ids[:, : sizes.max()].astype(np.int32), sizes.astype(np.int32))
+
+
+def check_prompt(prompt_length: Any, lengths: np.ndarray) -> np.ndarray:
+    """[B] int32 prompt length of each row; a row that is shorter is all prompt."""
+    prompt = np.asarray(prompt_length)
+    if prompt.shape not in ((), lengths.shape) or not np.issubdtype(prompt.dtype, np.integer) or prompt.min() < 1:
+        raise InputError(
+            f"prompt_length must be a whole number of at least 1, or one for each of the {len(lengths)} rows; "
+            f"got {prompt_length!r}."
+        )
+    return np.minimum(prompt, lengths).astype(np.int32)
+
+
+def check_stop(stop: Any) -> np.ndarray:
+    """[n] int32 ids that end a row; one id may come alone."""
+    ids = np.atleast_1d(np.asarray(stop if len(np.shape(stop)) == 0 else list(stop)))
+    if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
+        raise InputError(f"stop must be token ids; got {stop!r}.")
+    return np.unique(ids).astype(np.int32)
+
+
+def check_positions(config: DecoderConfig, positions: str) -> None:
+    """Refuses positions by rank for a model whose positions are not rotary."""
+    if positions == "cache" and config.rope is None:
+        raise InputError(
+            f"positions='cache' rotates keys to their rank in the cache, but {config.family} has learned positions, "
+            "which are added to the embedding; use positions='original'."
+        )
 
 
 def check_count(name: str, value: Any) -> None:

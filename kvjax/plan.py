@@ -20,10 +20,11 @@ from kvjax import policies, sharding
 from kvjax.allocation import Allocation, allocate
 from kvjax.devices import DEVICES, Device, local_device, topology_devices
 from kvjax.errors import ConfigError
-from kvjax.generate import _decode, _prefill
+from kvjax.generate import decode_steps
 from kvjax.inputs import check_batch, check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.base import Policy, check
+from kvjax.prefill import prefill_steps
 from kvjax.roofline import Roofline, Shapes, decode_shapes, fewest_bytes, live_slots, local_bytes, roofline
 from kvjax.sampling import Greedy
 
@@ -232,7 +233,7 @@ def _compile_decode(config: DecoderConfig, policy: Policy, shapes: Shapes, mesh:
     stop = jax.ShapeDtypeStruct((len(config.eos_token_ids),), jnp.int32)
     steps = jax.ShapeDtypeStruct((), jnp.int32)
     options = {"config": config, "policy": policy, "sampler": Greedy()}
-    return _compile(_decode, mesh, shapes.params, shapes.carry, shapes.budget, stop, steps, **options)
+    return _compile(decode_steps, mesh, shapes.params, shapes.carry, shapes.budget, stop, steps, **options)
 
 
 def _compile_prefill(
@@ -248,7 +249,7 @@ def _compile_prefill(
     place = mesh and NamedSharding(mesh, sharding.spec(("batch", None), (*row.shape, prompt_length), mesh))
     tokens = jax.ShapeDtypeStruct((*row.shape, prompt_length), jnp.int32, sharding=place)
     return _compile(
-        _prefill, mesh, shapes.params, tokens, row, shapes.budget, config=config, policy=policy,
+        prefill_steps, mesh, shapes.params, tokens, row, shapes.budget, config=config, policy=policy,
         capacity=slots.capacity, block_capacity=slots.block_capacity, block=block, score=False,
     )  # fmt: skip
 

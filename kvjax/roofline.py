@@ -16,7 +16,7 @@ from kvjax import sharding
 from kvjax.allocation import Allocation
 from kvjax.cache import KVState, LayerKV
 from kvjax.devices import Device
-from kvjax.generate import _Carry
+from kvjax.generate import Carry
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import parameter_shapes
 from kvjax.policies.base import Policy
@@ -49,7 +49,7 @@ class Shapes(NamedTuple):
     """Arguments of the decode loop as `jax.ShapeDtypeStruct`, each at its place on the mesh."""
 
     params: Any
-    carry: _Carry
+    carry: Carry
     budget: tuple[Any, ...]
 
 
@@ -77,7 +77,7 @@ def decode_shapes(
         places = sharding.parameter_shardings(params, mesh, (config.num_heads, config.num_kv_heads))
         params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, places)
     row = shape((batch,), jnp.int32, "batch")
-    carry = _Carry(
+    carry = Carry(
         state=KVState(tuple(layer(capacity) for capacity in slots.capacity), row),
         token=row,
         active=shape((batch,), jnp.bool_, "batch"),

@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.errors import InputError
+from kvjax.inputs import check_count
 
 Array = jax.Array
 
@@ -17,7 +19,10 @@ class Greedy:
 
     def __call__(self, logits: Array, keys: Array) -> Array:
         """[B, V] float32 -> [B] int32."""
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        # Maximum, then minimum of an iota: argmax is not vectorised on CPUs.
+        best = logits == jnp.max(logits, axis=-1, keepdims=True)
+        last = logits.shape[-1] - 1
+        return jnp.min(jnp.where(best, jnp.arange(last + 1, dtype=jnp.int32), last), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +41,13 @@ class Sample:
     top_p: float | None = None
 
     def __post_init__(self):
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            raise InputError(f"temperature must be above 0 (use Greedy() for 0); got {self.temperature}.")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k must be at least 1, or None for all tokens; got {self.top_k}.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InputError(f"top_p must be in (0, 1], or None for all tokens; got {self.top_p}.")
+        number = isinstance(self.temperature, numbers.Real) and not isinstance(self.temperature, bool)
+        if not (number and self.temperature > 0 and math.isfinite(self.temperature)):
+            raise InputError(f"temperature must be above 0 (use Greedy() for 0); got {self.temperature!r}.")
+        if self.top_k is not None:
+            check_count("top_k", self.top_k)
+        if self.top_p is not None and not (isinstance(self.top_p, numbers.Real) and 0 < self.top_p <= 1):
+            raise InputError(f"top_p must be a number in (0, 1], or None for all tokens; got {self.top_p!r}.")
 
     def __call__(self, logits: Array, keys: Array) -> Array:
         """[B, V] float32 and [B] keys, one a row, so that a row never depends on its neighbours -> [B] int32."""
@@ -50,17 +56,18 @@ class Sample:
     def filter(self, logits: Array) -> Array:
         """Logits after temperature, -inf where a token is excluded; [B, V] float32."""
         logits = logits / self.temperature
-        if self.top_k is not None:
-            kth = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
-            logits = jnp.where(logits < kth, -jnp.inf, logits)
+        if self.top_k is None and self.top_p is None:
+            return logits
+        # By place in the order, so that of equal tokens just as many stay as asked for, the lowest ids.
+        order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+        place = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        stays = jnp.broadcast_to(place < (self.top_k or logits.shape[-1]), logits.shape)
         if self.top_p is not None:
-            ordered = jnp.sort(logits, axis=-1, descending=True)
+            ordered = jnp.where(stays, jnp.take_along_axis(logits, order, axis=-1), -jnp.inf)
             probability = jax.nn.softmax(ordered, axis=-1)
             # A token stays while the mass before it is below p, so the first always does.
-            before = jnp.cumsum(probability, axis=-1) - probability
-            last = jnp.sum(before < self.top_p, axis=-1, keepdims=True) - 1
-            logits = jnp.where(logits < jnp.take_along_axis(ordered, last, axis=-1), -jnp.inf, logits)
-        return logits
+            stays &= jnp.cumsum(probability, axis=-1) - probability < self.top_p
+        return jnp.where(jnp.take_along_axis(stays, jnp.argsort(order, axis=-1), axis=-1), logits, -jnp.inf)
 
 
 Sampler = Greedy | Sample

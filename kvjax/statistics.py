@@ -100,8 +100,7 @@ def resolve(needs: Iterable[str | Statistic]) -> frozenset[Statistic]:
     return frozenset(NAMED[need] if isinstance(need, str) else need for need in needs)
 
 
-@flax.struct.dataclass
-class Observation:
+class Observation(flax.struct.PyTreeNode):
     """What attention saw of a block, for the statistics that were asked for and no others.
 
     Attributes:

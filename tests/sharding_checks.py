@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 import kvjax
 from kvjax import policies, sharding
 from kvjax.allocation import allocate
-from kvjax.generate import _decode
+from kvjax.generate import decode_steps
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import random_parameters
 from kvjax.models.model import Model
@@ -171,7 +171,7 @@ def check(case: Case) -> dict[str, Any]:
     shapes = decode_shapes(config, policy, allocation, jnp.float32, ROWS, mesh)
     stop, steps = jax.ShapeDtypeStruct((0,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     with jax.set_mesh(mesh):
-        lowered = _decode.lower(*shapes, stop, steps, config=config, policy=policy, sampler=Greedy())
+        lowered = decode_steps.lower(*shapes, stop, steps, config=config, policy=policy, sampler=Greedy())
     compiled = lowered.compile()
     moved = collectives(compiled.as_text())
     shard = shapes.carry.state.layers[0].key

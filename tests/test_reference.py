@@ -91,9 +91,7 @@ POLICIES = {
     "tova": policies.tova(12),
     "mean_attention": policies.mean_attention(12),
     "roco": policies.roco(12, guard=2),
-    "value_norm": policies.evict(
-        policies.times_value_norm(policies.by_mass()), policies.all_but_recent(), 12
-    ),
+    "value_norm": policies.evict(policies.times_value_norm(policies.by_mass()), policies.all_but_recent(), 12),
     "strided": policies.strided(12, stride=3),
     "fixed": policies.fixed(12, block=4, columns=1),
     "snapkv": policies.snapkv(12, window=4),
@@ -109,9 +107,7 @@ def test_ragged_rows_are_computed_alone(name, block):
     run = reference_run(params, config, tokens, POLICIES[name], prompts, lengths, block)
     for row, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
         real = tokens[row : row + 1, :length]
-        alone = reference_run(
-            params, config, real, POLICIES[name], int(prompt), prefill_block=block
-        )
+        alone = reference_run(params, config, real, POLICIES[name], int(prompt), prefill_block=block)
         np.testing.assert_array_equal(run.logprobs[row, : length - 1], alone.logprobs[0])
         assert not run.logprobs[row, length - 1 :].any()
         for layer in range(config.num_layers):
@@ -132,9 +128,7 @@ def test_room_for_everything_is_full_attention(heads, positions, block):
     params, config = random_model(1, *HEADS[heads], tied=False)
     tokens = random_tokens(1, 30)
     full = reference_run(params, config, tokens, policies.full(), 30)
-    run = reference_run(
-        params, config, tokens, policies.h2o(30, positions=positions), 20, prefill_block=block
-    )
+    run = reference_run(params, config, tokens, policies.h2o(30, positions=positions), 20, prefill_block=block)
     np.testing.assert_allclose(run.logprobs, full.logprobs, rtol=0, atol=1e-12)
     mass = np.array(run.stats[0][0][0]["mass"])
     np.testing.assert_allclose(mass.sum(), 30.0)  # every query spreads a mass of one
@@ -170,8 +164,7 @@ def test_a_long_history_is_all_of_it():
     params, config = random_model()
     tokens = random_tokens(2, 50)
     whole, long, short = (
-        reference_run(params, config, tokens, policies.scissorhands(10, history=w), 20)
-        for w in (None, 50, 5)
+        reference_run(params, config, tokens, policies.scissorhands(10, history=w), 20) for w in (None, 50, 5)
     )
     np.testing.assert_array_equal(np.array(whole.kept), np.array(long.kept))
     assert not np.array_equal(np.array(whole.kept), np.array(short.kept))

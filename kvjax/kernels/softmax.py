@@ -58,9 +58,8 @@ def column_sums(
     Returns:
       Statistic name -> [B, K, S] float32.
     """
-    reduce = {"mean": jnp.mean, "max": jnp.max}[group_reduce]
     # [B, K, t, S]
-    m = reduce(probability, axis=2)
+    m = jnp.mean(probability, axis=2) if group_reduce == "mean" else jnp.max(probability, axis=2)
     sums = {}
     for statistic in statistics:
         match statistic.transform:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -31,7 +31,7 @@ class View(NamedTuple):
     position: Array  # [B, K, S] int32 absolute token position, -1 = empty
     key: Array  # [B, K, S, D] as stored
     value: Array  # [B, K, S, D]
-    newest: Array  # [B] int32 position of each row's newest token
+    newest: Array  # [B] int32 position of each row's newest token; -1 for a row without one in this block
     budget: Array  # [B] int32 slots per KV head that each row may keep
     layer: int
 
@@ -55,7 +55,7 @@ class Policy(NamedTuple):
     init: Callable[[tuple[int, int, int]], Stats]  # (B, K, S) -> stats of empty slots
     observe: Callable[[Stats, Observation], Stats]
     priority: Callable[[Stats, View], Array]  # -> [B, K, S] float32; larger stays, +inf is protected
-    needs: frozenset[Statistic]  # what attention must report
+    needs: frozenset[Statistic]  # what attention must report; `check` turns names into statistics
     budget: Budget  # slots, a fraction of each row's prompt, one of these a layer; None = every token
     name: str = "custom"
     positions: str = "original"  # or "cache": RoPE by rank among the live slots
@@ -79,8 +79,8 @@ class Scope(NamedTuple):
 
 
 def memoized(factory: Callable[P, R]) -> Callable[P, R]:
-    """Equal arguments give the same object; `typed`, since a budget of 1 is a slot and of 1.0 the whole prompt."""
-    cached = functools.lru_cache(maxsize=None, typed=True)(factory)
+    """Equal arguments give the same object, so that a jitted function that closes over it is not traced again."""
+    made: dict[Any, R] = {}
 
     @functools.wraps(factory)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -90,19 +90,31 @@ def memoized(factory: Callable[P, R]) -> Callable[P, R]:
             accepted = ", ".join(inspect.signature(factory).parameters)
             raise PolicyError(f"{factory.__name__}(): {error}; it accepts {accepted}.") from None
         bound.apply_defaults()
-        arguments = {k: _hashable(v) for k, v in bound.arguments.items()}
-        return cached(**arguments)  # type: ignore[call-arg]
+        arguments = {name: _plain(value) for name, value in bound.arguments.items()}
+        key = tuple(_typed(value) for value in arguments.values())
+        try:
+            if key not in made:
+                made[key] = factory(**arguments)  # type: ignore[call-arg]
+            return made[key]
+        except TypeError:
+            return factory(**arguments)  # type: ignore[call-arg]  # not hashable: the factory says what is wrong
 
     return call
 
 
-def _hashable(value: Any) -> Any:
-    """Sequences as tuples, sets as frozensets and NumPy numbers as Python's, so that equal arguments meet."""
+def _plain(value: Any) -> Any:
+    """Sequences and arrays as tuples, NumPy numbers as Python's, so that equal arguments meet."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Importance | Scope):
+        return value._replace(needs=frozenset(value.needs))
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return tuple(_hashable(v) for v in value)
-    if isinstance(value, set):
-        return frozenset(value)
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+        return tuple(_plain(each) for each in value)
+    return value
+
+
+def _typed(value: Any) -> Any:
+    """The value with its type: 1 slot and 1.0 of the prompt are equal in Python, and different budgets."""
+    return tuple(_typed(each) for each in value) if type(value) is tuple else (type(value), value)
 
 
 @memoized
@@ -130,10 +142,7 @@ def evict(
       PolicyError: a budget below one slot, or one smaller than what the scope protects.
     """
     scope = scope or everything
-    try:
-        needs = resolve(importance.needs | scope.needs)
-    except KeyError as error:
-        raise PolicyError(f"policy {name}: unknown statistic {error}; known: {', '.join(sorted(NAMED))}.") from None
+    needs = _resolve(name, importance.needs | scope.needs)
 
     def init(shape: tuple[int, int, int]) -> Stats:
         return {s.name: jnp.zeros(shape, jnp.float32) for s in sorted(needs, key=lambda s: s.name)}
@@ -147,37 +156,49 @@ def evict(
             return score
         return jnp.where(scope.protected(stats, view), jnp.inf, score)
 
-    policy = Policy(
-        init=init,
-        observe=observe,
-        priority=priority,
-        needs=needs,
-        budget=budget,
-        name=name,
-        positions=positions,
-        group_reduce=group_reduce,
-        protects=scope.count,
+    return check(
+        Policy(
+            init=init,
+            observe=observe,
+            priority=priority,
+            needs=needs,
+            budget=budget,
+            name=name,
+            positions=positions,
+            group_reduce=group_reduce,
+            protects=scope.count,
+        )
     )
-    check(policy)
-    return policy
 
 
 everything = Scope(frozenset(), lambda stats, view: jnp.zeros(view.position.shape, bool), lambda budget: 0)
 
 
-def check(policy: Policy) -> None:
-    """Refuses, before anything is traced, a policy that cannot work.
+def _resolve(name: str, needs: Iterable[str | Statistic]) -> frozenset[Statistic]:
+    try:
+        return resolve(needs)
+    except KeyError as error:
+        raise PolicyError(f"policy {name}: unknown statistic {error}; known: {', '.join(sorted(NAMED))}.") from None
+
+
+def check(policy: Policy) -> Policy:
+    """The policy with its needs resolved; refuses, before anything is traced, one that cannot work.
 
     Raises:
       PolicyError: naming the field, what it was and what would be valid.
     """
+    if not isinstance(policy, Policy):
+        raise PolicyError(f"{policy!r} is not a policy; make one with kvjax.policies, such as h2o(budget=256).")
     for field, valid in (("positions", ("original", "cache")), ("group_reduce", ("mean", "max"))):
         if getattr(policy, field) not in valid:
             given = getattr(policy, field)
-            raise PolicyError(f"policy {policy.name}: {field}={given!r} is not valid; use {' or '.join(map(repr, valid))}.")
-    for budget in policy.budget if isinstance(policy.budget, tuple) else (policy.budget,):
-        if budget is not None:
+            raise PolicyError(
+                f"policy {policy.name}: {field}={given!r} is not valid; use {' or '.join(map(repr, valid))}."
+            )
+    if policy.budget is not None:
+        for budget in policy.budget if isinstance(policy.budget, tuple) else (policy.budget,):
             _check_budget(policy, budget)
+    return policy._replace(needs=_resolve(policy.name, policy.needs))
 
 
 def _check_budget(policy: Policy, budget: int | float) -> None:

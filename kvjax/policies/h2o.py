@@ -54,4 +54,3 @@ def heavy_only(*, budget: Budget, positions: str = "original", group_reduce: str
         group_reduce=group_reduce,
         name="heavy_only",
     )
-

@@ -41,4 +41,3 @@ def window(*, budget: Budget, sinks: int = 4, positions: str = "original") -> Po
 def local_only(*, budget: Budget, positions: str = "original") -> Policy:
     """The newest tokens alone: ``window(sinks=0)`` (H2O, arXiv:2306.14048, Table 6)."""
     return evict(importance=recency, scope=protect_first(0), budget=budget, positions=positions, name="local_only")
-

@@ -41,13 +41,9 @@ def load_llama(folder: str | Path) -> tuple[dict[str, Any], ReferenceConfig]:
         params[f"layer_{index}"] = {
             "attention_norm": {"scale": weights[f"{here}.input_layernorm.weight"]},
             "attention": {
-                ours: {"kernel": weights[f"{here}.self_attn.{theirs}.weight"].T}
-                for ours, theirs in attention.items()
+                ours: {"kernel": weights[f"{here}.self_attn.{theirs}.weight"].T} for ours, theirs in attention.items()
             },
             "mlp_norm": {"scale": weights[f"{here}.post_attention_layernorm.weight"]},
-            "mlp": {
-                ours: {"kernel": weights[f"{here}.mlp.{theirs}.weight"].T}
-                for ours, theirs in mlp.items()
-            },
+            "mlp": {ours: {"kernel": weights[f"{here}.mlp.{theirs}.weight"].T} for ours, theirs in mlp.items()},
         }
     return params, config

@@ -91,18 +91,14 @@ def _run_row(
     prefill_block: int | None,
 ) -> tuple[Array, list[list[Head]]]:
     """One row of T real tokens: log-probabilities [T-1] and the heads of every layer."""
-    layers = [
-        empty_heads(config.num_kv_heads, config.head_dim, policy) for _ in range(config.num_layers)
-    ]
+    layers = [empty_heads(config.num_kv_heads, config.head_dim, policy) for _ in range(config.num_layers)]
     budgets = [policy.slots(layer, prompt_length) for layer in range(config.num_layers)]
     unlimited: list[int | None] = [None] * config.num_layers
     scores = []
     for start, stop in _blocks(prompt_length, len(tokens), prefill_block):
         may_evict = stop == prompt_length or not policy.at_prompt_end_only
         limits = budgets if may_evict else unlimited
-        logits = _forward(
-            params, config, tokens[start:stop], start, layers, policy, limits, prompt_length
-        )
+        logits = _forward(params, config, tokens[start:stop], start, layers, policy, limits, prompt_length)
         following = tokens[start + 1 : stop + 1]
         scores.append(_log_softmax(logits)[np.arange(len(following)), following])
     return np.concatenate([*scores, np.zeros(0)]), layers

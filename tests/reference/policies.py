@@ -253,15 +253,11 @@ def heavy_only(budget: Any, **options: Any) -> Policy:
     return h2o(budget, recent=0, **options)
 
 
-def h2o_decay(
-    budget: Any, gamma: float = 0.96, recent: int | None = None, **options: Any
-) -> Policy:
+def h2o_decay(budget: Any, gamma: float = 0.96, recent: int | None = None, **options: Any) -> Policy:
     return evict(by_decayed(gamma), all_but_recent(recent), budget, **options)
 
 
-def scissorhands(
-    budget: Any, recent: int | None = None, history: int | None = None, **options: Any
-) -> Policy:
+def scissorhands(budget: Any, recent: int | None = None, history: int | None = None, **options: Any) -> Policy:
     return evict(by_above(history), all_but_recent(recent), budget, **options)
 
 
@@ -277,9 +273,7 @@ def roco(budget: Any, protect: int | None = None, guard: int = 10, **options: An
     return evict(by_mean(), all_but_steady(protect, guard), budget, **options)
 
 
-def _classes(
-    protects: Callable[[View], Array], goes_first: Callable[[Array], Array], budget: Any, **options
-) -> Policy:
+def _classes(protects: Callable[[View], Array], goes_first: Callable[[Array], Array], budget: Any, **options) -> Policy:
     """Unprotected slots go in two classes, `goes_first` before the others, each oldest first."""
 
     def rank(view: View) -> Ranking:
@@ -303,9 +297,7 @@ def fixed(budget: Any, block: int, columns: int, **options: Any) -> Policy:
     return _classes(protects, lambda p: p % block < block - columns, budget, **options)
 
 
-def snapkv(
-    budget: Any, window: int = 32, kernel: int = 5, pooling: str = "avg", **options: Any
-) -> Policy:
+def snapkv(budget: Any, window: int = 32, kernel: int = 5, pooling: str = "avg", **options: Any) -> Policy:
     """Evicts once, when the prompt is complete; decoding appends."""
 
     def rank(view: View) -> Ranking:

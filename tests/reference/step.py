@@ -100,9 +100,7 @@ def append(head: Head, key: Array, value: Array, position: Array) -> None:
         head.stats[name] = np.concatenate([old, np.zeros((len(position), *old.shape[1:]))])
 
 
-def attend(
-    head: Head, query: Array, position: Array, policy: Policy, theta: float
-) -> tuple[Array, Array]:
+def attend(head: Head, query: Array, position: Array, policy: Policy, theta: float) -> tuple[Array, Array]:
     """Softmax weights [G, n, S] of n queries over the slots they see, and `sees` [n, S]."""
     keys = head.key
     if policy.positions == "cache":
@@ -136,8 +134,7 @@ def evict(heads: list[Head], policy: Policy, budget: int, prompt_length: int) ->
         return
     layer_stats = [dict(head.stats) for head in heads]
     rankings = [
-        policy.rank(View(head.position, head.value, head.stats, layer_stats, budget, prompt_length))
-        for head in heads
+        policy.rank(View(head.position, head.value, head.stats, layer_stats, budget, prompt_length)) for head in heads
     ]
     for head, ranking in zip(heads, rankings, strict=True):
         excess = len(head.position) - budget

@@ -22,7 +22,9 @@ def attend(
     statistics: frozenset[Statistic],
     group_reduce: str,
 ) -> tuple[Array, dict[str, Array]]:
-    """A few queries per head over all slots at once (one, while decoding; a tile, in prefill); the softmax is exact, so the probabilities are the statistics' input.
+    """A few queries per head over all slots at once: one while decoding, a tile of a prompt.
+
+    The softmax sees whole rows, so its probabilities are what the statistics are made of.
 
     Args:
       query: [B, K, G, n, D]; key, value: [B, K, S, D].

@@ -43,7 +43,7 @@ def attend(
     Returns:
       output [B, K, G, n, D] in value's dtype, and statistic name -> [B, K, S] float32.
     """
-    batch, kv_heads, group, n, dim = query.shape
+    batch, kv_heads, group, n, _ = query.shape
     size = key.shape[2]
     tile = tile_rows(batch * kv_heads * group * size, n)
     part = functools.partial(

@@ -1,0 +1,192 @@
+"""What every registered policy must do, in one table (DESIGN.md, "Tests that mean something", 2).
+
+The list comes from `kvjax.policies.POLICIES`; a policy without an entry in `EXAMPLES` fails.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import policies
+from kvjax.policies import POLICIES, Policy
+from tests.tiny import assert_same_state, evolve, kept, random_tokens, tiny
+
+loop = importlib.import_module("kvjax.generate")  # the package's attribute of that name is the function
+
+PROMPTS = random_tokens(3, 24)
+LENGTHS = np.array([24, 10, 17])
+NEW = 12
+
+
+class Example(NamedTuple):
+    """How a policy is built, and the positions that it must hold when `newest` has just been stepped."""
+
+    arguments: dict[str, Any]
+    protects: Callable[[int, int], set[int]] = lambda newest, budget: set()
+
+
+# Fractions: the rows have budgets of their own, 12, 5 and 8.
+EXAMPLES = {
+    "full": Example({}, lambda newest, budget: set(range(newest + 1))),
+    "window": Example({"budget": 0.5, "sinks": 3}, lambda newest, budget: {0, 1, 2, *last(newest, budget - 3)}),
+    "local_only": Example({"budget": 0.5}, lambda newest, budget: last(newest, budget)),
+    "heavy_only": Example({"budget": 0.5}),
+    "h2o": Example({"budget": 0.5}, lambda newest, budget: last(newest, budget // 2)),
+}
+
+
+def last(newest: int, count: int) -> set[int]:
+    return set(range(max(0, newest - count + 1), newest + 1))
+
+
+def build(name: str, **changes: Any) -> Policy:
+    return policies.by_name(name, **(EXAMPLES[name].arguments | changes))
+
+
+def limits(policy: Policy, lengths: np.ndarray = LENGTHS) -> list[int]:
+    if policy.budget is None:
+        return [10**9] * len(lengths)
+    return [max(1, int(policy.budget * n + 1e-9)) for n in lengths]
+
+
+budgeted = pytest.mark.parametrize("name", [name for name in POLICIES if "budget" in policies.accepts(name)])
+
+
+class Run(NamedTuple):
+    name: str
+    policy: Policy
+    generated: kvjax.Generation
+    tokens: np.ndarray  # each row's prompt, then what was generated
+    scored: kvjax.LogLikelihood  # of all of them but the last, as `generate` feeds them
+    prefilled: Any
+
+
+@pytest.fixture(scope="module", params=list(POLICIES))
+def run(request) -> Run:
+    model, policy = tiny().model, build(request.param)
+    prefilled = loop.prefill(model, PROMPTS, policy, max_new_tokens=NEW, lengths=LENGTHS)
+    generated = kvjax.generate(model, PROMPTS, policy, max_new_tokens=NEW, lengths=LENGTHS)
+    tokens = np.zeros((3, PROMPTS.shape[1] + NEW), np.int32)
+    for row, n in enumerate(LENGTHS):
+        tokens[row, : n + NEW] = [*PROMPTS[row, :n], *generated.tokens[row]]
+    return Run(request.param, policy, generated, tokens, score(policy, tokens), prefilled)
+
+
+def score(policy: Policy, tokens: np.ndarray, lengths: np.ndarray = LENGTHS, **options: Any) -> kvjax.LogLikelihood:
+    fed = lengths + NEW - 1
+    return kvjax.log_likelihood(tiny().model, tokens, policy, prompt_length=lengths, lengths=fed, **options)
+
+
+def test_every_policy_has_an_example():
+    assert set(EXAMPLES) == set(POLICIES), "add the policy and its protected positions to EXAMPLES"
+
+
+@pytest.mark.parametrize("block", [None, 7])
+@budgeted
+def test_room_for_everything_is_full_attention(name, block):
+    tokens = random_tokens(3, PROMPTS.shape[1] + NEW, seed=1)
+    full = score(policies.full(), tokens)
+    some = score(build(name, budget=tokens.shape[1] - 1), tokens, prefill_block=block)
+    np.testing.assert_allclose(some.logprobs, full.logprobs, atol=2e-5)
+    for row in range(3):
+        assert kept(some.state, row) == kept(full.state, row)
+
+
+def test_limits_protection_and_distinct_positions_at_every_step(run):
+    trace = evolve(tiny().model, run.prefilled, run.tokens, LENGTHS + NEW - 1, run.policy)
+    protects = EXAMPLES[run.name].protects
+    for layer, after_prompt in zip(trace.positions, run.prefilled.state.layers, strict=True):
+        steps = np.concatenate([np.asarray(after_prompt.position)[None], layer])
+        for row, (n, budget) in enumerate(zip(LENGTHS, limits(run.policy), strict=True)):
+            for head in range(steps.shape[2]):
+                before = set(range(n))
+                for step in range(NEW):
+                    newest = n - 1 + step
+                    positions = [int(p) for p in steps[step, row, head] if p >= 0]
+                    live = set(positions)
+                    assert len(live) == len(positions) == min(newest + 1, budget), "as many as fit, and no more"
+                    assert live <= before | {newest}, "what is gone does not come back"
+                    assert protects(newest, budget) <= live
+                    before = live
+                assert (steps[NEW:, row, head] == steps[NEW - 1, row, head]).all(), "a row at its end is unchanged"
+
+
+def test_generation_evolves_as_log_likelihood_and_is_greedy(run):
+    trace = evolve(tiny().model, run.prefilled, run.tokens, LENGTHS + NEW - 1, run.policy)
+    for row, n in enumerate(LENGTHS):
+        assert_same_state(run.generated.state, run.scored.state, row, atol=2e-5)
+        logits = np.concatenate([np.asarray(run.prefilled.logits)[None], trace.logits])[:NEW, row]
+        np.testing.assert_array_equal(run.generated.tokens[row], logits.argmax(axis=-1))
+        expected = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))[range(NEW), run.generated.tokens[row]]
+        np.testing.assert_allclose(run.generated.logprobs[row], expected, atol=2e-5)
+        np.testing.assert_allclose(
+            run.generated.logprobs[row, :-1], np.asarray(run.scored.logprobs)[row, n - 1 : n + NEW - 2], atol=2e-5
+        )
+
+
+def test_jit_changes_nothing(run):
+    with jax.disable_jit():
+        plain = kvjax.generate(tiny().model, PROMPTS, run.policy, max_new_tokens=3, lengths=LENGTHS)
+    jitted = kvjax.generate(tiny().model, PROMPTS, run.policy, max_new_tokens=3, lengths=LENGTHS)
+    np.testing.assert_array_equal(plain.tokens, jitted.tokens)
+    np.testing.assert_allclose(plain.logprobs, jitted.logprobs, atol=2e-5)
+    for row in range(3):
+        assert_same_state(plain.state, jitted.state, row, atol=2e-5)
+
+
+def assert_rows_are_computed_alone(policy: Policy, tokens: np.ndarray, scored: kvjax.LogLikelihood) -> None:
+    """Other neighbours, other places, other padding: bitwise the same. Alone, in smaller arrays: to rounding."""
+    shuffled, lengths = tokens[[0, 2, 1]].copy(), LENGTHS[[0, 2, 1]]
+    fed = lengths + NEW - 1
+    shuffled[0] = (shuffled[0] * 7 + 3) % 64
+    shuffled[np.arange(tokens.shape[1]) >= fed[:, None]] = -77  # padding is never looked at
+    other = score(policy, shuffled, lengths)
+    for row, place in ((1, 2), (2, 1)):
+        assert_same_state(scored.state, other.state, row, place)
+        np.testing.assert_array_equal(scored.logprobs[row], other.logprobs[place])
+    n = int(fed[2])
+    alone = kvjax.log_likelihood(tiny().model, tokens[1, :n], policy, prompt_length=int(LENGTHS[1]))
+    assert_same_state(scored.state, alone.state, 1, 0, atol=1e-5)
+    np.testing.assert_allclose(scored.logprobs[1, : n - 1], alone.logprobs[0], atol=1e-5)
+
+
+def test_a_row_is_computed_alone(run):
+    assert_rows_are_computed_alone(run.policy, run.tokens, run.scored)
+
+
+@pytest.mark.parametrize("leak", ["score", "newest"])
+def test_a_policy_that_looks_at_its_neighbours_is_noticed(leak):
+    h2o = build("h2o")
+
+    def priority(stats, view):
+        if leak == "newest":
+            return h2o.priority(stats, view._replace(newest=jnp.full_like(view.newest, jnp.max(view.newest))))
+        return h2o.priority({"mass": stats["mass"] - jnp.roll(stats["mass"], 1, axis=0)}, view)
+
+    leaky = h2o._replace(priority=priority)
+    tokens = random_tokens(3, PROMPTS.shape[1] + NEW)
+    with pytest.raises(AssertionError):
+        assert_rows_are_computed_alone(leaky, tokens, score(leaky, tokens))
+
+
+@budgeted
+def test_one_trace_however_many_tokens(name):
+    traces = []
+    policy = build(name)
+
+    def priority(stats, view):
+        traces.append(view.layer)
+        return policy.priority(stats, view)
+
+    counted = policy._replace(priority=priority)
+    for new_tokens in (NEW, 2, loop.CHUNK + 9):
+        kvjax.generate(tiny().model, PROMPTS, counted, max_new_tokens=new_tokens, lengths=LENGTHS)
+        if new_tokens == NEW:
+            first = len(traces)
+    assert len(traces) == first > 0

@@ -1,0 +1,216 @@
+"""`generate` and `log_likelihood` beyond what the conformance table says of every policy."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import policies
+from kvjax.errors import InputError, KvjaxError, PolicyError
+from kvjax.policies import Importance, Policy, evict, protect_newest
+from kvjax.sampling import Sample
+from kvjax.statistics import MASS
+from tests.tiny import assert_same_state, kept, random_tokens, tiny
+
+loop = importlib.import_module("kvjax.generate")  # the package's attribute of that name is the function
+
+PROMPTS = random_tokens(3, 24)
+LENGTHS = np.array([24, 10, 17])
+NEW = 12
+H2O = policies.h2o(budget=0.5)
+
+
+def generate(policy=H2O, **options):
+    return kvjax.generate(tiny().model, PROMPTS, policy, **({"max_new_tokens": NEW, "lengths": LENGTHS} | options))
+
+
+@pytest.fixture(scope="module")
+def plain() -> kvjax.Generation:
+    return generate()
+
+
+def test_a_stop_token_ends_its_row_and_leaves_its_cache(plain):
+    stop = int(plain.tokens[1, 4])
+    ends = [list(row).index(stop) + 1 if stop in row else NEW for row in plain.tokens]
+    got = generate(stop=(stop, 63))
+    assert ends[1] <= 5 and max(ends) == NEW, "the case has a row that stops and one that goes on"
+    np.testing.assert_array_equal(got.lengths, ends)
+    for row, end in enumerate(ends):
+        np.testing.assert_array_equal(got.tokens[row, :end], plain.tokens[row, :end])
+        np.testing.assert_allclose(got.logprobs[row, :end], plain.logprobs[row, :end], atol=1e-6)
+        assert (got.tokens[row, end:] == loop.PAD).all() and not got.logprobs[row, end:].any()
+        assert int(got.state.length[row]) == LENGTHS[row] + end - 1, "the last token is never fed"
+    shorter = generate(max_new_tokens=ends[1])
+    assert_same_state(got.state, shorter.state, 1)
+
+
+def test_stopping_at_the_first_token_and_everywhere(plain):
+    stops = tuple(int(t) for t in plain.tokens[:, 0])
+    got = generate(stop=stops)
+    np.testing.assert_array_equal(got.lengths, 1)
+    np.testing.assert_array_equal(got.state.length, LENGTHS)
+
+
+def test_streaming_gets_every_token(plain):
+    seen = []
+    stop = int(plain.tokens[1, 4])
+    got = generate(stop=(stop,), stream=lambda ids: seen.append(np.array(ids)))
+    assert all(ids.shape == (3,) for ids in seen)
+    np.testing.assert_array_equal(np.stack(seen, axis=1), got.tokens)
+    np.testing.assert_array_equal(got.tokens, generate(stop=(stop,)).tokens)
+
+
+def test_more_tokens_than_one_call_of_the_loop(plain):
+    new = 2 * loop.CHUNK + 5
+    got = generate(max_new_tokens=new)
+    np.testing.assert_array_equal(got.tokens[:, :NEW], plain.tokens)
+    assert (got.tokens >= 0).all() and got.logprobs.all()
+    np.testing.assert_array_equal(got.state.length, LENGTHS + new - 1)
+    streamed = []
+    generate(max_new_tokens=new, stream=lambda ids: streamed.append(np.array(ids)))
+    np.testing.assert_array_equal(np.stack(streamed, axis=1), got.tokens)
+
+
+def test_one_new_token_feeds_nothing(plain):
+    got = generate(max_new_tokens=1)
+    np.testing.assert_array_equal(got.tokens, plain.tokens[:, :1])
+    np.testing.assert_array_equal(got.state.length, LENGTHS)
+
+
+def test_sampled_rows_do_not_depend_on_their_neighbours_and_keys_survive():
+    key = jax.random.key(7)
+    sampler = Sample(temperature=1.5, top_k=20)
+    first = generate(sampler=sampler, key=key)
+    again = generate(sampler=sampler, key=key)  # the caller's key was not donated
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    other = PROMPTS.copy()
+    other[0] = (other[0] + 5) % 64
+    changed = kvjax.generate(
+        tiny().model, other, H2O, max_new_tokens=NEW, lengths=LENGTHS, sampler=sampler, key=key
+    )  # fmt: skip
+    np.testing.assert_array_equal(first.tokens[1:], changed.tokens[1:])
+    assert (first.tokens[0] != changed.tokens[0]).any()
+    assert (generate(sampler=sampler, key=jax.random.key(8)).tokens != first.tokens).any()
+    scores = np.asarray(first.logprobs)
+    assert (scores < 0).all()
+
+
+def test_equal_prompts_are_sampled_differently():
+    same = np.repeat(PROMPTS[:1], 3, axis=0)
+    got = kvjax.generate(tiny().model, same, H2O, max_new_tokens=NEW, sampler=Sample(2.0), key=jax.random.key(0))
+    assert len({tuple(row) for row in got.tokens}) == 3
+
+
+def test_log_likelihood_of_one_token_and_of_all_prompt():
+    one = kvjax.log_likelihood(tiny().model, [[5]], H2O, prompt_length=1)
+    assert one.logprobs.shape == (1, 0) and kept(one.state, 0) == [[[0], [0]]] * 2
+    full = policies.full()
+    tokens = PROMPTS[:1, :12]
+    whole, stepped = (kvjax.log_likelihood(tiny().model, tokens, full, prompt_length=n) for n in (12, 1))
+    np.testing.assert_allclose(whole.logprobs, stepped.logprobs, atol=1e-5)
+    longer_than_the_row = kvjax.log_likelihood(tiny().model, tokens, full, prompt_length=99)
+    np.testing.assert_array_equal(whole.logprobs, longer_than_the_row.logprobs)
+
+
+# --- policies that users write ---
+
+
+def test_a_policy_made_of_an_importance_and_a_scope():
+    """Evicts keys of large norm first, as in the README: needs no attention."""
+    small_keys = Importance(frozenset(), lambda stats, view: -jnp.linalg.norm(view.key, axis=-1))
+    mine = evict(importance=small_keys, scope=protect_newest(2), budget=6, name="small_keys")
+    got = generate(mine)
+    for row, n in enumerate(LENGTHS):
+        for heads in kept(got.state, row):
+            for live in heads:
+                assert len(live) == 6 and set(live) >= {n + NEW - 3, n + NEW - 2}
+
+
+def test_statistics_may_be_named_in_a_plain_set():
+    """DESIGN.md declares ``needs={"mass", "mass_sq"}``: a set must do wherever a frozenset does."""
+    by_mass = evict(importance=Importance({"mass"}, lambda stats, view: stats["mass"]), budget=6)
+    assert by_mass.needs == frozenset({MASS})
+
+
+def raw(needs, **changes) -> Policy:
+    fields = {
+        "init": lambda shape: {"mass": jnp.zeros(shape), "age": jnp.zeros(shape)},
+        "observe": lambda stats, seen: {"mass": stats["mass"] + seen["mass"], "age": stats["age"] + 1},
+        "priority": lambda stats, view: jnp.where(view.recent(3), jnp.inf, stats["mass"]),
+        "needs": needs,
+        "budget": 6,
+    }
+    return Policy(**(fields | changes))
+
+
+def test_a_policy_from_scratch():
+    """`h2o(recent=3)` written by hand, with a statistic of its own beside it."""
+    got, expected = generate(raw(frozenset({MASS}))), generate(policies.h2o(budget=6, recent=3))
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    for row in range(3):
+        assert kept(got.state, row) == kept(expected.state, row)
+
+
+def test_a_policy_from_scratch_names_its_statistics():
+    """DESIGN.md: ``needs: frozenset[str]``."""
+    np.testing.assert_array_equal(generate(raw(frozenset({"mass"}))).tokens, generate(raw(frozenset({MASS}))).tokens)
+
+
+def test_a_new_token_starts_with_statistics_of_zero():
+    """POLICIES.md: step 1 starts them at 0, step 3 updates live slots only; whatever `observe` writes elsewhere.
+
+    With room to spare (budget 20), the slots that tokens come to were empty while earlier blocks were observed.
+    """
+    got = generate(raw(frozenset({MASS}), budget=20))
+    for layer in got.state.layers:
+        position, age = np.asarray(layer.position), np.asarray(layer.stats["age"])
+        for row, n in enumerate(LENGTHS):
+            newest = n + NEW - 2
+            live = position[row] >= 0
+            steps = np.where(position[row] < n, NEW, newest - position[row] + 1)
+            np.testing.assert_array_equal(age[row][live], steps[live])
+            assert not age[row][~live].any()
+
+
+def test_a_priority_of_nan_does_not_exceed_the_limit():
+    """Scores that overflow are the policy's fault, but no policy can hold more than its limit or lose new tokens."""
+    nan = raw(frozenset({MASS}), priority=lambda stats, view: jnp.full(view.position.shape, jnp.nan))
+    got = generate(nan)
+    for row in range(3):
+        assert all(len(live) == 6 for heads in kept(got.state, row) for live in heads)
+
+
+# --- what users get wrong ---
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 2.0},
+        {"max_new_tokens": True},
+        {"prefill_block": 0},
+        {"prefill_block": 2.5},
+        {"lengths": [24, 0, 17]},
+        {"stop": ["."]},
+        {"stop": 2.5},
+    ],
+)
+def test_bad_settings_are_refused(options):
+    with pytest.raises(InputError):
+        generate(**options)
+
+
+@pytest.mark.parametrize("policy", ["h2o", policies.h2o, None])
+def test_something_that_is_no_policy_is_refused(policy):
+    with pytest.raises(PolicyError, match="policies"):
+        generate(policy)
+
+
+@pytest.mark.parametrize("prompt_length", [0, -1, 2.5, True, "4", [4, 4], [[4], [4], [4]]])
+def test_bad_prompt_lengths_are_refused(prompt_length):
+    with pytest.raises(KvjaxError):
+        kvjax.log_likelihood(tiny().model, PROMPTS, H2O, prompt_length=prompt_length)

@@ -1,0 +1,108 @@
+"""What a call is given: refused at the edge, in one paragraph, before anything is traced."""
+
+import dataclasses
+import importlib
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import policies
+from kvjax.errors import InputError, KvjaxError, PolicyError
+from kvjax.inputs import check_batch, check_count
+from kvjax.models.decoder import random_parameters
+from tests.tiny import tiny
+
+loop = importlib.import_module("kvjax.prefill")  # the package's attribute of that name is the function
+CONFIG = tiny().model.config
+LEARNED = dataclasses.replace(
+    CONFIG, family="opt", rope=None, learned_positions=True, position_offset=2, max_positions=16
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "match"),
+    [
+        ([], None, "at least one token"),
+        ([[]], None, "at least one token"),
+        (np.zeros((0, 4), int), None, "at least one token"),
+        ([[[1]]], None, r"\[batch, length\]"),
+        (7, None, r"\[batch, length\]"),
+        ([[1.0, 2.0]], None, "whole numbers"),
+        (["ab"], None, "whole numbers|batch"),
+        ([[True, False]], None, "whole numbers"),
+        ([[1, 2], [3]], None, "tokens"),
+        ([[1, 64]], None, "token 64 .*0 to 63"),
+        ([[1, -1]], None, "token -1 "),
+        ([[1, 2**40]], None, "vocabulary"),
+        ([[1, 2]], [3], "between 1 and 2"),
+        ([[1, 2]], [0], "between 1 and 2"),
+        ([[1, 2]], [-1], "between 1 and 2"),
+        ([[1, 2]], [1, 2], "1 whole numbers"),
+        ([[1, 2]], 2, "lengths"),
+        ([[1, 2]], [2.0], "lengths"),
+        ([[1, 2]], "2", "lengths"),
+    ],
+)
+def test_refused(tokens, lengths, match):
+    with pytest.raises(InputError, match=match) as caught:
+        check_batch(CONFIG, tokens, lengths, new_tokens=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_accepted():
+    batch = check_batch(CONFIG, np.array([[1, 2, 99], [3, -5, -5]], np.int64), [2, 1], new_tokens=5)
+    np.testing.assert_array_equal(batch.tokens, [[1, 2], [3, 0]])  # padding may be anything, and is cut off
+    np.testing.assert_array_equal(batch.lengths, [2, 1])
+    assert batch.tokens.dtype == batch.lengths.dtype == np.int32
+    assert check_batch(CONFIG, [1, 2], None, new_tokens=0).tokens.shape == (1, 2)
+    assert check_batch(CONFIG, jax.numpy.array([[1, 2]]), None, new_tokens=0).tokens.shape == (1, 2)
+    assert check_batch(CONFIG, np.array([[1]], np.uint8), None, new_tokens=0).tokens.dtype == np.int32
+
+
+@pytest.mark.parametrize("value", [0, -3, 1.0, True, "2", None])
+def test_counts(value):
+    with pytest.raises(InputError, match="steps must be a whole number of at least 1"):
+        check_count("steps", value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "fits"), [(16, 1, True), (16, 2, False), (10, 7, True), (10, 8, False), (17, 1, False)]
+)
+def test_the_end_of_a_learned_position_table(prompt, new, fits):
+    tokens = np.ones((1, prompt), int)
+    if fits:
+        check_batch(LEARNED, tokens, None, new_tokens=new)
+    else:
+        with pytest.raises(InputError, match="position table ends at 16"):
+            check_batch(LEARNED, tokens, None, new_tokens=new)
+    check_batch(CONFIG, np.ones((1, 600), int), None, new_tokens=1)  # RoPE has no end
+
+
+def test_the_last_learned_position_works():
+    """The exact boundary runs, and gives numbers: a table read past its end would give NaN."""
+    model = kvjax.Model(LEARNED, random_parameters(LEARNED, jax.random.key(0)))
+    tokens = np.arange(16)[None]
+    got = kvjax.log_likelihood(model, tokens, policies.h2o(budget=4), prompt_length=15)
+    assert np.isfinite(got.logprobs).all() and int(got.state.length[0]) == 16
+    with pytest.raises(InputError, match="position table"):
+        kvjax.log_likelihood(model, np.arange(17)[None], policies.h2o(budget=4), prompt_length=8)
+    with pytest.raises(KvjaxError, match="learned"):
+        kvjax.generate(model, tokens[:, :4], policies.window(budget=4, positions="cache"), max_new_tokens=2)
+
+
+def test_nothing_is_traced_before_a_refusal(monkeypatch):
+    """Fractions that protect too much are known once the lengths are."""
+
+    def traced(*args, **kwargs):
+        raise AssertionError("traced")
+
+    monkeypatch.setattr(loop, "prefill_steps", traced)
+    tokens = np.ones((2, 20), int)
+    with pytest.raises(PolicyError, match="protects 5 slots, more than its budget of 2"):
+        kvjax.generate(tiny().model, tokens, policies.h2o(budget=0.2, recent=5), max_new_tokens=2, lengths=[20, 10])
+    with pytest.raises(PolicyError, match=r"3 budgets .* 2 layers"):
+        kvjax.generate(tiny().model, tokens, policies.h2o(budget=(4, 4, 4)), max_new_tokens=2)
+    with pytest.raises(InputError, match="vocabulary"):
+        kvjax.log_likelihood(tiny().model, tokens + 63, policies.full(), prompt_length=2)

@@ -1,0 +1,125 @@
+"""Building policies: what is refused, what is the same, what a budget comes to."""
+
+import numpy as np
+import pytest
+
+from kvjax import policies
+from kvjax.errors import PolicyError
+from kvjax.policies import POLICIES, accepts, by_name
+from kvjax.policies.base import slots
+
+BUDGETED = [name for name in POLICIES if "budget" in accepts(name)]
+NAN = float("nan")
+
+
+def example(name: str, budget):
+    return by_name(name, budget=budget, **({"sinks": 0} if "sinks" in accepts(name) else {}))
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        0,
+        -1,
+        0.0,
+        -0.5,
+        1.5,
+        NAN,
+        float("inf"),
+        True,
+        "8",
+        2**31,
+        {"a": 1},
+        (4, 0),
+        (4, 2.0),
+        (4, "x"),
+        (4, True),
+        (4, None),
+    ],
+)
+@pytest.mark.parametrize("name", BUDGETED)
+def test_budgets_that_make_no_sense(name, budget):
+    with pytest.raises(PolicyError, match="budget"):
+        example(name, budget)
+
+
+@pytest.mark.parametrize("budget", [1, 1.0, 1e-9, (4, 8), [4, 0.5], np.int64(4), np.float32(0.25)])
+@pytest.mark.parametrize("name", BUDGETED)
+def test_budgets_that_make_sense(name, budget):
+    assert example(name, budget).name == name
+
+
+def test_an_array_of_budgets_is_a_tuple_of_them():
+    assert policies.h2o(budget=np.array([4, 8])) is policies.h2o(budget=(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: policies.window(budget=3, sinks=4), "at least 4"),
+        (lambda: policies.window(budget=3), "protects 4"),
+        (lambda: policies.h2o(budget=8, recent=9), "at least 9"),
+        (lambda: policies.h2o(budget=(9, 8), recent=9), "budget of 8"),
+        (lambda: policies.window(budget=8, sinks=-1), "sinks"),
+        (lambda: policies.window(budget=8, sinks=2.0), "sinks"),
+        (lambda: policies.h2o(budget=8, recent=-1), "recent"),
+        (lambda: policies.h2o(budget=8, recent=True), "recent"),
+        (lambda: policies.h2o(budget=8, positions="rank"), "'original' or 'cache'"),
+        (lambda: policies.h2o(budget=8, group_reduce="sum"), "'mean' or 'max'"),
+        (lambda: policies.h2o(budgt=8), "it accepts budget, recent"),
+        (lambda: policies.h2o(), "budget"),
+        (lambda: by_name("h3o", budget=8), "full, h2o, heavy_only, local_only, window"),
+        (lambda: accepts("h3o"), "full, h2o"),
+        (lambda: by_name("full", budget=8), "accepts positions"),
+        (lambda: policies.evict(importance=policies.mass._replace(needs=frozenset({"mess"})), budget=8), "mess.*mass"),
+    ],
+)
+def test_refused_with_what_is_valid(build, match):
+    with pytest.raises(PolicyError, match=match) as caught:
+        build()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: policies.window(budget=4, sinks=4),
+        lambda: policies.h2o(budget=8, recent=8),
+        lambda: policies.h2o(budget=1),
+        lambda: policies.h2o(budget=0.1, recent=9),  # refused when the lengths are known
+    ],
+)
+def test_legal_to_the_last_slot(build):
+    build()
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_equal_arguments_are_one_policy(name):
+    """A policy is a static argument: another object would compile everything again."""
+    assert example(name, 8) is example(name, np.int32(8))
+    assert example(name, (8, 0.5)) is example(name, [8, 0.5])
+    assert example(name, 8) is not example(name, 9)
+    assert example(name, 8) != example(name, 9)
+
+
+@pytest.mark.parametrize(("slot", "fraction"), [(1, 1.0), ((1, 1), (1.0, 1.0)), ((4, 1), (4, 1.0))])
+@pytest.mark.parametrize("name", BUDGETED)
+def test_one_slot_is_not_the_whole_prompt(name, slot, fraction):
+    for first, second in ((slot, fraction), (fraction, slot)):
+        built = [example(name, budget).budget for budget in (first, second)]
+        assert repr(built) == repr([first, second])
+
+
+def test_named_ones_are_made_of_the_others():
+    h2o, heavy = policies.h2o(budget=8, recent=0), policies.heavy_only(budget=8)
+    assert (heavy.needs, heavy.protects(8)) == (h2o.needs, 0)
+    assert not policies.local_only(budget=8).needs and not policies.full().needs
+    assert policies.h2o(budget=9).protects(9) == 4 and policies.full().budget is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "prompt", "expected"),
+    [(5, 3, 5), (1, 100, 1), (1.0, 100, 100), (0.29, 100, 29), (0.1, 19, 1), (0.01, 5, 1), (0.3, 10, 3), (1 / 3, 9, 3)],
+)
+def test_a_budget_in_slots(budget, prompt, expected):
+    assert slots(budget, prompt) == expected

@@ -1,0 +1,110 @@
+"""Samplers: exactly which tokens a filter leaves, and that what is left is drawn in proportion."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.errors import InputError
+from kvjax.sampling import Greedy, Sample
+
+# Probabilities 0.05, 0.4, 0.15, 0.3, 0.1 in no order.
+P = np.array([0.05, 0.4, 0.15, 0.3, 0.1], np.float32)
+LOGITS = jnp.log(jnp.asarray(P))[None] + np.float32(3.0)
+
+
+def left(sampler: Sample, logits=LOGITS) -> list[list[int]]:
+    return [np.flatnonzero(np.isfinite(row)).tolist() for row in np.asarray(sampler.filter(logits))]
+
+
+def test_greedy_takes_the_first_of_equals():
+    logits = jnp.array([[0.0, 2.0, 2.0], [1.0, -jnp.inf, 0.0]])
+    tokens = Greedy()(logits, None)
+    assert tokens.tolist() == [1, 0] and tokens.dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (Sample(), [0, 1, 2, 3, 4]),
+        (Sample(top_k=1), [1]),
+        (Sample(top_k=3), [1, 2, 3]),
+        (Sample(top_k=99), [0, 1, 2, 3, 4]),
+        (Sample(top_p=0.001), [1]),
+        (Sample(top_p=0.39), [1]),
+        (Sample(top_p=0.41), [1, 3]),
+        (Sample(top_p=0.84), [1, 2, 3]),
+        (Sample(top_p=0.86), [1, 2, 3, 4]),
+        (Sample(top_p=1.0), [0, 1, 2, 3, 4]),
+        # After top_k, 0.4 and 0.3 of 0.7: the first alone has 0.571.
+        (Sample(top_k=2, top_p=0.5), [1]),
+        (Sample(top_k=2, top_p=0.6), [1, 3]),
+        # After temperature 0.5 the squares: 0.16 of 0.285 is 0.561, with 0.09 it is 0.877.
+        (Sample(temperature=0.5, top_p=0.6), [1, 3]),
+        (Sample(temperature=0.5, top_p=0.55), [1]),
+        # After temperature 2 the roots: 0.632, 0.548, 0.387 of 2.107 reach 0.744.
+        (Sample(temperature=2.0, top_p=0.7), [1, 2, 3]),
+    ],
+)
+def test_which_tokens_are_left(sampler, expected):
+    both = jnp.concatenate([LOGITS, LOGITS[:, ::-1]])
+    assert left(sampler, both) == [expected, sorted(4 - token for token in expected)]
+
+
+def test_a_nucleus_of_everything_is_everything():
+    """Rounding in the running sum must not cut the tail off."""
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((2, 50_257)) * 3, jnp.float32)
+    assert np.isfinite(Sample(top_p=1.0).filter(logits)).all()
+
+
+def test_top_k_of_equals_leaves_k():
+    assert len(left(Sample(top_k=2), jnp.zeros((1, 5)))[0]) == 2
+    assert len(left(Sample(top_p=0.39), jnp.zeros((1, 5)))[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (Sample(), P),
+        (Sample(temperature=0.5), P**2 / np.sum(P**2)),
+        (Sample(top_k=2), np.array([0, 4, 0, 3, 0]) / 7),
+        (Sample(temperature=2.0, top_k=3, top_p=0.5), np.array([0, 0.4**0.5, 0, 0.3**0.5, 0]) / (0.4**0.5 + 0.3**0.5)),
+    ],
+)
+def test_draws_follow_the_filtered_distribution(sampler, expected):
+    draws = 20_000
+    keys = jax.random.split(jax.random.key(0), draws)
+    tokens = jax.jit(sampler)(jnp.broadcast_to(LOGITS, (draws, 5)), keys)
+    share = np.bincount(tokens, minlength=5) / draws
+    error = 5 * np.sqrt(expected * (1 - expected) / draws)  # five standard deviations
+    assert (np.abs(share - expected) <= error).all(), f"{share} instead of {expected}"
+
+
+def test_a_row_uses_its_own_key():
+    keys = jax.random.split(jax.random.key(1), 4)
+    logits = jnp.zeros((4, 1000))
+    tokens = Sample()(logits, keys)
+    assert len(set(tokens.tolist())) > 1
+    other = Sample()(logits.at[0].set(-jnp.arange(1000.0)), keys)
+    assert tokens[1:].tolist() == other[1:].tolist()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"temperature": 0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": "hot"},
+        {"top_k": 0},
+        {"top_k": 2.5},
+        {"top_k": True},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": float("nan")},
+    ],
+)
+def test_settings_that_cannot_work(arguments):
+    with pytest.raises(InputError):
+        Sample(**arguments)

@@ -1,0 +1,109 @@
+"""A tiny random decoder, the same for every test that can use it, so that compiled shapes are shared."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from kvjax.cache import Block, KVState
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import Decoder
+from kvjax.policies import Policy
+from kvjax.rope import Rope
+from tests.reference import ReferenceConfig, random_model
+
+VOCAB = 64
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
+
+
+class Tiny(NamedTuple):
+    model: kvjax.Model
+    params: Any  # the reference's
+    config: ReferenceConfig  # the reference's
+
+
+@functools.cache
+def tiny(heads: str = "gqa", seed: int = 0) -> Tiny:
+    """Two layers, four query heads, 64 tokens; the library's model and the reference's of the same weights."""
+    query_heads, kv_heads = HEADS[heads]
+    params, reference = random_model(2, query_heads, kv_heads, vocab=VOCAB, seed=seed)
+    config = DecoderConfig(
+        family="llama",
+        vocab_size=VOCAB,
+        hidden_size=reference.hidden_size,
+        num_layers=reference.num_layers,
+        num_heads=query_heads,
+        num_kv_heads=kv_heads,
+        head_dim=reference.head_dim,
+        mlp_size=reference.intermediate_size,
+        max_positions=512,
+        norm_eps=reference.norm_eps,
+        rope=Rope(dim=reference.head_dim, theta=reference.rope_theta),
+    )
+    return Tiny(kvjax.Model(config, jax.tree.map(jnp.asarray, params)), params, reference)
+
+
+def random_tokens(rows: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, (rows, width), dtype=np.int32)
+
+
+def kept(state: KVState, row: int) -> list[list[list[int]]]:
+    """[layer][head] ascending live positions of a row."""
+    layers = [np.asarray(layer.position)[row] for layer in state.layers]
+    return [[sorted(int(p) for p in head if p >= 0) for head in layer] for layer in layers]
+
+
+def assert_same_state(
+    state: KVState, other: KVState, row: int, other_row: int | None = None, atol: float = 0.0
+) -> None:
+    """Equal kept positions of a row and, slot by slot in order of position, equal keys, values and statistics.
+
+    Dead slots and the order of slots are no part of what a state means.
+    """
+    other_row = row if other_row is None else other_row
+    assert int(state.length[row]) == int(other.length[other_row])
+    assert kept(state, row) == kept(other, other_row)
+    for a, b in zip(state.layers, other.layers, strict=True):
+        for head in range(a.position.shape[1]):
+            for one, two in zip(_live(a, row, head), _live(b, other_row, head), strict=True):
+                np.testing.assert_allclose(one, two, rtol=atol, atol=atol)
+
+
+def _live(layer: kvjax.LayerKV, row: int, head: int) -> list[np.ndarray]:
+    """Every leaf of a head's live slots, in ascending order of position."""
+    position = np.asarray(layer.position)[row, head]
+    order = np.argsort(position)[np.sum(position < 0) :]
+    return [np.asarray(leaf)[row, head][order] for leaf in jax.tree.leaves(layer)]
+
+
+class Trace(NamedTuple):
+    """Every step of an `evolve`: positions [steps, B, K, S] of each layer, logits [steps, B, V]."""
+
+    positions: tuple[np.ndarray, ...]
+    logits: np.ndarray
+
+
+@functools.partial(jax.jit, static_argnames=("config", "policy"))
+def _evolve(params, kv, tokens, lengths, budget, *, config, policy):
+    rows = jnp.arange(tokens.shape[0])
+
+    def body(kv, _):
+        at = kv.length
+        position = jnp.where(at < lengths, at, -1)[:, None]
+        token = tokens[rows, jnp.minimum(at, tokens.shape[1] - 1)]
+        block = Block(position=position, budget=budget, policy=policy)
+        logits, kv = Decoder(config).apply({"params": params}, token[:, None], kv, block)
+        return kv, (tuple(layer.position for layer in kv.layers), logits[:, 0])
+
+    return jax.lax.scan(body, kv, length=tokens.shape[1])[1]
+
+
+def evolve(model: kvjax.Model, prefilled: Any, tokens: np.ndarray, lengths: np.ndarray, policy: Policy) -> Trace:
+    """Feeds tokens [B, T] one by one from a prefilled prompt on, with the state visible after every step."""
+    out = _evolve(
+        model.params, prefilled.state, tokens, lengths, prefilled.budget, config=model.config, policy=policy
+    )  # fmt: skip
+    return Trace(*jax.tree.map(np.asarray, out))
