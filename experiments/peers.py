@@ -37,7 +37,7 @@ class Transformers:
           prompt: [B, T] ids; kind: ``dynamic`` or ``static`` cache; tokens: steps of a round, fewer if it is slow.
         """
         torch, transformers = self.torch, self.transformers
-        _context = prompt.shape[1]
+        context = prompt.shape[1]
         room = context + (rounds + 1) * tokens
         if kind == "static":
             cache = transformers.StaticCache(config=self.model.config, max_cache_len=room)

@@ -9,6 +9,7 @@ from kvjax.generate import Generation, generate
 from kvjax.likelihood import LogLikelihood, log_likelihood
 from kvjax.models.model import Model
 from kvjax.sampling import Greedy, Sample
+from kvjax.sharding import make_mesh
 
 __all__ = [
     "Generation",
@@ -22,6 +23,7 @@ __all__ = [
     "generate",
     "load",
     "log_likelihood",
+    "make_mesh",
     "policies",
     "save",
 ]

@@ -10,7 +10,7 @@ import pytest
 
 # An accidental float64 or int32 -> float32 promotion is an error here.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# Hundreds of tiny programs: compiling them is most of the suite's time. Tests that read programs ask for the real thing.
+# Hundreds of tiny programs: compiling them is most of the time. Tests that read programs ask for the real thing.
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
 

@@ -1,0 +1,153 @@
+"""colab/quickstart.ipynb: runs from top to bottom, shows what it promises, and is shipped with clean outputs."""
+
+import base64
+import json
+import os
+import re
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, find_shared
+
+nbformat = pytest.importorskip("nbformat", reason="the notebook needs nbformat: pip install 'kvjax[notebook]'")
+
+NOTEBOOK = ROOT / "colab" / "quickstart.ipynb"
+POLICIES = ("full", "window", "h2o", "mean_h2o")
+MAPS = ("plot", "plot-h2o", "own")  # the cells that draw which positions survived
+#: A path from the root or a home folder, Windows' too, that is not part of an address.
+MACHINE_PATH = re.compile(r"(?<![\w:/.])(?:~?/\w[\w.-]*/|[A-Z]:\\)")
+
+
+@pytest.fixture(scope="module")
+def trained() -> Path | None:
+    """The shared model, or None: the notebook then makes a random one."""
+    shared = find_shared()
+    folder = shared / "data" / "models" / "stories260K-hf" if shared else None
+    return folder if folder and folder.is_dir() else None
+
+
+@pytest.fixture(scope="module")
+def executed(trained, tmp_path_factory):
+    """The notebook after one run, in an empty folder, by this very interpreter."""
+    nbclient = pytest.importorskip(
+        "nbclient", reason="running the notebook needs nbclient: pip install 'kvjax[notebook]'"
+    )
+    pytest.importorskip("ipykernel", reason="running the notebook needs ipykernel: pip install 'kvjax[notebook]'")
+    pytest.importorskip("matplotlib", reason="the notebook draws with matplotlib: pip install 'kvjax[experiments]'")
+    folder = tmp_path_factory.mktemp("notebook")
+    # An environment may hold no kernelspec, or one of another interpreter: this one comes first, under its own name.
+    spec = folder / "jupyter" / "kernels" / "kvjax-test" / "kernel.json"
+    spec.parent.mkdir(parents=True)
+    spec.write_text(
+        json.dumps(
+            {
+                "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+                "display_name": "kvjax test",
+                "language": "python",
+            }
+        )
+    )
+    work = folder / "work"
+    work.mkdir()
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_PATH", str(folder / "jupyter"))
+        patch.setenv("JUPYTER_RUNTIME_DIR", str(folder / "runtime"))
+        patch.setenv("IPYTHONDIR", str(folder / "ipython"))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        patch.setenv("KVJAX_MODEL", str(trained or ""))
+        client = nbclient.NotebookClient(
+            notebook, timeout=300, kernel_name="kvjax-test", resources={"metadata": {"path": str(work)}}
+        )
+        return client.execute()  # raises what a cell raises
+
+
+def cell(notebook, name):
+    return next(cell for cell in notebook.cells if cell["id"] == name)
+
+
+def printed(notebook) -> str:
+    outputs = [o for cell in notebook.cells for o in cell.get("outputs", ()) if o.output_type == "stream"]
+    return "".join(o.text for o in outputs if o.name == "stdout")
+
+
+def drawn(notebook, name) -> list[bytes]:
+    data = [output.get("data", {}) for output in cell(notebook, name).outputs]
+    return [base64.b64decode(d["image/png"]) for d in data if "image/png" in d]
+
+
+def texts(notebook) -> dict[str, str]:
+    """What each policy wrote: the indented lines below its name."""
+    pattern = r"^(\w+): \d+ slots a head.*\n(?:the first .*\n)?((?:    .*\n)+)"
+    return dict(re.findall(pattern, printed(notebook), re.MULTILINE))
+
+
+def slots_and_bytes(notebook) -> dict[str, tuple[int, int]]:
+    found = re.findall(r"^(\w+): (\d+) slots a head, ([\d,]+) bytes", printed(notebook), re.MULTILINE)
+    return {name: (int(slots), int(held.replace(",", ""))) for name, slots, held in found}
+
+
+def test_shows_every_policy(executed):
+    assert tuple(texts(executed)) == POLICIES
+    assert all(text.strip() for text in texts(executed).values())
+    perplexities = re.findall(r"^(\w+) +perplexity of .*: ([\d,.]+)$", printed(executed), re.MULTILINE)
+    assert [name for name, _ in perplexities] == ["full", "window", "h2o"]
+
+
+def test_budget_is_held(executed):
+    prompt = int(re.search(r"prompt: (\d+) tokens", printed(executed)).group(1))
+    held = slots_and_bytes(executed)
+    assert held["full"][0] > prompt
+    for name in POLICIES[1:]:
+        assert held[name][0] == prompt // 5
+        assert held[name][1] < held["full"][1] / 4
+
+
+def test_says_which_model_it_is(executed, trained):
+    text = printed(executed)
+    if trained is None:
+        assert "RANDOM WEIGHTS" in text
+        assert "gibberish" in text
+    else:
+        assert f"Loaded {trained.name}: llama" in text
+        assert "RANDOM" not in text
+        assert "Lily" in texts(executed)["full"]
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_draws_the_survivors(executed, name):
+    (image,) = drawn(executed, name)
+    assert image.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", image[16:24])
+    assert width > 600
+    assert height > 200
+
+
+def test_warns_of_nothing(executed):
+    streams = [o for cell in executed.cells for o in cell.get("outputs", ()) if o.output_type == "stream"]
+    # matplotlib says so in an environment's first minute
+    loud = [o.text for o in streams if o.name == "stderr" and "font cache" not in o.text]
+    assert loud == []
+
+
+def test_shipped_outputs_are_clean():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    assert NOTEBOOK.stat().st_size < 300_000
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert [c for c in notebook.cells if c.metadata] == []
+    assert tuple(texts(notebook)) == POLICIES
+    for name in MAPS:
+        assert len(drawn(notebook, name)) == 1
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"] == []
+    text = printed(notebook) + "".join(c.source for c in notebook.cells)
+    assert MACHINE_PATH.findall(text) == []
