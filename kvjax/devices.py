@@ -156,7 +156,7 @@ def topology_devices(name: str) -> list[Any]:
       ConfigError: a bad name. KvjaxError: the libtpu wheel is not installed, or refuses the topology.
     """
     family, sizes = parse_topology(name)
-    _prepare_libtpu()
+    prepare_libtpu()
     from jax.experimental import topologies
 
     # A host holds 2 x 2 chips unless the topology is narrower than that.
@@ -176,8 +176,8 @@ def topology_devices(name: str) -> list[Any]:
         raise KvjaxError(f"the TPU compiler refuses topology {name!r}: {str(error).splitlines()[0]}") from None
 
 
-def _prepare_libtpu() -> None:
-    """Settings that libtpu reads once, when it is loaded by the first topology; what the user has set stays."""
+def prepare_libtpu() -> None:
+    """Settings that libtpu reads once, when it is loaded; what the user has set stays."""
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else one process a machine, though none uses a chip
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     os.environ.setdefault("TPU_LOG_DIR", "disabled")
