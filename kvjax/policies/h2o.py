@@ -17,8 +17,8 @@ def protect_newest(count: int | None = None) -> Scope:
 
 @memoized
 def h2o(
-    *,
     budget: Budget,
+    *,
     recent: int | None = None,
     positions: str = "original",
     group_reduce: str = "mean",
@@ -44,7 +44,7 @@ def h2o(
 
 
 @memoized
-def heavy_only(*, budget: Budget, positions: str = "original", group_reduce: str = "mean") -> Policy:
+def heavy_only(budget: Budget, *, positions: str = "original", group_reduce: str = "mean") -> Policy:
     """Heavy hitters with the whole budget, no recent tokens protected: ``h2o(recent=0)`` (H2O, Table 6)."""
     return evict(
         importance=mass,

@@ -26,7 +26,7 @@ def full(*, positions: str = "original") -> Policy:
 
 
 @memoized
-def window(*, budget: Budget, sinks: int = 4, positions: str = "original") -> Policy:
+def window(budget: Budget, *, sinks: int = 4, positions: str = "original") -> Policy:
     """The newest tokens and the first `sinks` ("Local" when 0; StreamingLLM with ``positions="cache"``).
 
     Args:
@@ -38,6 +38,6 @@ def window(*, budget: Budget, sinks: int = 4, positions: str = "original") -> Po
 
 
 @memoized
-def local_only(*, budget: Budget, positions: str = "original") -> Policy:
+def local_only(budget: Budget, *, positions: str = "original") -> Policy:
     """The newest tokens alone: ``window(sinks=0)`` (H2O, arXiv:2306.14048, Table 6)."""
     return evict(importance=recency, scope=protect_first(0), budget=budget, positions=positions, name="local_only")
