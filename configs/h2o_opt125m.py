@@ -2,7 +2,7 @@
 
 Paper: H2O (arXiv:2306.14048). The paper evaluates OPT from 6.7B upwards; this is the smallest model of the family, the
 one that fits anywhere. Expected numbers: not yet measured here.
-Hardware: any machine with 2 GB to spare. Time: a few minutes on two CPU cores.
+Hardware: any machine with 2 GB to spare. Time: not yet measured (no checkpoint at hand).
 Command: python -m experiments.run --config=h2o_opt125m --config.data.text=FILE
 Without the checkpoint, for speed and memory only (random weights): add --config.model.path=none
 """

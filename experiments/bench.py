@@ -29,6 +29,7 @@ from kvjax.errors import ConfigError
 from kvjax.generate import decode
 from kvjax.models.decoder import random_parameters
 from kvjax.models.shapes import by_name
+from kvjax.policies.base import slots as budget_slots
 from kvjax.prefill import Prefilled, prefill
 
 WORK = ((1, 512), (8, 2048))  # batch, context: what is measured unless the command line says otherwise
@@ -51,6 +52,9 @@ def define(values: flags.FlagValues) -> None:
 def main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     define(values)
+    if {"--help", "-h"} & set(argv):
+        print(__doc__.strip(), *(f"  --{name}: {values[name].help}" for name in values), sep="\n")
+        return 0
     try:
         task, *rest = values(argv, known_only=False)[1:] or ["decode"]
     except flags.Error as error:
@@ -71,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 def bench_decode(values: flags.FlagValues, batch: int, context: int) -> list[dict[str, Any]]:
     """One setting: a row for every side, times in milliseconds a step (all rows of the batch advance one token)."""
     rounds, tokens = values.rounds, values.tokens
-    slots = max(1, int(values.budget * context)) + 1
+    slots = budget_slots(values.budget, context) + 1
     # Room for every round to continue where the last one stopped, on a learned position table too.
     config = dataclasses.replace(by_name(values.shape), max_positions=context + (rounds + 1) * tokens + slots)
     model = kvjax.Model(config, random_parameters(config, jax.random.key(0)))

@@ -1,5 +1,6 @@
 """The command line of every experiment: flags, help, and errors as one paragraph instead of a traceback."""
 
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -59,8 +60,10 @@ def parse(
     for argument in argv[1:]:
         if override := re.match(r"--?(?:no)?config\.([^=]*)", argument):
             configs.kind_of(override[1])
-    if not any(re.match(r"--?config(=|$)", argument) for argument in argv[1:]):
-        raise ConfigError(f"give --config=NAME; known configs: {', '.join(configs.names())}.")
+    given = sum(re.match(r"--?config(=|$)", argument) is not None for argument in argv[1:])
+    if given != 1:
+        what = "give --config=NAME" if not given else "--config=NAME was given more than once"
+        raise ConfigError(f"{what}; known configs: {', '.join(configs.names())}.")
     config_flags.DEFINE_config_dataclass(
         "config", ExperimentConfig(), "what to run", flag_values=values, sys_argv=argv, parse_fn=configs.by_name
     )
@@ -92,5 +95,8 @@ def main(program: Callable[[Sequence[str]], int]) -> None:
         status = USAGE_ERROR
     except KeyboardInterrupt:
         print("\ninterrupted: no unfinished result was kept.", file=sys.stderr)
-        status = INTERRUPTED
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # At once: threads that still compile would crash an interpreter that is being taken down.
+        os._exit(INTERRUPTED)
     sys.exit(status)

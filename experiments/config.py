@@ -58,7 +58,8 @@ KINDS: dict[Any, Callable[[str], Any]] = {
     Seed: lambda text: _whole(text, 0),
     Budget: _budget,
     Text: str,
-    OptionalText: lambda text: None if _is_none(text) else text,
+    # Empty text is not the same as none: an empty prompt is refused, not replaced.
+    OptionalText: lambda text: None if text.strip().lower() == "none" else text,
     Names: lambda text: () if _is_none(text) else tuple(name.strip() for name in text.split(",") if name.strip()),
 }
 

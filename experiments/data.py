@@ -73,9 +73,9 @@ def load(config: DataConfig, model: Model, seed: int) -> tuple[np.ndarray, int, 
     if config.prompt is not None:
         if config.text is not None:
             raise ConfigError("data.text and data.prompt were both given; give one of them.")
-        ids = np.asarray([*bos, *encode(model, config.prompt)], np.int32)
-        if not ids.size:
+        if not config.prompt:
             raise InputError("data.prompt is empty; give at least one token.")
+        ids = np.asarray([*bos, *encode(model, config.prompt)], np.int32)
         return np.repeat(ids[None], config.num_sequences, axis=0), ids.size, "the given prompt"
     width = config.prompt_length + config.new_tokens
     body = width - len(bos)

@@ -22,6 +22,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import parameter_count, random_parameters
 from kvjax.models.model import Model
 from kvjax.policies import Policy
+from kvjax.policies.base import slots
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -111,9 +112,7 @@ def check_fit(config: ExperimentConfig) -> None:
 
 def _most_slots(policy: Policy, prompt: int, new: int) -> int:
     total = prompt + new
-    if not isinstance(policy.budget, int | float):
-        return total
-    return min(total, policy.budget + 1 if isinstance(policy.budget, int) else int(policy.budget * prompt) + 1)
+    return min(total, slots(policy.budget, prompt) + 1) if isinstance(policy.budget, int | float) else total
 
 
 def _name(config: ModelConfig) -> str:

@@ -14,7 +14,7 @@ from kvjax.inputs import check_stop
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy, check
 from kvjax.prefill import Prefilled, bind, prefill
-from kvjax.sampling import Greedy, Sampler
+from kvjax.sampling import Greedy, Sampler, check_sampling
 
 Array = jax.Array
 PAD = -1  # generated tokens after a row's stop token
@@ -92,6 +92,7 @@ def decode(
 ) -> Generation:
     """Generates from a prefilled prompt, whose state is consumed (donated); arguments as in `generate`."""
     policy = check(policy)
+    check_sampling(sampler, key)
     key = jax.random.key(0) if key is None else key
     stop_ids = check_stop(stop)
     produced: list[tuple[np.ndarray, np.ndarray]] = []

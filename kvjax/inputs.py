@@ -53,8 +53,9 @@ def check_batch(config: DecoderConfig, tokens: Any, lengths: Any, *, new_tokens:
     longest = int(sizes.max()) + max(new_tokens - 1, 0)
     if config.learned_positions and longest > config.max_positions:
         raise InputError(
-            f"this model's learned position table ends at {config.max_positions} tokens, but {sizes.max()} prompt "
-            f"tokens and {new_tokens} new ones need {longest} positions; shorten the prompt or generate fewer tokens."
+            f"this model's learned position table ends at {config.max_positions} tokens, but {sizes.max()} tokens"
+            + (f" and {new_tokens} new ones need {longest} positions" if new_tokens else " were given")
+            + "; shorten the text or generate fewer tokens."
         )
     return Batch(ids[:, : sizes.max()].astype(np.int32), sizes.astype(np.int32))
 

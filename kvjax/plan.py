@@ -19,7 +19,7 @@ from tabulate import tabulate
 from kvjax import policies, sharding
 from kvjax.allocation import Allocation, allocate
 from kvjax.devices import DEVICES, Device, local_device, topology_devices
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generate import decode_steps
 from kvjax.inputs import check_batch, check_count
 from kvjax.models.config import DecoderConfig
@@ -262,7 +262,7 @@ def _compile(function: Any, mesh: Mesh | None, *arguments: Any, **options: Any) 
             return lowered.compile(), ""
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
+                raise KvjaxError(f"the compiler refuses this program: {str(error).splitlines()[0].strip()}") from None
             return None, str(error).splitlines()[0].strip()
 
 

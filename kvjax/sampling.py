@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,3 +72,11 @@ class Sample:
 
 
 Sampler = Greedy | Sample
+
+
+def check_sampling(sampler: Any, key: Any) -> None:
+    """Refuses what is no sampling method (a class of one's own may be) and no random key."""
+    if isinstance(sampler, type) or not callable(sampler):
+        raise InputError(f"sampler must be a sampling method such as Greedy() or Sample(top_p=0.9); got {sampler!r}.")
+    if key is not None and not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise InputError(f"key must be a random key, as from jax.random.key(0); got {key!r}.")

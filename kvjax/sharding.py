@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.errors import ConfigError
@@ -58,7 +59,11 @@ def make_mesh(axes: str | Mapping[str, int], devices: Sequence[Any] | None = Non
     if needed > len(devices):
         raise ConfigError(f"mesh {axes!r} needs {needed} devices, but there are {len(devices)}.")
     sizes = {axis: sizes.get(axis, 1) for axis in known}
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=devices[:needed])
+    shape, names, kinds = tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes)
+    if needed < len(devices):
+        # Part of a machine has no wiring of its own that jax could lay the mesh along.
+        return Mesh(np.asarray(devices[:needed]).reshape(shape), names, axis_types=kinds)
+    return jax.make_mesh(shape, names, kinds, devices=devices)
 
 
 def _parse(text: str) -> dict[str, int]:

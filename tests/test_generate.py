@@ -11,7 +11,7 @@ import kvjax
 from kvjax import policies
 from kvjax.errors import InputError, KvjaxError, PolicyError
 from kvjax.policies import Importance, Policy, evict, protect_newest
-from kvjax.sampling import Sample
+from kvjax.sampling import Greedy, Sample
 from kvjax.statistics import MASS
 from tests.tiny import assert_same_state, kept, random_tokens, tiny
 
@@ -214,3 +214,9 @@ def test_something_that_is_no_policy_is_refused(policy):
 def test_bad_prompt_lengths_are_refused(prompt_length):
     with pytest.raises(KvjaxError):
         kvjax.log_likelihood(tiny().model, PROMPTS, H2O, prompt_length=prompt_length)
+
+
+@pytest.mark.parametrize("options", [{"sampler": "greedy"}, {"sampler": Greedy}, {"sampler": Sample(), "key": 3}])
+def test_what_cannot_sample_is_refused(options):
+    with pytest.raises(InputError, match=r"sampler|key"):
+        generate(H2O, **options)

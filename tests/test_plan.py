@@ -136,7 +136,20 @@ def test_opt_30b_has_30_billion_parameters():
 
 @pytest.mark.parametrize(
     "name",
-    ["", "v5e", "v5e:0x4", "v5e:2x0", "v5e:2x", "v5e:2", "v5e:2x4x2", "v5e:axb", "v7:2x2", "v5e:999x999", "v4-8"],
+    [
+        "",
+        "v5e",
+        "v5e:0x4",
+        "v5e:2x0",
+        "v5e:2x",
+        "v5e:2",
+        "v5e:2x4x2",
+        "v5e:axb",
+        "v7:2x2",
+        "v5e:999x999",
+        "v5e:3x9",
+        "v4-8",
+    ],
 )
 def test_bad_topologies_are_refused_with_the_valid_ones(name):
     with pytest.raises(ConfigError) as caught:
@@ -253,10 +266,21 @@ def test_chosen_mesh_moves_the_fewest_bytes(config, batch, mesh):
 
 
 @needs_libtpu
-def test_given_mesh_is_used_even_if_smaller_than_the_topology():
-    planned = plan(TINY, H2O, batch=2, prompt_length=200, new_tokens=8, topology="v5e:2x4", mesh_axes="data:2,model:2")
-    assert planned.mesh == {"data": 2, "model": 2}
+@pytest.mark.parametrize("mesh", [{"data": 2, "model": 2}, {"data": 1, "model": 3}])
+def test_given_mesh_is_used_even_if_smaller_than_the_topology(mesh):
+    axes = f"data:{mesh['data']},model:{mesh['model']}"
+    planned = plan(TINY, H2O, batch=2, prompt_length=200, new_tokens=8, topology="v5e:2x4", mesh_axes=axes)
+    assert planned.mesh == mesh
     assert not planned.mesh_chosen
+
+
+@needs_libtpu
+def test_tpu_holds_no_second_copy_of_the_weights():
+    """At OPT-30B's own widths, where the compiler once kept transposed query, key and value kernels."""
+    config = dataclasses.replace(OPT_30B, num_layers=2, windows=())
+    planned = plan(config, H2O, batch=8, prompt_length=200, new_tokens=8, topology="v5e:2x4", mesh_axes="model:8")
+    kernel = 7168 * 7168 // 8 * 2
+    assert planned.temporaries < kernel
 
 
 @needs_libtpu

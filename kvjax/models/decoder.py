@@ -8,6 +8,7 @@ output head that is tied to one) stay [rows, features]. The decoder knows nothin
 unrotated queries, keys and values to `cache.step` and gets an output and the layer's new cache back.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -110,6 +111,8 @@ class Attention(nn.Module):
 
         def heads(name: str, count: int) -> Array:
             y = Linear(count * config.head_dim, config.qkv_bias, self.dtype, name=name)(x)
+            # Between product and heads: XLA's TPU compiler would otherwise keep a transposed copy of the kernel too.
+            y = jax.lax.optimization_barrier(y)
             # [B, n, heads, D]
             return y.reshape(batch, n, count, config.head_dim)
 
@@ -274,7 +277,10 @@ def parameter_shapes(config: DecoderConfig, dtype: Any = jnp.float32) -> Any:
 
 
 def parameter_count(config: DecoderConfig) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parameter_shapes(config)))
+    """How many numbers the parameters are; the layers are alike, so that one is traced."""
+    tree = parameter_shapes(dataclasses.replace(config, num_layers=1, windows=()))
+    sizes = {name: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(node)) for name, node in tree.items()}
+    return sum(sizes.values()) + (config.num_layers - 1) * sizes["layer_0"]
 
 
 def random_parameters(config: DecoderConfig, key: Array, dtype: Any = jnp.float32) -> Any:

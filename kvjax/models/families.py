@@ -292,6 +292,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+MOST, MOST_LAYERS = 1 << 26, 1000  # no decoder is near these, and larger ones could not even be described
+
+
 def read(raw: Json) -> DecoderConfig:
     """The decoder that a ``config.json`` describes; absent keys mean what they mean to ``transformers``.
 
@@ -301,7 +304,15 @@ def read(raw: Json) -> DecoderConfig:
     name = raw.get("model_type")
     if name not in FAMILIES:
         raise ConfigError(f"model_type {name!r} in config.json is no family that kvjax has: {', '.join(FAMILIES)}.")
-    return family.read(name, FAMILIES[name], raw)
+    config = family.read(name, FAMILIES[name], raw)
+    sizes = (config.vocab_size, config.hidden_size, config.mlp_size, config.num_heads, config.head_dim)
+    if config.num_layers > MOST_LAYERS or max(*sizes, config.max_positions) > MOST:
+        raise ConfigError(
+            f"config.json of {name} cannot be true: it describes {config.num_layers} layers, a vocabulary of "
+            f"{config.vocab_size}, hidden size {config.hidden_size}, MLP size {config.mlp_size}, {config.num_heads} "
+            f"heads of {config.head_dim} and {config.max_positions} positions."
+        )
+    return config
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:

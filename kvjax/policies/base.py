@@ -133,7 +133,7 @@ def evict(
       importance: what a slot is worth, e.g. `mass` or `recency`.
       scope: what is never evicted, e.g. ``protect_newest(64)`` or ``protect_first(4)``; None = every slot is open.
       budget: live slots per KV head after each step. An int is that many slots; a float in (0, 1] a fraction of each
-        row's own prompt; a tuple gives every layer its own.
+        row's own prompt; a tuple gives every layer its own; None keeps every token.
       positions: ``original`` rotates keys once at their true position; ``cache`` at every step to their rank.
       group_reduce: ``mean`` or ``max`` over the query heads that share a KV head.
       name: shown in reports.

@@ -2,18 +2,24 @@
 
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
+import time
 import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from experiments import config as configs
 from experiments import data, machine, run, session
 from experiments.config import DataConfig, to_dict
 from experiments.measure import Measurement
 from kvjax import plan as planning
 from kvjax.errors import ConfigError, InputError, KvjaxError
 from kvjax.models.model import Model
+from tests.conftest import ROOT
 
 FILES = {"config.json", "metrics.jsonl", "environment.json", "report.md", "report.png"}
 TIMINGS = {"prefill_tokens_per_second", "decode_tokens_per_second", "compile_seconds"}
@@ -56,6 +62,19 @@ def test_a_run_writes_a_whole_folder_and_the_same_numbers_again(small, capsys):
         assert {k: v for k, v in first.items() if k not in TIMINGS} == {
             k: v for k, v in second.items() if k not in TIMINGS
         }
+
+
+def test_ctrl_c_ends_a_compiling_run_with_one_line(tmp_path):
+    command = [sys.executable, "-m", "experiments.run", "--config=h2o_tiny", f"--config.output={tmp_path / 'out'}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline()  # the model is there; now it compiles
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    assert not list((tmp_path / "out").glob("[!.]*"))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, KvjaxError])
@@ -132,6 +151,8 @@ def test_rows_of_a_text_begin_with_bos(tmp_path):
         data.load(dataclasses.replace(config, text=str(tmp_path / "none")), model, 0)
     with pytest.raises(ConfigError, match="both given"):
         data.load(dataclasses.replace(config, prompt="x"), model, 0)
+    with pytest.raises(InputError, match="prompt is empty"):  # not even though BOS would come before it
+        data.load(dataclasses.replace(config, text=None, prompt=configs.read(configs.OptionalText, "")), model, 0)
 
 
 def test_the_generated_text_is_the_same_everywhere():
