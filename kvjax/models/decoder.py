@@ -112,7 +112,7 @@ class Attention(nn.Module):
         def heads(name: str, count: int) -> Array:
             y = Linear(count * config.head_dim, config.qkv_bias, self.dtype, name=name)(x)
             # Between product and heads: XLA's TPU compiler would otherwise keep a transposed copy of the kernel too.
-            y = jax.lax.optimization_barrier(y)
+            y = jax.lax.platform_dependent(y, tpu=jax.lax.optimization_barrier, default=lambda y: y)
             # [B, n, heads, D]
             return y.reshape(batch, n, count, config.head_dim)
 
