@@ -40,9 +40,11 @@ def save(model: Model, folder: str | Path) -> None:
     entries = [(tensor, _parts(tensor, model.params)) for tensor in names.tensors(model.config)]
     raw |= {"dtype": entries[0][1][0].dtype.name, "torch_dtype": entries[0][1][0].dtype.name}
     _check_replaceable(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     staging = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
-    staging.mkdir()
+    try:
+        staging.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}.") from None
     try:
         _write_weights(staging, entries)
         if model.tokenizer is not None:

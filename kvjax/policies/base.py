@@ -93,11 +93,12 @@ def memoized(factory: Callable[P, R]) -> Callable[P, R]:
         arguments = {name: _plain(value) for name, value in bound.arguments.items()}
         key = tuple(_typed(value) for value in arguments.values())
         try:
-            if key not in made:
-                made[key] = factory(**arguments)  # type: ignore[call-arg]
-            return made[key]
-        except TypeError:
-            return factory(**arguments)  # type: ignore[call-arg]  # not hashable: the factory says what is wrong
+            hash(key)
+        except TypeError:  # a dict for a budget, say: the factory tells what is wrong with it
+            return factory(**arguments)  # type: ignore[call-arg]
+        if key not in made:
+            made[key] = factory(**arguments)  # type: ignore[call-arg]
+        return made[key]
 
     return call
 

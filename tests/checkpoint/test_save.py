@@ -105,3 +105,9 @@ def test_parameters_that_are_not_the_configs(tmp_path):
     with pytest.raises(CheckpointError, match="int8"):
         save(dataclasses.replace(model, params=integers), tmp_path / "model")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save(small(), tmp_path / "file" / "model")
