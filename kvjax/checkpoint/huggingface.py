@@ -74,7 +74,9 @@ def load(path_or_name: str | Path, *, dtype: Any = None, mesh: Mesh | None = Non
         config = _untie(config, stored)
         params: dict[str, Any] = {}
         for tensor in _expected(folder, config, stored):
-            parts = tensor.split(stored[tensor.name].read(target))
+            parts = tensor.split(
+                stored[tensor.name].read(target, transposed_memory=tensor.out_first and not tensor.fused)
+            )
             for path in tensor.paths:
                 node = params
                 for key in path[:-1]:

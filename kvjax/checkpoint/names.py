@@ -47,10 +47,10 @@ class Tensor:
 
     def split(self, array: np.ndarray) -> list[np.ndarray]:
         """The checkpoint's tensor as our parameters, each in memory of its own; inverts `merge`."""
-        if not self.fused and not self.out_first and array.flags.c_contiguous:
-            return [array]
         # views until the last step: [in, out] or [out]
         array = array.T if self.out_first else array
+        if not self.fused and array.flags.c_contiguous:
+            return [array]
         if self.heads:
             # [..., heads, parts, D]
             array = array.reshape(*array.shape[:-1], self.heads, len(self.paths), -1)

@@ -52,8 +52,8 @@ class Stored:
     def shape(self) -> tuple[int, ...]:
         return self.layout[::-1] if self.transposed else self.layout
 
-    def read(self, dtype: np.dtype) -> np.ndarray:
-        """The tensor in `dtype`.
+    def read(self, dtype: np.dtype, *, transposed_memory: bool = False) -> np.ndarray:
+        """The tensor in `dtype`; on request a matrix whose transpose is the contiguous one.
 
         Raises:
           CheckpointError: not floating point, NaN or infinite in the file, or beyond the range of `dtype`.
@@ -63,7 +63,9 @@ class Stored:
                 f"{self.name} in {self.file} is stored as {self.dtype}; kvjax reads {', '.join(FLOATS)}, and no "
                 "quantised weights."
             )
-        flat = aligned((math.prod(self.layout),), dtype)
+        # A matrix that is wanted the other way round is written so piece by piece: it never exists twice.
+        flip = transposed_memory and not self.transposed and len(self.layout) == 2
+        array = aligned(self.layout[::-1], dtype).T if flip else aligned(self.layout, dtype)
         start = 0
         for piece in self.pieces():
             with np.errstate(over="ignore"):
@@ -71,10 +73,26 @@ class Stored:
             if not np.isfinite(converted).all():
                 at = "holds NaN or infinity" if not np.isfinite(piece).all() else f"holds values beyond {dtype.name}"
                 raise CheckpointError(f"{self.name} in {self.file} {at}: the checkpoint is damaged or was badly cast.")
-            flat[start : start + piece.size] = converted
+            _fill(array, start, converted)
             start += piece.size
-        array = flat.reshape(self.layout)
         return array.T if self.transposed else array
+
+
+def _fill(array: np.ndarray, start: int, values: np.ndarray) -> None:
+    """Writes consecutive elements from the flat index `start` on; `array` may lie in memory in any order."""
+    if array.flags.c_contiguous:
+        array.reshape(-1)[start : start + values.size] = values
+        return
+    columns = array.shape[1]
+    while values.size:
+        row, column = divmod(start, columns)
+        rows = 0 if column else values.size // columns
+        count = rows * columns or min(columns - column, values.size)
+        if rows:
+            array[row : row + rows] = values[:count].reshape(rows, columns)
+        else:
+            array[row, column : column + count] = values[:count]
+        start, values = start + count, values[count:]
 
 
 def _from_file(path: Path, dtype: np.dtype, extents: list[tuple[int, int]]) -> Iterator[np.ndarray]:

@@ -369,3 +369,12 @@ def test_hub_names(tmp_path, monkeypatch):
     assert "pytorch_model.bin" not in asked["allow_patterns"]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     fails("someone/some-model", "install huggingface_hub")
+
+
+@pytest.mark.parametrize("piece", [1, 3, 5, 7, 35])
+def test_pieces_of_any_size_fill_a_transposed_array(piece):
+    wanted = np.arange(35, dtype=np.float32).reshape(7, 5)
+    array = np.zeros((5, 7), np.float32).T
+    for start in range(0, 35, piece):
+        readers._fill(array, start, wanted.reshape(-1)[start : start + piece])
+    np.testing.assert_array_equal(array, wanted)
