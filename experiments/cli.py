@@ -9,7 +9,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import config as configs
+from experiments import fields
 from experiments.config import ExperimentConfig
 from kvjax.errors import ConfigError, KvjaxError
 
@@ -23,25 +23,30 @@ class _Parser(flags.ArgumentParser):
         self.kind = kind
 
     def parse(self, argument: Any) -> Any:
-        return configs.read(self.kind, argument) if isinstance(argument, str) else argument
+        return fields.read(self.kind, argument) if isinstance(argument, str) else argument
 
     def flag_type(self) -> str:
         return self.kind.__metadata__[0]
 
 
-for _kind in configs.KINDS:
+for _kind in fields.KINDS:
     config_flags.register_flag_parser_for_type(_kind, _Parser(_kind))
 
 
 def parse(
-    argv: Sequence[str], *, about: str, define: Callable[[flags.FlagValues], None] = lambda values: None
-) -> tuple[ExperimentConfig, flags.FlagValues]:
+    argv: Sequence[str],
+    *,
+    about: str,
+    define: Callable[[flags.FlagValues], None] = lambda values: None,
+    cls: type = ExperimentConfig,
+) -> tuple[Any, flags.FlagValues]:
     """Reads ``--config=NAME --config.field=value ...`` and a program's own flags.
 
     Args:
       argv: as `sys.argv`, the program first.
       about: the program's docstring, for ``--help``.
       define: adds the program's own flags.
+      cls: the class of the program's configs.
 
     Returns:
       The resolved config and all flag values.
@@ -55,18 +60,19 @@ def parse(
     values = flags.FlagValues()
     define(values)
     if {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
-        print(_help(about, values))
+        print(_help(about, values, cls))
         raise SystemExit(0)
     for argument in argv[1:]:
         if override := re.match(r"--?(?:no)?config\.([^=]*)", argument):
-            configs.kind_of(override[1])
+            fields.kind_of(override[1], cls)
     given = sum(re.match(r"--?config(=|$)", argument) is not None for argument in argv[1:])
     if given != 1:
         what = "give --config=NAME" if not given else "--config=NAME was given more than once"
-        raise ConfigError(f"{what}; known configs: {', '.join(configs.names())}.")
+        raise ConfigError(f"{what}; known configs: {', '.join(fields.names(cls))}.")
     config_flags.DEFINE_config_dataclass(
-        "config", ExperimentConfig(), "what to run", flag_values=values, sys_argv=argv, parse_fn=configs.by_name
-    )
+        "config", cls(), "what to run", flag_values=values, sys_argv=argv,
+        parse_fn=lambda name: fields.by_name(name, cls),
+    )  # fmt: skip
     try:
         rest = values(argv)
     except flags.UnrecognizedFlagError as error:
@@ -79,14 +85,14 @@ def parse(
     return values.config, values
 
 
-def _help(about: str, values: flags.FlagValues) -> str:
-    fields = [f"  --config.{path}: {configs.kind_of(path).__metadata__[0]}" for path in configs.leaves()]
+def _help(about: str, values: flags.FlagValues, cls: type) -> str:
+    settings = [f"  --config.{path}: {fields.kind_of(path, cls).__metadata__[0]}" for path in fields.leaves(cls)]
     own = [f"  --{name}: {values[name].help}" for name in values]
-    known = ", ".join(configs.names())
-    return "\n".join([about.strip(), "", f"Configs: {known}.", "", "Flags:", *own, "", "Fields:", *fields])
+    known = ", ".join(fields.names(cls))
+    return "\n".join([about.strip(), "", f"Configs: {known}.", "", "Flags:", *own, "", "Fields:", *settings])
 
 
-def main(program: Callable[[Sequence[str]], int]) -> None:
+def main(program: Callable[[Sequence[str]], int], interrupted: str = "no unfinished result was kept.") -> None:
     """Runs a program and exits: errors of the user as one paragraph (status 2), an interruption as one line (130)."""
     try:
         status = program(sys.argv)
@@ -94,7 +100,7 @@ def main(program: Callable[[Sequence[str]], int]) -> None:
         print(f"error: {error}", file=sys.stderr)
         status = USAGE_ERROR
     except KeyboardInterrupt:
-        print("\ninterrupted: no unfinished result was kept.", file=sys.stderr)
+        print(f"\ninterrupted: {interrupted}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         # At once: threads that still compile would crash an interpreter that is being taken down.

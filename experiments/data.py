@@ -5,41 +5,15 @@ from pathlib import Path
 import numpy as np
 
 from experiments.config import DataConfig
+from experiments.tasks import words
+from experiments.tasks.story import story
 from kvjax.errors import ConfigError, InputError
 from kvjax.models.model import Model
-
-_NAMES = ("Ada", "Brook", "Clara", "Denis", "Edith", "Felix", "Greta", "Hugo")
-_THINGS = ("lantern", "map", "kettle", "rope", "letter", "bell", "basket", "key", "mirror", "wheel")
-_PLACES = ("the harbour", "the old mill", "the orchard", "the market", "the tower", "the river", "the station")
-_VERBS = ("carried", "lost", "found", "hid", "mended", "borrowed", "painted", "counted")
-_WHENS = ("In the morning", "At noon", "Before the rain", "Later that day", "By evening", "On the way home")
-_FRAMES = (
-    "{when} {a} {verb} the {thing} near {place}.",
-    "{a} asked {b} about the {thing}, but {b} had left it at {place}.",
-    '"Where is the {thing}?" said {a}. "It is at {place}," said {b}.',
-    "Nobody at {place} knew that {a} still had the {thing} which {b} {verb}.",
-    "{when} {b} walked to {place}, and {a} followed with the {thing}.",
-)
 
 
 def generated_text(characters: int, seed: int = 0) -> str:
     """At least so many characters of a story whose people, things and places keep coming back."""
-    rng = np.random.default_rng(seed)
-    sentences: list[str] = []
-    size = 0
-    while size < characters:
-        a, b = rng.choice(_NAMES, 2, replace=False)
-        sentence = str(rng.choice(_FRAMES)).format(
-            a=a,
-            b=b,
-            thing=rng.choice(_THINGS),
-            place=rng.choice(_PLACES),
-            verb=rng.choice(_VERBS),
-            when=rng.choice(_WHENS),
-        )
-        sentences.append(sentence)
-        size += len(sentence) + 1
-    return " ".join(sentences)
+    return story(np.random.default_rng(seed), words.HELD_OUT, characters)
 
 
 def encode(model: Model, text: str) -> np.ndarray:

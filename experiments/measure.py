@@ -3,11 +3,15 @@
 import dataclasses
 import math
 import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 
+from experiments.tasks.prompts import Prompt
+from experiments.tasks.score import exact_matches
 from kvjax import cache
 from kvjax.generate import decode
 from kvjax.likelihood import log_likelihood
@@ -29,6 +33,7 @@ class Measurement:
         token takes no decoding, hence None.
       compile_seconds: what the first, untimed pass took.
       kv_bytes: keys and values held while decoding; full_kv_bytes: what the full cache would hold.
+      recall: recall task -> share of its prompts answered exactly.
     """
 
     policy: str
@@ -41,6 +46,7 @@ class Measurement:
     compile_seconds: float
     kv_bytes: int
     full_kv_bytes: int
+    recall: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def perplexity(self) -> float | None:
@@ -73,6 +79,7 @@ class Measurement:
             "compile_seconds": self.compile_seconds,
             "kv_bytes": self.kv_bytes,
             "full_kv_bytes": self.full_kv_bytes,
+            "recall": dict(self.recall),
         }
 
 
@@ -90,13 +97,15 @@ def measure(
     new_tokens: int,
     prefill_block: int | None = None,
     repeats: int = 3,
+    recall: Mapping[str, Sequence[Prompt]] = MappingProxyType({}),
     progress: bool = False,
 ) -> Measurement:
-    """Scores the true continuation, then generates greedily from the prompts, timed.
+    """Scores the true continuation, then generates greedily from the prompts, timed, then asks the recall tasks.
 
     Args:
       tokens: [rows, prompt_length + new_tokens] int32; [rows, prompt_length] when there is no true continuation.
       repeats: timed repetitions after one that compiles.
+      recall: prompts of each task.
 
     Raises:
       InputError, PolicyError: before anything is traced.
@@ -134,4 +143,5 @@ def measure(
         compile_seconds=prefill_times[0] + decode_times[0] - min(prefill_times[1:]) - min(decode_times[1:]),
         kv_bytes=cache.nbytes(generation.state),
         full_kv_bytes=full_cache_bytes(model.config, rows, held, itemsize),
+        recall=exact_matches(model, recall, policy, prefill_block=prefill_block),
     )

@@ -44,6 +44,7 @@ def cells(row: Row) -> dict[str, str]:
         "policy": row["policy"],
         "budget (slots)": show_budget(row),
         "perplexity": _number(row["perplexity"], ",.2f" if (row["perplexity"] or 0) < 1000 else ",.0f"),
+        **{task: f"{100 * share:.0f} %" for task, share in row.get("recall", {}).items()},
         "agrees with full": NONE if row["agreement"] is None else f"{100 * row['agreement']:.1f} %",
         "first differs after": NONE if until is None else f"{until:.1f} of {row['new_tokens']}",
         "prefill tok/s": _number(row["prefill_tokens_per_second"], ",.0f"),
@@ -68,7 +69,7 @@ def colors(names: Sequence[str]) -> dict[str, str]:
     return {"full": FULL_COLOR} | {name: COLORS[i % len(COLORS)] for i, name in enumerate(others)}
 
 
-def _figure(columns: int, **options: Any) -> tuple[Any, Any]:
+def new_figure(columns: int, **options: Any) -> tuple[Any, Any]:
     """A figure and its axes [1, columns], drawn without a screen; matplotlib loads only when something is drawn."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -79,7 +80,7 @@ def _figure(columns: int, **options: Any) -> tuple[Any, Any]:
     return figure, figure.subplots(1, columns, squeeze=False, width_ratios=width_ratios)
 
 
-def _style(axes: Any, title: str, x: str = "", y: str = "") -> None:
+def style(axes: Any, title: str, x: str = "", y: str = "") -> None:
     axes.set_title(title, loc="left", fontsize=11, pad=10)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -87,7 +88,7 @@ def _style(axes: Any, title: str, x: str = "", y: str = "") -> None:
     axes.tick_params(length=3)
 
 
-def _save(figure: Any) -> bytes:
+def png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     # No date and no version in the file: equal results are equal bytes.
     figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
@@ -139,16 +140,18 @@ def run_plot(measurements: Sequence[Measurement]) -> bytes:
     """
     scored = {m.policy: np.asarray(m.logprobs, np.float64) for m in measurements if m.logprobs is not None}
     color = colors([m.policy for m in measurements])
+    recalled = [m for m in measurements if m.recall]
+    ratios = [1.5] * bool(scored) + [1.3] * bool(recalled) + [1.0]
+    figure, panels = new_figure(len(ratios), figsize=(1.2 + 3.3 * sum(ratios), 3.6), width_ratios=ratios)
+    figure.get_layout_engine().set(wspace=0.08)
     if scored:
-        figure, panels = _figure(2, figsize=(9.5, 3.6), width_ratios=[1.5, 1])
-        figure.get_layout_engine().set(wspace=0.08)
         _loss_panel(panels[0, 0], scored, color)
-    else:
-        figure, panels = _figure(1, figsize=(5, 3.6))
+    if recalled:
+        _recall_panel(panels[0, -2], recalled, color)
     axes = panels[0, -1]
     labels = [m.policy for m in measurements]
     share = [100 * m.kv_bytes / m.full_kv_bytes for m in measurements]
-    _style(axes, "Keys and values held while decoding", "% of the full cache")
+    style(axes, "Keys and values held while decoding", "% of the full cache")
     axes.barh(range(len(share)), share, color=[color[label] for label in labels], height=0.6)
     for i, (value, measurement) in enumerate(zip(share, measurements, strict=True)):
         axes.text(value + 2, i, f"{value:.0f} %  ({show_bytes(measurement.kv_bytes)})", va="center", fontsize=9)
@@ -157,7 +160,7 @@ def run_plot(measurements: Sequence[Measurement]) -> bytes:
     axes.set_ylim(len(share) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    return _save(figure)
+    return png(figure)
 
 
 def _loss_panel(axes: Any, scored: dict[str, np.ndarray], color: dict[str, str]) -> None:
@@ -167,10 +170,10 @@ def _loss_panel(axes: Any, scored: dict[str, np.ndarray], color: dict[str, str])
     mean = {name: np.cumsum(-logprobs.mean(axis=0)) / x for name, logprobs in scored.items()}
     relative = "full" in mean and len(mean) > 1
     if relative:
-        _style(axes, "Perplexity so far, against the full cache", "tokens after the prompt", "% above the full cache's")
+        style(axes, "Perplexity so far, against the full cache", "tokens after the prompt", "% above the full cache's")
         lines = {name: 100 * np.expm1(loss - mean["full"]) for name, loss in mean.items()}
     else:
-        _style(axes, "Perplexity so far", "tokens after the prompt", "perplexity")
+        style(axes, "Perplexity so far", "tokens after the prompt", "perplexity")
         lines = {name: np.exp(loss) for name, loss in mean.items()}
     for name, y in lines.items():
         dashes = (0, (4, 3)) if relative and name == "full" else "-"
@@ -181,6 +184,24 @@ def _loss_panel(axes: Any, scored: dict[str, np.ndarray], color: dict[str, str])
     label_lines(axes, [(x[-1], y[-1], name, color[name]) for name, y in lines.items()])
 
 
+def _recall_panel(axes: Any, measurements: Sequence[Measurement], color: dict[str, str]) -> None:
+    """Exact matches by task, a bar a policy."""
+    tasks = list(measurements[0].recall)
+    height = 0.8 / len(measurements)
+    style(axes, "Recalled from far back", "% answered exactly")
+    for i, measurement in enumerate(measurements):
+        for place, share in enumerate(measurement.recall.values()):
+            y = place + (i - (len(measurements) - 1) / 2) * height
+            axes.barh(y, 100 * share, height=0.92 * height, color=color[measurement.policy])
+            axes.text(100 * share + 1.5, y, f"{measurement.policy} {100 * share:.0f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(tasks)), [task.replace("_", " ") for task in tasks])
+    axes.set_xlim(0, 118)
+    axes.set_xticks(range(0, 101, 25))
+    axes.set_ylim(len(tasks) - 0.5, -0.5)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
 def sweep_plot(points: Sequence[Row], quality: str) -> bytes:
     """A PNG of quality against budget, a line a policy, the full cache dashed.
 
@@ -189,13 +210,13 @@ def sweep_plot(points: Sequence[Row], quality: str) -> bytes:
         first one ``x_name`` (the axis).
       quality: ``perplexity`` or ``agreement``.
     """
-    figure, panels = _figure(1, figsize=(7, 4.2))
+    figure, panels = new_figure(1, figsize=(7, 4.2))
     axes = panels[0, 0]
     title, unit = {
         "perplexity": ("Perplexity against budget", "perplexity (lower is better)"),
         "agreement": ("Agreement with the full cache against budget", "greedy tokens equal, %"),
     }[quality]
-    _style(axes, title, points[0]["x_name"], unit)
+    style(axes, title, points[0]["x_name"], unit)
     labels = list(dict.fromkeys(point["label"] for point in points))
     color, ends = colors(labels), []
     for label in labels:
@@ -216,7 +237,7 @@ def sweep_plot(points: Sequence[Row], quality: str) -> bytes:
             set_formatter(lambda value, place: f"{value:g}")
     ends += [(right, value, "full cache", FULL_COLOR) for value in full]
     label_lines(axes, ends)
-    return _save(figure)
+    return png(figure)
 
 
 def markdown(title: str, paragraphs: Sequence[str], rows: Sequence[dict[str, str]], plot: str | None = None) -> str:
@@ -230,5 +251,6 @@ LEGEND = (
     "*Perplexity*: of the text after the prompt, by teacher forcing, the cache evolving as in generation. *Agrees with "
     "full*: greedy tokens equal to the full cache's at the same place; *first differs after*: the mean number before "
     "the first that is not. *tok/s*: over all rows, the fastest repetition, compilation left out. *KV held*: keys and "
-    "values allocated while decoding (the budget, and one slot for the newest token)."
+    "values allocated while decoding (the budget, and one slot for the newest token). A recall task's column: "
+    "prompts of it that greedy generation answers exactly."
 )

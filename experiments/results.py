@@ -40,6 +40,20 @@ def folder(parent: str | Path, name: str) -> Iterator[tuple[Path, Path]]:
         raise
 
 
+def make_folder(path: Path) -> None:
+    """Makes sure, before the work begins, of a folder that is written bit by bit.
+
+    Raises:
+      ConfigError: it cannot be made or written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(f"output={str(path)!r} cannot be written: {error.strerror}.") from None
+
+
 def write(path: Path, content: str | bytes) -> None:
     """Writes a whole file or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import cli, machine, report, results
+from experiments import cli, fields, machine, report, results
 from experiments import config as configs
 from experiments.config import ExperimentConfig
 from experiments.session import CannotRun, Outcome, Session, decoder_config, describe, dtype_of, policies_of
+from experiments.tasks import score
 from kvjax.errors import ConfigError
 
 
@@ -32,6 +33,7 @@ def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = 
       KvjaxError: something in the config that cannot work; CannotRun: the model is not here or does not fit.
     """
     policies_of(config)
+    score.check(config.recall)
     session = Session()
     print(describe(session.model(config), config.model), flush=True)
     name = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -49,7 +51,7 @@ def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = 
 def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str) -> None:
     """Fills a run's folder."""
     environment = machine.environment() | {"command": command}
-    (folder / "config.json").write_text(results.to_json(configs.to_dict(config)))
+    (folder / "config.json").write_text(results.to_json(fields.to_dict(config)))
     (folder / "environment.json").write_text(results.to_json(environment))
     with (folder / "metrics.jsonl").open("w") as file:
         for row in outcome.rows():

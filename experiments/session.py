@@ -12,10 +12,12 @@ from tqdm.auto import tqdm
 
 import kvjax
 from experiments import config as configs
-from experiments import data, machine, results
+from experiments import data, fields, machine, results
 from experiments.config import ExperimentConfig, ModelConfig
 from experiments.measure import Measurement, full_cache_bytes, measure
+from experiments.tasks import score
 from kvjax import sharding
+from kvjax.checkpoint.huggingface import bundled
 from kvjax.errors import CheckpointError, ConfigError, PolicyError
 from kvjax.models import families, shapes
 from kvjax.models.config import DecoderConfig
@@ -65,8 +67,10 @@ def dtype_of(config: ModelConfig, platform: str | None = None) -> Any:
 
 def decoder_config(config: ModelConfig) -> DecoderConfig | None:
     """What the decoder will be, as far as that is known before loading it."""
-    if config.path is not None and isinstance(raw := results.read_json(Path(config.path) / "config.json"), dict):
-        return families.read(raw)
+    if config.path is not None:
+        folder = Path(config.path) if Path(config.path).is_dir() else bundled(config.path) or Path(config.path)
+        if isinstance(raw := results.read_json(folder / "config.json"), dict):
+            return families.read(raw)
     if config.shape is not None or config.path is None:
         return shapes.by_name(config.shape or "tiny")
     return None
@@ -163,16 +167,18 @@ class Session:
           progress: show progress bars; None = if stderr is a terminal.
         """
         policies = policies_of(config)
+        score.check(config.recall)
         model = self.model(config)
         tokens, prompt_length, text = data.load(config.data, model, config.seed)
-        key = _key(config, "model", "mesh", "seed", "data", "prefill_block", "repeats")
+        asked = score.make_prompts(config.recall, model, config.seed)
+        key = _key(config, "model", "mesh", "seed", "data", "recall", "prefill_block", "repeats")
         bar = tqdm(policies, unit="policy", disable=None if progress is None else not progress, leave=False)
         for policy in bar:
             bar.set_description(policy.name)
             if (key, policy) not in self._measured:
                 self._measured[key, policy] = measure(
                     model, tokens, policy, prompt_length=prompt_length, new_tokens=config.data.new_tokens,
-                    prefill_block=config.prefill_block, repeats=config.repeats,
+                    prefill_block=config.prefill_block, repeats=config.repeats, recall=asked,
                 )  # fmt: skip
         measurements = [self._measured[key, policy] for policy in policies]
         rows = "1 row" if len(tokens) == 1 else f"{len(tokens)} rows"
@@ -185,9 +191,9 @@ class Session:
         )
 
 
-def _key(config: ExperimentConfig, *fields: str) -> str:
-    resolved = configs.to_dict(config)
-    return json.dumps([resolved[field] for field in fields])
+def _key(config: ExperimentConfig, *parts: str) -> str:
+    resolved = fields.to_dict(config)
+    return json.dumps([resolved[part] for part in parts])
 
 
 def _load(config: ExperimentConfig) -> Model:

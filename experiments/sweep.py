@@ -17,7 +17,7 @@ from typing import Any
 from absl import flags
 from tqdm.auto import tqdm
 
-from experiments import cli, machine, report, results
+from experiments import cli, fields, machine, report, results
 from experiments import config as configs
 from experiments.config import ExperimentConfig
 from experiments.session import Session
@@ -38,10 +38,10 @@ def parse_axis(text: str) -> Axis:
     values = [value.strip() for value in listed.split(";" if ";" in listed else ",")]
     if not equals or not all(values):
         raise ConfigError(f"--sweep={text} is not of the form FIELD=VALUE,VALUE,..., as in policy.budget=0.1,0.2.")
-    kind = configs.kind_of(path)
+    kind = fields.kind_of(path, ExperimentConfig)
     if path in ("output", "name"):
         raise ConfigError(f"--sweep={text}: {path} says where results go, and cannot be swept.")
-    return path, list(dict.fromkeys(configs.read(kind, value) for value in values))
+    return path, list(dict.fromkeys(fields.read(kind, value) for value in values))
 
 
 def product(base: ExperimentConfig, axes: Sequence[Axis]) -> list[tuple[dict[str, Any], ExperimentConfig]]:
@@ -57,7 +57,7 @@ def product(base: ExperimentConfig, axes: Sequence[Axis]) -> list[tuple[dict[str
     for values in itertools.product(*(values for _, values in axes)):
         config = base
         for path, value in zip(paths, values, strict=True):
-            config = configs.override(config, path, value)
+            config = fields.override(config, path, value)
         combinations.append((dict(zip(paths, values, strict=True)), config))
     return combinations
 
@@ -92,7 +92,7 @@ def sweep(
 def _attempt(session: Session, config: ExperimentConfig) -> report.Row:
     """One run's result; an error is a result too. An interruption is not: it ends the sweep."""
     start = time.perf_counter()
-    result: report.Row = {"config": configs.to_dict(config), "environment": machine.environment()}
+    result: report.Row = {"config": fields.to_dict(config), "environment": machine.environment()}
     try:
         outcome = session.run(config)
         result |= {"status": "ok", "model": outcome.model, "text": outcome.text, "notes": outcome.notes}

@@ -24,6 +24,7 @@ from kvjax.models.model import Model
 
 Array = jax.Array
 DTYPES = ("float32", "bfloat16", "float16")
+PRETRAINED = Path(__file__).resolve().parent.parent / "pretrained"
 LISTED = 8  # files named in an error
 
 
@@ -53,7 +54,8 @@ def load(path_or_name: str | Path, *, dtype: Any = None, mesh: Mesh | None = Non
 
     Args:
       path_or_name: a folder with ``config.json`` and weights (safetensors, Flax msgpack, or PyTorch if torch is
-        installed; one file or shards with an index), or a hub id such as ``facebook/opt-125m``.
+        installed; one file or shards with an index), the name of a model in kvjax/pretrained, or a hub
+        id such as ``facebook/opt-125m``. A folder of that name goes first.
       dtype: of the parameters, float32, bfloat16 or float16; None = float32 on CPU, where narrower weights decode ten
         times slower, and bfloat16 on GPU and TPU.
       mesh: where parameters go, by `kvjax.sharding.PARAMETERS`; None = the default device.
@@ -99,9 +101,17 @@ def _locate(path_or_name: str | Path) -> Path:
     if path.exists():
         raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
     name = str(path_or_name)
+    if (own := bundled(name)) is not None:
+        return own
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise CheckpointError(f"there is no folder {name}, and it is no hub id of the form owner/name.")
     return _download(name)
+
+
+def bundled(name: str) -> Path | None:
+    """The folder of a model that comes with kvjax, or None if there is none of that name."""
+    folder = PRETRAINED / name
+    return folder if re.fullmatch(r"[\w-]+", name) and (folder / "config.json").is_file() else None
 
 
 def _listing(folder: Path) -> str:

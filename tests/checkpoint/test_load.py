@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvjax.checkpoint import readers
+from kvjax.checkpoint import huggingface, readers
 from kvjax.checkpoint.huggingface import load
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import families
@@ -378,3 +378,17 @@ def test_pieces_of_any_size_fill_a_transposed_array(piece):
     for start in range(0, 35, piece):
         readers._fill(array, start, wanted.reshape(-1)[start : start + piece])
     np.testing.assert_array_equal(array, wanted)
+
+
+def test_a_model_that_comes_with_kvjax(monkeypatch, tmp_path):
+    """Found by its name alone, without a network; a folder of that name in the working directory goes first."""
+    monkeypatch.setattr(huggingface, "PRETRAINED", tmp_path / "pretrained")
+    _, params, found = folder_with(tmp_path / "pretrained" / "some-model", raw_config("llama"))
+    save_file(found, tmp_path / "pretrained" / "some-model" / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert_same(load("some-model").params, params)
+    assert huggingface.bundled("other-model") is None
+    assert huggingface.bundled("../pretrained/some-model") is None
+    (tmp_path / "some-model").mkdir()
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        load("some-model")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from experiments import cli
+from experiments import cli, fields
 from experiments import config as configs
 from experiments.config import PolicyConfig
 from experiments.session import decoder_config, policies_of
@@ -25,7 +25,7 @@ def test_every_config_is_complete(name):
     decoder = decoder_config(config.model)
     assert decoder is not None
     assert config.data.prompt_length + config.data.new_tokens <= decoder.max_positions
-    docstring = (configs.FOLDER / f"{name}.py").read_text().split('"""')[1]
+    docstring = (fields.FOLDER / f"{name}.py").read_text().split('"""')[1]
     for part in ("Paper:", "Expected", "Hardware:", f"python -m experiments.run --config={name}"):
         assert part in docstring
 
@@ -62,9 +62,9 @@ def test_budget_is_slots_or_a_fraction(text, value):
 
 
 def test_one_slot_and_the_whole_prompt_are_different_experiments():
-    one, whole = (configs.override(configs.by_name("h2o_tiny"), "policy.budget", text) for text in ("1", "1.0"))
+    one, whole = (fields.override(configs.by_name("h2o_tiny"), "policy.budget", text) for text in ("1", "1.0"))
     assert configs.digest(one) != configs.digest(whole)
-    assert configs.digest(one) == configs.digest(configs.override(one, "output", "elsewhere"))
+    assert configs.digest(one) == configs.digest(fields.override(one, "output", "elsewhere"))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_wrong_policy_is_refused_before_anything_is_loaded(policy, message):
 
 
 def test_a_baseline_that_cannot_take_the_budget_is_named():
-    config = configs.override(configs.by_name("h2o_tiny"), "policy.budget", 2)
+    config = fields.override(configs.by_name("h2o_tiny"), "policy.budget", 2)
     with pytest.raises(PolicyError, match=r"baseline 'window'.*--config\.baselines"):
         policies_of(config)
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import config as configs
-from experiments import data, machine, run, session
-from experiments.config import DataConfig, to_dict
+from experiments import data, fields, machine, run, session
+from experiments.config import DataConfig
 from experiments.measure import Measurement
 from kvjax import plan as planning
 from kvjax.errors import ConfigError, InputError, KvjaxError
@@ -34,7 +33,7 @@ def test_a_run_writes_a_whole_folder_and_the_same_numbers_again(small, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("RANDOM WEIGHTS: no checkpoint was given")
     assert {path.name for path in folder.iterdir()} == FILES
-    assert json.loads((folder / "config.json").read_text()) == to_dict(small)
+    assert json.loads((folder / "config.json").read_text()) == fields.to_dict(small)
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["command"] == "the command"
     assert environment["jax"]
@@ -152,7 +151,7 @@ def test_rows_of_a_text_begin_with_bos(tmp_path):
     with pytest.raises(ConfigError, match="both given"):
         data.load(dataclasses.replace(config, prompt="x"), model, 0)
     with pytest.raises(InputError, match="prompt is empty"):  # not even though BOS would come before it
-        data.load(dataclasses.replace(config, text=None, prompt=configs.read(configs.OptionalText, "")), model, 0)
+        data.load(dataclasses.replace(config, text=None, prompt=fields.read(fields.OptionalText, "")), model, 0)
 
 
 def test_the_generated_text_is_the_same_everywhere():

@@ -1,0 +1,185 @@
+"""Scores a finished training run and puts it on display: the model, its curve and a card with data, recipe, scores.
+
+    python -m experiments.card --run=results/train_tiny --output=kvjax/pretrained/kvjax-tiny --license=Apache-2.0
+
+Held-out texts and settings are those of the run's config.json. The card's numbers are what this prints.
+"""
+
+import contextlib
+import itertools
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+from tabulate import tabulate
+
+import kvjax
+from experiments import cli, fields, report, results
+from experiments.config import RecallConfig
+from experiments.tasks import recall, score
+from experiments.tasks.prompts import NoRoom, Prompt
+from experiments.training import corpus, evaluate
+from experiments.training.config import TrainConfig, files
+from kvjax import policies
+from kvjax.errors import ConfigError
+from kvjax.models.decoder import parameter_count
+from kvjax.models.model import Model
+
+WINDOWS = 32  # of each held-out text
+NEAR = 128  # tokens that the short-sighted comparison sees
+PROMPTS = 64  # of each task
+BUDGET = 0.2
+TASKS = tuple(recall.TASKS)
+
+
+def context_gain(model: Model, text: corpus.Text) -> tuple[float, float]:
+    """Bits per byte of bytes 512 to 1,024 of a text's windows: with all that precedes visible, and with 128 tokens."""
+    bos, context = model.config.bos_token_id or 0, 512
+    starts = np.linspace(0, text.tokens.size - context, WINDOWS // 2).astype(int)
+    rows = np.stack([text.tokens[start : start + context] for start in starts])
+    sizes = np.stack([text.bytes[start : start + context] for start in starts])
+    ends = np.cumsum(sizes, axis=1)
+    asked = (ends > 512) & (ends <= 1024)
+    asked[:, : NEAR - 1] = False
+    full, _ = evaluate.log_probabilities(
+        model.params, np.concatenate([np.full((len(rows), 1), bos), rows], axis=1), model.config
+    )
+    # A row for each token that is asked for: BOS and the tokens right before it, 128 in all.
+    row, place = np.nonzero(asked)
+    near = np.stack([rows[r, p - NEAR + 1 : p + 1] for r, p in zip(row, place, strict=True)])
+    near = np.concatenate([np.full((len(near), 1), bos), near], axis=1)
+    short, _ = evaluate.log_probabilities(model.params, near, model.config)
+    size = sizes[asked].sum() * np.log(2)
+    return float(-full[asked].sum() / size), float(-short[:, -1].sum() / size)
+
+
+def recalled(model: Model) -> dict[str, dict[str, float]]:
+    """Task -> policy -> share of exact matches: facts 700 to 900 tokens back, held-out words and wordings."""
+    asked: dict[str, list[Prompt]] = {}
+    for task in TASKS:
+        # Under a tokenizer of few bytes a token, a task's facts may not fit.
+        with contextlib.suppress(NoRoom):
+            asked |= score.make_prompts(RecallConfig(tasks=(task,), prompts=PROMPTS), model, seed=1)
+    chosen = {
+        "full": policies.full(), "h2o": policies.h2o(budget=BUDGET), "window": policies.window(budget=BUDGET),
+        "local_only": policies.local_only(budget=BUDGET),
+    }  # fmt: skip
+    by_policy = {name: score.exact_matches(model, asked, policy) for name, policy in chosen.items()}
+    return {task: {name: shares[task] for name, shares in by_policy.items()} for task in asked}
+
+
+def curve(events: Sequence[dict[str, Any]]) -> bytes:
+    """A PNG: losses by tokens seen, and held-out bits per byte."""
+    figure, panels = report.new_figure(2, figsize=(10, 3.6), width_ratios=[1.4, 1])
+    losses = [event for event in events if event["kind"] == "loss"]
+    left, right = panels[0]
+    report.style(left, "Training loss", "step", "nats a token")
+    for name, color in zip(("text", "answer", "repeat"), report.COLORS, strict=False):
+        points = [(event["step"], event[name]) for event in losses if name in event]
+        if not points:
+            continue
+        x, y = map(np.asarray, zip(*points, strict=True))
+        width = min(10, len(y))
+        smooth = np.convolve(y, np.ones(width) / width, "valid")
+        left.plot(x, y, color=color, lw=0.6, alpha=0.3)
+        left.plot(x[width - 1 :], smooth, color=color, lw=1.8, label=name)
+    left.legend(frameon=False)
+    left.set_ylim(bottom=0)
+    changes = [b["step"] for a, b in itertools.pairwise(losses) if a["context"] != b["context"]]
+    for step in changes:
+        left.axvline(step, color="#dddddd", lw=0.8, zorder=0)
+    report.style(right, "Held-out text", "step", "bits a byte")
+    evaluations = [event for event in events if event["kind"] == "evaluation"]
+    names = [name for name in evaluations[-1] if name.endswith(".txt")]
+    for name, color in zip(names, report.COLORS, strict=False):
+        right.plot(
+            [e["step"] for e in evaluations], [e[name] for e in evaluations], "o-", ms=4, color=color, label=name
+        )
+    right.legend(frameon=False, fontsize=8)
+    return report.png(figure)
+
+
+def card(run: Path, license: str) -> tuple[str, bytes]:
+    """The card in Markdown, and the curve."""
+    config = fields.from_dict(TrainConfig, results.read_json(run / "config.json"))
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    model = kvjax.load(run / "model", dtype="float32")
+    decoder = model.config
+    if decoder.max_positions < 1024:
+        raise ConfigError(f"{run} has a context of {decoder.max_positions} tokens; a card's recall tasks take 1,024.")
+    _, held_out = corpus.load(config, run, resume=True)
+    training, _ = files(config)
+    texts = []
+    for text in held_out:
+        bits = evaluate.bits_per_byte(
+            model.params, decoder, text, bos=decoder.bos_token_id or 0, context=decoder.max_positions, windows=WINDOWS
+        )
+        far, near = context_gain(model, text)
+        texts.append({"held-out text": text.name, "bits a byte": f"{bits:.3f}", "bytes 512 to 1,024": f"{far:.3f}",
+                      f"the same, {NEAR} tokens visible": f"{near:.3f}"})  # fmt: skip
+        print(texts[-1], flush=True)
+    tasks = [
+        {"task": task, "difficulty": recall.DIFFICULTY[task]} | {name: f"{100 * s:.0f} %" for name, s in shares.items()}
+        for task, shares in recalled(model).items()
+    ]  # fmt: skip
+    losses = [event for event in events if event["kind"] == "loss"]
+    hours = sum(config.batch_tokens * config.log_every / event["tokens_per_second"] for event in losses) / 3600
+    starts = [event for event in events if event["kind"] == "start"]
+    size = sum(len(corpus.read(path).encode()) for path in training)
+    template = (Path(__file__).parent / "card.md").read_text()
+    return template.format(
+        name=config.name.replace("train_", "kvjax-"),
+        config=config,
+        mixture=config.mixture,
+        decoder=decoder,
+        millions=parameter_count(decoder) / 1e6,
+        start=starts[-1],
+        resumed=f", in {len(starts)} parts" if len(starts) > 1 else "",
+        hours=hours,
+        tokens=config.steps * config.batch_tokens / 1e6,
+        contexts=", ".join(f"{context:,}" for context in config.contexts),
+        ends=", ".join(f"{end:,}" for end in config.stage_ends),
+        repeats=", ".join(f"{share:.0%}" for share in config.mixture.repeat_fraction),
+        megabytes=size / 1e6,
+        files=", ".join(path.stem for path in training),
+        held_out=", ".join(text.name for text in held_out),
+        license=license,
+        texts=tabulate(texts, headers="keys", tablefmt="github", disable_numparse=True),
+        tasks=tabulate(tasks, headers="keys", tablefmt="github", disable_numparse=True),
+        windows=WINDOWS,
+        prompts=PROMPTS,
+    ), curve(events)
+
+
+def main(argv: Sequence[str]) -> int:
+    values = flags.FlagValues()
+    flags.DEFINE_string("run", None, "the run's folder", flag_values=values)
+    flags.DEFINE_string("output", None, "where the model and its card go", flag_values=values)
+    flags.DEFINE_string("license", "Apache-2.0", "the licence that the card names", flag_values=values)
+    try:
+        values(argv)
+    except flags.Error as error:
+        raise ConfigError(f"{error} Known flags: --run, --output, --license.") from None
+    if values.run is None or values.output is None:
+        raise ConfigError("give --run=FOLDER and --output=FOLDER.")
+    run, output = Path(values.run), Path(values.output)
+    if not (run / "model").is_dir():
+        raise ConfigError(f"{run} is no finished run: it has no model/.")
+    text, plot = card(run, values.license)
+    (output / "training").mkdir(parents=True, exist_ok=True)
+    for path in (run / "model").iterdir():
+        shutil.copy(path, output / path.name)
+    for name in ("config.json", "metrics.jsonl"):
+        shutil.copy(run / name, output / "training" / name)
+    (output / "training" / "curve.png").write_bytes(plot)
+    (output / "README.md").write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.main(main)

@@ -1,0 +1,185 @@
+"""Configs are dataclasses: the kinds of their fields, overrides by dotted path, and configs found by name.
+
+``--config=h2o_tiny`` finds configs/h2o_tiny.py; ``--config.policy.budget=0.1`` overrides one field, checked by the kind
+that its annotation names.
+"""
+
+import copy
+import dataclasses
+import difflib
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from kvjax.errors import ConfigError
+
+FOLDER = Path(__file__).resolve().parent.parent / "configs"
+
+# The kinds of fields: what a value is in Python, and how an error describes what the command line accepts.
+Count = Annotated[int, "a whole number of at least 1"]
+OptionalCount = Annotated[int | None, "a whole number of at least 0, or none"]
+Seed = Annotated[int, "a whole number of at least 0"]
+Budget = Annotated[int | float, "slots as a whole number (256), or a fraction of the prompt as a decimal (0.2)"]
+Text = Annotated[str, "text"]
+OptionalText = Annotated[str | None, "text, or none"]
+Counts = Annotated[tuple[int, ...], "whole numbers of at least 1, separated by commas"]
+Numbers = Annotated[tuple[float, ...], "numbers of at least 0, separated by commas"]
+Number = Annotated[float, "a number of at least 0"]
+Names = Annotated[tuple[str, ...], "names separated by commas, or none"]
+
+
+def _is_none(text: str) -> bool:
+    return text.strip().lower() in ("none", "")
+
+
+def _whole(text: str, minimum: int) -> int:
+    if not re.fullmatch(r"[+-]?\d+", text.strip()) or int(text) < minimum:
+        raise ValueError(text)
+    return int(text)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(text)
+    return value
+
+
+def _budget(text: str) -> int | float:
+    """``256`` is slots and ``256.0`` is not: the decimal point says which. Ranges are the policy's to judge."""
+    if re.fullmatch(r"[+-]?\d+", text.strip()):
+        return int(text)
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+#: How each kind reads the text of a command line; raises ValueError when it cannot.
+KINDS: dict[Any, Callable[[str], Any]] = {
+    Count: lambda text: _whole(text, 1),
+    OptionalCount: lambda text: None if _is_none(text) else _whole(text, 0),
+    Seed: lambda text: _whole(text, 0),
+    Budget: _budget,
+    Number: _number,
+    Counts: lambda text: tuple(_whole(part, 1) for part in text.split(",")),
+    Numbers: lambda text: tuple(_number(part) for part in text.split(",")),
+    Text: str,
+    # Empty text is not the same as none: an empty prompt is refused, not replaced.
+    OptionalText: lambda text: None if text.strip().lower() == "none" else text,
+    Names: lambda text: () if _is_none(text) else tuple(name.strip() for name in text.split(",") if name.strip()),
+}
+
+
+def read(kind: Any, text: str) -> Any:
+    """The value that `text` means for a field of this kind.
+
+    Raises:
+      ConfigError: with what the kind accepts.
+    """
+    try:
+        return KINDS[kind](text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is not valid here; give {kind.__metadata__[0]}.") from None
+
+
+def names(cls: type) -> list[str]:
+    """Every config of the project that is of a class."""
+    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem[0] != "_" and isinstance(_read(path), cls))
+
+
+def by_name(name: str, cls: type) -> Any:
+    """The config of configs/`name`.py, or of a Python file given by its path.
+
+    Raises:
+      ConfigError: there is none, or its file has no `get_config` that returns one of this class.
+    """
+    path = Path(name) if name.endswith(".py") else FOLDER / f"{name}.py"
+    if not path.is_file() or (path.parent == FOLDER and path.stem[0] == "_"):
+        close = difflib.get_close_matches(name, names(cls), n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(
+            f"unknown config {name!r}; {hint}known configs: {', '.join(names(cls))}, or a path to a .py file."
+        )
+    config = _read(path)
+    if not isinstance(config, cls):
+        raise ConfigError(
+            f"{path.name} must define get_config() that returns a {cls.__name__}; known configs of that kind: "
+            f"{', '.join(names(cls))}."
+        )
+    return config
+
+
+def _read(path: Path) -> Any:
+    """What the file's `get_config` returns, or None if it has none."""
+    spec = importlib.util.spec_from_file_location(f"configs.{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module.get_config() if hasattr(module, "get_config") else None
+
+
+def kind_of(path: str, cls: type) -> Any:
+    """The kind of the field at a dotted path such as ``policy.budget``.
+
+    Raises:
+      ConfigError: no such field, or a group of fields; with the valid ones.
+    """
+    here: Any = cls
+    walked: list[str] = []
+    for part in path.split("."):
+        fields = (
+            {field.name: field.type for field in dataclasses.fields(here)} if dataclasses.is_dataclass(here) else {}
+        )
+        if part not in fields:
+            where = f"{'.'.join(walked)} has" if walked else "a config has"
+            valid = ", ".join(fields) if fields else "no fields of its own"
+            close = difflib.get_close_matches(path, leaves(cls), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise ConfigError(f"unknown field {path!r}: {where} {valid}{hint}")
+        here = fields[part]
+        walked.append(part)
+    if dataclasses.is_dataclass(here):
+        inner = ", ".join(f"{path}.{field.name}" for field in dataclasses.fields(here))
+        raise ConfigError(f"{path!r} is a group of fields; set one of {inner}.")
+    return here
+
+
+def leaves(cls: Any, prefix: str = "") -> list[str]:
+    """Every dotted path that can be overridden."""
+    found = []
+    for field in dataclasses.fields(cls):
+        inner = dataclasses.is_dataclass(field.type)
+        found += leaves(field.type, f"{prefix}{field.name}.") if inner else [prefix + field.name]
+    return found
+
+
+def override(config: Any, path: str, value: Any) -> Any:
+    """A copy of `config` with one field set (`value` as text, or already of the field's type)."""
+    kind = kind_of(path, type(config))
+    config = copy.deepcopy(config)
+    *groups, field = path.split(".")
+    holder: Any = config
+    for group in groups:
+        holder = getattr(holder, group)
+    setattr(holder, field, read(kind, value) if isinstance(value, str) else value)
+    return config
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """As JSON would hold it."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_dict(cls: Any, fields: dict[str, Any]) -> Any:
+    """The config that `to_dict` was given."""
+    values = {}
+    for field in dataclasses.fields(cls):
+        value = fields[field.name]
+        if dataclasses.is_dataclass(field.type):
+            value = from_dict(field.type, value)
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**values)

@@ -1,0 +1,1 @@
+"""Tasks that tell policies apart: generated, seeded, scored by exact match."""

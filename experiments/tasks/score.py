@@ -1,0 +1,84 @@
+"""How much of its prompts a model recalls under a policy: greedy generation, exact match."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+import kvjax
+from experiments.config import RecallConfig
+from experiments.tasks import prompts, recall
+from experiments.tasks.prompts import Prompt
+from kvjax.errors import ConfigError
+from kvjax.models.model import Model
+from kvjax.policies import Policy
+
+ROWS = 16  # prompts that are generated from at once
+SPARE_TOKENS = 2  # beyond an answer's own, where a tokenizer splits it otherwise in its context
+
+
+def check(config: RecallConfig) -> None:
+    """Refuses settings that cannot work, before anything is loaded.
+
+    Raises:
+      ConfigError: an unknown task, a difficulty that it does not have, or distances that no prompt has.
+    """
+    for task in config.tasks:
+        if task not in recall.TASKS:
+            raise ConfigError(f"recall.tasks={task!r} is unknown; known tasks: {', '.join(recall.TASKS)}.")
+        if config.difficulty is not None and config.difficulty < recall.EASIEST[task]:
+            raise ConfigError(
+                f"recall.difficulty={config.difficulty} is too low for {task}; give at least {recall.EASIEST[task]}, "
+                "or none for its default."
+            )
+    if not config.nearest <= config.farthest < config.length:
+        raise ConfigError(
+            f"recall.nearest={config.nearest}, recall.farthest={config.farthest} and recall.length={config.length} "
+            "must ascend: a fact lies from nearest to farthest tokens before the end of its prompt."
+        )
+
+
+def make_prompts(config: RecallConfig, model: Model, seed: int) -> dict[str, list[Prompt]]:
+    """The prompts of each task, all of one length.
+
+    Raises:
+      ConfigError: as `check`, a model without a tokenizer, or facts that have no room in a prompt.
+    """
+    check(config)
+    tokenizer = model.tokenizer
+    if not config.tasks:
+        return {}
+    if tokenizer is None:
+        raise ConfigError(
+            "recall tasks are text, and the model has no tokenizer; give --config.model.path=FOLDER, or "
+            "--config.recall.tasks=none."
+        )
+    bos = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
+    return {
+        task: prompts.make_many(
+            task, count=config.prompts, length=config.length, nearest=config.nearest, farthest=config.farthest,
+            difficulty=recall.DIFFICULTY[task] if config.difficulty is None else config.difficulty,
+            encode=lambda text: tokenizer.encode(text, bos=False), bos=bos, seed=seed,
+        )
+        for task in config.tasks
+    }  # fmt: skip
+
+
+def exact_matches(
+    model: Model, asked: Mapping[str, Sequence[Prompt]], policy: Policy, *, prefill_block: int | None = None
+) -> dict[str, float]:
+    """Task -> share of its prompts that greedy generation under `policy` answers exactly, to the last character.
+
+    Texts are compared, not tokens: tokenizers differ in how they would split an answer that stands alone.
+    """
+    found = {}
+    for task, made in asked.items():
+        longest = max(prompt.answer.size for prompt in made) + SPARE_TOKENS
+        right = 0
+        for start in range(0, len(made), ROWS):
+            part = made[start : start + ROWS]
+            tokens = np.stack([prompt.tokens for prompt in part])
+            result = kvjax.generate(model, tokens, policy, max_new_tokens=longest, prefill_block=prefill_block)
+            for row, prompt in zip(result.tokens, part, strict=True):
+                right += model.tokenizer.decode(row).lstrip().startswith(prompt.text.lstrip())
+        found[task] = right / len(made)
+    return found

@@ -1,0 +1,207 @@
+"""Trains a small decoder on text files, with recall tasks hidden in them, and exports it as a Hugging Face folder.
+
+    python -m experiments.train --config=train_tiny --config.texts=FILE,FOLDER,... [--config.FIELD=VALUE ...]
+
+Writes one folder: config.json, metrics.jsonl (loss and held-out scores by step), checkpoints/ (Orbax), tokenizer.json,
+and at the end model/. Started again with the same settings it goes on from its last checkpoint, exactly. Data-parallel
+over all devices.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+from tqdm.auto import tqdm
+
+from experiments import cli, fields, machine, results
+from experiments.tasks.prompts import NoRoom, make_many
+from experiments.tasks.recall import DIFFICULTY
+from experiments.training import corpus, evaluate
+from experiments.training.config import TrainConfig, check, decoder_config, past, stage
+from experiments.training.induction import initial_parameters
+from experiments.training.mixture import Kind, Mixture
+from experiments.training.optimizer import optimizer
+from kvjax import sharding
+from kvjax.checkpoint.huggingface import save
+from kvjax.checkpoint.tokenizer import load_tokenizer
+from kvjax.errors import ConfigError, KvjaxError
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import Decoder
+from kvjax.models.model import Model
+
+Array = jax.Array
+EVALUATION_WINDOWS, EVALUATION_PROMPTS = 16, 32
+ANSWER_TOKENS = 40  # of a window, left to the answer
+
+
+def loss_of(
+    params: Any, apply: Any, tokens: Array, kind: Array, answer_weight: float
+) -> tuple[Array, dict[str, Array]]:
+    """Mean negative log-likelihood in nats, answers weighted, and the mean of each kind (NaN where there is none).
+
+    Args:
+      tokens, kind: [B, T + 1], see `mixture.Kind`.
+    """
+    logits, _ = apply({"params": params}, tokens[:, :-1])
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    kind = kind[:, 1:]
+    weight = jnp.asarray([0.0, 1.0, answer_weight, 1.0])[kind]
+    total = jnp.sum(nats * weight) / jnp.sum(weight)
+    return total, {"total": total} | {k.name.lower(): jnp.mean(nats, where=kind == k) for k in Kind if k}
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def train_step(
+    state: TrainState, tokens: Array, kind: Array, answer_weight: float
+) -> tuple[TrainState, dict[str, Array]]:
+    gradients, losses = jax.grad(loss_of, has_aux=True)(state.params, state.apply_fn, tokens, kind, answer_weight)
+    return state.apply_gradients(grads=gradients), losses
+
+
+def train(config: TrainConfig, *, command: str = "", progress: bool | None = None) -> Path:
+    """Trains, or goes on training, and exports.
+
+    Returns:
+      The exported model's folder.
+
+    Raises:
+      ConfigError: settings that cannot work, or an output folder that holds a run with others.
+    """
+    check(config)
+    folder = Path(config.output)
+    # As many devices as every stage's windows can be divided among.
+    devices = math.gcd(jax.device_count(), *(config.batch_tokens // context for context in config.contexts))
+    mesh = sharding.make_mesh({"data": devices})
+    everywhere, by_row = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data")))
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=2, save_interval_steps=config.checkpoint_every, cleanup_tmp_directories=True
+    )
+    results.make_folder(folder)
+    with jax.set_mesh(mesh), ocp.CheckpointManager((folder / "checkpoints").resolve(), options=options) as manager:
+        start = manager.latest_step() or 0
+        if start:
+            _check_same_past(config, folder, start)
+        mixture, held_out = corpus.load(config, folder, resume=start > 0)
+        decoder = decoder_config(config, mixture.bos)
+
+        @functools.partial(jax.jit, out_shardings=everywhere)
+        def begin(params: Any) -> TrainState:
+            return TrainState.create(apply_fn=Decoder(decoder).apply, params=params, tx=optimizer(config))
+
+        state = begin(initial_parameters(decoder, jax.random.key(config.seed)))
+        if start:
+            state = manager.restore(start, args=ocp.args.StandardRestore(state))
+        results.write(folder / "config.json", results.to_json(fields.to_dict(config)))
+        log = Log(folder / "metrics.jsonl", start)
+        log.write(kind="start", step=start, command=command, devices_used=devices, **machine.environment())
+        bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if progress is None else not progress)
+        since, logged = time.perf_counter(), start
+        for step in range(start, config.steps):
+            at = stage(config, step)
+            context, repeats = config.contexts[at], config.mixture.repeat_fraction[at]
+            batch = mixture.batch(step, config.batch_tokens // context, context, repeats)
+            state, losses = train_step(state, *jax.device_put(batch, by_row), config.mixture.answer_weight)
+            done, last = step + 1, step + 1 == config.steps
+            if done % config.log_every == 0 or last:
+                # NaN of a kind is a kind that this batch does not have.
+                values = {name: float(value) for name, value in losses.items() if not np.isnan(value)}
+                if not np.isfinite(losses["total"]):
+                    raise Diverged(f"the loss is {losses['total']} at step {done}; lower optimizer.learning_rate.")
+                speed = round((done - logged) * config.batch_tokens / (time.perf_counter() - since))
+                since, logged = time.perf_counter(), done
+                log.write(kind="loss", step=done, context=context, **values, tokens_per_second=speed)
+                bar.set_postfix({name: f"{value:.2f}" for name, value in values.items()} | {"tok/s": speed})
+            bar.update()
+            if done % config.evaluate_every == 0 or last:
+                began = time.perf_counter()
+                scores = evaluated(state.params, decoder, mixture, held_out, context)
+                log.write(kind="evaluation", step=done, context=context, **scores)
+                bar.write(f"step {done}: " + ", ".join(f"{name} {value:.3f}" for name, value in scores.items()))
+                since += time.perf_counter() - began
+            manager.save(done, args=ocp.args.StandardSave(state), force=last)
+        bar.close()
+    params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.bfloat16), state.params)
+    save(Model(decoder, params, load_tokenizer(folder, decoder)), folder / "model")
+    return folder / "model"
+
+
+def evaluated(
+    params: Any, decoder: DecoderConfig, mixture: Mixture, held_out: Sequence[corpus.Text], context: int
+) -> dict[str, float]:
+    """Bits per byte of each held-out text, and the share of exact matches of each recall task that has room."""
+    scores = {
+        text.name: evaluate.bits_per_byte(
+            params, decoder, text, bos=mixture.bos, context=context, windows=EVALUATION_WINDOWS
+        )
+        for text in held_out
+    }
+    # Most of the way back, where facts and question leave room for that.
+    near, far = (0.7, 0.88) if context >= 1024 else (0.5, 0.6)
+    for task, level in DIFFICULTY.items():
+        with contextlib.suppress(NoRoom):
+            asked = make_many(
+                task, count=EVALUATION_PROMPTS, difficulty=level, length=context - ANSWER_TOKENS,
+                nearest=int(near * context), farthest=int(far * context),
+                encode=lambda text: mixture.encode([text])[0], bos=[mixture.bos], seed=0,
+            )  # fmt: skip
+            scores[task] = evaluate.exact_match(params, decoder, asked)
+    return scores
+
+
+class Diverged(KvjaxError):
+    """Training went to infinity; the last checkpoint before that is kept."""
+
+
+class Log:
+    """JSON lines, one an event; those of steps that are about to be repeated are dropped."""
+
+    def __init__(self, path: Path, start: int):
+        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+        results.write(
+            path, "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start)
+        )
+        self.path = path
+
+    def write(self, **event: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+
+def _check_same_past(config: TrainConfig, folder: Path, step: int) -> None:
+    """A run goes on only under settings that would have led to where it is."""
+    saved = results.read_json(folder / "config.json")
+    try:
+        before, now = past(fields.from_dict(TrainConfig, saved), step), past(config, step)
+    except (KeyError, TypeError):
+        raise ConfigError(
+            f"{folder} has checkpoints but no config.json of this version of kvjax; give another --config.output."
+        ) from None
+    if differing := sorted(name for name in now if now[name] != before[name]):
+        raise ConfigError(
+            f"{folder} holds a run at step {step} whose {', '.join(differing)} differ; give its settings to go on with "
+            "it, or another --config.output."
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    config, _ = cli.parse(argv, about=__doc__, cls=TrainConfig)
+    model = train(config, command=shlex.join(["python", "-m", "experiments.train", *argv[1:]]))
+    print(f"Wrote {model}/")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.main(main, interrupted="the same command goes on from the last checkpoint.")

@@ -1,0 +1,1 @@
+"""What `python -m experiments.train` is made of: a tokenizer, a mixture of texts and tasks, optimizers."""

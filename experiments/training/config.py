@@ -1,0 +1,193 @@
+"""What a training run is; every field can be overridden on the command line (see `experiments.fields`)."""
+
+import dataclasses
+import glob
+from pathlib import Path
+from typing import Any
+
+from experiments import fields
+from experiments.fields import Count, Counts, Names, Number, Numbers, Seed, Text
+from kvjax.errors import ConfigError
+from kvjax.models.config import DecoderConfig
+from kvjax.rope import Rope
+
+SHORTEST = 16  # tokens of a window
+SMALLEST_VOCABULARY = 257
+ROPE_THETA = 500_000.0  # LLaMA 3's: more features turn slowly enough to match over the whole context
+
+
+@dataclasses.dataclass
+class DecoderShape:
+    """A LLaMA-style decoder with tied embeddings. Attributes: as in `kvjax.models.config.DecoderConfig`."""
+
+    vocab_size: Count = 2048
+    hidden_size: Count = 256
+    num_layers: Count = 4
+    num_heads: Count = 4
+    num_kv_heads: Count = 2
+    mlp_size: Count = 704
+
+
+@dataclasses.dataclass
+class MixtureConfig:
+    """Attributes:
+    recall_fraction: share of every window that is facts, questions and answers; answer_weight: of an answer's tokens
+      in the loss, where a text's count 1.
+    repeat_fraction: share of the windows that are nothing but a sequence of tokens over and over, by stage.
+    story_fraction: share of the training text that is generated stories.
+    common_words: so many of the texts' most frequent words join the nouns of the tasks.
+    """
+
+    recall_fraction: Number = 0.4
+    answer_weight: Number = 4.0
+    repeat_fraction: Numbers = (0.0,)
+    story_fraction: Number = 0.08
+    common_words: Count = 2000
+
+
+@dataclasses.dataclass
+class OptimizerConfig:
+    """Attributes:
+    learning_rate: of the projections, by Muon, in units of Adam's; table_learning_rate: of tables and norms, by Adam.
+    warmup_steps, decay_steps: linear from 0 at the start, linear to 0 at the end, constant between.
+    weight_decay: of the projections; clip: largest global norm of a gradient.
+    """
+
+    learning_rate: Number = 8e-3
+    table_learning_rate: Number = 8e-3
+    warmup_steps: Count = 30
+    decay_steps: Count = 600
+    weight_decay: Number = 0.1
+    clip: Number = 1.0
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    """Attributes:
+    texts: text files, or folders and patterns of them; held_out: names among them that are for evaluation only.
+    contexts: tokens of a window, stage by stage, the longest last; stage_ends: the step at which each stage but the
+      last ends. Heads that look things up form in time quadratic in the context (arXiv:2511.01033): short ones first.
+    batch_tokens: tokens of a step; steps: of the whole run.
+    evaluate_every, checkpoint_every, log_every: steps between; evaluation is also at the end.
+    seed: of weights, windows and tasks.
+    output: the run's folder; a run that is there already goes on from its last checkpoint.
+    """
+
+    name: Text = "train"
+    texts: Names = ()
+    held_out: Names = ()
+    decoder: DecoderShape = dataclasses.field(default_factory=DecoderShape)
+    mixture: MixtureConfig = dataclasses.field(default_factory=MixtureConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    contexts: Counts = (1024,)
+    stage_ends: Counts = ()
+    batch_tokens: Count = 4096
+    steps: Count = 3000
+    evaluate_every: Count = 250
+    checkpoint_every: Count = 100
+    log_every: Count = 10
+    seed: Seed = 0
+    output: Text = "results/train"
+
+
+def check(config: TrainConfig) -> None:
+    """Refuses, before anything is read or trained, settings that do not fit together.
+
+    Raises:
+      ConfigError: what was given, and what would be valid.
+    """
+    shape, contexts, ends = config.decoder, config.contexts, config.stage_ends
+    repeats = config.mixture.repeat_fraction
+    if len(ends) != len(contexts) - 1 or len(repeats) != len(contexts) or list(ends) != sorted(set(ends)):
+        raise ConfigError(
+            f"contexts={contexts} are {len(contexts)} stages; they need {len(contexts) - 1} ascending stage_ends, not "
+            f"{ends}, and {len(contexts)} of mixture.repeat_fraction, not {repeats}."
+        )
+    if list(contexts) != sorted(contexts) or contexts[0] < SHORTEST:
+        raise ConfigError(f"contexts={contexts} must ascend from at least {SHORTEST} tokens.")
+    if max(repeats) > 1 or config.mixture.recall_fraction > 1:
+        raise ConfigError(
+            f"mixture.repeat_fraction={repeats} and mixture.recall_fraction={config.mixture.recall_fraction} are "
+            "shares; give numbers from 0 to 1."
+        )
+    if unfit := [context for context in contexts if config.batch_tokens % context]:
+        raise ConfigError(f"batch_tokens={config.batch_tokens} is not a multiple of a window's {unfit[0]} tokens.")
+    if shape.vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(
+            f"decoder.vocab_size={shape.vocab_size} has no room for the 256 bytes and one special token; give at least "
+            f"{SMALLEST_VOCABULARY}."
+        )
+    if shape.hidden_size % (2 * shape.num_heads) or shape.num_heads % shape.num_kv_heads:
+        raise ConfigError(
+            f"decoder.hidden_size={shape.hidden_size} must be an even multiple of decoder.num_heads={shape.num_heads}, "
+            f"and that one of decoder.num_kv_heads={shape.num_kv_heads}."
+        )
+    if shape.num_layers < 2 or shape.num_heads < 4:
+        raise ConfigError(
+            f"decoder.num_layers={shape.num_layers} and decoder.num_heads={shape.num_heads} leave no room for the "
+            "induction head that training begins with; give at least 2 layers and 4 heads."
+        )
+
+
+def decoder_config(config: TrainConfig, bos: int) -> DecoderConfig:
+    """The decoder that is trained."""
+    shape = config.decoder
+    head_dim = shape.hidden_size // shape.num_heads
+    return DecoderConfig(
+        family="llama",
+        **dataclasses.asdict(shape),
+        head_dim=head_dim,
+        max_positions=config.contexts[-1],
+        rope=Rope(dim=head_dim, theta=ROPE_THETA),
+        tie_embeddings=True,
+        bos_token_id=bos,
+        eos_token_ids=(bos,),
+    )
+
+
+def stage(config: TrainConfig, step: int) -> int:
+    """Which stage a step, counted from 0, belongs to."""
+    return sum(step >= end for end in config.stage_ends)
+
+
+def files(config: TrainConfig) -> tuple[list[Path], list[Path]]:
+    """Files for training, and for evaluation.
+
+    Raises:
+      ConfigError: none, or a name that stands for none.
+    """
+    found: dict[Path, None] = {}
+    for name in config.texts:
+        pattern = str(Path(name) / "*.txt") if Path(name).is_dir() else name
+        matches = [path for path in map(Path, sorted(glob.glob(pattern, recursive=True))) if path.is_file()]
+        if not matches:
+            raise ConfigError(f"texts={name!r} is no text file, folder of .txt files or pattern that matches any.")
+        found |= dict.fromkeys(matches)
+    if not found:
+        raise ConfigError("there is no text to train on; give --config.texts=FILE,FOLDER,...")
+    held_out = [path for path in found if path.stem in config.held_out or path.name in config.held_out]
+    if missing := [name for name in config.held_out if name not in {part for p in found for part in (p.stem, p.name)}]:
+        raise ConfigError(f"held_out={missing[0]!r} is not among the texts: {', '.join(path.name for path in found)}.")
+    training = [path for path in found if path not in held_out]
+    if not training:
+        raise ConfigError(f"every text is held out ({', '.join(config.held_out)}); leave one to train on.")
+    return training, held_out
+
+
+def past(config: TrainConfig, step: int) -> dict[str, Any]:
+    """Everything that the state after `step` steps depends on: two configs that agree on it share that state."""
+    settings = fields.to_dict(config)
+    for name in ("output", "name", "evaluate_every", "checkpoint_every", "log_every", "steps"):
+        del settings[name]
+    ends = [*config.stage_ends, config.steps]
+    begun = sum(end < step for end in ends[:-1]) + 1
+    settings["contexts"] = settings["contexts"][:begun]
+    settings["stage_ends"] = settings["stage_ends"][: begun - 1]
+    settings["mixture"]["repeat_fraction"] = settings["mixture"]["repeat_fraction"][:begun]
+    # The first parameters look ahead to the longest context.
+    settings["max_positions"] = config.contexts[-1]
+
+    decay = settings["optimizer"].pop("decay_steps")
+    decay_start = config.steps - decay
+    settings["decay"] = None if step <= decay_start else [decay_start, decay]
+    return settings

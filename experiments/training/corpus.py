@@ -1,0 +1,102 @@
+"""Training and held-out texts as tokens, kept beside the run so that it resumes with the very same ones."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+
+from experiments.tasks import words
+from experiments.tasks.story import story
+from experiments.training import tokenizer as bpe
+from experiments.training.config import TrainConfig, files
+from experiments.training.mixture import Mixture
+from kvjax.errors import ConfigError
+
+STORY_CHARACTERS = 20_000  # of one generated story, whose people and things are its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Attributes:
+    name: of its file; tokens: [N] int32; bytes: [N] int32, of each token in UTF-8.
+    """
+
+    name: str
+    tokens: np.ndarray
+    bytes: np.ndarray
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def curled(text: str) -> str:
+    """With “ and ” where there was ": half of the books in the world have those."""
+    opened = re.sub(r'(^|[\s(\[-])"', r"\1“", text)
+    return opened.replace('"', "”")
+
+
+def load(config: TrainConfig, folder: Path, *, resume: bool) -> tuple[Mixture, list[Text]]:
+    """The training mixture and the held-out texts.
+
+    Args:
+      folder: the run's, where its tokenizer lies.
+      resume: take that tokenizer; otherwise one is trained on the training texts.
+
+    Raises:
+      ConfigError: no texts, one that is shorter than a window, or a folder that cannot be read or written.
+    """
+    training, held_out = files(config)
+    texts = [read(path) for path in training]
+    # Each text in both typographies, where there are quotes to tell them apart.
+    texts += [curled(text) for text in texts if '"' in text]
+    tokenizer = bpe.load(folder) if resume else bpe.train(texts, config.decoder.vocab_size, folder)
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [encoded.ids for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    size = sum(map(len, texts))
+    rng = np.random.default_rng(config.seed)
+    stories = [
+        story(rng, words.TRAINING, STORY_CHARACTERS)
+        for _ in range(round(size * config.mixture.story_fraction / STORY_CHARACTERS))
+    ]
+    tokens = [np.asarray(ids, np.int32) for ids in encode(texts)]
+    for path, ids in zip(training, tokens, strict=False):
+        _check_length(path.name, ids, config)
+    told = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids in encode(stories))])
+    if told.size > config.contexts[-1]:
+        tokens.append(told)
+    ends = np.zeros(config.decoder.vocab_size, bool)
+    size_of = np.zeros(config.decoder.vocab_size, np.int32)
+    for entry, index in tokenizer.get_vocab().items():
+        # A byte-level vocabulary writes every byte as one character.
+        size_of[index] = len(entry)
+        ends[index] = entry.endswith((".", "!", "?", "Ċ"))
+    mixture = Mixture(
+        texts=tokens,
+        encode=encode,
+        ends_sentence=ends,
+        words=dataclasses.replace(
+            words.TRAINING,
+            nouns=tuple(dict.fromkeys(words.TRAINING.nouns + words.common_words(texts, config.mixture.common_words))),
+        ),
+        bos=tokenizer.token_to_id(bpe.BOS) or 0,
+        recall_fraction=config.mixture.recall_fraction,
+        seed=config.seed,
+    )
+    found = []
+    for path in held_out:
+        ids = np.asarray(encode([read(path)])[0], np.int32)
+        _check_length(path.name, ids, config)
+        found.append(Text(path.name, ids, size_of[ids]))
+    return mixture, found
+
+
+def _check_length(name: str, ids: np.ndarray, config: TrainConfig) -> None:
+    if ids.size <= config.contexts[-1]:
+        raise ConfigError(f"{name} has {ids.size} tokens, less than a window of {config.contexts[-1]}.")

@@ -1,0 +1,142 @@
+"""Training batches: windows of text with recall episodes hidden in every one of them.
+
+A batch is a pure function of the seed and the step: a run that was stopped goes on exactly where it was.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.tasks import recall
+from experiments.tasks.words import Words
+
+#: The range of each task's difficulty in training, and how often it is drawn.
+DIFFICULTY = {"passkey": (4, 6), "multi_key": (2, 6), "associative": (2, 8), "copy": (4, 12), "variable": (0, 2)}
+SHARE = {"passkey": 0.2, "multi_key": 0.25, "associative": 0.25, "copy": 0.15, "variable": 0.15}
+
+
+class Kind(enum.IntEnum):
+    """What a token of a window is. A fact and a question are given, not taught: most of them cannot be foretold."""
+
+    GIVEN = 0
+    TEXT = 1
+    ANSWER = 2
+    REPEAT = 3
+
+
+class Piece(NamedTuple):
+    """Attributes:
+    place: in the text, from 0 to 1.
+    tokens: [n] int32; kind: [n] int8, a `Kind` each.
+    """
+
+    place: float
+    tokens: np.ndarray
+    kind: np.ndarray
+
+
+def _all(count: int, kind: Kind) -> np.ndarray:
+    return np.full(count, kind, np.int8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Attributes:
+    texts: [N] int32 each, tokens of the training texts; a text is drawn as often as it is long.
+    encode: texts -> their tokens, without special ones.
+    ends_sentence: [V] bool, the tokens after which a sentence may be inserted.
+    words: what the tasks are made of.
+    bos: the token that opens every window.
+    recall_fraction: share of a window that is facts, questions and answers.
+    """
+
+    texts: Sequence[np.ndarray]
+    encode: Callable[[list[str]], list[list[int]]]
+    ends_sentence: np.ndarray
+    words: Words
+    bos: int
+    recall_fraction: float
+    seed: int
+
+    def batch(self, step: int, rows: int, context: int, repeat_fraction: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [rows, context + 1] int32, and the `Kind` of each, int8."""
+        rng = np.random.default_rng((self.seed, step))
+        repeats = round(repeat_fraction * rows)
+        windows = [self.window(rng, context + 1) for _ in range(rows - repeats)]
+        windows += [self.repeat(rng, context + 1) for _ in range(repeats)]
+        return np.stack([tokens for tokens, _ in windows]), np.stack([kind for _, kind in windows])
+
+    def repeat(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """A sequence of tokens over and over, half of the time arbitrary ones, half of the time shuffled text.
+
+        Nothing in it can be foretold but by looking back: heads that do so form within minutes, which the sparse
+        answers of tasks alone did not bring about in half an hour.
+        """
+        # As many short ones as long ones: what was learned at one length is what the next is learned from.
+        length = int(np.exp(rng.uniform(np.log(3), np.log(max(4, size // 3)))))
+        if rng.random() < 0.5:
+            # Ids after the special token and the bytes, most of which never occur.
+            sequence = rng.integers(min(257, self.ends_sentence.size - 1), self.ends_sentence.size, length)
+        else:
+            shortest = min(text.size for text in self.texts)
+            sequence = rng.permutation(self.text(rng, min(8 * length, shortest)))[:length]
+        tokens = np.concatenate([[self.bos], np.tile(sequence, -(-size // length))])[:size].astype(np.int32)
+        return tokens, np.concatenate([_all(length + 1, Kind.GIVEN), _all(size - length - 1, Kind.REPEAT)])
+
+    def window(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """One window of `size` tokens, and their kinds."""
+        pieces: list[Piece] = []
+        left = int(self.recall_fraction * size)
+        while left > 0:
+            episode = self.pieces(rng)
+            length = sum(piece.tokens.size for piece in episode)
+            # One that would not fit is left out, and with it this window's remainder.
+            if length > max(left, size // 2) or length + sum(piece.tokens.size for piece in pieces) > size - 2:
+                break
+            pieces += episode
+            left -= length
+        pieces.sort(key=lambda piece: piece.place)
+        text = self.text(rng, size - 1 - sum(piece.tokens.size for piece in pieces))
+        # Where sentences end; a text without any takes its pieces anywhere.
+        ends = np.flatnonzero(self.ends_sentence[text]) + 1
+        ends = ends if ends.size else np.arange(text.size + 1)
+        tokens, kinds, at = [np.full(1, self.bos, np.int32)], [_all(1, Kind.GIVEN)], 0
+        for piece in pieces:
+            end = int(ends[min(int(np.searchsorted(ends, piece.place * text.size)), ends.size - 1)])
+            tokens += [text[at:end], piece.tokens]
+            kinds += [_all(end - at, Kind.TEXT), piece.kind]
+            at = end
+        tokens.append(text[at:])
+        kinds.append(_all(text.size - at, Kind.TEXT))
+        return np.concatenate(tokens), np.concatenate(kinds)
+
+    def text(self, rng: np.random.Generator, size: int) -> np.ndarray:
+        sizes = np.array([text.size for text in self.texts], np.float64)
+        chosen = self.texts[rng.choice(len(sizes), p=sizes / sizes.sum())]
+        start = rng.integers(0, chosen.size - size + 1)
+        return chosen[start : start + size]
+
+    def pieces(self, rng: np.random.Generator) -> list[Piece]:
+        """One episode: its facts together or scattered, then up to three of its questions."""
+        name = str(rng.choice(list(SHARE), p=list(SHARE.values())))
+        low, high = DIFFICULTY[name]
+        episode = recall.TASKS[name](rng, self.words, int(rng.integers(low, high + 1)))
+        count = len(episode.facts)
+        together = rng.random() < 0.6
+        # Half of the questions stand at the end: far from most facts.
+        places = np.full(count, 0.85 * rng.random()) if together else np.sort(0.85 * rng.random(count))
+        last = places[-1]
+        asked = rng.permutation(len(episode.questions))[: rng.integers(1, 4)]
+        texts = [f" {fact}" for fact in episode.facts]
+        for index in asked:
+            texts += [f" {episode.questions[index].text}", episode.questions[index].answer]
+        encoded = [np.asarray(ids, np.int32) for ids in self.encode(texts)]
+        pieces = [Piece(place, ids, _all(ids.size, Kind.GIVEN)) for place, ids in zip(places, encoded, strict=False)]
+        for question, answer in zip(encoded[count::2], encoded[count + 1 :: 2], strict=True):
+            place = rng.uniform(0.9, 1.0) if rng.random() < 0.5 else rng.uniform(last, 1.0)
+            kind = np.concatenate([_all(question.size, Kind.GIVEN), _all(answer.size, Kind.ANSWER)])
+            pieces.append(Piece(place, np.concatenate([question, answer]), kind))
+        return pieces

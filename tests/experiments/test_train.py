@@ -1,0 +1,237 @@
+"""Training: resumes exactly after a kill, the same on many devices, exports what transformers loads."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from experiments import card, fields, train
+from experiments.data import generated_text
+from experiments.training import config as training
+from experiments.training.config import DecoderShape, MixtureConfig, OptimizerConfig, TrainConfig
+from experiments.training.optimizer import schedule
+from kvjax.errors import ConfigError
+from kvjax.models.decoder import Decoder
+from tests.conftest import ROOT
+
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax's Muon relies on it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for seed, name in enumerate(("one", "two", "three")):
+        (folder / f"{name}.txt").write_text(generated_text(30_000, seed))
+    return folder
+
+
+@pytest.fixture
+def config(texts, tmp_path) -> TrainConfig:
+    return TrainConfig(
+        texts=(str(texts),),
+        held_out=("two",),
+        decoder=DecoderShape(vocab_size=320, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_size=48),
+        mixture=MixtureConfig(repeat_fraction=(0.5, 0.0), common_words=20),
+        optimizer=OptimizerConfig(warmup_steps=3, decay_steps=4),
+        contexts=(32, 64),
+        stage_ends=(5,),
+        batch_tokens=512,
+        steps=STEPS,
+        evaluate_every=6,
+        checkpoint_every=2,
+        log_every=1,
+        output=str(tmp_path / "run"),
+    )
+
+
+def events(config: TrainConfig, kind: str):
+    lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
+    return [event for line in lines if (event := json.loads(line))["kind"] == kind]
+
+
+def losses(config: TrainConfig):
+    return {event["step"]: event["total"] for event in events(config, "loss")}
+
+
+def command(config: TrainConfig):
+    """The program on this config, as a user would run it: optimised, unlike what this process compiles."""
+    path = Path(config.output).with_suffix(".py")
+    settings = json.dumps(json.dumps(fields.to_dict(config)))
+    path.write_text(
+        "import json\nfrom experiments import fields\nfrom experiments.training.config import TrainConfig\n"
+        f"def get_config():\n    return fields.from_dict(TrainConfig, json.loads({settings}))\n"
+    )
+    return [sys.executable, "-m", "experiments.train", f"--config={path}"]
+
+
+def tensors(config: TrainConfig):
+    return (Path(config.output) / "model" / "model.safetensors").read_bytes()
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(config, tmp_path):
+    whole = dataclasses.replace(config, output=str(tmp_path / "whole"))
+    subprocess.run(command(whole), cwd=ROOT, check=True, capture_output=True)
+    process = subprocess.Popen(command(config), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    checkpoints = Path(config.output) / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not (checkpoints / "4").is_dir() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    started = max(int(path.name) for path in checkpoints.iterdir() if path.name.isdigit())
+    assert 4 <= started < STEPS, "the process ended before it was killed"
+    subprocess.run(command(config), cwd=ROOT, check=True, capture_output=True)
+    assert [event["step"] for event in events(config, "start")] == [0, started]
+    assert losses(config) == losses(whole)
+    assert sorted(losses(config)) == list(range(1, STEPS + 1))
+    assert tensors(config) == tensors(whole)
+    assert events(config, "evaluation") == events(whole, "evaluation")
+
+
+def test_many_devices_train_the_same_model(config, tmp_path):
+    train.train(config, progress=False)
+    many = dataclasses.replace(config, output=str(tmp_path / "many"))
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=6", "JAX_PLATFORMS": "cpu"}
+    subprocess.run(command(many), cwd=ROOT, env=environment, check=True, capture_output=True)
+    # 16 and 8 windows a step are divided among two of six.
+    assert (events(many, "start")[0]["devices"], events(many, "start")[0]["devices_used"]) == (6, 2)
+    one, two = losses(config), losses(many)
+    np.testing.assert_allclose([two[step] for step in sorted(one)], [one[step] for step in sorted(one)], rtol=2e-4)
+
+
+def test_the_loss_falls_and_the_export_is_what_was_trained(config):
+    folder = train.train(dataclasses.replace(config, steps=40, stage_ends=(20,)), progress=False)
+    found = losses(dataclasses.replace(config))
+    assert found[40] < 0.75 * found[1]
+    evaluation = events(config, "evaluation")[-1]
+    assert evaluation["step"] == 40
+    # An untrained decoder takes 8.
+    assert 0 < evaluation["two.txt"] < 4
+    model = kvjax.load(folder)
+    assert model.config.rope.theta == training.ROPE_THETA
+    assert model.tokenizer.adds_bos
+    text = generated_text(200, seed=9)
+    assert model.tokenizer.decode(model.tokenizer.encode(text)) == text
+
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text)["input_ids"]
+    assert ids == model.tokenizer.encode(text)
+    with torch.inference_mode():
+        theirs = torch.log_softmax(peer(torch.tensor([ids])).logits, -1).numpy()
+    logits, _ = Decoder(model.config).apply({"params": model.params}, np.asarray([ids], np.int32))
+    np.testing.assert_allclose(jax.nn.log_softmax(logits), theirs, atol=1e-4)
+
+
+def test_a_run_goes_on_only_under_the_settings_that_led_to_it(config):
+    config.steps = 4
+    config.optimizer.decay_steps = 1
+    train.train(config, progress=False)
+    other = fields.override(config, "optimizer.learning_rate", 1e-3)
+    with pytest.raises(ConfigError, match="holds a run at step 4 whose optimizer differ"):
+        train.train(other, progress=False)
+    # The decay had begun: a longer plateau would have led elsewhere.
+    with pytest.raises(ConfigError, match="whose decay differ"):
+        train.train(fields.override(config, "steps", 8), progress=False)
+
+
+def test_a_longer_run_shares_its_plateau(config):
+    """Before decay and later stages begin, they can still be changed."""
+    longer = dataclasses.replace(config, steps=50, stage_ends=(8,))
+    assert training.past(config, 5) == training.past(longer, 5)
+    assert training.past(config, 6) != training.past(longer, 6)
+    # The first parameters depend on the longest context.
+    assert training.past(config, 5) != training.past(dataclasses.replace(config, contexts=(32, 128)), 5)
+    assert training.past(config, 5) != training.past(dataclasses.replace(config, seed=1), 5)
+
+
+def test_learning_rates_warm_up_and_decay():
+    config = TrainConfig(steps=100, optimizer=OptimizerConfig(warmup_steps=10, decay_steps=40))
+    rate = schedule(config, 2.0)
+    assert [float(rate(step)) for step in (0, 5, 10, 60, 80, 100)] == pytest.approx([0, 1, 2, 2, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("texts", ("nowhere/*.txt",), "texts='nowhere/.*' is no text file"),
+        ("texts", (), "there is no text to train on"),
+        ("held_out", ("four",), "held_out='four' is not among the texts: one.txt, three.txt, two.txt"),
+        ("batch_tokens", 500, "batch_tokens=500 is not a multiple of a window's 32 tokens"),
+        ("stage_ends", (), "are 2 stages; they need 1 ascending stage_ends"),
+        ("stage_ends", (5, 9), "are 2 stages; they need 1 ascending stage_ends"),
+        ("contexts", (64, 32), r"contexts=\(64, 32\) must ascend from at least 16"),
+        ("mixture.repeat_fraction", (1.5, 0.0), "are shares; give numbers from 0 to 1"),
+        ("decoder.num_kv_heads", 3, "decoder.num_heads=4, and that one of decoder.num_kv_heads=3"),
+        ("decoder.num_layers", 1, "leave no room for the induction head"),
+        ("output", "/dev/null/run", "output='/dev/null/run' cannot be written"),
+        ("decoder.vocab_size", 200, "decoder.vocab_size=200 has no room"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(config, path, value, message):
+    with pytest.raises(ConfigError, match=message):
+        train.train(fields.override(config, path, value), progress=False)
+
+
+@pytest.mark.parametrize("short", ["two", "three"])
+def test_a_text_shorter_than_a_window_is_refused(config, texts, tmp_path, short):
+    for path in texts.iterdir():
+        (tmp_path / path.name).write_text(path.read_text() if path.stem != short else "A few words.")
+    with pytest.raises(ConfigError, match=rf"{short}\.txt has [0-9]+ tokens, less than a window of 64"):
+        train.train(fields.override(config, "texts", (str(tmp_path),)), progress=False)
+
+
+def test_the_command_line_lists_its_own_configs():
+    shown = subprocess.run(
+        [sys.executable, "-m", "experiments.train", "--config=train_tinny"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert shown.returncode == 2
+    assert "did you mean 'train_tiny'? known configs: train_tiny" in shown.stderr
+
+
+def test_a_card_says_what_was_trained(config, tmp_path, monkeypatch):
+    config.contexts, config.stage_ends, config.batch_tokens, config.steps = (32, 1024), (2,), 1024, 4
+    config.mixture.repeat_fraction = (0.5, 0.0)
+    train.train(config, command="the command", progress=False)
+    monkeypatch.setattr(card, "TASKS", ("passkey",))
+    monkeypatch.setattr(card, "PROMPTS", 2)
+    monkeypatch.setattr(card, "WINDOWS", 4)
+    output = tmp_path / "shown"
+    assert card.main(["card", f"--run={config.output}", f"--output={output}"]) == 0
+    text = (output / "README.md").read_text()
+    for part in ("`the command`", "one, three", "two.txt", "| passkey", "4 steps of 1,024 tokens", "Apache-2.0"):
+        assert part in text
+    assert "{" not in text
+    assert (output / "training" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert kvjax.load(output).config.max_positions == 1024
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--run=nowhere", "--output=x"], "nowhere is no finished run"),
+        (["--run=nowhere"], "give --run=FOLDER and --output=FOLDER"),
+        (["--ran=nowhere"], "Known flags: --run, --output, --license"),
+    ],
+)
+def test_a_card_needs_a_finished_run(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        card.main(["card", *arguments])

@@ -1,0 +1,103 @@
+"""kvjax-tiny comes with kvjax: small, offline, the same model in transformers, and able to look things up."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from experiments.config import RecallConfig
+from experiments.tasks import score
+from kvjax import policies
+from kvjax.checkpoint.huggingface import bundled
+from kvjax.errors import CheckpointError
+from kvjax.models.decoder import Decoder, parameter_count
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.skipif(bundled("kvjax-tiny") is None, reason="kvjax-tiny is not part of kvjax yet")
+TEXT = "The passage was dark, and Pip said nothing.\n\nHe had 1861 reasons (and é) to be silent."
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return kvjax.load("kvjax-tiny", dtype="float32")
+
+
+def test_it_is_what_its_card_says(tiny):
+    folder = bundled("kvjax-tiny")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 12e6
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in files}
+    card = (folder / "README.md").read_text()
+    for part in (
+        "## Data",
+        "## Recipe",
+        "## Scores",
+        "## Licence",
+        "great_expectations",
+        "python -m experiments.train",
+    ):
+        assert part in card
+    config = tiny.config
+    assert 3e6 < parameter_count(config) < 6e6
+    assert config.num_kv_heads < config.num_heads
+    assert config.max_positions == 1024
+    assert tiny.tokenizer.decode(tiny.tokenizer.encode(TEXT)) == TEXT
+
+
+def test_a_folder_of_that_name_goes_first(tmp_path, monkeypatch):
+    (tmp_path / "kvjax-tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        kvjax.load("kvjax-tiny")
+
+
+def test_transformers_agrees(tiny):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    folder = bundled("kvjax-tiny")
+    peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = transformers.AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
+    assert ids == tiny.tokenizer.encode(TEXT)
+    with torch.inference_mode():
+        theirs = torch.log_softmax(peer(torch.tensor([ids])).logits, -1).numpy()
+    logits, _ = Decoder(tiny.config).apply({"params": tiny.params}, np.asarray([ids], np.int32))
+    np.testing.assert_allclose(jax.nn.log_softmax(logits), theirs, atol=1e-4)
+
+
+def test_what_is_in_the_cache_is_found_and_what_is_not_is_not(tiny):
+    asked = score.make_prompts(RecallConfig(tasks=("passkey", "associative"), prompts=12), tiny, seed=3)
+    full = score.exact_matches(tiny, asked, policies.full())
+    assert full["passkey"] >= 10 / 12
+    assert full["associative"] >= 9 / 12
+    assert score.exact_matches(tiny, asked, policies.local_only(budget=0.2))["passkey"] <= 1 / 12
+
+
+def test_it_loads_offline_from_a_wheel(tmp_path):
+    # A copy: setuptools builds in place, and takes what an earlier build left there.
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "kvjax", source / "kvjax", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
+    subprocess.run(
+        [*pip, "--no-build-isolation", "--wheel-dir", tmp_path, str(source)], check=True, capture_output=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    program = (
+        "import kvjax, pathlib; model = kvjax.load('kvjax-tiny'); "
+        "print(pathlib.Path(kvjax.__file__).parent.parent, model.config.vocab_size, model.tokenizer.decode([300]))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
+    shown = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert Path(shown.stdout.split()[0]) == tmp_path / "site"
