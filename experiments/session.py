@@ -221,6 +221,11 @@ def _notes(model: Model, config: ExperimentConfig, prompt: int, measurements: li
     total = prompt + config.data.new_tokens
     if total > model.config.max_positions:
         notes.append(f"{total} tokens exceed the {model.config.max_positions} that the model was trained on.")
+    if config.recall.tasks and config.recall.length > model.config.max_positions:
+        trained = model.config.max_positions
+        notes.append(
+            f"Recall prompts of {config.recall.length} tokens exceed the {trained} that the model was trained on."
+        )
     for measurement in measurements:
         if measurement.budget is not None and measurement.kv_bytes >= measurement.full_kv_bytes:
             notes.append(f"{measurement.policy}: the budget holds all {total} tokens, so nothing is evicted.")
