@@ -23,6 +23,12 @@ def encode(model: Model, text: str) -> np.ndarray:
     return np.asarray(model.tokenizer.encode(text, bos=False), np.int32)
 
 
+def opening(model: Model) -> list[int]:
+    """What every row begins with: BOS where the model expects it, or nothing."""
+    tokenizer = model.tokenizer
+    return [tokenizer.bos_id] if tokenizer is not None and tokenizer.adds_bos and tokenizer.bos_id is not None else []
+
+
 def decode(model: Model, ids: np.ndarray) -> str:
     """The text of token ids."""
     if model.tokenizer is None:
@@ -42,8 +48,7 @@ def load(config: DataConfig, model: Model, seed: int) -> tuple[np.ndarray, int, 
     Raises:
       ConfigError, InputError: no such file, or too little text.
     """
-    tokenizer = model.tokenizer
-    bos = [tokenizer.bos_id] if tokenizer is not None and tokenizer.adds_bos and tokenizer.bos_id is not None else []
+    bos = opening(model)
     if config.prompt is not None:
         if config.text is not None:
             raise ConfigError("data.text and data.prompt were both given; give one of them.")

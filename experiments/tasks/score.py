@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 import kvjax
+from experiments import data
 from experiments.config import RecallConfig
 from experiments.tasks import prompts, recall
 from experiments.tasks.prompts import Prompt
@@ -52,12 +53,11 @@ def make_prompts(config: RecallConfig, model: Model, seed: int) -> dict[str, lis
             "recall tasks are text, and the model has no tokenizer; give --config.model.path=FOLDER, or "
             "--config.recall.tasks=none."
         )
-    bos = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     return {
         task: prompts.make_many(
             task, count=config.prompts, length=config.length, nearest=config.nearest, farthest=config.farthest,
             difficulty=recall.DIFFICULTY[task] if config.difficulty is None else config.difficulty,
-            encode=lambda text: tokenizer.encode(text, bos=False), bos=bos, seed=seed,
+            encode=lambda text: tokenizer.encode(text, bos=False), bos=data.opening(model), seed=seed,
         )
         for task in config.tasks
     }  # fmt: skip
