@@ -73,7 +73,7 @@ def recalled(model: Model) -> dict[str, dict[str, float]]:
 
 
 def curve(events: Sequence[dict[str, Any]]) -> bytes:
-    """A PNG: losses by tokens seen, and held-out bits per byte."""
+    """A PNG: losses and held-out bits per byte by step; a line where the context changes."""
     figure, panels = report.new_figure(2, figsize=(10, 3.6), width_ratios=[1.4, 1])
     losses = [event for event in events if event["kind"] == "loss"]
     left, right = panels[0]

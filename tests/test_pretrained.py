@@ -72,11 +72,11 @@ def test_transformers_agrees(tiny):
 
 
 def test_what_is_in_the_cache_is_found_and_what_is_not_is_not(tiny):
-    asked = score.make_prompts(RecallConfig(tasks=("passkey", "associative"), prompts=12), tiny, seed=3)
+    asked = score.make_prompts(RecallConfig(tasks=("passkey", "associative"), prompts=64), tiny, seed=3)
     full = score.exact_matches(tiny, asked, policies.full())
-    assert full["passkey"] >= 10 / 12
-    assert full["associative"] >= 9 / 12
-    assert score.exact_matches(tiny, asked, policies.local_only(budget=0.2))["passkey"] <= 1 / 12
+    assert full["passkey"] >= 0.95
+    assert full["associative"] >= 0.9
+    assert score.exact_matches(tiny, asked, policies.local_only(budget=0.2))["passkey"] <= 0.05
 
 
 def test_it_loads_offline_from_a_wheel(tmp_path):

@@ -72,8 +72,8 @@ class Mixture:
     def repeat(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
         """A sequence of tokens over and over, half of the time arbitrary ones, half of the time shuffled text.
 
-        Nothing in it can be foretold but by looking back: heads that do so form within minutes, which the sparse
-        answers of tasks alone did not bring about in half an hour.
+        Nothing in it can be foretold but by looking back: it exercises the induction head of the first parameters at
+        almost every token, where a window of tasks does so at a few answers.
         """
         # As many short ones as long ones: what was learned at one length is what the next is learned from.
         length = int(np.exp(rng.uniform(np.log(3), np.log(max(4, size // 3)))))
