@@ -7,10 +7,10 @@ import dataclasses
 import hashlib
 import json
 
-from experiments import fields
+from experiments import fields, policy
 from experiments.fields import Budget, Count, Names, OptionalCount, OptionalText, Seed, Text
-from kvjax import policies
 from kvjax.errors import ConfigError
+from kvjax.policies import Policy
 
 
 @dataclasses.dataclass
@@ -29,7 +29,7 @@ class ModelConfig:
 @dataclasses.dataclass
 class PolicyConfig:
     """Attributes:
-    name: one of `kvjax.policies.POLICIES`.
+    name: a policy as text (`experiments.policy`): h2o, roco(guard=4), FILE.py:factory.
     budget: slots per KV head (int), or a fraction of each row's prompt (float in (0, 1]).
     recent, sinks, positions, group_reduce: as in the policy's factory; None = its default.
     """
@@ -115,26 +115,26 @@ def digest(config: ExperimentConfig) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def build_policy(config: PolicyConfig) -> policies.Policy:
+def build_policy(config: PolicyConfig) -> Policy:
     """The policy that a config describes.
 
     Raises:
       PolicyError, ConfigError: an unknown policy, a setting that it does not take, or values that cannot work.
     """
-    accepted = policies.accepts(config.name)
+    accepted = policy.accepts(config.name)
     given = {key: value for key, value in dataclasses.asdict(config).items() if value is not None and key != "name"}
     # Every config carries a budget; `full` has no use for one.
     ignored = {"budget"} - accepted
     if refused := sorted(given.keys() - accepted - ignored):
         setting = f"policy.{refused[0]}={given[refused[0]]!r}"
         raise ConfigError(f"policy {config.name} does not take {setting}; it takes {', '.join(sorted(accepted))}.")
-    return policies.by_name(config.name, **{key: value for key, value in given.items() if key in accepted})
+    return policy.build(config.name, **{key: value for key, value in given.items() if key in accepted})
 
 
 def baseline(config: ExperimentConfig, name: str) -> PolicyConfig:
     """A policy to compare with: the same budget and positions, everything else its default."""
     if name == config.policy.name:
         return config.policy
-    accepted = policies.accepts(name)
+    accepted = policy.accepts(name)
     shared = {key: getattr(config.policy, key) for key in ("budget", "positions") if key in accepted and name != "full"}
     return PolicyConfig(name=name, **shared)

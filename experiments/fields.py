@@ -32,6 +32,18 @@ Number = Annotated[float, "a number of at least 0"]
 Names = Annotated[tuple[str, ...], "names separated by commas, or none"]
 
 
+def split(text: str) -> list[str]:
+    """Parts between the commas that stand outside of parentheses: h2o, roco(protect=4, guard=2)."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
 def _is_none(text: str) -> bool:
     return text.strip().lower() in ("none", "")
 
@@ -71,7 +83,7 @@ KINDS: dict[Any, Callable[[str], Any]] = {
     Text: str,
     # Empty text is not the same as none: an empty prompt is refused, not replaced.
     OptionalText: lambda text: None if text.strip().lower() == "none" else text,
-    Names: lambda text: () if _is_none(text) else tuple(name.strip() for name in text.split(",") if name.strip()),
+    Names: lambda text: () if _is_none(text) else tuple(name.strip() for name in split(text) if name.strip()),
 }
 
 

@@ -134,7 +134,7 @@ def measure(
     held = prompt_length + steps
     return Measurement(
         policy=policy.name,
-        budget=policy.budget,  # type: ignore[arg-type]
+        budget=getattr(policy.budget, "budget", policy.budget),  # a rule's is that of its average layer
         slots=int(max(np.max(cache.live_slots(layer)) for layer in generation.state.layers)),
         logprobs=logprobs,
         tokens=generation.tokens,

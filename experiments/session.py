@@ -116,6 +116,8 @@ def check_fit(config: ExperimentConfig) -> None:
 
 def _most_slots(policy: Policy, prompt: int, new: int) -> int:
     total = prompt + new
+    if policy.then is not None or policy.mask is not None:  # all of the prompt, or of the text, is held
+        return total
     return min(total, slots(policy.budget, prompt) + 1) if isinstance(policy.budget, int | float) else total
 
 
@@ -173,13 +175,16 @@ class Session:
         asked = score.make_prompts(config.recall, model, config.seed)
         key = _key(config, "model", "mesh", "seed", "data", "recall", "prefill_block", "repeats")
         bar = tqdm(policies, unit="policy", disable=None if progress is None else not progress, leave=False)
-        for policy in bar:
-            bar.set_description(policy.name)
-            if (key, policy) not in self._measured:
-                self._measured[key, policy] = measure(
-                    model, tokens, policy, prompt_length=prompt_length, new_tokens=config.data.new_tokens,
-                    prefill_block=config.prefill_block, repeats=config.repeats, recall=asked,
-                )  # fmt: skip
+        # float32 means float32: left alone, GPUs and TPUs multiply it in fewer bits, and print other digits than CPUs.
+        exact = "highest" if dtype_of(config.model) == jnp.float32 else None
+        with jax.default_matmul_precision(exact):
+            for policy in bar:
+                bar.set_description(policy.name)
+                if (key, policy) not in self._measured:
+                    self._measured[key, policy] = measure(
+                        model, tokens, policy, prompt_length=prompt_length, new_tokens=config.data.new_tokens,
+                        prefill_block=config.prefill_block, repeats=config.repeats, recall=asked,
+                    )  # fmt: skip
         measurements = [self._measured[key, policy] for policy in policies]
         rows = "1 row" if len(tokens) == 1 else f"{len(tokens)} rows"
         return Outcome(
@@ -228,7 +233,7 @@ def _notes(model: Model, config: ExperimentConfig, prompt: int, measurements: li
         )
     for measurement in measurements:
         if measurement.budget is not None and measurement.kv_bytes >= measurement.full_kv_bytes:
-            notes.append(f"{measurement.policy}: the budget holds all {total} tokens, so nothing is evicted.")
+            notes.append(f"{measurement.policy}: all {total} tokens are held, so that no memory is saved.")
     if config.data.prompt is not None:
         notes.append("A prompt has no true continuation, so there is no perplexity.")
     return notes

@@ -35,7 +35,7 @@ def parse_axis(text: str) -> Axis:
       ConfigError: not of that form, an unknown field, or a value of the wrong kind.
     """
     path, equals, listed = text.partition("=")
-    values = [value.strip() for value in listed.split(";" if ";" in listed else ",")]
+    values = [value.strip() for value in (listed.split(";") if ";" in listed else fields.split(listed))]
     if not equals or not all(values):
         raise ConfigError(f"--sweep={text} is not of the form FIELD=VALUE,VALUE,..., as in policy.budget=0.1,0.2.")
     kind = fields.kind_of(path, ExperimentConfig)

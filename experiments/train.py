@@ -30,12 +30,12 @@ from experiments import cli, fields, machine, results
 from experiments.tasks.prompts import NoRoom, make_many
 from experiments.tasks.recall import DIFFICULTY
 from experiments.training import corpus, evaluate
-from experiments.training.config import TrainConfig, check, decoder_config, past, stage
+from experiments.training.config import BY_STAGE, TrainConfig, check, decoder_config, past, stage
 from experiments.training.induction import initial_parameters
 from experiments.training.mixture import Kind, Mixture
 from experiments.training.optimizer import optimizer
 from kvjax import sharding
-from kvjax.checkpoint.huggingface import save
+from kvjax.checkpoint.huggingface import load, save
 from kvjax.checkpoint.tokenizer import load_tokenizer
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.config import DecoderConfig
@@ -94,25 +94,33 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
         start = manager.latest_step() or 0
         if start:
             _check_same_past(config, folder, start)
-        mixture, held_out = corpus.load(config, folder, resume=start > 0)
+        before = _start_model(config, folder) if config.start else None
+        mixture, held_out = corpus.load(config, folder, resume=bool(start or before))
+        checksums = corpus.checksums(config)
         decoder = decoder_config(config, mixture.bos)
 
         @functools.partial(jax.jit, out_shardings=everywhere)
         def begin(params: Any) -> TrainState:
             return TrainState.create(apply_fn=Decoder(decoder).apply, params=params, tx=optimizer(config))
 
-        state = begin(initial_parameters(decoder, jax.random.key(config.seed)))
+        if before is not None and before.config != decoder:
+            raise ConfigError(f"start={config.start!r} is {before.config}; this run's decoder is {decoder}.")
+        state = begin(before.params if before else initial_parameters(decoder, jax.random.key(config.seed)))
         if start:
             state = manager.restore(start, args=ocp.args.StandardRestore(state))
         results.write(folder / "config.json", results.to_json(fields.to_dict(config)))
         log = Log(folder / "metrics.jsonl", start)
-        log.write(kind="start", step=start, command=command, devices_used=devices, **machine.environment())
+        environment = machine.environment()
+        log.write(kind="start", step=start, command=command, devices_used=devices, **environment, sha256=checksums)
         bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if progress is None else not progress)
         since, logged = time.perf_counter(), start
         for step in range(start, config.steps):
             at = stage(config, step)
-            context, repeats = config.contexts[at], config.mixture.repeat_fraction[at]
-            batch = mixture.batch(step, config.batch_tokens // context, context, repeats)
+            context = config.contexts[at]
+            batch = mixture.batch(
+                step, config.batch_tokens // context, context,
+                **{name: getattr(config.mixture, name)[at] for name in BY_STAGE},
+            )  # fmt: skip
             state, losses = train_step(state, *jax.device_put(batch, by_row), config.mixture.answer_weight)
             done, last = step + 1, step + 1 == config.steps
             if done % config.log_every == 0 or last:
@@ -136,6 +144,15 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
     params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.bfloat16), state.params)
     save(Model(decoder, params, load_tokenizer(folder, decoder)), folder / "model")
     return folder / "model"
+
+
+def _start_model(config: TrainConfig, folder: Path) -> Model:
+    """The model that a run begins with; its tokenizer becomes the run's."""
+    model = load(config.start, dtype="float32")
+    if model.tokenizer is None:
+        raise ConfigError(f"start={config.start!r} has no tokenizer.")
+    model.tokenizer.save(folder)
+    return model
 
 
 def evaluated(

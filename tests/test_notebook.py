@@ -6,11 +6,10 @@ import os
 import re
 import struct
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, find_shared
+from tests.conftest import ROOT
 
 nbformat = pytest.importorskip("nbformat", reason="the notebook needs nbformat: pip install 'kvjax[notebook]'")
 
@@ -22,15 +21,7 @@ MACHINE_PATH = re.compile(r"(?<![\w:/.])(?:~?/\w[\w.-]*/|[A-Z]:\\)")
 
 
 @pytest.fixture(scope="module")
-def trained() -> Path | None:
-    """The shared model, or None: the notebook then makes a random one."""
-    shared = find_shared()
-    folder = shared / "data" / "models" / "stories260K-hf" if shared else None
-    return folder if folder and folder.is_dir() else None
-
-
-@pytest.fixture(scope="module")
-def executed(trained, tmp_path_factory):
+def executed(tmp_path_factory):
     """The notebook after one run, in an empty folder, by this very interpreter."""
     nbclient = pytest.importorskip(
         "nbclient", reason="running the notebook needs nbclient: pip install 'kvjax[notebook]'"
@@ -62,7 +53,7 @@ def executed(trained, tmp_path_factory):
         patch.setenv("IPYTHONDIR", str(folder / "ipython"))
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
         patch.setenv("JAX_PLATFORMS", "cpu")
-        patch.setenv("KVJAX_MODEL", str(trained or ""))
+        patch.delenv("KVJAX_MODEL", raising=False)
         client = nbclient.NotebookClient(
             notebook, timeout=300, kernel_name="kvjax-test", resources={"metadata": {"path": str(work)}}
         )
@@ -110,15 +101,11 @@ def test_budget_is_held(executed):
         assert held[name][1] < held["full"][1] / 4
 
 
-def test_says_which_model_it_is(executed, trained):
-    text = printed(executed)
-    if trained is None:
-        assert "RANDOM WEIGHTS" in text
-        assert "gibberish" in text
-    else:
-        assert f"Loaded {trained.name}: llama" in text
-        assert "RANDOM" not in text
-        assert "Lily" in texts(executed)["full"]
+def test_says_which_model_it_is_and_who_still_knows(executed):
+    assert "Loaded kvjax-tiny: llama" in printed(executed)
+    told = texts(executed)
+    assert told["full"].split("5318")[0].strip() == "'"
+    assert "5318" not in told["window"]
 
 
 @pytest.mark.parametrize("name", MAPS)

@@ -11,6 +11,7 @@ from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.rope import Rope
 
+BY_STAGE = ("repeat_fraction", "invented_fraction", "wordy_fraction")  # of the mixture
 SHORTEST = 16  # tokens of a window
 SMALLEST_VOCABULARY = 257
 ROPE_THETA = 500_000.0  # LLaMA 3's: more features turn slowly enough to match over the whole context
@@ -34,6 +35,8 @@ class MixtureConfig:
     recall_fraction: share of every window that is facts, questions and answers; answer_weight: of an answer's tokens
       in the loss, where a text's count 1.
     repeat_fraction: share of the windows that are nothing but a sequence of tokens over and over, by stage.
+    invented_fraction: share of the episodes whose wording is made up (`experiments.tasks.wording`), by stage;
+    wordy_fraction: of these, those that put words between a name and its value, the others symbols.
     story_fraction: share of the training text that is generated stories.
     common_words: so many of the texts' most frequent words join the nouns of the tasks.
     """
@@ -41,22 +44,29 @@ class MixtureConfig:
     recall_fraction: Number = 0.4
     answer_weight: Number = 4.0
     repeat_fraction: Numbers = (0.0,)
+    invented_fraction: Numbers = (0.5,)
+    wordy_fraction: Numbers = (0.5,)
     story_fraction: Number = 0.08
-    common_words: Count = 2000
+    common_words: Count = 10_000
 
 
 @dataclasses.dataclass
 class OptimizerConfig:
     """Attributes:
-    learning_rate: of the projections, by Muon, in units of Adam's; table_learning_rate: of tables and norms, by Adam.
-    warmup_steps, decay_steps: linear from 0 at the start, linear to 0 at the end, constant between.
+    learning_rate: of the projections, by Muon, in units of Adam's; embedding_learning_rate: of embeddings and norms, by
+      Adam.
+    cycle_ends: steps at which the rate has come down to 0 and rises anew (WSD-S, arXiv:2410.05192); the last cycle ends
+      with the run.
+    warmup_steps, decay_steps: linear from 0 at a cycle's start, linear to 0 at its end, constant between; the latter
+      one number a cycle.
     weight_decay: of the projections; clip: largest global norm of a gradient.
     """
 
     learning_rate: Number = 8e-3
-    table_learning_rate: Number = 8e-3
+    embedding_learning_rate: Number = 8e-3
     warmup_steps: Count = 30
-    decay_steps: Count = 600
+    cycle_ends: Counts = ()
+    decay_steps: Counts = (600,)
     weight_decay: Number = 0.1
     clip: Number = 1.0
 
@@ -69,6 +79,8 @@ class TrainConfig:
       last ends. Heads that look things up form in time quadratic in the context (arXiv:2511.01033): short ones first.
     batch_tokens: tokens of a step; steps: of the whole run.
     evaluate_every, checkpoint_every, log_every: steps between; evaluation is also at the end.
+    start: a model of this shape, by whatever `kvjax.load` takes, whose weights and tokenizer the run begins with; "" =
+      random weights that hold an induction head, and a tokenizer trained on the texts.
     seed: of weights, windows and tasks.
     output: the run's folder; a run that is there already goes on from its last checkpoint.
     """
@@ -86,6 +98,7 @@ class TrainConfig:
     evaluate_every: Count = 250
     checkpoint_every: Count = 100
     log_every: Count = 10
+    start: Text = ""
     seed: Seed = 0
     output: Text = "results/train"
 
@@ -97,18 +110,30 @@ def check(config: TrainConfig) -> None:
       ConfigError: what was given, and what would be valid.
     """
     shape, contexts, ends = config.decoder, config.contexts, config.stage_ends
-    repeats = config.mixture.repeat_fraction
-    if len(ends) != len(contexts) - 1 or len(repeats) != len(contexts) or list(ends) != sorted(set(ends)):
+    by_stage = {name: getattr(config.mixture, name) for name in BY_STAGE}
+    if len(ends) != len(contexts) - 1 or list(ends) != sorted(set(ends)):
         raise ConfigError(
             f"contexts={contexts} are {len(contexts)} stages; they need {len(contexts) - 1} ascending stage_ends, not "
-            f"{ends}, and {len(contexts)} of mixture.repeat_fraction, not {repeats}."
+            f"{ends}."
         )
+    for name, shares in by_stage.items():
+        if len(shares) != len(contexts):
+            raise ConfigError(
+                f"contexts={contexts} are {len(contexts)} stages; give {len(contexts)} of mixture.{name}, not {shares}."
+            )
+        if max(shares) > 1:
+            raise ConfigError(f"mixture.{name}={shares} are shares; give numbers from 0 to 1.")
     if list(contexts) != sorted(contexts) or contexts[0] < SHORTEST:
         raise ConfigError(f"contexts={contexts} must ascend from at least {SHORTEST} tokens.")
-    if max(repeats) > 1 or config.mixture.recall_fraction > 1:
+    if config.mixture.recall_fraction > 1:
         raise ConfigError(
-            f"mixture.repeat_fraction={repeats} and mixture.recall_fraction={config.mixture.recall_fraction} are "
-            "shares; give numbers from 0 to 1."
+            f"mixture.recall_fraction={config.mixture.recall_fraction} is a share; give a number from 0 to 1."
+        )
+    cycles, decays = config.optimizer.cycle_ends, config.optimizer.decay_steps
+    if len(decays) != len(cycles) + 1 or list(cycles) != sorted({*cycles}) or (cycles and cycles[-1] >= config.steps):
+        raise ConfigError(
+            f"optimizer.cycle_ends={cycles} must ascend to less than steps={config.steps}, and optimizer.decay_steps="
+            f"{decays} be {len(cycles) + 1} numbers, one a cycle."
         )
     if unfit := [context for context in contexts if config.batch_tokens % context]:
         raise ConfigError(f"batch_tokens={config.batch_tokens} is not a multiple of a window's {unfit[0]} tokens.")
@@ -183,11 +208,12 @@ def past(config: TrainConfig, step: int) -> dict[str, Any]:
     begun = sum(end < step for end in ends[:-1]) + 1
     settings["contexts"] = settings["contexts"][:begun]
     settings["stage_ends"] = settings["stage_ends"][: begun - 1]
-    settings["mixture"]["repeat_fraction"] = settings["mixture"]["repeat_fraction"][:begun]
+    for name in BY_STAGE:
+        settings["mixture"][name] = settings["mixture"][name][:begun]
     # The first parameters look ahead to the longest context.
     settings["max_positions"] = config.contexts[-1]
 
-    decay = settings["optimizer"].pop("decay_steps")
-    decay_start = config.steps - decay
-    settings["decay"] = None if step <= decay_start else [decay_start, decay]
+    ends, decays = settings["optimizer"].pop("cycle_ends"), settings["optimizer"].pop("decay_steps")
+    cycles = zip([*ends, config.steps], decays, strict=True)
+    settings["decays"] = [[end - decay, decay] for end, decay in cycles if end - decay < step]
     return settings

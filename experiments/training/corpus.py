@@ -1,10 +1,12 @@
 """Training and held-out texts as tokens, kept beside the run so that it resumes with the very same ones."""
 
 import dataclasses
+import hashlib
 import re
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 
 from experiments.tasks import words
 from experiments.tasks.story import story
@@ -32,6 +34,11 @@ def read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def checksums(config: TrainConfig) -> dict[str, str]:
+    """SHA-256 of every text, training and held out, by its file's name."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for paths in files(config) for path in paths}
 
 
 def curled(text: str) -> str:
@@ -72,10 +79,7 @@ def load(config: TrainConfig, folder: Path, *, resume: bool) -> tuple[Mixture, l
     if told.size > config.contexts[-1]:
         tokens.append(told)
     ends = np.zeros(config.decoder.vocab_size, bool)
-    size_of = np.zeros(config.decoder.vocab_size, np.int32)
     for entry, index in tokenizer.get_vocab().items():
-        # A byte-level vocabulary writes every byte as one character.
-        size_of[index] = len(entry)
         ends[index] = entry.endswith((".", "!", "?", "Ċ"))
     mixture = Mixture(
         texts=tokens,
@@ -89,12 +93,18 @@ def load(config: TrainConfig, folder: Path, *, resume: bool) -> tuple[Mixture, l
         recall_fraction=config.mixture.recall_fraction,
         seed=config.seed,
     )
-    found = []
-    for path in held_out:
-        ids = np.asarray(encode([read(path)])[0], np.int32)
-        _check_length(path.name, ids, config)
-        found.append(Text(path.name, ids, size_of[ids]))
+    found = [tokenized(path, tokenizer) for path in held_out]
+    for text in found:
+        _check_length(text.name, text.tokens, config)
     return mixture, found
+
+
+def tokenized(path: Path, tokenizer: tokenizers.Tokenizer) -> Text:
+    """A file's text under a byte-level tokenizer, without special tokens."""
+    # Such a vocabulary writes every byte as one character.
+    bytes_of = {index: len(entry) for entry, index in tokenizer.get_vocab().items()}
+    ids = tokenizer.encode(read(path), add_special_tokens=False).ids
+    return Text(path.name, np.asarray(ids, np.int32), np.asarray([bytes_of[i] for i in ids], np.int32))
 
 
 def _check_length(name: str, ids: np.ndarray, config: TrainConfig) -> None:

@@ -2,7 +2,7 @@
 
 A head that finds "A B ... A" and answers "B" (Olsson et al., arXiv:2209.11895) takes two layers that are of no use one
 without the other, so that training comes upon it late: with random parameters not within 2.4 M tokens, although a third
-to 60 % of the windows could be foretold by nothing else. Its weights are known, though, and an initialisation that
+to 60 % of the windows could be predicted by nothing else. Its weights are known, though, and an initialisation that
 imitates them (as Trockman and Kolter, arXiv:2305.09828, do for other heads) is learned from at once. Every parameter is
 trained all the same, and a learning rate that rises too fast destroys the head: 6e-3 after a warm-up of 60 steps did,
 2e-3 after one of 30 did not.

@@ -11,15 +11,23 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.tasks import recall
+from experiments.tasks.wording import invent
 from experiments.tasks.words import Words
 
-#: The range of each task's difficulty in training, and how often it is drawn.
-DIFFICULTY = {"passkey": (4, 6), "multi_key": (2, 6), "associative": (2, 8), "copy": (4, 12), "variable": (0, 2)}
-SHARE = {"passkey": 0.2, "multi_key": 0.25, "associative": 0.25, "copy": 0.15, "variable": 0.15}
+#: Each task's difficulties in training, without the one that evaluations ask for (recall.DIFFICULTY), and how often it
+#: is drawn.
+DIFFICULTY = {
+    "passkey": (3, 4, 6, 7),
+    "multi_key": (2, 3, 5, 6),
+    "associative": (2, 3, 5, 6, 8),
+    "copy": (4, 5, 7, 9, 12),
+    "variable": (0, 2),
+}
+SHARE = {"passkey": 0.15, "multi_key": 0.2, "associative": 0.35, "copy": 0.2, "variable": 0.1}
 
 
 class Kind(enum.IntEnum):
-    """What a token of a window is. A fact and a question are given, not taught: most of them cannot be foretold."""
+    """What a token of a window is. A fact and a question are given, not taught: most of them cannot be predicted."""
 
     GIVEN = 0
     TEXT = 1
@@ -61,18 +69,32 @@ class Mixture:
     recall_fraction: float
     seed: int
 
-    def batch(self, step: int, rows: int, context: int, repeat_fraction: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [rows, context + 1] int32, and the `Kind` of each, int8."""
+    def batch(
+        self,
+        step: int,
+        rows: int,
+        context: int,
+        *,
+        repeat_fraction: float = 0.0,
+        invented_fraction: float = 0.0,
+        wordy_fraction: float = 0.5,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [rows, context + 1] int32, and the `Kind` of each, int8.
+
+        Args:
+          repeat_fraction: share of the rows that are a `repeat`; invented_fraction: of the episodes whose wording is
+            made up; wordy_fraction: of these, those joined by words.
+        """
         rng = np.random.default_rng((self.seed, step))
         repeats = round(repeat_fraction * rows)
-        windows = [self.window(rng, context + 1) for _ in range(rows - repeats)]
+        windows = [self.window(rng, context + 1, invented_fraction, wordy_fraction) for _ in range(rows - repeats)]
         windows += [self.repeat(rng, context + 1) for _ in range(repeats)]
         return np.stack([tokens for tokens, _ in windows]), np.stack([kind for _, kind in windows])
 
     def repeat(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
         """A sequence of tokens over and over, half of the time arbitrary ones, half of the time shuffled text.
 
-        Nothing in it can be foretold but by looking back: it exercises the induction head of the first parameters at
+        Nothing in it can be predicted but by looking back: it exercises the induction head of the first parameters at
         almost every token, where a window of tasks does so at a few answers.
         """
         # As many short ones as long ones: what was learned at one length is what the next is learned from.
@@ -86,12 +108,14 @@ class Mixture:
         tokens = np.concatenate([[self.bos], np.tile(sequence, -(-size // length))])[:size].astype(np.int32)
         return tokens, np.concatenate([_all(length + 1, Kind.GIVEN), _all(size - length - 1, Kind.REPEAT)])
 
-    def window(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+    def window(
+        self, rng: np.random.Generator, size: int, invented_fraction: float = 0.0, wordy_fraction: float = 0.5
+    ) -> tuple[np.ndarray, np.ndarray]:
         """One window of `size` tokens, and their kinds."""
         pieces: list[Piece] = []
         left = int(self.recall_fraction * size)
         while left > 0:
-            episode = self.pieces(rng)
+            episode = self.pieces(rng, invented_fraction, wordy_fraction)
             length = sum(piece.tokens.size for piece in episode)
             # One that would not fit is left out, and with it this window's remainder.
             if length > max(left, size // 2) or length + sum(piece.tokens.size for piece in pieces) > size - 2:
@@ -119,11 +143,16 @@ class Mixture:
         start = rng.integers(0, chosen.size - size + 1)
         return chosen[start : start + size]
 
-    def pieces(self, rng: np.random.Generator) -> list[Piece]:
+    def pieces(
+        self, rng: np.random.Generator, invented_fraction: float = 0.0, wordy_fraction: float = 0.5
+    ) -> list[Piece]:
         """One episode: its facts together or scattered, then up to three of its questions."""
+        words = self.words
+        # Nothing is drawn where nothing is made up: a stage without leaves the one before it as it was.
+        if invented_fraction and rng.random() < invented_fraction:
+            words = invent(rng, words, wordy_fraction)
         name = str(rng.choice(list(SHARE), p=list(SHARE.values())))
-        low, high = DIFFICULTY[name]
-        episode = recall.TASKS[name](rng, self.words, int(rng.integers(low, high + 1)))
+        episode = recall.TASKS[name](rng, words, int(rng.choice(DIFFICULTY[name])))
         count = len(episode.facts)
         together = rng.random() < 0.6
         # Half of the questions stand at the end: far from most facts.

@@ -1,4 +1,4 @@
-"""The optimizer: Muon for projections, Adam for tables and norms, warm-up, plateau and linear decay."""
+"""The optimizer: Muon for projections, Adam for embeddings and norms, warm-up, plateau and linear decay."""
 
 from typing import Any
 
@@ -9,17 +9,21 @@ from experiments.training.config import TrainConfig
 
 
 def schedule(config: TrainConfig, peak: float) -> optax.Schedule:
-    """Learning rate by step: linear from 0, constant, linear to 0 at the last step (WSD, arXiv:2404.06395)."""
-    warmup = config.optimizer.warmup_steps
-    decay_start = max(warmup, config.steps - config.optimizer.decay_steps)
-    return optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, peak, warmup),
+    """Learning rate by step: linear from 0, constant, linear to 0 at a cycle's end (WSD, arXiv:2404.06395)."""
+    parts: list[optax.Schedule] = []
+    boundaries: list[int] = []
+    start = 0
+    for end, decay in zip((*config.optimizer.cycle_ends, config.steps), config.optimizer.decay_steps, strict=True):
+        warm = min(start + config.optimizer.warmup_steps, end)
+        falls = max(warm, end - decay)
+        parts += [
+            optax.linear_schedule(0.0, peak, config.optimizer.warmup_steps),
             optax.constant_schedule(peak),
-            optax.linear_schedule(peak, 0.0, max(1, config.steps - decay_start)),
-        ],
-        [warmup, decay_start],
-    )
+            optax.linear_schedule(peak, 0.0, max(1, end - falls)),
+        ]
+        boundaries += [warm, falls, end]
+        start = end
+    return optax.join_schedules(parts, boundaries[:-1])
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -39,7 +43,7 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
             weight_decay=settings.weight_decay,
             consistent_rms=0.2,
             muon_weight_dimension_numbers=projections,
-            adam_learning_rate=schedule(config, settings.table_learning_rate),
+            adam_learning_rate=schedule(config, settings.embedding_learning_rate),
             adam_b2=0.98,
         ),
     )

@@ -94,7 +94,7 @@ def test_a_wrong_command_line_names_what_is_valid(arguments, message):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (PolicyConfig(name="h3o"), "unknown policy 'h3o'; known policies: full, h2o"),
+        (PolicyConfig(name="h3o"), "unknown policy 'h3o'; did you mean 'h2o'.*known policies: .*full, h2o"),
         (PolicyConfig(budget=0), "budget 0 is out of range"),
         (PolicyConfig(budget=-1), "budget -1 is out of range"),
         (PolicyConfig(budget=1.5), "budget 1.5 is out of range"),

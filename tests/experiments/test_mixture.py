@@ -39,17 +39,19 @@ def test_a_batch_depends_on_seed_and_step_alone(mixture):
     tokens, kind = mixture.batch(5, 3, 400)
     assert tokens.shape == kind.shape == (3, 401)
     assert (tokens.dtype, kind.dtype) == (np.int32, np.int8)
-    mixture.batch(6, 2, 100)
+    mixture.batch(6, 2, 100, invented_fraction=1.0)
     again = mixture.batch(5, 3, 400)
     assert np.array_equal(tokens, again[0])
     assert np.array_equal(kind, again[1])
     assert not np.array_equal(tokens, mixture.batch(6, 3, 400)[0])
+    assert not np.array_equal(tokens, mixture.batch(5, 3, 400, invented_fraction=0.5)[0])
 
 
-def test_every_answer_stands_before_its_question(mixture):
+@pytest.mark.parametrize("invented", [0.0, 1.0])
+def test_every_answer_stands_before_its_question(mixture, invented):
     answers = 0
     for step in range(20):
-        for tokens, kind in zip(*mixture.batch(step, 2, 1500), strict=True):
+        for tokens, kind in zip(*mixture.batch(step, 2, 1500, invented_fraction=invented), strict=True):
             assert tokens[0] == BOS
             assert kind[0] == Kind.GIVEN
             for start, end in runs(kind, Kind.ANSWER):
@@ -73,7 +75,7 @@ def test_text_goes_on_where_a_piece_was_put_in(mixture):
             assert tokens[start - 1] == ord(".")
 
 
-def test_repeats_can_be_foretold_by_looking_back(mixture):
+def test_repeats_can_be_predicted_by_looking_back(mixture):
     tokens, kind = mixture.batch(0, 8, 60, repeat_fraction=0.5)
     assert [bool((row == Kind.REPEAT).any()) for row in kind] == [False] * 4 + [True] * 4
     for row, of in zip(tokens[4:], kind[4:], strict=True):

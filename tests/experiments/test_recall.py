@@ -1,5 +1,6 @@
 """Recall tasks: every question has its answer among the facts, nothing held out is in training, scoring is exact."""
 
+import itertools
 import re
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from experiments import config as configs
 from experiments.config import RecallConfig
-from experiments.tasks import prompts, recall, score, story, words
+from experiments.tasks import prompts, recall, score, story, wording, words
 from experiments.tasks.words import HELD_OUT, TRAINING
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
@@ -38,6 +39,25 @@ def test_an_answer_stands_in_the_fact_that_is_asked_for(task, split, difficulty)
                 assert question.answer in fact
                 others = [f" {other}" for other in episode.facts if f" {other}" != fact]
                 assert not any(question.answer in other for other in others)
+
+
+@pytest.mark.parametrize("task", recall.TASKS)
+def test_wordings_that_are_made_up_have_their_answers_too_and_none_of_the_held_out_words(task):
+    wordings = set()
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        made_up = wording.invent(rng, TRAINING)
+        wordings.add(made_up.templates[task])
+        words_of = set(" ".join(itertools.chain(*made_up.templates[task])).split())
+        assert not words_of & (wording.RESERVED - set(wording.OPENINGS))
+        assert not any(" > {v}" in part for part in made_up.templates[task][0])
+        episode = recall.TASKS[task](rng, made_up, 3)
+        for question in episode.questions:
+            assert question.answer.startswith(" ")
+            assert not question.text.endswith(" ")
+            if task != "variable":
+                assert question.answer in f" {episode.facts[question.fact]}"
+    assert len(wordings) > 55
 
 
 def follow(facts, question):

@@ -9,6 +9,7 @@ import time
 import types
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -91,6 +92,20 @@ def test_an_interrupted_run_leaves_no_result(small, monkeypatch, error, moment):
     with pytest.raises(error):
         run.run(small)
     assert list(Path(small.output).iterdir()) == []
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "highest"), ("bfloat16", None)])
+def test_float32_is_multiplied_as_float32_on_every_device(small, monkeypatch, dtype, precision):
+    asked = []
+
+    def measured(*args, **kwargs):
+        asked.append(jax.config.jax_default_matmul_precision)
+        return Measurement("window", 8, 8, None, np.zeros((1, 2), np.int32), 1.0, 1.0, 0.0, 8, 8)
+
+    monkeypatch.setattr(session, "measure", measured)
+    small.model.dtype = dtype
+    session.Session().run(small)
+    assert set(asked) == {precision}
 
 
 def test_a_prompt_is_continued_without_a_perplexity(small, capsys):

@@ -47,8 +47,10 @@ def config(texts, tmp_path) -> TrainConfig:
         texts=(str(texts),),
         held_out=("two",),
         decoder=DecoderShape(vocab_size=320, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_size=48),
-        mixture=MixtureConfig(repeat_fraction=(0.5, 0.0), common_words=20),
-        optimizer=OptimizerConfig(warmup_steps=3, decay_steps=4),
+        mixture=MixtureConfig(
+            repeat_fraction=(0.5, 0.0), invented_fraction=(0.0, 0.5), wordy_fraction=(0.5, 0.5), common_words=20
+        ),
+        optimizer=OptimizerConfig(warmup_steps=3, decay_steps=(4,)),
         contexts=(32, 64),
         stage_ends=(5,),
         batch_tokens=512,
@@ -143,13 +145,13 @@ def test_the_loss_falls_and_the_export_is_what_was_trained(config):
 
 def test_a_run_goes_on_only_under_the_settings_that_led_to_it(config):
     config.steps = 4
-    config.optimizer.decay_steps = 1
+    config.optimizer.decay_steps = (1,)
     train.train(config, progress=False)
     other = fields.override(config, "optimizer.learning_rate", 1e-3)
     with pytest.raises(ConfigError, match="holds a run at step 4 whose optimizer differ"):
         train.train(other, progress=False)
     # The decay had begun: a longer plateau would have led elsewhere.
-    with pytest.raises(ConfigError, match="whose decay differ"):
+    with pytest.raises(ConfigError, match="whose decays differ"):
         train.train(fields.override(config, "steps", 8), progress=False)
 
 
@@ -163,8 +165,19 @@ def test_a_longer_run_shares_its_plateau(config):
     assert training.past(config, 5) != training.past(dataclasses.replace(config, seed=1), 5)
 
 
+def test_a_finished_run_goes_on_in_another_cycle(config):
+    """The rate has come down to 0; from there it may rise anew."""
+    cycles = dataclasses.replace(config.optimizer, cycle_ends=(STEPS,), decay_steps=(4, 2))
+    longer = dataclasses.replace(config, steps=STEPS + 6, optimizer=cycles)
+    assert training.past(config, STEPS) == training.past(longer, STEPS)
+    assert training.past(longer, STEPS + 5) != training.past(dataclasses.replace(longer, steps=STEPS + 7), STEPS + 5)
+    one, both = schedule(config, 1.0), schedule(longer, 1.0)
+    assert [float(one(step)) for step in range(STEPS)] == [float(both(step)) for step in range(STEPS)]
+    assert [float(both(STEPS + step)) for step in (0, 3, 4, 5)] == pytest.approx([0, 1, 1, 0.5])
+
+
 def test_learning_rates_warm_up_and_decay():
-    config = TrainConfig(steps=100, optimizer=OptimizerConfig(warmup_steps=10, decay_steps=40))
+    config = TrainConfig(steps=100, optimizer=OptimizerConfig(warmup_steps=10, decay_steps=(40,)))
     rate = schedule(config, 2.0)
     assert [float(rate(step)) for step in (0, 5, 10, 60, 80, 100)] == pytest.approx([0, 1, 2, 2, 1, 0])
 
@@ -180,6 +193,12 @@ def test_learning_rates_warm_up_and_decay():
         ("stage_ends", (5, 9), "are 2 stages; they need 1 ascending stage_ends"),
         ("contexts", (64, 32), r"contexts=\(64, 32\) must ascend from at least 16"),
         ("mixture.repeat_fraction", (1.5, 0.0), "are shares; give numbers from 0 to 1"),
+        (
+            "optimizer.decay_steps",
+            (4, 4),
+            "must ascend to less than steps=.*, and optimizer.decay_steps=.* be 1 numbers",
+        ),
+        ("mixture.invented_fraction", (0.5,), "are 2 stages; give 2 of mixture.invented_fraction"),
         ("decoder.num_kv_heads", 3, "decoder.num_heads=4, and that one of decoder.num_kv_heads=3"),
         ("decoder.num_layers", 1, "leave no room for the induction head"),
         ("output", "/dev/null/run", "output='/dev/null/run' cannot be written"),
