@@ -23,10 +23,12 @@ def attend(
     query_position: Array,
     key_position: Array,
     scale: float | None = None,
-    window: int | None = None,
+    window: int | Array | None = None,
+    exempt: Array | None = None,
     needs: frozenset[Statistic] = frozenset(),
     group_reduce: str = "mean",
     causal: bool = False,
+    prompt: Array | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Array, Observation]:
     """Attends from a block of new tokens to the live slots at or before each of them.
@@ -36,10 +38,12 @@ def attend(
       query_position: [B, n] int32 absolute positions, ascending, -1 = padding (at a row's end): output 0.
       key_position: [B, K, S] int32, -1 = empty.
       scale: of the logits; None = D ** -0.5.
-      window: how many newest positions a query sees, itself included; None = all.
+      window: how many newest positions a query sees, itself included, an int or [B] int32; None = all.
+      exempt: [B, K, S] bool, slots that are seen beyond the window too.
       needs: statistics to report; the cost of the others is not paid.
       group_reduce: ``mean`` or ``max`` over the H / K query heads of a KV head.
       causal: the slots are exactly this block in order (one-shot prefill), which lets tiles skip the future.
+      prompt: [B] int32 tokens of each row's prompt, for statistics of its end; None = it ends with this block.
       implementation: ``xla`` or ``auto``; one that is asked for by name and cannot run raises.
 
     Returns:
@@ -53,7 +57,10 @@ def attend(
     newest = jnp.max(query_position, axis=1)
     queries = jnp.sum(query_position >= 0, axis=1, dtype=jnp.int32)
     # [B, n]
-    age = jnp.where(query_position >= 0, newest[:, None] - query_position, -1)
+    real = query_position >= 0
+    age = jnp.where(real, newest[:, None] - query_position, -1)
+    left = jnp.where(real, (newest if prompt is None else prompt - 1)[:, None] - query_position, -1)
+    statistics = tuple(sorted((s for s in needs if s.needs_attention), key=lambda s: s.name))
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, n, dim)
     run = decode_xla.attend if n == 1 else functools.partial(prefill_xla.attend, causal=causal)
     output, columns = run(
@@ -62,10 +69,11 @@ def attend(
         value,
         query_position=query_position,
         key_position=key_position,
-        age=age,
         scale=dim**-0.5 if scale is None else scale,
         window=window,
-        statistics=frozenset(s for s in needs if s.needs_attention),
+        exempt=exempt,
+        statistics=statistics,
+        weights=tuple(s.query_weights(age, left) for s in statistics),
         group_reduce=group_reduce,
     )
     for statistic in needs:
@@ -74,7 +82,7 @@ def attend(
     return output.reshape(batch, heads, n, dim), Observation(columns, queries)
 
 
-def count_queries(newest: Array, queries: Array, key_position: Array, window: int | None) -> Array:
+def count_queries(newest: Array, queries: Array, key_position: Array, window: int | Array | None) -> Array:
     """How many of a block's queries see each slot, from positions alone.
 
     Args:
@@ -85,6 +93,7 @@ def count_queries(newest: Array, queries: Array, key_position: Array, window: in
       [B, K, S] float32.
     """
     newest, queries = newest[:, None, None], queries[:, None, None]
+    window = window[:, None, None] if isinstance(window, jax.Array) else window
     first = jnp.maximum(newest - queries + 1, key_position)
     last = newest if window is None else jnp.minimum(newest, key_position + window - 1)
     seen = jnp.where((key_position >= 0) & (queries > 0), last - first + 1, 0)

@@ -5,7 +5,8 @@ they are and where RoPE puts them is read from `position` alone, never from slot
 one slot per head and the next token is written there: nothing is compacted or copied.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 from kvjax import attention, sharding
 from kvjax.policies.base import Policy, View
 from kvjax.rope import Rope
+from kvjax.selection import largest
+from kvjax.statistics import Observation
 
 Array = jax.Array
 EMPTY = -1
@@ -57,12 +60,16 @@ class Block(flax.struct.PyTreeNode):
       budget: one [B] int32 a layer, slots per KV head that each row keeps; unused when the policy keeps everything.
       policy: ranks the slots.
       capacity: slots of each layer's arrays when this step makes them (one-shot prefill); None = keep the arrays.
+      prompt: [B] int32 tokens of each row's prompt; None = it ends with this block.
+      decoding: the prompt is over.
     """
 
     position: Array
     budget: tuple[Array, ...]
     policy: Policy = flax.struct.field(pytree_node=False)
     capacity: tuple[int, ...] | None = flax.struct.field(pytree_node=False, default=None)
+    prompt: Array | None = None
+    decoding: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 def step(
@@ -105,38 +112,81 @@ def step(
         query_rank = jnp.repeat(query_rank, query.shape[1] // key.shape[1], axis=1)
         query = rope.rotate(query, query_rank, rope.frequencies(_length(block)))
         attended = rope.rotate(layer.key, key_rank, rope.frequencies(_length(block)))
-    output, observation = attention.attend(
-        query,
-        attended,
-        layer.value,
-        query_position=block.position,
-        key_position=layer.position,
-        scale=scale,
-        window=window,
-        needs=policy.needs,
-        group_reduce=policy.group_reduce,
-        causal=fresh,
-    )
-    layer = layer.replace(stats=policy.observe(layer.stats, observation))
-    if policy.budget is not None:
+    look = functools.partial(
+        attention.attend, query, attended, layer.value, query_position=block.position, scale=scale,
+        group_reduce=policy.group_reduce, causal=fresh, prompt=block.prompt,
+    )  # fmt: skip
+    if policy.budget is None:
+        output, observation = look(key_position=layer.position, window=window, needs=policy.needs)
+        layer = observe(layer, policy, observation)
+    else:
         view = View(
             position=layer.position,
-            key=layer.key,
-            value=layer.value,
+            key=jax.lax.stop_gradient(layer.key),
+            value=jax.lax.stop_gradient(layer.value),
             newest=jnp.max(block.position, axis=1),
             budget=block.budget[index],
+            prompt=_length(block) if block.prompt is None else block.prompt,
             layer=index,
+            decoding=block.decoding,
         )
-        # [B, K, S]; a policy that divides by zero must not escape its limit
-        priority = policy.priority(layer.stats, view)
-        priority = jnp.where(jnp.isnan(priority), -jnp.inf, priority)
-        victims = _one_victim if block.position.shape[1] == 1 else _all_victims
-        victim = victims(priority, layer.position, view.budget[:, None, None])
-        layer = layer.replace(position=jnp.where(victim, EMPTY, layer.position))
+        if policy.mask is not None:
+            output, layer = _masked(look, layer, policy, view, block, window)
+        else:
+            output, observation = look(key_position=layer.position, window=window, needs=policy.needs)
+            layer = evict(observe(layer, policy, observation), policy, view, tokens=block.position.shape[1])
     layer = layer.replace(stats=forget(layer.stats, layer.position))
     if fresh and block.capacity is not None:
         layer = resize(layer, block.capacity[index])
     return output, constrain(layer)
+
+
+def observe(layer: LayerKV, policy: Policy, observation: Observation) -> LayerKV:
+    """The layer with its statistics updated: they decide who goes and nothing else, and are constants to a gradient."""
+    return layer.replace(stats=policy.observe(layer.stats, jax.lax.stop_gradient(observation)))
+
+
+def evict(layer: LayerKV, policy: Policy, view: View, *, tokens: int) -> LayerKV:
+    """The layer without the lowest priorities, down to its limits; a block of so many tokens came in."""
+    # [B, K, S]; a policy that divides by zero must not escape its limit
+    priority = policy.priority(layer.stats, view)
+    priority = jnp.where(jnp.isnan(priority), -jnp.inf, priority)
+    # [B, 1, 1] or [B, K, 1]
+    limit = view.budget[:, None, None] if policy.limits is None else policy.limits(layer.stats, view)
+    if policy.then is not None:
+        limit = jnp.where(view.at_prompt_end[:, None, None], limit, FAR)
+    victims = _one_victim if tokens == 1 and policy.then is None and not policy.shrinks else _all_victims
+    victim = victims(priority, layer.position, limit)
+    if policy.merge is not None:
+        folded = policy.merge.fold(layer.key, layer.value, victim, layer.stats, view, tokens)
+        layer = layer.replace(key=folded.key, value=folded.value, stats=folded.stats)
+    return layer.replace(position=jnp.where(victim, EMPTY, layer.position))
+
+
+def _masked(
+    look: Callable[..., tuple[Array, Observation]],
+    layer: LayerKV,
+    policy: Policy,
+    view: View,
+    block: Block,
+    window: int | None,
+) -> tuple[Array, LayerKV]:
+    """Attention of a policy that hides slots instead of freeing them: its output, and the layer observed."""
+    mask, active = policy.mask, (view.newest >= 0)[:, None, None]
+    assert mask is not None
+    if mask.band is None:
+        own = layer.position >= block.position[:, :1, None]
+        seen = jnp.where(own | mask.visible(layer.stats, view), layer.position, EMPTY)
+        output, observation = look(key_position=seen, window=window, needs=policy.needs)
+        layer = observe(layer, policy, observation)
+    else:
+        _, observation = look(key_position=layer.position, window=window, needs=policy.needs)
+        layer = observe(layer, policy, observation)
+        band = mask.band(view) if window is None else jnp.minimum(mask.band(view), window)
+        output, _ = look(key_position=layer.position, window=band, exempt=mask.visible(layer.stats, view))
+    settled = mask.settle(layer.stats, view)
+    # A row that had no token in this block is as it was.
+    return output, layer.replace(stats=jax.tree.map(lambda new, old: jnp.where(active, new, old), settled, layer.stats))
 
 
 def _length(block: Block) -> Array:
@@ -225,14 +275,7 @@ def _one_victim(priority: Array, position: Array, budget: Array) -> Array:
 
 def _all_victims(priority: Array, position: Array, budget: Array) -> Array:
     """The slots to evict until `budget` are live: lowest priority first, of equals the older; [B, K, S] bool."""
-    live = position >= 0
-    # Empty slots sort last, below every live one; `index` carries the slot through the sort.
-    index = jnp.broadcast_to(jnp.arange(position.shape[2], dtype=jnp.int32), position.shape)
-    keys = (~live, -jnp.where(live, priority, -jnp.inf), -position, index)
-    best_first = jax.lax.sort(keys, dimension=2, num_keys=3)[-1]
-    # [B, K, S]: place of each slot in that order
-    place = jax.vmap(jax.vmap(lambda order: jnp.zeros_like(order).at[order].set(jnp.arange(order.size))))(best_first)
-    return live & (place >= budget)
+    return (position >= 0) & ~largest(priority, position, budget)
 
 
 def forget(stats: Any, position: Array) -> Any:

@@ -92,6 +92,7 @@ def decode(
 ) -> Generation:
     """Generates from a prefilled prompt, whose state is consumed (donated); arguments as in `generate`."""
     policy = check(policy)
+    policy = policy.then or policy
     check_sampling(sampler, key)
     key = jax.random.key(0) if key is None else key
     stop_ids = check_stop(stop)
@@ -161,7 +162,7 @@ def decode_steps(params, carry, budget, stop, steps, *, config, policy, sampler)
         kv, active = carry.state, carry.active
         # A row that has ended feeds padding, which leaves it unchanged.
         position = jnp.where(active, kv.length, -1)[:, None]
-        block = Block(position=position, budget=budget, policy=policy)
+        block = Block(position=position, budget=budget, policy=policy, decoding=True)
         x, kv = decoder.hidden(jnp.maximum(carry.token, 0)[:, None], kv, block)
         logits = decoder.logits(x[:, 0])
         token, logprob = _choose(logits, kv.length, carry.key, sampler)

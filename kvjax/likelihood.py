@@ -55,11 +55,12 @@ def log_likelihood(
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     prompt = check_prompt(prompt_length, batch.lengths)
     total = int(batch.lengths.max())
-    block, allocation = allocate_for(model, policy, prompt, total, prefill_block)
+    block, allocation = allocate_for(model, policy, prompt, batch.lengths, prefill_block)
     steps = int((batch.lengths - prompt).max())
     with model.on_mesh(), tqdm(total=total, desc="score", unit="tok", disable=not progress) as bar:
         place = model.place
-        budget, ids, ends, starts = place((allocation.budget, batch.tokens, batch.lengths, prompt))
+        budget, decode_budget = place((allocation.budget, allocation.decode_budget))
+        ids, ends, starts = place((batch.tokens, batch.lengths, prompt))
         width = int(prompt.max())
         # One token more than the prompt, so that its last one is scored too.
         _, logprobs, state = prefill_steps(
@@ -71,7 +72,15 @@ def log_likelihood(
         for start in range(0, steps, SCORE_ROWS):
             count = min(SCORE_ROWS, steps - start)
             scores, state = score_steps(
-                model.params, state, scores, ids, ends, budget, config=model.config, policy=policy, steps=count
+                model.params,
+                state,
+                scores,
+                ids,
+                ends,
+                decode_budget,
+                config=model.config,
+                policy=policy.then or policy,
+                steps=count,
             )
             if progress:
                 jax.block_until_ready(scores)
@@ -90,7 +99,7 @@ def score_steps(params, state, scores, tokens, lengths, budget, *, config, polic
         at = kv.length
         active = at < lengths
         token = tokens[row, jnp.minimum(at, total - 1)]
-        block = Block(position=jnp.where(active, at, -1)[:, None], budget=budget, policy=policy)
+        block = Block(position=jnp.where(active, at, -1)[:, None], budget=budget, policy=policy, decoding=True)
         x, kv = decoder.hidden(token[:, None], kv, block)
         target = tokens[row, jnp.minimum(at + 1, total - 1)]
         logprob = logprobs_of(decoder, x, target[:, None])[:, 0]

@@ -159,13 +159,13 @@ def plan(
     prompts = np.full((batch,), prompt_length, np.int32)
     total = prompt_length + new_tokens - 1  # the last new token is never fed back
     block = None if prefill_block is None or prefill_block >= prompt_length else prefill_block
-    slots = allocate(policy, prompts, total, config.num_layers, block or 1)
+    slots = allocate(policy, prompts, total, config.num_layers, config.num_kv_heads, block or 1)
     kept = policies.full()
     full_slots = allocate(kept, prompts, total, config.num_layers)
 
     targets = topology_devices(topology) if topology else jax.devices()
     dtype = _dtype(dtype, targets[0].platform)
-    live = live_slots(config, policy, slots, prompt_length, new_tokens)
+    live = live_slots(config, slots, prompt_length, new_tokens)
     axes: Any = mesh_axes
     if topology and not mesh_axes:
         axes = fewest_bytes(config, policy, slots, dtype, batch, live, len(targets))
@@ -176,7 +176,7 @@ def plan(
     shapes = decode_shapes(config, policy, slots, dtype, batch, mesh)
     step = roofline(config, shapes, live, device)
     full_shapes = decode_shapes(config, kept, full_slots, dtype, batch, mesh)
-    full = roofline(config, full_shapes, live_slots(config, kept, full_slots, prompt_length, new_tokens), device)
+    full = roofline(config, full_shapes, live_slots(config, full_slots, prompt_length, new_tokens), device)
     whole = roofline(config, decode_shapes(config, policy, slots, dtype, batch, None), live, device)
     weights, cache = local_bytes(shapes.params), step.cache
 
@@ -232,7 +232,7 @@ def _dtype(dtype: Any, platform: str) -> Any:
 def _compile_decode(config: DecoderConfig, policy: Policy, shapes: Shapes, mesh: Mesh | None) -> tuple[Any, str]:
     stop = jax.ShapeDtypeStruct((len(config.eos_token_ids),), jnp.int32)
     steps = jax.ShapeDtypeStruct((), jnp.int32)
-    options = {"config": config, "policy": policy, "sampler": Greedy()}
+    options = {"config": config, "policy": policy.then or policy, "sampler": Greedy()}
     return _compile(decode_steps, mesh, shapes.params, shapes.carry, shapes.budget, stop, steps, **options)
 
 
@@ -249,7 +249,7 @@ def _compile_prefill(
     place = mesh and NamedSharding(mesh, sharding.spec(("batch", None), (*row.shape, prompt_length), mesh))
     tokens = jax.ShapeDtypeStruct((*row.shape, prompt_length), jnp.int32, sharding=place)
     return _compile(
-        prefill_steps, mesh, shapes.params, tokens, row, shapes.budget, config=config, policy=policy,
+        prefill_steps, mesh, shapes.params, tokens, row, (row,) * len(slots.budget), config=config, policy=policy,
         capacity=slots.capacity, block_capacity=slots.block_capacity, block=block, score=False,
     )  # fmt: skip
 

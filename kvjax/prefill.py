@@ -14,6 +14,7 @@ import numpy as np
 from kvjax import cache
 from kvjax.allocation import Allocation, allocate
 from kvjax.cache import Block, KVState
+from kvjax.errors import PolicyError
 from kvjax.inputs import check_batch, check_count, check_positions
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
@@ -29,7 +30,7 @@ class Prefilled(NamedTuple):
 
     Attributes:
       logits: [B, V] float32 of each row's last prompt token.
-      state: the cache; budget: one [B] int32 a layer.
+      state: the cache; budget: one [B] int32 a layer, for decoding.
     """
 
     logits: Array
@@ -52,26 +53,30 @@ def prefill(
     check_count("max_new_tokens", max_new_tokens)
     batch = check_batch(model.config, tokens, lengths, new_tokens=max_new_tokens)
     # The last new token is never fed back.
-    total = int(batch.lengths.max()) + max_new_tokens - 1
+    total = batch.lengths + max_new_tokens - 1
     block, allocation = allocate_for(model, policy, batch.lengths, total, prefill_block)
     with model.on_mesh():
-        budget = model.place(allocation.budget)
+        budget, decode_budget = model.place((allocation.budget, allocation.decode_budget))
         logits, _, state = prefill_steps(
             model.params, model.place(batch.tokens), model.place(batch.lengths), budget, config=model.config,
             policy=policy, capacity=allocation.capacity, block_capacity=allocation.block_capacity, block=block,
             score=False,
         )  # fmt: skip
-    return Prefilled(logits, state, budget)
+    return Prefilled(logits, state, decode_budget)
 
 
 def allocate_for(
-    model: Model, policy: Policy, prompt: np.ndarray, total: int, prefill_block: int | None
+    model: Model, policy: Policy, prompt: np.ndarray, total: np.ndarray, prefill_block: int | None
 ) -> tuple[int | None, Allocation]:
     """Block size (None = one shot) and slots; a block that holds the longest prompt is one shot."""
     if prefill_block is not None:
         check_count("prefill_block", prefill_block)
         prefill_block = None if prefill_block >= prompt.max() else prefill_block
-    return prefill_block, allocate(policy, prompt, total, model.config.num_layers, prefill_block or 1)
+    if prefill_block is not None and policy.mask is not None and policy.mask.band is not None:
+        raise PolicyError(f"policy {policy.name}: it looks at all of a text at once; leave out prefill_block.")
+    config = model.config
+    slots = allocate(policy, prompt, total, config.num_layers, config.num_kv_heads, prefill_block or 1)
+    return prefill_block, slots
 
 
 @functools.partial(jax.jit, static_argnames=("config", "policy", "capacity", "block_capacity", "block", "score"))
@@ -83,7 +88,7 @@ def prefill_steps(params, tokens, lengths, budget, *, config, policy, capacity, 
 
     Returns:
       logits [B, V] of each row's last prompt token; logprobs [B, T - 1] of the tokens after the first, or None;
-      the state, with decode capacities.
+      the state, with decode capacities, and statistics of the policy that decodes.
     """
     decoder = bind(config, params)
     rows, width = tokens.shape
@@ -95,7 +100,8 @@ def prefill_steps(params, tokens, lengths, budget, *, config, policy, capacity, 
         position = start + jnp.arange(step, dtype=jnp.int32)
         position = jnp.where(position < lengths[:, None], position, -1)
         # [B, step, E]
-        x, kv = decoder.hidden(ids, kv, Block(position=position, budget=budget, policy=policy, capacity=block_slots))
+        block = Block(position=position, budget=budget, policy=policy, capacity=block_slots, prompt=lengths)
+        x, kv = decoder.hidden(ids, kv, block)
         at = jnp.clip(lengths - 1 - start, 0, step - 1)
         # [B, E]
         last = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
@@ -111,6 +117,8 @@ def prefill_steps(params, tokens, lengths, budget, *, config, policy, capacity, 
         kv = KVState(tuple(layers), jnp.zeros((rows,), jnp.int32))
         blocks = [x.reshape(rows, count, step).swapaxes(0, 1) for x in (padded[:, :-1], padded[:, 1:])]
 
+        # For gradients: a block is computed again instead of remembered, so that what is held of it is the cache alone.
+        @functools.partial(jax.checkpoint, prevent_cse=False)
         def body(carry, inputs):
             kv, last = carry
             start, ids, targets = inputs
@@ -125,6 +133,8 @@ def prefill_steps(params, tokens, lengths, budget, *, config, policy, capacity, 
             layers=tuple(cache.resize(layer, slots) for layer, slots in zip(kv.layers, capacity, strict=True))
         )
         logprobs = logprobs.swapaxes(0, 1).reshape(rows, -1)
+    if policy.then is not None:
+        kv = kv.replace(layers=tuple(layer.replace(stats=policy.hand_over(layer.stats)) for layer in kv.layers))
     logits = decoder.logits(last)
     return logits, logprobs[:, : width - 1], kv
 

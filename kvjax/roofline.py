@@ -64,7 +64,7 @@ def decode_shapes(
 
     def layer(capacity: int) -> LayerKV:
         dims, axes = (batch, config.num_kv_heads, capacity), ("batch", "kv_heads", None)
-        stats = jax.eval_shape(lambda: policy.init(dims))
+        stats = jax.eval_shape(lambda: (policy.then or policy).init(dims))
         return LayerKV(
             key=shape((*dims, config.head_dim), dtype, *axes, None),
             value=shape((*dims, config.head_dim), dtype, *axes, None),
@@ -83,19 +83,20 @@ def decode_shapes(
         active=shape((batch,), jnp.bool_, "batch"),
         key=jax.eval_shape(lambda: jax.random.key(0)),
     )
-    return Shapes(params, carry, (row,) * len(slots.budget))
+    return Shapes(params, carry, (row,) * len(slots.decode_budget))
 
 
-def live_slots(
-    config: DecoderConfig, policy: Policy, slots: Allocation, prompt_length: int, new_tokens: int
-) -> tuple[float, ...]:
+def live_slots(config: DecoderConfig, slots: Allocation, prompt_length: int, new_tokens: int) -> tuple[float, ...]:
     """Slots per head of each layer that a decode step attends to, averaged over the run's steps."""
     # [steps]: tokens seen, the one being fed included
     seen = prompt_length + 1 + np.arange(max(new_tokens - 1, 1))
-    budgets = [int(rows.max()) for rows in slots.budget] if policy.budget is not None else [None] * config.num_layers
+    kept = [int(rows.max()) for rows in slots.budget] or [prompt_length] * config.num_layers
+    limits: list[int | None] = [int(rows.max()) for rows in slots.decode_budget] or [None] * config.num_layers
     live = []
-    for budget, window in zip(budgets, config.windows, strict=True):
-        held = seen if budget is None else np.minimum(seen, budget + 1)
+    for left, limit, window in zip(kept, limits, config.windows, strict=True):
+        # What a prompt leaves, and what was decoded since.
+        held = seen - prompt_length + min(left, prompt_length)
+        held = held if limit is None else np.minimum(held, limit + 1)
         live.append(float(np.mean(held if window is None else np.minimum(held, window))))
     return tuple(live)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -25,6 +26,14 @@ def find_shared() -> Path | None:
     named = os.environ.get("KVJAX_SHARED")
     candidates = [Path(named)] if named else [ROOT / "shared", ROOT.parent / "shared"]
     return next((path for path in candidates if (path / "data").is_dir()), None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Compiled programs hold memory maps, of which a process may have 65,530; without any the compiler crashes."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

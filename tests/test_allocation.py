@@ -33,7 +33,7 @@ def test_no_layer_holds_more_than_there_will_be(budget, total, capacity):
 
 
 def test_everything():
-    assert allocate(policies.full(), PROMPTS, 150, 3, block=8) == ((), (150,) * 3, (150,) * 3)
+    assert allocate(policies.full(), PROMPTS, 150, 3, block=8) == ((), (), (150,) * 3, (150,) * 3)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def _evolve(params, kv, tokens, lengths, budget, *, config, policy):
         at = kv.length
         position = jnp.where(at < lengths, at, -1)[:, None]
         token = tokens[rows, jnp.minimum(at, tokens.shape[1] - 1)]
-        block = Block(position=position, budget=budget, policy=policy)
+        block = Block(position=position, budget=budget, policy=policy, decoding=True)
         logits, kv = Decoder(config).apply({"params": params}, token[:, None], kv, block)
         return kv, (tuple(layer.position for layer in kv.layers), logits[:, 0])
 

@@ -1,6 +1,6 @@
 """What the decode and prefill references share: masks, and column sums of a tile of probabilities."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,16 @@ Array = jax.Array
 NEGATIVE = float(jnp.finfo(jnp.float32).min)
 
 
-def visible(query_position: Array, key_position: Array, window: int | None) -> Array:
+def visible(
+    query_position: Array, key_position: Array, window: int | Array | None, exempt: Array | None = None
+) -> Array:
     """Which slots each query sees: live ones at its position or before, within its sliding window.
 
     Args:
       query_position: [B, t] int32, -1 = padding, which sees nothing.
       key_position: [B, K, S] int32, -1 = empty.
-      window: newest positions a query may see, itself included, or None.
+      window: newest positions a query may see, itself included, or None; an int, or [B] int32.
+      exempt: [B, K, S] bool, slots that are seen beyond the window too; None = none.
 
     Returns:
       [B, K, t, S] bool.
@@ -25,7 +28,12 @@ def visible(query_position: Array, key_position: Array, window: int | None) -> A
     query = query_position[:, None, :, None]
     key = key_position[:, :, None, :]
     mask = (key >= 0) & (key <= query)
-    return mask if window is None else mask & (key > query - window)
+    if window is None:
+        return mask
+    if isinstance(window, jax.Array):
+        window = window[:, None, None, None]
+    near = key > query - window
+    return mask & (near if exempt is None else near | exempt[:, :, None, :])
 
 
 def probabilities(logits: Array, mask: Array) -> Array:
@@ -44,24 +52,23 @@ def probabilities(logits: Array, mask: Array) -> Array:
 
 
 def column_sums(
-    statistics: Iterable[Statistic], probability: Array, mask: Array, age: Array, group_reduce: str
+    statistics: Sequence[Statistic], weights: Sequence[Array], probability: Array, mask: Array, group_reduce: str
 ) -> dict[str, Array]:
     """Σ_i w_i f(m[i, j]) of one tile of queries, for every statistic that needs attention.
 
     Args:
-      statistics: what to report.
+      statistics: what to report; weights: w of each, [B, t] or [B, t, words] float32, 0 for padding.
       probability: [B, K, G, t, S] float32.
       mask: [B, K, t, S] bool, who sees whom.
-      age: [B, t] int32, see `Statistic.query_weights`.
       group_reduce: ``mean`` or ``max`` over G.
 
     Returns:
-      Statistic name -> [B, K, S] float32.
+      Statistic name -> [B, K, S] or [B, K, S, words] float32.
     """
     # [B, K, t, S]
     m = jnp.mean(probability, axis=2) if group_reduce == "mean" else jnp.max(probability, axis=2)
     sums = {}
-    for statistic in statistics:
+    for statistic, weight in zip(statistics, weights, strict=True):
         match statistic.transform:
             case "identity":
                 term = m
@@ -72,5 +79,5 @@ def column_sums(
                 term = (mask & (m >= 1 / jnp.maximum(seen, 1))).astype(jnp.float32)
             case "one":
                 raise ValueError("counts need no attention; see kvjax.attention")
-        sums[statistic.name] = jnp.einsum("bkts,bt->bks", term, statistic.query_weights(age))
+        sums[statistic.name] = jnp.einsum("bkts,bt...->bks...", term, weight)
     return sums

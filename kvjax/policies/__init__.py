@@ -4,17 +4,46 @@ import inspect
 from collections.abc import Callable
 
 from kvjax.errors import PolicyError
-from kvjax.policies.base import Importance, Policy, Scope, View, evict
-from kvjax.policies.h2o import h2o, heavy_only, mass, protect_newest
-from kvjax.policies.window import full, local_only, protect_first, recency, window
+from kvjax.policies.base import Importance, Policy, Scope, View, compress, evict
+from kvjax.policies.combinators import after_prefill, value_norm, with_heavy_hitters
+from kvjax.policies.h2o import decayed_mass, h2o, h2o_decay, heavy_only, mass, protect_newest
+from kvjax.policies.keys import keydiff, knorm, low_norm, unlike
+from kvjax.policies.merge import MERGES, anchors, cam, d2o, kvmerger
+from kvjax.policies.patterns import fixed, random, strided
+from kvjax.policies.roco import mean_attention, mean_mass, protect_varying, roco
+from kvjax.policies.scissorhands import scissorhands, times_above
+from kvjax.policies.snapkv import adakv, heard_at_the_end, protect_prompt_end, pyramidkv, snapkv
+from kvjax.policies.tova import last, shared_last, tova
+from kvjax.policies.window import full, local_only, protect_first, recency, streaming_llm, window
 
 #: Every named policy: the command line, sweeps and conformance tests take the list from here.
 POLICIES: dict[str, Callable[..., Policy]] = {
     "full": full,
+    "random": random,
     "window": window,
     "local_only": local_only,
+    "streaming_llm": streaming_llm,
+    "strided": strided,
+    "fixed": fixed,
     "h2o": h2o,
     "heavy_only": heavy_only,
+    "h2o_decay": h2o_decay,
+    "scissorhands": scissorhands,
+    "tova": tova,
+    "mean_attention": mean_attention,
+    "roco": roco,
+    "snapkv": snapkv,
+    "pyramidkv": pyramidkv,
+    "knorm": knorm,
+    "keydiff": keydiff,
+}
+
+#: What makes a policy of another one.
+COMBINATORS: dict[str, Callable[..., Policy]] = {
+    "with_heavy_hitters": with_heavy_hitters,
+    "value_norm": value_norm,
+    "adakv": adakv,
+    "after_prefill": after_prefill,
 }
 
 
@@ -37,6 +66,10 @@ def accepts(name: str) -> frozenset[str]:
 
 
 __all__ = [
-    "POLICIES", "Importance", "Policy", "Scope", "View", "accepts", "by_name", "evict", "full", "h2o", "heavy_only",
-    "local_only", "mass", "protect_first", "protect_newest", "recency", "window",
+    "COMBINATORS", "MERGES", "POLICIES", "Importance", "Policy", "Scope", "View", "accepts", "adakv",
+    "after_prefill", "anchors", "by_name", "cam", "compress", "d2o", "decayed_mass", "evict", "fixed", "full",
+    "h2o", "h2o_decay", "heard_at_the_end", "heavy_only", "keydiff", "knorm", "kvmerger", "last", "local_only",
+    "low_norm", "mass", "mean_attention", "mean_mass", "protect_first", "protect_newest", "protect_prompt_end",
+    "protect_varying", "pyramidkv", "random", "recency", "roco", "scissorhands", "shared_last", "snapkv",
+    "streaming_llm", "strided", "times_above", "tova", "unlike", "value_norm", "window", "with_heavy_hitters",
 ]  # fmt: skip

@@ -1,9 +1,29 @@
 """Heavy-hitter oracle (H2O, arXiv:2306.14048): accumulated attention, the newest tokens protected."""
 
-from kvjax.policies.base import Budget, Importance, Policy, Scope, count_argument, evict, memoized
+from kvjax.errors import PolicyError
+from kvjax.policies.base import (
+    Budget,
+    Importance,
+    Merge,
+    Policy,
+    Scope,
+    count_argument,
+    evict,
+    memoized,
+    number_argument,
+)
+from kvjax.policies.h2o_variants import MASKS, VARIANTS, masked, ring
+from kvjax.statistics import decayed
 
 #: A slot is worth the attention it has received so far, S (H2O, section 4, "accumulated attention score").
 mass = Importance(frozenset({"mass"}), lambda stats, view: stats["mass"])
+
+
+@memoized
+def decayed_mass(gamma: float) -> Importance:
+    """A slot is worth the attention it has received, older queries counting less: E <- γE + (1 - γ)m."""
+    statistic = decayed(number_argument("gamma", gamma, minimum=0.0, maximum=1.0))
+    return Importance(frozenset({statistic}), lambda stats, view: stats[statistic.name])
 
 
 @memoized
@@ -20,31 +40,45 @@ def h2o(
     budget: Budget,
     *,
     recent: int | None = None,
+    variant: str = "drop",
     positions: str = "original",
     group_reduce: str = "mean",
+    merge: Merge | None = None,
 ) -> Policy:
-    """Keeps the heavy hitters and the `recent` newest tokens (H2O, Algorithm 1; the authors' "real drop").
+    """Keeps the heavy hitters and the `recent` newest tokens (H2O, Algorithm 1).
 
     Args:
       budget: slots per KV head, heavy and recent together; see `evict`.
       recent: how many newest positions are protected; None = ⌊b/2⌋, as in the paper's equal split.
+      variant: ``drop`` is the authors' "real drop"; for the other algorithms that they released under the same name see
+        `kvjax.policies.h2o_variants`.
       positions: see `evict`.
-      group_reduce: see `evict`.
+      group_reduce, merge: see `evict`.
 
     Scores are kept in float32 and per row; the authors' code keeps them in the model's dtype.
     """
-    return evict(
+    if variant not in VARIANTS:
+        raise PolicyError(f"h2o: variant={variant!r} is not valid; use {', '.join(map(repr, VARIANTS))}.")
+    if variant == "ring" and recent is not None:
+        raise PolicyError(f"h2o: variant='ring' has a ring of half its budget; recent={recent!r} has no place in it.")
+    policy = evict(
         importance=mass,
-        scope=protect_newest(recent),
+        scope=ring if variant == "ring" else protect_newest(recent),
         budget=budget,
         positions=positions,
         group_reduce=group_reduce,
-        name="h2o",
+        merge=merge,
+        name="h2o" if variant == "drop" else f"h2o[{variant}]",
     )
+    if variant in MASKS:
+        return masked(policy, MASKS[variant], recent)
+    return policy
 
 
 @memoized
-def heavy_only(budget: Budget, *, positions: str = "original", group_reduce: str = "mean") -> Policy:
+def heavy_only(
+    budget: Budget, *, positions: str = "original", group_reduce: str = "mean", merge: Merge | None = None
+) -> Policy:
     """Heavy hitters with the whole budget, no recent tokens protected: ``h2o(recent=0)`` (H2O, Table 6)."""
     return evict(
         importance=mass,
@@ -52,5 +86,38 @@ def heavy_only(budget: Budget, *, positions: str = "original", group_reduce: str
         budget=budget,
         positions=positions,
         group_reduce=group_reduce,
+        merge=merge,
         name="heavy_only",
+    )
+
+
+@memoized
+def h2o_decay(
+    budget: Budget,
+    *,
+    gamma: float = 0.96,
+    recent: int | None = None,
+    positions: str = "original",
+    group_reduce: str = "mean",
+    merge: Merge | None = None,
+) -> Policy:
+    """Heavy hitters of late: `h2o` by exponentially decayed attention (EasyKV's earlier ``h2o_head_decay`` mode).
+
+    Args:
+      budget: see `evict`.
+      gamma: of the decay, from 0 (the last query alone) to 1 (nothing is ever added).
+      recent: how many newest positions are protected; None = ⌊b/2⌋.
+      positions: see `evict`.
+      group_reduce, merge: see `evict`.
+
+    Every query decays, also inside of a block, so that blocks of any size agree.
+    """
+    return evict(
+        importance=decayed_mass(gamma),
+        scope=protect_newest(recent),
+        budget=budget,
+        positions=positions,
+        group_reduce=group_reduce,
+        merge=merge,
+        name="h2o_decay",
     )

@@ -2,14 +2,10 @@
 
 import jax.numpy as jnp
 
-from kvjax.policies.base import Budget, Importance, Policy, Scope, count_argument, evict, memoized
+from kvjax.policies.base import Budget, Importance, Merge, Policy, Scope, count_argument, evict, keep, memoized
 
 #: A slot is worth its position: the oldest goes first.
 recency = Importance(frozenset(), lambda stats, view: view.position.astype(jnp.float32))
-
-
-#: A slot is worth more than any other: nobody goes.
-_keep = Importance(frozenset(), lambda stats, view: jnp.full(view.position.shape, jnp.inf))
 
 
 @memoized
@@ -22,22 +18,43 @@ def protect_first(count: int) -> Scope:
 @memoized
 def full(*, positions: str = "original") -> Policy:
     """Keeps every token: no budget and no eviction; the reference for every other policy."""
-    return evict(importance=_keep, budget=None, positions=positions, name="full")
+    return evict(importance=keep, budget=None, positions=positions, name="full")
 
 
 @memoized
-def window(budget: Budget, *, sinks: int = 4, positions: str = "original") -> Policy:
+def window(budget: Budget, *, sinks: int = 4, positions: str = "original", merge: Merge | None = None) -> Policy:
     """The newest tokens and the first `sinks` ("Local" when 0; StreamingLLM with ``positions="cache"``).
 
     Args:
       budget: slots per KV head, the sinks among them; see `evict`.
       sinks: how many of the first positions are never evicted; at most the budget.
-      positions: see `evict`.
+      positions, merge: see `evict`.
     """
-    return evict(importance=recency, scope=protect_first(sinks), budget=budget, positions=positions, name="window")
+    return evict(
+        importance=recency, scope=protect_first(sinks), budget=budget, positions=positions, merge=merge, name="window"
+    )
 
 
 @memoized
-def local_only(budget: Budget, *, positions: str = "original") -> Policy:
+def streaming_llm(budget: Budget, *, sinks: int = 4, merge: Merge | None = None) -> Policy:
+    """`window` with RoPE by rank in the cache: texts of any length (StreamingLLM, arXiv:2309.17453, section 3.2).
+
+    Args:
+      budget: see `window`; sinks: see `window`.
+    """
+    return evict(
+        importance=recency,
+        scope=protect_first(sinks),
+        budget=budget,
+        positions="cache",
+        merge=merge,
+        name="streaming_llm",
+    )
+
+
+@memoized
+def local_only(budget: Budget, *, positions: str = "original", merge: Merge | None = None) -> Policy:
     """The newest tokens alone: ``window(sinks=0)`` (H2O, arXiv:2306.14048, Table 6)."""
-    return evict(importance=recency, scope=protect_first(0), budget=budget, positions=positions, name="local_only")
+    return evict(
+        importance=recency, scope=protect_first(0), budget=budget, positions=positions, merge=merge, name="local_only"
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tests.reference.policies import Array, Policy
+from tests.reference.policies import Array, Policy, full
 from tests.reference.step import Head, empty_heads, step
 
 
@@ -92,10 +93,16 @@ def _run_row(
 ) -> tuple[Array, list[list[Head]]]:
     """One row of T real tokens: log-probabilities [T-1] and the heads of every layer."""
     layers = [empty_heads(config.num_kv_heads, config.head_dim, policy) for _ in range(config.num_layers)]
-    budgets = [policy.slots(layer, prompt_length) for layer in range(config.num_layers)]
-    unlimited: list[int | None] = [None] * config.num_layers
+    count = config.num_layers
+    budgets = [policy.slots(layer, prompt_length, count) for layer in range(count)]
+    unlimited: list[int | None] = [None] * count
     scores = []
     for start, stop in _blocks(prompt_length, len(tokens), prefill_block):
+        if start == prompt_length and policy.at_prompt_end_only:
+            policy = policy.then or full(positions=policy.positions)
+            budgets = [policy.slots(layer, prompt_length, count) for layer in range(count)]
+            for head in itertools.chain(*layers):
+                head.stats = {name: head.stats[name] for name in policy.statistics}
         may_evict = stop == prompt_length or not policy.at_prompt_end_only
         limits = budgets if may_evict else unlimited
         logits = _forward(params, config, tokens[start:stop], start, layers, policy, limits, prompt_length)

@@ -7,9 +7,10 @@ one priority a slot (larger stays, +inf is protected). Nearly all are importance
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ class View(NamedTuple):
     """One KV head after its statistics were updated; slots are in ascending order of position."""
 
     position: Array  # [S] int
+    key: Array  # [S, D] as stored
     value: Array  # [S, D]
     stats: dict[str, Array]  # [S, ...]
     layer_stats: list[dict[str, Array]]  # the statistics of all KV heads of the layer
@@ -51,7 +53,13 @@ class Statistic(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """`budget`: slots, a fraction of the prompt, a tuple of these (one a layer), None: no limit."""
+    """`budget`: slots, a fraction of the prompt, a tuple of these (one a layer), None: no limit.
+
+    `by_layer`: (b, prompt length, number of layers) -> the slots of every layer, where they follow from b.
+    `shares`: the layer's heads -> which slots each keeps and the narrowest decision, where heads share a budget.
+    `then`: who goes on after the prompt.
+    `hides`: "masked" or "global": nothing is evicted, `hidden_recent` newest and the heaviest are seen.
+    """
 
     budget: int | float | tuple[int | float, ...] | None
     rank: Callable[[View], Ranking] | None
@@ -59,15 +67,23 @@ class Policy:
     positions: str = "original"
     group_reduce: str = "mean"
     at_prompt_end_only: bool = False  # the prompt-phase compressors
+    by_layer: Callable[[int, int, int], list[int]] | None = None
+    shares: Callable[[list[View]], list[tuple[Array, float]]] | None = None
+    then: Policy | None = None
+    hides: str | None = None
+    hidden_recent: int | None = None
 
     def __post_init__(self) -> None:
         assert self.positions in ("original", "cache") and self.group_reduce in ("mean", "max")
 
-    def slots(self, layer: int, prompt_length: int) -> int | None:
+    def slots(self, layer: int, prompt_length: int, num_layers: int = 1) -> int | None:
         """The budget b of one layer for a row whose prompt has `prompt_length` tokens."""
         budget = self.budget[layer] if isinstance(self.budget, tuple) else self.budget
         if isinstance(budget, float):
-            return max(1, math.floor(budget * prompt_length + 1e-9))
+            budget = max(1, math.floor(budget * prompt_length + 1e-9))
+        if self.by_layer is not None:
+            # A prompt of at most b tokens is left alone.
+            return None if prompt_length <= budget else self.by_layer(budget, prompt_length, num_layers)[layer]
         return budget
 
 
@@ -166,9 +182,8 @@ class Scope(NamedTuple):
 
 
 def newest(view: View, count: int) -> Array:
-    """[S] bool: the `count` newest positions among the live ones."""
-    size = len(view.position)
-    return np.arange(size) >= size - count
+    """[S] bool: the `count` newest positions, counted from the newest token's whether or not they are live."""
+    return view.position > view.position[-1] - count
 
 
 def all_slots() -> Scope:
@@ -273,6 +288,45 @@ def roco(budget: Any, protect: int | None = None, guard: int = 10, **options: An
     return evict(by_mean(), all_but_steady(protect, guard), budget, **options)
 
 
+def with_heavy_hitters(policy: Policy, fraction: float = 0.5) -> Policy:
+    """`policy` keeps its best; of the others the largest S stay."""
+
+    def rank(view: View) -> Ranking:
+        inner = policy.rank(view)
+        heavy = math.floor(fraction * view.budget + 1e-9)
+        others, gap = lowest(inner.priority, view.position, max(len(view.position) - (view.budget - heavy), 0))
+        priority = np.full(len(view.position), np.inf)
+        priority[others] = view.stats["mass"][others]
+        return Ranking(priority, min(gap, inner.gap))
+
+    return Policy(policy.budget, rank, {**policy.statistics, "mass": MASS}, policy.positions, policy.group_reduce)
+
+
+def value_norm(policy: Policy) -> Policy:
+    """The importance times the norm of the value; what is protected stays."""
+
+    def rank(view: View) -> Ranking:
+        inner = policy.rank(view)
+        with np.errstate(invalid="ignore"):
+            scaled = inner.priority * np.linalg.norm(view.value, axis=1)
+        return Ranking(np.where(np.isinf(inner.priority), np.inf, scaled), inner.gap)
+
+    return Policy(policy.budget, rank, policy.statistics, policy.positions, policy.group_reduce)
+
+
+def ring(budget: Any, **options: Any) -> Policy:
+    """FlexGen's H2O, b = 2k - 1: heavy slots and a ring of the k - 1 newest."""
+
+    def rank(view: View) -> Ranking:
+        k = (view.budget + 1) // 2
+        decoding = view.position[-1] >= view.prompt_length
+        # The ring and, while decoding, the token that comes: the ring's oldest moves up only after the victim went.
+        safe = newest(view, k - 1 + decoding)
+        return Ranking(np.where(safe, np.inf, view.stats["mass"]))
+
+    return Policy(budget, rank, {"mass": MASS}, **options)
+
+
 def _classes(protects: Callable[[View], Array], goes_first: Callable[[Array], Array], budget: Any, **options) -> Policy:
     """Unprotected slots go in two classes, `goes_first` before the others, each oldest first."""
 
@@ -299,18 +353,81 @@ def fixed(budget: Any, block: int, columns: int, **options: Any) -> Policy:
 
 def snapkv(budget: Any, window: int = 32, kernel: int = 5, pooling: str = "avg", **options: Any) -> Policy:
     """Evicts once, when the prompt is complete; decoding appends."""
-
-    def rank(view: View) -> Ranking:
-        outside = view.position < view.prompt_length - window
-        scores, reach = view.stats["tail"][outside], kernel // 2
-        near = [scores[max(j - reach, 0) : j + reach + 1] for j in range(len(scores))]
-        pooled = [part.sum() / kernel if pooling == "avg" else part.max() for part in near]
-        priority = np.full(len(outside), np.inf)
-        priority[outside] = pooled
-        return Ranking(priority)
-
     statistics = {"tail": Statistic(_prompt_tail_mass(window))}
+    rank = functools.partial(_snapkv_rank, window=window, kernel=kernel, pooling=pooling)
     return Policy(budget, rank, statistics, at_prompt_end_only=True, **options)
+
+
+def _snapkv_rank(view: View, *, window: int, kernel: int, pooling: str) -> Ranking:
+    outside = view.position < view.prompt_length - window
+    scores, reach = view.stats["tail"][outside], kernel // 2
+    near = [scores[max(j - reach, 0) : j + reach + 1] for j in range(len(scores))]
+    pooled = [part.sum() / kernel if pooling == "avg" else part.max() for part in near]
+    priority = np.full(len(outside), np.inf)
+    priority[outside] = pooled
+    return Ranking(priority)
+
+
+def pyramidkv(budget: Any, window: int = 32, beta: int = 20, **options: Any) -> Policy:
+    """SnapKV, with budgets that fall from layer to layer."""
+
+    def by_layer(b: int, n: int, layers: int) -> list[int]:
+        low = (b - window) // beta
+        high = 2 * (b - window) - low
+        if high > n - window:
+            high = n - window
+            low = 2 * (b - window) - high
+        step = 0 if layers == 1 else (high - low) // (layers - 1)
+        return [high - layer * step + window for layer in range(layers)]
+
+    return replace(snapkv(budget, window, **options), by_layer=by_layer)
+
+
+def adakv(base: Policy, safeguard: float = 0.2) -> Policy:
+    """Heads share their layer's slots: a safeguard each, the rest to the largest of all."""
+
+    def shares(heads: list[View]) -> list[tuple[Array, float]]:
+        priority = [base.rank(view).priority for view in heads]
+        keep = [np.isinf(p) for p in priority]  # the window
+        room = heads[0].budget - int(keep[0].sum())
+        own = math.floor(safeguard * room + 1e-9)
+        gaps = []
+        for p, kept in zip(priority, keep, strict=True):
+            best = sorted(np.flatnonzero(~kept), key=lambda j: (p[j], j), reverse=True)
+            if 0 < own < len(best):
+                gaps.append(_relative(p[best[own - 1]], p[best[own]]))
+            kept[best[:own]] = True
+        left = [(p[j], -head, j) for head, p in enumerate(priority) for j in np.flatnonzero(~keep[head])]
+        left.sort(reverse=True)
+        count = len(heads) * (room - own)
+        if 0 < count < len(left):
+            gaps.append(_relative(left[count - 1][0], left[count][0]))
+        for _, head, j in left[:count]:
+            keep[-head][j] = True
+        return [(kept, min([math.inf, *gaps])) for kept in keep]
+
+    return replace(base, shares=shares)
+
+
+def _relative(above: float, below: float) -> float:
+    return math.inf if above == below else float((above - below) / max(abs(above), abs(below)))
+
+
+def knorm(budget: Any, **options: Any) -> Policy:
+    return Policy(budget, lambda view: Ranking(-np.linalg.norm(view.key, axis=1)), at_prompt_end_only=True, **options)
+
+
+def keydiff(budget: Any, **options: Any) -> Policy:
+    def rank(view: View) -> Ranking:
+        unit = view.key / np.linalg.norm(view.key, axis=1, keepdims=True)
+        mean = unit.mean(axis=0)
+        return Ranking(-(unit @ mean) / np.linalg.norm(mean))
+
+    return Policy(budget, rank, at_prompt_end_only=True, **options)
+
+
+def after_prefill(compressor: Policy, then: Policy) -> Policy:
+    return replace(compressor, statistics={**compressor.statistics, **then.statistics}, then=then)
 
 
 POLICIES: dict[str, Callable[..., Policy]] = {
@@ -328,8 +445,25 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "strided": strided,
     "fixed": fixed,
     "snapkv": snapkv,
+    "pyramidkv": pyramidkv,
+    "knorm": knorm,
+    "keydiff": keydiff,
+}
+COMBINATORS: dict[str, Callable[..., Policy]] = {
+    "with_heavy_hitters": with_heavy_hitters,
+    "value_norm": value_norm,
+    "adakv": adakv,
+    "after_prefill": after_prefill,
 }
 
 
 def by_name(name: str, **arguments: Any) -> Policy:
+    variant = arguments.pop("variant", None)
+    if variant == "ring":
+        return ring(**arguments)
+    if variant is not None:
+        recent = arguments.pop("recent", None)
+        # Allowed slots; those of the next step, of which the whole text of "global" has none.
+        statistics = {"mass": MASS, "allowed": Statistic(lambda old, block: old)}
+        return Policy(**arguments, rank=None, statistics=statistics, hides=variant, hidden_recent=recent)
     return POLICIES[name](**arguments)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.reference.policies import Array, Observed, Policy, View, lowest
+from tests.reference.policies import Array, Observed, Policy, Ranking, View, lowest
 
 
 def rotate(x: Array, position: Array, theta: float) -> Array:
@@ -82,10 +82,14 @@ def step(
         append(head, key[:, index], value[:, index], position)
         own_queries = query[:, index * group : (index + 1) * group]  # [n, G, D]
         probabilities, sees = attend(head, own_queries, position, policy, theta)
+        if policy.hides is not None:
+            probabilities, sees = hide(head, own_queries, position, policy, theta, budget)
         outputs.append(np.einsum("gns,sd->ngd", probabilities, head.value))
         reduce = np.mean if policy.group_reduce == "mean" else np.max
         block = Observed(reduce(probabilities, axis=0), sees, position, prompt_length)
         observe(head, block, policy)
+        if policy.hides == "masked":
+            allow(head, policy, budget)
     if budget is not None:
         evict(heads, policy, budget, prompt_length)
     return np.concatenate(outputs, axis=1)
@@ -100,14 +104,53 @@ def append(head: Head, key: Array, value: Array, position: Array) -> None:
         head.stats[name] = np.concatenate([old, np.zeros((len(position), *old.shape[1:]))])
 
 
-def attend(head: Head, query: Array, position: Array, policy: Policy, theta: float) -> tuple[Array, Array]:
-    """Softmax weights [G, n, S] of n queries over the slots they see, and `sees` [n, S]."""
+def recent_of(policy: Policy, budget: int) -> int:
+    return budget // 2 if policy.hidden_recent is None else policy.hidden_recent
+
+
+def hide(head: Head, query: Array, position: Array, policy: Policy, theta: float, budget: int) -> tuple[Array, Array]:
+    """What `attend` gives when some slots are hidden from the queries."""
+    recent = recent_of(policy, budget)
+    if policy.hides == "masked":
+        seen = (head.stats["allowed"] > 0) | (head.position >= position[0])
+        return attend(head, query, position, policy, theta, np.broadcast_to(seen, (len(position), len(seen))))
+    # The whole text is here: column sums of plain attention over all its queries.
+    reduce = np.mean if policy.group_reduce == "mean" else np.max
+    total = reduce(attend(head, query, position, policy, theta)[0], axis=0).sum(axis=0)
+    light, gap = lowest(total, head.position, max(len(total) - (budget - recent), 0))
+    head.evict_gap = min(head.evict_gap, gap)
+    heavy = np.ones(len(total), bool)
+    heavy[light] = False
+    band = head.position[None, :] > position[:, None] - recent
+    return attend(head, query, position, policy, theta, band | heavy)
+
+
+def allow(head: Head, policy: Policy, budget: int) -> None:
+    """Who is seen by the next step, and whose score is forgotten."""
+    recent, newest = recent_of(policy, budget), head.position[-1]
+    older = head.position <= newest - recent
+    scores = head.stats["mass"]
+    light, gap = lowest(scores[older], head.position[older], max(int(older.sum()) - (budget - recent), 0))
+    head.evict_gap = min(head.evict_gap, gap)
+    heavy = older.copy()
+    heavy[np.flatnonzero(older)[light]] = False
+    # Counting the token to come, one less of the present ones is among the newest.
+    head.stats["allowed"] = (heavy | (head.position > newest + 1 - recent)).astype(float)
+    head.stats["mass"] = np.where(heavy | ~older, scores, 0.0)
+
+
+def attend(
+    head: Head, query: Array, position: Array, policy: Policy, theta: float, shown: Array | None = None
+) -> tuple[Array, Array]:
+    """Softmax weights [G, n, S] of n queries over the slots they see, and `sees` [n, S]; `shown`: those alone."""
     keys = head.key
     if policy.positions == "cache":
         ranks = np.arange(len(head.position))  # slots are in ascending order of position
         keys = rotate(keys, ranks, theta)
         query = rotate(query, np.searchsorted(head.position, position), theta)
     sees = head.position[None, :] <= position[:, None]
+    if shown is not None:
+        sees = sees & shown
     scores = np.einsum("ngd,sd->gns", query, keys) / math.sqrt(keys.shape[-1])
     scores = np.where(sees, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -133,19 +176,28 @@ def evict(heads: list[Head], policy: Policy, budget: int, prompt_length: int) ->
     if policy.rank is None:
         return
     layer_stats = [dict(head.stats) for head in heads]
-    rankings = [
-        policy.rank(View(head.position, head.value, head.stats, layer_stats, budget, prompt_length)) for head in heads
+    views = [
+        View(head.position, head.key, head.value, head.stats, layer_stats, budget, prompt_length) for head in heads
     ]
-    for head, ranking in zip(heads, rankings, strict=True):
-        excess = len(head.position) - budget
-        if excess <= 0:
-            continue
-        victims, gap = lowest(ranking.priority, head.position, excess)
-        if np.isinf(ranking.priority[victims]).any():
-            raise ValueError(f"the policy protects more than its budget of {budget} slots")
-        keep = np.ones(len(head.position), bool)
-        keep[victims] = False
+    if policy.shares is not None and prompt_length > budget:
+        choices = policy.shares(views)
+    else:
+        choices = [_kept(policy.rank(view), view.position, budget) for view in views]
+    for head, (keep, gap) in zip(heads, choices, strict=True):
         head.key, head.value = head.key[keep], head.value[keep]
         head.position = head.position[keep]
         head.stats = {name: stat[keep] for name, stat in head.stats.items()}
-        head.evict_gap = min(head.evict_gap, ranking.gap, gap)
+        head.evict_gap = min(head.evict_gap, gap)
+
+
+def _kept(ranking: Ranking, position: Array, budget: int) -> tuple[Array, float]:
+    """[S] bool: all but the lowest priorities, and the narrowest decision on the way there."""
+    keep = np.ones(len(position), bool)
+    excess = len(position) - budget
+    if excess <= 0:
+        return keep, math.inf
+    victims, gap = lowest(ranking.priority, position, excess)
+    if np.isposinf(ranking.priority[victims]).any():
+        raise ValueError(f"the policy protects more than its budget of {budget} slots")
+    keep[victims] = False
+    return keep, min(ranking.gap, gap)

@@ -1,5 +1,7 @@
 """Attention of a few queries over the slots of a cache: the reference, in plain XLA."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -16,10 +18,11 @@ def attend(
     *,
     query_position: Array,
     key_position: Array,
-    age: Array,
+    statistics: Sequence[Statistic],
+    weights: Sequence[Array],
     scale: float,
-    window: int | None,
-    statistics: frozenset[Statistic],
+    window: int | Array | None,
+    exempt: Array | None,
     group_reduce: str,
 ) -> tuple[Array, dict[str, Array]]:
     """A few queries per head over all slots at once: one while decoding, a tile of a prompt.
@@ -28,20 +31,21 @@ def attend(
 
     Args:
       query: [B, K, G, n, D]; key, value: [B, K, S, D].
-      query_position: [B, n] int32; key_position: [B, K, S] int32; age: [B, n] int32.
+      query_position: [B, n] int32; key_position: [B, K, S] int32; window, exempt: see `softmax.visible`.
+      statistics: what to report; weights: of each, [B, n] or [B, n, words] float32, see `Statistic.query_weights`.
 
     Returns:
-      output [B, K, G, n, D] in value's dtype, and statistic name -> [B, K, S] float32.
+      output [B, K, G, n, D] in value's dtype, and statistic name -> [B, K, S] or [B, K, S, words] float32.
     """
     batch, kv_heads, group, n, dim = query.shape
     # Group and query as one dimension: with two, XLA's CPU compiler transposes a copy of the keys (jax 0.10.2).
     rows = query.reshape(batch, kv_heads, group * n, dim)
     # [B, K, G * n, S]
     logits = jnp.einsum("bkqd,bksd->bkqs", rows, key, preferred_element_type=jnp.float32)
-    mask = softmax.visible(query_position, key_position, window)
+    mask = softmax.visible(query_position, key_position, window, exempt)
     # [B, K, G, n, S]
     probability = softmax.probabilities(logits.reshape(batch, kv_heads, group, n, -1) * scale, mask)
     weight = probability.reshape(logits.shape).astype(value.dtype)
     output = jnp.einsum("bkqs,bksd->bkqd", weight, value, preferred_element_type=jnp.float32)
-    sums = softmax.column_sums(statistics, probability, mask, age, group_reduce)
+    sums = softmax.column_sums(statistics, weights, probability, mask, group_reduce)
     return output.reshape(query.shape).astype(value.dtype), sums

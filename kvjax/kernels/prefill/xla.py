@@ -6,6 +6,7 @@ bytes: the memory beyond inputs and outputs is the column sums, linear in the pr
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +27,11 @@ def attend(
     *,
     query_position: Array,
     key_position: Array,
-    age: Array,
+    statistics: Sequence[Statistic],
+    weights: Sequence[Array],
     scale: float,
-    window: int | None,
-    statistics: frozenset[Statistic],
+    window: int | Array | None,
+    exempt: Array | None,
     group_reduce: str,
     causal: bool,
 ) -> tuple[Array, dict[str, Array]]:
@@ -37,11 +39,12 @@ def attend(
 
     Args:
       query: [B, K, G, n, D]; key, value: [B, K, S, D].
-      query_position: [B, n] int32; key_position: [B, K, S] int32; age: [B, n] int32.
+      query_position: [B, n] int32; key_position: [B, K, S] int32; window, exempt: see `softmax.visible`.
+      statistics: what to report; weights: of each, [B, n] or [B, n, words] float32, see `Statistic.query_weights`.
       causal: the slots are this very block in order (S = n), so a query never sees a slot behind its own.
 
     Returns:
-      output [B, K, G, n, D] in value's dtype, and statistic name -> [B, K, S] float32.
+      output [B, K, G, n, D] in value's dtype, and statistic name -> [B, K, S] or [B, K, S, words] float32.
     """
     batch, kv_heads, group, n, _ = query.shape
     size = key.shape[2]
@@ -50,10 +53,10 @@ def attend(
         _tiles, scale=scale, window=window, statistics=statistics, group_reduce=group_reduce, tile=tile
     )
     if not causal:
-        return part(query, key, value, query_position, key_position, age)
+        return part(query, key, value, query_position, key_position, weights, exempt=exempt)
     step = max(tile, -(-n // (SEGMENTS * tile)) * tile)
     outputs = []
-    sums = {s.name: jnp.zeros(key_position.shape, jnp.float32) for s in statistics}
+    sums = _zeros(statistics, key_position)
     for start in range(0, n, step):
         stop = min(start + step, n)
         output, partial_sums = part(
@@ -62,7 +65,8 @@ def attend(
             value[:, :, :stop],
             query_position[:, start:stop],
             key_position[:, :, :stop],
-            age[:, start:stop],
+            tuple(weight[:, start:stop] for weight in weights),
+            exempt=None if exempt is None else exempt[:, :, :stop],
         )
         outputs.append(output)
         sums = {name: total.at[:, :, :stop].add(partial_sums[name]) for name, total in sums.items()}
@@ -75,34 +79,37 @@ def tile_rows(row_scores: int, n: int) -> int:
     return min(512, 1 << (rows_that_fit.bit_length() - 1), 1 << (n - 1).bit_length())
 
 
-def _tiles(query, key, value, query_position, key_position, age, *, tile, statistics, **options):
+def _tiles(query, key, value, query_position, key_position, weights, *, tile, statistics, **options):
     """`rows.attend` over tiles of queries, sums added up; shapes as in `attend`."""
     n = query.shape[3]
     count = -(-n // tile)
     if count == 1:
         return rows.attend(
-            query, key, value, query_position=query_position, key_position=key_position, age=age,
+            query, key, value, query_position=query_position, key_position=key_position, weights=weights,
             statistics=statistics, **options,
         )  # fmt: skip
     pad = count * tile - n
-    # Padding queries see nothing (position -1) and weigh nothing (age -1).
+    # Padding queries see nothing (position -1) and weigh nothing.
     query = _split(jnp.pad(query, ((0, 0),) * 3 + ((0, pad), (0, 0))), 3, tile)
     query_position = _split(jnp.pad(query_position, ((0, 0), (0, pad)), constant_values=-1), 1, tile)
-    age = _split(jnp.pad(age, ((0, 0), (0, pad)), constant_values=-1), 1, tile)
+    weights = tuple(_split(jnp.pad(w, ((0, 0), (0, pad), *((0, 0),) * (w.ndim - 2))), 1, tile) for w in weights)
 
     def body(sums, inputs):
-        q, position, tile_age = inputs
+        q, position, tile_weights = inputs
         output, tile_sums = rows.attend(
-            q, key, value, query_position=position, key_position=key_position, age=tile_age,
+            q, key, value, query_position=position, key_position=key_position, weights=tile_weights,
             statistics=statistics, **options,
         )  # fmt: skip
         return {name: total + tile_sums[name] for name, total in sums.items()}, output
 
-    zeros = {s.name: jnp.zeros(key_position.shape, jnp.float32) for s in statistics}
-    sums, outputs = jax.lax.scan(body, zeros, (query, query_position, age))
+    sums, outputs = jax.lax.scan(body, _zeros(statistics, key_position), (query, query_position, weights))
     # [tiles, B, K, G, tile, D] -> [B, K, G, n, D]
     outputs = jnp.moveaxis(outputs, 0, 3)
     return outputs.reshape(*outputs.shape[:3], count * tile, outputs.shape[-1])[:, :, :, :n], sums
+
+
+def _zeros(statistics: Sequence[Statistic], key_position: Array) -> dict[str, Array]:
+    return {s.name: jnp.zeros((*key_position.shape, *s.words), jnp.float32) for s in statistics}
 
 
 def _split(x: Array, axis: int, tile: int) -> Array:

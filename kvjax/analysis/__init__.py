@@ -1,0 +1,36 @@
+"""What attention looks like, and what a policy misses of it: the measures of the papers, in linear memory.
+
+Under the full cache: `sparsity`, `accumulated_attention`, `keys_for_mass`, `attention_std`. A policy against it:
+`attention_cosine`, `jaccard`, `miss_rate`, `retained`. `plots` draws each of them, and `submodular` compares greedy
+selection with the best there is.
+
+In shapes: L layers, B rows, H query heads, K KV heads, T tokens of the longest row. Results are NumPy arrays.
+"""
+
+from kvjax.analysis import plots, submodular
+from kvjax.analysis.compare import MissRate, Retained, attention_cosine, jaccard, miss_rate, retained
+from kvjax.analysis.full_cache import (
+    AccumulatedAttention,
+    AttentionStd,
+    accumulated_attention,
+    attention_std,
+    keys_for_mass,
+    sparsity,
+)
+
+__all__ = [
+    "AccumulatedAttention",
+    "AttentionStd",
+    "MissRate",
+    "Retained",
+    "accumulated_attention",
+    "attention_cosine",
+    "attention_std",
+    "jaccard",
+    "keys_for_mass",
+    "miss_rate",
+    "plots",
+    "retained",
+    "sparsity",
+    "submodular",
+]

@@ -1,0 +1,202 @@
+"""One figure for each measure of `kvjax.analysis`; matplotlib loads only when something is drawn.
+
+Every function takes its measure's result and returns a matplotlib Figure: ``figure.savefig("sparsity.png")``. Where a
+measure compares a policy with the full cache, a dict of results by policy name draws one line a policy, the mean over
+layers, rows and heads; a single result draws one line a layer.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from kvjax.analysis.compare import MissRate, Retained
+from kvjax.analysis.full_cache import AccumulatedAttention, AttentionStd
+from kvjax.errors import InputError
+
+Results = Any  # a result, or a dict of results by policy name
+PIXELS = 400  # of a retained-position map, at most
+POINTS = 100  # of a line, at most: longer ones are averaged over equal stretches
+
+
+def plot_sparsity(sparsity: np.ndarray, *, threshold: float = 0.01) -> Any:
+    """Sparsity by layer (H2O, Fig. 2 a): the mean of heads and rows, and their range.
+
+    Args:
+      sparsity: [L, B, H] of `sparsity`; threshold: it was measured with.
+    """
+    figure, axes = _figure()
+    layers = np.arange(len(sparsity))
+    heads = 100 * sparsity.reshape(len(sparsity), -1)
+    mean = heads.mean(axis=1)
+    reach = np.abs(np.stack([heads.min(axis=1), heads.max(axis=1)]) - mean)
+    axes.errorbar(layers, mean, reach, fmt="o-", capsize=3, label="mean, range over heads and texts")
+    axes.set(ylim=(0, 100), xlabel="layer", ylabel=f"attention below {100 * threshold:g} % of its row's maximum (%)")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(loc="lower right", frameon=False)
+    return figure
+
+
+def plot_accumulated_attention(result: AccumulatedAttention) -> Any:
+    """Accumulated attention by rank on logarithmic axes, one line a layer (H2O, Fig. 2 b): a power law is straight."""
+    figure, axes = _figure()
+    rank = np.arange(1, result.mass.shape[-1] + 1)
+    for layer, color in enumerate(_colors(len(result.mass))):
+        # [T]: of the rows that are so long
+        mass = np.where(result.mass[layer] > 0, result.mass[layer], np.nan)
+        exponent = float(np.nanmean(result.exponent[layer]))
+        axes.plot(rank, _mean(mass[None])[0], color=color, label=f"{layer} (a = {exponent:.2f})")
+    axes.set(xscale="log", yscale="log", xlabel="rank of the token", ylabel="accumulated attention (probability)")
+    _legend(axes, "layer, mass ~ rank$^{-a}$")
+    return figure
+
+
+def plot_keys_for_mass(counts: np.ndarray, *, layers: Iterable[int] | None = None, share: float = 0.9) -> Any:
+    """Histogram of how many keys hold the share, over queries and heads (InfiniGen, Fig. 5).
+
+    Args:
+      counts: [L, B, H, T] of `keys_for_mass`; layers: which, None = first, middle, last; share: it was measured with.
+    """
+    last = len(counts) - 1
+    shown = sorted({0, last // 2, last}) if layers is None else list(layers)
+    figure, panels = _figure(len(shown))
+    # Bins of whole keys, all as wide.
+    width = -(-int(counts.max()) // 40)
+    edges = np.arange(0.5, counts.max() + 0.5 + width, width)
+    for axes, layer in zip(np.atleast_1d(panels), shown, strict=True):
+        needed = counts[layer][counts[layer] > 0]
+        axes.hist(needed, edges, weights=np.full(needed.shape, 100 / needed.size), color="C0")
+        axes.axvline(
+            np.median(needed), color="black", linewidth=1, linestyle="--", label=f"median {np.median(needed):g}"
+        )
+        axes.set(title=f"layer {layer}", xlabel=f"keys for {share:g} of the attention")
+        axes.legend(frameon=False)
+    np.atleast_1d(panels)[0].set_ylabel("queries (%)")
+    return figure
+
+
+def plot_attention_std(result: AttentionStd, *, layer: int = 0, row: int = 0) -> Any:
+    """The followed tokens' standard deviation as queries come, the mean of a layer's heads (RoCo, Fig. 3)."""
+    figure, axes = _figure()
+    for index, color in enumerate(_colors(len(result.positions))):
+        std = result.trajectory[layer, row, :, index]
+        x, y = _thinned(_mean(std[None])[0])
+        axes.plot(x, y, color=color, label=str(result.positions[index]))
+    axes.set(
+        title=f"layer {layer}", xlabel="position of the query (tokens)",
+        ylabel="standard deviation of attention\nso far (probability)", ylim=(0, None),
+    )  # fmt: skip
+    _legend(axes, "token")
+    return figure
+
+
+def plot_attention_cosine(results: Results) -> Any:
+    """Cosine similarity with the full cache, by query (InfiniGen, Fig. 4); [L, B, H, T] or a dict of them."""
+    return _similarity(results, "cosine similarity with\nthe full cache's attention")
+
+
+def plot_jaccard(results: Results) -> Any:
+    """Jaccard similarity of top tokens by query (RoCo, Fig. 2); [L, B, K, T] or a dict of them."""
+    return _similarity(results, "Jaccard similarity with\nthe full cache's top tokens")
+
+
+def plot_miss_rate(results: MissRate | Mapping[str, MissRate]) -> Any:
+    """Shares of the full cache's top tokens, and of its attention, that are gone, by query."""
+    figure, panels = _figure(2)
+    for axes, field, label in zip(
+        panels, MissRate._fields, ("top tokens missed (%)", "attention missed (%)"), strict=True
+    ):
+        if isinstance(results, Mapping):
+            title = _draw(axes, {name: 100 * getattr(result, field) for name, result in results.items()}, label)
+        else:
+            title = _draw(axes, 100 * getattr(results, field), label)
+        axes.set_ylim(bottom=0)
+    _legend(panels[1], title)
+    return figure
+
+
+def plot_retained(result: Retained, *, layer: int = 0, row: int = 0, head: int = 0) -> Any:
+    """Which tokens (across) were there for which queries (down) in one layer, row and KV head."""
+    figure, axes = _figure()
+    length, prompt = int(result.lengths[row]), int(result.prompt[row])
+    last_seen = result.last_seen[layer, row, head, :length]
+    # A pixel shows the token and the query in its middle.
+    pixels = min(length, PIXELS)
+    shown = (np.arange(pixels) + 0.5) * length / pixels
+    token = query = shown.astype(int)
+    there = (token <= query[:, None]) & (query[:, None] <= last_seen[token])
+    image = np.where(token > query[:, None], np.nan, there.astype(float))
+    axes.imshow(
+        image, extent=(0, length, length, 0), cmap="Blues", vmin=0, vmax=1.25, interpolation="nearest", aspect="equal"
+    )
+    axes.axhline(prompt, color="black", linewidth=1, linestyle="--", label="end of the prompt")
+    axes.set(
+        title=f"layer {layer}, KV head {head}", xlabel="position of the token (tokens)",
+        ylabel="position of the query (tokens)",
+    )  # fmt: skip
+    axes.legend(loc="upper right", frameon=False)
+    return figure
+
+
+def _similarity(results: Results, label: str) -> Any:
+    figure, axes = _figure()
+    title = _draw(axes, results, label)
+    axes.set_ylim(top=1.005)
+    _legend(axes, title)
+    return figure
+
+
+def _draw(axes: Any, results: Results, label: str) -> str:
+    """Lines over the position of the query: of each policy, or of a single result's layers; which of these it is."""
+    if isinstance(results, Mapping):
+        title, lines = "policy", {name: _mean(values[None])[0] for name, values in results.items()}
+        colors: list[Any] = [f"C{i % 10}" for i in range(len(lines))]
+    else:
+        title, lines = "layer", {str(layer): line for layer, line in enumerate(_mean(results))}
+        colors = _colors(len(lines))
+    for (name, line), color in zip(lines.items(), colors, strict=True):
+        axes.plot(*_thinned(line), color=color, label=name)
+    axes.set(xlabel="position of the query (tokens)", ylabel=label)
+    return title
+
+
+def _mean(values: np.ndarray) -> np.ndarray:
+    """[N, ..., T] -> [N, T]: the mean of what is no NaN; NaN where nothing is."""
+    values = values.reshape(len(values), -1, values.shape[-1]).astype(np.float64)
+    count = np.sum(~np.isnan(values), axis=1)
+    return np.where(count > 0, np.nansum(values, axis=1), np.nan) / np.maximum(count, 1)
+
+
+def _thinned(line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x and y of at most `POINTS` points, each the mean of a stretch of positions; NaN is left out."""
+    at = np.flatnonzero(~np.isnan(line))
+    step = max(1, -(-len(at) // POINTS))
+    parts = [at[i : i + step] for i in range(0, len(at), step)]
+    return np.array([part.mean() for part in parts]), np.array([line[part].mean() for part in parts])
+
+
+def _legend(axes: Any, title: str) -> None:
+    lines = len(axes.get_lines())
+    axes.legend(
+        title=title, frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), ncols=-(-lines // 16)
+    )
+
+
+def _colors(count: int) -> list[Any]:
+    """From the first of an order to its last."""
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](0.9 * i / max(count - 1, 1)) for i in range(count)]
+
+
+def _figure(panels: int = 1) -> tuple[Any, Any]:
+    """A figure that needs no screen, and its axes side by side: one, or an array."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError("plots need matplotlib, which is not installed: pip install 'kvjax[experiments]'.") from None
+    figure = Figure(figsize=(6.4 if panels == 1 else 4.2 * panels, 3.8), layout="constrained")
+    axes = figure.subplots(1, panels)
+    for each in np.atleast_1d(axes):
+        each.spines[["top", "right"]].set_visible(False)
+    return figure, axes

@@ -1,0 +1,41 @@
+"""TOVA: token omission via attention, the newest query's word alone (arXiv:2401.06104)."""
+
+import jax.numpy as jnp
+
+from kvjax.policies.base import Budget, Importance, Merge, Policy, evict, memoized
+
+#: A slot is worth what the newest query gives it, in its own KV head.
+last = Importance(frozenset({"last"}), lambda stats, view: stats["last"])
+#: The same, averaged over all the layer's heads, which therefore all hold the same positions in the same slots.
+shared_last = Importance(
+    frozenset({"last"}),
+    lambda stats, view: jnp.broadcast_to(jnp.mean(stats["last"], axis=1, keepdims=True), stats["last"].shape),
+    aligned=True,
+)
+
+
+@memoized
+def tova(
+    budget: Budget,
+    *,
+    share_heads: bool = True,
+    positions: str = "original",
+    group_reduce: str = "mean",
+    merge: Merge | None = None,
+) -> Policy:
+    """Drops what the newest query attends to least; nothing is protected (TOVA, section 4).
+
+    Args:
+      budget: see `evict`.
+      share_heads: average over the layer's heads, as the authors do; False = every KV head by itself, as EasyKV does.
+      positions: see `evict`.
+      group_reduce, merge: see `evict`.
+    """
+    return evict(
+        importance=shared_last if share_heads else last,
+        budget=budget,
+        positions=positions,
+        group_reduce=group_reduce,
+        merge=merge,
+        name="tova",
+    )

@@ -1,0 +1,60 @@
+"""The whole attention matrices of the float64 reference decoder, which the library never holds."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests import reference
+from tests.reference import step
+from tests.tiny import Tiny
+
+
+class Dense(NamedTuple):
+    """One row's attention.
+
+    Attributes:
+      probability: [L, H, T, T] float64, 0 where unseen; seen: [L, K, T, T] bool.
+      gap: how close any choice of the policy was; a float32 implementation may fairly choose otherwise below 1e-6.
+    """
+
+    probability: np.ndarray
+    seen: np.ndarray
+    gap: float
+
+
+def dense(own: Tiny, tokens: np.ndarray, policy: Any, prompt: int) -> Dense:
+    """Runs a row of T tokens through the reference under one of its policies, and remembers what it attended to."""
+    config, width = own.config, len(tokens)
+    group = config.num_heads // config.num_kv_heads
+    probability = np.zeros((config.num_layers, config.num_heads, width, width))
+    seen = np.zeros((config.num_layers, config.num_kv_heads, width, width), bool)
+    heads: list[step.Head] = []
+    attend = step.attend
+
+    def recorded(head, query, position, policy, theta, shown=None):
+        weights, sees = attend(head, query, position, policy, theta, shown)
+        if not any(head is each for each in heads):
+            heads.append(head)
+        # Heads come layer by layer; of two calls in a step the second is the one that counts.
+        (index,) = (i for i, each in enumerate(heads) if each is head)
+        layer, kv_head = divmod(index, config.num_kv_heads)
+        at = np.ix_(position, head.position)
+        seen[layer, kv_head][at] = sees
+        for g in range(group):
+            probability[layer, kv_head * group + g][at] = weights[g]
+        return weights, sees
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "attend", recorded)
+        run = reference.reference_run(own.params, config, tokens[None], policy, prompt)
+    return Dense(probability, seen, min(run.evict_gap.min(), 10 * run.above_gap.min()))
+
+
+def full(own: Tiny, tokens: np.ndarray) -> Dense:
+    return dense(own, tokens, reference.policies.full(), len(tokens))
+
+
+def top(score: np.ndarray, seen: np.ndarray, count: int) -> set[int]:
+    """The `count` positions of largest score among those seen, of equal ones the newer."""
+    return set(sorted(np.flatnonzero(seen), key=lambda j: (score[j], j), reverse=True)[:count])

@@ -1,0 +1,99 @@
+"""Gradients of a score through the cache: right under every policy, and in the memory of a few blocks."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import policies
+from kvjax.models.decoder import Decoder, random_parameters
+from kvjax.prefill import prefill_steps
+from tests.tiny import random_tokens, tiny
+
+TOKENS = random_tokens(2, 40, seed=4)
+LENGTHS = np.array([40, 33])
+
+
+def score(params, policy, **options):
+    """Mean log-probability, as a function of the parameters."""
+    model = dataclasses.replace(tiny().model, params=params)
+    options = {"prompt_length": LENGTHS, "lengths": LENGTHS} | options
+    return jnp.mean(kvjax.log_likelihood(model, TOKENS, policy, **options).logprobs)
+
+
+def gradient(policy, **options):
+    return jax.jit(jax.grad(lambda params: score(params, policy, **options)))(tiny().model.params)
+
+
+POLICIES = [
+    policies.h2o(budget=12), policies.roco(budget=12, guard=3), policies.tova(budget=12), policies.window(budget=9),
+    policies.scissorhands(budget=12, history=9), policies.value_norm(policies.h2o_decay(budget=12)),
+    policies.snapkv(budget=12, window=4), policies.keydiff(budget=12), policies.streaming_llm(budget=9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_along_any_direction_it_is_the_difference_quotient(policy):
+    params = tiny().model.params
+    found = gradient(policy, prefill_block=8)
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+    direction = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape) * jnp.std(x), params)
+    step = 2e-4  # small enough for no decision to be another one
+
+    def moved(by):
+        return score(jax.tree.map(lambda x, d: x + jnp.float32(by) * d, params, direction), policy, prefill_block=8)
+
+    quotient = (float(moved(step)) - float(moved(-step))) / (2 * step)
+    slope = sum(float(jnp.sum(g * d)) for g, d in zip(*map(jax.tree.leaves, (found, direction)), strict=True))
+    assert abs(quotient) > 1e-3
+    assert slope == pytest.approx(quotient, rel=0.02, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options", [{"prefill_block": 8}, {}, {"prompt_length": np.array([20, 12]), "prefill_block": 8}],
+    ids=["blocks", "one shot", "then token by token"],
+)  # fmt: skip
+def test_with_room_for_everything_it_is_the_plain_models(options):
+    def plain(params):
+        logits, _ = Decoder(tiny().model.config).apply({"params": params}, jnp.asarray(TOKENS))
+        logprobs = jax.nn.log_softmax(logits[:, :-1])
+        chosen = jnp.take_along_axis(logprobs, jnp.asarray(TOKENS)[:, 1:, None], axis=2)[..., 0]
+        return jnp.mean(jnp.where(np.arange(1, 40) < LENGTHS[:, None], chosen, 0.0))
+
+    expected = jax.jit(jax.grad(plain))(tiny().model.params)
+    found = gradient(policies.h2o(budget=40), **options)
+    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, two, atol=2e-6, rtol=1e-4)
+
+
+def test_a_smaller_budget_has_another_gradient():
+    one, two = (gradient(policies.h2o(budget=b), prefill_block=8) for b in (40, 8))
+    assert max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(*map(jax.tree.leaves, (one, two)), strict=True)) > 1e-3
+
+
+def test_memory_is_that_of_a_few_blocks():
+    """4,096 tokens in blocks of 256 under a budget of 512: what is held of a block is its cache."""
+    config = dataclasses.replace(tiny().model.config, max_positions=8192)
+    shapes = jax.eval_shape(lambda: random_parameters(config, jax.random.key(0)))
+    policy = policies.h2o(budget=512)
+
+    def temporaries(tokens: int) -> int:
+        def loss(params, ids):
+            length = jnp.full((1,), tokens, jnp.int32)
+            slots = {"capacity": (513,) * config.num_layers, "block_capacity": (768,) * config.num_layers}
+            budget = (jnp.full((1,), 512, jnp.int32),) * config.num_layers
+            _, logprobs, _ = prefill_steps(
+                params, ids, length, budget, config=config, policy=policy, block=256, score=True, **slots
+            )
+            return jnp.mean(logprobs)
+
+        ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+        return jax.jit(jax.grad(loss)).lower(shapes, ids).compile().memory_analysis().temp_size_in_bytes
+
+    one, all_of_them = temporaries(512), temporaries(4096)
+    cache = config.num_layers * config.num_kv_heads * 768 * (2 * config.head_dim + 2) * 4
+    assert all_of_them - one < 2.5 * (4096 - 512) // 256 * cache
+    assert all_of_them < 4 * one
