@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.tasks.prompts import Prompt
 from experiments.tasks.score import exact_matches
-from kvjax import cache
+from kvjax import cache, layers
 from kvjax.generate import decode
 from kvjax.likelihood import log_likelihood
 from kvjax.models.config import DecoderConfig
@@ -130,12 +130,13 @@ def measure(
         prefill_times.append(middle - start)
         decode_times.append(time.perf_counter() - middle)
     steps = new_tokens - 1  # the first new token comes out of the prompt
-    itemsize = generation.state.layers[0].key.dtype.itemsize
+    caches = [part for _, part in layers.flat(generation.state)]
+    itemsize = caches[0].key.dtype.itemsize
     held = prompt_length + steps
     return Measurement(
         policy=policy.name,
         budget=getattr(policy.budget, "budget", policy.budget),  # a rule's is that of its average layer
-        slots=int(max(np.max(cache.live_slots(layer)) for layer in generation.state.layers)),
+        slots=int(max(np.max(cache.live_slots(part)) for part in caches)),
         logprobs=logprobs,
         tokens=generation.tokens,
         prefill_rate=rows * prompt_length / min(prefill_times[1:]),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import ConfigError, PolicyError
-from kvjax.policies import COMBINATORS, MERGES, POLICIES, Policy
+from kvjax.policies import COMBINATORS, HEAD_PLANS, MERGES, POLICIES, Policy
 
 _FILE = re.compile(r"([^\s(),=]+\.py):(\w+)")  # FILE.py:factory
 Factory = Callable[..., Policy]
@@ -114,20 +114,20 @@ def _factory(node: ast.expr, files: dict[str, tuple[str, str]], text: str) -> tu
         raise ConfigError(f"policy {text!r}: {ast.unparse(name)} is not the name of a policy.")
     if name.id in files:
         return _from_file(*files[name.id]), call
-    known: dict[str, Factory] = POLICIES | COMBINATORS
+    known: dict[str, Factory] = POLICIES | COMBINATORS | HEAD_PLANS
     if name.id not in known:
         close = difflib.get_close_matches(name.id, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
             f"unknown policy {name.id!r}; {hint}known policies: {', '.join(sorted(POLICIES))}; "
-            f"combinators: {', '.join(sorted(COMBINATORS))}; or FILE.py:factory."
+            f"combinators: {', '.join(sorted(COMBINATORS | HEAD_PLANS))}; or FILE.py:factory."
         )
     return known[name.id], call
 
 
 def _leaves(node: ast.expr, files: dict[str, tuple[str, str]], text: str) -> Iterator[Factory]:
     factory, call = _factory(node, files, text)
-    if factory in COMBINATORS.values():
+    if factory in COMBINATORS.values() or factory is HEAD_PLANS["split_heads"]:
         for argument in [*call.args, *(keyword.value for keyword in call.keywords)] if call else ():
             if isinstance(argument, ast.Call | ast.Name):
                 yield from _leaves(argument, files, text)

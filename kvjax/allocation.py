@@ -1,6 +1,6 @@
 """How many slots each row keeps and each layer allocates: settled on the host, before anything is traced."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from kvjax.policies.base import Policy, budgets_of
 
 
 class Allocation(NamedTuple):
-    """Slots of every layer.
+    """Slots of every layer; of a policy with parts, in each field one such tuple a part.
 
     Attributes:
       budget: one [B] int32 array a layer: slots per KV head each row keeps of its prompt; empty when that is all.
@@ -18,10 +18,10 @@ class Allocation(NamedTuple):
       block_capacity: the same while a prompt goes in blocks: the largest budget and a block.
     """
 
-    budget: tuple[np.ndarray, ...]
-    decode_budget: tuple[np.ndarray, ...]
-    capacity: tuple[int, ...]
-    block_capacity: tuple[int, ...]
+    budget: tuple[Any, ...]
+    decode_budget: tuple[Any, ...]
+    capacity: tuple[Any, ...]
+    block_capacity: tuple[Any, ...]
 
 
 def allocate(
@@ -44,6 +44,10 @@ def allocate(
     Raises:
       PolicyError: a budget that is smaller than what the policy protects, or a tuple of the wrong length.
     """
+    if policy.parts:
+        _check_heads(policy, num_layers, kv_heads)
+        parts = (allocate(p.policy, prompt_lengths, total, num_layers, kv_heads, block) for p in policy.parts)
+        return Allocation(*zip(*parts, strict=True))
     new_tokens, total = int(np.max(total - prompt_lengths)), int(np.max(total))
     budget = _resolve(policy, prompt_lengths, num_layers)
     if policy.mask is not None:
@@ -71,6 +75,15 @@ def allocate(
         )
     )
     return Allocation(budget, after, capacity, (int(prompt_lengths.max()),) * num_layers)
+
+
+def _check_heads(policy: Policy, num_layers: int, kv_heads: int) -> None:
+    counts = [sum(sizes) for sizes in zip(*([len(own) for own in part.heads] for part in policy.parts), strict=True)]
+    if counts != [kv_heads] * num_layers:
+        raise PolicyError(
+            f"policy {policy.name}: its table has {len(counts)} layers of {counts[0]} KV heads; this model has "
+            f"{num_layers} layers of {kv_heads}."
+        )
 
 
 def _resolve(policy: Policy, prompt_lengths: np.ndarray, num_layers: int) -> tuple[np.ndarray, ...]:

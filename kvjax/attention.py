@@ -25,6 +25,7 @@ def attend(
     scale: float | None = None,
     window: int | Array | None = None,
     exempt: Array | None = None,
+    log_weight: Array | None = None,
     needs: frozenset[Statistic] = frozenset(),
     group_reduce: str = "mean",
     causal: bool = False,
@@ -40,6 +41,7 @@ def attend(
       scale: of the logits; None = D ** -0.5.
       window: how many newest positions a query sees, itself included, an int or [B] int32; None = all.
       exempt: [B, K, S] bool, slots that are seen beyond the window too.
+      log_weight: [B, K, S] float32 added to the logits: log N for a slot that stands for N tokens.
       needs: statistics to report; the cost of the others is not paid.
       group_reduce: ``mean`` or ``max`` over the H / K query heads of a KV head.
       causal: the slots are exactly this block in order (one-shot prefill), which lets tiles skip the future.
@@ -72,6 +74,7 @@ def attend(
         scale=dim**-0.5 if scale is None else scale,
         window=window,
         exempt=exempt,
+        log_weight=log_weight,
         statistics=statistics,
         weights=tuple(s.query_weights(age, left) for s in statistics),
         group_reduce=group_reduce,

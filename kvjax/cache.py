@@ -44,11 +44,11 @@ class KVState(flax.struct.PyTreeNode):
     """The whole cache: what `lax.scan` carries.
 
     Attributes:
-      layers: one `LayerKV` a layer; capacities may differ.
+      layers: one `LayerKV` a layer, or a tuple of them where heads are split (`kvjax.layers`); capacities may differ.
       length: [B] int32 tokens seen so far.
     """
 
-    layers: tuple[LayerKV, ...]
+    layers: tuple[Any, ...]
     length: Array
 
 
@@ -83,6 +83,7 @@ def step(
     rope: Rope | None = None,
     scale: float | None = None,
     window: int | None = None,
+    heads: tuple[int, ...] | None = None,
 ) -> tuple[Array, LayerKV]:
     """One step of one layer: append the block, attend, observe, evict.
 
@@ -92,6 +93,7 @@ def step(
       query: [B, H, n, D]; key, value: [B, K, n, D]; neither rotated.
       block: what the step is about; index: which layer this is.
       rope: the model's rotary embedding; scale, window: see `attention.attend`.
+      heads: which KV heads of the model these are, None = all.
 
     Returns:
       output [B, H, n, D], and the layer's cache afterwards.
@@ -115,6 +117,8 @@ def step(
     look = functools.partial(
         attention.attend, query, attended, layer.value, query_position=block.position, scale=scale,
         group_reduce=policy.group_reduce, causal=fresh, prompt=block.prompt,
+        log_weight=None if fresh or policy.merge is None or policy.merge.log_weight is None
+        else policy.merge.log_weight(layer.stats),
     )  # fmt: skip
     if policy.budget is None:
         output, observation = look(key_position=layer.position, window=window, needs=policy.needs)
@@ -129,6 +133,7 @@ def step(
             prompt=_length(block) if block.prompt is None else block.prompt,
             layer=index,
             decoding=block.decoding,
+            heads=heads,
         )
         if policy.mask is not None:
             output, layer = _masked(look, layer, policy, view, block, window)
@@ -320,5 +325,6 @@ def live_slots(layer: LayerKV) -> Array:
 
 def nbytes(state: KVState, *, statistics: bool = False) -> int:
     """Bytes that the keys and values occupy (with positions and statistics too, if asked)."""
-    trees = [state.layers if statistics else [(layer.key, layer.value) for layer in state.layers]]
+    layers = jax.tree.leaves(state.layers, is_leaf=lambda node: isinstance(node, LayerKV))
+    trees = layers if statistics else [(layer.key, layer.value) for layer in layers]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))

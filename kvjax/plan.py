@@ -37,7 +37,7 @@ class Plan:
       target, device: the machine or topology, and one of its devices.
       mesh: axis sizes; `mesh_chosen`: they were picked here.
       policy, batch, prompt_length, new_tokens, dtype, parameters: what was planned.
-      slots: per layer, slots of each head's arrays while decoding.
+      slots: per layer (where heads are split, per part and layer), slots of each head's arrays while decoding.
       weights, cache: bytes of parameters and of the KVState, from shapes.
       temporaries: bytes of the decode program's scratch memory; None = it did not compile for want of memory.
       other: bytes of program, tokens and padding of layouts; None likewise.
@@ -165,7 +165,7 @@ def plan(
 
     targets = topology_devices(topology) if topology else jax.devices()
     dtype = _dtype(dtype, targets[0].platform)
-    live = live_slots(config, slots, prompt_length, new_tokens)
+    live = live_slots(config, policy, slots, prompt_length, new_tokens)
     axes: Any = mesh_axes
     if topology and not mesh_axes:
         axes = fewest_bytes(config, policy, slots, dtype, batch, live, len(targets))
@@ -176,7 +176,7 @@ def plan(
     shapes = decode_shapes(config, policy, slots, dtype, batch, mesh)
     step = roofline(config, shapes, live, device)
     full_shapes = decode_shapes(config, kept, full_slots, dtype, batch, mesh)
-    full = roofline(config, full_shapes, live_slots(config, full_slots, prompt_length, new_tokens), device)
+    full = roofline(config, full_shapes, live_slots(config, kept, full_slots, prompt_length, new_tokens), device)
     whole = roofline(config, decode_shapes(config, policy, slots, dtype, batch, None), live, device)
     weights, cache = local_bytes(shapes.params), step.cache
 
@@ -201,7 +201,7 @@ def plan(
         new_tokens=int(new_tokens),
         dtype=str(dtype),
         parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes.params)),
-        slots=slots.capacity,
+        slots=tuple(jax.tree.leaves(slots.capacity)),
         weights=weights,
         cache=cache,
         temporaries=memory and memory.temporaries,
@@ -249,8 +249,8 @@ def _compile_prefill(
     place = mesh and NamedSharding(mesh, sharding.spec(("batch", None), (*row.shape, prompt_length), mesh))
     tokens = jax.ShapeDtypeStruct((*row.shape, prompt_length), jnp.int32, sharding=place)
     return _compile(
-        prefill_steps, mesh, shapes.params, tokens, row, (row,) * len(slots.budget), config=config, policy=policy,
-        capacity=slots.capacity, block_capacity=slots.block_capacity, block=block, score=False,
+        prefill_steps, mesh, shapes.params, tokens, row, jax.tree.map(lambda _: row, slots.budget), config=config,
+        policy=policy, capacity=slots.capacity, block_capacity=slots.block_capacity, block=block, score=False,
     )  # fmt: skip
 
 

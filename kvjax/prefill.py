@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import cache
+from kvjax import layers
 from kvjax.allocation import Allocation, allocate
 from kvjax.cache import Block, KVState
 from kvjax.errors import PolicyError
@@ -110,11 +110,8 @@ def prefill_steps(params, tokens, lengths, budget, *, config, policy, capacity, 
     if block is None:
         kv, last, logprobs = consume(None, 0, tokens, padded[:, 1 : width + 1], capacity)
     else:
-        layers = [
-            cache.empty(policy, rows, config.num_kv_heads, slots, config.head_dim, decoder.dtype)
-            for slots in block_capacity
-        ]
-        kv = KVState(tuple(layers), jnp.zeros((rows,), jnp.int32))
+        start = layers.empty(policy, block_capacity, rows, config.num_kv_heads, config.head_dim, decoder.dtype)
+        kv = KVState(start, jnp.zeros((rows,), jnp.int32))
         blocks = [x.reshape(rows, count, step).swapaxes(0, 1) for x in (padded[:, :-1], padded[:, 1:])]
 
         # For gradients: a block is computed again instead of remembered, so that what is held of it is the cache alone.
@@ -129,9 +126,7 @@ def prefill_steps(params, tokens, lengths, budget, *, config, policy, capacity, 
         starts = jnp.arange(count, dtype=jnp.int32) * step
         last = jnp.zeros((rows, config.embed_size), decoder.dtype)
         (kv, last), logprobs = jax.lax.scan(body, (kv, last), (starts, *blocks))
-        kv = kv.replace(
-            layers=tuple(cache.resize(layer, slots) for layer, slots in zip(kv.layers, capacity, strict=True))
-        )
+        kv = kv.replace(layers=layers.resize(kv.layers, policy, capacity))
         logprobs = logprobs.swapaxes(0, 1).reshape(rows, -1)
     if policy.then is not None:
         kv = kv.replace(layers=tuple(layer.replace(stats=policy.hand_over(layer.stats)) for layer in kv.layers))

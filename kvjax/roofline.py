@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from kvjax import sharding
+from kvjax import layers, sharding
 from kvjax.allocation import Allocation
-from kvjax.cache import KVState, LayerKV
+from kvjax.cache import KVState
 from kvjax.devices import Device
 from kvjax.generate import Carry
 from kvjax.models.config import DecoderConfig
@@ -62,32 +62,39 @@ def decode_shapes(
         place = mesh and NamedSharding(mesh, sharding.spec(axes, dims, mesh))
         return jax.ShapeDtypeStruct(dims, kind, sharding=place)
 
-    def layer(capacity: int) -> LayerKV:
-        dims, axes = (batch, config.num_kv_heads, capacity), ("batch", "kv_heads", None)
-        stats = jax.eval_shape(lambda: (policy.then or policy).init(dims))
-        return LayerKV(
-            key=shape((*dims, config.head_dim), dtype, *axes, None),
-            value=shape((*dims, config.head_dim), dtype, *axes, None),
-            position=shape(dims, jnp.int32, *axes),
-            stats=jax.tree.map(lambda x: shape(x.shape, x.dtype, *axes, *(None,) * (len(x.shape) - 3)), stats),
-        )
-
+    made = jax.eval_shape(
+        lambda: layers.empty(policy.then or policy, slots.capacity, batch, config.num_kv_heads, config.head_dim, dtype)
+    )
+    held = jax.tree.map(lambda x: shape(x.shape, x.dtype, "batch", "kv_heads", *(None,) * (len(x.shape) - 2)), made)
     params = parameter_shapes(config, dtype)
     if mesh is not None:
         places = sharding.parameter_shardings(params, mesh, (config.num_heads, config.num_kv_heads))
         params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, places)
     row = shape((batch,), jnp.int32, "batch")
     carry = Carry(
-        state=KVState(tuple(layer(capacity) for capacity in slots.capacity), row),
+        state=KVState(held, row),
         token=row,
         active=shape((batch,), jnp.bool_, "batch"),
         key=jax.eval_shape(lambda: jax.random.key(0)),
     )
-    return Shapes(params, carry, (row,) * len(slots.decode_budget))
+    return Shapes(params, carry, jax.tree.map(lambda _: row, slots.decode_budget))
 
 
-def live_slots(config: DecoderConfig, slots: Allocation, prompt_length: int, new_tokens: int) -> tuple[float, ...]:
-    """Slots per head of each layer that a decode step attends to, averaged over the run's steps."""
+def live_slots(
+    config: DecoderConfig, policy: Policy, slots: Allocation, prompt_length: int, new_tokens: int
+) -> tuple[float, ...]:
+    """Slots per head of each layer (and part of it) that a decode step attends to, averaged over the run's steps."""
+    if policy.parts:
+        by_part = [
+            live_slots(config, part.policy, Allocation(*own), prompt_length, new_tokens)
+            for part, own in zip(policy.parts, zip(*slots, strict=True), strict=True)
+        ]
+        return tuple(
+            live[layer]
+            for layer in range(config.num_layers)
+            for part, live in zip(policy.parts, by_part, strict=True)
+            if part.heads[layer]
+        )
     # [steps]: tokens seen, the one being fed included
     seen = prompt_length + 1 + np.arange(max(new_tokens - 1, 1))
     kept = [int(rows.max()) for rows in slots.budget] or [prompt_length] * config.num_layers
@@ -109,10 +116,10 @@ def roofline(config: DecoderConfig, shapes: Shapes, live: tuple[float, ...], dev
     rows = _local(state.length)[0]
     flops = 2.0 * rows * sum(math.prod(_local(leaf)) for leaf in matrices if len(leaf.shape) == 2)
     moved = 0.0
-    for index, (layer, slots) in enumerate(zip(state.layers, live, strict=True)):
+    for (index, layer), slots in zip(layers.flat(state), live, strict=True):
         here, kv_heads, _, dim = _local(layer.key)
         query = shapes.params[f"layer_{index}"]["attention"]["query"]["kernel"]
-        flops += 4.0 * here * _local(query)[1] * slots
+        flops += 4.0 * here * _local(query)[1] * slots * layer.key.shape[1] / config.num_kv_heads
         statistics = sum(leaf.dtype.itemsize * math.prod(leaf.shape[3:]) for leaf in jax.tree.leaves(layer.stats))
         item = layer.key.dtype.itemsize
         # Read every live slot, write the new one; statistics go both ways.

@@ -1,8 +1,8 @@
 """What attention looks like, and what a policy misses of it: the measures of the papers, in linear memory.
 
 Under the full cache: `sparsity`, `accumulated_attention`, `keys_for_mass`, `attention_std`. A policy against it:
-`attention_cosine`, `jaccard`, `miss_rate`, `retained`. `plots` draws each of them, and `submodular` compares greedy
-selection with the best there is.
+`attention_cosine`, `jaccard`, `miss_rate`, `retained`. Heads: `retrieval_scores`, `retrieval_heads`. `plots` draws
+each of them, and `submodular` compares greedy selection with the best there is.
 
 In shapes: L layers, B rows, H query heads, K KV heads, T tokens of the longest row. Results are NumPy arrays.
 """
@@ -17,12 +17,14 @@ from kvjax.analysis.full_cache import (
     keys_for_mass,
     sparsity,
 )
+from kvjax.analysis.heads import RetrievalScores, retrieval_heads, retrieval_scores
 
 __all__ = [
     "AccumulatedAttention",
     "AttentionStd",
     "MissRate",
     "Retained",
+    "RetrievalScores",
     "accumulated_attention",
     "attention_cosine",
     "attention_std",
@@ -31,6 +33,8 @@ __all__ = [
     "miss_rate",
     "plots",
     "retained",
+    "retrieval_heads",
+    "retrieval_scores",
     "sparsity",
     "submodular",
 ]

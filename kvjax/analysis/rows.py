@@ -15,7 +15,7 @@ import numpy as np
 
 from kvjax import cache
 from kvjax.cache import Block, KVState, LayerKV
-from kvjax.errors import InputError
+from kvjax.errors import InputError, PolicyError
 from kvjax.inputs import check_batch, check_positions, check_prompt
 from kvjax.kernels import softmax
 from kvjax.kernels.prefill.xla import tile_rows
@@ -140,6 +140,8 @@ def over_steps(
     policies = tuple(check(policy) for policy in policies)
     for policy in policies:
         check_positions(config, policy.positions)
+        if policy.parts:
+            raise PolicyError(f"policy {policy.name}: measures compare caches whose heads share one policy.")
     batch = check_batch(config, tokens, lengths, new_tokens=0)
     prompt = check_prompt(prompt_length, batch.lengths)
     steps = int((batch.lengths - prompt).max())
@@ -246,8 +248,11 @@ def _rows(
     # [B, K, n, T]
     seen = softmax.visible(block.position, position, config.windows[index])
     grouped = query.reshape(batch, kv_heads, group, n, dim)
-    logits = jnp.einsum("bkgnd,bktd->bkgnt", grouped, key, preferred_element_type=jnp.float32)
-    return Rows(softmax.probabilities(logits * dim**-0.5, seen), seen[:, :, None], block.position)
+    logits = jnp.einsum("bkgnd,bktd->bkgnt", grouped, key, preferred_element_type=jnp.float32) * dim**-0.5
+    if policy.merge is not None and policy.merge.log_weight is not None:
+        weight = policy.merge.log_weight(layer.stats)
+        logits = logits + place(target, weight, jnp.zeros_like(weight, shape=position.shape))[:, :, None, None]
+    return Rows(softmax.probabilities(logits, seen), seen[:, :, None], block.position)
 
 
 def _reduce(step: Step, carried: Any, attention: Any, args: Any) -> tuple[Any, Any]:

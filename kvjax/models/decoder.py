@@ -5,7 +5,7 @@ Layers are unrolled: on a CPU that reads memory four times as fast as a scan ove
 0.12 a [768, 3072] MLP then reads its weights at 28 GB/s instead of 30 at batch 1, but 17.4 instead of 11.0 at batch 8
 and 20 instead of 12 at batch 4, where the compiler otherwise transposes them in every step. Tables (embeddings, and an
 output head that is tied to one) stay [rows, features]. The decoder knows nothing of policies: it hands
-unrotated queries, keys and values to `cache.step` and gets an output and the layer's new cache back.
+unrotated queries, keys and values to `layers.step` and gets an output and the layer's new cache back.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from kvjax import cache, sharding
-from kvjax.cache import Block, KVState, LayerKV
+from kvjax import layers, sharding
+from kvjax.cache import Block, KVState
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.window import full
 
@@ -105,7 +105,7 @@ class Attention(nn.Module):
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x: Array, layer: LayerKV | None, block: Block) -> tuple[Array, LayerKV]:
+    def __call__(self, x: Array, layer: layers.Layer | None, block: Block) -> tuple[Array, layers.Layer]:
         config = self.config
         batch, n, _ = x.shape
 
@@ -124,7 +124,7 @@ class Attention(nn.Module):
             key = Norm(config, rms=True, dtype=self.dtype, name="key_norm")(key)
         # [B, heads, n, D]
         query, key, value = (jnp.swapaxes(y, 1, 2) for y in (query, key, value))
-        output, layer = cache.step(
+        output, layer = layers.step(
             layer, query, key, value, block=block, index=self.index, rope=config.rope, window=config.windows[self.index]
         )
         # [B, n, H * D]
@@ -155,7 +155,7 @@ class Layer(nn.Module):
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x: Array, layer: LayerKV | None, block: Block) -> tuple[Array, LayerKV]:
+    def __call__(self, x: Array, layer: layers.Layer | None, block: Block) -> tuple[Array, layers.Layer]:
         config = self.config
         rms = config.norm == "rms"
         attention_norm = Norm(config, rms, self.dtype, name="attention_norm")
@@ -224,17 +224,17 @@ class Decoder(nn.Module):
             x = self.embed_in(x)
         if config.learned_positions:
             x = x + self.position_embed(block.position)
-        layers = []
+        after = []
         for index, module in enumerate(self.layers):
             x = sharding.constrain(x, ("batch", None, None))
             x, layer = module(x, None if kv is None else kv.layers[index], block)
-            layers.append(layer)
+            after.append(layer)
         if config.final_norm:
             x = self.final_norm(x)
         if config.embed_size != config.hidden_size:
             x = self.embed_out(x)
         added = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
-        return x, KVState(layers=tuple(layers), length=added if kv is None else kv.length + added)
+        return x, KVState(layers=tuple(after), length=added if kv is None else kv.length + added)
 
     def logits(self, hidden: Array) -> Array:
         """[..., embed] -> [..., V] float32."""

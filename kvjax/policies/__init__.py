@@ -7,6 +7,7 @@ from kvjax.errors import PolicyError
 from kvjax.policies.base import Importance, Policy, Scope, View, compress, evict
 from kvjax.policies.combinators import after_prefill, value_norm, with_heavy_hitters
 from kvjax.policies.h2o import decayed_mass, h2o, h2o_decay, heavy_only, mass, protect_newest
+from kvjax.policies.heads import compensation, duo_attention, razor_attention, split_heads
 from kvjax.policies.keys import keydiff, knorm, low_norm, unlike
 from kvjax.policies.merge import MERGES, anchors, cam, d2o, kvmerger
 from kvjax.policies.patterns import fixed, random, strided
@@ -38,6 +39,13 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "keydiff": keydiff,
 }
 
+#: Policies for a table of heads, which belongs to one model: `kvjax.analysis.retrieval_heads` makes one.
+HEAD_PLANS: dict[str, Callable[..., Policy]] = {
+    "split_heads": split_heads,
+    "duo_attention": duo_attention,
+    "razor_attention": razor_attention,
+}
+
 #: What makes a policy of another one.
 COMBINATORS: dict[str, Callable[..., Policy]] = {
     "with_heavy_hitters": with_heavy_hitters,
@@ -66,10 +74,11 @@ def accepts(name: str) -> frozenset[str]:
 
 
 __all__ = [
-    "COMBINATORS", "MERGES", "POLICIES", "Importance", "Policy", "Scope", "View", "accepts", "adakv",
-    "after_prefill", "anchors", "by_name", "cam", "compress", "d2o", "decayed_mass", "evict", "fixed", "full",
-    "h2o", "h2o_decay", "heard_at_the_end", "heavy_only", "keydiff", "knorm", "kvmerger", "last", "local_only",
-    "low_norm", "mass", "mean_attention", "mean_mass", "protect_first", "protect_newest", "protect_prompt_end",
-    "protect_varying", "pyramidkv", "random", "recency", "roco", "scissorhands", "shared_last", "snapkv",
+    "COMBINATORS", "HEAD_PLANS", "MERGES", "POLICIES", "Importance", "Policy", "Scope", "View", "accepts",
+    "adakv", "after_prefill", "anchors", "by_name", "cam", "compensation", "compress", "d2o", "decayed_mass",
+    "duo_attention", "evict", "fixed", "full", "h2o", "h2o_decay", "heard_at_the_end", "heavy_only",
+    "keydiff", "knorm", "kvmerger", "last", "local_only", "low_norm", "mass", "mean_attention", "mean_mass",
+    "protect_first", "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random",
+    "razor_attention", "recency", "roco", "scissorhands", "shared_last", "snapkv", "split_heads",
     "streaming_llm", "strided", "times_above", "tova", "unlike", "value_norm", "window", "with_heavy_hitters",
 ]  # fmt: skip

@@ -37,6 +37,7 @@ class View(NamedTuple):
     prompt: Array  # [B] int32 tokens of each row's prompt
     layer: int
     decoding: bool  # the prompt is over
+    heads: tuple[int, ...] | None = None  # which of the model's KV heads these are; None = all, in order
 
     @property
     def live(self) -> Array:
@@ -89,6 +90,7 @@ class Policy(NamedTuple):
     shrinks: bool = False  # a decoding step may find more than one slot too many
     merge: "Merge | None" = None  # None = what is evicted is lost
     mask: "Mask | None" = None  # everything is kept, and the budget is of what is seen
+    parts: "tuple[Part, ...]" = ()  # its heads are under these policies, and nothing else here matters but positions
 
 
 class Mask(NamedTuple):
@@ -98,6 +100,13 @@ class Mask(NamedTuple):
     settle: Callable[[Stats, View], Stats] = lambda stats, view: stats  # after a step was observed
     # [B]: a whole text attends a second time, through a band of so many newest positions and what is visible beyond it.
     band: Callable[[View], Array] | None = None
+
+
+class Part(NamedTuple):
+    """Some KV heads of every layer, under a policy of their own; see `kvjax.policies.split_heads`."""
+
+    heads: tuple[tuple[int, ...], ...]
+    policy: Policy
 
 
 class Folded(NamedTuple):
@@ -114,6 +123,8 @@ class Merge(NamedTuple):
     needs: frozenset[str | Statistic]
     fold: Callable[..., Folded]  # (key, value, victim [B, K, S] bool, stats, view, tokens of the block) -> Folded
     remembers: tuple[str, ...] = ()  # statistics of its own, [B, K, S] float32
+    # stats -> [B, K, S] float32 added to a slot's logits: the logarithm of how many tokens it stands for.
+    log_weight: Callable[[Mapping[str, Array]], Array] | None = None
 
 
 class Importance(NamedTuple):

@@ -110,6 +110,8 @@ def after_prefill(compressor: Policy, *, then: Policy) -> Policy:
         raise PolicyError(
             f"after_prefill(then={then.name}): it hides slots and evicts none; give a policy that evicts."
         )
+    if then.parts:
+        raise PolicyError(f"after_prefill(then={then.name}): its heads have caches of their own; use it by itself.")
     if then.then is not None:
         raise PolicyError(f"after_prefill(then={then.name}): it is for prompts only; give an eviction policy.")
     for field in ("positions", "group_reduce"):
@@ -151,6 +153,8 @@ def after_prefill(compressor: Policy, *, then: Policy) -> Policy:
 def _one_head_at_a_time(name: str, policy: Policy) -> Policy:
     if not isinstance(policy, Policy):
         raise PolicyError(f"{name}(): {policy!r} is not a policy; give one such as h2o(budget=256).")
+    if policy.parts:
+        raise PolicyError(f"{name}({policy.name}): its heads are under policies of their own; apply it to these.")
     if policy.budget is None:
         raise PolicyError(f"{name}({policy.name}): a policy that keeps every token has nothing to choose.")
     if policy.mask is not None:

@@ -6,6 +6,7 @@ The patterns are H2O's baselines (arXiv:2306.14048, Table 1; Child et al., arXiv
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.errors import PolicyError
 from kvjax.policies.base import Budget, Importance, Merge, Policy, Scope, View, count_argument, evict, memoized
@@ -91,8 +92,10 @@ def random(budget: Budget, *, seed: int = 0, positions: str = "original", merge:
         def draw(head: Array, position: Array) -> Array:
             return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, head), position))
 
-        head = jnp.arange(view.position.shape[1], dtype=jnp.int32)
-        drawn = jax.vmap(jax.vmap(jax.vmap(draw, (None, 0)), (0, 0)), (None, 0))(head, jnp.maximum(view.position, 0))
+        head = jnp.arange(view.position.shape[1]) if view.heads is None else np.asarray(view.heads)
+        drawn = jax.vmap(jax.vmap(jax.vmap(draw, (None, 0)), (0, 0)), (None, 0))(
+            jnp.asarray(head, jnp.int32), jnp.maximum(view.position, 0)
+        )
         return drawn
 
     return evict(

@@ -58,6 +58,8 @@ class Policy:
     `by_layer`: (b, prompt length, number of layers) -> the slots of every layer, where they follow from b.
     `shares`: the layer's heads -> which slots each keeps and the narrowest decision, where heads share a budget.
     `then`: who goes on after the prompt.
+    `compensates`: the position whose slot becomes the mean of all that was evicted, and weighs as much.
+    `by_head`: layer -> KV head -> the policy it is under.
     `hides`: "masked" or "global": nothing is evicted, `hidden_recent` newest and the heaviest are seen.
     """
 
@@ -72,12 +74,19 @@ class Policy:
     then: Policy | None = None
     hides: str | None = None
     hidden_recent: int | None = None
+    compensates: int | None = None
+    by_head: tuple[tuple[Policy, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         assert self.positions in ("original", "cache") and self.group_reduce in ("mean", "max")
 
-    def slots(self, layer: int, prompt_length: int, num_layers: int = 1) -> int | None:
-        """The budget b of one layer for a row whose prompt has `prompt_length` tokens."""
+    def slots(self, layer: int, prompt_length: int, num_layers: int = 1) -> Any:
+        """The budget b of one layer for a row whose prompt has `prompt_length` tokens.
+
+        Of a policy by head: (the head's policy, its budget) for each of them.
+        """
+        if self.by_head is not None:
+            return [(own, own.slots(layer, prompt_length, num_layers)) for own in self.by_head[layer]]
         budget = self.budget[layer] if isinstance(self.budget, tuple) else self.budget
         if isinstance(budget, float):
             budget = max(1, math.floor(budget * prompt_length + 1e-9))

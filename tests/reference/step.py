@@ -36,6 +36,7 @@ class Head:
     stats: dict[str, Array] = field(default_factory=dict)  # [S, ...]
     evict_gap: float = math.inf
     above_gap: float = math.inf
+    stands_for: dict[int, list[tuple[Array, Array]]] = field(default_factory=dict)  # position -> keys and values
 
 
 def empty_heads(count: int, head_dim: int, policy: Policy) -> list[Head]:
@@ -152,6 +153,8 @@ def attend(
     if shown is not None:
         sees = sees & shown
     scores = np.einsum("ngd,sd->gns", query, keys) / math.sqrt(keys.shape[-1])
+    for standing, tokens in head.stands_for.items():
+        scores = scores + np.where(head.position == standing, math.log(len(tokens)), 0.0)
     scores = np.where(sees, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True), sees
@@ -173,6 +176,10 @@ def evict(heads: list[Head], policy: Policy, budget: int, prompt_length: int) ->
 
     All heads are ranked before any is changed: a policy may look at the whole layer.
     """
+    if policy.by_head is not None:
+        for head, (own, slots) in zip(heads, budget, strict=True):
+            evict([head], own, slots, prompt_length)
+        return
     if policy.rank is None:
         return
     layer_stats = [dict(head.stats) for head in heads]
@@ -184,10 +191,21 @@ def evict(heads: list[Head], policy: Policy, budget: int, prompt_length: int) ->
     else:
         choices = [_kept(policy.rank(view), view.position, budget) for view in views]
     for head, (keep, gap) in zip(heads, choices, strict=True):
+        if policy.compensates is not None and not keep.all():
+            compensate(head, keep, policy.compensates)
         head.key, head.value = head.key[keep], head.value[keep]
         head.position = head.position[keep]
         head.stats = {name: stat[keep] for name, stat in head.stats.items()}
         head.evict_gap = min(head.evict_gap, gap)
+
+
+def compensate(head: Head, keep: Array, position: int) -> None:
+    """The slot of `position` becomes the mean of its own pair and of all that was ever evicted."""
+    (slot,) = np.flatnonzero(head.position == position)
+    tokens = head.stands_for.setdefault(position, [(head.key[slot], head.value[slot])])
+    tokens += [(head.key[gone], head.value[gone]) for gone in np.flatnonzero(~keep)]
+    head.key, head.value = head.key.copy(), head.value.copy()
+    head.key[slot], head.value[slot] = (np.mean(pairs, axis=0) for pairs in zip(*tokens, strict=True))
 
 
 def _kept(ranking: Ranking, position: Array, budget: int) -> tuple[Array, float]:

@@ -23,6 +23,7 @@ def attend(
     scale: float,
     window: int | Array | None,
     exempt: Array | None,
+    log_weight: Array | None,
     group_reduce: str,
 ) -> tuple[Array, dict[str, Array]]:
     """A few queries per head over all slots at once: one while decoding, a tile of a prompt.
@@ -32,6 +33,7 @@ def attend(
     Args:
       query: [B, K, G, n, D]; key, value: [B, K, S, D].
       query_position: [B, n] int32; key_position: [B, K, S] int32; window, exempt: see `softmax.visible`.
+      log_weight: [B, K, S] float32, added to the logits, or None.
       statistics: what to report; weights: of each, [B, n] or [B, n, words] float32, see `Statistic.query_weights`.
 
     Returns:
@@ -44,7 +46,10 @@ def attend(
     logits = jnp.einsum("bkqd,bksd->bkqs", rows, key, preferred_element_type=jnp.float32)
     mask = softmax.visible(query_position, key_position, window, exempt)
     # [B, K, G, n, S]
-    probability = softmax.probabilities(logits.reshape(batch, kv_heads, group, n, -1) * scale, mask)
+    scaled = logits.reshape(batch, kv_heads, group, n, -1) * scale
+    if log_weight is not None:
+        scaled = scaled + log_weight[:, :, None, None]
+    probability = softmax.probabilities(scaled, mask)
     weight = probability.reshape(logits.shape).astype(value.dtype)
     output = jnp.einsum("bkqs,bksd->bkqd", weight, value, preferred_element_type=jnp.float32)
     sums = softmax.column_sums(statistics, weights, probability, mask, group_reduce)

@@ -32,6 +32,7 @@ def attend(
     scale: float,
     window: int | Array | None,
     exempt: Array | None,
+    log_weight: Array | None,
     group_reduce: str,
     causal: bool,
 ) -> tuple[Array, dict[str, Array]]:
@@ -40,6 +41,7 @@ def attend(
     Args:
       query: [B, K, G, n, D]; key, value: [B, K, S, D].
       query_position: [B, n] int32; key_position: [B, K, S] int32; window, exempt: see `softmax.visible`.
+      log_weight: [B, K, S] float32, added to the logits, or None.
       statistics: what to report; weights: of each, [B, n] or [B, n, words] float32, see `Statistic.query_weights`.
       causal: the slots are this very block in order (S = n), so a query never sees a slot behind its own.
 
@@ -53,7 +55,7 @@ def attend(
         _tiles, scale=scale, window=window, statistics=statistics, group_reduce=group_reduce, tile=tile
     )
     if not causal:
-        return part(query, key, value, query_position, key_position, weights, exempt=exempt)
+        return part(query, key, value, query_position, key_position, weights, exempt=exempt, log_weight=log_weight)
     step = max(tile, -(-n // (SEGMENTS * tile)) * tile)
     outputs = []
     sums = _zeros(statistics, key_position)
@@ -67,6 +69,7 @@ def attend(
             key_position[:, :, :stop],
             tuple(weight[:, start:stop] for weight in weights),
             exempt=None if exempt is None else exempt[:, :, :stop],
+            log_weight=None if log_weight is None else log_weight[:, :, :stop],
         )
         outputs.append(output)
         sums = {name: total.at[:, :, :stop].add(partial_sums[name]) for name, total in sums.items()}

@@ -1,0 +1,185 @@
+"""Heads under policies of their own: slot for slot, in arrays of their own size; and which heads need everything."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from experiments.policy import build
+from experiments.training.config import TrainConfig, decoder_config
+from experiments.training.induction import initial_parameters
+from kvjax import analysis, cache, layers, policies
+from kvjax.errors import InputError, PolicyError
+from kvjax.plan import plan
+from tests import reference
+from tests.test_slots import LENGTHS, PROMPTS, TOKENS
+from tests.tiny import random_tokens, tiny
+
+HALF = ((1, 0), (0, 1))  # of a model with two layers of two KV heads
+NONE, ALL = ((0, 0), (0, 0)), ((1, 1), (1, 1))
+
+
+def expected_policy(
+    heads, chosen: reference.policies.Policy, others: reference.policies.Policy
+) -> reference.policies.Policy:
+    by_head = tuple(tuple(chosen if each else others for each in row) for row in heads)
+    return dataclasses.replace(
+        reference.policies.full(positions=chosen.positions),
+        by_head=by_head,
+        statistics={**chosen.statistics, **others.statistics},
+    )
+
+
+def razor(budget, sinks: int, **options) -> reference.policies.Policy:
+    return dataclasses.replace(reference.policies.window(budget, sinks=sinks + 1, **options), compensates=sinks)
+
+
+full, own = reference.policies.full, reference.policies
+CASES = {
+    "h2o-window": (
+        policies.split_heads(HALF, policies.h2o(0.4), policies.window(9, sinks=2)),
+        expected_policy(HALF, own.h2o(0.4), own.window(9, sinks=2)),
+    ),
+    "layer without": (
+        policies.split_heads(((0, 0), (1, 0)), policies.roco(14), policies.tova(0.3, share_heads=False)),
+        expected_policy(((0, 0), (1, 0)), own.roco(14), own.tova(0.3, share_heads=False)),
+    ),
+    "duo": (policies.duo_attention(HALF, sinks=3, recent=8), expected_policy(HALF, full(), own.window(11, sinks=3))),
+    "razor": (policies.razor_attention(HALF, 9, sinks=2), expected_policy(HALF, full(), razor(9, 2))),
+    "razor-cache": (
+        policies.razor_attention(NONE, 0.4, sinks=0, positions="cache"),
+        expected_policy(NONE, full(positions="cache"), razor(0.4, 0, positions="cache")),
+    ),
+}
+
+
+def kept_by_head(state: cache.KVState, policy: policies.Policy, row: int) -> list[list[list[int]]]:
+    """[layer][head] ascending live positions, in the model's order of heads."""
+    found: list[list[list[int]]] = []
+    for index, layer in enumerate(state.layers):
+        heads = {}
+        for part, kv in zip(policy.parts, layer, strict=True):
+            for place, head in enumerate(part.heads[index]):
+                heads[head] = sorted(int(p) for p in np.asarray(kv.position)[row, place] if p >= 0)
+        found.append([heads[head] for head in sorted(heads)])
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_slot_for_slot(name):
+    policy, expected_policy = CASES[name]
+    model = tiny("gqa")
+    for block in (None, 8):
+        got = kvjax.log_likelihood(
+            model.model, TOKENS, policy, prompt_length=PROMPTS, lengths=LENGTHS, prefill_block=block
+        )
+        expected = reference.reference_run(model.params, model.config, TOKENS, expected_policy, PROMPTS, LENGTHS, block)
+        assert expected.evict_gap.min() > 1e-6
+        for row in range(len(PROMPTS)):
+            live = kept_by_head(got.state, policy, row)
+            for index in range(2):
+                for head in range(2):
+                    np.testing.assert_array_equal(live[index][head], expected.kept[index][row][head])
+        np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=5e-5)
+
+
+def test_a_table_of_one_kind_is_that_policy():
+    h2o, window = policies.h2o(0.5), policies.window(7)
+    for table, alone in ((ALL, h2o), (NONE, window)):
+        split = policies.split_heads(table, h2o, window)
+        one, two = (kvjax.generate(tiny().model, PROMPT, p, max_new_tokens=9) for p in (split, alone))
+        np.testing.assert_array_equal(one.tokens, two.tokens)
+        np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5)
+        assert cache.nbytes(one.state) == cache.nbytes(two.state)
+
+
+PROMPT = random_tokens(2, 40, seed=3)
+
+
+def test_what_is_streamed_is_not_held():
+    policy = policies.duo_attention(HALF, sinks=2, recent=5)
+    run = kvjax.generate(tiny().model, PROMPT, policy, max_new_tokens=21)
+    assert [part.position.shape for _, part in layers.flat(run.state)] == [(2, 1, 60), (2, 1, 8)] * 2
+    full = kvjax.generate(tiny().model, PROMPT, policies.full(), max_new_tokens=21)
+    assert cache.nbytes(run.state) * 120 == cache.nbytes(full.state) * 68
+    planned = plan(
+        tiny().model.config, policy, batch=2, prompt_length=40, new_tokens=21, prefill=True, prefill_block=16
+    )
+    assert planned.cache == cache.nbytes(run.state, statistics=True) + 2 * 4  # and the lengths
+    assert planned.slots == (60, 60, 8, 8)
+
+
+def test_random_draws_by_the_model_s_own_heads():
+    chance = policies.random(12, seed=4)
+    split = policies.split_heads(HALF, chance, policies.random(12, seed=4, positions="original"))
+    ours, alone = (
+        kvjax.log_likelihood(tiny().model, PROMPT, policy, prompt_length=30).state for policy in (split, chance)
+    )
+    for row in range(2):
+        whole = [
+            [sorted(int(p) for p in head if p >= 0) for head in np.asarray(layer.position)[row]]
+            for layer in alone.layers
+        ]
+        assert kept_by_head(ours, split, row) == whole
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: policies.duo_attention(5), "is no table"),
+        (lambda: policies.duo_attention(((1, 0), (1,))), "is no table"),
+        (lambda: policies.duo_attention(((1, 2),)), "true or false"),
+        (lambda: policies.split_heads(HALF, policies.knorm(9), policies.full()), "does not evict step by step"),
+        (lambda: policies.split_heads(HALF, policies.h2o(9, variant="masked"), policies.full()), "step by step"),
+        (lambda: policies.split_heads(HALF, policies.h2o(9), policies.streaming_llm(9)), "positions"),
+        (lambda: policies.value_norm(policies.duo_attention(HALF)), "apply it to these"),
+        (lambda: policies.after_prefill(policies.knorm(9), then=policies.duo_attention(HALF)), "caches of their own"),
+        (lambda: policies.razor_attention(HALF, 4), "protects 5 slots"),
+        (lambda: kvjax.generate(tiny("mha").model, PROMPT, policies.duo_attention(HALF), max_new_tokens=2), "KV heads"),
+        (
+            lambda: analysis.miss_rate(tiny().model, PROMPT, policies.duo_attention(HALF), prompt_length=9, top=4),
+            "share one policy",
+        ),
+    ],
+)  # fmt: skip
+def test_errors(make, message):
+    with pytest.raises(PolicyError, match=message):
+        make()
+
+
+def test_as_text():
+    table = str(HALF).replace(" ", "")
+    made = build(f"split_heads({table}, chosen=h2o, others=window(sinks=1))", budget=8)
+    assert [part.policy for part in made.parts] == [
+        policies.h2o(8)._replace(name="h2o"), policies.window(8, sinks=1)._replace(name="window(sinks=1)"),
+    ] or [part.policy.budget for part in made.parts] == [8, 8]  # fmt: skip
+    assert build(f"razor_attention({table})", budget=9).parts[1].policy.budget == 9
+
+
+def test_the_induction_head_of_the_first_parameters_is_found():
+    config = dataclasses.replace(decoder_config(TrainConfig(), bos=0), max_positions=300)
+    model = kvjax.Model(config, initial_parameters(config, jax.random.key(0)))
+    scores = analysis.retrieval_scores(model)
+    assert scores.induction.shape == scores.echo.shape == (4, 4)
+    assert scores.induction.argmax() == 4, "layer 1, query head 0"
+    assert scores.induction[1, 0] > 0.5 > 0.1 > np.delete(scores.induction, 4).max()
+    np.testing.assert_array_equal(
+        analysis.retrieval_heads(model, induction_share=0.06, echo_share=0.0), [[0, 0], [1, 0], [0, 0], [0, 0]]
+    )
+    assert analysis.retrieval_heads(model, induction_share=1.0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeats": 1}, "repeats=1"),
+        ({"period": 1}, "period=1"),
+        ({"echo_share": 2}, "share"),
+        ({"draw_from": [64]}, "token ids"),
+    ],
+)
+def test_errors_of_the_test_of_heads(options, message):
+    with pytest.raises(InputError, match=message):
+        analysis.retrieval_heads(tiny().model, **options)
