@@ -10,9 +10,11 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kvjax import attention, cache, policies
+from kvjax.allocation import allocate
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.models.decoder import parameter_shapes
 from kvjax.prefill import prefill_steps
@@ -142,6 +144,30 @@ def test_a_quadratic_statistic_would_be_seen():
         return jnp.einsum("bkgns,bksd->bkgnd", p, value), p.mean(axis=2).sum(axis=2)
 
     assert temporaries(16_384, square) >= 16_384**2 * 4
+
+
+@pytest.mark.parametrize("name", ["h2o", "roco", "tova"])
+def test_a_prompt_in_blocks_is_held_within_budget_and_block(name):
+    """32,768 tokens under 1,024 slots, in blocks of 256: beyond the token ids, not a byte more than 4,096 take."""
+    config, policy = dataclasses.replace(WIDE, max_positions=32_768), policies.by_name(name, budget=1024)
+
+    def temporaries(tokens: int) -> int:
+        prompt = np.array([tokens])
+        slots = allocate(policy, prompt, prompt + 1, config.num_layers, config.num_kv_heads, 256)
+        assert slots.capacity == (1025,) * config.num_layers and slots.block_capacity == (1280,) * config.num_layers
+        ints = jax.ShapeDtypeStruct((1,), jnp.int32)
+        program = prefill_steps.lower(
+            parameter_shapes(config), jax.ShapeDtypeStruct((1, tokens), jnp.int32), ints, (ints,) * config.num_layers,
+            config=config, policy=policy, capacity=slots.capacity, block_capacity=slots.block_capacity, block=256,
+            score=False,
+        )  # fmt: skip
+        return program.compile(OPTIMIZED).memory_analysis().temp_size_in_bytes
+
+    short, long = temporaries(4_096), temporaries(32_768)
+    print(f"temporaries of 4,096 and 32,768 tokens: {short:,} and {long:,} bytes")
+    assert long - short <= 16 * (32_768 - 4_096)
+    held = config.num_layers * config.num_kv_heads * 1280 * 2 * config.head_dim * 4
+    assert long < prefill_xla.TILE_BYTES + 3 * held < 32_768 * held // 1280, "a tile of scores, and some caches"
 
 
 def test_no_layer_keeps_its_prompt(monkeypatch):

@@ -320,7 +320,7 @@ def value_norm(policy: Policy) -> Policy:
             scaled = inner.priority * np.linalg.norm(view.value, axis=1)
         return Ranking(np.where(np.isinf(inner.priority), np.inf, scaled), inner.gap)
 
-    return Policy(policy.budget, rank, policy.statistics, policy.positions, policy.group_reduce)
+    return replace(policy, rank=rank)
 
 
 def ring(budget: Any, **options: Any) -> Policy:
