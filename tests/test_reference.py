@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.reference import load_llama, policies, random_model, reference_run
+from tests.reference import base, load_llama, policies, random_model, reference_run
 
 CASES = 16
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -91,7 +91,7 @@ POLICIES = {
     "tova": policies.tova(12),
     "mean_attention": policies.mean_attention(12),
     "roco": policies.roco(12, guard=2),
-    "value_norm": policies.evict(policies.times_value_norm(policies.by_mass()), policies.all_but_recent(), 12),
+    "value_norm": base.evict(base.times_value_norm(base.by_mass()), base.all_but_recent(), 12),
     "strided": policies.strided(12, stride=3),
     "fixed": policies.fixed(12, block=4, columns=1),
     "snapkv": policies.snapkv(12, window=4),

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.reference.policies import Array, Policy, full
+from tests.reference.base import Array, Policy
+from tests.reference.eviction import full
 from tests.reference.step import Head, empty_heads, step
 
 

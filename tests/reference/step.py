@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.reference.policies import Array, Observed, Policy, Ranking, View, lowest
+from tests.reference.base import Array, Observed, Policy, Ranking, View, lowest
 
 
 def rotate(x: Array, position: Array, theta: float) -> Array:

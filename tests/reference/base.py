@@ -1,0 +1,252 @@
+"""What reference policies are made of: a priority for every live slot of one KV head.
+
+A policy here is a set of column statistics and a function from a `View` of one head to `Ranking`:
+one priority a slot (larger stays, +inf is protected). Nearly all are importance x scope, as in
+`evict`. Who is removed is decided in `step.py`, never here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray
+
+
+class View(NamedTuple):
+    """One KV head after its statistics were updated; slots are in ascending order of position."""
+
+    position: Array  # [S] int
+    key: Array  # [S, D] as stored
+    value: Array  # [S, D]
+    stats: dict[str, Array]  # [S, ...]
+    layer_stats: list[dict[str, Array]]  # the statistics of all KV heads of the layer
+    budget: int  # b of this row and layer
+    prompt_length: int  # of this row
+
+
+class Observed(NamedTuple):
+    """What one block's n queries tell about the S live slots of one KV head."""
+
+    m: Array  # [n, S] attention reduced over the query group, 0 where not seen
+    sees: Array  # [n, S] bool
+    query_position: Array  # [n]
+    prompt_length: int
+
+
+class Ranking(NamedTuple):
+    priority: Array  # [S]
+    gap: float = math.inf  # the narrowest decision taken while choosing whom to protect
+
+
+class Statistic(NamedTuple):
+    """A statistic starts at zeros of [S, *width]; `update` maps (old, Observed) to new."""
+
+    update: Callable[[Array, Observed], Array]
+    width: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`budget`: slots, a fraction of the prompt, a tuple of these (one a layer), None: no limit.
+
+    `by_layer`: (b, prompt length, number of layers) -> the slots of every layer, where they follow from b.
+    `shares`: the layer's heads -> which slots each keeps and the narrowest decision, where heads share a budget.
+    `then`: who goes on after the prompt.
+    `compensates`: the position whose slot becomes the mean of all that was evicted, and weighs as much.
+    `by_head`: layer -> KV head -> the policy it is under.
+    `hides`: "masked" or "global": nothing is evicted, `hidden_recent` newest and the heaviest are seen.
+    """
+
+    budget: int | float | tuple[int | float, ...] | None
+    rank: Callable[[View], Ranking] | None
+    statistics: Mapping[str, Statistic] = field(default_factory=dict)
+    positions: str = "original"
+    group_reduce: str = "mean"
+    at_prompt_end_only: bool = False  # the prompt-phase compressors
+    by_layer: Callable[[int, int, int], list[int]] | None = None
+    shares: Callable[[list[View]], list[tuple[Array, float]]] | None = None
+    then: Policy | None = None
+    hides: str | None = None
+    hidden_recent: int | None = None
+    compensates: int | None = None
+    by_head: tuple[tuple[Policy, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.positions in ("original", "cache") and self.group_reduce in ("mean", "max")
+
+    def slots(self, layer: int, prompt_length: int, num_layers: int = 1) -> Any:
+        """The budget b of one layer for a row whose prompt has `prompt_length` tokens.
+
+        Of a policy by head: (the head's policy, its budget) for each of them.
+        """
+        if self.by_head is not None:
+            return [(own, own.slots(layer, prompt_length, num_layers)) for own in self.by_head[layer]]
+        budget = self.budget[layer] if isinstance(self.budget, tuple) else self.budget
+        if isinstance(budget, float):
+            budget = max(1, math.floor(budget * prompt_length + 1e-9))
+        if self.by_layer is not None:
+            # A prompt of at most b tokens is left alone.
+            return None if prompt_length <= budget else self.by_layer(budget, prompt_length, num_layers)[layer]
+        return budget
+
+
+# --- column statistics ---
+
+
+def is_above(block: Observed) -> Array:
+    """[n, S] bool: query i gives slot j at least the uniform share of what i sees."""
+    return block.sees & (block.m >= 1.0 / block.sees.sum(axis=1, keepdims=True))
+
+
+def _decay(gamma: float) -> Callable[[Array, Observed], Array]:
+    def update(old: Array, block: Observed) -> Array:
+        for row in block.m:
+            old = gamma * old + (1.0 - gamma) * row
+        return old
+
+    return update
+
+
+def _last_above(history: int) -> Callable[[Array, Observed], Array]:
+    def update(old: Array, block: Observed) -> Array:
+        return np.concatenate([old, is_above(block).T], axis=1)[:, -history:]  # [S, history]
+
+    return update
+
+
+def _prompt_tail_mass(window: int) -> Callable[[Array, Observed], Array]:
+    def update(old: Array, block: Observed) -> Array:
+        back = block.prompt_length - block.query_position  # 1 is the prompt's last query
+        return old + block.m[(back >= 1) & (back <= window)].sum(axis=0)
+
+    return update
+
+
+MASS = Statistic(lambda old, block: old + block.m.sum(axis=0))
+MASS_SQ = Statistic(lambda old, block: old + (block.m**2).sum(axis=0))
+COUNT = Statistic(lambda old, block: old + block.sees.sum(axis=0))
+ABOVE = Statistic(lambda old, block: old + is_above(block).sum(axis=0))
+LAST = Statistic(lambda old, block: block.m[-1])
+
+# --- importance: (what it needs, View -> [S]) ---
+
+
+class Importance(NamedTuple):
+    statistics: Mapping[str, Statistic]
+    of: Callable[[View], Array]
+
+
+def by_position() -> Importance:
+    return Importance({}, lambda view: view.position.astype(np.float64))
+
+
+def by_mass() -> Importance:
+    return Importance({"mass": MASS}, lambda view: view.stats["mass"])
+
+
+def by_mean() -> Importance:
+    needs = {"mass": MASS, "count": COUNT}
+    return Importance(needs, lambda view: view.stats["mass"] / view.stats["count"])
+
+
+def by_decayed(gamma: float) -> Importance:
+    return Importance({"decayed": Statistic(_decay(gamma))}, lambda view: view.stats["decayed"])
+
+
+def by_above(history: int | None = None) -> Importance:
+    if history is None:
+        return Importance({"above": ABOVE}, lambda view: view.stats["above"])
+    needs = {"above": Statistic(_last_above(history), (history,))}
+    return Importance(needs, lambda view: view.stats["above"].sum(axis=1))
+
+
+def by_last(share_heads: bool) -> Importance:
+    def of(view: View) -> Array:
+        if share_heads:  # all heads hold the same positions, because they evict the same ones
+            return np.mean([stats["last"] for stats in view.layer_stats], axis=0)
+        return view.stats["last"]
+
+    return Importance({"last": LAST}, of)
+
+
+def times_value_norm(importance: Importance) -> Importance:
+    def of(view: View) -> Array:
+        return importance.of(view) * np.linalg.norm(view.value, axis=1)
+
+    return Importance(importance.statistics, of)
+
+
+# --- scope: (what it needs, View -> (protected [S] bool, gap)) ---
+
+
+class Scope(NamedTuple):
+    statistics: Mapping[str, Statistic]
+    protects: Callable[[View], tuple[Array, float]]
+
+
+def newest(view: View, count: int) -> Array:
+    """[S] bool: the `count` newest positions, counted from the newest token's whether or not they are live."""
+    return view.position > view.position[-1] - count
+
+
+def all_slots() -> Scope:
+    return Scope({}, lambda view: (np.zeros(len(view.position), bool), math.inf))
+
+
+def all_but_recent(recent: int | None = None) -> Scope:
+    def protects(view: View) -> tuple[Array, float]:
+        return newest(view, view.budget // 2 if recent is None else recent), math.inf
+
+    return Scope({}, protects)
+
+
+def all_but_sinks(sinks: int) -> Scope:
+    return Scope({}, lambda view: (view.position < sinks, math.inf))
+
+
+def all_but_steady(protect: int | None = None, guard: int = 10) -> Scope:
+    """RoCo: the top `protect` by (std, position) stay; the `guard` newest have std = +inf."""
+
+    def protects(view: View) -> tuple[Array, float]:
+        top = 3 * view.budget // 10 if protect is None else protect
+        mean = view.stats["mass"] / view.stats["count"]
+        std = np.sqrt(np.maximum(view.stats["mass_sq"] / view.stats["count"] - mean**2, 0.0))
+        std = np.where(newest(view, guard), np.inf, std)
+        outside, gap = lowest(std, view.position, max(len(std) - top, 0))
+        protected = np.ones(len(std), bool)
+        protected[outside] = False
+        return protected, gap
+
+    return Scope({"mass": MASS, "mass_sq": MASS_SQ, "count": COUNT}, protects)
+
+
+def lowest(values: Array, position: Array, count: int) -> tuple[Array, float]:
+    """The `count` lowest slots (equal: the older) and the relative gap to the next one.
+
+    An exact tie, settled by position, and a step up to +inf are not close calls: their gap is inf.
+    """
+    order = np.lexsort((position, values))
+    if not 0 < count < len(order):
+        return order[:count], math.inf
+    below, above = values[order[count - 1]], values[order[count]]
+    if below == above or np.isinf(above):
+        return order[:count], math.inf
+    return order[:count], float((above - below) / max(abs(above), abs(below)))
+
+
+# --- policies ---
+
+
+def evict(importance: Importance, scope: Scope, budget: Any, **options: Any) -> Policy:
+    """Lowest importance first, among those that `scope` does not protect."""
+
+    def rank(view: View) -> Ranking:
+        protected, gap = scope.protects(view)
+        return Ranking(np.where(protected, np.inf, importance.of(view)), gap)
+
+    return Policy(budget, rank, {**importance.statistics, **scope.statistics}, **options)

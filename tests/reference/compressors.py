@@ -1,0 +1,87 @@
+"""Reference policies that evict once, when the prompt ends."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tests.reference.base import Array, Policy, Ranking, Statistic, View, _prompt_tail_mass
+
+
+def snapkv(budget: Any, window: int = 32, kernel: int = 5, pooling: str = "avg", **options: Any) -> Policy:
+    """Evicts once, when the prompt is complete; decoding appends."""
+    statistics = {"tail": Statistic(_prompt_tail_mass(window))}
+    rank = functools.partial(_snapkv_rank, window=window, kernel=kernel, pooling=pooling)
+    return Policy(budget, rank, statistics, at_prompt_end_only=True, **options)
+
+
+def _snapkv_rank(view: View, *, window: int, kernel: int, pooling: str) -> Ranking:
+    outside = view.position < view.prompt_length - window
+    scores, reach = view.stats["tail"][outside], kernel // 2
+    near = [scores[max(j - reach, 0) : j + reach + 1] for j in range(len(scores))]
+    pooled = [part.sum() / kernel if pooling == "avg" else part.max() for part in near]
+    priority = np.full(len(outside), np.inf)
+    priority[outside] = pooled
+    return Ranking(priority)
+
+
+def pyramidkv(budget: Any, window: int = 32, beta: int = 20, **options: Any) -> Policy:
+    """SnapKV, with budgets that fall from layer to layer."""
+
+    def by_layer(b: int, n: int, layers: int) -> list[int]:
+        low = (b - window) // beta
+        high = 2 * (b - window) - low
+        if high > n - window:
+            high = n - window
+            low = 2 * (b - window) - high
+        step = 0 if layers == 1 else (high - low) // (layers - 1)
+        return [high - layer * step + window for layer in range(layers)]
+
+    return replace(snapkv(budget, window, **options), by_layer=by_layer)
+
+
+def adakv(base: Policy, safeguard: float = 0.2) -> Policy:
+    """Heads share their layer's slots: a safeguard each, the rest to the largest of all."""
+
+    def shares(heads: list[View]) -> list[tuple[Array, float]]:
+        priority = [base.rank(view).priority for view in heads]
+        keep = [np.isinf(p) for p in priority]  # the window
+        room = heads[0].budget - int(keep[0].sum())
+        own = math.floor(safeguard * room + 1e-9)
+        gaps = []
+        for p, kept in zip(priority, keep, strict=True):
+            best = sorted(np.flatnonzero(~kept), key=lambda j: (p[j], j), reverse=True)
+            if 0 < own < len(best):
+                gaps.append(_relative(p[best[own - 1]], p[best[own]]))
+            kept[best[:own]] = True
+        left = [(p[j], -head, j) for head, p in enumerate(priority) for j in np.flatnonzero(~keep[head])]
+        left.sort(reverse=True)
+        count = len(heads) * (room - own)
+        if 0 < count < len(left):
+            gaps.append(_relative(left[count - 1][0], left[count][0]))
+        for _, head, j in left[:count]:
+            keep[-head][j] = True
+        return [(kept, min([math.inf, *gaps])) for kept in keep]
+
+    return replace(base, shares=shares)
+
+
+def _relative(above: float, below: float) -> float:
+    return math.inf if above == below else float((above - below) / max(abs(above), abs(below)))
+
+
+def knorm(budget: Any, **options: Any) -> Policy:
+    return Policy(budget, lambda view: Ranking(-np.linalg.norm(view.key, axis=1)), at_prompt_end_only=True, **options)
+
+
+def keydiff(budget: Any, **options: Any) -> Policy:
+    def rank(view: View) -> Ranking:
+        unit = view.key / np.linalg.norm(view.key, axis=1, keepdims=True)
+        mean = unit.mean(axis=0)
+        return Ranking(-(unit @ mean) / np.linalg.norm(mean))
+
+    return Policy(budget, rank, at_prompt_end_only=True, **options)

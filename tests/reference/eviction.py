@@ -1,0 +1,109 @@
+"""Reference policies that evict at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.reference.base import (
+    MASS,
+    Array,
+    Policy,
+    Ranking,
+    View,
+    all_but_recent,
+    all_but_sinks,
+    all_but_steady,
+    all_slots,
+    by_above,
+    by_decayed,
+    by_last,
+    by_mass,
+    by_mean,
+    by_position,
+    evict,
+    newest,
+)
+
+
+def full(**options: Any) -> Policy:
+    return Policy(None, None, **options)
+
+
+def window(budget: Any, sinks: int = 4, **options: Any) -> Policy:
+    return evict(by_position(), all_but_sinks(sinks), budget, **options)
+
+
+def local_only(budget: Any, **options: Any) -> Policy:
+    return window(budget, sinks=0, **options)
+
+
+def streaming_llm(budget: Any, sinks: int = 4, **options: Any) -> Policy:
+    return window(budget, sinks, positions="cache", **options)
+
+
+def h2o(budget: Any, recent: int | None = None, **options: Any) -> Policy:
+    return evict(by_mass(), all_but_recent(recent), budget, **options)
+
+
+def heavy_only(budget: Any, **options: Any) -> Policy:
+    return h2o(budget, recent=0, **options)
+
+
+def h2o_decay(budget: Any, gamma: float = 0.96, recent: int | None = None, **options: Any) -> Policy:
+    return evict(by_decayed(gamma), all_but_recent(recent), budget, **options)
+
+
+def scissorhands(budget: Any, recent: int | None = None, history: int | None = None, **options: Any) -> Policy:
+    return evict(by_above(history), all_but_recent(recent), budget, **options)
+
+
+def tova(budget: Any, share_heads: bool = True, **options: Any) -> Policy:
+    return evict(by_last(share_heads), all_slots(), budget, **options)
+
+
+def mean_attention(budget: Any, recent: int | None = None, **options: Any) -> Policy:
+    return evict(by_mean(), all_but_recent(recent), budget, **options)
+
+
+def roco(budget: Any, protect: int | None = None, guard: int = 10, **options: Any) -> Policy:
+    return evict(by_mean(), all_but_steady(protect, guard), budget, **options)
+
+
+def ring(budget: Any, **options: Any) -> Policy:
+    """FlexGen's H2O, b = 2k - 1: heavy slots and a ring of the k - 1 newest."""
+
+    def rank(view: View) -> Ranking:
+        k = (view.budget + 1) // 2
+        decoding = view.position[-1] >= view.prompt_length
+        # The ring and, while decoding, the token that comes: the ring's oldest moves up only after the victim went.
+        safe = newest(view, k - 1 + decoding)
+        return Ranking(np.where(safe, np.inf, view.stats["mass"]))
+
+    return Policy(budget, rank, {"mass": MASS}, **options)
+
+
+def _classes(protects: Callable[[View], Array], goes_first: Callable[[Array], Array], budget: Any, **options) -> Policy:
+    """Unprotected slots go in two classes, `goes_first` before the others, each oldest first."""
+
+    def rank(view: View) -> Ranking:
+        later = np.where(goes_first(view.position), 0, 1) * (view.position[-1] + 1)
+        return Ranking(np.where(protects(view), np.inf, later + view.position))
+
+    return Policy(budget, rank, **options)
+
+
+def strided(budget: Any, stride: int, local: int | None = None, **options: Any) -> Policy:
+    def protects(view: View) -> Array:
+        return newest(view, view.budget // 2 if local is None else local)
+
+    return _classes(protects, lambda position: position % stride != 0, budget, **options)
+
+
+def fixed(budget: Any, block: int, columns: int, **options: Any) -> Policy:
+    def protects(view: View) -> Array:
+        return view.position // block == view.position[-1] // block
+
+    return _classes(protects, lambda p: p % block < block - columns, budget, **options)
