@@ -144,7 +144,9 @@ def bench_policies(values: flags.FlagValues) -> list[dict[str, Any]]:
     made["scissorhands, history 400"] = policies.scissorhands(budget=budget, history=400)
     made["value_norm(h2o)"] = policies.value_norm(made["h2o"])
     made["with_heavy_hitters(window)"] = policies.with_heavy_hitters(made["window"])
-    made |= {f"h2o(merge={name})": policies.h2o(budget=budget, merge=merge()) for name, merge in policies.MERGES.items()}
+    made |= {
+        f"h2o(merge={name})": policies.h2o(budget=budget, merge=merge()) for name, merge in policies.MERGES.items()
+    }
     sides = {name: ours(model, prompt, policy, tokens) for name, policy in made.items()}
     times = in_turns(sides, rounds)
     # Ratios round by round: a machine that slows down does so for both.

@@ -2,17 +2,17 @@
 
     python -m experiments.card --run=results/train_tiny --output=kvjax/pretrained/kvjax-tiny --license=Apache-2.0
 
-Held-out texts and settings are those of the run's config.json. The card's numbers are what this prints.
+Held-out texts and settings are those of the run's config.json; the card's numbers are what this prints. A run that
+began with the model of another one (`start`) is told with that one, if its folder is still there.
 """
 
 import contextlib
-import itertools
 import json
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags
@@ -30,11 +30,58 @@ from kvjax.errors import ConfigError
 from kvjax.models.decoder import parameter_count
 from kvjax.models.model import Model
 
-WINDOWS, GAIN_WINDOWS = 32, 64  # of each held-out text; the gain is a small difference, and takes more
+WINDOWS, GAIN_WINDOWS = 32, 256  # of each held-out text; the gain is a small difference, and takes more
 NEAR = 128  # tokens that the short-sighted comparison sees
-PROMPTS = 64  # of each task
+PROMPTS = 128  # of each task
 BUDGET = 0.2
 TASKS = tuple(recall.TASKS)
+RECIPE = """`{start[command]}`
+
+{config.steps:,} steps of {config.batch_tokens:,} tokens, seed {config.seed}, in {hours:.1f} hours{resumed} on
+{start[cores]} cores ({start[cpu]}), jax {start[jax]}, Python {start[python]}. {beginning} Windows of {contexts} tokens
+{stages}, of these {repeats} one sequence of random tokens over and over; {invented} of the recall material in wordings
+made up on the spot. The learning rate came down to 0 at step {cycles} (over {decays})."""
+
+
+class Run(NamedTuple):
+    """A finished training run: its settings, and what it logged."""
+
+    folder: Path
+    config: TrainConfig
+    events: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Run":
+        events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return cls(folder, fields.from_dict(TrainConfig, results.read_json(folder / "config.json")), events)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+    def before(self) -> "list[Run]":
+        """The runs that led to this one, the oldest first, and this one."""
+        folder = Path(self.config.start).parent
+        known = self.config.start and (folder / "metrics.jsonl").is_file()
+        return [*(Run.read(folder).before() if known else []), self]
+
+    def recipe(self) -> str:
+        config, mixture, starts = self.config, self.config.mixture, self.of("start")
+        hours = sum(config.batch_tokens * config.log_every / e["tokens_per_second"] for e in self.of("loss")) / 3600
+        return RECIPE.format(
+            config=config,
+            start=starts[-1],
+            hours=hours,
+            resumed=f", in {len(starts)} parts," if len(starts) > 1 else "",
+            beginning=f"It began with the weights of `{config.start}`, in bfloat16."
+            if config.start
+            else "The first parameters hold an induction head (`experiments/training/induction.py`).",
+            contexts=_listed(config.contexts),
+            stages=f"by stage (ends at steps {_listed(config.stage_ends)})" if config.stage_ends else "throughout",
+            repeats=", ".join(f"{share:.0%}" for share in mixture.repeat_fraction),
+            invented=", ".join(f"{share:.0%}" for share in mixture.invented_fraction),
+            cycles=_listed((*config.optimizer.cycle_ends, config.steps)),
+            decays=_listed(config.optimizer.decay_steps),
+        )
 
 
 def context_gain(model: Model, text: corpus.Text) -> tuple[float, float]:
@@ -73,8 +120,14 @@ def recalled(model: Model) -> dict[str, dict[str, float]]:
     return {task: {name: shares[task] for name, shares in by_policy.items()} for task in asked}
 
 
-def curve(events: Sequence[dict[str, Any]]) -> bytes:
-    """A PNG: losses and held-out bits per byte by step; a line where the context changes."""
+def curve(runs: Sequence[Run]) -> bytes:
+    """A PNG: losses and held-out bits per byte by step, run after run; a line where the context or the run changes."""
+    events: list[dict[str, Any]] = []
+    done, changes = 0, []
+    for run in runs:
+        events += [event | {"step": event["step"] + done} for event in run.events]
+        changes += [done + step for step in (0, *run.config.stage_ends)]
+        done += run.config.steps
     figure, panels = report.new_figure(2, figsize=(10, 3.6), width_ratios=[1.4, 1])
     losses = [event for event in events if event["kind"] == "loss"]
     left, right = panels[0]
@@ -90,8 +143,7 @@ def curve(events: Sequence[dict[str, Any]]) -> bytes:
         left.plot(x[width - 1 :], smooth, color=color, lw=1.8, label=name)
     left.legend(frameon=False)
     left.set_ylim(bottom=0)
-    changes = [b["step"] for a, b in itertools.pairwise(losses) if a["context"] != b["context"]]
-    for step in changes:
+    for step in changes[1:]:
         left.axvline(step, color="#dddddd", lw=0.8, zorder=0)
     report.style(right, "Held-out text", "step", "bits a byte")
     evaluations = [event for event in events if event["kind"] == "evaluation"]
@@ -106,8 +158,8 @@ def curve(events: Sequence[dict[str, Any]]) -> bytes:
 
 def card(run: Path, license: str) -> tuple[str, bytes]:
     """The card in Markdown, and the curve."""
-    config = fields.from_dict(TrainConfig, results.read_json(run / "config.json"))
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = Run.read(run)
+    config, runs = last.config, last.before()
     model = kvjax.load(run / "model", dtype="float32")
     decoder = model.config
     if decoder.max_positions < 1024:
@@ -127,9 +179,6 @@ def card(run: Path, license: str) -> tuple[str, bytes]:
         {"task": task, "difficulty": recall.DIFFICULTY[task]} | {name: f"{100 * s:.0f} %" for name, s in shares.items()}
         for task, shares in recalled(model).items()
     ]  # fmt: skip
-    losses = [event for event in events if event["kind"] == "loss"]
-    hours = sum(config.batch_tokens * config.log_every / event["tokens_per_second"] for event in losses) / 3600
-    starts = [event for event in events if event["kind"] == "start"]
     size = sum(len(corpus.read(path).encode()) for path in training)
     template = (Path(__file__).parent / "card.md").read_text()
     filled = template.format(
@@ -138,16 +187,8 @@ def card(run: Path, license: str) -> tuple[str, bytes]:
         mixture=config.mixture,
         decoder=decoder,
         millions=parameter_count(decoder) / 1e6,
-        start=starts[-1],
-        resumed=f", in {len(starts)} parts" if len(starts) > 1 else "",
-        hours=hours,
-        tokens=config.steps * config.batch_tokens / 1e6,
-        contexts=_listed(config.contexts),
-        ends=_listed(config.stage_ends),
-        cycles=_listed((*config.optimizer.cycle_ends, config.steps)),
-        decays=_listed(config.optimizer.decay_steps),
-        repeats=", ".join(f"{share:.0%}" for share in config.mixture.repeat_fraction),
-        invented=", ".join(f"{share:.0%}" for share in config.mixture.invented_fraction),
+        tokens=sum(each.config.steps * each.config.batch_tokens for each in runs) / 1e6,
+        recipes="\n\n".join(each.recipe() for each in runs),
         megabytes=size / 1e6,
         files=", ".join(path.stem for path in training),
         held_out=", ".join(text.name for text in held_out),
@@ -158,7 +199,7 @@ def card(run: Path, license: str) -> tuple[str, bytes]:
         gain_windows=GAIN_WINDOWS,
         prompts=PROMPTS,
     )
-    return _wrapped(filled), curve(events)
+    return _wrapped(filled), curve(runs)
 
 
 def _listed(numbers: Iterable[int]) -> str:
@@ -191,11 +232,13 @@ def main(argv: Sequence[str]) -> int:
     if not (run / "model").is_dir():
         raise ConfigError(f"{run} is no finished run: it has no model/.")
     text, plot = card(run, values.license)
-    (output / "training").mkdir(parents=True, exist_ok=True)
+    for number, each in enumerate(Run.read(run).before(), 1):
+        folder = output / "training" / f"run_{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("config.json", "metrics.jsonl"):
+            shutil.copy(each.folder / name, folder / name)
     for path in (run / "model").iterdir():
         shutil.copy(path, output / path.name)
-    for name in ("config.json", "metrics.jsonl"):
-        shutil.copy(run / name, output / "training" / name)
     (output / "training" / "curve.png").write_bytes(plot)
     (output / "README.md").write_text(text)
     print(text)

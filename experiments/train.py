@@ -103,8 +103,6 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
         def begin(params: Any) -> TrainState:
             return TrainState.create(apply_fn=Decoder(decoder).apply, params=params, tx=optimizer(config))
 
-        if before is not None and before.config != decoder:
-            raise ConfigError(f"start={config.start!r} is {before.config}; this run's decoder is {decoder}.")
         state = begin(before.params if before else initial_parameters(decoder, jax.random.key(config.seed)))
         if start:
             state = manager.restore(start, args=ocp.args.StandardRestore(state))
@@ -151,6 +149,9 @@ def _start_model(config: TrainConfig, folder: Path) -> Model:
     model = load(config.start, dtype="float32")
     if model.tokenizer is None:
         raise ConfigError(f"start={config.start!r} has no tokenizer.")
+    decoder = decoder_config(config, model.config.bos_token_id or 0)
+    if model.config != decoder:
+        raise ConfigError(f"start={config.start!r} is {model.config}; this run's decoder is {decoder}.")
     model.tokenizer.save(folder)
     return model
 

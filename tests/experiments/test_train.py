@@ -229,18 +229,44 @@ def test_the_command_line_lists_its_own_configs():
 def test_a_card_says_what_was_trained(config, tmp_path, monkeypatch):
     config.contexts, config.stage_ends, config.batch_tokens, config.steps = (32, 1024), (2,), 1024, 4
     config.mixture.repeat_fraction = (0.5, 0.0)
-    train.train(config, command="the command", progress=False)
+    first = train.train(config, command="the command", progress=False)
+    before = kvjax.load(first, dtype="float32")
+    second = dataclasses.replace(config, start=str(first), seed=1, steps=3, output=str(tmp_path / "second"))
+    second.optimizer = dataclasses.replace(second.optimizer, learning_rate=0.0, embedding_learning_rate=0.0)
+    train.train(second, command="another command", progress=False)
+    after = kvjax.load(Path(second.output) / "model", dtype="float32")
+    for one, two in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
+        np.testing.assert_array_equal(one, two, "it began with these, and learned nothing")
+    assert after.tokenizer.encode("It was dark.") == before.tokenizer.encode("It was dark.")
     monkeypatch.setattr(card, "TASKS", ("passkey",))
     monkeypatch.setattr(card, "PROMPTS", 2)
     monkeypatch.setattr(card, "WINDOWS", 4)
     output = tmp_path / "shown"
-    assert card.main(["card", f"--run={config.output}", f"--output={output}"]) == 0
+    assert card.main(["card", f"--run={second.output}", f"--output={output}"]) == 0
     text = (output / "README.md").read_text()
-    for part in ("`the command`", "one, three", "two.txt", "| passkey", "4 steps of 1,024 tokens", "Apache-2.0"):
+    text = " ".join(text.split())
+    for part in (
+        "`the command`",
+        "one, three",
+        "two.txt",
+        "| passkey",
+        "4 steps of 1,024 tokens",
+        "Apache-2.0",
+        "`another command`",
+        "3 steps of 1,024 tokens",
+        f"It began with the weights of `{first}`",
+    ):
         assert part in text
     assert "{" not in text
+    assert {path.name for path in (output / "training").iterdir()} == {"run_1", "run_2", "curve.png"}
     assert (output / "training" / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert kvjax.load(output).config.max_positions == 1024
+
+
+def test_a_start_of_another_shape_is_refused(config):
+    config.start = "kvjax-tiny"
+    with pytest.raises(ConfigError, match=r"start='kvjax-tiny' is DecoderConfig.*this run's decoder is DecoderConfig"):
+        train.train(config, progress=False)
 
 
 @pytest.mark.parametrize(
