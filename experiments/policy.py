@@ -96,7 +96,14 @@ def _value(node: ast.expr, files: dict[str, tuple[str, str]], defaults: dict[str
     called = node.func if isinstance(node, ast.Call) else None
     if isinstance(called, ast.Name) and called.id in MERGES:
         assert isinstance(node, ast.Call)
-        return MERGES[called.id](**{k.arg: _value(k.value, files, defaults, text) for k in node.keywords if k.arg})
+        return MERGES[called.id](
+            *(_value(each, files, defaults, text) for each in node.args),
+            **{k.arg: _value(k.value, files, defaults, text) for k in node.keywords if k.arg},
+        )
+    if isinstance(node, ast.Name) and node.id in MERGES:
+        return MERGES[node.id]()
+    if isinstance(node, ast.Name) and node.id in ("true", "false"):  # as flags are written
+        return node.id == "true"
     if isinstance(node, ast.Call) or (isinstance(node, ast.Name) and (node.id in POLICIES or node.id in files)):
         return _policy(node, files, defaults, text)
     if isinstance(node, ast.Name):  # pooling=max

@@ -112,8 +112,10 @@ def step(
         query_rank, key_rank = ranks(block.position, layer.position, in_order=fresh)
         # The query heads of a group share their KV head's slots, and so its ranks.
         query_rank = jnp.repeat(query_rank, query.shape[1] // key.shape[1], axis=1)
-        query = rope.rotate(query, query_rank, rope.frequencies(_length(block)))
-        attended = rope.rotate(layer.key, key_rank, rope.frequencies(_length(block)))
+        # Frequencies that follow the length follow the ranks', not the text's.
+        frequencies = rope.frequencies(longest(layer.position))
+        query = rope.rotate(query, query_rank, frequencies)
+        attended = rope.rotate(layer.key, key_rank, frequencies)
     look = functools.partial(
         attention.attend, query, attended, layer.value, query_position=block.position, scale=scale,
         group_reduce=policy.group_reduce, causal=fresh, prompt=block.prompt,
@@ -163,7 +165,8 @@ def evict(layer: LayerKV, policy: Policy, view: View, *, tokens: int) -> LayerKV
     victims = _one_victim if tokens == 1 and policy.then is None and not policy.shrinks else _all_victims
     victim = victims(priority, layer.position, limit)
     if policy.merge is not None:
-        folded = policy.merge.fold(layer.key, layer.value, victim, layer.stats, view, tokens)
+        most = layer.position.shape[2] if policy.shrinks else tokens
+        folded = policy.merge.fold(layer.key, layer.value, victim, layer.stats, view, most)
         layer = layer.replace(key=folded.key, value=folded.value, stats=folded.stats)
     return layer.replace(position=jnp.where(victim, EMPTY, layer.position))
 
@@ -316,6 +319,11 @@ def constrain(layer: LayerKV) -> LayerKV:
     """Keeps a layer's slots where the mesh in force wants them: rows over batch, KV heads over heads."""
     axes: Sequence[str | None] = ("batch", "kv_heads")
     return jax.tree.map(lambda leaf: sharding.constrain(leaf, (*axes, *(None,) * (leaf.ndim - 2))), layer)
+
+
+def longest(position: Array) -> Array:
+    """[B] int32: live slots of each row's fullest head, of position [B, K, S]."""
+    return jnp.max(jnp.sum(position >= 0, axis=2, dtype=jnp.int32), axis=1)
 
 
 def live_slots(layer: LayerKV) -> Array:

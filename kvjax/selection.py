@@ -6,10 +6,11 @@ a CPU more than four times as long.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
 BITS = 4  # of a round
-SIGN = jnp.uint32(1 << 31)
+SIGN = np.uint32(1 << 31)
 
 
 def largest(value: Array, position: Array, count: Array | int) -> Array:
@@ -31,13 +32,11 @@ def largest(value: Array, position: Array, count: Array | int) -> Array:
     tied = live & (keys == threshold)
     left = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
 
-    def newest() -> Array:
-        ages = position.astype(jnp.uint32)
-        return tied & (ages >= _threshold(ages, tied, left)) & (left > 0)
-
-    # Mostly the threshold is one slot's alone.
+    # Mostly the threshold is one slot's alone, and all that are tied are chosen.
     excess = jnp.any(jnp.sum(tied, axis=-1, keepdims=True, dtype=jnp.int32) > left)
-    return above | jax.lax.cond(excess, newest, lambda: tied)
+    ages = position.astype(jnp.uint32)
+    oldest = jax.lax.cond(excess, lambda: _threshold(ages, tied, left), lambda: jnp.zeros_like(threshold))
+    return above | (tied & (ages >= oldest) & (left > 0))
 
 
 def _ordered(value: Array) -> Array:
@@ -59,7 +58,7 @@ def _threshold(keys: Array, among: Array, count: Array) -> Array:
         reach = among[..., None, :] & (keys[..., None, :] >= candidates[..., None])
         # How many of the ascending candidates still have enough keys at or above them.
         enough = jnp.sum(reach, axis=-1, dtype=jnp.int32) >= count
-        digit = jnp.sum(enough, axis=-1, keepdims=True, dtype=jnp.uint32)
+        digit = jnp.sum(enough, axis=-1, keepdims=True, dtype=jnp.int32).astype(jnp.uint32)
         return prefix | (digit << shift)
 
     return jax.lax.fori_loop(0, 32 // BITS, narrow, jnp.zeros((*keys.shape[:-1], 1), jnp.uint32))

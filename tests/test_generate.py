@@ -1,5 +1,6 @@
 """`generate` and `log_likelihood` beyond what the conformance table says of every policy."""
 
+import dataclasses
 import importlib
 
 import jax
@@ -220,3 +221,18 @@ def test_bad_prompt_lengths_are_refused(prompt_length):
 def test_what_cannot_sample_is_refused(options):
     with pytest.raises(InputError, match=r"sampler|key"):
         generate(H2O, **options)
+
+
+def test_ranks_and_not_the_text_stretch_rope():
+    """RoPE whose frequencies follow the length: in a cache of 13 slots a text of 60 tokens is short."""
+    model = tiny().model
+    policy, tokens = policies.streaming_llm(budget=12), random_tokens(2, 60, seed=6)
+    stretched = dataclasses.replace(model.config.rope, scaling="dynamic", factor=4.0, original_max_positions=32)
+    stretched = dataclasses.replace(model, config=dataclasses.replace(model.config, rope=stretched))
+    plain, ranked, whole = (
+        kvjax.log_likelihood(each, tokens, p, prompt_length=9).logprobs
+        for each, p in ((model, policy), (stretched, policy), (stretched, policies.full(positions="cache")))
+    )
+    np.testing.assert_allclose(ranked, plain, atol=1e-5)
+    full = kvjax.log_likelihood(model, tokens, policies.full(positions="cache"), prompt_length=9).logprobs
+    assert np.abs(whole - full)[:, 40:].max() > 1e-2

@@ -32,10 +32,13 @@ POLICIES = [
     policies.h2o(budget=12), policies.roco(budget=12, guard=3), policies.tova(budget=12), policies.window(budget=9),
     policies.scissorhands(budget=12, history=9), policies.value_norm(policies.h2o_decay(budget=12)),
     policies.snapkv(budget=12, window=4), policies.keydiff(budget=12), policies.streaming_llm(budget=9),
+    policies.h2o(budget=12, merge=policies.anchors()), policies.roco(budget=12, merge=policies.kvmerger(0.1)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    "policy", POLICIES, ids=lambda policy: policy.name if policy.merge is None else f"{policy.name}-merge"
+)
 def test_along_any_direction_it_is_the_difference_quotient(policy):
     params = tiny().model.params
     found = gradient(policy, prefill_block=8)
@@ -50,6 +53,14 @@ def test_along_any_direction_it_is_the_difference_quotient(policy):
     slope = sum(float(jnp.sum(g * d)) for g, d in zip(*map(jax.tree.leaves, (found, direction)), strict=True))
     assert abs(quotient) > 1e-3
     assert slope == pytest.approx(quotient, rel=0.02, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", policies.MERGES)
+def test_what_is_merged_has_a_gradient(name):
+    """CaM's shares are of attention that was counted, and constants; where nothing goes there is nothing to divide."""
+    found = gradient(policies.h2o(budget=6, merge=policies.MERGES[name]()), prompt_length=np.array([4, 4]))
+    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(found))
+    assert max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(found)) > 1e-3
 
 
 @pytest.mark.parametrize(

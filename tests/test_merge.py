@@ -11,6 +11,7 @@ import pytest
 from kvjax import cache, policies
 from kvjax.errors import PolicyError
 from kvjax.policies import MERGES
+from kvjax.policies.base import View
 from tests.reference.step import rotate
 from tests.test_compositions import DIM, HEADS, KV_HEADS, NEW, PROMPT, run, stream
 
@@ -196,6 +197,27 @@ def test_they_are_the_eviction_policies():
 def test_refused_with_the_reason(made, match):
     with pytest.raises(PolicyError, match=match):
         made()
+
+
+def test_all_that_a_smaller_budget_drops_is_merged():
+    """After a compressor, the first new token finds more than one slot too many."""
+    policy = policies.after_prefill(policies.knorm(budget=12), then=policies.h2o(4, recent=1, merge=policies.anchors()))
+    rng = np.random.default_rng(0)
+    key, value = (jnp.asarray(rng.normal(size=(1, 1, 14, 4)), jnp.float32) for _ in range(2))
+    position = jnp.asarray(rng.permutation(14)[None, None] - 1, jnp.int32)
+    layer = cache.LayerKV(key, value, position, {"mass": jnp.asarray(rng.random((1, 1, 14)), jnp.float32)})
+    one = jnp.ones(1, jnp.int32)
+    view = View(position, key, value, one * 12, one * 4, one * 12, 0, True)
+    after = cache.evict(layer, policy.then, view, tokens=1)
+    where, kept = np.asarray(position)[0, 0], np.asarray(after.position)[0, 0] >= 0
+    assert kept.sum() == 4
+    expected, count = np.array(value[0, 0]), np.ones(14)
+    for slot in np.flatnonzero(~kept & (where >= 0)):
+        near = min(np.flatnonzero(kept), key=lambda k: (abs(where[k] - where[slot]), -where[k]))
+        expected[near] += np.asarray(value[0, 0])[slot]
+        count[near] += 1
+    np.testing.assert_allclose(after.value[0, 0][kept], (expected / count[:, None])[kept], atol=1e-6)
+    assert count.sum() == 14 + 9
 
 
 def test_a_merge_costs_no_slots():

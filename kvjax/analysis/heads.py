@@ -1,4 +1,4 @@
-"""Which heads look far back: RazorAttention's test, on tokens that mean nothing (arXiv:2407.15891, section 3.2).
+"""Which heads look far back: RazorAttention's test, on tokens that mean nothing (arXiv:2407.15891).
 
 In a sequence of random tokens over and over nothing can be predicted but by looking one period back. An echo head
 attends to the token's own earlier occurrences, an induction head to the tokens that followed these.
@@ -94,7 +94,7 @@ def retrieval_heads(
 ) -> np.ndarray:
     """The KV heads that must keep everything: a table for `kvjax.policies.razor_attention` and `duo_attention`.
 
-    A KV head is one of them if any of its query heads is among the model's best, as in RazorAttention, section 3.2.
+    A KV head is one of them if any of its query heads is among the model's best, as in RazorAttention.
 
     Args:
       induction_share, echo_share: of all query heads, rounded up, the best by either score; the paper's 14 and 1 %.

@@ -229,8 +229,9 @@ def _rows(
     key, newest = layer.key, jnp.max(block.position, axis=1)
     if rope is not None and policy.positions == "cache":
         query_rank, key_rank = cache.ranks(block.position, layer.position, in_order=False)
-        query = rope.rotate(query, jnp.repeat(query_rank, group, axis=1), rope.frequencies(newest + 1))
-        key = rope.rotate(key, key_rank, rope.frequencies(newest + 1))
+        frequencies = rope.frequencies(cache.longest(layer.position))
+        query = rope.rotate(query, jnp.repeat(query_rank, group, axis=1), frequencies)
+        key = rope.rotate(key, key_rank, frequencies)
     elif rope is not None:
         query = rope.rotate(query, block.position, rope.frequencies(newest + 1))
     position = layer.position

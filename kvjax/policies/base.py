@@ -34,7 +34,7 @@ class View(NamedTuple):
     value: Array  # [B, K, S, D]
     newest: Array  # [B] int32 position of each row's newest token; -1 for a row without one in this block
     budget: Array  # [B] int32 slots per KV head that each row may keep
-    prompt: Array  # [B] int32 tokens of each row's prompt
+    prompt: Array  # [B] int32 tokens of each row's prompt; while decoding, of all so far
     layer: int
     decoding: bool  # the prompt is over
     heads: tuple[int, ...] | None = None  # which of the model's KV heads these are; None = all, in order
@@ -172,7 +172,7 @@ def memoized(factory: Callable[P, R]) -> Callable[P, R]:
 def _plain(value: Any) -> Any:
     """Sequences and arrays as tuples, NumPy numbers as Python's, so that equal arguments meet."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, Importance | Scope | Merge):
+    if isinstance(value, Importance | Scope | Merge) and not isinstance(value.needs, str):
         return value._replace(needs=frozenset(value.needs))
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return tuple(_plain(each) for each in value)
@@ -212,6 +212,16 @@ def evict(
         all heads with a scope that is not.
     """
     scope = scope or everything
+    if not isinstance(importance, Importance) or not isinstance(scope, Scope):
+        raise PolicyError(
+            f"policy {name}: importance={importance!r} and scope={scope!r} must be an Importance and a Scope, such as "
+            "kvjax.policies.mass and protect_newest(64)."
+        )
+    for needs in (importance.needs, scope.needs):
+        if isinstance(needs, str):
+            raise PolicyError(
+                f"policy {name}: needs={needs!r} is a text; give a set of statistics, such as {{'mass'}}."
+            )
     if importance.aligned and scope.needs:
         raise PolicyError(
             f"policy {name}: its importance is shared by all heads, which must hold the same positions, but its scope "

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import PolicyError
-from kvjax.policies.base import Policy, Scope, Stats, View, compress, evict, exact, memoized, number_argument
+from kvjax.policies.base import Policy, Scope, Stats, View, check, compress, evict, exact, memoized, number_argument
 from kvjax.policies.h2o import mass
 from kvjax.selection import largest
 from kvjax.statistics import Observation
@@ -28,6 +28,8 @@ def with_heavy_hitters(policy: Policy, *, fraction: float = 0.5) -> Policy:
       PolicyError: a fraction outside [0, 1], a policy that evicts nothing, or one that protects more than it keeps.
     """
     policy = _one_head_at_a_time("with_heavy_hitters", policy)
+    if policy.importance is None:
+        raise PolicyError(f"with_heavy_hitters({policy.name}): its statistics are its own; give a policy of `evict`.")
     if policy.then is not None:
         raise PolicyError(f"with_heavy_hitters({policy.name}): it is for prompts only; give an eviction policy.")
     share = exact(number_argument("fraction", fraction, minimum=0.0, maximum=1.0))
@@ -59,17 +61,20 @@ def with_heavy_hitters(policy: Policy, *, fraction: float = 0.5) -> Policy:
 
 @memoized
 def value_norm(policy: Policy) -> Policy:
-    """A policy or compressor whose importance is multiplied by the norm of the slot's value (VATP, arXiv:2406.12335).
+    """A policy or compressor whose importance is multiplied by ‖v‖_2 of the slot's value (arXiv:2406.12335, eq. 4).
+
+    VATP's own code takes ‖v‖_1, and protects the first tokens; here protection is the policy's.
 
     Raises:
-      PolicyError: a policy whose importance is an order and not an amount, or that is not made by `evict`.
+      PolicyError: a policy whose importance is an order and not an amount (`strided`, `fixed`), whose heads share it
+        (`tova`, unless ``share_heads=False``), or that is not made by `evict`.
     """
     policy = _one_head_at_a_time("value_norm", policy)
     importance = policy.importance
     if importance is None or not importance.amount:
         raise PolicyError(
             f"value_norm({policy.name}): its importance says who goes first and not by how much; there is nothing to "
-            "multiply. Policies such as h2o, roco, tova or scissorhands have amounts."
+            "multiply. Policies such as h2o, roco or scissorhands have amounts."
         )
 
     def score(stats: Stats, view: View) -> Array:
@@ -102,6 +107,7 @@ def after_prefill(compressor: Policy, *, then: Policy) -> Policy:
     for policy in (compressor, then):
         if not isinstance(policy, Policy):
             raise PolicyError(f"after_prefill(): {policy!r} is not a policy; give one such as snapkv(budget=256).")
+    compressor, then = check(compressor), check(then)
     if compressor.then is None:
         raise PolicyError(
             f"after_prefill({compressor.name}): it evicts at every step; give a compressor of prompts such as snapkv."
@@ -164,4 +170,4 @@ def _one_head_at_a_time(name: str, policy: Policy) -> Policy:
             f"{name}({policy.name}): its heads must all hold the same positions, and here each would choose its own; "
             "use one that ranks every head by itself, such as tova(share_heads=False)."
         )
-    return policy
+    return check(policy)

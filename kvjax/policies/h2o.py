@@ -45,7 +45,9 @@ def h2o(
     group_reduce: str = "mean",
     merge: Merge | None = None,
 ) -> Policy:
-    """Keeps the heavy hitters and the `recent` newest tokens (H2O, Algorithm 1).
+    """Keeps the heavy hitters and the `recent` newest tokens (H2O, section 4, Algorithm 1).
+
+    Importance S_j = Σ_i m_ij, the attention that all queries i so far paid slot j; {p > newest - recent} protected.
 
     Args:
       budget: slots per KV head, heavy and recent together; see `evict`.
@@ -55,7 +57,8 @@ def h2o(
       positions: see `evict`.
       group_reduce, merge: see `evict`.
 
-    Scores are kept in float32 and per row; the authors' code keeps them in the model's dtype.
+    Scores are float32, a row's and a KV head's own, and start at a token's first query. The authors' code keeps them in
+    the model's dtype, adds them up over the batch, and has one mask a query head on a cache of fewer KV heads.
     """
     if variant not in VARIANTS:
         raise PolicyError(f"h2o: variant={variant!r} is not valid; use {', '.join(map(repr, VARIANTS))}.")
@@ -79,16 +82,12 @@ def h2o(
 def heavy_only(
     budget: Budget, *, positions: str = "original", group_reduce: str = "mean", merge: Merge | None = None
 ) -> Policy:
-    """Heavy hitters with the whole budget, no recent tokens protected: ``h2o(recent=0)`` (H2O, Table 6)."""
-    return evict(
-        importance=mass,
-        scope=protect_newest(0),
-        budget=budget,
-        positions=positions,
-        group_reduce=group_reduce,
-        merge=merge,
-        name="heavy_only",
-    )
+    """Heavy hitters with the whole budget, importance S and nobody protected: ``h2o(recent=0)`` (H2O, Table 6).
+
+    The newest token competes like any other: with one query's attention it is often the first to go.
+    """
+    made = h2o(budget, recent=0, positions=positions, group_reduce=group_reduce, merge=merge)
+    return made._replace(name="heavy_only")
 
 
 @memoized
@@ -101,7 +100,9 @@ def h2o_decay(
     group_reduce: str = "mean",
     merge: Merge | None = None,
 ) -> Policy:
-    """Heavy hitters of late: `h2o` by exponentially decayed attention (EasyKV's earlier ``h2o_head_decay`` mode).
+    """Heavy hitters of late, by exponentially decayed attention (EasyKV's ``h2o_head_decay``; not in a paper).
+
+    Importance E <- γE + (1 - γ)m, query by query; {p > newest - recent} protected.
 
     Args:
       budget: see `evict`.

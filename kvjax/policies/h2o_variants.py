@@ -20,7 +20,7 @@ Array = jax.Array
 
 
 def _heavy_slots(budget: int) -> int:
-    if budget % 2 == 0:
+    if budget % 2 == 0:  # a fraction's too: each row's own
         raise PolicyError(
             f"h2o: variant='ring' holds k heavy slots and k - 1 of its ring; a budget of {budget} is even, give "
             f"{budget - 1} or {budget + 1}."
@@ -64,10 +64,7 @@ VARIANTS = ("drop", "ring", *MASKS)
 
 def masked(policy: Policy, mask: Callable[[Callable[[View], Array]], Mask], recent: int | None) -> Policy:
     """The policy, hiding what it would evict."""
-    if policy.positions != "original":
-        raise PolicyError(
-            f"policy {policy.name}: hidden slots keep their place; positions='cache' would not tell them."
-        )
+    # Everything is live, so that ranks are positions, and "cache" is "original".
     if policy.merge is not None:
         raise PolicyError(f"policy {policy.name}: it evicts nothing that could be merged; leave out merge.")
 

@@ -44,8 +44,8 @@ def split_heads(heads: Any, chosen: Policy, others: Policy, *, name: str = "spli
         raise PolicyError(f"{name}: heads={heads!r} is no table; give one row a layer, one true or false a KV head.")
     if any(each not in (0, 1) for row in rows for each in row):
         raise PolicyError(f"{name}: heads={heads!r} must be true or false (1 or 0), one a KV head.")
+    chosen, others = check(chosen), check(others)
     for policy in (chosen, others):
-        check(policy)
         if policy.then is not None or policy.mask is not None or policy.parts:
             raise PolicyError(
                 f"{name}: {policy.name} does not evict step by step; give policies such as h2o or window."
@@ -67,8 +67,8 @@ def split_heads(heads: Any, chosen: Policy, others: Policy, *, name: str = "spli
 def duo_attention(heads: Any, *, sinks: int = 64, recent: int = 256, positions: str = "original") -> Policy:
     """Retrieval heads keep everything, streaming heads the first and the newest tokens (arXiv:2410.10819).
 
-    DuoAttention learns which heads are which by tuning gates on passkeys; here `heads` may come from anywhere, such as
-    `kvjax.analysis.retrieval_heads`, which only looks.
+    Streaming heads have importance p and {p < sinks} protected. DuoAttention learns which heads are which by tuning
+    gates on passkeys; here `heads` may come from anywhere, such as `kvjax.analysis.retrieval_heads`, which only looks.
 
     Args:
       heads: [L, K] bool, the retrieval heads.
@@ -82,7 +82,9 @@ def duo_attention(heads: Any, *, sinks: int = 64, recent: int = 256, positions: 
 
 @memoized
 def razor_attention(heads: Any, budget: Budget = 0.2, *, sinks: int = 4, positions: str = "original") -> Policy:
-    """As `duo_attention`, with one token that stands for all that a head has dropped (arXiv:2407.15891).
+    """As `duo_attention`, with one token for all that a head has dropped (`compensation`; arXiv:2407.15891).
+
+    The authors keep max(4,000, n / 5) newest tokens; a budget is a number or a fraction.
 
     Args:
       heads: [L, K] bool, the retrieval heads.
@@ -97,7 +99,7 @@ def razor_attention(heads: Any, budget: Budget = 0.2, *, sinks: int = 4, positio
 
 @memoized
 def compensation(position: int) -> Merge:
-    """The slot of one position becomes the mean of all that was dropped, and counts as often (RazorAttention, eq. 5).
+    """The slot of one position becomes the mean of all that was dropped, and counts as often (RazorAttention).
 
     With N_d dropped tokens of mean key k and value v, the softmax's sums have N_d·exp(q·k) v and N_d·exp(q·k) beside
     the live tokens'. The token of that position is the first among the dropped: a policy must protect it (as

@@ -28,14 +28,16 @@ def _unlike_the_others(stats: Stats, view: View) -> Array:
 
 
 #: A slot is worth the more, the shorter its key: -‖k‖.
-low_norm = Importance(frozenset(), _low_norm, amount=False)
+low_norm = Importance(frozenset(), _low_norm)
 #: A slot is worth the more, the less its key points where the average key does: -cos(k, mean of k / ‖k‖).
-unlike = Importance(frozenset(), _unlike_the_others, amount=False)
+unlike = Importance(frozenset(), _unlike_the_others)
 
 
 @memoized
 def knorm(budget: Budget, *, positions: str = "original") -> Policy:
-    """Keeps the keys of smallest norm (Devoto et al., arXiv:2406.11430).
+    """Keeps the keys of smallest norm: importance -‖k‖ (Devoto et al., arXiv:2406.11430).
+
+    The authors leave out the first two layers; here that is a budget a layer, such as ``(1.0, 1.0, 0.2, ...)``.
 
     Args:
       budget: slots per KV head that a prompt leaves; see `snapkv`.
@@ -47,6 +49,8 @@ def knorm(budget: Budget, *, positions: str = "original") -> Policy:
 @memoized
 def keydiff(budget: Budget, *, positions: str = "original") -> Policy:
     """Keeps the keys that differ most from the average one (KeyDiff, arXiv:2504.15364).
+
+    Importance -cos(k, mean of k / ‖k‖ over the live slots). The paper evicts so at every block of a prompt, this once.
 
     Args:
       budget: slots per KV head that a prompt leaves; see `snapkv`.

@@ -33,6 +33,7 @@ class Gone(NamedTuple):
 
 
 def _gone(key: Array, value: Array, victim: Array, view: View, tokens: int) -> Gone:
+    """`tokens`: at most so many go from a head."""
     if tokens == 1:
         index = jnp.argmax(victim, axis=2, keepdims=True).astype(jnp.int32)
     else:
@@ -165,7 +166,9 @@ def kvmerger(similarity: float = 0.75) -> Merge:
         slot, _ = _nearest(gone, view.live & ~victim, view.position, _by_distance(view.position))
         pivot = jnp.take_along_axis(key.astype(jnp.float32), slot[..., None], axis=2)
         alike = gone.real & (jnp.sum(_unit(pivot) * _unit(gone.key), axis=-1) >= similarity)
-        distance = jnp.sqrt(jnp.sum(jnp.square(pivot - gone.key), axis=-1))
+        squared = jnp.sum(jnp.square(pivot - gone.key), axis=-1)
+        # A root has no gradient at 0, where padding is.
+        distance = jnp.where(squared > 0, jnp.sqrt(jnp.where(squared > 0, squared, 1.0)), 0.0)
         zeros = jnp.zeros(view.position.shape, jnp.float32)
         total = _add(zeros, slot, jnp.where(alike, distance, 0.0))
         count = _add(zeros, slot, alike.astype(jnp.float32))

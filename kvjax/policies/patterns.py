@@ -25,7 +25,10 @@ def _in_two_classes(first_to_go: Array, view: View) -> Array:
 def strided(
     budget: Budget, *, stride: int, local: int | None = None, positions: str = "original", merge: Merge | None = None
 ) -> Policy:
-    """The newest positions and every `stride`-th of the rest, as long as they fit.
+    """The newest positions and every `stride`-th of the rest, as long as they fit (H2O, Table 1; Child et al.).
+
+    {p > newest - local} protected; first those with p mod stride ≠ 0 go, then the others, each oldest first. The
+    papers' pattern is relative to the query, which a cache cannot be: what is evicted does not come back.
 
     Args:
       budget: see `evict`.
@@ -51,7 +54,10 @@ def strided(
 def fixed(
     budget: Budget, *, block: int, columns: int, positions: str = "original", merge: Merge | None = None
 ) -> Policy:
-    """The newest token's own block, and of the blocks before it their last `columns` positions, as long as they fit.
+    """The newest token's own block, and the last `columns` of those before, as long as they fit (H2O, Table 1).
+
+    {p // block = newest // block} protected; first those with p mod block < block - columns go, then the others, each
+    oldest first. The paper's pattern keeps every block's columns however many they are; a budget does not.
 
     Args:
       budget: see `evict`; at least `block`.
@@ -75,16 +81,18 @@ def fixed(
 
 @memoized
 def random(budget: Budget, *, seed: int = 0, positions: str = "original", merge: Merge | None = None) -> Policy:
-    """Chance: a slot's worth is drawn once a token, from the key folded by layer, head and position.
+    """Chance: importance u ~ U[0, 1), drawn once a token from the key folded by layer, head, position (RoCo, sec. 4.1).
 
     Args:
       budget: see `evict`.
-      seed: of the key; a row's place in its batch has no part in it.
+      seed: of the key, 0 to 2³² - 1; a row's place in its batch has no part in it.
       positions, merge: see `evict`.
 
     What was drawn is drawn again at every step rather than stored.
     """
     seed = count_argument("seed", seed)
+    if seed >= 2**32:
+        raise PolicyError(f"random: seed={seed} has no key of its own; give one below {2**32}.")
 
     def score(stats: object, view: View) -> Array:
         key = jax.random.fold_in(jax.random.key(seed), view.layer)
@@ -99,7 +107,7 @@ def random(budget: Budget, *, seed: int = 0, positions: str = "original", merge:
         return drawn
 
     return evict(
-        importance=Importance(frozenset(), score, amount=False),
+        importance=Importance(frozenset(), score),
         budget=budget,
         positions=positions,
         merge=merge,

@@ -54,6 +54,8 @@ def mean_attention(
 ) -> Policy:
     """Keeps the highest mean attention and the newest: RoCo's importance in H2O's scope (RoCo, Table 1, "MAS").
 
+    Importance S_j / N_j, N_j the queries that saw slot j; {p > newest - recent} protected.
+
     Args:
       budget: see `evict`.
       recent: how many newest positions are protected; None = ⌊b/2⌋.
@@ -82,6 +84,9 @@ def roco(
     merge: Merge | None = None,
 ) -> Policy:
     """Robust eviction: the lowest mean attention goes, unless it varies much or is new (RoCo, section 4, Algorithm 1).
+
+    Importance S / N; protected are the `protect` slots of largest std = √max(Q / N - (S / N)², 0), Q = Σ_i m_ij², where
+    the `guard` newest positions have std = ∞.
 
     Args:
       budget: see `evict`.

@@ -26,6 +26,9 @@ def scissorhands(
 ) -> Policy:
     """Keeps what was most often above average, and the newest (Scissorhands, Algorithm 2; RoCo, section 2).
 
+    Importance A_j = Σ_i [m_ij ≥ 1 / (slots that i sees)], over the last `history` queries; {p > newest - recent}
+    protected.
+
     Args:
       budget: see `evict`.
       recent: how many newest positions are protected; None = ⌊b/2⌋.

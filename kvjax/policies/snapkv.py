@@ -84,7 +84,11 @@ def snapkv(
     positions: str = "original",
     group_reduce: str = "mean",
 ) -> Policy:
-    """Keeps what the prompt's last queries looked at, with its surroundings, and these (SnapKV, arXiv:2404.14469).
+    """Keeps what the prompt's last queries looked at, with its surroundings (SnapKV, arXiv:2404.14469, section 4).
+
+    Importance pool(Σ_i m_ij) over the last `window` queries i, pooled over `kernel` positions around j; the window is
+    protected. The authors' code repeats the keys of grouped queries, so that every query head selects for itself; here
+    a KV head selects, by its group's mean.
 
     Args:
       budget: slots per KV head that a prompt leaves, the window among them; see `evict`. A shorter prompt is left
@@ -141,7 +145,10 @@ def pyramidkv(
     positions: str = "original",
     group_reduce: str = "mean",
 ) -> Policy:
-    """SnapKV with more slots in the first layers and fewer in the last: layers allocate their own capacity.
+    """SnapKV with more slots in the first layers and fewer in the last (PyramidKV, arXiv:2406.02069, section 3.2).
+
+    Layer l of L has c_l + w slots in arrays of its own: c_l = max - l·⌊(max - min) / (L - 1)⌋, min = ⌊(b - w) / beta⌋,
+    max = 2(b - w) - min; if that is more than n - w, max = n - w and min = 2(b - w) - max. As in the authors' code.
 
     Args:
       budget: of the average layer, a number of slots or a fraction of the prompt; see `Pyramid`.
@@ -170,8 +177,11 @@ def adakv(base: Policy, *, safeguard: float = 0.2) -> Policy:
       safeguard: share of each head's slots that others cannot take.
 
     Memory: the arrays of a layer are as long as its longest head may become, up to nearly K times the average, so that
-    this costs memory instead of saving any; the count of live slots is what the paper counts.
+    this costs memory instead of saving any; the count of live slots is what the paper counts. The authors keep heads of
+    different lengths in one flat array instead, for kernels that take such.
     """
+    if isinstance(base, Policy) and base.then is not None and base.importance is None:
+        raise PolicyError(f"adakv({base.name}): it is combined already; give the compressor itself, such as snapkv.")
     if not isinstance(base, Policy) or base.then is None or base.importance is None or base.scope is None:
         raise PolicyError(f"adakv(): {getattr(base, 'name', base)!r} is no compressor; give one such as snapkv.")
     importance, scope = base.importance, base.scope
@@ -195,7 +205,7 @@ def adakv(base: Policy, *, safeguard: float = 0.2) -> Policy:
         return view.live & (protected | safe | rest.reshape(view.position.shape) | alone)
 
     def most(budget: int, kv_heads: int) -> int:
-        window = scope.count(budget)
+        window = min(scope.count(budget), budget)  # a prompt that is shorter than the window is left alone
         room = budget - window
         own = room * share.numerator // share.denominator
         return window + own + kv_heads * (room - own)

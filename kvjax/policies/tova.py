@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from kvjax.errors import PolicyError
 from kvjax.policies.base import Budget, Importance, Merge, Policy, evict, memoized
 
 #: A slot is worth what the newest query gives it, in its own KV head.
@@ -23,7 +24,9 @@ def tova(
     group_reduce: str = "mean",
     merge: Merge | None = None,
 ) -> Policy:
-    """Drops what the newest query attends to least; nothing is protected (TOVA, section 4).
+    """Drops what the newest query i attends to least; nothing is protected (TOVA, section 4).
+
+    Importance m_ij, or its mean over all the layer's heads; of equals, where the paper says nothing, the older goes.
 
     Args:
       budget: see `evict`.
@@ -31,6 +34,8 @@ def tova(
       positions: see `evict`.
       group_reduce, merge: see `evict`.
     """
+    if not isinstance(share_heads, bool):
+        raise PolicyError(f"tova: share_heads={share_heads!r} is not True or False.")
     return evict(
         importance=shared_last if share_heads else last,
         budget=budget,

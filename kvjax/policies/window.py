@@ -23,7 +23,9 @@ def full(*, positions: str = "original") -> Policy:
 
 @memoized
 def window(budget: Budget, *, sinks: int = 4, positions: str = "original", merge: Merge | None = None) -> Policy:
-    """The newest tokens and the first `sinks` ("Local" when 0; StreamingLLM with ``positions="cache"``).
+    """The newest tokens and the first `sinks`: importance p, the position; {p < sinks} protected.
+
+    "Local" with ``sinks=0`` (H2O, arXiv:2306.14048, Table 1); StreamingLLM with ``positions="cache"``.
 
     Args:
       budget: slots per KV head, the sinks among them; see `evict`.
@@ -39,22 +41,19 @@ def window(budget: Budget, *, sinks: int = 4, positions: str = "original", merge
 def streaming_llm(budget: Budget, *, sinks: int = 4, merge: Merge | None = None) -> Policy:
     """`window` with RoPE by rank in the cache: texts of any length (StreamingLLM, arXiv:2309.17453, section 3.2).
 
+    Importance p, {p < sinks} protected; a slot is rotated to |{live slots older than it}|. The authors' code counts
+    recent tokens beside the sinks, and evicts before it appends; here the budget is what remains after a step.
+
     Args:
-      budget: see `window`; sinks: see `window`.
+      budget, sinks, merge: see `window`.
     """
-    return evict(
-        importance=recency,
-        scope=protect_first(sinks),
-        budget=budget,
-        positions="cache",
-        merge=merge,
-        name="streaming_llm",
-    )
+    return window(budget, sinks=sinks, positions="cache", merge=merge)._replace(name="streaming_llm")
 
 
 @memoized
 def local_only(budget: Budget, *, positions: str = "original", merge: Merge | None = None) -> Policy:
-    """The newest tokens alone: ``window(sinks=0)`` (H2O, arXiv:2306.14048, Table 6)."""
-    return evict(
-        importance=recency, scope=protect_first(0), budget=budget, positions=positions, merge=merge, name="local_only"
-    )
+    """The newest tokens alone, importance p: ``window(sinks=0)`` (H2O, arXiv:2306.14048, Table 6).
+
+    The authors' code leaves the cache as it was where the budget is 0 (a slice from -0); here a budget is at least 1.
+    """
+    return window(budget, sinks=0, positions=positions, merge=merge)._replace(name="local_only")

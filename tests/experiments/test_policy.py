@@ -25,6 +25,9 @@ from tests.tiny import random_tokens, tiny
         ("h2o(budget=(4, 0.5))", lambda: policies.h2o(budget=(4, 0.5))),
         ("tova(share_heads=False)", lambda: policies.tova(budget=9, share_heads=False)),
         ("h2o(merge=d2o(beta=0.5))", lambda: policies.h2o(budget=9, merge=policies.d2o(beta=0.5))),
+        ("h2o(merge=d2o(0.5))", lambda: policies.h2o(budget=9, merge=policies.d2o(beta=0.5))),
+        ("h2o(merge=anchors)", lambda: policies.h2o(budget=9, merge=policies.anchors())),
+        ("tova(share_heads=false)", lambda: policies.tova(budget=9, share_heads=False)),
         ("value_norm(roco)", lambda: policies.value_norm(policies.roco(budget=9))),
         (
             "with_heavy_hitters(strided(stride=4, local=1), fraction=0.25)",
@@ -57,7 +60,7 @@ def test_one_slot_is_not_the_whole_prompt():
         ("value_norm(h2o + roco)", "h2o \\+ roco is no number, name or policy"),
         ("h2o(**x)", "has no meaning here"),
         ("h2o(recnt=2)", "it accepts budget, recent"),
-        ("value_norm(random)", "who goes first and not by how much"),
+        ("value_norm(strided(stride=2))", "who goes first and not by how much"),
         ("nowhere.py:mine", "there is no file nowhere.py"),
     ],
 )

@@ -1,0 +1,177 @@
+"""Attention of one query a head over the slots of a cache, with column statistics, on a TPU (Pallas, Mosaic).
+
+Keys and values are read once. Tile by tile, the logits of a group's queries go to a scratch row, and the output is
+summed up under a running maximum as in flash attention; after the last tile every probability is known, and the rows
+are reduced to the statistics. What is visible comes as a bias, 4 bytes a slot beside the 4·D of a bfloat16 pair.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvjax.kernels import softmax
+from kvjax.kernels.softmax import NEGATIVE
+from kvjax.statistics import Statistic
+
+Array = jax.Array
+LANES = 128
+TILE_BYTES = 1 << 20  # of keys, as many of values; Pallas holds two tiles of each
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    query_position: Array,
+    key_position: Array,
+    statistics: Sequence[Statistic],
+    weights: Sequence[Array],
+    scale: float,
+    window: int | Array | None,
+    exempt: Array | None,
+    log_weight: Array | None,
+    group_reduce: str,
+    interpret: Any = False,
+) -> tuple[Array, dict[str, Array]]:
+    """As `kernels.decode.xla.attend`, for one query a head (n = 1).
+
+    Args:
+      interpret: True or `pltpu.InterpretParams` to run it on any machine, slowly.
+    """
+    batch, kv_heads, group, n, dim = query.shape
+    if n != 1:
+        raise ValueError(f"the decode kernel takes one query a head; got {n}.")
+    size, rows = key.shape[2], batch * kv_heads
+    tile, together = tiling(rows, size, dim, key.dtype.itemsize)
+    tiles = -(-size // tile)
+    mask = softmax.visible(query_position, key_position, window, exempt)
+    bias = jnp.where(mask[:, :, 0], 0.0 if log_weight is None else log_weight, NEGATIVE).astype(jnp.float32)
+    # [B * K, 1, slots], filled up to whole tiles with what nobody sees
+    bias = jnp.pad(bias.reshape(rows, 1, size), ((0, 0), (0, 0), (0, tiles * tile - size)), constant_values=NEGATIVE)
+    transforms = tuple(dict.fromkeys(statistic.transform for statistic in statistics))
+
+    whole = pl.BlockSpec((together, group, dim), lambda row, _: (row, 0, 0))
+    tiled = pl.BlockSpec((together, tile, dim), lambda row, at: (row, at, 0))
+    line = pl.BlockSpec((together, 1, tiles * tile), lambda row, _: (row, 0, 0))
+    output, *columns = pl.pallas_call(
+        functools.partial(_kernel, transforms=transforms, scale=scale, size=size, tile=tile, group_reduce=group_reduce),
+        grid=(rows // together, tiles),
+        in_specs=[whole, tiled, tiled, line],
+        out_specs=[whole, *[line] * len(transforms)],
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, group, dim), value.dtype),
+            *[jax.ShapeDtypeStruct((rows, 1, tiles * tile), jnp.float32)] * len(transforms),
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((together, group, tiles * tile), jnp.float32),
+            pltpu.VMEM((together, group, LANES), jnp.float32),
+            pltpu.VMEM((together, group, LANES), jnp.float32),
+            pltpu.VMEM((together, group, dim), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="attend_one_query",
+    )(query.reshape(rows, group, dim), key.reshape(rows, size, dim), value.reshape(rows, size, dim), bias)
+    seen = {
+        name: column[:, 0, :size].reshape(batch, kv_heads, size)
+        for name, column in zip(transforms, columns, strict=True)
+    }
+    sums = {}
+    for statistic, weight in zip(statistics, weights, strict=True):
+        # [B] or [B, words] of the one query
+        own = weight[:, 0]
+        column = seen[statistic.transform]
+        own = own.reshape(batch, 1, 1, *own.shape[1:])
+        sums[statistic.name] = (column if own.ndim == 3 else column[..., None]) * own
+    return output.reshape(query.shape), sums
+
+
+def tiling(rows: int, size: int, dim: int, itemsize: int) -> tuple[int, int]:
+    """Slots of a tile, and (row, KV head) pairs that one program takes together.
+
+    Few slots leave a program less work than it takes to start one, many do not fit into a core's memory.
+    """
+    slot_bytes = -(-dim // LANES) * LANES * itemsize
+    fit = TILE_BYTES // slot_bytes
+    if size > fit:
+        return fit // LANES * LANES, 1
+    together = max(fit // size, 1)
+    return size, next(count for count in range(min(together, rows), 0, -1) if rows % count == 0)
+
+
+def _kernel(
+    query_ref, key_ref, value_ref, bias_ref, output_ref, *refs, transforms, scale, size, tile, group_reduce
+):  # fmt: skip
+    """One tile of slots: query [R, G, D], key and value [R, tile, D], bias [R, 1, slots]."""
+    *column_refs, logits_ref, top_ref, total_ref, sum_ref = refs
+    at, tiles = pl.program_id(1), pl.num_programs(1)
+    here = slice(None) if tile >= size else pl.ds(pl.multiple_of(at * tile, LANES), tile)
+
+    @pl.when(at == 0)
+    def _():
+        top_ref[...] = jnp.full(top_ref.shape, NEGATIVE, jnp.float32)
+        total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
+        sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
+
+    key, value, bias = key_ref[...], value_ref[...], bias_ref[:, :, here]
+    # float32 means float32: the matrix unit would otherwise multiply bfloat16.
+    exact = jax.lax.Precision.HIGHEST if key.dtype == jnp.float32 else None
+
+    def product(one: Array, two: Array, axis: int) -> Array:
+        return jax.lax.dot_general(
+            one, two, (((2,), (axis,)), ((0,), (0,))), precision=exact, preferred_element_type=jnp.float32
+        )
+
+    # [R, G, tile]
+    logits = jnp.where(bias > NEGATIVE / 2, product(query_ref[...], key, 2) * scale + bias, NEGATIVE)
+    logits_ref[:, :, here] = logits
+    before = top_ref[:, :, :1]
+    top = jnp.maximum(before, jnp.max(logits, axis=2, keepdims=True))
+    weight = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - top), 0.0)
+    shrink = jnp.exp(before - top)
+    total = total_ref[:, :, :1] * shrink + jnp.sum(weight, axis=2, keepdims=True)
+    if size % tile:
+        # What lies behind the last slot is not zero, and may be no number.
+        slot = at * tile + jax.lax.broadcasted_iota(jnp.int32, value.shape, 1)
+        value = jnp.where(slot < size, value, jnp.zeros((), value.dtype))
+    sum_ref[...] = sum_ref[...] * shrink + product(weight.astype(value.dtype), value, 1)
+    top_ref[...] = jnp.broadcast_to(top, top_ref.shape)
+    total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
+
+    @pl.when(at == tiles - 1)
+    def _():
+        share = 1.0 / jnp.where(total > 0, total, 1.0)
+        output_ref[...] = (sum_ref[...] * share).astype(output_ref.dtype)
+        if not transforms:
+            return
+        logits = logits_ref[...]
+        probability = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - top), 0.0) * share
+        reduce = jnp.sum if group_reduce == "mean" else jnp.max
+        # [R, 1, slots]
+        m = reduce(probability, axis=1, keepdims=True)
+        m = m * (1.0 / probability.shape[1]) if group_reduce == "mean" else m
+        for transform, column_ref in zip(transforms, column_refs, strict=True):
+            match transform:
+                case "identity":
+                    column_ref[...] = m
+                case "square":
+                    column_ref[...] = m * m
+                case "above":
+                    seen = (bias_ref[...] > NEGATIVE / 2).astype(jnp.float32)
+                    count = jnp.maximum(jnp.sum(seen, axis=2, keepdims=True), 1.0)
+                    column_ref[...] = jnp.where(m >= 1.0 / count, seen, 0.0)
+
+
+def memory(rows: int, group: int, size: int, dim: int, itemsize: int, columns: int) -> int:
+    """Bytes of a core's vector memory that a program takes: two of each block, and the scratch."""
+    tile, together = tiling(rows, size, dim, itemsize)
+    lanes, slots = -(-dim // LANES) * LANES, -(-size // tile) * -(-tile // LANES) * LANES
+    blocks = 2 * tile * lanes * itemsize + 2 * group * lanes * 4 + (1 + columns) * 8 * slots * 4
+    return together * (2 * blocks + math.ceil(group / 8) * 8 * (slots + 3 * lanes) * 4)

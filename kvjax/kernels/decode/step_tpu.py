@@ -1,0 +1,246 @@
+"""A whole decoding step of one layer in one kernel (Pallas, Mosaic): append, attend, observe, evict.
+
+Keys and values are read once, and the new pair is written into its slot in place, through aliased buffers: one aligned
+group of slots a head goes back to memory. The rest, statistics and positions, is small and rides along. What a policy
+does with them is its own code, traced into the kernel, on [1, K, S] arrays.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvjax.kernels.decode.pallas_tpu import LANES, TILE_BYTES
+from kvjax.kernels.softmax import NEGATIVE
+
+Array = jax.Array
+# (stats, positions with the new token [1, K, S], probabilities' columns by transform, newest [1], budget [1])
+# -> (stats, positions) afterwards
+Settle = Callable[[dict[str, Array], Array, dict[str, Array], Array, Array], tuple[dict[str, Array], Array]]
+
+
+def step(
+    query: Array,
+    new_key: Array,
+    new_value: Array,
+    key: Array,
+    value: Array,
+    position: Array,
+    stats: dict[str, Array],
+    *,
+    newest: Array,
+    budget: Array,
+    settle: Settle,
+    transforms: tuple[str, ...],
+    scale: float,
+    window: int | None,
+    group_reduce: str,
+    interpret: Any = False,
+) -> tuple[Array, Array, Array, Array, dict[str, Array]]:
+    """One token a row.
+
+    Args:
+      query: [B, K, G, D]; new_key, new_value: [B, K, 1, D]; key, value: [B, K, S, D], donated.
+      position: [B, K, S] int32, -1 = empty; stats: leaves [B, K, S] float32.
+      newest: [B] int32 position of each row's token, -1 = a row that has ended, which is left as it is.
+      budget: [B] int32; settle: observes and evicts; transforms: of the columns that it is given (`Statistic`).
+      scale, window, group_reduce: see `attention.attend`; interpret: see `pallas_tpu.attend`.
+
+    Returns:
+      output [B, K, G, D], key, value, position and stats afterwards.
+    """
+    batch, kv_heads, group, dim = query.shape
+    size, item = key.shape[2], key.dtype.itemsize
+    tile = tile_slots(kv_heads, size, dim, item)
+    tiles, together = -(-size // tile), 32 // item  # slots that share a row of memory tiles: 8 of float32
+    names = tuple(sorted(stats))
+
+    def rowwise(shape: tuple[int, ...]) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *shape[1:]), lambda row, *_: (row, *[0] * (len(shape) - 1)))
+
+    tiled = pl.BlockSpec((1, kv_heads, tile, dim), lambda row, at, *_: (row, 0, at, 0))
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    small = [rowwise(x.shape) for x in (query, new_key, new_value)]
+    lines = [rowwise(position.shape)] * (1 + len(names))
+    padded = tiles * (tile if tiles > 1 else -(-tile // LANES) * LANES)
+    output, key, value, position, *columns = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            names=names,
+            settle=settle,
+            transforms=transforms,
+            scale=scale,
+            window=window,
+            size=size,
+            tile=tile,
+            together=together,
+            group_reduce=group_reduce,
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(batch, tiles),
+            in_specs=[*small, tiled, tiled, *lines],
+            out_specs=[small[0], anywhere, anywhere, *lines],
+            scratch_shapes=[
+                pltpu.VMEM((kv_heads, group, padded), jnp.float32),
+                pltpu.VMEM((kv_heads, padded), jnp.int32),
+                *[pltpu.VMEM((kv_heads, group, LANES), jnp.float32)] * 3,
+                pltpu.VMEM((kv_heads, group, dim), jnp.float32),
+                pltpu.VMEM((2, kv_heads, together, dim), key.dtype),
+                pltpu.SMEM((kv_heads,), jnp.int32),
+                pltpu.SemaphoreType.DMA,
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(query.shape, value.dtype),
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value, position, *(stats[n] for n in names))),
+        ],
+        # The two prefetched scalars count too.
+        input_output_aliases={5 + i: 1 + i for i in range(3 + len(names))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="decode_step",
+    )(newest, budget, query, new_key, new_value, key, value, position, *(stats[name] for name in names))
+    return output, key, value, position, dict(zip(names, columns, strict=True))
+
+
+def tile_slots(kv_heads: int, size: int, dim: int, itemsize: int) -> int:
+    """Slots of a tile, over all KV heads of a row: all of them, or a multiple of a memory tile's lanes."""
+    fit = TILE_BYTES // (kv_heads * -(-dim // LANES) * LANES * itemsize)
+    return size if size <= fit else max(fit // LANES, 1) * LANES
+
+
+def _kernel(
+    newest_ref, budget_ref, query_ref, new_key_ref, new_value_ref, key_ref, value_ref, position_ref, *refs,
+    names, settle, transforms, scale, window, size, tile, together, group_reduce,
+):  # fmt: skip
+    """One tile of slots of one row, all KV heads: query [1, K, G, D], key and value [1, K, tile, D], [1, K, S]."""
+    stat_refs, refs = refs[: len(names)], refs[len(names) :]
+    output_ref, key_out, value_out, position_out = refs[:4]
+    refs = refs[4:]
+    stat_outs, refs = refs[: len(names)], refs[len(names) :]
+    logits_ref, seen_ref, own_ref, top_ref, total_ref, sum_ref, pair_ref, slot_ref, semaphore = refs
+    row, at, tiles = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+    kv_heads = query_ref.shape[1]
+    newest = newest_ref[row]
+    alive = newest >= 0
+    here = slice(0, tile) if tile >= size else pl.ds(pl.multiple_of(at * tile, LANES), tile)
+    exact = jax.lax.Precision.HIGHEST if key_ref.dtype == jnp.float32 else None
+
+    def product(one: Array, two: Array, axis: int) -> Array:
+        return jax.lax.dot_general(
+            one, two, (((2,), (axis,)), ((0,), (0,))), precision=exact, preferred_element_type=jnp.float32
+        )
+
+    def free(position: Array, slot: Array) -> Array:
+        return jnp.min(jnp.where(position < 0, slot, size), axis=1, keepdims=True)
+
+    @pl.when(at == 0)
+    def _():
+        position = position_ref[0]
+        slot = jax.lax.broadcasted_iota(jnp.int32, position.shape, 1)
+        visible = (position >= 0) & (position <= newest)
+        visible = visible if window is None else visible & (position > newest - window)
+        seen_ref[...] = jnp.full(seen_ref.shape, -1, jnp.int32)
+        seen_ref[:, :size] = jnp.where(visible, position, -1)
+        for head in range(kv_heads):
+            slot_ref[head] = jnp.min(free(position[head : head + 1], slot[:1]))
+        # The new token comes first: its logit is the maximum so far. A row that has ended has none.
+        own = jnp.sum(query_ref[0].astype(jnp.float32) * new_key_ref[0].astype(jnp.float32), axis=2, keepdims=True)
+        own_ref[...] = jnp.broadcast_to(jnp.where(alive, own * scale, NEGATIVE), own_ref.shape)
+        top_ref[...] = own_ref[...]
+        total_ref[...] = jnp.where(alive, jnp.ones(total_ref.shape, jnp.float32), 0.0)
+        value = jnp.broadcast_to(new_value_ref[0].astype(jnp.float32), sum_ref.shape)
+        sum_ref[...] = jnp.where(alive, value, 0.0)
+
+    value = value_ref[0]
+    # [K, G, tile]
+    logits = product(query_ref[0], key_ref[0], 2) * scale
+    logits = jnp.where((seen_ref[:, here] >= 0)[:, None, :], logits, NEGATIVE)
+    logits_ref[:, :, here] = logits
+    before = top_ref[:, :, :1]
+    top = jnp.maximum(before, jnp.max(logits, axis=2, keepdims=True))
+    weight = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - top), 0.0)
+    shrink = jnp.exp(before - top)
+    total = total_ref[:, :, :1] * shrink + jnp.sum(weight, axis=2, keepdims=True)
+    if size % tile:
+        # What lies behind the last slot is not zero, and may be no number.
+        slot = at * tile + jax.lax.broadcasted_iota(jnp.int32, value.shape, 1)
+        value = jnp.where(slot < size, value, jnp.zeros((), value.dtype))
+    sum_ref[...] = sum_ref[...] * shrink + product(weight.astype(value.dtype), value, 1)
+    top_ref[...] = jnp.broadcast_to(top, top_ref.shape)
+    total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
+
+    tail = size % together  # slots of the last, smaller group
+
+    def write(head: int, start: Any, count: int) -> None:
+        """Sends the group of slots from `start`, the new pair among it, back to where it lies."""
+        into = slot_ref[head] - start
+        for which, (block, new, out) in enumerate(
+            ((key_ref, new_key_ref, key_out), (value_ref, new_value_ref, value_out))
+        ):
+            local = start - at * tile if count == together else start - (size - 1) // tile * tile
+            local = pl.multiple_of(local, together) if count == together else local
+            group = block[0, head, pl.ds(local, count), :]
+            index = jax.lax.broadcasted_iota(jnp.int32, group.shape, 0)
+            pair_ref[which, head, :count] = jnp.where(index == into, new[0, head], group)
+            copy = pltpu.make_async_copy(
+                pair_ref.at[which, head, pl.ds(0, count)], out.at[row, head, pl.ds(start, count)], semaphore
+            )
+            copy.start()
+            copy.wait()
+
+    for head in range(kv_heads):
+        slot = slot_ref[head]
+        in_tail = slot >= size - tail
+
+        @pl.when(alive & (slot // tile == at) & ~in_tail)
+        def _(head=head, slot=slot):
+            write(head, pl.multiple_of(slot // together * together, together), together)
+
+        if tail:
+
+            @pl.when(alive & (slot < size) & (at == tiles - 1) & in_tail)
+            def _(head=head):
+                write(head, size - tail, tail)
+
+    @pl.when(at == tiles - 1)
+    def _():
+        share = 1.0 / jnp.where(total > 0, total, 1.0)
+        output_ref[0] = (sum_ref[...] * share).astype(output_ref.dtype)
+        position = position_ref[...]
+        slot = jax.lax.broadcasted_iota(jnp.int32, position.shape, 2)
+        # [1, K, S]
+        new = (slot == free(position[0], slot[0])[None]) & alive
+        logits = jnp.where(new[0][:, None, :], own_ref[:, :, :1], logits_ref[:, :, :size])
+        seen = jnp.max(logits, axis=1, keepdims=True) > NEGATIVE / 2
+        probability = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - top), 0.0) * share
+        if group_reduce == "mean":
+            m = jnp.sum(probability, axis=1) * (1.0 / probability.shape[1])
+        else:
+            m = jnp.max(probability, axis=1)
+        # [1, K, S]
+        m, seen = m[None], jnp.swapaxes(seen, 0, 1).astype(jnp.float32)
+        columns = {}
+        for transform in transforms:
+            match transform:
+                case "identity":
+                    columns[transform] = m
+                case "square":
+                    columns[transform] = m * m
+                case "above":
+                    count = jnp.maximum(jnp.sum(seen, axis=2, keepdims=True), 1.0)
+                    columns[transform] = jnp.where(m >= 1.0 / count, seen, 0.0)
+                case "one":
+                    columns[transform] = seen
+        stats = {name: ref[...] for name, ref in zip(names, stat_refs, strict=True)}
+        stats, position = settle(
+            stats, jnp.where(new, newest, position), columns, jnp.full((1,), newest), jnp.full((1,), budget_ref[row])
+        )
+        position_out[...] = position
+        for name, ref in zip(names, stat_outs, strict=True):
+            ref[...] = stats[name]
