@@ -11,8 +11,8 @@ from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.statistics import Observation, Statistic
 
 Array = jax.Array
-Implementation = Literal["auto", "xla"]
-IMPLEMENTATIONS = ("auto", "xla")
+Implementation = Literal["auto", "xla", "pallas_tpu"]
+IMPLEMENTATIONS = ("auto", "xla", "pallas_tpu")
 
 
 def attend(
@@ -46,7 +46,8 @@ def attend(
       group_reduce: ``mean`` or ``max`` over the H / K query heads of a KV head.
       causal: the slots are exactly this block in order (one-shot prefill), which lets tiles skip the future.
       prompt: [B] int32 tokens of each row's prompt, for statistics of its end; None = it ends with this block.
-      implementation: ``xla`` or ``auto``; one that is asked for by name and cannot run raises.
+      implementation: ``xla``; ``pallas_tpu``, one query a head on a TPU; or ``auto``, which is xla until a TPU has
+        run the kernel. One that is asked for by name and cannot run raises.
 
     Returns:
       output [B, H, n, D] in value's dtype, and an `Observation` whose columns are [B, K, S] float32.
@@ -65,6 +66,10 @@ def attend(
     statistics = tuple(sorted((s for s in needs if s.needs_attention), key=lambda s: s.name))
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, n, dim)
     run = decode_xla.attend if n == 1 else functools.partial(prefill_xla.attend, causal=causal)
+    if implementation == "pallas_tpu":
+        from kvjax.kernels.decode import pallas_tpu  # Pallas takes a while to import, and only this needs it
+
+        run = pallas_tpu.attend
     output, columns = run(
         grouped,
         key,

@@ -8,7 +8,6 @@ are reduced to the statistics. What is visible comes as a bias, 4 bytes a slot b
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +37,8 @@ def attend(
     exempt: Array | None,
     log_weight: Array | None,
     group_reduce: str,
-    interpret: Any = False,
 ) -> tuple[Array, dict[str, Array]]:
-    """As `kernels.decode.xla.attend`, for one query a head (n = 1).
-
-    Args:
-      interpret: True or `pltpu.InterpretParams` to run it on any machine, slowly.
-    """
+    """As `kernels.decode.xla.attend`, for one query a head (n = 1)."""
     batch, kv_heads, group, n, dim = query.shape
     if n != 1:
         raise ValueError(f"the decode kernel takes one query a head; got {n}.")
@@ -76,7 +70,6 @@ def attend(
             pltpu.VMEM((together, group, dim), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        interpret=interpret,
         name="attend_one_query",
     )(query.reshape(rows, group, dim), key.reshape(rows, size, dim), value.reshape(rows, size, dim), bias)
     seen = {

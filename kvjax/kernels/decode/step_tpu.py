@@ -7,7 +7,6 @@ does with them is its own code, traced into the kernel, on [1, K, S] arrays.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,6 @@ def step(
     scale: float,
     window: int | None,
     group_reduce: str,
-    interpret: Any = False,
 ) -> tuple[Array, Array, Array, Array, dict[str, Array]]:
     """One token a row.
 
@@ -48,7 +46,7 @@ def step(
       position: [B, K, S] int32, -1 = empty; stats: leaves [B, K, S] float32.
       newest: [B] int32 position of each row's token, -1 = a row that has ended, which is left as it is.
       budget: [B] int32; settle: observes and evicts; transforms: of the columns that it is given (`Statistic`).
-      scale, window, group_reduce: see `attention.attend`; interpret: see `pallas_tpu.attend`.
+      scale, window, group_reduce: see `attention.attend`.
 
     Returns:
       output [B, K, G, D], key, value, position and stats afterwards.
@@ -57,6 +55,8 @@ def step(
     size, item = key.shape[2], key.dtype.itemsize
     tile = tile_slots(kv_heads, size, dim, item)
     tiles, together = -(-size // tile), 32 // item  # slots that share a row of memory tiles: 8 of float32
+    # A last group of fewer slots cannot be sent by itself; then the pair is written after the kernel, in place too.
+    inside = size % together == 0
     names = tuple(sorted(stats))
 
     def rowwise(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -67,10 +67,12 @@ def step(
     small = [rowwise(x.shape) for x in (query, new_key, new_value)]
     lines = [rowwise(position.shape)] * (1 + len(names))
     padded = tiles * (tile if tiles > 1 else -(-tile // LANES) * LANES)
-    output, key, value, position, *columns = pl.pallas_call(
+    returned = [*([key, value] if inside else []), position, *(stats[name] for name in names)]
+    output, *returned = pl.pallas_call(
         functools.partial(
             _kernel,
             names=names,
+            inside=inside,
             settle=settle,
             transforms=transforms,
             scale=scale,
@@ -84,7 +86,7 @@ def step(
             num_scalar_prefetch=2,
             grid=(batch, tiles),
             in_specs=[*small, tiled, tiled, *lines],
-            out_specs=[small[0], anywhere, anywhere, *lines],
+            out_specs=[small[0], *([anywhere] * 2 if inside else []), *lines],
             scratch_shapes=[
                 pltpu.VMEM((kv_heads, group, padded), jnp.float32),
                 pltpu.VMEM((kv_heads, padded), jnp.int32),
@@ -97,14 +99,22 @@ def step(
         ),
         out_shape=[
             jax.ShapeDtypeStruct(query.shape, value.dtype),
-            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value, position, *(stats[n] for n in names))),
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in returned),
         ],
-        # The two prefetched scalars count too.
-        input_output_aliases={5 + i: 1 + i for i in range(3 + len(names))},
+        # From the keys, or the positions, on; the two prefetched scalars count too.
+        input_output_aliases={(5 if inside else 7) + i: 1 + i for i in range(len(returned))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        interpret=interpret,
         name="decode_step",
     )(newest, budget, query, new_key, new_value, key, value, position, *(stats[name] for name in names))
+    if inside:
+        key, value, *returned = returned
+    else:
+        slot = jnp.min(jnp.where(position < 0, jnp.arange(size, dtype=jnp.int32), size), axis=2)
+        # [B, K]; out of bounds, where writes are dropped, in rows that have ended
+        slot = jnp.where(newest[:, None] >= 0, slot, size)
+        write = jax.vmap(jax.vmap(lambda into, at, pair: into.at[at].set(pair[0], mode="drop")))
+        key, value = write(key, slot, new_key), write(value, slot, new_value)
+    position, *columns = returned
     return output, key, value, position, dict(zip(names, columns, strict=True))
 
 
@@ -116,14 +126,15 @@ def tile_slots(kv_heads: int, size: int, dim: int, itemsize: int) -> int:
 
 def _kernel(
     newest_ref, budget_ref, query_ref, new_key_ref, new_value_ref, key_ref, value_ref, position_ref, *refs,
-    names, settle, transforms, scale, window, size, tile, together, group_reduce,
+    names, inside, settle, transforms, scale, window, size, tile, together, group_reduce,
 ):  # fmt: skip
     """One tile of slots of one row, all KV heads: query [1, K, G, D], key and value [1, K, tile, D], [1, K, S]."""
-    stat_refs, refs = refs[: len(names)], refs[len(names) :]
-    output_ref, key_out, value_out, position_out = refs[:4]
-    refs = refs[4:]
-    stat_outs, refs = refs[: len(names)], refs[len(names) :]
-    logits_ref, seen_ref, own_ref, top_ref, total_ref, sum_ref, pair_ref, slot_ref, semaphore = refs
+    stat_refs = refs[: len(names)]
+    output_ref, *rest = refs[len(names) :]
+    key_out, value_out, *rest = rest if inside else [None, None, *rest]
+    position_out, *rest = rest
+    stat_outs = rest[: len(names)]
+    logits_ref, seen_ref, own_ref, top_ref, total_ref, sum_ref, pair_ref, slot_ref, semaphore = rest[len(names) :]
     row, at, tiles = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     kv_heads = query_ref.shape[1]
     newest = newest_ref[row]
@@ -175,38 +186,22 @@ def _kernel(
     top_ref[...] = jnp.broadcast_to(top, top_ref.shape)
     total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
 
-    tail = size % together  # slots of the last, smaller group
-
-    def write(head: int, start: Any, count: int) -> None:
-        """Sends the group of slots from `start`, the new pair among it, back to where it lies."""
-        into = slot_ref[head] - start
+    def write(head: int) -> None:
+        """Sends the group of slots that the new pair is in back to where it lies."""
+        start = pl.multiple_of(slot_ref[head] // together * together, together)
         for which, (block, new, out) in enumerate(
             ((key_ref, new_key_ref, key_out), (value_ref, new_value_ref, value_out))
         ):
-            local = start - at * tile if count == together else start - (size - 1) // tile * tile
-            local = pl.multiple_of(local, together) if count == together else local
-            group = block[0, head, pl.ds(local, count), :]
+            group = block[0, head, pl.ds(pl.multiple_of(start - at * tile, together), together), :]
             index = jax.lax.broadcasted_iota(jnp.int32, group.shape, 0)
-            pair_ref[which, head, :count] = jnp.where(index == into, new[0, head], group)
-            copy = pltpu.make_async_copy(
-                pair_ref.at[which, head, pl.ds(0, count)], out.at[row, head, pl.ds(start, count)], semaphore
-            )
+            pair_ref[which, head] = jnp.where(index == slot_ref[head] - start, new[0, head], group)
+            copy = pltpu.make_async_copy(pair_ref.at[which, head], out.at[row, head, pl.ds(start, together)], semaphore)
             copy.start()
             copy.wait()
 
-    for head in range(kv_heads):
-        slot = slot_ref[head]
-        in_tail = slot >= size - tail
-
-        @pl.when(alive & (slot // tile == at) & ~in_tail)
-        def _(head=head, slot=slot):
-            write(head, pl.multiple_of(slot // together * together, together), together)
-
-        if tail:
-
-            @pl.when(alive & (slot < size) & (at == tiles - 1) & in_tail)
-            def _(head=head):
-                write(head, size - tail, tail)
+    if inside:
+        for head in range(kv_heads):
+            pl.when(alive & (slot_ref[head] // tile == at))(functools.partial(write, head))
 
     @pl.when(at == tiles - 1)
     def _():
@@ -217,14 +212,12 @@ def _kernel(
         # [1, K, S]
         new = (slot == free(position[0], slot[0])[None]) & alive
         logits = jnp.where(new[0][:, None, :], own_ref[:, :, :1], logits_ref[:, :, :size])
-        seen = jnp.max(logits, axis=1, keepdims=True) > NEGATIVE / 2
+        seen = (jnp.max(logits, axis=1) > NEGATIVE / 2).astype(jnp.float32)[None]
         probability = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - top), 0.0) * share
         if group_reduce == "mean":
-            m = jnp.sum(probability, axis=1) * (1.0 / probability.shape[1])
+            m = jnp.sum(probability, axis=1)[None] * (1.0 / probability.shape[1])
         else:
-            m = jnp.max(probability, axis=1)
-        # [1, K, S]
-        m, seen = m[None], jnp.swapaxes(seen, 0, 1).astype(jnp.float32)
+            m = jnp.max(probability, axis=1)[None]
         columns = {}
         for transform in transforms:
             match transform:
