@@ -30,7 +30,7 @@ from kvjax.errors import ConfigError
 from kvjax.models.decoder import parameter_count
 from kvjax.models.model import Model
 
-WINDOWS, GAIN_WINDOWS = 32, 256  # of each held-out text; the gain is a small difference, and takes more
+WINDOWS, GAIN_WINDOWS = 32, 128  # of each held-out text; the gain is a small difference, and takes more
 NEAR = 128  # tokens that the short-sighted comparison sees
 PROMPTS = 128  # of each task
 BUDGET = 0.2

@@ -19,6 +19,8 @@ from kvjax.policies import COMBINATORS, POLICIES, Policy
 from kvjax.policies.base import budgets_of
 from kvjax.rope import Rope
 
+pytestmark = pytest.mark.thorough
+
 HEADS, KV_HEADS, DIM = 4, 2, 8
 PROMPT = np.array([24, 10, 17])
 NEW = 12

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, assume, event, given, reject, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,8 @@ from kvjax.rope import Rope
 from tests import reference
 from tests.reference.decoder import _blocks
 from tests.reference.step import empty_heads, step
+
+pytestmark = pytest.mark.thorough
 
 SEARCH = "HYPOTHESIS_EXAMPLES" in os.environ
 EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "30"))

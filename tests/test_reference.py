@@ -9,6 +9,8 @@ import pytest
 
 from tests.reference import base, load_llama, policies, random_model, reference_run
 
+pytestmark = pytest.mark.thorough
+
 CASES = 16
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 

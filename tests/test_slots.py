@@ -13,6 +13,8 @@ from kvjax.statistics import popcount
 from tests import reference
 from tests.tiny import HEADS, kept, random_tokens, tiny
 
+pytestmark = pytest.mark.thorough
+
 PROMPTS = np.array([40, 21, 33])
 LENGTHS = np.array([340, 130, 333])
 TOKENS = random_tokens(3, 340, seed=2)

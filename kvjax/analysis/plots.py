@@ -12,6 +12,7 @@ import numpy as np
 
 from kvjax.analysis.compare import MissRate, Retained
 from kvjax.analysis.full_cache import AccumulatedAttention, AttentionStd
+from kvjax.analysis.heads import RetrievalScores
 from kvjax.errors import InputError
 
 Results = Any  # a result, or a dict of results by policy name
@@ -72,6 +73,19 @@ def plot_keys_for_mass(counts: np.ndarray, *, layers: Iterable[int] | None = Non
         axes.set(title=f"layer {layer}", xlabel=f"keys for {share:g} of the attention")
         axes.legend(frameon=False)
     np.atleast_1d(panels)[0].set_ylabel("queries (%)")
+    return figure
+
+
+def plot_retrieval_scores(scores: RetrievalScores) -> Any:
+    """Induction and echo scores of every query head, layers downwards: which heads look far back (RazorAttention)."""
+    figure, panels = _figure(2)
+    for axes, name in zip(panels, ("induction", "echo"), strict=True):
+        image = axes.imshow(getattr(scores, name), vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        axes.set(title=name, xlabel="query head")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.get_major_locator().set_params(integer=True)
+    panels[0].set_ylabel("layer")
+    figure.colorbar(image, ax=panels, label="share of attention")
     return figure
 
 

@@ -46,6 +46,9 @@ FIGURES = {
     "jaccard": lambda: plots.plot_jaccard({"h2o": by_query(K), "roco": by_query(K)}),
     "miss_rate": lambda: plots.plot_miss_rate(missed()),
     "miss_rate of policies": lambda: plots.plot_miss_rate({"h2o": missed(), "tova": missed()}),
+    "retrieval_scores": lambda: plots.plot_retrieval_scores(
+        analysis.RetrievalScores(RNG.uniform(size=(L, H)), RNG.uniform(size=(L, H)))
+    ),
     "retained": lambda: plots.plot_retained(retained()),
 }
 
@@ -54,7 +57,7 @@ FIGURES = {
 def test_figures_can_be_read(name):
     figure = FIGURES[name]()
     for axes in figure.axes:
-        assert axes.get_xlabel()
+        assert axes.get_xlabel() or axes.get_label() == "<colorbar>"
         assert axes.has_data()
     assert figure.axes[0].get_ylabel()
     buffer = io.BytesIO()
@@ -63,7 +66,7 @@ def test_figures_can_be_read(name):
 
 
 def test_every_measure_has_its_figure():
-    measures = {name for name in analysis.__all__ if name.islower()} - {"plots", "submodular"}
+    measures = {name for name in analysis.__all__ if name.islower()} - {"plots", "submodular", "retrieval_heads"}
     assert measures == {name.removeprefix("plot_") for name in dir(plots) if name.startswith("plot_")}
     assert {name.split()[0] for name in FIGURES} == measures
 
