@@ -98,9 +98,9 @@ def test_what_is_in_the_cache_is_found_and_what_is_not_is_not(tiny, asked, recal
     assert score.exact_matches(tiny, {"passkey": asked["passkey"]}, policies.local_only(budget=0.2))["passkey"] <= 0.05
 
 
-# What is asked of the model, and what it has: pairs told as "n > v;" or "after n comes v" are found (97 %, 91 %), those
-# told as "n belongs to v", which are four tokens apart, in 64 % only.
-@pytest.mark.xfail(strict=True, reason="word pairs: 82 % of 384, not yet the 90 % that are wanted")
+# What is asked of the model, and what it has: pairs told as "n > v;" or "After n comes v." are found (92 and 91 % of
+# 96), of those told as "n belongs to v.", which are four tokens apart, 64 %; it then names another pair's value.
+@pytest.mark.xfail(strict=True, reason="word pairs: 87 % of 256, not yet the 90 % that are wanted")
 def test_word_pairs_are_found(recalled):
     assert recalled["associative"] >= 0.9
 
@@ -123,12 +123,17 @@ def test_it_reads_a_book_it_never_saw(tiny, shared_data):
     assert bits < 2.0
 
 
-def test_more_context_helps(tiny, shared_data, monkeypatch):
-    (path,) = (shared_data / "data/lm").rglob("carroll-alice.txt")
-    monkeypatch.setattr(card, "GAIN_WINDOWS", 24)
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("text", "windows", "least"),  # bits a byte; a small gain takes many windows to show
+    [("carroll-alice.txt", 24, 0.02), ("great_expectations_1400.txt", 128, 0.003)],
+)
+def test_more_context_helps(tiny, shared_data, monkeypatch, text, windows, least):
+    (path,) = (shared_data / "data/lm").rglob(text)
+    monkeypatch.setattr(card, "GAIN_WINDOWS", windows)
     tokenizer = tokenizers.Tokenizer.from_file(str(bundled("kvjax-tiny") / "tokenizer.json"))
     far, near = card.context_gain(tiny, corpus.tokenized(path, tokenizer))
-    assert far < near - 0.02
+    assert far < near - least
 
 
 def test_it_loads_offline_from_a_wheel(tmp_path):
