@@ -1,6 +1,6 @@
 """Every policy of kvjax on its own small model: recall of facts in reach, and perplexity, at one budget.
 
-Papers: H2O (arXiv:2306.14048), RoCo (arXiv:2402.06262) and those of the README's table; none has a model this small.
+Paper: H2O (arXiv:2306.14048), RoCo (arXiv:2402.06262) and those of the README's table; none has a model this small.
 Facts lie 250 to 450 tokens before the question: outside a window of 20 % (197 tokens), so that a policy finds them only
 if it kept them for a reason. Two KV heads of eight, those that `kvjax.analysis.retrieval_heads` names, are enough.
 Expected: experiments/measured/zoo-cpu.md.

@@ -44,15 +44,15 @@ def test_along_any_direction_it_is_the_difference_quotient(policy):
     found = gradient(policy, prefill_block=8)
     keys = iter(jax.random.split(jax.random.key(1), 100))
     direction = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape) * jnp.std(x), params)
-    step = 2e-4  # small enough for no decision to be another one
+    steps = np.linspace(1e-4, 3e-4, 6)  # small enough for no decision to be another one; many, since float32 rounds
 
     def moved(by):
         return score(jax.tree.map(lambda x, d: x + jnp.float32(by) * d, params, direction), policy, prefill_block=8)
 
-    quotient = (float(moved(step)) - float(moved(-step))) / (2 * step)
+    quotient = np.mean([(float(moved(step)) - float(moved(-step))) / (2 * step) for step in steps])
     slope = sum(float(jnp.sum(g * d)) for g, d in zip(*map(jax.tree.leaves, (found, direction)), strict=True))
     assert abs(quotient) > 1e-3
-    assert slope == pytest.approx(quotient, rel=0.02, abs=1e-3)
+    assert slope == pytest.approx(quotient, rel=0.02, abs=1.5e-3)
 
 
 @pytest.mark.parametrize("name", policies.MERGES)
