@@ -6,8 +6,8 @@ are reduced to the statistics. What is visible comes as a bias, 4 bytes a slot b
 """
 
 import functools
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,29 +114,10 @@ def _kernel(
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
     key, value, bias = key_ref[...], value_ref[...], bias_ref[:, :, here]
-    # float32 means float32: the matrix unit would otherwise multiply bfloat16.
-    exact = jax.lax.Precision.HIGHEST if key.dtype == jnp.float32 else None
-
-    def product(one: Array, two: Array, axis: int) -> Array:
-        return jax.lax.dot_general(
-            one, two, (((2,), (axis,)), ((0,), (0,))), precision=exact, preferred_element_type=jnp.float32
-        )
-
     # [R, G, tile]
     logits = jnp.where(bias > NEGATIVE / 2, product(query_ref[...], key, 2) * scale + bias, NEGATIVE)
     logits_ref[:, :, here] = logits
-    before = top_ref[:, :, :1]
-    top = jnp.maximum(before, jnp.max(logits, axis=2, keepdims=True))
-    weight = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - top), 0.0)
-    shrink = jnp.exp(before - top)
-    total = total_ref[:, :, :1] * shrink + jnp.sum(weight, axis=2, keepdims=True)
-    if size % tile:
-        # What lies behind the last slot is not zero, and may be no number.
-        slot = at * tile + jax.lax.broadcasted_iota(jnp.int32, value.shape, 1)
-        value = jnp.where(slot < size, value, jnp.zeros((), value.dtype))
-    sum_ref[...] = sum_ref[...] * shrink + product(weight.astype(value.dtype), value, 1)
-    top_ref[...] = jnp.broadcast_to(top, top_ref.shape)
-    total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
+    top, total = add_tile(logits, value, at, size, top_ref, total_ref, sum_ref)
 
     @pl.when(at == tiles - 1)
     def _():
@@ -162,9 +143,36 @@ def _kernel(
                     column_ref[...] = jnp.where(m >= 1.0 / count, seen, 0.0)
 
 
-def memory(rows: int, group: int, size: int, dim: int, itemsize: int, columns: int) -> int:
-    """Bytes of a core's vector memory that a program takes: two of each block, and the scratch."""
-    tile, together = tiling(rows, size, dim, itemsize)
-    lanes, slots = -(-dim // LANES) * LANES, -(-size // tile) * -(-tile // LANES) * LANES
-    blocks = 2 * tile * lanes * itemsize + 2 * group * lanes * 4 + (1 + columns) * 8 * slots * 4
-    return together * (2 * blocks + math.ceil(group / 8) * 8 * (slots + 3 * lanes) * 4)
+def product(one: Array, two: Array, axis: int) -> Array:
+    """[R, m, x] times [R, ...], summed over x, which is `axis` of the second: [R, m, n] float32."""
+    # float32 means float32: the matrix unit would otherwise multiply bfloat16.
+    exact = jax.lax.Precision.HIGHEST if two.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        one, two, (((2,), (axis,)), ((0,), (0,))), precision=exact, preferred_element_type=jnp.float32
+    )
+
+
+def add_tile(
+    logits: Array, value: Array, at: Array, size: int, top_ref: Any, total_ref: Any, sum_ref: Any
+) -> tuple[Array, Array]:
+    """Adds a tile to a softmax under way, and returns its maximum and its sum so far, [R, G, 1].
+
+    Args:
+      logits: [R, G, tile] float32, `NEGATIVE` where nothing is seen; value: [R, tile, D].
+      at: which tile; size: slots in all.
+      top_ref, total_ref: [R, G, lanes] the maximum and the sum; sum_ref: [R, G, D] the output times the sum.
+    """
+    tile = logits.shape[2]
+    before = top_ref[:, :, :1]
+    top = jnp.maximum(before, jnp.max(logits, axis=2, keepdims=True))
+    weight = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - top), 0.0)
+    shrink = jnp.exp(before - top)
+    total = total_ref[:, :, :1] * shrink + jnp.sum(weight, axis=2, keepdims=True)
+    if size % tile:
+        # What lies behind the last slot is not zero, and may be no number.
+        slot = at * tile + jax.lax.broadcasted_iota(jnp.int32, value.shape, 1)
+        value = jnp.where(slot < size, value, jnp.zeros((), value.dtype))
+    sum_ref[...] = sum_ref[...] * shrink + product(weight.astype(value.dtype), value, 1)
+    top_ref[...] = jnp.broadcast_to(top, top_ref.shape)
+    total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
+    return top, total

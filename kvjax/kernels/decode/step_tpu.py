@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.kernels.decode.pallas_tpu import LANES, TILE_BYTES
+from kvjax.kernels.decode.pallas_tpu import LANES, TILE_BYTES, add_tile, product
 from kvjax.kernels.softmax import NEGATIVE
 
 Array = jax.Array
@@ -140,12 +140,6 @@ def _kernel(
     newest = newest_ref[row]
     alive = newest >= 0
     here = slice(0, tile) if tile >= size else pl.ds(pl.multiple_of(at * tile, LANES), tile)
-    exact = jax.lax.Precision.HIGHEST if key_ref.dtype == jnp.float32 else None
-
-    def product(one: Array, two: Array, axis: int) -> Array:
-        return jax.lax.dot_general(
-            one, two, (((2,), (axis,)), ((0,), (0,))), precision=exact, preferred_element_type=jnp.float32
-        )
 
     def free(position: Array, slot: Array) -> Array:
         return jnp.min(jnp.where(position < 0, slot, size), axis=1, keepdims=True)
@@ -173,18 +167,7 @@ def _kernel(
     logits = product(query_ref[0], key_ref[0], 2) * scale
     logits = jnp.where((seen_ref[:, here] >= 0)[:, None, :], logits, NEGATIVE)
     logits_ref[:, :, here] = logits
-    before = top_ref[:, :, :1]
-    top = jnp.maximum(before, jnp.max(logits, axis=2, keepdims=True))
-    weight = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - top), 0.0)
-    shrink = jnp.exp(before - top)
-    total = total_ref[:, :, :1] * shrink + jnp.sum(weight, axis=2, keepdims=True)
-    if size % tile:
-        # What lies behind the last slot is not zero, and may be no number.
-        slot = at * tile + jax.lax.broadcasted_iota(jnp.int32, value.shape, 1)
-        value = jnp.where(slot < size, value, jnp.zeros((), value.dtype))
-    sum_ref[...] = sum_ref[...] * shrink + product(weight.astype(value.dtype), value, 1)
-    top_ref[...] = jnp.broadcast_to(top, top_ref.shape)
-    total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
+    top, total = add_tile(logits, value, at, size, top_ref, total_ref, sum_ref)
 
     def write(head: int) -> None:
         """Sends the group of slots that the new pair is in back to where it lies."""
