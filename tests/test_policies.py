@@ -1,5 +1,7 @@
 """Building policies: what is refused, what is the same, what a budget comes to."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from kvjax import policies
 from kvjax.errors import PolicyError
 from kvjax.policies import POLICIES, accepts, by_name
 from kvjax.policies.base import slots
+from tests.conftest import ROOT
 
 # SnapKV's window and PyramidKV's layers have rules of their own; see test_compositions.
 BUDGETED = [name for name in POLICIES if "budget" in accepts(name) and "window" not in accepts(name)]
@@ -132,3 +135,11 @@ def test_named_ones_are_made_of_the_others():
 )
 def test_a_budget_in_slots(budget, prompt, expected):
     assert slots(budget, prompt) == expected
+
+
+def test_the_readme_names_them_all():
+    text = (ROOT / "README.md").read_text()
+    section = text[text.index("## Policies") : text.index("## A policy of your own")]
+    named = set(re.findall(r"\w+", section))
+    for table in (POLICIES, policies.COMBINATORS, policies.HEAD_PLANS, policies.MERGES):
+        assert set(table) <= named
