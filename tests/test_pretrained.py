@@ -105,6 +105,7 @@ def test_word_pairs_are_found(recalled):
     assert recalled["associative"] >= 0.9
 
 
+@pytest.mark.thorough
 def test_scoring_in_one_pass_is_generating_greedily(tiny):
     asked = score.make_prompts(RecallConfig(tasks=("passkey", "associative", "copy", "variable")), tiny, seed=4)
     generated = score.exact_matches(tiny, asked, policies.full())

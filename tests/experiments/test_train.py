@@ -226,6 +226,7 @@ def test_the_command_line_lists_its_own_configs():
     assert "did you mean 'train_tiny'? known configs: train_tiny" in shown.stderr
 
 
+@pytest.mark.thorough
 def test_a_card_says_what_was_trained(config, tmp_path, monkeypatch):
     config.contexts, config.stage_ends, config.batch_tokens, config.steps = (32, 1024), (2,), 1024, 4
     config.mixture.repeat_fraction = (0.5, 0.0)
