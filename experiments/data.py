@@ -85,7 +85,7 @@ def load(config: DataConfig, model: Model, seed: int) -> tuple[np.ndarray, int, 
 
 def _read(name: str, characters: int = -1) -> str:
     try:
-        with open(name, encoding="utf-8", errors="replace") as file:
+        with open(name, encoding="utf-8-sig", errors="replace") as file:
             return file.read(characters)
     except OSError as error:
         raise ConfigError(f"data.text={name!r} cannot be read: {error.strerror}.") from None
