@@ -187,9 +187,11 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: Any, fields: dict[str, Any]) -> Any:
-    """The config that `to_dict` was given."""
+    """The config that `to_dict` was given; fields that it did not have then are as they are by default."""
     values = {}
     for field in dataclasses.fields(cls):
+        if field.name not in fields:
+            continue
         value = fields[field.name]
         if dataclasses.is_dataclass(field.type):
             value = from_dict(field.type, value)

@@ -8,6 +8,7 @@ over all devices.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -31,7 +32,7 @@ from experiments.tasks.prompts import NoRoom, make_many
 from experiments.tasks.recall import DIFFICULTY
 from experiments.training import corpus, evaluate
 from experiments.training.config import BY_STAGE, TrainConfig, check, decoder_config, past, stage
-from experiments.training.induction import initial_parameters
+from experiments.training.induction import grown, initial_parameters
 from experiments.training.mixture import Kind, Mixture
 from experiments.training.optimizer import optimizer
 from kvjax import sharding
@@ -150,10 +151,14 @@ def _start_model(config: TrainConfig, folder: Path) -> Model:
     if model.tokenizer is None:
         raise ConfigError(f"start={config.start!r} has no tokenizer.")
     decoder = decoder_config(config, model.config.bos_token_id or 0)
-    if model.config != decoder:
-        raise ConfigError(f"start={config.start!r} is {model.config}; this run's decoder is {decoder}.")
+    # The windows are of each layer, and follow from their number.
+    expected = dataclasses.replace(decoder, num_layers=decoder.num_layers - len(config.new_layers), windows=())
+    if model.config != expected:
+        but = " but for new_layers" if config.new_layers else ""
+        raise ConfigError(f"start={config.start!r} is {model.config}; this run's decoder{but} is {expected}.")
     model.tokenizer.save(folder)
-    return model
+    params = grown(model.params, decoder, config.new_layers, jax.random.key(config.seed))
+    return dataclasses.replace(model, config=decoder, params=params)
 
 
 def evaluated(

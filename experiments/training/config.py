@@ -81,6 +81,7 @@ class TrainConfig:
     evaluate_every, checkpoint_every, log_every: steps between; evaluation is also at the end.
     start: a model of this shape, by whatever `kvjax.load` takes, whose weights and tokenizer the run begins with; "" =
       random weights that hold an induction head, and a tokenizer trained on the texts.
+    new_layers: layers, counted from 0, that `start` does not have yet; they begin as the identity.
     seed: of weights, windows and tasks.
     output: the run's folder; a run that is there already goes on from its last checkpoint.
     """
@@ -99,6 +100,7 @@ class TrainConfig:
     checkpoint_every: Count = 100
     log_every: Count = 10
     start: Text = ""
+    new_layers: Counts = ()
     seed: Seed = 0
     output: Text = "results/train"
 
@@ -146,6 +148,12 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             f"decoder.hidden_size={shape.hidden_size} must be an even multiple of decoder.num_heads={shape.num_heads}, "
             f"and that one of decoder.num_kv_heads={shape.num_kv_heads}."
+        )
+    new = config.new_layers
+    if new and (not config.start or list(new) != sorted({*new}) or new[-1] >= shape.num_layers):
+        raise ConfigError(
+            f"new_layers={new} are added to a start={config.start!r}; give that, and ascending numbers below "
+            f"decoder.num_layers={shape.num_layers}."
         )
     if shape.num_layers < 2 or shape.num_heads < 4:
         raise ConfigError(

@@ -8,6 +8,7 @@ trained all the same, and a learning rate that rises too fast destroys the head:
 2e-3 after one of 30 did not.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,8 +37,7 @@ def initial_parameters(config: DecoderConfig, key: jax.Array) -> Any:
         raise ValueError(f"no room for an induction head in {config}")
     params = jax.tree.map(np.array, random_parameters(config, key))
     for layer in range(config.num_layers):
-        for module, name in (("attention", "out"), ("mlp", "down")):
-            params[f"layer_{layer}"][module][name]["kernel"][:] = 0.0
+        _make_identity(params[f"layer_{layer}"])
     tokens = params["embed"]["tokens"]
     tokens[:, 0] = CONSTANT
     # Three subspaces without feature 0: what is compared, what is copied, where the previous token is noted.
@@ -71,3 +71,27 @@ def initial_parameters(config: DecoderConfig, key: jax.Array) -> Any:
     second["value"]["kernel"][:, :dim] = copied
     second["out"]["kernel"][:dim] = COPY * copied.T
     return jax.tree.map(jnp.asarray, params)
+
+
+def grown(params: Any, config: DecoderConfig, new_layers: Sequence[int], key: jax.Array) -> Any:
+    """The same function in more layers: the new ones add nothing yet, but learn at once (LLaMA Pro, arXiv:2401.02415).
+
+    Args:
+      params: of a decoder without the new layers.
+      config: of the decoder with them.
+      new_layers: which of its layers are new.
+    """
+    fresh = random_parameters(config, key)
+    old = iter(range(config.num_layers))
+    layers = {}
+    for layer in range(config.num_layers):
+        name = f"layer_{layer}"
+        layers[name] = _make_identity(fresh[name]) if layer in new_layers else params[f"layer_{next(old)}"]
+    return params | layers
+
+
+def _make_identity(layer: dict[str, Any]) -> dict[str, Any]:
+    """What it adds to the residual stream becomes zero, in place; everything else stays as drawn."""
+    for module, name in (("attention", "out"), ("mlp", "down")):
+        layer[module][name]["kernel"] = np.zeros_like(layer[module][name]["kernel"])
+    return layer

@@ -63,7 +63,7 @@ def with_heavy_hitters(policy: Policy, *, fraction: float = 0.5) -> Policy:
 def value_norm(policy: Policy) -> Policy:
     """A policy or compressor whose importance is multiplied by ‖v‖_2 of the slot's value (arXiv:2406.12335, eq. 4).
 
-    VATP's own code takes ‖v‖_1, and protects the first tokens; here protection is the policy's.
+    VATP takes ‖v‖_1, and its code protects the first tokens; here it is ‖v‖_2, and protection is the policy's.
 
     Raises:
       PolicyError: a policy whose importance is an order and not an amount (`strided`, `fixed`), whose heads share it

@@ -84,7 +84,7 @@ def duo_attention(heads: Any, *, sinks: int = 64, recent: int = 256, positions: 
 def razor_attention(heads: Any, budget: Budget = 0.2, *, sinks: int = 4, positions: str = "original") -> Policy:
     """As `duo_attention`, with one token for all that a head has dropped (`compensation`; arXiv:2407.15891).
 
-    The authors keep max(4,000, n / 5) newest tokens; a budget is a number or a fraction.
+    The paper's Algorithm 1 keeps max(S_0, n / C) newest tokens beside the sinks; here a budget is one or the other.
 
     Args:
       heads: [L, K] bool, the retrieval heads.
@@ -99,7 +99,7 @@ def razor_attention(heads: Any, budget: Budget = 0.2, *, sinks: int = 4, positio
 
 @memoized
 def compensation(position: int) -> Merge:
-    """The slot of one position becomes the mean of all that was dropped, and counts as often (RazorAttention).
+    """The slot of one position becomes the mean of all that was dropped, and counts as often (RazorAttention, eq. 4, 5).
 
     With N_d dropped tokens of mean key k and value v, the softmax's sums have N_d·exp(q·k) v and N_d·exp(q·k) beside
     the live tokens'. The token of that position is the first among the dropped: a policy must protect it (as

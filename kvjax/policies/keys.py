@@ -37,7 +37,7 @@ unlike = Importance(frozenset(), _unlike_the_others)
 def knorm(budget: Budget, *, positions: str = "original") -> Policy:
     """Keeps the keys of smallest norm: importance -‖k‖ (Devoto et al., arXiv:2406.11430).
 
-    The authors leave out the first two layers; here that is a budget a layer, such as ``(1.0, 1.0, 0.2, ...)``.
+    The authors' code can skip layers; here that is a budget a layer, such as ``(1.0, 1.0, 0.2, ...)``.
 
     Args:
       budget: slots per KV head that a prompt leaves; see `snapkv`.

@@ -148,7 +148,8 @@ def pyramidkv(
     """SnapKV with more slots in the first layers and fewer in the last (PyramidKV, arXiv:2406.02069, section 3.2).
 
     Layer l of L has c_l + w slots in arrays of its own: c_l = max - l·⌊(max - min) / (L - 1)⌋, min = ⌊(b - w) / beta⌋,
-    max = 2(b - w) - min; if that is more than n - w, max = n - w and min = 2(b - w) - max. As in the authors' code.
+    max = 2(b - w) - min; if that is more than n - w, max = n - w and min = 2(b - w) - max. Where
+    n < 2(b - w) the authors' code gives every layer b; here the rule is one.
 
     Args:
       budget: of the average layer, a number of slots or a fraction of the prompt; see `Pyramid`.

@@ -54,6 +54,6 @@ def streaming_llm(budget: Budget, *, sinks: int = 4, merge: Merge | None = None)
 def local_only(budget: Budget, *, positions: str = "original", merge: Merge | None = None) -> Policy:
     """The newest tokens alone, importance p: ``window(sinks=0)`` (H2O, arXiv:2306.14048, Table 6).
 
-    The authors' code leaves the cache as it was where the budget is 0 (a slice from -0); here a budget is at least 1.
+    Where released code slices from -window, a window of 0 is everything; here a budget is at least 1.
     """
     return window(budget, sinks=0, positions=positions, merge=merge)._replace(name="local_only")
