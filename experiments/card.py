@@ -72,7 +72,7 @@ class Run(NamedTuple):
             start=starts[-1],
             hours=hours,
             resumed=f", in {len(starts)} parts," if len(starts) > 1 else "",
-            beginning=f"It began with the weights of `{config.start}`, in bfloat16."
+            beginning=f"It began with the weights of `{config.start}`, in bfloat16.{_added(config.new_layers)}"
             if config.start
             else "The first parameters hold an induction head (`experiments/training/induction.py`).",
             contexts=_listed(config.contexts),
@@ -200,6 +200,13 @@ def card(run: Path, license: str) -> tuple[str, bytes]:
         prompts=PROMPTS,
     )
     return _wrapped(filled), curve(runs)
+
+
+def _added(layers: Sequence[int]) -> str:
+    if not layers:
+        return ""
+    which, were = ("Layer", "was") if len(layers) == 1 else ("Layers", "were")
+    return f" {which} {_listed(layers)} {were} new, and began as the identity."
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -8,7 +8,7 @@ import hashlib
 import json
 
 from experiments import fields, policy
-from experiments.fields import Budget, Count, Names, OptionalCount, OptionalText, Seed, Text
+from experiments.fields import Budget, Count, Kernels, Names, OptionalCount, OptionalText, Seed, Text
 from kvjax.errors import ConfigError
 from kvjax.policies import Policy
 
@@ -81,6 +81,7 @@ class ExperimentConfig:
     baselines: policies to compare with, under the same budget; agreement is measured against ``full`` if it is here.
     mesh: ``data:2,model:4``, or nothing for one device.
     prefill_block: the prompt goes in blocks of so many tokens; None = in one shot.
+    implementation: of attention and eviction, auto, xla, pallas_tpu or pallas_gpu; see `kvjax.attention.attend`.
     repeats: timed repetitions, of which the fastest counts.
     seed: of random weights, of the generated text and of the recall tasks.
     output: the folder in which a run makes its own.
@@ -94,6 +95,7 @@ class ExperimentConfig:
     recall: RecallConfig = dataclasses.field(default_factory=RecallConfig)
     mesh: Text = ""
     prefill_block: OptionalCount = None
+    implementation: Kernels = "auto"
     repeats: Count = 3
     seed: Seed = 0
     output: Text = "results"

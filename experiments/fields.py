@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+from kvjax.attention import IMPLEMENTATIONS, Implementation
 from kvjax.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent.parent / "configs"
@@ -30,6 +31,7 @@ Counts = Annotated[tuple[int, ...], "whole numbers of at least 1, separated by c
 Numbers = Annotated[tuple[float, ...], "numbers of at least 0, separated by commas"]
 Number = Annotated[float, "a number of at least 0"]
 Names = Annotated[tuple[str, ...], "names separated by commas, or none"]
+Kernels = Annotated[Implementation, f"one of {', '.join(IMPLEMENTATIONS)}"]
 
 
 def split(text: str) -> list[str]:
@@ -61,6 +63,12 @@ def _number(text: str) -> float:
     return value
 
 
+def _implementation(text: str) -> str:
+    if text not in IMPLEMENTATIONS:
+        raise ValueError(text)
+    return text
+
+
 def _budget(text: str) -> int | float:
     """``256`` is slots and ``256.0`` is not: the decimal point says which. Ranges are the policy's to judge."""
     if re.fullmatch(r"[+-]?\d+", text.strip()):
@@ -81,6 +89,7 @@ KINDS: dict[Any, Callable[[str], Any]] = {
     Counts: lambda text: tuple(_whole(part, 1) for part in text.split(",")),
     Numbers: lambda text: tuple(_number(part) for part in text.split(",")),
     Text: str,
+    Kernels: _implementation,
     # Empty text is not the same as none: an empty prompt is refused, not replaced.
     OptionalText: lambda text: None if text.strip().lower() == "none" else text,
     Names: lambda text: () if _is_none(text) else tuple(name.strip() for name in split(text) if name.strip()),

@@ -13,6 +13,7 @@ import numpy as np
 from experiments.tasks.prompts import Prompt
 from experiments.tasks.score import exact_matches
 from kvjax import cache, layers
+from kvjax.attention import Implementation
 from kvjax.generate import decode
 from kvjax.likelihood import log_likelihood
 from kvjax.models.config import DecoderConfig
@@ -96,6 +97,7 @@ def measure(
     prompt_length: int,
     new_tokens: int,
     prefill_block: int | None = None,
+    implementation: Implementation = "auto",
     repeats: int = 3,
     recall: Mapping[str, Sequence[Prompt]] = MappingProxyType({}),
     progress: bool = False,
@@ -104,6 +106,7 @@ def measure(
 
     Args:
       tokens: [rows, prompt_length + new_tokens] int32; [rows, prompt_length] when there is no true continuation.
+      implementation: see `kvjax.attention.attend`.
       repeats: timed repetitions after one that compiles.
       recall: prompts of each task.
 
@@ -115,17 +118,21 @@ def measure(
     logprobs = None
     if tokens.shape[1] > prompt_length:
         scored = log_likelihood(
-            model, tokens, policy, prompt_length=prompt_length, prefill_block=prefill_block, progress=progress
-        )
+            model, tokens, policy, prompt_length=prompt_length, prefill_block=prefill_block, progress=progress,
+            implementation=implementation,
+        )  # fmt: skip
         # Entry t scores token t + 1.
         logprobs = np.asarray(scored.logprobs)[:, prompt_length - 1 :]
     prefill_times, decode_times = [], []
     for _ in range(1 + repeats):
         start = time.perf_counter()
-        prefilled = prefill(model, prompts, policy, max_new_tokens=new_tokens, prefill_block=prefill_block)
+        prefilled = prefill(
+            model, prompts, policy, max_new_tokens=new_tokens, prefill_block=prefill_block,
+            implementation=implementation,
+        )  # fmt: skip
         jax.block_until_ready(prefilled)
         middle = time.perf_counter()
-        generation = decode(model, prefilled, policy, max_new_tokens=new_tokens)
+        generation = decode(model, prefilled, policy, max_new_tokens=new_tokens, implementation=implementation)
         jax.block_until_ready(generation.state)
         prefill_times.append(middle - start)
         decode_times.append(time.perf_counter() - middle)
@@ -144,5 +151,5 @@ def measure(
         compile_seconds=prefill_times[0] + decode_times[0] - min(prefill_times[1:]) - min(decode_times[1:]),
         kv_bytes=cache.nbytes(generation.state),
         full_kv_bytes=full_cache_bytes(model.config, rows, held, itemsize),
-        recall=exact_matches(model, recall, policy, prefill_block=prefill_block),
+        recall=exact_matches(model, recall, policy, prefill_block=prefill_block, implementation=implementation),
     )

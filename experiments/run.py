@@ -103,6 +103,7 @@ def plan(config: ExperimentConfig, topology: str | None) -> None:
         mesh_axes=config.mesh,
         topology=topology,
         prefill_block=config.prefill_block,
+        implementation=config.implementation,
     )
     print(planned.table())
 

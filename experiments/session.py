@@ -173,7 +173,7 @@ class Session:
         model = self.model(config)
         tokens, prompt_length, text = data.load(config.data, model, config.seed)
         asked = score.make_prompts(config.recall, model, config.seed)
-        key = _key(config, "model", "mesh", "seed", "data", "recall", "prefill_block", "repeats")
+        key = _key(config, "model", "mesh", "seed", "data", "recall", "prefill_block", "implementation", "repeats")
         bar = tqdm(policies, unit="policy", disable=None if progress is None else not progress, leave=False)
         # float32 means float32: left alone, GPUs and TPUs multiply it in fewer bits, and print other digits than CPUs.
         exact = "highest" if dtype_of(config.model) == jnp.float32 else None
@@ -183,7 +183,8 @@ class Session:
                 if (key, policy) not in self._measured:
                     self._measured[key, policy] = measure(
                         model, tokens, policy, prompt_length=prompt_length, new_tokens=config.data.new_tokens,
-                        prefill_block=config.prefill_block, repeats=config.repeats, recall=asked,
+                        prefill_block=config.prefill_block, implementation=config.implementation,
+                        repeats=config.repeats, recall=asked,
                     )  # fmt: skip
         measurements = [self._measured[key, policy] for policy in policies]
         rows = "1 row" if len(tokens) == 1 else f"{len(tokens)} rows"

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from kvjax.errors import PolicyError
@@ -22,6 +23,14 @@ class Allocation(NamedTuple):
     decode_budget: tuple[Any, ...]
     capacity: tuple[Any, ...]
     block_capacity: tuple[Any, ...]
+
+    def rounded_up(self, multiple: int) -> "Allocation":
+        """With as many slots more as make each capacity a multiple; they stay empty."""
+
+        def up(capacities: tuple[Any, ...]) -> tuple[Any, ...]:
+            return jax.tree.map(lambda slots: -(-slots // multiple) * multiple, capacities)
+
+        return self._replace(capacity=up(self.capacity), block_capacity=up(self.block_capacity))
 
 
 def allocate(

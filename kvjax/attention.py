@@ -1,18 +1,38 @@
 """Attention over a cache: one public op that returns the output and the column statistics a policy asked for."""
 
 import functools
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
+from kvjax import sharding
+from kvjax.errors import ConfigError
 from kvjax.kernels.decode import xla as decode_xla
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.statistics import Observation, Statistic
 
 Array = jax.Array
-Implementation = Literal["auto", "xla", "pallas_tpu"]
-IMPLEMENTATIONS = ("auto", "xla", "pallas_tpu")
+Implementation = Literal["auto", "xla", "pallas_tpu", "pallas_gpu"]
+IMPLEMENTATIONS = get_args(Implementation)
+
+
+def resolve(implementation: Implementation, platform: str) -> Implementation:
+    """What ``auto`` means on a platform: kernels on TPUs, whose compiler takes them; XLA elsewhere, GPUs included until
+    one has run theirs.
+
+    Raises:
+      ConfigError: an implementation that is unknown.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ConfigError(f"implementation {implementation!r} is unknown; use {', '.join(IMPLEMENTATIONS)}.")
+    return ("pallas_tpu" if platform == "tpu" else "xla") if implementation == "auto" else implementation
+
+
+def of_prompts(implementation: Implementation) -> Implementation:
+    """What prompts go through beside it: there is no prefill kernel for GPUs."""
+    return "xla" if implementation == "pallas_gpu" else implementation
 
 
 def attend(
@@ -46,14 +66,13 @@ def attend(
       group_reduce: ``mean`` or ``max`` over the H / K query heads of a KV head.
       causal: the slots are exactly this block in order (one-shot prefill), which lets tiles skip the future.
       prompt: [B] int32 tokens of each row's prompt, for statistics of its end; None = it ends with this block.
-      implementation: ``xla``; ``pallas_tpu``, one query a head on a TPU; or ``auto``, which is xla until a TPU has
-        run the kernel. One that is asked for by name and cannot run raises.
+      implementation: ``xla``, everywhere and with gradients; ``pallas_tpu``; ``pallas_gpu``, one query a head; or
+        ``auto``, see `resolve`. One that is asked for by name and cannot run raises.
 
     Returns:
       output [B, H, n, D] in value's dtype, and an `Observation` whose columns are [B, K, S] float32.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown attention implementation {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}.")
+    implementation = resolve(implementation, jax.default_backend())
     batch, heads, n, dim = query.shape
     kv_heads = key.shape[1]
     # [B]: the block's newest position and number of real queries
@@ -65,29 +84,47 @@ def attend(
     left = jnp.where(real, (newest if prompt is None else prompt - 1)[:, None] - query_position, -1)
     statistics = tuple(sorted((s for s in needs if s.needs_attention), key=lambda s: s.name))
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, n, dim)
-    run = decode_xla.attend if n == 1 else functools.partial(prefill_xla.attend, causal=causal)
-    if implementation == "pallas_tpu":
-        from kvjax.kernels.decode import pallas_tpu  # Pallas takes a while to import, and only this needs it
-
-        run = pallas_tpu.attend
-    output, columns = run(
-        grouped,
-        key,
-        value,
-        query_position=query_position,
-        key_position=key_position,
-        scale=dim**-0.5 if scale is None else scale,
-        window=window,
-        exempt=exempt,
-        log_weight=log_weight,
-        statistics=statistics,
-        weights=tuple(s.query_weights(age, left) for s in statistics),
-        group_reduce=group_reduce,
-    )
+    weights = tuple(s.query_weights(age, left) for s in statistics)
+    options: dict[str, Any] = {
+        "scale": dim**-0.5 if scale is None else scale,
+        "statistics": statistics,
+        "group_reduce": group_reduce,
+    }
+    by_head = {
+        "query": grouped, "key": key, "value": value, "key_position": key_position, "exempt": exempt,
+        "log_weight": log_weight,
+    }  # fmt: skip
+    by_row = {"query_position": query_position, "weights": weights, "window": window}
+    if implementation == "xla":
+        run: Callable[..., Any] = decode_xla.attend if n == 1 else functools.partial(prefill_xla.attend, causal=causal)
+        output, columns = run(**by_head, **by_row, **options)
+    else:
+        run = _kernel(implementation, n, causal)
+        if not isinstance(window, jax.Array):
+            options["window"] = by_row.pop("window")
+        output, columns = sharding.on_each_device(
+            lambda by_head, by_row: run(**by_head, **by_row, **options),
+            (by_head, by_row), (("batch", "kv_heads"), ("batch",)), ("batch", "kv_heads"),
+        )  # fmt: skip
     for statistic in needs:
         if not statistic.needs_attention:
             columns[statistic.name] = count_queries(newest, queries, key_position, window)
     return output.reshape(batch, heads, n, dim), Observation(columns, queries)
+
+
+def _kernel(implementation: Implementation, queries: int, causal: bool) -> Callable[..., Any]:
+    """The kernel for so many queries a head. Pallas takes a while to import, and only these need it."""
+    if implementation == "pallas_gpu":
+        from kvjax.kernels.decode import pallas_gpu
+
+        return pallas_gpu.attend
+    if queries == 1:
+        from kvjax.kernels.decode import pallas_tpu
+
+        return pallas_tpu.attend
+    from kvjax.kernels.prefill import pallas_tpu as prefill_tpu
+
+    return functools.partial(prefill_tpu.attend, causal=causal)
 
 
 def count_queries(newest: Array, queries: Array, key_position: Array, window: int | Array | None) -> Array:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import attention, sharding
+from kvjax.attention import Implementation
 from kvjax.policies.base import Policy, View
 from kvjax.rope import Rope
 from kvjax.selection import largest
@@ -62,6 +63,7 @@ class Block(flax.struct.PyTreeNode):
       capacity: slots of each layer's arrays when this step makes them (one-shot prefill); None = keep the arrays.
       prompt: [B] int32 tokens of each row's prompt; None = it ends with this block.
       decoding: the prompt is over.
+      implementation: of attention, and of a whole decoding step where there is one; see `attention.attend`.
     """
 
     position: Array
@@ -70,6 +72,7 @@ class Block(flax.struct.PyTreeNode):
     capacity: tuple[int, ...] | None = flax.struct.field(pytree_node=False, default=None)
     prompt: Array | None = None
     decoding: bool = flax.struct.field(pytree_node=False, default=False)
+    implementation: Implementation = flax.struct.field(pytree_node=False, default="xla")
 
 
 def step(
@@ -118,7 +121,7 @@ def step(
         attended = rope.rotate(layer.key, key_rank, frequencies)
     look = functools.partial(
         attention.attend, query, attended, layer.value, query_position=block.position, scale=scale,
-        group_reduce=policy.group_reduce, causal=fresh, prompt=block.prompt,
+        group_reduce=policy.group_reduce, causal=fresh, prompt=block.prompt, implementation=block.implementation,
         log_weight=None if fresh or policy.merge is None or policy.merge.log_weight is None
         else policy.merge.log_weight(layer.stats),
     )  # fmt: skip

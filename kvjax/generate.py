@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
+from kvjax import attention
+from kvjax.attention import Implementation
 from kvjax.cache import Block, KVState
 from kvjax.inputs import check_stop
 from kvjax.models.model import Model
@@ -50,6 +52,7 @@ def generate(
     stop: Sequence[int] = (),
     stream: Callable[[np.ndarray], None] | None = None,
     progress: bool = False,
+    implementation: Implementation = "auto",
 ) -> Generation:
     """Continues prompts under a policy.
 
@@ -65,16 +68,18 @@ def generate(
       stop: token ids that end a row; the stop token itself is returned.
       stream: called with [B] int32 after every token, `PAD` for rows that have ended.
       progress: show a progress bar.
+      implementation: of attention and eviction; see `kvjax.attention.attend`.
 
     Raises:
       InputError, PolicyError: before anything is traced.
     """
     prefilled = prefill(
-        model, tokens, policy, max_new_tokens=max_new_tokens, lengths=lengths, prefill_block=prefill_block
-    )
+        model, tokens, policy, max_new_tokens=max_new_tokens, lengths=lengths, prefill_block=prefill_block,
+        implementation=implementation,
+    )  # fmt: skip
     return decode(
         model, prefilled, policy, max_new_tokens=max_new_tokens, sampler=sampler, key=key, stop=stop, stream=stream,
-        progress=progress,
+        progress=progress, implementation=implementation,
     )  # fmt: skip
 
 
@@ -89,6 +94,7 @@ def decode(
     stop: Sequence[int] = (),
     stream: Callable[[np.ndarray], None] | None = None,
     progress: bool = False,
+    implementation: Implementation = "auto",
 ) -> Generation:
     """Generates from a prefilled prompt, whose state is consumed (donated); arguments as in `generate`."""
     policy = check(policy)
@@ -96,6 +102,7 @@ def decode(
     check_sampling(sampler, key)
     key = jax.random.key(0) if key is None else key
     stop_ids = check_stop(stop)
+    implementation = attention.resolve(implementation, model.platform)
     produced: list[tuple[np.ndarray, np.ndarray]] = []
     done = 1
     with model.on_mesh(), tqdm(total=max_new_tokens, desc="decode", unit="tok", disable=not progress) as bar:
@@ -115,6 +122,7 @@ def decode(
                 config=model.config,
                 policy=policy,
                 sampler=sampler,
+                implementation=implementation,
             )
             produced.append((np.asarray(ids)[:, :steps], np.asarray(logprobs)[:, :steps]))
             if stream:
@@ -141,8 +149,11 @@ def first_token(logits, state, key, stop, *, sampler):
     return Carry(state, token, _unstopped(token, stop), key), token, logprob
 
 
-@functools.partial(jax.jit, static_argnames=("config", "policy", "sampler"), donate_argnames=("carry",))
-def decode_steps(params, carry, budget, stop, steps, *, config, policy, sampler):
+STATIC = ("config", "policy", "sampler", "implementation")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC, donate_argnames=("carry",))
+def decode_steps(params, carry, budget, stop, steps, *, config, policy, sampler, implementation="xla"):
     """Up to `CHUNK` tokens, fewer if `steps` says so or every row has stopped.
 
     A `lax.scan` whose length is data: one trace serves any number of tokens, and stopped batches end early.
@@ -162,7 +173,7 @@ def decode_steps(params, carry, budget, stop, steps, *, config, policy, sampler)
         kv, active = carry.state, carry.active
         # A row that has ended feeds padding, which leaves it unchanged.
         position = jnp.where(active, kv.length, -1)[:, None]
-        block = Block(position=position, budget=budget, policy=policy, decoding=True)
+        block = Block(position=position, budget=budget, policy=policy, decoding=True, implementation=implementation)
         x, kv = decoder.hidden(jnp.maximum(carry.token, 0)[:, None], kv, block)
         logits = decoder.logits(x[:, 0])
         token, logprob = _choose(logits, kv.length, carry.key, sampler)

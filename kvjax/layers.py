@@ -2,7 +2,7 @@
 
 A policy with parts has a cache for each: arrays of that part's own capacity, which is where the memory is saved. A
 layer is then a tuple, one `LayerKV` a part, None where the part has no head in that layer; whatever is sized by part
-(`Block.budget`, `Block.capacity`) is a tuple in the parts' order too. Each part goes through `cache.step` by itself.
+(`Block.budget`, `Block.capacity`) is a tuple in the parts' order too. Each part goes through its step by itself.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import cache
+from kvjax import cache, fused
 from kvjax.cache import Block, KVState, LayerKV
 from kvjax.policies.base import Policy
 
@@ -22,10 +22,11 @@ Layer = Any  # LayerKV, or tuple[LayerKV | None, ...] of a policy with parts
 def step(
     layer: Layer | None, query: Array, key: Array, value: Array, *, block: Block, index: int, **options: Any
 ) -> tuple[Array, Layer]:
-    """`cache.step`, part by part; arguments and results as there."""
+    """`cache.step`, part by part, or the kernel that does the same (`kvjax.fused`); arguments and results as there."""
     parts = block.policy.parts
     if not parts:
-        return cache.step(layer, query, key, value, block=block, index=index, **options)
+        run = fused.step if fused.covers(block, layer, query.shape[2], key.shape[1]) else cache.step
+        return run(layer, query, key, value, block=block, index=index, **options)
     batch, heads, n, dim = query.shape
     kv_heads = key.shape[1]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, n, dim)
@@ -38,7 +39,7 @@ def step(
             layers.append(None)
             continue
         at = np.asarray(own)
-        output, after = cache.step(
+        output, after = step(
             None if layer is None else layer[number],
             grouped[:, at].reshape(batch, -1, n, dim),
             key[:, at],

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
+from kvjax import attention
+from kvjax.attention import Implementation
 from kvjax.cache import Block, KVState
 from kvjax.inputs import check_batch, check_positions, check_prompt
 from kvjax.models.model import Model
@@ -38,6 +40,7 @@ def log_likelihood(
     lengths: Any = None,
     prefill_block: int | None = None,
     progress: bool = False,
+    implementation: Implementation = "xla",
 ) -> LogLikelihood:
     """Scores texts by teacher forcing; the cache evolves exactly as in generation.
 
@@ -46,6 +49,7 @@ def log_likelihood(
       prompt_length: int or [B]: so many tokens of each row go in as the prompt, the rest one by one.
       lengths: [B] real tokens of each row; None = all T. A row shorter than its prompt is all prompt.
       policy, prefill_block, progress: as in `generate`.
+      implementation: see `attention.attend`. Kernels have no gradient, which scores are taken for; xla has.
 
     Raises:
       InputError, PolicyError: before anything is traced.
@@ -55,7 +59,8 @@ def log_likelihood(
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     prompt = check_prompt(prompt_length, batch.lengths)
     total = int(batch.lengths.max())
-    block, allocation = allocate_for(model, policy, prompt, batch.lengths, prefill_block)
+    implementation = attention.resolve(implementation, model.platform)
+    block, allocation = allocate_for(model, policy, prompt, batch.lengths, prefill_block, implementation)
     steps = int((batch.lengths - prompt).max())
     with model.on_mesh(), tqdm(total=total, desc="score", unit="tok", disable=not progress) as bar:
         place = model.place
@@ -66,6 +71,7 @@ def log_likelihood(
         _, logprobs, state = prefill_steps(
             model.params, ids[:, : width + 1], starts, budget, config=model.config, policy=policy,
             capacity=allocation.capacity, block_capacity=allocation.block_capacity, block=block, score=True,
+            implementation=implementation,
         )  # fmt: skip
         scores = jnp.zeros((ids.shape[0], total - 1), jnp.float32).at[:, : logprobs.shape[1]].set(logprobs)
         bar.update(width)
@@ -81,6 +87,7 @@ def log_likelihood(
                 config=model.config,
                 policy=policy.then or policy,
                 steps=count,
+                implementation=implementation,
             )
             if progress:
                 jax.block_until_ready(scores)
@@ -88,8 +95,11 @@ def log_likelihood(
     return LogLikelihood(jnp.where(np.arange(1, total) < batch.lengths[:, None], scores, 0.0), state)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "policy", "steps"), donate_argnames=("state", "scores"))
-def score_steps(params, state, scores, tokens, lengths, budget, *, config, policy, steps):
+STATIC = ("config", "policy", "steps", "implementation")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC, donate_argnames=("state", "scores"))
+def score_steps(params, state, scores, tokens, lengths, budget, *, config, policy, steps, implementation="xla"):
     """Feeds the next `steps` tokens of each row; writes what they say of the ones after into scores [B, T - 1]."""
     decoder = bind(config, params)
     rows, total = tokens.shape
@@ -99,7 +109,8 @@ def score_steps(params, state, scores, tokens, lengths, budget, *, config, polic
         at = kv.length
         active = at < lengths
         token = tokens[row, jnp.minimum(at, total - 1)]
-        block = Block(position=jnp.where(active, at, -1)[:, None], budget=budget, policy=policy, decoding=True)
+        position = jnp.where(active, at, -1)[:, None]
+        block = Block(position=position, budget=budget, policy=policy, decoding=True, implementation=implementation)
         x, kv = decoder.hidden(token[:, None], kv, block)
         target = tokens[row, jnp.minimum(at + 1, total - 1)]
         logprob = logprobs_of(decoder, x, target[:, None])[:, 0]

@@ -16,8 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from tabulate import tabulate
 
-from kvjax import policies, sharding
+from kvjax import attention, fused, policies, sharding
 from kvjax.allocation import Allocation, allocate
+from kvjax.attention import Implementation
 from kvjax.devices import DEVICES, Device, local_device, topology_devices
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generate import decode_steps
@@ -136,6 +137,7 @@ def plan(
     topology: str | None = None,
     prefill: bool = False,
     prefill_block: int | None = None,
+    implementation: Implementation = "auto",
 ) -> Plan:
     """Compiles what `kvjax.generate` would run, and counts what it needs.
 
@@ -147,7 +149,7 @@ def plan(
       mesh_axes: as in ``"data:2,model:4"``. Empty = one local device, or all devices of the topology, split between
         the axes so that each moves the fewest bytes a step (of equals, the split with the larger ``model``).
       topology: a TPU topology such as ``"v5e:2x4"`` (needs the libtpu wheel, no TPU); None = this machine.
-      prefill: compile the prefill too; prefill_block: as in `kvjax.generate`.
+      prefill: compile the prefill too; prefill_block, implementation: as in `kvjax.generate`.
 
     Raises:
       KvjaxError: a run that `kvjax.generate` would refuse, an unknown topology or mesh, or no libtpu.
@@ -159,12 +161,14 @@ def plan(
     prompts = np.full((batch,), prompt_length, np.int32)
     total = prompt_length + new_tokens - 1  # the last new token is never fed back
     block = None if prefill_block is None or prefill_block >= prompt_length else prefill_block
-    slots = allocate(policy, prompts, total, config.num_layers, config.num_kv_heads, block or 1)
-    kept = policies.full()
-    full_slots = allocate(kept, prompts, total, config.num_layers)
-
     targets = topology_devices(topology) if topology else jax.devices()
     dtype = _dtype(dtype, targets[0].platform)
+    implementation = attention.resolve(implementation, targets[0].platform)
+    multiple = fused.capacity_multiple(implementation, dtype.itemsize)
+    slots = allocate(policy, prompts, total, config.num_layers, config.num_kv_heads, block or 1).rounded_up(multiple)
+    kept = policies.full()
+    full_slots = allocate(kept, prompts, total, config.num_layers).rounded_up(multiple)
+
     live = live_slots(config, policy, slots, prompt_length, new_tokens)
     axes: Any = mesh_axes
     if topology and not mesh_axes:
@@ -181,10 +185,12 @@ def plan(
     weights, cache = local_bytes(shapes.params), step.cache
 
     start = time.perf_counter()
-    compiled, problem = _compile_decode(config, policy, shapes, mesh)
+    compiled, problem = _compile_decode(config, policy, shapes, mesh, implementation)
     memory, prefill_memory = _Memory.of(compiled), None
     if prefill:
-        program, prefill_problem = _compile_prefill(config, policy, slots, shapes, mesh, prompt_length, block)
+        program, prefill_problem = _compile_prefill(
+            config, policy, slots, shapes, mesh, prompt_length, block, implementation
+        )
         prefill_memory, problem = _Memory.of(program), problem or prefill_problem
     seconds = time.perf_counter() - start
 
@@ -229,10 +235,14 @@ def _dtype(dtype: Any, platform: str) -> Any:
         raise ConfigError(f"dtype {dtype!r} is unknown; use float32, bfloat16 or float16.") from None
 
 
-def _compile_decode(config: DecoderConfig, policy: Policy, shapes: Shapes, mesh: Mesh | None) -> tuple[Any, str]:
+def _compile_decode(
+    config: DecoderConfig, policy: Policy, shapes: Shapes, mesh: Mesh | None, implementation: Implementation
+) -> tuple[Any, str]:
     stop = jax.ShapeDtypeStruct((len(config.eos_token_ids),), jnp.int32)
     steps = jax.ShapeDtypeStruct((), jnp.int32)
-    options = {"config": config, "policy": policy.then or policy, "sampler": Greedy()}
+    options = {
+        "config": config, "policy": policy.then or policy, "sampler": Greedy(), "implementation": implementation
+    }  # fmt: skip
     return _compile(decode_steps, mesh, shapes.params, shapes.carry, shapes.budget, stop, steps, **options)
 
 
@@ -244,6 +254,7 @@ def _compile_prefill(
     mesh: Mesh | None,
     prompt_length: int,
     block: int | None,
+    implementation: Implementation,
 ) -> tuple[Any, str]:
     row = shapes.carry.token
     place = mesh and NamedSharding(mesh, sharding.spec(("batch", None), (*row.shape, prompt_length), mesh))
@@ -251,6 +262,7 @@ def _compile_prefill(
     return _compile(
         prefill_steps, mesh, shapes.params, tokens, row, jax.tree.map(lambda _: row, slots.budget), config=config,
         policy=policy, capacity=slots.capacity, block_capacity=slots.block_capacity, block=block, score=False,
+        implementation=implementation,
     )  # fmt: skip
 
 

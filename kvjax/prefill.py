@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import layers
+from kvjax import attention, fused, layers
 from kvjax.allocation import Allocation, allocate
+from kvjax.attention import Implementation
 from kvjax.cache import Block, KVState
 from kvjax.errors import PolicyError
 from kvjax.inputs import check_batch, check_count, check_positions
@@ -46,6 +47,7 @@ def prefill(
     max_new_tokens: int,
     lengths: Any = None,
     prefill_block: int | None = None,
+    implementation: Implementation = "auto",
 ) -> Prefilled:
     """Runs prompts through the model and leaves a cache with room for `max_new_tokens`; arguments as in `generate`."""
     policy = check(policy)
@@ -54,19 +56,25 @@ def prefill(
     batch = check_batch(model.config, tokens, lengths, new_tokens=max_new_tokens)
     # The last new token is never fed back.
     total = batch.lengths + max_new_tokens - 1
-    block, allocation = allocate_for(model, policy, batch.lengths, total, prefill_block)
+    implementation = attention.resolve(implementation, model.platform)
+    block, allocation = allocate_for(model, policy, batch.lengths, total, prefill_block, implementation)
     with model.on_mesh():
         budget, decode_budget = model.place((allocation.budget, allocation.decode_budget))
         logits, _, state = prefill_steps(
             model.params, model.place(batch.tokens), model.place(batch.lengths), budget, config=model.config,
             policy=policy, capacity=allocation.capacity, block_capacity=allocation.block_capacity, block=block,
-            score=False,
+            score=False, implementation=implementation,
         )  # fmt: skip
     return Prefilled(logits, state, decode_budget)
 
 
 def allocate_for(
-    model: Model, policy: Policy, prompt: np.ndarray, total: np.ndarray, prefill_block: int | None
+    model: Model,
+    policy: Policy,
+    prompt: np.ndarray,
+    total: np.ndarray,
+    prefill_block: int | None,
+    implementation: Implementation = "xla",
 ) -> tuple[int | None, Allocation]:
     """Block size (None = one shot) and slots; a block that holds the longest prompt is one shot."""
     if prefill_block is not None:
@@ -76,11 +84,17 @@ def allocate_for(
         raise PolicyError(f"policy {policy.name}: it looks at all of a text at once; leave out prefill_block.")
     config = model.config
     slots = allocate(policy, prompt, total, config.num_layers, config.num_kv_heads, prefill_block or 1)
-    return prefill_block, slots
+    itemsize = jax.tree.leaves(model.params)[0].dtype.itemsize
+    return prefill_block, slots.rounded_up(fused.capacity_multiple(implementation, itemsize))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "policy", "capacity", "block_capacity", "block", "score"))
-def prefill_steps(params, tokens, lengths, budget, *, config, policy, capacity, block_capacity, block, score):
+STATIC = ("config", "policy", "capacity", "block_capacity", "block", "score", "implementation")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def prefill_steps(
+    params, tokens, lengths, budget, *, config, policy, capacity, block_capacity, block, score, implementation="xla"
+):
     """Prompts, in one shot or in blocks.
 
     Args:
@@ -100,7 +114,10 @@ def prefill_steps(params, tokens, lengths, budget, *, config, policy, capacity, 
         position = start + jnp.arange(step, dtype=jnp.int32)
         position = jnp.where(position < lengths[:, None], position, -1)
         # [B, step, E]
-        block = Block(position=position, budget=budget, policy=policy, capacity=block_slots, prompt=lengths)
+        block = Block(
+            position=position, budget=budget, policy=policy, capacity=block_slots, prompt=lengths,
+            implementation=attention.of_prompts(implementation),
+        )  # fmt: skip
         x, kv = decoder.hidden(ids, kv, block)
         at = jnp.clip(lengths - 1 - start, 0, step - 1)
         # [B, E]

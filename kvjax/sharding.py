@@ -1,7 +1,7 @@
 """One table of logical axes says where parameters and the cache lie on a mesh."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from kvjax.errors import ConfigError
 
 Array = jax.Array
+Axes = Sequence[str | None]
 
 #: Logical axis -> mesh axis. Tensor parallel over heads, MLP and vocabulary; rows of a batch over `data`.
 RULES: Mapping[str, str | None] = {
@@ -94,6 +95,34 @@ def constrain(x: Array, axes: Sequence[str | None]) -> Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
+
+
+def divided(axis: str, size: int) -> int:
+    """Among how many devices of the mesh in force a dimension of this logical axis and size is divided."""
+    mesh = jax.sharding.get_abstract_mesh()
+    name = RULES[axis]
+    return 1 if mesh.empty or spec((axis,), (size,), mesh)[0] is None else mesh.shape[name]
+
+
+def on_each_device(
+    function: Callable[..., Any], arguments: Sequence[Any], axes: Sequence[Axes], result_axes: Axes
+) -> Any:
+    """Calls a function that the compiler cannot divide, such as a kernel, on each device's part of its arguments.
+
+    Args:
+      arguments: trees of arrays; axes: of each, the logical axes of the first dimensions of every leaf.
+      result_axes: of every leaf of the result. The function must treat every index of these axes by itself.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return function(*arguments)
+
+    def specs(tree: Any, axes: Axes) -> Any:
+        return jax.tree.map(lambda leaf: spec(axes, leaf.shape[: len(axes)], mesh), tree)
+
+    results = specs(jax.eval_shape(function, *arguments), result_axes)
+    placed = tuple(specs(tree, each) for tree, each in zip(arguments, axes, strict=True))
+    return jax.shard_map(function, mesh=mesh, in_specs=placed, out_specs=results, check_vma=False)(*arguments)
 
 
 def parameter_spec(path: Sequence[str], shape: Sequence[int], mesh: Any, head_counts: tuple[int, int]) -> PartitionSpec:

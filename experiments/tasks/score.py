@@ -1,6 +1,7 @@
 """How much of its prompts a model recalls under a policy: greedy generation, exact match."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -64,9 +65,12 @@ def make_prompts(config: RecallConfig, model: Model, seed: int) -> dict[str, lis
 
 
 def exact_matches(
-    model: Model, asked: Mapping[str, Sequence[Prompt]], policy: Policy, *, prefill_block: int | None = None
+    model: Model, asked: Mapping[str, Sequence[Prompt]], policy: Policy, **options: Any
 ) -> dict[str, float]:
     """Task -> share of its prompts that greedy generation under `policy` answers exactly, to the last character.
+
+    Args:
+      options: for `kvjax.generate`.
 
     Texts are compared, not tokens: tokenizers differ in how they would split an answer that stands alone.
     """
@@ -77,7 +81,7 @@ def exact_matches(
         for start in range(0, len(made), ROWS):
             part = made[start : start + ROWS]
             tokens = np.stack([prompt.tokens for prompt in part])
-            result = kvjax.generate(model, tokens, policy, max_new_tokens=longest, prefill_block=prefill_block)
+            result = kvjax.generate(model, tokens, policy, max_new_tokens=longest, **options)
             for row, prompt in zip(result.tokens, part, strict=True):
                 right += model.tokenizer.decode(row).lstrip().startswith(prompt.text.lstrip())
         found[task] = right / len(made)

@@ -28,6 +28,12 @@ class Model:
     tokenizer: Any = None
     mesh: Mesh | None = None
 
+    @property
+    def platform(self) -> str:
+        """``cpu``, ``gpu`` or ``tpu``: where the parameters are."""
+        leaf = jax.tree.leaves(self.params)[0]
+        return next(iter(leaf.devices())).platform if isinstance(leaf, jax.Array) else jax.default_backend()
+
     def on_mesh(self) -> contextlib.AbstractContextManager:
         """Puts the mesh in force for the calls inside; nothing without one."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)

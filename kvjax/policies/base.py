@@ -134,6 +134,7 @@ class Importance(NamedTuple):
     score: Callable[[Mapping[str, Array], View], Array]  # (stats, view) -> [B, K, S] float32, larger stays
     amount: bool = True  # False: it says who goes first and not by how much, so that no multiple of it means anything
     aligned: bool = False  # it compares slots across heads: they must all hold the same positions
+    in_kernel: bool = False  # of positions and statistics, by comparisons and sums over slots: a kernel can trace it
 
 
 class Scope(NamedTuple):
@@ -142,6 +143,7 @@ class Scope(NamedTuple):
     needs: frozenset[str | Statistic]
     protected: Callable[[Mapping[str, Array], View], Array]  # (stats, view) -> [B, K, S] bool
     count: Callable[[int], int]  # budget -> how many slots that protects
+    in_kernel: bool = False  # as of `Importance`
 
 
 def memoized(factory: Callable[P, R]) -> Callable[P, R]:
@@ -288,8 +290,10 @@ def compress(
 
 
 #: A slot is worth more than any other: nobody goes.
-keep = Importance(frozenset(), lambda stats, view: jnp.full(view.position.shape, jnp.inf), amount=False)
-everything = Scope(frozenset(), lambda stats, view: jnp.zeros(view.position.shape, bool), lambda budget: 0)
+keep = Importance(frozenset(), lambda stats, view: jnp.full(view.position.shape, jnp.inf), amount=False, in_kernel=True)
+everything = Scope(
+    frozenset(), lambda stats, view: jnp.zeros(view.position.shape, bool), lambda budget: 0, in_kernel=True
+)
 
 
 def _resolve(name: str, needs: Iterable[str | Statistic]) -> frozenset[Statistic]:

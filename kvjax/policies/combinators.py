@@ -48,9 +48,10 @@ def with_heavy_hitters(policy: Policy, *, fraction: float = 0.5) -> Policy:
         kept = view.budget - view.budget * share.numerator // share.denominator
         return largest(jnp.where(jnp.isnan(priority), -jnp.inf, priority), view.position, kept[:, None, None])
 
+    in_kernel = policy.importance.in_kernel and policy.scope is not None and policy.scope.in_kernel
     return evict(
         importance=mass,
-        scope=Scope(policy.needs, protected, best),
+        scope=Scope(policy.needs, protected, best, in_kernel=in_kernel),
         budget=policy.budget,
         positions=policy.positions,
         group_reduce=policy.group_reduce,
@@ -83,7 +84,7 @@ def value_norm(policy: Policy) -> Policy:
 
     make = functools.partial(evict, merge=policy.merge) if policy.then is None else compress
     return make(
-        importance=importance._replace(score=score),
+        importance=importance._replace(score=score, in_kernel=False),
         scope=policy.scope,
         budget=policy.budget,
         positions=policy.positions,

@@ -16,23 +16,25 @@ from kvjax.policies.h2o_variants import MASKS, VARIANTS, masked, ring
 from kvjax.statistics import decayed
 
 #: A slot is worth the attention it has received so far, S (H2O, section 4, "accumulated attention score").
-mass = Importance(frozenset({"mass"}), lambda stats, view: stats["mass"])
+mass = Importance(frozenset({"mass"}), lambda stats, view: stats["mass"], in_kernel=True)
 
 
 @memoized
 def decayed_mass(gamma: float) -> Importance:
     """A slot is worth the attention it has received, older queries counting less: E <- γE + (1 - γ)m."""
     statistic = decayed(number_argument("gamma", gamma, minimum=0.0, maximum=1.0))
-    return Importance(frozenset({statistic}), lambda stats, view: stats[statistic.name])
+    return Importance(frozenset({statistic}), lambda stats, view: stats[statistic.name], in_kernel=True)
 
 
 @memoized
 def protect_newest(count: int | None = None) -> Scope:
     """Protects the `count` newest positions; None = half of each row's own budget, ⌊b/2⌋."""
     if count is None:
-        return Scope(frozenset(), lambda stats, view: view.recent(view.budget // 2), lambda budget: budget // 2)
+        return Scope(
+            frozenset(), lambda stats, view: view.recent(view.budget // 2), lambda budget: budget // 2, in_kernel=True
+        )
     fixed = count_argument("recent", count)
-    return Scope(frozenset(), lambda stats, view: view.recent(fixed), lambda budget: fixed)
+    return Scope(frozenset(), lambda stats, view: view.recent(fixed), lambda budget: fixed, in_kernel=True)
 
 
 @memoized

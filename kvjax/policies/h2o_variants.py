@@ -30,7 +30,12 @@ def _heavy_slots(budget: int) -> int:
 
 #: A prompt protects its k - 1 newest; while decoding, the token that comes takes the place of the ring's oldest, which
 #: has not joined the heavy ones yet when their lowest goes: k are safe.
-ring = Scope(frozenset(), lambda stats, view: view.recent(view.budget // 2 + int(view.decoding)), _heavy_slots)
+ring = Scope(
+    frozenset(),
+    lambda stats, view: view.recent(view.budget // 2 + int(view.decoding)),
+    _heavy_slots,
+    in_kernel=True,
+)
 
 
 def _evaluation(recent: Callable[[View], Array]) -> Mask:

@@ -99,7 +99,7 @@ def razor_attention(heads: Any, budget: Budget = 0.2, *, sinks: int = 4, positio
 
 @memoized
 def compensation(position: int) -> Merge:
-    """The slot of one position becomes the mean of all that was dropped, and counts as often (RazorAttention, eq. 4, 5).
+    """The slot of one position becomes the mean of all that was dropped, counting as often (RazorAttention, eq. 4, 5).
 
     With N_d dropped tokens of mean key k and value v, the softmax's sums have N_d·exp(q·k) v and N_d·exp(q·k) beside
     the live tokens'. The token of that position is the first among the dropped: a policy must protect it (as

@@ -38,7 +38,10 @@ def strided(
     """
     stride = count_argument("stride", stride, minimum=1)
     importance = Importance(
-        frozenset(), lambda stats, view: _in_two_classes(view.position % stride != 0, view), amount=False
+        frozenset(),
+        lambda stats, view: _in_two_classes(view.position % stride != 0, view),
+        amount=False,
+        in_kernel=True,
     )
     return evict(
         importance=importance,
@@ -69,12 +72,16 @@ def fixed(
     if columns > block:
         raise PolicyError(f"fixed: columns={columns} of a block of {block} positions; give at most {block}.")
     importance = Importance(
-        frozenset(), lambda stats, view: _in_two_classes(view.position % block < block - columns, view), amount=False
+        frozenset(),
+        lambda stats, view: _in_two_classes(view.position % block < block - columns, view),
+        amount=False,
+        in_kernel=True,
     )
     own = Scope(
         frozenset(),
         lambda stats, view: view.position // block == (view.newest // block)[:, None, None],
         lambda _: block,
+        in_kernel=True,
     )
     return evict(importance=importance, scope=own, budget=budget, positions=positions, merge=merge, name="fixed")
 

@@ -17,7 +17,7 @@ def _mean(stats: Mapping[str, Array]) -> Array:
 
 
 #: A slot is worth the attention that a query pays it on average, S / N (RoCo, section 4.1, "MAS").
-mean_mass = Importance(frozenset({"mass", "count"}), lambda stats, view: _mean(stats))
+mean_mass = Importance(frozenset({"mass", "count"}), lambda stats, view: _mean(stats), in_kernel=True)
 
 
 @memoized
@@ -39,7 +39,10 @@ def protect_varying(protect: int | None = None, guard: int = 10) -> Scope:
         return largest(variance, view.position, count[:, None, None])
 
     return Scope(
-        frozenset({"mass", "mass_sq", "count"}), protected, lambda budget: 3 * budget // 10 if fixed is None else fixed
+        frozenset({"mass", "mass_sq", "count"}),
+        protected,
+        lambda budget: 3 * budget // 10 if fixed is None else fixed,
+        in_kernel=True,
     )
 
 

@@ -9,7 +9,7 @@ from kvjax.statistics import popcount, recent_above
 def times_above(history: int | None = None) -> Importance:
     """A slot is worth the number of queries that gave it at least a uniform share; of the last `history` only."""
     if history is None:
-        return Importance(frozenset({"above"}), lambda stats, view: stats["above"])
+        return Importance(frozenset({"above"}), lambda stats, view: stats["above"], in_kernel=True)
     statistic = recent_above(count_argument("history", history, minimum=1))
     return Importance(frozenset({statistic}), lambda stats, view: popcount(stats[statistic.name]))
 

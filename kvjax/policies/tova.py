@@ -6,12 +6,13 @@ from kvjax.errors import PolicyError
 from kvjax.policies.base import Budget, Importance, Merge, Policy, evict, memoized
 
 #: A slot is worth what the newest query gives it, in its own KV head.
-last = Importance(frozenset({"last"}), lambda stats, view: stats["last"])
+last = Importance(frozenset({"last"}), lambda stats, view: stats["last"], in_kernel=True)
 #: The same, averaged over all the layer's heads, which therefore all hold the same positions in the same slots.
 shared_last = Importance(
     frozenset({"last"}),
     lambda stats, view: jnp.broadcast_to(jnp.mean(stats["last"], axis=1, keepdims=True), stats["last"].shape),
     aligned=True,
+    in_kernel=True,
 )
 
 

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 from kvjax.policies.base import Budget, Importance, Merge, Policy, Scope, count_argument, evict, keep, memoized
 
 #: A slot is worth its position: the oldest goes first.
-recency = Importance(frozenset(), lambda stats, view: view.position.astype(jnp.float32))
+recency = Importance(frozenset(), lambda stats, view: view.position.astype(jnp.float32), in_kernel=True)
 
 
 @memoized
 def protect_first(count: int) -> Scope:
     """Protects the first `count` positions of the text (attention sinks, StreamingLLM, arXiv:2309.17453)."""
     count = count_argument("sinks", count)
-    return Scope(frozenset(), lambda stats, view: view.position < count, lambda budget: count)
+    return Scope(frozenset(), lambda stats, view: view.position < count, lambda budget: count, in_kernel=True)
 
 
 @memoized

@@ -234,10 +234,20 @@ def test_a_card_says_what_was_trained(config, tmp_path, monkeypatch):
     before = kvjax.load(first, dtype="float32")
     second = dataclasses.replace(config, start=str(first), seed=1, steps=3, output=str(tmp_path / "second"))
     second.optimizer = dataclasses.replace(second.optimizer, learning_rate=0.0, embedding_learning_rate=0.0)
+    layers = before.config.num_layers
+    second.decoder, second.new_layers = dataclasses.replace(second.decoder, num_layers=layers + 1), (1,)
     train.train(second, command="another command", progress=False)
     after = kvjax.load(Path(second.output) / "model", dtype="float32")
-    for one, two in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
-        np.testing.assert_array_equal(one, two, "it began with these, and learned nothing")
+    kept = {name: leaf for name, leaf in after.params.items() if name != "layer_1"}
+    for layer in range(1, layers):
+        kept[f"layer_{layer}"] = kept.pop(f"layer_{layer + 1}")
+    jax.tree.map(
+        lambda one, two: np.testing.assert_array_equal(one, two, "it began with these, and learned nothing"),
+        before.params, kept,
+    )  # fmt: skip
+    tokens = np.arange(3, 40)[None]
+    one, two = (kvjax.log_likelihood(m, tokens, kvjax.policies.full(), prompt_length=9) for m in (before, after))
+    np.testing.assert_array_equal(one.logprobs, two.logprobs, "the new layer is the identity")
     assert after.tokenizer.encode("It was dark.") == before.tokenizer.encode("It was dark.")
     monkeypatch.setattr(card, "TASKS", ("passkey",))
     monkeypatch.setattr(card, "PROMPTS", 2)
@@ -257,12 +267,20 @@ def test_a_card_says_what_was_trained(config, tmp_path, monkeypatch):
         "`another command`",
         "3 steps of 1,024 tokens",
         f"It began with the weights of `{first}`",
+        "Layer 1 was new, and began as the identity",
     ):
         assert part in text
     assert "{" not in text
     assert {path.name for path in (output / "training").iterdir()} == {"run_1", "run_2", "curve.png"}
     assert (output / "training" / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert kvjax.load(output).config.max_positions == 1024
+
+
+@pytest.mark.parametrize(("start", "new"), [("", (1,)), ("kvjax-tiny", (9,)), ("kvjax-tiny", (2, 1))])
+def test_new_layers_that_cannot_be_are_refused(config, start, new):
+    config.start, config.new_layers = start, new
+    with pytest.raises(ConfigError, match=r"new_layers=\(.*\) are added to a start=.*ascending numbers below"):
+        train.train(config, progress=False)
 
 
 def test_a_start_of_another_shape_is_refused(config):

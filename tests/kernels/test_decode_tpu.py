@@ -10,12 +10,11 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax import attention, cache, policies
+from kvjax import attention, cache, fused, layers, policies
 from kvjax.cache import Block, LayerKV
 from kvjax.devices import topology_devices
-from kvjax.kernels.decode import pallas_tpu, step_tpu
-from kvjax.policies.base import View
-from kvjax.statistics import ABOVE, COUNT, LAST, MASS, MASS_SQ, Observation, decayed, recent_above
+from kvjax.kernels.decode import pallas_tpu
+from kvjax.statistics import ABOVE, COUNT, LAST, MASS, MASS_SQ, decayed, recent_above
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'kvjax[tpu]'"
@@ -97,26 +96,15 @@ def test_what_cannot_run_says_so():
         ].block_until_ready()
 
 
-def settle(policy, stats, position, columns, newest, budget):
-    """What `cache.step` does after attention."""
-    seen = {s.name: columns[s.transform] * (1 - s.gamma if s.accumulate == "decay" else 1.0) for s in policy.needs}
-    layer = LayerKV(None, None, position, stats)
-    layer = cache.observe(layer, policy, Observation(seen, (newest >= 0).astype(jnp.int32)))
-    view = View(position, None, None, newest, budget, newest + 1, 0, True)
-    layer = cache.evict(layer, policy, view, tokens=1)
-    return cache.forget(layer.stats, layer.position), layer.position
-
-
-def fused(policy, query, key, value, layer, newest, budget):
-    return step_tpu.step(
-        query, key, value, layer.key, layer.value, layer.position, layer.stats, newest=newest, budget=budget,
-        settle=functools.partial(settle, policy), scale=query.shape[-1] ** -0.5, window=None, group_reduce="mean",
-        transforms=tuple(sorted({s.transform for s in policy.needs})),
-    )  # fmt: skip
+def fused_step(policy, layer, query, key, value, position, budget):
+    """One decoding step, in one kernel."""
+    block = Block(position=position, budget=(budget,), policy=policy, decoding=True, implementation="pallas_tpu")
+    assert fused.covers(block, layer, 1, key.shape[1])
+    return layers.step(layer, query, key, value, block=block, index=0)
 
 
 def build(name: str, budget: int) -> policies.Policy:
-    more = {"tova": {"share_heads": False}, "strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}}
+    more = {"strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}}
     return policies.by_name(name, budget=budget, **more.get(name, {}))
 
 
@@ -128,7 +116,7 @@ def test_a_step_is_that_of_the_cache(interpreted, name, budget):
     layer = cache.empty(policy, batch, kv_heads, budget + 1, dim, jnp.float32)
     ours = layer
     plain = jax.jit(lambda layer, q, k, v, block: cache.step(layer, q, k, v, block=block, index=0))
-    kernel = jax.jit(functools.partial(fused, policy))
+    kernel = jax.jit(functools.partial(fused_step, policy))
     for step in range(budget + 8):
         keys = jax.random.split(jax.random.key(step), 3)
         query = jax.random.normal(keys[0], (batch, kv_heads * group, 1, dim))
@@ -136,9 +124,8 @@ def test_a_step_is_that_of_the_cache(interpreted, name, budget):
         at = jnp.array([step, step if step < budget + 4 else -1], jnp.int32)
         block = Block(position=at[:, None], budget=(budgets,), policy=policy, decoding=True)
         expected, layer = plain(layer, query, key, value, block)
-        got, *after = kernel(query.reshape(batch, kv_heads, group, dim), key, value, ours, at, budgets)
-        ours = LayerKV(*after)
-        np.testing.assert_allclose(got.reshape(expected.shape), expected, atol=2e-6)
+        got, ours = kernel(ours, query, key, value, at[:, None], budgets)
+        np.testing.assert_allclose(got, expected, atol=2e-6)
         np.testing.assert_array_equal(ours.position, layer.position)
         live = np.asarray(layer.position) >= 0
         np.testing.assert_array_equal(ours.key[live], layer.key[live])
@@ -174,10 +161,11 @@ def test_the_tpu_compiler_takes_it(topology, shape, dtype, name):
         array((batch, kv_heads, size), jnp.int32),
         {s.name: array((batch, kv_heads, size), jnp.float32) for s in policy.needs},
     )
-    query, one = array((batch, kv_heads, group, dim), dtype), array((batch, kv_heads, 1, dim), dtype)
-    row = array((batch,), jnp.int32)
+    query, one = array((batch, kv_heads * group, 1, dim), dtype), array((batch, kv_heads, 1, dim), dtype)
+    at, row = array((batch, 1), jnp.int32), array((batch,), jnp.int32)
     with jax.set_mesh(mesh):
-        lowered = jax.jit(functools.partial(fused, policy), donate_argnums=3).lower(query, one, one, layer, row, row)
+        step = jax.jit(functools.partial(fused_step, policy), donate_argnums=0)
+        lowered = step.lower(layer, query, one, one, at, row)
         program = lowered.compile()  # which refuses what its vector memory cannot hold
     held = 2 * batch * kv_heads * size * dim * jnp.dtype(dtype).itemsize
     assert program.memory_analysis().alias_size_in_bytes >= held, "keys and values are where they were"

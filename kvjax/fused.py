@@ -1,0 +1,115 @@
+"""A decoding step of a layer as one kernel: append, attend, observe, evict; what `cache.step` does, where it can.
+
+A policy is traced into the kernel as it is. Only one that looks at a head's positions and statistics can be
+(`in_kernel` of its importance and scope); any other goes through `cache.step`, with a kernel for its attention alone.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import cache, sharding
+from kvjax.cache import Block, LayerKV
+from kvjax.policies.base import Policy, View
+from kvjax.rope import Rope
+from kvjax.statistics import Observation
+
+Array = jax.Array
+GROUP_BYTES = 32  # of one feature: slots that share a tile of a TPU's memory, which is written whole
+
+
+def capacity_multiple(implementation: str, itemsize: int) -> int:
+    """Slots are allocated in multiples of this, so that a pair can be written where it lies."""
+    return max(GROUP_BYTES // itemsize, 1) if implementation == "pallas_tpu" else 1
+
+
+def covers(block: Block, layer: LayerKV | None, tokens: int, kv_heads: int) -> bool:
+    """Whether `step` can take this step."""
+    return (
+        block.implementation == "pallas_tpu"
+        and layer is not None
+        and tokens == 1
+        and block.decoding
+        and _in_kernel(block.policy, kv_heads)
+    )
+
+
+def _in_kernel(policy: Policy, kv_heads: int) -> bool:
+    importance, scope = policy.importance, policy.scope
+    if importance is None or scope is None or not (importance.in_kernel and scope.in_kernel):
+        return False
+    # Heads that share a ranking must be in one place.
+    together = not importance.aligned or sharding.divided("kv_heads", kv_heads) == 1
+    plain = policy.merge is None and policy.mask is None and policy.limits is None and policy.then is None
+    counted = all(not s.words and s.tail is None for s in policy.needs)
+    return together and plain and counted and policy.positions == "original"
+
+
+def step(
+    layer: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    block: Block,
+    index: int,
+    rope: Rope | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    heads: tuple[int, ...] | None = None,
+) -> tuple[Array, LayerKV]:
+    """As `cache.step`, for one token a row."""
+    from kvjax.kernels.decode import step_tpu  # Pallas takes a while to import, and only this needs it
+
+    policy = block.policy
+    batch, query_heads, _, dim = query.shape
+    kv_heads = key.shape[1]
+    newest = block.position[:, 0]
+    if rope is not None:
+        query, key = (rope.rotate(x, block.position, rope.frequencies(newest + 1)) for x in (query, key))
+    kernel = functools.partial(
+        step_tpu.step,
+        settle=functools.partial(_settle, policy, index, heads),
+        transforms=tuple(sorted({s.transform for s in policy.needs})),
+        scale=dim**-0.5 if scale is None else scale,
+        window=window,
+        group_reduce=policy.group_reduce,
+    )
+
+    def run(query, key, value, layer, newest, budget):
+        key, value = key.astype(layer.key.dtype), value.astype(layer.value.dtype)
+        output, key, value, position, stats = kernel(
+            query, key, value, layer.key, layer.value, layer.position, layer.stats, newest=newest, budget=budget
+        )
+        return output, LayerKV(key, value, position, stats)
+
+    by_head, by_row = ("batch", "kv_heads"), ("batch",)
+    budget = block.budget[index] if policy.budget is not None else jnp.zeros_like(newest)
+    arguments = (query.reshape(batch, kv_heads, -1, dim), key, value, layer, newest, budget)
+    output, layer = sharding.on_each_device(run, arguments, (by_head,) * 4 + (by_row,) * 2, by_head)
+    return output.reshape(batch, query_heads, 1, dim), layer
+
+
+def _settle(
+    policy: Policy,
+    index: int,
+    heads: tuple[int, ...] | None,
+    stats: dict[str, Array],
+    position: Array,
+    columns: dict[str, Array],
+    newest: Array,
+    budget: Array,
+) -> tuple[dict[str, Array], Array]:
+    """What comes after attention: statistics and positions [1, K, S] of one row, as the policy leaves them."""
+    # The one query of a row is its newest.
+    weight = {s.name: 1 - s.gamma if s.accumulate == "decay" else 1.0 for s in policy.needs}
+    seen = {s.name: columns[s.transform] * weight[s.name] for s in policy.needs}
+    unseen: Any = None  # keys and values are no matter of a policy in a kernel
+    layer = LayerKV(unseen, unseen, position, stats)
+    layer = cache.observe(layer, policy, Observation(seen, (newest >= 0).astype(jnp.int32)))
+    if policy.budget is not None:
+        view = View(position, unseen, unseen, newest, budget, newest + 1, index, True, heads)
+        layer = cache.evict(layer, policy, view, tokens=1)
+    return cache.forget(layer.stats, layer.position), layer.position

@@ -1,0 +1,79 @@
+"""Whole runs through the TPU kernels: interpreted, against XLA; and what the TPU compiler makes of the decode loop."""
+
+import dataclasses
+import importlib.util
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import kvjax
+from kvjax import policies
+from kvjax.models.shapes import by_name
+from kvjax.plan import plan
+from tests.tiny import tiny
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'kvjax[tpu]'"
+)
+LENGTHS = (19, 24)
+
+
+@pytest.mark.parametrize(
+    ("policy", "block"),
+    [
+        (policies.h2o(budget=12), None),  # a step in one kernel
+        (policies.after_prefill(policies.snapkv(budget=14, window=4), then=policies.window(budget=10)), 8),
+        (policies.keydiff(budget=10), None),  # a kernel for attention alone
+        (policies.full(), 8),
+    ],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_generation_is_that_of_xla(policy, block):
+    model = tiny().model
+    prompt = np.random.default_rng(0).integers(5, model.config.vocab_size, (2, max(LENGTHS)))
+    with pltpu.force_tpu_interpret_mode():
+        got, expected = (
+            kvjax.generate(
+                model, prompt, policy, max_new_tokens=5, lengths=LENGTHS, prefill_block=block, implementation=each
+            )
+            for each in ("pallas_tpu", "xla")
+        )
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-4)
+    for ours, theirs in zip(got.state.layers, expected.state.layers, strict=True):
+        slots = theirs.position.shape[2]
+        assert ours.position.shape[2] == -(-slots // 8) * 8, "whole tiles of float32"
+        np.testing.assert_array_equal(np.sort(ours.position)[..., -slots:], np.sort(theirs.position))
+
+
+def loop_lines(text: str) -> list[str]:
+    """Instructions of every computation but the entry."""
+    return re.split(r"^ENTRY ", text, flags=re.MULTILINE)[0].splitlines()
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("shape", "topology", "batch"),
+    [("opt-6.7b", "v5e:1x1", 64), ("opt-6.7b", "v6e:2x2", 64), ("opt-125m", "v5e:1x1", 64)],
+)
+def test_the_decode_loop_moves_no_cache(shape, topology, batch):
+    """Kernels on TPUs without being asked for: one a layer, no copy of a cache at a step and none gathered."""
+    config = dataclasses.replace(by_name(shape), num_layers=2, windows=())
+    made = plan(config, policies.h2o(budget=0.2), batch=batch, prompt_length=1984, new_tokens=64, topology=topology)
+    text, slots = made.compiled.as_text(), made.slots[0]
+    assert slots == 400  # 396 + 1, and three that stay empty so that a pair can be written in place
+    assert text.count('custom_call_target="tpu_custom_call"') == config.num_layers
+    cache = re.compile(rf"^\s*\S+ = \S*bf16\[\d+,\d+,{slots},{config.head_dim}\]\S* (copy|transpose|all-gather|pad)\(")
+    assert not [line for line in loop_lines(text) if cache.search(line)]
+    assert not re.search(rf"all-gather\S*\(.*,{slots},", text)
+    if config.head_dim % 128 == 0:
+        assert made.temporaries < made.cache // 50
+
+
+def test_one_implementation_is_named_wrongly():
+    with pytest.raises(kvjax.KvjaxError, match="'pallas' is unknown; use auto, xla, pallas_tpu, pallas_gpu"):
+        kvjax.generate(tiny().model, [[5, 6]], policies.full(), max_new_tokens=2, implementation="pallas")
+    assert jax.default_backend() == "cpu"
