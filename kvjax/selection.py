@@ -1,7 +1,7 @@
 """Order statistics over slots without a sort: which are the `count` largest. A leaf: the cache and policies import it.
 
-A radix search: sixteen ways a round, eight rounds for 32 bits, each a comparison and a sum over the slots. A sort takes
-a CPU more than four times as long.
+A radix search: four ways a round, at most sixteen rounds for 32 bits, each a few comparisons and sums over the slots. A
+sort takes a CPU more than eight times as long.
 """
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array
-BITS = 4  # of a round
+BITS = 2  # of a round; four, as 8 rounds at most, take a CPU 1.6 ms for the 144 heads of OPT-125M, and two 0.9
 SIGN = np.uint32(1 << 31)
 
 
@@ -48,17 +48,30 @@ def _ordered(value: Array) -> Array:
 
 
 def _threshold(keys: Array, among: Array, count: Array) -> Array:
-    """[..., 1] uint32: the `count`-th largest key of those `among`; 0 where they are fewer."""
+    """[..., 1] uint32: exactly `count` keys of those `among` are at or above it, or as few more as ties allow.
+
+    A prefix of the `count`-th largest key, as long as it takes to tell it from the next: half
+    of the rounds or less where keys are far from each other. 0 where they are fewer than `count`.
+    """
     ways = jnp.arange(1, 1 << BITS, dtype=jnp.uint32)
 
-    def narrow(i: Array, prefix: Array) -> Array:
-        shift = jnp.uint32(32 - BITS) - jnp.uint32(BITS) * jnp.asarray(i, jnp.uint32)
+    def unsettled(state: tuple[Array, Array, Array]) -> Array:
+        i, _, reached = state
+        return (i < 32 // BITS) & jnp.any(reached > count)
+
+    def narrow(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        i, prefix, reached = state
+        shift = jnp.uint32(32 - BITS) - jnp.uint32(BITS) * i.astype(jnp.uint32)
         # [..., ways]
         candidates = prefix | (ways << shift)
         reach = among[..., None, :] & (keys[..., None, :] >= candidates[..., None])
-        # How many of the ascending candidates still have enough keys at or above them.
-        enough = jnp.sum(reach, axis=-1, dtype=jnp.int32) >= count
+        # How many keys are at or above each of the ascending candidates, and how many of these still have enough.
+        reaches = jnp.sum(reach, axis=-1, dtype=jnp.int32)
+        enough = reaches >= count
         digit = jnp.sum(enough, axis=-1, keepdims=True, dtype=jnp.int32).astype(jnp.uint32)
-        return prefix | (digit << shift)
+        fewest = jnp.min(jnp.where(enough, reaches, reached), axis=-1, keepdims=True)
+        return i + 1, prefix | (digit << shift), fewest
 
-    return jax.lax.fori_loop(0, 32 // BITS, narrow, jnp.zeros((*keys.shape[:-1], 1), jnp.uint32))
+    reached = jnp.sum(among, axis=-1, keepdims=True, dtype=jnp.int32)
+    start = (jnp.int32(0), jnp.zeros((*keys.shape[:-1], 1), jnp.uint32), reached)
+    return jax.lax.while_loop(unsettled, narrow, start)[1]
