@@ -7,6 +7,7 @@ from typing import Any
 
 from experiments import fields
 from experiments.fields import Count, Counts, Names, Number, Numbers, Seed, Text
+from experiments.tasks import recall
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.rope import Rope
@@ -37,6 +38,7 @@ class MixtureConfig:
     repeat_fraction: share of the windows that are nothing but a sequence of tokens over and over, by stage.
     invented_fraction: share of the episodes whose wording is made up (`experiments.tasks.wording`), by stage;
     wordy_fraction: of these, those that put words between a name and its value, the others symbols.
+    task_shares: how often each of recall.TASKS is drawn, in their order; of their sum.
     story_fraction: share of the training text that is generated stories.
     common_words: so many of the texts' most frequent words join the nouns of the tasks.
     """
@@ -46,6 +48,7 @@ class MixtureConfig:
     repeat_fraction: Numbers = (0.0,)
     invented_fraction: Numbers = (0.5,)
     wordy_fraction: Numbers = (0.5,)
+    task_shares: Numbers = (0.15, 0.2, 0.35, 0.2, 0.1)
     story_fraction: Number = 0.08
     common_words: Count = 10_000
 
@@ -130,6 +133,11 @@ def check(config: TrainConfig) -> None:
     if config.mixture.recall_fraction > 1:
         raise ConfigError(
             f"mixture.recall_fraction={config.mixture.recall_fraction} is a share; give a number from 0 to 1."
+        )
+    if len(config.mixture.task_shares) != len(recall.TASKS) or not sum(config.mixture.task_shares):
+        raise ConfigError(
+            f"mixture.task_shares={config.mixture.task_shares} must be {len(recall.TASKS)} numbers, not all 0: of "
+            f"{', '.join(recall.TASKS)}."
         )
     cycles, decays = config.optimizer.cycle_ends, config.optimizer.decay_steps
     if len(decays) != len(cycles) + 1 or list(cycles) != sorted({*cycles}) or (cycles and cycles[-1] >= config.steps):

@@ -91,6 +91,7 @@ def load(config: TrainConfig, folder: Path, *, resume: bool) -> tuple[Mixture, l
         ),
         bos=tokenizer.token_to_id(bpe.BOS) or 0,
         recall_fraction=config.mixture.recall_fraction,
+        task_shares=config.mixture.task_shares,
         seed=config.seed,
     )
     found = [tokenized(path, tokenizer) for path in held_out]

@@ -14,8 +14,7 @@ from experiments.tasks import recall
 from experiments.tasks.wording import invent
 from experiments.tasks.words import Words
 
-#: Each task's difficulties in training, without the one that evaluations ask for (recall.DIFFICULTY), and how often it
-#: is drawn.
+#: Each task's difficulties in training, without the one that evaluations ask for (recall.DIFFICULTY).
 DIFFICULTY = {
     "passkey": (3, 4, 6, 7),
     "multi_key": (2, 3, 5, 6),
@@ -23,7 +22,6 @@ DIFFICULTY = {
     "copy": (4, 5, 7, 9, 12),
     "variable": (0, 2),
 }
-SHARE = {"passkey": 0.15, "multi_key": 0.2, "associative": 0.35, "copy": 0.2, "variable": 0.1}
 
 
 class Kind(enum.IntEnum):
@@ -59,6 +57,7 @@ class Mixture:
     words: what the tasks are made of.
     bos: the token that opens every window.
     recall_fraction: share of a window that is facts, questions and answers.
+    task_shares: how often each of recall.TASKS is drawn; of their sum.
     """
 
     texts: Sequence[np.ndarray]
@@ -67,6 +66,7 @@ class Mixture:
     words: Words
     bos: int
     recall_fraction: float
+    task_shares: Sequence[float]
     seed: int
 
     def batch(
@@ -151,7 +151,8 @@ class Mixture:
         # Nothing is drawn where nothing is made up: a stage without leaves the one before it as it was.
         if invented_fraction and rng.random() < invented_fraction:
             words = invent(rng, words, wordy_fraction)
-        name = str(rng.choice(list(SHARE), p=list(SHARE.values())))
+        shares = np.asarray(self.task_shares)
+        name = str(rng.choice(list(recall.TASKS), p=shares / shares.sum()))
         episode = recall.TASKS[name](rng, words, int(rng.choice(DIFFICULTY[name])))
         count = len(episode.facts)
         together = rng.random() < 0.6

@@ -22,7 +22,7 @@ def mixture():
     ends[ord(".")] = True
     text = np.frombuffer(b"It was a fine day. " * 2000, np.uint8).astype(np.int32)
     other = np.frombuffer(b"No rain fell. " * 500, np.uint8).astype(np.int32)
-    return Mixture([text, other], encode, ends, TRAINING, BOS, recall_fraction=0.5, seed=3)
+    return Mixture([text, other], encode, ends, TRAINING, BOS, recall_fraction=0.5, task_shares=(1, 1, 2, 1, 1), seed=3)
 
 
 def runs(kind, wanted):

@@ -199,6 +199,7 @@ def test_learning_rates_warm_up_and_decay():
             "must ascend to less than steps=.*, and optimizer.decay_steps=.* be 1 numbers",
         ),
         ("mixture.invented_fraction", (0.5,), "are 2 stages; give 2 of mixture.invented_fraction"),
+        ("mixture.task_shares", (1.0, 2.0), "must be 5 numbers, not all 0: of passkey, multi_key, associative"),
         ("decoder.num_kv_heads", 3, "decoder.num_heads=4, and that one of decoder.num_kv_heads=3"),
         ("decoder.num_layers", 1, "leave no room for the induction head"),
         ("output", "/dev/null/run", "output='/dev/null/run' cannot be written"),
