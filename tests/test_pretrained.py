@@ -98,9 +98,6 @@ def test_what_is_in_the_cache_is_found_and_what_is_not_is_not(tiny, asked, recal
     assert score.exact_matches(tiny, {"passkey": asked["passkey"]}, policies.local_only(budget=0.2))["passkey"] <= 0.05
 
 
-# What is asked of the model, and what it has: pairs told as "n > v;" or "After n comes v." are found (92 and 91 % of
-# 96), of those told as "n belongs to v.", which are four tokens apart, 64 %; it then names another pair's value.
-@pytest.mark.xfail(strict=True, reason="word pairs: 87 % of 256, not yet the 90 % that are wanted")
 def test_word_pairs_are_found(recalled):
     assert recalled["associative"] >= 0.9
 

@@ -1,0 +1,109 @@
+"""How queries × slots are cut into tiles for the TPU's prefill kernels, which tiles are visited, what that costs."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kvjax.kernels.decode.pallas_tpu import LANES
+
+TILE = 512  # most slots, and most queries over the heads that a program takes together, of a tile
+TILE_BYTES = 1 << 20  # of queries over all heads of a group in the second pass; Pallas holds two such tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Tiles of queries × slots, and which of them can hold anything that is seen.
+
+    Attributes:
+      n, size: queries and slots; queries, slots: of a tile; heads: query heads that a program takes together.
+      causal: the slots are the queries' own; window: then, newest slots that a query can see, None = all.
+    """
+
+    n: int
+    size: int
+    queries: int
+    slots: int
+    heads: int
+    causal: bool
+    window: int | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Tiles of queries, tiles of slots."""
+        return pl.cdiv(self.n, self.queries), pl.cdiv(self.size, self.slots)
+
+    def slot_tiles(self, at: Any) -> tuple[Any, Any]:
+        """First and last tile of slots of which query tile `at`, an int or traced, can see anything."""
+        first, last = 0, self.shape[1] - 1
+        if self.causal:
+            last = clip(((at + 1) * self.queries - 1) // self.slots, 0, last)
+            if self.window is not None:  # positions ascend, so as many slots back is at least as many positions
+                first = clip((at * self.queries - self.window + 1) // self.slots, 0, last)
+        return first, last
+
+    def query_tiles(self, at: Any) -> tuple[Any, Any]:
+        """First and last tile of queries that can see anything of slot tile `at`."""
+        first, last = 0, self.shape[0] - 1
+        if self.causal:
+            first = clip(at * self.slots // self.queries, 0, last)
+            if self.window is not None:
+                last = clip(((at + 1) * self.slots + self.window - 2) // self.queries, 0, last)
+        return first, last
+
+    @property
+    def pairs(self) -> int:
+        """Pairs (query, slot) of all tiles that are visited."""
+        tiles = (self.slot_tiles(at) for at in range(self.shape[0]))
+        return sum(last - first + 1 for first, last in tiles) * self.queries * self.slots
+
+
+def grids(
+    group: int, n: int, size: int, dim: int, itemsize: int, causal: bool, window: int | None
+) -> tuple[Grid, Grid]:
+    """Tiles of the first and of the second pass; `window` of a causal block without exempt slots, if it is an int."""
+    queries, slots = _tile(n, TILE, 16), _tile(size, TILE, LANES)
+    heads = next(c for c in range(group, 0, -1) if group % c == 0 and (c == 1 or c * queries <= TILE))
+    # The second pass takes all heads of a group: their mean or maximum comes before f.
+    fit = TILE_BYTES // (group * pl.cdiv(dim, LANES) * LANES * itemsize)
+    parts = [queries // c for c in range(1, queries // LANES + 1) if queries % (c * LANES) == 0]
+    few = next((part for part in parts if part <= fit), min(queries, LANES))
+    return Grid(n, size, queries, slots, heads, causal, window), Grid(n, size, few, slots, group, causal, window)
+
+
+def costs(
+    first: Grid, second: Grid, rows: int, group: int, dim: int, itemsize: int, words: int
+) -> tuple[pl.CostEstimate, pl.CostEstimate]:
+    """What the first and the second pass do in all, for `rows` = B·K and statistics of so many `words` together.
+
+    FLOPs are those of products and weighted sums in the tiles that are visited, masked pairs included: of each pair
+    (query, slot) 4·D a head in the first pass, Q Kᵀ and P V; in the second 2·D a head, Q Kᵀ again, and 2 a word for all
+    heads together. So statistics cost (½ + words / (2·G·D)) of attention.
+    """
+    tiles = first.pairs // (first.queries * first.slots) * (group // first.heads)
+    slot_bytes, query_bytes = 2 * first.slots * dim * itemsize, 2 * group * first.n * dim * itemsize
+    attention = pl.CostEstimate(
+        flops=rows * group * first.pairs * 4 * dim,
+        transcendentals=rows * group * first.pairs,
+        bytes_accessed=rows * (tiles * slot_bytes + query_bytes),
+    )
+    tiles = second.pairs // (second.queries * second.slots)
+    query_bytes = second.queries * (group * (dim * itemsize + 4) + 4 * words)
+    slot_bytes = second.size * (dim * itemsize + 4 * words)
+    columns = pl.CostEstimate(
+        flops=rows * second.pairs * (group * 2 * dim + 2 * words),
+        transcendentals=rows * group * second.pairs,
+        bytes_accessed=rows * (tiles * query_bytes + slot_bytes),
+    )
+    return attention, columns
+
+
+def _tile(length: int, most: int, least: int) -> int:
+    """Of equal tiles of at most `most`: a multiple of `least`, and of the lanes if there are several or it is long."""
+    unit = LANES if length > LANES else least
+    return pl.cdiv(pl.cdiv(length, pl.cdiv(length, most)), unit) * unit
+
+
+def clip(x: Any, low: Any, high: Any) -> Any:
+    return min(max(x, low), high) if isinstance(x, int) else jnp.clip(x, low, high)

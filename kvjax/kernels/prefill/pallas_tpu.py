@@ -1,0 +1,346 @@
+"""Attention of a block of queries with column statistics, on a TPU (Pallas, Mosaic), in linear memory.
+
+Two passes. The first is FlashAttention-2's forward (arXiv:2307.08691, algorithm 1): a tile of queries stays, tiles of
+slots go by under a running softmax, and the rows' log-sum-exp are kept. The second turns it round: a tile of slots
+stays, tiles of queries go by, probabilities are recomputed from the log-sum-exp, which takes Q Kᵀ alone, half of
+attention's FLOPs, and every statistic's Σ_i w_i f(m[i, j]) is reduced from them at once. What is visible is computed
+from positions inside the kernels: no array is queries × slots.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvjax.kernels.decode.pallas_tpu import LANES, add_tile, product
+from kvjax.kernels.prefill.grid_tpu import Grid, clip, costs, grids
+from kvjax.kernels.softmax import NEGATIVE
+from kvjax.statistics import Statistic
+
+Array = jax.Array
+# Sums of one transform from which on the matrix unit adds up. A float32 product is six of bfloat16, however few rows it
+# has: for one sum, libtpu 0.0.42 schedules 2108 bundles a tile of v5e with it, and 1105 with the vector unit.
+WIDE = 8
+FAR = 1 << 30  # beyond any difference of two positions
+TIE = 1 - 2.0**-18  # m is recomputed: one that equals the uniform share may come out below it by rounding
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    query_position: Array,
+    key_position: Array,
+    statistics: Sequence[Statistic],
+    weights: Sequence[Array],
+    scale: float,
+    window: int | Array | None,
+    exempt: Array | None,
+    log_weight: Array | None,
+    group_reduce: str,
+    causal: bool,
+) -> tuple[Array, dict[str, Array]]:
+    """As `kernels.prefill.xla.attend`, without gradients: output [B, K, G, n, D], and name -> [B, K, S] or with words.
+
+    Beyond inputs and outputs it takes 4 bytes a query and head (the log-sum-exp), a few lines of positions, one float32
+    per query and word of the weights, and the sums themselves; nothing without statistics.
+    """
+    batch, kv_heads, group, n, dim = query.shape
+    size, rows = key.shape[2], batch * kv_heads
+    known = window if isinstance(window, int) and exempt is None else None
+    first, second = grids(group, n, size, dim, key.dtype.itemsize, causal, known)
+    order = sorted(range(len(statistics)), key=lambda i: statistics[i].transform)
+    statistics, weights = [statistics[i] for i in order], [weights[i] for i in order]
+    # [B, words, n] of each
+    weights = [w[:, None] if w.ndim == 2 else jnp.swapaxes(w, 1, 2) for w in weights]
+    words = sum(w.shape[1] for w in weights)
+    attention_cost, columns_cost = costs(first, second, rows, group, dim, key.dtype.itemsize, words)
+
+    query_line, slot_lines = _lines(query_position, key_position, window, exempt, log_weight)
+    slot_lines = _pad(slot_lines, first.shape[1] * first.slots, jnp.inf)
+    inputs = (query.reshape(rows, group, n, dim), key.reshape(rows, size, dim), value.reshape(rows, size, dim))
+    masks = {"windowed": window is not None, "weighted": log_weight is not None, "scale": scale, "kv_heads": kv_heads}
+    above = any(statistic.transform == "above" for statistic in statistics)
+    output, *kept = _attention(first, attention_cost, inputs, query_line, slot_lines, bool(statistics), above, masks)
+    output = output.reshape(query.shape)
+    if not statistics:
+        return output, {}
+    stops = itertools.accumulate(w.shape[1] for w in weights)
+    slices = [(stop - w.shape[1], stop) for w, stop in zip(weights, stops, strict=True)]
+    spans: dict[str, tuple[int, int]] = {}
+    for statistic, (start, stop) in zip(statistics, slices, strict=True):
+        spans[statistic.transform] = (spans.get(statistic.transform, (start,))[0], stop)
+    weight = jnp.concatenate(weights, axis=1)
+    sums = _columns(second, columns_cost, inputs[:2], query_line, slot_lines, weight, kept, spans, group_reduce, masks)
+    sums = sums[..., :size].reshape(batch, kv_heads, words, size)
+    return output, {
+        statistic.name: jnp.moveaxis(sums[:, :, start:stop], 2, 3) if statistic.words else sums[:, :, start]
+        for statistic, (start, stop) in zip(statistics, slices, strict=True)
+    }
+
+
+def _lines(
+    query_position: Array,
+    key_position: Array,
+    window: int | Array | None,
+    exempt: Array | None,
+    log_weight: Array | None,
+) -> tuple[Array, Array]:
+    """Positions as float32, relative to a row's first query: exact where it matters for blocks below 2²⁴ tokens.
+
+    Returns:
+      [B, 1, n] positions of the queries, −inf = padding; [B·K, lines, S]: the first position that sees a slot, +inf =
+      an empty one; the last that does, +inf = no limit, if there is a window; and `log_weight`, if there is one.
+    """
+    start = query_position[:, :1]
+    query = jnp.where(query_position >= 0, (query_position - start).astype(jnp.float32), -jnp.inf)
+    relative, live = key_position - start[:, None], key_position >= 0
+    lines = [jnp.where(live, relative.astype(jnp.float32), jnp.inf)]
+    if window is not None:
+        width = jnp.minimum(jnp.asarray(window, jnp.int32), FAR)
+        last = (relative + (width.reshape(-1, 1, 1) - 1)).astype(jnp.float32)
+        lines.append(last if exempt is None else jnp.where(exempt, jnp.inf, last))
+    if log_weight is not None:
+        lines.append(log_weight)
+    stacked = jnp.stack(lines, axis=2)
+    return query[:, None], stacked.reshape(-1, *stacked.shape[2:])
+
+
+def _attention(
+    grid: Grid, cost: pl.CostEstimate, inputs: tuple[Array, Array, Array], query_line: Array, slot_lines: Array,
+    keep: bool, above: bool, masks: dict[str, Any],
+) -> list[Array]:  # fmt: skip
+    """The first pass: output [B·K, G, n, D]; if `keep`, log-sum-exp [B·K, G, 1, n up to whole tiles] float32; if
+    `above`, slots that each query sees, [B·K, G / heads, 1, n up to whole tiles] float32."""
+    query, key, value = inputs
+    rows, group, _, dim = query.shape
+    tiles, (heads, queries, slots) = grid.shape, (grid.heads, grid.queries, grid.slots)
+    padded, kv_heads = tiles[0] * queries, masks["kv_heads"]
+    query_line = _pad(query_line, padded, -jnp.inf)
+
+    def slot_tile(row, at, slot, last_ref):
+        """Tiles that are skipped name one that is there already, so that nothing is fetched for them."""
+        return jnp.where(at <= last_ref[row // kv_heads], clip(slot, *grid.slot_tiles(at)), 0)
+
+    stays = pl.BlockSpec((1, heads, queries, dim), lambda row, head, at, slot, last: (row, head, at, 0))
+    passes = pl.BlockSpec((1, slots, dim), lambda row, _, *at: (row, slot_tile(row, *at), 0))
+    line = pl.BlockSpec((1, 1, queries), lambda row, head, at, *_: (row // kv_heads, 0, at))
+    lines = pl.BlockSpec((1, slot_lines.shape[1], slots), lambda row, _, *at: (row, 0, slot_tile(row, *at)))
+    kept = [(group, heads)] * keep + [(group // heads, 1)] * above
+    return pl.pallas_call(
+        functools.partial(_attention_kernel, grid=grid, keep=keep, above=above, **masks),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(rows, group // heads, *tiles),
+            in_specs=[stays, passes, passes, line, lines],
+            out_specs=[
+                stays,
+                *(pl.BlockSpec((1, own, 1, queries), lambda row, head, at, *_: (row, head, 0, at)) for _, own in kept),
+            ],
+            scratch_shapes=[
+                *[pltpu.VMEM((1, heads * queries, LANES), jnp.float32)] * 2,
+                pltpu.VMEM((1, heads * queries, dim), jnp.float32),
+                *[pltpu.VMEM((queries, LANES), jnp.float32)] * 2,
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(query.shape, value.dtype),
+            *(jax.ShapeDtypeStruct((rows, count, 1, padded), jnp.float32) for count, _ in kept),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3 + ("arbitrary",)),
+        cost_estimate=cost,
+        name="attend_queries",
+    )(_active(query_line >= 0, queries)[1], query, key, value, query_line, slot_lines)
+
+
+def _attention_kernel(
+    last_ref, query_ref, key_ref, value_ref, query_line_ref, slot_lines_ref, output_ref, *refs,
+    grid, keep, above, windowed, weighted, scale, kv_heads,
+):  # fmt: skip
+    """One tile: query [1, heads, t, D], key and value [1, slots, D], positions [1, 1, t] and [1, lines, slots]."""
+    *kept_refs, top_ref, total_ref, sum_ref, position_ref, count_ref = refs
+    at, slot = pl.program_id(2), pl.program_id(3)
+    heads, queries, slots = grid.heads, grid.queries, grid.slots
+
+    @pl.when(slot == 0)
+    def _():
+        top_ref[...] = jnp.full(top_ref.shape, NEGATIVE, jnp.float32)
+        total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
+        sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
+        # [t, lanes]: queries are rows of the logits
+        position_ref[...] = jnp.broadcast_to(query_line_ref[0], (LANES, queries)).T
+        count_ref[...] = jnp.zeros(count_ref.shape, jnp.float32)
+
+    first, last = grid.slot_tiles(at)
+
+    @pl.when((first <= slot) & (slot <= last) & (at <= last_ref[pl.program_id(0) // kv_heads]))
+    def _():
+        position, lines = position_ref[:, :1], slot_lines_ref[0]
+        # [t, slots]
+        seen = lines[:1] <= position
+        if windowed:
+            seen = seen & (position <= lines[1:2])
+        rows = query_ref[...].reshape(1, heads * queries, -1)
+        # [heads, t, slots]
+        logits = product(rows, key_ref[...], 2).reshape(heads, queries, slots) * scale
+        if weighted:
+            logits = logits + lines[-1:]
+        logits = jnp.where(seen[None], logits, NEGATIVE).reshape(1, heads * queries, slots)
+        add_tile(logits, value_ref[...], slot, grid.size, top_ref, total_ref, sum_ref)
+        if above:
+            count_ref[...] += jnp.sum(jnp.where(seen, 1.0, 0.0), axis=1, keepdims=True)
+
+    @pl.when(slot == pl.num_programs(3) - 1)
+    def _():
+        total = total_ref[...]
+        share = 1.0 / jnp.where(total > 0, total, 1.0)
+        output = sum_ref[...] * share[:, :, :1]
+        output_ref[...] = output.reshape(output_ref.shape).astype(output_ref.dtype)
+        if keep:
+            top_ref[...] -= jnp.log(share)
+            for head in range(heads):
+                kept_refs[0][0, head] = top_ref[0, head * queries : (head + 1) * queries].T[:1]
+        if above:
+            kept_refs[1][0, 0] = count_ref[...].T[:1]
+
+
+def _columns(
+    grid: Grid, cost: pl.CostEstimate, inputs: tuple[Array, Array], query_line: Array, slot_lines: Array, weight: Array,
+    kept: Sequence[Array], spans: dict[str, tuple[int, int]], group_reduce: str, masks: dict[str, Any],
+) -> Array:  # fmt: skip
+    """The second pass: sums [B·K, words, S up to whole tiles] float32.
+
+    Args:
+      inputs: query [B·K, G, n, D], key [B·K, S, D]; weight: [B, words, n]; kept: of the first pass.
+      spans: transform -> which words.
+    """
+    query, key = inputs
+    rows, group, _, dim = query.shape
+    words, (tiles, slot_tiles) = weight.shape[1], grid.shape
+    queries, slots, kv_heads = grid.queries, grid.slots, masks["kv_heads"]
+    query_line, weight = _pad(query_line, tiles * queries, -jnp.inf), _pad(weight, tiles * queries, 0.0)
+    # Queries that weigh nothing need no second pass: padding, and all of a prompt but its end if that is observed.
+    active = jnp.stack(_active(weight != 0, queries))
+
+    def query_tile(row, slot, at, active):
+        first, last = grid.query_tiles(slot)
+        row = row // kv_heads
+        return clip(at, jnp.maximum(first, active[0, row]), jnp.minimum(last, active[1, row]))
+
+    def passing(*block: int, by_row: int = 1) -> pl.BlockSpec:
+        """A line of queries, whose last dimension goes by."""
+        zeros = (0,) * (len(block) - 1)
+        return pl.BlockSpec((1, *block), lambda row, *at: (row // by_row, *zeros, query_tile(row, *at)))
+
+    narrow = sum(stop - start for start, stop in spans.values() if stop - start < WIDE)
+    return pl.pallas_call(
+        functools.partial(_columns_kernel, grid=grid, spans=spans, group_reduce=group_reduce, **masks),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(rows, slot_tiles, tiles),
+            in_specs=[
+                pl.BlockSpec((1, group, queries, dim), lambda row, *at: (row, 0, query_tile(row, *at), 0)),
+                pl.BlockSpec((1, slots, dim), lambda row, slot, *_: (row, slot, 0)),
+                passing(1, queries, by_row=kv_heads),
+                pl.BlockSpec((1, slot_lines.shape[1], slots), lambda row, slot, *_: (row, 0, slot)),
+                passing(words, queries, by_row=kv_heads),
+                passing(group, 1, queries),
+                *[passing(1, 1, queries)] * (len(kept) - 1),
+            ],
+            out_specs=pl.BlockSpec((1, words, slots), lambda row, slot, *_: (row, 0, slot)),
+            scratch_shapes=[
+                pltpu.VMEM((slot_lines.shape[1], slots, LANES), jnp.float32),
+                pltpu.VMEM((max(narrow, 1), slots, min(queries, LANES)), jnp.float32),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((rows, words, slot_tiles * slots), jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=cost,
+        name="reduce_columns",
+    )(active, query, key, query_line, slot_lines, weight, *kept)
+
+
+def _columns_kernel(
+    active_ref, query_ref, key_ref, query_line_ref, slot_lines_ref, weight_ref, lse_ref, *refs,
+    grid, spans, group_reduce, windowed, weighted, scale, kv_heads,
+):  # fmt: skip
+    """One tile: query [1, G, t, D], key [1, slots, D], weights [1, words, t], sums [1, words, slots]."""
+    *count_ref, sums_ref, lines_ref, narrow_ref = refs
+    row, slot, at = pl.program_id(0) // kv_heads, pl.program_id(1), pl.program_id(2)
+    group, lanes = query_ref.shape[1], narrow_ref.shape[2]
+    first, last = grid.query_tiles(slot)
+
+    @pl.when(at == 0)
+    def _():
+        sums_ref[...] = jnp.zeros(sums_ref.shape, jnp.float32)
+        narrow_ref[...] = jnp.zeros(narrow_ref.shape, jnp.float32)
+        for line in range(lines_ref.shape[0]):
+            # [slots, lanes]: slots are rows of the logits here, so that what belongs to a query lies along them
+            lines_ref[line] = jnp.broadcast_to(slot_lines_ref[0, line : line + 1], (LANES, grid.slots)).T
+
+    @pl.when((first <= at) & (at <= last) & (active_ref[0, row] <= at) & (at <= active_ref[1, row]))
+    def _():
+        def head(which, m):
+            # [slots, t]
+            logits = product(key_ref[...], query_ref[:, which], 2)[0] * scale
+            if weighted:
+                logits = logits + lines_ref[lines_ref.shape[0] - 1, :, :1]
+            probability = jnp.exp(logits - lse_ref[0, which])
+            return m + probability if group_reduce == "mean" else jnp.maximum(m, probability)
+
+        position = query_line_ref[0]
+        seen = lines_ref[0, :, :1] <= position
+        if windowed:
+            seen = seen & (position <= lines_ref[1, :, :1])
+        m = jax.lax.fori_loop(0, group, head, jnp.zeros(seen.shape, jnp.float32), unroll=group <= WIDE)
+        # What is not seen may be anything so far.
+        m = jnp.where(seen, m * (1.0 / group) if group_reduce == "mean" else m, 0.0)
+        done = 0
+        for transform, (start, stop) in spans.items():
+            match transform:
+                case "identity":
+                    term = m
+                case "square":
+                    term = m * m
+                case "above":
+                    count = count_ref[0][0, 0]
+                    # The one slot that the first query of every prompt sees has all of it, whatever the rounding.
+                    share = jnp.where(count > 1, TIE / jnp.maximum(count, 1.0), 0.5)
+                    term = jnp.where(m >= share, 1.0, 0.0)
+                case _:
+                    raise ValueError("counts need no attention; see kvjax.attention")
+            if stop - start >= WIDE:
+                sums_ref[:, start:stop] += product(weight_ref[:, start:stop], term[None], 2)
+                continue
+            for word in range(start, stop):
+                weighed = term * weight_ref[0, word : word + 1]
+                parts = [weighed[:, left : left + lanes] for left in range(0, grid.queries, lanes)]
+                narrow_ref[done] += functools.reduce(jnp.add, parts)
+                done += 1
+
+    @pl.when(at == pl.num_programs(2) - 1)
+    def _():
+        done = 0
+        for start, stop in spans.values():
+            for word in range(start, stop) if stop - start < WIDE else ():
+                sums_ref[0, word : word + 1] = jnp.sum(narrow_ref[done].T, axis=0, keepdims=True)
+                done += 1
+
+
+def _active(flag: Array, tile: int) -> tuple[Array, Array]:
+    """First and last tile with a flag that is set, [B] int32 each, 0 where there is none; of flags [B, any, n]."""
+    batch = flag.shape[0]
+    tiles = jnp.any(flag.reshape(batch, flag.shape[1], -1, tile), axis=(1, 3))
+    index = jnp.arange(tiles.shape[1], dtype=jnp.int32)
+    last = jnp.max(jnp.where(tiles, index, 0), axis=1)
+    return jnp.min(jnp.where(tiles, index, last[:, None]), axis=1), last
+
+
+def _pad(x: Array, length: int, fill: float) -> Array:
+    return jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, length - x.shape[-1])), constant_values=fill)
