@@ -1,0 +1,27 @@
+"""Speed and memory, kvjax and its peers side by side in one process: A B A B, medians and ratios.
+
+  python -m experiments.bench decode --against=transformers
+  python -m experiments.bench decode --against=kvpress,llama.cpp --policies=h2o,knorm --batch=1 --context=512
+  python -m experiments.bench decode --against=none --policies=h2o,roco,full
+  python -m experiments.bench policies --slots=512
+  python -m experiments.bench stream --slots=512 --tokens=100000 --text=FILE
+  python -m experiments.bench prefill --context=2048
+  python -m experiments.bench memory --context=512,2048,8192
+  python -m experiments.bench kernels --grid=1024x2048x128 --dtype=bfloat16
+
+Peers hold the same random weights in float32, on all cores, each in its best setting, which is looked for; before
+anything is timed, log-probabilities are compared. Everything is warmed up and waited for. Ratios are those of a round,
+then their median: a machine that slows down does so for both. The limit of a decoding step is the bytes that it must
+move (weights, live keys and values, positions, statistics) over the speed at which this machine reads, measured in
+turns with the rest. `--output` writes the figures with what they were measured on, `--plot` draws them.
+
+decode: milliseconds a step, all rows advancing one token. "no policy" attends to the same number of slots without
+choosing any: what the policy itself costs. The peers' full caches begin every round at --context tokens.
+policies: a decoding step of every policy that evicts while decoding, on the same slots, against h2o.
+stream: kvjax-tiny under streaming_llm: time a generated token, a tenth at a time, then the first and the last 1,000
+in turns; bytes held; perplexity of a text (a generated story, or --text).
+prefill: a prompt in one shot, with a policy's statistics, and without.
+memory: bytes held and needed beyond the weights, by length of the context: compiled programs, and the process's peak.
+kernels: attention of one query a head alone, and its bytes a second, against those of a copy; a shape that stays in a
+processor's cache can beat it.
+"""

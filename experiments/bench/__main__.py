@@ -1,0 +1,98 @@
+"""The command line of the benchmarks: flags, one task, a table, JSON and a plot."""
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from tabulate import tabulate
+
+import experiments.bench
+from experiments import cli, machine, peers
+from experiments.bench import decode, every_policy, figures, kernels, memory, prefill, stream
+from kvjax.attention import IMPLEMENTATIONS
+from kvjax.errors import ConfigError
+
+TASKS = {
+    "decode": decode.run,
+    "policies": every_policy.run,
+    "stream": stream.run,
+    "prefill": prefill.run,
+    "memory": memory.run,
+    "kernels": kernels.run,
+}
+
+
+def define(values: flags.FlagValues) -> None:
+    def text(name: str, default: str | None, about: str) -> None:
+        flags.DEFINE_string(name, default, about, flag_values=values)
+
+    def whole(name: str, default: int | None, about: str, least: int = 1) -> None:
+        flags.DEFINE_integer(name, default, about, least, flag_values=values)
+
+    def several(name: str, default: str | None, about: str) -> None:
+        flags.DEFINE_list(name, default, about, flag_values=values)
+
+    several("against", "transformers", f"peers ({', '.join(peers.PEERS)}), with commas between them; or none")
+    several("policies", "h2o", "policies of kvjax, with commas between them; the first is what others are compared to")
+    text(
+        "shape", None, f"decoder: {decode.LLAMA} or one of kvjax.models.shapes; else opt-125m, where the peers have it"
+    )
+    flags.DEFINE_float("budget", 0.2, "fraction of the context", 0.0, 1.0, flag_values=values)
+    whole("batch", None, "rows")
+    several("context", None, "prompt tokens; several, with commas between them, for `memory`")
+    whole("slots", 512, "budget of every policy, for `policies` and `stream`", 64)
+    whole("tokens", 128, "new tokens of kvjax a round; a slow peer generates fewer", 2)
+    whole("rounds", 5, "rounds A B A B")
+    flags.DEFINE_enum("implementation", "auto", IMPLEMENTATIONS, "of kvjax's attention", flag_values=values)
+    flags.DEFINE_bool("compile", False, "try torch.compile on transformers' static cache too", flag_values=values)
+    text("text", None, "a file to score, for `stream`")
+    several("grid", "12x103x64,12x512x64,96x2048x64", "BATCH*HEADSxSLOTSxHEAD_DIM, for `kernels`")
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "for `kernels`", flag_values=values)
+    text("output", None, "also write the figures as JSON to this file")
+    text("plot", None, "also draw the figures, as a PNG, to this file")
+
+
+def main(argv: Sequence[str]) -> int:
+    values = flags.FlagValues()
+    define(values)
+    if {"--help", "-h"} & set(argv):
+        own = (f"  --{name}: {values[name].help}" for name in values)
+        print(str(experiments.bench.__doc__).strip(), "", "Flags:", *own, sep="\n")
+        return 0
+    try:
+        task, *rest = values(argv, known_only=False)[1:] or ["decode"]
+    except flags.Error as error:
+        raise ConfigError(str(error)) from None
+    if task not in TASKS or rest:
+        raise ConfigError(f"unknown benchmark {' '.join([task, *rest])!r}; known benchmarks: {', '.join(TASKS)}.")
+    for name in ("output", "plot"):
+        if (path := values[name].value) and not (os.path.isdir(Path(path).parent) and not os.path.isdir(path)):
+            raise ConfigError(f"--{name}={path!r} cannot be written: give a file in a folder that exists.")
+    environment = machine.environment() | {"peers": peers.versions()}
+    print(describe(environment))
+    rows = TASKS[task](values)
+    print(tabulate(rows, headers="keys", floatfmt=",.2f", intfmt=",", tablefmt="github"))
+    if values.output:
+        result: dict[str, Any] = {"environment": environment, "command": shlex.join(argv[1:]), task: rows}
+        Path(values.output).write_text(json.dumps(result, indent=2) + "\n")
+    if values.plot:
+        Path(values.plot).write_bytes(figures.draw(task, rows))
+    return 0
+
+
+def describe(environment: dict[str, Any]) -> str:
+    """One line: what this ran on."""
+    platform, device = environment["platform"], environment["device"]
+    where = f"{environment['cpu']}, {environment['cores']} cores, {environment['memory_gb']} GB"
+    if platform != "cpu":
+        where = f"{environment['devices']} {device}; {where}"
+    installed = ", ".join(f"{name} {version}" for name, version in environment["peers"].items() if version)
+    return f"measured on {platform}: {where}; jax {environment['jax']}" + (f", {installed}" if installed else "")
+
+
+if __name__ == "__main__":
+    cli.main(main)

@@ -1,0 +1,152 @@
+"""Decoding steps: kvjax under a budget, its peers, and the limit that memory sets."""
+
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+import kvjax
+from experiments import peers
+from experiments.bench.sides import (
+    LLAMA,
+    bytes_a_step,
+    in_turns,
+    lengths,
+    ours,
+    policy_of,
+    random_model,
+    random_prompt,
+    ratio,
+    reading,
+    shape,
+)
+from kvjax import policies
+from kvjax.errors import ConfigError
+from kvjax.policies.base import slots as budget_slots
+
+WORK = ((1, 512), (8, 2048))  # batch, context: what is measured unless the command line says otherwise
+SAME = 1e-3  # largest difference in log-probability between two implementations of the same model
+NO_POLICY = "no policy, same slots"
+
+
+def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+    against = names_of_peers(values.against)
+    if (values.batch is None) != (not lengths(values)):
+        raise ConfigError("give --batch and --context together, or neither for the two standard settings.")
+    settings = WORK if values.batch is None else tuple((values.batch, context) for context in lengths(values))
+    return [row for batch, context in settings for row in one_setting(values, against, batch, context)]
+
+
+def names_of_peers(against: list[str]) -> list[str]:
+    """Peers in the order given, none for ``none``."""
+    names = [name for name in dict.fromkeys(against) if name != "none"]
+    if unknown := [name for name in names if name not in peers.PEERS]:
+        raise ConfigError(f"unknown peer {unknown[0]!r}; known peers: {', '.join(peers.PEERS)}, none.")
+    return names
+
+
+def shape_for(values: flags.FlagValues, against: list[str]) -> kvjax.models.config.DecoderConfig:
+    """--shape, or one that every peer can run.
+
+    Raises:
+      ConfigError: a peer that has no model of this family.
+    """
+    name = values.shape or ("opt-125m" if all("opt" in peers.PEERS[each].families for each in against) else LLAMA)
+    config = shape(name)
+    for each in against:
+        if config.family not in (families := peers.PEERS[each].families):
+            raise ConfigError(f"{each} has no {config.family} ({name}); use --shape={LLAMA} ({', '.join(families)}).")
+    return config
+
+
+def one_setting(values: flags.FlagValues, against: list[str], batch: int, context: int) -> list[dict[str, Any]]:
+    """A row for every side, times in milliseconds a step (all rows of the batch advance one token)."""
+    rounds, tokens, implementation = values.rounds, values.tokens, values.implementation
+    slots = budget_slots(values.budget, context) + 1
+    config = shape_for(values, against)
+    # Room for every round to continue where the last one stopped, on a learned position table too.
+    model = random_model(config, context + (rounds + 1) * tokens + slots)
+    prompt = random_prompt(config, batch, context)
+    built = {name: policy_of(name, values.budget) for name in values.policies}
+    first = values.policies[0]
+
+    sides: dict[str, Iterator[float]] = {"limit": reading()}
+    held: dict[str, int] = {}
+    for name, policy in built.items():
+        sides[name] = ours(model, prompt, policy, tokens, restart=name == "full", implementation=implementation)
+        held[name] = slots if name != "full" else context + tokens - 1
+    # The same slots, all of them kept: a prompt that leaves room for exactly this run's tokens.
+    few = min(tokens, slots)
+    unpoliced = prompt[:, : slots + 1 - few]
+    sides[NO_POLICY] = ours(model, unpoliced, policies.full(), few, restart=True, implementation=implementation)
+    held[NO_POLICY] = slots
+    owner: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if against:
+            kvjax.save(model, folder)
+        for name in against:
+            peer = peers.PEERS[name].load(folder)
+            check_same(model, peer, prompt[:1, :64], name)
+            work = peers.Work(prompt, tokens, slots, tuple(built), values.compile)
+            for kind, (side, count) in peer.decode(work).items():
+                label = f"{name}, {kind}"
+                sides[label], held[label], owner[label] = side, count, name
+            if name == "kvpress" and "knorm" in built:
+                check_kept(model, peer)
+        times = in_turns(sides, rounds)
+
+    must = {name: bytes_a_step(model.config, policy, batch, context, tokens) for name, policy in built.items()}
+    a_byte = np.array(times.pop("limit"))
+    fastest = {
+        name: min((each for each in owner if owner[each] == name), key=lambda each: np.median(times[each]))
+        for name in against
+    }
+
+    def row(side: str, seconds: Any, slots: int, moved: int | None) -> dict[str, Any]:
+        return {
+            "batch": batch,
+            "context": context,
+            "side": side,
+            "slots": slots,
+            "ms/step": 1e3 * float(np.median(seconds)),
+            "min": 1e3 * float(min(seconds)),
+            "max": 1e3 * float(max(seconds)),
+            "tokens/s": batch / float(np.median(seconds)),
+            f"times {first}": ratio(seconds, times[first]),
+            **{f"faster than {peer}": ratio(times[best], seconds) for peer, best in fastest.items()},
+            "MB/step": moved and moved / 1e6,
+            "% of the limit": moved and 100 * ratio(moved * a_byte, seconds),
+        }
+
+    speed = f"{1e-9 / float(np.median(a_byte)):.1f} GB/s"
+    limits = [row(f"limit of {name}: {speed}", moved * a_byte, held[name], moved) for name, moved in must.items()]
+    return [row(name, each, held[name], must.get(name)) for name, each in times.items()] + limits
+
+
+def check_same(model: kvjax.Model, peer: Any, tokens: np.ndarray, name: str) -> None:
+    """Both sides must compute the same model, or their times mean nothing."""
+    mine = kvjax.log_likelihood(model, tokens, policies.full(), prompt_length=tokens.shape[1] // 2)
+    agree(f"{name}, full cache", np.asarray(mine.logprobs), peer.logprobs(tokens))
+
+
+def check_kept(model: kvjax.Model, peer: Any) -> None:
+    """A press that does what a policy does must keep the same slots: then what follows has the same probability.
+
+    No token comes twice: its keys would be equally long in the first layer, and which of them goes is anybody's choice.
+    """
+    length, budget = 48, 12
+    tokens = np.random.default_rng(0).permutation(np.arange(5, model.config.vocab_size))[None, : length + 16]
+    mine = kvjax.log_likelihood(model, tokens, policy_of("knorm", budget), prompt_length=length)
+    theirs = peer.logprobs_under("knorm", tokens, length, budget + 1)
+    agree("kvpress, knorm at every step", np.asarray(mine.logprobs)[:, length - 1 :], theirs)
+
+
+def agree(what: str, mine: np.ndarray, theirs: np.ndarray) -> None:
+    worst = float(np.abs(mine - theirs).max())
+    print(f"largest difference of log-probabilities, {what}: {worst:.1e}")
+    if not worst < SAME:
+        raise ConfigError(
+            f"{what}: the two sides disagree by {worst:.1e} in log-probability; times would mean nothing."
+        )

@@ -1,0 +1,51 @@
+"""A decoding step of every policy that evicts while decoding, on the same slots."""
+
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from experiments.bench.sides import in_turns, ours, random_model, random_prompt, ratio, shape
+from kvjax import policies
+from kvjax.policies.base import Policy
+
+
+def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+    """Times in milliseconds a step."""
+    rounds, tokens, budget = values.rounds, values.tokens, values.slots
+    prompt_length = budget + 1
+    config = shape(values.shape or "opt-125m")
+    model = random_model(config, prompt_length + (rounds + 1) * tokens)
+    prompt = random_prompt(config, values.batch or 1, prompt_length)
+    sides = {
+        name: ours(model, prompt, policy, tokens, implementation=values.implementation)
+        for name, policy in evicting(budget, config.learned_positions).items()
+    }
+    times = in_turns(sides, rounds)
+    return [
+        {
+            "policy": name,
+            "slots": budget,
+            "ms/step": 1e3 * float(np.median(each)),
+            "times h2o": ratio(each, times["h2o"]),
+        }
+        for name, each in times.items()
+    ]
+
+
+def evicting(budget: int, learned_positions: bool) -> dict[str, Policy]:
+    """Policies by name, h2o first; those that rotate keys by rank need a model that rotates."""
+    names = ["h2o", *(name for name in policies.POLICIES if name not in ("h2o", "full"))]
+    # What has no default.
+    needed = {"strided": {"stride": 4}, "fixed": {"block": min(64, budget // 2), "columns": min(8, budget // 8)}}
+    built = {name: policies.by_name(name, budget=budget, **needed.get(name, {})) for name in names}
+    made = {
+        name: policy
+        for name, policy in built.items()
+        if policy.then is None and not (policy.positions == "cache" and learned_positions)
+    }
+    made["scissorhands, history 400"] = policies.scissorhands(budget=budget, history=400)
+    made["value_norm(h2o)"] = policies.value_norm(made["h2o"])
+    made["with_heavy_hitters(window)"] = policies.with_heavy_hitters(made["window"])
+    merged = {f"h2o(merge={name})": policies.h2o(budget=budget, merge=m()) for name, m in policies.MERGES.items()}
+    return made | merged

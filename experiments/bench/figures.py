@@ -1,0 +1,127 @@
+"""A plot of every benchmark's rows, labelled with units."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from experiments.peers import PEERS
+from experiments.report import COLORS, FULL_COLOR, Row, label_lines, new_figure, png, style
+
+
+def draw(task: str, rows: Sequence[Row]) -> bytes:
+    """A PNG of a task's rows."""
+    return png(PLOTS[task](rows))
+
+
+def _bars(axes: Any, rows: Sequence[Row], name: str, value: str, form: str = ".1f") -> None:
+    """A bar a row, its value at the end: kvjax, its peers in a second colour, yardsticks grey."""
+    values = [row[value] for row in rows]
+    axes.barh(range(len(rows)), values, color=[_color(row[name]) for row in rows], height=0.6)
+    for place, each in enumerate(values):
+        axes.text(each + 0.01 * max(values), place, f"{each:,{form}}", va="center", fontsize=9)
+    axes.set_yticks(range(len(rows)), [row[name] for row in rows])
+    axes.set_xlim(0, 1.15 * max(values))
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+
+
+def _color(side: str) -> str:
+    if side.startswith(("limit", "copy")):
+        return FULL_COLOR
+    return COLORS[1] if side.startswith(tuple(PEERS)) else COLORS[0]
+
+
+def _settings(rows: Sequence[Row], value: str, title: str, unit: str) -> Any:
+    """Bars, a panel for every batch and context."""
+    settings = list(dict.fromkeys((row["batch"], row["context"]) for row in rows))
+    count = max(sum((row["batch"], row["context"]) == each for row in rows) for each in settings)
+    figure, panels = new_figure(len(settings), figsize=(7 * len(settings), 1.2 + 0.32 * count))
+    for axes, setting in zip(panels[0], settings, strict=True):
+        _bars(axes, [row for row in rows if (row["batch"], row["context"]) == setting], "side", value)
+        style(axes, f"{title}, batch {setting[0]:,}, context {setting[1]:,}", unit)
+    return figure
+
+
+def _decode(rows: Sequence[Row]) -> Any:
+    return _settings(rows, "ms/step", "Decoding", "milliseconds a step (median)")
+
+
+def _prefill(rows: Sequence[Row]) -> Any:
+    return _settings(rows, "ms/prompt", "Prefill", "milliseconds a prompt (median)")
+
+
+def _policies(rows: Sequence[Row]) -> Any:
+    figure, panels = new_figure(1, figsize=(7, 1.2 + 0.32 * len(rows)))
+    _bars(panels[0, 0], rows, "policy", "times h2o", ".2f")
+    style(panels[0, 0], f"A decoding step on {rows[0]['slots']:,} slots", "time, h2o = 1")
+    return figure
+
+
+def _stream(rows: Sequence[Row]) -> Any:
+    tenths = [row for row in rows if row["perplexity of the text"] is not None]
+    x = [int(row["tokens"].split(" to ")[1].replace(",", "")) for row in tenths]
+    figure, panels = new_figure(2, figsize=(10, 3.6))
+    for axes, column, title, unit in (
+        (panels[0, 0], "ms/token", f"Time a token in {rows[0]['slots']:,} slots", "milliseconds a token"),
+        (panels[0, 1], "perplexity of the text", "The text, scored", "perplexity of a tenth"),
+    ):
+        y = [row[column] for row in tenths]
+        axes.plot(x, y, "o-", color=COLORS[0])
+        axes.set_ylim(0, 1.15 * max(y))
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_formatter(lambda value, place: f"{value:,.0f}")
+        style(axes, title, "tokens so far", unit)
+    return figure
+
+
+def _memory(rows: Sequence[Row]) -> Any:
+    columns = {
+        "cache MB": "Cache held while decoding",
+        "prefill MB": "Needed for a prompt, weights left out",
+        "seen MB": "The process grew by",
+    }
+    names = [column for column in columns if any(row[column] is not None for row in rows)]
+    sides = list(dict.fromkeys(row["side"] for row in rows))
+    color = dict(zip(sides, COLORS, strict=False))
+    figure, panels = new_figure(len(names), figsize=(5.5 * len(names), 3.8))
+    figure.get_layout_engine().set(wspace=0.1)
+    for axes, column in zip(panels[0], names, strict=True):
+        ends = []
+        for side in sides:
+            line = [(row["context"], row[column]) for row in rows if row["side"] == side and row[column] is not None]
+            if line:
+                x, y = zip(*line, strict=True)
+                axes.plot(x, y, "o-", color=color[side], ms=4)
+                ends.append((x[-1], y[-1], side, color[side]))
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+        axes.grid(axis="y", color="#e5e5e5", lw=0.8)
+        axes.xaxis.set_major_formatter(lambda value, place: f"{value:,.0f}")
+        style(axes, columns[column], "tokens of context", "MB")
+        label_lines(axes, ends)
+    return figure
+
+
+def _kernels(rows: Sequence[Row]) -> Any:
+    """Bytes a second of every shape."""
+    shapes = list(dict.fromkeys((row["batch*heads"], row["slots"], row["head dim"]) for row in rows))
+    figure, panels = new_figure(len(shapes), figsize=(5 * len(shapes), 2.8))
+    for axes, shape in zip(panels[0], shapes, strict=True):
+        own = [row for row in rows if (row["batch*heads"], row["slots"], row["head dim"]) == shape and row["GB/s"]]
+        shown = [{"name": row["implementation"] + _with(row["statistics"]), "GB/s": row["GB/s"]} for row in own]
+        _bars(axes, shown, "name", "GB/s")
+        style(axes, f"{shape[0]:,} heads x {shape[1]:,} slots x {shape[2]}, {rows[0]['dtype']}", "GB/s (median)")
+    return figure
+
+
+def _with(statistics: str | None) -> str:
+    return "" if statistics is None else ", no statistics" if statistics == "none" else f", {statistics}"
+
+
+PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
+    "decode": _decode,
+    "policies": _policies,
+    "stream": _stream,
+    "prefill": _prefill,
+    "memory": _memory,
+    "kernels": _kernels,
+}

@@ -1,0 +1,146 @@
+"""What the benchmarks share: sides that take turns, kvjax as one of them, and what this machine can read a second."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from absl import flags
+
+import kvjax
+from kvjax.allocation import allocate
+from kvjax.devices import Device
+from kvjax.errors import ConfigError
+from kvjax.generate import decode
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import random_parameters
+from kvjax.models.shapes import by_name
+from kvjax.policies import evict, low_norm
+from kvjax.policies.base import Policy
+from kvjax.prefill import Prefilled, prefill
+from kvjax.roofline import decode_shapes, live_slots, roofline
+from kvjax.rope import Rope
+
+Key = TypeVar("Key")
+LLAMA = "llama-12x768"  # as large as OPT-125M, of a family that every peer has
+READ_BYTES = 1 << 30  # of the array that is read to measure a machine: no cache holds it
+
+
+def shape(name: str) -> DecoderConfig:
+    """A decoder by name: `LLAMA` (12 layers of 768, MLP 3,072, vocabulary 32,000), or one of kvjax.models.shapes."""
+    if name != LLAMA:
+        return by_name(name)
+    return dataclasses.replace(
+        by_name("llama2-7b"), hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=12, head_dim=64,
+        mlp_size=3072, embed_size=768, rope=Rope(dim=64), windows=(),
+    )  # fmt: skip
+
+
+def random_model(config: DecoderConfig, positions: int) -> kvjax.Model:
+    """Random float32 weights, with room for so many positions."""
+    config = dataclasses.replace(config, max_positions=positions)
+    return kvjax.Model(config, random_parameters(config, jax.random.key(0)))
+
+
+def random_prompt(config: DecoderConfig, batch: int, length: int) -> np.ndarray:
+    """[batch, length] token ids, none of them special."""
+    return np.random.default_rng(0).integers(5, config.vocab_size, (batch, length))
+
+
+def policy_of(name: str, budget: int | float) -> Policy:
+    """A policy by name; what only shortens prompts evicts here at every step, if it can rank a slot at any time."""
+    if name == "knorm":
+        return evict(importance=low_norm, budget=budget, name="knorm")
+    return kvjax.policies.full() if name == "full" else kvjax.policies.by_name(name, budget=budget)
+
+
+def lengths(values: flags.FlagValues) -> list[int]:
+    """--context as numbers; empty if it was not given."""
+    given = values.context or []
+    if not all(each.isdecimal() and int(each) for each in given):
+        raise ConfigError(f"--context={','.join(given)!r} is not valid; give tokens, as in 512 or 512,2048.")
+    return [int(each) for each in given]
+
+
+def in_turns(sides: Mapping[Key, Iterator[float]], rounds: int) -> dict[Key, list[float]]:
+    """Seconds of every side and round, A B A B, after one round that warms up."""
+    times: dict[Key, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        for name, side in sides.items():
+            elapsed = next(side)
+            if turn:
+                times[name].append(elapsed)
+    return times
+
+
+def ratio(times: npt.ArrayLike, others: npt.ArrayLike) -> float:
+    """How many times longer, round by round, in the median."""
+    return float(np.median(np.divide(times, others)))
+
+
+def ours(
+    model: kvjax.Model,
+    prompt: np.ndarray,
+    policy: Policy,
+    tokens: int,
+    *,
+    restart: bool = False,
+    implementation: Any = "auto",
+) -> Iterator[float]:
+    """Seconds a step of kvjax: each round continues the last one, or restarts where slots would run out."""
+    prefilled = prefill(model, prompt, policy, max_new_tokens=tokens, implementation=implementation)
+    while True:
+        seconds, then = advance(model, copied(prefilled) if restart else prefilled, policy, tokens, implementation)
+        prefilled = prefilled if restart else then
+        yield seconds
+
+
+def advance(
+    model: kvjax.Model, prefilled: Prefilled, policy: Policy, tokens: int, implementation: Any = "auto"
+) -> tuple[float, Prefilled]:
+    """Seconds a step of generating so many tokens, and where to go on; what is given is consumed (donated)."""
+    jax.block_until_ready(prefilled)
+    start = time.perf_counter()
+    result = decode(model, prefilled, policy, max_new_tokens=tokens, implementation=implementation)
+    jax.block_until_ready(result.state)
+    # The last token is not fed back.
+    seconds = (time.perf_counter() - start) / (tokens - 1)
+    return seconds, Prefilled(prefilled.logits, result.state, prefilled.budget)
+
+
+def copied(prefilled: Prefilled) -> Prefilled:
+    return jax.tree.map(lambda x: x.copy(), prefilled)
+
+
+def timed(run: Callable[[], Any]) -> Iterator[float]:
+    """Seconds of each call, waited for."""
+    while True:
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        yield time.perf_counter() - start
+
+
+def bytes_a_step(config: DecoderConfig, policy: Policy, batch: int, context: int, tokens: int) -> int:
+    """The least that a decoding step moves in float32; see `kvjax.roofline.Roofline`."""
+    prompts = np.full((batch,), context, np.int32)
+    slots = allocate(policy, prompts, context + tokens - 1, config.num_layers, config.num_kv_heads)
+    live = live_slots(config, policy, slots, context, tokens)
+    shapes = decode_shapes(config, policy, slots, jnp.float32, batch, None)
+    step = roofline(config, shapes, live, Device("", None, None, None, ""))
+    return step.weights_moved + step.cache_moved
+
+
+def reading() -> Iterator[float]:
+    """Seconds a byte: an array that no cache holds is read by a sum and by both matrix-vector products; the fastest."""
+    side = int((READ_BYTES / 4) ** 0.5)
+    matrix, vector = jnp.ones((side, side)), jnp.ones((side,))
+    programs = [jax.jit(f) for f in (lambda m, v: m.sum(1), lambda m, v: m @ v, lambda m, v: v @ m)]
+    reads = [timed(lambda f=f: f(matrix, vector)) for f in programs]  # type: ignore[misc]
+    for each in reads:
+        next(each)
+    while True:
+        yield min(float(np.median([next(each) for _ in range(3)])) for each in reads) / matrix.nbytes

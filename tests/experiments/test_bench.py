@@ -1,0 +1,221 @@
+"""Benchmarks on shapes so small that only what they compute, count and refuse is tested, never how fast."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from experiments.bench import decode, every_policy, kernels, memory, sides
+from experiments.bench.__main__ import TASKS, main
+from experiments.peers import PEERS, Work
+from kvjax import policies
+from kvjax.errors import ConfigError, KvjaxError
+from kvjax.models import shapes
+from kvjax.models.decoder import parameter_count
+
+QUICK = ("--shape=tiny", "--tokens=4", "--rounds=1")
+
+
+def needs(*modules: str):
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: the extras bench, bench-kvpress and "
+                              "bench-llama")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _quick(small, monkeypatch):
+    """The one-layer decoder of `small`, and a machine that is measured by reading little."""
+    monkeypatch.setattr(sides, "READ_BYTES", 1 << 16)
+
+
+def bench(tmp_path, *arguments: str) -> list[dict]:
+    """Rows of the JSON file; the plot is a PNG."""
+    output, plot = tmp_path / "rows.json", tmp_path / "rows.png"
+    assert main(["bench", *QUICK, *arguments, f"--output={output}", f"--plot={plot}"]) == 0
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    result = json.loads(output.read_text())
+    assert result["environment"]["cpu"] and set(result["environment"]["peers"]) > {"torch", "kvpress"}
+    assert arguments[0] in result["command"]
+    return result[arguments[0]]
+
+
+def test_decode(tmp_path, capsys):
+    rows = bench(tmp_path, "decode", "--against=none", "--policies=h2o,roco,full", "--batch=2", "--context=20")
+    names = [row["side"] for row in rows]
+    assert names[:4] == ["h2o", "roco", "full", "no policy, same slots"]
+    # A fifth of 20 and the newest; all, with the 3 that are fed back.
+    assert [row["slots"] for row in rows[:4]] == [5, 5, 23, 5]
+    assert rows[0]["times h2o"] == 1.0
+    assert [row["% of the limit"] is None for row in rows[:4]] == [False, False, False, True]
+    assert rows[4]["side"].startswith("limit of h2o: ") and rows[4]["% of the limit"] == pytest.approx(100)
+    assert "measured on cpu: " in capsys.readouterr().out
+
+
+def test_the_bytes_of_a_step_by_hand():
+    """All weights but the embedding's table of positions, live slots with a position and a statistic, a new slot."""
+    config = shapes.by_name("tiny")
+    moved = sides.bytes_a_step(config, policies.h2o(budget=8), batch=2, context=16, tokens=4)
+    slot = 2 * config.head_dim * 4 + 4
+    live = 9
+    cache = 2 * config.num_kv_heads * config.num_layers * (live * (slot + 2 * 4) + slot)
+    assert moved == 4 * parameter_count(config) + cache
+
+
+def test_the_llama_shape():
+    """12 x 768, MLP 3,072, vocabulary 32,000, an output head of its own."""
+    config = sides.shape(sides.LLAMA)
+    assert parameter_count(config) == 12 * (4 * 768**2 + 3 * 768 * 3072 + 2 * 768) + 2 * 32_000 * 768 + 768
+    assert config.windows == (None,) * 12
+
+
+def test_sides_take_turns_after_a_round_that_warms_up():
+    order = []
+
+    def side(name, seconds):
+        for each in seconds:
+            order.append(name)
+            yield each
+
+    times = sides.in_turns({"a": side("a", [9, 1, 2]), "b": side("b", [9, 3, 8])}, rounds=2)
+    assert "".join(order) == "ababab"
+    assert times == {"a": [1, 2], "b": [3, 8]}
+    assert sides.ratio(times["b"], times["a"]) == 3.5
+
+
+def test_policies(tmp_path, monkeypatch):
+    made = every_policy.evicting(64, learned_positions=False)
+    assert next(iter(made)) == "h2o"
+    assert {"roco", "tova", "streaming_llm", "fixed", "h2o(merge=d2o)"} <= set(made)
+    assert not {"full", "snapkv", "knorm"} & set(made)
+    assert "streaming_llm" not in every_policy.evicting(64, learned_positions=True)
+    monkeypatch.setattr(every_policy, "evicting", lambda *_: {name: made[name] for name in ("h2o", "window")})
+    rows = bench(tmp_path, "policies", "--slots=64")
+    assert [row["policy"] for row in rows] == ["h2o", "window"]
+    assert rows[0]["times h2o"] == 1.0
+
+
+@pytest.mark.slow
+def test_stream(tmp_path):
+    rows = bench(tmp_path, "stream", "--slots=64", "--tokens=40")
+    tenths, (first, last) = rows[:10], rows[10:]
+    assert [row["tokens"] for row in tenths[:2]] == ["0 to 4", "4 to 8"] and tenths[0]["perplexity of the text"] > 1
+    assert (first["tokens"], last["tokens"]) == ("0 to 4, in turns", "40 to 44, in turns")
+    assert first["times the first"] == 1.0 and last["times the first"] > 0 and last["perplexity of the text"] is None
+
+
+def test_prefill(tmp_path):
+    rows = bench(tmp_path, "prefill", "--against=none", "--policies=h2o", "--context=16")
+    assert [row["side"] for row in rows] == ["full", "h2o"]
+    assert rows[0]["times full"] == 1.0 and rows[1]["tokens/s"] > 0
+
+
+def test_memory(tmp_path):
+    rows = bench(tmp_path, "memory", "--against=none", "--context=20,40")
+    assert [(row["context"], row["side"], row["slots"]) for row in rows] == [
+        (20, "h2o", 5), (20, "full", 20 + memory.NEW_TOKENS - 1), (40, "h2o", 9), (40, "full", 40 + 7)
+    ]  # fmt: skip
+    for row in rows:
+        # 1 layer and KV head of 8 features: keys, values, a position, h2o's statistic; a length
+        assert row["cache MB"] * 1e6 == row["slots"] * (2 * 8 * 4 + 4 + 4 * (row["side"] == "h2o")) + 4
+        assert row["decode MB"] >= row["cache MB"] and row["prefill MB"] > 0
+
+
+def test_kernels(tmp_path):
+    rows = bench(tmp_path, "kernels", "--grid=4x16x8")
+    ran = {(row["implementation"], row["statistics"]): row for row in rows if row["GB/s"]}
+    assert {("xla", "none"), ("xla", "mass"), ("copy", None)} <= set(ran)
+    # 4 heads, 16 slots of a key, a value and a position; a query and an output
+    assert ran["xla", "none"]["MB"] * 1e6 == 4 * (16 * (2 * 8 * 4 + 4) + 2 * 8 * 4)
+    assert ran["xla", "mass"]["MB"] * 1e6 == ran["xla", "none"]["MB"] * 1e6 + 4 * 16 * 4
+    refused = [row for row in rows if not row["GB/s"]]
+    # Interpreted kernels are no measure of a platform that cannot run them.
+    assert {row["implementation"] for row in refused} >= {"pallas_tpu"}
+    assert all(row["not run because"] and row["ms"] is None for row in refused)
+
+
+@needs("torch", "transformers")
+def test_transformers(tmp_path, capsys):
+    rows = bench(tmp_path, "decode", "--against=transformers", "--batch=2", "--context=20")
+    by_side = {row["side"]: row for row in rows}
+    assert [by_side[f"transformers, {kind}"]["slots"] for kind in ("static", "dynamic")] == [24, 24]
+    assert max(by_side[f"transformers, {kind}"]["faster than transformers"] for kind in ("static", "dynamic")) == 1.0
+    assert by_side["transformers, static"]["MB/step"] is None
+    assert "largest difference of log-probabilities, transformers" in capsys.readouterr().out
+    prompts = bench(tmp_path, "prefill", "--against=transformers", "--context=16")
+    assert [row["side"] for row in prompts] == ["full", "h2o", "transformers, sdpa", "transformers, eager"]
+    held = bench(tmp_path, "memory", "--against=transformers", "--context=20")
+    # 1 layer, 1 KV head of 8 features: as many slots as tokens
+    assert {row["side"]: row["cache MB"] for row in held}["transformers, dynamic"] * 1e6 == 27 * 2 * 8 * 4
+
+
+@needs("kvpress")
+def test_kvpress(tmp_path, capsys):
+    rows = bench(tmp_path, "decode", "--against=kvpress", "--policies=h2o,knorm", "--batch=1", "--context=60")
+    assert [row["side"] for row in rows if row["side"].startswith("kvpress")] == [
+        f"kvpress, {press} every {steps}"
+        for press in ("ObservedAttentionPress", "KnormPress")
+        for steps in ("step", "3 steps")
+    ]
+    assert {row["slots"] for row in rows if row["side"] != "full"} == {13}
+    assert "kvpress, knorm at every step" in capsys.readouterr().out
+
+
+@needs("llama_cpp", "gguf")
+def test_llama_cpp(tmp_path):
+    rows = bench(tmp_path, "decode", "--against=llama.cpp", "--batch=1", "--context=20")
+    assert [row["side"] for row in rows if row["side"].startswith("llama")] == [
+        "llama.cpp, plain attention", "llama.cpp, flash attention"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_that_is_missing_says_what_to_install(name, tmp_path, monkeypatch):
+    for module in ("torch", "kvpress", "llama_cpp"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(ConfigError, match=r"install kvjax\[bench"):
+        PEERS[name].load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sprint"], "unknown benchmark 'sprint'; known benchmarks: decode, policies"),
+        (["decode", "--against=vllm"], "unknown peer 'vllm'; known peers: transformers, kvpress, llama.cpp, none"),
+        (["decode", "--against=none", "--batch=1"], "give --batch and --context together"),
+        (["decode", "--against=kvpress", "--shape=opt-125m"], "kvpress has no opt .* use --shape=llama-12x768"),
+        (["decode", "--against=none", "--policies=h3o"], "unknown policy 'h3o'"),
+        (["decode", "--against=none", "--shape=gpt-5"], "unknown model shape 'gpt-5'"),
+        (["prefill", "--context=many"], "--context='many' is not valid"),
+        (["prefill", "--against=llama.cpp", "--context=8"], "measured decoding only"),
+        (["memory", "--against=kvpress", "--context=8"], "against transformers only"),
+        (["kernels", "--grid=12x64"], "--grid='12x64' is not valid"),
+        (["decode", "--output=/nowhere/at/all.json"], "cannot be written"),
+    ],
+)
+def test_what_a_user_can_get_wrong(arguments, message):
+    given = [*arguments, *(flag for flag in QUICK if not any(flag[:7] == each[:7] for each in arguments))]
+    with pytest.raises(KvjaxError, match=message):
+        main(["bench", *given])
+
+
+def test_two_sides_that_differ_are_not_timed():
+    with pytest.raises(ConfigError, match="the two sides disagree by 2"):
+        decode.agree("a peer", np.zeros(3), np.array([0.0, 0.0, 0.002]))
+
+
+def test_llama_cpp_takes_one_row():
+    from experiments.peers.llama_cpp import LlamaCpp
+
+    with pytest.raises(ConfigError, match="batch 1; got --batch=2"):
+        LlamaCpp.decode(object.__new__(LlamaCpp), Work(np.zeros((2, 4), int), 4, 2, ("h2o",), False))
+
+
+def test_a_grid_is_read():
+    assert kernels.parse("12x512x64") == (12, 512, 64)
+
+
+def test_every_task_has_its_lines_in_the_help(capsys):
+    assert main(["bench", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n{task}: " in shown for task in TASKS) and "--against" in shown
