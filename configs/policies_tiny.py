@@ -14,7 +14,7 @@ Command: python -m experiments.run --config=policies_tiny --config.data.text=FIL
 
 from experiments.config import DataConfig, ExperimentConfig, ModelConfig, PolicyConfig, RecallConfig
 
-HEADS = "((1,0),(1,0),(0,0),(0,0))"  # of kvjax-tiny
+HEADS = "((1,1),(0,0),(0,0),(1,0),(0,0),(0,0))"  # of kvjax-tiny
 
 
 def get_config() -> ExperimentConfig:
