@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import cache, sharding
+from kvjax.attention import Implementation
 from kvjax.cache import Block, LayerKV
 from kvjax.policies.base import Policy, View
 from kvjax.rope import Rope
@@ -18,11 +19,14 @@ from kvjax.statistics import Observation
 
 Array = jax.Array
 GROUP_BYTES = 32  # of one feature: slots that share a tile of a TPU's memory, which is written whole
+GPU_SLOTS = 8  # that a GPU's copies into shared memory move together
 
 
-def capacity_multiple(implementation: str, itemsize: int) -> int:
-    """Slots are allocated in multiples of this, so that a pair can be written where it lies."""
-    return max(GROUP_BYTES // itemsize, 1) if implementation == "pallas_tpu" else 1
+def capacity_multiple(implementation: Implementation, itemsize: int) -> int:
+    """Slots are allocated in multiples of this, so that kernels can read and write them where they lie."""
+    if implementation == "pallas_tpu":
+        return max(GROUP_BYTES // itemsize, 1)
+    return GPU_SLOTS if implementation == "pallas_gpu" else 1
 
 
 def covers(block: Block, layer: LayerKV | None, tokens: int, kv_heads: int) -> bool:

@@ -230,7 +230,7 @@ def _call(plan: Plan, pairs: int) -> Any:
         scratch_types=scratch,
         grid=(pairs, plan.spans),
         grid_names=("pair", "span"),
-        # Lane: layouts are those written here. Inferring them is the default from jax 0.11, and fails with 0.10.2.
+        # Lane: layouts are those written here; inferring them, the default of newer jax, fails for this kernel.
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="attend_one_query",
     )
