@@ -39,8 +39,9 @@ RECIPE = """`{start[command]}`
 
 {config.steps:,} steps of {config.batch_tokens:,} tokens, seed {config.seed}, in {hours:.1f} hours{resumed} on
 {start[cores]} cores ({start[cpu]}), jax {start[jax]}, Python {start[python]}. {beginning} Windows of {contexts} tokens
-{stages}, of these {repeats} one sequence of random tokens over and over; {invented} of the recall material in wordings
-made up on the spot. The learning rate came down to 0 at step {cycles} (over {decays})."""
+{stages}, of these {repeats} one sequence of random tokens over and over; {recall} of every window's tokens recall
+material ({shares}), {invented} of it in wordings made up on the spot. The learning rate came down to 0 at step {cycles}
+(over {decays})."""
 
 
 class Run(NamedTuple):
@@ -78,6 +79,11 @@ class Run(NamedTuple):
             contexts=_listed(config.contexts),
             stages=f"by stage (ends at steps {_listed(config.stage_ends)})" if config.stage_ends else "throughout",
             repeats=", ".join(f"{share:.0%}" for share in mixture.repeat_fraction),
+            recall=f"{mixture.recall_fraction:.0%}",
+            shares=", ".join(
+                f"{task} {share / sum(mixture.task_shares):.0%}"
+                for task, share in zip(recall.TASKS, mixture.task_shares, strict=True)
+            ),
             invented=", ".join(f"{share:.0%}" for share in mixture.invented_fraction),
             cycles=_listed((*config.optimizer.cycle_ends, config.steps)),
             decays=_listed(config.optimizer.decay_steps),

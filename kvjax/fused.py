@@ -19,6 +19,7 @@ from kvjax.statistics import Observation
 
 Array = jax.Array
 GROUP_BYTES = 32  # of one feature: slots that share a tile of a TPU's memory, which is written whole
+HELD_BYTES = 12 << 20  # of the 16 MiB that a kernel may have; tiles of keys and values take the rest
 GPU_SLOTS = 8  # that a GPU's copies into shared memory move together
 
 
@@ -29,15 +30,28 @@ def capacity_multiple(implementation: Implementation, itemsize: int) -> int:
     return GPU_SLOTS if implementation == "pallas_gpu" else 1
 
 
-def covers(block: Block, layer: LayerKV | None, tokens: int, kv_heads: int) -> bool:
-    """Whether `step` can take this step."""
+def covers(block: Block, layer: LayerKV | None, tokens: int, kv_heads: int, group: int) -> bool:
+    """Whether `step` can take this step: so many tokens a row, of a policy and of slots that the kernel has room for.
+
+    More slots go through `cache.step`, whose attention kernel holds less of them.
+    """
     return (
         block.implementation == "pallas_tpu"
         and layer is not None
         and tokens == 1
         and block.decoding
         and _in_kernel(block.policy, kv_heads)
+        and _held_bytes(block.policy, layer, group) <= HELD_BYTES
     )
+
+
+def _held_bytes(policy: Policy, layer: LayerKV, group: int) -> int:
+    """Bytes of a TPU core's memory that the kernel holds for a row's slots beside the tiles that pass through."""
+    _, kv_heads, slots, _ = layer.key.shape
+    here = kv_heads // sharding.divided("kv_heads", kv_heads)
+    # Logits of every query head; what is visible; positions and statistics, on their way in and out, two of each.
+    lines = 1 + 4 * (1 + len(policy.needs))
+    return 4 * slots * (here * group + -(-here // 8) * 8 * lines)
 
 
 def _in_kernel(policy: Policy, kv_heads: int) -> bool:

@@ -25,7 +25,11 @@ def step(
     """`cache.step`, part by part, or the kernel that does the same (`kvjax.fused`); arguments and results as there."""
     parts = block.policy.parts
     if not parts:
-        run = fused.step if fused.covers(block, layer, query.shape[2], key.shape[1]) else cache.step
+        run = (
+            fused.step
+            if fused.covers(block, layer, query.shape[2], key.shape[1], query.shape[1] // key.shape[1])
+            else cache.step
+        )
         return run(layer, query, key, value, block=block, index=index, **options)
     batch, heads, n, dim = query.shape
     kv_heads = key.shape[1]

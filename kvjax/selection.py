@@ -55,9 +55,12 @@ def _threshold(keys: Array, among: Array, count: Array) -> Array:
     """
     ways = jnp.arange(1, 1 << BITS, dtype=jnp.uint32)
 
+    # On a mesh the rows are on several devices, which would have to agree at every round.
+    alone = jax.sharding.get_abstract_mesh().empty
+
     def unsettled(state: tuple[Array, Array, Array]) -> Array:
         i, _, reached = state
-        return (i < 32 // BITS) & jnp.any(reached > count)
+        return (i < 32 // BITS) & jnp.any(reached > count) if alone else i < 32 // BITS
 
     def narrow(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         i, prefix, reached = state

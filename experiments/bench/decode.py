@@ -75,8 +75,10 @@ def one_setting(values: flags.FlagValues, against: list[str], batch: int, contex
     sides: dict[str, Iterator[float]] = {"limit": reading()}
     held: dict[str, int] = {}
     for name, policy in built.items():
-        sides[name] = ours(model, prompt, policy, tokens, restart=name == "full", implementation=implementation)
-        held[name] = slots if name != "full" else context + tokens - 1
+        # What never evicts while decoding has room for one round.
+        grows = (policy.then or policy).budget is None
+        sides[name] = ours(model, prompt, policy, tokens, restart=grows, implementation=implementation)
+        held[name] = slots if not grows else (context if policy.budget is None else slots - 1) + tokens - 1
     # The same slots, all of them kept: a prompt that leaves room for exactly this run's tokens.
     few = min(tokens, slots)
     unpoliced = prompt[:, : slots + 1 - few]

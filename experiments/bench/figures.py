@@ -1,5 +1,6 @@
 """A plot of every benchmark's rows, labelled with units."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ def _memory(rows: Sequence[Row]) -> Any:
     }
     names = [column for column in columns if any(row[column] is not None for row in rows)]
     sides = list(dict.fromkeys(row["side"] for row in rows))
-    color = dict(zip(sides, COLORS, strict=False))
+    color = dict(zip(sides, itertools.cycle(COLORS), strict=False))
     figure, panels = new_figure(len(names), figsize=(5.5 * len(names), 3.8))
     figure.get_layout_engine().set(wspace=0.1)
     for axes, column in zip(panels[0], names, strict=True):

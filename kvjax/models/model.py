@@ -32,7 +32,9 @@ class Model:
     def platform(self) -> str:
         """``cpu``, ``gpu`` or ``tpu``: where the parameters are."""
         leaf = jax.tree.leaves(self.params)[0]
-        return next(iter(leaf.devices())).platform if isinstance(leaf, jax.Array) else jax.default_backend()
+        # NumPy's arrays are nowhere yet, nor are those of a gradient that is being traced.
+        placed = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        return next(iter(leaf.devices())).platform if placed else jax.default_backend()
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
         """Puts the mesh in force for the calls inside; nothing without one."""

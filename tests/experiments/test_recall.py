@@ -151,7 +151,7 @@ def test_only_the_whole_answer_counts(monkeypatch):
         prompt.answer.tolist() for prompt in asked["passkey"]
     ]
 
-    def generate(model, tokens, policy, *, max_new_tokens, prefill_block):
+    def generate(model, tokens, policy, *, max_new_tokens):
         answers = {made.tokens.tobytes(): made.answer for made in [*asked["passkey"], *asked["associative"]]}
         rows = np.full((len(tokens), max_new_tokens), 7, np.int32)
         assert len(tokens) <= score.ROWS

@@ -88,7 +88,7 @@ def test_what_cannot_run_says_so():
     two = jnp.concatenate([query, query], axis=2)
     with pytest.raises(ValueError, match="one query a head; got 2"):
         attention.attend(
-            two, key, value, query_position=jnp.array([[32, 33]]), key_position=position, implementation="pallas_tpu"
+            two, key, value, query_position=jnp.array([[32, 33]]), key_position=position, implementation="pallas_gpu"
         )
     with pytest.raises(ValueError, match="interpret mode"):
         attention.attend(query, key, value, query_position=at, key_position=position, implementation="pallas_tpu")[
@@ -99,7 +99,7 @@ def test_what_cannot_run_says_so():
 def fused_step(policy, layer, query, key, value, position, budget):
     """One decoding step, in one kernel."""
     block = Block(position=position, budget=(budget,), policy=policy, decoding=True, implementation="pallas_tpu")
-    assert fused.covers(block, layer, 1, key.shape[1])
+    assert fused.covers(block, layer, 1, key.shape[1], query.shape[1] // key.shape[1])
     return layers.step(layer, query, key, value, block=block, index=0)
 
 
@@ -176,3 +176,14 @@ def test_the_tpu_compiler_takes_it(topology, shape, dtype, name):
         ]
         assert not copies, "no copy of a whole cache"
         assert program.memory_analysis().temp_size_in_bytes < held // 4
+
+
+def test_more_slots_than_a_core_holds_go_through_the_cache():
+    """131,072 of eight heads of four do not fit into the fused kernel; 16,384 do."""
+    policy = build("h2o", 64)
+    for slots, fits in ((16_384, True), (131_072, False)):
+        layer = jax.eval_shape(functools.partial(cache.empty, policy, 1, 8, slots, 128, jnp.bfloat16))
+        block = Block(
+            position=jnp.zeros((1, 1), jnp.int32), budget=(), policy=policy, decoding=True, implementation="pallas_tpu"
+        )
+        assert fused.covers(block, layer, 1, 8, 4) is fits

@@ -184,7 +184,8 @@ def _kernel(
 
     if inside:
         for head in range(kv_heads):
-            pl.when(alive & (slot_ref[head] // tile == at))(functools.partial(write, head))
+            free_here = (slot_ref[head] < size) & (slot_ref[head] // tile == at)
+            pl.when(alive & free_here)(functools.partial(write, head))
 
     @pl.when(at == tiles - 1)
     def _():
