@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from experiments.peers import Work
@@ -31,7 +32,7 @@ class Transformers:
             raise ConfigError(f"benchmarks against transformers need {error.name}; install kvjax[bench].") from None
         self.torch, self.transformers = torch, transformers
         transformers.utils.logging.disable_progress_bar()
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"  # the one that kvjax runs on
         if hasattr(os, "sched_getaffinity"):
             torch.set_num_threads(len(os.sched_getaffinity(0)))
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval().to(self.device)
@@ -118,7 +119,11 @@ def greedy(model: Any, ids: Any, cache: Any, **positions: Any) -> Any:
 
 
 def median_of_steps(step: Callable[[], None], tokens: int) -> float:
-    """Seconds of a step, the median of so many, or of fewer if they are slow."""
+    """Seconds of a step, the median of so many, or of fewer if they are slow.
+
+    kvjax's are a mean over a round: the peer's few slow steps, such as a press that compresses every so often, are not
+    counted against it.
+    """
     times: list[float] = []
     while len(times) < (tokens if not times or np.median(times) < SLOW else min(tokens, max(4, tokens // 16))):
         start = time.perf_counter()
