@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import re
 
-import jax
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
@@ -83,7 +82,6 @@ def test_a_move_of_the_cache_would_be_seen(monkeypatch):
     assert cache_moves(planned("opt-6.7b", "v5e:1x1"), 128)
 
 
-def test_one_implementation_is_named_wrongly():
+def test_an_unknown_implementation_is_refused():
     with pytest.raises(kvjax.KvjaxError, match="'pallas' is unknown; use auto, xla, pallas_tpu, pallas_gpu"):
         kvjax.generate(tiny().model, [[5, 6]], policies.full(), max_new_tokens=2, implementation="pallas")
-    assert jax.default_backend() == "cpu"
