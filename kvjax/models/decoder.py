@@ -9,7 +9,9 @@ unrotated queries, keys and values to `layers.step` and gets an output and the l
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -53,7 +55,8 @@ def project(x: Array, kernel: Array) -> Array:
 
     def in_parts(x: Array, kernel: Array) -> Array:
         y = jnp.einsum("pi,pio->po", x.reshape(parts, -1), kernel.reshape(parts, -1, kernel.shape[1]))
-        return jnp.sum(y, axis=0).reshape(*x.shape[:-1], -1)
+        # Sums of slices, which XLA writes into whatever reads the result; a reduction would be a step of its own.
+        return functools.reduce(operator.add, (y[i] for i in range(parts))).reshape(*x.shape[:-1], -1)
 
     return jax.lax.platform_dependent(x, kernel, cpu=in_parts, default=jnp.matmul)
 
