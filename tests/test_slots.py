@@ -163,7 +163,7 @@ def assert_same(got: kvjax.LogLikelihood, expected: reference.ReferenceRun) -> N
     gap = min(expected.evict_gap.min(), 10 * expected.above_gap.min())  # a share of attention, not a relative gap
     assert gap > CLEAR, f"a choice of the reference is a near-tie ({gap:.1e}): use another seed"
     for index, layer in enumerate(got.state.layers):
-        for row in range(len(PROMPTS)):
+        for row in range(len(got.logprobs)):
             for head, live in enumerate(kept(got.state, row)[index]):
                 np.testing.assert_array_equal(live, expected.kept[index][row][head], f"layer {index} {row=} {head=}")
                 slot = np.argsort(np.asarray(layer.position)[row, head])[-len(live) :]
