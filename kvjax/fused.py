@@ -19,7 +19,7 @@ from kvjax.statistics import Observation
 
 Array = jax.Array
 GROUP_BYTES = 32  # of one feature: slots that share a tile of a TPU's memory, which is written whole
-HELD_BYTES = 12 << 20  # of the 16 MiB that a kernel may have; tiles of keys and values take the rest
+HELD_BYTES = 16 << 20  # that a kernel may have of a TPU core's memory
 GPU_SLOTS = 8  # that a GPU's copies into shared memory move together
 
 
@@ -46,12 +46,22 @@ def covers(block: Block, layer: LayerKV | None, tokens: int, kv_heads: int, grou
 
 
 def _held_bytes(policy: Policy, layer: LayerKV, group: int) -> int:
-    """Bytes of a TPU core's memory that the kernel holds for a row's slots beside the tiles that pass through."""
-    _, kv_heads, slots, _ = layer.key.shape
-    here = kv_heads // sharding.divided("kv_heads", kv_heads)
-    # Logits of every query head; what is visible; positions and statistics, on their way in and out, two of each.
-    lines = 1 + 4 * (1 + len(policy.needs))
-    return 4 * slots * (here * group + -(-here // 8) * 8 * lines)
+    """Bytes of a TPU core's memory that the kernel holds for a row, in tiles of 8 or more rows by 128 lanes."""
+    from kvjax.kernels.decode import step_tpu
+
+    _, kv_heads, slots, dim = layer.key.shape
+    heads = kv_heads // sharding.divided("kv_heads", kv_heads)
+    tile = step_tpu.tile_slots(heads, slots, dim, layer.key.dtype.itemsize)
+    slots, dim = (-(-x // 128) * 128 for x in (slots, dim))
+    rows, group = -(-heads // 8) * 8, group if group == 1 else -(-group // 8) * 8
+    # Logits, and probabilities while they are added up; what is visible; positions and statistics, on their way in and
+    # out, two of each; and what the compiler keeps of the policy's own arithmetic (up to 11 measured, for roco).
+    lines = 2 * heads * group + rows * (1 + 4 * (1 + len(policy.needs)) + 12)
+    # Keys and values that pass through, two tiles of each.
+    tiles = 4 * tile * heads * dim * layer.key.dtype.itemsize
+    # Query, output and sums of every query head; the new pair, and the group of slots that is written.
+    small = heads * dim * (4 * 6 * group + 4 * 32 * 4 + 2 * 32)
+    return 4 * slots * lines + tiles + small
 
 
 def _in_kernel(policy: Policy, kv_heads: int) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kvjax import attention, cache, fused, layers, policies
 from kvjax.cache import Block, LayerKV
 from kvjax.devices import topology_devices
-from kvjax.kernels.decode import pallas_tpu
+from kvjax.kernels.decode import pallas_tpu, step_tpu
 from kvjax.statistics import ABOVE, COUNT, LAST, MASS, MASS_SQ, decayed, recent_above
 
 needs_libtpu = pytest.mark.skipif(
@@ -96,16 +97,20 @@ def test_what_cannot_run_says_so():
         ].block_until_ready()
 
 
-def fused_step(policy, layer, query, key, value, position, budget):
+def fused_step(policy, layer, query, key, value, position, budget, window=None):
     """One decoding step, in one kernel."""
     block = Block(position=position, budget=(budget,), policy=policy, decoding=True, implementation="pallas_tpu")
     assert fused.covers(block, layer, 1, key.shape[1], query.shape[1] // key.shape[1])
-    return layers.step(layer, query, key, value, block=block, index=0)
+    return layers.step(layer, query, key, value, block=block, index=0, window=window)
 
 
-def build(name: str, budget: int) -> policies.Policy:
-    more = {"strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}}
-    return policies.by_name(name, budget=budget, **more.get(name, {}))
+def build(name: str, budget: int, **more) -> policies.Policy:
+    more |= {"strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "ring": {"variant": "ring"}}.get(name, {})
+    if name == "full":
+        return policies.full()
+    if name == "heavy":
+        return policies.with_heavy_hitters(policies.mean_attention(budget=budget, recent=budget // 4))
+    return policies.by_name("h2o" if name == "ring" else name, budget=budget, **more)
 
 
 @pytest.mark.parametrize(("name", "budget"), [*((name, 15) for name in FUSED), ("h2o", 20), ("roco", 22)])
@@ -134,6 +139,98 @@ def test_a_step_is_that_of_the_cache(interpreted, name, budget):
             np.testing.assert_allclose(ours.stats[stat], column, atol=1e-5, err_msg=stat)
 
 
+class Steps(NamedTuple):
+    """A row's slots, some steps in one kernel beside some in XLA; what is the same is compared after every one."""
+
+    name: str
+    slots: int
+    dim: int = 64
+    group: int = 2
+    dtype: Any = jnp.float32
+    window: int | None = None
+    policy: tuple[tuple[str, str], ...] = ()
+    budgets: tuple[int, int] | None = None  # of the two rows; None = the slots but one
+
+    def run(self, steps: int) -> None:
+        batch, kv_heads, top = 2, 2, self.slots - 1
+        policy = build(self.name, top, **dict(self.policy))
+        budgets = jnp.asarray(self.budgets or (top, top), jnp.int32)
+        rng = np.random.default_rng(0)
+        filled = np.full((batch, kv_heads, self.slots), -1)
+        for row, live in enumerate(np.asarray(budgets) - 2):  # two steps before the first victim, holes anywhere
+            for head in range(kv_heads):
+                filled[row, head, rng.permutation(self.slots)[:live]] = rng.permutation(live)
+        random = lambda *shape: jnp.asarray(rng.normal(size=shape), self.dtype)  # noqa: E731
+        layer = cache.empty(policy, batch, kv_heads, self.slots, self.dim, self.dtype)
+        layer = layer.replace(
+            key=random(*layer.key.shape), value=random(*layer.value.shape), position=jnp.asarray(filled, jnp.int32),
+            stats={
+                s.name: jnp.asarray(np.where(filled >= 0, rng.integers(3, 9, filled.shape), 0), jnp.float32)
+                for s in policy.needs
+            },
+        )  # fmt: skip
+        ours = layer
+        plain = jax.jit(
+            lambda layer, q, k, v, block: cache.step(layer, q, k, v, block=block, index=0, window=self.window)
+        )
+        kernel = jax.jit(functools.partial(fused_step, policy, window=self.window))
+        for step in range(steps):
+            query = random(batch, kv_heads * self.group, 1, self.dim)
+            key, value = (random(batch, kv_heads, 1, self.dim) for _ in range(2))
+            at = budgets - 2 + step
+            block = Block(position=at[:, None], budget=(budgets,), policy=policy, decoding=True)
+            expected, layer = plain(layer, query, key, value, block)
+            got, ours = kernel(ours, query, key, value, at[:, None], budgets)
+            rounding = 2e-6 if self.dtype == jnp.float32 else 0.02
+            np.testing.assert_allclose(np.float32(got), np.float32(expected), atol=rounding)
+            np.testing.assert_array_equal(ours.position, layer.position)
+            live = np.asarray(layer.position) >= 0
+            np.testing.assert_array_equal(ours.key[live], layer.key[live])
+            np.testing.assert_array_equal(ours.value[live], layer.value[live])
+            for stat, column in layer.stats.items():
+                np.testing.assert_allclose(ours.stats[stat], column, rtol=1e-5, atol=1e-5, err_msg=stat)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        Steps("h2o", 384),  # pairs are written inside the kernel, from any of three tiles
+        Steps("roco", 300, dim=128, group=1),  # a partial tile, and slots that are written after the kernel
+        Steps("roco", 512, dim=128, dtype=jnp.bfloat16, budgets=(511, 300)),
+        Steps("h2o", 384, window=120, policy=(("group_reduce", "max"),), group=3),
+        Steps("scissorhands", 386, dim=80, budgets=(150, 385)),
+        Steps("full", 300, dim=256, window=200, budgets=(250, 290)),
+        Steps("ring", 384),
+        Steps("heavy", 384),
+    ],
+    ids=lambda steps: f"{steps.name}-{steps.slots}-{steps.dim}",
+)
+def test_a_step_over_several_tiles_is_that_of_the_cache(interpreted, monkeypatch, steps):
+    monkeypatch.setattr(step_tpu, "TILE_BYTES", 1 << 16)  # of 128 slots, even of fewer bytes
+    assert step_tpu.tile_slots(2, steps.slots, steps.dim, 4) == 128
+    steps.run(6)
+
+
+def compiled(topology, shape, dtype, policy):
+    """The step's program; the TPU compiler refuses what its vector memory cannot hold."""
+    batch, kv_heads, group, size, dim = shape
+    mesh = Mesh(np.array(topology_devices(topology)[:1]), ("x",))
+
+    def array(dims, kind):
+        return jax.ShapeDtypeStruct(dims, kind, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    layer = LayerKV(
+        *[array((batch, kv_heads, size, dim), dtype)] * 2,
+        array((batch, kv_heads, size), jnp.int32),
+        {s.name: array((batch, kv_heads, size), jnp.float32) for s in policy.needs},
+    )
+    query, one = array((batch, kv_heads * group, 1, dim), dtype), array((batch, kv_heads, 1, dim), dtype)
+    at, row = array((batch, 1), jnp.int32), array((batch,), jnp.int32)
+    with jax.set_mesh(mesh):
+        step = jax.jit(functools.partial(fused_step, policy), donate_argnums=0)
+        return step.lower(layer, query, one, one, at, row).compile()
+
+
 @needs_libtpu
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
 @pytest.mark.parametrize(
@@ -146,27 +243,16 @@ def test_a_step_is_that_of_the_cache(interpreted, name, budget):
         ((2, 4, 8, 513, 96), jnp.bfloat16, "mean_attention"),
         ((1, 1, 7, 100, 80), jnp.bfloat16, "window"),
         ((2, 32, 1, 410, 64), jnp.bfloat16, "h2o_decay"),
+        ((2, 4, 2, 1024, 128), jnp.bfloat16, "strided"),
+        ((2, 4, 2, 1024, 128), jnp.bfloat16, "fixed"),
+        ((2, 4, 2, 1024, 128), jnp.bfloat16, "full"),
+        ((2, 4, 2, 1024, 128), jnp.bfloat16, "ring"),
+        ((2, 4, 2, 1024, 128), jnp.bfloat16, "heavy"),
     ],
 )
 def test_the_tpu_compiler_takes_it(topology, shape, dtype, name):
-    batch, kv_heads, group, size, dim = shape
-    mesh = Mesh(np.array(topology_devices(topology)[:1]), ("x",))
-
-    def array(dims, kind):
-        return jax.ShapeDtypeStruct(dims, kind, sharding=NamedSharding(mesh, PartitionSpec()))
-
-    policy = build(name, size - 1)
-    layer = LayerKV(
-        *[array((batch, kv_heads, size, dim), dtype)] * 2,
-        array((batch, kv_heads, size), jnp.int32),
-        {s.name: array((batch, kv_heads, size), jnp.float32) for s in policy.needs},
-    )
-    query, one = array((batch, kv_heads * group, 1, dim), dtype), array((batch, kv_heads, 1, dim), dtype)
-    at, row = array((batch, 1), jnp.int32), array((batch,), jnp.int32)
-    with jax.set_mesh(mesh):
-        step = jax.jit(functools.partial(fused_step, policy), donate_argnums=0)
-        lowered = step.lower(layer, query, one, one, at, row)
-        program = lowered.compile()  # which refuses what its vector memory cannot hold
+    batch, kv_heads, _, size, dim = shape
+    program = compiled(topology, shape, dtype, build(name, size - 1))
     held = 2 * batch * kv_heads * size * dim * jnp.dtype(dtype).itemsize
     assert program.memory_analysis().alias_size_in_bytes >= held, "keys and values are where they were"
     if dim % 128 == 0 and size % 16 == 0:
@@ -178,12 +264,27 @@ def test_the_tpu_compiler_takes_it(topology, shape, dtype, name):
         assert program.memory_analysis().temp_size_in_bytes < held // 4
 
 
-def test_more_slots_than_a_core_holds_go_through_the_cache():
-    """131,072 of eight heads of four do not fit into the fused kernel; 16,384 do."""
-    policy = build("h2o", 64)
-    for slots, fits in ((16_384, True), (131_072, False)):
-        layer = jax.eval_shape(functools.partial(cache.empty, policy, 1, 8, slots, 128, jnp.bfloat16))
-        block = Block(
-            position=jnp.zeros((1, 1), jnp.int32), budget=(), policy=policy, decoding=True, implementation="pallas_tpu"
-        )
-        assert fused.covers(block, layer, 1, 8, 4) is fits
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("shape", "dtype", "name"),
+    [  # batch, KV heads, group, head size
+        ((2, 32, 1, 128), jnp.bfloat16, "h2o"),
+        ((2, 32, 1, 128), jnp.float32, "roco"),
+        ((2, 8, 4, 128), jnp.bfloat16, "roco"),
+        ((2, 1, 8, 256), jnp.bfloat16, "roco"),
+    ],
+)
+def test_what_is_said_to_fit_into_a_core_does(shape, dtype, name):
+    """As many slots as `fused.covers` allows; more go through the cache."""
+    batch, kv_heads, group, dim = shape
+
+    def fits(slots: int) -> bool:
+        policy = build(name, slots - 1)
+        layer = jax.eval_shape(functools.partial(cache.empty, policy, batch, kv_heads, slots, dim, dtype))
+        block = Block(jnp.zeros((1, 1), jnp.int32), (), policy, decoding=True, implementation="pallas_tpu")
+        return fused.covers(block, layer, 1, kv_heads, group)
+
+    assert fits(512)
+    assert not fits(1 << 17)
+    most = max(slots for slots in range(128, 1 << 15, 128) if fits(slots))
+    compiled("v5e:1x1", (batch, kv_heads, group, most, dim), dtype, build(name, most - 1))
