@@ -66,8 +66,8 @@ def attend(
       group_reduce: ``mean`` or ``max`` over the H / K query heads of a KV head.
       causal: the slots are exactly this block in order (one-shot prefill), which lets tiles skip the future.
       prompt: [B] int32 tokens of each row's prompt, for statistics of its end; None = it ends with this block.
-      implementation: ``xla``, everywhere and with gradients; ``pallas_tpu``; ``pallas_gpu``, one query a head; or
-        ``auto``, see `resolve`. One that is asked for by name and cannot run raises.
+      implementation: ``xla``, everywhere and with gradients; ``pallas_tpu``; ``pallas_gpu``, one query a head, one pass
+        over keys and values; or ``auto``, see `resolve`. One that is asked for by name and cannot run raises.
 
     Returns:
       output [B, H, n, D] in value's dtype, and an `Observation` whose columns are [B, K, S] float32.

@@ -163,8 +163,9 @@ def evict(layer: LayerKV, policy: Policy, view: View, *, tokens: int) -> LayerKV
     priority = jnp.where(jnp.isnan(priority), -jnp.inf, priority)
     # [B, 1, 1] or [B, K, 1]
     limit = view.budget[:, None, None] if policy.limits is None else policy.limits(layer.stats, view)
-    if policy.then is not None:
-        limit = jnp.where(view.at_prompt_end[:, None, None], limit, FAR)
+    # A row without tokens in this block is as it was, even where the policy that decodes has a smaller budget.
+    counts = view.newest >= 0 if policy.then is None else view.at_prompt_end
+    limit = jnp.where(counts[:, None, None], limit, FAR)
     victims = _one_victim if tokens == 1 and policy.then is None and not policy.shrinks else _all_victims
     victim = victims(priority, layer.position, limit)
     if policy.merge is not None:

@@ -236,3 +236,16 @@ def test_ranks_and_not_the_text_stretch_rope():
     np.testing.assert_allclose(ranked, plain, atol=1e-5)
     full = kvjax.log_likelihood(model, tokens, policies.full(positions="cache"), prompt_length=9).logprobs
     assert np.abs(whole - full)[:, 40:].max() > 1e-2
+
+
+@pytest.mark.parametrize("then", [policies.window(budget=10), policies.h2o(budget=10)], ids=lambda p: p.name)
+def test_a_row_that_has_ended_keeps_its_slots_when_decoding_has_fewer(then):
+    """Another row's token is no step of this one: it holds what its prompt left it, as it does alone."""
+    model = tiny().model
+    policy = policies.after_prefill(policies.snapkv(budget=14, window=4), then=then)
+    tokens, lengths = random_tokens(2, 30), np.array([20, 30])
+    both = kvjax.log_likelihood(model, tokens, policy, prompt_length=20, lengths=lengths)
+    alone = kvjax.log_likelihood(model, tokens[:1, :20], policy, prompt_length=20)
+    assert [len(head) for head in kept(both.state, 0)[0]] == [14, 14]
+    assert kept(both.state, 0) == kept(alone.state, 0)
+    assert [len(head) for head in kept(both.state, 1)[0]] == [10, 10]

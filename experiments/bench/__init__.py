@@ -7,10 +7,12 @@
   python -m experiments.bench stream --slots=512 --tokens=100000 --text=FILE
   python -m experiments.bench prefill --context=2048
   python -m experiments.bench memory --context=512,2048,8192
+  python -m experiments.bench decode --shape=opt-6.7b --dtype=bfloat16 --batch=64 --context=2048 --tokens=2048
   python -m experiments.bench kernels --grid=1024x2048x128 --dtype=bfloat16
 
-Peers hold the same random weights in float32, on all cores, each in its best setting, which is looked for; before
-anything is timed, log-probabilities are compared. Everything is warmed up and waited for. Ratios are those of a round,
+Peers hold the same random weights (--dtype), on all cores, each in its best setting, which is looked for among those
+that are shown (torch.compile, which takes minutes, with --compile); before anything is timed, log-probabilities are
+compared. Everything is warmed up and waited for. Ratios are those of a round,
 then their median: a machine that slows down does so for both. The limit of a decoding step is the bytes that it must
 move (weights, live keys and values, positions, statistics) over the speed at which this machine reads, measured in
 turns with the rest. `--output` writes the figures with what they were measured on, `--plot` draws them.

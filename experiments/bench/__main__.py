@@ -52,7 +52,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("compile", False, "try torch.compile on transformers' static cache too", flag_values=values)
     text("text", None, "a file to score, for `stream`")
     several("grid", "12x103x64,12x512x64,96x2048x64", "BATCH*HEADSxSLOTSxHEAD_DIM, for `kernels`")
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "for `kernels`", flag_values=values)
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of weights and caches", flag_values=values)
     text("output", None, "also write the figures as JSON to this file")
     text("plot", None, "also draw the figures, as a PNG, to this file")
 

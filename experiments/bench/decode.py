@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from absl import flags
 
@@ -27,7 +28,8 @@ from kvjax.errors import ConfigError
 from kvjax.policies.base import slots as budget_slots
 
 WORK = ((1, 512), (8, 2048))  # batch, context: what is measured unless the command line says otherwise
-SAME = 1e-3  # largest difference in log-probability between two implementations of the same model
+#: Largest difference in log-probability between two implementations of the same model.
+SAME = {"float32": 1e-3, "bfloat16": 0.25}
 NO_POLICY = "no policy, same slots"
 
 
@@ -36,6 +38,12 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     if (values.batch is None) != (not lengths(values)):
         raise ConfigError("give --batch and --context together, or neither for the two standard settings.")
     settings = WORK if values.batch is None else tuple((values.batch, context) for context in lengths(values))
+    if "llama.cpp" in against:
+        if values.batch not in (None, 1) or values.dtype != "float32":
+            raise ConfigError(
+                f"llama.cpp is measured at batch 1 in float32; got --batch={values.batch} --dtype={values.dtype}."
+            )
+        settings = tuple((batch, context) for batch, context in settings if batch == 1)
     return [row for batch, context in settings for row in one_setting(values, against, batch, context)]
 
 
@@ -67,7 +75,7 @@ def one_setting(values: flags.FlagValues, against: list[str], batch: int, contex
     slots = budget_slots(values.budget, context) + 1
     config = shape_for(values, against)
     # Room for every round to continue where the last one stopped, on a learned position table too.
-    model = random_model(config, context + (rounds + 1) * tokens + slots)
+    model = random_model(config, context + (rounds + 1) * tokens + slots, values.dtype)
     prompt = random_prompt(config, batch, context)
     built = {name: policy_of(name, values.budget) for name in values.policies}
     first = values.policies[0]
@@ -90,16 +98,16 @@ def one_setting(values: flags.FlagValues, against: list[str], batch: int, contex
             kvjax.save(model, folder)
         for name in against:
             peer = peers.PEERS[name].load(folder)
-            check_same(model, peer, prompt[:1, :64], name)
+            check_same(model, peer, prompt[:1, :64], name, implementation)
             work = peers.Work(prompt, tokens, slots, tuple(built), values.compile)
             for kind, (side, count) in peer.decode(work).items():
                 label = f"{name}, {kind}"
                 sides[label], held[label], owner[label] = side, count, name
             if name == "kvpress" and "knorm" in built:
-                check_kept(model, peer)
+                check_kept(model, peer, implementation)
         times = in_turns(sides, rounds)
 
-    must = {name: bytes_a_step(model.config, policy, batch, context, tokens) for name, policy in built.items()}
+    must = {name: bytes_a_step(model, policy, batch, context, tokens) for name, policy in built.items()}
     a_byte = np.array(times.pop("limit"))
     fastest = {
         name: min((each for each in owner if owner[each] == name), key=lambda each: np.median(times[each]))
@@ -127,28 +135,37 @@ def one_setting(values: flags.FlagValues, against: list[str], batch: int, contex
     return [row(name, each, held[name], must.get(name)) for name, each in times.items()] + limits
 
 
-def check_same(model: kvjax.Model, peer: Any, tokens: np.ndarray, name: str) -> None:
+def check_same(model: kvjax.Model, peer: Any, tokens: np.ndarray, name: str, implementation: Any) -> None:
     """Both sides must compute the same model, or their times mean nothing."""
-    mine = kvjax.log_likelihood(model, tokens, policies.full(), prompt_length=tokens.shape[1] // 2)
-    agree(f"{name}, full cache", np.asarray(mine.logprobs), peer.logprobs(tokens))
+    mine = kvjax.log_likelihood(
+        model, tokens, policies.full(), prompt_length=tokens.shape[1] // 2, implementation=implementation
+    )
+    agree(f"{name}, full cache", np.asarray(mine.logprobs), peer.logprobs(tokens), precision_of(model))
 
 
-def check_kept(model: kvjax.Model, peer: Any) -> None:
+def check_kept(model: kvjax.Model, peer: Any, implementation: Any) -> None:
     """A press that does what a policy does must keep the same slots: then what follows has the same probability.
 
     No token comes twice: its keys would be equally long in the first layer, and which of them goes is anybody's choice.
     """
     length, budget = 48, 12
     tokens = np.random.default_rng(0).permutation(np.arange(5, model.config.vocab_size))[None, : length + 16]
-    mine = kvjax.log_likelihood(model, tokens, policy_of("knorm", budget), prompt_length=length)
+    mine = kvjax.log_likelihood(
+        model, tokens, policy_of("knorm", budget), prompt_length=length, implementation=implementation
+    )
     theirs = peer.logprobs_under("knorm", tokens, length, budget + 1)
-    agree("kvpress, knorm at every step", np.asarray(mine.logprobs)[:, length - 1 :], theirs)
+    agree("kvpress, knorm at every step", np.asarray(mine.logprobs)[:, length - 1 :], theirs, precision_of(model))
 
 
-def agree(what: str, mine: np.ndarray, theirs: np.ndarray) -> None:
+def precision_of(model: kvjax.Model) -> str:
+    """The name of the dtype of its weights."""
+    return str(jax.tree.leaves(model.params)[0].dtype)
+
+
+def agree(what: str, mine: np.ndarray, theirs: np.ndarray, dtype: str = "float32") -> None:
     worst = float(np.abs(mine - theirs).max())
     print(f"largest difference of log-probabilities, {what}: {worst:.1e}")
-    if not worst < SAME:
+    if not worst < SAME[dtype]:
         raise ConfigError(
             f"{what}: the two sides disagree by {worst:.1e} in log-probability; times would mean nothing."
         )

@@ -15,7 +15,7 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     rounds, tokens, budget = values.rounds, values.tokens, values.slots
     prompt_length = budget + 1
     config = shape(values.shape or "opt-125m")
-    model = random_model(config, prompt_length + (rounds + 1) * tokens)
+    model = random_model(config, prompt_length + (rounds + 1) * tokens, values.dtype)
     prompt = random_prompt(config, values.batch or 1, prompt_length)
     sides = {
         name: ours(model, prompt, policy, tokens, implementation=values.implementation)

@@ -36,7 +36,7 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
 def one_length(values: flags.FlagValues, against: list[str], context: int) -> list[dict[str, Any]]:
     batch = values.batch or 1
     config = shape_for(values, against)
-    model = random_model(config, context + NEW_TOKENS)
+    model = random_model(config, context + NEW_TOKENS, values.dtype)
     prompt = random_prompt(config, batch, context)
     rows = []
 
@@ -48,7 +48,7 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
     for name in dict.fromkeys((*values.policies, "full")):
         policy = policy_of(name, values.budget)
         planned = plan(
-            model.config, policy, batch=batch, prompt_length=context, new_tokens=NEW_TOKENS, dtype="float32",
+            model.config, policy, batch=batch, prompt_length=context, new_tokens=NEW_TOKENS, dtype=values.dtype,
             prefill=True, implementation=values.implementation,
         )  # fmt: skip
 

@@ -21,6 +21,8 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     against = names_of_peers(values.against)
     if "llama.cpp" in against:
         raise ConfigError("llama.cpp is measured decoding only; give --against=transformers, kvpress or none.")
+    if values.implementation == "pallas_gpu":
+        raise ConfigError("pallas_gpu has no kernel for prompts; give --implementation=auto, xla or pallas_tpu.")
     return [row for context in lengths(values) or [CONTEXT] for row in one_length(values, against, context)]
 
 
@@ -28,7 +30,7 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
     """A row for every side, times in milliseconds a prompt."""
     batch = values.batch or 1
     config = shape_for(values, against)
-    model = random_model(config, context + 1)
+    model = random_model(config, context + 1, values.dtype)
     prompt = random_prompt(config, batch, context)
     sides: dict[str, Iterator[float]] = {}
     for name in dict.fromkeys(("full", *values.policies)):
@@ -45,7 +47,7 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
             kvjax.save(model, folder)
         for name in against:
             peer = peers.PEERS[name].load(folder)
-            check_same(model, peer, prompt[:1, :64], name)
+            check_same(model, peer, prompt[:1, :64], name, values.implementation)
             # Weights of attention, which some presses need, exist under eager attention alone.
             for kind in ("sdpa", "eager"):
                 sides[f"{name}, {kind}"] = peer.prefill(prompt, kind)

@@ -40,10 +40,10 @@ def shape(name: str) -> DecoderConfig:
     )  # fmt: skip
 
 
-def random_model(config: DecoderConfig, positions: int) -> kvjax.Model:
-    """Random float32 weights, with room for so many positions."""
+def random_model(config: DecoderConfig, positions: int, dtype: str = "float32") -> kvjax.Model:
+    """Random weights, with room for so many positions."""
     config = dataclasses.replace(config, max_positions=positions)
-    return kvjax.Model(config, random_parameters(config, jax.random.key(0)))
+    return kvjax.Model(config, random_parameters(config, jax.random.key(0), jnp.dtype(dtype)))
 
 
 def random_prompt(config: DecoderConfig, batch: int, length: int) -> np.ndarray:
@@ -124,12 +124,13 @@ def timed(run: Callable[[], Any]) -> Iterator[float]:
         yield time.perf_counter() - start
 
 
-def bytes_a_step(config: DecoderConfig, policy: Policy, batch: int, context: int, tokens: int) -> int:
-    """The least that a decoding step moves in float32; see `kvjax.roofline.Roofline`."""
+def bytes_a_step(model: kvjax.Model, policy: Policy, batch: int, context: int, tokens: int) -> int:
+    """The least that a decoding step moves; see `kvjax.roofline.Roofline`."""
+    config, dtype = model.config, jax.tree.leaves(model.params)[0].dtype
     prompts = np.full((batch,), context, np.int32)
     slots = allocate(policy, prompts, context + tokens - 1, config.num_layers, config.num_kv_heads)
     live = live_slots(config, policy, slots, context, tokens)
-    shapes = decode_shapes(config, policy, slots, jnp.float32, batch, None)
+    shapes = decode_shapes(config, policy, slots, dtype, batch, None)
     step = roofline(config, shapes, live, Device("", None, None, None, ""))
     return step.weights_moved + step.cache_moved
 

@@ -35,7 +35,7 @@ class Transformers:
         self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"  # the one that kvjax runs on
         if hasattr(os, "sched_getaffinity"):
             torch.set_num_threads(len(os.sched_getaffinity(0)))
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval().to(self.device)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval().to(self.device)
 
     def ids(self, tokens: np.ndarray) -> Any:
         return self.torch.as_tensor(tokens, device=self.device)

@@ -55,7 +55,7 @@ def test_decode(tmp_path, capsys):
 def test_the_bytes_of_a_step_by_hand():
     """All weights but the embedding's table of positions, live slots with a position and a statistic, a new slot."""
     config = shapes.by_name("tiny")
-    moved = sides.bytes_a_step(config, policies.h2o(budget=8), batch=2, context=16, tokens=4)
+    moved = sides.bytes_a_step(sides.random_model(config, 20), policies.h2o(budget=8), batch=2, context=16, tokens=4)
     slot = 2 * config.head_dim * 4 + 4
     live = 9
     cache = 2 * config.num_kv_heads * config.num_layers * (live * (slot + 2 * 4) + slot)
@@ -188,6 +188,9 @@ def test_a_peer_that_is_missing_says_what_to_install(name, tmp_path, monkeypatch
         (["decode", "--against=none", "--shape=gpt-5"], "unknown model shape 'gpt-5'"),
         (["prefill", "--context=many"], "--context='many' is not valid"),
         (["prefill", "--against=llama.cpp", "--context=8"], "measured decoding only"),
+        (["prefill", "--implementation=pallas_gpu"], "pallas_gpu has no kernel for prompts"),
+        (["decode", "--against=llama.cpp", "--batch=2", "--context=8"], "at batch 1 in float32; got --batch=2"),
+        (["decode", "--against=llama.cpp", "--dtype=bfloat16"], "at batch 1 in float32; got .* --dtype=bfloat16"),
         (["memory", "--against=kvpress", "--context=8"], "against transformers only"),
         (["kernels", "--grid=12x64"], "--grid='12x64' is not valid"),
         (["decode", "--output=/nowhere/at/all.json"], "cannot be written"),

@@ -132,7 +132,7 @@ def machine(request):
     gpu = jax.default_backend() == "gpu"
     if request.param == "gpu":
         if not gpu or jax.local_devices()[0].compute_capability != "9.0":
-            pytest.skip("needs a Hopper GPU")
+            pytest.skip("needs a Hopper GPU, and JAX_PLATFORMS=cuda")
         yield 1e-5  # its exponential is approximate
         return
     if gpu:

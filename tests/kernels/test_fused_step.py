@@ -44,8 +44,8 @@ def test_slot_for_slot(name, heads, monkeypatch):
     assert steps, "the kernel was traced"
 
 
-def evict_one_more(layer, policy, view, **rest):
-    return cache.evict(layer, policy, view._replace(budget=view.budget - 1), **rest)
+def evict_too_late(layer, policy, view, **rest):
+    return cache.evict(layer, policy, view._replace(budget=view.budget + 1), **rest)
 
 
 def observe_less(layer, policy, observation):
@@ -57,7 +57,7 @@ def forget_nothing(stats, position):
     return stats
 
 
-@pytest.mark.parametrize("mistake", [evict_one_more, observe_less, forget_nothing])
+@pytest.mark.parametrize("mistake", [evict_too_late, observe_less, forget_nothing])
 def test_a_mistake_in_the_kernel_is_noticed(mistake, monkeypatch):
     """Who goes, what is noted of attention, and that the next token of a slot does not inherit it."""
     own = {mistake.__name__.split("_")[0]: mistake}
