@@ -86,7 +86,7 @@ class Transformers:
 
                 def step(own: Any = own) -> None:
                     nonlocal token
-                    token = greedy(model or self.model, token, own)
+                    token = greedy(self.model if model is None else model, token, own)
 
                 seconds = median_of_steps(step, work.tokens)
             yield seconds
