@@ -1,4 +1,4 @@
-"""Speed and memory, kvjax and its peers side by side in one process: A B A B, medians and ratios.
+"""Speed and memory, kvjax and its peers side by side in one process: A B B A, medians and ratios.
 
   python -m experiments.bench decode --against=transformers
   python -m experiments.bench decode --against=kvpress,llama.cpp --policies=h2o,knorm --batch=1 --context=512

@@ -67,11 +67,11 @@ def lengths(values: flags.FlagValues) -> list[int]:
 
 
 def in_turns(sides: Mapping[Key, Iterator[float]], rounds: int) -> dict[Key, list[float]]:
-    """Seconds of every side and round, A B A B, after one round that warms up."""
+    """Seconds of every side and round, A B B A, after one round that warms up: nobody always follows the same side."""
     times: dict[Key, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
-        for name, side in sides.items():
-            elapsed = next(side)
+        for name in list(sides)[:: -1 if turn % 2 else 1]:
+            elapsed = next(sides[name])
             if turn:
                 times[name].append(elapsed)
     return times
