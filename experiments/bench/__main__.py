@@ -47,7 +47,7 @@ def define(values: flags.FlagValues) -> None:
     several("context", None, "prompt tokens; several, with commas between them, for `memory`")
     whole("slots", 512, "budget of every policy, for `policies` and `stream`", 64)
     whole("tokens", 128, "new tokens of kvjax a round; a slow peer generates fewer", 2)
-    whole("rounds", 5, "rounds A B A B")
+    whole("rounds", 5, "rounds, A B B A")
     flags.DEFINE_enum("implementation", "auto", IMPLEMENTATIONS, "of kvjax's attention", flag_values=values)
     flags.DEFINE_bool("compile", False, "try torch.compile on transformers' static cache too", flag_values=values)
     text("text", None, "a file to score, for `stream`")
