@@ -11,8 +11,6 @@ import pytest
 
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.thorough
-
 nbformat = pytest.importorskip("nbformat", reason="the notebook needs nbformat: pip install 'kvjax[notebook]'")
 
 NOTEBOOK = ROOT / "colab" / "quickstart.ipynb"

@@ -23,10 +23,7 @@ from kvjax.errors import CheckpointError
 from kvjax.models.decoder import Decoder, parameter_count
 from tests.conftest import ROOT
 
-pytestmark = [
-    pytest.mark.skipif(bundled("kvjax-tiny") is None, reason="kvjax-tiny is not part of kvjax yet"),
-    pytest.mark.thorough,  # what a model has learned does not depend on jax's version
-]
+pytestmark = pytest.mark.thorough  # what a model has learned does not depend on jax's version
 TEXT = "The passage was dark, and Pip said nothing.\n\nHe had 1861 reasons (and é) to be silent."
 
 

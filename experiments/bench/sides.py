@@ -46,6 +46,11 @@ def random_model(config: DecoderConfig, positions: int, dtype: str = "float32") 
     return kvjax.Model(config, random_parameters(config, jax.random.key(0), jnp.dtype(dtype)))
 
 
+def dtype_of(model: kvjax.Model) -> Any:
+    """Of its weights."""
+    return jax.tree.leaves(model.params)[0].dtype
+
+
 def random_prompt(config: DecoderConfig, batch: int, length: int) -> np.ndarray:
     """[batch, length] token ids, none of them special."""
     return np.random.default_rng(0).integers(5, config.vocab_size, (batch, length))
@@ -126,7 +131,7 @@ def timed(run: Callable[[], Any]) -> Iterator[float]:
 
 def bytes_a_step(model: kvjax.Model, policy: Policy, batch: int, context: int, tokens: int) -> int:
     """The least that a decoding step moves; see `kvjax.roofline.Roofline`."""
-    config, dtype = model.config, jax.tree.leaves(model.params)[0].dtype
+    config, dtype = model.config, dtype_of(model)
     prompts = np.full((batch,), context, np.int32)
     slots = allocate(policy, prompts, context + tokens - 1, config.num_layers, config.num_kv_heads)
     live = live_slots(config, policy, slots, context, tokens)

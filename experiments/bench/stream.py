@@ -23,7 +23,7 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     Then the first 1,000 tokens (or a tenth) again, and as many after the last, in turns: what 100,000 tokens have
     slowed a token down, and nothing else has.
     """
-    model = kvjax.load("kvjax-tiny", dtype="float32")
+    model = kvjax.load("kvjax-tiny", dtype=values.dtype)
     policy = policies.streaming_llm(budget=values.slots)
     tenth = max(values.tokens // 10, 1)
     settings = DataConfig(text=values.text, num_sequences=1, prompt_length=values.slots, new_tokens=10 * tenth)
