@@ -7,9 +7,9 @@ are joined by XLA: where there are too few rows to fill the GPU, or too many slo
 
 What should bind, and no GPU has confirmed it: memory, at 18 bytes a clock for each of an H200's 132 processors.
 Products have 64 rows at least, of which a group fills some, and in 16 bits take a third of the tensor cores' time
-whatever the group; on CUDA cores a group of 8 would need all of them. float32 is three 16-bit parts and six products,
-near to its last bits, and slower. Slots that are no multiple of 8 cannot be copied into the order that tensor cores
-read: they pass through registers, as float32 does. The last tile ends with the last slot and reads some again.
+whatever the group; on CUDA cores a group of 8 would need all of them. float32, in three parts, is slower. Slots that
+are no multiple of 8 cannot be copied into the order that tensor cores read: they pass through registers, as float32
+does. The last tile ends with the last slot and reads some again.
 """
 
 import dataclasses
@@ -23,15 +23,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.kernels import softmax
+from kvjax.kernels import hopper, softmax
+from kvjax.kernels.hopper import ROWS, SHARED_BYTES, TILE, operand
 from kvjax.kernels.softmax import NEGATIVE
 from kvjax.statistics import Statistic
 
 Array = jax.Array
-TILE = 64  # slots
-ROWS = 64  # of a tensor core's product
 WIDE = TILE + 8  # of a stored row of logits, so that rows lie in different banks
-SHARED_BYTES = 111 << 10, 224 << 10  # of a program, where a processor runs two, and where one; 3 KiB are Mosaic's
 STAGES = 4  # tiles under way to a program
 PROGRAMS = 2 * 132  # that fill a GPU
 SPAN = 4  # tiles that are worth a program
@@ -60,12 +58,11 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """Arrays of 16 bits that a number is the sum of."""
-        return 3 if self.dtype == jnp.float32 else 1
+        return hopper.num_parts(self.dtype)
 
     @property
     def part_dtype(self) -> Any:
-        return jnp.bfloat16 if self.parts > 1 else self.dtype
+        return hopper.part_dtype(self.dtype)
 
     @property
     def staged(self) -> bool:
@@ -146,9 +143,10 @@ def attend(
     plan = Plan(group, dim, size + front, key.dtype, bool(statistics), group_reduce, scale).cut(pairs)
     mask = softmax.visible(query_position, key_position, window, exempt)
     bias = jnp.where(mask[:, :, 0], 0.0 if log_weight is None else log_weight, NEGATIVE).astype(jnp.float32)
-    output, ends, *columns = _call(plan, pairs)(
-        _parts(query.reshape(pairs, 1, group, dim), plan), key, value, _tiled(bias.reshape(pairs, size), plan)
-    )
+    # [pairs, parts, G filled up, D]
+    parts = jnp.stack(hopper.parts(query.reshape(pairs, group, dim).astype(key.dtype)), axis=1)
+    parts = jnp.pad(parts, ((0, 0), (0, 0), (0, plan.padded - group), (0, 0)))
+    output, ends, *columns = _call(plan, pairs)(parts, key, value, _tiled(bias.reshape(pairs, size), plan))
     # [pairs, spans, G, D] from chunks of a tile's width; [pairs, spans, G] maximum and sum
     output = output.reshape(*output.shape[:3], -1, WIDE)[:, :, :group, :, :TILE]
     output = output.reshape(pairs, plan.spans, group, -1)[..., :dim]
@@ -167,23 +165,6 @@ def attend(
         column = weight / jnp.where(sums > 0, sums, 1.0)[:, 0, :, None]
     probability = column.reshape(batch, kv_heads, -1, 1, size)
     return output, softmax.column_sums(statistics, weights, probability, mask, group_reduce)
-
-
-def _parts(query: Array, plan: Plan) -> Array:
-    """[pairs, 1, G, D] -> [pairs, parts, G filled up, D] that sum up to it."""
-    found = []
-    for _ in range(plan.parts - 1):
-        found.append(_leading(query))
-        query = query - found[-1]
-    parts = jnp.concatenate([*found, query], axis=1).astype(plan.part_dtype)
-    return jnp.pad(parts, ((0, 0), (0, 0), (0, plan.padded - plan.group), (0, 0)))
-
-
-def _leading(x: Array) -> Array:
-    """float32 cut to the 8 leading bits, a bfloat16; three times makes all 24."""
-    # By its bits: XLA removes a cast to bfloat16 and back.
-    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16))
-    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _tiled(bias: Array, plan: Plan) -> Array:
@@ -214,9 +195,9 @@ def _call(plan: Plan, pairs: int) -> Any:
         out_type.append(jax.ShapeDtypeStruct((pairs, rows, plan.spans * plan.span * TILE), jnp.float32))
     ring = (plan.stages, TILE, plan.dim)
     scratch: dict[str, Any] = {
-        "query_smem": _operand((plan.parts, plan.rows, plan.dim), plan.part_dtype),
-        "ring": plgpu.SMEM(ring, plan.dtype) if plan.staged else _operand(ring, plan.dtype),
-        "part": _operand((TILE, plan.dim), plan.part_dtype) if plan.staged else None,
+        "query_smem": operand((plan.parts, plan.rows, plan.dim), plan.part_dtype),
+        "ring": plgpu.SMEM(ring, plan.dtype) if plan.staged else operand(ring, plan.dtype),
+        "part": operand((TILE, plan.dim), plan.part_dtype) if plan.staged else None,
         "bias_smem": plgpu.SMEM((plan.span, TILE), jnp.float32),
         # A product has more rows than a group: a tile's own come first, the next tile's cover the others.
         "kept": plgpu.SMEM((plan.span * plan.group + plan.rows, WIDE), jnp.float32),
@@ -233,18 +214,6 @@ def _call(plan: Plan, pairs: int) -> Any:
         # Lane: layouts are those written here; inferring them, the default of newer jax, fails for this kernel.
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="attend_one_query",
-    )
-
-
-def _swizzle(dim: int) -> int:
-    return plgpu.find_swizzle(dim * 16)
-
-
-def _operand(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory of [..., rows, D] of 16 bits, in the order that tensor cores read."""
-    swizzle = _swizzle(shape[-1])
-    return plgpu.SMEM(
-        shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
     )
 
 
@@ -291,7 +260,7 @@ def _kernel(
         if plan.staged:
             rest = plgpu.layout_cast(ring[slot], _copying(plan))
             for i in range(plan.parts):
-                leading = _leading(rest) if i < plan.parts - 1 else rest
+                leading = hopper.leading(rest) if i < plan.parts - 1 else rest
                 part[...] = leading.astype(plan.part_dtype)
                 rest = rest - leading
                 plgpu.commit_smem()
@@ -372,7 +341,7 @@ def _kernel(
             weight = jnp.exp(logits - along(top, shape)) * along(share, shape)
             weight = jnp.where(logits > NEGATIVE / 2, weight, 0.0)
             for i in range(plan.parts):
-                leading = _leading(weight) if i < plan.parts - 1 else weight
+                leading = hopper.leading(weight) if i < plan.parts - 1 else weight
                 query_smem[i, :, pl.ds(0, TILE)] = leading.astype(plan.part_dtype)
                 weight = weight - leading
             plgpu.commit_smem()
