@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.kernels.decode import pallas_gpu
+from kvjax.kernels.decode import pallas_gpu, plan_gpu
 from kvjax.statistics import ABOVE, LAST, MASS, MASS_SQ, decayed, recent_above
 
 EVERY = (MASS, MASS_SQ, ABOVE, LAST, decayed(0.9), recent_above(20))
@@ -147,8 +147,8 @@ def machine(request):
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_is_that_of_float64(machine, monkeypatch, case):
-    monkeypatch.setattr(pallas_gpu, "SPAN", 2)
-    monkeypatch.setattr(pallas_gpu, "PROGRAMS", 264 if case.split else 1)
+    monkeypatch.setattr(plan_gpu, "SPAN", 2)
+    monkeypatch.setattr(plan_gpu, "PROGRAMS", 264 if case.split else 1)
     check(case, machine)
 
 
@@ -195,12 +195,12 @@ def test_it_lowers_for_cuda(case, told):
 
 
 def test_programs_share_the_slots():
-    plan = functools.partial(pallas_gpu.Plan, dtype=jnp.bfloat16, told=True, group_reduce="mean", scale=1.0)
+    plan = functools.partial(plan_gpu.Plan, dtype=jnp.bfloat16, told=True, group_reduce="mean", scale=1.0)
     many = plan(4, 128, 2048).cut(1024)
     assert (many.spans, many.span) == (1, 32)
     assert many.stages > 1
     few = plan(4, 128, 8192).cut(8)
-    assert few.spans * 8 > pallas_gpu.PROGRAMS // 2
+    assert few.spans * 8 > plan_gpu.PROGRAMS // 2
     wide = plan(71, 64, 4096).cut(1024)
     assert wide.spans > 1, "logits of 71 heads do not fit"
 
@@ -213,4 +213,4 @@ def test_what_cannot_run_says_so():
     with pytest.raises(ValueError, match="a multiple of 16; got 32"):
         pallas_gpu.attend(*(x[..., :32] for x in (query, key, value)), **known, **case.options())
     with pytest.raises(ValueError, match="exceed the shared memory"):
-        pallas_gpu.Plan(71, 256, 64, jnp.float32, True, "mean", 1.0).cut(1)
+        plan_gpu.Plan(71, 256, 64, jnp.float32, True, "mean", 1.0).cut(1)

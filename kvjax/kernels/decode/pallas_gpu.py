@@ -12,7 +12,6 @@ are no multiple of 8 cannot be copied into the order that tensor cores read: the
 does. The last tile ends with the last slot and reads some again.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -24,92 +23,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper, softmax
-from kvjax.kernels.hopper import ROWS, SHARED_BYTES, TILE, operand
+from kvjax.kernels.decode.pass_gpu import PER_COLUMN, Pass, gathered
+from kvjax.kernels.decode.plan_gpu import WIDE, Plan
+from kvjax.kernels.hopper import TILE
 from kvjax.kernels.softmax import NEGATIVE
 from kvjax.statistics import Statistic
 
 Array = jax.Array
-WIDE = TILE + 8  # of a stored row of logits, so that rows lie in different banks
-STAGES = 4  # tiles under way to a program
-PROGRAMS = 2 * 132  # that fill a GPU
-SPAN = 4  # tiles that are worth a program
-MOST = 256  # tiles of a program: as many rows as one copy takes, here of the bias
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a problem is cut: static, and what the kernel is made of.
-
-    Attributes:
-      group: query heads of a KV head; dim: of a head; size: slots, a tile at least; dtype: of keys and values.
-      told: whether statistics are asked for; group_reduce, scale: as of `attend`.
-      stages: tiles of the ring; span: tiles of a program.
-    """
-
-    group: int
-    dim: int
-    size: int
-    dtype: Any
-    told: bool
-    group_reduce: str
-    scale: float
-    stages: int = 0
-    span: int = 0
-
-    @property
-    def parts(self) -> int:
-        return hopper.num_parts(self.dtype)
-
-    @property
-    def part_dtype(self) -> Any:
-        return hopper.part_dtype(self.dtype)
-
-    @property
-    def staged(self) -> bool:
-        """Whether tiles pass through registers on their way to the tensor cores."""
-        return self.parts > 1 or self.size % 8 > 0
-
-    @property
-    def rows(self) -> int:
-        return -(-self.group // ROWS) * ROWS
-
-    @property
-    def padded(self) -> int:
-        """Query heads, filled up to what a copy moves."""
-        return -(-self.group // 8) * 8
-
-    @property
-    def tiles(self) -> int:
-        return -(-self.size // TILE)
-
-    @property
-    def spans(self) -> int:
-        return -(-self.tiles // self.span)
-
-    def cut(self, pairs: int) -> "Plan":
-        """Chooses stages and span for so many (row, KV head) pairs.
-
-        Raises:
-          ValueError: where not even one tile fits.
-        """
-        tile = TILE * self.dim * jnp.dtype(self.dtype).itemsize
-        fixed = 2 * self.dim * (self.parts * self.rows + self.staged * TILE) + 4 * self.rows * (WIDE + 2)
-        per_tile = 4 * (TILE + self.group * WIDE)
-        # Spans of like length, as many as the GPU has room for
-        spans = max(min(PROGRAMS // pairs, self.tiles // SPAN), 1)
-        span = -(-self.tiles // spans)
-        fit = {
-            (shared, stages): min((shared - fixed - stages * tile) // per_tile, MOST)
-            for shared in SHARED_BYTES
-            for stages in range(STAGES, 0, -1)
-        }
-        good = [choice for choice, tiles in fit.items() if choice[1] > 1 and tiles >= span]
-        some = [choice for choice, tiles in fit.items() if choice[0] == SHARED_BYTES[-1] and tiles >= 1]
-        if not some:
-            raise ValueError(f"{self.group} heads of {self.dim} in {self.dtype} exceed the shared memory of a GPU.")
-        choice = (good or some)[0]
-        spans = -(-self.tiles // min(span, fit[choice]))
-        return dataclasses.replace(self, stages=choice[1], span=-(-self.tiles // spans))
+# Lane: layouts are those written here; inferring them, the default of newer jax, fails for these kernels.
+COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def attend(
@@ -147,9 +69,8 @@ def attend(
     parts = jnp.stack(hopper.parts(query.reshape(pairs, group, dim).astype(key.dtype)), axis=1)
     parts = jnp.pad(parts, ((0, 0), (0, 0), (0, plan.padded - group), (0, 0)))
     output, ends, *columns = _call(plan, pairs)(parts, key, value, _tiled(bias.reshape(pairs, size), plan))
-    # [pairs, spans, G, D] from chunks of a tile's width; [pairs, spans, G] maximum and sum
-    output = output.reshape(*output.shape[:3], -1, WIDE)[:, :, :group, :, :TILE]
-    output = output.reshape(pairs, plan.spans, group, -1)[..., :dim]
+    # [pairs, spans, G, D]; [pairs, spans, G] maximum and sum
+    output = gathered(output, group, dim)
     top, total = ends[:, :, 0, :group], ends[:, :, 1, :group]
     highest = jnp.max(top, axis=1, keepdims=True)
     share = total * jnp.exp(top - highest)
@@ -193,167 +114,51 @@ def _call(plan: Plan, pairs: int) -> Any:
     if plan.told:
         rows = 1 if plan.spans == 1 else plan.group
         out_type.append(jax.ShapeDtypeStruct((pairs, rows, plan.spans * plan.span * TILE), jnp.float32))
-    ring = (plan.stages, TILE, plan.dim)
-    scratch: dict[str, Any] = {
-        "query_smem": operand((plan.parts, plan.rows, plan.dim), plan.part_dtype),
-        "ring": plgpu.SMEM(ring, plan.dtype) if plan.staged else operand(ring, plan.dtype),
-        "part": operand((TILE, plan.dim), plan.part_dtype) if plan.staged else None,
-        "bias_smem": plgpu.SMEM((plan.span, TILE), jnp.float32),
-        # A product has more rows than a group: a tile's own come first, the next tile's cover the others.
-        "kept": plgpu.SMEM((plan.span * plan.group + plan.rows, WIDE), jnp.float32),
-        "ends_smem": plgpu.SMEM((2, plan.rows), jnp.float32),
-        "ready": plgpu.Barrier(num_barriers=plan.stages),
-        "begun": plgpu.Barrier(num_arrivals=plan.parts + 1),
-    }
     return plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type,
-        scratch_types=scratch,
+        scratch_types=plan.scratch()
+        | {
+            "bias_smem": plgpu.SMEM((plan.span, TILE), jnp.float32),
+            "begun": plgpu.Barrier(num_arrivals=plan.parts + 1),
+        },
         grid=(pairs, plan.spans),
         grid_names=("pair", "span"),
-        # Lane: layouts are those written here; inferring them, the default of newer jax, fails for this kernel.
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=COMPILER,
         kernel_name="attend_one_query",
     )
 
 
-def _copying(plan: Plan) -> Any:
-    """Layout of a tile in registers, from shared memory in plain order to that of tensor cores."""
-    bits = jnp.dtype(plan.dtype).itemsize * 8
-    return plgpu.Layout.SMEM_GMEM_COPY((TILE, plan.dim), plan.dtype, plgpu.find_swizzle(plan.dim * bits))
-
-
 def _kernel(
     query_ref, key_ref, value_ref, bias_ref, output_ref, ends_ref, *column_refs,
-    query_smem, ring, part, bias_smem, kept, ends_smem, ready, begun, plan,
+    query_smem, bias_smem, begun, plan, **scratch,
 ):  # fmt: skip
     """One span of the slots of one (row, KV head)."""
     pair, span = lax.axis_index("pair"), lax.axis_index("span")
     first = span * plan.span
     count = jnp.minimum(plan.span, plan.tiles - first)
-    matrix, shape = plgpu.Layout.WGMMA, (plan.rows, TILE)
-    # Layouts of what a matrix has per row, and per column
-    per_row, per_column = matrix.reduce(1), matrix.reduce(0)
-
-    def full(shape, fill, layout):
-        return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
-
-    def along(row, shape):
-        """[rows] -> [rows, columns]."""
-        return lax.broadcast_in_dim(row, shape, (0,))
-
-    def fetch(step):
-        """Starts a copy into the ring: first all tiles of keys, then all of values."""
-        slot = lax.rem(step, plan.stages)
-        for source, tile in ((key_ref, step), (value_ref, step - count)):
-
-            @pl.when((tile >= 0) & (tile < count))
-            def _(source=source, tile=tile):
-                start = jnp.minimum((first + tile) * TILE, plan.size - TILE)
-                plgpu.copy_gmem_to_smem(source.at[pair, pl.ds(start, TILE)], ring.at[slot], ready.at[slot])
-
-    def multiply(into, left, step, transposed):
-        """Adds left times a tile and frees its place; left holds 16-bit parts, as the tile does once it is split."""
-        slot = lax.rem(step, plan.stages)
-        turn = (lambda ref: ref.transpose((1, 0))) if transposed else (lambda ref: ref)
-        plgpu.barrier_wait(ready.at[slot])
-        if plan.staged:
-            rest = plgpu.layout_cast(ring[slot], _copying(plan))
-            for i in range(plan.parts):
-                leading = hopper.leading(rest) if i < plan.parts - 1 else rest
-                part[...] = leading.astype(plan.part_dtype)
-                rest = rest - leading
-                plgpu.commit_smem()
-                for j in range(plan.parts - i):
-                    plgpu.wgmma(into, left.at[j], turn(part))
-                plgpu.wgmma_wait(0)
-        else:
-            plgpu.wgmma(into, left.at[0], turn(ring.at[slot]))
-            plgpu.wgmma_wait(0)
-        fetch(step + plan.stages)
-
+    tiles = Pass(plan, pair, first, count, key_ref, value_ref, query_smem, **scratch)
     for i in range(plan.parts):
         plgpu.copy_gmem_to_smem(query_ref.at[pair, i], query_smem.at[i, pl.ds(0, plan.padded)], begun)
     plgpu.copy_gmem_to_smem(bias_ref.at[pair, span], bias_smem, begun)
-    for step in range(plan.stages):
-        fetch(jnp.int32(step))
+    tiles.begin()
     plgpu.barrier_wait(begun)
-
-    def add_keys(at, carry):
-        top, total = carry
-
-        def dot(into):
-            multiply(into, query_smem, at, True)
-            return into[...]
-
-        # [rows, TILE]
-        logits = pl.run_scoped(dot, plgpu.ACC(shape, jnp.float32))
-        bias = lax.broadcast_in_dim(plgpu.layout_cast(bias_smem[at], per_column), shape, (1,))
-        logits = jnp.where(bias > NEGATIVE / 2, logits * plan.scale + bias, NEGATIVE)
-        kept[pl.ds(at * plan.group, plan.rows), pl.ds(0, TILE)] = logits
-        highest = jnp.maximum(top, jnp.max(logits, axis=1))
-        weight = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - along(highest, shape)), 0.0)
-        return highest, total * jnp.exp(top - highest) + jnp.sum(weight, axis=1)
-
-    nothing = full((plan.rows,), NEGATIVE, per_row), full((plan.rows,), 0.0, per_row)
-    top, total = lax.fori_loop(0, count, add_keys, nothing)
-    share = 1.0 / jnp.where(total > 0, total, 1.0)
+    top, total = tiles.softmax(lambda at: plgpu.layout_cast(bias_smem[at], PER_COLUMN))
     ends_ref[pair, span, 0] = top
     ends_ref[pair, span, 1] = total
-    ends_smem[0] = top
-    ends_smem[1] = share
 
     def tell(at):
         """Writes what statistics are made of: m of a tile's slots or, for a later softmax over all spans, logits."""
         (column_ref,) = column_refs
         here = pl.ds((first + at) * TILE, TILE)
-
-        def row(head):
-            return plgpu.layout_cast(kept[at * plan.group + head, pl.ds(0, TILE)], per_row)
-
-        if plan.spans > 1:
-
-            @pl.loop(0, plan.group)
-            def _(head):
-                column_ref[pair, head, here] = row(head)
-
+        if plan.spans == 1:
+            column_ref[pair, 0, here] = tiles.column(at)
             return
-        m, mean = full((TILE,), 0.0, per_row), plan.group_reduce == "mean"
-        # Unrolled: one head's exponentials wait for nothing of another's.
-        for head in range(plan.group):
-            logits = row(head)
-            probability = jnp.exp(logits - ends_smem[0, head]) * ends_smem[1, head]
-            probability = jnp.where(logits > NEGATIVE / 2, probability, 0.0)
-            m = m + probability if mean else jnp.maximum(m, probability)
-        column_ref[pair, 0, here] = m * (1.0 / plan.group) if mean else m
+
+        @pl.loop(0, plan.group)
+        def _(head):
+            column_ref[pair, head, here] = tiles.logits(at, head)
 
     if plan.told:
         pl.loop(0, count)(tell)
-
-    # The query has done its work, and makes room for the weights.
-    weights_smem = query_smem.at[:, :, pl.ds(0, TILE)]
-
-    def sum_up(into):
-        @pl.loop(0, count)
-        def _(at):
-            # Rows beyond the group's hold other tiles' logits; they end in rows of the output that nobody reads.
-            logits = plgpu.layout_cast(kept[pl.ds(at * plan.group, plan.rows), pl.ds(0, TILE)], matrix)
-            weight = jnp.exp(logits - along(top, shape)) * along(share, shape)
-            weight = jnp.where(logits > NEGATIVE / 2, weight, 0.0)
-            for i in range(plan.parts):
-                leading = hopper.leading(weight) if i < plan.parts - 1 else weight
-                query_smem[i, :, pl.ds(0, TILE)] = leading.astype(plan.part_dtype)
-                weight = weight - leading
-            plgpu.commit_smem()
-            multiply(into, weights_smem, count + at, False)
-
-        return into[...]
-
-    output = pl.run_scoped(sum_up, plgpu.ACC((plan.rows, plan.dim), jnp.float32))
-    for chunk in range(-(-plan.dim // TILE)):
-        width = min(TILE, plan.dim - chunk * TILE)
-        kept[pl.ds(0, plan.rows), pl.ds(0, width)] = output[:, chunk * TILE : chunk * TILE + width]
-        plgpu.commit_smem()
-        where = output_ref.at[pair, span, :, pl.ds(chunk * WIDE, WIDE)]
-        plgpu.copy_smem_to_gmem(kept.at[pl.ds(0, plan.padded)], where)
-        plgpu.wait_smem_to_gmem(0)
+    tiles.store(tiles.output(top, total), output_ref.at[pair, span])

@@ -1,0 +1,196 @@
+"""A program's one pass over keys and values on a GPU: what the kernels of decoding share.
+
+Tile by tile, first all keys and then all values come once through a ring in shared memory. The keys leave logits in
+shared memory, and the softmax's maximum and sum; then every probability is known: it is reduced over the group to what
+statistics need, and weighs the values. The last tile ends with the last slot and reads some again.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.kernels import hopper
+from kvjax.kernels.decode.plan_gpu import WIDE, Plan
+from kvjax.kernels.hopper import TILE
+from kvjax.kernels.softmax import NEGATIVE
+
+Array = jax.Array
+Ref = Any
+MATRIX = plgpu.Layout.WGMMA
+# Layouts of what a matrix has per row, and per column
+PER_ROW, PER_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)
+
+
+def full(shape: tuple[int, ...], fill: float, layout: Any) -> Array:
+    return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
+
+
+def along(row: Array, shape: tuple[int, ...]) -> Array:
+    """[rows] -> [rows, columns]."""
+    return lax.broadcast_in_dim(row, shape, (0,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """`count` tiles from `first` on of one (row, KV head) `pair`; key and value are all of them, [pairs, S, D].
+
+    Call `begin`, `softmax`, `column` of every tile, `output`, `store` in this order.
+    """
+
+    plan: Plan
+    pair: Array
+    first: Array | int
+    count: Array | int
+    key_ref: Ref
+    value_ref: Ref
+    query_smem: Ref
+    ring: Ref
+    part: Ref
+    kept: Ref
+    ends_smem: Ref
+    ready: Ref
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a tile's logits."""
+        return self.plan.rows, TILE
+
+    def start(self, tile: Array | int) -> Array:
+        """The slot that one of its tiles begins with."""
+        return jnp.minimum((self.first + tile) * TILE, self.plan.size - TILE)
+
+    def begin(self) -> None:
+        """Starts as many copies as the ring has room for."""
+        for step in range(self.plan.stages):
+            self._fetch(jnp.int32(step))
+
+    def softmax(self, bias: Callable[[Array], Array]) -> tuple[Array, Array]:
+        """Maximum and sum [rows] over all tiles; bias(tile) [TILE] is added to the logits, NEGATIVE hides a slot."""
+        plan, shape = self.plan, self.shape
+
+        def add_keys(at, carry):
+            top, total = carry
+
+            def dot(into):
+                self._multiply(into, self.query_smem, at, True)
+                return into[...]
+
+            # [rows, TILE]
+            logits = pl.run_scoped(dot, plgpu.ACC(shape, jnp.float32))
+            added = lax.broadcast_in_dim(bias(at), shape, (1,))
+            logits = jnp.where(added > NEGATIVE / 2, logits * plan.scale + added, NEGATIVE)
+            self.kept[pl.ds(at * plan.group, plan.rows), pl.ds(0, TILE)] = logits
+            highest = jnp.maximum(top, jnp.max(logits, axis=1))
+            weight = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - along(highest, shape)), 0.0)
+            return highest, total * jnp.exp(top - highest) + jnp.sum(weight, axis=1)
+
+        nothing = full((plan.rows,), NEGATIVE, PER_ROW), full((plan.rows,), 0.0, PER_ROW)
+        top, total = lax.fori_loop(0, self.count, add_keys, nothing)
+        self.ends_smem[0] = top
+        self.ends_smem[1] = _share(total)
+        return top, total
+
+    def logits(self, at: Array, head: Array | int) -> Array:
+        """[TILE] of one query head of the group."""
+        return plgpu.layout_cast(self.kept[at * self.plan.group + head, pl.ds(0, TILE)], PER_ROW)
+
+    def column(self, at: Array) -> Array:
+        """[TILE]: the probabilities of a tile's slots, reduced over the group."""
+        m, mean = full((TILE,), 0.0, PER_ROW), self.plan.group_reduce == "mean"
+        # Unrolled: one head's exponentials wait for nothing of another's.
+        for head in range(self.plan.group):
+            logits = self.logits(at, head)
+            probability = jnp.exp(logits - self.ends_smem[0, head]) * self.ends_smem[1, head]
+            probability = jnp.where(logits > NEGATIVE / 2, probability, 0.0)
+            m = m + probability if mean else jnp.maximum(m, probability)
+        return m * (1.0 / self.plan.group) if mean else m
+
+    def output(self, top: Array, total: Array) -> Array:
+        """[rows, D]."""
+        plan, shape, share = self.plan, self.shape, _share(total)
+        # The query has done its work, and makes room for the weights.
+        weights_smem = self.query_smem.at[:, :, pl.ds(0, TILE)]
+
+        def sum_up(into):
+            @pl.loop(0, self.count)
+            def _(at):
+                # Rows beyond the group's hold other tiles' logits; they end in rows of the output that nobody reads.
+                logits = plgpu.layout_cast(self.kept[pl.ds(at * plan.group, plan.rows), pl.ds(0, TILE)], MATRIX)
+                weight = jnp.exp(logits - along(top, shape)) * along(share, shape)
+                weight = jnp.where(logits > NEGATIVE / 2, weight, 0.0)
+                for i in range(plan.parts):
+                    leading = hopper.leading(weight) if i < plan.parts - 1 else weight
+                    self.query_smem[i, :, pl.ds(0, TILE)] = leading.astype(plan.part_dtype)
+                    weight = weight - leading
+                plgpu.commit_smem()
+                self._multiply(into, weights_smem, self.count + at, False)
+
+            return into[...]
+
+        return pl.run_scoped(sum_up, plgpu.ACC((plan.rows, plan.dim), jnp.float32))
+
+    def store(self, output: Array, output_ref: Ref) -> None:
+        """Into [G filled up, chunks * WIDE] of global memory, chunks of the features; `gathered` undoes them."""
+        plan = self.plan
+        for chunk in range(-(-plan.dim // TILE)):
+            width = min(TILE, plan.dim - chunk * TILE)
+            self.kept[pl.ds(0, plan.rows), pl.ds(0, width)] = output[:, chunk * TILE : chunk * TILE + width]
+            plgpu.commit_smem()
+            where = output_ref.at[:, pl.ds(chunk * WIDE, WIDE)]
+            plgpu.copy_smem_to_gmem(self.kept.at[pl.ds(0, plan.padded)], where)
+            plgpu.wait_smem_to_gmem(0)
+
+    def _fetch(self, step: Array) -> None:
+        """Starts a copy into the ring: first all tiles of keys, then all of values."""
+        slot = lax.rem(step, self.plan.stages)
+        for source, tile in ((self.key_ref, step), (self.value_ref, step - self.count)):
+
+            @pl.when((tile >= 0) & (tile < self.count))
+            def _(source=source, tile=tile):
+                where = source.at[self.pair, pl.ds(self.start(tile), TILE)]
+                plgpu.copy_gmem_to_smem(where, self.ring.at[slot], self.ready.at[slot])
+
+    def _multiply(self, into: Ref, left: Ref, step: Array, transposed: bool) -> None:
+        """Adds left times a tile and frees its place; left holds 16-bit parts, as the tile does once it is split."""
+        plan, slot = self.plan, lax.rem(step, self.plan.stages)
+
+        def turn(ref):
+            return ref.transpose((1, 0)) if transposed else ref
+
+        plgpu.barrier_wait(self.ready.at[slot])
+        if plan.staged:
+            bits = jnp.dtype(plan.dtype).itemsize * 8
+            swizzle = plgpu.find_swizzle(plan.dim * bits)
+            # From shared memory in plain order to that of tensor cores
+            rest = plgpu.layout_cast(
+                self.ring[slot], plgpu.Layout.SMEM_GMEM_COPY((TILE, plan.dim), plan.dtype, swizzle)
+            )
+            for i in range(plan.parts):
+                leading = hopper.leading(rest) if i < plan.parts - 1 else rest
+                self.part[...] = leading.astype(plan.part_dtype)
+                rest = rest - leading
+                plgpu.commit_smem()
+                for j in range(plan.parts - i):
+                    plgpu.wgmma(into, left.at[j], turn(self.part))
+                plgpu.wgmma_wait(0)
+        else:
+            plgpu.wgmma(into, left.at[0], turn(self.ring.at[slot]))
+            plgpu.wgmma_wait(0)
+        self._fetch(step + plan.stages)
+
+
+def gathered(output: Array, group: int, dim: int) -> Array:
+    """[..., G filled up, chunks * WIDE], as `Pass.store` leaves it -> [..., G, D]."""
+    before = output.shape[:-2]
+    output = output.reshape(*before, output.shape[-2], -1, WIDE)[..., :group, :, :TILE]
+    return output.reshape(*before, group, -1)[..., :dim]
+
+
+def _share(total: Array) -> Array:
+    return 1.0 / jnp.where(total > 0, total, 1.0)
