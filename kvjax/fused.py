@@ -5,6 +5,7 @@ A policy is traced into the kernel as it is. Only one that looks at a head's pos
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,14 +36,16 @@ def covers(block: Block, layer: LayerKV | None, tokens: int, kv_heads: int, grou
 
     More slots go through `cache.step`, whose attention kernel holds less of them.
     """
-    return (
-        block.implementation == "pallas_tpu"
-        and layer is not None
-        and tokens == 1
-        and block.decoding
-        and _in_kernel(block.policy, kv_heads)
-        and _held_bytes(block.policy, layer, group) <= HELD_BYTES
-    )
+    if layer is None or tokens > 1 or not block.decoding:
+        return False
+    match block.implementation:
+        case "pallas_tpu":
+            # Heads that share a ranking must be in one place.
+            together = sharding.divided("kv_heads", kv_heads) == 1
+            return _in_kernel(block.policy, together) and _held_bytes(block.policy, layer, group) <= HELD_BYTES
+        case "pallas_gpu":
+            return _in_kernel(block.policy, together=kv_heads == 1) and _is_one_program(block.policy, layer, group)
+    return False
 
 
 def _held_bytes(policy: Policy, layer: LayerKV, group: int) -> int:
@@ -64,15 +67,23 @@ def _held_bytes(policy: Policy, layer: LayerKV, group: int) -> int:
     return 4 * slots * lines + tiles + small
 
 
-def _in_kernel(policy: Policy, kv_heads: int) -> bool:
+def _is_one_program(policy: Policy, layer: LayerKV, group: int) -> bool:
+    """Whether a GPU's program takes all slots of a (row, KV head), and there are enough of these to fill the GPU."""
+    from kvjax.kernels.decode import step_gpu
+
+    batch, kv_heads, slots, dim = layer.key.shape
+    pairs = batch * kv_heads // sharding.divided("batch", batch) // sharding.divided("kv_heads", kv_heads)
+    return step_gpu.plan_of(pairs, group, slots, dim, layer.key.dtype, len(policy.needs)) is not None
+
+
+def _in_kernel(policy: Policy, together: bool) -> bool:
+    """Whether a kernel can trace it; together: one sees all KV heads of a row."""
     importance, scope = policy.importance, policy.scope
     if importance is None or scope is None or not (importance.in_kernel and scope.in_kernel):
         return False
-    # Heads that share a ranking must be in one place.
-    together = not importance.aligned or sharding.divided("kv_heads", kv_heads) == 1
     plain = policy.merge is None and policy.mask is None and policy.limits is None and policy.then is None
     counted = all(not s.words and s.tail is None for s in policy.needs)
-    return together and plain and counted and policy.positions == "original"
+    return (together or not importance.aligned) and plain and counted and policy.positions == "original"
 
 
 def step(
@@ -89,8 +100,6 @@ def step(
     heads: tuple[int, ...] | None = None,
 ) -> tuple[Array, LayerKV]:
     """As `cache.step`, for one token a row."""
-    from kvjax.kernels.decode import step_tpu  # Pallas takes a while to import, and only this needs it
-
     policy = block.policy
     batch, query_heads, _, dim = query.shape
     kv_heads = key.shape[1]
@@ -98,8 +107,8 @@ def step(
     if rope is not None:
         query, key = (rope.rotate(x, block.position, rope.frequencies(newest + 1)) for x in (query, key))
     kernel = functools.partial(
-        step_tpu.step,
-        settle=functools.partial(_settle, policy, index, heads),
+        _kernel(block.implementation),
+        settle=functools.partial(settle, policy, index, heads),
         transforms=tuple(sorted({s.transform for s in policy.needs})),
         scale=dim**-0.5 if scale is None else scale,
         window=window,
@@ -120,7 +129,18 @@ def step(
     return output.reshape(batch, query_heads, 1, dim), layer
 
 
-def _settle(
+def _kernel(implementation: Implementation) -> Callable[..., Any]:
+    """Pallas takes a while to import, and only these need it."""
+    if implementation == "pallas_gpu":
+        from kvjax.kernels.decode import step_gpu
+
+        return step_gpu.step
+    from kvjax.kernels.decode import step_tpu
+
+    return step_tpu.step
+
+
+def settle(
     policy: Policy,
     index: int,
     heads: tuple[int, ...] | None,

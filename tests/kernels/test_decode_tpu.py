@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +10,17 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax import attention, cache, fused, layers, policies
+from kvjax import attention, cache, fused
 from kvjax.cache import Block, LayerKV
 from kvjax.devices import topology_devices
 from kvjax.kernels.decode import pallas_tpu, step_tpu
 from kvjax.statistics import ABOVE, COUNT, LAST, MASS, MASS_SQ, decayed, recent_above
+from tests.kernels.steps import FUSED, Steps, build, fused_step
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'kvjax[tpu]'"
 )
 EVERY = frozenset({MASS, MASS_SQ, COUNT, ABOVE, LAST, decayed(0.9), recent_above(20)})
-FUSED = ("window", "h2o", "h2o_decay", "scissorhands", "tova", "mean_attention", "roco", "strided", "fixed")
 
 
 @pytest.fixture
@@ -97,22 +96,6 @@ def test_what_cannot_run_says_so():
         ].block_until_ready()
 
 
-def fused_step(policy, layer, query, key, value, position, budget, window=None):
-    """One decoding step, in one kernel."""
-    block = Block(position=position, budget=(budget,), policy=policy, decoding=True, implementation="pallas_tpu")
-    assert fused.covers(block, layer, 1, key.shape[1], query.shape[1] // key.shape[1])
-    return layers.step(layer, query, key, value, block=block, index=0, window=window)
-
-
-def build(name: str, budget: int, **more) -> policies.Policy:
-    more |= {"strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "ring": {"variant": "ring"}}.get(name, {})
-    if name == "full":
-        return policies.full()
-    if name == "heavy":
-        return policies.with_heavy_hitters(policies.mean_attention(budget=budget, recent=budget // 4))
-    return policies.by_name("h2o" if name == "ring" else name, budget=budget, **more)
-
-
 @pytest.mark.parametrize(("name", "budget"), [*((name, 15) for name in FUSED), ("h2o", 20), ("roco", 22)])
 def test_a_step_is_that_of_the_cache(interpreted, name, budget):
     """15 and one slot are whole groups, written inside the kernel; 20 and 22 are not."""
@@ -137,58 +120,6 @@ def test_a_step_is_that_of_the_cache(interpreted, name, budget):
         np.testing.assert_array_equal(ours.value[live], layer.value[live])
         for stat, column in layer.stats.items():
             np.testing.assert_allclose(ours.stats[stat], column, atol=1e-5, err_msg=stat)
-
-
-class Steps(NamedTuple):
-    """A row's slots, some steps in one kernel beside some in XLA; what is the same is compared after every one."""
-
-    name: str
-    slots: int
-    dim: int = 64
-    group: int = 2
-    dtype: Any = jnp.float32
-    window: int | None = None
-    policy: tuple[tuple[str, str], ...] = ()
-    budgets: tuple[int, int] | None = None  # of the two rows; None = the slots but one
-
-    def run(self, steps: int) -> None:
-        batch, kv_heads, top = 2, 2, self.slots - 1
-        policy = build(self.name, top, **dict(self.policy))
-        budgets = jnp.asarray(self.budgets or (top, top), jnp.int32)
-        rng = np.random.default_rng(0)
-        filled = np.full((batch, kv_heads, self.slots), -1)
-        for row, live in enumerate(np.asarray(budgets) - 2):  # two steps before the first victim, holes anywhere
-            for head in range(kv_heads):
-                filled[row, head, rng.permutation(self.slots)[:live]] = rng.permutation(live)
-        random = lambda *shape: jnp.asarray(rng.normal(size=shape), self.dtype)  # noqa: E731
-        layer = cache.empty(policy, batch, kv_heads, self.slots, self.dim, self.dtype)
-        layer = layer.replace(
-            key=random(*layer.key.shape), value=random(*layer.value.shape), position=jnp.asarray(filled, jnp.int32),
-            stats={
-                s.name: jnp.asarray(np.where(filled >= 0, rng.integers(3, 9, filled.shape), 0), jnp.float32)
-                for s in policy.needs
-            },
-        )  # fmt: skip
-        ours = layer
-        plain = jax.jit(
-            lambda layer, q, k, v, block: cache.step(layer, q, k, v, block=block, index=0, window=self.window)
-        )
-        kernel = jax.jit(functools.partial(fused_step, policy, window=self.window))
-        for step in range(steps):
-            query = random(batch, kv_heads * self.group, 1, self.dim)
-            key, value = (random(batch, kv_heads, 1, self.dim) for _ in range(2))
-            at = budgets - 2 + step
-            block = Block(position=at[:, None], budget=(budgets,), policy=policy, decoding=True)
-            expected, layer = plain(layer, query, key, value, block)
-            got, ours = kernel(ours, query, key, value, at[:, None], budgets)
-            rounding = 2e-6 if self.dtype == jnp.float32 else 0.02
-            np.testing.assert_allclose(np.float32(got), np.float32(expected), atol=rounding)
-            np.testing.assert_array_equal(ours.position, layer.position)
-            live = np.asarray(layer.position) >= 0
-            np.testing.assert_array_equal(ours.key[live], layer.key[live])
-            np.testing.assert_array_equal(ours.value[live], layer.value[live])
-            for stat, column in layer.stats.items():
-                np.testing.assert_allclose(ours.stats[stat], column, rtol=1e-5, atol=1e-5, err_msg=stat)
 
 
 @pytest.mark.parametrize(

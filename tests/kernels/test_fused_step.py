@@ -11,7 +11,7 @@ import kvjax
 from kvjax import cache, fused, policies
 from kvjax.statistics import Observation
 from tests import reference
-from tests.kernels.test_decode_tpu import FUSED
+from tests.kernels.steps import FUSED
 from tests.test_slots import assert_same
 from tests.tiny import random_tokens, tiny
 

@@ -1,15 +1,14 @@
 """Attention of one query a head over the slots of a cache, with column statistics, on a Hopper GPU (Mosaic GPU).
 
-A program takes the slots, or a span of them, of one (row, KV head). Tile by tile, first all keys and then all values
-come once through a ring in shared memory. The keys leave logits in shared memory, and the softmax's maximum and sum;
-then every probability is known: it is reduced over the group to what statistics need, and weighs the values. Spans
-are joined by XLA: where there are too few rows to fill the GPU, or too many slots for a program's shared memory.
+A program takes the slots, or a span of them, of one (row, KV head), tile by tile (`pass_gpu`). Spans are joined by XLA:
+where there are too few rows to fill the GPU, or too many slots for a program's shared memory. Most decoding steps go
+through `step_gpu` instead, which does the rest of a step too.
 
 What should bind, and no GPU has confirmed it: memory, at 18 bytes a clock for each of an H200's 132 processors.
 Products have 64 rows at least, of which a group fills some, and in 16 bits take a third of the tensor cores' time
 whatever the group; on CUDA cores a group of 8 would need all of them. float32, in three parts, is slower. Slots that
 are no multiple of 8 cannot be copied into the order that tensor cores read: they pass through registers, as float32
-does. The last tile ends with the last slot and reads some again.
+does.
 """
 
 import functools
@@ -24,14 +23,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper, softmax
 from kvjax.kernels.decode.pass_gpu import PER_COLUMN, Pass, gathered
-from kvjax.kernels.decode.plan_gpu import WIDE, Plan
+from kvjax.kernels.decode.plan_gpu import COMPILER, WIDE, Plan
 from kvjax.kernels.hopper import TILE
 from kvjax.kernels.softmax import NEGATIVE
 from kvjax.statistics import Statistic
 
 Array = jax.Array
-# Lane: layouts are those written here; inferring them, the default of newer jax, fails for these kernels.
-COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def attend(

@@ -1,0 +1,219 @@
+"""A whole decoding step of one layer in one kernel on a Hopper GPU: append, attend, observe, evict (Mosaic GPU).
+
+A program takes one (row, KV head). It writes the new pair into the slot that is free, in place, through aliased
+buffers, and waits for it; then keys and values pass through as in `pass_gpu`, and statistics and positions, one line of
+numbers each, are read, settled by the policy's own code, and written where they were. Nothing else leaves the kernel
+but the output. It takes what one program can hold, where there are enough programs to fill the GPU (`plan_of`).
+
+No GPU has run it; the interpreter and the lowering for CUDA have seen it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.kernels import hopper
+from kvjax.kernels.decode.pass_gpu import PER_COLUMN, Pass, gathered
+from kvjax.kernels.decode.plan_gpu import COMPILER, WIDE, Plan
+from kvjax.kernels.hopper import TILE
+from kvjax.kernels.lines import on_lines
+from kvjax.kernels.softmax import NEGATIVE
+
+Array = jax.Array
+COPY = 256  # numbers that a copy takes at most; a line is filled up to whole copies
+MOST = 4096  # slots: 32 numbers of every line to a thread, of some 256 registers
+
+
+def step(
+    query: Array,
+    new_key: Array,
+    new_value: Array,
+    key: Array,
+    value: Array,
+    position: Array,
+    stats: dict[str, Array],
+    *,
+    newest: Array,
+    budget: Array,
+    settle: Callable[..., Any],
+    transforms: tuple[str, ...],
+    scale: float,
+    window: int | None,
+    group_reduce: str,
+) -> tuple[Array, Array, Array, Array, dict[str, Array]]:
+    """As `step_tpu.step`, of slots that `plan_of` has a plan for; any others are refused (ValueError)."""
+    batch, kv_heads, group, dim = query.shape
+    pairs, size = batch * kv_heads, key.shape[2]
+    plan = plan_of(pairs, group, size, dim, key.dtype, len(stats), scale=scale, group_reduce=group_reduce)
+    if plan is None:
+        raise ValueError(f"{size} slots of {group} x {dim} in {key.dtype} are not one program's, or no multiple of 8.")
+    names, length = tuple(sorted(stats)), _length(size)
+    # [pairs, parts, G filled up, D]
+    parts = jnp.stack(hopper.parts(query.reshape(pairs, group, dim).astype(key.dtype)), axis=1)
+    parts = jnp.pad(parts, ((0, 0), (0, 0), (0, plan.padded - group), (0, 0)))
+    # Mosaic writes what it is given as a reference.
+    kept = [jax.new_ref(x.reshape(pairs, size, dim)) for x in (key, value)]
+    lines = [jax.new_ref(x.reshape(pairs, size)) for x in (position, *(stats[name] for name in names))]
+    scratch = plan.scratch() | {
+        "pair_smem": plgpu.SMEM((2, dim), key.dtype),
+        "position_smem": plgpu.SMEM((length,), jnp.int32),
+        "column_smem": plgpu.SMEM((length,), jnp.float32),
+        "stat_smem": [plgpu.SMEM((length,), jnp.float32) for _ in names],
+        "begun": plgpu.Barrier(num_arrivals=plan.parts + 2 + len(lines) * (length // COPY)),
+    }
+    body = functools.partial(_kernel, plan=plan, names=names, settle=settle, transforms=transforms, window=window)
+    chunks = -(-dim // TILE)
+
+    # plgpu.kernel would do this, but takes no references before jax 0.11.
+    def kernel(*refs: Any) -> None:
+        pl.run_scoped(functools.partial(body, *refs), collective_axes=(), **scratch)
+
+    (output,) = pl.kernel(
+        kernel,
+        [jax.ShapeDtypeStruct((pairs, plan.padded, chunks * WIDE), jnp.float32)],
+        mesh=plgpu.Mesh(grid=(pairs,), grid_names=("pair",)),
+        compiler_params=COMPILER,
+        name="decode_step",
+    )(parts, *(x.reshape(pairs, dim) for x in (new_key, new_value)), newest, budget, *kept, *lines)
+    key, value = (ref[...].reshape(key.shape) for ref in kept)
+    position, *found = (ref[...].reshape(position.shape) for ref in lines)
+    output = gathered(output, group, dim).astype(value.dtype).reshape(query.shape)
+    return output, key, value, position, dict(zip(names, found, strict=True))
+
+
+def plan_of(
+    pairs: int,
+    group: int,
+    size: int,
+    dim: int,
+    dtype: Any,
+    stats: int,
+    *,
+    scale: float = 1.0,
+    group_reduce: str = "mean",
+) -> Plan | None:
+    """How a step of so many (row, KV head) pairs is cut, or None where a program does not take all slots of a pair."""
+    if size % 8 or not TILE <= size <= MOST or dim % 16 or not TILE <= dim <= 256:
+        return None
+    plan = Plan(group, dim, size, jnp.dtype(dtype), True, group_reduce, scale, lines=2 + stats)
+    try:
+        plan = plan.cut(pairs)
+    except ValueError:
+        return None
+    return plan if plan.spans == 1 else None
+
+
+def _length(size: int) -> int:
+    """Of a line: the slots, filled up with empty ones."""
+    return -(-size // COPY) * COPY
+
+
+def _kernel(
+    query_ref, new_key_ref, new_value_ref, newest_ref, budget_ref, key_ref, value_ref, position_ref, *refs,
+    query_smem, pair_smem, position_smem, column_smem, stat_smem, begun,
+    plan, names, settle, transforms, window, **scratch,
+):  # fmt: skip
+    """All slots of one (row, KV head)."""
+    *stat_refs, output_ref = refs
+    size, length = plan.size, _length(plan.size)
+    pair = lax.axis_index("pair")
+    row = lax.div(pair, jnp.int32(key_ref.shape[0] // newest_ref.shape[0]))
+    newest, budget = newest_ref[row], budget_ref[row]
+    lines = [(position_ref, position_smem), *zip(stat_refs, stat_smem, strict=True)]
+    tiles = Pass(plan, pair, 0, jnp.int32(plan.tiles), key_ref, value_ref, query_smem, **scratch)
+
+    for i in range(plan.parts):
+        plgpu.copy_gmem_to_smem(query_ref.at[pair, i], query_smem.at[i, pl.ds(0, plan.padded)], begun)
+    for i, new_ref in enumerate((new_key_ref, new_value_ref)):
+        plgpu.copy_gmem_to_smem(new_ref.at[pair], pair_smem.at[i], begun)
+
+    @pl.loop(0, length // COPY)
+    def _(at):
+        # Copies write zeros for slots that there are not, and drop them on their way back.
+        piece = pl.ds(at * COPY, COPY)
+        for line_ref, line_smem in lines:
+            plgpu.copy_gmem_to_smem(line_ref.at[pair, piece], line_smem.at[piece], begun)
+
+    plgpu.barrier_wait(begun)
+
+    # Append
+    slot = plgpu.broadcasted_iota(jnp.int32, (length,), 0, layout=plgpu.Layout.WG_STRIDED((length,), 2))
+    inside = slot < size
+    position = jnp.where(inside, position_smem[...], -1)
+    free = jnp.min(jnp.where(inside & (position < 0), slot, size))
+    # In a row that has ended, where newest is -1, the slot stays empty, whatever lies in it.
+    position = jnp.where(slot == free, newest, position)
+    position_smem[...] = position
+
+    @pl.when(free < size)
+    def _():
+        for i, cache_ref in enumerate((key_ref, value_ref)):
+            plgpu.copy_smem_to_gmem(pair_smem.at[i], cache_ref.at[pair, free])
+
+    plgpu.wait_smem_to_gmem(0)
+    plgpu.commit_smem()
+    tiles.begin()
+
+    # Attend
+    def seen(position):
+        visible = (position >= 0) & (position <= newest)
+        return visible if window is None else visible & (position > newest - window)
+
+    def bias(at):
+        start = tiles.start(at)
+        at_tile = plgpu.layout_cast(position_smem[pl.ds(start, TILE)], PER_COLUMN)
+        index = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=PER_COLUMN)
+        # The last tile begins with slots of the one before.
+        own = start + index >= at * TILE
+        return jnp.where(own & seen(at_tile), 0.0, NEGATIVE)
+
+    top, total = tiles.softmax(bias)
+
+    # From the last tile on, so that what it repeats is written over.
+    @pl.loop(0, plan.tiles)
+    def _(back):
+        at = plan.tiles - 1 - back
+        column_smem[pl.ds(tiles.start(at), TILE)] = tiles.column(at)
+        plgpu.commit_smem()
+
+    tiles.store(tiles.output(top, total), output_ref.at[pair])
+
+    # Observe and evict
+    visible = jnp.where(inside & seen(position), 1.0, 0.0)
+    m = jnp.where(visible > 0, column_smem[...], 0.0)
+    columns = {transform: _column(transform, m, visible) for transform in transforms}
+    stats = {name: line[...] for name, line in zip(names, stat_smem, strict=True)}
+    stats, position = on_lines(settle, length)(stats, position, columns, newest, budget)
+    position_smem[...] = position
+    for name, line_smem in zip(names, stat_smem, strict=True):
+        line_smem[...] = stats[name]
+    plgpu.commit_smem()
+
+    @pl.loop(0, length // COPY)
+    def _(at):
+        piece = pl.ds(at * COPY, COPY)
+        for line_ref, line_smem in lines:
+            plgpu.copy_smem_to_gmem(line_smem.at[piece], line_ref.at[pair, piece])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _column(transform: str, m: Array, visible: Array) -> Array:
+    """f(m) of `Statistic.transform`; lines."""
+    match transform:
+        case "identity":
+            return m
+        case "square":
+            return m * m
+        case "above":
+            count = jnp.maximum(jnp.sum(visible), 1.0)
+            return jnp.where(m >= 1.0 / count, visible, 0.0)
+        case "one":
+            return visible
+    raise ValueError(transform)

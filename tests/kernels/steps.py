@@ -1,0 +1,83 @@
+"""Decoding steps in one kernel beside the same in XLA, for any platform."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import cache, fused, layers, policies
+from kvjax.cache import Block
+
+#: The policies that a kernel can trace.
+FUSED = ("window", "h2o", "h2o_decay", "scissorhands", "tova", "mean_attention", "roco", "strided", "fixed")
+
+
+def fused_step(policy, layer, query, key, value, position, budget, window=None, implementation="pallas_tpu"):
+    """One decoding step, in one kernel."""
+    block = Block(position=position, budget=(budget,), policy=policy, decoding=True, implementation=implementation)
+    assert fused.covers(block, layer, 1, key.shape[1], query.shape[1] // key.shape[1])
+    return layers.step(layer, query, key, value, block=block, index=0, window=window)
+
+
+def build(name: str, budget: int, **more) -> policies.Policy:
+    more |= {"strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "ring": {"variant": "ring"}}.get(name, {})
+    if name == "full":
+        return policies.full()
+    if name == "heavy":
+        return policies.with_heavy_hitters(policies.mean_attention(budget=budget, recent=budget // 4))
+    return policies.by_name("h2o" if name == "ring" else name, budget=budget, **more)
+
+
+class Steps(NamedTuple):
+    """Two rows' slots, some steps in one kernel beside some in XLA; what is the same is compared after every one."""
+
+    name: str
+    slots: int
+    dim: int = 64
+    group: int = 2
+    dtype: Any = jnp.float32
+    window: int | None = None
+    policy: tuple[tuple[str, str], ...] = ()
+    budgets: tuple[int, int] | None = None  # of the two rows; None = the slots but one
+
+    def run(self, steps: int, implementation: str = "pallas_tpu") -> None:
+        batch, kv_heads, top = 2, 2, self.slots - 1
+        policy = build(self.name, top, **dict(self.policy))
+        budgets = jnp.asarray(self.budgets or (top, top), jnp.int32)
+        rng = np.random.default_rng(0)
+        filled = np.full((batch, kv_heads, self.slots), -1)
+        for row, live in enumerate(np.asarray(budgets) - 2):  # two steps before the first victim, holes anywhere
+            for head in range(kv_heads):
+                filled[row, head, rng.permutation(self.slots)[:live]] = rng.permutation(live)
+        random = lambda *shape: jnp.asarray(rng.normal(size=shape), self.dtype)  # noqa: E731
+        layer = cache.empty(policy, batch, kv_heads, self.slots, self.dim, self.dtype)
+        layer = layer.replace(
+            key=random(*layer.key.shape), value=random(*layer.value.shape), position=jnp.asarray(filled, jnp.int32),
+            stats={
+                s.name: jnp.asarray(np.where(filled >= 0, rng.integers(3, 9, filled.shape), 0), jnp.float32)
+                for s in policy.needs
+            },
+        )  # fmt: skip
+        ours = layer
+        plain = jax.jit(
+            lambda layer, q, k, v, block: cache.step(layer, q, k, v, block=block, index=0, window=self.window)
+        )
+        kernel = jax.jit(functools.partial(fused_step, policy, window=self.window, implementation=implementation))
+        for step in range(steps):
+            query = random(batch, kv_heads * self.group, 1, self.dim)
+            key, value = (random(batch, kv_heads, 1, self.dim) for _ in range(2))
+            at = budgets - 2 + step
+            at = at.at[1].set(-1) if step == steps - 1 else at  # a row that has ended
+            block = Block(position=at[:, None], budget=(budgets,), policy=policy, decoding=True)
+            expected, layer = plain(layer, query, key, value, block)
+            got, ours = kernel(ours, query, key, value, at[:, None], budgets)
+            rounding = 2e-6 if self.dtype == jnp.float32 else 0.02
+            np.testing.assert_allclose(np.float32(got), np.float32(expected), atol=rounding)
+            np.testing.assert_array_equal(ours.position, layer.position)
+            live = np.asarray(layer.position) >= 0
+            np.testing.assert_array_equal(ours.key[live], layer.key[live])
+            np.testing.assert_array_equal(ours.value[live], layer.value[live])
+            for stat, column in layer.stats.items():
+                np.testing.assert_allclose(ours.stats[stat], column, rtol=1e-5, atol=1e-5, err_msg=stat)

@@ -1,0 +1,123 @@
+"""A decoding step in one kernel for GPUs: interpreted, races detected, or run by a GPU, against XLA and float64."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import cache, fused, policies
+from kvjax.cache import Block
+from kvjax.kernels.decode import step_gpu
+from tests import reference
+from tests.kernels.steps import FUSED, Steps, build, fused_step
+from tests.kernels.test_decode_gpu import ON_GPU, machine  # noqa: F401
+from tests.test_slots import assert_same
+from tests.tiny import random_tokens, tiny
+
+STEPS = [
+    Steps("h2o", 136),
+    Steps("roco", 72, dim=80, group=1),
+    Steps("roco", 200, dim=128, dtype=jnp.bfloat16, budgets=(199, 100)),
+    Steps("h2o", 328, window=120, policy=(("group_reduce", "max"),), group=3, dtype=jnp.bfloat16),
+    Steps("scissorhands", 64, dim=256, budgets=(50, 63), dtype=jnp.bfloat16),
+    Steps("h2o_decay", 104, budgets=(60, 103)),
+    Steps("full", 72, window=40, budgets=(50, 68)),
+    Steps("heavy", 80, dtype=jnp.bfloat16),
+]
+HARDWARE = [Steps("h2o", 824, 128, 1, jnp.bfloat16), Steps("roco", 2048, 128, 4, jnp.bfloat16)]
+
+
+# Rows of a product that nobody reads hold what was in the memory, here NaN.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+@pytest.mark.parametrize("steps", STEPS, ids=lambda steps: f"{steps.name}-{steps.slots}-{steps.dim}")
+def test_a_step_is_that_of_the_cache(machine, steps):  # noqa: F811
+    steps.run(3, "pallas_gpu")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+def test_a_step_on_a_mesh_is_that_of_the_cache(machine):  # noqa: F811
+    """Of one device, since the interpreter takes no more; what surrounds the kernel is that of many."""
+    with jax.set_mesh(kvjax.make_mesh("data:1,model:1")):
+        Steps("roco", 72).run(2, "pallas_gpu")
+
+
+@pytest.mark.parametrize("machine", [ON_GPU], indirect=True)
+@pytest.mark.parametrize("steps", HARDWARE, ids=lambda steps: f"{steps.name}-{steps.slots}-{steps.dim}")
+def test_many_steps_are_those_of_the_cache(machine, steps):  # noqa: F811
+    steps.run(40, "pallas_gpu")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+@pytest.mark.parametrize(("name", "heads"), [("h2o", "gqa"), ("roco", "mqa")])
+def test_slot_for_slot(machine, monkeypatch, name, heads):  # noqa: F811
+    """A whole decoding, against the independent float64 reference."""
+    own = tiny(heads, head_dim=64)
+    prompts, ends = np.array([76, 70]), np.array([84, 80])
+    tokens, steps = random_tokens(2, 84, seed=4), []
+    monkeypatch.setattr(fused, "step", lambda *a, step=fused.step, **k: steps.append(1) or step(*a, **k))
+    got = kvjax.log_likelihood(
+        own.model, tokens, policies.by_name(name, budget=70), prompt_length=prompts, lengths=ends,
+        implementation="pallas_gpu",
+    )  # fmt: skip
+    policy = reference.policies.by_name(name, budget=70)
+    # Heads of 64 make logits of up to 80.
+    assert_same(got, reference.reference_run(own.params, own.config, tokens, policy, prompts, ends, None), rtol=1e-5)
+    assert steps, "the kernel was traced"
+
+
+def compiled_for_cuda(name: str, batch=64, kv_heads=32, group=1, slots=824, dim=128, dtype=jnp.bfloat16) -> str:
+    policy = build(name, slots - 5)
+    layer = jax.eval_shape(functools.partial(cache.empty, policy, batch, kv_heads, slots, dim, dtype))
+    array = jax.ShapeDtypeStruct
+    query, one = array((batch, kv_heads * group, 1, dim), dtype), array((batch, kv_heads, 1, dim), dtype)
+    run = jax.jit(functools.partial(fused_step, policy, implementation="pallas_gpu"), donate_argnums=0)
+    traced = run.trace(layer, query, one, one, array((batch, 1), jnp.int32), array((batch,), jnp.int32))
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", [*(name for name in FUSED if name != "tova"), "ring", "heavy", "full"])
+def test_it_lowers_for_cuda(name):
+    text = compiled_for_cuda(name)
+    (kernel,) = re.findall(r"stablehlo.custom_call @mosaic_gpu.*", text)
+    # Keys, values, positions, and what the policy notes are written where they were.
+    lines = 3 + len(build(name, 819).needs)
+    assert kernel.count("#stablehlo.output_operand_alias<") == lines
+    whole = re.compile(r"tensor<(64x32|2048)x824x128x")
+    touching = [line for line in text.splitlines() if whole.search(line) and "func.func" not in line]
+    moving = [line for line in touching if not re.search("stablehlo.reshape|@mosaic_gpu|return", line)]
+    assert not moving, "read and written by the kernel alone"
+
+
+def test_what_one_program_does_not_hold_goes_through_the_cache():
+    def taken(name="h2o", batch=64, kv_heads=32, slots=824, dim=128) -> bool:
+        policy = build(name, slots - 4)
+        layer = jax.eval_shape(functools.partial(cache.empty, policy, batch, kv_heads, slots, dim, jnp.bfloat16))
+        block = Block(jnp.zeros((1, 1), jnp.int32), (), policy, decoding=True, implementation="pallas_gpu")
+        return fused.covers(block, layer, 1, kv_heads, 1)
+
+    assert taken()
+    assert taken("roco", slots=step_gpu.MOST)
+    assert not taken(slots=step_gpu.MOST + 8)
+    assert not taken(slots=830), "copies move eight slots"
+    assert not taken(slots=56), "less than a tile"
+    assert not taken(dim=72)
+    assert not taken(batch=1), "too few rows to fill a GPU: several programs share one's slots"
+    assert not taken("tova"), "heads that share a ranking are in several programs"
+    assert taken("tova", kv_heads=1, batch=2048)
+
+
+def test_a_step_that_no_program_holds_says_so():
+    steps = Steps("h2o", 72)
+    policy = build("h2o", 71)
+    layer = cache.empty(policy, 1, 1, 70, steps.dim, jnp.float32)
+    one = jnp.zeros((1, 1, 1, steps.dim))
+    with pytest.raises(ValueError, match="70 slots of 1 x 64 in float32 are not one program's"):
+        step_gpu.step(
+            one, one, one, layer.key, layer.value, layer.position, layer.stats, newest=jnp.zeros(1, jnp.int32),
+            budget=jnp.ones(1, jnp.int32), settle=functools.partial(fused.settle, policy, 0, None),
+            transforms=("identity",), scale=1.0, window=None, group_reduce="mean",
+        )  # fmt: skip
