@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 Array = jax.Array
 
@@ -50,14 +50,17 @@ def on_lines(function: Callable[..., Any], slots: int) -> Callable[..., Any]:
 
 
 def _evaluate(traced: ClosedJaxpr, slots: int, arguments: Sequence[Array]) -> list[Array]:
-    jaxpr: Jaxpr = traced.jaxpr
+    jaxpr: Any = traced.jaxpr
     values: dict[Any, Array] = {
         **dict(zip(jaxpr.constvars, (_line(x, slots) for x in traced.consts), strict=True)),
         **dict(zip(jaxpr.invars, arguments, strict=True)),
     }
 
     def read(atom: Any) -> Array:
-        return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
+        if not isinstance(atom, Literal):
+            return values[atom]
+        aval: Any = atom.aval
+        return jnp.asarray(atom.val, aval.dtype)
 
     for equation in jaxpr.eqns:
         wide = equation.outvars[0].aval.size == slots
