@@ -30,11 +30,6 @@ def resolve(implementation: Implementation, platform: str) -> Implementation:
     return ("pallas_tpu" if platform == "tpu" else "xla") if implementation == "auto" else implementation
 
 
-def of_prompts(implementation: Implementation) -> Implementation:
-    """What prompts go through beside it: there is no prefill kernel for GPUs."""
-    return "xla" if implementation == "pallas_gpu" else implementation
-
-
 def attend(
     query: Array,
     key: Array,
@@ -66,8 +61,8 @@ def attend(
       group_reduce: ``mean`` or ``max`` over the H / K query heads of a KV head.
       causal: the slots are exactly this block in order (one-shot prefill), which lets tiles skip the future.
       prompt: [B] int32 tokens of each row's prompt, for statistics of its end; None = it ends with this block.
-      implementation: ``xla``, everywhere and with gradients; ``pallas_tpu``; ``pallas_gpu``, one query a head, one pass
-        over keys and values; or ``auto``, see `resolve`. One that is asked for by name and cannot run raises.
+      implementation: ``xla``, everywhere and with gradients; ``pallas_tpu``; ``pallas_gpu``, of Hopper GPUs; or
+        ``auto``, see `resolve`. One that is asked for by name and cannot run raises.
 
     Returns:
       output [B, H, n, D] in value's dtype, and an `Observation` whose columns are [B, K, S] float32.
@@ -115,9 +110,13 @@ def attend(
 def _kernel(implementation: Implementation, queries: int, causal: bool) -> Callable[..., Any]:
     """The kernel for so many queries a head. Pallas takes a while to import, and only these need it."""
     if implementation == "pallas_gpu":
-        from kvjax.kernels.decode import pallas_gpu
+        if queries == 1:
+            from kvjax.kernels.decode import pallas_gpu
 
-        return pallas_gpu.attend
+            return pallas_gpu.attend
+        from kvjax.kernels.prefill import pallas_gpu as prefill_gpu
+
+        return functools.partial(prefill_gpu.attend, causal=causal)
     if queries == 1:
         from kvjax.kernels.decode import pallas_tpu
 

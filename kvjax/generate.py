@@ -68,8 +68,7 @@ def generate(
       stop: token ids that end a row; the stop token itself is returned.
       stream: called with [B] int32 after every token, `PAD` for rows that have ended.
       progress: show a progress bar.
-      implementation: of attention and eviction; see `kvjax.attention.attend`. ``pallas_gpu`` is of decoding steps'
-        attention alone: prompts, statistics and eviction go through XLA.
+      implementation: of attention and eviction; see `kvjax.attention.attend` and `kvjax.fused`.
 
     Raises:
       InputError, PolicyError: before anything is traced.

@@ -116,7 +116,7 @@ def prefill_steps(
         # [B, step, E]
         block = Block(
             position=position, budget=budget, policy=policy, capacity=block_slots, prompt=lengths,
-            implementation=attention.of_prompts(implementation),
+            implementation=implementation,
         )  # fmt: skip
         x, kv = decoder.hidden(ids, kv, block)
         at = jnp.clip(lengths - 1 - start, 0, step - 1)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import os
 from pathlib import Path
 
 # With the TPU compiler installed, jax would look for a TPU; a machine with an accelerator may name it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# The interpreter of GPU kernels holds one of XLA's threads for every warpgroup, also while that waits. By default there
+# are as many threads as processors: with two, three warpgroups would wait for each other for ever.
+os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 8)))
 
 import jax
 import pytest
@@ -26,6 +31,26 @@ def find_shared() -> Path | None:
     named = os.environ.get("KVJAX_SHARED")
     candidates = [Path(named)] if named else [ROOT / "shared", ROOT.parent / "shared"]
     return next((path for path in candidates if (path / "data").is_dir()), None)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--cases", type=int, help="run only so many cases of each parametrised test, of all its list")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keeps `--cases` of each test, spread over its parameters: every test still runs."""
+    most = config.getoption("--cases")
+    if not most:
+        return
+    cases = collections.defaultdict(list)
+    for item in items:
+        cases[item.path, item.cls, getattr(item, "originalname", item.name)].append(item)
+    kept = set()
+    for each in cases.values():
+        step = max(len(each) / most, 1)
+        kept.update(id(each[int(i * step)]) for i in range(min(most, len(each))))
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
 
 
 @pytest.fixture(scope="module", autouse=True)

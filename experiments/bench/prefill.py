@@ -21,8 +21,6 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     against = names_of_peers(values.against)
     if "llama.cpp" in against:
         raise ConfigError("llama.cpp is measured decoding only; give --against=transformers, kvpress or none.")
-    if values.implementation == "pallas_gpu":
-        raise ConfigError("pallas_gpu has no kernel for prompts; give --implementation=auto, xla or pallas_tpu.")
     return [row for context in lengths(values) or [CONTEXT] for row in one_length(values, against, context)]
 
 

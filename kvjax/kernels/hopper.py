@@ -1,4 +1,4 @@
-"""What the kernels for Hopper GPUs share: operands of tensor cores, and numbers as sums of 16-bit parts.
+"""What the kernels for Hopper GPUs share: layouts, operands of tensor cores, and numbers as sums of 16-bit parts.
 
 float32 is three bfloat16 parts and six products, near to its last bits; tensor cores take no wider numbers exactly.
 """
@@ -13,7 +13,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 Array = jax.Array
 TILE = 64  # slots
 ROWS = 64  # of a tensor core's product
+MATRIX = plgpu.Layout.WGMMA
+PER_ROW, PER_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)  # layouts of what a matrix has per row, and per column
+# Lane: layouts are those written here; inferring them, the default of newer jax, fails for these kernels.
+COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 SHARED_BYTES = 111 << 10, 224 << 10  # of a program, where a processor runs two, and where one; 3 KiB are Mosaic's
+
+
+def full(shape: tuple[int, ...], fill: float, layout: Any) -> Array:
+    """One number in registers, in the layout of what it meets."""
+    return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
+
+
+def along_rows(x: Array, shape: tuple[int, ...]) -> Array:
+    """[rows] -> [rows, columns]."""
+    return lax.broadcast_in_dim(x, shape, (0,))
+
+
+def along_columns(x: Array, shape: tuple[int, ...]) -> Array:
+    """[columns] -> [rows, columns]."""
+    return lax.broadcast_in_dim(x, shape, (1,))
 
 
 def num_parts(dtype: Any) -> int:
@@ -41,9 +60,10 @@ def leading(x: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def operand(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory of [..., rows, D] of 16 bits, in the order that tensor cores read."""
-    swizzle = plgpu.find_swizzle(shape[-1] * 16)
+def operand(shape: tuple[int, ...], dtype: Any, beside: int | None = None) -> Any:
+    """Shared memory of [..., rows, D] of 16 bits, in the order that tensor cores read; of [..., rows, `TILE`] where it
+    multiplies one of `beside` columns, whose order it shares."""
+    swizzle = plgpu.find_swizzle((beside or shape[-1]) * 16)
     return plgpu.SMEM(
         shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
     )

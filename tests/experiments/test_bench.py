@@ -188,7 +188,6 @@ def test_a_peer_that_is_missing_says_what_to_install(name, tmp_path, monkeypatch
         (["decode", "--against=none", "--shape=gpt-5"], "unknown model shape 'gpt-5'"),
         (["prefill", "--context=many"], "--context='many' is not valid"),
         (["prefill", "--against=llama.cpp", "--context=8"], "measured decoding only"),
-        (["prefill", "--implementation=pallas_gpu"], "pallas_gpu has no kernel for prompts"),
         (["decode", "--against=llama.cpp", "--batch=2", "--context=8"], "at batch 1 in float32; got --batch=2"),
         (["decode", "--against=llama.cpp", "--dtype=bfloat16"], "at batch 1 in float32; got .* --dtype=bfloat16"),
         (["memory", "--against=kvpress", "--context=8"], "against transformers only"),

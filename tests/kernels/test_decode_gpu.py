@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels.decode import pallas_gpu, plan_gpu
 from kvjax.statistics import ABOVE, LAST, MASS, MASS_SQ, decayed, recent_above
+from tests.kernels.conftest import ON_GPU
 
 EVERY = (MASS, MASS_SQ, ABOVE, LAST, decayed(0.9), recent_above(20))
 
@@ -121,26 +121,6 @@ def columns(m, seen):
     # 20 queries make two words; this one is the newest.
     recent = np.stack([above, np.zeros_like(above)], axis=-1)
     return {"mass": m, "mass_sq": m**2, "above": above, "last": m, "decayed(0.9)": 0.1 * m, "above[20]": recent}
-
-
-ON_GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-
-
-@pytest.fixture(params=["interpreted", ON_GPU])
-def machine(request):
-    """Runs kernels on a GPU, or on this machine as a simulated one that raises at a race; the float32 error allowed."""
-    gpu = jax.default_backend() == "gpu"
-    if request.param == "gpu":
-        if not gpu or jax.local_devices()[0].compute_capability != "9.0":
-            pytest.skip("needs a Hopper GPU, and JAX_PLATFORMS=cuda")
-        yield 1e-5  # its exponential is approximate
-        return
-    if gpu:
-        pytest.skip("the GPU runs the same cases")
-    if not hasattr(plgpu, "InterpretGPUParams"):
-        pytest.skip("needs a jax with an interpreter of GPU kernels, 0.11 or newer")
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        yield 2e-6
 
 
 # Rows of a product that nobody reads hold what was in the memory, here NaN.

@@ -13,8 +13,8 @@ from kvjax import cache, fused, policies
 from kvjax.cache import Block
 from kvjax.kernels.decode import step_gpu
 from tests import reference
+from tests.kernels.conftest import ON_GPU
 from tests.kernels.steps import FUSED, Steps, build, fused_step
-from tests.kernels.test_decode_gpu import ON_GPU, machine  # noqa: F401
 from tests.test_slots import assert_same
 from tests.tiny import random_tokens, tiny
 
@@ -34,12 +34,12 @@ HARDWARE = [Steps("h2o", 824, 128, 1, jnp.bfloat16), Steps("roco", 2048, 128, 4,
 # Rows of a product that nobody reads hold what was in the memory, here NaN.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize("steps", STEPS, ids=lambda steps: f"{steps.name}-{steps.slots}-{steps.dim}")
-def test_a_step_is_that_of_the_cache(machine, steps):  # noqa: F811
+def test_a_step_is_that_of_the_cache(machine, steps):
     steps.run(3, "pallas_gpu")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
-def test_a_step_on_a_mesh_is_that_of_the_cache(machine):  # noqa: F811
+def test_a_step_on_a_mesh_is_that_of_the_cache(machine):
     """Of one device, since the interpreter takes no more; what surrounds the kernel is that of many."""
     with jax.set_mesh(kvjax.make_mesh("data:1,model:1")):
         Steps("roco", 72).run(2, "pallas_gpu")
@@ -47,13 +47,13 @@ def test_a_step_on_a_mesh_is_that_of_the_cache(machine):  # noqa: F811
 
 @pytest.mark.parametrize("machine", [ON_GPU], indirect=True)
 @pytest.mark.parametrize("steps", HARDWARE, ids=lambda steps: f"{steps.name}-{steps.slots}-{steps.dim}")
-def test_many_steps_are_those_of_the_cache(machine, steps):  # noqa: F811
+def test_many_steps_are_those_of_the_cache(machine, steps):
     steps.run(40, "pallas_gpu")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize(("name", "heads"), [("h2o", "gqa"), ("roco", "mqa")])
-def test_slot_for_slot(machine, monkeypatch, name, heads):  # noqa: F811
+def test_slot_for_slot(machine, monkeypatch, name, heads):
     """A whole decoding, against the independent float64 reference."""
     own = tiny(heads, head_dim=64)
     prompts, ends = np.array([76, 70]), np.array([84, 80])

@@ -22,9 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper, softmax
-from kvjax.kernels.decode.pass_gpu import PER_COLUMN, Pass, gathered
-from kvjax.kernels.decode.plan_gpu import COMPILER, WIDE, Plan
-from kvjax.kernels.hopper import TILE
+from kvjax.kernels.decode.pass_gpu import Pass, gathered
+from kvjax.kernels.decode.plan_gpu import WIDE, Plan
+from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE
 from kvjax.kernels.softmax import NEGATIVE
 from kvjax.statistics import Statistic
 

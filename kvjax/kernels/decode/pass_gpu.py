@@ -17,23 +17,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper
 from kvjax.kernels.decode.plan_gpu import WIDE, Plan
-from kvjax.kernels.hopper import TILE
+from kvjax.kernels.hopper import MATRIX, PER_ROW, TILE, along_columns, along_rows, full
 from kvjax.kernels.softmax import NEGATIVE
 
 Array = jax.Array
 Ref = Any
-MATRIX = plgpu.Layout.WGMMA
-# Layouts of what a matrix has per row, and per column
-PER_ROW, PER_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)
-
-
-def full(shape: tuple[int, ...], fill: float, layout: Any) -> Array:
-    return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
-
-
-def along(row: Array, shape: tuple[int, ...]) -> Array:
-    """[rows] -> [rows, columns]."""
-    return lax.broadcast_in_dim(row, shape, (0,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +71,11 @@ class Pass:
 
             # [rows, TILE]
             logits = pl.run_scoped(dot, plgpu.ACC(shape, jnp.float32))
-            added = lax.broadcast_in_dim(bias(at), shape, (1,))
+            added = along_columns(bias(at), shape)
             logits = jnp.where(added > NEGATIVE / 2, logits * plan.scale + added, NEGATIVE)
             self.kept[pl.ds(at * plan.group, plan.rows), pl.ds(0, TILE)] = logits
             highest = jnp.maximum(top, jnp.max(logits, axis=1))
-            weight = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - along(highest, shape)), 0.0)
+            weight = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - along_rows(highest, shape)), 0.0)
             return highest, total * jnp.exp(top - highest) + jnp.sum(weight, axis=1)
 
         nothing = full((plan.rows,), NEGATIVE, PER_ROW), full((plan.rows,), 0.0, PER_ROW)
@@ -122,7 +110,7 @@ class Pass:
             def _(at):
                 # Rows beyond the group's hold other tiles' logits; they end in rows of the output that nobody reads.
                 logits = plgpu.layout_cast(self.kept[pl.ds(at * plan.group, plan.rows), pl.ds(0, TILE)], MATRIX)
-                weight = jnp.exp(logits - along(top, shape)) * along(share, shape)
+                weight = jnp.exp(logits - along_rows(top, shape)) * along_rows(share, shape)
                 weight = jnp.where(logits > NEGATIVE / 2, weight, 0.0)
                 for i in range(plan.parts):
                     leading = hopper.leading(weight) if i < plan.parts - 1 else weight

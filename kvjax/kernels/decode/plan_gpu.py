@@ -14,8 +14,6 @@ STAGES = 4  # tiles under way to a program
 PROGRAMS = 2 * 132  # that fill a GPU
 SPAN = 4  # tiles that are worth a program
 MOST = 256  # tiles of a program: as many rows as one copy takes, here of the bias
-# Lane: layouts are those written here; inferring them, the default of newer jax, fails for these kernels.
-COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.kernels.decode.pallas_tpu import LANES, add_tile, product
+from kvjax.kernels.prefill import positions
 from kvjax.kernels.prefill.grid_tpu import Grid, clip, costs, grids
+from kvjax.kernels.prefill.positions import TIE, pad
 from kvjax.kernels.softmax import NEGATIVE
 from kvjax.statistics import Statistic
 
@@ -26,8 +28,6 @@ Array = jax.Array
 # Sums of one transform from which on the matrix unit adds up. A float32 product is six of bfloat16, however few rows it
 # has: for one sum, libtpu 0.0.42 schedules 2108 bundles a tile of v5e with it, and 1105 with the vector unit.
 WIDE = 8
-FAR = 1 << 30  # beyond any difference of two positions
-TIE = 1 - 2.0**-18  # m is recomputed: one that equals the uniform share may come out below it by rounding
 
 
 def attend(
@@ -62,8 +62,8 @@ def attend(
     words = sum(w.shape[1] for w in weights)
     attention_cost, columns_cost = costs(first, second, rows, group, dim, key.dtype.itemsize, words)
 
-    query_line, slot_lines = _lines(query_position, key_position, window, exempt, log_weight)
-    slot_lines = _pad(slot_lines, first.shape[1] * first.slots, jnp.inf)
+    query_line, slot_lines = positions.lines(query_position, key_position, window, exempt, log_weight)
+    slot_lines = pad(slot_lines, first.shape[1] * first.slots, jnp.inf)
     inputs = (query.reshape(rows, group, n, dim), key.reshape(rows, size, dim), value.reshape(rows, size, dim))
     masks = {"windowed": window is not None, "weighted": log_weight is not None, "scale": scale, "kv_heads": kv_heads}
     above = any(statistic.transform == "above" for statistic in statistics)
@@ -85,33 +85,6 @@ def attend(
     }
 
 
-def _lines(
-    query_position: Array,
-    key_position: Array,
-    window: int | Array | None,
-    exempt: Array | None,
-    log_weight: Array | None,
-) -> tuple[Array, Array]:
-    """Positions as float32, relative to a row's first query: exact where it matters for blocks below 2²⁴ tokens.
-
-    Returns:
-      [B, 1, n] positions of the queries, −inf = padding; [B·K, lines, S]: the first position that sees a slot, +inf =
-      an empty one; the last that does, +inf = no limit, if there is a window; and `log_weight`, if there is one.
-    """
-    start = query_position[:, :1]
-    query = jnp.where(query_position >= 0, (query_position - start).astype(jnp.float32), -jnp.inf)
-    relative, live = key_position - start[:, None], key_position >= 0
-    lines = [jnp.where(live, relative.astype(jnp.float32), jnp.inf)]
-    if window is not None:
-        width = jnp.minimum(jnp.asarray(window, jnp.int32), FAR)
-        last = (relative + (width.reshape(-1, 1, 1) - 1)).astype(jnp.float32)
-        lines.append(last if exempt is None else jnp.where(exempt, jnp.inf, last))
-    if log_weight is not None:
-        lines.append(log_weight)
-    stacked = jnp.stack(lines, axis=2)
-    return query[:, None], stacked.reshape(-1, *stacked.shape[2:])
-
-
 def _attention(
     grid: Grid, cost: pl.CostEstimate, inputs: tuple[Array, Array, Array], query_line: Array, slot_lines: Array,
     keep: bool, above: bool, masks: dict[str, Any],
@@ -122,7 +95,7 @@ def _attention(
     rows, group, _, dim = query.shape
     tiles, (heads, queries, slots) = grid.shape, (grid.heads, grid.queries, grid.slots)
     padded, kv_heads = tiles[0] * queries, masks["kv_heads"]
-    query_line = _pad(query_line, padded, -jnp.inf)
+    query_line = pad(query_line, padded, -jnp.inf)
 
     def slot_tile(row, at, slot, last_ref):
         """Tiles that are skipped name one that is there already, so that nothing is fetched for them."""
@@ -224,7 +197,7 @@ def _columns(
     rows, group, _, dim = query.shape
     words, (tiles, slot_tiles) = weight.shape[1], grid.shape
     queries, slots, kv_heads = grid.queries, grid.slots, masks["kv_heads"]
-    query_line, weight = _pad(query_line, tiles * queries, -jnp.inf), _pad(weight, tiles * queries, 0.0)
+    query_line, weight = pad(query_line, tiles * queries, -jnp.inf), pad(weight, tiles * queries, 0.0)
     # Queries that weigh nothing need no second pass: padding, and all of a prompt but its end if that is observed.
     active = jnp.stack(_active(weight != 0, queries))
 
@@ -340,7 +313,3 @@ def _active(flag: Array, tile: int) -> tuple[Array, Array]:
     index = jnp.arange(tiles.shape[1], dtype=jnp.int32)
     last = jnp.max(jnp.where(tiles, index, 0), axis=1)
     return jnp.min(jnp.where(tiles, index, last[:, None]), axis=1), last
-
-
-def _pad(x: Array, length: int, fill: float) -> Array:
-    return jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, length - x.shape[-1])), constant_values=fill)

@@ -1,0 +1,130 @@
+"""The second pass of the GPU's prefill kernel: column sums of probabilities, from the rows' log-sum-exps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.kernels.hopper import MATRIX, PER_COLUMN, PER_ROW, TILE, along_columns, along_rows, full, operand
+from kvjax.kernels.prefill import passing_gpu
+from kvjax.kernels.prefill.grid_gpu import Plan
+from kvjax.kernels.prefill.passing_gpu import Ring
+
+Array = jax.Array
+
+
+def reduce_columns(
+    plan: Plan, transforms: tuple[str, ...], rows: Array, key: Array, query_lines: Array, slot_lines: Array,
+    visits: Array, above: bool,
+) -> Array:  # fmt: skip
+    """Σ_i w_i f(m[i, j]) of so many words.
+
+    Args:
+      transforms: f of each word, equal ones side by side.
+      rows: [pairs, parts, rows, D]; key: [pairs, parts, S, D].
+      query_lines: [pairs, tiles, lines, queries filled up]: positions; if `above`, what counts as the uniform share; w
+        of each word; log-sum-exp of each head, to the base of 2.
+      slot_lines: [pairs, tiles of slots, lines, slots]; visits: [pairs, tiles of slots, 2], of `queries_of_slots`.
+
+    Returns:
+      [pairs, words, slots up to whole tiles] float32; the last tile ends with the last slot.
+    """
+    pairs, parts, _, dim = rows.shape
+    warpgroups, stages = plan.second(query_lines.shape[2])
+    scratch = {
+        "key_smem": operand((warpgroups, parts, TILE, dim), plan.part_dtype),
+        "slot_smem": plgpu.SMEM((warpgroups, plan.slot_lines, TILE), jnp.float32),
+        "begun": plgpu.Barrier(num_arrivals=parts + 1, num_barriers=warpgroups),
+        **passing_gpu.rings(
+            warpgroups, stages, operand((stages, plan.queries, dim), plan.part_dtype), query_lines.shape[2:]
+        ),
+    }
+    count = slot_lines.shape[1]
+    kernel = functools.partial(_kernel, plan=plan, warpgroups=warpgroups, transforms=transforms, above=above)
+    out_type = jax.ShapeDtypeStruct((pairs, len(transforms), count * TILE), jnp.float32)
+    return passing_gpu.call(kernel, out_type, scratch, (pairs, count // warpgroups), warpgroups, "reduce_columns")(
+        rows, key, query_lines, slot_lines, visits
+    )
+
+
+def _kernel(
+    query_ref, key_ref, query_lines_ref, slot_lines_ref, visits_ref, sums_ref,
+    key_smem, slot_smem, begun, tiles, tile_ready, tile_free, lines, line_ready, line_free,
+    plan, warpgroups, transforms, above,
+):  # fmt: skip
+    """One or two tiles of slots of a (row, KV head): slots are rows of the logits, queries are columns."""
+    pair, program, own = lax.axis_index("pair"), lax.axis_index("program"), lax.axis_index("wg")
+    parts, queries, shape = plan.parts, plan.queries, (TILE, plan.queries)
+    steps, mean = plan.group * parts, plan.group_reduce == "mean"
+    tile_ring, line_ring = Ring(tiles, tile_ready, tile_free), Ring(lines, line_ready, line_free)
+
+    def copy(turn, at):
+        line_ring.put(turn, query_lines_ref.at[pair, at])
+
+        @pl.loop(0, plan.group)
+        def _(head):
+            for i in range(parts):
+                source = query_ref.at[pair, i, pl.ds(head * plan.n + at * queries, queries)]
+                tile_ring.put(turn * steps + head * parts + i, source)
+
+    def skip(turn):
+        line_ring.skip(turn)
+        pl.loop(0, steps)(lambda i: tile_ring.skip(turn * steps + i))
+
+    def compute(tile, loop):
+        start = jnp.minimum(tile * TILE, plan.size - TILE)
+        for i in range(parts):
+            plgpu.copy_gmem_to_smem(key_ref.at[pair, i, pl.ds(start, TILE)], key_smem.at[own, i], begun.at[own])
+        plgpu.copy_gmem_to_smem(slot_lines_ref.at[pair, tile], slot_smem.at[own], begun.at[own])
+        plgpu.barrier_wait(begun.at[own])
+
+        def slot_line(i):
+            return along_rows(plgpu.layout_cast(slot_smem[own, i], PER_ROW), shape)
+
+        def add(turn, at, sums):
+            place = line_ring.take(turn)
+
+            def line(i):
+                return along_columns(plgpu.layout_cast(lines[place, i, pl.ds(0, queries)], PER_COLUMN), shape)
+
+            def head(which, m):
+                logits = passing_gpu.logits_of(key_smem.at[own], tile_ring, turn * steps + which * parts, shape, plan)
+                if plan.weighted:
+                    logits = logits + slot_line(plan.slot_lines - 1)
+                probability = jnp.exp2(logits - line(1 + above + len(transforms) + which))
+                return m + probability if mean else jnp.maximum(m, probability)
+
+            m = lax.fori_loop(0, plan.group, head, full(shape, 0.0, MATRIX))
+            position = line(0)
+            seen = slot_line(0) <= position
+            if plan.windowed:
+                seen = seen & (position <= slot_line(1))
+            # What is not seen may be anything so far.
+            m = jnp.where(seen, m * (1.0 / plan.group) if mean else m, 0.0)
+            terms = {}
+            for transform in dict.fromkeys(transforms):
+                match transform:
+                    case "identity":
+                        terms[transform] = m
+                    case "square":
+                        terms[transform] = m * m
+                    case "above":
+                        terms[transform] = jnp.where(m >= line(1), 1.0, 0.0)
+                    case _:
+                        raise ValueError("counts need no attention; see kvjax.attention")
+            sums = tuple(
+                total + jnp.sum(terms[transform] * line(1 + above + i), axis=1)
+                for i, (transform, total) in enumerate(zip(transforms, sums, strict=True))
+            )
+            plgpu.commit_smem()  # copies come after what was read here
+            line_ring.release(place)
+            return sums
+
+        sums = loop(add, tuple(full((TILE,), 0.0, PER_ROW) for _ in transforms))
+        for word, total in enumerate(sums):
+            sums_ref[pair, word, pl.ds(tile * TILE, TILE)] = total
+
+    passing_gpu.pass_by(visits_ref, pair, program, warpgroups, copy, compute, skip)

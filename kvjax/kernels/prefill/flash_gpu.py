@@ -1,0 +1,154 @@
+"""The first pass of the GPU's prefill kernel: attention of rows of queries, and their log-sum-exps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.kernels import hopper
+from kvjax.kernels.hopper import MATRIX, PER_COLUMN, PER_ROW, ROWS, along_columns, along_rows, full, operand
+from kvjax.kernels.prefill import passing_gpu
+from kvjax.kernels.prefill.grid_gpu import Plan
+from kvjax.kernels.prefill.passing_gpu import Ring
+from kvjax.kernels.softmax import NEGATIVE
+
+Array = jax.Array
+WIDTH = 128  # columns of the output that a product leaves at once, beside the sums so far
+
+
+def attend_rows(
+    plan: Plan, rows: Array, key: Array, value: Array, row_line: Array, slot_lines: Array, visits: Array, keep: bool,
+    above: bool,
+) -> list[Array]:  # fmt: skip
+    """Attention of all rows, whole tiles of them.
+
+    Args:
+      rows: [pairs, parts, rows, D]; key, value: [pairs, parts, S, D].
+      row_line: [B, tiles of rows, rows] positions; slot_lines: [pairs, tiles of slots, lines, slots]; both as those of
+        `positions.lines`, weights to the base of 2.
+      visits: [pairs, tiles of rows, 2], of `grid_gpu.slots_of_rows`.
+      keep, above: what else is asked for.
+
+    Returns:
+      output [pairs, rows, D]; if `keep`, log-sum-exp to the base of 2, [pairs, rows] float32; if `above`, how many
+      slots each row sees, [pairs, rows] float32.
+    """
+    pairs, parts, count, dim = rows.shape
+    warpgroups, stages = plan.first()
+    out_type = [jax.ShapeDtypeStruct((pairs, count, dim), plan.dtype)]
+    out_type += [jax.ShapeDtypeStruct((pairs, count), jnp.float32)] * (keep + above)
+    scratch = {
+        "query_smem": operand((warpgroups, parts, ROWS, dim), plan.part_dtype),
+        "weight_smem": operand((warpgroups, parts, ROWS, plan.slots), plan.part_dtype, beside=dim),
+        "position_smem": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
+        "begun": plgpu.Barrier(num_arrivals=parts + 1, num_barriers=warpgroups),
+        **passing_gpu.rings(
+            warpgroups, stages, operand((stages, plan.slots, dim), plan.part_dtype), (plan.slot_lines, plan.slots)
+        ),
+    }
+    kernel = functools.partial(_kernel, plan=plan, warpgroups=warpgroups, keep=keep, above=above)
+    grid = (pairs, count // (warpgroups * ROWS))
+    return passing_gpu.call(kernel, out_type, scratch, grid, warpgroups, "attend_queries")(
+        rows, key, value, row_line, slot_lines, visits
+    )
+
+
+def _kernel(
+    query_ref, key_ref, value_ref, row_line_ref, slot_lines_ref, visits_ref, output_ref, *kept_refs,
+    query_smem, weight_smem, position_smem, begun, tiles, tile_ready, tile_free, lines, line_ready, line_free,
+    plan, warpgroups, keep, above,
+):  # fmt: skip
+    """One or two tiles of rows of a (row, KV head)."""
+    pair, own = lax.axis_index("pair"), lax.axis_index("wg")
+    # Under a causal mask the last tiles take longest, so they come first.
+    program = query_ref.shape[2] // (warpgroups * ROWS) - 1 - lax.axis_index("program")
+    batch = lax.div(pair, query_ref.shape[0] // row_line_ref.shape[0])
+    parts, slots, shape = plan.parts, plan.slots, (ROWS, plan.slots)
+    tile_ring, line_ring = Ring(tiles, tile_ready, tile_free), Ring(lines, line_ready, line_free)
+    chunks = [(start, min(WIDTH, plan.dim - start)) for start in range(0, plan.dim, WIDTH)]
+
+    def copy(turn, at):
+        start = jnp.minimum(at * slots, plan.size - slots)
+        line_ring.put(turn, slot_lines_ref.at[pair, at])
+        for which, source in enumerate((key_ref, value_ref)):
+            for i in range(parts):
+                tile_ring.put((turn * 2 + which) * parts + i, source.at[pair, i, pl.ds(start, slots)])
+
+    def skip(turn):
+        line_ring.skip(turn)
+        for i in range(2 * parts):
+            tile_ring.skip(turn * 2 * parts + i)
+
+    def compute(tile, loop):
+        here = pl.ds(tile * ROWS, ROWS)
+        for i in range(parts):
+            plgpu.copy_gmem_to_smem(query_ref.at[pair, i, here], query_smem.at[own, i], begun.at[own])
+        plgpu.copy_gmem_to_smem(row_line_ref.at[batch, tile], position_smem.at[own], begun.at[own])
+        plgpu.barrier_wait(begun.at[own])
+        position = along_rows(plgpu.layout_cast(position_smem[own], PER_ROW), shape)
+
+        def add(turn, at, carry):
+            sums, top, total, count = carry
+            logits = passing_gpu.logits_of(query_smem.at[own], tile_ring, turn * 2 * parts, shape, plan)
+            place = line_ring.take(turn)
+
+            def line(i):
+                return along_columns(plgpu.layout_cast(lines[place, i], PER_COLUMN), shape)
+
+            seen = line(0) <= position
+            if plan.windowed:
+                seen = seen & (position <= line(1))
+            if plan.weighted:
+                logits = logits + line(plan.slot_lines - 1)
+            logits = jnp.where(seen, logits, NEGATIVE)
+            highest = jnp.maximum(top, jnp.max(logits, axis=1))
+            fade = jnp.exp2(top - highest)
+            weight = jnp.exp2(logits - along_rows(highest, shape))
+            total = total * fade + jnp.sum(weight, axis=1)
+            if above:
+                count = count + jnp.sum(jnp.where(seen, 1.0, 0.0), axis=1)
+            sums = [x * along_rows(fade, x.shape) for x in sums]
+            for i in range(parts):
+                leading = hopper.leading(weight) if i < parts - 1 else weight
+                weight_smem[own, i] = leading.astype(plan.part_dtype)
+                weight = weight - leading
+            plgpu.commit_smem()
+            line_ring.release(place)
+            for i in range(parts):
+                place = tile_ring.take((turn * 2 + 1) * parts + i)
+                for c, (start, width) in enumerate(chunks):
+
+                    def dot(into, i=i, place=place, start=start, width=width):
+                        for j in range(parts - i):
+                            plgpu.wgmma(into, weight_smem.at[own, j], tiles.at[place, :, pl.ds(start, width)])
+                        return into[...]
+
+                    sums[c] = sums[c] + pl.run_scoped(dot, plgpu.ACC((ROWS, width), jnp.float32))
+                tile_ring.release(place)
+            return tuple(sums), highest, total, count
+
+        zeros = full((ROWS,), 0.0, PER_ROW)
+        nothing = tuple(full((ROWS, width), 0.0, MATRIX) for _, width in chunks)
+        # Far above what is not seen, so that it weighs nothing, and far below everything else
+        floor = full((ROWS,), NEGATIVE / 2, PER_ROW)
+        carry = loop(add, (nothing, floor, zeros, zeros if above else None))
+        sums, top, total, count = carry
+        share = 1.0 / jnp.where(total > 0, total, 1.0)
+        for x, (start, width) in zip(sums, chunks, strict=True):
+            x, columns = x * along_rows(share, x.shape), pl.ds(start, width)
+            if parts > 1:
+                output_ref[pair, here, columns] = x
+            else:  # the query has done its work
+                query_smem[own, 0, :, columns] = x.astype(plan.dtype)
+        if parts == 1:
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(query_smem.at[own, 0], output_ref.at[pair, here])
+            plgpu.wait_smem_to_gmem(0)
+        kept = [top - jnp.log(share) * passing_gpu.LOG2E] * keep + [count] * above
+        for ref, line in zip(kept_refs, kept, strict=True):
+            ref[pair, here] = line
+
+    passing_gpu.pass_by(visits_ref, pair, program, warpgroups, copy, compute, skip)
