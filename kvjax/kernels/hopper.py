@@ -17,7 +17,7 @@ MATRIX = plgpu.Layout.WGMMA
 PER_ROW, PER_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)  # layouts of what a matrix has per row, and per column
 # Lane: layouts are those written here; inferring them, the default of newer jax, fails for these kernels.
 COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-SHARED_BYTES = 111 << 10, 224 << 10  # of a program, where a processor runs two, and where one; 3 KiB are Mosaic's
+SHARED_BYTES = 109 << 10, 223 << 10  # of a program, where a processor runs two, and where one; 4 KiB are Mosaic's
 
 
 def full(shape: tuple[int, ...], fill: float, layout: Any) -> Array:

@@ -92,6 +92,18 @@ def test_it_lowers_for_cuda(name):
     assert not moving, "read and written by the kernel alone"
 
 
+@pytest.mark.parametrize(("name", "group", "dtype"), [("roco", 1, jnp.bfloat16), ("h2o", 3, jnp.float32)])
+def test_what_is_said_to_fit_into_a_program_does(name, group, dtype):
+    """Mosaic refuses what exceeds a processor's shared memory."""
+
+    def fits(slots: int) -> bool:
+        return step_gpu.plan_of(2048, group, slots, 128, dtype, len(build(name, 4095).needs)) is not None
+
+    most = max(slots for slots in range(64, step_gpu.MOST + 1, 8) if fits(slots))
+    assert fits(1024)
+    compiled_for_cuda(name, group=group, slots=most, dtype=dtype)
+
+
 def test_what_one_program_does_not_hold_goes_through_the_cache():
     def taken(name="h2o", batch=64, kv_heads=32, slots=824, dim=128) -> bool:
         policy = build(name, slots - 4)

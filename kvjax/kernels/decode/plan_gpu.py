@@ -23,7 +23,7 @@ class Plan:
     Attributes:
       group: query heads of a KV head; dim: of a head; size: slots, a tile at least; dtype: of keys and values.
       told: whether statistics are asked for; group_reduce, scale: as of `attend`.
-      lines: numbers of 32 bits that are held for every slot beside its logits.
+      lines: numbers of 32 bits that are held for every slot beside its logits; beside: bytes that are held besides.
       stages: tiles of the ring; span: tiles of a program.
     """
 
@@ -35,6 +35,7 @@ class Plan:
     group_reduce: str
     scale: float
     lines: int = 1
+    beside: int = 0
     stages: int = 0
     span: int = 0
 
@@ -88,7 +89,7 @@ class Plan:
           ValueError: where not even one tile fits.
         """
         tile = TILE * self.dim * jnp.dtype(self.dtype).itemsize
-        fixed = 2 * self.dim * (self.parts * self.rows + self.staged * TILE) + 4 * self.rows * (WIDE + 2)
+        fixed = 2 * self.dim * (self.parts * self.rows + self.staged * TILE) + 4 * self.rows * (WIDE + 2) + self.beside
         per_tile = 4 * (TILE * self.lines + self.group * WIDE)
         # Spans of like length, as many as the GPU has room for
         spans = max(min(PROGRAMS // pairs, self.tiles // SPAN), 1)

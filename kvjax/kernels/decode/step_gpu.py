@@ -101,7 +101,10 @@ def plan_of(
     """How a step of so many (row, KV head) pairs is cut, or None where a program does not take all slots of a pair."""
     if size % 8 or not TILE <= size <= MOST or dim % 16 or not TILE <= dim <= 256:
         return None
-    plan = Plan(group, dim, size, jnp.dtype(dtype), True, group_reduce, scale, lines=2 + stats)
+    # The new pair, and what fills up lines; positions, probabilities and statistics are lines.
+    filled, lines, dtype = _length(size) - -(-size // TILE) * TILE, 2 + stats, jnp.dtype(dtype)
+    beside = 2 * dim * dtype.itemsize + 4 * lines * filled
+    plan = Plan(group, dim, size, dtype, True, group_reduce, scale, lines, beside)
     try:
         plan = plan.cut(pairs)
     except ValueError:
