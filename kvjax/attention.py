@@ -61,8 +61,9 @@ def attend(
       group_reduce: ``mean`` or ``max`` over the H / K query heads of a KV head.
       causal: the slots are exactly this block in order (one-shot prefill), which lets tiles skip the future.
       prompt: [B] int32 tokens of each row's prompt, for statistics of its end; None = it ends with this block.
-      implementation: ``xla``, everywhere and with gradients; ``pallas_tpu``; ``pallas_gpu``, of Hopper GPUs; or
-        ``auto``, see `resolve`. One that is asked for by name and cannot run raises.
+      implementation: ``xla``, everywhere and with gradients; ``pallas_tpu``; ``pallas_gpu``, of Hopper GPUs, for head
+        sizes of 64 to 256 that are multiples of 16; or ``auto``, see `resolve`. One that is asked for by name and
+        cannot run raises.
 
     Returns:
       output [B, H, n, D] in value's dtype, and an `Observation` whose columns are [B, K, S] float32.

@@ -32,9 +32,10 @@ def capacity_multiple(implementation: Implementation, itemsize: int) -> int:
 
 
 def covers(block: Block, layer: LayerKV | None, tokens: int, kv_heads: int, group: int) -> bool:
-    """Whether `step` can take this step: so many tokens a row, of a policy and of slots that the kernel has room for.
+    """Whether `step` can take this step: so many tokens a row, of a policy and a shape that the kernel has room for.
 
-    More slots go through `cache.step`, whose attention kernel holds less of them.
+    Any other goes through `cache.step`, whose attention kernel holds less: more slots and, on a GPU, too few rows and
+    heads for one program each.
     """
     if layer is None or tokens > 1 or not block.decoding:
         return False

@@ -34,17 +34,19 @@ def find_shared() -> Path | None:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--cases", type=int, help="run only so many cases of each parametrised test, of all its list")
+    parser.addoption("--cases", type=int, help="of each parametrised test only so many cases, spread over its list")
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
-    """Keeps `--cases` of each test, spread over its parameters: every test still runs."""
+    """Keeps `--cases` of each test, all of one that only the newest jax can run."""
     most = config.getoption("--cases")
-    if not most:
+    if most is None:
         return
     cases = collections.defaultdict(list)
     for item in items:
-        cases[item.path, item.cls, getattr(item, "originalname", item.name)].append(item)
+        own = item.name if item.get_closest_marker("newest") else getattr(item, "originalname", item.name)
+        cases[item.path, getattr(item, "cls", None), own].append(item)
     kept = set()
     for each in cases.values():
         step = max(len(each) / most, 1)

@@ -1,6 +1,7 @@
-"""Attention of one query a head over a cache, alone: bytes a second, against those of a copy."""
+"""Attention of one query a head over a cache, and a layer's whole decoding step: bytes a second, against a copy's."""
 
 import functools
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +14,18 @@ from absl import flags
 
 from experiments.bench import sides
 from experiments.bench.sides import in_turns, ratio, timed
+from kvjax import layers, policies
 from kvjax.attention import IMPLEMENTATIONS, attend
+from kvjax.cache import Block, LayerKV
 from kvjax.errors import ConfigError
-from kvjax.statistics import MASS
+from kvjax.statistics import MASS, Statistic
+
+Array = jax.Array
+# Rows, slots, features, dtype and implementation -> the output, and calls to be timed
+Work = Callable[[int, int, int, str, str], tuple[np.ndarray, Callable[[], Any]]]
 
 CALLS = 10  # in a row, waited for together: a device that is asked ahead does not wait for Python
+STEP = "h2o, a whole step"
 SAME = {"float32": 1e-4, "bfloat16": 2e-2}  # largest difference of an output from XLA's; values are about 1
 
 
@@ -35,36 +43,31 @@ def parse(text: str) -> tuple[int, int, int]:
 
 
 def one_shape(rows: int, slots: int, dim: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
-    """A row for every implementation, without statistics and with one; and for a copy of as many bytes or more."""
-    query, key, value = (
-        jax.random.normal(jax.random.key(i), (1, rows, n, dim), dtype) for i, n in enumerate((1, slots, slots))
-    )
-    inputs = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "query_position": jnp.full((1, 1), slots - 1, jnp.int32),
-        "key_position": jnp.tile(jnp.arange(slots, dtype=jnp.int32), (1, rows, 1)),
-    }
+    """A row for every implementation and kind of work; and for a copy of as many bytes or more."""
+    works = {"none": attention_work(frozenset()), "mass": attention_work(frozenset({MASS})), STEP: step_work}
     runs: dict[tuple[str, str], Callable[[], Any]] = {}
     refused: dict[tuple[str, str], str] = {}
+    expected: dict[str, np.ndarray] = {}
     for name in (name for name in IMPLEMENTATIONS if name != "auto"):
-        for statistics, needs in (("none", frozenset()), ("mass", frozenset({MASS}))):
-            program = jax.jit(functools.partial(attend, needs=needs, implementation=name))
+        for kind, work in works.items():
             try:
-                output = jax.block_until_ready(program(**inputs))[0]
+                output, calls = work(rows, slots, dim, dtype, name)
             except Exception as error:  # what a platform cannot run is refused in many ways, by us and by compilers
-                refused[name, statistics] = " ".join((type(error).__name__, *str(error).split()))[:100]
+                refused[name, kind] = " ".join((type(error).__name__, *str(error).split()))[:100]
                 continue
             if name == "xla":
-                expected = np.asarray(output, np.float32)
-            elif not (worst := float(np.abs(np.asarray(output, np.float32) - expected).max())) < SAME[dtype]:
+                expected[kind] = output
+            elif not (worst := float(np.abs(output - expected[kind]).max())) < SAME[dtype]:
                 raise ConfigError(f"{name} differs from xla by {worst:.1e}; its time would mean nothing.")
-            runs[name, statistics] = lambda program=program: [program(**inputs) for _ in range(CALLS)]  # type: ignore[misc]
+            runs[name, kind] = calls
 
     item = jnp.dtype(dtype).itemsize
-    # Keys, values and positions read, a query read and an output written; a statistic written.
-    moved = {key: rows * (slots * (2 * dim * item + 4 + 4 * (key[1] != "none")) + 2 * dim * item) for key in runs}
+    # Keys, values and positions read, a query read and an output written; a statistic written. A step reads and writes
+    # positions and the statistic, and the new pair.
+    lines, pairs = {"none": 1, "mass": 2, STEP: 4}, {"none": 1, "mass": 1, STEP: 3}
+    moved = {
+        key: rows * (slots * (2 * dim * item + 4 * lines[key[1]]) + pairs[key[1]] * 2 * dim * item) for key in runs
+    }
     # As many bytes, and more than any cache holds, half of them read and half written.
     copied = max(*moved.values(), sides.READ_BYTES) // 8 * 8
     turns = {key: timed(each) for key, each in runs.items()} | {("copy", ""): copying(copied // 8)}
@@ -90,6 +93,51 @@ def one_shape(rows: int, slots: int, dim: int, dtype: str, rounds: int) -> list[
         for (name, statistics), why in refused.items()
     ]
     return measured + skipped
+
+
+def attention_work(needs: frozenset[Statistic]) -> Work:
+    """Of one query a head."""
+
+    def work(rows: int, slots: int, dim: int, dtype: str, implementation: Any) -> tuple[np.ndarray, Callable[[], Any]]:
+        query, key, value = (
+            jax.random.normal(jax.random.key(i), (1, rows, n, dim), dtype) for i, n in enumerate((1, slots, slots))
+        )
+        position = jnp.tile(jnp.arange(slots, dtype=jnp.int32), (1, rows, 1))
+        program = jax.jit(functools.partial(attend, needs=needs, implementation=implementation))
+        run = functools.partial(
+            program, query, key, value, query_position=jnp.full((1, 1), slots - 1, jnp.int32), key_position=position
+        )
+        return np.asarray(run()[0], np.float32), lambda: [run() for _ in range(CALLS)]
+
+    return work
+
+
+def step_work(rows: int, slots: int, dim: int, dtype: str, implementation: Any) -> tuple[np.ndarray, Callable[[], Any]]:
+    """A layer's whole decoding step under h2o: append, attend, observe, evict; all slots but one are live."""
+    heads = math.gcd(rows, 8)
+    policy, shape = policies.h2o(budget=slots - 1), (rows // heads, heads)
+    query, new, key, value = (
+        jax.random.normal(jax.random.key(i), (*shape, n, dim), dtype) for i, n in enumerate((1, 1, slots, slots))
+    )
+    position = jnp.tile(jnp.arange(slots, dtype=jnp.int32).at[-1].set(-1), (*shape, 1))
+    layer = LayerKV(key, value, position, policy.init((*shape, slots)))
+    budget = (jnp.full(shape[:1], slots - 1, jnp.int32),)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(layer: LayerKV, at: Array) -> tuple[Array, LayerKV, Array]:
+        newest = jnp.full((shape[0], 1), at)
+        block = Block(newest, budget, policy, decoding=True, implementation=implementation)
+        return *layers.step(layer, query, new, new, block=block, index=0), at + 1
+
+    output, *state = step(layer, jnp.int32(slots))
+
+    def calls() -> Any:
+        nonlocal state
+        for _ in range(CALLS):
+            _, *state = step(*state)
+        return state
+
+    return np.asarray(output, np.float32), calls
 
 
 def copying(count: int) -> Iterator[float]:

@@ -17,7 +17,7 @@ MATRIX = plgpu.Layout.WGMMA
 PER_ROW, PER_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)  # layouts of what a matrix has per row, and per column
 # Lane: layouts are those written here; inferring them, the default of newer jax, fails for these kernels.
 COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-SHARED_BYTES = 109 << 10, 223 << 10  # of a program, where a processor runs two, and where one; 4 KiB are Mosaic's
+SHARED_BYTES = 109 << 10, 222 << 10  # of a program, where a processor runs two, and where one; the rest is Mosaic's
 
 
 def full(shape: tuple[int, ...], fill: float, layout: Any) -> Array:
@@ -33,6 +33,27 @@ def along_rows(x: Array, shape: tuple[int, ...]) -> Array:
 def along_columns(x: Array, shape: tuple[int, ...]) -> Array:
     """[columns] -> [rows, columns]."""
     return lax.broadcast_in_dim(x, shape, (1,))
+
+
+def tiled(lines: Array, tile: int, fill: float, least: int = 1) -> Array:
+    """[..., S] -> [..., tiles, tile], `least` tiles or more; the last that holds slots ends with the last slot.
+
+    So copies are of whole tiles and stay inside an array. What the last tile repeats, and tiles beyond, are `fill`.
+    """
+    size = lines.shape[-1]
+    whole, before = size // tile * tile, lines.shape[:-1]
+    tiles = max(-(-size // tile), least)
+    hidden = jnp.full((*before, -size % tile), fill, lines.dtype)
+    beyond = jnp.full((*before, (tiles - -(-size // tile)) * tile), fill, lines.dtype)
+    filled = jnp.concatenate([lines[..., :whole], hidden, lines[..., whole:], beyond], axis=-1)
+    return filled.reshape(*before, tiles, tile)
+
+
+def untiled(column: Array, size: int) -> Array:
+    """[..., tiles * `TILE`], tiles as above -> [..., S]."""
+    whole = size // TILE * TILE
+    last = column[..., whole + -size % TILE : -(-size // TILE) * TILE]
+    return jnp.concatenate([column[..., :whole], last], axis=-1)
 
 
 def num_parts(dtype: Any) -> int:

@@ -100,7 +100,9 @@ def _apply(equation: Any, inputs: list[Array], slots: int, wide: bool) -> Sequen
         index, *operands = inputs
         branches = [lambda *x, branch=branch: again(branch, arguments=x) for branch in params["branches"]]
         return lax.switch(index, branches, *operands)
-    raise NotImplementedError(f"{name} has no form on the slots of one head; a policy that needs it runs outside.")
+    raise NotImplementedError(
+        f"{name} has no form on the slots of one head; the policy's importance or scope must say in_kernel=False."
+    )
 
 
 def _power(base: Array, exponent: Array) -> Array:

@@ -128,6 +128,8 @@ def test_kernels(tmp_path):
     # 4 heads, 16 slots of a key, a value and a position; a query and an output
     assert ran["xla", "none"]["MB"] * 1e6 == 4 * (16 * (2 * 8 * 4 + 4) + 2 * 8 * 4)
     assert ran["xla", "mass"]["MB"] * 1e6 == ran["xla", "none"]["MB"] * 1e6 + 4 * 16 * 4
+    # Positions and the statistic are read and written, and the new pair is
+    assert ran["xla", kernels.STEP]["MB"] * 1e6 == pytest.approx(4 * (16 * (2 * 8 * 4 + 16) + 6 * 8 * 4))
     refused = [row for row in rows if not row["GB/s"]]
     # Interpreted kernels are no measure of a platform that cannot run them.
     assert {row["implementation"] for row in refused} >= {"pallas_tpu"}

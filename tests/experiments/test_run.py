@@ -66,7 +66,11 @@ def test_a_run_writes_a_whole_folder_and_the_same_numbers_again(small, capsys):
 
 def test_ctrl_c_ends_a_compiling_run_with_one_line(tmp_path):
     command = [sys.executable, "-m", "experiments.run", "--config=h2o_tiny", f"--config.output={tmp_path / 'out'}"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Who starts these tests in the background has told them, and what they start, to ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
     assert process.stdout.readline()  # the model is there; now it compiles
     time.sleep(2)
     process.send_signal(signal.SIGINT)

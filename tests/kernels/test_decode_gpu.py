@@ -13,6 +13,8 @@ from kvjax.kernels.decode import pallas_gpu, plan_gpu
 from kvjax.statistics import ABOVE, LAST, MASS, MASS_SQ, decayed, recent_above
 from tests.kernels.conftest import ON_GPU
 
+pytestmark = pytest.mark.newest  # whose interpreter takes kernels for GPUs
+
 EVERY = (MASS, MASS_SQ, ABOVE, LAST, decayed(0.9), recent_above(20))
 
 

@@ -16,6 +16,8 @@ from tests.kernels import test_prefill_tpu as twin
 from tests.kernels.conftest import ON_GPU
 from tests.kernels.test_prefill_tpu import EVERY, assert_golden
 
+pytestmark = pytest.mark.newest  # whose interpreter takes kernels for GPUs
+
 WIDE = recent_above(130)
 
 

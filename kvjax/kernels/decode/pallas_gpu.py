@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels import hopper, softmax
 from kvjax.kernels.decode.pass_gpu import Pass, gathered
 from kvjax.kernels.decode.plan_gpu import WIDE, Plan
-from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE
+from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE, tiled, untiled
 from kvjax.kernels.softmax import NEGATIVE
 from kvjax.statistics import Statistic
 
@@ -62,10 +62,12 @@ def attend(
     plan = Plan(group, dim, size + front, key.dtype, bool(statistics), group_reduce, scale).cut(pairs)
     mask = softmax.visible(query_position, key_position, window, exempt)
     bias = jnp.where(mask[:, :, 0], 0.0 if log_weight is None else log_weight, NEGATIVE).astype(jnp.float32)
+    bias = tiled(bias.reshape(pairs, size), TILE, NEGATIVE, plan.spans * plan.span)
+    bias = bias.reshape(pairs, plan.spans, plan.span, TILE)
     # [pairs, parts, G filled up, D]
     parts = jnp.stack(hopper.parts(query.reshape(pairs, group, dim).astype(key.dtype)), axis=1)
     parts = jnp.pad(parts, ((0, 0), (0, 0), (0, plan.padded - group), (0, 0)))
-    output, ends, *columns = _call(plan, pairs)(parts, key, value, _tiled(bias.reshape(pairs, size), plan))
+    output, ends, *columns = _call(plan, pairs)(parts, key, value, bias)
     # [pairs, spans, G, D]; [pairs, spans, G] maximum and sum
     output = gathered(output, group, dim)
     top, total = ends[:, :, 0, :group], ends[:, :, 1, :group]
@@ -77,29 +79,12 @@ def attend(
     if not statistics:
         return output, {}
     # [pairs, 1 or G, slots]
-    column = _untiled(columns[0], size)
+    column = untiled(columns[0], size)
     if plan.spans > 1:
         weight = jnp.where(column > NEGATIVE / 2, jnp.exp(column - highest[:, 0, :, None]), 0.0)
         column = weight / jnp.where(sums > 0, sums, 1.0)[:, 0, :, None]
     probability = column.reshape(batch, kv_heads, -1, 1, size)
     return output, softmax.column_sums(statistics, weights, probability, mask, group_reduce)
-
-
-def _tiled(bias: Array, plan: Plan) -> Array:
-    """[pairs, slots] -> [pairs, spans, tiles, TILE]; the last tile ends with the last slot, repeats hidden."""
-    pairs, size = bias.shape
-    whole = size // TILE * TILE
-    hidden = jnp.full((pairs, -size % TILE), NEGATIVE)
-    rest = jnp.full((pairs, (plan.spans * plan.span - plan.tiles) * TILE), NEGATIVE)
-    tiled = jnp.concatenate([bias[:, :whole], hidden, bias[:, whole:], rest], axis=1)
-    return tiled.reshape(pairs, plan.spans, plan.span, TILE)
-
-
-def _untiled(column: Array, size: int) -> Array:
-    """[..., tiles * TILE and more] -> [..., slots]: the inverse."""
-    whole = size // TILE * TILE
-    last = column[..., whole + -size % TILE : -(-size // TILE) * TILE]
-    return jnp.concatenate([column[..., :whole], last], axis=-1)
 
 
 def _call(plan: Plan, pairs: int) -> Any:

@@ -13,7 +13,7 @@ WIDE = TILE + 8  # of a stored row of logits, so that rows lie in different bank
 STAGES = 4  # tiles under way to a program
 PROGRAMS = 2 * 132  # that fill a GPU
 SPAN = 4  # tiles that are worth a program
-MOST = 256  # tiles of a program: as many rows as one copy takes, here of the bias
+MOST_TILES = 256  # of a program: as many rows as one copy takes, here of the bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Plan:
         spans = max(min(PROGRAMS // pairs, self.tiles // SPAN), 1)
         span = -(-self.tiles // spans)
         fit = {
-            (shared, stages): min((shared - fixed - stages * tile) // per_tile, MOST)
+            (shared, stages): min((shared - fixed - stages * tile) // per_tile, MOST_TILES)
             for shared in SHARED_BYTES
             for stages in range(STAGES, 0, -1)
         }

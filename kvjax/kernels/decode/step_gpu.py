@@ -27,7 +27,8 @@ from kvjax.kernels.softmax import NEGATIVE
 
 Array = jax.Array
 COPY = 256  # numbers that a copy takes at most; a line is filled up to whole copies
-MOST = 4096  # slots: 32 numbers of every line to a thread, of some 256 registers
+COPY_BYTES = 128  # that it moves, or a multiple
+MOST_SLOTS = 4096  # 32 numbers of every line to a thread, of some 256 registers
 
 
 def step(
@@ -61,7 +62,7 @@ def step(
     kept = [jax.new_ref(x.reshape(pairs, size, dim)) for x in (key, value)]
     lines = [jax.new_ref(x.reshape(pairs, size)) for x in (position, *(stats[name] for name in names))]
     scratch = plan.scratch() | {
-        "pair_smem": plgpu.SMEM((2, dim), key.dtype),
+        "pair_smem": plgpu.SMEM((2, _row(dim, key.dtype)), key.dtype),
         "position_smem": plgpu.SMEM((length,), jnp.int32),
         "column_smem": plgpu.SMEM((length,), jnp.float32),
         "stat_smem": [plgpu.SMEM((length,), jnp.float32) for _ in names],
@@ -80,7 +81,14 @@ def step(
         mesh=plgpu.Mesh(grid=(pairs,), grid_names=("pair",)),
         compiler_params=COMPILER,
         name="decode_step",
-    )(parts, *(x.reshape(pairs, dim) for x in (new_key, new_value)), newest, budget, *kept, *lines)
+    )(
+        parts,
+        *(_rows(x.reshape(pairs, dim).astype(key.dtype)) for x in (new_key, new_value)),
+        newest,
+        budget,
+        *kept,
+        *lines,
+    )
     key, value = (ref[...].reshape(key.shape) for ref in kept)
     position, *found = (ref[...].reshape(position.shape) for ref in lines)
     output = gathered(output, group, dim).astype(value.dtype).reshape(query.shape)
@@ -99,17 +107,27 @@ def plan_of(
     group_reduce: str = "mean",
 ) -> Plan | None:
     """How a step of so many (row, KV head) pairs is cut, or None where a program does not take all slots of a pair."""
-    if size % 8 or not TILE <= size <= MOST or dim % 16 or not TILE <= dim <= 256:
+    if size % 8 or not TILE <= size <= MOST_SLOTS or dim % 16 or not TILE <= dim <= 256:
         return None
     # The new pair, and what fills up lines; positions, probabilities and statistics are lines.
     filled, lines, dtype = _length(size) - -(-size // TILE) * TILE, 2 + stats, jnp.dtype(dtype)
-    beside = 2 * dim * dtype.itemsize + 4 * lines * filled
+    beside = 2 * _row(dim, dtype) * dtype.itemsize + 4 * lines * filled
     plan = Plan(group, dim, size, dtype, True, group_reduce, scale, lines, beside)
     try:
         plan = plan.cut(pairs)
     except ValueError:
         return None
     return plan if plan.spans == 1 else None
+
+
+def _row(dim: int, dtype: Any) -> int:
+    """Features of the new key, filled up to what a copy moves."""
+    together = COPY_BYTES // jnp.dtype(dtype).itemsize
+    return -(-dim // together) * together
+
+
+def _rows(x: Array) -> Array:
+    return jnp.pad(x, ((0, 0), (0, _row(x.shape[1], x.dtype) - x.shape[1])))
 
 
 def _length(size: int) -> int:
@@ -150,14 +168,15 @@ def _kernel(
     inside = slot < size
     position = jnp.where(inside, position_smem[...], -1)
     free = jnp.min(jnp.where(inside & (position < 0), slot, size))
-    # In a row that has ended, where newest is -1, the slot stays empty, whatever lies in it.
-    position = jnp.where(slot == free, newest, position)
+    # Nowhere, if no slot is free; and in a row that has ended, where newest is -1, the slot stays empty, whatever is
+    # written there.
+    position = jnp.where(inside & (slot == free), newest, position)
     position_smem[...] = position
 
     @pl.when(free < size)
     def _():
         for i, cache_ref in enumerate((key_ref, value_ref)):
-            plgpu.copy_smem_to_gmem(pair_smem.at[i], cache_ref.at[pair, free])
+            plgpu.copy_smem_to_gmem(pair_smem.at[i, pl.ds(0, plan.dim)], cache_ref.at[pair, free])
 
     plgpu.wait_smem_to_gmem(0)
     plgpu.commit_smem()

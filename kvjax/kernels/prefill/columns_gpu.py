@@ -9,9 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels.hopper import MATRIX, PER_COLUMN, PER_ROW, TILE, along_columns, along_rows, full, operand
-from kvjax.kernels.prefill import passing_gpu
+from kvjax.kernels.prefill import rings_gpu
 from kvjax.kernels.prefill.grid_gpu import Plan
-from kvjax.kernels.prefill.passing_gpu import Ring
+from kvjax.kernels.prefill.rings_gpu import Ring
 
 Array = jax.Array
 
@@ -38,14 +38,14 @@ def reduce_columns(
         "key_smem": operand((warpgroups, parts, TILE, dim), plan.part_dtype),
         "slot_smem": plgpu.SMEM((warpgroups, plan.slot_lines, TILE), jnp.float32),
         "begun": plgpu.Barrier(num_arrivals=parts + 1, num_barriers=warpgroups),
-        **passing_gpu.rings(
+        **rings_gpu.rings(
             warpgroups, stages, operand((stages, plan.queries, dim), plan.part_dtype), query_lines.shape[2:]
         ),
     }
     count = slot_lines.shape[1]
     kernel = functools.partial(_kernel, plan=plan, warpgroups=warpgroups, transforms=transforms, above=above)
     out_type = jax.ShapeDtypeStruct((pairs, len(transforms), count * TILE), jnp.float32)
-    return passing_gpu.call(kernel, out_type, scratch, (pairs, count // warpgroups), warpgroups, "reduce_columns")(
+    return rings_gpu.call(kernel, out_type, scratch, (pairs, count // warpgroups), warpgroups, "reduce_columns")(
         rows, key, query_lines, slot_lines, visits
     )
 
@@ -91,7 +91,7 @@ def _kernel(
                 return along_columns(plgpu.layout_cast(lines[place, i, pl.ds(0, queries)], PER_COLUMN), shape)
 
             def head(which, m):
-                logits = passing_gpu.logits_of(key_smem.at[own], tile_ring, turn * steps + which * parts, shape, plan)
+                logits = rings_gpu.logits_of(key_smem.at[own], tile_ring, turn * steps + which * parts, shape, plan)
                 if plan.weighted:
                     logits = logits + slot_line(plan.slot_lines - 1)
                 probability = jnp.exp2(logits - line(1 + above + len(transforms) + which))
@@ -127,4 +127,4 @@ def _kernel(
         for word, total in enumerate(sums):
             sums_ref[pair, word, pl.ds(tile * TILE, TILE)] = total
 
-    passing_gpu.pass_by(visits_ref, pair, program, warpgroups, copy, compute, skip)
+    rings_gpu.pass_by(visits_ref, pair, program, warpgroups, copy, compute, skip)

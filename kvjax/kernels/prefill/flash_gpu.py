@@ -10,9 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper
 from kvjax.kernels.hopper import MATRIX, PER_COLUMN, PER_ROW, ROWS, along_columns, along_rows, full, operand
-from kvjax.kernels.prefill import passing_gpu
+from kvjax.kernels.prefill import rings_gpu
 from kvjax.kernels.prefill.grid_gpu import Plan
-from kvjax.kernels.prefill.passing_gpu import Ring
+from kvjax.kernels.prefill.rings_gpu import Ring
 from kvjax.kernels.softmax import NEGATIVE
 
 Array = jax.Array
@@ -45,13 +45,13 @@ def attend_rows(
         "weight_smem": operand((warpgroups, parts, ROWS, plan.slots), plan.part_dtype, beside=dim),
         "position_smem": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
         "begun": plgpu.Barrier(num_arrivals=parts + 1, num_barriers=warpgroups),
-        **passing_gpu.rings(
+        **rings_gpu.rings(
             warpgroups, stages, operand((stages, plan.slots, dim), plan.part_dtype), (plan.slot_lines, plan.slots)
         ),
     }
     kernel = functools.partial(_kernel, plan=plan, warpgroups=warpgroups, keep=keep, above=above)
     grid = (pairs, count // (warpgroups * ROWS))
-    return passing_gpu.call(kernel, out_type, scratch, grid, warpgroups, "attend_queries")(
+    return rings_gpu.call(kernel, out_type, scratch, grid, warpgroups, "attend_queries")(
         rows, key, value, row_line, slot_lines, visits
     )
 
@@ -92,7 +92,7 @@ def _kernel(
 
         def add(turn, at, carry):
             sums, top, total, count = carry
-            logits = passing_gpu.logits_of(query_smem.at[own], tile_ring, turn * 2 * parts, shape, plan)
+            logits = rings_gpu.logits_of(query_smem.at[own], tile_ring, turn * 2 * parts, shape, plan)
             place = line_ring.take(turn)
 
             def line(i):
@@ -147,8 +147,8 @@ def _kernel(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(query_smem.at[own, 0], output_ref.at[pair, here])
             plgpu.wait_smem_to_gmem(0)
-        kept = [top - jnp.log(share) * passing_gpu.LOG2E] * keep + [count] * above
+        kept = [top - jnp.log(share) * rings_gpu.LOG2E] * keep + [count] * above
         for ref, line in zip(kept_refs, kept, strict=True):
             ref[pair, here] = line
 
-    passing_gpu.pass_by(visits_ref, pair, program, warpgroups, copy, compute, skip)
+    rings_gpu.pass_by(visits_ref, pair, program, warpgroups, copy, compute, skip)

@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels import hopper
-from kvjax.kernels.hopper import ROWS, TILE
+from kvjax.kernels.hopper import ROWS, TILE, tiled, untiled
 from kvjax.kernels.prefill import positions
 from kvjax.kernels.prefill.columns_gpu import reduce_columns
 from kvjax.kernels.prefill.flash_gpu import attend_rows
 from kvjax.kernels.prefill.grid_gpu import WORDS, Plan, queries_of_slots, slots_of_rows
-from kvjax.kernels.prefill.passing_gpu import LOG2E
 from kvjax.kernels.prefill.positions import TIE, pad
+from kvjax.kernels.prefill.rings_gpu import LOG2E
 from kvjax.statistics import Statistic
 
 Array = jax.Array
@@ -98,13 +98,13 @@ def attend(
     weights = [w[:, None] if w.ndim == 2 else jnp.swapaxes(w, 1, 2) for w in weights]
     transforms = [s.transform for s, w in zip(statistics, weights, strict=True) for _ in range(w.shape[1])]
     weight = pad(jnp.concatenate(weights, axis=1), plan.n, 0.0)
-    tiled = _tiled(slot_lines, TILE, plan.places)
-    visits = queries_of_slots(plan, jnp.any(weight != 0, axis=1), tiled, near)
+    of_tiles = _tiled(slot_lines, TILE, plan.places)
+    visits = queries_of_slots(plan, jnp.any(weight != 0, axis=1), of_tiles, near)
     lse, *counts = (x[:, : group * plan.n].reshape(pairs, group, plan.n) for x in kept)
     # Nobody sees through queries that are filled up.
     length = plan.query_tiles * plan.queries
     position = pad(jnp.repeat(query_line[:, None], kv_heads, axis=0), length, -jnp.inf)
-    shares, lse = [pad(_share(x[:, :1]), length, 0.0) for x in counts], pad(lse, length, 0.0)
+    shares, lse = [pad(_uniform_share(x[:, :1]), length, 0.0) for x in counts], pad(lse, length, 0.0)
     weight = pad(jnp.repeat(weight, kv_heads, axis=0), length, 0.0)
     sums = []
     for start in range(0, len(transforms), WORDS):
@@ -112,9 +112,9 @@ def attend(
         lines = jnp.concatenate([position, *shares, weight[:, of], lse], axis=1)
         lines = jnp.swapaxes(lines.reshape(*lines.shape[:2], -1, plan.queries), 1, 2)
         sums.append(
-            reduce_columns(plan, tuple(transforms[of]), rows, key, pad(lines, plan.most, 0.0), tiled, visits, above)
+            reduce_columns(plan, tuple(transforms[of]), rows, key, pad(lines, plan.most, 0.0), of_tiles, visits, above)
         )
-    columns = _untiled(jnp.concatenate(sums, axis=1), whole)[..., :size].reshape(batch, kv_heads, -1, size)
+    columns = untiled(jnp.concatenate(sums, axis=1), whole)[..., :size].reshape(batch, kv_heads, -1, size)
     stops = itertools.accumulate(w.shape[1] for w in weights)
     return output, {
         s.name: jnp.moveaxis(columns[:, :, stop - w.shape[1] : stop], 2, 3) if s.words else columns[:, :, stop - 1]
@@ -122,7 +122,7 @@ def attend(
     }
 
 
-def _share(count: Array) -> Array:
+def _uniform_share(count: Array) -> Array:
     """What counts as the uniform share of a query that sees so many slots; of one slot, all there is, near enough."""
     return jnp.where(count > 1, TIE / jnp.maximum(count, 1.0), 0.5)
 
@@ -134,20 +134,5 @@ def _filled(x: Array, length: int) -> Array:
 
 
 def _tiled(lines: Array, tile: int, places: int = 1) -> Array:
-    """[pairs, lines, S] -> [pairs, tiles, lines, tile], as many tiles as there are places at least.
-
-    The last that holds slots ends with the last slot: repeats, and tiles beyond, are hidden.
-    """
-    pairs, count, size = lines.shape
-    whole = size // tile * tile
-    hidden = jnp.full((pairs, count, -size % tile), jnp.inf)
-    tiled = jnp.concatenate([lines[..., :whole], hidden, lines[..., whole:]], axis=2)
-    tiled = pad(tiled, max(tiled.shape[2], places * tile), jnp.inf)
-    return jnp.swapaxes(tiled.reshape(pairs, count, -1, tile), 1, 2)
-
-
-def _untiled(columns: Array, size: int) -> Array:
-    """[..., tiles * TILE and more] -> [..., S]: the inverse."""
-    whole = size // TILE * TILE
-    last = columns[..., whole + -size % TILE : -(-size // TILE) * TILE]
-    return jnp.concatenate([columns[..., :whole], last], axis=-1)
+    """[pairs, lines, S] -> [pairs, tiles, lines, tile], as many tiles as there are places at least."""
+    return jnp.swapaxes(tiled(lines, tile, jnp.inf, places), 1, 2)
