@@ -12,10 +12,10 @@
 
 Peers hold the same random weights (--dtype), on all cores, each in its best setting, which is looked for among those
 that are shown (torch.compile, which takes minutes, with --compile); before anything is timed, log-probabilities are
-compared. Everything is warmed up and waited for. Ratios are those of a round,
-then their median: a machine that slows down does so for both. The limit of a decoding step is the bytes that it must
-move (weights, live keys and values, positions, statistics) over the speed at which this machine reads, measured in
-turns with the rest. `--output` writes the figures with what they were measured on, `--plot` draws them.
+compared. Everything is warmed up and waited for. Ratios are those of a round, then their median: a machine that slows
+down does so for both. The limit of a decoding step is the bytes that it must move (weights, live keys and values,
+positions, statistics) over the speed at which this machine reads, measured in turns with the rest. `--output` writes
+the figures with what they were measured on, `--plot` draws them.
 
 decode: milliseconds a step, all rows advancing one token. "no policy" attends to the same number of slots without
 choosing any: what the policy itself costs. The peers' full caches begin every round at --context tokens.
@@ -24,6 +24,6 @@ stream: kvjax-tiny under streaming_llm: time a generated token, a tenth at a tim
 in turns; bytes held; perplexity of a text (a generated story, or --text).
 prefill: a prompt in one shot, with a policy's statistics, and without.
 memory: bytes held and needed beyond the weights, by length of the context: compiled programs, and the process's peak.
-kernels: attention of one query a head alone, and its bytes a second, against those of a copy; a shape that stays in a
-processor's cache can beat it.
+kernels: attention of one query a head alone, and a layer's whole decoding step under h2o, by every implementation:
+bytes a second, against those of a copy; a shape that stays in a processor's cache can beat it.
 """
