@@ -9,6 +9,14 @@ class PolicyError(KvjaxError):
     """A policy, budget or scope that cannot work (raised when built, or once the lengths are known)."""
 
 
+class StorageError(KvjaxError):
+    """A storage or a codec that cannot work (raised when built, or once shapes are known)."""
+
+
+class SelectionError(PolicyError):
+    """A selection that cannot work, or does not compose with a policy, a storage or a way of placing positions."""
+
+
 class InputError(KvjaxError):
     """Tokens, lengths or settings of a call that do not fit the model."""
 

@@ -1,21 +1,61 @@
-"""Policies: what a cache keeps. A new one is a factory in its family's file and one line of `POLICIES`."""
+"""Policies: what a cache keeps. A new one is a factory in its family's file and one line of `POLICIES`.
+
+`repr` of a policy evaluates to an equal one where the names of this package are known.
+"""
 
 import inspect
 from collections.abc import Callable
 
 from kvjax.errors import PolicyError
-from kvjax.policies.base import Importance, Policy, Scope, View, compress, evict
-from kvjax.policies.combinators import after_prefill, value_norm, with_heavy_hitters
-from kvjax.policies.h2o import decayed_mass, h2o, h2o_decay, heavy_only, mass, protect_newest
-from kvjax.policies.heads import compensation, duo_attention, razor_attention, split_heads
-from kvjax.policies.keys import keydiff, knorm, low_norm, unlike
-from kvjax.policies.merge import MERGES, anchors, cam, d2o, kvmerger
-from kvjax.policies.patterns import fixed, random, strided
-from kvjax.policies.roco import mean_attention, mean_mass, protect_varying, roco
-from kvjax.policies.scissorhands import scissorhands, times_above
-from kvjax.policies.snapkv import adakv, heard_at_the_end, protect_prompt_end, pyramidkv, snapkv
-from kvjax.policies.tova import last, shared_last, tova
-from kvjax.policies.window import full, local_only, protect_first, recency, streaming_llm, window
+from kvjax.policies.base import (
+    Everything,
+    Evict,
+    Folded,
+    Importance,
+    Keep,
+    Merge,
+    Policy,
+    Scope,
+    View,
+    compress,
+    everything,
+    evict,
+    keep,
+)
+from kvjax.policies.budget import Budget, Fraction, Given, PerLayer, Pyramid, Shared, Slots
+from kvjax.policies.combinators import Best, TimesValueNorm, value_norm, with_heavy_hitters
+from kvjax.policies.h2o import (
+    DecayedMass,
+    Mass,
+    Newest,
+    Ring,
+    decayed_mass,
+    h2o,
+    h2o_decay,
+    heavy_only,
+    mass,
+    protect_newest,
+    ring,
+)
+from kvjax.policies.h2o_variants import Reads
+from kvjax.policies.heads import Compensation, Split, compensation, duo_attention, razor_attention, split_heads
+from kvjax.policies.keys import KeyDifference, LowNorm, key_difference, keydiff, knorm, low_norm
+from kvjax.policies.merge import D2O, MERGES, Anchors, CaM, KVMerger, anchors, cam, d2o, kvmerger
+from kvjax.policies.patterns import LastColumns, OwnBlock, Strided, Uniform, fixed, random, strided
+from kvjax.policies.phases import Phases, after_prefill
+from kvjax.policies.roco import MeanMass, Varying, mean_attention, mean_mass, protect_varying, roco
+from kvjax.policies.scissorhands import TimesAbove, scissorhands, times_above
+from kvjax.policies.snapkv import (
+    ObservationWindow,
+    PromptEnd,
+    adakv,
+    observation_window_score,
+    protect_prompt_end,
+    pyramidkv,
+    snapkv,
+)
+from kvjax.policies.tova import Last, SharedLast, last, shared_last, tova
+from kvjax.policies.window import First, Recency, full, local_only, protect_first, recency, streaming_llm, window
 
 #: Every named policy: the command line, sweeps and conformance tests take the list from here.
 POLICIES: dict[str, Callable[..., Policy]] = {
@@ -46,7 +86,7 @@ HEAD_PLANS: dict[str, Callable[..., Policy]] = {
     "razor_attention": razor_attention,
 }
 
-#: What makes a policy of another one.
+#: Functions from policies to a policy.
 COMBINATORS: dict[str, Callable[..., Policy]] = {
     "with_heavy_hitters": with_heavy_hitters,
     "value_norm": value_norm,
@@ -67,18 +107,27 @@ def by_name(name: str, **arguments) -> Policy:
 
 
 def accepts(name: str) -> frozenset[str]:
-    """The argument names that policy `name` takes."""
+    """The argument names that policy `name` takes.
+
+    Raises:
+      PolicyError: an unknown name.
+    """
     if name not in POLICIES:
         raise PolicyError(f"unknown policy {name!r}; known policies: {', '.join(sorted(POLICIES))}.")
     return frozenset(inspect.signature(POLICIES[name]).parameters)
 
 
 __all__ = [
-    "COMBINATORS", "HEAD_PLANS", "MERGES", "POLICIES", "Importance", "Policy", "Scope", "View", "accepts",
+    "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "Budget", "CaM", "Compensation",
+    "DecayedMass", "Everything", "Evict", "First", "Folded", "Fraction", "Given", "Importance", "KVMerger", "Keep",
+    "KeyDifference", "Last", "LastColumns", "LowNorm", "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow",
+    "OwnBlock", "PerLayer", "Phases", "Policy", "PromptEnd", "Pyramid", "Reads", "Recency", "Ring", "Scope", "Shared",
+    "SharedLast", "Slots", "Split", "Strided", "TimesAbove", "TimesValueNorm", "Uniform", "Varying", "View", "accepts",
     "adakv", "after_prefill", "anchors", "by_name", "cam", "compensation", "compress", "d2o", "decayed_mass",
-    "duo_attention", "evict", "fixed", "full", "h2o", "h2o_decay", "heard_at_the_end", "heavy_only",
-    "keydiff", "knorm", "kvmerger", "last", "local_only", "low_norm", "mass", "mean_attention", "mean_mass",
-    "protect_first", "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random",
-    "razor_attention", "recency", "roco", "scissorhands", "shared_last", "snapkv", "split_heads",
-    "streaming_llm", "strided", "times_above", "tova", "unlike", "value_norm", "window", "with_heavy_hitters",
+    "duo_attention", "everything", "evict", "fixed", "full", "h2o", "h2o_decay", "heavy_only", "keep",
+    "key_difference", "keydiff", "knorm", "kvmerger", "last", "local_only", "low_norm", "mass", "mean_attention",
+    "mean_mass", "observation_window_score", "protect_first", "protect_newest", "protect_prompt_end",
+    "protect_varying", "pyramidkv", "random", "razor_attention", "recency", "ring", "roco", "scissorhands",
+    "shared_last", "snapkv", "split_heads", "streaming_llm", "strided", "times_above", "tova", "value_norm", "window",
+    "with_heavy_hitters",
 ]  # fmt: skip

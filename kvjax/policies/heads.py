@@ -1,127 +1,205 @@
-"""Heads under policies of their own: some keep everything, the others a short window (DuoAttention, RazorAttention).
+"""Heads under policies of their own: some keep every token, the others a short window (DuoAttention, RazorAttention).
 
-Which heads need everything is a property of a model: `kvjax.analysis.retrieval_heads` finds out.
+Which heads need every token is a property of a model; `kvjax.analysis.retrieval_heads` measures it.
 """
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.errors import PolicyError
 from kvjax.policies.base import (
-    Budget,
+    Evict,
     Folded,
     Merge,
-    Part,
     Policy,
     Stats,
     View,
-    check,
     count_argument,
-    evict,
-    keep,
-    memoized,
+    factory,
 )
 from kvjax.policies.window import full, window
+from kvjax.statistics import Statistic
 
-Array = Any
+Array = jax.Array
+Table = tuple[tuple[bool, ...], ...]
 
 
-@memoized
-def split_heads(heads: Any, chosen: Policy, others: Policy, *, name: str = "split_heads") -> Policy:
-    """The KV heads that are marked under one policy, all others under another, each with a cache of its own capacity.
+@dataclasses.dataclass(frozen=True)
+class Split(Policy):
+    """The marked KV heads under one policy, all others under another, each with a cache of its own capacity.
 
-    Args:
-      heads: [L, K] bool, which KV heads of each layer are `chosen`.
-      chosen, others: policies that evict at every step, or keep everything.
+    Attributes:
+      heads: [L][K] bool, which KV heads of each layer are under `chosen`.
+      chosen: the policy of the marked heads; it evicts at every step, or keeps every token.
+      others: the policy of all other heads; likewise.
+      name: see `Policy`.
 
     Raises:
-      PolicyError: heads that are no such table, a policy for prompts only or one that hides slots, or two that place
-        tokens differently.
+      PolicyError: a table that is not one, a policy that does not evict step by step, or two that place tokens
+        differently.
     """
+
+    heads: Table
+    chosen: Evict
+    others: Evict
+    name: str = dataclasses.field(default="split_heads", compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "heads", _table(self.name, self.heads))
+        for policy in (self.chosen, self.others):
+            if not isinstance(policy, Policy):
+                raise PolicyError(
+                    f"{self.name}: {policy!r} is not a policy; make one with kvjax.policies, such as h2o(budget=256)."
+                )
+            if not isinstance(policy, Evict) or policy.when != "step":
+                raise PolicyError(
+                    f"{self.name}: {policy.name} does not evict step by step; give policies such as h2o or window."
+                )
+        one, two = self.chosen, self.others
+        if one.positions != two.positions:
+            raise PolicyError(
+                f"{self.name}({one.name}, {two.name}): positions {one.positions!r} and {two.positions!r} differ; a "
+                "token has one."
+            )
+
+    @property
+    def positions(self) -> str:  # type: ignore[override]
+        return self.chosen.positions
+
+    @property
+    def group_reduce(self) -> str:  # type: ignore[override]
+        """That of `chosen`; the attention of each part follows the part's own."""
+        return self.chosen.group_reduce
+
+    @property
+    def budget(self) -> None:  # type: ignore[override]
+        """None: each part has its own."""
+        return None
+
+    @property
+    def needs(self) -> frozenset[Statistic]:
+        return self.chosen.needs | self.others.needs
+
+    def members(self, chosen: bool) -> tuple[tuple[int, ...], ...]:
+        """The indices of each layer's heads that are under `chosen`, or of those that are not."""
+        return tuple(tuple(head for head, each in enumerate(row) if each is chosen) for row in self.heads)
+
+
+def _table(name: str, heads: Any) -> Table:
+    heads = _tuples(heads)
     rows = heads if isinstance(heads, tuple) else ()
     if not rows or not all(isinstance(row, tuple) and row and len(row) == len(rows[0]) for row in rows):
-        raise PolicyError(f"{name}: heads={heads!r} is no table; give one row a layer, one true or false a KV head.")
-    if any(each not in (0, 1) for row in rows for each in row):
-        raise PolicyError(f"{name}: heads={heads!r} must be true or false (1 or 0), one a KV head.")
-    chosen, others = check(chosen), check(others)
-    for policy in (chosen, others):
-        if policy.then is not None or policy.mask is not None or policy.parts:
-            raise PolicyError(
-                f"{name}: {policy.name} does not evict step by step; give policies such as h2o or window."
-            )
-    if chosen.positions != others.positions:
         raise PolicyError(
-            f"{name}({chosen.name}, {others.name}): positions {chosen.positions!r} and {others.positions!r} differ; a "
-            "token has one."
+            f"{name}: heads={heads!r} is no table; give one row per layer, with true or false for each KV head."
         )
-
-    def members(mark: bool) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(head for head, each in enumerate(row) if bool(each) is mark) for row in rows)
-
-    whole = evict(importance=keep, budget=None, positions=chosen.positions, name=name)
-    return whole._replace(parts=(Part(members(True), chosen), Part(members(False), others)))
+    if any(each not in (0, 1) for row in rows for each in row):
+        raise PolicyError(f"{name}: heads={heads!r} must be true or false (1 or 0) for each KV head.")
+    return tuple(tuple(bool(each) for each in row) for row in rows)
 
 
-@memoized
-def duo_attention(heads: Any, *, sinks: int = 64, recent: int = 256, positions: str = "original") -> Policy:
-    """Retrieval heads keep everything, streaming heads the first and the newest tokens (arXiv:2410.10819).
+def _tuples(value: Any) -> Any:
+    """Sequences and arrays as tuples."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return tuple(_tuples(each) for each in value) if isinstance(value, list | tuple) else value
 
-    Streaming heads have importance p and {p < sinks} protected. DuoAttention learns which heads are which by tuning
-    gates on passkeys; here `heads` may come from anywhere, such as `kvjax.analysis.retrieval_heads`, which only looks.
+
+@factory
+def split_heads(heads: Any, chosen: Policy, others: Policy, *, name: str = "split_heads") -> Split:
+    """The marked KV heads under one policy, all others under another, each with a cache of its own capacity.
 
     Args:
-      heads: [L, K] bool, the retrieval heads.
-      sinks, recent: slots of a streaming head, which are its budget together.
+      heads: [L, K] bool, which KV heads of each layer are under `chosen`; nested sequences or an array.
+      chosen: a policy that evicts at every step, or keeps every token.
+      others: likewise.
+      name: shown in reports.
+
+    Raises:
+      PolicyError: see `Split`.
+    """
+    return Split(heads, chosen, others, name)  # type: ignore[arg-type]  # checked there
+
+
+@factory
+def duo_attention(heads: Any, *, sinks: int = 64, recent: int = 256, positions: str = "original") -> Split:
+    """Retrieval heads keep every token, streaming heads the first and the newest (DuoAttention, arXiv:2410.10819).
+
+    Streaming heads have importance p and {p < sinks} protected.
+
+    Args:
+      heads: [L, K] bool, the retrieval heads; see `split_heads`.
+      sinks: the number of first positions that a streaming head keeps.
+      recent: the number of newest positions that a streaming head keeps.
       positions: see `evict`.
+
+    DuoAttention learns the table by training gates on passkeys; here it may come from anywhere, such as
+    `kvjax.analysis.retrieval_heads`, which only measures attention.
     """
     sinks, recent = count_argument("sinks", sinks), count_argument("recent", recent, minimum=1)
     streaming = window(sinks + recent, sinks=sinks, positions=positions)
     return split_heads(heads, full(positions=positions), streaming, name="duo_attention")
 
 
-@memoized
-def razor_attention(heads: Any, budget: Budget = 0.2, *, sinks: int = 4, positions: str = "original") -> Policy:
-    """As `duo_attention`, with one token for all that a head has dropped (`compensation`; arXiv:2407.15891).
+@factory
+def razor_attention(heads: Any, budget: Any = 0.2, *, sinks: int = 4, positions: str = "original") -> Split:
+    """`duo_attention` with one slot that stands for all tokens that a head has dropped (arXiv:2407.15891).
 
-    The paper's Algorithm 1 keeps max(S_0, n / C) newest tokens beside the sinks; here a budget is one or the other.
+    See `Compensation` for that slot.
 
     Args:
-      heads: [L, K] bool, the retrieval heads.
-      budget: of the other heads, see `evict`: the sinks, the compensation token, and the newest tokens.
-      sinks: how many of the first positions they keep.
+      heads: [L, K] bool, the retrieval heads; see `split_heads`.
+      budget: of the other heads, the sinks, the compensation token and the newest tokens together; see `evict`.
+      sinks: the number of first positions that they keep.
       positions: see `evict`.
+
+    The paper's Algorithm 1 keeps the max(S_0, n / C) newest tokens in addition to the sinks; here a budget is either a
+    number of slots or a fraction.
     """
     sinks = count_argument("sinks", sinks)
-    streaming = window(budget, sinks=sinks + 1, positions=positions, merge=compensation(sinks))
+    streaming = window(budget, sinks=sinks + 1, positions=positions, merge=Compensation(sinks))
     return split_heads(heads, full(positions=positions), streaming, name="razor_attention")
 
 
-@memoized
-def compensation(position: int) -> Merge:
-    """The slot of one position becomes the mean of all that was dropped, counting as often (RazorAttention, eq. 4, 5).
+@dataclasses.dataclass(frozen=True)
+class Compensation(Merge):
+    """One slot holds the mean of all dropped tokens, and counts as often (RazorAttention, arXiv:2407.15891, eq. 4, 5).
 
-    With N_d dropped tokens of mean key k and value v, the softmax's sums have N_d·exp(q·k) v and N_d·exp(q·k) beside
-    the live tokens'. The token of that position is the first among the dropped: a policy must protect it (as
-    `razor_attention` does), so that the slot is there. Keys are averaged as they are stored. In bfloat16 the mean is
-    rounded at every step; a prompt in one shot is averaged at once.
+    With N_d dropped tokens of mean key k and value v, the softmax's sums have N_d·exp(q·k) v and N_d·exp(q·k) in
+    addition to the live tokens' terms. The token at `position` is the first of the dropped ones: a policy must protect
+    it, as `razor_attention` does, so that its slot stays. Keys are averaged as they are stored. In bfloat16 the mean is
+    rounded at every step; a one-shot prompt is averaged at once.
 
-    Args:
+    Attributes:
       position: of the token, counted from 0.
     """
-    position = count_argument("position", position)
 
-    def fold(key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
-        here = view.live & (view.position == position)
-        # Where the slot is missing, in a text that ends before it, nothing can have been dropped either.
+    position: int
+    remembers = ("folded",)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "position", count_argument("position", self.position))
+
+    def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
+        # [B, K, S]
+        here = view.live & (view.position == self.position)
+        # [B, K, 1]; without the slot, in a text that ends before it, no token can have been dropped
         count = jnp.sum(victim & jnp.any(here, axis=2, keepdims=True), axis=2, keepdims=True, dtype=jnp.float32)
+        # [B, K, S]: the number of tokens that a slot stands for
         before = 1.0 + stats["folded"]
 
         def mean(x: Array) -> Array:
-            gone = jnp.einsum("bks,bksd->bkd", victim.astype(jnp.float32), x.astype(jnp.float32))[:, :, None]
-            averaged = (before[..., None] * x.astype(jnp.float32) + gone) / (before + count)[..., None]
+            # [B, K, 1, D]
+            dropped = jnp.einsum("bks,bksd->bkd", victim.astype(jnp.float32), x.astype(jnp.float32))[:, :, None]
+            averaged = (before[..., None] * x.astype(jnp.float32) + dropped) / (before + count)[..., None]
             return jnp.where((here & (count > 0))[..., None], averaged, x.astype(jnp.float32)).astype(x.dtype)
 
-        return Folded(mean(key), mean(value), stats | {"folded": jnp.where(here, stats["folded"] + count, 0.0)})
+        folded = jnp.where(here, stats["folded"] + count, 0.0)
+        return Folded(mean(key), mean(value), {**stats, "folded": folded})
 
-    return Merge(frozenset(), fold, remembers=("folded",), log_weight=lambda stats: jnp.log1p(stats["folded"]))
+    def log_weight(self, stats: Stats) -> Array:
+        return jnp.log1p(stats["folded"])
+
+
+compensation = factory(Compensation)

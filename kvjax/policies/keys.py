@@ -1,59 +1,107 @@
 """Prompt-phase compressors that look at keys alone, as they are stored: no attention is needed."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from kvjax.policies.base import Budget, Importance, Policy, Stats, View, compress, memoized
+from kvjax.policies.base import Evict, Importance, Stats, View, compress, factory
 
 Array = jax.Array
+SIGNIFICAND_BITS = 24  # of a float32, the implicit one included
+NORM_BITS = 12  # of the rounded norm
+TINY = jnp.finfo(jnp.float32).tiny  # a divisor for keys of zeros
 
 
 def _norm(x: Array) -> Array:
+    """[..., D] -> [...]"""
     return jnp.sqrt(jnp.sum(jnp.square(x), axis=-1))
 
 
-def _low_norm(stats: Stats, view: View) -> Array:
-    return -_norm(view.key.astype(jnp.float32))
+def rounded(x: Array) -> Array:
+    """Rounds to `NORM_BITS` significant bits, to the nearest and from halfway to the even neighbour.
 
-
-def _unlike_the_others(stats: Stats, view: View) -> Array:
-    key = view.key.astype(jnp.float32)
-    live = view.live[..., None]
-    # [B, K, S, D]; a key of zeros has no direction
-    direction = key / jnp.maximum(_norm(key), jnp.finfo(jnp.float32).tiny)[..., None]
-    count = jnp.maximum(jnp.sum(live, axis=2, keepdims=True), 1).astype(jnp.float32)
-    mean = jnp.sum(jnp.where(live, direction, 0.0), axis=2, keepdims=True) / count
-    length = jnp.maximum(_norm(mean), jnp.finfo(jnp.float32).tiny)
-    return -jnp.sum(direction * mean, axis=-1) / length
-
-
-#: A slot is worth the more, the shorter its key: -‖k‖.
-low_norm = Importance(frozenset(), _low_norm)
-#: A slot is worth the more, the less its key points where the average key does: -cos(k, mean of k / ‖k‖).
-unlike = Importance(frozenset(), _unlike_the_others)
-
-
-@memoized
-def knorm(budget: Budget, *, positions: str = "original") -> Policy:
-    """Keeps the keys of smallest norm: importance -‖k‖ (Devoto et al., arXiv:2406.11430).
-
-    The authors' code can skip layers; here that is a budget a layer, such as ``(1.0, 1.0, 0.2, ...)``.
+    Adds half a unit of the last bit that stays, less one where that bit is even, to the bits of the float, and clears
+    the bits below: a carry moves on into the exponent, as it must. This is exact, and no compiler can simplify it
+    as it could simplify arithmetic on floats.
 
     Args:
-      budget: slots per KV head that a prompt leaves; see `snapkv`.
+      x: [...] float32, at least 0 and not NaN; a subnormal number keeps fewer bits.
+
+    Returns:
+      [...] float32.
+    """
+    dropped = SIGNIFICAND_BITS - NORM_BITS
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    odd = (bits >> dropped) & 1
+    bits = (bits + ((1 << (dropped - 1)) - 1) + odd) >> dropped << dropped
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class LowNorm(Importance):
+    """A slot is worth more, the shorter its key: -‖k‖, the norm rounded to 12 significant bits.
+
+    RoPE keeps norms: in the first layer, keys of equal tokens have the same norm but for the rounding of their
+    rotations. Unrounded, that noise and not age would decide which of them is evicted.
+    """
+
+    needs = frozenset()
+    reads = frozenset({"key"})
+
+    def score(self, stats: Stats, view: View) -> Array:
+        return -rounded(_norm(view.key.astype(jnp.float32)))
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDifference(Importance):
+    """A slot is worth more, the less its key points where the average key does: -cos(k, mean of k / ‖k‖)."""
+
+    needs = frozenset()
+    reads = frozenset({"key"})
+
+    def score(self, stats: Stats, view: View) -> Array:
+        key = view.key.astype(jnp.float32)
+        live = view.live[..., None]
+        # [B, K, S, D]; a key of zeros has no direction
+        direction = key / jnp.maximum(_norm(key), TINY)[..., None]
+        # [B, K, 1, 1]
+        count = jnp.maximum(jnp.sum(live, axis=2, keepdims=True), 1).astype(jnp.float32)
+        # [B, K, 1, D]
+        mean = jnp.sum(jnp.where(live, direction, 0.0), axis=2, keepdims=True) / count
+        # [B, K, 1]
+        length = jnp.maximum(_norm(mean), TINY)
+        return -jnp.sum(direction * mean, axis=-1) / length
+
+
+low_norm = LowNorm()
+key_difference = KeyDifference()
+
+
+@factory
+def knorm(budget: Any, *, positions: str = "original") -> Evict:
+    """Keeps the keys of smallest norm: importance -‖k‖ (Devoto et al., arXiv:2406.11430).
+
+    Args:
+      budget: slots per KV head that remain of a prompt; see `snapkv`.
       positions: see `evict`.
+
+    The authors' code can skip layers; give one budget per layer for that, such as ``(1.0, 1.0, 0.2, ...)``.
     """
     return compress(importance=low_norm, budget=budget, positions=positions, name="knorm")
 
 
-@memoized
-def keydiff(budget: Budget, *, positions: str = "original") -> Policy:
+@factory
+def keydiff(budget: Any, *, positions: str = "original") -> Evict:
     """Keeps the keys that differ most from the average one (KeyDiff, arXiv:2504.15364).
 
-    Importance -cos(k, mean of k / ‖k‖ over the live slots). The paper evicts so at every block of a prompt, this once.
+    Importance -cos(k, mean of k / ‖k‖ over the live slots).
 
     Args:
-      budget: slots per KV head that a prompt leaves; see `snapkv`.
+      budget: slots per KV head that remain of a prompt; see `snapkv`.
       positions: see `evict`.
+
+    The paper evicts so at every block of a prompt; this evicts once, at its end.
     """
-    return compress(importance=unlike, budget=budget, positions=positions, name="keydiff")
+    return compress(importance=key_difference, budget=budget, positions=positions, name="keydiff")

@@ -1,27 +1,33 @@
-"""What becomes of an evicted key and value: folded into pairs that stay, instead of dropped.
+"""Merges: evicted keys and values are folded into pairs that stay, instead of dropped.
 
-Every eviction policy takes one as `merge=`. The slots that are live, and which of them go, are the policy's own; a
-merge changes what the others hold. Keys are merged as they are stored: rotated, unless ``positions="cache"``.
+Every eviction policy takes one as `merge=`. The policy decides which slots are live and which are evicted; a merge
+changes what the others hold. Keys are merged as they are stored: rotated, unless ``positions="cache"``.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.policies.base import Folded, Merge, Stats, View, count_argument, memoized, number_argument
-from kvjax.selection import largest
+from kvjax.order import largest
+from kvjax.policies.base import Folded, Merge, Stats, View, count_argument, factory, number_argument
 
 Array = jax.Array
 TILE = 128  # evicted pairs that are compared with all slots at a time
+THRESHOLD_OFFSET = 2  # is added to D2O's threshold, a cosine, so that 0 says that there is none yet
+TINY = jnp.finfo(jnp.float32).tiny  # a divisor where the true one may be 0
 
 
-class Gone(NamedTuple):
-    """The pairs that go, in the order of their slots; padded to the tokens that came in, of which no more can go.
+class Victims(NamedTuple):
+    """The evicted pairs, in the order of their slots; padded to n, the largest number of victims of a head.
 
     Attributes:
-      key, value: [B, K, n, D] float32; position: [B, K, n] int32; real: [B, K, n] bool, False = padding.
+      key: [B, K, n, D] float32.
+      value: [B, K, n, D] float32.
+      position: [B, K, n] int32.
+      real: [B, K, n] bool, False = padding.
       slot: [B, K, n] int32.
     """
 
@@ -32,24 +38,36 @@ class Gone(NamedTuple):
     slot: Array
 
 
-def _gone(key: Array, value: Array, victim: Array, view: View, tokens: int) -> Gone:
-    """`tokens`: at most so many go from a head."""
+def _victims(key: Array, value: Array, victim: Array, view: View, tokens: int) -> Victims:
+    """The pairs that `victim` marks; for the arguments see `Merge.fold`."""
+    # [B, K, n]
     if tokens == 1:
-        index = jnp.argmax(victim, axis=2, keepdims=True).astype(jnp.int32)
+        slot = jnp.argmax(victim, axis=2, keepdims=True).astype(jnp.int32)
     else:
-        index = jnp.argsort(~victim, axis=2, stable=True)[:, :, :tokens].astype(jnp.int32)
+        slot = jnp.argsort(~victim, axis=2, stable=True)[:, :, :tokens].astype(jnp.int32)
 
     def take(x: Array) -> Array:
-        return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 3)), axis=2)
+        return jnp.take_along_axis(x, slot.reshape(*slot.shape, *(1,) * (x.ndim - 3)), axis=2)
 
-    return Gone(
-        take(key).astype(jnp.float32), take(value).astype(jnp.float32), take(view.position), take(victim), index
+    return Victims(
+        take(key).astype(jnp.float32), take(value).astype(jnp.float32), take(view.position), take(victim), slot
     )
 
 
-def _nearest(gone: Gone, kept: Array, position: Array, score: Callable[[Array, Array], Array]) -> tuple[Array, Array]:
-    """The kept slot that suits each pair best, of equals the newer: slot [B, K, n] int32, and its score."""
-    count = gone.position.shape[2]
+def _nearest(
+    victims: Victims, kept: Array, position: Array, score: Callable[[Array, Array], Array]
+) -> tuple[Array, Array]:
+    """The kept slot of the highest score for each victim, of equal ones the newer.
+
+    Args:
+      kept: [B, K, S] bool, the slots to choose from.
+      position: [B, K, S] int32.
+      score: (keys [B, K, t, D], positions [B, K, t] of victims) -> [B, K, t, S] float32.
+
+    Returns:
+      The slots, [B, K, n] int32, and their scores, [B, K, n] float32.
+    """
+    count = victims.position.shape[2]
     tile = min(TILE, count)
     pad = -count % tile
 
@@ -60,11 +78,13 @@ def _nearest(gone: Gone, kept: Array, position: Array, score: Callable[[Array, A
     def best(part: tuple[Array, Array]) -> tuple[Array, Array]:
         # [B, K, tile, S]
         scores = jnp.where(kept[:, :, None], score(*part), -jnp.inf)
+        # [B, K, tile, 1]
         highest = jnp.max(scores, axis=3, keepdims=True)
         tied = kept[:, :, None] & (scores == highest)
         return jnp.argmax(jnp.where(tied, position[:, :, None], -1), axis=3).astype(jnp.int32), highest[..., 0]
 
-    slot, highest = jax.lax.map(best, (tiles(gone.key), tiles(gone.position)))
+    # [n / tile, B, K, tile]
+    slot, highest = jax.lax.map(best, (tiles(victims.key), tiles(victims.position)))
 
     def whole(x: Array) -> Array:
         return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)[:, :, :count]
@@ -73,126 +93,184 @@ def _nearest(gone: Gone, kept: Array, position: Array, score: Callable[[Array, A
 
 
 def _unit(x: Array) -> Array:
-    return x / jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True)), jnp.finfo(jnp.float32).tiny)
+    """[..., D] -> [..., D] of norm 1."""
+    return x / jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True)), TINY)
 
 
 def _by_cosine(key: Array) -> Callable[[Array, Array], Array]:
+    """Scores of `_nearest`: the cosine of the two keys."""
     directions = _unit(key.astype(jnp.float32))
-    return lambda gone, _: jnp.einsum("bktd,bksd->bkts", _unit(gone), directions)
+    return lambda victim, _: jnp.einsum("bktd,bksd->bkts", _unit(victim), directions)
 
 
 def _by_distance(position: Array) -> Callable[[Array, Array], Array]:
-    return lambda _, gone: -jnp.abs(gone[..., None] - position[:, :, None]).astype(jnp.float32)
+    """Scores of `_nearest`: minus the distance of the two positions."""
+    return lambda _, victim: -jnp.abs(victim[..., None] - position[:, :, None]).astype(jnp.float32)
 
 
-# [B, K, S, ...] zeros, and what is added at slots [B, K, n]
+# [B, K, S, ...], and the numbers [B, K, n, ...] that are added at slots [B, K, n]
 _add = jax.vmap(jax.vmap(lambda total, slot, x: total.at[slot].add(x)))
 
 
 def _average(x: Array, own: float, slot: Array, weight: Array, others: Array) -> Array:
-    """(own·x + Σ w·other) / (own + Σ w) in every slot: [B, K, S, D], [B, K, n], [B, K, n], [B, K, n, D]."""
+    """Averages pairs into the slots that take them: (own·x + Σ w·other) / (own + Σ w).
+
+    Args:
+      x: [B, K, S, D].
+      own: the weight of what a slot holds already.
+      slot: [B, K, n] int32, the slot that takes each of the others.
+      weight: [B, K, n] float32, 0 for one that is not taken.
+      others: [B, K, n, D] float32.
+
+    Returns:
+      [B, K, S, D] in the dtype of x; a slot that takes nothing is unchanged to the bit.
+    """
+    # [B, K, S, D]
     total = _add(own * x.astype(jnp.float32), slot, weight[..., None] * others)
+    # [B, K, S]
     weights = _add(jnp.full(x.shape[:3], own, jnp.float32), slot, weight)
-    # A slot that takes nothing stays as it is, to the bit.
     return jnp.where((weights > own)[..., None], total / weights[..., None], x.astype(jnp.float32)).astype(x.dtype)
 
 
-@memoized
-def cam(recent: int = 32) -> Merge:
-    """Adds the value, in equal parts, to the `recent` newest tokens (CaM, Zhang et al., ICML 2024).
+@dataclasses.dataclass(frozen=True)
+class CaM(Merge):
+    """Adds a victim's value in equal parts to the newest tokens (CaM, Zhang et al., ICML 2024).
 
     v_k += p·v_i / recent for each of them, with p = min(1, A_i / max A) and A the mean attention S / N. The authors
-    draw whether to add from Bernoulli(p); this is the mean of that. Keys stay.
-    """
-    recent = count_argument("recent", recent, minimum=1)
+    draw from Bernoulli(p) whether to add; this is the mean of that. Keys are unchanged.
 
-    def fold(key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
-        gone = _gone(key, value, victim, view, tokens)
+    Attributes:
+      recent: the number of newest tokens that take a part.
+    """
+
+    recent: int = 32
+    needs = frozenset({"mass", "count"})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recent", count_argument("recent", self.recent, minimum=1))
+
+    def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
+        victims = _victims(key, value, victim, view, tokens)
+        # [B, K, S]
         attention = stats["mass"] / jnp.maximum(stats["count"], 1)
         kept = view.live & ~victim
+        # [B, K, 1]
         most = jnp.max(jnp.where(kept, attention, 0.0), axis=2, keepdims=True)
-        share = jnp.take_along_axis(attention, gone.slot, axis=2) / jnp.maximum(most, jnp.finfo(jnp.float32).tiny)
-        weight = jnp.where(gone.real, jnp.minimum(share, 1.0), 0.0) / recent
-        added = jnp.einsum("bkn,bknd->bkd", weight, gone.value)
-        newest = kept & largest(view.position.astype(jnp.float32), jnp.where(kept, view.position, -1), recent)
+        # [B, K, n]
+        share = jnp.take_along_axis(attention, victims.slot, axis=2) / jnp.maximum(most, TINY)
+        weight = jnp.where(victims.real, jnp.minimum(share, 1.0), 0.0) / self.recent
+        # [B, K, D]
+        added = jnp.einsum("bkn,bknd->bkd", weight, victims.value)
+        # [B, K, S]
+        newest = kept & largest(view.position.astype(jnp.float32), jnp.where(kept, view.position, -1), self.recent)
         more = jnp.where(newest[..., None], added[:, :, None], 0.0)
-        return Folded(key, (value.astype(jnp.float32) + more).astype(value.dtype), stats)
-
-    return Merge(frozenset({"mass", "count"}), fold)
+        return Folded(key, (value.astype(jnp.float32) + more).astype(value.dtype), dict(stats))
 
 
-@memoized
-def d2o(beta: float = 0.7) -> Merge:
-    """Into the kept pair of the most similar key, if that is similar enough (D2O, arXiv:2406.13035, section 3.2).
+@dataclasses.dataclass(frozen=True)
+class D2O(Merge):
+    """Averages a victim into the kept pair of the most similar key (D2O, arXiv:2406.13035, section 3.2).
 
-    With u the cosine to it, pairs whose u is at least τ are averaged in with weights e^u against the pair's own e.
-    τ is the mean u of the first pairs that go, then τ <- beta·(mean u) + (1 - beta)·τ.
+    Victims whose cosine u to that key is at least τ are averaged in with weights e^u against the pair's own e. τ is the
+    mean u of the first victims, then τ <- beta·(mean u) + (1 - beta)·τ.
+
+    Attributes:
+      beta: from 0 (τ stays the first mean) to 1 (τ is the latest mean).
     """
-    beta = number_argument("beta", beta, minimum=0.0, maximum=1.0)
 
-    def fold(key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
-        gone = _gone(key, value, victim, view, tokens)
-        slot, similarity = _nearest(gone, view.live & ~victim, view.position, _by_cosine(key))
-        similarity = jnp.where(gone.real, similarity, 0.0)
-        count = jnp.sum(gone.real, axis=2, keepdims=True)
+    beta: float = 0.7
+    remembers = ("threshold",)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "beta", number_argument("beta", self.beta, minimum=0.0, maximum=1.0))
+
+    def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
+        victims = _victims(key, value, victim, view, tokens)
+        # [B, K, n]
+        slot, similarity = _nearest(victims, view.live & ~victim, view.position, _by_cosine(key))
+        similarity = jnp.where(victims.real, similarity, 0.0)
+        # [B, K, 1]
+        count = jnp.sum(victims.real, axis=2, keepdims=True)
         mean = jnp.sum(similarity, axis=2, keepdims=True) / jnp.maximum(count, 1).astype(jnp.float32)
-        # The same in every live slot; 2 is added, so that 0 says that there was none yet.
+        # [B, K, 1]: every live slot has the same
         before = jnp.max(stats["threshold"], axis=2, keepdims=True)
-        now = jnp.where(before == 0, mean, beta * mean + (1 - beta) * (before - 2))
-        weight = jnp.where(gone.real & (similarity >= now), jnp.exp(similarity), 0.0)
-        threshold = jnp.where(count > 0, now + 2, before)
+        now = jnp.where(before == 0, mean, self.beta * mean + (1 - self.beta) * (before - THRESHOLD_OFFSET))
+        # [B, K, n]
+        weight = jnp.where(victims.real & (similarity >= now), jnp.exp(similarity), 0.0)
+        threshold = jnp.where(count > 0, now + THRESHOLD_OFFSET, before)
         return Folded(
-            _average(key, jnp.e, slot, weight, gone.key),
-            _average(value, jnp.e, slot, weight, gone.value),
-            stats | {"threshold": jnp.broadcast_to(threshold, stats["threshold"].shape)},
+            _average(key, jnp.e, slot, weight, victims.key),
+            _average(value, jnp.e, slot, weight, victims.value),
+            {**stats, "threshold": jnp.broadcast_to(threshold, stats["threshold"].shape)},
         )
 
-    return Merge(frozenset(), fold, remembers=("threshold",))
 
+@dataclasses.dataclass(frozen=True)
+class KVMerger(Merge):
+    """Averages a victim into the kept pair next to it in the text, if their keys are similar (arXiv:2407.08454).
 
-@memoized
-def kvmerger(similarity: float = 0.75) -> Merge:
-    """Into the kept pair next to it in the text, if their keys are alike, by a Gaussian (KVMerger, arXiv:2407.08454).
+    Gaussian weights e^(-d² / 2σ²) of the distance d to that key against the pair's own 1, with σ = (mean d) / √2.
 
-    Weights e^(-d² / 2σ²) of the distance d to its key against the pair's own 1, with σ = (mean d) / √2.
-
-    Args:
-      similarity: least cosine of the two keys.
+    Attributes:
+      similarity: the least cosine of the two keys.
     """
-    similarity = number_argument("similarity", similarity, minimum=-1.0, maximum=1.0)
 
-    def fold(key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
-        gone = _gone(key, value, victim, view, tokens)
-        slot, _ = _nearest(gone, view.live & ~victim, view.position, _by_distance(view.position))
+    similarity: float = 0.75
+
+    def __post_init__(self) -> None:
+        similarity = number_argument("similarity", self.similarity, minimum=-1.0, maximum=1.0)
+        object.__setattr__(self, "similarity", similarity)
+
+    def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
+        victims = _victims(key, value, victim, view, tokens)
+        # [B, K, n]
+        slot, _ = _nearest(victims, view.live & ~victim, view.position, _by_distance(view.position))
+        # [B, K, n, D]
         pivot = jnp.take_along_axis(key.astype(jnp.float32), slot[..., None], axis=2)
-        alike = gone.real & (jnp.sum(_unit(pivot) * _unit(gone.key), axis=-1) >= similarity)
-        squared = jnp.sum(jnp.square(pivot - gone.key), axis=-1)
+        # [B, K, n]
+        similar = victims.real & (jnp.sum(_unit(pivot) * _unit(victims.key), axis=-1) >= self.similarity)
+        squared = jnp.sum(jnp.square(pivot - victims.key), axis=-1)
         # A root has no gradient at 0, where padding is.
         distance = jnp.where(squared > 0, jnp.sqrt(jnp.where(squared > 0, squared, 1.0)), 0.0)
+        # [B, K, S]
         zeros = jnp.zeros(view.position.shape, jnp.float32)
-        total = _add(zeros, slot, jnp.where(alike, distance, 0.0))
-        count = _add(zeros, slot, alike.astype(jnp.float32))
+        total = _add(zeros, slot, jnp.where(similar, distance, 0.0))
+        count = _add(zeros, slot, similar.astype(jnp.float32))
+        # [B, K, n]
         mean = jnp.take_along_axis(total / jnp.maximum(count, 1), slot, axis=2)
-        # d² / 2σ²; keys that are all the same are at no distance
-        exponent = jnp.square(distance) / jnp.maximum(jnp.square(mean), jnp.finfo(jnp.float32).tiny)
-        weight = jnp.where(alike, jnp.exp(-exponent), 0.0)
-        return Folded(_average(key, 1.0, slot, weight, gone.key), _average(value, 1.0, slot, weight, gone.value), stats)
+        # d² / 2σ²; equal keys are at distance 0
+        exponent = jnp.square(distance) / jnp.maximum(jnp.square(mean), TINY)
+        weight = jnp.where(similar, jnp.exp(-exponent), 0.0)
+        return Folded(
+            _average(key, 1.0, slot, weight, victims.key),
+            _average(value, 1.0, slot, weight, victims.value),
+            dict(stats),
+        )
 
-    return Merge(frozenset(), fold)
+
+@dataclasses.dataclass(frozen=True)
+class Anchors(Merge):
+    """Averages a victim into the kept pair next to it in the text, with equal weights.
+
+    See Elastic Cache, arXiv:2407.18121, section 3.3.
+    """
+
+    def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
+        victims = _victims(key, value, victim, view, tokens)
+        # [B, K, n]
+        slot, _ = _nearest(victims, view.live & ~victim, view.position, _by_distance(view.position))
+        weight = victims.real.astype(jnp.float32)
+        return Folded(
+            _average(key, 1.0, slot, weight, victims.key),
+            _average(value, 1.0, slot, weight, victims.value),
+            dict(stats),
+        )
 
 
-@memoized
-def anchors() -> Merge:
-    """Into the kept pair next to it in the text, all with one weight (Elastic Cache, arXiv:2407.18121, section 3.3)."""
-
-    def fold(key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
-        gone = _gone(key, value, victim, view, tokens)
-        slot, _ = _nearest(gone, view.live & ~victim, view.position, _by_distance(view.position))
-        weight = gone.real.astype(jnp.float32)
-        return Folded(_average(key, 1.0, slot, weight, gone.key), _average(value, 1.0, slot, weight, gone.value), stats)
-
-    return Merge(frozenset(), fold)
-
+cam = factory(CaM)
+d2o = factory(D2O)
+kvmerger = factory(KVMerger)
+anchors = factory(Anchors)
 
 #: Every merge, by name.
 MERGES: dict[str, Callable[..., Merge]] = {"cam": cam, "d2o": d2o, "kvmerger": kvmerger, "anchors": anchors}

@@ -1,51 +1,165 @@
-"""Policies that look at positions alone: Sparse Transformers' strided and fixed patterns, and chance.
+"""Policies that look at positions alone: Sparse Transformers' strided and fixed patterns, and random eviction.
 
-The patterns are H2O's baselines (arXiv:2306.14048, Table 1; Child et al., arXiv:1904.10509), chance is RoCo's
+The patterns are H2O's baselines (arXiv:2306.14048, Table 1; Child et al., arXiv:1904.10509), random eviction is RoCo's
 (arXiv:2402.06262, section 4.1).
 """
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import PolicyError
-from kvjax.policies.base import Budget, Importance, Merge, Policy, Scope, View, count_argument, evict, memoized
-from kvjax.policies.h2o import protect_newest
+from kvjax.policies.base import (
+    Evict,
+    Importance,
+    Merge,
+    Scope,
+    Stats,
+    View,
+    count_argument,
+    evict,
+    factory,
+)
+from kvjax.policies.h2o import Newest
 
 Array = jax.Array
+SEEDS = 2**32  # seeds with a key of their own: jax.random.key takes 32 bits
 
 
-def _in_two_classes(first_to_go: Array, view: View) -> Array:
-    """One class before the other, each oldest first. Below zero for the first: exact up to 2^24 tokens."""
+def _two_classes(first: Array, view: View) -> Array:
+    """Scores that evict one class of slots before the other, each oldest first.
+
+    Args:
+      first: [B, K, S] bool, the class that is evicted first.
+
+    Returns:
+      [B, K, S] float32, below zero for the first class; exact up to 2^24 tokens.
+    """
     position = view.position
-    return (position - jnp.where(first_to_go, (view.newest + 1)[:, None, None], 0)).astype(jnp.float32)
+    return (position - jnp.where(first, (view.newest + 1)[:, None, None], 0)).astype(jnp.float32)
 
 
-@memoized
+@dataclasses.dataclass(frozen=True)
+class Strided(Importance):
+    """Evicts positions that are not divisible by the stride first, then the others, each oldest first.
+
+    Attributes:
+      stride: at least 1.
+    """
+
+    stride: int
+    needs = frozenset()
+    amount = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stride", count_argument("stride", self.stride, minimum=1))
+
+    def score(self, stats: Stats, view: View) -> Array:
+        return _two_classes(view.position % self.stride != 0, view)
+
+
+@dataclasses.dataclass(frozen=True)
+class LastColumns(Importance):
+    """Evicts positions before the last columns of their block first, then the others, each oldest first.
+
+    Attributes:
+      block: the number of positions of a block.
+      columns: the number of last positions of each block that are evicted later; at most `block`.
+    """
+
+    block: int
+    columns: int
+    needs = frozenset()
+    amount = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", count_argument("block", self.block, minimum=1))
+        object.__setattr__(self, "columns", count_argument("columns", self.columns))
+        if self.columns > self.block:
+            raise PolicyError(
+                f"fixed: columns={self.columns} of a block of {self.block} positions; give at most {self.block}."
+            )
+
+    def score(self, stats: Stats, view: View) -> Array:
+        return _two_classes(view.position % self.block < self.block - self.columns, view)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnBlock(Scope):
+    """Protects the positions of the newest token's block, {p // block = newest // block}.
+
+    Attributes:
+      block: the number of positions of a block.
+    """
+
+    block: int
+    needs = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", count_argument("block", self.block, minimum=1))
+
+    def protected(self, stats: Stats, view: View) -> Array:
+        return view.position // self.block == (view.newest // self.block)[:, None, None]
+
+    def count(self, budget: int) -> int:
+        return self.block
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform(Importance):
+    """A slot is worth a number u ~ U[0, 1), drawn from a key folded by layer, head and position.
+
+    A step computes the same numbers again instead of storing them.
+
+    Attributes:
+      seed: of the key, 0 to 2³² - 1.
+    """
+
+    seed: int = 0
+    needs = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", count_argument("seed", self.seed))
+        if self.seed >= SEEDS:
+            raise PolicyError(f"random: seed={self.seed} has no key of its own; give one below {SEEDS}.")
+
+    def score(self, stats: Stats, view: View) -> Array:
+        key = jax.random.fold_in(jax.random.key(self.seed), view.layer)
+
+        def draw(head: Array, position: Array) -> Array:
+            return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, head), position))
+
+        # [K]
+        head = jnp.arange(view.position.shape[1]) if view.heads is None else np.asarray(view.heads)
+        return jax.vmap(jax.vmap(jax.vmap(draw, (None, 0)), (0, 0)), (None, 0))(
+            jnp.asarray(head, jnp.int32), jnp.maximum(view.position, 0)
+        )
+
+
+@factory
 def strided(
-    budget: Budget, *, stride: int, local: int | None = None, positions: str = "original", merge: Merge | None = None
-) -> Policy:
-    """The newest positions and every `stride`-th of the rest, as long as they fit (H2O, Table 1; Child et al.).
+    budget: Any, *, stride: int, local: int | None = None, positions: str = "original", merge: Merge | None = None
+) -> Evict:
+    """Keeps the newest positions and every `stride`-th of the rest, within the budget (H2O, Table 1; Child et al.).
 
-    {p > newest - local} protected; first those with p mod stride ≠ 0 go, then the others, each oldest first. The
-    papers' pattern is relative to the query, which a cache cannot be: what is evicted does not come back.
+    {p > newest - local} protected; of the rest, those with p mod stride ≠ 0 are evicted first, then the others, each
+    oldest first.
 
     Args:
       budget: see `evict`.
-      stride: positions divisible by it go last.
+      stride: positions divisible by it are evicted last.
       local: how many newest positions are protected; None = ⌊b/2⌋.
-      positions, merge: see `evict`.
+      positions: see `evict`.
+      merge: see `evict`.
+
+    The papers' pattern moves with the query. That of a cache cannot: an evicted token does not return.
     """
-    stride = count_argument("stride", stride, minimum=1)
-    importance = Importance(
-        frozenset(),
-        lambda stats, view: _in_two_classes(view.position % stride != 0, view),
-        amount=False,
-        in_kernel=True,
-    )
     return evict(
-        importance=importance,
-        scope=protect_newest(None if local is None else count_argument("local", local)),
+        importance=Strided(stride),
+        scope=Newest(None if local is None else count_argument("local", local)),
         budget=budget,
         positions=positions,
         merge=merge,
@@ -53,70 +167,42 @@ def strided(
     )
 
 
-@memoized
-def fixed(
-    budget: Budget, *, block: int, columns: int, positions: str = "original", merge: Merge | None = None
-) -> Policy:
-    """The newest token's own block, and the last `columns` of those before, as long as they fit (H2O, Table 1).
+@factory
+def fixed(budget: Any, *, block: int, columns: int, positions: str = "original", merge: Merge | None = None) -> Evict:
+    """Keeps the newest token's own block and the last `columns` of earlier ones, within the budget (H2O, Table 1).
 
-    {p // block = newest // block} protected; first those with p mod block < block - columns go, then the others, each
-    oldest first. The paper's pattern keeps every block's columns however many they are; a budget does not.
+    {p // block = newest // block} protected; of the rest, those with p mod block < block - columns are evicted first,
+    then the others, each oldest first.
 
     Args:
       budget: see `evict`; at least `block`.
-      block: positions of a block; columns: of these, the last so many go last; at most `block`.
-      positions, merge: see `evict`.
+      block: the number of positions of a block.
+      columns: the number of last positions of each block that are evicted later; at most `block`.
+      positions: see `evict`.
+      merge: see `evict`.
+
+    The paper's pattern keeps the columns of every block, whatever their number; a budget limits it.
     """
-    block = count_argument("block", block, minimum=1)
-    columns = count_argument("columns", columns)
-    if columns > block:
-        raise PolicyError(f"fixed: columns={columns} of a block of {block} positions; give at most {block}.")
-    importance = Importance(
-        frozenset(),
-        lambda stats, view: _in_two_classes(view.position % block < block - columns, view),
-        amount=False,
-        in_kernel=True,
-    )
-    own = Scope(
-        frozenset(),
-        lambda stats, view: view.position // block == (view.newest // block)[:, None, None],
-        lambda _: block,
-        in_kernel=True,
-    )
-    return evict(importance=importance, scope=own, budget=budget, positions=positions, merge=merge, name="fixed")
-
-
-@memoized
-def random(budget: Budget, *, seed: int = 0, positions: str = "original", merge: Merge | None = None) -> Policy:
-    """Chance: importance u ~ U[0, 1), drawn once a token from the key folded by layer, head, position (RoCo, sec. 4.1).
-
-    Args:
-      budget: see `evict`.
-      seed: of the key, 0 to 2³² - 1; a row's place in its batch has no part in it.
-      positions, merge: see `evict`.
-
-    What was drawn is drawn again at every step rather than stored.
-    """
-    seed = count_argument("seed", seed)
-    if seed >= 2**32:
-        raise PolicyError(f"random: seed={seed} has no key of its own; give one below {2**32}.")
-
-    def score(stats: object, view: View) -> Array:
-        key = jax.random.fold_in(jax.random.key(seed), view.layer)
-
-        def draw(head: Array, position: Array) -> Array:
-            return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, head), position))
-
-        head = jnp.arange(view.position.shape[1]) if view.heads is None else np.asarray(view.heads)
-        drawn = jax.vmap(jax.vmap(jax.vmap(draw, (None, 0)), (0, 0)), (None, 0))(
-            jnp.asarray(head, jnp.int32), jnp.maximum(view.position, 0)
-        )
-        return drawn
-
     return evict(
-        importance=Importance(frozenset(), score),
+        importance=LastColumns(block, columns),
+        scope=OwnBlock(block),
         budget=budget,
         positions=positions,
         merge=merge,
-        name="random",
+        name="fixed",
     )
+
+
+@factory
+def random(budget: Any, *, seed: int = 0, positions: str = "original", merge: Merge | None = None) -> Evict:
+    """Evicts at random: importance u ~ U[0, 1), drawn once per token (RoCo, section 4.1).
+
+    Args:
+      budget: see `evict`.
+      seed: see `Uniform`.
+      positions: see `evict`.
+      merge: see `evict`.
+
+    A token's draw depends on the seed, its layer, head and position, and not on its row's place in the batch.
+    """
+    return evict(importance=Uniform(seed), budget=budget, positions=positions, merge=merge, name="random")

@@ -1,73 +1,101 @@
 """RoCo: mean attention, and a scope of tokens whose attention varies (RoCo/EasyKV, arXiv:2402.06262)."""
 
-from collections.abc import Mapping
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.policies.base import Budget, Importance, Merge, Policy, Scope, View, count_argument, evict, memoized
-from kvjax.policies.h2o import protect_newest
-from kvjax.selection import largest
+from kvjax.order import largest
+from kvjax.policies.base import (
+    Evict,
+    Importance,
+    Merge,
+    Scope,
+    Stats,
+    View,
+    count_argument,
+    evict,
+    factory,
+)
+from kvjax.policies.h2o import Newest
 
 Array = jax.Array
 
 
-def _mean(stats: Mapping[str, Array]) -> Array:
+def _mean(stats: Stats) -> Array:
+    """[B, K, S] float32: S / N."""
     return stats["mass"] / jnp.maximum(stats["count"], 1)
 
 
-#: A slot is worth the attention that a query pays it on average, S / N (RoCo, section 4.1, "MAS").
-mean_mass = Importance(frozenset({"mass", "count"}), lambda stats, view: _mean(stats), in_kernel=True)
+@dataclasses.dataclass(frozen=True)
+class MeanMass(Importance):
+    """A slot is worth the attention that a query pays it on average, S / N (RoCo, section 4.1, "MAS")."""
+
+    needs = frozenset({"mass", "count"})
+
+    def score(self, stats: Stats, view: View) -> Array:
+        return _mean(stats)
 
 
-@memoized
-def protect_varying(protect: int | None = None, guard: int = 10) -> Scope:
-    """Protects the `protect` slots whose attention varies most, the `guard` newest first of all (RoCo, section 4.2).
+@dataclasses.dataclass(frozen=True)
+class Varying(Scope):
+    """Protects the slots whose attention varies most (RoCo, section 4.2).
 
-    Args:
-      protect: slots; None = three tenths of each row's own budget, ⌊3b/10⌋.
-      guard: newest positions that count as varying without end; those beyond `protect` are not safe.
+    Attributes:
+      protect: the number of protected slots; None = three tenths of each row's own budget, ⌊3b/10⌋.
+      guard: the number of newest positions whose deviation counts as infinite; if it exceeds `protect`, only the
+        newest `protect` of them are protected.
     """
-    guard = count_argument("guard", guard)
-    fixed = None if protect is None else count_argument("protect", protect)
 
-    def protected(stats: Mapping[str, Array], view: View) -> Array:
-        # The variance ranks as the standard deviation does, and tells more apart.
+    protect: int | None = None
+    guard: int = 10
+    needs = frozenset({"mass", "mass_sq", "count"})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "guard", count_argument("guard", self.guard))
+        if self.protect is not None:
+            object.__setattr__(self, "protect", count_argument("protect", self.protect))
+
+    def protected(self, stats: Stats, view: View) -> Array:
+        # [B, K, S]: the variance orders slots as the standard deviation does, and separates close ones better.
         variance = jnp.maximum(stats["mass_sq"] / jnp.maximum(stats["count"], 1) - jnp.square(_mean(stats)), 0)
-        variance = jnp.where(view.recent(guard), jnp.inf, variance)
-        count = 3 * view.budget // 10 if fixed is None else jnp.full_like(view.budget, fixed)
-        return largest(variance, view.position, count[:, None, None])
+        variance = jnp.where(view.recent(self.guard), jnp.inf, variance)
+        # [B]
+        number = 3 * view.budget // 10 if self.protect is None else jnp.full_like(view.budget, self.protect)
+        return largest(variance, view.position, number[:, None, None])
 
-    return Scope(
-        frozenset({"mass", "mass_sq", "count"}),
-        protected,
-        lambda budget: 3 * budget // 10 if fixed is None else fixed,
-        in_kernel=True,
-    )
+    def count(self, budget: int) -> int:
+        return 3 * budget // 10 if self.protect is None else self.protect
 
 
-@memoized
+mean_mass = MeanMass()
+protect_varying = Varying
+
+
+@factory
 def mean_attention(
-    budget: Budget,
+    budget: Any,
     *,
     recent: int | None = None,
     positions: str = "original",
     group_reduce: str = "mean",
     merge: Merge | None = None,
-) -> Policy:
+) -> Evict:
     """Keeps the highest mean attention and the newest: RoCo's importance in H2O's scope (RoCo, Table 1, "MAS").
 
-    Importance S_j / N_j, N_j the queries that saw slot j; {p > newest - recent} protected.
+    Importance S_j / N_j, N_j the number of queries that saw slot j; {p > newest - recent} protected.
 
     Args:
       budget: see `evict`.
       recent: how many newest positions are protected; None = ⌊b/2⌋.
       positions: see `evict`.
-      group_reduce, merge: see `evict`.
+      group_reduce: see `evict`.
+      merge: see `evict`.
     """
     return evict(
         importance=mean_mass,
-        scope=protect_newest(recent),
+        scope=Newest(recent),
         budget=budget,
         positions=positions,
         group_reduce=group_reduce,
@@ -76,33 +104,35 @@ def mean_attention(
     )
 
 
-@memoized
+@factory
 def roco(
-    budget: Budget,
+    budget: Any,
     *,
     protect: int | None = None,
     guard: int = 10,
     positions: str = "original",
     group_reduce: str = "mean",
     merge: Merge | None = None,
-) -> Policy:
-    """Robust eviction: the lowest mean attention goes, unless it varies much or is new (RoCo, section 4, Algorithm 1).
+) -> Evict:
+    """Evicts the lowest mean attention, except where it varies much or is new (RoCo, section 4, Algorithm 1).
 
     Importance S / N; protected are the `protect` slots of largest std = √max(Q / N - (S / N)², 0), Q = Σ_i m_ij², where
     the `guard` newest positions have std = ∞.
 
     Args:
       budget: see `evict`.
-      protect, guard: see `protect_varying`.
+      protect: see `Varying`.
+      guard: see `Varying`.
       positions: see `evict`.
-      group_reduce, merge: see `evict`.
+      group_reduce: see `evict`.
+      merge: see `evict`.
 
-    One rule for prompts, blocks and decoding. The authors' code protects one slot more while decoding and always 0.3 of
-    the budget there, in blocks 0.1 of budget and block, and the first four positions.
+    Prompts, blocks and decoding follow this rule. While decoding, the authors' code protects one slot more and always
+    0.3 of the budget; in blocks it protects 0.1 of budget and block, and the first four positions.
     """
     return evict(
         importance=mean_mass,
-        scope=protect_varying(protect, guard),
+        scope=Varying(protect, guard),
         budget=budget,
         positions=positions,
         group_reduce=group_reduce,

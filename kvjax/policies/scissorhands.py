@@ -1,29 +1,58 @@
 """Scissorhands: how often a token was attended to above average (arXiv:2305.17118, as RoCo and AQAS read it)."""
 
-from kvjax.policies.base import Budget, Importance, Merge, Policy, count_argument, evict, memoized
-from kvjax.policies.h2o import protect_newest
-from kvjax.statistics import popcount, recent_above
+import dataclasses
+from typing import Any
+
+import jax
+
+from kvjax.policies.base import Evict, Importance, Merge, Stats, View, count_argument, evict, factory
+from kvjax.policies.h2o import Newest
+from kvjax.statistics import ABOVE, Statistic, popcount, recent_above
+
+Array = jax.Array
 
 
-@memoized
-def times_above(history: int | None = None) -> Importance:
-    """A slot is worth the number of queries that gave it at least a uniform share; of the last `history` only."""
-    if history is None:
-        return Importance(frozenset({"above"}), lambda stats, view: stats["above"], in_kernel=True)
-    statistic = recent_above(count_argument("history", history, minimum=1))
-    return Importance(frozenset({statistic}), lambda stats, view: popcount(stats[statistic.name]))
+@dataclasses.dataclass(frozen=True)
+class TimesAbove(Importance):
+    """A slot is worth the number of queries that paid it at least a uniform share, m ≥ 1 / (slots that they see).
+
+    Attributes:
+      history: only the last `history` queries count; None = all since the slot was written.
+    """
+
+    history: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.history is not None:
+            object.__setattr__(self, "history", count_argument("history", self.history, minimum=1))
+
+    @property
+    def statistic(self) -> Statistic:
+        """The statistic that counts the queries."""
+        return ABOVE if self.history is None else recent_above(self.history)
+
+    @property
+    def needs(self) -> frozenset[Statistic]:  # type: ignore[override]
+        return frozenset({self.statistic})
+
+    def score(self, stats: Stats, view: View) -> Array:
+        counted = stats[self.statistic.name]
+        return counted if self.history is None else popcount(counted)
 
 
-@memoized
+times_above = TimesAbove
+
+
+@factory
 def scissorhands(
-    budget: Budget,
+    budget: Any,
     *,
     recent: int | None = None,
     history: int | None = None,
     positions: str = "original",
     group_reduce: str = "mean",
     merge: Merge | None = None,
-) -> Policy:
+) -> Evict:
     """Keeps what was most often above average, and the newest (Scissorhands, Algorithm 2; RoCo, section 2).
 
     Importance A_j = Σ_i [m_ij ≥ 1 / (slots that i sees)], over the last `history` queries; {p > newest - recent}
@@ -32,16 +61,18 @@ def scissorhands(
     Args:
       budget: see `evict`.
       recent: how many newest positions are protected; None = ⌊b/2⌋.
-      history: queries that count, one bit each; None = all since the slot was written. The authors' window is 400.
+      history: the number of queries that count, one bit each; None = all since the slot was written. The authors use
+        400.
       positions: see `evict`.
-      group_reduce, merge: see `evict`.
+      group_reduce: see `evict`.
+      merge: see `evict`.
 
-    The authors count misses (below 1 / t) and drop the most frequent; they also halve the budget layer by layer, which
-    here is a budget a layer.
+    The authors count misses (below 1 / t) and evict the slots with the most. They also halve the budget from layer to
+    layer; give one budget per layer for that.
     """
     return evict(
-        importance=times_above(history),
-        scope=protect_newest(recent),
+        importance=TimesAbove(history),
+        scope=Newest(recent),
         budget=budget,
         positions=positions,
         group_reduce=group_reduce,

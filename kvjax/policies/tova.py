@@ -1,39 +1,67 @@
-"""TOVA: token omission via attention, the newest query's word alone (arXiv:2401.06104)."""
+"""TOVA: token omission via attention, by the newest query alone (arXiv:2401.06104)."""
 
+import dataclasses
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from kvjax.errors import PolicyError
-from kvjax.policies.base import Budget, Importance, Merge, Policy, evict, memoized
+from kvjax.policies.base import Evict, Importance, Merge, Stats, View, evict, factory
 
-#: A slot is worth what the newest query gives it, in its own KV head.
-last = Importance(frozenset({"last"}), lambda stats, view: stats["last"], in_kernel=True)
-#: The same, averaged over all the layer's heads, which therefore all hold the same positions in the same slots.
-shared_last = Importance(
-    frozenset({"last"}),
-    lambda stats, view: jnp.broadcast_to(jnp.mean(stats["last"], axis=1, keepdims=True), stats["last"].shape),
-    aligned=True,
-    in_kernel=True,
-)
+Array = jax.Array
 
 
-@memoized
+@dataclasses.dataclass(frozen=True)
+class Last(Importance):
+    """A slot is worth the attention that the newest query pays it, in its own KV head."""
+
+    needs = frozenset({"last"})
+
+    def score(self, stats: Stats, view: View) -> Array:
+        return stats["last"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedLast(Importance):
+    """A slot is worth the attention that the newest query pays it, averaged over all heads of the layer.
+
+    All heads therefore hold the same positions in the same slots.
+    """
+
+    needs = frozenset({"last"})
+    shared_by_heads = True
+
+    def score(self, stats: Stats, view: View) -> Array:
+        # [B, 1, S] -> [B, K, S]
+        return jnp.broadcast_to(jnp.mean(stats["last"], axis=1, keepdims=True), stats["last"].shape)
+
+
+last = Last()
+shared_last = SharedLast()
+
+
+@factory
 def tova(
-    budget: Budget,
+    budget: Any,
     *,
     share_heads: bool = True,
     positions: str = "original",
     group_reduce: str = "mean",
     merge: Merge | None = None,
-) -> Policy:
-    """Drops what the newest query i attends to least; nothing is protected (TOVA, section 4).
+) -> Evict:
+    """Evicts what the newest query i attends to least; no slot is protected (TOVA, section 4).
 
-    Importance m_ij, or its mean over all the layer's heads; of equals, where the paper says nothing, the older goes.
+    Importance m_ij, or its mean over all heads of the layer. Of equal slots the older is evicted; the paper does not
+    specify which.
 
     Args:
       budget: see `evict`.
-      share_heads: average over the layer's heads, as the authors do; False = every KV head by itself, as EasyKV does.
+      share_heads: whether to average over the layer's heads, as the authors do; False = each KV head ranks alone, as in
+        EasyKV.
       positions: see `evict`.
-      group_reduce, merge: see `evict`.
+      group_reduce: see `evict`.
+      merge: see `evict`.
     """
     if not isinstance(share_heads, bool):
         raise PolicyError(f"tova: share_heads={share_heads!r} is not True or False.")

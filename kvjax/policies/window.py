@@ -1,59 +1,115 @@
-"""Sliding windows, with or without attention sinks, and the policy that keeps everything."""
+"""Sliding windows, with or without attention sinks, and the policy that keeps every token."""
 
+import dataclasses
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
-from kvjax.policies.base import Budget, Importance, Merge, Policy, Scope, count_argument, evict, keep, memoized
+from kvjax.policies.base import (
+    Evict,
+    Importance,
+    Merge,
+    Scope,
+    Stats,
+    View,
+    count_argument,
+    evict,
+    factory,
+    keep,
+)
 
-#: A slot is worth its position: the oldest goes first.
-recency = Importance(frozenset(), lambda stats, view: view.position.astype(jnp.float32), in_kernel=True)
+Array = jax.Array
 
 
-@memoized
-def protect_first(count: int) -> Scope:
-    """Protects the first `count` positions of the text (attention sinks, StreamingLLM, arXiv:2309.17453)."""
-    count = count_argument("sinks", count)
-    return Scope(frozenset(), lambda stats, view: view.position < count, lambda budget: count, in_kernel=True)
+@dataclasses.dataclass(frozen=True)
+class Recency(Importance):
+    """A slot is worth its position: the oldest is evicted first."""
+
+    needs = frozenset()
+
+    def score(self, stats: Stats, view: View) -> Array:
+        return view.position.astype(jnp.float32)
 
 
-@memoized
-def full(*, positions: str = "original") -> Policy:
-    """Keeps every token: no budget and no eviction; the reference for every other policy."""
+@dataclasses.dataclass(frozen=True)
+class First(Scope):
+    """Protects the first positions of the text, the attention sinks (StreamingLLM, arXiv:2309.17453).
+
+    Attributes:
+      number: how many.
+    """
+
+    number: int
+    needs = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", count_argument("sinks", self.number))
+
+    def protected(self, stats: Stats, view: View) -> Array:
+        return view.position < self.number
+
+    def count(self, budget: int) -> int:
+        return self.number
+
+
+recency = Recency()
+protect_first = First
+
+
+@factory
+def full(*, positions: str = "original") -> Evict:
+    """Keeps every token: no budget and no eviction; the reference for every other policy.
+
+    Args:
+      positions: see `evict`.
+    """
     return evict(importance=keep, budget=None, positions=positions, name="full")
 
 
-@memoized
-def window(budget: Budget, *, sinks: int = 4, positions: str = "original", merge: Merge | None = None) -> Policy:
-    """The newest tokens and the first `sinks`: importance p, the position; {p < sinks} protected.
+@factory
+def window(budget: Any, *, sinks: int = 4, positions: str = "original", merge: Merge | None = None) -> Evict:
+    """Keeps the newest tokens and the first `sinks`: importance p, the position; {p < sinks} protected.
 
-    "Local" with ``sinks=0`` (H2O, arXiv:2306.14048, Table 1); StreamingLLM with ``positions="cache"``.
+    This is "Local" with ``sinks=0`` (H2O, arXiv:2306.14048, Table 1), and StreamingLLM with ``positions="cache"``.
 
     Args:
-      budget: slots per KV head, the sinks among them; see `evict`.
+      budget: slots per KV head, the sinks included; see `evict`.
       sinks: how many of the first positions are never evicted; at most the budget.
-      positions, merge: see `evict`.
+      positions: see `evict`.
+      merge: see `evict`.
+    """
+    return evict(importance=recency, scope=First(sinks), budget=budget, positions=positions, merge=merge, name="window")
+
+
+@factory
+def streaming_llm(budget: Any, *, sinks: int = 4, merge: Merge | None = None) -> Evict:
+    """`window` with RoPE by rank in the cache, for texts of any length (StreamingLLM, arXiv:2309.17453, section 3.2).
+
+    Importance p, {p < sinks} protected; a key is rotated to the number of live slots that are older than its own.
+
+    Args:
+      budget: see `window`.
+      sinks: see `window`.
+      merge: see `evict`.
+
+    The authors' code counts the recent tokens without the sinks, and evicts before it appends; here the budget includes
+    the sinks and is what remains after a step.
     """
     return evict(
-        importance=recency, scope=protect_first(sinks), budget=budget, positions=positions, merge=merge, name="window"
+        importance=recency, scope=First(sinks), budget=budget, positions="cache", merge=merge, name="streaming_llm"
     )
 
 
-@memoized
-def streaming_llm(budget: Budget, *, sinks: int = 4, merge: Merge | None = None) -> Policy:
-    """`window` with RoPE by rank in the cache: texts of any length (StreamingLLM, arXiv:2309.17453, section 3.2).
-
-    Importance p, {p < sinks} protected; a slot is rotated to |{live slots older than it}|. The authors' code counts
-    recent tokens beside the sinks, and evicts before it appends; here the budget is what remains after a step.
+@factory
+def local_only(budget: Any, *, positions: str = "original", merge: Merge | None = None) -> Evict:
+    """Keeps the newest tokens alone, importance p: ``window(sinks=0)`` (H2O, arXiv:2306.14048, Table 6).
 
     Args:
-      budget, sinks, merge: see `window`.
+      budget: see `evict`.
+      positions: see `evict`.
+      merge: see `evict`.
+
+    Released code that slices from -window keeps everything when the window is 0; here a budget is at least 1.
     """
-    return window(budget, sinks=sinks, positions="cache", merge=merge)._replace(name="streaming_llm")
-
-
-@memoized
-def local_only(budget: Budget, *, positions: str = "original", merge: Merge | None = None) -> Policy:
-    """The newest tokens alone, importance p: ``window(sinks=0)`` (H2O, arXiv:2306.14048, Table 6).
-
-    Where released code slices from -window, a window of 0 is everything; here a budget is at least 1.
-    """
-    return window(budget, sinks=0, positions=positions, merge=merge)._replace(name="local_only")
+    return evict(importance=recency, scope=First(0), budget=budget, positions=positions, merge=merge, name="local_only")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.selection import largest
+from kvjax.order import largest
 
 SIZE = 60
 

@@ -1,0 +1,169 @@
+"""Policies are values: equal by their fields, hashable, picklable, and made again by evaluating their `repr`."""
+
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax.selection.h2o
+from kvjax import policies
+from kvjax.errors import PolicyError
+from kvjax.policies import COMBINATORS, HEAD_PLANS, MERGES, POLICIES, Evict, Policy, accepts, by_name
+from kvjax.policies.keys import rounded
+
+NAMES = vars(policies) | vars(kvjax.selection.h2o)
+NEEDED = {"strided": {"stride": 3}, "fixed": {"block": 3, "columns": 1}}
+SMALL = {"window": 2, "sinks": 1, "guard": 2}  # for a budget of a few slots
+HALF = ((True, False), (False, True))
+
+
+def example(name, budget=8, **more):
+    """The policy `name` under a budget of a few slots, if it has one."""
+    taken = accepts(name)
+    small = {key: value for key, value in SMALL.items() if key in taken}
+    return by_name(name, **({"budget": budget} if "budget" in taken else {}), **small, **NEEDED.get(name, {}), **more)
+
+
+BUDGETED = [name for name in POLICIES if "budget" in accepts(name)]
+COMBINED = {
+    "with_heavy_hitters": lambda budget: policies.with_heavy_hitters(policies.h2o(budget, recent=1), fraction=0.25),
+    "value_norm": lambda budget: policies.value_norm(example("snapkv", budget)),
+    "adakv": lambda budget: policies.adakv(example("pyramidkv", budget), safeguard=0.3),
+    "after_prefill": lambda budget: policies.after_prefill(example("snapkv", budget), then=policies.roco(budget)),
+}
+PLANNED = {
+    "split_heads": lambda budget: policies.split_heads(HALF, policies.roco(budget), policies.tova(budget)),
+    "duo_attention": lambda budget: policies.duo_attention(HALF, sinks=1, recent=2),
+    "razor_attention": lambda budget: policies.razor_attention(HALF, budget, sinks=1),
+}
+VALUES: dict[str, object] = {
+    **{name: example(name) for name in POLICIES},
+    **{f"{name} of a fraction": example(name, 0.5) for name in BUDGETED},
+    **{f"{name} per layer": example(name, (8, 0.5)) for name in BUDGETED if name != "pyramidkv"},
+    **{name: make(8) for name, make in (COMBINED | PLANNED).items()},
+    **{f"h2o[{variant}]": policies.h2o(9, variant=variant) for variant in ("ring", "masked", "global", "local")},
+    **{name: make() for name, make in MERGES.items()},
+    **{f"h2o with {name}": policies.h2o(8, merge=make()) for name, make in MERGES.items()},
+    "tova of single heads": policies.tova(8, share_heads=False),
+    "scissorhands of a history": policies.scissorhands(8, history=20),
+    "h2o of numpy arguments": policies.h2o_decay(np.int64(8), recent=np.int32(3), gamma=np.float64(0.9)),
+    "nested": policies.with_heavy_hitters(policies.value_norm(policies.h2o(0.5, recent=1)), fraction=0.5),
+}
+
+
+def test_every_table_is_covered():
+    assert set(COMBINED) == set(COMBINATORS)
+    assert set(PLANNED) == set(HEAD_PLANS)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_made_again_from_its_repr_and_from_its_pickle(name):
+    value = VALUES[name]
+    for again in (eval(repr(value), dict(NAMES)), pickle.loads(pickle.dumps(value))):
+        assert again == value
+        assert hash(again) == hash(value)
+        assert repr(again) == repr(value)
+
+
+@pytest.mark.parametrize("name", [name for name, value in VALUES.items() if isinstance(value, Policy)])
+def test_the_name_is_not_part_of_what_is_compared(name):
+    value = VALUES[name]
+    renamed = dataclasses.replace(value, name="renamed")
+    assert renamed == value
+    assert hash(renamed) == hash(value)
+    assert renamed.name == "renamed"
+    assert value.name != "renamed"
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_no_two_are_equal(name):
+    same = [other for other, value in VALUES.items() if value == VALUES[name]]
+    assert same == [name]
+
+
+@pytest.mark.parametrize("name", [name for name in BUDGETED if not accepts(name) & {"window", "sinks", "block"}])
+def test_one_slot_is_not_the_whole_prompt(name):
+    make = lambda budget: by_name(name, budget=budget, **NEEDED.get(name, {}))  # noqa: E731
+    assert make(1) != make(1.0)
+    assert make((1, 8)) != make((1.0, 8))
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_numpy_budgets_are_python_ones(name):
+    assert example(name, np.int32(8)) == example(name, 8)
+    assert example(name, np.float32(0.5)) == example(name, np.array(0.5)) == example(name, 0.5)
+    if name != "pyramidkv":
+        assert example(name, np.array([8, 9])) == example(name, [8, np.int64(9)]) == example(name, (8, 9))
+
+
+@pytest.mark.parametrize("name", ["with_heavy_hitters", "value_norm", "adakv", *BUDGETED])
+def test_a_program_depends_on_no_number_of_slots(name):
+    make = COMBINED.get(name) or (lambda budget: example(name, budget))
+    traced = [make(budget).traced() for budget in (8, 9, 0.5)]
+    assert traced[0] == traced[1] == traced[2]
+    assert len(set(map(hash, traced))) == 1
+    assert make(8) != make(9)
+    assert "count=8" not in repr(traced[0])
+
+
+def test_a_head_table_is_a_value():
+    tables = (HALF, [[1, 0], [0, 1]], np.eye(2, dtype=bool), jnp.eye(2, dtype=int))
+    split = [policies.split_heads(table, policies.h2o(8), policies.window(8)) for table in tables]
+    assert len(set(split)) == 1
+    assert split[0].heads == HALF
+    assert split[0].members(True) == ((0,), (1,))
+    assert split[0].members(False) == ((1,), (0,))
+
+
+def test_what_a_combination_needs_and_reads():
+    both = policies.after_prefill(example("snapkv"), then=policies.h2o(8))
+    assert {s.name for s in both.needs} == {"tail[2]", "mass"}
+    assert both.budget == policies.Slots(8)
+    assert policies.value_norm(policies.knorm(8)).reads == {"key", "value"}
+    assert policies.with_heavy_hitters(policies.value_norm(policies.h2o(8, recent=1))).reads == {"value"}
+    assert policies.keydiff(8).reads == {"key"}
+    assert policies.roco(8).reads == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: policies.value_norm(COMBINED["after_prefill"](8)), "its phases are under policies of their own"),
+        (lambda: policies.after_prefill(COMBINED["after_prefill"](8), then=policies.h2o(8)), "combined already"),
+        (lambda: policies.after_prefill(PLANNED["razor_attention"](8), then=policies.h2o(8)), "at every step"),
+        (lambda: policies.after_prefill(policies.knorm(8), then=policies.h2o(8, variant="local")), "hides slots"),
+        (lambda: policies.split_heads(HALF, policies.h2o(8), "window"), "'window' is not a policy"),
+        (lambda: policies.split_heads(HALF, COMBINED["after_prefill"](8), policies.full()), "step by step"),
+        (lambda: policies.adakv(COMBINED["adakv"](8)), "combined already"),
+        (lambda: policies.pyramidkv(8, window=8), "pyramidkv: a window of 8 needs a larger budget than 8"),
+        (lambda: policies.h2o(None, variant="masked"), "without a budget"),
+        (lambda: policies.d2o(betta=1), "it accepts beta"),
+    ],
+)
+def test_refused_with_the_reason(make, match):
+    with pytest.raises(PolicyError, match=match) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_an_importance_of_functions_is_a_value_too():
+    one, two = (policies.Importance(needs={"mass"}, score=jnp.sin) for _ in range(2))
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one.reads == {"key", "value"}
+    assert isinstance(policies.evict(importance=one, budget=8), Evict)
+
+
+def test_norms_are_rounded_to_twelve_bits():
+    """To the nearest, and from halfway to the even neighbour, as NumPy's `rint` of a 12-bit significand."""
+    bits = np.random.default_rng(0).integers(0x00800000, 0x7F000000, 4096, np.uint32)
+    halfway = (bits & np.uint32(0xFFFFF000)) | np.uint32(0x800)
+    powers = np.uint32(0x3F800000) + np.array([-1, 0, 1], np.int32).astype(np.uint32)  # carries into the exponent
+    x = np.concatenate([bits, halfway, powers]).view(np.float32)
+    significand, exponent = np.frexp(x.astype(np.float64))
+    expected = np.ldexp(np.rint(significand * 2**12), exponent - 12)
+    np.testing.assert_array_equal(np.asarray(jax.jit(rounded)(x), np.float64), expected)
+    np.testing.assert_array_equal(rounded(jnp.array([0.0, jnp.inf])), [0.0, np.inf])
