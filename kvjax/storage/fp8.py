@@ -1,0 +1,72 @@
+"""Floating-point numbers of 8 bits: sign, 4 bits of exponent, 3 of mantissa (e4m3fn, arXiv:2209.05433)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.storage.base import Codec, Parts, Shapes, Storage, factory, number_argument
+from kvjax.storage.rounding import FLOAT32, as_stored, divide, nearest
+
+Array = jax.Array
+
+E4M3 = jnp.float8_e4m3fn
+LARGEST = float(jnp.finfo(E4M3).max)  # 448
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8(Codec):
+    """One e4m3fn number per channel, held as uint8, times a scale.
+
+    Subnormal numbers are kept; numbers beyond ±448 after division by the scale saturate.
+
+    Attributes:
+      scale: the scale of all vectors, a constant; None = each vector has its own, its largest magnitude over 448.
+    """
+
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None:
+            least, most = float(FLOAT32.smallest_normal), float(FLOAT32.max) / LARGEST
+            object.__setattr__(self, "scale", number_argument("scale", self.scale, minimum=least, maximum=most))
+
+    def parts(self, dim: int, dtype: Any) -> Shapes:
+        codes: Shapes = {"codes": ((dim,), jnp.dtype(jnp.uint8))}
+        return codes if self.scale is not None else codes | {"scale": ((), jnp.dtype(dtype))}
+
+    def encode(self, x: Array, side: Any, dtype: Any) -> Parts:
+        if self.scale is not None:
+            return {"codes": _codes(divide(x, self.scale))}
+        # [...]
+        scale = as_stored(divide(jnp.max(jnp.abs(x), axis=-1), LARGEST), dtype)
+        scale = jnp.where(scale == 0, jnp.ones((), dtype), scale)
+        return {"codes": _codes(x / scale.astype(jnp.float32)[..., None]), "scale": scale}
+
+    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+        # [..., D]
+        y = jax.lax.bitcast_convert_type(parts["codes"], E4M3).astype(jnp.float32)
+        scale = jnp.float32(self.scale) if self.scale is not None else parts["scale"].astype(jnp.float32)[..., None]
+        return scale * y
+
+
+def _codes(y: Array) -> Array:
+    """The bits of the nearest e4m3fn numbers, uint8."""
+    y = nearest(jnp.clip(y, -LARGEST, LARGEST), E4M3)
+    return jax.lax.bitcast_convert_type(y.astype(E4M3), jnp.uint8)
+
+
+@factory
+def fp8(scale: float | None = None, *, residual: int = 0) -> Storage:
+    """Holds keys and values as e4m3fn numbers of 8 bits.
+
+    Args:
+      scale: the scale of all vectors, a constant (k_scale and v_scale of serving stacks; 1 = none); None = each vector
+        has its own.
+      residual: the number of newest positions that stay exact.
+
+    Raises:
+      StorageError: an argument out of range.
+    """
+    return Storage(key=Fp8(scale), value=Fp8(scale), residual=residual, name="fp8")

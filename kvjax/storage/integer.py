@@ -1,0 +1,125 @@
+"""Integers of 1 to 8 bits with a zero and a scale per group of channels (FlexGen, arXiv:2303.06865, section 4)."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.storage.base import Codec, Parts, Shapes, Storage, count_argument, factory
+from kvjax.storage.packing import MOST_BITS, pack, packed_size, unpack
+from kvjax.storage.rounding import as_stored, divide
+
+Array = jax.Array
+
+GROUP = 64  # channels
+
+
+@functools.lru_cache
+def group_size(dim: int, group: int) -> int:
+    """The largest divisor of `dim` that is not above `group`: 40 for 80 channels in groups of 64, 1 for 67."""
+    return next(size for size in range(min(dim, group), 0, -1) if dim % size == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Integer(Codec):
+    """Uniform codes between the smallest and the largest number of each group of channels.
+
+    zero = the smallest number, scale = (largest - zero) / (2^bits - 1), code = (x - zero) / scale rounded to nearest.
+    A group of equal numbers has scale 0 and codes 0. The range of a group must not exceed the largest float32 number.
+
+    Attributes:
+      bits: bits of a code, 1 to 8.
+      group: channels that share a zero and a scale; the largest divisor of the head size not above it is used.
+    """
+
+    bits: int
+    group: int = GROUP
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", count_argument("bits", self.bits, minimum=1, maximum=MOST_BITS))
+        object.__setattr__(self, "group", count_argument("group", self.group, minimum=1))
+
+    def parts(self, dim: int, dtype: Any) -> Shapes:
+        groups = dim // group_size(dim, self.group)
+        return {
+            "codes": ((packed_size(dim, self.bits),), jnp.dtype(jnp.uint8)),
+            "scale": ((groups,), jnp.dtype(dtype)),
+            "zero": ((groups,), jnp.dtype(dtype)),
+        }
+
+    def encode(self, x: Array, side: Any, dtype: Any) -> Parts:
+        levels = (1 << self.bits) - 1
+        # [..., groups, g]
+        x = _grouped(x, self.group)
+        # [..., groups, 1]
+        low = jnp.min(x, axis=-1, keepdims=True)
+        # Whether the smaller of 0 and -0 is stored depends on the order of comparison; 0 is stored for both.
+        zero = as_stored(jnp.where(low == 0, 0.0, low), dtype)
+        offset = zero.astype(jnp.float32)
+        width = jnp.maximum(jnp.max(x, axis=-1, keepdims=True) - offset, 0.0)
+        scale = as_stored(divide(width, levels), dtype)
+        # The scale that decoding multiplies by, not the unrounded one.
+        step = scale.astype(jnp.float32)
+        # [..., groups, g]
+        codes = jnp.clip(jnp.round((x - offset) / jnp.where(step == 0, 1.0, step)), 0, levels)
+        codes = jnp.where(step == 0, 0.0, codes).astype(jnp.uint8)
+        return {
+            "codes": pack(codes.reshape(*codes.shape[:-2], -1), self.bits),
+            "scale": scale[..., 0],
+            "zero": zero[..., 0],
+        }
+
+    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+        # [..., groups, g]
+        codes = _grouped(unpack(parts["codes"], self.bits, dim), self.group).astype(jnp.float32)
+        # [..., groups, 1]
+        scale, zero = (parts[name].astype(jnp.float32)[..., None] for name in ("scale", "zero"))
+        return (zero + scale * codes).reshape(*codes.shape[:-2], dim)
+
+
+def _grouped(x: Array, group: int) -> Array:
+    """[..., D] as [..., groups, g]."""
+    dim = x.shape[-1]
+    return x.reshape(*x.shape[:-1], -1, group_size(dim, group))
+
+
+@factory
+def integer(
+    bits: int, group: int = GROUP, *, residual: int = 0, key_bits: int | None = None, value_bits: int | None = None
+) -> Storage:
+    """Holds keys and values as integers with a zero and a scale per group of channels.
+
+    Args:
+      bits: bits of a code, 1 to 8.
+      group: channels that share a zero and a scale; the largest divisor of the head size not above it is used.
+      residual: the number of newest positions that stay exact.
+      key_bits: bits of keys; None = `bits`.
+      value_bits: bits of values; None = `bits`.
+
+    Raises:
+      StorageError: an argument out of range.
+    """
+    key = Integer(bits if key_bits is None else key_bits, group)
+    value = Integer(bits if value_bits is None else value_bits, group)
+    name = f"int{key.bits}" if key == value else f"int_k{key.bits}v{value.bits}"
+    return Storage(key=key, value=value, residual=residual, name=name)
+
+
+@factory
+def int8(group: int = GROUP, *, residual: int = 0) -> Storage:
+    """Holds keys and values as integers of 8 bits; see `integer`."""
+    return integer(8, group, residual=residual)
+
+
+@factory
+def int4(group: int = GROUP, *, residual: int = 0) -> Storage:
+    """Holds keys and values as integers of 4 bits; see `integer`."""
+    return integer(4, group, residual=residual)
+
+
+@factory
+def int2(group: int = GROUP, *, residual: int = 0) -> Storage:
+    """Holds keys and values as integers of 2 bits; see `integer`."""
+    return integer(2, group, residual=residual)

@@ -1,0 +1,61 @@
+"""Rounding that is the same in every compiled program, whatever XLA simplifies."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+FLOAT32 = jnp.finfo(jnp.float32)
+
+
+def nearest(x: Array, dtype: Any) -> Array:
+    """Rounds to the nearest number of `dtype`, ties to even; subnormal numbers of `dtype` are kept.
+
+    A cast to `dtype` and back is not enough: XLA may remove the pair and keep the unrounded number.
+
+    Args:
+      x: float32, within the range of `dtype`.
+      dtype: a floating-point type no wider than float32.
+
+    Returns:
+      float32 of x's shape. A cast to `dtype` does not change it.
+    """
+    info = jnp.finfo(dtype)
+    if info.nmant >= FLOAT32.nmant:
+        return x
+    rounded = jax.lax.reduce_precision(x, exponent_bits=FLOAT32.nexp, mantissa_bits=info.nmant)
+    smallest_normal = float(info.smallest_normal)
+    if smallest_normal <= float(FLOAT32.smallest_normal):
+        return rounded
+    # Below the smallest normal number the spacing no longer shrinks; it is a power of two, so both products are exact.
+    spacing = float(info.smallest_subnormal)
+    return jnp.where(jnp.abs(x) < smallest_normal, jnp.round(x * (1 / spacing)) * spacing, rounded)
+
+
+def as_stored(x: Array, dtype: Any) -> Array:
+    """Rounds to the nearest number of `dtype`, ties to even, and saturates at its largest finite number.
+
+    Args:
+      x: float32.
+      dtype: the model's dtype.
+
+    Returns:
+      `dtype`, of x's shape.
+    """
+    most = min(float(jnp.finfo(dtype).max), float(FLOAT32.max))
+    return nearest(jnp.clip(x, -most, most), dtype).astype(dtype)
+
+
+def divide(x: Array, divisor: float) -> Array:
+    """Divides by a constant with one rounding.
+
+    XLA replaces a division by a constant with a product by its reciprocal, which rounds twice. A divisor that depends
+    on `x`, if only where `x` is NaN, is not a constant.
+
+    Args:
+      x: float32.
+      divisor: not 0.
+    """
+    return x / jnp.where(jnp.isnan(x), x, jnp.float32(divisor))

@@ -1,0 +1,85 @@
+"""The arrays in which slots hold keys and values: a tree {"key": {part: [B, K, S, ...]}, "value": {...}}."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.storage.base import Codec, Exact, Parts, Storage
+
+Array = jax.Array
+Store = dict[str, Parts]
+
+
+def empty(storage: Storage, shape: tuple[int, ...], dim: int, dtype: Any) -> Store:
+    """Arrays for empty slots: zeros, which decode to finite numbers.
+
+    Args:
+      storage: how keys and values are held.
+      shape: (B, K, S).
+      dim: size of a head.
+      dtype: the model's dtype.
+    """
+    warn_if_larger(storage, dim, dtype)
+    return {
+        name: {part: jnp.zeros((*shape, *own), each) for part, (own, each) in codec.parts(dim, dtype).items()}
+        for name, codec in _codecs(storage).items()
+    }
+
+
+def encode(storage: Storage, key: Array, value: Array, dtype: Any) -> Store:
+    """The arrays of n slots that hold these keys and values.
+
+    Args:
+      storage: how keys and values are held.
+      key: [B, K, n, D] float.
+      value: [B, K, n, D] float.
+      dtype: the model's dtype.
+    """
+    given = {"key": key, "value": value}
+    # A dense cache takes no detour through float32.
+    return {
+        name: codec.encode(given[name] if isinstance(codec, Exact) else given[name].astype(jnp.float32), None, dtype)
+        for name, codec in _codecs(storage).items()
+    }
+
+
+def decode(storage: Storage, store: Store, dim: int, dtype: Any) -> tuple[Array, Array]:
+    """Keys and values as held, [B, K, S, D] each, in `dtype`.
+
+    Args:
+      storage: how keys and values are held.
+      store: what `empty` or `encode` returned, after any move of slots.
+      dim: size of a head.
+      dtype: the model's dtype.
+    """
+    key, value = (_decode(codec, store[name], dim, dtype) for name, codec in _codecs(storage).items())
+    return key, value
+
+
+def nbytes(storage: Storage, slots: int, dim: int, dtype: Any) -> int:
+    """The number of bytes of `slots` slots of one row and head."""
+    return slots * storage.bytes_per_slot(dim, dtype)
+
+
+def warn_if_larger(storage: Storage, dim: int, dtype: Any) -> None:
+    """Warns of a codec that takes more bytes than the model's dtype."""
+    exact = Exact().bytes(dim, dtype)
+    for name, codec in _codecs(storage).items():
+        if (size := codec.bytes(dim, dtype)) > exact:
+            warnings.warn(
+                f"storage {storage.name}: a {name} of {dim} channels takes {size} bytes as {codec!r}, more than the "
+                f"{exact} bytes in {jnp.dtype(dtype).name}.",
+                stacklevel=3,
+            )
+
+
+def _codecs(storage: Storage) -> dict[str, Codec]:
+    return {"key": storage.key, "value": storage.value}
+
+
+def _decode(codec: Codec, parts: Parts, dim: int, dtype: Any) -> Array:
+    if isinstance(codec, Exact):
+        return parts["exact"]
+    return codec.decode(parts, None, dim).astype(dtype)

@@ -1,0 +1,34 @@
+"""Storages in the cache's own step: the worked cases, and the law that a step equals one on what was stored."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import policies, storage
+
+
+@pytest.fixture(scope="module")
+def examples(shared_data):
+    return np.load(shared_data / "examples" / "storage_cases.npz")
+
+
+@pytest.mark.parametrize("case", [11, 12])
+def test_slots_under_a_policy(examples, case):
+    about = json.loads(bytes(examples["cases"]))[case]
+    arrays = {
+        name: [jnp.asarray(examples[f"{case}_{kind}_{name}"]) for kind in ("query", "key", "value")]
+        for name in ("prompt", "decode")
+    }
+    lengths = examples[f"{case}_lengths"]
+    held = storage.integer(about["bits"], about["group"], residual=about["residual"])
+    arguments = dict(about["policy"])
+    policy = policies.by_name(arguments.pop("name"), **arguments)
+    out, layer = storage.replay(held, arrays["prompt"], arrays["decode"], lengths, policy)
+    np.testing.assert_allclose(out, examples[f"{case}_out"], atol=1e-4)
+    position = np.asarray(layer.position)
+    for row in range(position.shape[0]):
+        for head in range(position.shape[1]):
+            live = np.sort(position[row, head][position[row, head] >= 0])
+            np.testing.assert_array_equal(live, examples[f"{case}_kept_{row}_{head}"])

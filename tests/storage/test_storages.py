@@ -1,0 +1,153 @@
+"""Storages: values that compare, print and pickle, the arrays of slots, a user's own codec, what is refused."""
+
+import pickle
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import storage
+from kvjax.errors import KvjaxError, StorageError
+from kvjax.storage import Codec, Exact, Integer, Storage, pack, store, unpack
+
+STORAGES = {
+    "dense": storage.dense(),
+    "int8": storage.int8(),
+    "int4": storage.int4(residual=3),
+    "int2": storage.int2(32),
+    "integer": storage.integer(5, 16, key_bits=8, residual=2),
+    "fp8": storage.fp8(),
+    "fp8 fixed": storage.fp8(0.02, residual=1),
+}
+
+
+def bits_of(x: jax.Array) -> np.ndarray:
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def signs(residual: int = 0) -> Storage:
+    """A user's storage: one bit a channel and the mean magnitude of the vector."""
+
+    def parts(dim, dtype):
+        return {"codes": ((-(-dim // 8),), jnp.uint8), "scale": ((), dtype)}
+
+    def encode(x, side, dtype):
+        return {"codes": pack(x < 0, bits=1), "scale": jnp.mean(jnp.abs(x), axis=-1).astype(dtype)}
+
+    def decode(p, side, dim):
+        return p["scale"].astype(jnp.float32)[..., None] * (1 - 2.0 * unpack(p["codes"], bits=1, dim=dim))
+
+    codec = Codec(parts, encode, decode)
+    return Storage(key=codec, value=codec, layout=storage.slots, residual=residual, name="signs")
+
+
+def test_a_users_own_codec():
+    own = signs(residual=4)
+    x = jnp.asarray(np.random.default_rng(4).normal(size=(2, 3, 5, 12)), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        held = jax.jit(lambda x: store.encode(own, x, -x, jnp.bfloat16))(x)
+        key, value = jax.jit(lambda held: store.decode(own, held, 12, jnp.float32))(held)
+    size = np.abs(x).mean(axis=-1, keepdims=True).astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_allclose(key, np.sign(x) * size, rtol=1e-2)
+    np.testing.assert_array_equal(value, -key)
+    assert own.bytes_per_slot(12, jnp.bfloat16) == 8 and own.residual == 4 and not own.exact
+    assert jax.tree.map(jnp.shape, held) == jax.tree.map(jnp.shape, store.empty(own, (2, 3, 5), 12, jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, "bfloat16") for name in STORAGES] + [("dense", "float32"), ("int4", "float32")]
+)
+def test_a_store_of_slots(name, dtype):
+    own, dim, kind = STORAGES[name], 16, jnp.dtype(dtype)
+    # [B, K, S, D] each
+    given = [np.asarray(x, kind) for x in np.random.default_rng(5).normal(size=(2, 2, 3, 5, dim))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nothing = store.empty(own, (2, 3, 5), dim, kind)
+
+    @jax.jit
+    def run(nothing, key, value):
+        held = store.encode(own, key, value, kind)
+        trips = [storage.round_trip(*each, None, kind) for each in ((own.key, key), (own.value, value))]
+        return held, trips, store.decode(own, held, dim, kind), store.decode(own, nothing, dim, kind)
+
+    held, trips, decoded, zeros = run(nothing, *given)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), held) == jax.tree.map(lambda x: (x.shape, x.dtype), nothing)
+    assert sum(x.nbytes for x in jax.tree.leaves(nothing)) == 6 * store.nbytes(own, 5, dim, kind)
+    for x, trip, back, zero in zip(given, trips, decoded, zeros, strict=True):
+        assert back.shape == x.shape and back.dtype == kind
+        np.testing.assert_allclose(back.astype(np.float32), trip.astype(kind).astype(np.float32), rtol=1e-2, atol=1e-6)
+        np.testing.assert_array_equal(zero.astype(np.float32), 0)
+        if own.exact:
+            np.testing.assert_array_equal(bits_of(x), bits_of(back))
+
+
+def test_bytes_of_the_definition():
+    """Of a slot of 128 channels in bfloat16, which is 512 bytes."""
+    sizes = [storage.dense(), storage.int8(), storage.int4(), storage.int2(32), storage.fp8(), storage.fp8(1)]
+    assert [each.bytes_per_slot(128, jnp.bfloat16) for each in sizes] == [512, 272, 144, 96, 260, 256]
+
+
+def test_a_codec_that_saves_nothing_is_warned_of():
+    with pytest.warns(UserWarning, match="key of 67 channels takes 335 bytes .* 134 bytes in bfloat16") as warned:
+        store.empty(Storage(key=Integer(8), value=Exact()), (1, 1, 2), 67, jnp.bfloat16)
+    assert [each.filename for each in warned] == [__file__]
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_storages_are_values(name):
+    own = STORAGES[name]
+    assert eval(repr(own), vars(storage).copy()) == own
+    for other in (pickle.loads(pickle.dumps(own)), eval(repr(own), vars(storage).copy())):
+        assert other == own and hash(other) == hash(own) and repr(other) == repr(own)
+    assert Storage(**{**vars(own), "name": "another"}) == own
+    assert Storage(**{**vars(own), "residual": own.residual + 1}) != own
+    assert own.exact == (name == "dense")
+    assert len(set(STORAGES.values())) == len(STORAGES)
+
+
+def test_equal_arguments_are_equal_storages():
+    assert storage.int8() == storage.integer(np.int64(8), 64) == storage.by_name("integer", bits=8)
+    assert storage.fp8(np.float32(0.5)) == storage.fp8(scale=0.5) != storage.fp8()
+    assert storage.integer(8, value_bits=4) == Storage(key=Integer(8), value=Integer(4))
+    assert Codec(len, len, len) == Codec(parts=len, encode=len, decode=len) != Codec(len, len, max)
+    assert set(storage.STORAGES) == {"dense", "int8", "int4", "int2", "integer", "fp8"}
+    assert storage.accepts("int4") == {"group", "residual"} and storage.accepts("dense") == set()
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: storage.integer(0), "bits must be a whole number from 1 to 8; got 0"),
+        (lambda: storage.integer(9), "from 1 to 8; got 9"),
+        (lambda: storage.integer(4.0), "bits .* got 4.0"),
+        (lambda: storage.integer(True), "bits .* got True"),
+        (lambda: storage.integer(4, key_bits=0), "bits .* got 0"),
+        (lambda: storage.int4(0), "group must be a whole number of at least 1; got 0"),
+        (lambda: storage.int4(residual=-1), "residual must be a whole number of at least 0; got -1"),
+        (lambda: storage.int4(residual="8"), "residual .* got '8'"),
+        (lambda: storage.fp8(0), "scale must be a number from 1.17549e-38 to .*; got 0"),
+        (lambda: storage.fp8(float("nan")), "scale .* got nan"),
+        (lambda: storage.fp8(1e37), "scale .* got 1e"),
+        (lambda: storage.fp8(True), "scale .* got True"),
+        (lambda: storage.int4(bits=4), "int4\\(\\).* it accepts group, residual"),
+        (lambda: storage.dense(residual=3), "dense\\(\\).* it accepts no arguments"),
+        (lambda: storage.by_name("int3"), "'int3'; known storages: dense, fp8, int2"),
+        (lambda: storage.accepts("int3"), "known storages: dense"),
+        (lambda: storage.by_name("int8", bits=8), "it accepts group"),
+        (lambda: Storage(key=storage.int4(), value=Exact()), "must be codecs, such as"),
+        (lambda: Storage(key=Exact(), value=Exact(), layout="tiers"), "layout='tiers' is not valid; use 'slots'"),
+        (lambda: Storage(key=Exact(), value=Exact(), frame="turned"), "'any' or 'rotated' or 'unrotated'"),
+        (lambda: Storage(key=Exact(), value=Exact(), memory="host", name="mine"), "storage mine: memory='host'"),
+        (lambda: Codec(len, len, 3), "decode=3 must be a function"),
+        (lambda: pack(jnp.zeros(8, jnp.uint8), 9), "bits .* from 1 to 8; got 9"),
+        (lambda: unpack(jnp.zeros((2, 3), jnp.uint8), 4, 8), "8 codes of 4 bits are 4 bytes; got .*\\(2, 3\\)"),
+    ],
+)
+def test_refused_with_what_is_valid(build, match):
+    with pytest.raises(StorageError, match=match) as caught:
+        build()
+    assert isinstance(caught.value, KvjaxError) and "\n" not in str(caught.value)
