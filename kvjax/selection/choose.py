@@ -1,0 +1,131 @@
+"""What selections are made of: logits -> rank -> the n largest -> a mask -> slots in arrays of a fixed width.
+
+Shapes never depend on the number of slots that are chosen.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.order import largest
+
+Array = jax.Array
+Normalise = Literal["gap", "softmax", "probability", "none"]
+Reduce = Literal["max", "mean"]
+
+WORD = 32  # slots whose marks are packed into one uint32
+HALVES = (16, 8, 4, 2, 1)  # steps of a binary search in a word
+
+
+def grouped_logits(query: Array, key: Array, scale: float) -> Array:
+    """Logits of each query head over the keys, or summaries, of its KV head, as attention computes them.
+
+    Args:
+      query: [B, K, G, D].
+      key: [B, K, U, D].
+      scale: factor.
+
+    Returns:
+      [B, K, G, U] float32.
+    """
+    return jnp.einsum("bkgd,bkud->bkgu", query.astype(key.dtype), key, preferred_element_type=jnp.float32) * scale
+
+
+def rank(
+    score: Array, candidate: Array, *, normalise: Normalise, reduce: Reduce, visible: Array | None = None
+) -> Array:
+    """What each candidate is worth to the query heads that share a KV head.
+
+    Args:
+      score: [B, K, G, U] float32 logits.
+      candidate: [B, K, U] bool.
+      normalise: per query head, ``gap`` is s - max s over the candidates, ``softmax`` a softmax over the candidates,
+        ``probability`` a softmax over all visible slots, ``none`` the score itself.
+      reduce: ``max`` or ``mean`` over the query heads.
+      visible: [B, K, U] bool, for ``probability``: what the query would attend to if it read everything.
+
+    Returns:
+      [B, K, U] float32; -inf for what is no candidate.
+    """
+    among = candidate[:, :, None]
+    match normalise:
+        case "gap":
+            top = jnp.max(jnp.where(among, score, -jnp.inf), axis=-1, keepdims=True)
+            # By comparison: where a compiler rounds scale and subtraction as one, s - max of the maximum is not 0.
+            score = jnp.where(score >= top, 0.0, score - top)
+        case "softmax":
+            score = softmax(score, among)
+        case "probability":
+            if visible is None:
+                raise ValueError("rank(normalise='probability') needs the visible slots")
+            score = softmax(score, visible[:, :, None])
+    # [B, K, U]
+    reduced = jnp.max(score, axis=2) if reduce == "max" else jnp.mean(score, axis=2)
+    return jnp.where(candidate, reduced, -jnp.inf)
+
+
+def softmax(score: Array, mask: Array) -> Array:
+    """Softmax over what the mask marks, [..., U] float32; 0 elsewhere, and everywhere if it marks nothing.
+
+    Args:
+      score: [..., U] float32.
+      mask: bool, of a shape that broadcasts to the score's.
+    """
+    top = jax.lax.stop_gradient(jnp.max(jnp.where(mask, score, -jnp.inf), axis=-1, keepdims=True))
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weight = jnp.exp(jnp.where(mask, score - top, -jnp.inf))
+    total = jnp.sum(weight, axis=-1, keepdims=True)
+    return weight / jnp.where(total > 0, total, 1.0)
+
+
+def best(worth: Array, candidate: Array, position: Array, count: Array | int) -> Array:
+    """The `count` candidates of largest worth, of equal ones the newer; all where there are no more.
+
+    Args:
+      worth: [B, K, U] float32, not NaN.
+      candidate: [B, K, U] bool.
+      position: [B, K, U] int32, distinct among the candidates of a head.
+      count: a number, or int32 that broadcasts against [B, K, 1].
+
+    Returns:
+      [B, K, U] bool.
+    """
+    return largest(worth, jnp.where(candidate, position, -1), count)
+
+
+def compact(mask: Array, width: int) -> tuple[Array, Array]:
+    """The slots that a mask marks, ascending, in arrays of `width`; the caller vouches that there are no more.
+
+    Args:
+      mask: [B, K, S] bool.
+      width: W.
+
+    Returns:
+      slots: [B, K, W] int32, in bounds everywhere.
+      valid: [B, K, W] bool, False beyond the last slot that is marked.
+    """
+    batch, kv_heads, size = mask.shape
+    words = -(-size // WORD)
+    # [B, K, words, WORD]
+    marks = jnp.pad(mask, ((0, 0), (0, 0), (0, words * WORD - size))).reshape(batch, kv_heads, words, WORD)
+    # [B, K, words] uint32: mark i is bit i
+    word = jnp.sum(marks.astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32), axis=3, dtype=jnp.uint32)
+    # [B, K, words]: marks of each word, and up to its end; running sums over all slots would take a CPU far longer
+    marked = jax.lax.population_count(word).astype(jnp.int32)
+    until = jnp.cumsum(marked, axis=2)
+    # [B, K, W]: the word that holds the i-th mark, and how many marks of that word come before it
+    number = jnp.arange(width, dtype=jnp.int32)
+    found = jax.vmap(jax.vmap(lambda ends: jnp.searchsorted(ends, number, side="right").astype(jnp.int32)))(until)
+    holder = jnp.minimum(found, words - 1)
+    left = number - jnp.take_along_axis(until - marked, holder, axis=2)
+    bits = jnp.take_along_axis(word, holder, axis=2)
+    # [B, K, W]: which bit of the word is that mark
+    bit = jnp.zeros_like(holder)
+    for half in HALVES:
+        low = (bits >> bit.astype(jnp.uint32)) & jnp.uint32((1 << half) - 1)
+        below = jax.lax.population_count(low).astype(jnp.int32)
+        above = left >= below
+        left = jnp.where(above, left - below, left)
+        bit = jnp.where(above, bit + half, bit)
+    return jnp.minimum(holder * WORD + bit, size - 1), number < until[:, :, -1:]

@@ -1,0 +1,23 @@
+"""Reads every slot that is held: attention as it is."""
+
+import dataclasses
+
+from kvjax.selection.base import Selection
+from kvjax.selection.checks import factory
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything(Selection):
+    """Every query reads every slot."""
+
+    name = "everything"
+
+    @property
+    def reads_all(self) -> bool:
+        return True
+
+
+@factory
+def everything() -> Everything:
+    """Reads every slot that is held; the default."""
+    return Everything()
