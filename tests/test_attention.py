@@ -1,6 +1,7 @@
-"""`attention.attend` against a naive n × S computation in float64."""
+"""Attention in XLA against a naive n × S computation in float64; and over parts of the slots, against the whole."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,34 @@ import numpy as np
 import pytest
 
 from kvjax import attention
+from kvjax.attention import Attended
+from kvjax.errors import ConfigError
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.statistics import ABOVE, COUNT, LAST, MASS, MASS_SQ, decayed
+from tests.kernels import cases
+from tests.kernels.cases import Case
 
 DECAYED = decayed(0.9)
 EVERY = frozenset({MASS, MASS_SQ, COUNT, ABOVE, LAST, DECAYED})
 BATCH, DIM = 3, 8
+# The suite compiles without optimisations for speed; tests that read programs want those that users run.
+OPTIMIZED = {"xla_backend_optimization_level": "3", "xla_llvm_disable_expensive_passes": "False"}
+
+
+@pytest.fixture
+def machine():
+    return 2e-6
+
+
+class TestDecode(cases.DecodeCases):
+    implementation = "xla"
+
+
+class TestPrefill(cases.PrefillCases):
+    implementation = "xla"
+
+    def small_tiles(self, monkeypatch, case):
+        monkeypatch.setattr(prefill_xla, "TILE_BYTES", 1 << 16)
 
 
 def naive(query, key, value, query_position, key_position, *, window=None, group_reduce="mean", gamma=0.9):
@@ -74,24 +97,28 @@ def arrays(heads: int, kv_heads: int, n: int, before: int, *, seed: int = 0, que
     return query, key, value, query_position, key_position
 
 
-@functools.partial(jax.jit, static_argnames=("window", "group_reduce", "needs", "causal", "tile"))
-def _attend(query, key, value, query_position, key_position, *, tile=None, needs=EVERY, **options):
-    del tile  # a trace of its own for each TILE_BYTES
-    return attention.attend(
+def build(query, key, value, query_position, key_position, needs=EVERY, **options):
+    return attention.problem(
         query, key, value, query_position=query_position, key_position=key_position, needs=needs, **options
     )  # fmt: skip
 
 
-def assert_close(got, expected, query_position) -> None:
-    output, observation = got
+@functools.partial(jax.jit, static_argnames=("window", "group_reduce", "needs", "causal", "tile"))
+def _attend(*inputs, tile=None, **options):
+    del tile  # a trace of its own for each TILE_BYTES
+    output, (columns,) = attention.attend_parts([build(*inputs, **options)])
+    return attention.ungroup(output), columns
+
+
+def assert_close(got, expected) -> None:
+    output, got_columns = got
     golden, columns, nearest = expected
     assert nearest > 1e-6, "a probability is too close to the uniform share: use another seed"
     np.testing.assert_allclose(output, golden, atol=2e-6)
-    assert set(observation.columns) == set(columns)
+    assert set(got_columns) == set(columns)
     for name, column in columns.items():
-        assert observation[name].dtype == jnp.float32
-        np.testing.assert_allclose(observation[name], column, rtol=2e-6, atol=2e-6, err_msg=name)
-    np.testing.assert_array_equal(observation.queries, (query_position >= 0).sum(axis=1))
+        assert got_columns[name].dtype == jnp.float32
+        np.testing.assert_allclose(got_columns[name], column, rtol=2e-6, atol=2e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +141,7 @@ def test_output_and_every_statistic(heads, kv_heads, n, before, window, group_re
         assert prefill_xla.tile_rows(BATCH * heads * (before + n), n) == tile
     inputs = arrays(heads, kv_heads, n, before, queries=(None, (n + 1) // 2, 0))
     options = {"window": window, "group_reduce": group_reduce}
-    assert_close(_attend(*inputs, tile=tile, **options), naive(*inputs, **options), inputs[3])
+    assert_close(_attend(*inputs, tile=tile, **options), naive(*inputs, **options))
 
 
 @pytest.mark.parametrize(("n", "tile", "window"), [(23, 4, None), (23, None, 7), (30, 2, 10), (1, None, None)])
@@ -128,7 +155,7 @@ def test_a_prompt_attends_to_itself(n, tile, window, monkeypatch):
     inputs = (query, key, value, query_position, key_position)
     expected = naive(*inputs, window=window)
     for causal in (True, False):
-        assert_close(_attend(*inputs, tile=tile, window=window, causal=causal), expected, query_position)
+        assert_close(_attend(*inputs, tile=tile, window=window, causal=causal), expected)
 
 
 def test_merging_blocks_is_one_block():
@@ -140,8 +167,10 @@ def test_merging_blocks_is_one_block():
         stats = {s: jnp.zeros((BATCH, 2, 32)) for s in EVERY}
         for start in range(0, 32, cut):
             block = slice(start, start + cut)
-            _, seen = _attend(query[:, :, block], key, value, query_position[:, block], key_position)
-            stats = {s: s.merge(old, seen[s.name], seen.queries) for s, old in stats.items()}
+            inputs = query[:, :, block], key, value, query_position[:, block], key_position
+            _, seen = _attend(*inputs)
+            queries = build(*inputs).num_queries
+            stats = {s: s.merge(old, seen[s.name], queries) for s, old in stats.items()}
         for s, stat in stats.items():
             np.testing.assert_allclose(stat, columns[s.name], rtol=1e-5, atol=2e-6, err_msg=f"{s.name} {cut=}")
 
@@ -157,14 +186,14 @@ def test_a_row_without_queries_keeps_its_statistics():
 def test_bfloat16_reports_float32(n):
     inputs = arrays(4, 2, n, 16)
     low = [jnp.asarray(x, jnp.bfloat16) for x in inputs[:3]]
-    output, observation = _attend(*low, *inputs[3:])
+    output, columns = _attend(*low, *inputs[3:])
     assert output.dtype == jnp.bfloat16
-    golden, columns, _ = naive(*(np.asarray(x, np.float32) for x in low), *inputs[3:])
+    golden, expected, _ = naive(*(np.asarray(x, np.float32) for x in low), *inputs[3:])
     np.testing.assert_allclose(np.asarray(output, np.float32), golden, atol=0.03)
     for name in ("mass", "mass_sq", "last", DECAYED.name):
-        assert observation[name].dtype == jnp.float32
+        assert columns[name].dtype == jnp.float32
         # Float32's own rounding, not bfloat16's 4e-3: scores and probabilities are never rounded.
-        np.testing.assert_allclose(observation[name], columns[name], rtol=1e-5, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(columns[name], expected[name], rtol=1e-5, atol=2e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -196,7 +225,203 @@ def test_gradients_are_finite_and_right(causal):
 
 def test_only_what_is_needed_is_reported():
     inputs = arrays(4, 2, 4, 8)
-    _, observation = _attend(*inputs, needs=frozenset({LAST}))
-    assert set(observation.columns) == {"last"}
-    with pytest.raises(ValueError, match="xla"):
-        attention.attend(*inputs[:3], query_position=inputs[3], key_position=inputs[4], implementation="cuda")
+    _, columns = _attend(*inputs, needs=frozenset({LAST}))
+    assert set(columns) == {"last"}
+
+
+@pytest.mark.parametrize("n", [1, 13])
+def test_a_band_is_a_window_per_row(n):
+    """The smaller of window and band holds; exempt slots are seen beyond both."""
+    inputs, bands = arrays(4, 2, n, 20), jnp.array([5, 9, 40], jnp.int32)
+    exempt = jnp.asarray(np.random.default_rng(2).random(inputs[4].shape) < 0.2)
+    for options in ({}, {"window": 7}, {"window": 7, "exempt": exempt}):
+        problem = build(*inputs, band=bands, **options)
+        attended, columns = jax.jit(attention.attend_and_reduce)(problem)
+        cases.assert_golden(attended.output, columns, problem, 2e-6)
+
+
+# Parts of the slots
+
+
+def split(problem, count, seed=0):
+    """The problem in `count` parts of any slots, and which slots each part has; the second part has no live slot."""
+    order = np.random.default_rng(seed).permutation(problem.slots)
+    cuts = np.sort(np.random.default_rng(seed + 1).choice(np.arange(1, problem.slots), count - 1, replace=False))
+    chosen, parts = np.split(order, cuts), []
+    if count > 1:
+        dead = np.broadcast_to(np.isin(np.arange(problem.slots), chosen[1]), problem.key_position.shape)
+        problem = problem.replace(key_position=jnp.where(dead, -1, problem.key_position))
+    names = ("key", "value", "key_position", "exempt", "log_weight")
+    for own in chosen:
+        arrays = {name: getattr(problem, name) for name in names if getattr(problem, name) is not None}
+        parts.append(problem.replace(causal=False, **{name: x[:, :, own] for name, x in arrays.items()}))
+    return problem, parts, np.concatenate(chosen)
+
+
+def joined(columns, order):
+    """The columns of all parts, in the order of the whole's slots."""
+    whole = {name: np.concatenate([np.asarray(part[name]) for part in columns], axis=2) for name in columns[0]}
+    return {name: x[:, :, np.argsort(order)] for name, x in whole.items()}
+
+
+SPLIT = [
+    Case((1, 0, 1), 2, 3, 1, 60, 16, jnp.float32),
+    Case((1, 1), 2, 2, 1, 60, 16, jnp.bfloat16, window=25, exempt=True, group_reduce="max"),
+    Case((21, 9, 0), 2, 2, 21, 40, 16, jnp.float32, log_weight=True),
+    Case((21, 21), 1, 3, 21, 40, 16, jnp.bfloat16, window=20, group_reduce="max"),
+    Case((40, 17), 1, 2, 40, 0, 16, jnp.float32),
+]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_parts_are_the_whole(case, count, monkeypatch):
+    """Output, log-sum-exps and every statistic, also with tiles of queries, and where a part has no live slot."""
+    monkeypatch.setattr(prefill_xla, "TILE_BYTES", 4 * 8 * 6 * 60)
+    whole, parts, order = split(case.problem(*case.arrays()), count, seed=count)
+
+    @jax.jit
+    def run(whole, parts):
+        combined = attention.combine(*map(attention.attend, parts))
+        return *attention.attend_parts(parts), combined, attention.attend(whole)
+
+    output, columns, combined, alone = run(whole, parts)
+    assert output.dtype == case.dtype
+    cases.assert_golden(output, joined(columns, order), whole, 2e-6 if case.dtype == jnp.float32 else 0.02)
+    np.testing.assert_allclose(combined.lse, alone.lse, rtol=1e-6, atol=1e-6)
+    assert combined.output.dtype == combined.lse.dtype == jnp.float32
+    assert not np.isnan(combined.output).any()
+    seen = sum(np.asarray(attention.count_seen(part)) for part in parts)
+    np.testing.assert_array_equal(seen, attention.count_seen(whole))
+    np.testing.assert_array_equal(np.isneginf(combined.lse), np.repeat(seen[:, :, None], case.group, axis=2) == 0)
+
+
+def test_old_slots_and_the_block_itself_are_two_parts():
+    """As in block-wise prefill: the cache, and the block's own exact keys, which are causal."""
+    inputs = list(arrays(4, 2, 16, 20, queries=(None, 5, 0)))
+    rng = np.random.default_rng(3)
+    old = np.stack([[np.where(rng.random(20) < 0.5, np.arange(20), -1) for _ in range(2)] for _ in range(BATCH)])
+    own = np.broadcast_to(inputs[3][:, None], (BATCH, 2, 16))
+    inputs[4] = np.concatenate([old, own], axis=2).astype(np.int32)
+    query, key, value, query_position, key_position = inputs
+    first = build(query, key[:, :, :20], value[:, :, :20], query_position, key_position[:, :, :20])
+    second = build(query, key[:, :, 20:], value[:, :, 20:], query_position, key_position[:, :, 20:], causal=True)
+    output, columns = jax.jit(lambda *parts: attention.attend_parts(parts))(first, second)
+    assert_close((attention.ungroup(output), joined(columns, np.arange(36))), naive(*inputs))
+
+
+def test_combine_is_associative_and_an_empty_part_is_neutral():
+    problem = build(*arrays(4, 2, 5, 30, queries=(None, 3, 0)))
+    _, parts, _ = split(problem, 4)
+    a, _, c, d = (attention.attend(part) for part in parts)
+    empty = attention.attend(parts[1])
+    assert np.isneginf(empty.lse).all() and not np.any(empty.output)
+    left, right = attention.combine(attention.combine(a, c), d), attention.combine(a, attention.combine(c, d))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), left, right)
+    for neutral in (attention.combine(a, empty), attention.combine(empty, a), attention.combine(a)):
+        jax.tree.map(np.testing.assert_array_equal, neutral, a)
+    jax.tree.map(np.testing.assert_array_equal, attention.combine(empty, empty), empty)
+
+
+@pytest.mark.parametrize("n", [1, 12])
+def test_gradients_of_parts_are_those_of_the_whole(n):
+    inputs = arrays(4, 2, n, 20, queries=(None, (n + 1) // 2, 0))
+    whole, _, _ = split(build(*inputs, needs=frozenset({MASS, ABOVE})), 3)
+    weight = np.random.default_rng(1).standard_normal((BATCH, 2, 2, n, DIM)).astype(np.float32)
+
+    def loss(arrays, count):
+        problem = whole.replace(**dict(zip(("query", "key", "value"), arrays, strict=True)))
+        output, columns = attention.attend_parts(split(problem, count)[1] if count > 1 else [problem])
+        masses = [jnp.sum(jnp.square(part["mass"])) for part in columns]
+        return jnp.sum(output * weight) + sum(masses)
+
+    arrays_of = (whole.query, whole.key, whole.value)
+    got, expected = (jax.jit(jax.grad(functools.partial(loss, count=count)))(arrays_of) for count in (3, 1))
+    for a, b in zip(got, expected, strict=True):
+        assert np.isfinite(a).all()
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_a_gradient_of_parts_that_nothing_is_seen_of_is_zero():
+    query, key, value, query_position, key_position = arrays(4, 2, 3, 8)
+    nothing = np.full_like(key_position, -1)
+
+    def loss(query, key, value):
+        problem = build(query, key, value, query_position, nothing, needs=frozenset({MASS}))
+        output, columns = attention.attend_parts([problem, problem])
+        return jnp.sum(output) + jnp.sum(columns[0]["mass"])
+
+    for gradient in jax.grad(loss, argnums=(0, 1, 2))(query, key, value):
+        assert not np.any(gradient), "and not NaN"
+
+
+def shapes(n, size, heads=8, kv_heads=4, dim=64):
+    """Arrays of `build`, without values."""
+    array = jax.ShapeDtypeStruct
+    cache = array((1, kv_heads, size, dim), jnp.float32)
+    at = array((1, n), jnp.int32), array((1, kv_heads, size), jnp.int32)
+    return array((1, heads, n, dim), jnp.float32), cache, cache, *at
+
+
+def test_two_parts_take_as_many_products_as_one():
+    """While decoding, column sums reuse the products of `attend`: they are the same expressions."""
+
+    def run(*inputs):
+        problem = build(*inputs)
+        parts = [problem.only_slots(300), problem]
+        return attention.attend_parts(parts)
+
+    text = jax.jit(run).lower(*shapes(1, 500)).compile(OPTIMIZED).as_text()
+    assert len(re.findall(r" dot\(", text)) == 4
+
+
+@pytest.mark.parametrize("op", ["attend", "column_sums", "attend_and_reduce", "count_seen"])
+def test_memory_is_linear_in_the_prompt(op, monkeypatch):
+    monkeypatch.setattr(prefill_xla, "TILE_BYTES", 1 << 18)
+    heads, n = 2, 2048
+
+    def run(lse, *inputs):
+        problem = build(*inputs, needs=frozenset({MASS, ABOVE}))
+        return getattr(attention, op)(problem, *[lse] * (op == "column_sums"))
+
+    lse = jax.ShapeDtypeStruct((1, heads, 1, n), jnp.float32)
+    program = jax.jit(run).lower(lse, *shapes(n, n, heads, heads, 16)).compile(OPTIMIZED)
+    # A few tiles, and the queries cut into tiles; all scores would be 32 MiB.
+    assert program.memory_analysis().temp_size_in_bytes < 6 << 20
+
+
+def test_what_cannot_run_says_so():
+    inputs = arrays(4, 2, 4, 8)
+    problem = build(*inputs)
+    with pytest.raises(ConfigError, match="'cuda' is unknown; use auto, xla, pallas_tpu, pallas_gpu"):
+        attention.attend_and_reduce(problem, "cuda")
+    with pytest.raises(ConfigError, match="'pallas_tpu' attends to one part, not to several parts; use 'xla'"):
+        attention.attend_parts([problem, problem], "pallas_tpu")
+    band = build(*inputs, band=jnp.full(BATCH, 5, jnp.int32))
+    with pytest.raises(ConfigError, match="prefill/pallas_tpu: it takes one window for all rows, not a band per row"):
+        attention.attend_and_reduce(band, "pallas_tpu")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key_position": np.zeros((BATCH, 2, 5), np.int32)},
+        {"query_position": np.zeros((BATCH, 4), np.float32)},
+        {"value": np.zeros((BATCH, 2, 12, DIM + 1), np.float32)},
+        {"query": np.zeros((BATCH, 5, 4, DIM), np.float32)},
+        {"exempt": np.zeros((BATCH, 2, 12), np.float32)},
+        {"band": np.zeros((BATCH, 1), np.int32)},
+        {"causal": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_wrong_shape_or_dtype_is_noticed(change):
+    names = ("query", "key", "value", "query_position", "key_position")
+    given = dict(zip(names, arrays(4, 2, 4, 8), strict=True)) | change
+    with pytest.raises(AssertionError):
+        attention.problem(given.pop("query"), given.pop("key"), given.pop("value"), **given)
+
+
+def test_an_attended_part_is_a_pytree():
+    leaves = jax.tree.leaves(Attended(jnp.zeros(1), None))
+    assert len(leaves) == 1

@@ -1,6 +1,7 @@
 """What the kernels for Hopper GPUs share: layouts, operands of tensor cores, and numbers as sums of 16-bit parts.
 
-float32 is three bfloat16 parts and six products, near to its last bits; tensor cores take no wider numbers exactly.
+float32 is cut into three bfloat16 parts, whose six products are exact to nearly the last bit; tensor cores take no
+wider numbers exactly.
 """
 
 from typing import Any
@@ -13,15 +14,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 Array = jax.Array
 TILE = 64  # slots
 ROWS = 64  # of a tensor core's product
+MOST_DIM = 256  # features of a head
 MATRIX = plgpu.Layout.WGMMA
-PER_ROW, PER_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)  # layouts of what a matrix has per row, and per column
+PER_ROW, PER_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)  # layouts of one number per row, and per column
 # Lane: layouts are those written here; inferring them, the default of newer jax, fails for these kernels.
 COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-SHARED_BYTES = 109 << 10, 222 << 10  # of a program, where a processor runs two, and where one; the rest is Mosaic's
+SHARED_BYTES = 109 << 10, 222 << 10  # per program, where a processor runs two and where it runs one, without Mosaic's
+
+
+def check_dim(dim: int) -> None:
+    """Refuses head sizes that the kernels do not take.
+
+    Raises:
+      ValueError: with the size.
+    """
+    if dim % 16 or not TILE <= dim <= MOST_DIM:
+        raise ValueError(f"it takes head sizes of {TILE} to {MOST_DIM}, a multiple of 16, not {dim}.")
 
 
 def full(shape: tuple[int, ...], fill: float, layout: Any) -> Array:
-    """One number in registers, in the layout of what it meets."""
+    """An array of one number in registers, in the layout of what it is combined with."""
     return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
 
 
@@ -36,9 +48,10 @@ def along_columns(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def tiled(lines: Array, tile: int, fill: float, least: int = 1) -> Array:
-    """[..., S] -> [..., tiles, tile], `least` tiles or more; the last that holds slots ends with the last slot.
+    """[..., S] -> [..., tiles, tile], at least `least` tiles; the last that holds slots ends with the last slot.
 
-    So copies are of whole tiles and stay inside an array. What the last tile repeats, and tiles beyond, are `fill`.
+    So copies are of whole tiles and stay inside an array. Slots that the last tile repeats, and tiles beyond it, are
+    `fill`.
     """
     size = lines.shape[-1]
     whole, before = size // tile * tile, lines.shape[:-1]
@@ -57,7 +70,7 @@ def untiled(column: Array, size: int) -> Array:
 
 
 def num_parts(dtype: Any) -> int:
-    """Arrays of 16 bits that a number is the sum of."""
+    """The number of 16-bit arrays that add up to an array."""
     return 3 if dtype == jnp.float32 else 1
 
 
@@ -66,7 +79,7 @@ def part_dtype(dtype: Any) -> Any:
 
 
 def parts(x: Array) -> list[Array]:
-    """Arrays of 16 bits that sum up to x."""
+    """The 16-bit arrays that add up to x."""
     found = []
     for _ in range(num_parts(x.dtype) - 1):
         found.append(leading(x))
@@ -75,16 +88,21 @@ def parts(x: Array) -> list[Array]:
 
 
 def leading(x: Array) -> Array:
-    """float32 cut to the 8 leading bits, a bfloat16; three times makes all 24."""
-    # By its bits: XLA removes a cast to bfloat16 and back.
+    """float32 cut to its 8 leading bits, a bfloat16; three such parts make all 24."""
+    # On the bits, since XLA removes a cast to bfloat16 and back.
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16))
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def operand(shape: tuple[int, ...], dtype: Any, beside: int | None = None) -> Any:
-    """Shared memory of [..., rows, D] of 16 bits, in the order that tensor cores read; of [..., rows, `TILE`] where it
-    multiplies one of `beside` columns, whose order it shares."""
-    swizzle = plgpu.find_swizzle((beside or shape[-1]) * 16)
+def operand(shape: tuple[int, ...], dtype: Any, columns: int | None = None) -> Any:
+    """Shared memory in the order that tensor cores read.
+
+    Args:
+      shape: [..., rows, D].
+      dtype: of 16 bits.
+      columns: of the operand that it is multiplied with, whose order it shares; None = D.
+    """
+    swizzle = plgpu.find_swizzle((columns or shape[-1]) * 16)
     return plgpu.SMEM(
         shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
     )

@@ -1,7 +1,7 @@
-"""A policy's code for the slots of one head, [1, 1, S], as code for a line of them, [S].
+"""Evaluates a policy's code for the slots of one head, [1, 1, S], on lines of them, [S].
 
-A GPU's program holds the slots of one (row, KV head), spread over its threads, and Mosaic sums over all of an array or
-not at all. So the code is traced as it is, and what was traced is done again on lines: a value of as many numbers as
+A GPU's program holds the slots of one (row, KV head), spread over its threads, and Mosaic reduces all of an array or
+nothing. So the code is traced as it is, and its jaxpr is evaluated on rank-1 arrays: a value with as many numbers as
 there are slots is a line, any other is one number.
 """
 
@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 Array = jax.Array
 
-#: Primitives that do to each number what they do to all, by their names.
+#: Primitives that act on each number by itself.
 ELEMENTWISE = frozenset(
     {
         *("abs", "add", "div", "exp", "integer_pow", "log", "max", "min", "mul", "neg", "rem", "sign", "sqrt"),
@@ -24,17 +24,22 @@ ELEMENTWISE = frozenset(
         *("select_n", "bitcast_convert_type", "convert_element_type"),
     }
 )
-#: Those that only arrange numbers, or say where they are: on a line, nothing, or one number for each slot.
+#: Primitives that arrange numbers or say where they lie: on a line the identity, or one number for each slot.
 ARRANGING = frozenset({"broadcast_in_dim", "expand_dims", "pvary", "reshape", "reshard", "squeeze", "stop_gradient"})
 REDUCTIONS: dict[str, Callable[..., Array]] = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
+#: Reductions that are evaluated on single numbers only.
+PREDICATES = frozenset({"reduce_or", "reduce_and"})
 CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"})
+#: Every primitive that `on_lines` evaluates, with the limits that `unsupported` names.
+PRIMITIVES = ELEMENTWISE | ARRANGING | frozenset(REDUCTIONS) | PREDICATES | CALLS | {"pow", "while", "cond"}
 
 
 def on_lines(function: Callable[..., Any], slots: int) -> Callable[..., Any]:
-    """The function, of pytrees of [1, 1, S] and [1] arrays, for lines [S] and single numbers [] in their places.
+    """A function of pytrees of [1, 1, S] and [1] arrays, as one of lines [S] and single numbers [].
 
     Args:
-      slots: S, more than one.
+      function: what to evaluate.
+      slots: S, at least 2.
 
     Raises:
       NotImplementedError: where the function does something that has no form on lines, such as a sort.
@@ -47,6 +52,19 @@ def on_lines(function: Callable[..., Any], slots: int) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(out), _evaluate(traced, slots, leaves))
 
     return call
+
+
+def unsupported(equation: Any, slots: int) -> str | None:
+    """The reason why an equation, apart from the jaxprs inside it, has no form on lines; None = it has one."""
+    name = equation.primitive.name
+    if name not in PRIMITIVES:
+        return name
+    if name in PREDICATES and equation.invars[0].aval.size > 1:
+        return f"{name} over slots"
+    for out in equation.outvars:
+        if out.aval.size not in (1, slots):
+            return f"{name} to an array of shape {out.aval.shape}"
+    return None
 
 
 def _evaluate(traced: ClosedJaxpr, slots: int, arguments: Sequence[Array]) -> list[Array]:
@@ -63,6 +81,8 @@ def _evaluate(traced: ClosedJaxpr, slots: int, arguments: Sequence[Array]) -> li
         return jnp.asarray(atom.val, aval.dtype)
 
     for equation in jaxpr.eqns:
+        if reason := unsupported(equation, slots):
+            raise NotImplementedError(f"{reason} has no form on the slots of one head.")
         wide = equation.outvars[0].aval.size == slots
         results = _apply(equation, [read(x) for x in equation.invars], slots, wide)
         values.update(zip(equation.outvars, results, strict=True))
@@ -70,7 +90,7 @@ def _evaluate(traced: ClosedJaxpr, slots: int, arguments: Sequence[Array]) -> li
 
 
 def _apply(equation: Any, inputs: list[Array], slots: int, wide: bool) -> Sequence[Array]:
-    """What one operation leaves, as lines; wide: its first result is one."""
+    """The results of one equation, as lines; wide: whether the first result is a line."""
     name, params = equation.primitive.name, equation.params
     again = functools.partial(_evaluate, slots=slots)
     if name in ELEMENTWISE:
@@ -83,7 +103,7 @@ def _apply(equation: Any, inputs: list[Array], slots: int, wide: bool) -> Sequen
     if name in REDUCTIONS:
         # Over heads or rows, of which there is one, a line stays as it is.
         return [REDUCTIONS[name](inputs[0]) if inputs[0].ndim and not wide else inputs[0]]
-    if name in ("reduce_or", "reduce_and") and not inputs[0].ndim:
+    if name in PREDICATES:
         return inputs
     if name in CALLS:
         inner = params.get("jaxpr") or params["call_jaxpr"]
@@ -96,13 +116,9 @@ def _apply(equation: Any, inputs: list[Array], slots: int, wide: bool) -> Sequen
             lambda state: again(params["body_jaxpr"], arguments=[*of_body, *state]),
             state,
         )
-    if name == "cond":
-        index, *operands = inputs
-        branches = [lambda *x, branch=branch: again(branch, arguments=x) for branch in params["branches"]]
-        return lax.switch(index, branches, *operands)
-    raise NotImplementedError(
-        f"{name} has no form on the slots of one head; the policy's importance or scope must say in_kernel=False."
-    )
+    index, *operands = inputs  # cond
+    branches = [lambda *x, branch=branch: again(branch, arguments=x) for branch in params["branches"]]
+    return lax.switch(index, branches, *operands)
 
 
 def _power(base: Array, exponent: Array) -> Array:

@@ -1,8 +1,15 @@
-"""Where kernels for GPUs run in tests: interpreted on this machine, or on a GPU."""
+"""Where kernels run in tests: interpreted on this machine, or on a GPU."""
+
+import importlib.util
 
 import jax
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'kvjax[tpu]'"
+)
 
 ON_GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
@@ -22,3 +29,13 @@ def machine(request):
         pytest.skip("needs a jax with an interpreter of GPU kernels, 0.11 or newer")
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield 2e-6
+
+
+@pytest.fixture
+def interpreted(capfd):
+    """Runs TPU kernels on this machine, as a simulated TPU that looks for races between memories and prints them."""
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        yield
+        jax.effects_barrier()
+    printed = capfd.readouterr()
+    assert "RACE" not in printed.out + printed.err

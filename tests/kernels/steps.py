@@ -7,18 +7,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import cache, fused, layers, policies
-from kvjax.cache import Block
+from kvjax import policies
+from kvjax.cache import Block, Group
+from kvjax.cache.convert import empty
+from kvjax.cache.step import step
 
 #: The policies that a kernel can trace.
 FUSED = ("window", "h2o", "h2o_decay", "scissorhands", "tova", "mean_attention", "roco", "strided", "fixed")
 
 
-def fused_step(policy, layer, query, key, value, position, budget, window=None, implementation="pallas_tpu"):
-    """One decoding step, in one kernel."""
-    block = Block(position=position, budget=(budget,), policy=policy, decoding=True, implementation=implementation)
-    assert fused.covers(block, layer, 1, key.shape[1], query.shape[1] // key.shape[1])
-    return layers.step(layer, query, key, value, block=block, index=0, window=window)
+def decoding(policy: policies.Evict, slots: int, implementation: str | None = None) -> Group:
+    """A group that decodes step by step in XLA, or in one kernel."""
+    return Group(
+        layer=0, policy=policy.traced(), needs=policy.needs, slots=(slots,), decoding=True, step=implementation
+    )  # fmt: skip
+
+
+def one_step(group, layer, query, key, value, position, budget, window=None):
+    """One decoding step; the output and the layer afterwards."""
+    row = position[:, 0]
+    block = Block(position=position, prompt=row, total=row + 1, budget=((budget,),))
+    return step(layer, query, key, value, block=block, group=group, budget=budget, window=window)[:2]
 
 
 def build(name: str, budget: int, **more) -> policies.Policy:
@@ -52,26 +61,25 @@ class Steps(NamedTuple):
             for head in range(kv_heads):
                 filled[row, head, rng.permutation(self.slots)[:live]] = rng.permutation(live)
         random = lambda *shape: jnp.asarray(rng.normal(size=shape), self.dtype)  # noqa: E731
-        layer = cache.empty(policy, batch, kv_heads, self.slots, self.dim, self.dtype)
-        layer = layer.replace(
-            key=random(*layer.key.shape), value=random(*layer.value.shape), position=jnp.asarray(filled, jnp.int32),
+        layer = empty(decoding(policy, self.slots), batch, kv_heads, self.dim, self.dtype)
+        layer = layer.with_exact(random(*layer.key.shape), random(*layer.value.shape)).replace(
+            position=jnp.asarray(filled, jnp.int32),
             stats={
                 s.name: jnp.asarray(np.where(filled >= 0, rng.integers(3, 9, filled.shape), 0), jnp.float32)
                 for s in policy.needs
             },
         )  # fmt: skip
         ours = layer
-        plain = jax.jit(
-            lambda layer, q, k, v, block: cache.step(layer, q, k, v, block=block, index=0, window=self.window)
+        plain, kernel = (
+            jax.jit(functools.partial(one_step, decoding(policy, self.slots, each), window=self.window))
+            for each in (None, implementation)
         )
-        kernel = jax.jit(functools.partial(fused_step, policy, window=self.window, implementation=implementation))
-        for step in range(steps):
+        for number in range(steps):
             query = random(batch, kv_heads * self.group, 1, self.dim)
             key, value = (random(batch, kv_heads, 1, self.dim) for _ in range(2))
-            at = budgets - 2 + step
-            at = at.at[1].set(-1) if step == steps - 1 else at  # a row that has ended
-            block = Block(position=at[:, None], budget=(budgets,), policy=policy, decoding=True)
-            expected, layer = plain(layer, query, key, value, block)
+            at = budgets - 2 + number
+            at = at.at[1].set(-1) if number == steps - 1 else at  # a row that has ended
+            expected, layer = plain(layer, query, key, value, at[:, None], budgets)
             got, ours = kernel(ours, query, key, value, at[:, None], budgets)
             rounding = 2e-6 if self.dtype == jnp.float32 else 0.02
             np.testing.assert_allclose(np.float32(got), np.float32(expected), atol=rounding)

@@ -8,8 +8,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
-from kvjax import cache, fused, policies
-from kvjax.statistics import Observation
+from kvjax import policies
+from kvjax.cache import evict, fused
 from tests import reference
 from tests.kernels.steps import FUSED
 from tests.test_slots import assert_same
@@ -44,24 +44,28 @@ def test_slot_for_slot(name, heads, monkeypatch):
     assert steps, "the kernel was traced"
 
 
-def evict_too_late(layer, policy, view, **rest):
-    return cache.evict(layer, policy, view._replace(budget=view.budget + 1), **rest)
+def victims(policy, stats, view, *, real=evict.victims, **rest):
+    """Evicts too late."""
+    return real(policy, stats, view._replace(budget=view.budget + 1), **rest)
 
 
-def observe_less(layer, policy, observation):
-    lost = {name: column * 0.99 for name, column in observation.columns.items()}
-    return cache.observe(layer, policy, Observation(lost, observation.queries))
+def observe(stats, needs, columns, queries, *, real=evict.observe):
+    """Loses a hundredth of the attention."""
+    return real(stats, needs, {name: column * 0.99 for name, column in columns.items()}, queries)
 
 
-def forget_nothing(stats, position):
+def forget(stats, position):
+    """Lets the next token of a slot inherit its statistics."""
     return stats
 
 
-@pytest.mark.parametrize("mistake", [evict_too_late, observe_less, forget_nothing])
+@pytest.mark.parametrize("mistake", [victims, observe, forget])
 def test_a_mistake_in_the_kernel_is_noticed(mistake, monkeypatch):
-    """Who goes, what is noted of attention, and that the next token of a slot does not inherit it."""
-    own = {mistake.__name__.split("_")[0]: mistake}
-    monkeypatch.setattr(fused, "cache", types.SimpleNamespace(**(vars(cache) | own)))
+    name = mistake.__name__
+    if name == "forget":
+        monkeypatch.setattr(fused, name, mistake)
+    else:
+        monkeypatch.setattr(fused, "evict", types.SimpleNamespace(**(vars(evict) | {name: mistake})))
     jax.clear_caches()
     with pytest.raises(AssertionError):
         assert_same(*run("h2o", "gqa"))

@@ -9,7 +9,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
-from kvjax import fused, policies
+from kvjax import policies
+from kvjax.cache import Limits
+from kvjax.kernels import registry
 from kvjax.models.shapes import by_name
 from kvjax.plan import plan
 from tests.tiny import tiny
@@ -36,8 +38,9 @@ def test_generation_is_that_of_xla(policy, block):
     with pltpu.force_tpu_interpret_mode():
         got, expected = (
             kvjax.generate(
-                model, prompt, policy, max_new_tokens=5, lengths=LENGTHS, prefill_block=block, implementation=each
-            )
+                model, prompt, policy, max_new_tokens=5, lengths=LENGTHS, prefill_block=block, implementation=each,
+                limits=Limits(max(LENGTHS), 5),
+            )  # fmt: skip
             for each in ("pallas_tpu", "xla")
         )
     np.testing.assert_array_equal(got.tokens, expected.tokens)
@@ -78,7 +81,7 @@ def test_the_decode_loop_moves_no_cache(shape, topology, dim):
 @needs_libtpu
 def test_a_move_of_the_cache_would_be_seen(monkeypatch):
     """Slots that fill no tile are written after the kernel, and that rewrites the cache."""
-    monkeypatch.setattr(fused, "GROUP_BYTES", 1)
+    monkeypatch.setattr(registry, "GROUP_BYTES", 1)
     assert cache_moves(planned("opt-6.7b", "v5e:1x1"), 128)
 
 

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import cache, fused, policies
-from kvjax.cache import Block
-from kvjax.kernels.decode import step_gpu
+from kvjax import policies
+from kvjax.cache import fused
+from kvjax.cache.convert import empty
+from kvjax.kernels import registry
+from kvjax.kernels.registry import Request
+from kvjax.kernels.step import gpu as step_gpu
 from tests import reference
 from tests.kernels.conftest import ON_GPU
-from tests.kernels.steps import FUSED, Steps, build, fused_step
+from tests.kernels.steps import FUSED, Steps, build, decoding, one_step
 from tests.test_slots import assert_same
 from tests.tiny import random_tokens, tiny
 
@@ -73,11 +76,11 @@ def test_slot_for_slot(machine, monkeypatch, name, heads):
 
 
 def compiled_for_cuda(name: str, batch=64, kv_heads=32, group=1, slots=824, dim=128, dtype=jnp.bfloat16) -> str:
-    policy = build(name, slots - 5)
-    layer = jax.eval_shape(functools.partial(cache.empty, policy, batch, kv_heads, slots, dim, dtype))
+    group_of = decoding(build(name, slots - 5), slots, "pallas_gpu")
+    layer = jax.eval_shape(functools.partial(empty, group_of, batch, kv_heads, dim, dtype))
     array = jax.ShapeDtypeStruct
     query, one = array((batch, kv_heads * group, 1, dim), dtype), array((batch, kv_heads, 1, dim), dtype)
-    run = jax.jit(functools.partial(fused_step, policy, implementation="pallas_gpu"), donate_argnums=0)
+    run = jax.jit(functools.partial(one_step, group_of), donate_argnums=0)
     traced = run.trace(layer, query, one, one, array((batch, 1), jnp.int32), array((batch,), jnp.int32))
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -114,10 +117,13 @@ def test_what_is_said_to_fit_into_a_program_does(name, group, dtype):
 
 def test_what_one_program_does_not_hold_goes_through_the_cache():
     def taken(name="h2o", batch=64, kv_heads=32, slots=824, dim=128) -> bool:
-        policy = build(name, slots - 4)
-        layer = jax.eval_shape(functools.partial(cache.empty, policy, batch, kv_heads, slots, dim, jnp.bfloat16))
-        block = Block(jnp.zeros((1, 1), jnp.int32), (), policy, decoding=True, implementation="pallas_gpu")
-        return fused.covers(block, layer, 1, kv_heads, 1)
+        group = decoding(build(name, slots - 4), slots)
+        request = Request(
+            batch=batch, kv_heads=kv_heads, group=1, tokens=1, slots=slots, dim=dim, dtype="bfloat16",
+            statistics=tuple(sorted(group.needs, key=lambda s: s.name)),
+            trace=functools.partial(fused.observe_and_evict, group),
+        )  # fmt: skip
+        return registry.find("step", "pallas_gpu").refuses(request) is None
 
     assert taken()
     assert taken("roco", slots=step_gpu.MOST_SLOTS)
@@ -132,12 +138,12 @@ def test_what_one_program_does_not_hold_goes_through_the_cache():
 
 def test_a_step_that_no_program_holds_says_so():
     steps = Steps("h2o", 72)
-    policy = build("h2o", 71)
-    layer = cache.empty(policy, 1, 1, 70, steps.dim, jnp.float32)
+    group = decoding(build("h2o", 71), 70)
+    layer = empty(group, 1, 1, steps.dim, jnp.float32)
     one = jnp.zeros((1, 1, 1, steps.dim))
     with pytest.raises(ValueError, match="70 slots of 1 x 64 in float32 are not one program's"):
         step_gpu.step(
             one, one, one, layer.key, layer.value, layer.position, layer.stats, newest=jnp.zeros(1, jnp.int32),
-            budget=jnp.ones(1, jnp.int32), settle=functools.partial(fused.settle, policy, 0, None),
+            budget=jnp.ones(1, jnp.int32), settle=functools.partial(fused.observe_and_evict, group),
             transforms=("identity",), scale=1.0, window=None, group_reduce="mean",
         )  # fmt: skip

@@ -1,19 +1,17 @@
-"""Attention of one query a head over the slots of a cache, with column statistics, on a Hopper GPU (Mosaic GPU).
+"""Attention of one query per head over the slots of a cache, with column statistics, on a Hopper GPU (Mosaic GPU).
 
-A program takes the slots, or a span of them, of one (row, KV head), tile by tile (`pass_gpu`). Spans are joined by XLA:
-where there are too few rows to fill the GPU, or too many slots for a program's shared memory. Most decoding steps go
-through `step_gpu` instead, which does the rest of a step too.
+A program takes the slots of one (row, KV head), or a span of them, tile by tile (`pass_gpu`). Slots are cut into spans,
+which XLA combines, where there are too few rows to fill the GPU, or too many slots for a program's shared memory. Most
+decoding steps go through `kvjax.kernels.step.gpu` instead, which does the rest of a step too.
 
-What should bind, and no GPU has confirmed it: memory, at 18 bytes a clock for each of an H200's 132 processors.
-Products have 64 rows at least, of which a group fills some, and in 16 bits take a third of the tensor cores' time
-whatever the group; on CUDA cores a group of 8 would need all of them. float32, in three parts, is slower. Slots that
-are no multiple of 8 cannot be copied into the order that tensor cores read: they pass through registers, as float32
-does.
+The bound should be memory, at 18 bytes a clock for each of an H200's 132 processors; no GPU has confirmed it. Products
+have at least 64 rows, of which a group fills some, and in 16 bits take a third of the tensor cores' time whatever the
+group; on CUDA cores a group of 8 would need all of them. float32, in three parts, is slower. Slots that are no multiple
+of 8 cannot be copied into the order that tensor cores read: they pass through registers, as float32 does.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,70 +19,84 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.kernels import hopper, softmax
+from kvjax.kernels import hopper, registry, softmax
 from kvjax.kernels.decode.pass_gpu import Pass, gathered
 from kvjax.kernels.decode.plan_gpu import WIDE, Plan
 from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE, tiled, untiled
+from kvjax.kernels.problem import Attended, Problem
 from kvjax.kernels.softmax import NEGATIVE
-from kvjax.statistics import Statistic
+
+if TYPE_CHECKING:
+    from kvjax.kernels.registry import Request
 
 Array = jax.Array
 
 
-def attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    query_position: Array,
-    key_position: Array,
-    statistics: Sequence[Statistic],
-    weights: Sequence[Array],
-    scale: float,
-    window: int | Array | None,
-    exempt: Array | None,
-    log_weight: Array | None,
-    group_reduce: str,
-) -> tuple[Array, dict[str, Array]]:
-    """As `kernels.decode.xla.attend`, for one query a head (n = 1), head sizes of 64 to 256, a multiple of 16."""
-    batch, kv_heads, group, n, dim = query.shape
-    if n != 1:
-        raise ValueError(f"the decode kernel takes one query a head; got {n}.")
-    if dim % 16 or not TILE <= dim <= 256:
-        raise ValueError(f"the GPU's decode kernel takes head sizes of 64 to 256, a multiple of 16; got {dim}.")
-    pairs, size = batch * kv_heads, key.shape[2]
-    # Fewer slots than a tile get others before them that nobody sees.
+def refuses(request: "Request") -> str | None:
+    """See `kvjax.kernels.registry.Kernel`."""
+    if reason := registry.refuses_problem(request, tokens=1):
+        return reason
+    try:
+        hopper.check_dim(request.dim)
+        reports = any(statistic.needs_attention for statistic in request.statistics)
+        plan = Plan(request.group, request.dim, max(request.slots, TILE), jnp.dtype(request.dtype), reports)
+        plan.cut(request.batch * request.kv_heads)
+    except ValueError as error:
+        return str(error).rstrip(".")
+    return None
+
+
+def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
+    """As `kvjax.kernels.decode.xla.attend_and_reduce`, without log-sum-exps and gradients; see `refuses`."""
+    registry.require("decode", "pallas_gpu", problem)
+    query, key, value = problem.query, problem.key, problem.value
+    batch, kv_heads, group, _, dim = query.shape
+    pairs, size = batch * kv_heads, problem.slots
+    # Fewer slots than a tile get others before them that no query sees.
     front = max(TILE - size, 0)
+    # [pairs, front + S, D]
     key, value = (
         jnp.pad(x.reshape(pairs, size, dim), ((0, 0), (front, 0), (0, 0))) if front else x.reshape(pairs, size, dim)
         for x in (key, value)
     )
-    plan = Plan(group, dim, size + front, key.dtype, bool(statistics), group_reduce, scale).cut(pairs)
-    mask = softmax.visible(query_position, key_position, window, exempt)
-    bias = jnp.where(mask[:, :, 0], 0.0 if log_weight is None else log_weight, NEGATIVE).astype(jnp.float32)
-    bias = tiled(bias.reshape(pairs, size), TILE, NEGATIVE, plan.spans * plan.span)
+    plan = Plan(group, dim, size + front, key.dtype, bool(problem.statistics), problem.group_reduce, problem.scale).cut(
+        pairs
+    )
+    # [B, K, 1, S]
+    mask = softmax.visible(problem)
+    # [B, K, S]
+    bias = jnp.where(mask[:, :, 0], 0.0 if problem.log_weight is None else problem.log_weight, NEGATIVE)
+    # [pairs, spans, tiles of a span, TILE]
+    bias = tiled(bias.astype(jnp.float32).reshape(pairs, size), TILE, NEGATIVE, plan.spans * plan.span)
     bias = bias.reshape(pairs, plan.spans, plan.span, TILE)
-    # [pairs, parts, G filled up, D]
+    # [pairs, parts, G padded, D]
     parts = jnp.stack(hopper.parts(query.reshape(pairs, group, dim).astype(key.dtype)), axis=1)
     parts = jnp.pad(parts, ((0, 0), (0, 0), (0, plan.padded - group), (0, 0)))
     output, ends, *columns = _call(plan, pairs)(parts, key, value, bias)
-    # [pairs, spans, G, D]; [pairs, spans, G] maximum and sum
+    # [pairs, spans, G, D]
     output = gathered(output, group, dim)
+    # [pairs, spans, G] maximum and sum of each span
     top, total = ends[:, :, 0, :group], ends[:, :, 1, :group]
+    # [pairs, 1, G]
     highest = jnp.max(top, axis=1, keepdims=True)
     share = total * jnp.exp(top - highest)
     sums = jnp.sum(share, axis=1, keepdims=True)
+    # [pairs, spans, G]
     share = share / jnp.where(sums > 0, sums, 1.0)
     output = jnp.sum(output * share[..., None], axis=1).astype(value.dtype).reshape(query.shape)
-    if not statistics:
-        return output, {}
-    # [pairs, 1 or G, slots]
+    attended = Attended(output, None)
+    if not problem.statistics:
+        return attended, {}
+    # [pairs, 1 or G, S]
     column = untiled(columns[0], size)
     if plan.spans > 1:
         weight = jnp.where(column > NEGATIVE / 2, jnp.exp(column - highest[:, 0, :, None]), 0.0)
         column = weight / jnp.where(sums > 0, sums, 1.0)[:, 0, :, None]
+    # [B, K, 1 or G, 1, S]
     probability = column.reshape(batch, kv_heads, -1, 1, size)
-    return output, softmax.column_sums(statistics, weights, probability, mask, group_reduce)
+    # [B, K, 1]
+    uniform = 1 / jnp.maximum(softmax.count_seen(mask), 1)
+    return attended, softmax.column_sums(problem, probability, mask, uniform)
 
 
 def _call(plan: Plan, pairs: int) -> Any:
@@ -93,7 +105,7 @@ def _call(plan: Plan, pairs: int) -> Any:
         jax.ShapeDtypeStruct((pairs, plan.spans, plan.padded, chunks * WIDE), jnp.float32),
         jax.ShapeDtypeStruct((pairs, plan.spans, 2, plan.rows), jnp.float32),
     ]
-    if plan.told:
+    if plan.reports:
         rows = 1 if plan.spans == 1 else plan.group
         out_type.append(jax.ShapeDtypeStruct((pairs, rows, plan.spans * plan.span * TILE), jnp.float32))
     return plgpu.kernel(
@@ -115,7 +127,7 @@ def _kernel(
     query_ref, key_ref, value_ref, bias_ref, output_ref, ends_ref, *column_refs,
     query_smem, bias_smem, begun, plan, **scratch,
 ):  # fmt: skip
-    """One span of the slots of one (row, KV head)."""
+    """Takes one span of the slots of one (row, KV head)."""
     pair, span = lax.axis_index("pair"), lax.axis_index("span")
     first = span * plan.span
     count = jnp.minimum(plan.span, plan.tiles - first)
@@ -129,8 +141,8 @@ def _kernel(
     ends_ref[pair, span, 0] = top
     ends_ref[pair, span, 1] = total
 
-    def tell(at):
-        """Writes what statistics are made of: m of a tile's slots or, for a later softmax over all spans, logits."""
+    def report(at):
+        """Writes what statistics are computed from: m of a tile's slots or, for a softmax over all spans, logits."""
         (column_ref,) = column_refs
         here = pl.ds((first + at) * TILE, TILE)
         if plan.spans == 1:
@@ -141,6 +153,6 @@ def _kernel(
         def _(head):
             column_ref[pair, head, here] = tiles.logits(at, head)
 
-    if plan.told:
-        pl.loop(0, count)(tell)
+    if plan.reports:
+        pl.loop(0, count)(report)
     tiles.store(tiles.output(top, total), output_ref.at[pair, span])

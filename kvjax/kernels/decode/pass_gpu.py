@@ -1,8 +1,8 @@
 """A program's one pass over keys and values on a GPU: what the kernels of decoding share.
 
-Tile by tile, first all keys and then all values come once through a ring in shared memory. The keys leave logits in
-shared memory, and the softmax's maximum and sum; then every probability is known: it is reduced over the group to what
-statistics need, and weighs the values. The last tile ends with the last slot and reads some again.
+Tile by tile, first all keys and then all values pass once through a ring in shared memory. The keys leave logits in
+shared memory, and the softmax's maximum and sum. Then every probability is known: it is reduced over the group to what
+statistics need, and weights the values. The last tile ends with the last slot and reads some slots again.
 """
 
 import dataclasses
@@ -26,9 +26,23 @@ Ref = Any
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """`count` tiles from `first` on of one (row, KV head) `pair`; key and value are all of them, [pairs, S, D].
+    """A program's pass over some tiles of one (row, KV head).
 
     Call `begin`, `softmax`, `column` of every tile, `output`, `store` in this order.
+
+    Attributes:
+      plan: how the problem is cut.
+      pair: index of the (row, KV head).
+      first: first tile.
+      count: number of tiles.
+      key_ref: [pairs, S, D] keys of all pairs.
+      value_ref: [pairs, S, D] values of all pairs.
+      query_smem: [parts, rows, D] parts of the query; weights of the values later.
+      ring: [stages, TILE, D] tiles that pass.
+      part: [TILE, D] a tile's part, where tiles pass through registers.
+      kept: logits of all tiles, a row per query head of the group.
+      ends_smem: [2, rows] maximum and reciprocal sum.
+      ready: barriers of the ring.
     """
 
     plan: Plan
@@ -46,15 +60,15 @@ class Pass:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of a tile's logits."""
+        """Shape of a tile's logits."""
         return self.plan.rows, TILE
 
     def start(self, tile: Array | int) -> Array:
-        """The slot that one of its tiles begins with."""
+        """The first slot of a tile."""
         return jnp.minimum((self.first + tile) * TILE, self.plan.size - TILE)
 
     def begin(self) -> None:
-        """Starts as many copies as the ring has room for."""
+        """Starts to fill the ring."""
         for step in range(self.plan.stages):
             self._fetch(jnp.int32(step))
 
@@ -91,7 +105,7 @@ class Pass:
     def column(self, at: Array) -> Array:
         """[TILE]: the probabilities of a tile's slots, reduced over the group."""
         m, mean = full((TILE,), 0.0, PER_ROW), self.plan.group_reduce == "mean"
-        # Unrolled: one head's exponentials wait for nothing of another's.
+        # Unrolled, so that one head's exponentials do not wait for another's.
         for head in range(self.plan.group):
             logits = self.logits(at, head)
             probability = jnp.exp(logits - self.ends_smem[0, head]) * self.ends_smem[1, head]
@@ -102,13 +116,13 @@ class Pass:
     def output(self, top: Array, total: Array) -> Array:
         """[rows, D]."""
         plan, shape, share = self.plan, self.shape, _share(total)
-        # The query has done its work, and makes room for the weights.
+        # The query is not needed any more, and its memory takes the weights.
         weights_smem = self.query_smem.at[:, :, pl.ds(0, TILE)]
 
         def sum_up(into):
             @pl.loop(0, self.count)
             def _(at):
-                # Rows beyond the group's hold other tiles' logits; they end in rows of the output that nobody reads.
+                # Rows beyond the group's hold other tiles' logits, and become rows of the output that are not read.
                 logits = plgpu.layout_cast(self.kept[pl.ds(at * plan.group, plan.rows), pl.ds(0, TILE)], MATRIX)
                 weight = jnp.exp(logits - along_rows(top, shape)) * along_rows(share, shape)
                 weight = jnp.where(logits > NEGATIVE / 2, weight, 0.0)
@@ -124,7 +138,7 @@ class Pass:
         return pl.run_scoped(sum_up, plgpu.ACC((plan.rows, plan.dim), jnp.float32))
 
     def store(self, output: Array, output_ref: Ref) -> None:
-        """Into [G filled up, chunks * WIDE] of global memory, chunks of the features; `gathered` undoes them."""
+        """Writes the output to [G padded, chunks * WIDE] of global memory, in chunks of features; see `gathered`."""
         plan = self.plan
         for chunk in range(-(-plan.dim // TILE)):
             width = min(TILE, plan.dim - chunk * TILE)
@@ -135,7 +149,7 @@ class Pass:
             plgpu.wait_smem_to_gmem(0)
 
     def _fetch(self, step: Array) -> None:
-        """Starts a copy into the ring: first all tiles of keys, then all of values."""
+        """Starts a copy into the ring: first all tiles of keys, then all tiles of values."""
         slot = lax.rem(step, self.plan.stages)
         for source, tile in ((self.key_ref, step), (self.value_ref, step - self.count)):
 
@@ -145,7 +159,7 @@ class Pass:
                 plgpu.copy_gmem_to_smem(where, self.ring.at[slot], self.ready.at[slot])
 
     def _multiply(self, into: Ref, left: Ref, step: Array, transposed: bool) -> None:
-        """Adds left times a tile and frees its place; left holds 16-bit parts, as the tile does once it is split."""
+        """Adds left times a tile, both in 16-bit parts, and frees the tile's place in the ring."""
         plan, slot = self.plan, lax.rem(step, self.plan.stages)
 
         def turn(ref):
@@ -174,7 +188,7 @@ class Pass:
 
 
 def gathered(output: Array, group: int, dim: int) -> Array:
-    """[..., G filled up, chunks * WIDE], as `Pass.store` leaves it -> [..., G, D]."""
+    """[..., G padded, chunks * WIDE], as `Pass.store` writes it -> [..., G, D]."""
     before = output.shape[:-2]
     output = output.reshape(*before, output.shape[-2], -1, WIDE)[..., :group, :, :TILE]
     return output.reshape(*before, group, -1)[..., :dim]

@@ -1,4 +1,4 @@
-"""How a decoding problem is cut into programs for a GPU, and what each of them holds."""
+"""How a decoding problem is cut into programs for a GPU, and what each program holds."""
 
 import dataclasses
 from typing import Any
@@ -9,11 +9,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels import hopper
 from kvjax.kernels.hopper import ROWS, SHARED_BYTES, TILE, operand
 
-WIDE = TILE + 8  # of a stored row of logits, so that rows lie in different banks
-STAGES = 4  # tiles under way to a program
+WIDE = TILE + 8  # length of a stored row of logits, so that rows lie in different banks
+STAGES = 4  # tiles of a program's ring
 PROGRAMS = 2 * 132  # that fill a GPU
 SPAN = 4  # tiles that are worth a program
-MOST_TILES = 256  # of a program: as many rows as one copy takes, here of the bias
+MOST_TILES = 256  # per program: the number of rows that one copy takes, here of the bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,21 +21,28 @@ class Plan:
     """How a problem is cut: static, and what the kernel is made of.
 
     Attributes:
-      group: query heads of a KV head; dim: of a head; size: slots, a tile at least; dtype: of keys and values.
-      told: whether statistics are asked for; group_reduce, scale: as of `attend`.
-      lines: numbers of 32 bits that are held for every slot beside its logits; beside: bytes that are held besides.
-      stages: tiles of the ring; span: tiles of a program.
+      group: query heads of a KV head.
+      dim: features of a head.
+      size: slots, at least one tile.
+      dtype: of keys and values.
+      reports: whether statistics are asked for.
+      group_reduce: see `Problem`.
+      scale: see `Problem`.
+      lines: 32-bit numbers that are held for every slot, besides its logits.
+      extra: bytes that are held besides.
+      stages: tiles of the ring.
+      span: tiles of a program.
     """
 
     group: int
     dim: int
     size: int
     dtype: Any
-    told: bool
-    group_reduce: str
-    scale: float
+    reports: bool
+    group_reduce: str = "mean"
+    scale: float = 1.0
     lines: int = 1
-    beside: int = 0
+    extra: int = 0
     stages: int = 0
     span: int = 0
 
@@ -58,7 +65,7 @@ class Plan:
 
     @property
     def padded(self) -> int:
-        """Query heads, filled up to what a copy moves."""
+        """The number of query heads, padded to what a copy moves."""
         return -(-self.group // 8) * 8
 
     @property
@@ -76,22 +83,22 @@ class Plan:
             "query_smem": operand((self.parts, self.rows, self.dim), self.part_dtype),
             "ring": plgpu.SMEM(ring, self.dtype) if self.staged else operand(ring, self.dtype),
             "part": operand((TILE, self.dim), self.part_dtype) if self.staged else None,
-            # A product has more rows than a group: a tile's own come first, the next tile's cover the others.
+            # A product has more rows than a group: a tile's own come first, and the next tile's overwrite the others.
             "kept": plgpu.SMEM((self.span * self.group + self.rows, WIDE), jnp.float32),
             "ends_smem": plgpu.SMEM((2, self.rows), jnp.float32),
             "ready": plgpu.Barrier(num_barriers=self.stages),
         }
 
     def cut(self, pairs: int) -> "Plan":
-        """Chooses stages and span for so many (row, KV head) pairs.
+        """The plan with stages and span for a number of (row, KV head) pairs.
 
         Raises:
-          ValueError: where not even one tile fits.
+          ValueError: where one tile does not fit.
         """
         tile = TILE * self.dim * jnp.dtype(self.dtype).itemsize
-        fixed = 2 * self.dim * (self.parts * self.rows + self.staged * TILE) + 4 * self.rows * (WIDE + 2) + self.beside
+        fixed = 2 * self.dim * (self.parts * self.rows + self.staged * TILE) + 4 * self.rows * (WIDE + 2) + self.extra
         per_tile = 4 * (TILE * self.lines + self.group * WIDE)
-        # Spans of like length, as many as the GPU has room for
+        # Spans of about the same length, as many as the GPU has room for
         spans = max(min(PROGRAMS // pairs, self.tiles // SPAN), 1)
         span = -(-self.tiles // spans)
         fit = {

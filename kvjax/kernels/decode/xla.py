@@ -1,56 +1,66 @@
-"""Attention of a few queries over the slots of a cache: the reference, in plain XLA."""
-
-from collections.abc import Sequence
+"""Attention of a few queries over all slots at once, in plain XLA: one query while decoding, a tile of a prompt."""
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.kernels import softmax
-from kvjax.statistics import Statistic
+from kvjax.kernels.problem import Attended, Problem
 
 Array = jax.Array
 
 
-def attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    query_position: Array,
-    key_position: Array,
-    statistics: Sequence[Statistic],
-    weights: Sequence[Array],
-    scale: float,
-    window: int | Array | None,
-    exempt: Array | None,
-    log_weight: Array | None,
-    group_reduce: str,
-) -> tuple[Array, dict[str, Array]]:
-    """A few queries per head over all slots at once: one while decoding, a tile of a prompt.
+def attend(problem: Problem) -> Attended:
+    """Attention over the problem's slots alone, in float32."""
+    probability, lse = softmax.probabilities(softmax.scores(problem), softmax.visible(problem))
+    return Attended(_weighted_values(problem, probability), lse)
 
-    The softmax sees whole rows, so its probabilities are what the statistics are made of.
+
+def column_sums(problem: Problem, lse: Array, seen: Array | None = None) -> dict[str, Array]:
+    """The statistics of the problem's slots, under log-sum-exps over more slots than these.
 
     Args:
-      query: [B, K, G, n, D]; key, value: [B, K, S, D].
-      query_position: [B, n] int32; key_position: [B, K, S] int32; window, exempt: see `softmax.visible`.
-      log_weight: [B, K, S] float32, added to the logits, or None.
-      statistics: what to report; weights: of each, [B, n] or [B, n, words] float32, see `Statistic.query_weights`.
+      problem: whose queries attend to these and to other slots.
+      lse: [B, K, G, n] float32 over all slots.
+      seen: [B, K, n] float32 number of slots that each query sees; None = these alone.
 
     Returns:
-      output [B, K, G, n, D] in value's dtype, and statistic name -> [B, K, S] or [B, K, S, words] float32.
+      Statistic name -> [B, K, S] or [B, K, S, words] float32.
     """
-    batch, kv_heads, group, n, dim = query.shape
-    # Group and query as one dimension: with two, XLA's CPU compiler transposes a copy of the keys (jax 0.10.2).
-    rows = query.reshape(batch, kv_heads, group * n, dim)
+    # [B, K, n, S]
+    mask = softmax.visible(problem)
+    # [B, K, G, n, 1]
+    total = jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]
+    # [B, K, G, n, S]; masked before the exponential, which would otherwise overflow, with gradients that are NaN
+    probability = jnp.exp(jnp.where(mask[:, :, None], softmax.scores(problem) - total, -jnp.inf))
+    share = None
+    if problem.needs_seen:
+        share = softmax.uniform_share(softmax.count_seen(mask) if seen is None else seen)
+    return softmax.column_sums(problem, probability, mask, share)
+
+
+def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
+    """Attention and its statistics from the same probabilities.
+
+    Returns:
+      The output [B, K, G, n, D] in value's dtype and the log-sum-exps; and the statistics as of `column_sums`.
+    """
+    mask = softmax.visible(problem)
+    probability, lse = softmax.probabilities(softmax.scores(problem), mask)
+    output = _weighted_values(problem, probability).astype(problem.value.dtype)
+    # [B, K, n]
+    share = 1 / jnp.maximum(softmax.count_seen(mask), 1) if problem.needs_seen else None
+    return Attended(output, lse), softmax.column_sums(problem, probability, mask, share)
+
+
+def count_seen(problem: Problem) -> Array:
+    """The number of slots that each query sees, [B, K, n] float32."""
+    return softmax.count_seen(softmax.visible(problem))
+
+
+def _weighted_values(problem: Problem, probability: Array) -> Array:
+    """[B, K, G, n, S] float32 -> [B, K, G, n, D] float32; probabilities are rounded to value's dtype."""
+    batch, kv_heads, group, n, slots = probability.shape
     # [B, K, G * n, S]
-    logits = jnp.einsum("bkqd,bksd->bkqs", rows, key, preferred_element_type=jnp.float32)
-    mask = softmax.visible(query_position, key_position, window, exempt)
-    # [B, K, G, n, S]
-    scaled = logits.reshape(batch, kv_heads, group, n, -1) * scale
-    if log_weight is not None:
-        scaled = scaled + log_weight[:, :, None, None]
-    probability = softmax.probabilities(scaled, mask)
-    weight = probability.reshape(logits.shape).astype(value.dtype)
-    output = jnp.einsum("bkqs,bksd->bkqd", weight, value, preferred_element_type=jnp.float32)
-    sums = softmax.column_sums(statistics, weights, probability, mask, group_reduce)
-    return output.reshape(query.shape).astype(value.dtype), sums
+    weight = probability.reshape(batch, kv_heads, group * n, slots).astype(problem.value.dtype)
+    output = jnp.einsum("bkqs,bksd->bkqd", weight, problem.value, preferred_element_type=jnp.float32)
+    return output.reshape(batch, kv_heads, group, n, -1)

@@ -1,4 +1,4 @@
-"""The second pass of the GPU's prefill kernel: column sums of probabilities, from the rows' log-sum-exps."""
+"""The second pass of the GPU's prefill kernel: column sums of probabilities, from the log-sum-exps of the rows."""
 
 import functools
 
@@ -20,17 +20,21 @@ def reduce_columns(
     plan: Plan, transforms: tuple[str, ...], rows: Array, key: Array, query_lines: Array, slot_lines: Array,
     visits: Array, above: bool,
 ) -> Array:  # fmt: skip
-    """Σ_i w_i f(m[i, j]) of so many words.
+    """Σ_i w_i f(m[i, j]), one per word.
 
     Args:
-      transforms: f of each word, equal ones side by side.
-      rows: [pairs, parts, rows, D]; key: [pairs, parts, S, D].
-      query_lines: [pairs, tiles, lines, queries filled up]: positions; if `above`, what counts as the uniform share; w
-        of each word; log-sum-exp of each head, to the base of 2.
-      slot_lines: [pairs, tiles of slots, lines, slots]; visits: [pairs, tiles of slots, 2], of `queries_of_slots`.
+      plan: how the problem is cut.
+      transforms: f of each word, equal ones next to each other.
+      rows: [pairs, parts, rows, D].
+      key: [pairs, parts, S, D].
+      query_lines: [pairs, tiles, lines, queries padded]: positions; if `above`, the uniform share; w of each word; the
+        log-sum-exp of each head, to the base of 2.
+      slot_lines: [pairs, tiles of slots, lines, slots].
+      visits: [pairs, tiles of slots, 2], of `queries_of_slots`.
+      above: whether a statistic compares with the uniform share.
 
     Returns:
-      [pairs, words, slots up to whole tiles] float32; the last tile ends with the last slot.
+      [pairs, words, slots padded to whole tiles] float32; the last tile ends with the last slot.
     """
     pairs, parts, _, dim = rows.shape
     warpgroups, stages = plan.second(query_lines.shape[2])
@@ -55,7 +59,7 @@ def _kernel(
     key_smem, slot_smem, begun, tiles, tile_ready, tile_free, lines, line_ready, line_free,
     plan, warpgroups, transforms, above,
 ):  # fmt: skip
-    """One or two tiles of slots of a (row, KV head): slots are rows of the logits, queries are columns."""
+    """Takes one or two tiles of slots of a (row, KV head): slots are rows of the logits, queries are columns."""
     pair, program, own = lax.axis_index("pair"), lax.axis_index("program"), lax.axis_index("wg")
     parts, queries, shape = plan.parts, plan.queries, (TILE, plan.queries)
     steps, mean = plan.group * parts, plan.group_reduce == "mean"
@@ -102,7 +106,7 @@ def _kernel(
             seen = slot_line(0) <= position
             if plan.windowed:
                 seen = seen & (position <= slot_line(1))
-            # What is not seen may be anything so far.
+            # The probabilities of slots that are not seen are meaningless so far.
             m = jnp.where(seen, m * (1.0 / plan.group) if mean else m, 0.0)
             terms = {}
             for transform in dict.fromkeys(transforms):
@@ -119,7 +123,7 @@ def _kernel(
                 total + jnp.sum(terms[transform] * line(1 + above + i), axis=1)
                 for i, (transform, total) in enumerate(zip(transforms, sums, strict=True))
             )
-            plgpu.commit_smem()  # copies come after what was read here
+            plgpu.commit_smem()  # copies into this place come after the reads
             line_ring.release(place)
             return sums
 

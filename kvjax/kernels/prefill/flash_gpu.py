@@ -1,4 +1,4 @@
-"""The first pass of the GPU's prefill kernel: attention of rows of queries, and their log-sum-exps."""
+"""The first pass of the GPU's prefill kernel: attention of rows of queries, and the log-sum-exps of the rows."""
 
 import functools
 
@@ -16,25 +16,29 @@ from kvjax.kernels.prefill.rings_gpu import Ring
 from kvjax.kernels.softmax import NEGATIVE
 
 Array = jax.Array
-WIDTH = 128  # columns of the output that a product leaves at once, beside the sums so far
+WIDTH = 128  # columns of the output that one product computes, held besides the sums so far
 
 
 def attend_rows(
     plan: Plan, rows: Array, key: Array, value: Array, row_line: Array, slot_lines: Array, visits: Array, keep: bool,
     above: bool,
 ) -> list[Array]:  # fmt: skip
-    """Attention of all rows, whole tiles of them.
+    """Attention of all rows, in whole tiles.
 
     Args:
-      rows: [pairs, parts, rows, D]; key, value: [pairs, parts, S, D].
-      row_line: [B, tiles of rows, rows] positions; slot_lines: [pairs, tiles of slots, lines, slots]; both as those of
-        `positions.lines`, weights to the base of 2.
+      plan: how the problem is cut.
+      rows: [pairs, parts, rows, D].
+      key: [pairs, parts, S, D].
+      value: [pairs, parts, S, D].
+      row_line: [B, tiles of rows, rows] positions, of `positions.lines`.
+      slot_lines: [pairs, tiles of slots, lines, slots], of `positions.lines`, with weights to the base of 2.
       visits: [pairs, tiles of rows, 2], of `grid_gpu.slots_of_rows`.
-      keep, above: what else is asked for.
+      keep: whether to return log-sum-exps.
+      above: whether to return the number of slots that are seen.
 
     Returns:
-      output [pairs, rows, D]; if `keep`, log-sum-exp to the base of 2, [pairs, rows] float32; if `above`, how many
-      slots each row sees, [pairs, rows] float32.
+      The output [pairs, rows, D]; if `keep`, the log-sum-exps to the base of 2, [pairs, rows] float32; if `above`, the
+      number of slots that each row sees, [pairs, rows] float32.
     """
     pairs, parts, count, dim = rows.shape
     warpgroups, stages = plan.first()
@@ -42,7 +46,7 @@ def attend_rows(
     out_type += [jax.ShapeDtypeStruct((pairs, count), jnp.float32)] * (keep + above)
     scratch = {
         "query_smem": operand((warpgroups, parts, ROWS, dim), plan.part_dtype),
-        "weight_smem": operand((warpgroups, parts, ROWS, plan.slots), plan.part_dtype, beside=dim),
+        "weight_smem": operand((warpgroups, parts, ROWS, plan.slots), plan.part_dtype, columns=dim),
         "position_smem": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
         "begun": plgpu.Barrier(num_arrivals=parts + 1, num_barriers=warpgroups),
         **rings_gpu.rings(
@@ -61,9 +65,9 @@ def _kernel(
     query_smem, weight_smem, position_smem, begun, tiles, tile_ready, tile_free, lines, line_ready, line_free,
     plan, warpgroups, keep, above,
 ):  # fmt: skip
-    """One or two tiles of rows of a (row, KV head)."""
+    """Takes one or two tiles of rows of a (row, KV head)."""
     pair, own = lax.axis_index("pair"), lax.axis_index("wg")
-    # Under a causal mask the last tiles take longest, so they come first.
+    # Under a causal mask the last tiles take longest, so they go first.
     program = query_ref.shape[2] // (warpgroups * ROWS) - 1 - lax.axis_index("program")
     batch = lax.div(pair, query_ref.shape[0] // row_line_ref.shape[0])
     parts, slots, shape = plan.parts, plan.slots, (ROWS, plan.slots)
@@ -132,7 +136,7 @@ def _kernel(
 
         zeros = full((ROWS,), 0.0, PER_ROW)
         nothing = tuple(full((ROWS, width), 0.0, MATRIX) for _, width in chunks)
-        # Far above what is not seen, so that it weighs nothing, and far below everything else
+        # Far above the logits of slots that are not seen, so that these weigh nothing, and far below all others
         floor = full((ROWS,), NEGATIVE / 2, PER_ROW)
         carry = loop(add, (nothing, floor, zeros, zeros if above else None))
         sums, top, total, count = carry
@@ -141,7 +145,7 @@ def _kernel(
             x, columns = x * along_rows(share, x.shape), pl.ds(start, width)
             if parts > 1:
                 output_ref[pair, here, columns] = x
-            else:  # the query has done its work
+            else:  # the query is not needed any more
                 query_smem[own, 0, :, columns] = x.astype(plan.dtype)
         if parts == 1:
             plgpu.commit_smem()

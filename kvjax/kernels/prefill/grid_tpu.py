@@ -1,4 +1,4 @@
-"""How queries × slots are cut into tiles for the TPU's prefill kernels, which tiles are visited, what that costs."""
+"""How queries × slots are cut into tiles for the TPU's prefill kernels, which tiles are visited, and at what cost."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from kvjax.kernels.decode.pallas_tpu import LANES
 
-TILE = 512  # most slots, and most queries over the heads that a program takes together, of a tile
+TILE = 512  # the largest number of slots of a tile, and of queries over all heads that one program takes
 TILE_BYTES = 1 << 20  # of queries over all heads of a group in the second pass; Pallas holds two such tiles
 
 
@@ -17,8 +17,13 @@ class Grid:
     """Tiles of queries × slots, and which of them can hold anything that is seen.
 
     Attributes:
-      n, size: queries and slots; queries, slots: of a tile; heads: query heads that a program takes together.
-      causal: the slots are the queries' own; window: then, newest slots that a query can see, None = all.
+      n: number of queries.
+      size: number of slots.
+      queries: of a tile.
+      slots: of a tile.
+      heads: query heads that one program takes.
+      causal: whether the slots are the queries' own.
+      window: if causal, the number of newest slots that a query can see; None = all.
     """
 
     n: int
@@ -31,11 +36,11 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Tiles of queries, tiles of slots."""
+        """The number of tiles of queries, and of tiles of slots."""
         return pl.cdiv(self.n, self.queries), pl.cdiv(self.size, self.slots)
 
     def slot_tiles(self, at: Any) -> tuple[Any, Any]:
-        """First and last tile of slots of which query tile `at`, an int or traced, can see anything."""
+        """The first and the last tile of slots in which query tile `at`, an int or traced, can see anything."""
         first, last = 0, self.shape[1] - 1
         if self.causal:
             last = clip(((at + 1) * self.queries - 1) // self.slots, 0, last)
@@ -44,7 +49,7 @@ class Grid:
         return first, last
 
     def query_tiles(self, at: Any) -> tuple[Any, Any]:
-        """First and last tile of queries that can see anything of slot tile `at`."""
+        """The first and the last tile of queries that can see anything in slot tile `at`."""
         first, last = 0, self.shape[0] - 1
         if self.causal:
             first = clip(at * self.slots // self.queries, 0, last)
@@ -54,7 +59,7 @@ class Grid:
 
     @property
     def pairs(self) -> int:
-        """Pairs (query, slot) of all tiles that are visited."""
+        """The number of (query, slot) pairs in all tiles that are visited."""
         tiles = (self.slot_tiles(at) for at in range(self.shape[0]))
         return sum(last - first + 1 for first, last in tiles) * self.queries * self.slots
 
@@ -62,7 +67,7 @@ class Grid:
 def grids(
     group: int, n: int, size: int, dim: int, itemsize: int, causal: bool, window: int | None
 ) -> tuple[Grid, Grid]:
-    """Tiles of the first and of the second pass; `window` of a causal block without exempt slots, if it is an int."""
+    """The grids of the first and of the second pass; `window` is that of a block without exempt slots."""
     queries, slots = _tile(n, TILE, 16), _tile(size, TILE, LANES)
     heads = next(c for c in range(group, 0, -1) if group % c == 0 and (c == 1 or c * queries <= TILE))
     # The second pass takes all heads of a group: their mean or maximum comes before f.
@@ -75,11 +80,11 @@ def grids(
 def costs(
     first: Grid, second: Grid, rows: int, group: int, dim: int, itemsize: int, words: int
 ) -> tuple[pl.CostEstimate, pl.CostEstimate]:
-    """What the first and the second pass do in all, for `rows` = B·K and statistics of so many `words` together.
+    """The cost of the first and of the second pass, for `rows` = B·K and statistics of `words` words in all.
 
-    FLOPs are those of products and weighted sums in the tiles that are visited, masked pairs included: of each pair
-    (query, slot) 4·D a head in the first pass, Q Kᵀ and P V; in the second 2·D a head, Q Kᵀ again, and 2 a word for all
-    heads together. So statistics cost (½ + words / (2·G·D)) of attention.
+    FLOPs are those of products and weighted sums in the tiles that are visited, masked pairs included. Each pair
+    (query, slot) takes 4·D per head in the first pass, Q Kᵀ and P V; in the second 2·D per head, Q Kᵀ again, and 2 per
+    word for all heads. So statistics cost (½ + words / (2·G·D)) of attention.
     """
     tiles = first.pairs // (first.queries * first.slots) * (group // first.heads)
     slot_bytes, query_bytes = 2 * first.slots * dim * itemsize, 2 * group * first.n * dim * itemsize
@@ -100,7 +105,7 @@ def costs(
 
 
 def _tile(length: int, most: int, least: int) -> int:
-    """Of equal tiles of at most `most`: a multiple of `least`, and of the lanes if there are several or it is long."""
+    """The size of equal tiles of at most `most`: a multiple of `least`, or of the lanes if the length exceeds these."""
     unit = LANES if length > LANES else least
     return pl.cdiv(pl.cdiv(length, pl.cdiv(length, most)), unit) * unit
 

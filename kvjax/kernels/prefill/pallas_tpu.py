@@ -1,28 +1,32 @@
 """Attention of a block of queries with column statistics, on a TPU (Pallas, Mosaic), in linear memory.
 
 Two passes. The first is FlashAttention-2's forward (arXiv:2307.08691, algorithm 1): a tile of queries stays, tiles of
-slots go by under a running softmax, and the rows' log-sum-exp are kept. The second turns it round: a tile of slots
-stays, tiles of queries go by, probabilities are recomputed from the log-sum-exp, which takes Q Kᵀ alone, half of
-attention's FLOPs, and every statistic's Σ_i w_i f(m[i, j]) is reduced from them at once. What is visible is computed
-from positions inside the kernels: no array is queries × slots.
+slots pass under a running softmax, and the log-sum-exps of the rows are kept. In the second a tile of slots stays and
+tiles of queries pass: probabilities are computed again from the log-sum-exps, which takes Q Kᵀ alone, half of
+attention's FLOPs, and every statistic's Σ_i w_i f(m[i, j]) is reduced from them in the same pass. What is visible is
+computed from positions inside the kernels: no array is queries × slots.
 """
 
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kvjax.kernels import registry, softmax
 from kvjax.kernels.decode.pallas_tpu import LANES, add_tile, product
 from kvjax.kernels.prefill import positions
 from kvjax.kernels.prefill.grid_tpu import Grid, clip, costs, grids
-from kvjax.kernels.prefill.positions import TIE, pad
+from kvjax.kernels.prefill.positions import pad
+from kvjax.kernels.problem import Attended, Problem
 from kvjax.kernels.softmax import NEGATIVE
-from kvjax.statistics import Statistic
+
+if TYPE_CHECKING:
+    from kvjax.kernels.registry import Request
 
 Array = jax.Array
 # Sums of one transform from which on the matrix unit adds up. A float32 product is six of bfloat16, however few rows it
@@ -30,56 +34,58 @@ Array = jax.Array
 WIDE = 8
 
 
-def attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    query_position: Array,
-    key_position: Array,
-    statistics: Sequence[Statistic],
-    weights: Sequence[Array],
-    scale: float,
-    window: int | Array | None,
-    exempt: Array | None,
-    log_weight: Array | None,
-    group_reduce: str,
-    causal: bool,
-) -> tuple[Array, dict[str, Array]]:
-    """As `kernels.prefill.xla.attend`, without gradients: output [B, K, G, n, D], and name -> [B, K, S] or with words.
+def refuses(request: "Request") -> str | None:
+    """See `kvjax.kernels.registry.Kernel`."""
+    return registry.refuses_problem(request)
 
-    Beyond inputs and outputs it takes 4 bytes a query and head (the log-sum-exp), a few lines of positions, one float32
-    per query and word of the weights, and the sums themselves; nothing without statistics.
+
+def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
+    """As `kvjax.kernels.prefill.xla.attend_and_reduce`, without log-sum-exps and gradients; see `refuses`.
+
+    Beyond inputs and outputs it takes 4 bytes per query and head (the log-sum-exps), a few lines of positions, one
+    float32 per query and word of the weights, and the sums themselves; without statistics, the positions alone.
     """
+    registry.require("prefill", "pallas_tpu", problem)
+    query, key, value = problem.query, problem.key, problem.value
     batch, kv_heads, group, n, dim = query.shape
-    size, rows = key.shape[2], batch * kv_heads
-    known = window if isinstance(window, int) and exempt is None else None
-    first, second = grids(group, n, size, dim, key.dtype.itemsize, causal, known)
-    order = sorted(range(len(statistics)), key=lambda i: statistics[i].transform)
-    statistics, weights = [statistics[i] for i in order], [weights[i] for i in order]
+    size, rows = problem.slots, batch * kv_heads
+    window = problem.window if problem.exempt is None else None
+    first, second = grids(group, n, size, dim, key.dtype.itemsize, problem.causal, window)
+    # In the order of transforms, so that the words of one are a span.
+    order = sorted(range(len(problem.statistics)), key=lambda i: problem.statistics[i].transform)
+    statistics, weights = [problem.statistics[i] for i in order], [problem.weights[i] for i in order]
     # [B, words, n] of each
     weights = [w[:, None] if w.ndim == 2 else jnp.swapaxes(w, 1, 2) for w in weights]
     words = sum(w.shape[1] for w in weights)
     attention_cost, columns_cost = costs(first, second, rows, group, dim, key.dtype.itemsize, words)
 
-    query_line, slot_lines = positions.lines(query_position, key_position, window, exempt, log_weight)
+    query_line, slot_lines = positions.lines(problem)
     slot_lines = pad(slot_lines, first.shape[1] * first.slots, jnp.inf)
     inputs = (query.reshape(rows, group, n, dim), key.reshape(rows, size, dim), value.reshape(rows, size, dim))
-    masks = {"windowed": window is not None, "weighted": log_weight is not None, "scale": scale, "kv_heads": kv_heads}
-    above = any(statistic.transform == "above" for statistic in statistics)
-    output, *kept = _attention(first, attention_cost, inputs, query_line, slot_lines, bool(statistics), above, masks)
-    output = output.reshape(query.shape)
+    masks = {
+        "windowed": problem.window is not None, "weighted": problem.log_weight is not None, "scale": problem.scale,
+        "kv_heads": kv_heads,
+    }  # fmt: skip
+    output, *kept = _attention(
+        first, attention_cost, inputs, query_line, slot_lines, bool(statistics), problem.needs_seen, masks
+    )
+    attended = Attended(output.reshape(query.shape), None)
     if not statistics:
-        return output, {}
+        return attended, {}
     stops = itertools.accumulate(w.shape[1] for w in weights)
     slices = [(stop - w.shape[1], stop) for w, stop in zip(weights, stops, strict=True)]
+    # Transform -> its words
     spans: dict[str, tuple[int, int]] = {}
     for statistic, (start, stop) in zip(statistics, slices, strict=True):
         spans[statistic.transform] = (spans.get(statistic.transform, (start,))[0], stop)
+    # [B, words, n]
     weight = jnp.concatenate(weights, axis=1)
-    sums = _columns(second, columns_cost, inputs[:2], query_line, slot_lines, weight, kept, spans, group_reduce, masks)
+    sums = _columns(
+        second, columns_cost, inputs[:2], query_line, slot_lines, weight, kept, spans, problem.group_reduce, masks
+    )
+    # [B, K, words, S]
     sums = sums[..., :size].reshape(batch, kv_heads, words, size)
-    return output, {
+    return attended, {
         statistic.name: jnp.moveaxis(sums[:, :, start:stop], 2, 3) if statistic.words else sums[:, :, start]
         for statistic, (start, stop) in zip(statistics, slices, strict=True)
     }
@@ -89,8 +95,12 @@ def _attention(
     grid: Grid, cost: pl.CostEstimate, inputs: tuple[Array, Array, Array], query_line: Array, slot_lines: Array,
     keep: bool, above: bool, masks: dict[str, Any],
 ) -> list[Array]:  # fmt: skip
-    """The first pass: output [B·K, G, n, D]; if `keep`, log-sum-exp [B·K, G, 1, n up to whole tiles] float32; if
-    `above`, slots that each query sees, [B·K, G / heads, 1, n up to whole tiles] float32."""
+    """The first pass.
+
+    Returns:
+      The output [B·K, G, n, D]; if `keep`, the log-sum-exps [B·K, G, 1, n padded to whole tiles] float32; if `above`,
+      the number of slots that each query sees, [B·K, G / heads, 1, n padded to whole tiles] float32.
+    """
     query, key, value = inputs
     rows, group, _, dim = query.shape
     tiles, (heads, queries, slots) = grid.shape, (grid.heads, grid.queries, grid.slots)
@@ -98,7 +108,7 @@ def _attention(
     query_line = pad(query_line, padded, -jnp.inf)
 
     def slot_tile(row, at, slot, last_ref):
-        """Tiles that are skipped name one that is there already, so that nothing is fetched for them."""
+        """A tile that is skipped names one that is there already, so that nothing is fetched for it."""
         return jnp.where(at <= last_ref[row // kv_heads], clip(slot, *grid.slot_tiles(at)), 0)
 
     stays = pl.BlockSpec((1, heads, queries, dim), lambda row, head, at, slot, last: (row, head, at, 0))
@@ -136,7 +146,7 @@ def _attention_kernel(
     last_ref, query_ref, key_ref, value_ref, query_line_ref, slot_lines_ref, output_ref, *refs,
     grid, keep, above, windowed, weighted, scale, kv_heads,
 ):  # fmt: skip
-    """One tile: query [1, heads, t, D], key and value [1, slots, D], positions [1, 1, t] and [1, lines, slots]."""
+    """Takes one tile: query [1, heads, t, D], key, value [1, slots, D], positions [1, 1, t] and [1, lines, slots]."""
     *kept_refs, top_ref, total_ref, sum_ref, position_ref, count_ref = refs
     at, slot = pl.program_id(2), pl.program_id(3)
     heads, queries, slots = grid.heads, grid.queries, grid.slots
@@ -187,18 +197,26 @@ def _columns(
     grid: Grid, cost: pl.CostEstimate, inputs: tuple[Array, Array], query_line: Array, slot_lines: Array, weight: Array,
     kept: Sequence[Array], spans: dict[str, tuple[int, int]], group_reduce: str, masks: dict[str, Any],
 ) -> Array:  # fmt: skip
-    """The second pass: sums [B·K, words, S up to whole tiles] float32.
+    """The second pass: sums [B·K, words, S padded to whole tiles] float32.
 
     Args:
-      inputs: query [B·K, G, n, D], key [B·K, S, D]; weight: [B, words, n]; kept: of the first pass.
-      spans: transform -> which words.
+      grid: of the second pass.
+      cost: of the second pass.
+      inputs: query [B·K, G, n, D] and key [B·K, S, D].
+      query_line: [B, 1, n] positions.
+      slot_lines: [B·K, lines, S padded to whole tiles], of `positions.lines`.
+      weight: [B, words, n].
+      kept: what the first pass kept.
+      spans: transform -> first word and the word after its last.
+      group_reduce: see `Problem`.
+      masks: static options of the kernels.
     """
     query, key = inputs
     rows, group, _, dim = query.shape
     words, (tiles, slot_tiles) = weight.shape[1], grid.shape
     queries, slots, kv_heads = grid.queries, grid.slots, masks["kv_heads"]
     query_line, weight = pad(query_line, tiles * queries, -jnp.inf), pad(weight, tiles * queries, 0.0)
-    # Queries that weigh nothing need no second pass: padding, and all of a prompt but its end if that is observed.
+    # Queries that weigh nothing need no second pass: padding, and all but the end of a prompt where only that counts.
     active = jnp.stack(_active(weight != 0, queries))
 
     def query_tile(row, slot, at, active):
@@ -207,7 +225,7 @@ def _columns(
         return clip(at, jnp.maximum(first, active[0, row]), jnp.minimum(last, active[1, row]))
 
     def passing(*block: int, by_row: int = 1) -> pl.BlockSpec:
-        """A line of queries, whose last dimension goes by."""
+        """A line of queries, which passes along its last dimension."""
         zeros = (0,) * (len(block) - 1)
         return pl.BlockSpec((1, *block), lambda row, *at: (row // by_row, *zeros, query_tile(row, *at)))
 
@@ -243,7 +261,7 @@ def _columns_kernel(
     active_ref, query_ref, key_ref, query_line_ref, slot_lines_ref, weight_ref, lse_ref, *refs,
     grid, spans, group_reduce, windowed, weighted, scale, kv_heads,
 ):  # fmt: skip
-    """One tile: query [1, G, t, D], key [1, slots, D], weights [1, words, t], sums [1, words, slots]."""
+    """Takes one tile: query [1, G, t, D], key [1, slots, D], weights [1, words, t], sums [1, words, slots]."""
     *count_ref, sums_ref, lines_ref, narrow_ref = refs
     row, slot, at = pl.program_id(0) // kv_heads, pl.program_id(1), pl.program_id(2)
     group, lanes = query_ref.shape[1], narrow_ref.shape[2]
@@ -254,7 +272,7 @@ def _columns_kernel(
         sums_ref[...] = jnp.zeros(sums_ref.shape, jnp.float32)
         narrow_ref[...] = jnp.zeros(narrow_ref.shape, jnp.float32)
         for line in range(lines_ref.shape[0]):
-            # [slots, lanes]: slots are rows of the logits here, so that what belongs to a query lies along them
+            # [slots, lanes]: slots are rows of the logits here, and queries are columns
             lines_ref[line] = jnp.broadcast_to(slot_lines_ref[0, line : line + 1], (LANES, grid.slots)).T
 
     @pl.when((first <= at) & (at <= last) & (active_ref[0, row] <= at) & (at <= active_ref[1, row]))
@@ -272,7 +290,7 @@ def _columns_kernel(
         if windowed:
             seen = seen & (position <= lines_ref[1, :, :1])
         m = jax.lax.fori_loop(0, group, head, jnp.zeros(seen.shape, jnp.float32), unroll=group <= WIDE)
-        # What is not seen may be anything so far.
+        # The probabilities of slots that are not seen are meaningless so far.
         m = jnp.where(seen, m * (1.0 / group) if group_reduce == "mean" else m, 0.0)
         done = 0
         for transform, (start, stop) in spans.items():
@@ -282,10 +300,7 @@ def _columns_kernel(
                 case "square":
                     term = m * m
                 case "above":
-                    count = count_ref[0][0, 0]
-                    # The one slot that the first query of every prompt sees has all of it, whatever the rounding.
-                    share = jnp.where(count > 1, TIE / jnp.maximum(count, 1.0), 0.5)
-                    term = jnp.where(m >= share, 1.0, 0.0)
+                    term = jnp.where(m >= softmax.uniform_share(count_ref[0][0, 0]), 1.0, 0.0)
                 case _:
                     raise ValueError("counts need no attention; see kvjax.attention")
             if stop - start >= WIDE:
@@ -307,7 +322,7 @@ def _columns_kernel(
 
 
 def _active(flag: Array, tile: int) -> tuple[Array, Array]:
-    """First and last tile with a flag that is set, [B] int32 each, 0 where there is none; of flags [B, any, n]."""
+    """The first and the last tile with a flag that is set, [B] int32 each, 0 without one; flags [B, any, n]."""
     batch = flag.shape[0]
     tiles = jnp.any(flag.reshape(batch, flag.shape[1], -1, tile), axis=(1, 3))
     index = jnp.arange(tiles.shape[1], dtype=jnp.int32)

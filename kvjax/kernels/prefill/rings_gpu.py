@@ -1,4 +1,4 @@
-"""What both passes of the GPU's prefill kernel do alike: tiles pass by, are multiplied with what stays, and masked."""
+"""What both passes of the GPU's prefill kernel share: rings of tiles that pass, products with them, warpgroups."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from kvjax.kernels.prefill.grid_gpu import LINES, Plan
 
 Array = jax.Array
 LOG2E = math.log2(math.e)
-REGISTERS = 232, 40  # of a thread that computes, of two warpgroups, and of one that copies; 504 in all
+REGISTERS = 232, 40  # per thread of two warpgroups that compute, and of one that copies; 504 in all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,9 @@ class Ring:
     """Places in shared memory that one warpgroup fills in turn, and others read and free.
 
     Attributes:
-      places: [stages, ...]; ready, free: barriers of every place.
+      places: [stages, ...].
+      ready: a barrier per place, for its reads.
+      free: a barrier per place, for its next write.
     """
 
     places: Any
@@ -50,7 +52,7 @@ class Ring:
 
 
 def rings(warpgroups: int, stages: int, tile: Any, lines: Sequence[int]) -> dict[str, Any]:
-    """Scratch of a kernel's two rings: parts of tiles, and lines of numbers."""
+    """The scratch memory of a kernel's two rings: parts of tiles, and lines of numbers."""
     barriers = {}
     for name, count in (("tile", stages), ("line", LINES)):
         barriers[f"{name}_ready"] = plgpu.Barrier(num_barriers=count)
@@ -59,7 +61,7 @@ def rings(warpgroups: int, stages: int, tile: Any, lines: Sequence[int]) -> dict
 
 
 def logits_of(left: Any, ring: Ring, step: Array, shape: tuple[int, int], plan: Plan) -> Array:
-    """What stays, [parts, rows, D], times a tile that passes, transposed, part by part; float32, to the base of 2."""
+    """What stays, [parts, rows, D], times a tile that passes, transposed, part by part: float32 logits to base 2."""
 
     def dot(into):
         for i in range(plan.parts):
@@ -77,13 +79,16 @@ def pass_by(
     visits_ref: Any, pair: Array, program: Array, warpgroups: int, copy: Callable[[Array, Array], None],
     compute: Callable[[Array, Callable[..., Any]], None], skip: Callable[[Array], None],
 ) -> None:  # fmt: skip
-    """Every warpgroup's part: the last copies the tiles that any of the others visits, which compute on their own.
+    """Runs every warpgroup: the last copies the tiles that any of the others visits, and these compute.
 
     Args:
-      visits_ref: [pairs, tiles, 2], first and last tile that passes for each that stays.
-      copy: (turn, tile), starts to copy a tile.
-      compute: (tile that stays, loop), where loop(body, carry) is body(turn, tile, carry) over the visited.
-      skip: (turn), frees a tile that another warpgroup visits.
+      visits_ref: [pairs, tiles, 2], the first and the last tile that passes for each that stays.
+      pair: index of the (row, KV head).
+      program: index of the program.
+      warpgroups: the number that compute, each on a tile that stays.
+      copy: (turn, tile) starts to copy a tile.
+      compute: (tile that stays, loop), where loop(body, carry) calls body(turn, tile, carry) for the visited tiles.
+      skip: (turn) frees a tile that only another warpgroup visits.
     """
     own = lax.axis_index("wg")
     ends = [[visits_ref[pair, program * warpgroups + i, end] for i in range(warpgroups)] for end in (0, 1)]
@@ -119,7 +124,7 @@ def call(
     kernel: Callable[..., None], out_type: Any, scratch: dict[str, Any], grid: tuple[int, int], warpgroups: int,
     name: str,
 ) -> Callable[..., Any]:  # fmt: skip
-    """The kernel as a function of arrays; a program is the warpgroups that compute and one that copies."""
+    """A kernel as a function of arrays; a program is the warpgroups that compute and one that copies."""
     return plgpu.kernel(
         kernel,
         out_type=out_type,

@@ -1,121 +1,139 @@
 """Attention of a block of queries with column statistics in linear memory: the reference, in plain XLA.
 
-Queries go tile by tile; a tile sees whole rows of the score matrix, so its softmax is exact and its probabilities are
-reduced to column sums before the next tile overwrites them. What exists at once is one tile, whose size is bounded in
-bytes: the memory beyond inputs and outputs is the column sums, linear in the prompt.
+Queries are taken tile by tile. A tile sees whole rows of the score matrix, so its softmax is exact, and its
+probabilities are reduced to column sums before the next tile overwrites them. One tile exists at a time, whose size is
+bounded in bytes: beyond inputs and outputs, the memory is that of the column sums, linear in the prompt.
 """
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.decode import xla as rows
-from kvjax.statistics import Statistic
+from kvjax.kernels.problem import Attended, Problem
 
 Array = jax.Array
+Sums = dict[str, Array]
+# (problem of a tile, arrays [B, K, x, t, ...]) -> arrays [B, K, x, t, ...], and sums over the queries of the tile
+Tile = Callable[..., tuple[tuple[Array, ...], Sums]]
 
 TILE_BYTES = 16 << 20  # scores of one tile, over batch and heads; about the last-level cache of a CPU core
-SEGMENTS = 8  # a causal prompt is cut so; each part sees only the keys before its end: 56 % of the square's work
+SEGMENTS = 8  # of a causal prompt; each sees only the keys before its end, which takes 56 % of the square's work
+QUERY_AXIS = 3  # of an array that has something for each query: [B, K, G or 1, n, ...]
 
 
-def attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    query_position: Array,
-    key_position: Array,
-    statistics: Sequence[Statistic],
-    weights: Sequence[Array],
-    scale: float,
-    window: int | Array | None,
-    exempt: Array | None,
-    log_weight: Array | None,
-    group_reduce: str,
-    causal: bool,
-) -> tuple[Array, dict[str, Array]]:
-    """A block of queries per head over all slots.
+def attend(problem: Problem) -> Attended:
+    """As `decode.xla.attend`, for any number of queries."""
 
-    Args:
-      query: [B, K, G, n, D]; key, value: [B, K, S, D].
-      query_position: [B, n] int32; key_position: [B, K, S] int32; window, exempt: see `softmax.visible`.
-      log_weight: [B, K, S] float32, added to the logits, or None.
-      statistics: what to report; weights: of each, [B, n] or [B, n, words] float32, see `Statistic.query_weights`.
-      causal: the slots are this very block in order (S = n), so a query never sees a slot behind its own.
+    def tile(part: Problem) -> tuple[tuple[Array, ...], Sums]:
+        attended = rows.attend(part)
+        return (attended.output, attended.lse), {}
 
-    Returns:
-      output [B, K, G, n, D] in value's dtype, and statistic name -> [B, K, S] or [B, K, S, words] float32.
-    """
-    batch, kv_heads, group, n, _ = query.shape
-    size = key.shape[2]
-    tile = tile_rows(batch * kv_heads * group * size, n)
-    part = functools.partial(
-        _tiles, scale=scale, window=window, statistics=statistics, group_reduce=group_reduce, tile=tile
-    )
-    if not causal:
-        return part(query, key, value, query_position, key_position, weights, exempt=exempt, log_weight=log_weight)
-    step = max(tile, -(-n // (SEGMENTS * tile)) * tile)
-    outputs = []
-    sums = _zeros(statistics, key_position)
-    for start in range(0, n, step):
-        stop = min(start + step, n)
-        output, partial_sums = part(
-            query[:, :, :, start:stop],
-            key[:, :, :stop],
-            value[:, :, :stop],
-            query_position[:, start:stop],
-            key_position[:, :, :stop],
-            tuple(weight[:, start:stop] for weight in weights),
-            exempt=None if exempt is None else exempt[:, :, :stop],
-            log_weight=None if log_weight is None else log_weight[:, :, :stop],
-        )
-        outputs.append(output)
-        sums = {name: total.at[:, :, :stop].add(partial_sums[name]) for name, total in sums.items()}
-    return jnp.concatenate(outputs, axis=3), sums
+    (output, lse), _ = _over_tiles(tile, problem.without_statistics())
+    return Attended(output, lse)
+
+
+def column_sums(problem: Problem, lse: Array, seen: Array | None = None) -> Sums:
+    """As `decode.xla.column_sums`, for any number of queries."""
+
+    def tile(part: Problem, lse: Array, seen: Array | None = None) -> tuple[tuple[Array, ...], Sums]:
+        return (), rows.column_sums(part, lse, None if seen is None else seen[:, :, 0])
+
+    extra = (lse,) if seen is None else (lse, seen[:, :, None])
+    return _over_tiles(tile, problem, *extra)[1]
+
+
+def attend_and_reduce(problem: Problem) -> tuple[Attended, Sums]:
+    """As `decode.xla.attend_and_reduce`, for any number of queries."""
+
+    def tile(part: Problem) -> tuple[tuple[Array, ...], Sums]:
+        attended, sums = rows.attend_and_reduce(part)
+        return (attended.output, attended.lse), sums
+
+    (output, lse), sums = _over_tiles(tile, problem)
+    return Attended(output, lse), sums
+
+
+def count_seen(problem: Problem) -> Array:
+    """As `decode.xla.count_seen`, for any number of queries."""
+
+    def tile(part: Problem) -> tuple[tuple[Array, ...], Sums]:
+        return (rows.count_seen(part)[:, :, None],), {}
+
+    (seen,), _ = _over_tiles(tile, problem.without_statistics())
+    return seen[:, :, 0]
 
 
 def tile_rows(row_scores: int, n: int) -> int:
-    """Queries of a tile: a power of two up to 512 whose float32 scores stay near `TILE_BYTES`."""
+    """The number of queries of a tile: a power of two up to 512 whose float32 scores stay near `TILE_BYTES`."""
     rows_that_fit = max(1, TILE_BYTES // (4 * row_scores))
     return min(512, 1 << (rows_that_fit.bit_length() - 1), 1 << (n - 1).bit_length())
 
 
-def _tiles(query, key, value, query_position, key_position, weights, *, tile, statistics, **options):
-    """`rows.attend` over tiles of queries, sums added up; shapes as in `attend`."""
-    n = query.shape[3]
+def _over_tiles(function: Tile, problem: Problem, *extra: Array) -> tuple[tuple[Array, ...], Sums]:
+    """Calls a function on tiles of queries, joins what it returns for each query and adds up its sums.
+
+    Args:
+      function: see `Tile`; its sums have the names of the problem's statistics.
+      problem: any number of queries.
+      extra: arrays [B, K, x, n, ...] that the function gets the queries' part of.
+    """
+    batch, kv_heads, group, n, _ = problem.query.shape
+    tile = tile_rows(batch * kv_heads * group * problem.slots, n)
+    if not problem.causal:
+        return _tiles(function, problem, extra, tile)
+    step = max(tile, -(-n // (SEGMENTS * tile)) * tile)
+    results = []
+    sums = _zeros(problem)
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        own = tuple(x[:, :, :, start:stop] for x in extra)
+        result, partial = _tiles(function, problem.only_queries(start, stop).only_slots(stop), own, tile)
+        results.append(result)
+        sums = {name: total.at[:, :, :stop].add(partial[name]) for name, total in sums.items()}
+    return tuple(jnp.concatenate(each, axis=QUERY_AXIS) for each in zip(*results, strict=True)), sums
+
+
+def _tiles(function: Tile, problem: Problem, extra: tuple[Array, ...], tile: int) -> tuple[tuple[Array, ...], Sums]:
+    """As `_over_tiles`, over all slots for each tile."""
+    n = problem.query.shape[QUERY_AXIS]
     count = -(-n // tile)
     if count == 1:
-        return rows.attend(
-            query, key, value, query_position=query_position, key_position=key_position, weights=weights,
-            statistics=statistics, **options,
-        )  # fmt: skip
-    pad = count * tile - n
+        return function(problem, *extra)
+    more = count * tile - n
     # Padding queries see nothing (position -1) and weigh nothing.
-    query = _split(jnp.pad(query, ((0, 0),) * 3 + ((0, pad), (0, 0))), 3, tile)
-    query_position = _split(jnp.pad(query_position, ((0, 0), (0, pad)), constant_values=-1), 1, tile)
-    weights = tuple(_split(jnp.pad(w, ((0, 0), (0, pad), *((0, 0),) * (w.ndim - 2))), 1, tile) for w in weights)
+    inputs = (
+        _split(problem.query, QUERY_AXIS, tile, more),
+        _split(problem.query_position, 1, tile, more, fill=-1),
+        tuple(_split(weight, 1, tile, more) for weight in problem.weights),
+        tuple(_split(x, QUERY_AXIS, tile, more) for x in extra),
+    )
 
-    def body(sums, inputs):
-        q, position, tile_weights = inputs
-        output, tile_sums = rows.attend(
-            q, key, value, query_position=position, key_position=key_position, weights=tile_weights,
-            statistics=statistics, **options,
-        )  # fmt: skip
-        return {name: total + tile_sums[name] for name, total in sums.items()}, output
+    def body(sums: Sums, inputs: Any) -> tuple[Sums, tuple[Array, ...]]:
+        query, position, weights, own = inputs
+        result, partial = function(problem.replace(query=query, query_position=position, weights=weights), *own)
+        return {name: total + partial[name] for name, total in sums.items()}, result
 
-    sums, outputs = jax.lax.scan(body, _zeros(statistics, key_position), (query, query_position, weights))
-    # [tiles, B, K, G, tile, D] -> [B, K, G, n, D]
-    outputs = jnp.moveaxis(outputs, 0, 3)
-    return outputs.reshape(*outputs.shape[:3], count * tile, outputs.shape[-1])[:, :, :, :n], sums
+    sums, results = jax.lax.scan(body, _zeros(problem), inputs)
+    return tuple(_join(x, n) for x in results), sums
 
 
-def _zeros(statistics: Sequence[Statistic], key_position: Array) -> dict[str, Array]:
-    return {s.name: jnp.zeros((*key_position.shape, *s.words), jnp.float32) for s in statistics}
+def _zeros(problem: Problem) -> Sums:
+    return {s.name: jnp.zeros((*problem.key_position.shape, *s.words), jnp.float32) for s in problem.statistics}
 
 
-def _split(x: Array, axis: int, tile: int) -> Array:
-    """[..., tiles * tile, ...] -> [tiles, ..., tile, ...]."""
+def _split(x: Array, axis: int, tile: int, more: int, fill: int = 0) -> Array:
+    """[..., n, ...], `more` entries that are `fill` appended -> [tiles, ..., tile, ...]."""
+    widths = [(0, more if i == axis else 0) for i in range(x.ndim)]
+    x = jnp.pad(x, widths, constant_values=fill)
     x = x.reshape(*x.shape[:axis], -1, tile, *x.shape[axis + 1 :])
     return jnp.moveaxis(x, axis, 0)
+
+
+def _join(x: Array, n: int) -> Array:
+    """[tiles, B, K, x, tile, ...] -> [B, K, x, n, ...]."""
+    x = jnp.moveaxis(x, 0, QUERY_AXIS)
+    x = x.reshape(*x.shape[:QUERY_AXIS], -1, *x.shape[QUERY_AXIS + 2 :])
+    return x[:, :, :, :n]

@@ -1,16 +1,16 @@
 """A whole decoding step of one layer in one kernel on a Hopper GPU: append, attend, observe, evict (Mosaic GPU).
 
-A program takes one (row, KV head). It writes the new pair into the slot that is free, in place, through aliased
-buffers, and waits for it; then keys and values pass through as in `pass_gpu`, and statistics and positions, one line of
-numbers each, are read, settled by the policy's own code, and written where they were. Nothing else leaves the kernel
-but the output. It takes what one program can hold, where there are enough programs to fill the GPU (`plan_of`).
+A program takes one (row, KV head). It writes the new pair into the free slot, in place, through aliased buffers, and
+waits for that write; then keys and values pass through as in `pass_gpu`. Statistics and positions, one line of numbers
+each, are read, settled by the policy's own code, and written where they were. Only the output is new. The kernel takes
+slots that one program can hold, where there are enough programs to fill the GPU (`plan_of`).
 
-No GPU has run it; the interpreter and the lowering for CUDA have seen it.
+It was interpreted and lowered for CUDA; no GPU has run it.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper
 from kvjax.kernels.decode.pass_gpu import Pass, gathered
-from kvjax.kernels.decode.plan_gpu import WIDE, Plan
+from kvjax.kernels.decode.plan_gpu import PROGRAMS, SPAN, WIDE, Plan
 from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE
-from kvjax.kernels.lines import on_lines
+from kvjax.kernels.rank1 import on_lines
 from kvjax.kernels.softmax import NEGATIVE
+from kvjax.kernels.step import trace
+
+if TYPE_CHECKING:
+    from kvjax.kernels.registry import Request
 
 Array = jax.Array
-COPY = 256  # numbers that a copy takes at most; a line is filled up to whole copies
-COPY_BYTES = 128  # that it moves, or a multiple
-MOST_SLOTS = 4096  # 32 numbers of every line to a thread, of some 256 registers
+COPY = 256  # numbers that a copy takes at most; a line is padded to whole copies
+COPY_BYTES = 128  # a copy moves a multiple of this
+MOST_SLOTS = 4096  # 32 numbers of every line per thread, which has some 256 registers
 
 
 def step(
@@ -48,18 +52,22 @@ def step(
     window: int | None,
     group_reduce: str,
 ) -> tuple[Array, Array, Array, Array, dict[str, Array]]:
-    """As `step_tpu.step`, of slots that `plan_of` has a plan for; any others are refused (ValueError)."""
+    """As `kvjax.kernels.step.tpu.step`.
+
+    Raises:
+      ValueError: for slots that `plan_of` has no plan for.
+    """
     batch, kv_heads, group, dim = query.shape
     pairs, size = batch * kv_heads, key.shape[2]
     plan = plan_of(pairs, group, size, dim, key.dtype, len(stats), scale=scale, group_reduce=group_reduce)
-    if plan is None:
-        raise ValueError(f"{size} slots of {group} x {dim} in {key.dtype} are not one program's, or no multiple of 8.")
     names, length = tuple(sorted(stats)), _length(size)
-    # [pairs, parts, G filled up, D]
+    # [pairs, parts, G padded, D]
     parts = jnp.stack(hopper.parts(query.reshape(pairs, group, dim).astype(key.dtype)), axis=1)
     parts = jnp.pad(parts, ((0, 0), (0, 0), (0, plan.padded - group), (0, 0)))
-    # Mosaic writes what it is given as a reference.
+    # Mosaic writes to the arrays that it gets as references.
+    # [pairs, S, D]
     kept = [jax.new_ref(x.reshape(pairs, size, dim)) for x in (key, value)]
+    # [pairs, S]
     lines = [jax.new_ref(x.reshape(pairs, size)) for x in (position, *(stats[name] for name in names))]
     scratch = plan.scratch() | {
         "pair_smem": plgpu.SMEM((2, _row(dim, key.dtype)), key.dtype),
@@ -71,7 +79,7 @@ def step(
     body = functools.partial(_kernel, plan=plan, names=names, settle=settle, transforms=transforms, window=window)
     chunks = -(-dim // TILE)
 
-    # plgpu.kernel would do this, but takes no references before jax 0.11.
+    # plgpu.kernel does this too, but takes no references before jax 0.11.
     def kernel(*refs: Any) -> None:
         pl.run_scoped(functools.partial(body, *refs), collective_axes=(), **scratch)
 
@@ -95,6 +103,18 @@ def step(
     return output, key, value, position, dict(zip(names, found, strict=True))
 
 
+def refuses(request: "Request") -> str | None:
+    """See `kvjax.kernels.registry.Kernel`."""
+    if reason := trace.refuses(request, "pallas_gpu"):
+        return reason
+    pairs, dtype, stats = request.batch * request.kv_heads, jnp.dtype(request.dtype), len(request.statistics)
+    try:
+        plan_of(pairs, request.group, request.slots, request.dim, dtype, stats)
+    except ValueError as error:
+        return str(error).rstrip(".")
+    return None
+
+
 def plan_of(
     pairs: int,
     group: int,
@@ -105,25 +125,32 @@ def plan_of(
     *,
     scale: float = 1.0,
     group_reduce: str = "mean",
-) -> Plan | None:
-    """How a step of so many (row, KV head) pairs is cut, or None where a program does not take all slots of a pair."""
-    if size % 8 or not TILE <= size <= MOST_SLOTS or dim % 16 or not TILE <= dim <= 256:
-        return None
-    # The new pair, and what fills up lines; positions, probabilities and statistics are lines.
-    filled, lines, dtype = _length(size) - -(-size // TILE) * TILE, 2 + stats, jnp.dtype(dtype)
-    beside = 2 * _row(dim, dtype) * dtype.itemsize + 4 * lines * filled
-    plan = Plan(group, dim, size, dtype, True, group_reduce, scale, lines, beside)
-    try:
-        plan = plan.cut(pairs)
-    except ValueError:
-        return None
-    return plan if plan.spans == 1 else None
+) -> Plan:
+    """How a step of `pairs` (row, KV head) pairs is cut: a program takes all slots of a pair.
+
+    Raises:
+      ValueError: where a program cannot, or where several that share the slots of a pair are faster.
+    """
+    if size % 8 or not TILE <= size <= MOST_SLOTS:
+        raise ValueError(f"a program takes {TILE} to {MOST_SLOTS} slots, a multiple of 8, not {size}.")
+    hopper.check_dim(dim)
+    # The new pair, and what pads lines; positions, probabilities and statistics are lines.
+    padding, lines, dtype = _length(size) - -(-size // TILE) * TILE, 2 + stats, jnp.dtype(dtype)
+    extra = 2 * _row(dim, dtype) * dtype.itemsize + 4 * lines * padding
+    plan = Plan(group, dim, size, dtype, True, group_reduce, scale, lines, extra).cut(pairs)
+    if plan.spans == 1:
+        return plan
+    if min(PROGRAMS // pairs, plan.tiles // SPAN) > 1:
+        raise ValueError(
+            f"{pairs} (row, KV head) pairs do not fill a GPU with one program each, so that several share {size} slots."
+        )
+    raise ValueError(f"{size} slots of {group} x {dim} in {dtype} with {stats} statistics exceed a program's memory.")
 
 
 def _row(dim: int, dtype: Any) -> int:
-    """Features of the new key, filled up to what a copy moves."""
-    together = COPY_BYTES // jnp.dtype(dtype).itemsize
-    return -(-dim // together) * together
+    """The number of features of the new key, padded to what a copy moves."""
+    unit = COPY_BYTES // jnp.dtype(dtype).itemsize
+    return -(-dim // unit) * unit
 
 
 def _rows(x: Array) -> Array:
@@ -131,7 +158,7 @@ def _rows(x: Array) -> Array:
 
 
 def _length(size: int) -> int:
-    """Of a line: the slots, filled up with empty ones."""
+    """The length of a line: the slots, padded with empty ones."""
     return -(-size // COPY) * COPY
 
 
@@ -156,7 +183,7 @@ def _kernel(
 
     @pl.loop(0, length // COPY)
     def _(at):
-        # Copies write zeros for slots that there are not, and drop them on their way back.
+        # Copies read zeros for slots beyond the last, and do not write these back.
         piece = pl.ds(at * COPY, COPY)
         for line_ref, line_smem in lines:
             plgpu.copy_gmem_to_smem(line_ref.at[pair, piece], line_smem.at[piece], begun)
@@ -164,12 +191,13 @@ def _kernel(
     plgpu.barrier_wait(begun)
 
     # Append
+    # [length]
     slot = plgpu.broadcasted_iota(jnp.int32, (length,), 0, layout=plgpu.Layout.WG_STRIDED((length,), 2))
     inside = slot < size
     position = jnp.where(inside, position_smem[...], -1)
     free = jnp.min(jnp.where(inside & (position < 0), slot, size))
-    # Nowhere, if no slot is free; and in a row that has ended, where newest is -1, the slot stays empty, whatever is
-    # written there.
+    # Nothing is written if no slot is free. In a row that has ended, newest is -1: the slot stays empty, whatever pair
+    # is written there.
     position = jnp.where(inside & (slot == free), newest, position)
     position_smem[...] = position
 
@@ -197,7 +225,7 @@ def _kernel(
 
     top, total = tiles.softmax(bias)
 
-    # From the last tile on, so that what it repeats is written over.
+    # From the last tile to the first, so that the slots that the last one repeats are overwritten.
     @pl.loop(0, plan.tiles)
     def _(back):
         at = plan.tiles - 1 - back
@@ -207,6 +235,7 @@ def _kernel(
     tiles.store(tiles.output(top, total), output_ref.at[pair])
 
     # Observe and evict
+    # [length]
     visible = jnp.where(inside & seen(position), 1.0, 0.0)
     m = jnp.where(visible > 0, column_smem[...], 0.0)
     columns = {transform: _column(transform, m, visible) for transform in transforms}
@@ -227,7 +256,7 @@ def _kernel(
 
 
 def _column(transform: str, m: Array, visible: Array) -> Array:
-    """f(m) of `Statistic.transform`; lines."""
+    """f(m) of `Statistic.transform`, on lines."""
     match transform:
         case "identity":
             return m

@@ -1,12 +1,13 @@
-"""A whole decoding step of one layer in one kernel (Pallas, Mosaic): append, attend, observe, evict.
+"""A whole decoding step of one layer in one TPU kernel (Pallas, Mosaic): append, attend, observe, evict.
 
 Keys and values are read once, and the new pair is written into its slot in place, through aliased buffers: one aligned
-group of slots a head goes back to memory. The rest, statistics and positions, is small and rides along. What a policy
-does with them is its own code, traced into the kernel, on [1, K, S] arrays.
+group of slots per head goes back to memory. Statistics and positions are small, and are read and written whole. What a
+policy does with them is its own code, traced into the kernel on [1, K, S] arrays.
 """
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.kernels.decode.pallas_tpu import LANES, TILE_BYTES, add_tile, product
 from kvjax.kernels.softmax import NEGATIVE
+from kvjax.kernels.step import trace
+
+if TYPE_CHECKING:
+    from kvjax.kernels.registry import Request
 
 Array = jax.Array
+HELD_BYTES = 16 << 20  # that the kernel may hold of a core's memory
+GROUP_BYTES = 32  # per feature, of slots that share a row of memory tiles: 8 slots of float32
+POLICY_LINES = 12  # [K, S] arrays that the compiler holds of a policy's own arithmetic; up to 11 measured, for roco
 # (stats, positions with the new token [1, K, S], probabilities' columns by transform, newest [1], budget [1])
 # -> (stats, positions) afterwards
 Settle = Callable[[dict[str, Array], Array, dict[str, Array], Array, Array], tuple[dict[str, Array], Array]]
@@ -39,24 +47,33 @@ def step(
     window: int | None,
     group_reduce: str,
 ) -> tuple[Array, Array, Array, Array, dict[str, Array]]:
-    """One token a row.
+    """Takes one token per row.
 
     Args:
-      query: [B, K, G, D]; new_key, new_value: [B, K, 1, D]; key, value: [B, K, S, D], donated.
-      position: [B, K, S] int32, -1 = empty; stats: leaves [B, K, S] float32.
-      newest: [B] int32 position of each row's token, -1 = a row that has ended, which is left as it is.
-      budget: [B] int32; settle: observes and evicts; transforms: of the columns that it is given (`Statistic`).
-      scale, window, group_reduce: see `attention.attend`.
+      query: [B, K, G, D].
+      new_key: [B, K, 1, D].
+      new_value: [B, K, 1, D].
+      key: [B, K, S, D], donated.
+      value: [B, K, S, D], donated.
+      position: [B, K, S] int32; -1 = empty.
+      stats: statistic name -> [B, K, S] float32.
+      newest: [B] int32 position of each row's token; -1 = a row that has ended, which stays as it is.
+      budget: [B] int32.
+      settle: observes and evicts.
+      transforms: of the columns that `settle` gets; see `Statistic`.
+      scale: see `Problem`.
+      window: see `Problem`.
+      group_reduce: see `Problem`.
 
     Returns:
-      output [B, K, G, D], key, value, position and stats afterwards.
+      The output [B, K, G, D], and key, value, position and stats afterwards.
     """
     batch, kv_heads, group, dim = query.shape
     size, item = key.shape[2], key.dtype.itemsize
     tile = tile_slots(kv_heads, size, dim, item)
-    tiles, together = -(-size // tile), 32 // item  # slots that share a row of memory tiles: 8 of float32
+    tiles, shared = -(-size // tile), GROUP_BYTES // item
     # A last group of fewer slots cannot be sent by itself; then the pair is written after the kernel, in place too.
-    inside = size % together == 0
+    inside = size % shared == 0
     names = tuple(sorted(stats))
 
     def rowwise(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -79,7 +96,7 @@ def step(
             window=window,
             size=size,
             tile=tile,
-            together=together,
+            shared=shared,
             group_reduce=group_reduce,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -92,7 +109,7 @@ def step(
                 pltpu.VMEM((kv_heads, padded), jnp.int32),
                 *[pltpu.VMEM((kv_heads, group, LANES), jnp.float32)] * 3,
                 pltpu.VMEM((kv_heads, group, dim), jnp.float32),
-                pltpu.VMEM((2, kv_heads, together, dim), key.dtype),
+                pltpu.VMEM((2, kv_heads, shared, dim), key.dtype),
                 pltpu.SMEM((kv_heads,), jnp.int32),
                 pltpu.SemaphoreType.DMA,
             ],
@@ -109,8 +126,9 @@ def step(
     if inside:
         key, value, *returned = returned
     else:
+        # [B, K] the first empty slot
         slot = jnp.min(jnp.where(position < 0, jnp.arange(size, dtype=jnp.int32), size), axis=2)
-        # [B, K]; out of bounds, where writes are dropped, in rows that have ended
+        # [B, K]; in rows that have ended it is out of bounds, where writes are dropped
         slot = jnp.where(newest[:, None] >= 0, slot, size)
         write = jax.vmap(jax.vmap(lambda into, at, pair: into.at[at].set(pair[0], mode="drop")))
         key, value = write(key, slot, new_key), write(value, slot, new_value)
@@ -118,15 +136,44 @@ def step(
     return output, key, value, position, dict(zip(names, columns, strict=True))
 
 
+def refuses(request: "Request") -> str | None:
+    """See `kvjax.kernels.registry.Kernel`."""
+    if reason := trace.refuses(request, "pallas_tpu"):
+        return reason
+    held = held_bytes(request)
+    if held > HELD_BYTES:
+        return (
+            f"{request.slots} slots of {request.kv_heads} heads of {request.dim} would hold {held / 2**20:.1f} MiB of "
+            f"a TPU core's memory, more than {HELD_BYTES >> 20} MiB"
+        )
+    return None
+
+
+def held_bytes(request: "Request") -> int:
+    """Bytes of a core's memory that the kernel holds for a row, in tiles of at least 8 rows by 128 lanes."""
+    heads, item = request.kv_heads, jnp.dtype(request.dtype).itemsize
+    tile = tile_slots(heads, request.slots, request.dim, item)
+    slots, dim = (-(-x // LANES) * LANES for x in (request.slots, request.dim))
+    rows, group = -(-heads // 8) * 8, request.group if request.group == 1 else -(-request.group // 8) * 8
+    # Logits, and probabilities while they are added up; what is visible; positions and statistics, on their way in and
+    # out, two of each; and the policy's own arithmetic.
+    lines = 2 * heads * group + rows * (1 + 4 * (1 + len(request.statistics)) + POLICY_LINES)
+    # Keys and values that pass through, two tiles of each.
+    tiles = 4 * tile * heads * dim * item
+    # Query, output and sums of every query head; the new pair, and the group of slots that is written.
+    small = heads * dim * (4 * 6 * group + 4 * 32 * 4 + 2 * 32)
+    return 4 * slots * lines + tiles + small
+
+
 def tile_slots(kv_heads: int, size: int, dim: int, itemsize: int) -> int:
-    """Slots of a tile, over all KV heads of a row: all of them, or a multiple of a memory tile's lanes."""
+    """The number of slots of a tile, for all KV heads of a row: all slots, or a multiple of a memory tile's lanes."""
     fit = TILE_BYTES // (kv_heads * -(-dim // LANES) * LANES * itemsize)
     return size if size <= fit else max(fit // LANES, 1) * LANES
 
 
 def _kernel(
     newest_ref, budget_ref, query_ref, new_key_ref, new_value_ref, key_ref, value_ref, position_ref, *refs,
-    names, inside, settle, transforms, scale, window, size, tile, together, group_reduce,
+    names, inside, settle, transforms, scale, window, size, tile, shared, group_reduce,
 ):  # fmt: skip
     """One tile of slots of one row, all KV heads: query [1, K, G, D], key and value [1, K, tile, D], [1, K, S]."""
     stat_refs = refs[: len(names)]
@@ -142,10 +189,12 @@ def _kernel(
     here = slice(0, tile) if tile >= size else pl.ds(pl.multiple_of(at * tile, LANES), tile)
 
     def free(position: Array, slot: Array) -> Array:
+        """[K, 1] the first empty slot of each head; `size` where there is none."""
         return jnp.min(jnp.where(position < 0, slot, size), axis=1, keepdims=True)
 
     @pl.when(at == 0)
     def _():
+        # [K, S]
         position = position_ref[0]
         slot = jax.lax.broadcasted_iota(jnp.int32, position.shape, 1)
         visible = (position >= 0) & (position <= newest)
@@ -154,7 +203,7 @@ def _kernel(
         seen_ref[:, :size] = jnp.where(visible, position, -1)
         for head in range(kv_heads):
             slot_ref[head] = jnp.min(free(position[head : head + 1], slot[:1]))
-        # The new token comes first: its logit is the maximum so far. A row that has ended has none.
+        # [K, G, 1]. The new token comes first: its logit is the maximum so far. A row that has ended has none.
         own = jnp.sum(query_ref[0].astype(jnp.float32) * new_key_ref[0].astype(jnp.float32), axis=2, keepdims=True)
         own_ref[...] = jnp.broadcast_to(jnp.where(alive, own * scale, NEGATIVE), own_ref.shape)
         top_ref[...] = own_ref[...]
@@ -170,15 +219,16 @@ def _kernel(
     top, total = add_tile(logits, value, at, size, top_ref, total_ref, sum_ref)
 
     def write(head: int) -> None:
-        """Sends the group of slots that the new pair is in back to where it lies."""
-        start = pl.multiple_of(slot_ref[head] // together * together, together)
+        """Writes the group of slots that holds the new pair back to where it lies."""
+        start = pl.multiple_of(slot_ref[head] // shared * shared, shared)
         for which, (block, new, out) in enumerate(
             ((key_ref, new_key_ref, key_out), (value_ref, new_value_ref, value_out))
         ):
-            group = block[0, head, pl.ds(pl.multiple_of(start - at * tile, together), together), :]
+            # [shared, D]
+            group = block[0, head, pl.ds(pl.multiple_of(start - at * tile, shared), shared), :]
             index = jax.lax.broadcasted_iota(jnp.int32, group.shape, 0)
             pair_ref[which, head] = jnp.where(index == slot_ref[head] - start, new[0, head], group)
-            copy = pltpu.make_async_copy(pair_ref.at[which, head], out.at[row, head, pl.ds(start, together)], semaphore)
+            copy = pltpu.make_async_copy(pair_ref.at[which, head], out.at[row, head, pl.ds(start, shared)], semaphore)
             copy.start()
             copy.wait()
 
@@ -195,9 +245,13 @@ def _kernel(
         slot = jax.lax.broadcasted_iota(jnp.int32, position.shape, 2)
         # [1, K, S]
         new = (slot == free(position[0], slot[0])[None]) & alive
+        # [K, G, S]
         logits = jnp.where(new[0][:, None, :], own_ref[:, :, :1], logits_ref[:, :, :size])
+        # [1, K, S]
         seen = (jnp.max(logits, axis=1) > NEGATIVE / 2).astype(jnp.float32)[None]
+        # [K, G, S]
         probability = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - top), 0.0) * share
+        # m: [1, K, S]
         if group_reduce == "mean":
             m = jnp.sum(probability, axis=1)[None] * (1.0 / probability.shape[1])
         else:

@@ -1,0 +1,109 @@
+"""The problem that every attention kernel solves: queries, slots, and the statistics to report."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from kvjax.statistics import Statistic
+
+Array = jax.Array
+
+
+class Problem(flax.struct.PyTreeNode, kw_only=True):
+    """A block of n queries per head, the slots it attends to, and the statistics to report.
+
+    B rows, K KV heads, G query heads per KV head, S slots, D features. `kvjax.attention.problem` builds one.
+
+    Attributes:
+      query: [B, K, G, n, D], rotated.
+      key: [B, K, S, D], rotated.
+      value: [B, K, S, D].
+      query_position: [B, n] int32 absolute positions, ascending; -1 = padding, at the end of a row.
+      key_position: [B, K, S] int32; -1 = a slot that no query sees.
+      weights: the weight of each query, [B, n] or [B, n, words] float32, one array per statistic.
+      band: [B] int32, the number of newest positions that a query of each row sees, itself included; None = all.
+      exempt: [B, K, S] bool, slots that are seen beyond the window and the band too; None = none.
+      log_weight: [B, K, S] float32 added to the logits; None = 0.
+      statistics: the statistics that need attention, sorted by name.
+      counts: names of the statistics that count queries, which positions alone decide.
+      scale: factor of the logits.
+      window: the number of newest positions that a query sees, itself included; None = all.
+      group_reduce: ``mean`` or ``max`` over the G query heads of a KV head.
+      causal: whether the slots are exactly this block in order (S = n), so that no query sees a later slot.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    query_position: Array
+    key_position: Array
+    weights: tuple[Array, ...] = ()
+    band: Array | None = None
+    exempt: Array | None = None
+    log_weight: Array | None = None
+    statistics: tuple[Statistic, ...] = flax.struct.field(pytree_node=False, default=())
+    counts: tuple[str, ...] = flax.struct.field(pytree_node=False, default=())
+    scale: float = flax.struct.field(pytree_node=False)
+    window: int | None = flax.struct.field(pytree_node=False, default=None)
+    group_reduce: str = flax.struct.field(pytree_node=False, default="mean")
+    causal: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @property
+    def slots(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def newest(self) -> Array:
+        """[B] int32 position of the newest query; -1 in a row without queries."""
+        return jnp.max(self.query_position, axis=1)
+
+    @property
+    def num_queries(self) -> Array:
+        """[B] int32 number of queries that are not padding."""
+        return jnp.sum(self.query_position >= 0, axis=1, dtype=jnp.int32)
+
+    @property
+    def needs_seen(self) -> bool:
+        """Whether a statistic compares with the number of slots that a query sees."""
+        return any(statistic.transform == "above" for statistic in self.statistics)
+
+    def by_head(self) -> dict[str, Any]:
+        """The arrays [B, K, ...], for `replace`."""
+        names = ("query", "key", "value", "key_position", "exempt", "log_weight")
+        return {name: getattr(self, name) for name in names}
+
+    def by_row(self) -> dict[str, Any]:
+        """The arrays [B, ...] that the heads share, for `replace`."""
+        return {name: getattr(self, name) for name in ("query_position", "weights", "band")}
+
+    def without_statistics(self) -> "Problem":
+        """The same attention, which reports nothing."""
+        return self.replace(weights=(), statistics=(), counts=())
+
+    def only_queries(self, start: int, stop: int) -> "Problem":
+        """The problem of the queries from `start` to before `stop`."""
+        return self.replace(
+            query=self.query[:, :, :, start:stop],
+            query_position=self.query_position[:, start:stop],
+            weights=tuple(weight[:, start:stop] for weight in self.weights),
+        )
+
+    def only_slots(self, stop: int) -> "Problem":
+        """The problem of the slots before `stop`."""
+        arrays = {name: x for name, x in self.by_head().items() if name != "query" and x is not None}
+        return self.replace(**{name: x[:, :, :stop] for name, x in arrays.items()})
+
+
+class Attended(flax.struct.PyTreeNode):
+    """Attention over some slots: a softmax over these alone.
+
+    Attributes:
+      output: [B, K, G, n, D]; 0 for a query that sees none of the slots.
+      lse: [B, K, G, n] float32 logarithm of the sum of the exponentials of the logits; -inf for a query that sees none
+        of the slots. None where a kernel does not report it.
+    """
+
+    output: Array
+    lse: Array | None

@@ -1,0 +1,194 @@
+"""The kernels there are, what each refuses and why, and the choice among them for a layer's step.
+
+A kernel's own module says what it refuses (`refuses`), next to the code that would fail. Pallas, which takes a while
+to import, is imported when one of its kernels is asked.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+from kvjax.errors import ConfigError
+from kvjax.kernels.problem import Problem
+from kvjax.statistics import Statistic
+
+Op = Literal["step", "decode", "prefill"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is known of a layer's step before it is traced; sizes are those of one device.
+
+    Attributes:
+      batch: rows.
+      kv_heads: KV heads.
+      whole_heads: whether a device has all KV heads of a row.
+      group: query heads per KV head.
+      tokens: queries per head, 1 while decoding.
+      slots: slots per KV head.
+      dim: features of a head.
+      dtype: name of the dtype of keys and values, such as ``bfloat16``.
+      statistics: all that the policy asks for, counts included.
+      parts: the number of problems that attention is combined from.
+      band: whether rows have windows of their own (`Problem.band`).
+      plain: why this is more than append, attend, observe and evict; a reason each, such as ``merge``.
+      trace: what follows attention, (stats, position, columns, newest, budget) -> (stats, position), on [1, K, S]
+        arrays of one row; a step's kernel traces it. None = unknown.
+    """
+
+    batch: int
+    kv_heads: int
+    whole_heads: bool = True
+    group: int
+    tokens: int
+    slots: int
+    dim: int
+    dtype: str
+    statistics: tuple[Statistic, ...] = ()
+    parts: int = 1
+    band: bool = False
+    plain: tuple[str, ...] = ()
+    trace: Callable[..., Any] | None = dataclasses.field(default=None, compare=False, repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One implementation of one op.
+
+    Attributes:
+      op: ``step``, a whole decoding step of a layer; ``decode``, attention of one query per head; ``prefill``, of a
+        block of queries.
+      implementation: ``xla``, ``pallas_tpu`` or ``pallas_gpu``.
+      load: imports and returns the function: `kvjax.kernels.step.tpu.step`, or ``attend_and_reduce`` of a `Problem`.
+      refuses: why the kernel cannot run a request, or None.
+      slot_multiple: itemsize of keys and values -> slots are allocated in multiples of this.
+    """
+
+    op: Op
+    implementation: str
+    load: Callable[[], Callable[..., Any]]
+    refuses: Callable[[Request], str | None]
+    slot_multiple: Callable[[int], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A kernel, and why none before it was chosen.
+
+    Attributes:
+      op: see `Kernel`.
+      implementation: see `Kernel`.
+      reasons: one per kernel that refused, each with the kernel's name.
+    """
+
+    op: Op
+    implementation: str
+    reasons: tuple[str, ...] = ()
+
+
+GROUP_BYTES = 32  # per feature, of slots that share a tile of a TPU's memory, which is written whole
+GPU_SLOTS = 8  # that one of a GPU's copies into shared memory moves
+
+
+def _attribute(module: str, name: str) -> Callable[[], Callable[..., Any]]:
+    return lambda: getattr(importlib.import_module(f"kvjax.kernels.{module}"), name)
+
+
+def _kernel(op: Op, implementation: str, module: str) -> Kernel:
+    function = _attribute(module, "step" if op == "step" else "attend_and_reduce")
+    if implementation == "xla":
+        return Kernel(op, implementation, function, lambda request: None, lambda itemsize: 1)
+    multiple = _tpu_slots if implementation == "pallas_tpu" else (lambda itemsize: GPU_SLOTS)
+    refuses = _attribute(module, "refuses")
+    return Kernel(op, implementation, function, lambda request: refuses()(request), multiple)
+
+
+def _tpu_slots(itemsize: int) -> int:
+    return max(GROUP_BYTES // itemsize, 1)
+
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel("step", "pallas_tpu", "step.tpu"),
+    _kernel("step", "pallas_gpu", "step.gpu"),
+    _kernel("decode", "pallas_tpu", "decode.pallas_tpu"),
+    _kernel("decode", "pallas_gpu", "decode.pallas_gpu"),
+    _kernel("decode", "xla", "decode.xla"),
+    _kernel("prefill", "pallas_tpu", "prefill.pallas_tpu"),
+    _kernel("prefill", "pallas_gpu", "prefill.pallas_gpu"),
+    _kernel("prefill", "xla", "prefill.xla"),
+)
+
+
+def find(op: Op, implementation: str) -> Kernel:
+    """The kernel of an op and an implementation.
+
+    Raises:
+      ConfigError: where there is none.
+    """
+    for kernel in KERNELS:
+        if (kernel.op, kernel.implementation) == (op, implementation):
+            return kernel
+    known = ", ".join(f"{kernel.op}/{kernel.implementation}" for kernel in KERNELS)
+    raise ConfigError(f"there is no kernel {op}/{implementation}; there are {known}.")
+
+
+def choose(op: Op, implementation: str, request: Request) -> Choice:
+    """The first kernel that takes a request: the one asked for, else attention alone, else XLA.
+
+    Args:
+      op: ``step`` asks the kernel of a whole step first.
+      implementation: as of `kvjax.attention.resolve`, not ``auto``.
+      request: what the kernel must take.
+    """
+    attention: Op = "decode" if request.tokens == 1 else "prefill"
+    reasons = []
+    for kernel in KERNELS:
+        asked = kernel.op in (op, attention) and kernel.implementation in (implementation, "xla")
+        if not asked:
+            continue
+        reason = kernel.refuses(request)
+        if reason is None:
+            return Choice(kernel.op, kernel.implementation, tuple(reasons))
+        reasons.append(f"{kernel.op}/{kernel.implementation}: {reason}")
+    raise ConfigError(f"no kernel takes {request}: {'; '.join(reasons)}.")
+
+
+def slot_multiple(implementation: str, itemsize: int) -> int:
+    """Slots are allocated in multiples of this, so that the implementation's kernels use them where they lie."""
+    return max(kernel.slot_multiple(itemsize) for kernel in KERNELS if kernel.implementation == implementation)
+
+
+def request_of(problem: Problem) -> Request:
+    """The request that a problem is, on the device that has all of it."""
+    batch, kv_heads, group, tokens, dim = problem.query.shape
+    return Request(
+        batch=batch, kv_heads=kv_heads, group=group, tokens=tokens, slots=problem.slots, dim=dim,
+        dtype=str(problem.key.dtype), statistics=problem.statistics, band=problem.band is not None,
+    )  # fmt: skip
+
+
+def require(op: Op, implementation: str, problem: Problem) -> None:
+    """Raises what a kernel says about a problem.
+
+    Raises:
+      ConfigError: with the kernel's reason.
+    """
+    if reason := find(op, implementation).refuses(request_of(problem)):
+        raise ConfigError(f"{op}/{implementation}: {reason}.")
+
+
+def refuses_problem(request: Request, tokens: int | None = None) -> str | None:
+    """What every attention kernel but XLA's refuses.
+
+    Args:
+      request: what is asked for.
+      tokens: the only number of queries per head that the kernel takes; None = any.
+    """
+    if request.parts > 1:
+        return f"it attends to one part, not to several parts ({request.parts})"
+    if request.band:
+        return "it takes one window for all rows, not a band per row"
+    if tokens is not None and request.tokens != tokens:
+        return f"it takes one query per head, not {request.tokens}"
+    return None

@@ -1,0 +1,166 @@
+"""Whether a kernel of a whole decoding step can take a policy: read from the policy's jaxpr, for each backend.
+
+What follows attention in a step, the policy's own code, is traced into the kernel on the slots of one row. A backend
+takes it if it has a form for every primitive, and if no head's result depends on heads that another program or device
+holds.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from kvjax.kernels import rank1
+
+if TYPE_CHECKING:
+    from kvjax.kernels.registry import Request
+
+Trace = Callable[..., Any]
+#: Primitives that Mosaic lowers on [1, K, S] arrays of a TPU.
+TPU_PRIMITIVES = rank1.PRIMITIVES
+SEVERAL = 5  # heads to trace with, where a device has one of several
+
+
+def refuses(request: "Request", backend: str) -> str | None:
+    """What the kernels of a whole step refuse on every backend."""
+    if request.tokens != 1:
+        return f"it takes one token per row, not {request.tokens}"
+    if request.plain:
+        return f"it does no more than append, attend, observe and evict, but the step has {', '.join(request.plain)}"
+    if request.parts > 1 or request.band:
+        return "it attends to one part, under one window for all rows"
+    for statistic in request.statistics:
+        if statistic.words:
+            return f"statistic {statistic.name} is {statistic.words[0]} words per slot, not one float32"
+        if statistic.tail is not None:
+            return f"statistic {statistic.name} is of the prompt's end, and the step is of decoding"
+    if request.trace is None:
+        return "no policy was given that could be traced"
+    return untraceable(request.trace, request, backend) or _needs_other_heads(request.trace, request, backend)
+
+
+def untraceable(trace: Trace, request: "Request", backend: str) -> str | None:
+    """Why a backend's kernel cannot trace a policy, or None.
+
+    Args:
+      trace: see `Request`.
+      request: whose shapes it is traced with; one head at a time on a GPU.
+      backend: ``pallas_tpu`` or ``pallas_gpu``.
+    """
+    heads = 1 if backend == "pallas_gpu" else request.kv_heads
+    try:
+        traced = jax.make_jaxpr(trace)(*_arguments(request, heads, request.slots))
+    except Exception as error:  # whatever a policy's own code raises, such as for keys that are not there
+        first = (str(error).splitlines() or [""])[0]
+        return f"the policy cannot be traced from positions and statistics alone ({type(error).__name__}: {first})"
+    for constant in traced.consts:
+        if jnp.size(constant) > 1:
+            return f"the policy holds an array of shape {jnp.shape(constant)}"
+    for equation in _equations(traced.jaxpr):
+        if backend == "pallas_gpu":
+            reason = rank1.unsupported(equation, request.slots)
+        else:
+            reason = _unsupported_on_tpu(equation, heads * request.slots)
+        if reason is not None:
+            return f"the policy's ranking has {reason}, which the kernel cannot trace"
+    return None
+
+
+def compares_heads(trace: Trace, request: "Request") -> bool:
+    """Whether the result of a head depends on other heads.
+
+    Looks for reductions over heads among what the result is computed from. What only decides how long a loop runs or
+    which branch is taken does not count: a search that goes on until every head has found its threshold is a search of
+    each head.
+    """
+    heads = request.kv_heads if request.kv_heads > 1 else SEVERAL
+    # No axis of slots is taken for one of heads.
+    slots = request.slots + (request.slots % heads == 0)
+    try:
+        traced = jax.make_jaxpr(trace)(*_arguments(request, heads, slots))
+    except Exception:  # it knows which heads it is for
+        return True
+    return _reduces_heads(traced.jaxpr, heads)
+
+
+def _needs_other_heads(trace: Trace, request: "Request", backend: str) -> str | None:
+    alone = backend == "pallas_gpu" and request.kv_heads > 1
+    if request.whole_heads and not alone:
+        return None
+    if not compares_heads(trace, request):
+        return None
+    where = "programs" if request.whole_heads else "devices"
+    return f"the policy compares heads, which are on several {where}"
+
+
+def _arguments(request: "Request", heads: int, slots: int) -> tuple[Any, ...]:
+    """Shapes of what a policy is traced with."""
+
+    def line(dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, heads, slots), dtype)
+
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    stats = {statistic.name: line(jnp.float32) for statistic in request.statistics}
+    columns = {statistic.transform: line(jnp.float32) for statistic in request.statistics}
+    return stats, line(jnp.int32), columns, one, one
+
+
+def _unsupported_on_tpu(equation: Any, size: int) -> str | None:
+    """The reason why Mosaic does not lower an equation for a TPU, on arrays of up to `size` numbers."""
+    name = equation.primitive.name
+    if name not in TPU_PRIMITIVES:
+        return name
+    for out in equation.outvars:
+        if out.aval.size > size:
+            return f"{name} to an array of shape {out.aval.shape}"
+    if name == "reshape" and _moves(equation):
+        return f"reshape of {equation.invars[0].aval.shape} to {equation.outvars[0].aval.shape}"
+    return None
+
+
+def _moves(reshape: Any) -> bool:
+    """Whether a reshape does more than to add or remove dimensions of size 1."""
+    before, after = (tuple(n for n in x.aval.shape if n > 1) for x in (reshape.invars[0], reshape.outvars[0]))
+    return before != after
+
+
+def _reduces_heads(jaxpr: Any, heads: int) -> bool:
+    """Whether results come from a reduction over an axis of heads, or of heads and slots together."""
+    needed = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
+    for equation in reversed(jaxpr.eqns):
+        if needed.isdisjoint(equation.outvars):
+            continue
+        name, params, inputs = equation.primitive.name, equation.params, equation.invars
+        shape = inputs[0].aval.shape if inputs else ()
+        if name.startswith("reduce_") and any(shape[axis] % heads == 0 for axis in params["axes"]):
+            return True
+        if name == "reshape" and _moves(equation):
+            return True
+        inside = list(_inner(equation))
+        if name == "cond":
+            inputs = inputs[1:]
+        elif name == "while":
+            inputs, inside = inputs[params["cond_nconsts"] :], [params["body_jaxpr"].jaxpr]
+        if any(_reduces_heads(each, heads) for each in inside):
+            return True
+        needed |= {x for x in inputs if not isinstance(x, Literal)}
+    return False
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations, those inside of others included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in _inner(equation):
+            yield from _equations(inner)
+
+
+def _inner(equation: Any) -> Iterator[Any]:
+    """The jaxprs inside an equation: a call's, branches, a loop's condition and body."""
+    for value in equation.params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            jaxpr = getattr(each, "jaxpr", each)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr

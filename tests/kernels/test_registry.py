@@ -1,0 +1,329 @@
+"""Which kernel is chosen, why the others refuse, and that a policy's jaxpr decides whether a kernel traces it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kvjax import policies
+from kvjax.cache.fused import observe_and_evict
+from kvjax.cache.layout import Group
+from kvjax.devices import topology_devices
+from kvjax.errors import ConfigError
+from kvjax.kernels import rank1, registry
+from kvjax.kernels.registry import Choice, Request, choose
+from kvjax.kernels.step import trace as tracing
+from kvjax.statistics import COUNT, MASS, prompt_tail, recent_above
+from tests.kernels.conftest import needs_libtpu
+
+BACKENDS = ("pallas_tpu", "pallas_gpu")
+#: Policies, and whether a kernel traces them: as a flag of each once said.
+TRACED = {
+    "full": True, "window": True, "local_only": True, "streaming_llm": True, "strided": True, "fixed": True,
+    "h2o": True, "ring": True, "heavy_only": True, "h2o_decay": True, "scissorhands": True, "tova": True,
+    "mean_attention": True, "roco": True, "heavy_roco": True, "random": False, "heavy_random": False, "snapkv": False,
+    "pyramidkv": False, "knorm": False, "keydiff": False, "value_norm": False,
+}  # fmt: skip
+ARGUMENTS = {"strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}}
+
+
+def policy(name):
+    match name:
+        case "full":
+            return policies.full()
+        case "ring":
+            return policies.h2o(budget=61, variant="ring")
+        case "value_norm":
+            return policies.value_norm(policies.h2o(budget=60))
+        case "heavy_roco" | "heavy_random":
+            return policies.with_heavy_hitters(policy(name.removeprefix("heavy_")))
+    return policies.by_name(name, budget=60, **ARGUMENTS.get(name, {}))
+
+
+def request(name="h2o", **changes) -> Request:
+    """A step of a policy that every kernel takes, if it can trace the policy."""
+    own = policy(name)
+    group = Group(layer=0, policy=own, needs=own.needs, decoding=True)
+    facts = {
+        "batch": 2048, "kv_heads": 4, "group": 1, "tokens": 1, "slots": 64, "dim": 64, "dtype": "float32",
+        "statistics": tuple(sorted(own.needs, key=lambda s: s.name)), "trace": functools.partial(observe_and_evict, group),
+    }  # fmt: skip
+    return Request(**facts | changes)
+
+
+def test_every_registered_policy_has_a_verdict():
+    assert set(policies.POLICIES) <= set(TRACED)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", TRACED)
+def test_the_jaxpr_decides_as_the_flags_did(name, backend):
+    traced = TRACED[name] and not (name == "tova" and backend == "pallas_gpu")
+    chosen = choose("step", backend, request(name))
+    assert chosen.op == ("step" if traced else "decode")
+    assert len(chosen.reasons) == (not traced)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "reason"),
+    [
+        ("random", "pallas_tpu", "the policy's ranking has random_seed, which the kernel cannot trace"),
+        ("knorm", "pallas_gpu", "the policy cannot be traced from positions and statistics alone (AttributeError: "),
+        ("snapkv", "pallas_tpu", "statistic tail[32] is of the prompt's end, and the step is of decoding"),
+        ("tova", "pallas_gpu", "the policy compares heads, which are on several programs"),
+    ],
+)
+def test_a_policy_that_cannot_be_traced_is_named(name, backend, reason):
+    (given,) = choose("step", backend, request(name)).reasons
+    assert given.startswith(f"step/{backend}: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "reason"),
+    [
+        ("pallas_tpu", {"tokens": 8}, "it takes one token per row, not 8"),
+        (
+            "pallas_gpu", {"plain": ("a merge", "storage int8")},
+            "it does no more than append, attend, observe and evict, but the step has a merge, storage int8",
+        ),
+        ("pallas_tpu", {"statistics": (recent_above(20),)}, "statistic above[20] is 2 words per slot, not one float32"),
+        ("pallas_tpu", {"statistics": (prompt_tail(9),)}, "statistic tail[9] is of the prompt's end, and the step is of decoding"),
+        ("pallas_tpu", {"parts": 2}, "it attends to one part, under one window for all rows"),
+        ("pallas_tpu", {"trace": None}, "no policy was given that could be traced"),
+        (
+            "pallas_tpu", {"slots": 1 << 17},
+            "131072 slots of 4 heads of 64 would hold 30.4 MiB of a TPU core's memory, more than 16 MiB",
+        ),
+        ("pallas_gpu", {"slots": 830}, "a program takes 64 to 4096 slots, a multiple of 8, not 830"),
+        ("pallas_gpu", {"slots": 56}, "a program takes 64 to 4096 slots, a multiple of 8, not 56"),
+        ("pallas_gpu", {"slots": 4104}, "a program takes 64 to 4096 slots, a multiple of 8, not 4104"),
+        ("pallas_gpu", {"dim": 72}, "it takes head sizes of 64 to 256, a multiple of 16, not 72"),
+        (
+            "pallas_gpu", {"batch": 1, "slots": 1024},
+            "4 (row, KV head) pairs do not fill a GPU with one program each, so that several share 1024 slots",
+        ),
+        (
+            "pallas_gpu", {"group": 71, "slots": 4096, "dtype": "bfloat16"},
+            "4096 slots of 71 x 64 in bfloat16 with 1 statistics exceed a program's memory",
+        ),
+        ("pallas_gpu", {"group": 71, "dim": 256}, "71 heads of 256 in float32 exceed the shared memory of a GPU"),
+    ],
+    ids=lambda x: str(x)[:40],
+)  # fmt: skip
+def test_a_step_is_refused_with_a_reason(backend, changes, reason):
+    chosen = choose("step", backend, request(**changes))
+    assert chosen.reasons[0] == f"step/{backend}: {reason}"
+    assert chosen.op == ("prefill" if "tokens" in changes else "decode")
+
+
+@pytest.mark.parametrize(
+    ("op", "backend", "changes", "reason"),
+    [
+        ("decode", "pallas_tpu", {"parts": 3}, "it attends to one part, not to several parts (3)"),
+        ("prefill", "pallas_gpu", {"tokens": 9, "parts": 2}, "it attends to one part, not to several parts (2)"),
+        ("prefill", "pallas_tpu", {"tokens": 9, "band": True}, "it takes one window for all rows, not a band per row"),
+        ("decode", "pallas_gpu", {"dim": 32}, "it takes head sizes of 64 to 256, a multiple of 16, not 32"),
+        ("prefill", "pallas_gpu", {"tokens": 9, "dim": 272}, "it takes head sizes of 64 to 256, a multiple of 16, not 272"),
+        ("decode", "pallas_gpu", {"group": 71, "dim": 256}, "71 heads of 256 in float32 exceed the shared memory of a GPU"),
+        ("prefill", "pallas_gpu", {"tokens": 9, "group": 300}, "it copies at most 256 lines of queries; 300 heads need 302"),
+    ],
+    ids=lambda x: str(x)[:40],
+)  # fmt: skip
+def test_attention_is_refused_with_a_reason(op, backend, changes, reason):
+    assert choose(op, backend, request(**changes)) == Choice(op, "xla", (f"{op}/{backend}: {reason}",))
+
+
+def test_the_first_kernel_that_takes_a_request_is_chosen():
+    assert choose("step", "pallas_tpu", request()) == Choice("step", "pallas_tpu")
+    assert choose("step", "xla", request()) == Choice("decode", "xla")
+    assert choose("decode", "pallas_gpu", request()) == Choice("decode", "pallas_gpu")
+    assert choose("prefill", "pallas_tpu", request(tokens=40)) == Choice("prefill", "pallas_tpu")
+    several = choose("step", "pallas_gpu", request(plain=("storage int8",), parts=2))
+    assert (several.op, several.implementation) == ("decode", "xla")
+    assert [reason.split(":")[0] for reason in several.reasons] == ["step/pallas_gpu", "decode/pallas_gpu"]
+
+
+@pytest.mark.parametrize("kernel", registry.KERNELS, ids=lambda kernel: f"{kernel.op}-{kernel.implementation}")
+def test_every_kernel_loads(kernel):
+    assert callable(kernel.load())
+    assert kernel.refuses(request(tokens=9 if kernel.op == "prefill" else 1)) is None
+    assert kernel is registry.find(kernel.op, kernel.implementation)
+
+
+def test_a_kernel_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"there is no kernel step/xla; there are step/pallas_tpu, "):
+        registry.find("step", "xla")
+
+
+def test_slots_are_allocated_in_multiples():
+    assert [registry.slot_multiple("pallas_tpu", itemsize) for itemsize in (1, 2, 4)] == [32, 16, 8]
+    assert registry.slot_multiple("pallas_gpu", 2) == 8
+    assert registry.slot_multiple("xla", 4) == 1
+
+
+def test_a_request_is_compared_without_its_trace():
+    assert request() == request(trace=None)
+    assert hash(request()) == hash(request(trace=None))
+    assert request(slots=72) != request()
+
+
+def test_heads_on_several_devices_are_not_compared():
+    whole, divided = request("tova"), request("tova", kv_heads=2, whole_heads=False)
+    assert choose("step", "pallas_tpu", whole).op == "step"
+    assert choose("step", "pallas_tpu", divided).reasons == (
+        "step/pallas_tpu: the policy compares heads, which are on several devices",
+    )
+    assert choose("step", "pallas_tpu", dataclasses.replace(divided, trace=request("roco").trace)).op == "decode", (
+        "its statistics are not roco's"
+    )
+    assert choose("step", "pallas_gpu", request("tova", kv_heads=1)).op == "step", "there is one head"
+    for name in ("h2o", "roco"):
+        assert choose("step", "pallas_tpu", request(name, kv_heads=1, whole_heads=False)).op == "step"
+
+
+def test_heads_may_decide_how_long_a_loop_runs_but_not_what_it_finds():
+    def at(settle):
+        return tracing.compares_heads(settle, request(statistics=(MASS,)))
+
+    def longest_search(stats, position, columns, newest, budget):
+        def unfinished(state):
+            return jnp.any(state[1] > state[0][..., None])  # over heads and slots
+
+        return stats, lax.while_loop(
+            unfinished, lambda state: (state[0] + 1, state[1]), (position[0, :, :1], position)
+        )[1]
+
+    def any_head(stats, position, columns, newest, budget):
+        return stats, jnp.where(jnp.any(position > 9, axis=1, keepdims=True), -1, position)
+
+    def flattened(stats, position, columns, newest, budget):
+        return stats, jnp.where(position == jnp.max(position.reshape(1, -1)), -1, position)
+
+    assert not at(longest_search)
+    assert at(any_head)
+    assert at(flattened)
+
+
+def test_an_array_that_a_policy_holds_is_refused():
+    table = jnp.arange(64, dtype=jnp.int32)
+    held = request(trace=lambda stats, position, *_: (stats, position + table))
+    for backend in BACKENDS:
+        assert tracing.untraceable(held.trace, held, backend) == "the policy holds an array of shape (64,)"
+
+
+@pytest.mark.parametrize(
+    ("function", "tpu", "gpu"),
+    [
+        (lambda x: jnp.sort(x), "sort", "sort"),
+        (lambda x: jnp.cumsum(x, axis=2), "cumsum", "cumsum"),
+        (lambda x: jnp.argmax(x, axis=2, keepdims=True) + x, "argmax", "argmax"),
+        (lambda x: x + jnp.take(x, 3, axis=2)[..., None], "", ""),
+        (lambda x: x + jnp.any(x > 0, axis=2, keepdims=True), None, "reduce_or over slots"),
+        (lambda x: jnp.max(x[..., None] + x[:, :, None], axis=3), "add to an array of shape", "add to an array of shape"),
+        (lambda x: x + jnp.max(x.reshape(1, -1)), "reshape of (1, 4, 64) to (1, 256)", None),
+    ],
+    ids=["sort", "cumsum", "argmax", "take", "any", "pairs", "reshape"],
+)  # fmt: skip
+def test_what_a_backend_does_not_take_is_named(function, tpu, gpu):
+    own = request(trace=lambda stats, position, *_: (stats, function(position).astype(jnp.int32)))
+    for backend, name in zip(BACKENDS, (tpu, gpu), strict=True):
+        reason = tracing.untraceable(own.trace, own, backend)
+        assert (reason is None) if name is None else reason.startswith(f"the policy's ranking has {name}")
+
+
+# What is accepted, the compilers take
+
+
+def every_primitive(stats, position, columns, newest, budget):
+    """A ranking of each of `rank1.PRIMITIVES` that a policy's own code comes to."""
+    x, mass = columns["identity"], stats["mass"]
+    line = jnp.abs(-x) + jnp.exp(-x) * jnp.log(x + 1.0) - jnp.sqrt(x) / (1.0 + jnp.square(x)) + x**3 + jnp.sign(x)
+    line = jnp.maximum(line, mass) + jnp.minimum(line, 1.0) * jnp.float32(0.9) ** newest[:, None, None].astype(
+        jnp.float32
+    )
+    bits = lax.bitcast_convert_type(lax.stop_gradient(line), jnp.uint32)
+    bits = ~(bits << 1) | (bits >> 2) & jnp.uint32(7)
+    whole = lax.rem(position, 7) + (bits & 3).astype(jnp.int32)
+    chosen = ((whole >= 2) & (whole <= 5) | (whole < 1) | ~(whole > 3)) & (whole != 4) | (whole == 6)
+    total = jnp.sum(line, axis=2, keepdims=True) + jnp.max(line, axis=2, keepdims=True)
+    lowest = jnp.min(jnp.where(chosen, position, 9), axis=2, keepdims=True)
+
+    def halve(state):
+        return state[0] / 2, state[1] + 1
+
+    total, turns = lax.while_loop(
+        lambda state: jnp.any(state[0] > 1.0) & jnp.all(state[1] < 40), halve, (total, lowest)
+    )
+    total = lax.cond(jnp.any(total > 0.5), lambda: total, lambda: jnp.zeros_like(total))
+    position = jnp.where(line * total + jnp.expand_dims(jnp.squeeze(mass, 0), 0) > 0, position, turns)
+    position = jnp.where(
+        jnp.sum(position >= 0, axis=2, keepdims=True, dtype=jnp.int32) > budget[:, None, None], -1, position
+    )
+    return {"mass": line}, position
+
+
+def names(jaxpr):
+    for equation in tracing._equations(jaxpr):
+        yield equation.primitive.name
+
+
+#: Not made by jax.numpy here, or only in other versions of jax or on a mesh.
+RARE = {
+    "pvary",
+    "reshard",
+    "closed_call",
+    "pjit",
+    "jit",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "squeeze",
+    "expand_dims",
+}
+
+
+def arguments(kv_heads, slots, dim, dtype, sharding=None):
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    one, cache = array((64, kv_heads, 1, dim), dtype), array((64, kv_heads, slots, dim), dtype)
+    line, row = array((64, kv_heads, slots), jnp.float32), array((64,), jnp.int32)
+    return (one, one, one, cache, cache, array(line.shape, jnp.int32), {"mass": line}), row
+
+
+def step(load, given, row):
+    run = functools.partial(
+        load(), settle=every_primitive, transforms=("identity",), scale=1.0, window=None, group_reduce="mean"
+    )
+    return jax.jit(lambda given, row: run(*given, newest=row, budget=row)), (given, row)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_primitive_is_accepted(backend):
+    own = request(trace=every_primitive, statistics=(MASS,))
+    traced = jax.make_jaxpr(every_primitive)(*tracing._arguments(own, 4, 64))
+    assert rank1.PRIMITIVES - set(names(traced.jaxpr)) <= RARE
+    assert tracing.untraceable(every_primitive, own, backend) is None
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
+def test_the_tpu_compiler_takes_every_primitive(topology):
+    mesh = Mesh(np.array(topology_devices(topology)[:1]), ("x",))
+    with jax.set_mesh(mesh):
+        where = NamedSharding(mesh, PartitionSpec())
+        program, given = step(registry.find("step", "pallas_tpu").load, *arguments(4, 256, 128, jnp.bfloat16, where))
+        program.lower(*given).compile()
+
+
+@pytest.mark.newest
+def test_mosaic_lowers_every_primitive_for_cuda():
+    program, given = step(registry.find("step", "pallas_gpu").load, *arguments(32, 824, 128, jnp.bfloat16))
+    assert "mosaic_gpu" in program.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_count_is_a_statistic_of_a_step():
+    assert choose("step", "pallas_tpu", request("mean_attention")).op == "step"
+    assert COUNT in request("mean_attention").statistics

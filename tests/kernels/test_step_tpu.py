@@ -1,0 +1,141 @@
+"""A whole decoding step in one TPU kernel: interpreted, races detected, against XLA; and by the real TPU compiler."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kvjax import cache, fused
+from kvjax.cache import Block, LayerKV
+from kvjax.devices import topology_devices
+from kvjax.kernels.step import tpu as step_tpu
+from tests.kernels.conftest import needs_libtpu
+from tests.kernels.steps import FUSED, Steps, build, fused_step
+
+
+@pytest.mark.parametrize(("name", "budget"), [*((name, 15) for name in FUSED), ("h2o", 20), ("roco", 22)])
+def test_a_step_is_that_of_the_cache(interpreted, name, budget):
+    """15 and one slot are whole groups, written inside the kernel; 20 and 22 are not."""
+    batch, kv_heads, group, dim = 2, 2, 2, 32
+    policy, budgets = build(name, budget), jnp.full((batch,), budget, jnp.int32)
+    layer = cache.empty(policy, batch, kv_heads, budget + 1, dim, jnp.float32)
+    ours = layer
+    plain = jax.jit(lambda layer, q, k, v, block: cache.step(layer, q, k, v, block=block, index=0))
+    kernel = jax.jit(functools.partial(fused_step, policy))
+    for step in range(budget + 8):
+        keys = jax.random.split(jax.random.key(step), 3)
+        query = jax.random.normal(keys[0], (batch, kv_heads * group, 1, dim))
+        key, value = (jax.random.normal(k, (batch, kv_heads, 1, dim)) for k in keys[1:])
+        at = jnp.array([step, step if step < budget + 4 else -1], jnp.int32)
+        block = Block(position=at[:, None], budget=(budgets,), policy=policy, decoding=True)
+        expected, layer = plain(layer, query, key, value, block)
+        got, ours = kernel(ours, query, key, value, at[:, None], budgets)
+        np.testing.assert_allclose(got, expected, atol=2e-6)
+        np.testing.assert_array_equal(ours.position, layer.position)
+        live = np.asarray(layer.position) >= 0
+        np.testing.assert_array_equal(ours.key[live], layer.key[live])
+        np.testing.assert_array_equal(ours.value[live], layer.value[live])
+        for stat, column in layer.stats.items():
+            np.testing.assert_allclose(ours.stats[stat], column, atol=1e-5, err_msg=stat)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        Steps("h2o", 384),  # pairs are written inside the kernel, from any of three tiles
+        Steps("roco", 300, dim=128, group=1),  # a partial tile, and slots that are written after the kernel
+        Steps("roco", 512, dim=128, dtype=jnp.bfloat16, budgets=(511, 300)),
+        Steps("h2o", 384, window=120, policy=(("group_reduce", "max"),), group=3),
+        Steps("scissorhands", 386, dim=80, budgets=(150, 385)),
+        Steps("full", 300, dim=256, window=200, budgets=(250, 290)),
+        Steps("ring", 384),
+        Steps("heavy", 384),
+    ],
+    ids=lambda steps: f"{steps.name}-{steps.slots}-{steps.dim}",
+)
+def test_a_step_over_several_tiles_is_that_of_the_cache(interpreted, monkeypatch, steps):
+    monkeypatch.setattr(step_tpu, "TILE_BYTES", 1 << 16)  # of 128 slots, even of fewer bytes
+    assert step_tpu.tile_slots(2, steps.slots, steps.dim, 4) == 128
+    steps.run(6)
+
+
+def compiled(topology, shape, dtype, policy):
+    """The step's program; the TPU compiler refuses what its vector memory cannot hold."""
+    batch, kv_heads, group, size, dim = shape
+    mesh = Mesh(np.array(topology_devices(topology)[:1]), ("x",))
+
+    def array(dims, kind):
+        return jax.ShapeDtypeStruct(dims, kind, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    layer = LayerKV(
+        *[array((batch, kv_heads, size, dim), dtype)] * 2,
+        array((batch, kv_heads, size), jnp.int32),
+        {s.name: array((batch, kv_heads, size), jnp.float32) for s in policy.needs},
+    )
+    query, one = array((batch, kv_heads * group, 1, dim), dtype), array((batch, kv_heads, 1, dim), dtype)
+    at, row = array((batch, 1), jnp.int32), array((batch,), jnp.int32)
+    with jax.set_mesh(mesh):
+        step = jax.jit(functools.partial(fused_step, policy), donate_argnums=0)
+        return step.lower(layer, query, one, one, at, row).compile()
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "name"),
+    [  # batch, KV heads, group, slots, head size
+        ((8, 8, 4, 528, 128), jnp.bfloat16, "h2o"),
+        ((4, 12, 1, 416, 128), jnp.float32, "roco"),
+        ((2, 4, 8, 8192, 128), jnp.bfloat16, "scissorhands"),
+        ((2, 4, 2, 6000, 256), jnp.float32, "tova"),
+        ((2, 4, 8, 513, 96), jnp.bfloat16, "mean_attention"),
+        ((1, 1, 7, 100, 80), jnp.bfloat16, "window"),
+        ((2, 32, 1, 410, 64), jnp.bfloat16, "h2o_decay"),
+        ((2, 4, 2, 1024, 128), jnp.bfloat16, "strided"),
+        ((2, 4, 2, 1024, 128), jnp.bfloat16, "fixed"),
+        ((2, 4, 2, 1024, 128), jnp.bfloat16, "full"),
+        ((2, 4, 2, 1024, 128), jnp.bfloat16, "ring"),
+        ((2, 4, 2, 1024, 128), jnp.bfloat16, "heavy"),
+    ],
+)
+def test_the_tpu_compiler_takes_it(topology, shape, dtype, name):
+    batch, kv_heads, _, size, dim = shape
+    program = compiled(topology, shape, dtype, build(name, size - 1))
+    held = 2 * batch * kv_heads * size * dim * jnp.dtype(dtype).itemsize
+    assert program.memory_analysis().alias_size_in_bytes >= held, "keys and values are where they were"
+    if dim % 128 == 0 and size % 16 == 0:
+        shapes = f"[{batch},{kv_heads},{size},{dim}]"
+        copies = [
+            line for line in program.as_text().splitlines() if " copy(" in line and shapes in line.split("copy(")[0]
+        ]
+        assert not copies, "no copy of a whole cache"
+        assert program.memory_analysis().temp_size_in_bytes < held // 4
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("shape", "dtype", "name"),
+    [  # batch, KV heads, group, head size
+        ((2, 32, 1, 128), jnp.bfloat16, "h2o"),
+        ((2, 32, 1, 128), jnp.float32, "roco"),
+        ((2, 8, 4, 128), jnp.bfloat16, "roco"),
+        ((2, 1, 8, 256), jnp.bfloat16, "roco"),
+    ],
+)
+def test_what_is_said_to_fit_into_a_core_does(shape, dtype, name):
+    """As many slots as `fused.covers` allows; more go through the cache."""
+    batch, kv_heads, group, dim = shape
+
+    def fits(slots: int) -> bool:
+        policy = build(name, slots - 1)
+        layer = jax.eval_shape(functools.partial(cache.empty, policy, batch, kv_heads, slots, dim, dtype))
+        block = Block(jnp.zeros((1, 1), jnp.int32), (), policy, decoding=True, implementation="pallas_tpu")
+        return fused.covers(block, layer, 1, kv_heads, group)
+
+    assert fits(512)
+    assert not fits(1 << 17)
+    most = max(slots for slots in range(128, 1 << 15, 128) if fits(slots))
+    compiled("v5e:1x1", (batch, kv_heads, group, most, dim), dtype, build(name, most - 1))
