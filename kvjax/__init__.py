@@ -1,7 +1,7 @@
 """kvjax: Hugging Face decoders in JAX under a fixed KV-cache budget."""
 
-from kvjax import policies
-from kvjax.cache import KVState, LayerKV
+from kvjax import policies, selection, storage
+from kvjax.cache import CacheSpec, KVState, LayerKV, Limits
 from kvjax.checkpoint.huggingface import load
 from kvjax.checkpoint.writer import save
 from kvjax.errors import KvjaxError
@@ -12,11 +12,13 @@ from kvjax.sampling import Greedy, Sample
 from kvjax.sharding import make_mesh
 
 __all__ = [
+    "CacheSpec",
     "Generation",
     "Greedy",
     "KVState",
     "KvjaxError",
     "LayerKV",
+    "Limits",
     "LogLikelihood",
     "Model",
     "Sample",
@@ -26,4 +28,6 @@ __all__ = [
     "make_mesh",
     "policies",
     "save",
+    "selection",
+    "storage",
 ]

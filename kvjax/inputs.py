@@ -10,10 +10,17 @@ from kvjax.models.config import DecoderConfig
 
 
 class Batch(NamedTuple):
-    """tokens: [B, T] int32, padding replaced by 0; lengths: [B] int32."""
+    """Tokens that a model can take.
+
+    Attributes:
+      tokens: [B, T] int32 up to the longest row, padding replaced by 0.
+      lengths: [B] int32.
+      width: of the caller's array; more than T where every row of it was padded.
+    """
 
     tokens: np.ndarray
     lengths: np.ndarray
+    width: int
 
 
 def check_batch(config: DecoderConfig, tokens: Any, lengths: Any, *, new_tokens: int) -> Batch:
@@ -57,7 +64,7 @@ def check_batch(config: DecoderConfig, tokens: Any, lengths: Any, *, new_tokens:
             + (f" and {new_tokens} new ones need {longest} positions" if new_tokens else " were given")
             + "; shorten the text or generate fewer tokens."
         )
-    return Batch(ids[:, : sizes.max()].astype(np.int32), sizes.astype(np.int32))
+    return Batch(ids[:, : sizes.max()].astype(np.int32), sizes.astype(np.int32), width)
 
 
 def check_prompt(prompt_length: Any, lengths: np.ndarray) -> np.ndarray:

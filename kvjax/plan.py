@@ -16,18 +16,23 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from tabulate import tabulate
 
-from kvjax import attention, fused, policies, sharding
-from kvjax.allocation import Allocation, allocate
+from kvjax import policies, sharding
 from kvjax.attention import Implementation
+from kvjax.cache.layout import CacheLayout
+from kvjax.cache.limits import Limits, sizes_for
+from kvjax.cache.lowering import Lowered, lower
+from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.devices import DEVICES, Device, local_device, topology_devices
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generate import decode_steps
 from kvjax.inputs import check_batch, check_count
 from kvjax.models.config import DecoderConfig
-from kvjax.policies.base import Policy, check
+from kvjax.policies.base import Policy
 from kvjax.prefill import prefill_steps
 from kvjax.roofline import Roofline, Shapes, decode_shapes, fewest_bytes, live_slots, local_bytes, roofline
 from kvjax.sampling import Greedy
+from kvjax.selection.base import Selection
+from kvjax.storage.base import Storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +43,8 @@ class Plan:
       target, device: the machine or topology, and one of its devices.
       mesh: axis sizes; `mesh_chosen`: they were picked here.
       policy, batch, prompt_length, new_tokens, dtype, parameters: what was planned.
-      slots: per layer (where heads are split, per part and layer), slots of each head's arrays while decoding.
+      slots: per layer and group of heads, slots of each head's arrays while decoding.
+      explain: what runs in each layer, and why nothing faster; see `CacheLayout.explain`.
       weights, cache: bytes of parameters and of the KVState, from shapes.
       temporaries: bytes of the decode program's scratch memory; None = it did not compile for want of memory.
       other: bytes of program, tokens and padding of layouts; None likewise.
@@ -63,6 +69,7 @@ class Plan:
     dtype: str
     parameters: int
     slots: tuple[int, ...]
+    explain: str
     weights: int
     cache: int
     temporaries: int | None
@@ -122,12 +129,12 @@ class Plan:
             f"{_si(self.device.flops, 'FLOP/s')} ({self.device.source}). The roofline counts no collectives."
         )
         words = (f"The compiler says: {self.problem}",) if self.problem else ()
-        return "\n".join((first, second, body, last, *words))
+        return "\n".join((first, second, body, last, self.explain, *words))
 
 
 def plan(
     config: DecoderConfig,
-    policy: Policy,
+    policy: Policy | CacheSpec,
     *,
     batch: int = 1,
     prompt_length: int,
@@ -138,59 +145,72 @@ def plan(
     prefill: bool = False,
     prefill_block: int | None = None,
     implementation: Implementation = "auto",
+    storage: Storage | None = None,
+    selection: Selection | None = None,
 ) -> Plan:
     """Compiles what `kvjax.generate` would run, and counts what it needs.
 
     Args:
       config: the decoder.
-      policy: what the cache keeps.
-      batch, prompt_length, new_tokens: rows, and tokens of each.
+      policy: what the cache keeps, or a `CacheSpec`.
+      batch: rows.
+      prompt_length: tokens of each row's prompt.
+      new_tokens: tokens that follow.
       dtype: of weights and cache; None = float32 on a CPU, bfloat16 elsewhere.
       mesh_axes: as in ``"data:2,model:4"``. Empty = one local device, or all devices of the topology, split between
         the axes so that each moves the fewest bytes a step (of equals, the split with the larger ``model``).
       topology: a TPU topology such as ``"v5e:2x4"`` (needs the libtpu wheel, no TPU); None = this machine.
-      prefill: compile the prefill too; prefill_block, implementation: as in `kvjax.generate`.
+      prefill: whether to compile the prefill too.
+      prefill_block: as in `kvjax.generate`.
+      implementation: as in `kvjax.generate`.
+      storage: as in `kvjax.generate`.
+      selection: as in `kvjax.generate`.
 
     Raises:
       KvjaxError: a run that `kvjax.generate` would refuse, an unknown topology or mesh, or no libtpu.
     """
-    check(policy)
+    spec = as_spec(policy, storage, selection)
     for name, value in (("batch", batch), ("prompt_length", prompt_length), ("new_tokens", new_tokens)):
         check_count(name, value)
     check_batch(config, np.zeros((1, prompt_length), np.int32), None, new_tokens=new_tokens)
-    prompts = np.full((batch,), prompt_length, np.int32)
-    total = prompt_length + new_tokens - 1  # the last new token is never fed back
-    block = None if prefill_block is None or prefill_block >= prompt_length else prefill_block
     targets = topology_devices(topology) if topology else jax.devices()
     dtype = _dtype(dtype, targets[0].platform)
-    implementation = attention.resolve(implementation, targets[0].platform)
-    multiple = fused.capacity_multiple(implementation, dtype.itemsize)
-    slots = allocate(policy, prompts, total, config.num_layers, config.num_kv_heads, block or 1).rounded_up(multiple)
-    kept = policies.full()
-    full_slots = allocate(kept, prompts, total, config.num_layers).rounded_up(multiple)
+    prompts = np.full((batch,), prompt_length, np.int32)
+    sizes = sizes_for(
+        prompts, new_tokens - 1, width=prompt_length, block=prefill_block, limits=Limits(prompt_length, new_tokens),
+        last_fed=False,
+    )  # fmt: skip
 
-    live = live_slots(config, policy, slots, prompt_length, new_tokens)
+    def lowered_on(mesh: Mesh | None, spec: CacheSpec) -> Lowered:
+        with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+            return lower(
+                spec, config, sizes, prompts, implementation=implementation, platform=targets[0].platform, dtype=dtype
+            )
+
     axes: Any = mesh_axes
     if topology and not mesh_axes:
-        axes = fewest_bytes(config, policy, slots, dtype, batch, live, len(targets))
+        alone = lowered_on(None, spec)
+        live = live_slots(config, alone, prompt_length, new_tokens)
+        axes = fewest_bytes(config, alone.layout, dtype, batch, live, len(targets))
     mesh = sharding.make_mesh(axes, targets) if axes else None
     count = mesh.size if mesh else 1
+    lowered, kept = lowered_on(mesh, spec), lowered_on(mesh, CacheSpec(policies.full()))
+    layout = lowered.layout
+    live = live_slots(config, lowered, prompt_length, new_tokens)
     device = DEVICES[targets[0].device_kind] if topology else local_device(targets[:count])
 
-    shapes = decode_shapes(config, policy, slots, dtype, batch, mesh)
+    shapes = decode_shapes(config, layout, dtype, batch, mesh)
     step = roofline(config, shapes, live, device)
-    full_shapes = decode_shapes(config, kept, full_slots, dtype, batch, mesh)
-    full = roofline(config, full_shapes, live_slots(config, kept, full_slots, prompt_length, new_tokens), device)
-    whole = roofline(config, decode_shapes(config, policy, slots, dtype, batch, None), live, device)
+    full_shapes = decode_shapes(config, kept.layout, dtype, batch, mesh)
+    full = roofline(config, full_shapes, live_slots(config, kept, prompt_length, new_tokens), device)
+    whole = roofline(config, decode_shapes(config, layout, dtype, batch, None), live, device)
     weights, cache = local_bytes(shapes.params), step.cache
 
     start = time.perf_counter()
-    compiled, problem = _compile_decode(config, policy, shapes, mesh, implementation)
+    compiled, problem = _compile_decode(config, layout, shapes, mesh)
     memory, prefill_memory = _Memory.of(compiled), None
     if prefill:
-        program, prefill_problem = _compile_prefill(
-            config, policy, slots, shapes, mesh, prompt_length, block, implementation
-        )
+        program, prefill_problem = _compile_prefill(config, lowered, shapes, mesh, prompt_length)
         prefill_memory, problem = _Memory.of(program), problem or prefill_problem
     seconds = time.perf_counter() - start
 
@@ -201,13 +221,14 @@ def plan(
         device=device,
         mesh=dict(mesh.shape) if mesh else {"data": 1, "model": 1},
         mesh_chosen=bool(topology and not mesh_axes and count > 1),
-        policy=policy.name,
+        policy=spec.name,
         batch=int(batch),
         prompt_length=int(prompt_length),
         new_tokens=int(new_tokens),
         dtype=str(dtype),
         parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes.params)),
-        slots=tuple(jax.tree.leaves(slots.capacity)),
+        slots=tuple(group.capacity for group in layout.groups),
+        explain=layout.explain(),
         weights=weights,
         cache=cache,
         temporaries=memory and memory.temporaries,
@@ -235,34 +256,23 @@ def _dtype(dtype: Any, platform: str) -> Any:
         raise ConfigError(f"dtype {dtype!r} is unknown; use float32, bfloat16 or float16.") from None
 
 
-def _compile_decode(
-    config: DecoderConfig, policy: Policy, shapes: Shapes, mesh: Mesh | None, implementation: Implementation
-) -> tuple[Any, str]:
+def _compile_decode(config: DecoderConfig, layout: CacheLayout, shapes: Shapes, mesh: Mesh | None) -> tuple[Any, str]:
     stop = jax.ShapeDtypeStruct((len(config.eos_token_ids),), jnp.int32)
     steps = jax.ShapeDtypeStruct((), jnp.int32)
-    options = {
-        "config": config, "policy": policy.then or policy, "sampler": Greedy(), "implementation": implementation
-    }  # fmt: skip
-    return _compile(decode_steps, mesh, shapes.params, shapes.carry, shapes.budget, stop, steps, **options)
+    options = {"config": config, "phase": layout.decode, "sampler": Greedy()}
+    return _compile(decode_steps, mesh, shapes.params, shapes.carry, stop, steps, **options)
 
 
 def _compile_prefill(
-    config: DecoderConfig,
-    policy: Policy,
-    slots: Allocation,
-    shapes: Shapes,
-    mesh: Mesh | None,
-    prompt_length: int,
-    block: int | None,
-    implementation: Implementation,
+    config: DecoderConfig, lowered: Lowered, shapes: Shapes, mesh: Mesh | None, prompt_length: int
 ) -> tuple[Any, str]:
     row = shapes.carry.token
     place = mesh and NamedSharding(mesh, sharding.spec(("batch", None), (*row.shape, prompt_length), mesh))
     tokens = jax.ShapeDtypeStruct((*row.shape, prompt_length), jnp.int32, sharding=place)
+    budgets = jax.tree.map(lambda _: row, lowered.budgets)
     return _compile(
-        prefill_steps, mesh, shapes.params, tokens, row, jax.tree.map(lambda _: row, slots.budget), config=config,
-        policy=policy, capacity=slots.capacity, block_capacity=slots.block_capacity, block=block, score=False,
-        implementation=implementation,
+        prefill_steps, mesh, shapes.params, tokens, row, row, budgets.prompt, budgets.decode, config=config,
+        layout=lowered.layout, score=False,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Prefill: prompts go through the model, in one shot or in blocks, and leave a cache for decoding.
 
-Budgets and capacities are settled on the host first, so that every user error is raised before anything is traced.
+What is allocated, and which programs run, is settled on the host first (`kvjax.cache.lowering`), so that every user error
+is raised before anything is traced.
 """
 
 import functools
@@ -11,16 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import attention, fused, layers
-from kvjax.allocation import Allocation, allocate
 from kvjax.attention import Implementation
-from kvjax.cache import Block, KVState
-from kvjax.errors import PolicyError
+from kvjax.cache.convert import convert, empty_layers
+from kvjax.cache.layout import CacheLayout, Phase
+from kvjax.cache.limits import Limits, sizes_for
+from kvjax.cache.lowering import lower
+from kvjax.cache.spec import CacheSpec, as_spec
+from kvjax.cache.state import Block, KVState, Layer
 from kvjax.inputs import check_batch, check_count, check_positions
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.model import Model
-from kvjax.policies.base import Policy, check
+from kvjax.policies.base import Policy
+from kvjax.selection.base import Selection
+from kvjax.storage.base import Storage
 
 Array = jax.Array
 SCORE_ROWS = 512  # prompt tokens whose logits exist at once when scoring
@@ -31,104 +36,140 @@ class Prefilled(NamedTuple):
 
     Attributes:
       logits: [B, V] float32 of each row's last prompt token.
-      state: the cache; budget: one [B] int32 a layer, for decoding.
+      state: the cache.
+      layout: what programs know of it.
     """
 
     logits: Array
     state: KVState
-    budget: tuple[Array, ...]
+    layout: CacheLayout
 
 
 def prefill(
     model: Model,
     tokens: Any,
-    policy: Policy,
+    policy: Policy | CacheSpec,
     *,
     max_new_tokens: int,
     lengths: Any = None,
     prefill_block: int | None = None,
     implementation: Implementation = "auto",
+    storage: Storage | None = None,
+    selection: Selection | None = None,
+    limits: Limits | None = None,
 ) -> Prefilled:
     """Runs prompts through the model and leaves a cache with room for `max_new_tokens`; arguments as in `generate`."""
-    policy = check(policy)
-    check_positions(model.config, policy.positions)
+    spec = as_spec(policy, storage, selection)
     check_count("max_new_tokens", max_new_tokens)
     batch = check_batch(model.config, tokens, lengths, new_tokens=max_new_tokens)
     # The last new token is never fed back.
     total = batch.lengths + max_new_tokens - 1
-    implementation = attention.resolve(implementation, model.platform)
-    block, allocation = allocate_for(model, policy, batch.lengths, total, prefill_block, implementation)
     with model.on_mesh():
-        budget, decode_budget = model.place((allocation.budget, allocation.decode_budget))
-        logits, _, state = prefill_steps(
-            model.params, model.place(batch.tokens), model.place(batch.lengths), budget, config=model.config,
-            policy=policy, capacity=allocation.capacity, block_capacity=allocation.block_capacity, block=block,
-            score=False, implementation=implementation,
+        prepared = prepare(
+            model, spec, batch.lengths, total, width=batch.width, prefill_block=prefill_block, limits=limits,
+            implementation=implementation, last_fed=False,
         )  # fmt: skip
-    return Prefilled(logits, state, decode_budget)
+        logits, _, state = run_prompts(model, batch.tokens, batch.lengths, total, prepared, score=False)
+    return Prefilled(logits, state, prepared.layout)
 
 
-def allocate_for(
+class Prepared(NamedTuple):
+    """What a batch runs: its layout and budgets, and the width that prompts are padded to."""
+
+    layout: CacheLayout
+    budgets: Any
+    width: int
+
+
+def prepare(
     model: Model,
-    policy: Policy,
+    spec: CacheSpec,
     prompt: np.ndarray,
     total: np.ndarray,
+    *,
+    width: int,
     prefill_block: int | None,
-    implementation: Implementation = "xla",
-) -> tuple[int | None, Allocation]:
-    """Block size (None = one shot) and slots; a block that holds the longest prompt is one shot."""
+    implementation: Implementation,
+    limits: Limits | None = None,
+    last_fed: bool = True,
+) -> Prepared:
+    """Lowers a spec for a batch, on the mesh in force.
+
+    Args:
+      prompt: [B] tokens of each row's prompt.
+      total: [B] tokens that each row will hold.
+      width: of the caller's array of prompts.
+      prefill_block, implementation, limits: as in `generate`.
+      last_fed: see `sizes_for`.
+    """
+    check_positions(model.config, spec.policy.positions)
     if prefill_block is not None:
         check_count("prefill_block", prefill_block)
-        prefill_block = None if prefill_block >= prompt.max() else prefill_block
-    if prefill_block is not None and policy.mask is not None and policy.mask.band is not None:
-        raise PolicyError(f"policy {policy.name}: it looks at all of a text at once; leave out prefill_block.")
-    config = model.config
-    slots = allocate(policy, prompt, total, config.num_layers, config.num_kv_heads, prefill_block or 1)
-    itemsize = jax.tree.leaves(model.params)[0].dtype.itemsize
-    return prefill_block, slots.rounded_up(fused.capacity_multiple(implementation, itemsize))
+    sizes = sizes_for(
+        prompt, int(np.max(total - prompt)), width=width, block=prefill_block, limits=limits, last_fed=last_fed
+    )
+    lowered = lower(
+        spec, model.config, sizes, prompt, implementation=implementation, platform=model.platform,
+        dtype=jax.tree.leaves(model.params)[0].dtype,
+    )  # fmt: skip
+    return Prepared(lowered.layout, lowered.budgets, sizes.prompt)
 
 
-STATIC = ("config", "policy", "capacity", "block_capacity", "block", "score", "implementation")
+def run_prompts(
+    model: Model, tokens: np.ndarray, lengths: np.ndarray, total: np.ndarray, prepared: Prepared, *, score: bool
+) -> tuple[Array, Array, KVState]:
+    """`prefill_steps` for a batch on the host, padded; when scoring, tokens may go on behind the prompts."""
+    width = prepared.width + (1 if score else 0)
+    ids = np.zeros((len(tokens), width), np.int32)
+    known = min(width, tokens.shape[1])
+    ids[:, :known] = tokens[:, :known]
+    place = model.place
+    return prefill_steps(
+        model.params, *place((ids, lengths, total.astype(np.int32), prepared.budgets.prompt, prepared.budgets.decode)),
+        config=model.config, layout=prepared.layout, score=score,
+    )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=STATIC)
-def prefill_steps(
-    params, tokens, lengths, budget, *, config, policy, capacity, block_capacity, block, score, implementation="xla"
-):
+@functools.partial(jax.jit, static_argnames=("config", "layout", "score"))
+def prefill_steps(params, tokens, lengths, total, budget, decode_budget, *, config, layout, score):
     """Prompts, in one shot or in blocks.
 
     Args:
-      tokens: [B, T] int32; lengths: [B] prompt lengths; when scoring, T is one more than the longest if there is one.
+      tokens: [B, T] int32; when scoring, T is one more than the width of the prompts.
+      lengths: [B] prompt lengths.
+      total: [B], see `KVState`.
+      budget: per layer and group, [B] slots of the policy for prompts.
+      decode_budget: the same of the policy that decodes.
 
     Returns:
-      logits [B, V] of each row's last prompt token; logprobs [B, T - 1] of the tokens after the first, or None;
-      the state, with decode capacities, and statistics of the policy that decodes.
+      logits [B, V] of each row's last prompt token; logprobs [B, width] of the tokens after each, or [B, 0];
+      the state, in the decoding phase's arrays.
     """
     decoder = bind(config, params)
-    rows, width = tokens.shape
-    step = width if block is None else block
+    rows = tokens.shape[0]
+    width = tokens.shape[1] - (1 if score else 0)
+    step = width if layout.block is None else layout.block
     count = -(-width // step)
-    padded = jnp.pad(tokens, ((0, 0), (0, count * step + 1 - width)))
+    padded = jnp.pad(tokens, ((0, 0), (0, count * step + 1 - tokens.shape[1])))
 
-    def consume(kv, start, ids, targets, block_slots):
+    def consume(kv, start, ids, targets):
+        # [B, step]
         position = start + jnp.arange(step, dtype=jnp.int32)
         position = jnp.where(position < lengths[:, None], position, -1)
+        block = Block(position=position, prompt=lengths, total=total, budget=budget)
         # [B, step, E]
-        block = Block(
-            position=position, budget=budget, policy=policy, capacity=block_slots, prompt=lengths,
-            implementation=implementation,
-        )  # fmt: skip
-        x, kv = decoder.hidden(ids, kv, block)
+        x, kv = decoder.hidden(ids, kv, block, layout.prompt)
         at = jnp.clip(lengths - 1 - start, 0, step - 1)
         # [B, E]
         last = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
         return kv, last, logprobs_of(decoder, x, targets) if score else jnp.zeros((rows, 0), jnp.float32)
 
-    if block is None:
-        kv, last, logprobs = consume(None, 0, tokens, padded[:, 1 : width + 1], capacity)
+    if layout.block is None:
+        kv, last, logprobs = consume(None, 0, padded[:, :width], padded[:, 1 : width + 1])
     else:
-        start = layers.empty(policy, block_capacity, rows, config.num_kv_heads, config.head_dim, decoder.dtype)
-        kv = KVState(start, jnp.zeros((rows,), jnp.int32))
+        start = empty_layers(layout.prompt, rows, config.num_kv_heads, config.head_dim, decoder.dtype)
+        zero = jnp.zeros((rows,), jnp.int32)
+        kv = KVState(start, zero, prompt=lengths, total=total, budget=budget)
         blocks = [x.reshape(rows, count, step).swapaxes(0, 1) for x in (padded[:, :-1], padded[:, 1:])]
 
         # For gradients: a block is computed again instead of remembered, so that what is held of it is the cache alone.
@@ -136,31 +177,36 @@ def prefill_steps(
         def body(carry, inputs):
             kv, last = carry
             start, ids, targets = inputs
-            kv, newest, logprobs = consume(kv, start, ids, targets, None)
+            kv, newest, logprobs = consume(kv, start, ids, targets)
             here = (lengths - 1 >= start) & (lengths - 1 < start + step)
             return (kv, jnp.where(here[:, None], newest, last)), logprobs
 
         starts = jnp.arange(count, dtype=jnp.int32) * step
         last = jnp.zeros((rows, config.embed_size), decoder.dtype)
         (kv, last), logprobs = jax.lax.scan(body, (kv, last), (starts, *blocks))
-        kv = kv.replace(layers=layers.resize(kv.layers, policy, capacity))
+        kv = kv.replace(layers=_converted(kv, layout))
         logprobs = logprobs.swapaxes(0, 1).reshape(rows, -1)
-    if policy.then is not None:
-        kv = kv.replace(layers=tuple(layer.replace(stats=policy.hand_over(layer.stats)) for layer in kv.layers))
-    logits = decoder.logits(last)
-    return logits, logprobs[:, : width - 1], kv
+    return decoder.logits(last), logprobs[:, :width], kv.replace(budget=decode_budget)
+
+
+def _converted(kv: KVState, layout: CacheLayout) -> tuple[Layer, ...]:
+    """The prompt's slots in the arrays of the decoding phase."""
+    return tuple(
+        Layer(convert(*each, kv.length - 1) for each in zip(layer, before, after, strict=True))
+        for layer, before, after in zip(kv.layers, layout.prompt, layout.decode, strict=True)
+    )
 
 
 class Bound(NamedTuple):
     """A decoder with its parameters: what the jitted loops call.
 
     Attributes:
-      hidden: (tokens [B, n], state, block) -> (hidden states [B, n, E], state).
+      hidden: (tokens [B, n], state, block, phase) -> (hidden states [B, n, E], state).
       logits: hidden states [..., E] -> [..., V] float32.
       dtype: of parameters and cache.
     """
 
-    hidden: Callable[[Array, KVState | None, Block], tuple[Array, KVState]]
+    hidden: Callable[[Array, KVState | None, Block, Phase], tuple[Array, KVState]]
     logits: Callable[[Array], Array]
     dtype: Any
 

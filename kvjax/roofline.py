@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from kvjax import layers, sharding
-from kvjax.allocation import Allocation
-from kvjax.cache import KVState
+from kvjax import sharding
+from kvjax.cache.convert import empty_layers
+from kvjax.cache.layout import CacheLayout
+from kvjax.cache.lowering import Lowered
+from kvjax.cache.state import KVState, LayerKV, layers_of
 from kvjax.devices import Device
 from kvjax.generate import Carry
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import parameter_shapes
-from kvjax.policies.base import Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +47,19 @@ class Roofline:
 
 
 class Shapes(NamedTuple):
-    """Arguments of the decode loop as `jax.ShapeDtypeStruct`, each at its place on the mesh."""
+    """Arguments of the decode loop as `jax.ShapeDtypeStruct`, each at its place on the mesh.
+
+    Attributes:
+      params: of the decoder.
+      carry: see `kvjax.generate.Carry`.
+    """
 
     params: Any
     carry: Carry
-    budget: tuple[Any, ...]
 
 
 def decode_shapes(
-    config: DecoderConfig, policy: Policy, slots: Allocation, dtype: Any, batch: int, mesh: Mesh | AbstractMesh | None
+    config: DecoderConfig, layout: CacheLayout, dtype: Any, batch: int, mesh: Mesh | AbstractMesh | None
 ) -> Shapes:
     """What `kvjax.generate` would hold when it decodes; nothing is allocated."""
 
@@ -63,7 +68,7 @@ def decode_shapes(
         return jax.ShapeDtypeStruct(dims, kind, sharding=place)
 
     made = jax.eval_shape(
-        lambda: layers.empty(policy.then or policy, slots.capacity, batch, config.num_kv_heads, config.head_dim, dtype)
+        lambda: empty_layers(layout.decode, batch, config.num_kv_heads, config.head_dim, dtype)
     )
     held = jax.tree.map(lambda x: shape(x.shape, x.dtype, "batch", "kv_heads", *(None,) * (len(x.shape) - 2)), made)
     params = parameter_shapes(config, dtype)
@@ -71,40 +76,35 @@ def decode_shapes(
         places = sharding.parameter_shardings(params, mesh, (config.num_heads, config.num_kv_heads))
         params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, places)
     row = shape((batch,), jnp.int32, "batch")
+    budget = tuple(tuple(row if group.has_budget else None for group in layer) for layer in layout.decode)
     carry = Carry(
-        state=KVState(held, row),
+        state=KVState(held, length=row, prompt=row, total=row, budget=budget),
         token=row,
         active=shape((batch,), jnp.bool_, "batch"),
+        request=row,
         key=jax.eval_shape(lambda: jax.random.key(0)),
     )
-    return Shapes(params, carry, jax.tree.map(lambda _: row, slots.decode_budget))
+    return Shapes(params, carry)
 
 
-def live_slots(
-    config: DecoderConfig, policy: Policy, slots: Allocation, prompt_length: int, new_tokens: int
-) -> tuple[float, ...]:
-    """Slots per head of each layer (and part of it) that a decode step attends to, averaged over the run's steps."""
-    if policy.parts:
-        by_part = [
-            live_slots(config, part.policy, Allocation(*own), prompt_length, new_tokens)
-            for part, own in zip(policy.parts, zip(*slots, strict=True), strict=True)
-        ]
-        return tuple(
-            live[layer]
-            for layer in range(config.num_layers)
-            for part, live in zip(policy.parts, by_part, strict=True)
-            if part.heads[layer]
-        )
+def live_slots(config: DecoderConfig, lowered: Lowered, prompt_length: int, new_tokens: int) -> tuple[float, ...]:
+    """Slots per head that a decode step reads, for each group of heads of each layer, averaged over the run's steps."""
     # [steps]: tokens seen, the one being fed included
     seen = prompt_length + 1 + np.arange(max(new_tokens - 1, 1))
-    kept = [int(rows.max()) for rows in slots.budget] or [prompt_length] * config.num_layers
-    limits: list[int | None] = [int(rows.max()) for rows in slots.decode_budget] or [None] * config.num_layers
     live = []
-    for left, limit, window in zip(kept, limits, config.windows, strict=True):
-        # What a prompt leaves, and what was decoded since.
-        held = seen - prompt_length + min(left, prompt_length)
-        held = held if limit is None else np.minimum(held, limit + 1)
-        live.append(float(np.mean(held if window is None else np.minimum(held, window))))
+    for layer, groups in enumerate(lowered.layout.decode):
+        window = config.windows[layer]
+        for number, group in enumerate(groups):
+            kept, limit = lowered.budgets.prompt[layer][number], lowered.budgets.decode[layer][number]
+            if group.selection.budget is not None:  # hides slots and frees none
+                kept = limit = None
+            left = prompt_length if kept is None else min(int(kept.max()), prompt_length)
+            # What a prompt leaves, and what was decoded since.
+            held = seen - prompt_length + left
+            held = held if limit is None else np.minimum(held, int(limit.max()) + 1)
+            width = group.selection.width(group.capacity)
+            held = held if width is None else np.minimum(held, width)
+            live.append(float(np.mean(held if window is None else np.minimum(held, window))))
     return tuple(live)
 
 
@@ -116,14 +116,14 @@ def roofline(config: DecoderConfig, shapes: Shapes, live: tuple[float, ...], dev
     rows = _local(state.length)[0]
     flops = 2.0 * rows * sum(math.prod(_local(leaf)) for leaf in matrices if len(leaf.shape) == 2)
     moved = 0.0
-    for (index, layer), slots in zip(layers.flat(state), live, strict=True):
-        here, kv_heads, _, dim = _local(layer.key)
+    for (index, layer), slots in zip(layers_of(state), live, strict=True):
+        here, kv_heads, _ = _local(layer.position)
         query = shapes.params[f"layer_{index}"]["attention"]["query"]["kernel"]
-        flops += 4.0 * here * _local(query)[1] * slots * layer.key.shape[1] / config.num_kv_heads
+        flops += 4.0 * here * _local(query)[1] * slots * layer.position.shape[1] / config.num_kv_heads
         statistics = sum(leaf.dtype.itemsize * math.prod(leaf.shape[3:]) for leaf in jax.tree.leaves(layer.stats))
-        item = layer.key.dtype.itemsize
+        slot = _slot_bytes(layer)
         # Read every live slot, write the new one; statistics go both ways.
-        moved += here * kv_heads * (slots * (2 * dim * item + 4 + 2 * statistics) + 2 * dim * item + 4)
+        moved += here * kv_heads * (slots * (slot + 4 + 2 * statistics) + slot + 4)
     weights = local_bytes(matrices)
     seconds = {
         "memory": device.bandwidth and (weights + moved) / device.bandwidth,
@@ -141,10 +141,16 @@ def _is_read(config: DecoderConfig, path: tuple[Any, ...]) -> bool:
     return name != ("position_embed", "table") and (config.tie_embeddings or name != ("embed", "tokens"))
 
 
+def _slot_bytes(layer: LayerKV) -> float:
+    """Bytes of a key and a value, on average over the stores."""
+    leaves = jax.tree.leaves(layer.stores)
+    held = sum(leaf.shape[2] * math.prod(leaf.shape[3:]) * leaf.dtype.itemsize for leaf in leaves)
+    return held / max(layer.position.shape[2], 1)
+
+
 def fewest_bytes(
     config: DecoderConfig,
-    policy: Policy,
-    slots: Allocation,
+    layout: CacheLayout,
     dtype: Any,
     batch: int,
     live: tuple[float, ...],
@@ -155,7 +161,7 @@ def fewest_bytes(
 
     def moved(model: int) -> int:
         mesh = AbstractMesh((count // model, model), ("data", "model"))
-        step = roofline(config, decode_shapes(config, policy, slots, dtype, batch, mesh), live, unknown)
+        step = roofline(config, decode_shapes(config, layout, dtype, batch, mesh), live, unknown)
         return step.weights_moved + step.cache_moved
 
     sizes = [model for model in range(count, 0, -1) if count % model == 0]

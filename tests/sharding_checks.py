@@ -13,7 +13,9 @@ from jax.sharding import NamedSharding
 
 import kvjax
 from kvjax import policies, sharding
-from kvjax.allocation import allocate
+from kvjax.cache import CacheSpec, Limits
+from kvjax.cache.limits import sizes_for
+from kvjax.cache.lowering import lower
 from kvjax.generate import decode_steps
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import random_parameters
@@ -166,12 +168,14 @@ def check(case: Case) -> dict[str, Any]:
         "norm": (layer["attention_norm"]["scale"], [64]),
     }
 
-    policy = case.built()
-    allocation = allocate(policy, np.full((ROWS,), WIDTH, np.int32), WIDTH + NEW - 1, config.num_layers)
-    shapes = decode_shapes(config, policy, allocation, jnp.float32, ROWS, mesh)
+    full_rows = np.full((ROWS,), WIDTH, np.int32)
+    sizes = sizes_for(full_rows, NEW - 1, width=WIDTH, block=None, limits=Limits(WIDTH, NEW), last_fed=False)
+    with jax.set_mesh(mesh):
+        layout = lower(CacheSpec(case.built()), config, sizes, full_rows).layout
+    shapes = decode_shapes(config, layout, jnp.float32, ROWS, mesh)
     stop, steps = jax.ShapeDtypeStruct((0,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     with jax.set_mesh(mesh):
-        lowered = decode_steps.lower(*shapes, stop, steps, config=config, policy=policy, sampler=Greedy())
+        lowered = decode_steps.lower(*shapes, stop, steps, config=config, phase=layout.decode, sampler=Greedy())
     compiled = lowered.compile()
     moved = collectives(compiled.as_text())
     shard = shapes.carry.state.layers[0].key

@@ -13,11 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import attention, cache, policies
-from kvjax.allocation import allocate
+from kvjax import attention, policies, storage
+from kvjax.cache import CacheSpec, Limits, slots
+from kvjax.cache.limits import sizes_for
+from kvjax.cache.lowering import lower
+from kvjax.cache.spec import as_spec
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.models.decoder import parameter_shapes
 from kvjax.prefill import prefill_steps
+from kvjax.roofline import decode_shapes
 from kvjax.rope import Rope
 from kvjax.sampling import Greedy
 from kvjax.statistics import MASS
@@ -31,21 +35,34 @@ WIDE = dataclasses.replace(tiny().model.config, head_dim=32, rope=Rope(dim=32))
 OPTIMIZED = {"xla_backend_optimization_level": "3", "xla_llvm_disable_expensive_passes": "False"}
 
 
+def lowered(policy, prompt: int, new_tokens: int = 2, block: int | None = None, config=WIDE, rows: int = 1):
+    """A layout for arrays of exactly these sizes."""
+    lengths = np.full((rows,), prompt)
+    limits = Limits(prompt, new_tokens)
+    sizes = sizes_for(lengths, new_tokens - 1, width=prompt, block=block, limits=limits, last_fed=False)
+    return lower(as_spec(policy), config, sizes, lengths)
+
+
 def compile_decode(policy):
     """`decode_steps` for two rows under a budget of `SLOTS`; returns the executable and a layer's key."""
-    config = WIDE
-    key = jax.ShapeDtypeStruct((BATCH, config.num_kv_heads, SLOTS + 1, config.head_dim), jnp.float32)
-    ints = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
-    layer = cache.LayerKV(
-        key, key, jax.ShapeDtypeStruct(key.shape[:3], jnp.int32), jax.eval_shape(lambda: policy.init(key.shape[:3]))
-    )
-    state = cache.KVState((layer,) * config.num_layers, ints)
-    carry = loop.Carry(state, ints, jax.ShapeDtypeStruct((BATCH,), bool), jax.eval_shape(lambda: jax.random.key(0)))
-    lowered = loop.decode_steps.lower(
-        parameter_shapes(config), carry, (ints,) * config.num_layers, jax.ShapeDtypeStruct((1,), jnp.int32), 5,
-        config=config, policy=policy, sampler=Greedy(),
+    layout = lowered(policy, 2 * SLOTS, rows=BATCH).layout
+    shapes = decode_shapes(WIDE, layout, jnp.float32, BATCH, None)
+    stop = jax.ShapeDtypeStruct((1,), jnp.int32)
+    program = loop.decode_steps.lower(*shapes, stop, 5, config=WIDE, phase=layout.decode, sampler=Greedy())
+    store = shapes.carry.state.layers[0].stores[0]
+    return program.compile(OPTIMIZED), next(iter(store["key"].values()))
+
+
+def compile_prompt(policy, tokens: int, block: int | None, config):
+    """`prefill_steps` of one prompt, and its layout."""
+    made = lowered(policy, tokens, block=block, config=config)
+    row = jax.ShapeDtypeStruct((1,), jnp.int32)
+    budgets = jax.tree.map(lambda _: row, made.budgets)
+    program = prefill_steps.lower(
+        parameter_shapes(config), jax.ShapeDtypeStruct((1, tokens), jnp.int32), row, row, budgets.prompt, budgets.decode,
+        config=config, layout=made.layout, score=False,
     )  # fmt: skip
-    return lowered.compile(OPTIMIZED), key
+    return program.compile(OPTIMIZED), made.layout
 
 
 INSTRUCTION = re.compile(r"^\s*(ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
@@ -94,6 +111,7 @@ def test_decoding_copies_no_cache(name):
     assert rewrites(executable.as_text(), shape_of(key)) == []
     memory = executable.memory_analysis()
     held = 2 * WIDE.num_layers * key.size * 4
+    assert key.shape == (BATCH, WIDE.num_kv_heads, SLOTS + 1, WIDE.head_dim)
     assert memory.alias_size_in_bytes >= held, "keys and values are donated"
     assert memory.temp_size_in_bytes < key.size * 4, "no room for even one layer's keys"
 
@@ -105,8 +123,10 @@ def test_a_copy_of_the_cache_would_be_seen(monkeypatch):
         here = slot[..., None] == jnp.arange(array.shape[2])[:, None, None].T
         return jnp.where(jnp.swapaxes(here, 2, 3) if array.ndim == 4 else here[:, :, 0], new, array)
 
-    monkeypatch.setattr(cache, "_write", write)
-    executable, key = compile_decode(policies.h2o(budget=SLOTS)._replace(name="rewrites"))
+    monkeypatch.setattr(slots, "write", write)
+    jax.clear_caches()
+    executable, key = compile_decode(policies.h2o(budget=SLOTS))
+    jax.clear_caches()
     assert rewrites(executable.as_text(), shape_of(key))
 
 
@@ -120,10 +140,11 @@ def temporaries(n: int, attend) -> int:
 
 def prompt(query, key, value, position, *, needs):
     key_position = jnp.broadcast_to(position[:, None], key.shape[:3])
-    output, seen = attention.attend(
+    problem = attention.problem(
         query, key, value, query_position=position, key_position=key_position, needs=needs, causal=True
     )  # fmt: skip
-    return output, seen.columns
+    output, columns = attention.attend_parts([problem], "xla")
+    return output, columns
 
 
 def test_statistics_of_a_prompt_cost_linear_memory():
@@ -152,16 +173,10 @@ def test_a_prompt_in_blocks_is_held_within_budget_and_block(name):
     config, policy = dataclasses.replace(WIDE, max_positions=32_768), policies.by_name(name, budget=1024)
 
     def temporaries(tokens: int) -> int:
-        prompt = np.array([tokens])
-        slots = allocate(policy, prompt, prompt + 1, config.num_layers, config.num_kv_heads, 256)
-        assert slots.capacity == (1025,) * config.num_layers and slots.block_capacity == (1280,) * config.num_layers
-        ints = jax.ShapeDtypeStruct((1,), jnp.int32)
-        program = prefill_steps.lower(
-            parameter_shapes(config), jax.ShapeDtypeStruct((1, tokens), jnp.int32), ints, (ints,) * config.num_layers,
-            config=config, policy=policy, capacity=slots.capacity, block_capacity=slots.block_capacity, block=256,
-            score=False,
-        )  # fmt: skip
-        return program.compile(OPTIMIZED).memory_analysis().temp_size_in_bytes
+        program, layout = compile_prompt(policy, tokens, 256, config)
+        assert {group.capacity for layer in layout.prompt for group in layer} == {1280}
+        assert {group.capacity for group in layout.groups} == {1025}
+        return program.memory_analysis().temp_size_in_bytes
 
     short, long = temporaries(4_096), temporaries(32_768)
     print(f"temporaries of 4,096 and 32,768 tokens: {short:,} and {long:,} bytes")
@@ -175,15 +190,26 @@ def test_no_layer_keeps_its_prompt(monkeypatch):
     monkeypatch.setattr(prefill_xla, "SEGMENTS", 1)  # one loop a layer
     n, layers, policy = 2_048, 4, policies.h2o(budget=16)
     config = dataclasses.replace(tiny().model.config, num_layers=layers, windows=(), head_dim=64, rope=Rope(dim=64))
-    ints, slots = jax.ShapeDtypeStruct((1,), jnp.int32), (17,) * layers
-    lowered = prefill_steps.lower(
-        parameter_shapes(config), jax.ShapeDtypeStruct((1, n), jnp.int32), ints, (ints,) * layers, config=config,
-        policy=policy, capacity=slots, block_capacity=slots, block=None, score=False,
-    )  # fmt: skip
-    entry = lowered.compile(OPTIMIZED).as_text().split("\nENTRY ")[1].splitlines()[1:]
+    program, _ = compile_prompt(policy, n, None, config)
+    entry = program.as_text().split("\nENTRY ")[1].splitlines()[1:]
     survivors, before = 0, []
     for shape, opcode in (match.group(2, 3) for match in map(INSTRUCTION.match, entry) if match):
         survivors += shape.startswith("f32[1,2,17,64]") and opcode != "bitcast"
         if opcode == "while" and f"[1,2,{n},64]" in shape:
             before.append(survivors)
     assert before == [2 * layer for layer in range(layers)], "keys and values kept when each layer starts"
+
+
+def test_codes_are_held_and_no_decoded_copy_of_the_cache():
+    """int8: what the loop carries is the codes; what it decodes at a time is one layer."""
+    executable, codes = compile_decode(CacheSpec(policies.h2o(budget=SLOTS), storage.int8()))
+    assert codes.dtype == jnp.uint8 and codes.shape == (BATCH, WIDE.num_kv_heads, SLOTS, WIDE.head_dim)
+    memory = executable.memory_analysis()
+    layer = 2 * BATCH * WIDE.num_kv_heads * SLOTS * WIDE.head_dim * 4
+    carried = WIDE.num_layers * storage.int8().bytes_per_slot(WIDE.head_dim, jnp.float32) * codes.size // WIDE.head_dim
+    assert memory.alias_size_in_bytes >= carried
+    assert memory.alias_size_in_bytes < carried + WIDE.num_layers * BATCH * WIDE.num_kv_heads * SLOTS * 8 + 4096
+    print(f"int8 decode: temporaries {memory.temp_size_in_bytes:,} bytes, a decoded layer {layer:,}")
+    assert memory.temp_size_in_bytes < 1.5 * layer, "one layer is decoded at a time"
+    shape = f"u8[{','.join(map(str, codes.shape))}]"
+    assert rewrites(executable.as_text(), shape) == []

@@ -4,27 +4,21 @@ A layer on random queries, keys and values instead of a model: what a policy doe
 takes ten times as long to compile. `test_conformance` has the policies themselves on a whole model.
 """
 
-from typing import Any, NamedTuple
+import functools
+import itertools
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache, policies
-from kvjax.allocation import allocate
-from kvjax.cache import Block
+from kvjax import policies
 from kvjax.errors import PolicyError
-from kvjax.policies import COMBINATORS, POLICIES, Policy
-from kvjax.policies.base import budgets_of
+from kvjax.policies import COMBINATORS, POLICIES, Phases, Policy, Shared
 from kvjax.rope import Rope
+from tests import layers
 
 pytestmark = pytest.mark.thorough
-
-HEADS, KV_HEADS, DIM = 4, 2, 8
-PROMPT = np.array([24, 10, 17])
-NEW = 12
-ROPE = Rope(dim=DIM)
 
 #: How each policy is built under a budget.
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -76,94 +70,83 @@ NAMES = [
 ]
 
 
-class Steps(NamedTuple):
-    """Of every decoding step: output [steps, B, H, D] and positions [steps, B, K, S]; the first is after the prompt."""
-
-    prompt: np.ndarray  # [B, H, n, D]
-    output: np.ndarray
-    position: np.ndarray
-
-
-def stream(seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values of one row, [., PROMPT.max() + NEW, D]."""
-    keys = jax.random.split(jax.random.key(seed), 3)
-    heads = (HEADS, KV_HEADS, KV_HEADS)
-    return tuple(jax.random.normal(k, (h, int(PROMPT.max()) + NEW, DIM)) for k, h in zip(keys, heads, strict=True))
+#: Row 3 has never more tokens than twelve.
+CASE = layers.Case(
+    layers.random_streams(range(4), 36), prompts=np.array([24, 10, 17, 7]), ends=np.array([36, 22, 29, 12]),
+    rope=Rope(dim=8),
+)  # fmt: skip
+ROWS, KV_HEADS = range(4), 2
+ROOM = 12  # slots, as many as half of the longest prompt: the same program as with a budget of 0.5
 
 
-def run(policy: Policy, rows: tuple[int, ...] = (0, 1, 2)) -> Steps:
-    """A layer of a ragged batch: each row's prompt in one shot, then its own next tokens."""
-    lengths = PROMPT[list(rows)]
-    slots = allocate(policy, lengths, lengths + NEW, 1, KV_HEADS)
-    q, k, v = (jnp.stack(parts) for parts in zip(*(stream(row) for row in rows), strict=True))
-    width = int(lengths.max())
-    position = jnp.where(jnp.arange(width) < lengths[:, None], jnp.arange(width, dtype=jnp.int32), -1)
-
-    @jax.jit
-    def all_steps(q, k, v):
-        block = Block(
-            position=position, budget=jax.tree.map(jnp.asarray, slots.budget), policy=policy, capacity=slots.capacity,
-            prompt=jnp.asarray(lengths, jnp.int32),
-        )  # fmt: skip
-        first, layer = cache.step(
-            None, q[:, :, :width], k[:, :, :width], v[:, :, :width], block=block, index=0, rope=ROPE
-        )
-        decoding = policy
-        if policy.then is not None:
-            decoding, layer = policy.then, layer.replace(stats=policy.hand_over(layer.stats))
-        budget = jax.tree.map(jnp.asarray, slots.decode_budget)
-
-        def body(layer, i):
-            at = jnp.asarray(lengths, jnp.int32) + i
-            block = Block(position=at[:, None], budget=budget, policy=decoding, decoding=True)
-            one = [jnp.take_along_axis(x, at[:, None, None, None], axis=2) for x in (q, k, v)]
-            output, layer = cache.step(layer, *one, block=block, index=0, rope=ROPE)
-            return layer, (output[:, :, 0], layer.position)
-
-        _, (output, positions) = jax.lax.scan(body, layer, jnp.arange(NEW, dtype=jnp.int32))
-        return first, output, jnp.concatenate([layer.position[None], positions])
-
-    return Steps(*map(np.asarray, all_steps(q, k, v)))
+@functools.cache
+def full(positions: str) -> np.ndarray:
+    """[B, H, T, D]"""
+    return layers.run(policies.full(positions=positions), CASE).output
 
 
-def live(positions: np.ndarray) -> list[int]:
-    return sorted(int(p) for p in positions if p >= 0)
+def expected_slots(policy: Policy, prompt: int) -> tuple[int, int | None]:
+    """Slots of the average head after a prompt, and those that bound each head while decoding."""
+    (kept,) = policy.budget.slots(prompt, 1)
+    if isinstance(policy, Phases):
+        return kept, policy.decode.budget.slots(prompt, 1)[0]
+    return kept, kept if policy.when == "step" else None
+
+
+def check_limits(run: layers.Run, policy: Policy) -> None:
+    for row, (n, end) in enumerate(zip(CASE.prompts, CASE.ends, strict=True)):
+        kept, limit = expected_slots(policy, int(n))
+        for step in range(CASE.room[1] + 1):
+            tokens = min(n + step, end)
+            heads = [run.live(step, row, head) for head in range(KV_HEADS)]
+            sizes = [len(positions) for positions in heads]
+            assert all(len(set(positions)) == len(positions) for positions in heads)
+            assert all(positions[-1] < tokens for positions in heads)
+            if step == 0:
+                # Heads that share a budget do so exactly.
+                assert sum(sizes) == KV_HEADS * min(kept, n)
+                assert isinstance(policy.budget, Shared) or len(set(sizes)) == 1
+            elif limit is not None:
+                assert set(sizes) == {min(limit, min(kept, n) + tokens - n)}
+            else:
+                assert all(set(range(n, tokens)) < set(positions) for positions in heads)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_limits_distinct_positions_and_rows_alone(name):
-    policy = compositions()[name]
-    got = run(policy)
-    for row, n in enumerate(PROMPT):
-        (kept,) = budgets_of(policy, int(n), 1)
-        after = policy if policy.then is None else policy.then
-        limit = None if after.budget is None else budgets_of(after, int(n), 1)[0]
-        for step in range(NEW + 1):
-            heads = [live(got.position[step, row, head]) for head in range(KV_HEADS)]
-            sizes = [len(positions) for positions in heads]
-            assert all(len(set(positions)) == len(positions) for positions in heads)
-            assert all(positions[-1] <= n - 1 + step for positions in heads)
-            if step == 0:
-                # Heads that share a budget do so exactly.
-                assert sum(sizes) == KV_HEADS * min(kept, n) if policy.limits else set(sizes) == {min(kept, n)}
-            elif limit is not None:
-                assert set(sizes) == {min(limit, min(kept, n) + step)}
-            else:
-                assert all(n - 1 + step in positions for positions in heads)
-    alone = run(policy, (1,))
-    np.testing.assert_allclose(alone.output[:, 0], got.output[:, 1], atol=1e-5)
-    for step in range(NEW + 1):
-        for head in range(KV_HEADS):
-            assert live(alone.position[step, 0, head]) == live(got.position[step, 1, head])
+def test_limits_rows_by_themselves_and_room_for_everything(name):
+    for budget in (0.5, ROOM):
+        policy = compositions(budget)[name]
+        got = layers.run(policy, CASE)
+        check_limits(got, policy)
+        # A row is the same to the last bit in another place, beside others.
+        order = (3, 1, 1, 0)
+        moved = layers.run(policy, CASE.rows(*order))
+        np.testing.assert_array_equal(moved.output, got.output[list(order)])
+        for step, head in itertools.product(range(CASE.room[1] + 1), range(KV_HEADS)):
+            assert [moved.live(step, row, head) for row in ROWS] == [got.live(step, row, head) for row in order]
+    # What a policy with room for everything does is full attention.
+    np.testing.assert_allclose(got.output[3], full(policy.positions)[3], atol=1e-5)
+    assert all(got.live(-1, 3, head) == list(range(CASE.ends[3])) for head in range(KV_HEADS))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "after_prefill" not in name or "roco" in name])
-def test_room_for_everything_is_full_attention(name):
-    policy = compositions(budget=100)[name]
-    full = run(policies.full(positions=policy.positions))
-    some = run(policy)
-    np.testing.assert_allclose(some.output, full.output, atol=1e-5)
-    np.testing.assert_allclose(some.prompt, full.prompt, atol=1e-5)
+#: One for each combinator, and one of heads that share a budget.
+SOME = (
+    "with_heavy_hitters(roco)",
+    "value_norm(scissorhands)",
+    "adakv(snapkv)",
+    "after_prefill(pyramidkv, roco)",
+)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_row_alone_and_more_room_than_tokens(name):
+    """In arrays of another size."""
+    got = layers.run(compositions()[name], CASE)
+    alone = layers.run(compositions()[name], CASE.alone(1))
+    np.testing.assert_allclose(alone.output[0], got.output[1], atol=1e-5)
+    for step, head in itertools.product(range(CASE.room[1] + 1), range(KV_HEADS)):
+        assert alone.live(step, 0, head) == got.live(step, 1, head)
+    np.testing.assert_allclose(layers.run(compositions(budget=100)[name], CASE).output, full("original"), atol=1e-5)
 
 
 def test_every_pair_is_allowed_or_refused_when_it_is_built():
@@ -226,7 +209,7 @@ def test_every_pair_is_allowed_or_refused_when_it_is_built():
         (lambda: policies.tova(budget=8, share_heads="false"), "is not True or False"),
         (lambda: policies.evict(importance=min, budget=8), "must be an Importance and a Scope"),
         (lambda: policies.evict(importance=policies.mass, scope=4, budget=8), "must be an Importance and a Scope"),
-        (lambda: policies.evict(importance=policies.mass._replace(needs="mass"), budget=8), "'mass' is a text"),
+        (lambda: policies.Importance(needs="mass", score=policies.mass.score), "'mass' is a text"),
         (
             lambda: policies.adakv(policies.after_prefill(policies.knorm(budget=8), then=policies.h2o(budget=8))),
             "it is combined already",
@@ -256,43 +239,52 @@ def test_refused_with_the_reason(made, match):
 def test_heads_that_share_leave_a_short_prompt_alone(base):
     """However short: of a window of 32, too, which a pyramid's flat budget does not bound."""
     policy = policies.adakv(policies.by_name(base, budget=40, **({} if base == "knorm" else {"window": 32})))
-    got = run(policy)
-    for row, n in enumerate(PROMPT):
-        for head in range(KV_HEADS):
-            assert live(got.position[-1, row, head]) == list(range(n + NEW))
-    np.testing.assert_allclose(got.output, run(policies.full()).output, atol=1e-5)
+    got = layers.run(policy, CASE)
+    for row, head in itertools.product(ROWS, range(KV_HEADS)):
+        assert got.live(-1, row, head) == list(range(CASE.ends[row]))
+    np.testing.assert_allclose(got.output, full("original"), atol=1e-5)
 
 
 def test_a_policy_by_hand_is_combined_like_any_other():
     """`needs` as names, as one would write them."""
     made = policies.h2o(budget=6, recent=1)
-    by_hand = made._replace(needs=frozenset({"mass"}), importance=None)
-    for one, two in (
-        (policies.after_prefill(build("knorm"), then=by_hand), policies.after_prefill(build("knorm"), then=made)),
-        (policies.split_heads(((1, 0),), by_hand, by_hand), policies.split_heads(((1, 0),), made, made)),
+    importance = policies.Importance(needs={"mass"}, score=lambda stats, view: stats["mass"])
+    by_hand = policies.evict(importance=importance, scope=made.scope, budget=6)
+    for combine in (
+        lambda policy: policies.after_prefill(build("knorm"), then=policy),
+        lambda policy: policies.split_heads(((1, 0),), policy, policies.full()),
+        lambda policy: policies.with_heavy_hitters(policy),
+        lambda policy: policies.value_norm(policy),
     ):
-        after, expected = (made.then or made.parts[0].policy for made in (one, two))
-        assert after.needs == expected.needs
-        hash(one)  # a static argument of what is jitted
+        assert combine(by_hand).needs == combine(made).needs
+        hash(combine(by_hand))  # a static argument of what is jitted
+    combined = policies.value_norm(by_hand)
+    np.testing.assert_array_equal(
+        layers.run(combined, CASE).output, layers.run(policies.value_norm(made), CASE).output
+    )
+
+    class Own(Policy):
+        name = "own"
+
     with pytest.raises(PolicyError, match="its statistics are its own"):
-        policies.with_heavy_hitters(by_hand)
+        policies.with_heavy_hitters(Own())
 
 
 def test_chance_is_drawn_once_a_token_from_layer_head_and_position():
     """Who is left is who drew the most, whatever the row, the batch and the step."""
-    got = run(policies.random(budget=6, seed=5))
+    got = layers.run(policies.random(budget=6, seed=5), CASE)
 
-    def drawn(head: int, position: int) -> float:
+    @jax.jit
+    def drawn(head, position):
         key = jax.random.key(5)
         for part in (0, head, position):  # layer, head, position
             key = jax.random.fold_in(key, part)
-        return float(jax.random.uniform(key))
+        return jax.random.uniform(key)
 
-    draws = np.array([[drawn(head, p) for p in range(int(PROMPT.max()) + NEW)] for head in range(KV_HEADS)])
-    for row, n in enumerate(PROMPT):
-        for head in range(KV_HEADS):
-            held = sorted(range(n), key=lambda p: draws[head, p])[-6:]
-            for step in range(NEW + 1):
-                if step:
-                    held = sorted([*held, n - 1 + step], key=lambda p: draws[head, p])[-6:]
-                assert live(got.position[step, row, head]) == sorted(held)
+    draws = [[float(drawn(head, p)) for p in range(CASE.ends.max())] for head in range(KV_HEADS)]
+    for row, head in itertools.product(ROWS, range(KV_HEADS)):
+        held: list[int] = []
+        for token in range(CASE.ends[row]):
+            held = sorted([*held, token], key=lambda p: draws[head][p])[-6:]
+            if (step := token + 1 - CASE.prompts[row]) >= 0:
+                assert got.live(step, row, head) == sorted(held)

@@ -3,9 +3,10 @@
 The list comes from `kvjax.policies.POLICIES`; a policy without an entry in `EXAMPLES` fails.
 """
 
+import dataclasses
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import pytest
 import kvjax
 from kvjax import policies
 from kvjax.policies import POLICIES, Policy
-from kvjax.policies.base import budgets_of
+from kvjax.policies.base import Evict
 from tests.tiny import assert_same_state, evolve, kept, random_tokens, tiny
 
 loop = importlib.import_module("kvjax.generate")  # the package's attribute of that name is the function
@@ -65,11 +66,11 @@ def build(name: str, **changes: Any) -> Policy:
     return policies.by_name(name, **(EXAMPLES[name].arguments | changes))
 
 
-def limits(policy: Policy, lengths: np.ndarray = LENGTHS) -> list[int]:
+def limits(policy: Policy, lengths: np.ndarray = LENGTHS, layer: int = 0) -> list[int]:
+    """Slots of a head of each row after the prompt."""
     if policy.budget is None:
         return [10**9] * len(lengths)
-    budget = getattr(policy.budget, "budget", policy.budget)  # of PyramidKV: what its layers have on average
-    return [max(1, int(budget * n + 1e-9)) for n in lengths]
+    return [policy.budget.slots(int(n), 2)[layer] for n in lengths]
 
 
 budgeted = pytest.mark.parametrize("name", [name for name in POLICIES if "budget" in policies.accepts(name)])
@@ -116,22 +117,21 @@ def test_room_for_everything_is_full_attention(name, block):
 
 
 def test_limits_protection_and_distinct_positions_at_every_step(run):
-    decoding = run.policy.then or run.policy
-    trace = evolve(tiny().model, run.prefilled, run.tokens, LENGTHS + NEW - 1, decoding)
+    evicts = run.policy.when == "step"
+    trace = evolve(tiny().model, run.prefilled, run.tokens, LENGTHS + NEW - 1)
     protects = EXAMPLES[run.name].protects
     pairs = zip(trace.positions, run.prefilled.state.layers, strict=True)
     for index, (layer, after_prompt) in enumerate(pairs):
         steps = np.concatenate([np.asarray(after_prompt.position)[None], layer])
-        for row, (n, budget) in enumerate(zip(LENGTHS, limits(run.policy), strict=True)):
+        for row, (n, budget) in enumerate(zip(LENGTHS, limits(run.policy, layer=index), strict=True)):
             for head in range(steps.shape[2]):
                 before = set(range(n))
-                # A compressor's layers may differ, and what is decoded joins what they kept.
-                kept = budget if run.policy.then is None else budgets_of(run.policy, int(n), 2)[index]
                 for step in range(NEW):
                     newest = n - 1 + step
                     positions = [int(p) for p in steps[step, row, head] if p >= 0]
                     live = set(positions)
-                    fit = min(newest + 1, kept if run.policy.then is None else kept + step)
+                    # What is decoded joins what a compressor kept.
+                    fit = min(newest + 1, budget if evicts else budget + step)
                     assert len(live) == len(positions) == fit, "as many as fit, and no more"
                     assert live <= before | {newest}, "what is gone does not come back"
                     assert protects(newest, budget) <= live
@@ -140,7 +140,7 @@ def test_limits_protection_and_distinct_positions_at_every_step(run):
 
 
 def test_generation_evolves_as_log_likelihood_and_is_greedy(run):
-    trace = evolve(tiny().model, run.prefilled, run.tokens, LENGTHS + NEW - 1, run.policy.then or run.policy)
+    trace = evolve(tiny().model, run.prefilled, run.tokens, LENGTHS + NEW - 1)
     for row, n in enumerate(LENGTHS):
         assert_same_state(run.generated.state, run.scored.state, row, atol=2e-5)
         logits = np.concatenate([np.asarray(run.prefilled.logits)[None], trace.logits])[:NEW, row]
@@ -182,33 +182,51 @@ def test_a_row_is_computed_alone(run):
     assert_rows_are_computed_alone(run.policy, run.tokens, run.scored)
 
 
-@pytest.mark.parametrize("leak", ["score", "newest"])
-def test_a_policy_that_looks_at_its_neighbours_is_noticed(leak):
+class Leaky(Evict):
+    """A policy that looks at other rows."""
+
+    leak = "score"
+
+    def priority(self, stats, view):
+        if self.leak == "newest":
+            return super().priority(stats, view._replace(newest=jnp.full_like(view.newest, jnp.max(view.newest))))
+        return super().priority({"mass": stats["mass"] - jnp.roll(stats["mass"], 1, axis=0)}, view)
+
+
+class LeakyNewest(Leaky):
+    leak = "newest"
+
+
+@pytest.mark.parametrize("kind", [Leaky, LeakyNewest])
+def test_a_policy_that_looks_at_its_neighbours_is_noticed(kind):
     h2o = build("h2o")
-
-    def priority(stats, view):
-        if leak == "newest":
-            return h2o.priority(stats, view._replace(newest=jnp.full_like(view.newest, jnp.max(view.newest))))
-        return h2o.priority({"mass": stats["mass"] - jnp.roll(stats["mass"], 1, axis=0)}, view)
-
-    leaky = h2o._replace(priority=priority)
+    leaky = kind(importance=h2o.importance, scope=h2o.scope, budget=h2o.budget)
     tokens = random_tokens(3, PROMPTS.shape[1] + NEW)
     with pytest.raises(AssertionError):
         assert_rows_are_computed_alone(leaky, tokens, score(leaky, tokens))
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "full" and build(name).then is None])
+class Counted(Evict):
+    """Notes every trace of its priority."""
+
+    traces: ClassVar[list[int]] = []
+
+    def priority(self, stats, view):
+        self.traces.append(view.layer)
+        return super().priority(stats, view)
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "full" and build(name).when == "step"])
 def test_one_trace_however_many_tokens(name):
-    traces = []
     policy = build(name)
-
-    def priority(stats, view):
-        traces.append(view.layer)
-        return policy.priority(stats, view)
-
-    counted = policy._replace(priority=priority)
-    for new_tokens in (NEW, 2, loop.CHUNK + 9):
-        kvjax.generate(tiny().model, PROMPTS, counted, max_new_tokens=new_tokens, lengths=LENGTHS)
+    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    Counted.traces.clear()
+    for new_tokens in (NEW, 2, loop.CHUNK):
+        kvjax.generate(tiny().model, PROMPTS, Counted(**fields), max_new_tokens=new_tokens, lengths=LENGTHS)
         if new_tokens == NEW:
-            first = len(traces)
-    assert len(traces) == first > 0
+            first = len(Counted.traces)
+    assert len(Counted.traces) == first > 0
+    # Another fraction of the prompt, and prompts of other lengths, are data.
+    other = Counted(**(fields | {"budget": 0.52}))
+    kvjax.generate(tiny().model, PROMPTS[:, :20], other, max_new_tokens=5, lengths=np.array([20, 8, 19]))
+    assert len(Counted.traces) == first

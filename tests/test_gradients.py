@@ -9,8 +9,9 @@ import pytest
 
 import kvjax
 from kvjax import policies
+from kvjax.cache import CacheSpec, Limits
 from kvjax.models.decoder import Decoder, random_parameters
-from kvjax.prefill import prefill_steps
+from kvjax.prefill import prefill_steps, prepare
 from tests.tiny import random_tokens, tiny
 
 TOKENS = random_tokens(2, 40, seed=4)
@@ -92,19 +93,24 @@ def test_memory_is_that_of_a_few_blocks():
     policy = policies.h2o(budget=512)
 
     def temporaries(tokens: int) -> int:
+        lengths = np.array([tokens])
+        prepared = prepare(
+            dataclasses.replace(tiny().model, config=config), CacheSpec(policy), lengths, lengths, width=tokens,
+            prefill_block=256, implementation="xla", limits=Limits(tokens, 1),
+        )  # fmt: skip
+
         def loss(params, ids):
-            length = jnp.full((1,), tokens, jnp.int32)
-            slots = {"capacity": (513,) * config.num_layers, "block_capacity": (768,) * config.num_layers}
-            budget = (jnp.full((1,), 512, jnp.int32),) * config.num_layers
+            row = jnp.full((1,), tokens, jnp.int32)
+            budgets = jax.tree.map(lambda _: jnp.full((1,), 512, jnp.int32), prepared.budgets)
             _, logprobs, _ = prefill_steps(
-                params, ids, length, budget, config=config, policy=policy, block=256, score=True, **slots
+                params, ids, row, row, budgets.prompt, budgets.decode, config=config, layout=prepared.layout, score=True
             )
             return jnp.mean(logprobs)
 
-        ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+        ids = jax.ShapeDtypeStruct((1, tokens + 1), jnp.int32)
         return jax.jit(jax.grad(loss)).lower(shapes, ids).compile().memory_analysis().temp_size_in_bytes
 
-    one, all_of_them = temporaries(512), temporaries(4096)
+    one, all_of_them = temporaries(1024), temporaries(4096)
     cache = config.num_layers * config.num_kv_heads * 768 * (2 * config.head_dim + 2) * 4
-    assert all_of_them - one < 2.5 * (4096 - 512) // 256 * cache
+    assert all_of_them - one < 2.5 * (4096 - 1024) // 256 * cache
     assert all_of_them < 4 * one

@@ -1,21 +1,39 @@
 """Merging: what stays holds what the definitions say, against a float64 reference of one head at a time."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache, policies
+from kvjax import policies
+from kvjax.cache import Block
+from kvjax.cache.convert import empty
+from kvjax.cache.step import step
 from kvjax.errors import PolicyError
 from kvjax.policies import MERGES
-from kvjax.policies.base import View
+from kvjax.rope import Rope
+from tests import layers
 from tests.reference.step import rotate
-from tests.test_compositions import DIM, HEADS, KV_HEADS, NEW, PROMPT, run, stream
 
-BUDGET, SINKS = 7, 1  # a window: who goes follows from positions, whatever was merged
+SINKS = 1  # of a window: who goes follows from positions, whatever was merged
+ROOM = 7  # slots, as many as three tenths of the longest prompt: one program for both
+#: Row 3 has never more tokens than that.
+CASE = layers.Case(
+    layers.random_streams(range(4), 36), prompts=np.array([24, 10, 17, 4]), ends=np.array([36, 22, 29, 7]),
+    rope=Rope(dim=8),
+)  # fmt: skip
+HEADS, KV_HEADS = CASE.heads
+GROUP = HEADS // KV_HEADS
+
+
+def window(budget: Any, merge: policies.Merge | None = None) -> policies.Policy:
+    return policies.window(budget, sinks=SINKS, merge=merge)
 
 
 @dataclasses.dataclass
@@ -101,14 +119,14 @@ REFERENCES: dict[str, tuple[dict, Callable[[Slots, Slots], None]]] = {
 }
 
 
-def simulate(row: int, head: int, fold: Callable[[Slots, Slots], None]) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs of the prompt [G, n, D] and of every decoding step [NEW, G, D] of one head."""
-    group = HEADS // KV_HEADS
-    q, k, v = (np.asarray(x, np.float64) for x in stream(row))
-    q, k, v = q[head * group : (head + 1) * group], k[head], v[head]
-    held = Slots(np.zeros((0, DIM)), np.zeros((0, DIM)), np.zeros(0, int), np.zeros(0), np.zeros(0))
-    n, outputs = int(PROMPT[row]), []
-    for start, stop in [(0, n), *((t, t + 1) for t in range(n, n + NEW))]:
+def simulate(row: int, head: int, budget: int, fold: Callable[[Slots, Slots], None]) -> np.ndarray:
+    """Output [G, end, D] of every token of a row, in one KV head."""
+    q, k, v = (np.asarray(x[row], np.float64) for x in CASE.streams)
+    q, k, v = q[head * GROUP : (head + 1) * GROUP], k[head], v[head]
+    dim = k.shape[1]
+    held = Slots(np.zeros((0, dim)), np.zeros((0, dim)), np.zeros(0, int), np.zeros(0), np.zeros(0))
+    n, outputs = int(CASE.prompts[row]), []
+    for start, stop in [(0, n), *((t, t + 1) for t in range(n, CASE.ends[row]))]:
         position = np.arange(start, stop)
         held = Slots(
             np.concatenate([held.key, rotate(k[start:stop], position, 10_000.0)]),
@@ -118,56 +136,68 @@ def simulate(row: int, head: int, fold: Callable[[Slots, Slots], None]) -> tuple
             np.concatenate([held.count, np.zeros(stop - start)]),
             held.threshold,
         )
-        queries = np.stack([rotate(q[g, start:stop], position, 10_000.0) for g in range(group)])
+        queries = np.stack([rotate(q[g, start:stop], position, 10_000.0) for g in range(GROUP)])
         sees = held.position[None] <= position[:, None]
-        logits = np.where(sees, np.einsum("gnd,sd->gns", queries, held.key) / math.sqrt(DIM), -np.inf)
+        logits = np.where(sees, np.einsum("gnd,sd->gns", queries, held.key) / math.sqrt(dim), -np.inf)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         outputs.append(weights @ held.value)
         held.mass += weights.mean(0).sum(0)
         held.count += sees.sum(0)
-        excess = len(held.position) - BUDGET
+        excess = len(held.position) - budget
         if excess > 0:
             goes = np.zeros(len(held.position), bool)
             goes[np.flatnonzero(held.position >= SINKS)[:excess]] = True
             kept, gone = held.of(~goes), held.of(goes)
             fold(kept, gone)
             held = kept
-    return outputs[0], np.stack([output[:, 0] for output in outputs[1:]])
+    return np.concatenate(outputs, axis=1)
 
 
 @pytest.mark.parametrize("name", MERGES)
 def test_what_stays_holds_what_the_definition_says(name):
     arguments, fold = REFERENCES[name]
-    got = run(policies.window(budget=BUDGET, sinks=SINKS, merge=MERGES[name](**arguments)))
-    plain = run(policies.window(budget=BUDGET, sinks=SINKS))
-    group = HEADS // KV_HEADS
-    for row, n in enumerate(PROMPT):
-        for head in range(KV_HEADS):
-            prompt, decoded = simulate(row, head, fold)
-            here = slice(head * group, (head + 1) * group)
-            np.testing.assert_allclose(got.prompt[row, here, :n], prompt, atol=1e-5)
-            np.testing.assert_allclose(got.output[:, row, here], decoded, atol=2e-5)
-    # Who is held is the policy's choice alone; what they hold is not.
-    np.testing.assert_array_equal(np.sort(got.position), np.sort(plain.position))
-    assert np.abs(got.output - plain.output).max() > 1e-3
+    for budget in (ROOM, 0.3):
+        policy = window(budget, MERGES[name](**arguments))
+        got, plain = layers.run(policy, CASE), layers.run(window(budget), CASE)
+        for row, end in enumerate(CASE.ends):
+            (slots,) = policy.budget.slots(int(CASE.prompts[row]), 1)
+            for head in range(KV_HEADS):
+                expected = simulate(row, head, slots, fold)
+                np.testing.assert_allclose(got.output[row, head * GROUP :][:GROUP, :end], expected, atol=2e-5)
+        # Who is held is the policy's choice alone; what they hold is not.
+        np.testing.assert_array_equal(np.sort(got.position), np.sort(plain.position))
+        assert np.abs(got.output - plain.output)[:3].max() > 1e-3
+        # Where there is room for everything, nothing is merged.
+        if budget == ROOM:
+            np.testing.assert_array_equal(got.output[3], plain.output[3])
+        # A row is merged by itself, whatever the others are.
+        order = [3, 1, 1, 0]
+        np.testing.assert_array_equal(layers.run(policy, CASE.rows(*order)).output, got.output[order])
 
 
-@pytest.mark.parametrize("name", MERGES)
-def test_a_row_is_merged_alone_and_room_for_everything_merges_nothing(name):
-    merge = MERGES[name]()
-    got, alone = (run(policies.h2o(budget=0.5, merge=merge), rows) for rows in ((0, 1, 2), (1,)))
-    np.testing.assert_allclose(alone.output[:, 0], got.output[:, 1], atol=1e-5)
-    np.testing.assert_array_equal(
-        run(policies.h2o(budget=100, merge=merge)).output, run(policies.h2o(budget=100)).output
-    )
+def test_more_room_than_tokens_merges_nothing():
+    plain, merged = (layers.run(policies.h2o(100, merge=merge), CASE).output for merge in (None, policies.d2o()))
+    np.testing.assert_array_equal(merged, plain)
+
+
+def test_a_row_alone():
+    """In arrays of another size, under a policy that follows attention."""
+    policy = policies.h2o(0.5, merge=policies.d2o())
+    got, alone = layers.run(policy, CASE), layers.run(policy, CASE.alone(1))
+    np.testing.assert_allclose(alone.output[0], got.output[1], atol=1e-5)
+    for number, head in itertools.product(range(CASE.room[1] + 1), range(KV_HEADS)):
+        assert alone.live(number, 0, head) == got.live(number, 1, head)
 
 
 def test_many_pairs_go_in_tiles(monkeypatch):
-    whole = run(policies.h2o(budget=6, merge=policies.d2o()))
+    policy = window(ROOM, policies.d2o())
+    whole = layers.run(policy, CASE)
     monkeypatch.setattr("kvjax.policies.merge.TILE", 4)
-    tiled = run(policies.h2o(budget=6, merge=policies.d2o(beta=0.7)))
+    layers.program.clear_cache()  # it was traced with another constant
+    tiled = layers.run(policy, CASE)
     np.testing.assert_allclose(tiled.output, whole.output, atol=1e-6)
+    layers.program.clear_cache()
 
 
 @pytest.mark.parametrize("name", [name for name in policies.POLICIES if "merge" in policies.accepts(name)])
@@ -175,8 +205,9 @@ def test_every_eviction_policy_takes_one(name):
     needed = {"strided": {"stride": 3}, "fixed": {"block": 3, "columns": 1}}.get(name, {})
     policy = policies.by_name(name, budget=8, merge=policies.anchors(), **needed)
     assert policy.merge == policies.anchors()
-    once = policy.init((1, 1, 4))
-    assert all(jnp.shape(leaf)[:3] == (1, 1, 4) for leaf in once.values())
+    assert policy != policies.by_name(name, budget=8, **needed)
+    ((group,),) = layers.lowered(policy, CASE).layout.decode
+    assert group.policy.merge == policies.anchors()
 
 
 def test_they_are_the_eviction_policies():
@@ -187,7 +218,7 @@ def test_they_are_the_eviction_policies():
 @pytest.mark.parametrize(
     ("made", "match"),
     [
-        (lambda: policies.h2o(budget=8, merge="d2o"), "merge='d2o' is no merge; give one such as"),
+        (lambda: policies.h2o(budget=8, merge="d2o"), "merge='d2o' is not a merge; give one such as"),
         (lambda: policies.h2o(budget=8, merge=policies.d2o(), variant="masked"), "evicts nothing that could be merged"),
         (lambda: policies.d2o(beta=2), "beta must be a number from 0 to 1"),
         (lambda: policies.cam(recent=0), "recent must be a whole number of at least 1"),
@@ -202,26 +233,40 @@ def test_refused_with_the_reason(made, match):
 def test_all_that_a_smaller_budget_drops_is_merged():
     """After a compressor, the first new token finds more than one slot too many."""
     policy = policies.after_prefill(policies.knorm(budget=12), then=policies.h2o(4, recent=1, merge=policies.anchors()))
+    case = layers.Case(layers.random_streams([0], 14, heads=(1, 1), dim=4), np.array([13]), np.array([14]))
+    ((group,),) = layers.lowered(policy, case).layout.decode
+    assert group.capacity == 13
     rng = np.random.default_rng(0)
-    key, value = (jnp.asarray(rng.normal(size=(1, 1, 14, 4)), jnp.float32) for _ in range(2))
-    position = jnp.asarray(rng.permutation(14)[None, None] - 1, jnp.int32)
-    layer = cache.LayerKV(key, value, position, {"mass": jnp.asarray(rng.random((1, 1, 14)), jnp.float32)})
-    one = jnp.ones(1, jnp.int32)
-    view = View(position, key, value, one * 12, one * 4, one * 12, 0, True)
-    after = cache.evict(layer, policy.then, view, tokens=1)
-    where, kept = np.asarray(position)[0, 0], np.asarray(after.position)[0, 0] >= 0
+    # Twelve live slots in any order, and an empty one for the new token.
+    where = rng.permutation(13).astype(np.int32)
+    free = 5
+    where[free] = -1
+    held = rng.normal(size=(13, 4)).astype(np.float32)
+    layer = empty(group, 1, 1, 4, "float32").replace(position=jnp.asarray(where)[None, None])
+    layer = layer.with_exact(jnp.asarray(rng.normal(size=held.shape), jnp.float32)[None, None], held[None, None])
+    layer = layer.replace(stats={"mass": jnp.asarray((where >= 0) * rng.random(13), jnp.float32)[None, None]})
+    one, token = jnp.ones(1, jnp.int32), jnp.ones((1, 1, 1, 4), jnp.float32)
+    block = Block(position=13 * one[:, None], prompt=13 * one, total=14 * one, budget=None)
+    compiled = jax.jit(step, static_argnames="group")
+    _, after, _ = compiled(layer, token, token, 5 * token, block=block, group=group, budget=4 * one)
+    where[free], held[free] = 13, 5.0
+    kept = np.asarray(after.position)[0, 0] >= 0
     assert kept.sum() == 4
-    expected, count = np.array(value[0, 0]), np.ones(14)
-    for slot in np.flatnonzero(~kept & (where >= 0)):
+    assert kept[free]
+    expected, count = held.copy(), np.ones(13)
+    for slot in np.flatnonzero(~kept):
         near = min(np.flatnonzero(kept), key=lambda k: (abs(where[k] - where[slot]), -where[k]))
-        expected[near] += np.asarray(value[0, 0])[slot]
+        expected[near] += held[slot]
         count[near] += 1
     np.testing.assert_allclose(after.value[0, 0][kept], (expected / count[:, None])[kept], atol=1e-6)
-    assert count.sum() == 14 + 9
+    assert count.sum() == 13 + 9
 
 
 def test_a_merge_costs_no_slots():
     plain, merged = (
-        cache.empty(policies.h2o(budget=4, merge=m), 1, 1, 5, 8, jnp.float32) for m in (None, policies.d2o())
+        layers.lowered(policies.h2o(budget=4, merge=merge), CASE).layout for merge in (None, policies.d2o())
     )
-    assert set(merged.stats) - set(plain.stats) == {"threshold"}
+    assert plain.bytes(4) == merged.bytes(4)
+    positions = math.prod((4, KV_HEADS, plain.groups[0].capacity))
+    assert merged.bytes(4, statistics=True) - plain.bytes(4, statistics=True) == 4 * positions  # the threshold
+    assert plain.groups[0].slots == merged.groups[0].slots

@@ -53,11 +53,11 @@ def test_local_bytes_by_hand(local):
     assert local.dtype == "float32"
     assert local.weights == 4 * local.parameters
     slots = 2 * 2 * 8 * 128
-    # keys and values, a position, one statistic; 2 lengths
-    assert local.cache == slots * (2 * 128 * 4 + 4 + 4) + 2 * 4
+    # keys and values, a position, one statistic; of both rows three lengths, and a budget per layer
+    assert local.cache == slots * (2 * 128 * 4 + 4 + 4) + 2 * (3 + 2) * 4
     assert local.slots == (128, 128)
     # 200 + 57 - 1 slots: the last new token is never fed back
-    assert local.full.cache == 2 * 2 * 8 * 256 * (2 * 128 * 4 + 4) + 2 * 4
+    assert local.full.cache == 2 * 2 * 8 * 256 * (2 * 128 * 4 + 4) + 2 * 3 * 4
 
 
 def test_local_roofline_by_hand(local):
@@ -92,6 +92,7 @@ def test_table_and_dict(local):
     for part in ("h2o", "full cache", "batch 2", "128 slots a head", size(local.weights), size(local.cache), "fits"):
         assert part in text
     assert "to prefill" not in text
+    assert "8 KV heads of 128 exact slots" in text and "attention by xla" in text
     values = json.loads(json.dumps(local.as_dict()))
     assert values["cache"] == local.cache
     assert values["step"]["limit"] in ("memory", "compute")
@@ -214,7 +215,7 @@ def test_tpu_bytes(tpu):
     assert tpu.mesh_chosen
     layer = 4 * 256 * 1024 + 3 * 256 * 512
     assert tpu.weights == 2 * ((2 * 256 * 256 + 2 * layer) // 8 + 5 * 256)
-    assert tpu.cache == 2 * 8 * 1 * 2048 * (2 * 128 * 2 + 4 + 4) + 8 * 4
+    assert tpu.cache == 2 * 8 * 1 * 2048 * (2 * 128 * 2 + 4 + 4) + 8 * (3 + 2) * 4
     assert tpu.fits
     assert tpu.step.tokens_per_second == pytest.approx(8 * 819e9 / (tpu.step.weights_moved + tpu.step.cache_moved))
 

@@ -2,13 +2,16 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax import policies
 from kvjax.errors import PolicyError
-from kvjax.policies import POLICIES, accepts, by_name
-from kvjax.policies.base import slots
+from kvjax.policies import POLICIES, Fraction, PerLayer, Slots, accepts, by_name
+from kvjax.policies.budget import as_budget
+from tests import layers
 from tests.conftest import ROOT
 
 # SnapKV's window and PyramidKV's layers have rules of their own; see test_compositions.
@@ -60,7 +63,8 @@ def test_budgets_that_make_sense(name, budget):
 
 
 def test_an_array_of_budgets_is_a_tuple_of_them():
-    assert policies.h2o(budget=np.array([4, 8])) is policies.h2o(budget=(4, 8))
+    assert policies.h2o(budget=np.array([4, 8])) == policies.h2o(budget=(4, 8))
+    assert policies.h2o(budget=np.array([4, 8])).budget == PerLayer((Slots(4), Slots(8)))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +85,10 @@ def test_an_array_of_budgets_is_a_tuple_of_them():
         (lambda: by_name("h3o", budget=8), "full, h2o, .*, window"),
         (lambda: accepts("h3o"), "fixed, full, h2o"),
         (lambda: by_name("full", budget=8), "accepts positions"),
-        (lambda: policies.evict(importance=policies.mass._replace(needs=frozenset({"mess"})), budget=8), "mess.*mass"),
+        (
+            lambda: policies.evict(importance=policies.Importance(needs={"mess"}, score=policies.mass.score), budget=8),
+            "mess.*mass",
+        ),
     ],
 )
 def test_refused_with_what_is_valid(build, match):
@@ -105,19 +112,47 @@ def test_legal_to_the_last_slot(build):
 
 @pytest.mark.parametrize("name", BUDGETED)
 def test_equal_arguments_are_one_policy(name):
-    """A policy is a static argument: another object would compile everything again."""
-    assert example(name, 8) is example(name, np.int32(8))
-    assert example(name, (8, 0.5)) is example(name, [8, 0.5])
-    assert example(name, 8) is not example(name, 9)
+    for one, two in ((8, np.int32(8)), ((8, 0.5), [8, 0.5])):
+        assert example(name, one) == example(name, two)
+        assert hash(example(name, one)) == hash(example(name, two))
     assert example(name, 8) != example(name, 9)
+
+
+ONE_LAYER = layers.Case(layers.random_streams([0, 1], 24), prompts=np.array([20, 9]), ends=np.array([24, 13]))
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_equal_policies_are_traced_once(name):
+    """Groups are static arguments: one that is not equal would compile everything again."""
+    traced = []
+
+    @jax.jit(static_argnames="group")
+    def program(x, *, group):
+        traced.append(group)
+        return x
+
+    # A fraction, or another number of slots whose arrays are as long, is not another program either.
+    for budget, case in ((8, ONE_LAYER), (np.int32(8), ONE_LAYER), (0.4, ONE_LAYER), (8, ONE_LAYER.rows(1, 0))):
+        layout = layers.lowered(example(name, budget), case).layout
+        for (group,) in (*layout.prompt, *layout.decode):
+            program(jnp.zeros(()), group=group)
+    assert len(traced) == 2, "one while the prompt goes in, one for decoding"
+    (other,) = layers.lowered(example(name, 9), ONE_LAYER).layout.decode[0]
+    assert other.slots != traced[1].slots
+    assert other.policy == traced[1].policy
 
 
 @pytest.mark.parametrize(("slot", "fraction"), [(1, 1.0), ((1, 1), (1.0, 1.0)), ((4, 1), (4, 1.0))])
 @pytest.mark.parametrize("name", BUDGETED)
 def test_one_slot_is_not_the_whole_prompt(name, slot, fraction):
+    def expected(budget):
+        if isinstance(budget, tuple):
+            return PerLayer(tuple(map(expected, budget)))
+        return Slots(budget) if isinstance(budget, int) else Fraction(budget)
+
     for first, second in ((slot, fraction), (fraction, slot)):
-        built = [example(name, budget).budget for budget in (first, second)]
-        assert repr(built) == repr([first, second])
+        assert [example(name, budget).budget for budget in (first, second)] == [expected(first), expected(second)]
+        assert example(name, first) != example(name, second)
 
 
 def test_named_ones_are_made_of_the_others():
@@ -134,7 +169,7 @@ def test_named_ones_are_made_of_the_others():
     [(5, 3, 5), (1, 100, 1), (1.0, 100, 100), (0.29, 100, 29), (0.1, 19, 1), (0.01, 5, 1), (0.3, 10, 3), (1 / 3, 9, 3)],
 )
 def test_a_budget_in_slots(budget, prompt, expected):
-    assert slots(budget, prompt) == expected
+    assert as_budget(budget).slots(prompt, 2) == (expected, expected)
 
 
 def test_the_readme_names_them_all():

@@ -8,20 +8,15 @@ import itertools
 import os
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, assume, event, given, reject, settings
 from hypothesis import strategies as st
 
-from kvjax import cache, policies
-from kvjax.allocation import allocate
-from kvjax.cache import Block
+from kvjax import policies
 from kvjax.errors import PolicyError
-from kvjax.policies import Policy
 from kvjax.rope import Rope
-from tests import reference
+from tests import layers, reference
 from tests.reference.decoder import _blocks
 from tests.reference.step import empty_heads, step
 
@@ -30,7 +25,8 @@ pytestmark = pytest.mark.thorough
 SEARCH = "HYPOTHESIS_EXAMPLES" in os.environ
 EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "30"))
 DIM, THETA = 4, 10_000.0
-WIDTH, LAST = 20, 26  # longest prompt, and text
+WIDTH, NEW = 20, 6  # tokens of the longest prompt, and after a prompt
+FACTOR, TRAINED = 4.0, 12  # of frequencies that depend on a row's length (dynamic NTK)
 
 few = st.integers(0, 4)
 #: What a policy takes beside the budget.
@@ -64,11 +60,30 @@ class Drawn(NamedTuple):
     heads: tuple[int, int]
     prompts: tuple[int, int]
     block: int | None
+    vocabulary: int | None
+    dynamic: bool
     seed: int
 
     def of(self, package: Any) -> Any:
+        """The policy of the library's package, or of the reference's."""
         policy = package.by_name(self.name, **self.arguments)
         return policy if self.combinator is None else package.COMBINATORS[self.combinator](policy)
+
+    @property
+    def layer(self) -> layers.Case:
+        prompts = np.array(self.prompts)
+        streams = layers.random_streams(
+            [self.seed, self.seed + 1], WIDTH + NEW, heads=self.heads, dim=DIM, vocabulary=self.vocabulary
+        )
+        rope = Rope(dim=DIM, theta=THETA)
+        if self.dynamic:
+            rope = Rope(dim=DIM, theta=THETA, scaling="dynamic", factor=FACTOR, original_max_positions=TRAINED)
+        return layers.Case(streams, prompts, prompts + NEW, self.block, rope)
+
+    def theta(self, length: int) -> float:
+        """The base of a row's frequencies, which follow all tokens that it will have."""
+        stretch = FACTOR * max(length, TRAINED) / TRAINED - (FACTOR - 1)
+        return THETA * stretch ** (DIM / (DIM - 2)) if self.dynamic else THETA
 
 
 @st.composite
@@ -81,6 +96,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
         arguments["group_reduce"] = draw(st.sampled_from(["mean", "max"]))
     if "positions" in taken:
         arguments["positions"] = draw(st.sampled_from(["original", "cache"]))
+    by_rank = name == "streaming_llm" or arguments.get("positions") == "cache"
     return Drawn(
         name,
         arguments,
@@ -88,72 +104,19 @@ def drawn(draw: st.DrawFn) -> Drawn:
         draw(st.sampled_from([(4, 4), (4, 2), (4, 1)])),
         draw(st.tuples(st.just(WIDTH), st.integers(1, WIDTH))),
         draw(st.sampled_from([None, 1, 3, 8])),
+        draw(st.sampled_from([None, 9])),
+        not by_rank and draw(st.booleans()),
         draw(st.integers(0, 1000)),
     )
 
 
-def stream(case: Drawn) -> list[np.ndarray]:
-    """Queries, keys and values, [2, heads, LAST, D]."""
-    rng = np.random.default_rng(case.seed)
-    heads = (case.heads[0], case.heads[1], case.heads[1])
-    return [rng.normal(size=(2, count, LAST, DIM)).astype(np.float32) for count in heads]
-
-
-def run_library(case: Drawn, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs [2, H, LAST, D], zeros past a row's end, and positions [2, K, S] at the end."""
-    prompts = np.array(case.prompts)
-    ends = prompts + LAST - WIDTH
-    slots = allocate(policy, prompts, ends, 1, case.heads[1], case.block or 1)
-
-    @jax.jit
-    def steps(*stream):
-        outputs = jnp.zeros(stream[0].shape, jnp.float32)
-        layer = None
-        budget, prompt = jax.tree.map(jnp.asarray, slots.budget), jnp.asarray(prompts, jnp.int32)
-        if case.block is not None:
-            layer = cache.empty(policy, 2, case.heads[1], slots.block_capacity[0], DIM, jnp.float32)
-
-        def one(layer, outputs, at, policy, **options):
-            # [2, n]; padding reads and writes past the end
-            where = jnp.where(at >= 0, at, LAST)
-            row = jnp.arange(2)[:, None]
-            block = Block(position=at, policy=policy, **options)
-            q, k, v = (
-                jnp.swapaxes(jnp.swapaxes(x, 1, 2).at[row, where].get(mode="fill", fill_value=7.0), 1, 2)
-                for x in stream
-            )
-            output, layer = cache.step(layer, q, k, v, block=block, index=0, rope=Rope(dim=DIM, theta=THETA))
-            placed = jnp.swapaxes(outputs, 1, 2).at[row, where].set(jnp.swapaxes(output, 1, 2), mode="drop")
-            return layer, jnp.swapaxes(placed, 1, 2)
-
-        size = case.block or WIDTH
-        for start in range(0, WIDTH, size):
-            at = start + jnp.arange(size, dtype=jnp.int32)
-            at = jnp.where(at < prompt[:, None], at, -1)
-            capacity = slots.capacity if case.block is None else None
-            layer, outputs = one(layer, outputs, at, policy, budget=budget, prompt=prompt, capacity=capacity)
-        layer = cache.resize(layer, slots.capacity[0])
-        decoding = policy
-        if policy.then is not None:
-            decoding, layer = policy.then, layer.replace(stats=policy.hand_over(layer.stats))
-        budget = jax.tree.map(jnp.asarray, slots.decode_budget)
-
-        def body(carry, i):
-            return one(*carry, (prompt + i)[:, None], decoding, budget=budget, decoding=True), None
-
-        (layer, outputs), _ = jax.lax.scan(body, (layer, outputs), jnp.arange(LAST - WIDTH, dtype=jnp.int32))
-        return outputs, layer.position
-
-    return tuple(map(np.asarray, steps(*map(jnp.asarray, stream(case)))))
-
-
 def run_reference(case: Drawn, row: int) -> tuple[np.ndarray, list[Any]]:
-    """The same of one row: output [H, end, D] and its heads."""
+    """What the layer should do with one row: output [H, end, D], and its heads at the end."""
     policy, prompt = case.of(reference.policies), case.prompts[row]
-    q, k, v = (np.swapaxes(x[row].astype(np.float64), 0, 1) for x in stream(case))
+    q, k, v = (np.swapaxes(x[row].astype(np.float64), 0, 1) for x in case.layer.streams)
     heads = empty_heads(case.heads[1], DIM, policy)
     budget, outputs = policy.slots(0, prompt), []
-    for start, stop in _blocks(prompt, prompt + LAST - WIDTH, case.block):
+    for start, stop in _blocks(prompt, prompt + NEW, case.block):
         if start == prompt and policy.at_prompt_end_only:
             policy, budget = reference.policies.full(positions=policy.positions), None
             for head in heads:
@@ -162,7 +125,7 @@ def run_reference(case: Drawn, row: int) -> tuple[np.ndarray, list[Any]]:
         outputs.append(
             step(
                 heads, q[start:stop], k[start:stop], v[start:stop], np.arange(start, stop), policy=policy,
-                budget=budget if may else None, prompt_length=prompt, theta=THETA,
+                budget=budget if may else None, prompt_length=prompt, theta=case.theta(prompt + NEW),
             )
         )  # fmt: skip
     return np.swapaxes(np.concatenate(outputs), 0, 1), heads
@@ -177,17 +140,15 @@ def run_reference(case: Drawn, row: int) -> tuple[np.ndarray, list[Any]]:
 def test_one_layer_slot_for_slot(case):
     try:
         policy = case.of(policies)
-        allocate(policy, np.array(case.prompts), np.array(case.prompts) + 1, 1, case.heads[1])
+        layers.lowered(policy, case.layer)
     except PolicyError:
         reject()
     expected = [run_reference(case, row) for row in range(2)]
     gaps = [(head.evict_gap, 10 * head.above_gap) for _, heads in expected for head in heads]
     assume(min(itertools.chain(*gaps)) > 1e-5)
     event(case.name if case.combinator is None else f"{case.combinator}({case.name})")
-    output, position = run_library(case, policy)
-    for row, (own, heads) in enumerate(expected):
-        end = case.prompts[row] + LAST - WIDTH
-        np.testing.assert_allclose(output[row, :, :end], own, atol=2e-5)
+    got = layers.run(policy, case.layer)
+    for row, (output, heads) in enumerate(expected):
+        np.testing.assert_allclose(got.output[row, :, : case.prompts[row] + NEW], output, atol=2e-5)
         for head, kept in enumerate(heads):
-            live = np.sort(position[row, head][position[row, head] >= 0])
-            np.testing.assert_array_equal(live, kept.position)
+            assert got.live(-1, row, head) == kept.position.tolist()

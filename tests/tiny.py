@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.cache import Block, KVState
+from kvjax.cache import Block, KVState, LayerKV, layers_of
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
-from kvjax.policies import Policy
 from kvjax.rope import Rope
 from tests.reference import ReferenceConfig, random_model
 
@@ -51,8 +50,8 @@ def random_tokens(rows: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 def kept(state: KVState, row: int) -> list[list[list[int]]]:
-    """[layer][head] ascending live positions of a row."""
-    layers = [np.asarray(layer.position)[row] for layer in state.layers]
+    """[layer][head] ascending live positions of a row; a layer whose heads are split appears once for each group."""
+    layers = [np.asarray(layer.position)[row] for _, layer in layers_of(state)]
     return [[sorted(int(p) for p in head if p >= 0) for head in layer] for layer in layers]
 
 
@@ -66,17 +65,18 @@ def assert_same_state(
     other_row = row if other_row is None else other_row
     assert int(state.length[row]) == int(other.length[other_row])
     assert kept(state, row) == kept(other, other_row)
-    for a, b in zip(state.layers, other.layers, strict=True):
+    for (_, a), (_, b) in zip(layers_of(state), layers_of(other), strict=True):
         for head in range(a.position.shape[1]):
             for one, two in zip(_live(a, row, head), _live(b, other_row, head), strict=True):
                 np.testing.assert_allclose(one, two, rtol=atol, atol=atol)
 
 
-def _live(layer: kvjax.LayerKV, row: int, head: int) -> list[np.ndarray]:
-    """Every leaf of a head's live slots, in ascending order of position."""
+def _live(layer: LayerKV, row: int, head: int) -> list[np.ndarray]:
+    """Every leaf of a head's live slots of a dense layer, in ascending order of position."""
     position = np.asarray(layer.position)[row, head]
     order = np.argsort(position)[np.sum(position < 0) :]
-    return [np.asarray(leaf)[row, head][order] for leaf in jax.tree.leaves(layer)]
+    leaves = jax.tree.leaves((layer.position, layer.stores, layer.stats))
+    return [np.asarray(leaf)[row, head][order] for leaf in leaves]
 
 
 class Trace(NamedTuple):
@@ -86,24 +86,22 @@ class Trace(NamedTuple):
     logits: np.ndarray
 
 
-@functools.partial(jax.jit, static_argnames=("config", "policy"))
-def _evolve(params, kv, tokens, lengths, budget, *, config, policy):
+@functools.partial(jax.jit, static_argnames=("config", "phase"))
+def _evolve(params, kv, tokens, lengths, *, config, phase):
     rows = jnp.arange(tokens.shape[0])
 
     def body(kv, _):
         at = kv.length
         position = jnp.where(at < lengths, at, -1)[:, None]
         token = tokens[rows, jnp.minimum(at, tokens.shape[1] - 1)]
-        block = Block(position=position, budget=budget, policy=policy, decoding=True)
-        logits, kv = Decoder(config).apply({"params": params}, token[:, None], kv, block)
+        block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
+        logits, kv = Decoder(config).apply({"params": params}, token[:, None], kv, block, phase)
         return kv, (tuple(layer.position for layer in kv.layers), logits[:, 0])
 
     return jax.lax.scan(body, kv, length=tokens.shape[1])[1]
 
 
-def evolve(model: kvjax.Model, prefilled: Any, tokens: np.ndarray, lengths: np.ndarray, policy: Policy) -> Trace:
+def evolve(model: kvjax.Model, prefilled: Any, tokens: np.ndarray, lengths: np.ndarray) -> Trace:
     """Feeds tokens [B, T] one by one from a prefilled prompt on, with the state visible after every step."""
-    out = _evolve(
-        model.params, prefilled.state, tokens, lengths, prefilled.budget, config=model.config, policy=policy
-    )  # fmt: skip
+    out = _evolve(model.params, prefilled.state, tokens, lengths, config=model.config, phase=prefilled.layout.decode)
     return Trace(*jax.tree.map(np.asarray, out))

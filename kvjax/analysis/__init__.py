@@ -1,8 +1,9 @@
 """What attention looks like, and what a policy misses of it: the measures of the papers, in linear memory.
 
-Under the full cache: `sparsity`, `accumulated_attention`, `keys_for_mass`, `attention_std`. A policy against it:
-`attention_cosine`, `jaccard`, `miss_rate`, `retained`. Heads: `retrieval_scores`, `retrieval_heads`. `plots` draws
-each of them, and `submodular` compares greedy selection with the best there is.
+`sparsity`, `accumulated_attention`, `keys_for_mass` and `attention_std` measure the full cache; `attention_cosine`,
+`jaccard`, `miss_rate` and `retained` compare a policy with it, or a `CacheSpec` of policy, storage and selection;
+`retrieval_scores` and `retrieval_heads` measure heads. `plots` draws each of them, and `submodular` compares greedy
+selection with the optimum.
 
 In shapes: L layers, B rows, H query heads, K KV heads, T tokens of the longest row. Results are NumPy arrays.
 """

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.analysis.rows import Rows, over_tiles
+from kvjax.analysis.rows import Rows
+from kvjax.analysis.scan import over_tiles
 from kvjax.errors import InputError
 from kvjax.inputs import check_batch
 from kvjax.models.model import Model
@@ -18,11 +19,13 @@ def sparsity(model: Model, tokens: Any, *, lengths: Any = None, threshold: float
     """Share of attention that is below `threshold` of its row's maximum (H2O, arXiv:2306.14048, section 3, Fig. 2 a).
 
     Args:
-      tokens: [B, T] or [T] int, rows padded at the end; lengths: [B] real tokens of each row, None = all T.
+      model: from `kvjax.load`.
+      tokens: [B, T] or [T] int, rows padded at the end.
+      lengths: [B] real tokens of each row; None = all T.
       threshold: a fraction of the largest probability of the same query.
 
     Returns:
-      [L, B, H] float32 in [0, 1]: of all pairs of a query and a token that it sees (itself and those before), the share
+      [L, B, H] float32 in [0, 1]: the share of all pairs of a query and a token that it sees (itself and those before)
       whose probability is smaller.
 
     Raises:
@@ -31,7 +34,7 @@ def sparsity(model: Model, tokens: Any, *, lengths: Any = None, threshold: float
     threshold = _fraction("threshold", threshold)
     counts = over_tiles(model, tokens, lengths, _count_kept, lambda *shape: (), jnp.float32(threshold))
     kept, seen = (count.astype(np.float64).sum(axis=-1) for count in counts.queries)
-    # [L, B, H] and [L, B, K]; under the full cache all heads see the same.
+    # [L, B, H] and [L, B, K]; under the full cache all heads see the same tokens.
     return np.asarray(1 - kept / seen[:, :, :1], np.float32)
 
 
@@ -44,10 +47,13 @@ def _count_kept(carry: Any, attention: tuple[Rows], threshold: Array) -> tuple[A
 
 
 def keys_for_mass(model: Model, tokens: Any, *, lengths: Any = None, share: float = 0.9) -> np.ndarray:
-    """How many keys, the largest first, hold `share` of each query's attention (InfiniGen, arXiv:2406.19707, Fig. 5).
+    """The number of keys, the largest first, that hold `share` of a query's attention (InfiniGen, 2406.19707, Fig. 5).
 
     Args:
-      tokens, lengths: as in `sparsity`; share: of a query's attention, in (0, 1].
+      model: see `sparsity`.
+      tokens: see `sparsity`.
+      lengths: see `sparsity`.
+      share: a fraction of each query's attention, in (0, 1].
 
     Returns:
       [L, B, H, T] int32: entry t is of query t, between 1 and t + 1; 0 past a row's end.
@@ -62,7 +68,7 @@ def keys_for_mass(model: Model, tokens: Any, *, lengths: Any = None, share: floa
 def _keys_needed(carry: Any, attention: tuple[Rows], share: Array) -> tuple[Any, Array]:
     (rows,) = attention
     held = jnp.cumsum(jnp.sort(rows.probability, axis=-1, descending=True), axis=-1)
-    # A row may add up to a little less than 1: all that it sees is always enough.
+    # A row may add up to a little less than 1; all tokens that the query sees are always enough.
     return carry, jnp.minimum(_count(held < share) + 1, _count(rows.seen))
 
 
@@ -70,7 +76,7 @@ class AccumulatedAttention(NamedTuple):
     """What `accumulated_attention` returns.
 
     Attributes:
-      mass: [L, B, H, T] float32: attention that each token received from all queries, the largest first; 0 past a row's
+      mass: [L, B, H, T] float32 attention that each token received from all queries, the largest first; 0 past a row's
         end. Each row adds up to its number of tokens.
       exponent: [L, B, H] float32 a of the power law mass ~ rank^-a, by least squares over the logarithms of all
         tokens' masses and ranks (1, 2, ...); NaN for a row of one token.
@@ -84,7 +90,9 @@ def accumulated_attention(model: Model, tokens: Any, *, lengths: Any = None) -> 
     """Sorted accumulated attention of each layer and head: a few heavy hitters (H2O, section 3, Fig. 2 b).
 
     Args:
-      tokens, lengths: as in `sparsity`.
+      model: see `sparsity`.
+      tokens: see `sparsity`.
+      lengths: see `sparsity`.
 
     Raises:
       InputError: tokens or lengths that do not fit the model.
@@ -111,10 +119,10 @@ class AttentionStd(NamedTuple):
     """What `attention_std` returns.
 
     Attributes:
-      positions: [P] int32 the tokens that are followed.
+      positions: [P] int32 tokens that are followed.
       trajectory: [L, B, H, P, T] float32: entry t is the standard deviation of the attention that the token received
-        from the queries up to t; NaN before the token comes and past a row's end.
-      final: [L, B, H, T] float32 the same of every token after the row's last query; NaN past a row's end.
+        from the queries up to t; NaN before the token's own position and past a row's end.
+      final: [L, B, H, T] float32 standard deviation for every token, over all queries; NaN past a row's end.
     """
 
     positions: np.ndarray
@@ -123,15 +131,17 @@ class AttentionStd(NamedTuple):
 
 
 def attention_std(model: Model, tokens: Any, *, lengths: Any = None, positions: Any = None) -> AttentionStd:
-    """How much the attention a token receives varies from query to query (RoCo, arXiv:2402.06262, Fig. 3).
+    """How much the attention that a token receives varies from query to query (RoCo, arXiv:2402.06262, Fig. 3).
 
-    std = sqrt(Q / N - (S / N)^2) of the N queries that came so far, the token's own included, as RoCo's scope has it
-    (there of the mean over the query heads that share a KV head, here of each head).
+    std = sqrt(Q / N - (S / N)^2) over the N queries so far, the token's own included, as in RoCo's scope, which takes
+    the mean over the query heads that share a KV head; here it is of each head.
 
     Args:
-      tokens, lengths: as in `sparsity`.
-      positions: [P] which tokens to follow; None = eight (or fewer), evenly spread over the longest row. Every query
-        leaves P numbers a layer and head.
+      model: see `sparsity`.
+      tokens: see `sparsity`.
+      lengths: see `sparsity`.
+      positions: [P] tokens to follow; None = eight (or fewer), evenly spread over the longest row. The result has P
+        numbers per layer, head and query.
 
     Raises:
       InputError: tokens or lengths that do not fit the model, or positions outside the text.
@@ -156,10 +166,10 @@ def attention_std(model: Model, tokens: Any, *, lengths: Any = None, positions: 
 
 
 def _follow(carry: tuple[Array, Array, Array], attention: tuple[Rows], followed: Array) -> tuple[Any, Array]:
-    """Count, mean and squared deviations of all tokens; of those followed the deviation after each query too.
+    """Count, mean and squared deviations of all tokens, and the deviation of the followed ones after each query.
 
-    Query by query (Welford's recurrence): a sink's attention is near 1 and hardly varies, which a difference of float32
-    sums of squares would not tell.
+    Query by query (Welford's recurrence): a sink's attention is near 1 and hardly varies, so that a difference of
+    float32 sums of squares would lose its deviation.
     """
     (rows,) = attention
 

@@ -1,6 +1,6 @@
-"""Which heads look far back: RazorAttention's test, on tokens that mean nothing (arXiv:2407.15891).
+"""Which heads look far back: RazorAttention's test on random tokens (arXiv:2407.15891).
 
-In a sequence of random tokens over and over nothing can be predicted but by looking one period back. An echo head
+In random tokens that repeat with a period, a token can only be predicted by looking one period back. An echo head
 attends to the token's own earlier occurrences, an induction head to the tokens that followed these.
 """
 
@@ -10,20 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.analysis.rows import Rows, over_tiles
+from kvjax.analysis.rows import Rows
+from kvjax.analysis.scan import over_tiles
 from kvjax.errors import InputError
 from kvjax.models.model import Model
 
 Array = jax.Array
-LONGEST = 4096  # tokens of the test, if the model has no fewer positions
+LONGEST = 4096  # tokens of the test, unless the model has fewer positions
 
 
 class RetrievalScores(NamedTuple):
     """What `retrieval_scores` returns: shares of attention in [0, 1], averaged over all repetitions but the first.
 
     Attributes:
-      induction: [L, H] float32, on the tokens that followed earlier occurrences of the query's token.
-      echo: [L, H] float32, on these occurrences themselves.
+      induction: [L, H] float32 share on the tokens that followed earlier occurrences of the query's token.
+      echo: [L, H] float32 share on these occurrences themselves.
     """
 
     induction: np.ndarray
@@ -39,15 +40,18 @@ def retrieval_scores(
     rows: int = 2,
     seed: int = 0,
 ) -> RetrievalScores:
-    """How much each query head looks for what came before.
+    """How much each query head attends to earlier occurrences of its token, and to the tokens that followed these.
 
     Args:
-      draw_from: [N] token ids to draw from; None = the whole vocabulary but BOS and EOS, as the paper. Give a text's if
-        the vocabulary has entries that were never trained: these draw attention to themselves, wherever they are
+      model: from `kvjax.load`.
+      draw_from: [N] token ids to draw from; None = the whole vocabulary except BOS and EOS, as in the paper. Give the
+        ids of a text if the vocabulary has entries that were never trained: these attract attention wherever they are
         (kvjax-tiny's induction head then scores 0.00, and 0.37 on tokens of a book).
-      repeats: how often the random tokens come; the paper's 4.
-      period: how many they are; None = as many as fit into the model's positions and 4,096 (the paper has 2,500).
-      rows: sequences to average over; seed: of their tokens.
+      repeats: the number of times that the random tokens occur; 4 in the paper.
+      period: the number of random tokens; None = the most that fit into the model's positions and 4,096 (2,500 in the
+        paper).
+      rows: the number of sequences to average over.
+      seed: of the random tokens.
 
     Raises:
       InputError: fewer than two repeats or tokens, ids that the model does not have, or a text too long for it.
@@ -71,7 +75,7 @@ def retrieval_scores(
     random = pool[np.random.default_rng(seed).integers(pool.size, size=(rows, period))]
     tokens = np.concatenate([np.tile(bos, (rows, 1)), np.tile(random, (1, repeats))], axis=1).astype(np.int32)
     looked = over_tiles(model, tokens, None, _look_back, lambda *shape: (), jnp.int32(period), jnp.int32(len(bos)))
-    # [L, B, H, T] -> [L, H]; in the first period there is nothing to find.
+    # [L, B, H, T] -> [L, H]; the first period has no earlier occurrences
     means = [each[..., len(bos) + period :].mean(axis=(1, 3)) for each in looked.queries]
     return RetrievalScores(*means)
 
@@ -92,13 +96,16 @@ def _look_back(carry: Any, attention: tuple[Rows], period: Array, first: Array) 
 def retrieval_heads(
     model: Model, *, induction_share: float = 0.14, echo_share: float = 0.01, draw_from: Any = None, **options: Any
 ) -> np.ndarray:
-    """The KV heads that must keep everything: a table for `kvjax.policies.razor_attention` and `duo_attention`.
+    """The KV heads that must keep every token: a table for `kvjax.policies.razor_attention` and `duo_attention`.
 
     A KV head is one of them if any of its query heads is among the model's best, as in RazorAttention.
 
     Args:
-      induction_share, echo_share: of all query heads, rounded up, the best by either score; the paper's 14 and 1 %.
-      draw_from, options: of `retrieval_scores`.
+      model: from `kvjax.load`.
+      induction_share: the share of all query heads, rounded up, that is chosen by induction score; 14 % in the paper.
+      echo_share: the share that is chosen by echo score; 1 % in the paper.
+      draw_from: see `retrieval_scores`.
+      options: of `retrieval_scores`.
 
     Returns:
       [L, K] bool.

@@ -1,8 +1,8 @@
-"""One figure for each measure of `kvjax.analysis`; matplotlib loads only when something is drawn.
+"""One figure for each measure of `kvjax.analysis`; matplotlib is imported only when something is drawn.
 
 Every function takes its measure's result and returns a matplotlib Figure: ``figure.savefig("sparsity.png")``. Where a
-measure compares a policy with the full cache, a dict of results by policy name draws one line a policy, the mean over
-layers, rows and heads; a single result draws one line a layer.
+measure compares a policy with the full cache, a dict of results by policy name draws one line per policy, the mean over
+layers, rows and heads; a single result draws one line per layer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,14 +17,15 @@ from kvjax.errors import InputError
 
 Results = Any  # a result, or a dict of results by policy name
 PIXELS = 400  # of a retained-position map, at most
-POINTS = 100  # of a line, at most: longer ones are averaged over equal stretches
+POINTS = 100  # of a line, at most; longer ones are averaged over equal intervals
 
 
 def plot_sparsity(sparsity: np.ndarray, *, threshold: float = 0.01) -> Any:
-    """Sparsity by layer (H2O, Fig. 2 a): the mean of heads and rows, and their range.
+    """Sparsity by layer (H2O, Fig. 2 a): the mean over heads and rows, and their range.
 
     Args:
-      sparsity: [L, B, H] of `sparsity`; threshold: it was measured with.
+      sparsity: [L, B, H], the result of `sparsity`.
+      threshold: the threshold of the measurement.
     """
     figure, axes = _figure()
     layers = np.arange(len(sparsity))
@@ -39,11 +40,11 @@ def plot_sparsity(sparsity: np.ndarray, *, threshold: float = 0.01) -> Any:
 
 
 def plot_accumulated_attention(result: AccumulatedAttention) -> Any:
-    """Accumulated attention by rank on logarithmic axes, one line a layer (H2O, Fig. 2 b): a power law is straight."""
+    """Accumulated attention by rank on logarithmic axes, one line per layer (H2O, Fig. 2 b); a power law is a line."""
     figure, axes = _figure()
     rank = np.arange(1, result.mass.shape[-1] + 1)
     for layer, color in enumerate(_colors(len(result.mass))):
-        # [T]: of the rows that are so long
+        # [B, H, T]; a rank counts the rows that are long enough
         mass = np.where(result.mass[layer] > 0, result.mass[layer], np.nan)
         exponent = float(np.nanmean(result.exponent[layer]))
         axes.plot(rank, _mean(mass[None])[0], color=color, label=f"{layer} (a = {exponent:.2f})")
@@ -53,15 +54,17 @@ def plot_accumulated_attention(result: AccumulatedAttention) -> Any:
 
 
 def plot_keys_for_mass(counts: np.ndarray, *, layers: Iterable[int] | None = None, share: float = 0.9) -> Any:
-    """Histogram of how many keys hold the share, over queries and heads (InfiniGen, Fig. 5).
+    """Histogram of the number of keys that hold the share, over queries and heads (InfiniGen, Fig. 5).
 
     Args:
-      counts: [L, B, H, T] of `keys_for_mass`; layers: which, None = first, middle, last; share: it was measured with.
+      counts: [L, B, H, T], the result of `keys_for_mass`.
+      layers: the layers to draw; None = first, middle and last.
+      share: the share of the measurement.
     """
     last = len(counts) - 1
     shown = sorted({0, last // 2, last}) if layers is None else list(layers)
     figure, panels = _figure(len(shown))
-    # Bins of whole keys, all as wide.
+    # Bins of whole keys, of equal width.
     width = -(-int(counts.max()) // 40)
     edges = np.arange(0.5, counts.max() + 0.5 + width, width)
     for axes, layer in zip(np.atleast_1d(panels), shown, strict=True):
@@ -77,7 +80,7 @@ def plot_keys_for_mass(counts: np.ndarray, *, layers: Iterable[int] | None = Non
 
 
 def plot_retrieval_scores(scores: RetrievalScores) -> Any:
-    """Induction and echo scores of every query head, layers downwards: which heads look far back (RazorAttention)."""
+    """Induction and echo scores of every query head, one layer per line: which heads look far back (RazorAttention)."""
     figure, panels = _figure(2)
     for axes, name in zip(panels, ("induction", "echo"), strict=True):
         image = axes.imshow(getattr(scores, name), vmin=0, vmax=1, cmap="viridis", aspect="auto")
@@ -90,7 +93,7 @@ def plot_retrieval_scores(scores: RetrievalScores) -> Any:
 
 
 def plot_attention_std(result: AttentionStd, *, layer: int = 0, row: int = 0) -> Any:
-    """The followed tokens' standard deviation as queries come, the mean of a layer's heads (RoCo, Fig. 3)."""
+    """Standard deviation of the followed tokens by query, the mean over a layer's heads (RoCo, Fig. 3)."""
     figure, axes = _figure()
     for index, color in enumerate(_colors(len(result.positions))):
         std = result.trajectory[layer, row, :, index]
@@ -115,7 +118,7 @@ def plot_jaccard(results: Results) -> Any:
 
 
 def plot_miss_rate(results: MissRate | Mapping[str, MissRate]) -> Any:
-    """Shares of the full cache's top tokens, and of its attention, that are gone, by query."""
+    """Shares of the full cache's top tokens, and of its attention, that are missed, by query."""
     figure, panels = _figure(2)
     for axes, field, label in zip(
         panels, MissRate._fields, ("top tokens missed (%)", "attention missed (%)"), strict=True
@@ -130,16 +133,16 @@ def plot_miss_rate(results: MissRate | Mapping[str, MissRate]) -> Any:
 
 
 def plot_retained(result: Retained, *, layer: int = 0, row: int = 0, head: int = 0) -> Any:
-    """Which tokens (across) were there for which queries (down) in one layer, row and KV head."""
+    """Which tokens (horizontal) each query (vertical) saw, in one layer, row and KV head."""
     figure, axes = _figure()
     length, prompt = int(result.lengths[row]), int(result.prompt[row])
     last_seen = result.last_seen[layer, row, head, :length]
-    # A pixel shows the token and the query in its middle.
+    # A pixel shows the token and the query at its centre.
     pixels = min(length, PIXELS)
     shown = (np.arange(pixels) + 0.5) * length / pixels
     token = query = shown.astype(int)
-    there = (token <= query[:, None]) & (query[:, None] <= last_seen[token])
-    image = np.where(token > query[:, None], np.nan, there.astype(float))
+    seen = (token <= query[:, None]) & (query[:, None] <= last_seen[token])
+    image = np.where(token > query[:, None], np.nan, seen.astype(float))
     axes.imshow(
         image, extent=(0, length, length, 0), cmap="Blues", vmin=0, vmax=1.25, interpolation="nearest", aspect="equal"
     )
@@ -161,7 +164,7 @@ def _similarity(results: Results, label: str) -> Any:
 
 
 def _draw(axes: Any, results: Results, label: str) -> str:
-    """Lines over the position of the query: of each policy, or of a single result's layers; which of these it is."""
+    """Draws lines over the position of the query, one per policy or per layer of a single result; returns which."""
     if isinstance(results, Mapping):
         title, lines = "policy", {name: _mean(values[None])[0] for name, values in results.items()}
         colors: list[Any] = [f"C{i % 10}" for i in range(len(lines))]
@@ -175,14 +178,14 @@ def _draw(axes: Any, results: Results, label: str) -> str:
 
 
 def _mean(values: np.ndarray) -> np.ndarray:
-    """[N, ..., T] -> [N, T]: the mean of what is no NaN; NaN where nothing is."""
+    """[N, ..., T] -> [N, T]: the mean of what is not NaN; NaN where all is."""
     values = values.reshape(len(values), -1, values.shape[-1]).astype(np.float64)
     count = np.sum(~np.isnan(values), axis=1)
     return np.where(count > 0, np.nansum(values, axis=1), np.nan) / np.maximum(count, 1)
 
 
 def _thinned(line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """x and y of at most `POINTS` points, each the mean of a stretch of positions; NaN is left out."""
+    """x and y of at most `POINTS` points, each the mean of an interval of positions; NaN is left out."""
     at = np.flatnonzero(~np.isnan(line))
     step = max(1, -(-len(at) // POINTS))
     parts = [at[i : i + step] for i in range(0, len(at), step)]
@@ -197,14 +200,14 @@ def _legend(axes: Any, title: str) -> None:
 
 
 def _colors(count: int) -> list[Any]:
-    """From the first of an order to its last."""
+    """`count` colors in order."""
     from matplotlib import colormaps
 
     return [colormaps["viridis"](0.9 * i / max(count - 1, 1)) for i in range(count)]
 
 
 def _figure(panels: int = 1) -> tuple[Any, Any]:
-    """A figure that needs no screen, and its axes side by side: one, or an array."""
+    """A figure that needs no display, and its axes side by side: one, or an array."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

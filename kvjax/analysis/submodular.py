@@ -1,15 +1,15 @@
-"""Heavy hitters chosen greedily against the best that could be chosen (H2O, arXiv:2306.14048, section 4, appendix D).
+"""Greedy selection of heavy hitters against the optimum (H2O, arXiv:2306.14048, section 4, appendix D).
 
 The value of a set S of tokens is f(S) = sum over queries i of h(sum over s in S of a[i, s]), with h concave,
 non-decreasing and h(0) = 0: a concave function of the attention mass that falls on S. Such an f is monotone and
-submodular (what a token adds only falls as others join), so that with f({}) = 0 greedy selection of k tokens reaches at
-least (1 - 1/e) of the best k tokens' value (Nemhauser, Wolsey and Fisher, 1978). With a single row of accumulated mass,
-or with h(x) = x, greedy is the top k and optimal: H2O's own score.
+submodular (a token adds no more to a larger set than to a smaller one), so that with f({}) = 0 greedy selection of k
+tokens reaches at least (1 - 1/e) of the value of the best k tokens (Nemhauser, Wolsey and Fisher, 1978). With a single
+row of accumulated mass, or with h(x) = x, the greedy set is the top k, which is optimal: H2O's own score.
 
-The bound need not hold for what a cache can do: Algorithm 1 of H2O may bring in one token a step
-(|S_i \\ S_{i-1}| <= 1), the newest, and what it has evicted stays gone, while the best set of all k tokens is free to
-change. The paper's Theorem 4.4 has slack for that, (1 - alpha)(1 - 1/e) max f - beta, and does not say that alpha and
-beta are small: `stream` can end arbitrarily far below the optimum (tests/analysis/test_submodular.py has a case).
+The bound need not hold for a cache: Algorithm 1 of H2O adds at most one token per step (|S_i \\ S_{i-1}| <= 1), the
+newest, and never brings back a token that it has evicted, while the best set of k tokens may change freely. The paper's
+Theorem 4.4 has slack for that, (1 - alpha)(1 - 1/e) max f - beta, and does not say that alpha and beta are small:
+`stream` can end arbitrarily far below the optimum (tests/analysis/test_submodular.py has a case).
 
 Plain NumPy in float64, for small instances.
 """
@@ -26,7 +26,7 @@ from kvjax.errors import InputError
 BOUND = 1 - 1 / math.e  # of greedy selection, for a monotone submodular f with f({}) = 0
 MOST_SETS = 1_000_000  # that `brute_force` tries
 
-#: h of the paper's examples, shifted so that h(0) = 0: the bound is about what a set adds to the empty one.
+#: h of the paper's examples, shifted so that h(0) = 0, as the bound requires.
 CONCAVE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "mass": lambda x: x,
     "sqrt": lambda x: np.sqrt(1 + x) - 1,
@@ -39,7 +39,8 @@ def value(attention: np.ndarray, chosen: Sequence[int], concave: str = "mass") -
 
     Args:
       attention: [Q, T] non-negative; rows are queries (or one row: accumulated mass), columns tokens.
-      chosen: distinct columns; concave: h, a name in `CONCAVE`.
+      chosen: distinct columns.
+      concave: h, a name in `CONCAVE`.
 
     Raises:
       InputError: attention that is not [Q, T] and non-negative, or an unknown h.
@@ -48,10 +49,20 @@ def value(attention: np.ndarray, chosen: Sequence[int], concave: str = "mass") -
 
 
 def greedy(attention: np.ndarray, size: int, concave: str = "mass") -> tuple[int, ...]:
-    """Token after token the one that raises f most, of equal ones the older: `size` columns in order of choice.
+    """Chooses, one after another, the token that raises f most, of equal ones the older.
 
-    Its value is at least `BOUND` times that of `brute_force`. Arguments and errors as of `value`; a size that is no
-    whole number from 1 to T.
+    The value of the set is at least `BOUND` times that of `brute_force`.
+
+    Args:
+      attention: see `value`.
+      size: the number of tokens, from 1 to T.
+      concave: see `value`.
+
+    Returns:
+      `size` columns in order of choice.
+
+    Raises:
+      InputError: as `value`, or a size that is not a whole number from 1 to T.
     """
     attention, h = _attention(attention), _concave(concave)
     _check_size(size, attention.shape[1])
@@ -64,33 +75,43 @@ def greedy(attention: np.ndarray, size: int, concave: str = "mass") -> tuple[int
 
 
 def brute_force(attention: np.ndarray, size: int, concave: str = "mass") -> tuple[int, ...]:
-    """The best `size` columns, ascending: every set is tried. Arguments and errors as of `greedy`.
+    """The best `size` columns, ascending: every set is tried.
+
+    Args:
+      attention: see `value`.
+      size: see `greedy`.
+      concave: see `value`.
 
     Raises:
-      InputError: more than a million sets.
+      InputError: as `greedy`, or more than a million sets.
     """
     attention, h = _attention(attention), _concave(concave)
     tokens = attention.shape[1]
     _check_size(size, tokens)
     if math.comb(tokens, size) > MOST_SETS:
         raise InputError(
-            f"{size} of {tokens} tokens can be chosen in {math.comb(tokens, size):,} ways; every one is tried, so give "
-            f"an instance of at most {MOST_SETS:,}."
+            f"{size} of {tokens} tokens can be chosen in {math.comb(tokens, size):,} ways, and all are tried; give an "
+            f"instance of at most {MOST_SETS:,}."
         )
     return max(itertools.combinations(range(tokens), size), key=lambda chosen: _value(attention, chosen, h))
 
 
 def stream(attention: np.ndarray, size: int, concave: str = "mass") -> list[tuple[int, ...]]:
-    """H2O's Algorithm 1: the set after every step, where token i joins and, over budget, one token goes for good.
+    """H2O's Algorithm 1: the set after every step, in which token i joins and, over budget, one token is evicted.
 
-    After query i the token goes whose loss leaves the largest f over the queries so far; of equal ones the older. No
-    bound holds for what remains: see the module's docstring.
+    After query i the token is evicted without which f over the queries so far is largest; of equal ones the older. No
+    bound holds for the tokens that remain: see the module's docstring.
 
     Args:
-      attention: [T, T] lower triangular, row i of query i over tokens 0 to i; size: the budget; concave: as of `value`.
+      attention: [T, T] lower triangular, row i of query i over tokens 0 to i.
+      size: the budget.
+      concave: see `value`.
 
     Returns:
       T tuples of ascending columns; the i-th is S_i, |S_i| <= size and |S_i \\ S_{i-1}| <= 1.
+
+    Raises:
+      InputError: as `greedy`, or attention that is not lower triangular.
     """
     attention, h = _attention(attention), _concave(concave)
     if attention.shape[0] != attention.shape[1] or np.any(np.triu(attention, 1)):
@@ -111,8 +132,9 @@ class Comparison(NamedTuple):
     """What `compare` returns.
 
     Attributes:
-      greedy, optimum: f of the greedy and of the best set.
-      ratio: the first over the second; 1 where both are 0.
+      greedy: f of the greedy set.
+      optimum: f of the best set.
+      ratio: `greedy` / `optimum`; 1 where both are 0.
     """
 
     greedy: float
@@ -121,10 +143,16 @@ class Comparison(NamedTuple):
 
 
 def compare(attention: np.ndarray, size: int, concave: str = "mass") -> Comparison:
-    """Greedy selection against the brute-force optimum; arguments and errors as of `brute_force`.
+    """Greedy selection against the brute-force optimum.
+
+    Args:
+      attention: see `value`.
+      size: see `greedy`.
+      concave: see `value`.
 
     Raises:
-      AssertionError: the ratio is below 1 - 1/e, which no attention can make true.
+      InputError: as `brute_force`.
+      AssertionError: a ratio below 1 - 1/e, which is impossible for the functions of `CONCAVE`.
     """
     best = value(attention, brute_force(attention, size, concave), concave)
     found = value(attention, greedy(attention, size, concave), concave)

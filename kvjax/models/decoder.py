@@ -5,7 +5,7 @@ Layers are unrolled: on a CPU that reads memory four times as fast as a scan ove
 0.12 a [768, 3072] MLP then reads its weights at 28 GB/s instead of 30 at batch 1, but 17.4 instead of 11.0 at batch 8
 and 20 instead of 12 at batch 4, where the compiler otherwise transposes them in every step. Tables (embeddings, and an
 output head that is tied to one) stay [rows, features]. The decoder knows nothing of policies: it hands
-unrotated queries, keys and values to `layers.step` and gets an output and the layer's new cache back.
+unrotated queries, keys and values to `kvjax.cache.step` and gets an output and the layer's new cache back.
 """
 
 import dataclasses
@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from kvjax import layers, sharding
-from kvjax.cache import Block, KVState
+from kvjax import sharding
+from kvjax.cache.layout import Group, Phase, keep_everything
+from kvjax.cache.state import Block, KVState, Layer as LayerSlots
+from kvjax.cache.step import step_layer
 from kvjax.models.config import DecoderConfig
-from kvjax.policies.window import full
 
 Array = jax.Array
 
@@ -108,7 +109,9 @@ class Attention(nn.Module):
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x: Array, layer: layers.Layer | None, block: Block) -> tuple[Array, layers.Layer]:
+    def __call__(
+        self, x: Array, layer: LayerSlots | None, block: Block, groups: tuple[Group, ...]
+    ) -> tuple[Array, LayerSlots]:
         config = self.config
         batch, n, _ = x.shape
 
@@ -127,9 +130,11 @@ class Attention(nn.Module):
             key = Norm(config, rms=True, dtype=self.dtype, name="key_norm")(key)
         # [B, heads, n, D]
         query, key, value = (jnp.swapaxes(y, 1, 2) for y in (query, key, value))
-        output, layer = layers.step(
-            layer, query, key, value, block=block, index=self.index, rope=config.rope, window=config.windows[self.index]
+        output, layer, seen = step_layer(
+            layer, query, key, value, block=block, groups=groups, rope=config.rope, window=config.windows[self.index]
         )
+        # For `kvjax.analysis`; nothing is kept unless a caller asks for it.
+        self.sow("intermediates", "seen", seen)
         # [B, n, H * D]
         output = jnp.swapaxes(output, 1, 2).reshape(batch, n, config.num_heads * config.head_dim)
         return Linear(config.hidden_size, config.out_bias, self.dtype, name="out")(output), layer
@@ -158,7 +163,9 @@ class Layer(nn.Module):
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x: Array, layer: layers.Layer | None, block: Block) -> tuple[Array, layers.Layer]:
+    def __call__(
+        self, x: Array, layer: LayerSlots | None, block: Block, groups: tuple[Group, ...]
+    ) -> tuple[Array, LayerSlots]:
         config = self.config
         rms = config.norm == "rms"
         attention_norm = Norm(config, rms, self.dtype, name="attention_norm")
@@ -166,10 +173,10 @@ class Layer(nn.Module):
         attention = Attention(config, self.index, self.dtype, name="attention")
         mlp = Mlp(config, self.dtype, name="mlp")
         if config.norm_position == "post":
-            attended, layer = attention(x, layer, block)
+            attended, layer = attention(x, layer, block, groups)
             x = attention_norm(x + attended)
             return mlp_norm(x + mlp(x)), layer
-        attended, layer = attention(attention_norm(x), layer, block)
+        attended, layer = attention(attention_norm(x), layer, block, groups)
         if config.parallel_residual:
             return x + attended + mlp(mlp_norm(x)), layer
         x = x + attended
@@ -179,8 +186,8 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """A causal language model.
 
-    ``decoder.apply({"params": params}, tokens, kv, block) -> (logits, kv)``; `hidden` and `logits` are its two halves,
-    for callers that need the logits of a few tokens only.
+    ``decoder.apply({"params": params}, tokens, kv, block, phase) -> (logits, kv)``; `hidden` and `logits` are its two
+    halves, for callers that need the logits of a few tokens only.
     """
 
     config: DecoderConfig
@@ -200,27 +207,35 @@ class Decoder(nn.Module):
         if not config.tie_embeddings:
             self.head = Linear(config.vocab_size, config.head_bias, dtype)
 
-    def __call__(self, tokens: Array, kv: KVState | None = None, block: Block | None = None) -> tuple[Array, KVState]:
+    def __call__(
+        self, tokens: Array, kv: KVState | None = None, block: Block | None = None, phase: Phase | None = None
+    ) -> tuple[Array, KVState]:
         """Logits of every token and the cache afterwards.
 
         Args:
           tokens: [B, n] int32.
           kv: the cache so far; None = these tokens are the whole prompt.
-          block: positions, policy and budgets; None = every token is real and everything is kept.
+          block: positions and budgets; None = every token is real.
+          phase: the groups of each layer, of a `kvjax.cache.CacheLayout`; None = every token is kept, and the tokens are
+            the whole prompt.
 
         Returns:
           logits [B, n, V] float32, and the new state.
         """
-        hidden, kv = self.hidden(tokens, kv, block)
+        hidden, kv = self.hidden(tokens, kv, block, phase)
         return self.logits(hidden), kv
 
-    def hidden(self, tokens: Array, kv: KVState | None, block: Block | None) -> tuple[Array, KVState]:
+    def hidden(
+        self, tokens: Array, kv: KVState | None = None, block: Block | None = None, phase: Phase | None = None
+    ) -> tuple[Array, KVState]:
         """As `__call__`, but the last hidden states [B, n, embed] before the output head."""
         config = self.config
+        phase = keep_everything(config.num_layers) if phase is None else phase
         if block is None:
-            offset = jnp.zeros((tokens.shape[0],), jnp.int32) if kv is None else kv.length
-            position = offset[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-            block = Block(position=position, budget=(), policy=full())
+            batch, n = tokens.shape
+            position = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n))
+            row = jnp.full((batch,), n, jnp.int32)
+            block = Block(position=position, prompt=row, total=row, budget=((None,),) * config.num_layers)
         # [B, n, hidden]
         x = self.embed(tokens)
         if config.embed_size != config.hidden_size:
@@ -230,14 +245,16 @@ class Decoder(nn.Module):
         after = []
         for index, module in enumerate(self.layers):
             x = sharding.constrain(x, ("batch", None, None))
-            x, layer = module(x, None if kv is None else kv.layers[index], block)
+            x, layer = module(x, None if kv is None else kv.layers[index], block, phase[index])
             after.append(layer)
         if config.final_norm:
             x = self.final_norm(x)
         if config.embed_size != config.hidden_size:
             x = self.embed_out(x)
+        # [B]
         added = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
-        return x, KVState(layers=tuple(after), length=added if kv is None else kv.length + added)
+        length = added if kv is None else kv.length + added
+        return x, KVState(tuple(after), length, prompt=block.prompt, total=block.total, budget=block.budget)
 
     def logits(self, hidden: Array) -> Array:
         """[..., embed] -> [..., V] float32."""

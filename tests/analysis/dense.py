@@ -14,8 +14,9 @@ class Dense(NamedTuple):
     """One row's attention.
 
     Attributes:
-      probability: [L, H, T, T] float64, 0 where unseen; seen: [L, K, T, T] bool.
-      gap: how close any choice of the policy was; a float32 implementation may fairly choose otherwise below 1e-6.
+      probability: [L, H, T, T] float64, 0 where unseen.
+      seen: [L, K, T, T] bool.
+      gap: the smallest gap of any choice of the policy; below 1e-6 a float32 implementation may choose otherwise.
     """
 
     probability: np.ndarray
@@ -24,7 +25,7 @@ class Dense(NamedTuple):
 
 
 def dense(own: Tiny, tokens: np.ndarray, policy: Any, prompt: int) -> Dense:
-    """Runs a row of T tokens through the reference under one of its policies, and remembers what it attended to."""
+    """Runs a row of T tokens through the reference under one of its policies, and records its attention."""
     config, width = own.config, len(tokens)
     group = config.num_heads // config.num_kv_heads
     probability = np.zeros((config.num_layers, config.num_heads, width, width))

@@ -1,5 +1,6 @@
 """Measures of a policy against the reference's whole attention matrices, its own and the full cache's."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,8 +10,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import analysis, cache, policies
-from kvjax.analysis import compare, rows
+from kvjax import analysis, policies, selection, storage
+from kvjax.analysis import compare, scan
+from kvjax.cache import CacheSpec, KVState
+from kvjax.cache.convert import empty_layers
+from kvjax.cache.limits import Sizes
+from kvjax.cache.lowering import lower
+from kvjax.cache.spec import as_spec
 from kvjax.errors import InputError, PolicyError
 from kvjax.models.decoder import parameter_shapes
 from tests import reference
@@ -39,10 +45,34 @@ COMPARED = {
     "tova": {"budget": 7},
     "snapkv": {"budget": 8, **ARGUMENTS["snapkv"]},
 }
+HALF = ((1, 0), (0, 1))  # of two layers of two KV heads
+
+
+def by_head(chosen: reference.policies.Policy, others: reference.policies.Policy) -> reference.policies.Policy:
+    """The reference's policy whose heads are split as `HALF` says."""
+    table = tuple(tuple(chosen if each else others for each in row) for row in HALF)
+    statistics = {**chosen.statistics, **others.statistics}
+    return dataclasses.replace(reference.policies.full(), by_head=table, statistics=statistics)
+
+
+own = reference.policies
+#: Split heads: the library's policy and the reference's. The second has slots that stand for several tokens.
+SPLIT = {
+    "split": (
+        policies.split_heads(HALF, policies.h2o(8), policies.window(9, sinks=2)),
+        by_head(own.h2o(8), own.window(9, sinks=2)),
+    ),
+    "razor": (
+        policies.razor_attention(HALF, 9, sinks=2),
+        by_head(own.full(), dataclasses.replace(own.window(9, sinks=3), compensates=2)),
+    ),
+}
 
 
 def build(name: str, package: Any) -> Any:
     """A policy of the library's package, or of the reference's."""
+    if name in SPLIT:
+        return SPLIT[name][package is reference.policies]
     arguments = COMPARED[name] if name in COMPARED else {"budget": 8} | ARGUMENTS.get(name, {})
     if name == "full":
         arguments = {}
@@ -51,7 +81,7 @@ def build(name: str, package: Any) -> Any:
 
 @functools.cache
 def runs(heads: str, name: str) -> list[tuple[Dense, Dense]]:
-    """Of each row: the full cache's attention and the policy's."""
+    """For each row, the full cache's attention and the policy's."""
     own = tiny(heads)
     texts = [TOKENS[row, : LENGTHS[row]] for row in range(2)]
     policy = build(name, reference.policies)
@@ -61,14 +91,14 @@ def runs(heads: str, name: str) -> list[tuple[Dense, Dense]]:
 
 
 def queries(got: np.ndarray) -> Any:
-    """(layer, row, head, t) of every measured query; whatever is not one must be NaN."""
+    """(layer, row, head, t) of every measured query; every other entry must be NaN."""
     at = np.arange(got.shape[-1])
     measured = (at >= PROMPTS[:, None]) & (at < LENGTHS[:, None])
     np.testing.assert_array_equal(np.isnan(got), np.broadcast_to(~measured[:, None], got.shape))
     return np.argwhere(~np.isnan(got))
 
 
-CASES = [("gqa", name) for name in COMPARED] + [("mha", "h2o"), ("mqa", "h2o-cache")]
+CASES = [("gqa", name) for name in (*COMPARED, *SPLIT)] + [("mha", "h2o"), ("mqa", "h2o-cache")]
 
 
 @pytest.mark.parametrize(("heads", "name"), CASES)
@@ -106,7 +136,7 @@ def test_jaccard(heads, name, importance):
             seen = run.seen[layer, head, : t + 1]
             score = np.full(m.shape[1], -np.inf)
             for j in np.flatnonzero(seen[t]):
-                # Since the token was last brought back; one that is hidden is forgotten.
+                # Since the token was last shown again; one that is hidden loses what it had.
                 since = max([i + 1 for i in range(j, t) if not seen[i, j]], default=j)
                 terms = m[since : t + 1, j]
                 score[j] = terms.sum() if importance == "mass" else terms.mean()
@@ -115,7 +145,7 @@ def test_jaccard(heads, name, importance):
     assert np.nanmin(got) < 0.9
 
 
-@pytest.mark.parametrize("name", [*policies.POLICIES, "h2o-masked"])
+@pytest.mark.parametrize("name", [*policies.POLICIES, "h2o-masked", *SPLIT])
 def test_retained(name):
     policy = build(name, policies)
     own = tiny()
@@ -130,8 +160,8 @@ def test_retained(name):
                 if name != "random":
                     seen = runs("gqa", name)[row][1].seen[layer, head]
                     np.testing.assert_array_equal(last, [max(np.flatnonzero(seen[:, j])) for j in range(length)])
-                held = np.asarray(state.position)[row, head]
-                if policy.mask is None:
+                if not isinstance(policy, policies.Reads | policies.Split):
+                    held = np.asarray(state.position)[row, head]
                     assert (last[held[held >= 0]] == length - 1).all()
     assert (got.last_seen[:, 0, :, :44] == 43).all() == (name == "full")
 
@@ -147,24 +177,76 @@ def test_a_policy_with_room_for_everything_misses_nothing():
         assert np.nanmin(analysis.jaccard(tiny().model, TOKENS, policy, top=5, **arguments)) == 1
 
 
+def test_slots_in_a_code_and_slots_that_are_not_read():
+    """Rows are those of what attention saw: decoded keys, and the slots that a selection chose."""
+    arguments = {"prompt_length": PROMPTS, "lengths": LENGTHS}
+    mha = tiny("mha")
+    coded = CacheSpec(policies.full(), storage=storage.int8())
+    cosine = analysis.attention_cosine(mha.model, TOKENS, coded, **arguments)
+    assert 0.999 < np.nanmin(cosine) < 1 - 1e-6
+    assert np.nanmax(analysis.miss_rate(mha.model, TOKENS, coded, top=6, **arguments).mass) == 0
+    chosen = CacheSpec(policies.full(), selection=selection.optimal(6))
+    missed = analysis.miss_rate(mha.model, TOKENS, chosen, top=6, **arguments)
+    # In the first layer both runs have the same queries and keys.
+    assert np.nanmax(missed.tokens[0]) == 0
+    for _, row, head, t in queries(missed.mass[:1]):
+        p = runs("mha", "full")[row][0].probability[0, head, t]
+        expected = np.sort(p[:t])[:-6].sum()
+        np.testing.assert_allclose(missed.mass[0, row, head, t], expected, atol=1e-5)
+
+
+def test_texts_of_many_lengths_share_their_programs():
+    arguments = {"prompt_length": 20, "top": 5}
+    policy = policies.h2o(budget=9)
+    analysis.jaccard(tiny().model, TOKENS, policy, **arguments)
+    analysis.keys_for_mass(tiny().model, TOKENS)
+    programs = scan.scan_steps._cache_size(), scan.scan_tiles._cache_size()
+    analysis.jaccard(tiny().model, TOKENS[:, :39], policy, **arguments)
+    analysis.keys_for_mass(tiny().model, TOKENS[:, :39])
+    assert (scan.scan_steps._cache_size(), scan.scan_tiles._cache_size()) == programs
+
+
+def test_a_text_of_several_calls():
+    """`STEPS` steps are one call; what is carried and what each query leaves goes on."""
+    policy = policies.window(budget=9)
+    arguments = {"prompt_length": PROMPTS, "lengths": LENGTHS}
+    one = analysis.retained(tiny().model, TOKENS, policy, **arguments).last_seen
+    cosine = analysis.attention_cosine(tiny().model, TOKENS, policy, **arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan, "STEPS", 10)
+        scan.scan_steps.clear_cache()
+        np.testing.assert_array_equal(analysis.retained(tiny().model, TOKENS, policy, **arguments).last_seen, one)
+        np.testing.assert_array_equal(analysis.attention_cosine(tiny().model, TOKENS, policy, **arguments), cosine)
+    scan.scan_steps.clear_cache()
+
+
 def test_memory_is_linear():
-    config, policy = tiny().model.config, policies.h2o(budget=256)
+    config = tiny().model.config
 
     def temporary(width):
+        sizes = Sizes(rows=1, prompt=128, nominal=128, following=width - 128, block=None, rounded=False)
+        layouts = [
+            lower(as_spec(policy), config, sizes, np.array([128]), implementation="xla").layout
+            for policy in (compare.COUNTING, policies.h2o(budget=256))
+        ]
         ints = jax.ShapeDtypeStruct((1,), jnp.int32)
 
-        def state(policy, slots):
-            layer = cache.empty(policy, 1, config.num_kv_heads, slots, config.head_dim, jnp.float32)
-            return cache.KVState((layer,) * config.num_layers, jnp.zeros((1,), jnp.int32))
+        def state(phase):
+            layers = empty_layers(phase, 1, config.num_kv_heads, config.head_dim, jnp.float32)
+            budget = tuple(
+                tuple(jnp.zeros((1,), jnp.int32) if group.has_budget else None for group in layer) for layer in phase
+            )
+            zero = jnp.zeros((1,), jnp.int32)
+            return KVState(layers, zero, prompt=zero, total=zero, budget=budget)
 
-        both = (compare.COUNTING, policy)
-        states = jax.eval_shape(lambda: (state(both[0], width), state(both[1], 257)))
+        phases = tuple(layout.decode for layout in layouts)
+        states = jax.eval_shape(lambda: tuple(state(phase) for phase in phases))
         line = jax.ShapeDtypeStruct((1, config.num_kv_heads, 1, width), jnp.float32)
         args = (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), bool))
-        lowered = rows.scan_steps.lower(
+        lowered = scan.scan_steps.lower(
             parameter_shapes(config), states, (((line, line),) * 2,) * config.num_layers,
-            jax.ShapeDtypeStruct((1, width), jnp.int32), ints, ((), (ints,) * config.num_layers), args, config=config,
-            policies=both, step=compare._similarity, steps=width - 128,
+            jax.ShapeDtypeStruct((1, width), jnp.int32), ints, args, config=config, phases=phases,
+            step=compare._similarity,
         )  # fmt: skip
         return lowered.compile(OPTIMIZED).memory_analysis().temp_size_in_bytes
 

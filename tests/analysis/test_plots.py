@@ -82,7 +82,7 @@ def test_lines_are_means():
     np.testing.assert_allclose(line.get_ydata(), np.nanmean(values[..., 10:], axis=(0, 1, 2)), rtol=1e-6)
 
 
-def test_a_map_shows_who_was_there():
+def test_a_map_shows_which_tokens_were_seen():
     image = plots.plot_retained(retained()).axes[0].get_images()[0].get_array()
     for query in range(60):
         for token in range(60):

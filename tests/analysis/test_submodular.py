@@ -1,4 +1,4 @@
-"""Greedy heavy hitters against the best that could be chosen."""
+"""Greedy heavy hitters against the optimum."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def test_values():
 
 @pytest.mark.parametrize("concave", submodular.CONCAVE)
 def test_monotone_and_submodular(concave):
-    """What a token adds is never negative, and never more to a larger set."""
+    """A token never lowers f, and never adds more to a larger set."""
     attention = next(instances())[:, :6]
 
     def gain(chosen, token):
@@ -52,7 +52,7 @@ def test_greedy_keeps_its_bound(concave):
         for size in (1, 3, 5):
             result = submodular.compare(attention, size, concave)
             assert submodular.BOUND <= result.ratio <= 1 + 1e-12
-            # Of accumulated mass alone it is the top k, whatever h is; with h(x) = x in any case.
+            # For accumulated mass alone the greedy set is the top k, whatever h is; for h(x) = x always.
             total = attention.sum(axis=0, keepdims=True)
             assert submodular.compare(total, size, concave).ratio == pytest.approx(1)
             if concave == "mass":
@@ -60,7 +60,7 @@ def test_greedy_keeps_its_bound(concave):
 
 
 def test_greedy_is_not_always_optimal():
-    # Token 0 is best alone, and worth little beside 1 and 2, which are best together.
+    # Token 0 is the best single token, and adds little to 1 and 2, which are the best pair.
     attention = np.array([[2.1, 8.0, 0.0], [2.1, 0.0, 8.0]])
     assert submodular.greedy(attention, 2, "log")[0] == 0
     assert submodular.brute_force(attention, 2, "log") == (1, 2)
@@ -81,7 +81,7 @@ def test_a_stream_brings_in_one_token_a_step(concave):
         sets = submodular.stream(attention, 4, concave)
         for i, (before, after) in enumerate(zip([(), *sets], sets, strict=False)):
             assert set(after) <= {*before, i} and len(after) == min(i + 1, 4)
-            # It never does better than what is best at that step.
+            # It is never better than the optimum at that step.
             best = submodular.brute_force(attention[: i + 1, : i + 1], len(after), concave)
             own = submodular.value(attention[: i + 1], after, concave)
             assert own <= submodular.value(attention[: i + 1], best, concave) + 1e-12
@@ -89,11 +89,11 @@ def test_a_stream_brings_in_one_token_a_step(concave):
 
 @pytest.mark.parametrize("concave", submodular.CONCAVE)
 def test_a_stream_has_no_bound(concave):
-    """What was evicted may become the heaviest: the more queries, the further from the optimum."""
+    """An evicted token may become the heaviest: with more queries the set is further from the optimum."""
     ratios = []
     for tokens in (10, 40):
         attention = np.zeros((tokens, tokens))
-        attention[:2, 0] = attention[2:, 1] = 1  # token 1 goes at step 1, and all later queries want it
+        attention[:2, 0] = attention[2:, 1] = 1  # token 1 is evicted at step 1, and all later queries attend to it
         held = submodular.stream(attention, 1, concave)[-1]
         best = submodular.brute_force(attention, 1, concave)
         assert (held, best) == ((0,), (1,))

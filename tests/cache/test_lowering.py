@@ -1,39 +1,63 @@
-"""How many slots rows keep and layers allocate."""
+"""Lowering: how many slots rows keep and layers allocate, what is refused, and what is told of it."""
 
 import numpy as np
 import pytest
 
-from kvjax import policies
-from kvjax.allocation import allocate
-from kvjax.errors import PolicyError
+from kvjax import policies, selection, storage
+from kvjax.cache import CacheSpec, Limits
+from kvjax.cache.limits import half_steps, prompt_bucket, sizes_for, slots_bucket
+from kvjax.cache.lowering import lower
+from kvjax.errors import ConfigError, InputError, PolicyError
+from kvjax.models.config import DecoderConfig
+from kvjax.rope import Rope
 
 PROMPTS = np.array([100, 7, 40])
 
 
+def config(layers: int = 2, kv_heads: int = 2) -> DecoderConfig:
+    return DecoderConfig(
+        family="llama", vocab_size=64, hidden_size=32, num_layers=layers, num_heads=4, num_kv_heads=kv_heads,
+        head_dim=8, mlp_size=64, max_positions=512, rope=Rope(dim=8),
+    )  # fmt: skip
+
+
+def exactly(policy, total: int = 150, layers: int = 2, block: int | None = None, lengths=PROMPTS, **options):
+    """Lowered for arrays of exactly the batch's sizes."""
+    longest = int(lengths.max())
+    limits = Limits(prompt=longest, new_tokens=max(total - longest, 1))
+    sizes = sizes_for(lengths, total - longest, width=longest, block=block, limits=limits, last_fed=True)
+    spec = policy if isinstance(policy, CacheSpec) else CacheSpec(policy)
+    return lower(spec, config(layers), sizes, lengths, **options)
+
+
+def capacities(phase) -> tuple[int, ...]:
+    return tuple(group.capacity for layer in phase for group in layer)
+
+
 def test_rows_have_their_own_fractions():
-    got = allocate(policies.h2o(budget=0.29), PROMPTS, 150, 2)
-    for row in got.budget:
+    got = exactly(policies.h2o(budget=0.29))
+    for (row,) in got.budgets.decode:
         np.testing.assert_array_equal(row, [29, 2, 11])
         assert row.dtype == np.int32
-    assert got.capacity == (30, 30)
+    assert capacities(got.layout.decode) == (30, 30)
 
 
 def test_layers_have_their_own_budgets():
-    got = allocate(policies.h2o(budget=(4, 0.5)), PROMPTS, 150, 2, block=16)
-    np.testing.assert_array_equal(got.budget, [[4, 4, 4], [50, 3, 20]])
-    assert got.capacity == (5, 51) and got.block_capacity == (20, 66)
+    got = exactly(policies.h2o(budget=(4, 0.5)), block=16)
+    np.testing.assert_array_equal([row for (row,) in got.budgets.prompt], [[4, 4, 4], [50, 3, 20]])
+    assert capacities(got.layout.decode) == (5, 51) and capacities(got.layout.prompt) == (20, 66)
 
 
-@pytest.mark.parametrize(
-    ("budget", "total", "capacity"), [(149, 150, 150), (150, 150, 150), (10_000, 150, 150), (148, 150, 149)]
-)
-def test_no_layer_holds_more_than_there_will_be(budget, total, capacity):
-    got = allocate(policies.local_only(budget=budget), PROMPTS, total, 1, block=64)
-    assert got.capacity == (capacity,) and got.block_capacity == (150,)
+@pytest.mark.parametrize(("budget", "capacity"), [(149, 150), (150, 150), (10_000, 150), (148, 149)])
+def test_no_layer_holds_more_than_there_will_be(budget, capacity):
+    got = exactly(policies.local_only(budget=budget), layers=1, block=64).layout
+    assert capacities(got.decode) == (capacity,) and capacities(got.prompt) == (150,)
 
 
 def test_everything():
-    assert allocate(policies.full(), PROMPTS, 150, 3, block=8) == ((), (), (150,) * 3, (150,) * 3)
+    got = exactly(policies.full(), layers=3, block=8)
+    assert got.budgets.prompt == got.budgets.decode == ((None,),) * 3
+    assert capacities(got.layout.decode) == capacities(got.layout.prompt) == (150,) * 3
 
 
 @pytest.mark.parametrize(
@@ -42,12 +66,115 @@ def test_everything():
         (policies.h2o(budget=(4, 4)), "2 budgets were given for a model of 3 layers"),
         (policies.window(budget=0.3), "protects 4 slots, more than its budget of 2"),
         (policies.h2o(budget=(0.9, 0.9, 0.05), recent=5), "protects 5 slots, more than its budget of 1"),
+        (policies.duo_attention([[1, 0]] * 2), "2 layers of 2 KV heads; this model has 3 layers"),
     ],
 )
 def test_refused_when_the_lengths_are_known(policy, match):
     with pytest.raises(PolicyError, match=match):
-        allocate(policy, PROMPTS, 150, 3)
+        exactly(policy, layers=3)
 
 
 def test_half_of_a_single_slot_protects_nothing():
-    np.testing.assert_array_equal(allocate(policies.h2o(budget=0.5), np.array([1]), 5, 1).budget, [[1]])
+    got = exactly(policies.h2o(budget=0.5), total=5, layers=1, lengths=np.array([1]))
+    np.testing.assert_array_equal(got.budgets.decode[0][0], [1])
+
+
+def test_a_residual_is_apart_from_what_is_coded():
+    """STORAGE.md, Capacities: a step's own token is in no store until it settles."""
+    evicting = exactly(CacheSpec(policies.h2o(budget=20), storage.int4(residual=6)))
+    assert {group.slots for group in evicting.layout.groups} == {(20, 6)}
+    keeping = exactly(CacheSpec(policies.full(), storage.int4(residual=6)))
+    assert {group.slots for group in keeping.layout.groups} == {(144, 6)}
+    assert {group.slots for group in exactly(CacheSpec(policies.h2o(20), storage.int8())).layout.groups} == {(20,)}
+
+
+def test_split_heads_have_groups_of_their_own():
+    got = exactly(policies.duo_attention([[1, 0], [0, 0]], sinks=2, recent=6))
+    assert [[(group.heads, group.slots) for group in layer] for layer in got.layout.decode] == [
+        [((0,), (150,)), ((1,), (9,))],
+        [((0, 1), (9,))],
+    ]
+
+
+# --- buckets ---
+
+
+def test_buckets_of_prompts():
+    sizes = {prompt_bucket(n) for n in range(1, 2049)}
+    assert len(sizes) <= 12 and max(sizes) == 2048
+    assert all(n <= prompt_bucket(n) for n in range(1, 2049))
+    lengths = np.arange(1, 2049)
+    computed = sum(prompt_bucket(int(n)) for n in lengths)
+    assert 1 - lengths.sum() / computed < 0.35
+    assert [half_steps(n, 1) for n in (1, 2, 3, 4, 5, 7, 9, 13)] == [1, 2, 3, 4, 6, 8, 12, 16]
+
+
+def test_programs_of_all_prompts_up_to_2048():
+    """Of a policy, at most 12 for prompts and 4 for decoding: layouts are what programs are compiled by."""
+    for policy in (policies.h2o(0.2), policies.snapkv(0.5, window=1), policies.full(), policies.window(64)):
+        prompts, decoding = set(), set()
+        for n in range(16, 2049, 7):
+            lengths = np.array([n, n // 2])
+            sizes = sizes_for(lengths, 63, width=n, block=None, limits=None, last_fed=False)
+            layout = lower(CacheSpec(policy), config(), sizes, lengths).layout
+            prompts.add((layout, sizes.prompt))
+            decoding.add(layout.decode)
+        assert len(prompts) <= 12 and len(decoding) <= 4, policy
+
+
+def test_another_fraction_is_data():
+    layouts = set()
+    for fraction in (0.2, 0.201, 0.199, 0.198):
+        lengths = np.array([1000])
+        sizes = sizes_for(lengths, 63, width=1000, block=None, limits=None, last_fed=False)
+        layouts.add(lower(CacheSpec(policies.h2o(fraction)), config(), sizes, lengths).layout)
+    assert len(layouts) == 1
+
+
+def test_slots_go_up_by_eighths():
+    assert [slots_bucket(n) for n in (1, 8, 9, 103, 129, 205, 410)] == [8, 8, 16, 104, 144, 208, 416]
+    assert all(n <= slots_bucket(n) <= max(n * 1.125, 8 + n) for n in range(1, 3000))
+
+
+def test_a_callers_padding_is_kept():
+    sizes = sizes_for(np.array([9, 5]), 3, width=40, block=None, limits=None, last_fed=False)
+    assert sizes.prompt == 40
+
+
+def test_limits_are_kept_to():
+    with pytest.raises(InputError, match="the longest prompt has 9 tokens and 4 follow, more than Limits"):
+        sizes_for(np.array([9]), 3, width=9, block=None, limits=Limits(9, 3), last_fed=False)
+    with pytest.raises(InputError, match=r"limits\.prompt"):
+        Limits(0, 4)
+
+
+def test_blocks_are_bucketed_too():
+    counts = {sizes_for(np.array([n]), 3, width=n, block=32, limits=None, last_fed=False).blocks for n in range(33, 2049)}
+    assert len(counts) <= 12
+
+
+# --- what is said ---
+
+
+def test_a_name_that_cannot_run_raises():
+    with pytest.raises(ConfigError, match="implementation='pallas_tpu' cannot run this: .*several parts"):
+        exactly(CacheSpec(policies.h2o(20), storage.int8()), implementation="pallas_tpu")
+
+
+def test_names_are_no_part_of_a_layout():
+    one, two = (exactly(policies.evict(importance=policies.mass, budget=9, name=name)).layout for name in "ab")
+    assert one == two and hash(one) == hash(two) and one.name != two.name
+    assert exactly(policies.h2o(9)).layout == exactly(policies.h2o(np.int64(9))).layout
+
+
+def test_bytes_are_those_of_the_arrays():
+    got = exactly(CacheSpec(policies.h2o(20), storage.int8())).layout
+    # Of 8 channels: 8 codes, a scale and a zero of 4 bytes each, for keys and for values.
+    assert got.bytes(3) == 3 * 2 * 2 * 20 * 2 * (8 + 8)
+    assert got.bytes(3, statistics=True) == got.bytes(3) + 3 * 2 * 2 * 20 * (4 + 4)
+
+
+def test_a_selection_reads_only_from_its_first_layer_on():
+    got = exactly(CacheSpec(policies.full(), selection=selection.quest(page=4, budget=16)), layers=4).layout
+    assert [group.selection.reads_all for group in got.groups] == [True, True, False, False]
+    assert all(group.selection.reads_all for layer in got.prompt for group in layer)

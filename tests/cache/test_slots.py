@@ -1,11 +1,15 @@
 """The slots themselves: appending into holes, choosing victims, moving survivors."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax import cache, policies
-from kvjax.cache import EMPTY, LayerKV
+from kvjax.cache import Group, LayerKV, evict, slots
+from kvjax.cache.convert import convert, empty
+from kvjax.cache.state import EMPTY, Layer, exact_store
+from kvjax.statistics import MASS
 
 DIM = 2
 
@@ -16,13 +20,13 @@ def layer(*heads: list[int]) -> LayerKV:
     rubbish = jnp.where(position >= 0, position, -77).astype(jnp.float32)
     key = jnp.broadcast_to(rubbish[..., None], (*position.shape, DIM))
     stats = {"mass": jnp.where(position >= 0, rubbish / 10, 0.0)}
-    return LayerKV(key=key, value=key + 100, position=position, stats=stats)
+    return LayerKV(position=position, stores=(exact_store(key, key + 100),), stats=stats, index={}, dim=DIM)
 
 
 def append(into: LayerKV, *positions: int) -> LayerKV:
     new = jnp.array([positions], jnp.int32)
     key = jnp.broadcast_to(new[:, None, :, None].astype(jnp.float32), (1, into.position.shape[1], len(positions), DIM))
-    return cache.append(into, key, key + 100, new)
+    return slots.append(into, key, key + 100, new)
 
 
 def check(got: LayerKV, *heads: list[int], zero: tuple[int, ...] = ()) -> None:
@@ -58,9 +62,9 @@ def test_padding_of_a_block_wider_than_the_holes_overwrites_nothing():
 
 def test_a_row_of_padding_is_unchanged_beside_one_that_is_not():
     one = layer([0, -1, 2])
-    two = LayerKV(*(jnp.concatenate([x, x]) for x in (one.key, one.value, one.position)), stats={})
+    two = jax.tree.map(lambda x: jnp.concatenate([x, x]), one)
     key = jnp.full((2, 1, 1, DIM), 3.0)
-    got = cache.append(two, key, key, jnp.array([[3], [-1]], jnp.int32))
+    got = slots.append(two, key, key, jnp.array([[3], [-1]], jnp.int32))
     assert got.position.tolist() == [[[0, 3, 2]], [[0, -1, 2]]]
     np.testing.assert_array_equal(got.key[1], two.key[1])
 
@@ -81,7 +85,7 @@ VICTIMS = [
 ]
 
 
-@pytest.mark.parametrize("choose", [cache._one_victim, cache._all_victims])
+@pytest.mark.parametrize("choose", [evict.one_victim, evict.all_victims])
 @pytest.mark.parametrize(("position", "priority", "budget", "victims"), VICTIMS)
 def test_victims(choose, position, priority, budget, victims):
     """The lowest goes, of equals the older; +inf stays while anything else is there; empty slots never count."""
@@ -93,7 +97,7 @@ def test_victims(choose, position, priority, budget, victims):
 def test_many_victims_with_a_budget_a_row():
     position = jnp.array([[[4, 2, 0, 3, 1, -1]], [[0, 1, 2, 3, -1, -1]], [[-1] * 6]], jnp.int32)
     priority = jnp.array([[[1, 1, 1, 9, INF, 8]], [[1, 2, 3, 4, 5, 6]], [[0] * 6]], jnp.float32)
-    got = cache._all_victims(priority, position, jnp.array([2, 4, 1], jnp.int32)[:, None, None])
+    got = evict.all_victims(priority, position, jnp.array([2, 4, 1], jnp.int32)[:, None, None])
     assert [sorted(p[v].tolist()) for p, v in zip(np.asarray(position), np.asarray(got), strict=True)] == [
         [0, 2, 4],
         [],
@@ -106,38 +110,49 @@ def test_both_ways_to_choose_agree():
     position = jnp.asarray(np.stack([rng.permutation(12) for _ in range(600)]).reshape(100, 6, 12), jnp.int32)
     priority = jnp.asarray(rng.integers(0, 4, position.shape), jnp.float32)
     budget = jnp.full((100, 1, 1), 11, jnp.int32)
-    one, many = (choose(priority, position, budget) for choose in (cache._one_victim, cache._all_victims))
+    one, many = (choose(priority, position, budget) for choose in (evict.one_victim, evict.all_victims))
     np.testing.assert_array_equal(one, many)
 
 
 def test_forgetting_clears_the_statistics_of_empty_slots():
     position = jnp.array([[[7, -1, 0], [-1, -1, 5]]], jnp.int32)
     stats = {"mass": jnp.ones((1, 2, 3)), "history": jnp.ones((1, 2, 3, 2))}
-    got = cache.forget(stats, position)
+    got = slots.forget(stats, position)
     np.testing.assert_array_equal(got["mass"], position >= 0)
     np.testing.assert_array_equal(got["history"][..., 1], position >= 0)
 
 
 @pytest.mark.parametrize("capacity", [2, 3, 4, 7])
 def test_resizing_moves_the_live_slots_oldest_first(capacity):
-    got = cache.resize(layer([7, -1, 3, -1], [-1, 2, -1, 0]), capacity)
+    after = Group(layer=0, slots=(capacity,), needs=frozenset({MASS}), decoding=True)
+    got = convert(layer([7, -1, 3, -1], [-1, 2, -1, 0]), Group(layer=0), after, jnp.array([7], jnp.int32))
     pad = [EMPTY] * (capacity - 2)
     check(got, [3, 7, *pad], [0, 2, *pad])
 
 
 def test_ranks_are_places_among_the_live():
     keys = jnp.array([[[9, -1, 2, 5], [4, 9, -1, -1]]], jnp.int32)
-    query, key = cache.ranks(jnp.array([[5, 9]], jnp.int32), keys, in_order=False)
+    query, key = slots.ranks(jnp.array([[5, 9]], jnp.int32), keys, in_order=False)
     assert query.tolist() == [[[1, 2], [1, 1]]]
     live = np.asarray(keys) >= 0
     assert np.asarray(key)[live].tolist() == [2, 0, 1, 0, 1]
 
 
 def test_an_empty_layer_and_its_bytes():
-    got = cache.empty(policies.h2o(budget=4), 2, 3, 5, 8, jnp.bfloat16)
+    group = Group(layer=0, policy=policies.h2o(budget=4), slots=(5,), needs=frozenset({MASS}))
+    got = empty(group, 2, 3, 8, jnp.bfloat16)
     assert got.key.shape == got.value.shape == (2, 3, 5, 8) and got.key.dtype == jnp.bfloat16
     assert (got.position == EMPTY).all() and got.stats["mass"].dtype == jnp.float32
     assert cache.live_slots(got).tolist() == [[0] * 3] * 2
-    state = cache.KVState((got, got), jnp.zeros((2,), jnp.int32))
+    row = jnp.zeros((2,), jnp.int32)
+    state = cache.KVState((Layer((got,)), Layer((got,))), row, row, row, ((row,), (row,)))
     assert cache.nbytes(state) == 2 * 2 * (2 * 3 * 5 * 8) * 2
     assert cache.nbytes(state, statistics=True) == cache.nbytes(state) + 2 * (2 * 3 * 5) * 8
+
+
+def test_a_layer_answers_for_its_only_group_of_heads():
+    one = layer([0, -1], [1, 0])
+    assert Layer((one,)).position is one.position
+    with pytest.raises(AttributeError, match="a layer of 2 groups of heads has no 'position'"):
+        _ = Layer((one, one)).position
+    assert jax.tree.structure(jax.tree.map(lambda x: x, Layer((one,)))) == jax.tree.structure(Layer((one,)))

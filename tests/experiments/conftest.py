@@ -9,6 +9,12 @@ from kvjax.models import shapes
 from kvjax.rope import Rope
 
 
+@pytest.fixture(autouse=True)
+def _no_kept_programs(monkeypatch):
+    """Programs leave the user's own folder of compiled programs alone, and so do those that tests start."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+
+
 @pytest.fixture
 def small(monkeypatch, tmp_path) -> ExperimentConfig:
     """A config on one random layer; results go to the test's own folder."""

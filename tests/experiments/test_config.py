@@ -3,12 +3,13 @@
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from experiments import cli, fields
 from experiments import config as configs
 from experiments.config import PolicyConfig
-from experiments.session import decoder_config, policies_of
+from experiments.session import check_fit, decoder_config, layout_of, specs_of
 from kvjax.errors import ConfigError, KvjaxError, PolicyError
 from tests.conftest import ROOT
 
@@ -21,7 +22,7 @@ def parse(*arguments):
 def test_every_config_is_complete(name):
     config = configs.by_name(name)
     assert config.name == name
-    assert policies_of(config)
+    assert specs_of(config)
     decoder = decoder_config(config.model)
     assert decoder is not None
     assert config.data.prompt_length + config.data.new_tokens <= decoder.max_positions
@@ -81,7 +82,7 @@ def test_one_slot_and_the_whole_prompt_are_different_experiments():
         (["--config=h2o_tiny", "--config.policy.budget=nan"], "'nan' is not valid here; give slots"),
         (["--config=h2o_tiny", "--config.data.new_tokens=1.5"], "'1.5' is not valid here; give a whole number"),
         (["--config=h2o_tiny", "--config.data.num_sequences=0"], "give a whole number of at least 1"),
-        (["--config=h2o_tiny", "--budget=1"], "unknown flag --budget; known flags: --config"),
+        (["--config=h2o_tiny", "--budget=1"], "unknown flag --budget; known flags: .*--config, --config.FIELD"),
         (["--config=h2o_tiny", "extra"], "unexpected argument 'extra'"),
     ],
 )
@@ -107,13 +108,62 @@ def test_a_wrong_policy_is_refused_before_anything_is_loaded(policy, message):
     config = configs.by_name("h2o_tiny")
     config.policy = policy
     with pytest.raises(KvjaxError, match=message):
-        policies_of(config)
+        specs_of(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        ({"storage": "int8"}, ["full", "window", "h2o + int8"]),
+        ({"storage": "int8", "baselines": "full,h2o"}, ["full", "h2o", "h2o + int8"]),
+        ({"policy.name": "full", "selection": "optimal(64)"}, ["full", "window", "full + optimal(64)"]),
+        ({"policy.name": "snapkv", "storage": "fp8", "selection": "quest(page=8, budget=64)", "baselines": "none"},
+         ["snapkv + fp8 + quest(page=8, budget=64)"]),
+        ({"policy.name": "full", "baselines": "full,window"}, ["full", "window"]),
+        ({"policy.name": "window", "baselines": "h2o,full"}, ["full", "h2o", "window"]),
+    ],
+)  # fmt: skip
+def test_storage_and_selection_are_the_policys_own(overrides, names):
+    config = configs.by_name("h2o_tiny")
+    for path, text in overrides.items():
+        config = fields.override(config, path, text)
+    specs = specs_of(config)
+    assert [spec.name for spec in specs] == names
+    assert configs.name_of(config) == (names[-1] if config.policy.name != "full" or len(names) > 2 else "full")
+    assert all(spec.storage.exact and spec.selection.reads_all for spec in specs[:-1])
+    decoder = decoder_config(config.model)
+    for spec in specs:
+        assert layout_of(config, spec, decoder, 768).bytes(4) > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"storage": "int9"}, "unknown storage 'int9'; did you mean 'int8'"),
+        ({"selection": "quest"}, "budget must be a whole number"),
+        ({"selection": "quest(budget=64)"}, "policy h2o with selection=.*h2o evicts single ones while decoding"),
+        ({"policy.budget": "0.001", "policy.recent": "3", "baselines": "full"}, "protects 3 slots"),
+        ({"policy.name": "razor_attention(((1, 0),))"}, "its table has 1 layers of 2 KV heads"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_is_loaded(overrides, message):
+    config = configs.by_name("h2o_tiny")
+    for path, text in overrides.items():
+        config = fields.override(config, path, text)
+    with pytest.raises(KvjaxError, match=message):
+        check_fit(config)
+
+
+def test_the_name_of_what_cannot_be_built():
+    config = fields.override(fields.override(configs.by_name("h2o_tiny"), "policy.budget", 0), "storage", "int8")
+    assert configs.name_of(config) == "h2o + int8"
+    assert configs.name_of(fields.override(config, "storage", "dense")) == "h2o"
 
 
 def test_a_baseline_that_cannot_take_the_budget_is_named():
     config = fields.override(configs.by_name("h2o_tiny"), "policy.budget", 2)
     with pytest.raises(PolicyError, match=r"baseline 'window'.*--config\.baselines"):
-        policies_of(config)
+        specs_of(config)
 
 
 def test_a_config_from_a_file(tmp_path):
@@ -123,6 +173,65 @@ def test_a_config_from_a_file(tmp_path):
     path.write_text("x = 1\n")
     with pytest.raises(ConfigError, match="must define get_config"):
         parse(f"--config={path}")
+
+
+@pytest.fixture
+def cache_settings():
+    """jax's settings of compiled programs that are kept, as they were afterwards."""
+    names = (
+        "jax_compilation_cache_dir", "jax_compilation_cache_max_size", "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )  # fmt: skip
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_compiled_programs_are_kept(cache_settings, tmp_path, monkeypatch):
+    def folder(*arguments):
+        jax.config.update("jax_compilation_cache_dir", "jax's own")
+        parse("--config=h2o_tiny", *arguments)
+        return jax.config.jax_compilation_cache_dir
+
+    # Whoever has told jax has told these programs.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "somewhere")
+    assert folder() == "jax's own"
+    assert folder(f"--compilation_cache={tmp_path}/given") == str(tmp_path / "given")
+    assert (tmp_path / "given").is_dir()
+    assert folder("--compilation_cache=none") is None
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert folder() == str(tmp_path / "xdg" / "kvjax" / "xla")
+    assert (tmp_path / "xdg" / "kvjax" / "xla").stat().st_mode & 0o777 == 0o700
+    assert jax.config.jax_compilation_cache_max_size == cli.CACHE_BYTES
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification says to ignore it
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folder() == str(tmp_path / ".cache" / "kvjax" / "xla")
+    # A home that cannot be written is no reason not to run.
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert folder() == "jax's own"
+    with pytest.raises(ConfigError, match="--compilation_cache='.*file/x' cannot be written"):
+        folder(f"--compilation_cache={tmp_path}/file/x")
+
+
+def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
+    program = (
+        "import sys, jax\n"
+        "from experiments import cli\n"
+        "cli.parse(sys.argv, about='')\n"
+        "found = []\n"
+        "jax.monitoring.register_event_listener(lambda name, **_: found.append(name))\n"
+        "jax.jit(lambda x: x * 2)(1.0)\n"
+        "print(sum(name.endswith('compilation_cache/cache_hits') for name in found))\n"
+    )
+    command = [sys.executable, "-c", program, "--config=h2o_tiny", f"--compilation_cache={tmp_path}"]
+    runs = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True) for _ in range(2)]
+    assert runs[0].stdout == "0\n"
+    assert int(runs[1].stdout) > 0
+    assert runs[1].stderr == ""
 
 
 def test_errors_reach_the_user_without_a_traceback():
@@ -141,3 +250,5 @@ def test_help_lists_configs_and_fields(capsys):
     shown = capsys.readouterr().out
     assert "h2o_opt30b" in shown
     assert "--config.policy.budget" in shown
+    assert "--config.storage" in shown
+    assert "--compilation_cache" in shown

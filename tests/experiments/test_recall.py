@@ -10,6 +10,7 @@ from experiments import config as configs
 from experiments.config import RecallConfig
 from experiments.tasks import prompts, recall, score, story, wording, words
 from experiments.tasks.words import HELD_OUT, TRAINING
+from kvjax.cache import Limits
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 from kvjax.policies import window
@@ -151,7 +152,10 @@ def test_only_the_whole_answer_counts(monkeypatch):
         prompt.answer.tolist() for prompt in asked["passkey"]
     ]
 
-    def generate(model, tokens, policy, *, max_new_tokens):
+    longest = max(made.answer.size for task in asked.values() for made in task)
+
+    def generate(model, tokens, policy, *, max_new_tokens, limits):
+        assert limits == Limits(prompt=1200, new_tokens=longest + score.SPARE_TOKENS)
         answers = {made.tokens.tobytes(): made.answer for made in [*asked["passkey"], *asked["associative"]]}
         rows = np.full((len(tokens), max_new_tokens), 7, np.int32)
         assert len(tokens) <= score.ROWS

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import data, fields, machine, run, session
-from experiments.config import DataConfig
+from experiments import config as configs
+from experiments import data, fields, machine, report, run, session
+from experiments.config import DataConfig, PolicyConfig
 from experiments.measure import Measurement
 from kvjax import plan as planning
 from kvjax.errors import ConfigError, InputError, KvjaxError
+from kvjax.models.decoder import parameter_count
 from kvjax.models.model import Model
 from tests.conftest import ROOT
 
@@ -27,6 +30,15 @@ TIMINGS = {"prefill_tokens_per_second", "decode_tokens_per_second", "compile_sec
 
 def lines(folder: Path):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def measured_as(policy: str, budget: int | None) -> Measurement:
+    """A measurement that was not made."""
+    return Measurement(
+        policy=policy, budget=budget, slots=8, least_slots=8, keeps_all=budget is None, logprobs=None,
+        tokens=np.zeros((1, 2), np.int32), prefill_rate=1.0, decode_rate=1.0, compile_seconds=0.0, kv_bytes=8,
+        full_kv_bytes=8, explain="line",
+    )  # fmt: skip
 
 
 def test_a_run_writes_a_whole_folder_and_the_same_numbers_again(small, capsys):
@@ -39,6 +51,9 @@ def test_a_run_writes_a_whole_folder_and_the_same_numbers_again(small, capsys):
     assert environment["command"] == "the command"
     assert environment["jax"]
     assert environment["platform"]
+    assert list(environment["explain"]) == ["full", "window"]
+    assert environment["explain"]["window"][0].startswith("window: ")
+    assert any("attention by xla" in line for line in environment["explain"]["window"])
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     text = (folder / "report.md").read_text()
     assert "RANDOM WEIGHTS" in text
@@ -90,7 +105,7 @@ def test_an_interrupted_run_leaves_no_result(small, monkeypatch, error, moment):
     if moment == "measure":
         monkeypatch.setattr(session, "measure", interrupted)
     else:
-        measured = Measurement("full", None, 4, None, np.zeros((1, 2), np.int32), 1.0, 1.0, 0.0, 8, 8)
+        measured = measured_as("full", None)
         monkeypatch.setattr(session, "measure", lambda *args, **kwargs: measured)
         monkeypatch.setattr(run.report, "run_plot", interrupted)
     with pytest.raises(error):
@@ -104,7 +119,7 @@ def test_float32_is_multiplied_as_float32_on_every_device(small, monkeypatch, dt
 
     def measured(*args, **kwargs):
         asked.append(jax.config.jax_default_matmul_precision)
-        return Measurement("window", 8, 8, None, np.zeros((1, 2), np.int32), 1.0, 1.0, 0.0, 8, 8)
+        return measured_as("window", 8)
 
     monkeypatch.setattr(session, "measure", measured)
     small.model.dtype = dtype
@@ -125,8 +140,8 @@ def test_a_prompt_is_continued_without_a_perplexity(small, capsys):
 def test_a_model_that_does_not_fit_is_planned(monkeypatch, capsys):
     asked = {}
 
-    def plan(config, policy, **settings):
-        asked.update(settings, policy=policy.name, layers=config.num_layers)
+    def plan(config, spec, **settings):
+        asked.update(settings, policy=spec.name, layers=config.num_layers)
         return types.SimpleNamespace(table=lambda: "the plan")
 
     monkeypatch.setattr(planning, "plan", plan)
@@ -140,6 +155,50 @@ def test_a_model_that_does_not_fit_is_planned(monkeypatch, capsys):
     assert (asked["layers"], asked["policy"], asked["topology"], asked["batch"]) == (48, "h2o", None, 8)
     assert run.main(["run", "--config=h2o_opt30b", "--topology=v5e:2x4", "--config.mesh=model:8"]) == 0
     assert (asked["topology"], asked["mesh_axes"], str(asked["dtype"])) == ("v5e:2x4", "model:8", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("policy", "needed"),
+    [
+        # 12 heads of 64 features in float32, one row: slots of a layer times 2 * 12 * 64 * 4 bytes
+        ("full", 12 * 767),
+        ("h2o", 12 * (51 + 1)),
+        ("h2o(budget=(256, 256, 256, 256, 256, 256, 32, 32, 32, 32, 32, 32))", 6 * (257 + 33)),
+        # Each layer's share of the prompt, and the 511 tokens that follow.
+        ("snapkv(window=16)", 12 * (51 + 511)),
+        ("pyramidkv(window=16)", sum(85 - 6 * layer for layer in range(12)) + 12 * 511),
+        ("h2o(variant=masked)", 12 * 767),
+        (f"razor_attention({((1, *(0,) * 11),) * 12})", 767 + 11 * (51 + 1)),
+    ],
+)
+def test_a_run_fits_if_its_slots_do(monkeypatch, policy, needed):
+    config = fields.override(configs.by_name("h2o_opt125m"), "policy.name", policy)
+    config = dataclasses.replace(config, baselines=(), data=DataConfig(num_sequences=1, prompt_length=256, new_tokens=512))
+    config.model.dtype = "float32"
+    bytes_needed = needed * 2 * 12 * 64 * 4
+    weights = 4 * parameter_count(session.decoder_config(config.model))
+    for room, fits in ((bytes_needed, True), (bytes_needed - 2048, False)):
+        monkeypatch.setattr(machine, "host_memory", lambda room=room: math.ceil((weights + room) / machine.USABLE))
+        if fits:
+            session.check_fit(config)
+        else:
+            with pytest.raises(session.CannotRun):
+                session.check_fit(config)
+
+
+def test_a_block_of_a_prompt_needs_room_for_all_of_it():
+    config = dataclasses.replace(configs.by_name("h2o_opt125m"), policy=PolicyConfig(name="snapkv(window=16)"))
+    (layout,) = (
+        session.layout_of(dataclasses.replace(config, prefill_block=64), spec, session.decoder_config(config.model), 512)
+        for spec in session.specs_of(config)[1:]
+    )
+    assert session._most_bytes(layout, 1) == 12 * 512 * 2 * 12 * 64 * 4 > layout.bytes(1)
+
+
+def test_a_prompt_that_is_given_is_not_held_to_the_length_of_others(small):
+    small.policy, small.baselines = PolicyConfig(name="h2o", budget=0.1, recent=3), ()
+    small.data = DataConfig(prompt="x" * 40, prompt_length=16, new_tokens=4)
+    session.check_fit(small)  # 10 % of 16 tokens is less than 3
 
 
 def test_memory_of_this_machine():

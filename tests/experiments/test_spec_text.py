@@ -1,5 +1,6 @@
-"""Policies as text: names, calls, combinations, files of one's own."""
+"""Policies, storages and selections as text: names, calls, combinations, files of one's own."""
 
+import pickle
 import re
 
 import numpy as np
@@ -7,10 +8,10 @@ import pytest
 
 import kvjax
 from experiments import config as configs
-from experiments import fields, policy, run, sweep
+from experiments import fields, run, session, spec_text, sweep
 from experiments.config import PolicyConfig
-from kvjax import policies
-from kvjax.errors import ConfigError, KvjaxError
+from kvjax import policies, selection, storage
+from kvjax.errors import ConfigError, KvjaxError, PolicyError
 from tests.conftest import ROOT
 from tests.tiny import random_tokens, tiny
 
@@ -29,6 +30,11 @@ from tests.tiny import random_tokens, tiny
         ("h2o(merge=anchors)", lambda: policies.h2o(budget=9, merge=policies.anchors())),
         ("tova(share_heads=false)", lambda: policies.tova(budget=9, share_heads=False)),
         ("value_norm(roco)", lambda: policies.value_norm(policies.roco(budget=9))),
+        ("razor_attention(((1, 0),))", lambda: policies.razor_attention([[True, False]], budget=9)),
+        (
+            "split_heads(((1, 0),), chosen=h2o, others=window(sinks=1))",
+            lambda: policies.split_heads([[1, 0]], policies.h2o(budget=9), policies.window(budget=9, sinks=1)),
+        ),
         (
             "with_heavy_hitters(strided(stride=4, local=1), fraction=0.25)",
             lambda: policies.with_heavy_hitters(policies.strided(budget=9, stride=4, local=1), fraction=0.25),
@@ -42,36 +48,78 @@ from tests.tiny import random_tokens, tiny
     ],
 )
 def test_a_text_is_a_policy(text, same):
-    built = policy.build(text, budget=9)
-    assert built == same()._replace(name=text)
-    assert built is policy.build(text, budget=9)
-
-
-def test_one_slot_is_not_the_whole_prompt():
-    assert [repr(policy.build("h2o", budget=b).budget) for b in (1, 1.0)] == ["1", "1.0"]
+    built = spec_text.build("policy", text, budget=9)
+    assert built == same()
+    assert built.name == text
+    assert pickle.loads(pickle.dumps(built)).name == text
+    assert built is spec_text.build("policy", text, budget=9)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("axis", "text", "same"),
     [
-        ("h3o", "unknown policy 'h3o'; did you mean 'h2o'.*combinators: adakv"),
-        ("h2o(", "is not a policy's name, a call"),
-        ("h2o.roco", "h2o.roco is not the name of a policy"),
-        ("value_norm(h2o + roco)", "h2o \\+ roco is no number, name or policy"),
-        ("h2o(**x)", "has no meaning here"),
-        ("h2o(recnt=2)", "it accepts budget, recent"),
-        ("value_norm(strided(stride=2))", "who goes first and not by how much"),
-        ("nowhere.py:mine", "there is no file nowhere.py"),
+        ("storage", "dense", storage.dense()),
+        ("storage", "int8", storage.int8()),
+        ("storage", "int4(residual=32)", storage.int4(residual=32)),
+        ("storage", "integer(4, key_bits=8)", storage.integer(4, key_bits=8)),
+        ("selection", "everything", selection.everything()),
+        ("selection", "quest(page=16, budget=512)", selection.quest(page=16, budget=512)),
+        ("selection", "optimal(8)", selection.optimal(8)),
+        ("merge", "d2o(beta=0.5)", policies.d2o(beta=0.5)),
     ],
 )
-def test_what_is_wrong_with_a_text(text, message):
-    with pytest.raises(KvjaxError, match=message):
-        policy.build(text, budget=9)
+def test_a_text_is_a_storage_or_a_selection(axis, text, same):
+    built = spec_text.build(axis, text)
+    assert (built, built.name, hash(built)) == (same, text, hash(same))
+    assert pickle.loads(pickle.dumps(built)) == same
+    assert spec_text.accepts("storage", "int8") == {"group", "residual"}
+
+
+def test_a_name_is_that_of_one_text():
+    one, two = (spec_text.build("selection", text) for text in ("quest(16, 512)", "quest(page=16, budget=512)"))
+    assert one == two
+    assert (one.name, two.name, selection.quest(16, 512).name) == ("quest(16, 512)", "quest(page=16, budget=512)", "quest")
+
+
+def test_one_slot_is_not_the_whole_prompt():
+    built = [spec_text.build("policy", "h2o", budget=b).budget for b in (1, 1.0)]
+    assert built == [policies.Slots(1), policies.Fraction(1.0)]
+
+
+@pytest.mark.parametrize(
+    ("axis", "text", "message"),
+    [
+        ("policy", "h3o", "unknown policy 'h3o'; did you mean 'h2o'.*combinators: adakv"),
+        ("policy", "h2o(", "is not a policy's name, a call such as h2o_decay"),
+        ("policy", "h2o.roco", "h2o.roco is not the name of a policy"),
+        ("policy", "value_norm(h2o + roco)", "h2o \\+ roco is no number, name or policy"),
+        ("policy", "h2o(**x)", "has no meaning here"),
+        ("policy", "h2o(merge=d2o(**x))", "has no meaning here"),
+        ("policy", "h2o(recnt=2)", "it accepts budget, recent"),
+        ("policy", "h2o(merge=d3o())", "did you mean 'd2o'.*merges: anchors, cam"),
+        ("policy", "d2o", "unknown policy 'd2o'"),
+        ("policy", "int8", "unknown policy 'int8'"),
+        ("policy", "value_norm(strided(stride=2))", "who goes first and not by how much"),
+        ("policy", "nowhere.py:mine", "there is no file nowhere.py"),
+        ("storage", "int9", "unknown storage 'int9'; did you mean 'int8'.*known storages: dense, .*FILE.py:factory"),
+        ("storage", "int8(", "is not a storage's name, a call such as int8"),
+        ("storage", "int8(groups=2)", "it accepts group, residual"),
+        ("storage", "integer(9)", "bits must be a whole number from 1 to 8"),
+        ("storage", "nowhere.py:mine", "storage nowhere.py:mine: there is no file"),
+        ("selection", "qest(budget=4)", "unknown selection 'qest'; did you mean 'quest'.*known selections: everything"),
+        ("selection", "quest(pages=4)", "it accepts page, budget, first_layer"),
+        ("selection", "quest(budget=h2o)", "budget must be a whole number"),
+    ],
+)
+def test_what_is_wrong_with_a_text(axis, text, message):
+    with pytest.raises(KvjaxError, match=message) as caught:
+        spec_text.build(axis, text, **({"budget": 9} if axis == "policy" else {}))
+    assert "\n" not in str(caught.value)
 
 
 def test_config_fields_go_to_every_policy_that_takes_them():
     config = PolicyConfig(name="after_prefill(knorm, then=h2o)", budget=9, recent=2)
-    assert configs.build_policy(config).then.protects(9) == 2
+    assert configs.build_policy(config).decode.protects(9) == 2
     with pytest.raises(ConfigError, match=r"policy value_norm\(tova.* does not take policy.recent=2"):
         configs.build_policy(PolicyConfig(name="value_norm(tova(share_heads=False))", budget=9, recent=2))
 
@@ -80,8 +128,8 @@ def test_commas_inside_of_a_call_are_its_own():
     assert fields.split("full,roco(protect=2, guard=1),h2o(budget=(1,2))") == [
         "full", "roco(protect=2, guard=1)", "h2o(budget=(1,2))",
     ]  # fmt: skip
-    path, values = sweep.parse_axis("policy.name=h2o,roco(protect=2, guard=1)")
-    assert (path, values) == ("policy.name", ["h2o", "roco(protect=2, guard=1)"])
+    for path, text in (("policy.name", "roco(protect=2, guard=1)"), ("selection", "quest(page=2, budget=8)")):
+        assert sweep.parse_axis(f"{path}=h2o,{text}") == (path, ["h2o", text])
 
 
 @pytest.fixture
@@ -97,7 +145,7 @@ def mine(tmp_path):
 
 def test_a_policy_in_a_users_own_file(mine, small, capsys):
     name = f"{mine}:loudest"
-    loudest = policy.build(name, budget=6)
+    loudest = spec_text.build("policy", name, budget=6)
     model, tokens = tiny().model, random_tokens(2, 20)
     got = kvjax.generate(model, tokens, loudest, max_new_tokens=5)
     assert all(np.asarray(layer.position >= 0).sum(axis=2).max() == 6 for layer in got.state.layers)
@@ -111,4 +159,46 @@ def test_a_policy_in_a_users_own_file(mine, small, capsys):
     )
     assert [result["status"] for result in results] == ["ok"] * 4
     with pytest.raises(ConfigError, match="no factory and no policy of that name"):
-        policy.build(f"{mine}:quietest", budget=6)
+        spec_text.build("policy", f"{mine}:quietest", budget=6)
+
+
+OWN = """
+import dataclasses
+from kvjax.selection import Selection, optimal
+from kvjax.storage import Integer, Storage
+
+def coarse(bits=3):
+    return Storage(key=Integer(8), value=Integer(bits), name="mine")
+
+best = optimal(4)
+
+def few(n):
+    return optimal(n)
+
+def nothing():
+    return 3
+"""
+
+
+def test_storages_and_selections_in_a_users_own_file(tmp_path, small):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    made = spec_text.build("storage", f"{path}:coarse(bits=4)")
+    assert made == storage.integer(4, key_bits=8)
+    assert spec_text.build("selection", f"{path}:best") == selection.optimal(4)
+    small.policy, small.baselines = PolicyConfig(name="full"), ("full",)
+    small.storage, small.selection = f"{path}:coarse", f"{path}:few(4)"
+    found = session.specs_of(small)
+    assert [spec.name for spec in found] == ["full", f"full + {path}:coarse + {path}:few(4)"]
+    for axis, text, message in (
+        ("storage", f"{path}:few(4)", "its factory returned Optimal.*not a storage; see kvjax.storage"),
+        ("selection", f"{path}:nothing", "its factory returned 3, not a selection; see kvjax.selection"),
+        ("selection", f"{path}:best(n=1)", "takes no arguments"),
+        ("storage", f"{path}:thick", "no factory and no storage of that name"),
+        ("storage", f"{path}:coarse(bit=3)", "unexpected keyword argument 'bit'"),
+    ):
+        with pytest.raises(KvjaxError, match=message):
+            spec_text.build(axis, text)
+    with pytest.raises(PolicyError, match="chooses itself what is read"):
+        small.policy = PolicyConfig(name="h2o(variant=masked)", budget=8)
+        session.specs_of(small)

@@ -16,9 +16,9 @@ def calls(monkeypatch):
     """The policies that were really measured."""
     made, measure = [], session.measure
 
-    def counted(model, tokens, policy, **settings):
-        made.append((policy.name, policy.budget))
-        return measure(model, tokens, policy, **settings)
+    def counted(model, tokens, spec, **settings):
+        made.append((spec.name, spec.policy.budget and spec.policy.budget.value))
+        return measure(model, tokens, spec, **settings)
 
     monkeypatch.setattr(session, "measure", counted)
     return made

@@ -39,8 +39,12 @@ class Observed(NamedTuple):
 
 
 class Ranking(NamedTuple):
+    """Priorities; of rounded ones also how far, relatively, each was from being rounded to the neighbour."""
+
     priority: Array  # [S]
     gap: float = math.inf  # the narrowest decision taken while choosing whom to protect
+    distance: Array | None = None  # [S]
+    unit: float = 0.0  # the largest relative distance of two neighbours
 
 
 class Statistic(NamedTuple):
@@ -59,7 +63,7 @@ class Policy:
     `then`: who goes on after the prompt.
     `compensates`: the position whose slot becomes the mean of all that was evicted, and weighs as much.
     `by_head`: layer -> KV head -> the policy it is under.
-    `hides`: "masked" or "global": nothing is evicted, `hidden_recent` newest and the heaviest are seen.
+    `hides`: "masked", "global" or "local": nothing is evicted, `hidden_recent` newest and the heaviest are seen.
     """
 
     budget: int | float | tuple[int | float, ...] | None

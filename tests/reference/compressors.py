@@ -74,8 +74,25 @@ def _relative(above: float, below: float) -> float:
     return math.inf if above == below else float((above - below) / max(abs(above), abs(below)))
 
 
+NORM_BITS = 12  # significant bits of a key's norm
+
+
+def rounded(norm: Array) -> Array:
+    """Rounds to `NORM_BITS` significant bits, from halfway to the even neighbour."""
+    significand, exponent = np.frexp(norm)
+    return np.ldexp(np.rint(significand * 2**NORM_BITS), exponent - NORM_BITS)
+
+
 def knorm(budget: Any, **options: Any) -> Policy:
-    return Policy(budget, lambda view: Ranking(-np.linalg.norm(view.key, axis=1)), at_prompt_end_only=True, **options)
+    """Rotation keeps norms: keys of equal tokens tie in the first layer, and age decides."""
+
+    def rank(view: View) -> Ranking:
+        norm = np.linalg.norm(view.key, axis=1)
+        scaled = np.frexp(norm)[0] * 2**NORM_BITS
+        distance = np.abs(scaled - np.floor(scaled) - 0.5) / scaled
+        return Ranking(-rounded(norm), distance=distance, unit=2.0 ** (1 - NORM_BITS))
+
+    return Policy(budget, rank, at_prompt_end_only=True, **options)
 
 
 def keydiff(budget: Any, **options: Any) -> Policy:

@@ -50,7 +50,7 @@ def value_norm(policy: Policy) -> Policy:
         inner = policy.rank(view)
         with np.errstate(invalid="ignore"):
             scaled = inner.priority * np.linalg.norm(view.value, axis=1)
-        return Ranking(np.where(np.isinf(inner.priority), np.inf, scaled), inner.gap)
+        return inner._replace(priority=np.where(np.isinf(inner.priority), np.inf, scaled))
 
     return replace(policy, rank=rank)
 
@@ -90,9 +90,9 @@ def by_name(name: str, **arguments: Any) -> Policy:
     variant = arguments.pop("variant", None)
     if variant == "ring":
         return ring(**arguments)
-    if variant is not None:
+    if variant not in (None, "drop"):
         recent = arguments.pop("recent", None)
-        # Allowed slots; those of the next step, of which the whole text of "global" has none.
+        # Allowed slots: those of the next step, which a text that is read at once does not have.
         statistics = {"mass": MASS, "allowed": Statistic(lambda old, block: old)}
         return Policy(**arguments, rank=None, statistics=statistics, hides=variant, hidden_recent=recent)
     return POLICIES[name](**arguments)

@@ -115,15 +115,33 @@ def hide(head: Head, query: Array, position: Array, policy: Policy, theta: float
     if policy.hides == "masked":
         seen = (head.stats["allowed"] > 0) | (head.position >= position[0])
         return attend(head, query, position, policy, theta, np.broadcast_to(seen, (len(position), len(seen))))
-    # The whole text is here: column sums of plain attention over all its queries.
+    # The whole text is here, and so what each of its queries pays each token under plain attention.
     reduce = np.mean if policy.group_reduce == "mean" else np.max
-    total = reduce(attend(head, query, position, policy, theta)[0], axis=0).sum(axis=0)
-    light, gap = lowest(total, head.position, max(len(total) - (budget - recent), 0))
-    head.evict_gap = min(head.evict_gap, gap)
-    heavy = np.ones(len(total), bool)
-    heavy[light] = False
+    paid = reduce(attend(head, query, position, policy, theta)[0], axis=0)  # [n, S]
+    heavy = (heavy_of_all if policy.hides == "global" else heavy_so_far)(head, paid, budget - recent)
     band = head.position[None, :] > position[:, None] - recent
     return attend(head, query, position, policy, theta, band | heavy)
+
+
+def heavy_of_all(head: Head, paid: Array, count: int) -> Array:
+    """[S] bool: the largest column sums over all queries of the text."""
+    light, gap = lowest(paid.sum(axis=0), head.position, max(paid.shape[1] - count, 0))
+    head.evict_gap = min(head.evict_gap, gap)
+    heavy = np.ones(paid.shape[1], bool)
+    heavy[light] = False
+    return heavy
+
+
+def heavy_so_far(head: Head, paid: Array, count: int) -> Array:
+    """[n, S] bool: for query t the count - 1 largest A among the earlier tokens, and its own; no other gets A again."""
+    total = paid[:count].sum(axis=0)
+    heavy = np.tril(np.ones(paid.shape, bool))  # the first queries see every token before them
+    for t in range(count, len(paid)):
+        light, gap = lowest(total[:t], head.position[:t], max(t - max(count - 1, 0), 0))
+        head.evict_gap = min(head.evict_gap, gap)
+        heavy[t, light] = False
+        total = np.where(heavy[t], total + paid[t], 0.0)
+    return heavy
 
 
 def allow(head: Head, policy: Policy, budget: int) -> None:
@@ -218,4 +236,14 @@ def _kept(ranking: Ranking, position: Array, budget: int) -> tuple[Array, float]
     if np.isposinf(ranking.priority[victims]).any():
         raise ValueError(f"the policy protects more than its budget of {budget} slots")
     keep[victims] = False
-    return keep, min(ranking.gap, gap)
+    return keep, min(ranking.gap, gap, _rounding_gap(ranking, keep))
+
+
+def _rounding_gap(ranking: Ranking, keep: Array) -> float:
+    """The smallest distance of a priority from where it would be rounded otherwise and another slot be evicted."""
+    if ranking.distance is None:
+        return math.inf
+    room = np.where(keep, -1, 1) * np.abs(ranking.priority) * ranking.unit
+    lowest_kept, highest_evicted = ranking.priority[keep].min(initial=np.inf), ranking.priority[~keep].max()
+    moved = ranking.priority + room
+    return float(ranking.distance[np.where(keep, moved <= highest_evicted, moved >= lowest_kept)].min(initial=np.inf))

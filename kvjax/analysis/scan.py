@@ -1,0 +1,239 @@
+"""Attention rows reduced as they come, in linear memory: what every measure of `kvjax.analysis` is made of.
+
+The rows of one tile of queries exist at a time: `over_tiles` goes through texts under the full cache, `over_steps`
+decodes texts under several caches side by side.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.analysis.rows import look
+from kvjax.cache.convert import empty_layers
+from kvjax.cache.layout import Group
+from kvjax.cache.limits import prompt_bucket
+from kvjax.cache.spec import CacheSpec, as_spec
+from kvjax.cache.state import Block, KVState
+from kvjax.errors import InputError
+from kvjax.inputs import check_batch, check_prompt
+from kvjax.kernels.prefill.xla import tile_rows
+from kvjax.models.model import Model
+from kvjax.policies.base import Policy
+from kvjax.prefill import prepare, run_prompts
+
+# (the layer's carry, the layer's rows in each run, *arguments) -> (the carry, a result for each query)
+Step = Callable[..., tuple[Any, Any]]
+STEPS = 64  # decoding steps of one call; texts of any length share its program
+
+
+class Reduced(NamedTuple):
+    """The result of a scan, on the host; H = K * G query heads, or K where a measure has one number per KV head.
+
+    Attributes:
+      carried: the last carry, leaves [L, B, heads, ..., T].
+      queries: the result for each query, leaves [L, B, heads, ..., T]; meaningless where there is no query.
+      lengths: [B] int32 tokens of each row.
+      prompt: [B] int32 tokens of each row's prompt.
+    """
+
+    carried: Any
+    queries: Any
+    lengths: np.ndarray
+    prompt: np.ndarray
+
+
+def over_tiles(model: Model, tokens: Any, lengths: Any, step: Step, start: Callable[..., Any], *args: Any) -> Reduced:
+    """Reduces every attention row of the full cache, one tile of queries at a time.
+
+    A tile is a block of a block-wise prefill, whose results are those of a prefill in one shot.
+
+    Args:
+      model: from `kvjax.load`.
+      tokens: [B, T] or [T] int.
+      lengths: [B] real tokens of each row, or None.
+      step: ``step(carry, (rows,), *args)``, a function of a module, since the program is compiled for it; its results
+        have dimensions [B, K, G or 1, ...].
+      start: (B, K, G, T) -> the carry that each layer starts with, leaves [B, K, G or 1, ..., T].
+      args: arrays and numbers, which are not compiled in.
+    """
+    config = model.config
+    batch = check_batch(config, tokens, lengths, new_tokens=0)
+    ids = _padded(batch.tokens)
+    rows, width = ids.shape
+    shape = (rows, config.num_kv_heads, config.num_heads // config.num_kv_heads, width)
+    with model.on_mesh():
+        carried, queries = scan_tiles(
+            model.params, *model.place((ids, batch.lengths)), (start(*shape),) * config.num_layers, args,
+            config=config, step=step, tile=tile_rows(rows * config.num_heads * width, width),
+        )  # fmt: skip
+    size = batch.tokens.shape[1]
+    return Reduced(_by_head(carried, size), _by_head(queries, size), batch.lengths, np.zeros_like(batch.lengths))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "step", "tile"))
+def scan_tiles(params, tokens, lengths, carried, args, *, config, step, tile):
+    """`over_tiles` for tokens [B, T] and one carry per layer.
+
+    Returns:
+      The last carries, and the result for each query, leaves [..., T].
+    """
+    rows, width = tokens.shape
+    count = -(-width // tile)
+    phase = tuple((Group(layer=layer, slots=(count * tile,)),) for layer in range(config.num_layers))
+    budget = ((None,),) * config.num_layers
+    layers = empty_layers(phase, rows, config.num_kv_heads, config.head_dim, params["embed"]["tokens"].dtype)
+    kv = KVState(layers, jnp.zeros((rows,), jnp.int32), prompt=lengths, total=lengths, budget=budget)
+    # [tiles, B, tile]
+    ids = jnp.pad(tokens, ((0, 0), (0, count * tile - width))).reshape(rows, count, tile).swapaxes(0, 1)
+
+    def body(carry, inputs):
+        kv, carried = carry
+        first, ids = inputs
+        position = first + jnp.arange(tile, dtype=jnp.int32)
+        # [B, tile]
+        position = jnp.where(position < lengths[:, None], position, -1)
+        block = Block(position=position, prompt=lengths, total=lengths, budget=budget)
+        kv, attention = look(params, config, ids, kv, block, phase, width)
+        carried, results = _reduce(step, carried, [(rows,) for rows in attention], args)
+        return (kv, carried), results
+
+    (_, carried), results = jax.lax.scan(body, (kv, carried), (jnp.arange(count, dtype=jnp.int32) * tile, ids))
+
+    def join(leaf):
+        # [tiles, ..., tile] -> [..., T]
+        leaf = jnp.moveaxis(leaf, 0, -2)
+        return leaf.reshape(*leaf.shape[:-2], count * tile)[..., :width]
+
+    return carried, jax.tree.map(join, results)
+
+
+def over_steps(
+    model: Model,
+    tokens: Any,
+    policies: tuple[Policy | CacheSpec, ...],
+    step: Step,
+    start: Callable[..., Any],
+    *args: Any,
+    prompt_length: Any,
+    lengths: Any,
+) -> Reduced:
+    """Reduces the attention rows of decoding, one query at a time, under several caches side by side.
+
+    Every run sees the same text: prompts go in at once, the tokens after them one by one, as in `log_likelihood`.
+
+    Args:
+      model: from `kvjax.load`.
+      tokens: [B, T] or [T] int.
+      policies: what the cache of each run keeps.
+      step: ``step(carry, (rows of the first run, rows of the second, ...), *args)``; see `over_tiles`.
+      start: (the layer's cache in each run after the prompts, B, K, G, T) -> the carry that the layer starts with.
+      args: see `over_tiles`.
+      prompt_length: int or [B], tokens of each row's prompt.
+      lengths: see `over_tiles`.
+
+    Raises:
+      InputError: no token follows any prompt; what `log_likelihood` raises.
+      PolicyError: a policy that cannot work.
+    """
+    config = model.config
+    specs = tuple(as_spec(policy) for policy in policies)
+    batch = check_batch(config, tokens, lengths, new_tokens=0)
+    prompt = check_prompt(prompt_length, batch.lengths)
+    steps = int((batch.lengths - prompt).max())
+    if steps == 0:
+        raise InputError(
+            f"prompt_length={prompt_length!r} leaves no query to measure: the longest row has {batch.lengths.max()} "
+            "tokens; give a shorter prompt or longer texts."
+        )
+    padded = _padded(batch.tokens)
+    shape = (len(padded), config.num_kv_heads, config.num_heads // config.num_kv_heads, padded.shape[1])
+    with model.on_mesh():
+        # XLA's ops, step by step: a kernel that does a whole step reports no rows.
+        prepared = [
+            prepare(
+                model, spec, prompt, batch.lengths, width=int(prompt.max()), prefill_block=None, implementation="xla"
+            )
+            for spec in specs
+        ]
+        states = tuple(
+            run_prompts(model, batch.tokens, prompt, batch.lengths, each, score=False)[2] for each in prepared
+        )
+        carried = tuple(start(runs, *shape) for runs in zip(*(kv.layers for kv in states), strict=True))
+        ids, ends = model.place((padded, batch.lengths))
+        parts = []
+        for _ in range(0, steps, STEPS):
+            states, carried, results = scan_steps(
+                model.params, states, carried, ids, ends, args, config=config,
+                phases=tuple(each.layout.decode for each in prepared), step=step,
+            )  # fmt: skip
+            parts.append(jax.device_get(results))
+    size = batch.tokens.shape[1]
+
+    def place(*leaves):
+        """Parts [STEPS, B, heads, ..., 1] -> [B, heads, ..., T], NaN where there is no query."""
+        leaf = np.concatenate(leaves)
+        placed = np.full((*leaf.shape[1:-1], size), np.nan, np.float32)
+        for row, (first, end) in enumerate(zip(prompt, batch.lengths, strict=True)):
+            placed[row, ..., first:end] = np.moveaxis(leaf[: end - first, row, ..., 0], 0, -1)
+        return placed
+
+    return Reduced(_by_head(carried, size), _by_head(jax.tree.map(place, *parts), size), batch.lengths, prompt)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "phases", "step"), donate_argnames=("states",))
+def scan_steps(params, states, carried, tokens, lengths, args, *, config, phases, step):
+    """The next `STEPS` steps of `over_steps`.
+
+    Args:
+      states: the state of each run.
+      carried: one carry per layer.
+      tokens: [B, T] int32.
+      lengths: [B] int32 tokens of each row, past which it feeds padding.
+      phases: the groups of each layer, for each run.
+
+    Returns:
+      The states, the carries, and the result for each query, leaves [STEPS, ..., 1].
+    """
+    row, width = jnp.arange(tokens.shape[0]), tokens.shape[1]
+
+    def body(carry, _):
+        states, carried = carry
+        at = states[0].length
+        # [B, 1]
+        position = jnp.where(at < lengths, at, -1)[:, None]
+        ids = tokens[row, jnp.minimum(at, width - 1)][:, None]
+        looks = [
+            look(params, config, ids, kv, Block(position, kv.prompt, kv.total, kv.budget), phase, width)
+            for kv, phase in zip(states, phases, strict=True)
+        ]
+        carried, results = _reduce(step, carried, list(zip(*(rows for _, rows in looks), strict=True)), args)
+        return (tuple(kv for kv, _ in looks), carried), results
+
+    (states, carried), results = jax.lax.scan(body, (states, carried), length=STEPS)
+    return states, carried, results
+
+
+def _reduce(step: Step, carried: Any, layers: Any, args: Any) -> tuple[Any, Any]:
+    """Calls `step` for each layer, with its carry and its rows in each run; returns the carries and the results."""
+    pairs = [step(carry, rows, *args) for carry, rows in zip(carried, layers, strict=True)]
+    return tuple(carry for carry, _ in pairs), tuple(result for _, result in pairs)
+
+
+def _padded(tokens: np.ndarray) -> np.ndarray:
+    """Tokens [B, T], padded to a size that many lengths share."""
+    size = tokens.shape[1]
+    return np.pad(tokens, ((0, 0), (0, prompt_bucket(size) - size)))
+
+
+def _by_head(layers: Any, size: int) -> Any:
+    """One pytree per layer, leaves [B, K, G, ..., T'] -> one pytree, leaves [L, B, K * G, ..., size], on the host."""
+
+    def stack(*leaves):
+        leaf = np.stack([np.asarray(leaf)[..., :size] for leaf in leaves])
+        return leaf.reshape(*leaf.shape[:2], -1, *leaf.shape[4:])
+
+    return jax.tree.map(stack, *layers)

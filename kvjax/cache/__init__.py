@@ -1,0 +1,20 @@
+"""The KV cache: its state, the step that changes it, and the lowering from what a user says to what a program knows."""
+
+from kvjax.cache.layout import CacheLayout, Group
+from kvjax.cache.limits import Limits
+from kvjax.cache.spec import CacheSpec
+from kvjax.cache.state import Block, KVState, Layer, LayerKV, layers_of, live_slots, nbytes
+
+__all__ = [
+    "Block",
+    "CacheLayout",
+    "CacheSpec",
+    "Group",
+    "KVState",
+    "Layer",
+    "LayerKV",
+    "Limits",
+    "layers_of",
+    "live_slots",
+    "nbytes",
+]

@@ -1,0 +1,63 @@
+"""What a layout comes to, in words."""
+
+import functools
+import itertools
+
+import jax
+
+from kvjax.cache.convert import empty
+from kvjax.cache.layout import CacheLayout, Group
+
+
+def explain(layout: CacheLayout) -> str:
+    """A line for each run of layers whose groups are alike: slots, bytes, what runs, and why nothing faster does."""
+    lines = [f"{layout.name}: {size(layout.bytes())} of keys and values per row in {layout.dtype}, {_prompt(layout)}"]
+    described = [
+        (group.layer, _describe(group, layout), group.reasons) for layer in layout.decode for group in layer
+    ]
+    # Groups that are alike in every layer are told once.
+    for text, same in itertools.groupby(sorted(described, key=lambda each: each[1:]), key=lambda each: each[1:]):
+        layers = [layer for layer, *_ in same]
+        lines.append(f"  layers {_ranges(layers)}: {text[0]}")
+        lines += [f"    not {reason}" for reason in text[1]]
+    prompts = {(group.attend, group.reasons) for layer in layout.prompt for group in layer}
+    for attend, reasons in sorted(prompts):
+        lines.append(f"  prompts: attention by {attend}")
+        lines += [f"    not {reason}" for reason in reasons]
+    return "\n".join(lines)
+
+
+def _prompt(layout: CacheLayout) -> str:
+    return "the prompt in one shot" if layout.block is None else f"the prompt in blocks of {layout.block}"
+
+
+def _describe(group: Group, layout: CacheLayout) -> str:
+    heads = layout.kv_heads if group.heads is None else len(group.heads)
+    made = jax.eval_shape(functools.partial(empty, group, 1, layout.kv_heads, layout.head_dim, layout.dtype))
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made.stores))
+    slots = " + ".join(
+        f"{count} {'exact' if storage.exact else storage.name}"
+        for count, storage in zip(group.slots, group.stores, strict=True)
+    )
+    reads = "" if group.selection.reads_all else f", reads {group.selection.name}"
+    width = group.selection.width(group.capacity)
+    reads += "" if width is None else f" (at most {width} slots)"
+    runs = f"a whole step by {group.step}" if group.step else f"attention by {group.attend}"
+    return f"{heads} KV heads of {slots} slots, {size(total)}, {group.policy.name}{reads}; {runs}"
+
+
+def _ranges(layers: list[int]) -> str:
+    """Layers as text: ``0-3, 5``."""
+    runs = []
+    for _, run in itertools.groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0]):
+        numbers = [layer for _, layer in run]
+        runs.append(f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
+    return ", ".join(runs)
+
+
+def size(count: float) -> str:
+    """Bytes as text in decimal units: ``8.56 GB``."""
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= factor:
+            return f"{count / factor:.3g} {prefix}B"
+    return f"{count:.3g} B"

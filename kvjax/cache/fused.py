@@ -1,0 +1,94 @@
+"""A decoding step of a group as one kernel: append, attend, observe, evict; what `kvjax.cache.step` does, where it can.
+
+The policy's own Python is traced into the kernel. `kvjax.cache.lowering` asks the registry of kernels beforehand.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import sharding
+from kvjax.cache import evict
+from kvjax.cache.layout import Group
+from kvjax.cache.slots import forget
+from kvjax.cache.state import EMPTY, LayerKV
+from kvjax.kernels import registry
+from kvjax.policies.base import View
+
+Array = jax.Array
+
+
+def step(
+    layer: LayerKV,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    group: Group,
+    budget: Array | None,
+    newest: Array,
+    scale: float,
+    window: int | None,
+) -> tuple[Array, LayerKV]:
+    """One token per row.
+
+    Args:
+      layer: the slots, dense.
+      query: [B, H, 1, D], rotated.
+      key: [B, K, 1, D], rotated.
+      value: [B, K, 1, D].
+      group: see `kvjax.cache.step.step`.
+      budget: [B] int32 or None.
+      newest: [B] int32 position of each row's token, -1 = a row that has ended.
+      scale: of the logits.
+      window: the layer's sliding window.
+
+    Returns:
+      output [B, H, 1, D], and the slots afterwards.
+    """
+    batch, query_heads, _, dim = query.shape
+    assert group.step is not None
+    kernel = functools.partial(
+        registry.find("step", group.step).load(),
+        settle=functools.partial(observe_and_evict, group),
+        transforms=tuple(sorted({s.transform for s in group.needs})),
+        scale=scale,
+        window=window,
+        group_reduce=group.policy.group_reduce,
+    )
+
+    def run(query, key, value, layer, newest, budget):
+        key, value = key.astype(layer.key.dtype), value.astype(layer.value.dtype)
+        output, key, value, position, stats = kernel(
+            query, key, value, layer.key, layer.value, layer.position, layer.stats, newest=newest, budget=budget
+        )
+        return output, layer.with_exact(key, value).replace(position=position, stats=stats)
+
+    by_head, by_row = ("batch", "kv_heads"), ("batch",)
+    budget = jnp.zeros_like(newest) if budget is None else budget
+    arguments = (query.reshape(batch, key.shape[1], -1, dim), key, value, layer, newest, budget)
+    output, layer = sharding.on_each_device(run, arguments, (by_head,) * 4 + (by_row,) * 2, by_head)
+    return output.reshape(batch, query_heads, 1, dim), layer
+
+
+def observe_and_evict(
+    group: Group, stats: dict[str, Array], position: Array, columns: dict[str, Array], newest: Array, budget: Array
+) -> tuple[dict[str, Array], Array]:
+    """What comes after attention: statistics and positions [1, K, S] of one row, as the policy leaves them.
+
+    Args:
+      columns: transform of a statistic -> [1, K, S] of the row's one query.
+      newest: [1] int32; budget: [1] int32.
+    """
+    # The one query of a row is its newest.
+    weight = {s.name: 1 - s.gamma if s.accumulate == "decay" else 1.0 for s in group.needs}
+    seen = {s.name: columns[s.transform] * weight[s.name] for s in group.needs}
+    stats = evict.observe(stats, group.needs, seen, (newest >= 0).astype(jnp.int32))
+    if group.policy.budget is not None:
+        unseen: Any = None  # keys and values stay outside of the kernel
+        view = View(position, unseen, unseen, newest, budget, newest + 1, group.layer, True, group.heads)
+        victim = evict.victims(group.policy, stats, view, single=group.single)
+        position = jnp.where(victim, EMPTY, position)
+    return forget(stats, position), position

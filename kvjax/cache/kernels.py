@@ -1,0 +1,93 @@
+"""Which kernels run a group's steps, and why not a faster one; asked once, before anything is traced."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax import attention, sharding
+from kvjax.attention import Implementation
+from kvjax.cache.fused import observe_and_evict
+from kvjax.cache.layout import Group
+from kvjax.cache.limits import Sizes
+from kvjax.errors import ConfigError
+from kvjax.kernels import registry
+from kvjax.kernels.registry import Choice, Op, Request
+from kvjax.models.config import DecoderConfig
+
+
+class Chooser:
+    """Chooses kernels for the groups of one layout, on the mesh in force.
+
+    Attributes:
+      config: of the decoder.
+      sizes: what is allocated for.
+      asked: the implementation as the caller wrote it.
+      implementation: what that means on this platform.
+      dtype: of keys and values.
+    """
+
+    def __init__(self, config: DecoderConfig, sizes: Sizes, asked: Implementation, platform: str, dtype: Any):
+        self.config, self.sizes, self.asked, self.dtype = config, sizes, asked, jnp.dtype(dtype)
+        self.implementation = attention.resolve(asked, platform)
+
+    def round_up(self, slots: int) -> int:
+        """The number of slots that kernels use where they lie."""
+        multiple = registry.slot_multiple(self.implementation, self.dtype.itemsize)
+        return -(-slots // multiple) * multiple
+
+    def decode(self, group: Group, kv_heads: int) -> Group:
+        """The decoding group with its kernels; kv_heads: of the group."""
+        parts = 1 if group.storage.exact else len(group.slots) + 1
+        request = self._request(group, kv_heads, tokens=1, slots=group.capacity, parts=parts)
+        whole = self._choose("step", request)
+        if whole.op == "step":
+            return dataclasses.replace(group, step=whole.implementation, attend=whole.implementation)
+        return dataclasses.replace(group, attend=whole.implementation, reasons=whole.reasons)
+
+    def prompt(self, group: Group, kv_heads: int) -> Group:
+        """The prompt's group with its kernel."""
+        one_shot = self.sizes.block is None
+        tokens = self.sizes.prompt if one_shot else self.sizes.block
+        assert tokens is not None
+        parts = 1 if one_shot or group.storage.exact else len(group.slots) + 1
+        slots = tokens if one_shot else group.capacity
+        request = self._request(group, kv_heads, tokens=tokens, slots=slots, parts=parts)
+        choice = self._choose("prefill" if tokens > 1 else "decode", request)
+        return dataclasses.replace(group, attend=choice.implementation, reasons=choice.reasons)
+
+    def _request(self, group: Group, kv_heads: int, *, tokens: int, slots: int, parts: int) -> Request:
+        divided = sharding.divided("kv_heads", kv_heads)
+        plain = []
+        if group.policy.merge is not None:
+            plain.append("a merge")
+        if not group.storage.exact:
+            plain.append(f"storage {group.storage.name}")
+        if not group.selection.reads_all:
+            plain.append(f"selection {group.selection.name}")
+        if group.policy.positions != "original":
+            plain.append(f"positions={group.policy.positions!r}")
+        return Request(
+            batch=self.sizes.rows // sharding.divided("batch", self.sizes.rows),
+            kv_heads=kv_heads // divided,
+            whole_heads=divided == 1,
+            group=self.config.num_heads // self.config.num_kv_heads,
+            tokens=tokens,
+            slots=slots,
+            dim=self.config.head_dim,
+            dtype=self.dtype.name,
+            statistics=tuple(sorted(group.needs, key=lambda s: s.name)),
+            parts=parts,
+            band=group.selection.whole_text,
+            plain=tuple(plain),
+            trace=functools.partial(observe_and_evict, group),
+        )
+
+    def _choose(self, op: Op, request: Request) -> Choice:
+        choice = registry.choose(op, self.implementation, request)
+        if self.asked not in ("auto", choice.implementation):
+            raise ConfigError(
+                f"implementation={self.asked!r} cannot run this: {'; '.join(choice.reasons)}. Use 'auto' or 'xla'."
+            )
+        return choice

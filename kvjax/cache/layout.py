@@ -1,0 +1,131 @@
+"""What a compiled program knows of a cache: for each layer and group of heads, who ranks, how slots are held, what runs.
+
+Everything here is static and hashable. The numbers of a batch (lengths, budgets) are data in the state.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from kvjax.attention import Implementation
+from kvjax.policies.base import Evict
+from kvjax.policies.window import full
+from kvjax.selection import everything
+from kvjax.selection.base import Selection
+from kvjax.statistics import Statistic
+from kvjax.storage import dense
+from kvjax.storage.base import Storage
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Some KV heads of one layer, which share a policy, a storage, a selection and arrays of one capacity.
+
+    Attributes:
+      layer: index of the layer.
+      heads: the model's KV heads that these are; None = all.
+      policy: ranks the slots; without the numbers of its budget.
+      storage: how slots are held.
+      selection: which slots a query reads.
+      needs: the statistics that are observed: the policy's, those of the policy that comes after, and the selection's.
+      slots: the number of slots of each store; () = as many as the prompt has tokens (one-shot prefill).
+      decoding: whether the prompt is over.
+      single: whether at most one slot of a head can be over its limit when one token has come.
+      attend: the implementation of attention.
+      step: the implementation of a whole decoding step; None = step by step.
+      reasons: why nothing faster runs.
+      into: the group that the survivors of a one-shot prompt are moved into, layer by layer.
+    """
+
+    layer: int
+    heads: tuple[int, ...] | None = None
+    policy: Evict = dataclasses.field(default_factory=full)
+    storage: Storage = dataclasses.field(default_factory=dense)
+    selection: Selection = dataclasses.field(default_factory=everything)
+    needs: frozenset[Statistic] = frozenset()
+    slots: tuple[int, ...] = ()
+    decoding: bool = False
+    single: bool = True
+    attend: Implementation = "xla"
+    step: Implementation | None = None
+    reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    into: "Group | None" = None
+
+    @property
+    def stores(self) -> tuple[Storage, ...]:
+        """How the slots of each store are held."""
+        return stores_of(self.storage)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether rows have a number of slots that is data in the state."""
+        return self.policy.budget is not None or self.selection.budget is not None
+
+    @property
+    def capacity(self) -> int:
+        """Slots of all stores."""
+        return sum(self.slots)
+
+
+def stores_of(storage: Storage) -> tuple[Storage, ...]:
+    """The ways in which a storage holds slots: in its codes and, where it has a residual, exactly."""
+    return (storage,) if storage.exact or not storage.residual else (storage, dense())
+
+
+#: Per layer, its groups of heads.
+Phase = tuple[tuple[Group, ...], ...]
+
+
+@functools.cache
+def keep_everything(num_layers: int) -> Phase:
+    """A prompt in one shot whose every token is kept: what a decoder without a layout does, in training for example."""
+    return tuple((Group(layer=layer),) for layer in range(num_layers))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheLayout:
+    """What `lower` returns.
+
+    Attributes:
+      prompt: the groups of each layer while the prompt goes in.
+      decode: the groups of each layer while decoding.
+      block: tokens of a block of the prompt; None = in one shot.
+      name: the policy's name, for reports.
+      kv_heads: KV heads of the model.
+      head_dim: features of a head.
+      dtype: of the model's keys and values.
+    """
+
+    prompt: Phase
+    decode: Phase
+    block: int | None
+    name: str = dataclasses.field(compare=False)
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Every group of the decoding phase."""
+        return tuple(group for layer in self.decode for group in layer)
+
+    def bytes(self, rows: int = 1, *, statistics: bool = False) -> int:
+        """Bytes that `rows` rows hold while decoding: keys and values, with positions and statistics too, if asked."""
+        from kvjax.cache.convert import empty  # the arrays themselves are the one source of sizes
+
+        layers = [
+            jax.eval_shape(functools.partial(empty, group, rows, self.kv_heads, self.head_dim, self.dtype))
+            for group in self.groups
+        ]
+        trees: Any = layers if statistics else [layer.stores for layer in layers]
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))
+
+    def explain(self) -> str:
+        """Text for a person: of every kind of layer, slots, bytes, what runs, and why nothing faster does."""
+        from kvjax.cache.explain import explain
+
+        return explain(self)

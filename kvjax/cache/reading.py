@@ -1,0 +1,142 @@
+"""Which of a step's slots its queries read, and attention over these."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import attention
+from kvjax.cache.layout import Group
+from kvjax.cache.pool import Pool, joined
+from kvjax.cache.slots import free_slots
+from kvjax.cache.state import EMPTY, FAR, Block
+from kvjax.selection.base import SelectView
+from kvjax.selection.choose import compact
+
+Array = jax.Array
+
+
+class Part(NamedTuple):
+    """Slots that attention runs over together, as it sees them.
+
+    Attributes:
+      key: [B, K, S, D], rotated.
+      value: [B, K, S, D].
+      position: [B, K, S] int32; -1 = empty, or not read.
+    """
+
+    key: Array
+    value: Array
+    position: Array
+
+
+class Reading(NamedTuple):
+    """What a step reads.
+
+    Attributes:
+      parts: the slots, piece by piece; of the first piece only those that were fetched, where `slots` says so.
+      position: [B, K, S'] int32 over all slots; -1 = empty, or not read.
+      slots: [B, K, W] int32, which slots of the first piece its part consists of; None = all, in order.
+      index: the selection's index, with the step's tokens.
+      view: what the selection looked at; None where everything is read.
+    """
+
+    parts: tuple[Part, ...]
+    position: Array
+    slots: Array | None
+    index: Any
+    view: SelectView | None
+
+
+def read(
+    pool: Pool, query: Array, keys: tuple[Array, ...], values: tuple[Array, ...], block: Block, group: Group, **about: Any
+) -> Reading:
+    """Chooses the slots to read.
+
+    Args:
+      query: [B, H, n, D], rotated.
+      keys: [B, K, S_i, D] of each piece, rotated.
+      values: [B, K, S_i, D] of each piece.
+      about: budget, scale and window, as of `kvjax.cache.step.step`.
+    """
+    selection, n = group.selection, query.shape[2]
+    parts = tuple(map(Part, keys, values, pool.cut(pool.position)))
+    index = pool.index
+    if selection.reads_all:
+        return Reading(parts, pool.position, None, index, None)
+    slot = _slot(pool, block)
+    view = SelectView(
+        position=pool.position, key=joined(keys), newest=block.newest, prompt=block.prompt, slot=slot,
+        layer=group.layer, first=block.position[:, 0], **about,
+    )  # fmt: skip
+    if not selection.in_prompt and not (group.decoding and n == 1):
+        return Reading(parts, pool.position, None, index, view)
+    if n == 1:
+        own = keys[-1] if pool.own is not None else jnp.take_along_axis(keys[0], slot[:, :, None, None], axis=2)
+        index = selection.write(index, own, slot, block.newest >= 0)
+    # [B, K, G, D]: of the block's last query; selections of whole blocks look at no query
+    grouped = query.reshape(*pool.position.shape[:2], -1, n, query.shape[3])[:, :, :, -1]
+    mask = selection.read(index, grouped, view)
+    position = jnp.where(mask, pool.position, EMPTY)
+    parts = tuple(map(Part, keys, values, pool.cut(position)))
+    size, width = keys[0].shape[2], selection.width(keys[0].shape[2])
+    if width is None or width >= size:
+        return Reading(parts, position, None, index, view)
+    slots, valid = compact(mask[:, :, :size], width)
+
+    def fetch(x: Array) -> Array:
+        return jnp.take_along_axis(x, slots.reshape(*slots.shape, *(1,) * (x.ndim - 3)), axis=2)
+
+    first = parts[0]
+    fetched = Part(fetch(first.key), fetch(first.value), jnp.where(valid, fetch(first.position), EMPTY))
+    return Reading((fetched, *parts[1:]), position, jnp.where(valid, slots, size), index, view)
+
+
+def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight: Array | None, **options: Any) -> Any:
+    """Output [B, H, n, D], and the columns of each statistic over all slots, [B, K, S', ...].
+
+    Args:
+      query: [B, H, n, D], rotated.
+      log_weight: [B, K, S'] float32 or None.
+      options: of `kvjax.attention.problem`.
+    """
+    weights = [None] * len(reading.parts) if log_weight is None else pool.cut(log_weight)
+    problems = [
+        attention.problem(
+            query, part.key, part.value, key_position=part.position, needs=group.needs, log_weight=weight, **options
+        )
+        for part, weight in zip(reading.parts, weights, strict=True)
+    ]
+    output, columns = attention.attend_parts(problems, group.attend)
+    size = pool.sizes[0]
+    if reading.slots is not None:
+        columns = ({name: _spread(x, reading.slots, size) for name, x in columns[0].items()}, *columns[1:])
+    whole = {name: joined(tuple(each[name] for each in columns)) for name in columns[0]}
+    return attention.ungroup(output), whole
+
+
+def attend_text(query: Array, reading: Reading, pool: Pool, group: Group, **options: Any) -> Any:
+    """`attend` of a selection that looks at a whole text at once; nothing of its statistics is kept."""
+    (part,) = reading.parts
+    problem = attention.problem(
+        query, part.key, part.value, key_position=part.position, needs=group.needs, **options
+    )  # fmt: skip
+    run = functools.partial(attention.attend_and_reduce, implementation="xla")
+    output = group.selection.attend_text(run, problem, reading.view)
+    return attention.ungroup(output), {s.name: jnp.zeros_like(pool.stats[s.name], jnp.float32) for s in group.needs}
+
+
+def _spread(column: Array, slots: Array, size: int) -> Array:
+    """[B, K, W, ...] at slots [B, K, W] -> [B, K, size, ...], 0 where a slot was not read."""
+    place = jax.vmap(jax.vmap(lambda into, at, new: into.at[at].set(new, mode="drop", unique_indices=True)))
+    return place(jnp.zeros((*column.shape[:2], size, *column.shape[3:]), column.dtype), slots, column)
+
+
+def _slot(pool: Pool, block: Block) -> Array:
+    """[B, K] int32: the slot of the layer that holds each row's newest token, or that it will be written to."""
+    if pool.own is not None:
+        return jnp.minimum(free_slots(pool.layer.position, 1), pool.sizes[0] - 1)[:, :, 0]
+    slot = jnp.arange(pool.sizes[0], dtype=jnp.int32)
+    here = pool.position == block.newest[:, None, None]
+    return jnp.minimum(jnp.min(jnp.where(here, slot, FAR), axis=2), pool.sizes[0] - 1)

@@ -1,0 +1,169 @@
+"""Storages without a model: the step of generation on queries, keys and values that are given."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.convert import convert, empty
+from kvjax.cache.layout import Group, stores_of
+from kvjax.cache.limits import Limits, sizes_for
+from kvjax.cache.lowering import lower
+from kvjax.cache.spec import CacheSpec
+from kvjax.cache.state import Block, KVState, LayerKV, layers_of
+from kvjax.cache.step import step
+from kvjax.errors import InputError
+from kvjax.models.config import DecoderConfig
+from kvjax.policies.base import Policy
+from kvjax.policies.window import full
+from kvjax.rope import Rope
+from kvjax.selection import everything
+from kvjax.selection.base import Selection
+from kvjax.storage import store as held
+from kvjax.storage.base import Storage
+
+Array = jax.Array
+Triple = tuple[Any, Any, Any]  # queries, keys and values
+
+
+def replay(
+    storage: Storage,
+    prompt: Triple,
+    decode: Triple,
+    lengths: Any,
+    policy: Policy | None = None,
+    rope: Rope | None = None,
+    *,
+    selection: Selection | None = None,
+    prefill_block: int | None = None,
+) -> tuple[Array, LayerKV]:
+    """One layer's prompt and decoding steps, exactly as generation takes them.
+
+    Args:
+      storage: how slots are held.
+      prompt: query [B, H, n, D], key [B, K, n, D], value [B, K, n, D], rows padded at the end.
+      decode: the same of the decoding steps, one token each, [B, ..., steps, D].
+      lengths: [B] int tokens of each row's prompt.
+      policy: which slots stay; None = all.
+      rope: rotates queries and keys; None = they are given as attention takes them.
+      selection: which slots a decoding query reads; None = all.
+      prefill_block: tokens of a block of the prompt; None = in one shot.
+
+    Returns:
+      Outputs of the decoding steps [B, H, steps, D], and the layer afterwards.
+
+    Raises:
+      InputError: arrays whose shapes do not fit each other.
+      PolicyError: a combination that cannot work.
+    """
+    prompt, decode = (tuple(jnp.asarray(x) for x in each) for each in (prompt, decode))
+    lengths = np.asarray(lengths)
+    config = _config(prompt, decode, lengths, rope)
+    width, steps = prompt[0].shape[2], decode[0].shape[2]
+    sizes = sizes_for(
+        lengths, steps, width=width, block=prefill_block, limits=Limits(width, max(steps, 1)), last_fed=True
+    )
+    spec = CacheSpec(policy or full(), storage, selection or everything())
+    lowered = lower(spec, config, sizes, lengths, implementation="xla", dtype=prompt[2].dtype)
+    if len(lowered.layout.decode[0]) > 1:
+        raise InputError(f"policy {spec.policy.name}: its heads are in several groups; replay takes one group.")
+    return _run(prompt, decode, jnp.asarray(lengths, jnp.int32), lowered.budgets, rope=rope, layout=lowered.layout)
+
+
+@functools.partial(jax.jit, static_argnames=("rope", "layout"))
+def _run(prompt: Triple, decode: Triple, lengths: Array, budgets: Any, *, rope: Rope | None, layout: Any) -> Any:
+    before, after = layout.prompt[0][0], layout.decode[0][0]
+    width, steps = prompt[0].shape[2], decode[0].shape[2]
+    total = lengths + steps
+    size = width if layout.block is None else layout.block
+    layer = None if layout.block is None else _empty(before, prompt[1])
+    for start in range(0, width, size):
+        # [B, n]
+        position = start + jnp.arange(min(size, width - start), dtype=jnp.int32)
+        position = jnp.where(position < lengths[:, None], position, -1)
+        block = Block(position=position, prompt=lengths, total=total, budget=budgets.prompt)
+        own = [x[:, :, start : start + size] for x in prompt]
+        _, layer, _ = step(layer, *own, block=block, group=before, budget=budgets.prompt[0][0], rope=rope)
+    if layout.block is not None:
+        layer = convert(layer, before, after, lengths - 1)
+
+    def body(layer: LayerKV, inputs: tuple[Array, Triple]) -> tuple[LayerKV, Array]:
+        number, own = inputs
+        block = Block(position=(lengths + number)[:, None], prompt=lengths, total=total, budget=budgets.decode)
+        own = tuple(x[:, :, None] for x in own)
+        output, layer, _ = step(layer, *own, block=block, group=after, budget=budgets.decode[0][0], rope=rope)
+        return layer, output[:, :, 0]
+
+    inputs = jnp.arange(steps, dtype=jnp.int32), tuple(jnp.moveaxis(x, 2, 0) for x in decode)
+    layer, outputs = jax.lax.scan(body, layer, inputs)
+    return jnp.moveaxis(outputs, 0, 2), layer
+
+
+def read(storage: Storage, layer: LayerKV) -> tuple[Array, Array, Array]:
+    """What a layer holds, as it decodes.
+
+    Args:
+      storage: how its slots are held.
+      layer: from `replay`, or a group of heads of a `KVState`.
+
+    Returns:
+      key [B, K, N, D] and value [B, K, N, D] float32, and position [B, K, N] int32, -1 = empty.
+    """
+    pieces = [
+        held.decode(each, store, layer.dim, jnp.dtype(jnp.float32))
+        for each, store in zip(stores_of(storage), layer.stores, strict=True)
+    ]
+    key, value = (jnp.concatenate([x.astype(jnp.float32) for x in each], axis=2) for each in zip(*pieces, strict=True))
+    return key, value, layer.position
+
+
+def nbytes(state: KVState | LayerKV) -> int:
+    """Bytes of all stores: codes, their parameters and exact parts; positions and statistics are not counted."""
+    return breakdown(state)["stores"]
+
+
+def breakdown(state: KVState | LayerKV) -> dict[str, int]:
+    """Bytes that are held: of ``codes``, ``parameters`` and ``exact`` parts, together ``stores``; and of the ``rest``.
+
+    The rest is positions, statistics and the index of a selection. Capacity counts, not what is live.
+    """
+    layers = [state] if isinstance(state, LayerKV) else [layer for _, layer in layers_of(state)]
+    found = dict.fromkeys(("codes", "parameters", "exact"), 0)
+    for layer in layers:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(layer.stores):
+            part = path[-1].key
+            found[part if part in ("codes", "exact") else "parameters"] += leaf.size * leaf.dtype.itemsize
+    rest = jax.tree.leaves([(layer.position, layer.stats, layer.index) for layer in layers])
+    return found | {"stores": sum(found.values()), "rest": sum(leaf.size * leaf.dtype.itemsize for leaf in rest)}
+
+
+def _config(prompt: Triple, decode: Triple, lengths: np.ndarray, rope: Rope | None) -> DecoderConfig:
+    """A decoder of one layer with these heads.
+
+    Raises:
+      InputError: shapes that do not fit each other.
+    """
+    (batch, heads, width, dim), (_, kv_heads, _, _) = prompt[0].shape, prompt[1].shape
+    steps = decode[0].shape[2]
+    expected = {
+        "prompt": [(batch, heads, width, dim), (batch, kv_heads, width, dim), (batch, kv_heads, width, dim)],
+        "decode": [(batch, heads, steps, dim), (batch, kv_heads, steps, dim), (batch, kv_heads, steps, dim)],
+    }
+    for name, given in (("prompt", prompt), ("decode", decode)):
+        if [x.shape for x in given] != expected[name] or heads % kv_heads:
+            raise InputError(
+                f"{name} must be query [B, H, n, D], key and value [B, K, n, D], H a multiple of K; got "
+                f"{', '.join(str(x.shape) for x in given)}."
+            )
+    if lengths.shape != (batch,) or lengths.min() < 1 or lengths.max() > width:
+        raise InputError(f"lengths must be {batch} numbers from 1 to {width}; got {lengths.tolist()}.")
+    return DecoderConfig(
+        family="replay", vocab_size=1, hidden_size=heads * dim, num_layers=1, num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=dim, mlp_size=1, max_positions=width + steps, rope=rope,
+    )  # fmt: skip
+
+
+def _empty(group: Group, key: Array) -> LayerKV:
+    return empty(group, key.shape[0], key.shape[1], key.shape[3], key.dtype)

@@ -1,0 +1,158 @@
+"""The only code that moves slots: append, resize, and the order of positions."""
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import sharding
+from kvjax.cache.state import EMPTY, FAR, LayerKV, exact_store
+from kvjax.statistics import Statistic
+
+Array = jax.Array
+
+
+def empty_stats(needs: frozenset[Statistic], remembers: tuple[str, ...], shape: tuple[int, int, int]) -> dict[str, Array]:
+    """Statistics of empty slots, shape = (B, K, S)."""
+    observed = {s.name: s.empty(shape) for s in sorted(needs, key=lambda s: s.name)}
+    return observed | {name: jnp.zeros(shape, jnp.float32) for name in remembers}
+
+
+INDEX = "index of the selection: "  # no statistic is called so
+
+
+def with_index(stats: dict[str, Array], index: dict[str, Array]) -> dict[str, Array]:
+    """Statistics together with an index that has a number for each slot, so that both move with their slots."""
+    return stats | {INDEX + name: leaf for name, leaf in index.items()}
+
+
+def without_index(stats: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+    """What `with_index` put together."""
+    index = {name.removeprefix(INDEX): leaf for name, leaf in stats.items() if name.startswith(INDEX)}
+    return {name: leaf for name, leaf in stats.items() if not name.startswith(INDEX)}, index
+
+
+def free_slots(position: Array, count: int) -> Array:
+    """The first `count` empty slots of each head; the capacity S, which is out of bounds, where there are no more.
+
+    Args:
+      position: [B, K, S] int32.
+
+    Returns:
+      [B, K, count] int32.
+    """
+    capacity = position.shape[2]
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    if count == 1:
+        # [B, K, 1]: min of an iota instead of argmin, which CPUs do not vectorise
+        return jnp.min(jnp.where(position < 0, slot, capacity), axis=2, keepdims=True)
+    # [B, K, S]
+    order = jnp.argsort(position >= 0, axis=2, stable=True).astype(jnp.int32)
+    # [B, K, count]
+    free = jnp.pad(order[:, :, :count], ((0, 0), (0, 0), (0, max(0, count - capacity))), constant_values=capacity)
+    number = jnp.sum(position < 0, axis=2, keepdims=True)
+    return jnp.where(jnp.arange(count) < number, free, capacity)
+
+
+# vmap makes batch and heads batching dimensions of the scatter, so that a sharded cache is written where it lies.
+write = jax.vmap(jax.vmap(lambda cache, slot, new: cache.at[slot].set(new, mode="drop", unique_indices=True)))
+
+
+def append(layer: LayerKV, key: Array, value: Array, position: Array) -> LayerKV:
+    """Writes n tokens into the first n empty slots of each head of a dense layer; padding is written nowhere.
+
+    Args:
+      key: [B, K, n, D].
+      value: [B, K, n, D].
+      position: [B, n] int32, -1 = padding.
+    """
+    capacity = layer.position.shape[2]
+    if position.shape[1] == 1:
+        free = free_slots(layer.position, 1)
+    else:
+        # [B, K, n]
+        order = jnp.argsort(layer.position >= 0, axis=2, stable=True)
+        free = order[:, :, : position.shape[1]].astype(jnp.int32)
+    # [B, K, n]; `capacity` is out of bounds, where writes are dropped
+    target = jnp.where(position[:, None] >= 0, free, capacity)
+    layer = layer.with_exact(
+        write(layer.key, target, key.astype(layer.key.dtype)),
+        write(layer.value, target, value.astype(layer.value.dtype)),
+    )
+    return layer.replace(
+        position=write(layer.position, target, jnp.broadcast_to(position[:, None], target.shape)),
+    )
+
+
+def oldest_first(position: Array, chosen: Array, capacity: int) -> Array:
+    """The slots that are chosen, by position; the others follow.
+
+    Args:
+      position: [B, K, S] int32.
+      chosen: [B, K, S] bool.
+
+    Returns:
+      [B, K, min(S, capacity)] slots.
+    """
+    return jnp.argsort(jnp.where(chosen, position, FAR), axis=2, stable=True)[:, :, :capacity]
+
+
+def take(leaf: Array, order: Array, capacity: int, fill: int = 0) -> Array:
+    """Slots `order` [B, K, n] of a leaf [B, K, S, ...], padded to `capacity` slots."""
+    index = order.reshape(*order.shape, *(1,) * (leaf.ndim - 3))
+    moved = jnp.take_along_axis(leaf, index, axis=2)
+    pad = ((0, 0), (0, 0), (0, max(0, capacity - order.shape[2])), *((0, 0),) * (leaf.ndim - 3))
+    return jnp.pad(moved, pad, constant_values=fill)
+
+
+def ranks(query_position: Array, key_position: Array, *, in_order: bool) -> tuple[Array, Array]:
+    """Rank, by position from 0, of each query's own slot and of each slot among the live slots of its head.
+
+    Args:
+      query_position: [B, n] int32.
+      key_position: [B, K, S] int32, -1 = empty (its rank is meaningless).
+      in_order: whether slots are the block's tokens in order, as in a one-shot prompt: ranks are then positions.
+
+    Returns:
+      [B, K, n] int32 and [B, K, S] int32.
+    """
+    batch, kv_heads, _ = key_position.shape
+    query_position = jnp.broadcast_to(query_position[:, None], (batch, kv_heads, query_position.shape[1]))
+    if in_order:
+        return query_position, key_position
+    ordered = jnp.sort(jnp.where(key_position >= 0, key_position, FAR), axis=2)
+    rank = jax.vmap(jax.vmap(lambda row, x: jnp.searchsorted(row, x).astype(jnp.int32)))
+    return rank(ordered, query_position), rank(ordered, key_position)
+
+
+def transient(key: Array, value: Array, position: Array, stats: dict[str, Array], index: dict[str, Array]) -> LayerKV:
+    """A block [B, K, n, D] alone as a dense layer: slot i is token i; position [B, n]."""
+    position = jnp.broadcast_to(position[:, None], key.shape[:3])
+    return LayerKV(
+        position=position, stores=(exact_store(key, value),), stats=stats, index=index, dim=key.shape[3]
+    )
+
+
+def forget(stats: dict[str, Array], position: Array) -> dict[str, Array]:
+    """Statistics with 0 in empty slots; keys and values may stay as they are, since no query sees an empty slot."""
+
+    def clear(leaf: Array) -> Array:
+        live = (position >= 0).reshape(position.shape + (1,) * (leaf.ndim - position.ndim))
+        return jnp.where(live, leaf, jnp.zeros((), leaf.dtype))
+
+    return jax.tree.map(clear, stats)
+
+
+def constrain(layer: LayerKV) -> LayerKV:
+    """Keeps a layer's slots where the mesh in force wants them: rows over batch, KV heads over heads."""
+    axes = ("batch", "kv_heads")
+    return jax.tree.map(lambda leaf: sharding.constrain(leaf, (*axes, *(None,) * (leaf.ndim - 2))), layer)
+
+
+def longest(position: Array) -> Array:
+    """[B] int32: the number of live slots of each row's fullest head, of position [B, K, S]."""
+    return jnp.max(jnp.sum(position >= 0, axis=2, dtype=jnp.int32), axis=1)
+
+
+__all__ = [
+    "EMPTY", "append", "constrain", "empty_stats", "forget", "free_slots", "longest", "oldest_first", "ranks",
+    "take", "transient", "with_index", "without_index", "write",
+]  # fmt: skip

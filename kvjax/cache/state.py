@@ -1,0 +1,134 @@
+"""The state of a cache: the pytree that `lax.scan` carries, and what a step is told about its tokens."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+EMPTY = -1
+FAR = jnp.iinfo(jnp.int32).max
+
+#: One way of holding slots: {"key": {part: [B, K, slots, ...]}, "value": {part: [B, K, slots, ...]}}.
+Store = dict[str, dict[str, Array]]
+
+
+class LayerKV(flax.struct.PyTreeNode):
+    """The slots of one group of KV heads of one layer.
+
+    The slots of several stores (coded, then exact) follow each other in `position` and `stats`.
+
+    Attributes:
+      position: [B, K, S] int32 absolute token position, -1 = empty. Live positions of a head are distinct.
+      stores: what the slots hold, in the order of `Group.stores`.
+      stats: statistic name -> [B, K, S, ...]; 0 in empty slots.
+      index: what the selection keeps, leaves [B, K, ...].
+      dim: D, features of a head.
+    """
+
+    position: Array
+    stores: tuple[Store, ...]
+    stats: dict[str, Array]
+    index: dict[str, Array]
+    dim: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def key(self) -> Array:
+        """[B, K, S, D] keys of a dense cache: rotated at their position, or unrotated under ``positions="cache"``."""
+        return self._exact("key")
+
+    @property
+    def value(self) -> Array:
+        """[B, K, S, D] values of a dense cache."""
+        return self._exact("value")
+
+    def _exact(self, name: str) -> Array:
+        if len(self.stores) != 1 or set(self.stores[0][name]) != {"exact"}:
+            raise AttributeError(f"this layer holds its {name}s in a code; kvjax.storage.read(storage, layer) decodes them")
+        return self.stores[0][name]["exact"]
+
+    def with_exact(self, key: Array, value: Array) -> "LayerKV":
+        """A dense layer with other keys and values [B, K, S, D]."""
+        return self.replace(stores=(exact_store(key, value),))
+
+
+def exact_store(key: Array, value: Array) -> Store:
+    """A store of keys and values [B, K, S, D] as they are."""
+    return {"key": {"exact": key}, "value": {"exact": value}}
+
+
+@jax.tree_util.register_pytree_node_class
+class Layer(tuple[LayerKV, ...]):
+    """One layer: a tuple of `LayerKV`, one per group of heads.
+
+    Of a layer whose heads are in one group, `position`, `stats`, `key` and so on are that group's.
+    """
+
+    def tree_flatten(self) -> tuple[tuple[LayerKV, ...], None]:
+        return tuple(self), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "Layer":
+        return cls(children)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or len(self) != 1:
+            raise AttributeError(f"a layer of {len(self)} groups of heads has no {name!r}; ask one group, such as layer[0]")
+        return getattr(self[0], name)
+
+
+class KVState(flax.struct.PyTreeNode):
+    """The whole cache. Every leaf has the batch first, so that one row can be replaced in place.
+
+    Attributes:
+      layers: one `Layer` per layer of the model.
+      length: [B] int32 tokens seen so far.
+      prompt: [B] int32 tokens of each row's prompt.
+      total: [B] int32 tokens that each row will hold as far as the caller knows, for RoPE frequencies that depend on it.
+      budget: per layer and group, [B] int32 slots per KV head that each row keeps while decoding, or None.
+    """
+
+    layers: tuple[Layer, ...]
+    length: Array
+    prompt: Array
+    total: Array
+    budget: Any
+
+
+class Block(flax.struct.PyTreeNode):
+    """The tokens of one step.
+
+    Attributes:
+      position: [B, n] int32 absolute positions, -1 = padding (at a row's end).
+      prompt: [B] int32, see `KVState`.
+      total: [B] int32, see `KVState`.
+      budget: see `KVState`; while a prompt goes in, the budgets of the policy for prompts.
+    """
+
+    position: Array
+    prompt: Array
+    total: Array
+    budget: Any
+
+    @property
+    def newest(self) -> Array:
+        """[B] int32 position of each row's newest token, -1 = a row without one."""
+        return jnp.max(self.position, axis=1)
+
+
+def layers_of(state: KVState) -> list[tuple[int, LayerKV]]:
+    """(index of the layer, its slots), for every group of heads of every layer."""
+    return [(index, group) for index, layer in enumerate(state.layers) for group in layer]
+
+
+def live_slots(layer: LayerKV) -> Array:
+    """[B, K] int32: the number of live slots of each head."""
+    return jnp.sum(layer.position >= 0, axis=2, dtype=jnp.int32)
+
+
+def nbytes(state: KVState, *, statistics: bool = False) -> int:
+    """Bytes that keys and values occupy (with positions, statistics and the selection's index, if asked)."""
+    layers = [layer for _, layer in layers_of(state)]
+    trees = layers if statistics else [layer.stores for layer in layers]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))

@@ -1,0 +1,218 @@
+"""One step of one layer: select, append, attend, observe, evict, settle.
+
+A layer's cache is an array of slots whose shape never changes; which are live, how old they are and where RoPE puts them
+is read from `position` alone, never from slot order. While decoding, eviction frees one slot per head and the next token
+is written there: nothing is compacted or copied.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import evict, fused, reading
+from kvjax.cache.convert import convert
+from kvjax.cache.layout import Group
+from kvjax.cache.pool import Pool, decoded, joined, once_ready, pool_of, prompt_pool, rotated_by_rank
+from kvjax.cache.settle import recode, settle
+from kvjax.cache.slots import constrain, forget, with_index, without_index
+from kvjax.cache.state import EMPTY, Block, Layer, LayerKV, exact_store
+from kvjax.policies.base import View
+from kvjax.rope import Rope
+
+Array = jax.Array
+
+
+class Seen(NamedTuple):
+    """What attention saw in a step, for `kvjax.analysis`.
+
+    Attributes:
+      query: [B, H, n, D], rotated.
+      key: [B, K, S, D], rotated.
+      position: [B, K, S] int32; -1 = empty, or not read.
+      log_weight: [B, K, S] float32 added to the logits, or None.
+    """
+
+    query: Array
+    key: Array
+    position: Array
+    log_weight: Array | None
+
+
+def step_layer(
+    layer: Layer | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    block: Block,
+    groups: tuple[Group, ...],
+    rope: Rope | None = None,
+    window: int | None = None,
+) -> tuple[Array, Layer, tuple[Seen | None, ...]]:
+    """`step`, for each group of heads of a layer.
+
+    Args:
+      layer: the cache so far; None = the block is the whole prompt.
+      query: [B, H, n, D], not rotated.
+      key: [B, K, n, D], not rotated.
+      value: [B, K, n, D].
+      block: the tokens of the step.
+      groups: the layer's groups of heads.
+      rope: the model's rotary embedding.
+      window: the layer's sliding window.
+
+    Returns:
+      output [B, H, n, D], the layer's cache afterwards, and what attention saw in each group.
+    """
+    batch, _, n, dim = query.shape
+    budgets = block.budget[groups[0].layer]
+    # [B, K, G, n, D]
+    grouped = query.reshape(batch, key.shape[1], -1, n, dim)
+    outputs, afters, saw = [], [], []
+    order: list[int] = []
+    for number, (group, budget) in enumerate(zip(groups, budgets, strict=True)):
+        before = None if layer is None else layer[number]
+        if group.heads is None:
+            own = (query, key, value)
+        else:
+            heads = np.asarray(group.heads)
+            own = (grouped[:, heads].reshape(batch, -1, n, dim), key[:, heads], value[:, heads])
+            order += group.heads
+        output, after, seen = step(before, *own, block=block, group=group, budget=budget, rope=rope, window=window)
+        outputs.append(output.reshape(batch, own[1].shape[1], -1, n, dim))
+        afters.append(after)
+        saw.append(seen)
+    # [B, K, G, n, D], in the model's order of heads
+    joined_heads = jnp.concatenate(outputs, axis=1)[:, np.argsort(order)] if order else outputs[0]
+    return joined_heads.reshape(query.shape), Layer(afters), tuple(saw)
+
+
+def step(
+    layer: LayerKV | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    block: Block,
+    group: Group,
+    budget: Array | None = None,
+    rope: Rope | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+) -> tuple[Array, LayerKV, Seen | None]:
+    """One step of one group of heads.
+
+    Args:
+      layer: the cache so far, or None: the block is the prompt; it attends over its own transient keys and values and
+        only the survivors are kept, in the slots of ``group.into``.
+      query: [B, H, n, D] of these heads, not rotated.
+      key: [B, K, n, D], not rotated.
+      value: [B, K, n, D].
+      block: the tokens of the step.
+      group: what ranks the slots, how they are held and what is read.
+      budget: [B] int32 slots per KV head; None where the group keeps everything.
+      rope: the model's rotary embedding.
+      scale: of the logits; None = D ** -0.5.
+      window: the layer's sliding window.
+
+    Returns:
+      output [B, H, n, D], the cache afterwards, and what attention saw (None where a kernel did the whole step).
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    by_rank, fresh = group.policy.positions == "cache", layer is None
+    if rope is not None and not by_rank:
+        query, key = (rope.rotate(x, block.position, rope.frequencies(block.total)) for x in (query, key))
+    if group.step is not None and layer is not None:
+        options = {"scale": scale, "window": window, "group": group, "budget": budget, "newest": block.newest}
+        return *fused.step(layer, query, key, value, **options), None
+    pool = prompt_pool(key, value, block, group) if layer is None else pool_of(layer, key, value, block, group)
+    options = {
+        "query_position": block.position, "scale": scale, "window": window, "causal": fresh, "prompt": block.prompt,
+        "group_reduce": group.policy.group_reduce,
+    }  # fmt: skip
+
+    def attended(pool: Pool, query: Array) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+        """Query, keys and values as attention sees them; what is held in a code is decoded here."""
+        keys, values = decoded(pool, group)
+        if rope is not None and by_rank:
+            query, keys = rotated_by_rank(pool, keys, query, block, rope, fresh)
+        return query, keys, values
+
+    def look(pool: Pool, query: Array) -> tuple[Array, dict[str, Array], Any, Array]:
+        """Output, columns, the selection's index, and the positions of what was read."""
+        query, keys, values = attended(pool, query)
+        chosen = reading.read(pool, query, keys, values, block, group, budget=budget, scale=scale, window=window)
+        if fresh and group.selection.whole_text:
+            output, columns = reading.attend_text(query, chosen, pool, group, **options)
+        else:
+            output, columns = reading.attend(query, chosen, pool, group, log_weight, **options)
+        index = chosen.index if chosen.view is None else group.selection.settle(chosen.index, columns, chosen.view)
+        return output, columns, index, chosen.position
+
+    log_weight = None if fresh or group.policy.merge is None else group.policy.merge.log_weight(pool.stats)
+    output, columns, index, read = once_ready(look, pool, query)
+    queries = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
+    stats = evict.observe(pool.stats, group.needs, columns, queries)
+    moves = pool.own is not None and group.selection.in_prompt
+    after = _evicted(pool, with_index(stats, index) if moves else stats, block, group, budget)
+    stats, moved = without_index(after.stats)
+    after = after.replace(stats=stats, index=moved if moves else index)
+    if fresh and group.into is not None:
+        after = convert(after, group, group.into, block.newest)
+    query, keys, _ = attended(pool, query)
+    return output, constrain(after), Seen(query, joined(keys), read, log_weight)
+
+
+def _evicted(pool: Pool, stats: dict[str, Array], block: Block, group: Group, budget: Array | None) -> LayerKV:
+    """The layer within its limits, the step's own tokens in it."""
+    position, layer, policy, own = pool.position, pool.layer, group.policy, pool.own
+    if policy.budget is not None:
+        assert budget is not None
+        key, value = (joined(pieces) for pieces in decoded(pool, group))
+        view = View(
+            position=position,
+            key=jax.lax.stop_gradient(key),
+            value=jax.lax.stop_gradient(value),
+            newest=block.newest,
+            budget=budget,
+            prompt=block.prompt,
+            layer=group.layer,
+            decoding=group.decoding,
+            heads=group.heads,
+        )
+        tokens = block.position.shape[1]
+        victim = evict.victims(policy, stats, view, single=group.single and tokens == 1)
+        if policy.merge is not None:
+            most = tokens if group.single else position.shape[2]
+            folded = policy.merge.fold(key, value, victim, stats, view, most)
+            stats = folded.stats
+            layer, own = _merged(pool, (key, value), (folded.key, folded.value), group)
+        position = jnp.where(victim, EMPTY, position)
+    if own is not None:
+        return settle(layer, *own, position, stats, block.newest, group)
+    return layer.replace(position=position, stats=forget(stats, position))
+
+
+def _merged(
+    pool: Pool, old: tuple[Array, Array], new: tuple[Array, Array], group: Group
+) -> tuple[LayerKV, tuple[Array, Array] | None]:
+    """The layer with merged pairs, and the step's own pairs; a slot that took nothing keeps its bytes.
+
+    Args:
+      old: keys and values [B, K, S', D] before the merge.
+      new: the same after it.
+    """
+    if pool.own is None:
+        return pool.layer.with_exact(*new), None
+    # [B, K, S']
+    changed = jnp.any((old[0] != new[0]) | (old[1] != new[1]), axis=3)
+    keys, values, marks = (pool.cut(x) for x in (*new, changed))
+    stores = tuple(
+        exact_store(key, value) if storage.exact else recode(storage, store, mark, key, value, value.dtype)
+        for storage, store, mark, key, value in zip(
+            group.stores, pool.layer.stores, marks[:-1], keys[:-1], values[:-1], strict=True
+        )
+    )
+    return pool.layer.replace(stores=stores), (keys[-1], values[-1])

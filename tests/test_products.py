@@ -1,0 +1,153 @@
+"""Every (policy, storage, selection): it lowers and its steps trace, or it is refused with a reason. No third outcome."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import policies, selection, storage
+from kvjax.cache import Block, CacheSpec
+from kvjax.cache.convert import empty_layers
+from kvjax.cache.limits import sizes_for
+from kvjax.cache.lowering import lower
+from kvjax.cache.step import step_layer
+from kvjax.errors import PolicyError
+from kvjax.models.config import DecoderConfig
+from kvjax.policies import COMBINATORS, HEAD_PLANS, MERGES, POLICIES
+from kvjax.rope import Rope
+from kvjax.selection import SELECTIONS
+from kvjax.storage import STORAGES
+
+HEADS, KV_HEADS, DIM, PROMPT, NEW, BLOCK = 4, 2, 8, 48, 8, 16
+CONFIG = DecoderConfig(
+    family="llama", vocab_size=64, hidden_size=32, num_layers=2, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM,
+    mlp_size=64, max_positions=512, rope=Rope(dim=DIM),
+)  # fmt: skip
+TABLE = ((True, False), (False, False))
+
+#: Arguments without a default.
+ARGUMENTS = {
+    "strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "snapkv": {"window": 4}, "pyramidkv": {"window": 4},
+    "integer": {"bits": 3}, "fp8": {}, "optimal": {"n": 9}, "quest": {"page": 4, "budget": 16, "first_layer": 0},
+}  # fmt: skip
+
+
+def build(registry, name: str):
+    arguments = dict(ARGUMENTS.get(name, {}))
+    if registry is POLICIES and "budget" in policies.accepts(name):
+        arguments["budget"] = 0.5
+    return registry[name](**arguments)
+
+
+def all_policies() -> dict[str, policies.Policy]:
+    found = {name: build(POLICIES, name) for name in POLICIES}
+    found |= {f"h2o[{variant}]": policies.h2o(0.5, variant=variant) for variant in ("masked", "global", "local")}
+    found |= {f"h2o+{name}": policies.h2o(0.5, merge=merge()) for name, merge in MERGES.items()}
+    found |= {f"{name}@cache": policies.by_name(name, budget=0.5, positions="cache") for name in ("h2o", "knorm")}
+    found["h2o@max"] = policies.h2o(0.5, group_reduce="max")
+    made = {
+        "with_heavy_hitters": policies.with_heavy_hitters(policies.h2o(0.5, recent=4)),
+        "value_norm": policies.value_norm(policies.roco(0.5)),
+        "adakv": policies.adakv(policies.snapkv(0.5, window=4)),
+        "after_prefill": policies.after_prefill(policies.snapkv(0.5, window=4), then=policies.roco(0.4)),
+    }
+    assert set(made) == set(COMBINATORS), "a new combinator needs an example here"
+    plans = {
+        "split_heads": policies.split_heads(TABLE, policies.h2o(0.5), policies.window(0.3)),
+        "duo_attention": policies.duo_attention(TABLE, sinks=2, recent=6),
+        "razor_attention": policies.razor_attention(TABLE, 0.4),
+    }
+    assert set(plans) == set(HEAD_PLANS), "a new head plan needs an example here"
+    return found | made | plans
+
+
+POLICY = all_policies()
+STORAGE = {name: build(STORAGES, name) for name in STORAGES} | {"int4+8": storage.int4(residual=8)}
+SELECTION = {name: build(SELECTIONS, name) for name in SELECTIONS}
+
+
+def lowered_for(spec: CacheSpec, block: int | None):
+    lengths, following = np.array([PROMPT, 37]), 0 if spec.selection.whole_text else NEW
+    block = None if spec.selection.whole_text else block
+    sizes = sizes_for(lengths, following, width=PROMPT, block=block, limits=None, last_fed=True)
+    return lower(spec, CONFIG, sizes, lengths)
+
+
+def trace(spec: CacheSpec, block: int | None) -> None:
+    """Traces the steps of the first layer on shapes alone: the prompt's, and one of decoding."""
+    lowered = lowered_for(spec, block)
+    layout, budgets = lowered.layout, jax.tree.map(jnp.asarray, lowered.budgets)
+    row = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def take(layer, row, *, tokens, groups, budget):
+        heads = [jnp.zeros((2, count, tokens, DIM)) for count in (HEADS, KV_HEADS, KV_HEADS)]
+        position = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (2, tokens))
+        given = Block(position=position, prompt=row, total=row, budget=budget)
+        output, layer, _ = step_layer(layer, *heads, block=given, groups=groups[0], rope=CONFIG.rope)
+        assert output.shape == (2, HEADS, tokens, DIM)
+        return layer
+
+    def unchanged(phase, budget, tokens):
+        layer = jax.eval_shape(lambda: empty_layers(phase, 2, KV_HEADS, DIM, jnp.float32))[0]
+        after = jax.eval_shape(functools.partial(take, tokens=tokens, groups=phase, budget=budget), layer, row)
+        chex.assert_trees_all_equal_shapes_and_dtypes(layer, after)
+        return layer
+
+    if layout.block is not None:
+        unchanged(layout.prompt, budgets.prompt, block)
+        return
+    first = functools.partial(take, None, tokens=PROMPT, groups=layout.prompt, budget=budgets.prompt)
+    made = jax.eval_shape(first, row)
+    chex.assert_trees_all_equal_shapes_and_dtypes(made, unchanged(layout.decode, budgets.decode, 1))
+
+
+def test_it_lowers_or_says_why_not():
+    """All products of all three registries, in one shot and in blocks."""
+    refused = {}
+    for name, held, read, block in itertools.product(POLICY, STORAGE, SELECTION, (None, BLOCK)):
+        try:
+            lowered_for(CacheSpec(POLICY[name], STORAGE[held], SELECTION[read]), block)
+        except PolicyError as error:
+            assert len(str(error)) > 40 and "\n" not in str(error), error
+            refused[name, held, read, block] = str(error)
+    assert all(read != "everything" for _, _, read, _ in refused), "every storage here goes with every policy"
+    assert ("full", "int8", "optimal", BLOCK) not in refused and ("full", "dense", "quest", None) not in refused
+    print(f"{len(refused)} of {2 * len(POLICY) * len(STORAGE) * len(SELECTION)} products are refused")
+
+
+def pairs() -> list[tuple[str, str, str]]:
+    """Every policy with some storage and selection that it goes with, every storage and selection with some policies."""
+    found = [(name, list(STORAGE)[i % len(STORAGE)], "everything") for i, name in enumerate(POLICY)]
+    found += [(name, held, "everything") for held in STORAGE for name in ("full", "value_norm", "after_prefill", "h2o+d2o")]
+    found += [(name, held, read) for held in STORAGE for read in SELECTION for name in ("full", "snapkv", "duo_attention")]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("block", [None, BLOCK])
+@pytest.mark.parametrize("product", pairs(), ids="-".join)
+def test_what_lowers_traces(product, block):
+    name, held, read = product
+    spec = CacheSpec(POLICY[name], STORAGE[held], SELECTION[read])
+    try:
+        lowered_for(spec, block)
+    except PolicyError:
+        return
+    trace(spec, block)
+
+
+def test_what_is_refused_is_written_down():
+    """Selections refuse what moves or rewrites the slots that they ranked."""
+    specs = {
+        ("h2o", "quest"): "evicts single ones while decoding",
+        ("knorm@cache", "quest"): "positions",
+        ("h2o+d2o", "optimal"): "merges",
+        ("h2o[masked]", "optimal"): "chooses itself what is read",
+        ("split_heads", "optimal"): "none of its heads keeps every token",
+    }
+    for (name, read), reason in specs.items():
+        with pytest.raises(PolicyError, match=reason):
+            lowered_for(CacheSpec(POLICY[name], selection=SELECTION[read]), None)

@@ -1,0 +1,79 @@
+"""The rooms of the library: which package may import which (imports point downwards)."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+#: The rooms in order; a module imports its own room and those above it in this list, which are below it in the house.
+ROOMS = [
+    {"errors", "statistics", "order", "rope", "sharding", "devices"},
+    {"policies"},
+    {"storage", "selection"},
+    {"kernels"},
+    {"attention"},
+    {"inputs", "models.config"},
+    {"cache"},
+    {"models", "sampling"},
+    {"checkpoint"},
+    {"prefill", "generate", "likelihood"},
+    {"roofline", "plan", "analysis"},
+]
+#: Public names that run the cache, found when they are asked for; and a policy that is made of a selection.
+LATE = {("storage/__init__.py", "cache"), ("policies/h2o_variants.py", "selection")}
+
+
+def room_of(module: str) -> int:
+    names = module.split(".")[1:]
+    for length in (2, 1):
+        for number, room in enumerate(ROOMS):
+            if ".".join(names[:length]) in room:
+                return number
+    raise AssertionError(f"{module} is in no room: say in ROOMS where it belongs")
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of kvjax that a file imports when it runs (not those for types alone)."""
+    found = set()
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvjax"):
+            package = node.module == "kvjax"
+            found |= {f"kvjax.{alias.name}" for alias in node.names} if package else {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("kvjax.")}
+    return found
+
+
+FILES = sorted((ROOT / "kvjax").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p != ROOT / "kvjax/__init__.py"], ids=lambda p: p.stem)
+def test_imports_point_downwards(path):
+    inside = path.relative_to(ROOT / "kvjax")
+    own = room_of(".".join(("kvjax", *inside.with_suffix("").parts)).removesuffix(".__init__"))
+    for module in imports(path):
+        if (str(inside), module.split(".")[1]) not in LATE:
+            assert room_of(module) <= own, f"{inside} imports {module}"
+
+
+def test_a_wrong_import_would_be_seen(tmp_path):
+    path = tmp_path / "wrong.py"
+    path.write_text("def f():\n    from kvjax.cache import step\n    import kvjax.plan\n")
+    assert imports(path) == {"kvjax.cache", "kvjax.plan"}
+    assert room_of("kvjax.policies.h2o") < room_of("kvjax.cache.step") < room_of("kvjax.plan")
+
+
+def test_only_policies_and_the_cache_read_how_a_policy_is_made():
+    names = ("then", "mask", "parts", "limits", "most", "shrinks", "merge", "importance", "scope")
+    for path in (*FILES, *sorted((ROOT / "experiments").rglob("*.py"))):
+        if {"policies", "cache"} & set(path.relative_to(ROOT).parts):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in names:
+                assert not ast.unparse(node.value).endswith("policy"), f"{path}: {ast.unparse(node)}"
