@@ -1,7 +1,7 @@
-"""What planning needs to know of a device: its memory, how fast it reads it and how fast it multiplies.
+"""Devices for planning: memory size, memory bandwidth and peak FLOP/s, and TPU topologies by name.
 
-Accelerators are looked up; anything else, such as the local CPU, is measured. TPU topologies are named, not present:
-the libtpu wheel compiles for them on any machine.
+Accelerators are looked up in a table; other devices, such as the local CPU, are measured. A TPU topology need not be
+present: the libtpu wheel compiles for it on any machine.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +17,22 @@ import jax.numpy as jnp
 from kvjax.errors import ConfigError, KvjaxError
 
 GIB = 2.0**30
+GIGA, TERA = 1e9, 1e12
+CGROUP_LIMIT = "/sys/fs/cgroup/memory.max"  # memory limit of the process's control group (cgroup v2, Linux)
+MATRIX_SIZE = 8192  # rows and columns of a float32 matrix of 256 MiB, which is larger than any CPU cache
+SQUARE_SIZE = 1024  # rows and columns of a float32 matrix of 4 MiB, which fits into a CPU cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One device as jax counts them.
+    """One JAX device.
 
     Attributes:
-      kind: jax's ``device_kind``.
-      memory: bytes that a program may use; None = unknown.
-      bandwidth: bytes/s between the device and its memory; None = unknown.
-      flops: dense bfloat16 FLOP/s (of a measured device: float32); None = unknown.
-      source: where the numbers are from.
+      kind: JAX's ``device_kind``.
+      memory: bytes that a program can use; None if unknown.
+      bandwidth: bytes/s between the device and its memory; None if unknown.
+      flops: peak FLOP/s for dense bfloat16 products, or for float32 if the device was measured; None if unknown.
+      source: where the numbers come from.
     """
 
     kind: str
@@ -40,18 +43,35 @@ class Device:
 
 
 def _tpu(kind: str, usable: float, bandwidth: float, flops: float, page: str, cores: int = 1) -> Device:
-    """A row of the table: GiB usable by one device, and GB/s and TFLOP/s of a chip of `cores` devices."""
+    """Returns one entry of `DEVICES` for a TPU.
+
+    Args:
+      kind: JAX's ``device_kind``.
+      usable: memory that a program can use on one device, in GiB.
+      bandwidth: memory bandwidth of a chip, in GB/s.
+      flops: peak bfloat16 rate of a chip, in TFLOP/s.
+      page: the page of Google's documentation that the numbers come from.
+      cores: the number of devices per chip.
+    """
     source = f"cloud.google.com/tpu/docs/{page}; usable memory as the TPU compiler reports it"
-    return Device(kind, usable * GIB, bandwidth * 1e9 / cores, flops * 1e12 / cores, source)
+    return Device(kind, usable * GIB, bandwidth * GIGA / cores, flops * TERA / cores, source)
 
 
 def _nvidia(kind: str, memory: float, bandwidth: float, flops: float) -> Device:
-    """A row of the table: GB, GB/s and dense bfloat16 TFLOP/s."""
-    return Device(kind, memory * 1e9, bandwidth * 1e9, flops * 1e12, "NVIDIA's data sheet of the product")
+    """Returns one entry of `DEVICES` for a GPU.
+
+    Args:
+      kind: JAX's ``device_kind``.
+      memory: in GB.
+      bandwidth: memory bandwidth, in GB/s.
+      flops: peak rate of dense bfloat16 products, in TFLOP/s.
+    """
+    return Device(kind, memory * GIGA, bandwidth * GIGA, flops * TERA, "NVIDIA's data sheet of the product")
 
 
-#: Peak numbers by ``device_kind``. A TPU's usable memory is below its nominal size (v4 32 GiB, v5e 16 GB, v5p 95 GB,
-#: v6e 32 GB, TPU7x 192 GiB a chip): it is the limit at which libtpu 0.0.42's compiler says RESOURCE_EXHAUSTED.
+#: Peak numbers by ``device_kind``. The usable memory of a TPU is smaller than its nominal size (v4 32 GiB, v5e 16 GB,
+#: v5p 95 GB, v6e 32 GB, TPU7x 192 GiB per chip): it is the size above which the compiler of libtpu 0.0.42 reports
+#: RESOURCE_EXHAUSTED.
 DEVICES: dict[str, Device] = {
     device.kind: device
     for device in (
@@ -68,7 +88,7 @@ DEVICES: dict[str, Device] = {
     )
 }
 
-#: Topology family -> (dimensions of its torus, most chips of one pod).
+#: Topology family -> (number of torus dimensions, maximum number of chips in a pod).
 TOPOLOGIES: dict[str, tuple[int, int]] = {
     "v4": (3, 4096),
     "v5e": (2, 256),
@@ -78,13 +98,19 @@ TOPOLOGIES: dict[str, tuple[int, int]] = {
 }
 
 
-def local_device(devices: Sequence[Any]) -> Device:
-    """What one of these local devices has; CPU devices of one process share the machine evenly."""
+def local_device(devices: Sequence[jax.Device]) -> Device:
+    """Returns the numbers of one local device.
+
+    CPU devices of one process each get an equal share of the machine.
+
+    Args:
+      devices: the devices of a run, all of one kind.
+    """
     first = devices[0]
     limit = (first.memory_stats() or {}).get("bytes_limit") if first.platform != "cpu" else None
     if first.device_kind in DEVICES:
         known = DEVICES[first.device_kind]
-        # What jax's allocator was given, if that is less.
+        # JAX's allocator may have reserved less than the whole memory.
         return dataclasses.replace(known, memory=min(known.memory or math.inf, limit or math.inf))
     share = len(devices) if first.platform == "cpu" else 1
     memory = host_memory() if first.platform == "cpu" else limit
@@ -96,31 +122,46 @@ def local_device(devices: Sequence[Any]) -> Device:
 
 
 def host_memory() -> float | None:
-    """Bytes of memory that this process may have: the machine's, or its control group's if that is less."""
+    """Returns the bytes of memory that this process can use, or None if unknown.
+
+    This is the smaller of the machine's memory and the limit of the process's control group.
+    """
     try:
         total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):
         return None
     try:
-        with open("/sys/fs/cgroup/memory.max") as file:
-            total = min(total, float(file.read()))  # "max" is no number
+        with open(CGROUP_LIMIT) as file:
+            total = min(total, float(file.read()))  # a ValueError if the file holds "max", for no limit
     except (OSError, ValueError):
         pass
     return total
 
 
-def measure(device: Any) -> tuple[float, float]:
-    """Bytes/s of reading a matrix too large for any cache, and FLOP/s of a product that fits; a second or so."""
+def measure(device: jax.Device) -> tuple[float, float]:
+    """Measures the memory bandwidth and the float32 matrix product rate of a device, in about a second.
+
+    Args:
+      device: the device.
+
+    Returns:
+      The bandwidth in bytes/s, from a product of a vector with a matrix that exceeds every cache, and the rate in
+      FLOP/s, from a product of matrices that fit into a cache.
+    """
     with jax.default_device(device):
-        matrix, row = jnp.ones((8192, 8192)), jnp.ones((1, 8192))
-        square = jnp.ones((1024, 1024))
-        # The decoder's own product: [n, in] x [in, out].
+        # [MATRIX_SIZE, MATRIX_SIZE] and [1, MATRIX_SIZE]
+        matrix, row = jnp.ones((MATRIX_SIZE, MATRIX_SIZE)), jnp.ones((1, MATRIX_SIZE))
+        # [SQUARE_SIZE, SQUARE_SIZE]
+        square = jnp.ones((SQUARE_SIZE, SQUARE_SIZE))
+        # As in the decoder: [n, in] x [in, out].
         product = jax.jit(lambda x, kernel: x @ kernel)
-        reading = matrix.nbytes / _best_seconds(lambda: product(row, matrix))
-        return reading, 2 * 1024**3 / _best_seconds(lambda: product(square, square))
+        bandwidth = matrix.nbytes / _best_seconds(lambda: product(row, matrix))
+        # A product of two N × N matrices takes N³ multiplications and N³ additions.
+        return bandwidth, 2 * SQUARE_SIZE**3 / _best_seconds(lambda: product(square, square))
 
 
 def _best_seconds(run: Callable[[], jax.Array], repeats: int = 5) -> float:
+    """Returns the shortest wall time of `repeats` calls, after a call that compiles."""
     run().block_until_ready()
     best = math.inf
     for _ in range(repeats):
@@ -131,10 +172,17 @@ def _best_seconds(run: Callable[[], jax.Array], repeats: int = 5) -> float:
 
 
 def parse_topology(name: str) -> tuple[str, tuple[int, ...]]:
-    """``"v5e:2x4"`` -> ("v5e", (2, 4, 1)): family and chips along three axes.
+    """Parses the name of a TPU topology.
+
+    Args:
+      name: FAMILY:AxB or FAMILY:AxBxC, such as ``"v5e:2x4"``.
+
+    Returns:
+      The family, and the number of chips along three axes, such as ``("v5e", (2, 4, 1))``.
 
     Raises:
-      ConfigError: here, because the compiler kills the process over some bad names and silently takes others.
+      ConfigError: if the name is malformed or the topology does not exist. The compiler itself would abort the process
+        for some names and accept other ones silently.
     """
     valid = f"a topology is FAMILY:AxB or FAMILY:AxBxC of chips, as in v5e:2x4; families: {', '.join(TOPOLOGIES)}."
     match = re.fullmatch(r"([a-z0-9]+)[:=_-](\d{1,5}(?:x\d{1,5}){1,2})", name.strip().lower())
@@ -143,7 +191,7 @@ def parse_topology(name: str) -> tuple[str, tuple[int, ...]]:
     sizes = tuple(int(size) for size in match[2].split("x"))
     sizes += (1,) * (3 - len(sizes))
     axes, most = TOPOLOGIES[match[1]]
-    # The compiler does not come back from some shapes that no machine has, such as v5e:3x9.
+    # The compiler hangs for some shapes that do not exist, such as v5e:3x9.
     flat = sizes[2] == 1 and all(size & (size - 1) == 0 for size in sizes)
     if min(sizes) < 1 or math.prod(sizes) > most or (axes == 2 and not flat):
         shape = "two axes, each a power of two," if axes == 2 else "two or three axes"
@@ -151,21 +199,25 @@ def parse_topology(name: str) -> tuple[str, tuple[int, ...]]:
     return match[1], sizes
 
 
-def topology_devices(name: str) -> list[Any]:
-    """Devices of a named TPU topology that need not exist: programs can be compiled for them and not run.
+def topology_devices(name: str) -> list[jax.Device]:
+    """Returns the devices of a TPU topology. Programs can be compiled for them, but not run.
+
+    Args:
+      name: see `parse_topology`.
 
     Raises:
-      ConfigError: a bad name. KvjaxError: the libtpu wheel is not installed, or refuses the topology.
+      ConfigError: if the name is not valid.
+      KvjaxError: if the libtpu wheel is not installed, or rejects the topology.
     """
     family, sizes = parse_topology(name)
     prepare_libtpu()
     from jax.experimental import topologies
 
-    # A host holds 2 x 2 chips unless the topology is narrower than that.
+    # A host has 2 x 2 chips, or fewer if the topology is narrower.
     bounds = (2 - sizes[0] % 2, 2 - sizes[1] % 2, 1)
-    options: dict[str, Any] = {} if bounds == (2, 2, 1) else {"chips_per_host_bounds": bounds}
+    options: dict[str, tuple[int, ...] | str] = {} if bounds == (2, 2, 1) else {"chips_per_host_bounds": bounds}
     if family == "v4":
-        options["chip_config_name"] = "megacore"  # one device a chip, as jax runs on a real v4
+        options["chip_config_name"] = "megacore"  # one device per chip, as JAX has on a real v4
     layout = "x".join(str(size) for size in (sizes if TOPOLOGIES[family][0] == 3 else sizes[:2]))
     try:
         return list(topologies.get_topology_desc(f"{family}:{layout}", "tpu", **options).devices)
@@ -179,10 +231,12 @@ def topology_devices(name: str) -> list[Any]:
 
 
 def prepare_libtpu() -> None:
-    """Settings that libtpu reads once, when it is loaded; what the user has set stays."""
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else one process a machine, though none uses a chip
+    """Sets the environment variables that libtpu reads when it is loaded, unless the user has set them."""
+    # Otherwise only one process per machine can load libtpu, even if none uses a chip.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     os.environ.setdefault("TPU_LOG_DIR", "disabled")
-    if os.environ.get("TPU_SKIP_MDS_QUERY"):  # jax sets it where there is no chip: nothing to ask the cloud about
+    # JAX sets it where there is no chip; the topology then cannot be read from the cloud's metadata server.
+    if os.environ.get("TPU_SKIP_MDS_QUERY"):
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

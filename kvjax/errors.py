@@ -1,29 +1,29 @@
-"""Errors that a user can cause: one paragraph that says what is wrong, what was given and what is valid."""
+"""Errors that callers can cause. Each message is one paragraph: what is wrong, what was given and what is valid."""
 
 
 class KvjaxError(ValueError):
-    """Base of every error that kvjax raises on purpose for something the caller gave."""
+    """Base class of the errors that kvjax raises for invalid arguments, files and configurations."""
 
 
 class PolicyError(KvjaxError):
-    """A policy, budget or scope that cannot work (raised when built, or once the lengths are known)."""
+    """An invalid policy, budget or scope. Raised when it is built, or once the lengths of a batch are known."""
 
 
 class StorageError(KvjaxError):
-    """A storage or a codec that cannot work (raised when built, or once shapes are known)."""
+    """An invalid storage or codec. Raised when it is built, or once shapes are known."""
 
 
 class SelectionError(PolicyError):
-    """A selection that cannot work, or does not compose with a policy, a storage or a way of placing positions."""
+    """An invalid selection, or one that cannot be combined with the policy, the storage or the kind of positions."""
 
 
 class InputError(KvjaxError):
-    """Tokens, lengths or settings of a call that do not fit the model."""
+    """Tokens, lengths or options of a call that do not fit the model."""
 
 
 class ConfigError(KvjaxError):
-    """An experiment's or a model's configuration that is unknown or contradicts itself."""
+    """An experiment or model configuration that is unknown or contradictory."""
 
 
 class CheckpointError(KvjaxError):
-    """A checkpoint that is missing, damaged or does not hold what its config promises."""
+    """A checkpoint that is missing or damaged, or whose tensors do not match its configuration."""

@@ -1,21 +1,23 @@
-"""Checks of what a caller passes, at the edge: one paragraph each, before anything is traced."""
+"""Checks of the arguments of public functions, on the host, before anything is traced."""
 
 import numbers
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
 
 
 class Batch(NamedTuple):
-    """Tokens that a model can take.
+    """A checked batch of tokens.
 
     Attributes:
-      tokens: [B, T] int32 up to the longest row, padding replaced by 0.
-      lengths: [B] int32.
-      width: of the caller's array; more than T where every row of it was padded.
+      tokens: [B, T] int32, where T is the length of the longest row. Padding is replaced by 0.
+      lengths: [B] int32, the number of real tokens of each row.
+      width: the number of columns of the caller's array; larger than T if every row was padded.
     """
 
     tokens: np.ndarray
@@ -23,12 +25,18 @@ class Batch(NamedTuple):
     width: int
 
 
-def check_batch(config: DecoderConfig, tokens: Any, lengths: Any, *, new_tokens: int) -> Batch:
-    """Tokens and lengths that the model can take, with room for `new_tokens` more.
+def check_batch(config: DecoderConfig, tokens: ArrayLike, lengths: ArrayLike | None, *, new_tokens: int) -> Batch:
+    """Checks tokens and lengths, and that the model has positions for `new_tokens` more tokens.
+
+    Args:
+      config: the decoder.
+      tokens: [B, T] or [T] int, rows padded at the end.
+      lengths: [B] int, the number of real tokens of each row; None for T.
+      new_tokens: the number of tokens to be generated.
 
     Raises:
-      InputError: empty prompts, tokens outside the vocabulary, lengths that do not fit, or a text past the end of a
-        learned position table.
+      InputError: if a row is empty, a token is outside the vocabulary, a length is not between 1 and T, or a row
+        exceeds a learned position table.
     """
     try:
         ids = np.asarray(tokens)
@@ -36,12 +44,14 @@ def check_batch(config: DecoderConfig, tokens: Any, lengths: Any, *, new_tokens:
         raise InputError(
             "tokens must be [batch, length]; rows differ in length; pad them at the end and pass lengths."
         ) from None
+    # [B, T]
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.size == 0:
         raise InputError(f"tokens must be [batch, length] with at least one token a row; got shape {np.shape(tokens)}.")
     if not np.issubdtype(ids.dtype, np.integer):
         raise InputError(f"tokens must be whole numbers; got an array of {ids.dtype}.")
     rows, width = ids.shape
+    # [B]
     sizes = np.full((rows,), width) if lengths is None else np.asarray(lengths)
     if sizes.shape != (rows,) or not np.issubdtype(sizes.dtype, np.integer):
         raise InputError(f"lengths must be {rows} whole numbers, one a row; got shape {sizes.shape} of {sizes.dtype}.")
@@ -49,6 +59,7 @@ def check_batch(config: DecoderConfig, tokens: Any, lengths: Any, *, new_tokens:
         raise InputError(
             f"every row needs between 1 and {width} real tokens; got lengths from {sizes.min()} to {sizes.max()}."
         )
+    # [B, T]
     ids = np.where(np.arange(width) < sizes[:, None], ids, 0)
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         bad = ids.max() if ids.max() >= config.vocab_size else ids.min()
@@ -56,7 +67,7 @@ def check_batch(config: DecoderConfig, tokens: Any, lengths: Any, *, new_tokens:
             f"token {bad} is outside the model's vocabulary; valid ids are 0 to {config.vocab_size - 1}. "
             "Was the text encoded with another model's tokenizer?"
         )
-    # Of the new tokens the last is never fed back.
+    # The last new token is not fed back to the model, so it needs no position.
     longest = int(sizes.max()) + max(new_tokens - 1, 0)
     if config.learned_positions and longest > config.max_positions:
         raise InputError(
@@ -67,8 +78,20 @@ def check_batch(config: DecoderConfig, tokens: Any, lengths: Any, *, new_tokens:
     return Batch(ids[:, : sizes.max()].astype(np.int32), sizes.astype(np.int32), width)
 
 
-def check_prompt(prompt_length: Any, lengths: np.ndarray) -> np.ndarray:
-    """[B] int32 prompt length of each row; a row that is shorter is all prompt."""
+def check_prompt(prompt_length: ArrayLike, lengths: np.ndarray) -> np.ndarray:
+    """Checks the prompt lengths of a batch.
+
+    Args:
+      prompt_length: the number of prompt tokens, for all rows or [B] for each.
+      lengths: [B] int32, the number of real tokens of each row.
+
+    Returns:
+      [B] int32. A row that is shorter than its prompt length is all prompt.
+
+    Raises:
+      InputError: if a length is not a whole number of at least 1.
+    """
+    # [] or [B]
     prompt = np.asarray(prompt_length)
     if prompt.shape not in ((), lengths.shape) or not np.issubdtype(prompt.dtype, np.integer) or prompt.min() < 1:
         raise InputError(
@@ -78,16 +101,35 @@ def check_prompt(prompt_length: Any, lengths: np.ndarray) -> np.ndarray:
     return np.minimum(prompt, lengths).astype(np.int32)
 
 
-def check_stop(stop: Any) -> np.ndarray:
-    """[n] int32 ids that end a row; one id may come alone."""
-    ids = np.atleast_1d(np.asarray(stop if len(np.shape(stop)) == 0 else list(stop)))
+def check_stop(stop: int | Sequence[int]) -> np.ndarray:
+    """Checks stop tokens.
+
+    Args:
+      stop: the ids that end a row; a single id need not be in a sequence.
+
+    Returns:
+      [n] int32, distinct and ascending.
+
+    Raises:
+      InputError: if an id is not a whole number.
+    """
+    # [n]
+    ids = np.atleast_1d(np.asarray(stop))
     if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
         raise InputError(f"stop must be token ids; got {stop!r}.")
     return np.unique(ids).astype(np.int32)
 
 
 def check_positions(config: DecoderConfig, positions: str) -> None:
-    """Refuses positions by rank for a model whose positions are not rotary."""
+    """Checks that the kind of positions is available for a model.
+
+    Args:
+      config: the decoder.
+      positions: ``original`` or ``cache``.
+
+    Raises:
+      InputError: if positions are by rank in the cache but the model has no rotary embedding.
+    """
     if positions == "cache" and config.rope is None:
         raise InputError(
             f"positions='cache' rotates keys to their rank in the cache, but {config.family} has learned positions, "
@@ -95,7 +137,15 @@ def check_positions(config: DecoderConfig, positions: str) -> None:
         )
 
 
-def check_count(name: str, value: Any) -> None:
-    """Refuses anything but a whole number of at least 1."""
+def check_count(name: str, value: object) -> None:
+    """Checks that a value is a whole number of at least 1.
+
+    Args:
+      name: the name of the argument, for the message.
+      value: its value.
+
+    Raises:
+      InputError: if it is not.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise InputError(f"{name} must be a whole number of at least 1; got {value!r}.")

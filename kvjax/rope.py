@@ -1,7 +1,7 @@
-"""Rotary position embeddings (RoFormer, arXiv:2104.09864) and the ways checkpoints stretch them.
+"""Rotary position embeddings (RoFormer, arXiv:2104.09864) and their context extensions.
 
-Used by the cache, which rotates a key once at its true position or at every step to its rank among the live slots.
-The two halves of the rotated features are paired (Hugging Face's ``rotate_half``), for every family.
+The cache rotates a key either once, at the token's position, or at every step, to the key's rank among the live slots.
+Feature i is paired with feature i + dim / 2 (``rotate_half`` in Hugging Face ``transformers``) for every model family.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import numpy as np
 
 Array = jax.Array
 Scaling = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn"]
+MIN_RAMP = 1e-3  # narrowest ramp of YaRN in features, as in transformers; avoids a division by zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,18 +22,23 @@ class Rope:
     """Static description of a rotary embedding.
 
     Attributes:
-      dim: how many leading features of a head are rotated (all of them, or fewer under partial rotary).
+      dim: the number of leading features of a head that are rotated; smaller than the head size for partial rotary
+        embeddings.
       theta: base of the frequencies.
-      scaling: ``default`` none; ``linear`` positions / factor; ``dynamic`` NTK-aware base from each row's current
-        length; ``llama3`` per-wavelength interpolation; ``longrope`` per-feature factors, one set up to
-        `original_max_positions` and one beyond; ``yarn`` (arXiv:2309.00071).
-      factor: stretch of the context (not ``longrope``).
-      original_max_positions: trained length before stretching.
-      low_freq_factor, high_freq_factor: ``llama3`` band edges, in wavelengths per trained length.
-      beta_fast, beta_slow: ``yarn`` band edges, in rotations over the trained length.
-      truncate: whether ``yarn`` rounds those edges outwards to whole features.
-      short_factor, long_factor: ``longrope`` divisors, one a frequency.
-      attention_factor: multiplies cosine and sine (``longrope``, ``yarn``).
+      scaling: how the frequencies are changed to extend the context. ``default`` leaves them, ``linear`` divides
+        positions by `factor`, ``dynamic`` (NTK-aware) raises the base with each row's length, ``llama3`` interpolates
+        per wavelength, ``longrope`` (arXiv:2402.13753) divides each frequency by a factor of its own, and ``yarn``
+        (arXiv:2309.00071) interpolates per feature.
+      factor: ratio of the extended context to the trained one; not read by ``longrope``.
+      original_max_positions: trained context length in tokens.
+      low_freq_factor: lower band edge of ``llama3``, in wavelengths per trained length.
+      high_freq_factor: upper band edge of ``llama3``, in wavelengths per trained length.
+      beta_fast: band edge of ``yarn`` for high frequencies, in rotations over the trained length.
+      beta_slow: band edge of ``yarn`` for low frequencies, in rotations over the trained length.
+      truncate: whether ``yarn`` rounds its band edges outwards to whole features.
+      short_factor: divisors of ``longrope`` for rows of up to `original_max_positions` tokens, one per frequency.
+      long_factor: divisors of ``longrope`` for longer rows, one per frequency.
+      attention_factor: factor on cosine and sine; used by ``longrope`` and ``yarn``.
     """
 
     dim: int
@@ -50,14 +56,18 @@ class Rope:
     attention_factor: float = 1.0
 
     def frequencies(self, length: Array) -> Array:
-        """Radians per position.
+        """Returns the angular frequencies in radians per position.
+
+        Only ``dynamic`` and ``longrope`` depend on `length`. They do so per row, so that a row does not depend on the
+        other rows of its batch.
 
         Args:
-          length: [B] int32 tokens of each row including the current block; only ``dynamic`` and ``longrope``
-            depend on it, and always per row, so that a row never depends on its neighbours.
+          length: [B] int32, the number of tokens that each row will hold in all (`KVState.total`): its prompt and the
+            tokens to come, as far as the caller knows. It is the same for a prompt in one shot and in blocks. Under
+            ``positions="cache"`` it is the longest rank instead: the number of live slots of the row's fullest head.
 
         Returns:
-          [B or 1, dim / 2] float32.
+          [B, dim / 2] float32, or [1, dim / 2] if the frequencies do not depend on the row.
         """
         # [dim / 2]
         exponent = np.arange(0, self.dim, 2, dtype=np.float64) / self.dim
@@ -70,41 +80,59 @@ class Rope:
             case "yarn":
                 base = _yarn(base, self)
             case "dynamic":
+                # [B]
                 longest = jnp.maximum(length, self.original_max_positions).astype(jnp.float32)
                 stretch = self.factor * longest / self.original_max_positions - (self.factor - 1)
                 theta = self.theta * stretch ** (self.dim / (self.dim - 2))
+                # [B, dim / 2]
                 return theta[:, None] ** -jnp.asarray(exponent, jnp.float32)
             case "longrope":
+                # [dim / 2]
                 short = jnp.asarray(base / np.asarray(self.short_factor), jnp.float32)
                 long = jnp.asarray(base / np.asarray(self.long_factor), jnp.float32)
+                # [B, dim / 2]
                 return jnp.where((length > self.original_max_positions)[:, None], long, short)
+        # [1, dim / 2]
         return jnp.asarray(base, jnp.float32)[None]
 
     def rotate(self, x: Array, position: Array, frequencies: Array) -> Array:
-        """Rotates features to positions.
+        """Rotates queries or keys to their positions, in float32.
 
         Args:
-          x: [B, heads, n, D], D ≥ dim; features past `dim` are left alone.
+          x: [B, heads, n, D] with D ≥ dim. Features from `dim` on are returned unchanged.
           position: [B, n] or [B, heads, n] int32.
-          frequencies: [B or 1, dim / 2] from `frequencies`.
+          frequencies: [B or 1, dim / 2] float32, from `frequencies`.
 
         Returns:
-          [B, heads, n, D] in x's dtype; computed in float32.
+          [B, heads, n, D] in the dtype of x.
         """
         if position.ndim == 2:
+            # [B, 1, n]
             position = position[:, None]
         # [B, 1 or heads, n, dim / 2]
         angle = position[..., None].astype(jnp.float32) * frequencies[:, None, None]
         cos, sin = jnp.cos(angle) * self.attention_factor, jnp.sin(angle) * self.attention_factor
         half = self.dim // 2
+        # [B, heads, n, dim / 2]
         first, second = (x[..., i : i + half].astype(jnp.float32) for i in (0, half))
+        # [B, heads, n, dim]
         rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
         rotated = rotated.astype(x.dtype)
+        # [B, heads, n, D]
         return rotated if self.dim == x.shape[-1] else jnp.concatenate([rotated, x[..., self.dim :]], -1)
 
 
 def _llama3(base: np.ndarray, rope: Rope) -> np.ndarray:
-    """LLaMA 3.1: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    """Divides low frequencies by `factor`, keeps high ones and interpolates between them (LLaMA 3.1).
+
+    Args:
+      base: [dim / 2] float64 frequencies.
+      rope: the embedding.
+
+    Returns:
+      [dim / 2] float64.
+    """
+    # [dim / 2]
     wavelength = 2 * np.pi / base
     blend = rope.original_max_positions / wavelength - rope.low_freq_factor
     blend = np.clip(blend / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
@@ -112,9 +140,18 @@ def _llama3(base: np.ndarray, rope: Rope) -> np.ndarray:
 
 
 def _yarn(base: np.ndarray, rope: Rope) -> np.ndarray:
-    """YaRN (arXiv:2309.00071, eq. 23): as `_llama3`, with the ramp over feature index instead of wavelength."""
+    """Interpolates as `_llama3` does, with a ramp over the feature index (YaRN, arXiv:2309.00071, eq. 23).
+
+    Args:
+      base: [dim / 2] float64 frequencies.
+      rope: the embedding.
+
+    Returns:
+      [dim / 2] float64.
+    """
 
     def feature(rotations: float) -> float:
+        """Returns the index of the feature that turns `rotations` times over the trained length."""
         turns = rope.original_max_positions / (rotations * 2 * math.pi)
         return rope.dim * math.log(turns) / (2 * math.log(rope.theta))
 
@@ -122,5 +159,6 @@ def _yarn(base: np.ndarray, rope: Rope) -> np.ndarray:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
-    ramp = np.clip((np.arange(rope.dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+    # [dim / 2]
+    ramp = np.clip((np.arange(rope.dim // 2) - low) / max(high - low, MIN_RAMP), 0, 1)
     return base / rope.factor * ramp + base * (1 - ramp)

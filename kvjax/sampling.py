@@ -1,9 +1,11 @@
-"""How the next token is chosen from logits: frozen, hashable methods, static arguments of the decode loop."""
+"""Sampling methods: how the next token is chosen from logits.
+
+Methods are frozen dataclasses, so that they can be static arguments of the decode loop.
+"""
 
 import dataclasses
 import math
 import numbers
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +18,37 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Greedy:
-    """The most probable token; of equals the lowest id."""
+    """Chooses the most probable token; among equal logits the lowest id."""
 
-    def __call__(self, logits: Array, keys: Array) -> Array:
-        """[B, V] float32 -> [B] int32."""
-        # Maximum, then minimum of an iota: argmax is not vectorised on CPUs.
+    def __call__(self, logits: Array, keys: Array | None) -> Array:
+        """Chooses a token for each row.
+
+        Args:
+          logits: [B, V] float32.
+          keys: not used.
+
+        Returns:
+          [B] int32.
+        """
+        # [B, V]: a maximum, then the minimum of an iota, since XLA does not vectorise argmax on CPUs.
         best = logits == jnp.max(logits, axis=-1, keepdims=True)
         last = logits.shape[-1] - 1
+        # [B]
         return jnp.min(jnp.where(best, jnp.arange(last + 1, dtype=jnp.int32), last), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Samples from the softmax, optionally of the most probable tokens only.
+    """Samples from the softmax of the logits, optionally restricted to the most probable tokens.
 
     Attributes:
-      temperature: divides the logits; above 0.
-      top_k: only the k most probable tokens; None = all.
-      top_p: only the smallest set of tokens whose probability reaches p (nucleus, arXiv:1904.09751), applied after
-        temperature and `top_k`; None = all.
+      temperature: divisor of the logits, a finite number above 0.
+      top_k: restricts sampling to the k most probable tokens; None for all tokens.
+      top_p: restricts sampling to the smallest set of tokens whose total probability is at least p (nucleus sampling,
+        arXiv:1904.09751), after `temperature` and `top_k` are applied; None for all tokens.
+
+    Raises:
+      InputError: if an attribute is out of range.
     """
 
     temperature: float = 1.0
@@ -51,31 +65,60 @@ class Sample:
             raise InputError(f"top_p must be a number in (0, 1], or None for all tokens; got {self.top_p!r}.")
 
     def __call__(self, logits: Array, keys: Array) -> Array:
-        """[B, V] float32 and [B] keys, one a row, so that a row never depends on its neighbours -> [B] int32."""
+        """Samples a token for each row.
+
+        Args:
+          logits: [B, V] float32.
+          keys: [B] random keys, one per row, so that a row does not depend on the other rows of its batch.
+
+        Returns:
+          [B] int32.
+        """
         return jax.vmap(jax.random.categorical)(keys, self.filter(logits)).astype(jnp.int32)
 
     def filter(self, logits: Array) -> Array:
-        """Logits after temperature, -inf where a token is excluded; [B, V] float32."""
+        """Applies the temperature and excludes tokens.
+
+        Args:
+          logits: [B, V] float32.
+
+        Returns:
+          [B, V] float32, -inf for an excluded token.
+        """
+        # [B, V]
         logits = logits / self.temperature
         if self.top_k is None and self.top_p is None:
             return logits
-        # By place in the order, so that of equal tokens just as many stay as asked for, the lowest ids.
+        # [B, V]: tokens in order of descending logit. A stable sort keeps exactly top_k tokens among ties, those with
+        # the lowest ids.
         order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
-        place = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        stays = jnp.broadcast_to(place < (self.top_k or logits.shape[-1]), logits.shape)
+        # [V]
+        rank = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        # [B, V], by rank
+        kept = jnp.broadcast_to(rank < (self.top_k or logits.shape[-1]), logits.shape)
         if self.top_p is not None:
-            ordered = jnp.where(stays, jnp.take_along_axis(logits, order, axis=-1), -jnp.inf)
+            # [B, V], by rank
+            ordered = jnp.where(kept, jnp.take_along_axis(logits, order, axis=-1), -jnp.inf)
             probability = jax.nn.softmax(ordered, axis=-1)
-            # A token stays while the mass before it is below p, so the first always does.
-            stays &= jnp.cumsum(probability, axis=-1) - probability < self.top_p
-        return jnp.where(jnp.take_along_axis(stays, jnp.argsort(order, axis=-1), axis=-1), logits, -jnp.inf)
+            # A token is kept while the probability of the tokens before it is below p, so that the first always is.
+            kept &= jnp.cumsum(probability, axis=-1) - probability < self.top_p
+        # [B, V], by token
+        return jnp.where(jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1), logits, -jnp.inf)
 
 
 Sampler = Greedy | Sample
 
 
-def check_sampling(sampler: Any, key: Any) -> None:
-    """Refuses what is no sampling method (a class of one's own may be) and no random key."""
+def check_sampling(sampler: object, key: object) -> None:
+    """Checks the sampling arguments of a call.
+
+    Args:
+      sampler: a sampling method. A callable of another class with the same signature is valid.
+      key: a random key, or None.
+
+    Raises:
+      InputError: if either is something else.
+    """
     if isinstance(sampler, type) or not callable(sampler):
         raise InputError(f"sampler must be a sampling method such as Greedy() or Sample(top_p=0.9); got {sampler!r}.")
     if key is not None and not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):

@@ -1,8 +1,8 @@
-"""One table of logical axes says where parameters and the cache lie on a mesh."""
+"""Sharding of parameters and caches over a mesh, by one table of logical axes."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -12,8 +12,12 @@ from kvjax.errors import ConfigError
 
 Array = jax.Array
 Axes = Sequence[str | None]
+Params = Mapping[str, Any]  # nested dict of parameters, whose leaves are arrays, shapes or shardings
+PyTree = Any  # a tree of arrays
+R = TypeVar("R")
 
-#: Logical axis -> mesh axis. Tensor parallel over heads, MLP and vocabulary; rows of a batch over `data`.
+#: Logical axis -> mesh axis, or None for a replicated axis. Heads, MLP features and the vocabulary are divided over
+#: ``model`` (tensor parallelism), the rows of a batch over ``data``.
 RULES: Mapping[str, str | None] = {
     "batch": "data",
     "kv_heads": "model",
@@ -23,8 +27,8 @@ RULES: Mapping[str, str | None] = {
     "embed": None,
 }
 
-#: The path of a parameter, by its last two names, -> the logical axes of its dimensions ([in, out]).
-PARAMETERS: Mapping[tuple[str, str], tuple[str | None, ...]] = {
+#: The last two names of a parameter's path -> the logical axes of its dimensions ([in, out] for a projection).
+PARAMETERS: Mapping[tuple[str, ...], tuple[str | None, ...]] = {
     ("embed", "tokens"): ("vocab", "embed"),
     ("head", "kernel"): ("embed", "vocab"),
     ("head", "bias"): ("vocab",),
@@ -43,11 +47,19 @@ PARAMETERS: Mapping[tuple[str, str], tuple[str | None, ...]] = {
 }
 
 
-def make_mesh(axes: str | Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh from ``"data:2,model:4"`` or ``{"data": 2, "model": 4}``, over the first devices that it needs.
+def make_mesh(axes: str | Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Makes a mesh over the first devices that it needs.
+
+    Args:
+      axes: the size of each axis, as ``"data:2,model:4"`` or ``{"data": 2, "model": 4}``. A missing axis has size 1.
+      devices: the devices to choose from; None for all devices of the process.
+
+    Returns:
+      A mesh with the axes ``data`` and ``model``.
 
     Raises:
-      ConfigError: an axis other than data and model, a size that is no whole number, or too few devices.
+      ConfigError: if an axis is neither ``data`` nor ``model``, a size is not a whole number of at least 1, or there
+        are too few devices.
     """
     sizes = _parse(axes) if isinstance(axes, str) else dict(axes)
     known = sorted({axis for axis in RULES.values() if axis})
@@ -62,12 +74,13 @@ def make_mesh(axes: str | Mapping[str, int], devices: Sequence[Any] | None = Non
     sizes = {axis: sizes.get(axis, 1) for axis in known}
     shape, names, kinds = tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes)
     if needed < len(devices):
-        # Part of a machine has no wiring of its own that jax could lay the mesh along.
+        # jax.make_mesh arranges devices along the interconnect, which it knows for whole machines only.
         return Mesh(np.asarray(devices[:needed]).reshape(shape), names, axis_types=kinds)
     return jax.make_mesh(shape, names, kinds, devices=devices)
 
 
 def _parse(text: str) -> dict[str, int]:
+    """Parses ``"data:2,model:4"``."""
     sizes = {}
     for part in text.split(","):
         axis, _, size = part.partition(":")
@@ -77,10 +90,16 @@ def _parse(text: str) -> dict[str, int]:
     return sizes
 
 
-def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """Where an array of these logical axes lies; a dimension that its mesh axis does not divide is replicated.
+def spec(axes: Axes, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Returns the partition of an array with the given logical axes.
 
-    (One KV head on four devices, or a vocabulary of 50,257, is legal: every device then holds it whole.)
+    A dimension that the size of its mesh axis does not divide is replicated. For example, one KV head on four devices
+    or a vocabulary of 50,257 is held whole by each device.
+
+    Args:
+      axes: the logical axis of each dimension, a key of `RULES` or None.
+      shape: the size of each dimension.
+      mesh: the mesh.
     """
     names = []
     for axis, size in zip(axes, shape, strict=True):
@@ -89,8 +108,16 @@ def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Any) -> Partiti
     return PartitionSpec(*names)
 
 
-def constrain(x: Array, axes: Sequence[str | None]) -> Array:
-    """Pins an array to its place on the mesh in force (`jax.set_mesh`); nothing without one."""
+def constrain(x: Array, axes: Axes) -> Array:
+    """Constrains the sharding of an array on the current mesh (`jax.set_mesh`).
+
+    Args:
+      x: the array.
+      axes: the logical axis of each dimension of x.
+
+    Returns:
+      The array; unchanged if there is no current mesh.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -98,26 +125,36 @@ def constrain(x: Array, axes: Sequence[str | None]) -> Array:
 
 
 def divided(axis: str, size: int) -> int:
-    """Among how many devices of the mesh in force a dimension of this logical axis and size is divided."""
+    """Returns the number of parts that a dimension is divided into on the current mesh.
+
+    Args:
+      axis: the logical axis of the dimension.
+      size: its size.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     name = RULES[axis]
     return 1 if mesh.empty or spec((axis,), (size,), mesh)[0] is None else mesh.shape[name]
 
 
 def on_each_device(
-    function: Callable[..., Any], arguments: Sequence[Any], axes: Sequence[Axes], result_axes: Axes
-) -> Any:
-    """Calls a function that the compiler cannot divide, such as a kernel, on each device's part of its arguments.
+    function: Callable[..., R], arguments: Sequence[PyTree], axes: Sequence[Axes], result_axes: Axes
+) -> R:
+    """Calls a function that the compiler cannot partition, such as a kernel, on each device's part of the arguments.
 
     Args:
-      arguments: trees of arrays; axes: of each, the logical axes of the first dimensions of every leaf.
-      result_axes: of every leaf of the result. The function must treat every index of these axes by itself.
+      function: a function of arrays that treats every index of the sharded axes independently.
+      arguments: its arguments, trees of arrays.
+      axes: for each argument, the logical axes of the leading dimensions of its leaves.
+      result_axes: the logical axes of the leading dimensions of every leaf of the result.
+
+    Returns:
+      ``function(*arguments)``.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return function(*arguments)
 
-    def specs(tree: Any, axes: Axes) -> Any:
+    def specs(tree: PyTree, axes: Axes) -> PyTree:
         return jax.tree.map(lambda leaf: spec(axes, leaf.shape[: len(axes)], mesh), tree)
 
     results = specs(jax.eval_shape(function, *arguments), result_axes)
@@ -125,22 +162,36 @@ def on_each_device(
     return jax.shard_map(function, mesh=mesh, in_specs=placed, out_specs=results, check_vma=False)(*arguments)
 
 
-def parameter_spec(path: Sequence[str], shape: Sequence[int], mesh: Any, head_counts: tuple[int, int]) -> PartitionSpec:
-    """Where a parameter lies, from the last two names of its path.
+def parameter_spec(
+    path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractMesh, head_counts: tuple[int, int]
+) -> PartitionSpec:
+    """Returns the partition of a parameter.
 
     Args:
-      path: names from the root of the tree, e.g. ("layer_3", "attention", "query", "kernel").
-      head_counts: (query heads, KV heads): a projection is cut between heads, never inside one.
+      path: the names from the root of the parameter tree, such as ``("layer_3", "attention", "query", "kernel")``. The
+        last two determine the logical axes; see `PARAMETERS`.
+      shape: the shape of the parameter.
+      mesh: the mesh.
+      head_counts: the number of query heads and of KV heads. A projection is divided between heads, never inside one.
     """
-    axes = PARAMETERS.get(tuple(path[-2:]), (None,) * len(shape))  # type: ignore[arg-type]
-    counts = {"heads": head_counts[0], "kv_heads": head_counts[1]}
-    return spec(axes, [counts.get(axis, size) for axis, size in zip(axes, shape, strict=True)], mesh)  # type: ignore[arg-type]
+    axes = PARAMETERS.get(tuple(path[-2:]), (None,) * len(shape))
+    counts: dict[str | None, int] = {"heads": head_counts[0], "kv_heads": head_counts[1]}
+    return spec(axes, [counts.get(axis, size) for axis, size in zip(axes, shape, strict=True)], mesh)
 
 
-def parameter_shardings(params: Any, mesh: Mesh | AbstractMesh, head_counts: tuple[int, int]) -> Any:
-    """A tree of `NamedSharding` in the shape of a parameter tree (arrays or shapes)."""
+def parameter_shardings(params: Params, mesh: Mesh | AbstractMesh, head_counts: tuple[int, int]) -> Params:
+    """Returns the sharding of every parameter.
 
-    def place(path, leaf):
+    Args:
+      params: a parameter tree of arrays or of `jax.ShapeDtypeStruct`.
+      mesh: the mesh.
+      head_counts: see `parameter_spec`.
+
+    Returns:
+      A tree of `NamedSharding` with the structure of `params`.
+    """
+
+    def place(path: tuple[jax.tree_util.DictKey, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
         names = [key.key for key in path]
         return NamedSharding(mesh, parameter_spec(names, leaf.shape, mesh, head_counts))
 

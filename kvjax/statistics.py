@@ -1,8 +1,8 @@
-"""Column statistics: what attention reports to a policy about every slot (POLICIES.md, "Column statistics").
+"""Column statistics: the sums over queries that attention reports to a policy for every slot.
 
-Every statistic is a weighted sum over the queries i of a block, ``Σ_i w_i f(m[i, j])``, of an elementwise function of
-the group-reduced probability ``m``; one attention routine therefore serves every policy and can reduce tile by tile
-without ever holding the queries × slots matrix. This module is a leaf: attention and policies both import it.
+Every statistic is a weighted sum ``Σ_i w_i f(m[i, j])`` over the queries i of a block, where ``m[i, j]`` is the
+attention probability of query i on slot j, reduced over the query heads that share a KV head. One attention routine
+therefore serves every policy, and it reduces tile by tile without materialising the queries × slots matrix.
 """
 
 import dataclasses
@@ -16,22 +16,27 @@ import jax.numpy as jnp
 Array = jax.Array
 Transform = Literal["identity", "square", "above", "one"]
 Accumulate = Literal["sum", "replace", "decay", "recall"]
-WORD = 16  # queries of one word of `recall`: as many bits as a float32 sum holds exactly, and an uint16
+
+#: Queries per word of ``recall``: a uint16 has 16 bits, and a float32 sum of 16 distinct powers of two is exact.
+WORD_BITS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """One column statistic; hashable, so that it can be part of what a jitted step closes over.
+    """One column statistic; hashable, so that it can be a static argument of a jitted function.
 
     Attributes:
-      name: key of the statistic in an `Observation` and in a policy's stats.
-      transform: f, applied to m[i, j] for every query i that sees slot j: ``identity`` m, ``square`` m²,
-        ``above`` [m ≥ 1 / (number of slots i sees)], ``one`` 1 (needs no attention).
-      accumulate: how a block joins what is already there: ``sum`` adds it, ``replace`` keeps the block's last
-        query alone, ``decay`` is the exponential average E ← γE + (1 − γ)m, applied query by query; ``recall``
-        remembers f, 0 or 1, of each of the last `history` queries, one bit each.
-      gamma: γ of ``decay``; history: queries of ``recall``; unused otherwise.
-      tail: None = every query counts; w = only the last w of each row's prompt, and none thereafter.
+      name: key of the statistic in an `Observation` and in a policy's statistics.
+      transform: the elementwise function f, applied to m[i, j] for every query i that sees slot j. ``identity`` is m,
+        ``square`` is m², ``above`` is 1 where m ≥ 1 / (number of slots that query i sees) and 0 elsewhere, and ``one``
+        is 1, which needs no attention probabilities.
+      accumulate: how the sum of a block is combined with the accumulated value. ``sum`` adds it. ``replace`` keeps the
+        value of the block's last query. ``decay`` is the exponential average E ← γE + (1 − γ)m, updated query by
+        query. ``recall`` stores f, which must be 0 or 1, for each of the last `history` queries, one bit per query.
+      gamma: the decay rate γ in [0, 1]; read only by ``decay``.
+      history: the number of queries that ``recall`` stores; read only by ``recall``.
+      tail: if given, only the last `tail` queries of each row's prompt count, and no query after the prompt does. If
+        None, every query counts.
     """
 
     name: str
@@ -43,53 +48,74 @@ class Statistic:
 
     @property
     def needs_attention(self) -> bool:
+        """Whether the statistic depends on attention probabilities, and not only on positions."""
         return self.transform != "one"
 
     @property
     def words(self) -> tuple[int, ...]:
-        """What a slot has beyond one number: () or, of ``recall``, (words,)."""
-        return (-(-self.history // WORD),) if self.accumulate == "recall" else ()
+        """Trailing shape of the statistic of one slot: ``(words,)`` for ``recall``, otherwise ``()``."""
+        return (-(-self.history // WORD_BITS),) if self.accumulate == "recall" else ()
 
     def empty(self, shape: tuple[int, int, int]) -> Array:
-        """The statistic of empty slots, [B, K, S] float32 or [B, K, S, words] uint16."""
+        """Returns the initial value of the statistic.
+
+        Args:
+          shape: (B, K, S).
+
+        Returns:
+          Zeros, [B, K, S] float32 or [B, K, S, words] uint16.
+        """
         return jnp.zeros((*shape, *self.words), jnp.uint16 if self.words else jnp.float32)
 
     def query_weights(self, age: Array, left: Array) -> Array:
-        """Weight of each query.
+        """Returns the weight w_i of each query.
 
         Args:
-          age: [B, n] int32, 0 for the block's last real query, 1 for the one before; negative for padding.
-          left: [B, n] int32 tokens of the prompt after each query; negative for padding and after the prompt.
+          age: [B, n] int32, the number of real queries of the block after each query: 0 for the last one. Negative for
+            padding.
+          left: [B, n] int32, the number of prompt tokens after each query. Negative for padding and after the prompt.
 
         Returns:
           [B, n] or [B, n, words] float32, 0 for padding.
         """
         if self.tail is not None:
+            # [B, n]
             return ((left >= 0) & (left < self.tail)).astype(jnp.float32)
         match self.accumulate:
             case "sum":
+                # [B, n]
                 weight = jnp.ones(age.shape, jnp.float32)
             case "replace":
+                # [B, n]
                 weight = (age == 0).astype(jnp.float32)
             case "decay":
                 gamma = jnp.float32(self.gamma)
+                # [B, n]
                 weight = (1 - gamma) * gamma ** jnp.maximum(age, 0).astype(jnp.float32)
             case "recall":
+                # [words]
                 word = jnp.arange(self.words[0], dtype=jnp.int32)
+                # [B, n, words]: whether the query's bit is in the word
+                in_word = (age[..., None] // WORD_BITS == word) & (age[..., None] < self.history)
+                # [B, n]
+                bit = jnp.left_shift(jnp.int32(1), age % WORD_BITS).astype(jnp.float32)
                 # [B, n, words]
-                here = (age[..., None] // WORD == word) & (age[..., None] < self.history)
-                bit = jnp.left_shift(jnp.int32(1), age % WORD).astype(jnp.float32)
-                return jnp.where((age >= 0)[..., None] & here, bit[..., None], 0.0)
+                return jnp.where((age >= 0)[..., None] & in_word, bit[..., None], 0.0)
+        # [B, n]
         return jnp.where(age >= 0, weight, 0.0)
 
     def merge(self, old: Array, block: Array, queries: Array) -> Array:
-        """Joins a block's column sums to the accumulated ones.
+        """Combines the column sums of a block with the accumulated statistic.
 
         Args:
-          old: accumulated so far, shaped as `empty`.
-          block: [B, K, S] or [B, K, S, words] float32, ``Σ_i w_i f(m[i, j])`` of this block.
-          queries: [B] int32 number of real queries of each row in this block; a row with none is unchanged.
+          old: the accumulated statistic, [B, K, S] float32 or [B, K, S, words] uint16.
+          block: [B, K, S] or [B, K, S, words] float32, ``Σ_i w_i f(m[i, j])`` over the queries of the block.
+          queries: [B] int32, the number of real queries of each row in the block. A row without any is unchanged.
+
+        Returns:
+          The updated statistic, in the shape and dtype of `old`.
         """
+        # [B, 1, 1]
         n = queries[:, None, None]
         match self.accumulate:
             case "sum":
@@ -99,73 +125,116 @@ class Statistic:
             case "decay":
                 return jnp.float32(self.gamma) ** n.astype(jnp.float32) * old + block
             case "recall":
-                return self._shifted(old, n[..., None]) | block.astype(jnp.uint16)
+                return self._shift_history(old, n[..., None]) | block.astype(jnp.uint16)
 
-    def _shifted(self, old: Array, n: Array) -> Array:
-        """Bits of `recall` n queries later: [B, K, S, words], [B, 1, 1, 1] -> [B, K, S, words]; the oldest fall out."""
+    def _shift_history(self, old: Array, n: Array) -> Array:
+        """Shifts the bits of ``recall`` by n queries and clears those that are older than `history`.
+
+        Args:
+          old: [B, K, S, words] uint16.
+          n: [B, 1, 1, 1] int32.
+
+        Returns:
+          [B, K, S, words] uint16.
+        """
+        # [words]
         word = jnp.arange(self.words[0], dtype=jnp.int32)
-        source, shift = word - n // WORD, (n % WORD).astype(jnp.uint32)
+        # [B, 1, 1, words] and [B, 1, 1, 1]
+        source, shift = word - n // WORD_BITS, (n % WORD_BITS).astype(jnp.uint32)
 
         def take(index: Array) -> Array:
+            # [B, K, S, words]
             index = jnp.broadcast_to(index, (*old.shape[:3], self.words[0]))
             taken = jnp.take_along_axis(old, jnp.maximum(index, 0), axis=3)
             return jnp.where(index >= 0, taken, jnp.uint16(0)).astype(jnp.uint32)
 
-        moved = (take(source) << shift) | (take(source - 1) >> (WORD - shift))
-        # The last word may be remembered in part only.
-        remembered = jnp.minimum(self.history - word * WORD, WORD).astype(jnp.uint32)
-        return (moved & ((jnp.uint32(1) << remembered) - 1)).astype(jnp.uint16)
+        # [B, K, S, words]
+        moved = (take(source) << shift) | (take(source - 1) >> (WORD_BITS - shift))
+        # [words]: the number of bits in use, which is smaller than WORD_BITS in the last word
+        used = jnp.minimum(self.history - word * WORD_BITS, WORD_BITS).astype(jnp.uint32)
+        # [B, K, S, words]
+        return (moved & ((jnp.uint32(1) << used) - 1)).astype(jnp.uint16)
 
 
+#: Accumulated attention (H2O, arXiv:2306.14048).
 MASS = Statistic("mass")
+#: Sum of squared attention probabilities, for its standard deviation (RoCo, arXiv:2402.06262).
 MASS_SQ = Statistic("mass_sq", transform="square")
+#: The number of queries that saw a slot.
 COUNT = Statistic("count", transform="one")
+#: The number of queries that gave a slot at least the uniform share (Scissorhands, arXiv:2305.17118).
 ABOVE = Statistic("above", transform="above")
+#: The attention probability of the newest query (TOVA, arXiv:2401.06104).
 LAST = Statistic("last", accumulate="replace")
 
+#: The statistics that a policy may request by name.
 NAMED: Mapping[str, Statistic] = {s.name: s for s in (MASS, MASS_SQ, COUNT, ABOVE, LAST)}
 
 
 def decayed(gamma: float) -> Statistic:
-    """E(γ): every query first decays all slots, then adds (1 − γ)m; independent of the block size."""
+    """Returns the exponential average E ← γE + (1 − γ)m, which does not depend on how queries are split into blocks.
+
+    Args:
+      gamma: the decay rate γ.
+    """
     return Statistic(f"decayed({gamma:g})", accumulate="decay", gamma=float(gamma))
 
 
 def recent_above(history: int) -> Statistic:
-    """Which of the last `history` queries gave a slot at least the uniform share; `popcount` counts them."""
+    """Returns the statistic of which of the last queries gave a slot at least the uniform share.
+
+    Args:
+      history: the number of queries. `popcount` counts the bits that are set.
+    """
     return Statistic(f"above[{history}]", transform="above", accumulate="recall", history=history)
 
 
 def prompt_tail(window: int) -> Statistic:
-    """Σ over the last `window` queries of the prompt of m: SnapKV's observation window."""
+    """Returns the sum of m over the last queries of the prompt (SnapKV's observation window, arXiv:2404.14469).
+
+    Args:
+      window: the number of queries.
+    """
     return Statistic(f"tail[{window}]", tail=window)
 
 
 def popcount(words: Array) -> Array:
-    """[..., words] uint16 -> [...] float32: bits that are set."""
+    """Counts the bits that are set.
+
+    Args:
+      words: [..., words] uint16.
+
+    Returns:
+      [...] float32.
+    """
+    # [...]
     return jnp.sum(jax.lax.population_count(words), axis=-1, dtype=jnp.uint16).astype(jnp.float32)
 
 
 def resolve(needs: Iterable[str | Statistic]) -> frozenset[Statistic]:
-    """Turns names into statistics, so that a policy may declare ``needs={"mass", "mass_sq"}``.
+    """Replaces names by statistics, so that a policy may declare ``needs={"mass", "mass_sq"}``.
+
+    Args:
+      needs: names from `NAMED`, or statistics.
 
     Raises:
-      KeyError: for a name that is not in `NAMED`.
+      KeyError: if a name is not in `NAMED`.
     """
     return frozenset(NAMED[need] if isinstance(need, str) else need for need in needs)
 
 
 class Observation(flax.struct.PyTreeNode):
-    """What attention saw of a block, for the statistics that were asked for and no others.
+    """The column statistics of one block.
 
     Attributes:
-      columns: statistic name -> [B, K, S] float32 ([B, K, S, words] of one that remembers single queries), this
-        block's ``Σ_i w_i f(m[i, j])``; 0 for empty slots.
-      queries: [B] int32 number of real (not padding) queries of each row.
+      columns: statistic name -> ``Σ_i w_i f(m[i, j])`` over the queries of the block, [B, K, S] float32, or
+        [B, K, S, words] for ``recall``. 0 for empty slots.
+      queries: [B] int32, the number of real queries (not padding) of each row.
     """
 
     columns: Mapping[str, Array]
     queries: Array
 
     def __getitem__(self, name: str) -> Array:
+        """Returns the column sums of the statistic `name`."""
         return self.columns[name]

@@ -56,9 +56,12 @@ class Case:
     ragged: bool = False
     positions: str = "original"
     scored: bool = False  # teacher forcing too, besides generation
+    merge: str | None = None
 
     def built(self) -> policies.Policy:
         budget = {} if self.policy == "full" else {"budget": 10}
+        if self.merge is not None:
+            budget["merge"] = policies.MERGES[self.merge]()
         return policies.by_name(self.policy, positions=self.positions, **budget)
 
 
@@ -70,6 +73,9 @@ _LIST = [
     Case("gqa", "full", "data:4,model:2", ragged=True),
     Case("gqa", "window", "model:2", positions="cache"),
     Case("gqa", "h2o", "data:1,model:8", prefill_block=8),  # 4 KV heads on 8 devices: replicated
+    # A merge moves whole keys: where these are replicated, none may be gathered.
+    Case("gqa", "roco", "data:1,model:8", merge="d2o"),
+    Case("gqa", "h2o", "data:1,model:8", merge="cam", ragged=True),
     Case("mqa", "h2o", "data:2,model:4", prefill_block=8, ragged=True, scored=True),  # 1 KV head: replicated
 ]
 CASES = {
@@ -77,6 +83,7 @@ CASES = {
         [c.model, c.policy, c.mesh, f"block{c.prefill_block}" if c.prefill_block else "oneshot"]
         + ["ragged"] * c.ragged
         + ["ranks"] * (c.positions == "cache")
+        + ([c.merge] if c.merge else [])
     ): c
     for c in _LIST
 }

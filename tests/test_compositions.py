@@ -70,7 +70,7 @@ NAMES = [
 ]
 
 
-#: Row 3 has never more tokens than twelve.
+#: Row 3 never has more than twelve tokens.
 CASE = layers.Case(
     layers.random_streams(range(4), 36), prompts=np.array([24, 10, 17, 7]), ends=np.array([36, 22, 29, 12]),
     rope=Rope(dim=8),
@@ -259,9 +259,7 @@ def test_a_policy_by_hand_is_combined_like_any_other():
         assert combine(by_hand).needs == combine(made).needs
         hash(combine(by_hand))  # a static argument of what is jitted
     combined = policies.value_norm(by_hand)
-    np.testing.assert_array_equal(
-        layers.run(combined, CASE).output, layers.run(policies.value_norm(made), CASE).output
-    )
+    np.testing.assert_array_equal(layers.run(combined, CASE).output, layers.run(policies.value_norm(made), CASE).output)
 
     class Own(Policy):
         name = "own"

@@ -3,11 +3,11 @@
 The list comes from `kvjax.policies.POLICIES`; a policy without an entry in `EXAMPLES` fails.
 """
 
-import dataclasses
 import importlib
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +20,7 @@ from kvjax.policies.base import Evict
 from tests.tiny import assert_same_state, evolve, kept, random_tokens, tiny
 
 loop = importlib.import_module("kvjax.generate")  # the package's attribute of that name is the function
+prompts = importlib.import_module("kvjax.prefill")
 
 PROMPTS = random_tokens(3, 24)
 LENGTHS = np.array([24, 10, 17])
@@ -206,27 +207,17 @@ def test_a_policy_that_looks_at_its_neighbours_is_noticed(kind):
         assert_rows_are_computed_alone(leaky, tokens, score(leaky, tokens))
 
 
-class Counted(Evict):
-    """Notes every trace of its priority."""
-
-    traces: ClassVar[list[int]] = []
-
-    def priority(self, stats, view):
-        self.traces.append(view.layer)
-        return super().priority(stats, view)
-
-
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "full" and build(name).when == "step"])
-def test_one_trace_however_many_tokens(name):
-    policy = build(name)
-    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
-    Counted.traces.clear()
+def test_one_trace_however_many_tokens(name, monkeypatch):
+    """Another number of tokens, prompts of other lengths and another fraction of these are data."""
+    chex.clear_trace_counter()
+    for module, function, static in (
+        (loop, "decode_steps", ("config", "phase", "sampler")),
+        (prompts, "prefill_steps", ("config", "layout", "score")),
+    ):
+        counted = chex.assert_max_traces(getattr(module, function).__wrapped__, n=1)
+        monkeypatch.setattr(module, function, jax.jit(counted, static_argnames=static))
     for new_tokens in (NEW, 2, loop.CHUNK):
-        kvjax.generate(tiny().model, PROMPTS, Counted(**fields), max_new_tokens=new_tokens, lengths=LENGTHS)
-        if new_tokens == NEW:
-            first = len(Counted.traces)
-    assert len(Counted.traces) == first > 0
-    # Another fraction of the prompt, and prompts of other lengths, are data.
-    other = Counted(**(fields | {"budget": 0.52}))
-    kvjax.generate(tiny().model, PROMPTS[:, :20], other, max_new_tokens=5, lengths=np.array([20, 8, 19]))
-    assert len(Counted.traces) == first
+        kvjax.generate(tiny().model, PROMPTS, build(name), max_new_tokens=new_tokens, lengths=LENGTHS)
+    lengths = np.array([20, 9, 19])
+    kvjax.generate(tiny().model, PROMPTS[:, :20], build(name, budget=0.52), max_new_tokens=5, lengths=lengths)

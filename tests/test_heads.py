@@ -163,7 +163,7 @@ def test_as_text():
 
 def test_the_induction_head_of_the_first_parameters_is_found():
     config = dataclasses.replace(decoder_config(TrainConfig(), bos=0), max_positions=300)
-    model = kvjax.Model(config, jax.jit(initial_parameters, static_argnums=0)(config, jax.random.key(0)))
+    model = kvjax.Model(config, initial_parameters(config, jax.random.key(0)))
     scores = analysis.retrieval_scores(model)
     assert scores.induction.shape == scores.echo.shape == (4, 4)
     assert scores.induction.argmax() == 4, "layer 1, query head 0"

@@ -23,7 +23,7 @@ from tests.reference.step import rotate
 
 SINKS = 1  # of a window: who goes follows from positions, whatever was merged
 ROOM = 7  # slots, as many as three tenths of the longest prompt: one program for both
-#: Row 3 has never more tokens than that.
+#: Row 3 never has more tokens than that.
 CASE = layers.Case(
     layers.random_streams(range(4), 36), prompts=np.array([24, 10, 17, 4]), ends=np.array([36, 22, 29, 7]),
     rope=Rope(dim=8),

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from tests.reference import base, load_llama, policies, random_model, reference_run
+from tests.reference.compressors import rounded
+from tests.reference.step import Head, _kept, heavy_so_far
 
 pytestmark = pytest.mark.thorough
 
@@ -170,6 +172,66 @@ def test_a_long_history_is_all_of_it():
     )
     np.testing.assert_array_equal(np.array(whole.kept), np.array(long.kept))
     assert not np.array_equal(np.array(whole.kept), np.array(short.kept))
+
+
+def whole_texts(variant: str, budget: int, recent: int, width: int = 40) -> np.ndarray:
+    """Log-probabilities of two texts that are read at once, of `width` tokens each."""
+    params, config = random_model()
+    policy = policies.by_name("h2o", budget=budget, recent=recent, variant=variant)
+    return reference_run(params, config, random_tokens(2, 40)[:, :width], policy, width).logprobs
+
+
+def test_of_the_variants_for_whole_texts_local_is_causal():
+    for variant, causal in (("local", True), ("global", False)):
+        whole, first = whole_texts(variant, 12, 4), whole_texts(variant, 12, 4, width=25)
+        assert np.allclose(whole[:, :24], first, atol=1e-12) == causal
+    assert np.abs(whole_texts("local", 12, 4) - whole_texts("global", 12, 4)).max() > 1e-3
+
+
+@pytest.mark.parametrize("variant", ["local", "global"])
+def test_variants_for_whole_texts_at_their_limits(variant):
+    params, config = random_model(1)
+    full = reference_run(params, config, random_tokens(2, 40), policies.full(), 40)
+    alike = policies.by_name("h2o", budget=40, recent=0, variant=variant)
+    run = reference_run(params, config, random_tokens(2, 40), alike, 40)
+    np.testing.assert_allclose(run.logprobs, full.logprobs, atol=1e-12)
+    # Without heavy hitters it is the band of the newest, whose budget counts a query's own token.
+    band = policies.by_name("h2o", budget=6, recent=6, variant=variant)
+    run = reference_run(params, config, random_tokens(2, 40), band, 40)
+    stepped = reference_run(params, config, random_tokens(2, 40), policies.local_only(5), 1)
+    np.testing.assert_allclose(run.logprobs, stepped.logprobs, atol=1e-12)
+
+
+def test_local_by_hand():
+    """Three heavy slots of uniform attention: of equal A the newer stays, and a token that has left gets none again."""
+    paid = np.tril(np.ones((6, 6))) / np.arange(1, 7)[:, None]
+    head = Head(np.zeros((6, 1)), np.zeros((6, 1)), np.arange(6))
+    # A after the first three queries: 11/6, 5/6, 1/3.
+    expected = [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 4], [0, 1, 5]]
+    assert [np.flatnonzero(row).tolist() for row in heavy_so_far(head, paid, 3)] == expected
+    # Queries that pay the newest token and the second most of all: it stays, and the first does not come back.
+    paid[3] = [0, 0.5, 0, 0.5, 0, 0]
+    paid[4] = [0.9, 0, 0.05, 0.02, 0.03, 0]
+    paid[2] = [0.1, 0.45, 0.45, 0, 0, 0]
+    paid[1] = [0.1, 0.9, 0, 0, 0, 0]
+    paid[0] = [0.2, 0, 0, 0, 0, 0]
+    # A: 0.4, 1.35, 0.45; of the first two the query 3 keeps 1 and 2.
+    expected = [[0], [0, 1], [0, 1, 2], [1, 2, 3], [1, 3, 4], [1, 3, 5]]
+    assert [np.flatnonzero(row).tolist() for row in heavy_so_far(head, paid, 3)] == expected
+
+
+def test_norms_are_rounded_to_twelve_bits():
+    unit = 2.0**-11
+    assert rounded(np.array([1 + unit / 4, 1 + unit, 1 + 1.5 * unit, 1 + 2.5 * unit, 3.0])).tolist() == [
+        1, 1 + unit, 1 + 2 * unit, 1 + 2 * unit, 3,
+    ]  # fmt: skip
+    # Equal tokens tie whatever rotation did to them; a norm that is nearly halfway is a near-tie.
+    view = base.View(np.arange(4), np.array([[2.0], [1.0], [2.0 + 1e-9], [3.0]]), np.zeros((4, 1)), {}, [], 3, 4)
+    ranking = policies.knorm(3).rank(view)
+    assert ranking.priority.tolist() == [-2, -1, -2, -3]
+    for position, expected in ((2.0 + unit * 0.9999999, True), (2.5, False)):
+        near = view._replace(key=np.array([[2.0], [1.0], [position], [1.5]]))
+        assert (_kept(policies.knorm(3).rank(near), near.position, 3)[1] < 1e-6) == expected
 
 
 def test_budgets():

@@ -12,14 +12,13 @@ from kvjax.cache.layout import CacheLayout, Group
 def explain(layout: CacheLayout) -> str:
     """A line for each run of layers whose groups are alike: slots, bytes, what runs, and why nothing faster does."""
     lines = [f"{layout.name}: {size(layout.bytes())} of keys and values per row in {layout.dtype}, {_prompt(layout)}"]
-    described = [
-        (group.layer, _describe(group, layout), group.reasons) for layer in layout.decode for group in layer
-    ]
-    # Groups that are alike in every layer are told once.
-    for text, same in itertools.groupby(sorted(described, key=lambda each: each[1:]), key=lambda each: each[1:]):
-        layers = [layer for layer, *_ in same]
-        lines.append(f"  layers {_ranges(layers)}: {text[0]}")
-        lines += [f"    not {reason}" for reason in text[1]]
+    # Groups that are alike are described once, in the order of their first layers.
+    alike: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for group in layout.groups:
+        alike.setdefault((_describe(group, layout), group.reasons), []).append(group.layer)
+    for (text, reasons), layers in alike.items():
+        lines.append(f"  layers {_ranges(layers)}: {text}")
+        lines += [f"    not {reason}" for reason in reasons]
     prompts = {(group.attend, group.reasons) for layer in layout.prompt for group in layer}
     for attend, reasons in sorted(prompts):
         lines.append(f"  prompts: attention by {attend}")

@@ -77,7 +77,7 @@ class Chooser:
             slots=slots,
             dim=self.config.head_dim,
             dtype=self.dtype.name,
-            statistics=tuple(sorted(group.needs, key=lambda s: s.name)),
+            statistics=tuple(sorted(group.reports, key=lambda s: s.name)),
             parts=parts,
             band=group.selection.whole_text,
             plain=tuple(plain),

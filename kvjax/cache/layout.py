@@ -31,7 +31,7 @@ class Group:
       policy: ranks the slots; without the numbers of its budget.
       storage: how slots are held.
       selection: which slots a query reads.
-      needs: the statistics that are observed: the policy's, those of the policy that comes after, and the selection's.
+      needs: the statistics that are kept: the policy's, and those of the policy that comes after.
       slots: the number of slots of each store; () = as many as the prompt has tokens (one-shot prefill).
       decoding: whether the prompt is over.
       single: whether at most one slot of a head can be over its limit when one token has come.
@@ -59,6 +59,11 @@ class Group:
     def stores(self) -> tuple[Storage, ...]:
         """How the slots of each store are held."""
         return stores_of(self.storage)
+
+    @property
+    def reports(self) -> frozenset[Statistic]:
+        """The statistics that attention reports: those that are kept, and what the selection looks at."""
+        return self.needs | self.selection.needs
 
     @property
     def has_budget(self) -> bool:

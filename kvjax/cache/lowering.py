@@ -24,7 +24,6 @@ from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
 from kvjax.selection import everything
 from kvjax.selection.base import Selection
-from kvjax.statistics import Statistic
 
 
 class Branch(NamedTuple):
@@ -211,7 +210,7 @@ def _groups(
     selection = everything() if dense else branch.selection.traced()
     # Before decoding only those are told of a prompt that hide slots of it.
     early = selection if selection.in_prompt or selection.whole_text else everything()
-    needs: frozenset[Statistic] = branch.decode.needs | selection.needs
+    needs = branch.decode.needs
     common: dict[str, Any] = {"layer": layer, "heads": heads, "storage": spec.storage}
     after = Group(
         policy=branch.decode.traced(), selection=selection, needs=needs,

@@ -104,7 +104,7 @@ def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight:
     weights = [None] * len(reading.parts) if log_weight is None else pool.cut(log_weight)
     problems = [
         attention.problem(
-            query, part.key, part.value, key_position=part.position, needs=group.needs, log_weight=weight, **options
+            query, part.key, part.value, key_position=part.position, needs=group.reports, log_weight=weight, **options
         )
         for part, weight in zip(reading.parts, weights, strict=True)
     ]
@@ -120,7 +120,7 @@ def attend_text(query: Array, reading: Reading, pool: Pool, group: Group, **opti
     """`attend` of a selection that looks at a whole text at once; nothing of its statistics is kept."""
     (part,) = reading.parts
     problem = attention.problem(
-        query, part.key, part.value, key_position=part.position, needs=group.needs, **options
+        query, part.key, part.value, key_position=part.position, needs=group.reports, **options
     )  # fmt: skip
     run = functools.partial(attention.attend_and_reduce, implementation="xla")
     output = group.selection.attend_text(run, problem, reading.view)

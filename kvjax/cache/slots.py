@@ -1,5 +1,7 @@
 """The only code that moves slots: append, resize, and the order of positions."""
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 
@@ -8,6 +10,7 @@ from kvjax.cache.state import EMPTY, FAR, LayerKV, exact_store
 from kvjax.statistics import Statistic
 
 Array = jax.Array
+T = TypeVar("T")
 
 
 def empty_stats(needs: frozenset[Statistic], remembers: tuple[str, ...], shape: tuple[int, int, int]) -> dict[str, Array]:
@@ -141,10 +144,10 @@ def forget(stats: dict[str, Array], position: Array) -> dict[str, Array]:
     return jax.tree.map(clear, stats)
 
 
-def constrain(layer: LayerKV) -> LayerKV:
-    """Keeps a layer's slots where the mesh in force wants them: rows over batch, KV heads over heads."""
+def constrain(tree: T) -> T:
+    """Keeps arrays [B, K, ...] where the mesh in force wants the cache: rows over batch, KV heads over heads."""
     axes = ("batch", "kv_heads")
-    return jax.tree.map(lambda leaf: sharding.constrain(leaf, (*axes, *(None,) * (leaf.ndim - 2))), layer)
+    return jax.tree.map(lambda leaf: sharding.constrain(leaf, (*axes, *(None,) * (leaf.ndim - 2))), tree)
 
 
 def longest(position: Array) -> Array:

@@ -72,6 +72,11 @@ class Layer(tuple[LayerKV, ...]):
     def tree_unflatten(cls, _: None, children: Any) -> "Layer":
         return cls(children)
 
+    @property
+    def index(self) -> Any:  # type: ignore[override]  # what a tuple calls so is of no use here
+        """The index of the selection, of a layer whose heads are in one group."""
+        return self.__getattr__("index")
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or len(self) != 1:
             raise AttributeError(f"a layer of {len(self)} groups of heads has no {name!r}; ask one group, such as layer[0]")

@@ -7,6 +7,7 @@ is written there: nothing is compacted or copied.
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +121,7 @@ def step(
     Returns:
       output [B, H, n, D], the cache afterwards, and what attention saw (None where a kernel did the whole step).
     """
+    _check(layer, query, key, value, block, budget)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     by_rank, fresh = group.policy.positions == "cache", layer is None
     if rope is not None and not by_rank:
@@ -153,6 +155,9 @@ def step(
 
     log_weight = None if fresh or group.policy.merge is None else group.policy.merge.log_weight(pool.stats)
     output, columns, index, read = once_ready(look, pool, query)
+    # Pinned to where the slots are: where KV heads are replicated but query heads are not, XLA would otherwise merge in
+    # parts and gather the cache.
+    columns = constrain(columns)
     queries = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     stats = evict.observe(pool.stats, group.needs, columns, queries)
     moves = pool.own is not None and group.selection.in_prompt
@@ -163,6 +168,25 @@ def step(
         after = convert(after, group, group.into, block.newest)
     query, keys, _ = attended(pool, query)
     return output, constrain(after), Seen(query, joined(keys), read, log_weight)
+
+
+def _check(
+    layer: LayerKV | None, query: Array, key: Array, value: Array, block: Block, budget: Array | None
+) -> None:
+    """Asserts shapes and dtypes; costs nothing in a compiled program."""
+    batch, kv_heads, n, dim = key.shape
+    chex.assert_rank([query, key, value], 4)
+    chex.assert_equal_shape([key, value])
+    chex.assert_shape(query, (batch, None, n, dim))
+    chex.assert_is_divisible(query.shape[1], kv_heads)
+    chex.assert_shape(block.position, (batch, n))
+    rows = [block.prompt, block.total, *([] if budget is None else [budget])]
+    chex.assert_shape(rows, (batch,))
+    chex.assert_type([block.position, *rows], jnp.int32)
+    if layer is not None:
+        chex.assert_shape(layer.position, (batch, kv_heads, None))
+        chex.assert_type(layer.position, jnp.int32)
+        chex.assert_tree_shape_prefix((layer.stats, layer.stores, layer.index), (batch, kv_heads))
 
 
 def _evicted(pool: Pool, stats: dict[str, Array], block: Block, group: Group, budget: Array | None) -> LayerKV:
@@ -183,7 +207,9 @@ def _evicted(pool: Pool, stats: dict[str, Array], block: Block, group: Group, bu
             heads=group.heads,
         )
         tokens = block.position.shape[1]
-        victim = evict.victims(policy, stats, view, single=group.single and tokens == 1)
+        # A compressor evicts once, whatever the last block of the prompt brings.
+        single = group.single and tokens == 1 and policy.when == "step"
+        victim = evict.victims(policy, stats, view, single=single)
         if policy.merge is not None:
             most = tokens if group.single else position.shape[2]
             folded = policy.merge.fold(key, value, victim, stats, view, most)

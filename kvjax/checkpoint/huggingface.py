@@ -1,4 +1,4 @@
-"""Hugging Face folders: `load` streams one into a `Model`; `save` is in `kvjax.checkpoint.writer`."""
+"""Loads models from Hugging Face folders and from the hub; `kvjax.checkpoint.writer` saves them."""
 
 import dataclasses
 import re
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from kvjax import sharding
 from kvjax.checkpoint import names, readers
@@ -23,14 +24,22 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 
 Array = jax.Array
-DTYPES = ("float32", "bfloat16", "float16")
-PRETRAINED = Path(__file__).resolve().parent.parent / "pretrained"
-LISTED = 8  # files named in an error
+DTYPES = ("float32", "bfloat16", "float16")  # of parameters
+PRETRAINED = Path(__file__).resolve().parent.parent / "pretrained"  # the models that kvjax contains
+MAX_LISTED = 8  # files that an error message lists
+MAX_REASON = 300  # characters of a library's message that an error quotes
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How weights are published: one file, or an index that names several."""
+    """A format of weights: one file, or an index and several files (shards).
+
+    Attributes:
+      file: name of the only file.
+      index: name of the index, which maps tensors to shards.
+      read: opens a file or a shard: path -> {name: tensor}.
+      shards: glob pattern of the shards.
+    """
 
     file: str
     index: str
@@ -38,7 +47,7 @@ class Format:
     shards: str
 
 
-#: In order of preference.
+#: The supported formats, in order of preference.
 FORMATS = (
     Format("model.safetensors", "model.safetensors.index.json", readers.safetensors, "model-*.safetensors"),
     Format("flax_model.msgpack", "flax_model.msgpack.index.json", readers.flax, "flax_model-*.msgpack"),
@@ -46,23 +55,24 @@ FORMATS = (
 )
 
 
-def load(path_or_name: str | Path, *, dtype: Any = None, mesh: Mesh | None = None) -> Model:
-    """A model from a Hugging Face folder or hub id.
+def load(path_or_name: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> Model:
+    """Loads a model from a Hugging Face folder or from the hub.
 
-    Tensors come one at a time, straight into the target dtype and onto their devices: the host never holds more than
-    the model (the part of it that lies on the host) and its largest tensor.
+    Tensors are read one at a time, converted to the target dtype and moved to their devices. The host therefore needs
+    memory for those parameters that stay on the host and for the largest tensor.
 
     Args:
       path_or_name: a folder with ``config.json`` and weights (safetensors, Flax msgpack, or PyTorch if torch is
-        installed; one file or shards with an index), the name of a model in kvjax/pretrained, or a hub
-        id such as ``facebook/opt-125m``. A folder of that name goes first.
-      dtype: of the parameters, float32, bfloat16 or float16; None = float32 on CPU, where narrower weights decode ten
-        times slower, and bfloat16 on GPU and TPU.
-      mesh: where parameters go, by `kvjax.sharding.PARAMETERS`; None = the default device.
+        installed; one file, or shards with an index), the name of a model in kvjax/pretrained, or a hub id such as
+        ``facebook/opt-125m``. An existing folder has precedence.
+      dtype: of the parameters: float32, bfloat16 or float16. None for float32 on CPUs, where narrower weights decode
+        ten times slower, and for bfloat16 on GPUs and TPUs.
+      mesh: the mesh to shard the parameters over, by `kvjax.sharding.PARAMETERS`; None for the default device.
 
     Raises:
-      CheckpointError: nothing there, damaged files, NaN, or tensors other than the config promises, each one named.
-      ConfigError: a family, option or dtype that kvjax does not have.
+      CheckpointError: if there is no checkpoint, a file is damaged, a tensor holds NaN, or the tensors are not those of
+        the configuration. The message lists the tensors concerned.
+      ConfigError: if the family, an option or the dtype is not supported.
     """
     folder = _locate(path_or_name)
     target = _dtype(dtype, mesh)
@@ -90,7 +100,7 @@ def load(path_or_name: str | Path, *, dtype: Any = None, mesh: Mesh | None = Non
 
 
 def _locate(path_or_name: str | Path) -> Path:
-    """The folder itself, or a downloaded copy of a hub repository."""
+    """Returns the folder of a checkpoint, which is downloaded if it is on the hub."""
     path = Path(path_or_name).expanduser()
     if path.is_dir():
         if (path / "config.json").is_file():
@@ -109,18 +119,26 @@ def _locate(path_or_name: str | Path) -> Path:
 
 
 def bundled(name: str) -> Path | None:
-    """The folder of a model that comes with kvjax, or None if there is none of that name."""
+    """Returns the folder of a model that kvjax contains, or None if there is no such model.
+
+    Args:
+      name: name of the model.
+    """
     folder = PRETRAINED / name
     return folder if re.fullmatch(r"[\w-]+", name) and (folder / "config.json").is_file() else None
 
 
 def _listing(folder: Path) -> str:
+    """Lists the files of a folder, for a message."""
     found = sorted(path.name for path in folder.iterdir())
-    return _some(found) if found else "no files"
+    return _shorten(found) if found else "no files"
 
 
 def _download(name: str) -> Path:
-    """A hub repository's config, tokenizer and weights in one format; a copy from before will do without a network."""
+    """Downloads the configuration, the tokenizer and the weights (in one format) of a hub repository.
+
+    Without a network, a copy from an earlier download is used.
+    """
     try:
         import huggingface_hub as hub
     except ImportError:
@@ -132,22 +150,23 @@ def _download(name: str) -> Path:
         wanted = [f for f in FORMATS if f.file in files or f.index in files][:1]
         weights = [pattern for f in wanted for pattern in (f.file, f.index, f.shards)]
         return Path(hub.snapshot_download(name, allow_patterns=["config.json", *TOKENIZER_FILES, *weights]))
-    except Exception as error:  # whatever the network or the hub may do
+    except Exception as error:  # network and hub raise errors of many types
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     try:
         path = Path(hub.snapshot_download(name, local_files_only=True))
         if (path / "config.json").is_file():
             return path
-    except Exception:  # the first reason is the one to tell
+    except Exception:  # the message below quotes the first error
         pass
     raise CheckpointError(
         f"{name!r} could not be found: tried the folder {Path(name).absolute()}, which is not there, the hub, which "
-        f"failed ({reason[:300]}), and the copies that earlier downloads left, where it is not. Download it elsewhere "
+        f"failed ({reason[:MAX_REASON]}), and the copies that earlier downloads left, where it is not. Download it elsewhere "
         "and give its folder, or check the name and the network."
     )
 
 
-def _dtype(dtype: Any, mesh: Mesh | None) -> np.dtype:
+def _dtype(dtype: DTypeLike | None, mesh: Mesh | None) -> np.dtype:
+    """Returns the checked dtype of the parameters, or the default of the platform."""
     if dtype is None:
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
@@ -161,7 +180,11 @@ def _dtype(dtype: Any, mesh: Mesh | None) -> np.dtype:
 
 
 def _open(folder: Path) -> list[Stored]:
-    """Every tensor of the folder's weights, in the first format that it has."""
+    """Opens the weights of a folder, in the first format of `FORMATS` that it has.
+
+    Returns:
+      Every tensor of the folder.
+    """
     for form in FORMATS:
         if (folder / form.file).is_file():
             return list(form.read(folder / form.file).values())
@@ -172,7 +195,7 @@ def _open(folder: Path) -> list[Stored]:
             shards = sorted(set(weights.values()))
             if absent := [shard for shard in shards if not (folder / shard).is_file()]:
                 raise CheckpointError(
-                    f"{folder} lacks {len(absent)} of the {len(shards)} files that {form.index} names: {_some(absent)}."
+                    f"{folder} lacks {len(absent)} of the {len(shards)} files that {form.index} names: {_shorten(absent)}."
                     " Was the download interrupted?"
                 )
             return [tensor for shard in shards for tensor in form.read(folder / shard).values()]
@@ -181,7 +204,7 @@ def _open(folder: Path) -> list[Stored]:
 
 
 def _canonical(folder: Path, config: DecoderConfig, found: Sequence[Stored]) -> dict[str, Stored]:
-    """Tensors by the names that `names.tensors` uses, without old releases' buffers."""
+    """Returns the tensors by the names that `names.tensors` uses, without the buffers of old releases."""
     stored: dict[str, Stored] = {}
     for tensor in found:
         name = names.canonical(config.family, tensor.name)
@@ -196,7 +219,13 @@ def _canonical(folder: Path, config: DecoderConfig, found: Sequence[Stored]) -> 
 
 
 def _untie(config: DecoderConfig, stored: dict[str, Stored]) -> DecoderConfig:
-    """Drops a tied head that is stored all the same; one that differs is used, as transformers does."""
+    """Handles an output head that is stored although the configuration ties it to the embedding.
+
+    Removes the head from `stored` if it is equal to the embedding. Otherwise the head is used, as in transformers.
+
+    Returns:
+      The configuration, untied in the second case.
+    """
     embedding, head = (stored.get(name) for name in names.embedding_and_head(config.family))
     if not config.tie_embeddings or head is None or embedding is None or head.shape != embedding.shape:
         return config
@@ -213,7 +242,11 @@ def _untie(config: DecoderConfig, stored: dict[str, Stored]) -> DecoderConfig:
 
 
 def _expected(folder: Path, config: DecoderConfig, stored: Mapping[str, Stored]) -> list[names.Tensor]:
-    """The tensors to read, once it is certain that they are all there; names each missing, extra or misshapen one."""
+    """Returns the tensors to read.
+
+    Raises:
+      CheckpointError: if a tensor is missing, superfluous or has another shape. The message lists all of them.
+    """
     expected = names.tensors(config)
     wanted = {tensor.name: tensor.shape for tensor in expected}
     missing = [name for name in wanted if name not in stored]
@@ -233,18 +266,19 @@ def _expected(folder: Path, config: DecoderConfig, stored: Mapping[str, Stored])
     return expected
 
 
-def _some(items: Sequence[str]) -> str:
-    more = f" and {len(items) - LISTED} more" if len(items) > LISTED else ""
-    return ", ".join(items[:LISTED]) + more
+def _shorten(items: Sequence[str]) -> str:
+    """Joins the first `MAX_LISTED` items, for a message."""
+    more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
+    return ", ".join(items[:MAX_LISTED]) + more
 
 
 def _place(array: np.ndarray, path: names.Path, config: DecoderConfig, mesh: Mesh | None) -> Array:
-    """A parameter on its devices; waits, so that the host's copy can go before the next tensor comes."""
-    where = None
+    """Moves a parameter to its devices and waits, so that the host's copy is freed before the next tensor is read."""
+    place = None
     if mesh is not None:
         heads = (config.num_heads, config.num_kv_heads)
-        where = NamedSharding(mesh, sharding.parameter_spec(path, array.shape, mesh, heads))
-    return jax.block_until_ready(jax.device_put(array, where))
+        place = NamedSharding(mesh, sharding.parameter_spec(path, array.shape, mesh, heads))
+    return jax.block_until_ready(jax.device_put(array, place))
 
 
 __all__ = ["FORMATS", "load", "save"]

@@ -1,4 +1,4 @@
-"""Host memory that JAX can use as it is."""
+"""Host memory that JAX can use without a copy."""
 
 import math
 import mmap
@@ -8,10 +8,14 @@ import numpy as np
 
 
 def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Uninitialised memory where JAX's CPU arrays may lie, so that `jax.device_put` need not copy it.
+    """Allocates an uninitialised array, aligned such that `jax.device_put` to a CPU need not copy it.
 
-    Pages of its own, which go back to the system when the array does: the allocator would keep the holes that
-    transposed tensors leave behind, and loading would hold more than the model and its largest tensor.
+    The array has memory pages of its own, which are returned to the system when it is freed. The usual allocator would
+    keep the pages of temporary arrays, and loading would need more memory than the model and its largest tensor.
+
+    Args:
+      shape: of the array.
+      dtype: of the array.
     """
     size = math.prod(shape) * dtype.itemsize
     memory = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
@@ -19,7 +23,11 @@ def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def own(array: np.ndarray) -> np.ndarray:
-    """A contiguous copy in memory of its own, `aligned`."""
+    """Returns a contiguous copy, allocated by `aligned`.
+
+    Args:
+      array: the array to copy.
+    """
     copy = aligned(array.shape, array.dtype)
     copy[...] = array
     return copy

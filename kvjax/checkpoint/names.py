@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint must hold, what they are called, and which of our parameters each one becomes."""
+"""The tensors of a checkpoint: their names and shapes, and how they are converted to parameters."""
 
 import dataclasses
 import re
@@ -13,20 +13,22 @@ from kvjax.models.decoder import parameter_shapes
 from kvjax.models.families import FAMILIES
 from kvjax.models.family import Names
 
-Path = tuple[str, ...]
+Path = tuple[str, ...]  # the keys of a parameter in the parameter tree
 Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint, and the parameters that it holds.
+    """One tensor of a checkpoint, and the parameters that it contains.
 
     Attributes:
-      name: in the checkpoint, e.g. ``model.layers.0.self_attn.qkv_proj.weight``.
-      paths: our parameters, in order, e.g. ("layer_0", "attention", "query", "kernel").
-      shapes: their shapes, [in, out] for a projection.
-      out_first: the checkpoint has a projection as [out, in].
-      heads: above 0, the parts are interleaved head by head: [heads, parts, D, ...] flattened.
+      name: the name in the checkpoint, such as ``model.layers.0.self_attn.qkv_proj.weight``.
+      paths: the parameters, in order, such as ``("layer_0", "attention", "query", "kernel")``; several if the
+        checkpoint fuses them into one tensor.
+      shapes: the shape of each parameter, [in, out] for a projection.
+      out_first: whether the checkpoint stores the projection as [out, in].
+      heads: if above 0, the number of heads of a fused tensor that is ordered by head: [heads, parameters, D, ...],
+        flattened.
     """
 
     name: str
@@ -37,17 +39,25 @@ class Tensor:
 
     @property
     def shape(self) -> Shape:
-        """Shape in the checkpoint."""
+        """The shape in the checkpoint."""
         shape = (*self.shapes[0][:-1], sum(shape[-1] for shape in self.shapes)) if self.fused else self.shapes[0]
         return shape[::-1] if self.out_first else shape
 
     @property
     def fused(self) -> bool:
+        """Whether the tensor contains several parameters."""
         return len(self.paths) > 1
 
     def split(self, array: np.ndarray) -> list[np.ndarray]:
-        """The checkpoint's tensor as our parameters, each in memory of its own; inverts `merge`."""
-        # views until the last step: [in, out] or [out]
+        """Converts the tensor to parameters; inverts `merge`.
+
+        Args:
+          array: the tensor, in the shape `shape`.
+
+        Returns:
+          The parameters, in the shapes `shapes`. Those of a fused tensor are copies.
+        """
+        # [in, out] or [out], a view
         array = array.T if self.out_first else array
         if not self.fused and array.flags.c_contiguous:
             return [array]
@@ -60,9 +70,18 @@ class Tensor:
         return [own(part) for part in parts]
 
     def merge(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Our parameters as the checkpoint's tensor, contiguous."""
+        """Converts parameters to the tensor.
+
+        Args:
+          parts: the parameters, in the shapes `shapes`.
+
+        Returns:
+          The tensor, contiguous, in the shape `shape`.
+        """
         if self.heads:
+            # each [..., heads, 1, D]
             split = [part.reshape(*part.shape[:-1], self.heads, 1, -1) for part in parts]
+            # [..., heads * parts * D]
             array = np.concatenate(split, axis=-2).reshape(*parts[0].shape[:-1], -1)
         else:
             array = np.concatenate(parts, axis=-1) if self.fused else parts[0]
@@ -70,9 +89,13 @@ class Tensor:
 
 
 def tensors(config: DecoderConfig) -> list[Tensor]:
-    """Every tensor that a checkpoint of this decoder holds; a tied output head is none of them."""
+    """Returns every tensor that a checkpoint of a decoder contains. A tied output head is not among them.
+
+    Args:
+      config: the decoder.
+    """
     names = FAMILIES[config.family].names
-    # The layers are alike: one is traced, however many there are.
+    # All layers have the same shapes, so that tracing one of them suffices.
     one = parameter_shapes(dataclasses.replace(config, num_layers=1, windows=()))
     leaves = jax.tree_util.tree_flatten_with_path(one)[0]
     shapes = {tuple(key.key for key in path): leaf.shape for path, leaf in leaves}
@@ -92,11 +115,20 @@ def _matching(
     root: Path,
     shapes: dict[Path, Shape],
 ) -> list[Tensor]:
-    """The tensors of these modules, as far as the decoder has parameters in them."""
+    """Returns the tensors of those modules that the decoder has parameters for.
+
+    Args:
+      config: the decoder.
+      names: the names of its family.
+      prefix: prefix of the modules in the checkpoint.
+      modules: name of a module in the checkpoint -> names of the modules in kvjax.
+      root: the path that is put before those of `shapes`.
+      shapes: path -> shape of the parameters.
+    """
     found = []
     for theirs, ours in modules.items():
         for leaf in ("weight", "bias"):
-            # our leaves are called tokens, table, scale or kernel where theirs is always weight
+            # A "weight" of the checkpoint is called tokens, table, scale or kernel in kvjax.
             matches = [
                 path
                 for module in ours
@@ -117,10 +149,17 @@ def _matching(
 
 
 def canonical(family: str, name: str) -> str | None:
-    """A name found in some checkpoint as `tensors` has it; None for a buffer that is no parameter.
+    """Converts the name of a tensor in a file to the one that `tensors` uses.
 
-    Models saved without their head lack the first word (``h.0.ln_1.weight``, ``decoder.layers.0.fc1.weight``), and the
-    head of a GPT-NeoX is called ``embed_out`` or, by newer releases, ``lm_head``.
+    Models that were saved without their head lack the first component of the name (``h.0.ln_1.weight``,
+    ``decoder.layers.0.fc1.weight``). The head of GPT-NeoX is called ``embed_out``, or ``lm_head`` in newer releases.
+
+    Args:
+      family: the ``model_type``.
+      name: the name in the file.
+
+    Returns:
+      The name, or None for a buffer, which is not a parameter.
     """
     names = FAMILIES[family].names
     if f".{name}".endswith(names.buffers):
@@ -132,7 +171,11 @@ def canonical(family: str, name: str) -> str | None:
 
 
 def embedding_and_head(family: str) -> tuple[str, str]:
-    """The names of the token embedding and of the output head, which may be one and the same tensor."""
+    """Returns the names of the token embedding and of the output head. A tied model stores only the former.
+
+    Args:
+      family: the ``model_type``.
+    """
     names = FAMILIES[family].names
     embedding = next(theirs for theirs, ours in names.top.items() if ours == "embed")
     return f"{names.prefix}{embedding}.weight", f"{names.head}.weight"

@@ -1,7 +1,7 @@
-"""The files that hold weights, opened without reading them: every format becomes a dict of `Stored` tensors.
+"""Readers of weight files. Opening a file of any format returns a dict of `Stored` tensors, without reading them.
 
-A tensor is read in pieces of a few megabytes, each converted to the target dtype on arrival, so that nothing but the
-tensor itself is ever held, whatever dtype it is stored in.
+A tensor is read in pieces of a few megabytes, and each piece is converted to the target dtype at once. The tensor
+therefore never exists in memory in both dtypes.
 """
 
 import dataclasses
@@ -18,14 +18,19 @@ from kvjax.checkpoint.memory import aligned
 from kvjax.checkpoint.msgpack import msgpack_arrays
 from kvjax.errors import CheckpointError
 
-PIECE = 1 << 20  # elements read at a time
+Json = dict[str, Any]  # a JSON object
+PIECE = 1 << 20  # elements per piece
+MAX_REASON = 200  # characters of a library's message, or of a header's entry, that an error quotes
+ZIP_MAGIC = b"PK\x03\x04"  # first bytes of a zip archive
+LENGTH_BYTES = 8  # size of the length at the start of a safetensors file
+#: Names of the dtypes that kvjax reads, as in safetensors.
 FLOATS: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-#: Bytes an element, of the dtypes that only buffers and quantised weights have.
+#: Bytes per element of the other dtypes, which only buffers and quantised weights have.
 _OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8}
 _OTHERS |= {"U64": 8, "F8_E8M0": 1, "C64": 8}
 
@@ -35,10 +40,12 @@ class Stored:
     """A tensor in a file.
 
     Attributes:
-      name: in the file; file: the file's name, for errors.
-      layout: shape of the stored elements; transposed: the tensor is their transpose (Flax's kernels).
-      dtype: name of the stored dtype, a key of `FLOATS` if kvjax can read it.
-      pieces: the elements in order, as one-dimensional arrays.
+      name: name of the tensor in the file.
+      file: name of the file, for messages.
+      layout: shape of the stored array.
+      dtype: name of the stored dtype; a key of `FLOATS` if kvjax can read it.
+      pieces: returns the elements in order, as one-dimensional arrays.
+      transposed: whether the tensor is the transpose of the stored array (kernels of Flax).
     """
 
     name: str
@@ -50,20 +57,26 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
         return self.layout[::-1] if self.transposed else self.layout
 
     def read(self, dtype: np.dtype, *, transposed_memory: bool = False) -> np.ndarray:
-        """The tensor in `dtype`; on request a matrix whose transpose is the contiguous one.
+        """Reads the tensor.
+
+        Args:
+          dtype: of the result.
+          transposed_memory: whether the transpose of a matrix, instead of the matrix itself, is to be contiguous.
 
         Raises:
-          CheckpointError: not floating point, NaN or infinite in the file, or beyond the range of `dtype`.
+          CheckpointError: if the stored dtype is not a floating-point one, or an element is NaN, infinite or out of the
+            range of `dtype`.
         """
         if self.dtype not in FLOATS:
             raise CheckpointError(
                 f"{self.name} in {self.file} is stored as {self.dtype}; kvjax reads {', '.join(FLOATS)}, and no "
                 "quantised weights."
             )
-        # A matrix that is wanted the other way round is written so piece by piece: it never exists twice.
+        # Each piece is written to its transposed place, so that the matrix never exists in both memory orders.
         flip = transposed_memory and not self.transposed and len(self.layout) == 2
         array = aligned(self.layout[::-1], dtype).T if flip else aligned(self.layout, dtype)
         start = 0
@@ -79,7 +92,13 @@ class Stored:
 
 
 def _fill(array: np.ndarray, start: int, values: np.ndarray) -> None:
-    """Writes consecutive elements from the flat index `start` on; `array` may lie in memory in any order."""
+    """Writes consecutive elements.
+
+    Args:
+      array: the array to write to, with any memory order.
+      start: flat index of the first element.
+      values: the elements, one-dimensional.
+    """
     if array.flags.c_contiguous:
         array.reshape(-1)[start : start + values.size] = values
         return
@@ -96,25 +115,35 @@ def _fill(array: np.ndarray, start: int, values: np.ndarray) -> None:
 
 
 def _from_file(path: Path, dtype: np.dtype, extents: list[tuple[int, int]]) -> Iterator[np.ndarray]:
-    """The elements at (offset, bytes) of a file, a piece at a time; read rather than mapped, to hold no pages."""
+    """Yields the elements of an array, piece by piece. Reads the file instead of mapping it, to keep no pages.
+
+    Args:
+      path: the file.
+      dtype: of the elements.
+      extents: the offset and the size in bytes of each chunk of the array.
+    """
     with path.open("rb") as file:
         for offset, size in extents:
             file.seek(offset)
-            left = size // dtype.itemsize
-            while left:
-                wanted = min(left, PIECE) * dtype.itemsize
+            remaining = size // dtype.itemsize
+            while remaining:
+                wanted = min(remaining, PIECE) * dtype.itemsize
                 data = file.read(wanted)
                 if len(data) < wanted:
                     raise CheckpointError(f"{path} ended while it was read: is it still being written?")
-                left -= wanted // dtype.itemsize
+                remaining -= wanted // dtype.itemsize
+                # [elements]
                 yield np.frombuffer(data, np.uint8).view(dtype)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file.
+def read_json(path: Path) -> Json:
+    """Reads a JSON object from a file.
+
+    Args:
+      path: the file.
 
     Raises:
-      CheckpointError: absent, unreadable or something else than an object.
+      CheckpointError: if the file is missing or unreadable, or holds anything else than an object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -128,24 +157,30 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def safetensors(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file: 8 bytes of length, a JSON header, the data.
+    """Opens a safetensors file, which consists of the length of the header in 8 bytes, a JSON header and the data.
+
+    Args:
+      path: the file.
+
+    Returns:
+      Name -> tensor.
 
     Raises:
-      CheckpointError: truncated, or a header that contradicts itself or the file.
+      CheckpointError: if the file is truncated, or its header is inconsistent with itself or with the file.
     """
     total = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if total < 8 or length > total - 8:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if total < LENGTH_BYTES or length > total - LENGTH_BYTES:
             raise CheckpointError(f"{path} is no whole safetensors file: {total} bytes end inside its header.")
         try:
             header = json.loads(file.read(length).decode("utf-8"))
             if not isinstance(header, dict):
-                raise ValueError("no object")  # caught below
+                raise ValueError("no object")  # converted to a CheckpointError below
         except (ValueError, RecursionError):
             raise CheckpointError(f"{path} is damaged: its safetensors header is no JSON object.") from None
     header.pop("__metadata__", None)
-    data, found, end = 8 + length, {}, 0
+    data, found, end = LENGTH_BYTES + length, {}, 0
     for name, entry in header.items():
         try:
             dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -155,8 +190,8 @@ def safetensors(path: Path) -> dict[str, Stored]:
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(
-                f"{path} is damaged: its header describes {name} as {json.dumps(entry)[:200]}, which contradicts "
-                "itself."
+                f"{path} is damaged: its header describes {name} as {json.dumps(entry)[:MAX_REASON]}, which "
+                "contradicts itself."
             ) from None
         end = max(end, last)
         found[name] = _stored(name, path, shape, dtype, [(data + first, last - first)])
@@ -167,20 +202,28 @@ def safetensors(path: Path) -> dict[str, Stored]:
 
 
 def _stored(name: str, path: Path, shape: tuple[int, ...], dtype: str, extents: list[tuple[int, int]]) -> Stored:
+    """Returns the tensor at the given offsets of a file."""
     return Stored(name, path.name, shape, dtype, lambda: _from_file(path, FLOATS[dtype], extents))
 
 
+#: Name of a NumPy dtype -> key of `FLOATS`.
 _NUMPY = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def flax(path: Path) -> dict[str, Stored]:
-    """The tensors of a flax_model.msgpack, under the names that the PyTorch model has.
+    """Opens a flax_model.msgpack file.
 
-    Flax calls an embedding's table ``embedding``, a norm's weight ``scale``, and stores a linear layer's weight as
-    ``kernel`` [in, out].
+    Flax calls the table of an embedding ``embedding``, the weight of a norm ``scale`` and the weight of a linear layer
+    ``kernel``, which it stores [in, out].
+
+    Args:
+      path: the file.
+
+    Returns:
+      Name in the PyTorch model -> tensor.
 
     Raises:
-      CheckpointError: truncated or damaged.
+      CheckpointError: if the file is truncated or damaged.
     """
     found = {}
     for keys, array in msgpack_arrays(path).items():
@@ -199,10 +242,16 @@ def flax(path: Path) -> dict[str, Stored]:
 
 
 def pytorch(path: Path) -> dict[str, Stored]:
-    """The tensors of a pytorch_model.bin, mapped into memory; nothing but weights is ever unpickled.
+    """Opens a pytorch_model.bin file and maps it into memory. Unpickles only tensors, never other objects.
+
+    Args:
+      path: the file.
+
+    Returns:
+      Name -> tensor.
 
     Raises:
-      CheckpointError: torch is not installed, or the file is damaged or holds something else than weights.
+      CheckpointError: if torch is not installed, or the file is damaged or holds anything else than tensors.
     """
     try:
         import torch
@@ -212,15 +261,13 @@ def pytorch(path: Path) -> dict[str, Stored]:
             "safetensors or Flax's format."
         ) from None
 
-    def load(mmap: bool) -> Any:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-
     try:
         with path.open("rb") as file:
-            zipped = file.read(4) == b"PK\x03\x04"
-        tensors = load(mmap=zipped)  # files of torch before 1.6 cannot be mapped
-    except Exception as error:  # torch raises all sorts for a damaged file
-        reason = str(error).strip().split("\n")[0][:200]
+            zipped = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+        # Files of torch before 1.6 are not zip archives and cannot be mapped.
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:  # torch raises errors of many types for a damaged file
+        reason = str(error).strip().split("\n")[0][:MAX_REASON]
         raise CheckpointError(
             f"{path} is no readable PyTorch weights file ({type(error).__name__}: {reason}): it may be truncated or "
             "damaged, or hold more than weights, which kvjax does not unpickle."
@@ -228,7 +275,8 @@ def pytorch(path: Path) -> dict[str, Stored]:
     if not isinstance(tensors, Mapping) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
         raise CheckpointError(f"{path} must hold a dict of tensors by name.")
 
-    def pieces(tensor: Any) -> Iterator[np.ndarray]:
+    def pieces(tensor: torch.Tensor) -> Iterator[np.ndarray]:
+        # [elements]
         flat = tensor.detach().reshape(-1)
         for start in range(0, flat.numel(), PIECE):
             piece = flat[start : start + PIECE]

@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face folder: all of it, or nothing."""
+"""Saves a model as a Hugging Face folder, atomically."""
 
 import json
 import math
@@ -17,23 +17,31 @@ from kvjax.checkpoint import names, readers
 from kvjax.errors import CheckpointError
 from kvjax.models import families
 from kvjax.models.model import Model
+from kvjax.sharding import Params
 
-SHARD_BYTES = 5_000_000_000
-#: What a checkpoint's folder may hold for `save` to replace it; anything else is not ours to delete.
-_OURS = re.compile(
+SHARD_BYTES = 5_000_000_000  # maximum size of a safetensors file
+HEADER_ALIGNMENT = 8  # a safetensors header is padded to a multiple of this number of bytes
+MAX_LISTED = 5  # files that an error message lists
+#: Names of the files of a checkpoint. `save` replaces a folder only if it contains nothing else.
+_CHECKPOINT_FILES = re.compile(
     r"(.*config\.json|(model|pytorch_model|flax_model)[\w.-]*|tokenizer[\w.]*|vocab\.json|merges\.txt|"
     r"special_tokens_map\.json|added_tokens\.json|README\.md|LICENSE[\w.]*|\.gitattributes|chat_template[\w.]*)"
 )
 
 
 def save(model: Model, folder: str | Path) -> None:
-    """Writes config.json, safetensors (in files of at most 5 GB) and the tokenizer's files.
+    """Saves the configuration, the weights and the tokenizer of a model.
 
-    The folder appears whole or not at all: everything goes to a hidden folder beside it, which is renamed at the end.
-    A checkpoint that was there before is replaced.
+    Writes to a hidden folder next to the target and renames it at the end, so that the target is either complete or
+    unchanged. An existing checkpoint is replaced.
+
+    Args:
+      model: the model.
+      folder: the folder to write: config.json, safetensors files of at most 5 GB, and the files of the tokenizer.
 
     Raises:
-      CheckpointError: the folder holds other things than a checkpoint, or the parameters are not those of the config.
+      CheckpointError: if the folder contains anything else than a checkpoint or cannot be written, or the parameters are
+        not those of the configuration.
     """
     folder = Path(folder).expanduser().resolve()
     raw = families.write(model.config)
@@ -55,11 +63,11 @@ def save(model: Model, folder: str | Path) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _parts(tensor: names.Tensor, params: Any) -> list[Any]:
-    """The parameters that a tensor is made of, still on their devices."""
+def _parts(tensor: names.Tensor, params: Params) -> list[jax.Array]:
+    """Returns the parameters that a tensor contains, on their devices."""
     parts = []
     for path, shape in zip(tensor.paths, tensor.shapes, strict=True):
-        node = params
+        node: Any = params
         for key in path:
             node = node.get(key) if hasattr(node, "get") else None
         if node is None or getattr(node, "shape", None) != shape:
@@ -75,17 +83,21 @@ def _parts(tensor: names.Tensor, params: Any) -> list[Any]:
     return parts
 
 
+#: Name of a NumPy dtype -> name in safetensors.
 _DTYPE_NAMES = {dtype.name: name for name, dtype in readers.FLOATS.items()}
 
-Entry = tuple[names.Tensor, list[Any]]
+#: A tensor, and the parameters that it contains.
+Entry = tuple[names.Tensor, list[jax.Array]]
 
 
 def _size(entry: Entry) -> int:
+    """Returns the size of a tensor in bytes."""
     tensor, parts = entry
     return math.prod(tensor.shape) * parts[0].dtype.itemsize
 
 
 def _write_weights(folder: Path, entries: Sequence[Entry]) -> None:
+    """Writes one safetensors file, or several and an index."""
     shards: list[list[Entry]] = [[]]
     for entry in entries:
         if shards[-1] and sum(map(_size, shards[-1])) + _size(entry) > SHARD_BYTES:
@@ -103,10 +115,10 @@ def _write_weights(folder: Path, entries: Sequence[Entry]) -> None:
 
 
 def _write_safetensors(path: Path, entries: Sequence[Entry]) -> None:
-    """One file; a tensor at a time comes to the host."""
-    # widest dtype first keeps every tensor aligned
+    """Writes one safetensors file. Copies one tensor at a time to the host."""
+    # In order of descending element size, every tensor is aligned.
     entries = sorted(entries, key=lambda entry: -entry[1][0].dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: readers.Json = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor, parts in entries:
         end = offset + _size((tensor, parts))
@@ -114,29 +126,32 @@ def _write_safetensors(path: Path, entries: Sequence[Entry]) -> None:
         header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % HEADER_ALIGNMENT)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(len(text).to_bytes(readers.LENGTH_BYTES, "little") + text)
         for tensor, parts in entries:
             array = tensor.merge([np.asarray(jax.device_get(part)) for part in parts])
             file.write(array.reshape(-1).view(np.uint8).data)
 
 
 def _check_replaceable(folder: Path) -> None:
+    """Raises a CheckpointError if the folder contains anything else than a checkpoint."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; give the name of a folder to save to.")
     other = (
-        sorted(p.name for p in folder.iterdir() if p.is_dir() or not _OURS.fullmatch(p.name)) if folder.exists() else []
+        sorted(p.name for p in folder.iterdir() if p.is_dir() or not _CHECKPOINT_FILES.fullmatch(p.name))
+        if folder.exists()
+        else []
     )
     if other:
         raise CheckpointError(
-            f"{folder} is not replaced, because it holds more than a checkpoint ({', '.join(other[:5])}); save to a "
+            f"{folder} is not replaced, because it holds more than a checkpoint ({', '.join(other[:MAX_LISTED])}); save to a "
             "new folder."
         )
 
 
 def _replace(staging: Path, folder: Path) -> None:
-    """Puts the finished folder in place; a previous one is moved away first and deleted last."""
+    """Renames the finished folder to its target. An existing folder is renamed first and deleted last."""
     if not folder.exists():
         staging.rename(folder)
         return

@@ -19,8 +19,8 @@ Array = jax.Array
 #: Primitives that act on each number by itself.
 ELEMENTWISE = frozenset(
     {
-        *("abs", "add", "div", "exp", "integer_pow", "log", "max", "min", "mul", "neg", "rem", "sign", "sqrt"),
-        *("square", "sub", "eq", "ge", "gt", "le", "lt", "ne", "and", "or", "not", "shift_left", "shift_right_logical"),
+        *("abs", "add", "div", "exp", "integer_pow", "log", "max", "min", "mul", "neg", "rem", "sign", "square"),
+        *("sub", "eq", "ge", "gt", "le", "lt", "ne", "and", "or", "not", "shift_left", "shift_right_logical"),
         *("select_n", "bitcast_convert_type", "convert_element_type"),
     }
 )
@@ -30,7 +30,7 @@ REDUCTIONS: dict[str, Callable[..., Array]] = {"reduce_sum": jnp.sum, "reduce_ma
 #: Reductions that are evaluated on single numbers only.
 PREDICATES = frozenset({"reduce_or", "reduce_and"})
 CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"})
-#: Every primitive that `on_lines` evaluates, with the limits that `unsupported` names.
+#: Every primitive that `on_lines` evaluates and Mosaic lowers for GPUs, with the limits that `unsupported` names.
 PRIMITIVES = ELEMENTWISE | ARRANGING | frozenset(REDUCTIONS) | PREDICATES | CALLS | {"pow", "while", "cond"}
 
 
@@ -61,6 +61,10 @@ def unsupported(equation: Any, slots: int) -> str | None:
         return name
     if name in PREDICATES and equation.invars[0].aval.size > 1:
         return f"{name} over slots"
+    if name == "cond" and any(out.aval.size == slots for out in equation.outvars):
+        return "cond between slots"
+    if name == "rem" and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating):
+        return "rem of floats"
     for out in equation.outvars:
         if out.aval.size not in (1, slots):
             return f"{name} to an array of shape {out.aval.shape}"

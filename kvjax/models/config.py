@@ -1,4 +1,4 @@
-"""What a decoder is made of: the one description that all Hugging Face families are read into."""
+"""`DecoderConfig`: the description of a decoder that all Hugging Face model families are converted to."""
 
 import dataclasses
 from typing import Literal
@@ -11,27 +11,42 @@ class DecoderConfig:
     """Static, hashable description of a decoder; `kvjax.models.families` reads it from a ``config.json``.
 
     Attributes:
-      family: Hugging Face ``model_type`` that it came from; names the entry of the families table.
-      vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, mlp_size: shapes; `num_heads` is a
-        multiple of `num_kv_heads` (grouped queries; 1 = multi-query).
-      max_positions: trained length; the end of the table for learned positions, advice for RoPE.
-      rope: rotary embedding, or None.
-      learned_positions: a position table of `max_positions` + `position_offset` rows is added to the embedding.
-      position_offset: rows of that table before position 0 (OPT: 2).
-      norm: ``rms`` or ``layer``; `norm_eps`: inside its square root; `norm_offset`: added to the stored scale
-        (Gemma: 1).
-      norm_affine: whether norms have parameters at all (some OPT do not).
-      norm_position: ``pre`` normalises a block's input, ``post`` its output after the residual (OPT-350M).
-      final_norm: whether a norm precedes the output head.
-      parallel_residual: attention and MLP read the same input (GPT-NeoX).
-      activation: Hugging Face name of the MLP's nonlinearity; gated_mlp: activation(gate) * up.
-      qkv_bias, out_bias, mlp_bias, head_bias, norm_bias: which linear layers and norms carry a bias.
-      qk_norm: an RMS norm over each head's query and key (Qwen3).
-      embed_size: width of the token embedding; other than hidden_size it is projected in and out (OPT-350M).
-      embed_scale: multiplies the embedding (Gemma: sqrt(hidden_size)).
-      tie_embeddings: the output head is the token embedding.
-      windows: per layer, how many newest positions a query may see, itself included; None = all of them.
-      bos_token_id, eos_token_ids, pad_token_id: for tokenizing and stopping; may be absent.
+      family: Hugging Face ``model_type``; a key of `kvjax.models.families.FAMILIES`.
+      vocab_size: the number of tokens in the vocabulary.
+      hidden_size: the number of features of the residual stream.
+      num_layers: the number of layers.
+      num_heads: the number of query heads, a multiple of `num_kv_heads`.
+      num_kv_heads: the number of KV heads: `num_heads` for multi-head attention, 1 for multi-query attention.
+      head_dim: the number of features of a head.
+      mlp_size: the number of hidden features of the MLP.
+      max_positions: the trained context length in tokens. A learned position table ends there; RoPE does not.
+      rope: the rotary embedding, or None.
+      learned_positions: whether a table of `max_positions` + `position_offset` rows is added to the token embedding.
+      position_offset: the number of rows of that table before position 0 (2 for OPT).
+      norm: the kind of normalisation, RMS norm or layer norm.
+      norm_eps: the constant added to the variance, inside the square root.
+      norm_offset: the constant added to the stored scale (1 for Gemma).
+      norm_bias: whether layer norms have a bias.
+      norm_affine: whether norms have parameters at all (False for some OPT models).
+      norm_position: ``pre`` normalises the input of a block, ``post`` the residual sum after it (OPT-350M).
+      final_norm: whether there is a norm before the output head.
+      parallel_residual: whether attention and MLP read the same input (GPT-NeoX).
+      activation: Hugging Face name of the MLP's activation function.
+      gated_mlp: whether the MLP computes activation(gate) * up instead of activation(up).
+      qkv_bias: whether the query, key and value projections have a bias.
+      out_bias: whether the output projection of attention has a bias.
+      mlp_bias: whether the projections of the MLP have a bias.
+      head_bias: whether the output head has a bias.
+      qk_norm: whether each head's query and key pass through an RMS norm (Qwen3).
+      embed_size: the number of features of the token embedding, which is projected if it differs from `hidden_size`
+        (OPT-350M); 0 for `hidden_size`.
+      embed_scale: factor on the token embedding (sqrt(hidden_size) for Gemma).
+      tie_embeddings: whether the output head is the token embedding.
+      windows: per layer, the number of newest positions that a query sees, its own included, or None for all. An empty
+        tuple means None for every layer.
+      bos_token_id: id of the beginning-of-text token, or None.
+      eos_token_ids: ids of the end-of-text tokens.
+      pad_token_id: id of the padding token, or None.
     """
 
     family: str
@@ -69,7 +84,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.embed_size:
             object.__setattr__(self, "embed_size", self.hidden_size)
         if not self.windows:

@@ -1,32 +1,42 @@
-"""One decoder for every family: pure functions of parameters, tokens and a cache (Flax Linen, used functionally).
+"""One decoder for all model families: pure functions of parameters, tokens and a cache (Flax Linen, used functionally).
 
-Layers are unrolled: on a CPU that reads memory four times as fast as a scan over stacked layers. Projections are stored
-[in, out] (Hugging Face has most of them the other way round; loading transposes): on two CPU cores with jax 0.10.2 and
-0.12 a [768, 3072] MLP then reads its weights at 28 GB/s instead of 30 at batch 1, but 17.4 instead of 11.0 at batch 8
-and 20 instead of 12 at batch 4, where the compiler otherwise transposes them in every step. Tables (embeddings, and an
-output head that is tied to one) stay [rows, features]. The decoder knows nothing of policies: it hands
-unrotated queries, keys and values to `kvjax.cache.step` and gets an output and the layer's new cache back.
+The layers are unrolled: on a CPU they read memory four times as fast as a scan over stacked layers. Projections are
+stored [in, out], while most Hugging Face checkpoints have [out, in]; loading transposes them. Measured on two CPU cores
+with jax 0.10.2 and 0.12, a [768, 3072] MLP then reads its weights at 28 GB/s instead of 30 at batch 1, at 20 instead of
+12 at batch 4 and at 17.4 instead of 11.0 at batch 8, where the compiler otherwise transposes them in every step. Tables
+(embeddings, and an output head that is tied to one) are stored [rows, features].
+
+The decoder does not depend on the policy: it passes unrotated queries, keys and values to `kvjax.cache.step`, which
+returns the output of attention and the updated cache of the layer.
 """
 
 import dataclasses
 import functools
 import math
 import operator
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import DTypeLike
 
 from kvjax import sharding
 from kvjax.cache.layout import Group, Phase, keep_everything
-from kvjax.cache.state import Block, KVState, Layer as LayerSlots
+from kvjax.cache.state import Block, KVState
+from kvjax.cache.state import Layer as LayerCache
 from kvjax.cache.step import step_layer
 from kvjax.models.config import DecoderConfig
+from kvjax.sharding import Params
 
 Array = jax.Array
 
-ACTIVATIONS = {
+MIN_PART = 192  # smallest number of input features in one part of a split product; see `project`
+QUICK_GELU_SLOPE = 1.702  # sigmoid approximation of GELU (arXiv:1606.08415, section 2)
+POSITION_STDDEV = 0.02  # standard deviation of a freshly initialised position table (GPT-2)
+
+#: Activation functions by their Hugging Face names.
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
@@ -34,45 +44,61 @@ ACTIVATIONS = {
     "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_fast": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(QUICK_GELU_SLOPE * x),
 }
 
 
-PART = 192  # fewest inputs of a part; see `project`
-
-
 def project(x: Array, kernel: Array) -> Array:
-    """[..., in] x [in, out] -> [..., out].
+    """Multiplies by a kernel.
 
-    A single row on a CPU goes in parts of the input, one after another in memory, whose results are added: threads then
-    read whole stretches of the kernel instead of columns of it (a decode step of OPT-125M: 19.5 ms instead of 22.1).
+    On a CPU, the product of a single row is split over the input features and the partial products are added. Each
+    thread then reads contiguous memory of the kernel instead of some of its columns: a decode step of OPT-125M takes
+    19.5 ms instead of 22.1 ms.
+
+    Args:
+      x: [..., in].
+      kernel: [in, out].
+
+    Returns:
+      [..., out].
     """
     inputs = x.shape[-1]
     parts = 1
-    while inputs % (2 * parts) == 0 and inputs // (2 * parts) >= PART:
+    while inputs % (2 * parts) == 0 and inputs // (2 * parts) >= MIN_PART:
         parts *= 2
     if x.size > inputs or parts == 1:
+        # [..., out]
         return x @ kernel
 
-    def in_parts(x: Array, kernel: Array) -> Array:
+    def split_product(x: Array, kernel: Array) -> Array:
+        # [parts, out]
         y = jnp.einsum("pi,pio->po", x.reshape(parts, -1), kernel.reshape(parts, -1, kernel.shape[1]))
-        # Sums of slices, which XLA writes into whatever reads the result; a reduction would be a step of its own.
+        # [..., out]: XLA fuses a sum of slices into the operation that reads it, but not a reduction.
         return functools.reduce(operator.add, (y[i] for i in range(parts))).reshape(*x.shape[:-1], -1)
 
-    return jax.lax.platform_dependent(x, kernel, cpu=in_parts, default=jnp.matmul)
+    return jax.lax.platform_dependent(x, kernel, cpu=split_product, default=jnp.matmul)
 
 
 class Linear(nn.Module):
-    """y = x W + b with W stored [in, out], as Flax's own Dense has it."""
+    """y = x W + b with W stored [in, out], as in `flax.linen.Dense`.
+
+    Attributes:
+      features: the number of output features.
+      use_bias: whether b is present.
+      dtype: of the parameters.
+    """
 
     features: int
     use_bias: bool = False
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
+        """Maps [..., in] to [..., features]."""
         shape = (x.shape[-1], self.features)
+        # [in, features]
         kernel = self.param("kernel", nn.initializers.normal(shape[0] ** -0.5), shape, self.dtype)
+        # [..., features]
         y = project(x, kernel)
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, (self.features,), self.dtype)
@@ -80,23 +106,31 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMS or layer norm over the last axis, computed in float32."""
+    """RMS norm or layer norm over the last axis, computed in float32.
+
+    Attributes:
+      config: the decoder.
+      rms: whether this is an RMS norm.
+      dtype: of the parameters.
+    """
 
     config: DecoderConfig
     rms: bool
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
+        """Normalises [..., features], in the dtype of x."""
         config, size = self.config, x.shape[-1]
+        # [..., features]
         y = x.astype(jnp.float32)
         if not self.rms:
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + config.norm_eps)
         if not config.norm_affine:
             return y.astype(x.dtype)
-        one = nn.initializers.constant(1.0 - config.norm_offset)
-        scale = self.param("scale", one, (size,), self.dtype)
+        # [features], so that scale + norm_offset is 1 at initialisation
+        scale = self.param("scale", nn.initializers.constant(1.0 - config.norm_offset), (size,), self.dtype)
         y = y * (scale.astype(jnp.float32) + config.norm_offset)
         if config.norm_bias and not self.rms:
             y = y + self.param("bias", nn.initializers.zeros, (size,), self.dtype).astype(jnp.float32)
@@ -104,36 +138,59 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
+    """Self-attention over the cache of one layer.
+
+    Attributes:
+      config: the decoder.
+      index: index of the layer.
+      dtype: of the parameters.
+    """
+
     config: DecoderConfig
     index: int
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(
-        self, x: Array, layer: LayerSlots | None, block: Block, groups: tuple[Group, ...]
-    ) -> tuple[Array, LayerSlots]:
+        self, x: Array, layer: LayerCache | None, block: Block, groups: tuple[Group, ...]
+    ) -> tuple[Array, LayerCache]:
+        """Attends to the cache, which is updated with the tokens of the block.
+
+        Args:
+          x: [B, n, hidden], normalised.
+          layer: the layer's cache so far; None if the block is the whole prompt.
+          block: positions and budgets of the tokens.
+          groups: the layer's groups of heads.
+
+        Returns:
+          The output, [B, n, hidden], and the updated cache.
+        """
         config = self.config
         batch, n, _ = x.shape
 
         def heads(name: str, count: int) -> Array:
+            # [B, n, heads * D]
             y = Linear(count * config.head_dim, config.qkv_bias, self.dtype, name=name)(x)
-            # Between product and heads: XLA's TPU compiler would otherwise keep a transposed copy of the kernel too.
+            # Without this barrier before the reshape, XLA's TPU compiler keeps a transposed copy of the kernel.
             y = jax.lax.platform_dependent(y, tpu=jax.lax.optimization_barrier, default=lambda y: y)
             # [B, n, heads, D]
             return y.reshape(batch, n, count, config.head_dim)
 
+        # [B, n, H, D]
         query = heads("query", config.num_heads)
+        # [B, n, K, D]
         key = heads("key", config.num_kv_heads)
         value = heads("value", config.num_kv_heads)
         if config.qk_norm:
             query = Norm(config, rms=True, dtype=self.dtype, name="query_norm")(query)
             key = Norm(config, rms=True, dtype=self.dtype, name="key_norm")(key)
-        # [B, heads, n, D]
+        # [B, H, n, D] and twice [B, K, n, D]
         query, key, value = (jnp.swapaxes(y, 1, 2) for y in (query, key, value))
+        # [B, H, n, D]
         output, layer, seen = step_layer(
             layer, query, key, value, block=block, groups=groups, rope=config.rope, window=config.windows[self.index]
         )
-        # For `kvjax.analysis`; nothing is kept unless a caller asks for it.
+        # For `kvjax.analysis`; Flax discards it unless the caller makes "intermediates" mutable.
         self.sow("intermediates", "seen", seen)
         # [B, n, H * D]
         output = jnp.swapaxes(output, 1, 2).reshape(batch, n, config.num_heads * config.head_dim)
@@ -141,11 +198,19 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
+    """The MLP of one layer: down(activation(up x)), or down(activation(gate x) * up x).
+
+    Attributes:
+      config: the decoder.
+      dtype: of the parameters.
+    """
+
     config: DecoderConfig
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
+        """Maps [B, n, hidden] to [B, n, hidden]."""
         config = self.config
         activation = ACTIVATIONS[config.activation]
         # [B, n, mlp]
@@ -158,14 +223,23 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
+    """One layer: attention and MLP with their norms and residual connections.
+
+    Attributes:
+      config: the decoder.
+      index: index of the layer.
+      dtype: of the parameters.
+    """
+
     config: DecoderConfig
     index: int
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(
-        self, x: Array, layer: LayerSlots | None, block: Block, groups: tuple[Group, ...]
-    ) -> tuple[Array, LayerSlots]:
+        self, x: Array, layer: LayerCache | None, block: Block, groups: tuple[Group, ...]
+    ) -> tuple[Array, LayerCache]:
+        """Returns the residual stream [B, n, hidden] after the layer, and the updated cache; see `Attention`."""
         config = self.config
         rms = config.norm == "rms"
         attention_norm = Norm(config, rms, self.dtype, name="attention_norm")
@@ -173,9 +247,11 @@ class Layer(nn.Module):
         attention = Attention(config, self.index, self.dtype, name="attention")
         mlp = Mlp(config, self.dtype, name="mlp")
         if config.norm_position == "post":
+            # [B, n, hidden]
             attended, layer = attention(x, layer, block, groups)
             x = attention_norm(x + attended)
             return mlp_norm(x + mlp(x)), layer
+        # [B, n, hidden]
         attended, layer = attention(attention_norm(x), layer, block, groups)
         if config.parallel_residual:
             return x + attended + mlp(mlp_norm(x)), layer
@@ -186,14 +262,18 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """A causal language model.
 
-    ``decoder.apply({"params": params}, tokens, kv, block, phase) -> (logits, kv)``; `hidden` and `logits` are its two
-    halves, for callers that need the logits of a few tokens only.
+    ``decoder.apply({"params": params}, tokens, kv, block, phase)`` returns the logits and the updated cache. Callers
+    that need the logits of only a few tokens can call the methods `hidden` and `logits` one after the other.
+
+    Attributes:
+      config: the decoder.
+      dtype: of the parameters.
     """
 
     config: DecoderConfig
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
-    def setup(self):
+    def setup(self) -> None:
         config, dtype = self.config, self.dtype
         self.embed = Embed(config, dtype)
         if config.learned_positions:
@@ -210,35 +290,49 @@ class Decoder(nn.Module):
     def __call__(
         self, tokens: Array, kv: KVState | None = None, block: Block | None = None, phase: Phase | None = None
     ) -> tuple[Array, KVState]:
-        """Logits of every token and the cache afterwards.
+        """Computes the logits of every token.
 
         Args:
           tokens: [B, n] int32.
-          kv: the cache so far; None = these tokens are the whole prompt.
-          block: positions and budgets; None = every token is real.
-          phase: the groups of each layer, of a `kvjax.cache.CacheLayout`; None = every token is kept, and the tokens are
-            the whole prompt.
+          kv: the cache so far; None if the tokens are the whole prompt.
+          block: positions and budgets; None if every token is real.
+          phase: the groups of each layer, from a `kvjax.cache.CacheLayout`; None if the tokens are the whole prompt and
+            every token is kept.
 
         Returns:
-          logits [B, n, V] float32, and the new state.
+          The logits, [B, n, V] float32, and the updated cache.
         """
+        # [B, n, embed]
         hidden, kv = self.hidden(tokens, kv, block, phase)
         return self.logits(hidden), kv
 
     def hidden(
         self, tokens: Array, kv: KVState | None = None, block: Block | None = None, phase: Phase | None = None
     ) -> tuple[Array, KVState]:
-        """As `__call__`, but the last hidden states [B, n, embed] before the output head."""
+        """Computes the last hidden states of every token.
+
+        Args:
+          tokens: see `__call__`.
+          kv: see `__call__`.
+          block: see `__call__`.
+          phase: see `__call__`.
+
+        Returns:
+          The input of the output head, [B, n, embed], and the updated cache.
+        """
         config = self.config
         phase = keep_everything(config.num_layers) if phase is None else phase
         if block is None:
             batch, n = tokens.shape
+            # [B, n]
             position = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n))
+            # [B]
             row = jnp.full((batch,), n, jnp.int32)
             block = Block(position=position, prompt=row, total=row, budget=((None,),) * config.num_layers)
-        # [B, n, hidden]
+        # [B, n, embed]
         x = self.embed(tokens)
         if config.embed_size != config.hidden_size:
+            # [B, n, hidden]
             x = self.embed_in(x)
         if config.learned_positions:
             x = x + self.position_embed(block.position)
@@ -250,6 +344,7 @@ class Decoder(nn.Module):
         if config.final_norm:
             x = self.final_norm(x)
         if config.embed_size != config.hidden_size:
+            # [B, n, embed]
             x = self.embed_out(x)
         # [B]
         added = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
@@ -257,52 +352,98 @@ class Decoder(nn.Module):
         return x, KVState(tuple(after), length, prompt=block.prompt, total=block.total, budget=block.budget)
 
     def logits(self, hidden: Array) -> Array:
-        """[..., embed] -> [..., V] float32."""
+        """Applies the output head.
+
+        Args:
+          hidden: [..., embed].
+
+        Returns:
+          [..., V] float32.
+        """
+        # [..., V]
         output = self.embed.attend(hidden) if self.config.tie_embeddings else self.head(hidden)
         return output.astype(jnp.float32)
 
 
 class Embed(nn.Module):
-    config: DecoderConfig
-    dtype: Any = jnp.float32
+    """The token embedding.
 
-    def setup(self):
+    Attributes:
+      config: the decoder.
+      dtype: of the parameters.
+    """
+
+    config: DecoderConfig
+    dtype: DTypeLike = jnp.float32
+
+    def setup(self) -> None:
         shape = (self.config.vocab_size, self.config.embed_size)
+        # [V, embed]
         self.tokens = self.param("tokens", nn.initializers.normal(shape[1] ** -0.5), shape, self.dtype)
 
     def __call__(self, tokens: Array) -> Array:
+        """Looks up tokens: [B, n] int32 -> [B, n, embed]."""
+        # [B, n, embed]
         x = jnp.take(self.tokens, tokens, axis=0)
         return x if self.config.embed_scale == 1 else x * jnp.asarray(self.config.embed_scale, x.dtype)
 
     def attend(self, hidden: Array) -> Array:
+        """Multiplies by the transposed table, for a tied output head: [..., embed] -> [..., V]."""
+        # [..., V]
         return jax.lax.dot_general(hidden, self.tokens, (((hidden.ndim - 1,), (1,)), ((), ())))
 
 
 class PositionEmbed(nn.Module):
+    """The learned position table.
+
+    Attributes:
+      config: the decoder.
+      dtype: of the parameters.
+    """
+
     config: DecoderConfig
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, position: Array) -> Array:
+        """Looks up positions: [B, n] int32, -1 for padding -> [B, n, hidden]."""
         shape = (self.config.max_positions + self.config.position_offset, self.config.hidden_size)
-        table = self.param("table", nn.initializers.normal(0.02), shape, self.dtype)
+        # [rows, hidden]
+        table = self.param("table", nn.initializers.normal(POSITION_STDDEV), shape, self.dtype)
+        # [B, n, hidden]
         return jnp.take(table, jnp.maximum(position, 0) + self.config.position_offset, axis=0)
 
 
-def parameter_shapes(config: DecoderConfig, dtype: Any = jnp.float32) -> Any:
-    """The parameter tree's shapes and dtypes; nothing is allocated."""
+def parameter_shapes(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> Params:
+    """Returns the parameter tree with `jax.ShapeDtypeStruct` leaves, without allocating it.
+
+    Args:
+      config: the decoder.
+      dtype: of the parameters.
+    """
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     init = Decoder(config, dtype).init
     return jax.eval_shape(lambda key, x: init(key, x)["params"], jax.random.key(0), tokens)
 
 
 def parameter_count(config: DecoderConfig) -> int:
-    """How many numbers the parameters are; the layers are alike, so that one is traced."""
+    """Returns the total number of elements of the parameters.
+
+    Args:
+      config: the decoder.
+    """
+    # All layers have the same shapes, so that tracing one of them suffices.
     tree = parameter_shapes(dataclasses.replace(config, num_layers=1, windows=()))
     sizes = {name: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(node)) for name, node in tree.items()}
     return sum(sizes.values()) + (config.num_layers - 1) * sizes["layer_0"]
 
 
-def random_parameters(config: DecoderConfig, key: Array, dtype: Any = jnp.float32) -> Any:
-    """Freshly initialised parameters, for training, tests and benchmarks."""
+def random_parameters(config: DecoderConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
+    """Initialises parameters at random, for training, tests and benchmarks.
+
+    Args:
+      config: the decoder.
+      key: random key.
+      dtype: of the parameters.
+    """
     return Decoder(config, dtype).init(key, jnp.zeros((1, 1), jnp.int32))["params"]

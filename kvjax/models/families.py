@@ -1,7 +1,7 @@
-"""The table of Hugging Face families: how each one's ``config.json`` reads, and what its tensors are called.
+"""The table of Hugging Face model families: the keys of their ``config.json`` and the names of their tensors.
 
-A new family is one entry of `FAMILIES`. `read` and `write` turn a ``config.json`` into a `DecoderConfig` and back;
-`kvjax.checkpoint.names` turns `Names` into the tensors that a checkpoint must hold.
+To support another family, add an entry to `FAMILIES`. `read` converts a ``config.json`` to a `DecoderConfig`, `write`
+converts it back, and `kvjax.checkpoint.names` derives the tensors of a checkpoint from `Names`.
 """
 
 from typing import Any
@@ -9,23 +9,27 @@ from typing import Any
 from kvjax.errors import ConfigError
 from kvjax.models import family
 from kvjax.models.config import DecoderConfig
-from kvjax.models.family import Family, Json, Names, setting
+from kvjax.models.family import Family, Fields, Json, Names, setting
 from kvjax.models.rope_keys import RopeKeys
 
 
-def _opt(raw: Json, fields: dict[str, Any]) -> dict[str, Any]:
+def _opt(raw: Json, fields: Fields) -> Fields:
+    """Reads where OPT normalises: OPT-350M does so after the residual connections and has no final norm."""
     before = setting("opt", raw, "do_layer_norm_before", True, bool)
     removed = setting("opt", raw, "_remove_final_layer_norm", False, bool)
     return {"norm_position": "pre" if before else "post", "final_norm": before and not removed}
 
 
 def _write_opt(config: DecoderConfig) -> dict[str, Any]:
+    """Inverts `_opt`."""
     before = config.norm_position == "pre"
     return {"do_layer_norm_before": before, "_remove_final_layer_norm": before and not config.final_norm}
 
 
-def _gemma(raw: Json, fields: dict[str, Any]) -> dict[str, Any]:
-    # Gemma 1 was published with "gelu", trained with its tanh approximation; `hidden_activation` came to say so.
+def _gemma(raw: Json, fields: Fields) -> Fields:
+    """Reads Gemma's activation function and the scale of its embedding."""
+    # Gemma 1 was trained with the tanh approximation but published with hidden_act "gelu"; later releases added the
+    # key hidden_activation, which takes precedence.
     activation = raw.get("hidden_activation") or fields["activation"]
     if raw.get("hidden_activation") is None and activation == "gelu":
         activation = "gelu_pytorch_tanh"
@@ -79,7 +83,7 @@ _LLAMA_LAYER: dict[str, str | tuple[str, ...]] = {
 _LLAMA_NAMES = Names("model.", _LLAMA_TOP, _LLAMA_LAYER)
 _FUSED_QKV = ("attention.query", "attention.key", "attention.value")
 
-#: Every family, by ``model_type``.
+#: ``model_type`` -> family.
 FAMILIES: dict[str, Family] = {
     "opt": Family(
         architecture="OPTForCausalLM",
@@ -292,21 +296,27 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-MOST, MOST_LAYERS = 1 << 26, 1000  # no decoder is near these, and larger ones could not even be described
+# Upper bounds that no real decoder comes near. Larger numbers, from a damaged file, would exhaust memory while the
+# parameters are only being described.
+MAX_SIZE = 1 << 26
+MAX_LAYERS = 1000
 
 
 def read(raw: Json) -> DecoderConfig:
-    """The decoder that a ``config.json`` describes; absent keys mean what they mean to ``transformers``.
+    """Converts a ``config.json`` to a `DecoderConfig`. Absent keys have the defaults of ``transformers``.
+
+    Args:
+      raw: the parsed ``config.json``.
 
     Raises:
-      ConfigError: an unknown family, an option that kvjax does not have, or a value that cannot be.
+      ConfigError: if the family is unknown, an option is not supported or a value is not valid.
     """
     name = raw.get("model_type")
     if name not in FAMILIES:
         raise ConfigError(f"model_type {name!r} in config.json is no family that kvjax has: {', '.join(FAMILIES)}.")
     config = family.read(name, FAMILIES[name], raw)
     sizes = (config.vocab_size, config.hidden_size, config.mlp_size, config.num_heads, config.head_dim)
-    if config.num_layers > MOST_LAYERS or max(*sizes, config.max_positions) > MOST:
+    if config.num_layers > MAX_LAYERS or max(*sizes, config.max_positions) > MAX_SIZE:
         raise ConfigError(
             f"config.json of {name} cannot be true: it describes {config.num_layers} layers, a vocabulary of "
             f"{config.vocab_size}, hidden size {config.hidden_size}, MLP size {config.mlp_size}, {config.num_heads} "
@@ -316,10 +326,16 @@ def read(raw: Json) -> DecoderConfig:
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
-    """The ``config.json`` of a decoder, in keys that old and new releases of ``transformers`` read; inverts `read`.
+    """Converts a `DecoderConfig` to a ``config.json``; inverts `read`.
+
+    Args:
+      config: the decoder.
+
+    Returns:
+      The JSON object, with keys that old and new releases of ``transformers`` read.
 
     Raises:
-      ConfigError: a family that is not in the table.
+      ConfigError: if the family is not in the table.
     """
     if config.family not in FAMILIES:
         raise ConfigError(f"family {config.family!r} is not one that kvjax can write: {', '.join(FAMILIES)}.")

@@ -1,4 +1,4 @@
-"""What an entry of the table of families says, and how it reads and writes a ``config.json``."""
+"""`Family`: the description of a Hugging Face model family, and how its ``config.json`` is read and written."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -8,22 +8,30 @@ from kvjax.errors import ConfigError
 from kvjax.models import rope_keys
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import ACTIVATIONS
+from kvjax.models.rope_keys import Json
 
-Json = Mapping[str, Any]
+Fields = dict[str, Any]  # DecoderConfig field -> value
+#: DecoderConfig field -> its key in ``config.json``, and the value that ``transformers`` uses if the key is absent.
+Keys = Mapping[str, tuple[str, Any]]
+MLP_RATIO = 4  # hidden features of the MLP per feature of the residual stream, if ``config.json`` has no size
+QWEN_FULL_LAYERS = 28  # default of Qwen's max_window_layers: the number of first layers without a sliding window
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """What a family calls its modules (each holds a ``weight`` and perhaps a ``bias``).
+    """The names of a family's modules in a checkpoint. Each module has a ``weight`` and possibly a ``bias``.
 
     Attributes:
-      prefix: of every module but the output head; a model saved without its head lacks the first word of it.
+      prefix: prefix of every module except the output head. A model that was saved without its head lacks the first
+        component of the prefix.
+      top: modules outside the layers: name in the checkpoint -> name in kvjax.
+      layer: modules inside a layer: name in the checkpoint -> name in kvjax, or several names if the checkpoint fuses
+        these modules into one tensor.
       layers: name of the list of layers.
-      top, layer: their module -> ours, outside and inside a layer; several of ours are one tensor, one after another.
-      head: the output head's module.
-      in_first: a layer's matrices are stored [in, out] (GPT-2's Conv1D).
-      interleaved: a fused tensor goes head by head: query, key, value of head 0, then of head 1 (GPT-NeoX).
-      buffers: suffixes of tensors that old releases saved although they are no parameters.
+      head: name of the output head.
+      in_first: whether the matrices of a layer are stored [in, out] (Conv1D in GPT-2).
+      interleaved: whether a fused tensor is ordered by head: query, key and value of head 0, then of head 1 (GPT-NeoX).
+      buffers: suffixes of tensors that old releases saved and that are not parameters.
     """
 
     prefix: str
@@ -38,41 +46,50 @@ class Names:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One family.
+    """One Hugging Face model family.
 
     Attributes:
-      architecture: the ``transformers`` class of its language model.
-      keys: `DecoderConfig` field -> its key in ``config.json`` and the value that ``transformers`` gives an absent key.
-      fixed: fields that never vary.
-      names: its tensors.
-      rope: its rotary keys, or None.
-      windows: how sliding windows are written: ``all`` layers share one, ``some`` layers do (Qwen), or None.
-      window_default: the window when ``config.json`` does not say.
-      only: options that change the model, each with the one value that kvjax has.
-      finish: what a table cannot say: (config.json, fields so far) -> more fields.
-      unfinish: its inverse: config -> more keys.
+      architecture: the ``transformers`` class of the language model.
+      keys: the keys of ``config.json``; see `Keys`.
+      fixed: `DecoderConfig` fields that have the same value in every model of the family.
+      names: the names of the tensors.
+      rope: the keys of the rotary embedding, or None.
+      windows: which layers have the sliding window of ``config.json``: ``all``, ``some`` (Qwen) or None.
+      window_default: the sliding window in tokens, or None, if the key is absent from ``config.json``.
+      only: options that change the model, each with the only value that kvjax supports.
+      finish: (config.json, fields so far) -> further fields, for what `keys` cannot express.
+      unfinish: config -> further keys of ``config.json``; the inverse of `finish`.
     """
 
     architecture: str
-    keys: Mapping[str, tuple[str, Any]]
+    keys: Keys
     fixed: Mapping[str, Any]
     names: Names
     rope: rope_keys.RopeKeys | None = rope_keys.DEFAULT
     windows: str | None = None
     window_default: int | None = 4096
-    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    finish: Callable[[Json, dict[str, Any]], dict[str, Any]] = lambda raw, fields: {}
+    only: Json = dataclasses.field(default_factory=dict)
+    finish: Callable[[Json, Fields], Fields] = lambda raw, fields: {}
     unfinish: Callable[[DecoderConfig], dict[str, Any]] = lambda config: {}
 
 
 def read(name: str, family: Family, raw: Json) -> DecoderConfig:
-    """The decoder that the ``config.json`` of a family describes; see `kvjax.models.families.read`."""
+    """Reads the ``config.json`` of a family.
+
+    Args:
+      name: the ``model_type``.
+      family: the family of that name.
+      raw: the parsed ``config.json``.
+
+    Raises:
+      ConfigError: see `kvjax.models.families.read`.
+    """
     for key, only in {"quantization_config": None, **family.only}.items():
         if raw.get(key) is not None and raw[key] != only:
             has = "unquantised weights" if only is None else f"{only!r}"
             raise ConfigError(f"{key} of {name} is {raw[key]!r} in config.json; kvjax has {has} only.")
     types = {field.name: field.type for field in dataclasses.fields(DecoderConfig)}
-    fields: dict[str, Any] = {"family": name, **family.fixed}
+    fields: Fields = {"family": name, **family.fixed}
     for field, (key, default) in family.keys.items():
         fields[field] = setting(name, raw, key, default, types[field])
     hidden, heads = fields["hidden_size"], fields["num_heads"]
@@ -83,7 +100,7 @@ def read(name: str, family: Family, raw: Json) -> DecoderConfig:
             )
         fields["head_dim"] = hidden // heads
     fields["num_kv_heads"] = fields.get("num_kv_heads") or heads
-    fields["mlp_size"] = fields["mlp_size"] or 4 * hidden
+    fields["mlp_size"] = fields["mlp_size"] or MLP_RATIO * hidden
     fields["embed_size"] = fields.get("embed_size") or hidden
     if heads % fields["num_kv_heads"]:
         raise ConfigError(
@@ -103,7 +120,12 @@ def read(name: str, family: Family, raw: Json) -> DecoderConfig:
 
 
 def write(family: Family, config: DecoderConfig) -> dict[str, Any]:
-    """The ``config.json`` of a decoder; see `kvjax.models.families.write`."""
+    """Returns the ``config.json`` of a decoder; see `kvjax.models.families.write`.
+
+    Args:
+      family: the decoder's family.
+      config: the decoder.
+    """
     raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": config.family}
     raw |= {key: getattr(config, field) for field, (key, _) in family.keys.items()}
     eos = config.eos_token_ids
@@ -120,8 +142,19 @@ def write(family: Family, config: DecoderConfig) -> dict[str, Any]:
     return raw | dict(family.only) | family.unfinish(config)
 
 
-def setting(family: str, raw: Json, key: str, default: Any, kind: Any) -> Any:
-    """One key's value, of the type that its `DecoderConfig` field has."""
+def setting(family: str, raw: Json, key: str, default: object, kind: object) -> Any:
+    """Returns the checked value of one key.
+
+    Args:
+      family: the ``model_type``, for the message.
+      raw: the parsed ``config.json``.
+      key: the key.
+      default: the value if the key is absent.
+      kind: the type of the `DecoderConfig` field: bool, str, float, or another for whole numbers.
+
+    Raises:
+      ConfigError: if the value is not valid for the key.
+    """
     value = raw.get(key, default)
     valid: str | None = None
     if key == "eos_token_id":
@@ -136,7 +169,7 @@ def setting(family: str, raw: Json, key: str, default: Any, kind: Any) -> Any:
     elif kind is float:
         valid = None if isinstance(value, int | float) and value > 0 and value is not True else "a number above 0"
     elif key.endswith("_token_id"):
-        # -1 is how some old configs say "none"
+        # Some old files have -1 for null.
         value = None if value == -1 else value
         valid = None if value is None or (_whole(value) and value >= 0) else "a token id or null"
     elif not (_whole(value) and value > 0) and not (value is None and key in _NULLABLE):
@@ -146,21 +179,23 @@ def setting(family: str, raw: Json, key: str, default: Any, kind: Any) -> Any:
     return value
 
 
+#: Keys for which null is valid.
 _NULLABLE = {"num_key_value_heads", "head_dim", "n_inner", "word_embed_proj_dim", "sliding_window"}
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: object) -> bool:
+    """Returns whether a JSON value is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _windows(name: str, family: Family, raw: Json, num_layers: int) -> tuple[int | None, ...]:
-    """The sliding window of every layer."""
+    """Returns the sliding window of each layer in tokens, or None for a layer with full attention."""
     window = setting(name, raw, "sliding_window", family.window_default, int)
     if family.windows == "all":
         return (window,) * num_layers
     if not setting(name, raw, "use_sliding_window", False, bool):
         window = None
-    first, types = raw.get("max_window_layers", 28), raw.get("layer_types")
+    first, types = raw.get("max_window_layers", QWEN_FULL_LAYERS), raw.get("layer_types")
     if types is None:
         if not _whole(first):
             raise ConfigError(f"config.json of {name}: max_window_layers must be a whole number, but is {first!r}.")

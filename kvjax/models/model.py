@@ -1,8 +1,8 @@
-"""A decoder's configuration, parameters and tokenizer, and the mesh they lie on."""
+"""`Model`: the configuration, the parameters and the tokenizer of a decoder."""
 
 import contextlib
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -10,38 +10,49 @@ from jax.sharding import Mesh, NamedSharding
 
 from kvjax import sharding
 from kvjax.models.config import DecoderConfig
+from kvjax.sharding import Params, PyTree
+
+if TYPE_CHECKING:
+    from kvjax.checkpoint.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """What `kvjax.load` returns.
+    """A decoder with its parameters, as `kvjax.load` returns it.
 
     Attributes:
       config: static description of the decoder.
       params: nested dict of arrays, projections [in, out]; see `kvjax.models.decoder.parameter_shapes`.
-      tokenizer: the folder's tokenizer, or None if it has none.
-      mesh: where the parameters lie, or None for a single device.
+      tokenizer: the tokenizer of the checkpoint or None.
+      mesh: the mesh that the parameters are sharded over, or None for a single device.
     """
 
     config: DecoderConfig
-    params: Any
-    tokenizer: Any = None
+    params: Params
+    tokenizer: "Tokenizer | None" = None
     mesh: Mesh | None = None
 
     @property
     def platform(self) -> str:
-        """``cpu``, ``gpu`` or ``tpu``: where the parameters are."""
+        """The platform of the parameters: ``cpu``, ``gpu`` or ``tpu``."""
         leaf = jax.tree.leaves(self.params)[0]
-        # NumPy's arrays are nowhere yet, nor are those of a gradient that is being traced.
+        # NumPy arrays and tracers are on no device; they will be on the default one.
         placed = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
         return next(iter(leaf.devices())).platform if placed else jax.default_backend()
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
-        """Puts the mesh in force for the calls inside; nothing without one."""
+        """Returns a context in which `mesh` is the current mesh; one that does nothing if there is no mesh."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
-    def place(self, batch: Any) -> Any:
-        """Arrays whose first dimension is the batch, on the devices: rows over the `data` axis."""
+    def place(self, batch: PyTree) -> PyTree:
+        """Moves arrays to the devices, with the rows divided over the mesh axis ``data``.
+
+        Args:
+          batch: a tree of NumPy arrays whose first dimension is the batch.
+
+        Returns:
+          The tree with JAX arrays.
+        """
 
         def put(x: np.ndarray) -> jax.Array:
             if self.mesh is None:

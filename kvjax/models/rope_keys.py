@@ -1,4 +1,7 @@
-"""Rotary embeddings as ``config.json`` writes them: ``rope_parameters``, or ``rope_theta`` with ``rope_scaling``."""
+"""Reads and writes the rotary embedding of a ``config.json``.
+
+New releases of ``transformers`` have it under ``rope_parameters``, old ones under ``rope_theta`` and ``rope_scaling``.
+"""
 
 import dataclasses
 import math
@@ -9,19 +12,23 @@ from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.rope import Rope
 
+Json = Mapping[str, Any]  # a JSON object
 TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
+THETA = 10_000.0  # default base of the frequencies
+BETA_FAST, BETA_SLOW = 32.0, 1.0  # default band edges of YaRN, in rotations over the trained length
+YARN_SLOPE = 0.1  # growth of YaRN's attention factor with ln(factor) (arXiv:2309.00071, eq. 22)
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeKeys:
-    """Where a family keeps its rotary settings.
+    """The keys of a family's rotary embedding.
 
     Attributes:
-      theta: key of the base, outside ``rope_parameters``.
-      partial: key of the share of a head's features that is rotated; None = the family always rotates all of them.
-      partial_default: that share when the key is absent.
-      original_default: trained length before stretching when absent (Phi-3, which keeps it at the top level);
-        None = ``max_position_embeddings``.
+      theta: key of the base of the frequencies, outside ``rope_parameters``.
+      partial: key of the fraction of a head's features that is rotated; None if the family rotates all of them.
+      partial_default: that fraction if the key is absent.
+      original_default: the trained context length in tokens if its key is absent from the top level (Phi-3); None for
+        ``max_position_embeddings``.
     """
 
     theta: str = "rope_theta"
@@ -33,25 +40,33 @@ class RopeKeys:
 DEFAULT = RopeKeys()
 
 
-def read(family: str, raw: Mapping[str, Any], keys: RopeKeys, head_dim: int, max_positions: int) -> Rope:
-    """The rotary embedding that a ``config.json`` describes.
+def read(family: str, raw: Json, keys: RopeKeys, head_dim: int, max_positions: int) -> Rope:
+    """Reads the rotary embedding of a ``config.json``.
+
+    Args:
+      family: the ``model_type``.
+      raw: the parsed ``config.json``.
+      keys: the keys of the family.
+      head_dim: the number of features of a head.
+      max_positions: the context length in tokens.
 
     Raises:
-      ConfigError: a type that kvjax does not have, a setting that is missing or cannot be.
+      ConfigError: if the type is not supported, or a setting is missing or not valid.
     """
-    # A config that was saved by an old release and edited for a new one has both; transformers takes the old key.
+    # A file that was saved by an old release and edited for a new one has both keys; transformers reads the old one.
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = raw.get(name) or {}
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise ConfigError(f"config.json of {family}: {name} must be one flat object, but is {given!r}.")
     kind = given.get("rope_type", given.get("type", "default"))
-    # "su" is LongRoPE's first name; Phi-3's first release called it "yarn" too.
+    # "su" is an earlier name of LongRoPE; the first release of Phi-3 called it "yarn".
     if kind == "su" or (kind == "yarn" and family == "phi3"):
         kind = "longrope"
     if kind not in TYPES:
         raise ConfigError(f"config.json of {family}: rope type {kind!r} is unknown; valid types: {', '.join(TYPES)}.")
 
     def number(key: str, default: float | None = None, fallback: str | None = None) -> float:
+        """Returns a setting, from `fallback` at the top level if it is absent, or the default."""
         value = given.get(key)
         value = raw.get(fallback) if value is None and fallback else value
         value = default if value is None else value
@@ -72,7 +87,7 @@ def read(family: str, raw: Mapping[str, Any], keys: RopeKeys, head_dim: int, max
             f"config.json of {family}: {dim} of {head_dim} features of a head are rotated; it must be an even number "
             f"from 2 to {head_dim}."
         )
-    theta = number("rope_theta", 10_000.0, keys.theta)
+    theta = number("rope_theta", THETA, keys.theta)
     if kind == "default":
         return Rope(dim, theta)
     original = given.get("original_max_position_embeddings") or max_positions
@@ -88,7 +103,7 @@ def read(family: str, raw: Mapping[str, Any], keys: RopeKeys, head_dim: int, max
         case "linear":
             return Rope(dim, theta, kind, number("factor"))
         case "dynamic":
-            # transformers stretches from max_position_embeddings, whatever else the config says
+            # transformers uses max_position_embeddings as the trained length and ignores the other key.
             return Rope(dim, theta, kind, number("factor"), max_positions)
         case "llama3":
             low, high = number("low_freq_factor"), number("high_freq_factor")
@@ -97,7 +112,7 @@ def read(family: str, raw: Mapping[str, Any], keys: RopeKeys, head_dim: int, max
     factor = number("factor", stretch)
     attention = number("attention_factor", _attention_factor(kind, factor, original, given))
     if kind == "yarn":
-        fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
+        fast, slow = number("beta_fast", BETA_FAST), number("beta_slow", BETA_SLOW)
         return Rope(
             dim, theta, kind, factor, original, beta_fast=fast, beta_slow=slow, attention_factor=attention,
             truncate=given.get("truncate", True),
@@ -110,11 +125,17 @@ def read(family: str, raw: Mapping[str, Any], keys: RopeKeys, head_dim: int, max
 
 
 def write(config: DecoderConfig, rope: Rope, keys: RopeKeys) -> dict[str, Any]:
-    """The keys of a rotary embedding, in the old spelling, which every release of ``transformers`` reads."""
+    """Returns the keys of a rotary embedding, in the old form, which every release of ``transformers`` reads.
+
+    Args:
+      config: the decoder.
+      rope: its rotary embedding.
+      keys: the keys of its family.
+    """
     raw: dict[str, Any] = {keys.theta: rope.theta}
     if keys.partial:
         share = rope.dim / config.head_dim
-        # the reader truncates head_dim * share, so a share that rounds down must be nudged
+        # Readers truncate head_dim * share. Where rounding would lose a feature, half a feature is added to the share.
         raw[keys.partial] = share if int(config.head_dim * share) == rope.dim else (rope.dim + 0.5) / config.head_dim
     scaling: dict[str, Any] = {}
     match rope.scaling:
@@ -139,7 +160,7 @@ def write(config: DecoderConfig, rope: Rope, keys: RopeKeys) -> dict[str, Any]:
         if rope.attention_factor != _attention_factor(rope.scaling, factor, rope.original_max_positions, {}):
             scaling["attention_factor"] = rope.attention_factor
     if keys.original_default:
-        # releases of transformers before 5 want exactly these three keys of Phi-3
+        # For Phi-3, releases of transformers before 5 accept no other keys than type and the two lists of factors.
         return raw | {
             "original_max_position_embeddings": rope.original_max_positions,
             "rope_scaling": {"type": rope.scaling, **scaling},
@@ -149,10 +170,17 @@ def write(config: DecoderConfig, rope: Rope, keys: RopeKeys) -> dict[str, Any]:
     return raw | {"rope_scaling": {"rope_type": rope.scaling, **scaling}}
 
 
-def _attention_factor(kind: str, factor: float, original: int, given: Mapping[str, Any]) -> float:
-    """What cosine and sine are multiplied by when the config does not say.
+def _attention_factor(kind: str, factor: float, original: int, given: Json) -> float:
+    """Returns the default factor on cosine and sine for a context extension by the factor s.
 
-    LongRoPE (arXiv:2402.13753): sqrt(1 + ln s / ln L); YaRN (arXiv:2309.00071, eq. 22): 0.1 ln s + 1.
+    LongRoPE (arXiv:2402.13753) has sqrt(1 + ln s / ln L) for the trained length L, YaRN (arXiv:2309.00071, eq. 22) has
+    0.1 ln s + 1.
+
+    Args:
+      kind: ``longrope`` or ``yarn``.
+      factor: s.
+      original: L in tokens.
+      given: the settings, which may have ``mscale`` and ``mscale_all_dim`` (DeepSeek).
     """
     if factor <= 1:
         return 1.0
@@ -160,11 +188,12 @@ def _attention_factor(kind: str, factor: float, original: int, given: Mapping[st
         return math.sqrt(1 + math.log(factor) / math.log(original))
     scale, scale_all = given.get("mscale"), given.get("mscale_all_dim")
     if scale and scale_all:
-        return (0.1 * scale * math.log(factor) + 1) / (0.1 * scale_all * math.log(factor) + 1)
-    return 0.1 * math.log(factor) + 1
+        return (YARN_SLOPE * scale * math.log(factor) + 1) / (YARN_SLOPE * scale_all * math.log(factor) + 1)
+    return YARN_SLOPE * math.log(factor) + 1
 
 
-def _factors(family: str, name: str, key: str, value: Any, count: int) -> tuple[float, ...]:
+def _factors(family: str, name: str, key: str, value: object, count: int) -> tuple[float, ...]:
+    """Returns the checked factors of LongRoPE, `count` numbers."""
     if not isinstance(value, list) or len(value) != count or not all(isinstance(x, int | float) for x in value):
         got = f"{len(value)} values" if isinstance(value, list) else repr(value)
         raise ConfigError(f"config.json of {family}: {key} of {name} must list {count} numbers, but is {got}.")

@@ -1,6 +1,7 @@
-"""Decoders by name, as their authors published them: for random weights, ahead-of-time compilation and memory sums.
+"""Published decoders by name, for use without a checkpoint.
 
-A checkpoint brings its own config; these are for when there is none, or when it would not fit.
+They serve runs with random weights, ahead-of-time compilation and memory estimates. A checkpoint has its own
+configuration.
 """
 
 from kvjax.errors import ConfigError
@@ -9,7 +10,7 @@ from kvjax.rope import Rope
 
 
 def _opt(hidden_size: int, num_layers: int, num_heads: int) -> DecoderConfig:
-    """OPT (arXiv:2205.01068, Table 1); all sizes but 350M, which normalises after the residual."""
+    """Returns an OPT decoder (arXiv:2205.01068, Table 1) of any size except 350M, which is a post-norm model."""
     return DecoderConfig(
         family="opt",
         vocab_size=50_272,
@@ -48,7 +49,7 @@ def _llama(
     bos_token_id: int | None = 1,
     eos_token_ids: tuple[int, ...] = (2,),
 ) -> DecoderConfig:
-    """LLaMA 2 (arXiv:2307.09288)."""
+    """Returns a LLaMA 2 decoder (arXiv:2307.09288)."""
     return DecoderConfig(
         family="llama",
         vocab_size=vocab_size,
@@ -66,12 +67,13 @@ def _llama(
     )
 
 
-#: Four layers of grouped queries over bytes: what runs when no checkpoint is given.
+#: A byte-level decoder of four layers with grouped queries; the default of experiments without a checkpoint.
 _TINY = _llama(
     128, 4, 8, 352, num_kv_heads=4, vocab_size=256, max_positions=2048, tie_embeddings=True, bos_token_id=None,
     eos_token_ids=(),
 )  # fmt: skip
 
+#: Name -> decoder.
 SHAPES: dict[str, DecoderConfig] = {
     "tiny": _TINY,
     "opt-125m": _opt(768, 12, 12),
@@ -88,10 +90,13 @@ SHAPES: dict[str, DecoderConfig] = {
 
 
 def by_name(name: str) -> DecoderConfig:
-    """The decoder `name` of `SHAPES`.
+    """Returns a published decoder.
+
+    Args:
+      name: a key of `SHAPES`.
 
     Raises:
-      ConfigError: an unknown name, with the known ones.
+      ConfigError: if the name is unknown. The message lists the known names.
     """
     if name not in SHAPES:
         raise ConfigError(f"unknown model shape {name!r}; known shapes: {', '.join(SHAPES)}.")

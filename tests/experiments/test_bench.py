@@ -1,5 +1,6 @@
 """Benchmarks on shapes so small that only what they compute, count and refuse is tested, never how fast."""
 
+import dataclasses
 import importlib.util
 import json
 
@@ -62,6 +63,48 @@ def test_the_bytes_of_a_step_by_hand():
     assert moved == 4 * parameter_count(config) + cache
 
 
+HEADS = ((1, 0), (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("policy", "slots", "grows"),
+    [
+        (policies.full(), 40 + 7, True),
+        (policies.h2o(budget=8), 9, False),
+        (policies.snapkv(budget=16, window=4), 16 + 7, True),
+        (policies.pyramidkv(budget=16, window=4), 16 + 7, True),
+        (policies.after_prefill(policies.snapkv(budget=16, window=4), then=policies.h2o(budget=8)), 9, False),
+        (policies.razor_attention(HEADS, budget=8), round((47 + 3 * 9) / 4), True),
+    ],
+)
+def test_the_slots_of_the_last_step_by_hand(policy, slots, grows):
+    """A prompt of 40 tokens and 8 new ones, of which the last is not fed back."""
+    config = dataclasses.replace(shapes.by_name("tiny"), num_layers=2, num_heads=2, num_kv_heads=2, windows=())
+    lowered = sides.lowered_for(sides.random_model(config, 64), policy, 1, 40, 8)
+    assert (sides.attended(config, lowered, 40, 8), sides.grows(lowered)) == (slots, grows)
+    assert sides.attended(config, sides.lowered_for(sides.random_model(config, 64), policy, 1, 40, 2), 40, 2) <= slots
+
+
+def test_rounds_that_continue_have_the_slots_of_the_first(monkeypatch):
+    """The third round goes beyond every length that was allocated for, in the same slots."""
+    config = dataclasses.replace(shapes.by_name("tiny"), max_positions=200)
+    seen, advance = [], sides.advance
+
+    def watched(model, prefilled, tokens):
+        seconds, after = advance(model, prefilled, tokens)
+        position = after.state.layers[0].position
+        seen.append((int(after.state.length[0]), position.shape[2], int(position.max())))
+        return seconds, after
+
+    monkeypatch.setattr(sides, "advance", watched)
+    model = sides.random_model(config, 200)
+    rounds = sides.ours(model, sides.random_prompt(config, 1, 20), policies.h2o(budget=8), 16)
+    for _ in range(3):
+        next(rounds)
+    # Tokens seen, slots, the newest position.
+    assert seen == [(35, 9, 34), (50, 9, 49), (65, 9, 64)]
+
+
 def test_the_llama_shape():
     """12 x 768, MLP 3,072, vocabulary 32,000, an output head of its own."""
     config = sides.shape(sides.LLAMA)
@@ -116,8 +159,10 @@ def test_memory(tmp_path):
         (20, "h2o", 5), (20, "full", 20 + memory.NEW_TOKENS - 1), (40, "h2o", 9), (40, "full", 40 + 7)
     ]  # fmt: skip
     for row in rows:
-        # 1 layer and KV head of 8 features: keys, values, a position, h2o's statistic; a length
-        assert row["cache MB"] * 1e6 == row["slots"] * (2 * 8 * 4 + 4 + 4 * (row["side"] == "h2o")) + 4
+        # 1 layer and KV head of 8 features: keys, values, a position, h2o's statistic; three lengths, and a budget
+        evicts = row["side"] == "h2o"
+        held = row["slots"] * (2 * 8 * 4 + 4 + 4 * evicts) + 3 * 4 + 4 * evicts
+        assert row["cache MB"] * 1e6 == pytest.approx(held)
         assert row["decode MB"] >= row["cache MB"] and row["prefill MB"] > 0
 
 

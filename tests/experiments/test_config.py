@@ -9,7 +9,7 @@ import pytest
 from experiments import cli, fields
 from experiments import config as configs
 from experiments.config import PolicyConfig
-from experiments.session import check_fit, decoder_config, layout_of, specs_of
+from experiments.resolve import check_fit, decoder_config, layout_of, specs_of
 from kvjax.errors import ConfigError, KvjaxError, PolicyError
 from tests.conftest import ROOT
 
@@ -213,7 +213,7 @@ def test_compiled_programs_are_kept(cache_settings, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert folder() == "jax's own"
-    with pytest.raises(ConfigError, match="--compilation_cache='.*file/x' cannot be written"):
+    with pytest.raises(ConfigError, match=r"--compilation_cache='.*file/x' cannot be written"):
         folder(f"--compilation_cache={tmp_path}/file/x")
 
 

@@ -13,6 +13,25 @@ def test_bytes(count, shown):
 
 
 @pytest.mark.parametrize(
+    ("budget", "least", "most", "keeps_all", "shown"),
+    [
+        (None, 895, 895, True, "all (895)"),
+        (0.2, 153, 153, False, "20 % (153)"),
+        (256, 256, 256, False, "256"),
+        (1024, 1024, 1024, False, "1,024"),
+        (0.2, 40, 229, False, "20 % (40 to 229)"),  # pyramidkv
+        (None, 153, 895, False, "153 to 895"),  # razor_attention
+        ([16, 0.5], 16, 384, False, "16 to 384"),
+        (0.2, 895, 895, True, "all (895), 20 % read"),  # h2o(variant=masked)
+        (64, 895, 895, True, "all (895), 64 read"),
+    ],
+)
+def test_a_budget_says_all_only_where_everything_is_kept(budget, least, most, keeps_all, shown):
+    row = {"budget": budget, "least_slots": least, "slots": most, "keeps_all": keeps_all}
+    assert report.show_budget(row) == shown
+
+
+@pytest.mark.parametrize(
     ("places", "expected"),
     [
         ([], []),

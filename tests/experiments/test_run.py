@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from experiments import config as configs
-from experiments import data, fields, machine, report, run, session
+from experiments import data, fields, machine, resolve, run, session
 from experiments.config import DataConfig, PolicyConfig
 from experiments.measure import Measurement
 from kvjax import plan as planning
@@ -96,6 +96,23 @@ def test_ctrl_c_ends_a_compiling_run_with_one_line(tmp_path):
     assert not list((tmp_path / "out").glob("[!.]*"))
 
 
+def test_a_storage_and_a_selection_are_measured_and_named(small):
+    small.policy, small.baselines = PolicyConfig(name="full"), ("full",)
+    small.storage, small.selection = "int8", "optimal(6)"
+    folder = run.run(small)
+    full, coded = (line for line in lines(folder) if line["kind"] == "summary")
+    assert (full["policy"], coded["policy"]) == ("full", "full + int8 + optimal(6)")
+    assert (coded["budget"], coded["slots"], coded["least_slots"], coded["keeps_all"]) == (None, 21, 21, True)
+    # A slot: 8 codes of a byte, and a scale and a zero in float32, for the key and for the value.
+    assert coded["kv_bytes"] == 2 * 21 * 2 * (8 + 2 * 4)
+    assert coded["perplexity"] != full["perplexity"]
+    written = json.loads((folder / "config.json").read_text())
+    assert (written["storage"], written["selection"]) == ("int8", "optimal(6)")
+    explained = json.loads((folder / "environment.json").read_text())["explain"]["full + int8 + optimal(6)"]
+    assert any("int8" in line and "reads optimal(6) (at most 7 slots)" in line for line in explained)
+    assert "| full + int8 + optimal(6)" in (folder / "report.md").read_text()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, KvjaxError])
 @pytest.mark.parametrize("moment", ["measure", "write"])
 def test_an_interrupted_run_leaves_no_result(small, monkeypatch, error, moment):
@@ -153,7 +170,11 @@ def test_a_model_that_does_not_fit_is_planned(monkeypatch, capsys):
     assert "1.0 GB" in shown
     assert "the plan" in shown
     assert (asked["layers"], asked["policy"], asked["topology"], asked["batch"]) == (48, "h2o", None, 8)
+    before = jax.config.jax_compilation_cache_dir
     assert run.main(["run", "--config=h2o_opt30b", "--topology=v5e:2x4", "--config.mesh=model:8"]) == 0
+    # What is compiled for a device that is not here cannot be read again.
+    assert jax.config.jax_compilation_cache_dir is None
+    jax.config.update("jax_compilation_cache_dir", before)
     assert (asked["topology"], asked["mesh_axes"], str(asked["dtype"])) == ("v5e:2x4", "model:8", "bfloat16")
 
 
@@ -173,32 +194,32 @@ def test_a_model_that_does_not_fit_is_planned(monkeypatch, capsys):
 )
 def test_a_run_fits_if_its_slots_do(monkeypatch, policy, needed):
     config = fields.override(configs.by_name("h2o_opt125m"), "policy.name", policy)
-    config = dataclasses.replace(config, baselines=(), data=DataConfig(num_sequences=1, prompt_length=256, new_tokens=512))
+    config = dataclasses.replace(
+        config, baselines=(), data=DataConfig(num_sequences=1, prompt_length=256, new_tokens=512)
+    )
     config.model.dtype = "float32"
     bytes_needed = needed * 2 * 12 * 64 * 4
-    weights = 4 * parameter_count(session.decoder_config(config.model))
+    weights = 4 * parameter_count(resolve.decoder_config(config.model))
     for room, fits in ((bytes_needed, True), (bytes_needed - 2048, False)):
         monkeypatch.setattr(machine, "host_memory", lambda room=room: math.ceil((weights + room) / machine.USABLE))
         if fits:
-            session.check_fit(config)
+            resolve.check_fit(config)
         else:
-            with pytest.raises(session.CannotRun):
-                session.check_fit(config)
+            with pytest.raises(resolve.CannotRun):
+                resolve.check_fit(config)
 
 
 def test_a_block_of_a_prompt_needs_room_for_all_of_it():
     config = dataclasses.replace(configs.by_name("h2o_opt125m"), policy=PolicyConfig(name="snapkv(window=16)"))
-    (layout,) = (
-        session.layout_of(dataclasses.replace(config, prefill_block=64), spec, session.decoder_config(config.model), 512)
-        for spec in session.specs_of(config)[1:]
-    )
-    assert session._most_bytes(layout, 1) == 12 * 512 * 2 * 12 * 64 * 4 > layout.bytes(1)
+    config, decoder = dataclasses.replace(config, prefill_block=64), resolve.decoder_config(config.model)
+    layout = resolve.layout_of(config, resolve.specs_of(config)[-1], decoder, 512)
+    assert resolve.most_bytes(layout, 1) == 12 * 512 * 2 * 12 * 64 * 4 > layout.bytes(1)
 
 
 def test_a_prompt_that_is_given_is_not_held_to_the_length_of_others(small):
     small.policy, small.baselines = PolicyConfig(name="h2o", budget=0.1, recent=3), ()
     small.data = DataConfig(prompt="x" * 40, prompt_length=16, new_tokens=4)
-    session.check_fit(small)  # 10 % of 16 tokens is less than 3
+    resolve.check_fit(small)  # 10 % of 16 tokens is less than 3
 
 
 def test_memory_of_this_machine():

@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from experiments import config as configs
-from experiments import fields, run, session, spec_text, sweep
+from experiments import fields, resolve, run, spec_text, sweep
 from experiments.config import PolicyConfig
 from kvjax import policies, selection, storage
 from kvjax.errors import ConfigError, KvjaxError, PolicyError
@@ -76,9 +76,10 @@ def test_a_text_is_a_storage_or_a_selection(axis, text, same):
 
 
 def test_a_name_is_that_of_one_text():
-    one, two = (spec_text.build("selection", text) for text in ("quest(16, 512)", "quest(page=16, budget=512)"))
-    assert one == two
-    assert (one.name, two.name, selection.quest(16, 512).name) == ("quest(16, 512)", "quest(page=16, budget=512)", "quest")
+    texts = ("quest(16, 512)", "quest(page=16, budget=512)")
+    built = [spec_text.build("selection", text) for text in texts]
+    assert built[0] == built[1] == selection.quest(16, 512)
+    assert [each.name for each in (*built, selection.quest(16, 512))] == [*texts, "quest"]
 
 
 def test_one_slot_is_not_the_whole_prompt():
@@ -188,7 +189,7 @@ def test_storages_and_selections_in_a_users_own_file(tmp_path, small):
     assert spec_text.build("selection", f"{path}:best") == selection.optimal(4)
     small.policy, small.baselines = PolicyConfig(name="full"), ("full",)
     small.storage, small.selection = f"{path}:coarse", f"{path}:few(4)"
-    found = session.specs_of(small)
+    found = resolve.specs_of(small)
     assert [spec.name for spec in found] == ["full", f"full + {path}:coarse + {path}:few(4)"]
     for axis, text, message in (
         ("storage", f"{path}:few(4)", "its factory returned Optimal.*not a storage; see kvjax.storage"),
@@ -199,6 +200,6 @@ def test_storages_and_selections_in_a_users_own_file(tmp_path, small):
     ):
         with pytest.raises(KvjaxError, match=message):
             spec_text.build(axis, text)
+    small.policy = PolicyConfig(name="h2o(variant=masked)", budget=8)
     with pytest.raises(PolicyError, match="chooses itself what is read"):
-        small.policy = PolicyConfig(name="h2o(variant=masked)", budget=8)
-        session.specs_of(small)
+        resolve.specs_of(small)

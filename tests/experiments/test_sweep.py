@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from experiments import session, sweep
+from experiments.config import PolicyConfig
 from kvjax.errors import ConfigError
 
 AXES = [("policy.budget", [4, 8]), ("policy.name", ["h2o", "window"])]
@@ -99,6 +100,28 @@ def test_a_sweep_resumes_and_survives_failures(small, calls, monkeypatch, capsys
     assert retried == [("h2o", 0), ("window", 0), ("h2o", 4)]
     assert again[3]["mark"] == 1
     assert [row["perplexity"] for row in again[2]["rows"]] == [row["perplexity"] for row in found[2]["rows"]]
+
+
+def test_storages_and_selections_are_swept(small, calls):
+    small.policy = PolicyConfig(name="full")
+    axes = [("storage", ["dense", "int4(group=4)"]), ("selection", ["everything", "optimal(4)", "quest(budget=0)"])]
+    folder, found = sweep.sweep(small, axes)
+    names = [
+        "full", "full + optimal(4)", "full + quest(budget=0)", "full + int4(group=4)",
+        "full + int4(group=4) + optimal(4)", "full + int4(group=4) + quest(budget=0)",
+    ]  # fmt: skip
+    assert [result["policy"] for result in found] == names
+    assert [result["status"] for result in found] == ["ok", "ok", "failed"] * 2
+    assert "budget must be a whole number of at least 1" in found[2]["error"]
+    assert [name for name, _ in calls] == [name for name in names if "quest" not in name]
+    assert list(found[4]["environment"]["explain"]) == ["full", names[4]]
+    lines = sweep.write(folder, small, found, "the command")
+    assert [line["policy"] for line in lines] == names
+    assert [line["budget (slots)"] for line in lines] == ["all (21)", "all (21)", "-"] * 2
+    shown = sweep.points(found, "perplexity")
+    assert [(point["label"], point["x_name"]) for point in shown] == [
+        (name, "KV cache held, % of the full cache") for name in names[1:] if "quest" not in name
+    ]  # fmt: skip
 
 
 def test_an_unforeseen_error_is_recorded_too_and_an_interruption_is_not(small, monkeypatch):

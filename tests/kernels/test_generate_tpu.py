@@ -38,7 +38,13 @@ def test_generation_is_that_of_xla(policy, block):
     with pltpu.force_tpu_interpret_mode():
         got, expected = (
             kvjax.generate(
-                model, prompt, policy, max_new_tokens=5, lengths=LENGTHS, prefill_block=block, implementation=each,
+                model,
+                prompt,
+                policy,
+                max_new_tokens=5,
+                lengths=LENGTHS,
+                prefill_block=block,
+                implementation=each,
                 limits=Limits(max(LENGTHS), 5),
             )  # fmt: skip
             for each in ("pallas_tpu", "xla")

@@ -11,47 +11,25 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax import policies
-from kvjax.cache.fused import observe_and_evict
-from kvjax.cache.layout import Group
 from kvjax.devices import topology_devices
 from kvjax.errors import ConfigError
 from kvjax.kernels import rank1, registry
 from kvjax.kernels.registry import Choice, Request, choose
 from kvjax.kernels.step import trace as tracing
-from kvjax.statistics import COUNT, MASS, prompt_tail, recent_above
+from kvjax.statistics import MASS, prompt_tail, recent_above
 from tests.kernels.conftest import needs_libtpu
+from tests.kernels.traces import EVERY_PRIMITIVE, TRACED, policy, trace_of
 
 BACKENDS = ("pallas_tpu", "pallas_gpu")
-#: Policies, and whether a kernel traces them: as a flag of each once said.
-TRACED = {
-    "full": True, "window": True, "local_only": True, "streaming_llm": True, "strided": True, "fixed": True,
-    "h2o": True, "ring": True, "heavy_only": True, "h2o_decay": True, "scissorhands": True, "tova": True,
-    "mean_attention": True, "roco": True, "heavy_roco": True, "random": False, "heavy_random": False, "snapkv": False,
-    "pyramidkv": False, "knorm": False, "keydiff": False, "value_norm": False,
-}  # fmt: skip
-ARGUMENTS = {"strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}}
-
-
-def policy(name):
-    match name:
-        case "full":
-            return policies.full()
-        case "ring":
-            return policies.h2o(budget=61, variant="ring")
-        case "value_norm":
-            return policies.value_norm(policies.h2o(budget=60))
-        case "heavy_roco" | "heavy_random":
-            return policies.with_heavy_hitters(policy(name.removeprefix("heavy_")))
-    return policies.by_name(name, budget=60, **ARGUMENTS.get(name, {}))
 
 
 def request(name="h2o", **changes) -> Request:
     """A step of a policy that every kernel takes, if it can trace the policy."""
     own = policy(name)
-    group = Group(layer=0, policy=own, needs=own.needs, decoding=True)
     facts = {
         "batch": 2048, "kv_heads": 4, "group": 1, "tokens": 1, "slots": 64, "dim": 64, "dtype": "float32",
-        "statistics": tuple(sorted(own.needs, key=lambda s: s.name)), "trace": functools.partial(observe_and_evict, group),
+        "statistics": tuple(sorted(own.needs, key=lambda s: s.name)),
+        "trace": trace_of(own),
     }  # fmt: skip
     return Request(**facts | changes)
 
@@ -92,12 +70,15 @@ def test_a_policy_that_cannot_be_traced_is_named(name, backend, reason):
             "it does no more than append, attend, observe and evict, but the step has a merge, storage int8",
         ),
         ("pallas_tpu", {"statistics": (recent_above(20),)}, "statistic above[20] is 2 words per slot, not one float32"),
-        ("pallas_tpu", {"statistics": (prompt_tail(9),)}, "statistic tail[9] is of the prompt's end, and the step is of decoding"),
+        (
+            "pallas_tpu", {"statistics": (prompt_tail(9),)},
+            "statistic tail[9] is of the prompt's end, and the step is of decoding",
+        ),
         ("pallas_tpu", {"parts": 2}, "it attends to one part, under one window for all rows"),
         ("pallas_tpu", {"trace": None}, "no policy was given that could be traced"),
         (
             "pallas_tpu", {"slots": 1 << 17},
-            "131072 slots of 4 heads of 64 would hold 30.4 MiB of a TPU core's memory, more than 16 MiB",
+            "131072 slots of 4 heads of 64 would hold 92.3 MiB of a TPU core's memory, more than 16 MiB",
         ),
         ("pallas_gpu", {"slots": 830}, "a program takes 64 to 4096 slots, a multiple of 8, not 830"),
         ("pallas_gpu", {"slots": 56}, "a program takes 64 to 4096 slots, a multiple of 8, not 56"),
@@ -128,9 +109,18 @@ def test_a_step_is_refused_with_a_reason(backend, changes, reason):
         ("prefill", "pallas_gpu", {"tokens": 9, "parts": 2}, "it attends to one part, not to several parts (2)"),
         ("prefill", "pallas_tpu", {"tokens": 9, "band": True}, "it takes one window for all rows, not a band per row"),
         ("decode", "pallas_gpu", {"dim": 32}, "it takes head sizes of 64 to 256, a multiple of 16, not 32"),
-        ("prefill", "pallas_gpu", {"tokens": 9, "dim": 272}, "it takes head sizes of 64 to 256, a multiple of 16, not 272"),
-        ("decode", "pallas_gpu", {"group": 71, "dim": 256}, "71 heads of 256 in float32 exceed the shared memory of a GPU"),
-        ("prefill", "pallas_gpu", {"tokens": 9, "group": 300}, "it copies at most 256 lines of queries; 300 heads need 302"),
+        (
+            "prefill", "pallas_gpu", {"tokens": 9, "dim": 272},
+            "it takes head sizes of 64 to 256, a multiple of 16, not 272",
+        ),
+        (
+            "decode", "pallas_gpu", {"group": 71, "dim": 256},
+            "71 heads of 256 in float32 exceed the shared memory of a GPU",
+        ),
+        (
+            "prefill", "pallas_gpu", {"tokens": 9, "group": 300},
+            "it copies at most 256 lines of queries; 300 heads need 302",
+        ),
     ],
     ids=lambda x: str(x)[:40],
 )  # fmt: skip
@@ -223,11 +213,15 @@ def test_an_array_that_a_policy_holds_is_refused():
         (lambda x: jnp.cumsum(x, axis=2), "cumsum", "cumsum"),
         (lambda x: jnp.argmax(x, axis=2, keepdims=True) + x, "argmax", "argmax"),
         (lambda x: x + jnp.take(x, 3, axis=2)[..., None], "", ""),
-        (lambda x: x + jnp.any(x > 0, axis=2, keepdims=True), None, "reduce_or over slots"),
-        (lambda x: jnp.max(x[..., None] + x[:, :, None], axis=3), "add to an array of shape", "add to an array of shape"),
+        (lambda x: jnp.where(jnp.any(x > 0, axis=2, keepdims=True), x, 0), None, "reduce_or over slots"),
+        (lambda x: lax.cond(jnp.max(x) > 0, lambda: x, lambda: -x), None, "cond between slots"),
+        (lambda x: lax.rem(x.astype(jnp.float32), x / 2), None, "rem of floats"),
+        (lambda x: jnp.sqrt(x.astype(jnp.float32)), None, "sqrt"),
+        (lambda x: x + jnp.sum(x.astype(jnp.uint32)).astype(jnp.int32), "reduce_sum of unsigned integers", None),
+        (lambda x: jnp.max(x[..., None] + x[:, :, None], axis=3), "add to an array", "add to an array"),
         (lambda x: x + jnp.max(x.reshape(1, -1)), "reshape of (1, 4, 64) to (1, 256)", None),
     ],
-    ids=["sort", "cumsum", "argmax", "take", "any", "pairs", "reshape"],
+    ids=["sort", "cumsum", "argmax", "take", "any", "cond", "rem", "sqrt", "unsigned", "pairs", "reshape"],
 )  # fmt: skip
 def test_what_a_backend_does_not_take_is_named(function, tpu, gpu):
     own = request(trace=lambda stats, position, *_: (stats, function(position).astype(jnp.int32)))
@@ -239,40 +233,12 @@ def test_what_a_backend_does_not_take_is_named(function, tpu, gpu):
 # What is accepted, the compilers take
 
 
-def every_primitive(stats, position, columns, newest, budget):
-    """A ranking of each of `rank1.PRIMITIVES` that a policy's own code comes to."""
-    x, mass = columns["identity"], stats["mass"]
-    line = jnp.abs(-x) + jnp.exp(-x) * jnp.log(x + 1.0) - jnp.sqrt(x) / (1.0 + jnp.square(x)) + x**3 + jnp.sign(x)
-    line = jnp.maximum(line, mass) + jnp.minimum(line, 1.0) * jnp.float32(0.9) ** newest[:, None, None].astype(
-        jnp.float32
-    )
-    bits = lax.bitcast_convert_type(lax.stop_gradient(line), jnp.uint32)
-    bits = ~(bits << 1) | (bits >> 2) & jnp.uint32(7)
-    whole = lax.rem(position, 7) + (bits & 3).astype(jnp.int32)
-    chosen = ((whole >= 2) & (whole <= 5) | (whole < 1) | ~(whole > 3)) & (whole != 4) | (whole == 6)
-    total = jnp.sum(line, axis=2, keepdims=True) + jnp.max(line, axis=2, keepdims=True)
-    lowest = jnp.min(jnp.where(chosen, position, 9), axis=2, keepdims=True)
-
-    def halve(state):
-        return state[0] / 2, state[1] + 1
-
-    total, turns = lax.while_loop(
-        lambda state: jnp.any(state[0] > 1.0) & jnp.all(state[1] < 40), halve, (total, lowest)
-    )
-    total = lax.cond(jnp.any(total > 0.5), lambda: total, lambda: jnp.zeros_like(total))
-    position = jnp.where(line * total + jnp.expand_dims(jnp.squeeze(mass, 0), 0) > 0, position, turns)
-    position = jnp.where(
-        jnp.sum(position >= 0, axis=2, keepdims=True, dtype=jnp.int32) > budget[:, None, None], -1, position
-    )
-    return {"mass": line}, position
-
-
 def names(jaxpr):
     for equation in tracing._equations(jaxpr):
         yield equation.primitive.name
 
 
-#: Not made by jax.numpy here, or only in other versions of jax or on a mesh.
+#: Made only in other versions of jax or on a mesh.
 RARE = {
     "pvary",
     "reshard",
@@ -293,19 +259,22 @@ def arguments(kv_heads, slots, dim, dtype, sharding=None):
     return (one, one, one, cache, cache, array(line.shape, jnp.int32), {"mass": line}), row
 
 
-def step(load, given, row):
+def step(backend):
     run = functools.partial(
-        load(), settle=every_primitive, transforms=("identity",), scale=1.0, window=None, group_reduce="mean"
-    )
-    return jax.jit(lambda given, row: run(*given, newest=row, budget=row)), (given, row)
+        registry.find("step", backend).load(), settle=EVERY_PRIMITIVE[backend], transforms=("identity",), scale=1.0,
+        window=None, group_reduce="mean",
+    )  # fmt: skip
+    return jax.jit(lambda given, row: run(*given, newest=row, budget=row))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_primitive_is_accepted(backend):
-    own = request(trace=every_primitive, statistics=(MASS,))
-    traced = jax.make_jaxpr(every_primitive)(*tracing._arguments(own, 4, 64))
-    assert rank1.PRIMITIVES - set(names(traced.jaxpr)) <= RARE
-    assert tracing.untraceable(every_primitive, own, backend) is None
+    trace = EVERY_PRIMITIVE[backend]
+    own = request(trace=trace, statistics=(MASS,))
+    traced = jax.make_jaxpr(trace)(*tracing._arguments(own, 4, 64))
+    known = rank1.PRIMITIVES if backend == "pallas_gpu" else tracing.TPU_PRIMITIVES
+    assert known - set(names(traced.jaxpr)) <= RARE
+    assert tracing.untraceable(trace, own, backend) is None
 
 
 @needs_libtpu
@@ -313,17 +282,11 @@ def test_every_primitive_is_accepted(backend):
 def test_the_tpu_compiler_takes_every_primitive(topology):
     mesh = Mesh(np.array(topology_devices(topology)[:1]), ("x",))
     with jax.set_mesh(mesh):
-        where = NamedSharding(mesh, PartitionSpec())
-        program, given = step(registry.find("step", "pallas_tpu").load, *arguments(4, 256, 128, jnp.bfloat16, where))
-        program.lower(*given).compile()
+        given = arguments(4, 256, 128, jnp.bfloat16, NamedSharding(mesh, PartitionSpec()))
+        step("pallas_tpu").lower(*given).compile()
 
 
 @pytest.mark.newest
 def test_mosaic_lowers_every_primitive_for_cuda():
-    program, given = step(registry.find("step", "pallas_gpu").load, *arguments(32, 824, 128, jnp.bfloat16))
-    assert "mosaic_gpu" in program.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def test_a_count_is_a_statistic_of_a_step():
-    assert choose("step", "pallas_tpu", request("mean_attention")).op == "step"
-    assert COUNT in request("mean_attention").statistics
+    given = arguments(32, 824, 128, jnp.bfloat16)
+    assert "mosaic_gpu" in step("pallas_gpu").trace(*given).lower(lowering_platforms=("cuda",)).as_text()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
 
 Trace = Callable[..., Any]
-#: Primitives that Mosaic lowers on [1, K, S] arrays of a TPU.
-TPU_PRIMITIVES = rank1.PRIMITIVES
+#: Primitives that Mosaic lowers for TPUs on [1, K, S] arrays, with the limits that `_unsupported_on_tpu` names.
+TPU_PRIMITIVES = rank1.PRIMITIVES | {"clamp", "exp2", "floor", "is_finite", "logistic", "rsqrt", "sqrt", "tanh"}
 SEVERAL = 5  # heads to trace with, where a device has one of several
 
 
@@ -112,6 +112,8 @@ def _unsupported_on_tpu(equation: Any, size: int) -> str | None:
     name = equation.primitive.name
     if name not in TPU_PRIMITIVES:
         return name
+    if name in rank1.REDUCTIONS and jnp.issubdtype(equation.invars[0].aval.dtype, jnp.unsignedinteger):
+        return f"{name} of unsigned integers"
     for out in equation.outvars:
         if out.aval.size > size:
             return f"{name} to an array of shape {out.aval.shape}"

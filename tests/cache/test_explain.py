@@ -1,0 +1,73 @@
+"""What layouts come to, as golden text: losing a fast path, or bytes, shows.
+
+After a change that is meant, ``python -m tests.cache.test_explain`` writes the file anew.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from kvjax import policies, selection, storage
+from kvjax.cache import CacheSpec, Limits
+from kvjax.cache.limits import sizes_for
+from kvjax.cache.lowering import lower
+from kvjax.errors import KvjaxError
+from kvjax.models import shapes
+from kvjax.policies.base import Policy
+
+GOLDEN = Path(__file__).with_name("explain.txt")
+OPT = shapes.by_name("opt-125m")
+TABLE = tuple(tuple(head % 4 == 0 for head in range(12)) for _ in range(12))
+
+
+def specs() -> dict[str, CacheSpec | Policy]:
+    return {
+        "full": policies.full(),
+        "h2o": policies.h2o(0.2),
+        "h2o in 512 slots": policies.h2o(512),
+        "h2o, ring": policies.h2o(129, variant="ring"),
+        "h2o, masked": policies.h2o(0.2, variant="masked"),
+        "roco": policies.roco(0.2),
+        "tova": policies.tova(0.2),
+        "scissorhands over the last 400 queries": policies.scissorhands(0.2, history=400),
+        "random": policies.random(0.2),
+        "snapkv": policies.snapkv(0.2),
+        "pyramidkv": policies.pyramidkv(0.2),
+        "adakv": policies.adakv(policies.snapkv(0.2)),
+        "snapkv, then roco": policies.after_prefill(policies.snapkv(0.2), then=policies.roco(0.1)),
+        "razor_attention": policies.razor_attention(TABLE, 0.1),
+        "h2o with d2o": policies.h2o(0.2, merge=policies.d2o()),
+        "value_norm of h2o": policies.value_norm(policies.h2o(0.2)),
+        "h2o, int8": CacheSpec(policies.h2o(0.2), storage.int8()),
+        "full, int4 with the newest 64 exact": CacheSpec(policies.full(), storage.int4(residual=64)),
+        "full, fp8 of a fixed scale": CacheSpec(policies.full(), storage.fp8(1.0)),
+        "full, quest": CacheSpec(policies.full(), selection=selection.quest(budget=128)),
+        "full, optimal": CacheSpec(policies.full(), selection=selection.optimal(64)),
+        "snapkv, int8, quest": CacheSpec(policies.snapkv(0.5), storage.int8(), selection.quest(budget=128)),
+    }
+
+
+def explained(spec: CacheSpec | Policy, platform: str, dtype: str, block: int | None = None) -> str:
+    lengths = np.array([1000, 700])
+    sizes = sizes_for(lengths, 63, width=1000, block=block, limits=Limits(1000, 64), last_fed=False)
+    spec = spec if isinstance(spec, CacheSpec) else CacheSpec(spec)
+    try:
+        return lower(spec, OPT, sizes, lengths, platform=platform, dtype=dtype).layout.explain()
+    except KvjaxError as error:
+        return f"refused: {error}"
+
+
+def golden() -> str:
+    parts = [f"# {name}\n{explained(spec, 'cpu', 'float32')}" for name, spec in specs().items()]
+    tpu = {name: explained(spec, "tpu", "bfloat16") for name, spec in specs().items()}
+    parts += [f"# {name}, on a TPU\n{text}" for name, text in tpu.items()]
+    parts.append(f"# h2o, in blocks of 256\n{explained(policies.h2o(0.2), 'cpu', 'float32', 256)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def test_it_is_the_golden_text():
+    assert golden() == GOLDEN.read_text()
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(golden())

@@ -1,0 +1,103 @@
+"""What the conformance tests have in common: which combinations to run, and how a layer compares with the reference."""
+
+import itertools
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+import jax
+import numpy as np
+
+from kvjax import storage
+from kvjax.cache import LayerKV
+from kvjax.cache.layout import stores_of
+from kvjax.statistics import popcount
+from kvjax.storage import Storage
+from tests.reference.replay import Row
+
+T = TypeVar("T")
+Pair = frozenset[Hashable]
+
+CLEAR = 1e-6  # no choice of the reference may be closer than this (relative), or a seed must change: no excuses
+TIE = 1e-4  # nor may anything that it rounds be closer to a tie, in steps
+
+
+def pairs(values: Iterable[Hashable]) -> set[Pair]:
+    """Every two of the values."""
+    return {frozenset(two) for two in itertools.combinations(values, 2)}
+
+
+def covering(candidates: Sequence[T], covers: Callable[[T], set[Pair]]) -> list[T]:
+    """A few candidates that cover together what all of them cover: always the one that covers most of what is missing."""
+    covered = [covers(each) for each in candidates]
+    missing = set().union(*covered)
+    chosen = []
+    while missing:
+        best = max(range(len(candidates)), key=lambda i: len(covered[i] & missing))
+        chosen.append(candidates[best])
+        missing -= covered[best]
+    return chosen
+
+
+def live(layer: LayerKV, row: int, head: int) -> dict[int, int]:
+    """Position -> slot, by position."""
+    position = np.asarray(layer.position)[row, head]
+    return {int(position[slot]): int(slot) for slot in np.argsort(position) if position[slot] >= 0}
+
+
+def held_in(held: Storage, layer: LayerKV, row: int, head: int, slot: int) -> tuple[int, dict[str, dict[str, np.ndarray]]]:
+    """Which store a slot is in, and all parts of its key and value."""
+    for number, store in enumerate(layer.stores):
+        size = jax.tree.leaves(store)[0].shape[2]
+        if slot < size:
+            return number, jax.tree.map(lambda leaf: np.asarray(leaf)[row, head, slot], store)  # noqa: B023
+        slot -= size
+    raise IndexError(f"{held.name}: no slot {slot}")
+
+
+def assert_same(output: np.ndarray, layer: LayerKV, rows: list[Row], held: Storage, *, atol: float = 1e-4) -> None:
+    """Outputs of the decoding steps, kept positions, statistics, codes and what they decode to.
+
+    Args:
+      output: [B, H, steps, D] of `storage.replay`.
+      layer: of `storage.replay`.
+      rows: of the reference.
+      held: how the layer's slots are held.
+      atol: of outputs.
+    """
+    gap, near = (min(getattr(row, name) for row in rows) for name in ("gap", "near"))
+    assert gap > CLEAR, f"a choice of the reference is a near-tie ({gap:.1e}): use another seed"
+    assert near > TIE, f"a code of the reference is near a tie ({near:.1e} of a step): use another seed"
+    key, value, _ = (np.asarray(x) for x in storage.read(held, layer))
+    for row, expected in enumerate(rows):
+        np.testing.assert_allclose(np.asarray(output, np.float64)[row], expected.output, atol=atol, err_msg=f"{row=}")
+        for index, slots in enumerate(expected.heads):
+            about, found = f"{row=} head={index}", live(layer, row, index)
+            assert list(found) == slots.head.position.tolist(), about
+            for number, (position, slot) in enumerate(found.items()):
+                for got, own in ((key, slots.head.key), (value, slots.head.value)):
+                    tolerance = 1e-5 * max(1.0, np.abs(own[number]).max())
+                    np.testing.assert_allclose(got[row, index, slot], own[number], atol=tolerance, err_msg=about)
+                store, parts = held_in(held, layer, row, index, slot)
+                coded = not held.exact and not (len(stores_of(held)) > 1 and store == 1)
+                assert coded == (position in slots.coded), f"{about} {position=}"
+                for name, made in zip(("key", "value"), slots.coded.get(position, ()), strict=False):
+                    for part, number_of in made.parts.items():
+                        if part == "codes":
+                            np.testing.assert_array_equal(parts[name][part], number_of, f"{about} {position=} {name}")
+                        else:
+                            np.testing.assert_allclose(parts[name][part], number_of, rtol=1e-5, atol=1e-6)
+            order = list(found.values())
+            for name, own in slots.head.stats.items():
+                if name == "allowed":
+                    continue  # of the selection's index
+                got = _statistic(layer, name)[row, index, order]
+                own = own.sum(axis=1) if own.ndim == 2 else own
+                np.testing.assert_allclose(got, own, rtol=1e-4, atol=1e-5, err_msg=f"{about} {name}")
+
+
+def _statistic(layer: LayerKV, name: str) -> np.ndarray:
+    """[B, K, S]: the library's statistic of that name, whose parameters are part of its own."""
+    of = layer.stats | layer.index if name == "mass" else layer.stats  # a selection may keep its own
+    (found,) = (leaf for own, leaf in of.items() if re.split(r"[(\[]", own)[0] == name)
+    return np.asarray(popcount(found) if found.ndim == 4 else found)

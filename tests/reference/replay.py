@@ -1,0 +1,269 @@
+"""One layer in float64 NumPy whose slots hold rounded keys and values: a prompt, then single tokens.
+
+One row is computed at a time, and in it one KV head. A head is the list of its live tokens; what a token decodes to
+takes the place of its exact key and value once, after the step in which it is due. Policies are those of
+`tests.reference.policies`, selections those of `tests.reference.selection`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.reference import codecs
+from tests.reference.base import Array, Observed, Policy
+from tests.reference.decoder import _blocks
+from tests.reference.eviction import full
+from tests.reference.selection import Choose
+from tests.reference.step import Head, allow, append, attend, empty_heads, evict, hide, observe, rotate
+
+
+class Held(NamedTuple):
+    """One vector in its slot; `near` is how near its nearest rounding was to a tie, in steps."""
+
+    parts: dict[str, Array]
+    decoded: Array  # [D]
+    near: float
+
+
+Codec = Callable[[Array], Held]  # [D] -> what is held of it
+
+
+class Storage(NamedTuple):
+    """Codecs of keys and values, and the number of newest positions that stay exact (None: all)."""
+
+    key: Codec
+    value: Codec
+    residual: int | None = 0
+
+
+class Look(NamedTuple):
+    """What a decoding step reads; `exact`: it ranks keys as they were before they were coded."""
+
+    choose: Choose
+    exact: bool = False
+
+
+@dataclass
+class Tokens:
+    """Tokens of a head, as a merge sees them; it changes those that stay in place."""
+
+    key: Array  # [S, D]
+    value: Array  # [S, D]
+    position: Array  # [S]
+    mass: Array | None  # [S]
+    count: Array | None  # [S]
+    threshold: float | None
+    stands_for: dict[int, list]  # position -> as many entries as tokens that its slot stands for
+
+    def of(self, these: Array) -> Tokens:
+        arrays = (self.key, self.value, self.position, self.mass, self.count)
+        return Tokens(*(x if x is None else x[these] for x in arrays), self.threshold, self.stands_for)
+
+
+Fold = Callable[[Tokens, Tokens], None]  # (those that stay, those that go)
+
+
+@dataclass
+class Slots:
+    """One KV head: `head` has keys and values as attention sees them, `coded` what is held of coded tokens."""
+
+    head: Head
+    coded: dict[int, tuple[Held, Held]] = field(default_factory=dict)  # position -> key and value
+    exact: dict[int, Array] = field(default_factory=dict)  # position -> key before it was coded
+    threshold: float | None = None
+    near: float = math.inf  # of all codes so far
+    merged: list[set[int]] = field(default_factory=list)  # positions that took something, step by step
+
+
+class Row(NamedTuple):
+    """What became of a row.
+
+    Of every choice made `gap` is the narrowest, relative; of everything that was rounded `near` was nearest to a tie.
+    """
+
+    output: Array  # [H, steps, D] of the decoding steps
+    heads: list[Slots]  # after the last step
+    gap: float
+    near: float
+
+
+def integer(bits: int, group: int = 64, dtype: str = "float32") -> Codec:
+    def held(x: Array) -> Held:
+        made = codecs.encode_integer(x[None], bits, group, dtype)
+        return Held(_first(made.parts), codecs.decode_integer(made.parts, bits, len(x))[0], made.near)
+
+    return _once_each(held)
+
+
+def fp8(scale: float | None = None, dtype: str = "float32") -> Codec:
+    def held(x: Array) -> Held:
+        made = codecs.encode_fp8(x[None], scale, dtype)
+        return Held(_first(made.parts), codecs.decode_fp8(made.parts, scale)[0], made.near)
+
+    return _once_each(held)
+
+
+def exact(x: Array) -> Held:
+    return Held({"exact": x}, x, math.inf)
+
+
+def _first(parts: dict[str, Array]) -> dict[str, Array]:
+    return {name: part[0] for name, part in parts.items()}
+
+
+def _once_each(codec: Codec) -> Codec:
+    """Codecs are slow: the same vector is encoded once."""
+    known: dict[bytes, Held] = {}
+
+    def held(x: Array) -> Held:
+        if (bits := x.tobytes()) not in known:
+            known[bits] = codec(x)
+        return known[bits]
+
+    return held
+
+
+def replay(
+    storage: Storage,
+    prompt: tuple[Array, Array, Array],
+    decode: tuple[Array, Array, Array],
+    lengths: Array,
+    policy: Policy,
+    *,
+    theta: float | None = None,
+    look: Look | None = None,
+    block: int | None = None,
+    fold: Fold | None = None,
+) -> list[Row]:
+    """Each row's prompt, at once or in blocks, and then its decoding steps.
+
+    Args:
+        prompt: queries [B, H, n, D], keys and values [B, K, n, D], padded at the end.
+        decode: the same of the decoding steps.
+        lengths: [B] tokens of each row's prompt.
+        theta: base of RoPE's frequencies; None = queries and keys are given as attention takes them.
+        look: reads some of the slots while decoding; None = all.
+        block: tokens of a block of the prompt; None = in one shot.
+        fold: what evicted tokens do to those that stay.
+    """
+    rows = []
+    for row, n in enumerate(lengths):
+        # [T, heads, D]
+        tokens = [
+            np.concatenate([first[row, :, :n], then[row]], axis=1).swapaxes(0, 1).astype(np.float64)
+            for first, then in zip(prompt, decode, strict=True)
+        ]
+        rows.append(_row(storage, tokens, int(n), policy, theta, look, block, fold))
+    return rows
+
+
+def _row(storage: Storage, tokens: list[Array], n: int, policy: Policy, theta, look, block, fold) -> Row:
+    total, kv_heads, dim = tokens[1].shape
+    layer = [Slots(head) for head in empty_heads(kv_heads, dim, policy)]
+    budget, gaps, outputs = policy.slots(0, n), [math.inf], []
+    for start, stop in _blocks(n, total, block):
+        if start == n and policy.at_prompt_end_only:
+            policy = policy.then or full(positions=policy.positions)
+            budget = policy.slots(0, n)
+            for slots in layer:
+                slots.head.stats = {name: slots.head.stats[name] for name in policy.statistics}
+        query, key, value = (x[start:stop] for x in tokens)
+        position = np.arange(start, stop)
+        if theta is not None and policy.positions == "original":
+            query, key = rotate(query, position, theta), rotate(key, position, theta)
+        heads = [slots.head for slots in layer]
+        group = query.shape[1] // kv_heads
+        output = []
+        for index, slots in enumerate(layer):
+            append(slots.head, key[:, index], value[:, index], position)
+            slots.exact |= dict(zip(position.tolist(), key[:, index], strict=True))
+            # [n, G, D]
+            own = query[:, index * group : (index + 1) * group]
+            shown = None
+            if look is not None and start >= n:
+                shown, gap = _read(look, slots, own[0], policy, theta)
+                gaps.append(gap)
+            output.append(_attend(slots.head, own, position, n, policy, theta, budget, shown))
+        outputs.append(np.concatenate(output, axis=1))
+        before = [_tokens(slots) for slots in layer]
+        if stop == n or not policy.at_prompt_end_only:
+            if budget is not None:
+                evict(heads, policy, budget, n)
+        for slots, all_of_them in zip(layer, before, strict=True):
+            _merge(storage, slots, all_of_them, fold)
+            _settle(storage, slots)
+    gaps += [head.evict_gap for head in heads] + [10 * head.above_gap for head in heads]
+    output = np.concatenate(outputs)[n:].swapaxes(0, 1)
+    return Row(output, layer, min(gaps), min(slots.near for slots in layer))
+
+
+def _attend(head: Head, query: Array, position: Array, n: int, policy: Policy, theta, budget, shown) -> Array:
+    """Attends to what is shown and observes it: the output [n, G, D]."""
+    if policy.hides is not None:
+        probabilities, sees = hide(head, query, position, policy, theta, budget)
+    else:
+        probabilities, sees = attend(head, query, position, policy, theta, shown)
+    reduce = np.mean if policy.group_reduce == "mean" else np.max
+    observe(head, Observed(reduce(probabilities, axis=0), sees, position, n), policy)
+    if policy.hides is not None:
+        allow(head, policy, budget)
+    return np.einsum("gns,sd->ngd", probabilities, head.value)
+
+
+def _read(look: Look, slots: Slots, query: Array, policy: Policy, theta: float | None) -> tuple[Array, float]:
+    """[1, S] bool: what the query [G, D] of the newest token reads."""
+    head = slots.head
+    key = np.stack([slots.exact[p] for p in head.position.tolist()]) if look.exact else head.key
+    if policy.positions == "cache" and theta is not None:
+        rank = np.arange(len(key))
+        key, query = rotate(key, rank, theta), rotate(query[None], rank[-1:], theta)[0]
+    choice = look.choose(query, key, head.position)
+    read = np.isin(head.position, np.concatenate([choice.chosen, choice.always]))
+    return read[None], choice.gap
+
+
+def _tokens(slots: Slots) -> Tokens:
+    head = slots.head
+    arrays = (head.key, head.value, head.position, head.stats.get("mass"), head.stats.get("count"))
+    return Tokens(*(x if x is None else x.copy() for x in arrays), slots.threshold, head.stands_for)
+
+
+def _merge(storage: Storage, slots: Slots, before: Tokens, fold: Fold | None) -> None:
+    """Folds what was evicted into what stays; of this, what was coded is encoded anew if it took something."""
+    head = slots.head
+    slots.merged.append(set())
+    stay = np.isin(before.position, head.position)
+    if fold is None or stay.all():
+        return
+    kept, gone = _tokens(slots), before.of(~stay)
+    fold(kept, gone)
+    took = (kept.key != before.key[stay]).any(axis=1) | (kept.value != before.value[stay]).any(axis=1)
+    head.key, head.value, slots.threshold = kept.key, kept.value, kept.threshold
+    slots.merged[-1] = set(head.position[took].tolist())
+    for slot in np.flatnonzero(took):
+        if int(head.position[slot]) in slots.coded:
+            _encode(storage, slots, slot)
+
+
+def _settle(storage: Storage, slots: Slots) -> None:
+    """Encodes what is live and no longer among the newest positions."""
+    live = slots.head.position.tolist()
+    newest = max(slots.exact)  # even if it was evicted
+    slots.coded = {p: slots.coded[p] for p in live if p in slots.coded}
+    for slot, position in enumerate(live):
+        due = storage.residual is not None and newest - position >= storage.residual
+        if due and position not in slots.coded:
+            _encode(storage, slots, slot)
+
+
+def _encode(storage: Storage, slots: Slots, slot: int) -> None:
+    head = slots.head
+    key, value = storage.key(head.key[slot]), storage.value(head.value[slot])
+    slots.coded[int(head.position[slot])] = key, value
+    head.key[slot], head.value[slot] = key.decoded, value.decoded
+    slots.near = min(slots.near, key.near, value.near)
