@@ -158,7 +158,7 @@ def combine(*attended: Attended) -> Attended:
     if len(attended) == 1:
         return attended[0]
     # [parts, B, K, G, n]
-    lse = jnp.stack([each.lse for each in attended])
+    lse = jnp.stack([_lse_of(each) for each in attended])
     # [B, K, G, n]; 0 where no part has a slot that is seen, since -inf - -inf is not a number
     top = jax.lax.stop_gradient(jnp.max(lse, axis=0))
     top = jnp.where(jnp.isfinite(top), top, 0.0)
@@ -248,7 +248,8 @@ def attend_parts(
     if problems[0].needs_seen:
         # [B, K, n]
         seen = sum((count_seen(each) for each in problems[1:]), start=count_seen(problems[0]))
-    columns_of = tuple(column_sums(each, combined.lse, seen, implementation) for each in problems)
+    lse = _lse_of(combined)
+    columns_of = tuple(column_sums(each, lse, seen, implementation) for each in problems)
     return combined.output.astype(dtype), columns_of
 
 
@@ -273,6 +274,12 @@ def count_queries(problem: Problem) -> Array:
 
 def _counts(problem: Problem) -> Columns:
     return {name: count_queries(problem) for name in problem.counts}
+
+
+def _lse_of(attended: Attended) -> Array:
+    if attended.lse is None:
+        raise ConfigError("attention by a kernel that reports no log-sum-exps cannot be combined; use 'xla'.")
+    return attended.lse
 
 
 def _reference(problem: Problem, implementation: Implementation) -> Any:

@@ -227,7 +227,7 @@ def topology_devices(name: str) -> list[jax.Device]:
                 f"compiling for {name} needs Google's TPU compiler, the libtpu wheel, which is not installed (no TPU "
                 "is needed): pip install 'kvjax[tpu]'. Without it, leave the topology out to plan for this machine."
             ) from None
-        raise KvjaxError(f"the TPU compiler refuses topology {name!r}: {str(error).splitlines()[0]}") from None
+        raise KvjaxError(f"the TPU compiler rejects topology {name!r}: {str(error).splitlines()[0]}") from None
 
 
 def prepare_libtpu() -> None:

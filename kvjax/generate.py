@@ -1,40 +1,45 @@
-"""Generation: one jitted decode loop whose state is donated, traced once however many tokens follow."""
+"""Generation: a jitted decode loop with a donated state, which is traced once for any number of new tokens."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from kvjax.attention import Implementation
+from kvjax.cache.layout import Phase
 from kvjax.cache.limits import Limits
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
 from kvjax.inputs import check_stop
+from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
 from kvjax.prefill import Prefilled, bind, prefill
 from kvjax.sampling import Greedy, Sampler, check_sampling
 from kvjax.selection.base import Selection
+from kvjax.sharding import Params
 from kvjax.storage.base import Storage
 
 Array = jax.Array
-PAD = -1  # generated tokens after a row's stop token
-CHUNK = 64  # tokens of one call of the decode loop; between calls the host sees stops and moves the progress bar
+PAD = -1  # fills the generated tokens of a row after its stop token
+CHUNK = 64  # tokens per call of the decode loop; between calls the host checks for stops and updates the progress bar
 
 
 class Generation(NamedTuple):
-    """What `generate` returns.
+    """The result of `generate`.
 
     Attributes:
-      tokens: [B, max_new_tokens] int32; `PAD` after a row's stop token.
-      lengths: [B] int32 new tokens of each row, its stop token included.
-      logprobs: [B, max_new_tokens] float32 log-probability of each under the model (before temperature), 0 for PAD.
-      state: the cache after every token but each row's last, which was never fed back.
+      tokens: [B, max_new_tokens] int32, the new tokens; `PAD` after a row's stop token.
+      lengths: [B] int32, the number of new tokens of each row, including its stop token.
+      logprobs: [B, max_new_tokens] float32, the log-probability of each token under the model, before temperature; 0
+        where `tokens` is `PAD`.
+      state: the cache. It does not contain the last token of each row, which is not fed back to the model.
     """
 
     tokens: np.ndarray
@@ -45,11 +50,11 @@ class Generation(NamedTuple):
 
 def generate(
     model: Model,
-    tokens: Any,
+    tokens: ArrayLike,
     policy: Policy | CacheSpec,
     *,
     max_new_tokens: int,
-    lengths: Any = None,
+    lengths: ArrayLike | None = None,
     sampler: Sampler = Greedy(),
     key: Array | None = None,
     prefill_block: int | None = None,
@@ -60,31 +65,34 @@ def generate(
     storage: Storage | None = None,
     selection: Selection | None = None,
     limits: Limits | None = None,
-    requests: Any = None,
+    requests: ArrayLike | None = None,
 ) -> Generation:
-    """Continues prompts under a policy.
+    """Generates tokens after prompts, with a cache that is limited by a policy.
 
     Args:
       model: from `kvjax.load`.
-      tokens: [B, T] or [T] int prompt tokens, rows padded at the end.
-      policy: what the cache keeps, or a `CacheSpec`.
-      max_new_tokens: at least 1.
-      lengths: [B] real tokens of each row; None = all T.
-      sampler: how a token is chosen.
-      key: random key for a sampler that samples; None = `jax.random.key(0)`.
-      prefill_block: the prompt goes in blocks of so many tokens; None = in one shot.
-      stop: token ids that end a row; the stop token itself is returned.
-      stream: called with [B] int32 after every token, `PAD` for rows that have ended.
-      progress: show a progress bar.
+      tokens: [B, T] or [T] int, the prompts, rows padded at the end.
+      policy: which slots the cache keeps, or a `CacheSpec`.
+      max_new_tokens: the maximum number of new tokens per row, at least 1.
+      lengths: [B] int, the number of real tokens of each row; None for T.
+      sampler: how a token is chosen from the logits.
+      key: random key for sampling; None for `jax.random.key(0)`.
+      prefill_block: the number of prompt tokens per block; None for the whole prompt in one shot.
+      stop: token ids that end a row. The stop token is part of the result.
+      stream: a function that is called after every step with the new token of each row, [B] int32, `PAD` for a row that
+        has ended.
+      progress: whether to show a progress bar.
       implementation: of attention and eviction; see `kvjax.attention`.
-      storage: how slots are held, such as ``kvjax.storage.int8()``; None = in the model's dtype.
-      selection: which slots a query reads, such as ``kvjax.selection.quest(budget=512)``; None = all.
-      limits: the sizes that programs are compiled for; None = buckets, see `kvjax.cache.limits`.
-      requests: [B] int id of each row, which a sampler's draws depend on with the token's position, and on nothing else
-        of the batch; None = the rows' numbers.
+      storage: how slots are stored, such as ``kvjax.storage.int8()``; None for the model's dtype.
+      selection: which slots a query reads, such as ``kvjax.selection.quest(budget=512)``; None for all.
+      limits: the sizes that programs are compiled for; None for buckets, see `kvjax.cache.limits`.
+      requests: [B] int, the id of each row's request. A sampled token depends on the key, the request's id and the
+        token's position, and not on the rest of the batch. None for the row numbers.
 
     Raises:
-      InputError, PolicyError: before anything is traced.
+      InputError: if tokens, lengths or options are not valid for the model; before anything is traced.
+      PolicyError: if the policy, storage and selection cannot be combined; before anything is traced.
+      ConfigError: if an implementation was requested by name that cannot run.
     """
     prefilled = prefill(
         model, tokens, policy, max_new_tokens=max_new_tokens, lengths=lengths, prefill_block=prefill_block,
@@ -106,9 +114,24 @@ def decode(
     stop: Sequence[int] = (),
     stream: Callable[[np.ndarray], None] | None = None,
     progress: bool = False,
-    requests: Any = None,
+    requests: ArrayLike | None = None,
 ) -> Generation:
-    """Generates from a prefilled prompt, whose state is consumed (donated); arguments as in `generate`."""
+    """Generates tokens after prompts that have been prefilled.
+
+    Args:
+      model: see `generate`.
+      prefilled: from `kvjax.prefill.prefill`. Its state is donated and cannot be used afterwards.
+      max_new_tokens: see `generate`; at most as many as given to `prefill`.
+      sampler: see `generate`.
+      key: see `generate`.
+      stop: see `generate`.
+      stream: see `generate`.
+      progress: see `generate`.
+      requests: see `generate`.
+
+    Raises:
+      InputError: if an option is not valid.
+    """
     check_sampling(sampler, key)
     key = jax.random.key(0) if key is None else key
     stop_ids = check_stop(stop)
@@ -135,20 +158,22 @@ def decode(
             done += steps
             bar.update(steps)
     pad = ((0, 0), (0, max_new_tokens - done))
+    # [B, done]
     ids, logprobs = (np.concatenate(parts, axis=1) for parts in zip(*produced, strict=True))
+    # [B, max_new_tokens]
     ids = np.pad(ids, pad, constant_values=PAD)
     return Generation(ids, np.asarray(np.sum(ids != PAD, axis=1), np.int32), np.pad(logprobs, pad), carry.state)
 
 
 class Carry(NamedTuple):
-    """What the decode loop carries; every leaf but the key has the batch first.
+    """The carry of the decode loop. The first dimension of every leaf but the key is the batch.
 
     Attributes:
       state: the cache.
-      token: [B] int32, chosen and not yet fed.
-      active: [B] bool, whether a row goes on.
-      request: [B] int32 id of each row's request.
-      key: the random key of all requests.
+      token: [B] int32, the token of each row that was chosen last and has not been fed to the model.
+      active: [B] bool, whether the row has not ended.
+      request: [B] int32, the id of each row's request.
+      key: the random key, which all requests share.
     """
 
     state: KVState
@@ -158,67 +183,119 @@ class Carry(NamedTuple):
     key: Array
 
 
+Loop = tuple[Array, Carry, Array, Array]  # number of steps taken, carry, tokens and log-probabilities [B, CHUNK]
+
+
 @functools.partial(jax.jit, static_argnames=("sampler",), donate_argnames=("state",))
-def first_token(logits, state, request, key, stop, *, sampler):
-    """Chooses each row's first new token; returns the carry, the token [B] and its logprob [B]."""
+def first_token(
+    logits: Array, state: KVState, request: Array, key: Array, stop: Array, *, sampler: Sampler
+) -> tuple[Carry, Array, Array]:
+    """Chooses the first new token of each row.
+
+    Args:
+      logits: [B, V] float32, after each row's last prompt token.
+      state: the cache; donated.
+      request: [B] int32, the id of each row's request.
+      key: random key.
+      stop: [n] int32, token ids that end a row.
+      sampler: the sampling method.
+
+    Returns:
+      The carry of the decode loop, the tokens [B] int32 and their log-probabilities [B] float32.
+    """
+    # [B]
     token, logprob = _choose(logits, state.length, request, key, sampler)
-    return Carry(state, token, _unstopped(token, stop), request, key), token, logprob
+    return Carry(state, token, _is_active(token, stop), request, key), token, logprob
 
 
 @functools.partial(jax.jit, static_argnames=("config", "phase", "sampler"), donate_argnames=("carry",))
-def decode_steps(params, carry, stop, steps, *, config, phase, sampler):
-    """Up to `CHUNK` tokens, fewer if `steps` says so or every row has stopped.
+def decode_steps(
+    params: Params,
+    carry: Carry,
+    stop: Array,
+    steps: Array | int,
+    *,
+    config: DecoderConfig,
+    phase: Phase,
+    sampler: Sampler,
+) -> tuple[Carry, Array, Array]:
+    """Generates up to `CHUNK` tokens per row.
 
-    A loop whose length is data: one trace serves any number of tokens, and stopped batches end early.
+    The length of the loop is data, so that one trace serves any number of tokens, and the loop ends early when every
+    row has ended.
 
     Args:
-      stop: [n] int32 token ids that end a row.
-      steps: the number of tokens, int32.
-      phase: the groups of each layer.
+      params: of the decoder.
+      carry: from `first_token` or the previous call; donated.
+      stop: [n] int32, token ids that end a row.
+      steps: int32, the number of tokens to generate, at most `CHUNK`.
+      config: the decoder.
+      phase: the groups of heads of each layer.
+      sampler: the sampling method.
 
     Returns:
-      The carry, tokens [B, CHUNK] and logprobs [B, CHUNK].
+      The carry, the tokens [B, CHUNK] int32, `PAD` where none was generated, and their log-probabilities [B, CHUNK]
+      float32.
     """
     decoder = bind(config, params)
     rows = carry.token.shape[0]
 
-    def unfinished(loop):
+    def unfinished(loop: Loop) -> Array:
         i, carry, _, _ = loop
         return (i < steps) & jnp.any(carry.active)
 
-    def body(loop):
+    def body(loop: Loop) -> Loop:
         i, carry, ids, logprobs = loop
         kv, active = carry.state, carry.active
-        # A row that has ended feeds padding, which leaves it unchanged.
+        # [B, 1]: padding for a row that has ended, which leaves its cache unchanged
         position = jnp.where(active, kv.length, -1)[:, None]
         block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
+        # [B, 1, E]
         x, kv = decoder.hidden(jnp.maximum(carry.token, 0)[:, None], kv, block, phase)
+        # [B, V]
         logits = decoder.logits(x[:, 0])
+        # [B]
         token, logprob = _choose(logits, kv.length, carry.request, carry.key, sampler)
         token, logprob = jnp.where(active, token, PAD), jnp.where(active, logprob, 0.0)
+        # [B, CHUNK]
         ids, logprobs = ids.at[:, i].set(token), logprobs.at[:, i].set(logprob)
-        carry = carry._replace(state=kv, token=token, active=active & _unstopped(token, stop))
+        carry = carry._replace(state=kv, token=token, active=active & _is_active(token, stop))
         return i + 1, carry, ids, logprobs
 
+    # [B, CHUNK]
     ids = jnp.full((rows, CHUNK), PAD, jnp.int32)
     loop = (jnp.int32(0), carry, ids, jnp.zeros((rows, CHUNK), jnp.float32))
     return jax.lax.while_loop(unfinished, body, loop)[1:]
 
 
 def _choose(logits: Array, length: Array, request: Array, key: Array, sampler: Sampler) -> tuple[Array, Array]:
-    """A token and its log-probability per row: [B, V] -> [B], [B]. Keys depend on request and position alone."""
+    """Chooses a token for each row.
+
+    Args:
+      logits: [B, V] float32.
+      length: [B] int32, the position of the token to choose.
+      request: [B] int32, the id of each row's request.
+      key: random key. The key of a row depends on it, on the request and on the position.
+      sampler: the sampling method.
+
+    Returns:
+      The tokens [B] int32 and their log-probabilities [B] float32.
+    """
+    # [B] random keys
     keys = jax.vmap(lambda own, n: jax.random.fold_in(jax.random.fold_in(key, own), n))(request, length)
+    # [B]
     token = sampler(logits, keys)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
     return token, chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _unstopped(token: Array, stop: Array) -> Array:
+def _is_active(token: Array, stop: Array) -> Array:
+    """Returns whether rows with the newest tokens [B] have not ended: [B] bool. `stop` is [n] int32."""
     return ~jnp.any(token[:, None] == stop[None], axis=1)
 
 
-def _check_requests(requests: Any, rows: int) -> np.ndarray:
-    """[B] int32 ids of the rows' requests."""
+def _check_requests(requests: ArrayLike | None, rows: int) -> np.ndarray:
+    """Returns the checked ids of the rows' requests, [B] int32."""
     if requests is None:
         return np.arange(rows, dtype=np.int32)
     ids = np.asarray(requests)

@@ -47,14 +47,18 @@ def check_batch(config: DecoderConfig, tokens: ArrayLike, lengths: ArrayLike | N
     # [B, T]
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.size == 0:
-        raise InputError(f"tokens must be [batch, length] with at least one token a row; got shape {np.shape(tokens)}.")
+        raise InputError(
+            f"tokens must be [batch, length] with at least one token per row; got shape {np.shape(tokens)}."
+        )
     if not np.issubdtype(ids.dtype, np.integer):
         raise InputError(f"tokens must be whole numbers; got an array of {ids.dtype}.")
     rows, width = ids.shape
     # [B]
     sizes = np.full((rows,), width) if lengths is None else np.asarray(lengths)
     if sizes.shape != (rows,) or not np.issubdtype(sizes.dtype, np.integer):
-        raise InputError(f"lengths must be {rows} whole numbers, one a row; got shape {sizes.shape} of {sizes.dtype}.")
+        raise InputError(
+            f"lengths must be {rows} whole numbers, one per row; got shape {sizes.shape} of {sizes.dtype}."
+        )
     if sizes.min() < 1 or sizes.max() > width:
         raise InputError(
             f"every row needs between 1 and {width} real tokens; got lengths from {sizes.min()} to {sizes.max()}."

@@ -1,33 +1,38 @@
-"""Scoring texts by teacher forcing, the cache evolving exactly as in generation."""
+"""Scores texts by teacher forcing. The cache evolves as it does in generation."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from kvjax.attention import Implementation
+from kvjax.cache.layout import Phase
 from kvjax.cache.limits import Limits, power_of_two
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
 from kvjax.inputs import check_batch, check_prompt
+from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
 from kvjax.prefill import SCORE_ROWS, bind, logprobs_of, prepare, run_prompts
 from kvjax.selection.base import Selection
+from kvjax.sharding import Params
 from kvjax.storage.base import Storage
 
 Array = jax.Array
-SMALLEST_TEXT = 256  # tokens of the array that a shorter text is padded to
+SMALLEST_TEXT = 256  # shorter texts are padded to this number of tokens
 
 
 class LogLikelihood(NamedTuple):
-    """What `log_likelihood` returns.
+    """The result of `log_likelihood`.
 
     Attributes:
-      logprobs: [B, T - 1] float32: entry t is the log-probability of token t + 1 given those before; 0 past the end.
+      logprobs: [B, T - 1] float32. Entry t is the log-probability of token t + 1 given the tokens before it, and 0 from
+        the end of the row on.
       state: the cache after all tokens.
     """
 
@@ -37,11 +42,11 @@ class LogLikelihood(NamedTuple):
 
 def log_likelihood(
     model: Model,
-    tokens: Any,
+    tokens: ArrayLike,
     policy: Policy | CacheSpec,
     *,
-    prompt_length: Any,
-    lengths: Any = None,
+    prompt_length: ArrayLike,
+    lengths: ArrayLike | None = None,
     prefill_block: int | None = None,
     progress: bool = False,
     implementation: Implementation = "xla",
@@ -49,30 +54,34 @@ def log_likelihood(
     selection: Selection | None = None,
     limits: Limits | None = None,
 ) -> LogLikelihood:
-    """Scores texts by teacher forcing; the cache evolves exactly as in generation.
+    """Scores texts by teacher forcing. The cache evolves as it does in generation.
 
     Args:
       model: from `kvjax.load`.
       tokens: [B, T] or [T] int, rows padded at the end.
-      policy: what the cache keeps, or a `CacheSpec`.
-      prompt_length: int or [B]: so many tokens of each row go in as the prompt, the rest one by one.
-      lengths: [B] real tokens of each row; None = all T. A row shorter than its prompt is all prompt.
-      prefill_block: as in `generate`.
-      progress: show a progress bar.
-      implementation: see `kvjax.attention`. Kernels have no gradient, which scores are taken for; xla has.
-      storage: as in `generate`.
-      selection: as in `generate`.
-      limits: as in `generate`, where all new tokens are fed.
+      policy: which slots the cache keeps, or a `CacheSpec`.
+      prompt_length: int or [B] int, the number of tokens of each row that are processed as its prompt. The others are
+        fed one at a time.
+      lengths: [B] int, the number of real tokens of each row; None for T. A row that is shorter than its prompt length
+        is all prompt.
+      prefill_block: see `kvjax.generate`.
+      progress: whether to show a progress bar.
+      implementation: see `kvjax.attention`. The default is XLA because the kernels have no gradient.
+      storage: see `kvjax.generate`.
+      selection: see `kvjax.generate`.
+      limits: see `kvjax.generate`. All tokens after the prompt are fed to the model here.
 
     Raises:
-      InputError, PolicyError: before anything is traced.
+      InputError: if tokens, lengths or options are not valid for the model; before anything is traced.
+      PolicyError: if the policy, storage and selection cannot be combined; before anything is traced.
+      ConfigError: if an implementation was requested by name that cannot run.
     """
     spec = as_spec(policy, storage, selection)
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     prompt = check_prompt(prompt_length, batch.lengths)
     total, width = int(batch.lengths.max()), int(prompt.max())
     steps = int((batch.lengths - prompt).max())
-    # A loop whose length is data serves texts of any length; one that is static has a gradient.
+    # A loop whose length is data serves texts of any length; only a loop of static length has a gradient.
     differentiated = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params))
     with model.on_mesh(), tqdm(total=total, desc="score", unit="tok", disable=not progress) as bar:
         prepared = prepare(
@@ -83,7 +92,9 @@ def log_likelihood(
         bar.update(width)
         if steps:
             size = max(power_of_two(total, SMALLEST_TEXT), scores.shape[1])
+            # [B, size]
             scores = jnp.pad(scores, ((0, 0), (0, size - scores.shape[1])))
+            # [B, size]
             ids = np.zeros((len(prompt), size), np.int32)
             ids[:, :total] = batch.tokens
             ids, ends = model.place((ids, batch.lengths))
@@ -96,41 +107,63 @@ def log_likelihood(
             if progress:
                 jax.block_until_ready(scores)
             bar.update(count)
+    # [B, total - 1]
     known = np.arange(1, total) < batch.lengths[:, None]
     if differentiated:
         return LogLikelihood(jnp.where(known, scores[:, : total - 1], 0.0), state)
-    # On the host: a slice of every length would be a program of its own.
+    # On the host, because XLA would compile a program for every length of the slice.
     return LogLikelihood(jnp.asarray(np.where(known, np.asarray(scores)[:, : total - 1], np.float32(0))), state)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "phase", "static_steps"), donate_argnames=("state", "scores")
-)
-def score_steps(params, state, scores, tokens, lengths, steps, *, config, phase, static_steps=None):
-    """Feeds the next tokens of each row; writes what they say of the ones after into scores [B, T].
+@functools.partial(jax.jit, static_argnames=("config", "phase", "static_steps"), donate_argnames=("state", "scores"))
+def score_steps(
+    params: Params,
+    state: KVState,
+    scores: Array,
+    tokens: Array,
+    lengths: Array,
+    steps: Array,
+    *,
+    config: DecoderConfig,
+    phase: Phase,
+    static_steps: int | None = None,
+) -> tuple[Array, KVState]:
+    """Feeds the next tokens of each row and records the log-probability of each token after them.
 
     Args:
+      params: of the decoder.
+      state: the cache; donated.
+      scores: [B, T] float32, the log-probabilities so far; donated.
       tokens: [B, T] int32.
-      lengths: [B] int32 tokens of each row.
-      steps: the number of tokens to feed, int32; unused where `static_steps` says it.
-      phase: the groups of each layer.
-      static_steps: the same number as a part of the program, which then has a gradient.
+      lengths: [B] int32, the number of tokens of each row.
+      steps: int32, the number of tokens to feed; ignored if `static_steps` is given.
+      config: the decoder.
+      phase: the groups of heads of each layer.
+      static_steps: the number of tokens to feed as a static argument, so that the function has a gradient.
+
+    Returns:
+      The updated scores and cache.
     """
     decoder = bind(config, params)
     rows, width = tokens.shape
+    # [B]
     row = jnp.arange(rows)
 
-    def body(_, carry):
+    def body(_: Array, carry: tuple[KVState, Array]) -> tuple[KVState, Array]:
         kv, scores = carry
+        # [B]: position of the token to feed
         at = kv.length
         active = at < lengths
         token = tokens[row, jnp.minimum(at, width - 1)]
+        # [B, 1]
         position = jnp.where(active, at, -1)[:, None]
         block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
+        # [B, 1, E]
         x, kv = decoder.hidden(token[:, None], kv, block, phase)
+        # [B]
         target = tokens[row, jnp.minimum(at + 1, width - 1)]
         logprob = logprobs_of(decoder, x, target[:, None])[:, 0]
-        # Past a row's end nothing is written.
+        # Nothing is written for a row that has ended: its index is out of bounds.
         return kv, scores.at[row, jnp.where(active, at, width)].set(logprob, mode="drop")
 
     state, scores = jax.lax.fori_loop(0, steps if static_steps is None else static_steps, body, (state, scores))

@@ -1,19 +1,20 @@
-"""What a run needs and how fast it could be, without running it: the decode step compiled ahead of time from shapes.
+"""Plans a run without running it: its memory, by compiling it ahead of time from shapes, and its maximum speed.
 
-The program is `kvjax.generate`'s own decode loop, compiled for this machine or for a named TPU topology that need not
-exist; nothing of the model is allocated.
+The program is the decode loop of `kvjax.generate`. It is compiled for this machine or for a TPU topology, which need
+not be present. No parameters and no cache are allocated.
 """
 
 import contextlib
 import dataclasses
 import math
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 from tabulate import tabulate
 
 from kvjax import policies, sharding
@@ -34,28 +35,42 @@ from kvjax.sampling import Greedy
 from kvjax.selection.base import Selection
 from kvjax.storage.base import Storage
 
+SI_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `plan` returns; bytes are those of one device, the fullest.
+    """The result of `plan`. Bytes are those of the device that needs the most.
 
     Attributes:
-      target, device: the machine or topology, and one of its devices.
-      mesh: axis sizes; `mesh_chosen`: they were picked here.
-      policy, batch, prompt_length, new_tokens, dtype, parameters: what was planned.
-      slots: per layer and group of heads, slots of each head's arrays while decoding.
-      explain: what runs in each layer, and why nothing faster; see `CacheLayout.explain`.
-      weights, cache: bytes of parameters and of the KVState, from shapes.
-      temporaries: bytes of the decode program's scratch memory; None = it did not compile for want of memory.
-      other: bytes of program, tokens and padding of layouts; None likewise.
-      total: all of these; without `temporaries` a lower bound.
-      prefill_temporaries, prefill_total: the same of the prefill program; None = not asked for, or no memory.
-      fits: whether decode (and prefill, if asked for) stays within the device's memory; None = unknown.
-      problem: the compiler's own words if memory did not suffice.
-      flops_per_token, bytes_per_token: of the whole mesh, for one new token of one row.
-      step, full: the roofline under the policy, and with a full cache.
-      compile_seconds: how long compilation took.
-      compiled: the decode program (`jax.stages.Compiled`), or None.
+      target: the machine or the topology.
+      device: one of its devices.
+      mesh: axis name -> size.
+      mesh_chosen: whether `plan` has chosen the mesh.
+      policy: name of the policy, with storage and selection.
+      batch: the number of rows.
+      prompt_length: the number of tokens of each row's prompt.
+      new_tokens: the number of new tokens of each row.
+      dtype: of parameters and cache.
+      parameters: the total number of elements of the parameters.
+      slots: for each group of heads of each layer, the number of slots per head that is allocated for decoding.
+      explain: what runs in each layer, and why no faster kernel does; see `CacheLayout.explain`.
+      weights: bytes of the parameters, from shapes.
+      cache: bytes of the KVState, from shapes.
+      temporaries: bytes of scratch memory of the decode program; None if it did not compile for lack of memory.
+      other: bytes of the program itself, of tokens and of the padding of layouts; None as above.
+      total: bytes of all of these; a lower bound if `temporaries` is None.
+      prefill_temporaries: bytes of scratch memory of the prefill program; None if it was not requested or did not
+        compile for lack of memory.
+      prefill_total: bytes that the prefill program needs in all; None as above.
+      fits: whether decoding, and prefill if requested, fit into the memory of the device; None if unknown.
+      problem: the message of the compiler if the memory does not suffice, otherwise empty.
+      flops_per_token: FLOPs of the whole mesh per new token of one row.
+      bytes_per_token: bytes that the whole mesh moves per new token of one row.
+      step: the roofline of a decode step under the policy.
+      full: the roofline of a decode step with a full cache.
+      compile_seconds: the wall time of compilation.
+      compiled: the decode program, or None if it did not compile.
     """
 
     target: str
@@ -84,16 +99,16 @@ class Plan:
     step: Roofline
     full: Roofline
     compile_seconds: float
-    compiled: Any = dataclasses.field(default=None, repr=False, compare=False)
+    compiled: jax.stages.Compiled | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the program, as JSON's types."""
+        """Returns all attributes except the program, as JSON values."""
         values = dataclasses.asdict(dataclasses.replace(self, compiled=None))
         del values["compiled"]
         return values | {"slots": list(self.slots)}
 
     def table(self) -> str:
-        """Text for a person: what is needed, what there is, and how fast it could be."""
+        """Returns a table of the memory that the run needs and has, and of its maximum speed."""
         least, full, step = "" if self.temporaries is not None else "at least ", self.full, self.step
         full_total = self.weights + full.cache
         rows = [
@@ -105,12 +120,16 @@ class Plan:
             ("total to prefill", size(self.prefill_total), "-"),
             ("memory", size(self.device.memory), size(self.device.memory)),
             ("fits", _yes(self.fits), _yes(_below(full_total, self.device.memory), "before temporaries")),
-            ("moved a step", size(step.weights_moved + step.cache_moved), size(full.weights_moved + full.cache_moved)),
-            ("computed a step", _si(step.flops, "FLOP"), _si(full.flops, "FLOP")),
+            (
+                "moved per step",
+                size(step.weights_moved + step.cache_moved),
+                size(full.weights_moved + full.cache_moved),
+            ),
+            ("computed per step", _si(step.flops, "FLOP"), _si(full.flops, "FLOP")),
             ("roofline", _speed(step), _speed(full)),
         ]
         if self.prefill_total is None:
-            del rows[5]
+            rows = [row for row in rows if row[0] != "total to prefill"]
         axes = ",".join(f"{axis}:{count}" for axis, count in self.mesh.items())
         low, high = min(self.slots), max(self.slots)
         kept = f"{low}" if low == high else f"{low} to {high}"
@@ -128,7 +147,7 @@ class Plan:
             f"Compiled in {self.compile_seconds:.1f} s.\nOne device: {_si(self.device.bandwidth, 'B/s')}, "
             f"{_si(self.device.flops, 'FLOP/s')} ({self.device.source}). The roofline counts no collectives."
         )
-        words = (f"The compiler says: {self.problem}",) if self.problem else ()
+        words = (f"The compiler reports: {self.problem}",) if self.problem else ()
         return "\n".join((first, second, body, last, self.explain, *words))
 
 
@@ -139,7 +158,7 @@ def plan(
     batch: int = 1,
     prompt_length: int,
     new_tokens: int,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     mesh_axes: str = "",
     topology: str | None = None,
     prefill: bool = False,
@@ -148,26 +167,26 @@ def plan(
     storage: Storage | None = None,
     selection: Selection | None = None,
 ) -> Plan:
-    """Compiles what `kvjax.generate` would run, and counts what it needs.
+    """Compiles what `kvjax.generate` would run, and counts its memory and FLOPs.
 
     Args:
       config: the decoder.
-      policy: what the cache keeps, or a `CacheSpec`.
-      batch: rows.
-      prompt_length: tokens of each row's prompt.
-      new_tokens: tokens that follow.
-      dtype: of weights and cache; None = float32 on a CPU, bfloat16 elsewhere.
-      mesh_axes: as in ``"data:2,model:4"``. Empty = one local device, or all devices of the topology, split between
-        the axes so that each moves the fewest bytes a step (of equals, the split with the larger ``model``).
-      topology: a TPU topology such as ``"v5e:2x4"`` (needs the libtpu wheel, no TPU); None = this machine.
-      prefill: whether to compile the prefill too.
-      prefill_block: as in `kvjax.generate`.
-      implementation: as in `kvjax.generate`.
-      storage: as in `kvjax.generate`.
-      selection: as in `kvjax.generate`.
+      policy: which slots the cache keeps, or a `CacheSpec`.
+      batch: the number of rows.
+      prompt_length: the number of tokens of each row's prompt.
+      new_tokens: the number of new tokens of each row.
+      dtype: of parameters and cache; None for float32 on a CPU and bfloat16 elsewhere.
+      mesh_axes: the sizes of the axes, such as ``"data:2,model:4"``. If empty, one local device, or all devices of the
+        topology, on the mesh where each device moves the fewest bytes per step.
+      topology: a TPU topology such as ``"v5e:2x4"``, which needs the libtpu wheel but no TPU; None for this machine.
+      prefill: whether to compile the prefill as well.
+      prefill_block: see `kvjax.generate`.
+      implementation: see `kvjax.generate`.
+      storage: see `kvjax.generate`.
+      selection: see `kvjax.generate`.
 
     Raises:
-      KvjaxError: a run that `kvjax.generate` would refuse, an unknown topology or mesh, or no libtpu.
+      KvjaxError: if `kvjax.generate` would raise one, the topology or the mesh is not valid, or libtpu is missing.
     """
     spec = as_spec(policy, storage, selection)
     for name, value in (("batch", batch), ("prompt_length", prompt_length), ("new_tokens", new_tokens)):
@@ -182,27 +201,28 @@ def plan(
     )  # fmt: skip
 
     def lowered_on(mesh: Mesh | None, spec: CacheSpec) -> Lowered:
+        """Lowers a spec with `mesh` as the current mesh."""
         with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
             return lower(
                 spec, config, sizes, prompts, implementation=implementation, platform=targets[0].platform, dtype=dtype
             )
 
-    axes: Any = mesh_axes
+    axes: str | dict[str, int] = mesh_axes
     if topology and not mesh_axes:
-        alone = lowered_on(None, spec)
-        live = live_slots(config, alone, prompt_length, new_tokens)
-        axes = fewest_bytes(config, alone.layout, dtype, batch, live, len(targets))
+        unsharded = lowered_on(None, spec)
+        live = live_slots(config, unsharded, prompt_length, new_tokens)
+        axes = fewest_bytes(config, unsharded.layout, dtype, batch, live, len(targets))
     mesh = sharding.make_mesh(axes, targets) if axes else None
     count = mesh.size if mesh else 1
-    lowered, kept = lowered_on(mesh, spec), lowered_on(mesh, CacheSpec(policies.full()))
+    lowered, full_lowered = lowered_on(mesh, spec), lowered_on(mesh, CacheSpec(policies.full()))
     layout = lowered.layout
     live = live_slots(config, lowered, prompt_length, new_tokens)
     device = DEVICES[targets[0].device_kind] if topology else local_device(targets[:count])
 
     shapes = decode_shapes(config, layout, dtype, batch, mesh)
     step = roofline(config, shapes, live, device)
-    full_shapes = decode_shapes(config, kept.layout, dtype, batch, mesh)
-    full = roofline(config, full_shapes, live_slots(config, kept, prompt_length, new_tokens), device)
+    full_shapes = decode_shapes(config, full_lowered.layout, dtype, batch, mesh)
+    full = roofline(config, full_shapes, live_slots(config, full_lowered, prompt_length, new_tokens), device)
     whole = roofline(config, decode_shapes(config, layout, dtype, batch, None), live, device)
     weights, cache = local_bytes(shapes.params), step.cache
 
@@ -247,7 +267,14 @@ def plan(
     )
 
 
-def _dtype(dtype: Any, platform: str) -> Any:
+class _Jitted(Protocol):
+    """A jitted function."""
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered: ...
+
+
+def _dtype(dtype: DTypeLike | None, platform: str) -> jnp.dtype:
+    """Returns the checked dtype, or the default of the platform."""
     if dtype is None:
         return jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
     try:
@@ -256,7 +283,10 @@ def _dtype(dtype: Any, platform: str) -> Any:
         raise ConfigError(f"dtype {dtype!r} is unknown; use float32, bfloat16 or float16.") from None
 
 
-def _compile_decode(config: DecoderConfig, layout: CacheLayout, shapes: Shapes, mesh: Mesh | None) -> tuple[Any, str]:
+def _compile_decode(
+    config: DecoderConfig, layout: CacheLayout, shapes: Shapes, mesh: Mesh | None
+) -> tuple[jax.stages.Compiled | None, str]:
+    """Compiles the decode loop; see `_compile`."""
     stop = jax.ShapeDtypeStruct((len(config.eos_token_ids),), jnp.int32)
     steps = jax.ShapeDtypeStruct((), jnp.int32)
     options = {"config": config, "phase": layout.decode, "sampler": Greedy()}
@@ -265,7 +295,8 @@ def _compile_decode(config: DecoderConfig, layout: CacheLayout, shapes: Shapes, 
 
 def _compile_prefill(
     config: DecoderConfig, lowered: Lowered, shapes: Shapes, mesh: Mesh | None, prompt_length: int
-) -> tuple[Any, str]:
+) -> tuple[jax.stages.Compiled | None, str]:
+    """Compiles the prefill; see `_compile`."""
     row = shapes.carry.token
     place = mesh and NamedSharding(mesh, sharding.spec(("batch", None), (*row.shape, prompt_length), mesh))
     tokens = jax.ShapeDtypeStruct((*row.shape, prompt_length), jnp.int32, sharding=place)
@@ -276,57 +307,81 @@ def _compile_prefill(
     )  # fmt: skip
 
 
-def _compile(function: Any, mesh: Mesh | None, *arguments: Any, **options: Any) -> tuple[Any, str]:
-    """The program and "", or None and the compiler's words when the device has too little memory for it."""
+def _compile(
+    function: _Jitted, mesh: Mesh | None, *arguments: Any, **options: Any
+) -> tuple[jax.stages.Compiled | None, str]:
+    """Compiles a jitted function for arguments of the given shapes.
+
+    Returns:
+      The program and an empty string, or None and the message of the compiler if the device has too little memory.
+
+    Raises:
+      KvjaxError: if the compiler fails for another reason.
+    """
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         lowered = function.lower(*arguments, **options)
         try:
             return lowered.compile(), ""
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
-                raise KvjaxError(f"the compiler refuses this program: {str(error).splitlines()[0].strip()}") from None
+                raise KvjaxError(f"the compiler rejects this program: {str(error).splitlines()[0].strip()}") from None
             return None, str(error).splitlines()[0].strip()
 
 
 class _Memory(NamedTuple):
-    """Bytes of one device while a program runs: all of them, and its scratch memory alone."""
+    """The memory of one device that a program needs.
+
+    Attributes:
+      total: bytes of arguments, results, scratch memory and the program itself.
+      temporaries: bytes of scratch memory.
+    """
 
     total: int
     temporaries: int
 
     @classmethod
-    def of(cls, compiled: Any) -> "_Memory | None":
+    def of(cls, compiled: jax.stages.Compiled | None) -> "_Memory | None":
+        """Returns the memory of a program, or None if there is no program."""
         if compiled is None:
             return None
         memory = compiled.memory_analysis()
+        assert memory is not None, "this backend does not report the memory of its programs"
         total = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         total += memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
         return cls(int(total), int(memory.temp_size_in_bytes))
 
 
 def _below(needed: float, memory: float | None) -> bool | None:
+    """Returns whether `needed` bytes fit into a memory, or None if its size is unknown."""
     return None if memory is None else bool(needed <= memory)
 
 
 def _yes(answer: bool | None, condition: str = "") -> str:
+    """Formats an answer; `condition` qualifies a yes."""
     if answer is None:
         return "unknown"
     return "no" if not answer else f"yes, {condition}" if condition else "yes"
 
 
 def _speed(step: Roofline) -> str:
+    """Formats the maximum speed and its limit."""
     return "-" if step.tokens_per_second is None else f"{step.tokens_per_second:,.3g} tokens/s ({step.limit})"
 
 
 def size(count: float | None) -> str:
-    """Bytes as text in decimal units: ``8.56 GB``."""
+    """Formats a number of bytes in decimal units, such as ``8.56 GB``.
+
+    Args:
+      count: the number of bytes; None if unknown.
+    """
     return _si(count, "B")
 
 
 def _si(value: float | None, unit: str) -> str:
+    """Formats a value with an SI prefix."""
     if value is None or not math.isfinite(value):
         return "-"
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for factor, prefix in SI_PREFIXES:
         if abs(value) >= factor:
             return f"{value / factor:.3g} {prefix}{unit}"
     return f"{value:.3g} {unit}"

@@ -1,22 +1,23 @@
-"""Prefill: prompts go through the model, in one shot or in blocks, and leave a cache for decoding.
+"""Prefill: runs prompts through the model, in one shot or in blocks, and returns a cache for decoding.
 
-What is allocated, and which programs run, is settled on the host first (`kvjax.cache.lowering`), so that every user error
-is raised before anything is traced.
+The sizes of all arrays and the programs to run are determined on the host first (`kvjax.cache.lowering`), so that
+invalid arguments raise an error before anything is traced.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvjax.attention import Implementation
 from kvjax.cache.convert import convert, empty_layers
 from kvjax.cache.layout import CacheLayout, Phase
 from kvjax.cache.limits import Limits, sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.lowering import Budgets, lower
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState, Layer
 from kvjax.inputs import check_batch, check_count, check_positions
@@ -25,19 +26,21 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Selection
+from kvjax.sharding import Params, PyTree
 from kvjax.storage.base import Storage
 
 Array = jax.Array
-SCORE_ROWS = 512  # prompt tokens whose logits exist at once when scoring
+GroupBudgets = tuple[tuple[Array | None, ...], ...]  # per layer and group of heads
+SCORE_ROWS = 512  # tokens per row whose logits exist at the same time when scoring
 
 
 class Prefilled(NamedTuple):
-    """A prompt that has gone in: what decoding starts from.
+    """The result of a prefill, from which decoding starts.
 
     Attributes:
-      logits: [B, V] float32 of each row's last prompt token.
+      logits: [B, V] float32, the logits after each row's last prompt token.
       state: the cache.
-      layout: what programs know of it.
+      layout: the static description of the cache.
     """
 
     logits: Array
@@ -47,22 +50,39 @@ class Prefilled(NamedTuple):
 
 def prefill(
     model: Model,
-    tokens: Any,
+    tokens: ArrayLike,
     policy: Policy | CacheSpec,
     *,
     max_new_tokens: int,
-    lengths: Any = None,
+    lengths: ArrayLike | None = None,
     prefill_block: int | None = None,
     implementation: Implementation = "auto",
     storage: Storage | None = None,
     selection: Selection | None = None,
     limits: Limits | None = None,
 ) -> Prefilled:
-    """Runs prompts through the model and leaves a cache with room for `max_new_tokens`; arguments as in `generate`."""
+    """Runs prompts through the model.
+
+    Args:
+      model: see `kvjax.generate`.
+      tokens: see `kvjax.generate`.
+      policy: see `kvjax.generate`.
+      max_new_tokens: the number of tokens that will be generated, for which the cache has room.
+      lengths: see `kvjax.generate`.
+      prefill_block: see `kvjax.generate`.
+      implementation: see `kvjax.generate`.
+      storage: see `kvjax.generate`.
+      selection: see `kvjax.generate`.
+      limits: see `kvjax.generate`.
+
+    Raises:
+      InputError: see `kvjax.generate`.
+      PolicyError: see `kvjax.generate`.
+    """
     spec = as_spec(policy, storage, selection)
     check_count("max_new_tokens", max_new_tokens)
     batch = check_batch(model.config, tokens, lengths, new_tokens=max_new_tokens)
-    # The last new token is never fed back.
+    # [B]: the last new token is not fed back to the model.
     total = batch.lengths + max_new_tokens - 1
     with model.on_mesh():
         prepared = prepare(
@@ -74,10 +94,16 @@ def prefill(
 
 
 class Prepared(NamedTuple):
-    """What a batch runs: its layout and budgets, and the width that prompts are padded to."""
+    """A batch that has been lowered.
+
+    Attributes:
+      layout: the static description of the cache.
+      budgets: the number of slots that each row may keep.
+      width: the number of tokens that prompts are padded to.
+    """
 
     layout: CacheLayout
-    budgets: Any
+    budgets: Budgets
     width: int
 
 
@@ -93,14 +119,23 @@ def prepare(
     limits: Limits | None = None,
     last_fed: bool = True,
 ) -> Prepared:
-    """Lowers a spec for a batch, on the mesh in force.
+    """Lowers a spec for a batch, on the current mesh.
 
     Args:
-      prompt: [B] tokens of each row's prompt.
-      total: [B] tokens that each row will hold.
-      width: of the caller's array of prompts.
-      prefill_block, implementation, limits: as in `generate`.
-      last_fed: see `sizes_for`.
+      model: the model.
+      spec: policy, storage and selection.
+      prompt: [B] int32, the number of tokens of each row's prompt.
+      total: [B] int32, the number of tokens that each row will hold in all.
+      width: the number of columns of the caller's array of prompts.
+      prefill_block: see `kvjax.generate`.
+      implementation: see `kvjax.generate`.
+      limits: see `kvjax.generate`.
+      last_fed: see `kvjax.cache.limits.sizes_for`.
+
+    Raises:
+      InputError: if the batch exceeds the limits, or the model has no rotary positions to place by rank.
+      PolicyError: if policy, storage and selection cannot be combined.
+      ConfigError: if an implementation was requested by name that cannot run.
     """
     check_positions(model.config, spec.policy.positions)
     if prefill_block is not None:
@@ -118,11 +153,24 @@ def prepare(
 def run_prompts(
     model: Model, tokens: np.ndarray, lengths: np.ndarray, total: np.ndarray, prepared: Prepared, *, score: bool
 ) -> tuple[Array, Array, KVState]:
-    """`prefill_steps` for a batch on the host, padded; when scoring, tokens may go on behind the prompts."""
+    """Pads a batch and calls `prefill_steps`.
+
+    Args:
+      model: the model.
+      tokens: [B, T] int32. When scoring, a row may continue after its prompt.
+      lengths: [B] int32, the number of tokens of each row's prompt.
+      total: see `prepare`.
+      prepared: from `prepare`.
+      score: whether to compute the log-probabilities of the prompt's tokens.
+
+    Returns:
+      As `prefill_steps`.
+    """
     width = prepared.width + (1 if score else 0)
+    # [B, width]
     ids = np.zeros((len(tokens), width), np.int32)
-    known = min(width, tokens.shape[1])
-    ids[:, :known] = tokens[:, :known]
+    given = min(width, tokens.shape[1])
+    ids[:, :given] = tokens[:, :given]
     place = model.place
     return prefill_steps(
         model.params, *place((ids, lengths, total.astype(np.int32), prepared.budgets.prompt, prepared.budgets.decode)),
@@ -131,74 +179,106 @@ def run_prompts(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "layout", "score"))
-def prefill_steps(params, tokens, lengths, total, budget, decode_budget, *, config, layout, score):
-    """Prompts, in one shot or in blocks.
+def prefill_steps(
+    params: Params,
+    tokens: Array,
+    lengths: Array,
+    total: Array,
+    budget: GroupBudgets,
+    decode_budget: GroupBudgets,
+    *,
+    config: DecoderConfig,
+    layout: CacheLayout,
+    score: bool,
+) -> tuple[Array, Array, KVState]:
+    """Runs prompts through the model, in one shot or in blocks.
 
     Args:
-      tokens: [B, T] int32; when scoring, T is one more than the width of the prompts.
-      lengths: [B] prompt lengths.
-      total: [B], see `KVState`.
-      budget: per layer and group, [B] slots of the policy for prompts.
-      decode_budget: the same of the policy that decodes.
+      params: of the decoder.
+      tokens: [B, T] int32. T is the width of the prompts, plus 1 when scoring.
+      lengths: [B] int32, the number of tokens of each row's prompt.
+      total: [B] int32, see `KVState`.
+      budget: per layer and group of heads, [B] int32 slots of the prompt's policy, or None.
+      decode_budget: per layer and group of heads, [B] int32 slots of the decoding policy, or None.
+      config: the decoder.
+      layout: the static description of the cache.
+      score: whether to compute log-probabilities.
 
     Returns:
-      logits [B, V] of each row's last prompt token; logprobs [B, width] of the tokens after each, or [B, 0];
-      the state, in the decoding phase's arrays.
+      The logits after each row's last prompt token, [B, V] float32; the log-probability of the token after each token,
+      [B, width] float32, or [B, 0] when not scoring; and the cache, in the arrays of the decoding phase.
     """
     decoder = bind(config, params)
     rows = tokens.shape[0]
     width = tokens.shape[1] - (1 if score else 0)
     step = width if layout.block is None else layout.block
     count = -(-width // step)
+    # [B, count * step + 1]
     padded = jnp.pad(tokens, ((0, 0), (0, count * step + 1 - tokens.shape[1])))
 
-    def consume(kv, start, ids, targets):
+    def run_block(kv: KVState | None, start: Array | int, ids: Array, targets: Array) -> tuple[KVState, Array, Array]:
+        """Runs one block.
+
+        Returns:
+          The cache; the hidden state [B, E] of the last prompt token, for rows whose prompt ends in the block; and the
+          scores.
+        """
         # [B, step]
         position = start + jnp.arange(step, dtype=jnp.int32)
         position = jnp.where(position < lengths[:, None], position, -1)
         block = Block(position=position, prompt=lengths, total=total, budget=budget)
         # [B, step, E]
         x, kv = decoder.hidden(ids, kv, block, layout.prompt)
+        # [B]: index in the block
         at = jnp.clip(lengths - 1 - start, 0, step - 1)
         # [B, E]
         last = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
+        # [B, step] or [B, 0]
         return kv, last, logprobs_of(decoder, x, targets) if score else jnp.zeros((rows, 0), jnp.float32)
 
     if layout.block is None:
-        kv, last, logprobs = consume(None, 0, padded[:, :width], padded[:, 1 : width + 1])
+        kv, last, logprobs = run_block(None, 0, padded[:, :width], padded[:, 1 : width + 1])
     else:
         start = empty_layers(layout.prompt, rows, config.num_kv_heads, config.head_dim, decoder.dtype)
+        # [B]
         zero = jnp.zeros((rows,), jnp.int32)
         kv = KVState(start, zero, prompt=lengths, total=total, budget=budget)
+        # [count, B, step]: tokens, and the token after each
         blocks = [x.reshape(rows, count, step).swapaxes(0, 1) for x in (padded[:, :-1], padded[:, 1:])]
 
-        # For gradients: a block is computed again instead of remembered, so that what is held of it is the cache alone.
+        # In a gradient, a block is recomputed in the backward pass, so that only the cache is stored per block.
         @functools.partial(jax.checkpoint, prevent_cse=False)
-        def body(carry, inputs):
+        def body(
+            carry: tuple[KVState, Array], inputs: tuple[Array, Array, Array]
+        ) -> tuple[tuple[KVState, Array], Array]:
             kv, last = carry
             start, ids, targets = inputs
-            kv, newest, logprobs = consume(kv, start, ids, targets)
+            kv, newest, logprobs = run_block(kv, start, ids, targets)
+            # [B]: whether the row's last prompt token is in the block
             here = (lengths - 1 >= start) & (lengths - 1 < start + step)
             return (kv, jnp.where(here[:, None], newest, last)), logprobs
 
+        # [count]
         starts = jnp.arange(count, dtype=jnp.int32) * step
+        # [B, E]
         last = jnp.zeros((rows, config.embed_size), decoder.dtype)
         (kv, last), logprobs = jax.lax.scan(body, (kv, last), (starts, *blocks))
         kv = kv.replace(layers=_converted(kv, layout))
+        # [B, count * step] or [B, 0]
         logprobs = logprobs.swapaxes(0, 1).reshape(rows, -1)
     return decoder.logits(last), logprobs[:, :width], kv.replace(budget=decode_budget)
 
 
 def _converted(kv: KVState, layout: CacheLayout) -> tuple[Layer, ...]:
-    """The prompt's slots in the arrays of the decoding phase."""
+    """Moves the slots of every group of heads to the arrays of the decoding phase."""
     return tuple(
         Layer(convert(*each, kv.length - 1) for each in zip(layer, before, after, strict=True))
         for layer, before, after in zip(kv.layers, layout.prompt, layout.decode, strict=True)
     )
 
 
-class Bound(NamedTuple):
-    """A decoder with its parameters: what the jitted loops call.
+class BoundDecoder(NamedTuple):
+    """A decoder with its parameters, for use in jitted loops.
 
     Attributes:
       hidden: (tokens [B, n], state, block, phase) -> (hidden states [B, n, E], state).
@@ -208,24 +288,41 @@ class Bound(NamedTuple):
 
     hidden: Callable[[Array, KVState | None, Block, Phase], tuple[Array, KVState]]
     logits: Callable[[Array], Array]
-    dtype: Any
+    dtype: jnp.dtype
 
 
-def bind(config: DecoderConfig, params: Any) -> Bound:
+def bind(config: DecoderConfig, params: Params) -> BoundDecoder:
+    """Returns the decoder with its parameters.
+
+    Args:
+      config: the decoder.
+      params: its parameters.
+    """
     dtype = params["embed"]["tokens"].dtype
     decoder = Decoder(config, dtype)
 
-    def call(method: str) -> Callable[..., Any]:
+    def call(method: str) -> Callable[..., PyTree]:
         return functools.partial(decoder.apply, {"params": params}, method=method)
 
-    return Bound(call("hidden"), call("logits"), dtype)
+    return BoundDecoder(call("hidden"), call("logits"), dtype)
 
 
-def logprobs_of(decoder: Bound, hidden: Array, targets: Array) -> Array:
-    """log p(target) of each position: hidden [B, n, E], targets [B, n] -> [B, n]; logits exist a part at a time."""
+def logprobs_of(decoder: BoundDecoder, hidden: Array, targets: Array) -> Array:
+    """Computes the log-probability of a token at each position, with the logits of `SCORE_ROWS` positions at a time.
 
-    def score(x, target):
+    Args:
+      decoder: the decoder.
+      hidden: [B, n, E].
+      targets: [B, n] int32.
+
+    Returns:
+      [B, n] float32, log p(target).
+    """
+
+    def score(x: Array, target: Array) -> Array:
+        # [B, positions, V]
         logits = decoder.logits(x)
+        # [B, positions]
         chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 
@@ -234,7 +331,10 @@ def logprobs_of(decoder: Bound, hidden: Array, targets: Array) -> Array:
         return score(hidden, targets)
     parts = -(-n // SCORE_ROWS)
     pad = parts * SCORE_ROWS - n
+    # [parts, B, SCORE_ROWS, E]
     x = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(hidden.shape[0], parts, SCORE_ROWS, -1).swapaxes(0, 1)
+    # [parts, B, SCORE_ROWS]
     y = jnp.pad(targets, ((0, 0), (0, pad))).reshape(hidden.shape[0], parts, SCORE_ROWS).swapaxes(0, 1)
     scores = jax.lax.map(lambda xy: score(*xy), (x, y))
+    # [B, n]
     return scores.swapaxes(0, 1).reshape(hidden.shape[0], -1)[:, :n]

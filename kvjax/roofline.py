@@ -1,16 +1,18 @@
-"""What one decode step must move and compute on each device of a mesh, counted from shapes; nothing is allocated.
+"""Roofline of a decode step: the bytes and FLOPs per device of a mesh, counted from shapes without allocating anything.
 
-A compiler's own cost model would not do: it knows neither which slots are live nor how often a loop runs.
+The cost model of a compiler does not suffice here, since it knows neither the number of live slots nor how often a loop
+runs.
 """
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from kvjax import sharding
 from kvjax.cache.convert import empty_layers
@@ -21,21 +23,26 @@ from kvjax.devices import Device
 from kvjax.generate import Carry
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import parameter_shapes
+from kvjax.sharding import Params, PyTree
+
+Array = jax.Array
+POSITION_BYTES = 4  # of the int32 position of a slot
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The least that one decode step costs one device, and the speed that this allows.
+    """A lower bound on the cost of one decode step on one device, and the resulting upper bound on the speed.
 
-    The slots that are live at a step are averaged over the run's steps. Collectives are not counted.
+    The number of live slots is averaged over the steps of a run. Collectives are not counted.
 
     Attributes:
-      cache: bytes of the KVState that the device holds.
-      weights_moved: bytes of weights read; tables of which only a row is looked up are left out.
-      cache_moved: bytes of live keys, values and positions read, statistics read and written, new slots written.
-      flops: of the matrix products, a multiplication and an addition being two.
-      tokens_per_second: of the whole batch on the whole mesh; None = the device's speed is unknown.
-      limit: ``memory`` or ``compute``, whichever is slower; None = unknown.
+      cache: bytes of the KVState on the device.
+      weights_moved: bytes of weights that a step reads. Tables from which it looks up single rows are not counted.
+      cache_moved: bytes that a step reads (keys, values and positions of live slots, and statistics) and writes
+        (statistics and new slots).
+      flops: floating-point operations of the matrix products, where a multiply-add counts as two.
+      tokens_per_second: of the whole batch on the whole mesh; None if the speed of the device is unknown.
+      limit: the slower of ``memory`` and ``compute``; None if unknown.
     """
 
     cache: int
@@ -47,29 +54,36 @@ class Roofline:
 
 
 class Shapes(NamedTuple):
-    """Arguments of the decode loop as `jax.ShapeDtypeStruct`, each at its place on the mesh.
+    """The arguments of the decode loop, as `jax.ShapeDtypeStruct` with shardings.
 
     Attributes:
       params: of the decoder.
       carry: see `kvjax.generate.Carry`.
     """
 
-    params: Any
+    params: Params
     carry: Carry
 
 
 def decode_shapes(
-    config: DecoderConfig, layout: CacheLayout, dtype: Any, batch: int, mesh: Mesh | AbstractMesh | None
+    config: DecoderConfig, layout: CacheLayout, dtype: DTypeLike, batch: int, mesh: Mesh | AbstractMesh | None
 ) -> Shapes:
-    """What `kvjax.generate` would hold when it decodes; nothing is allocated."""
+    """Returns the shapes of what `kvjax.generate` holds while decoding, without allocating it.
 
-    def shape(dims: tuple[int, ...], kind: Any, *axes: str | None) -> Any:
+    Args:
+      config: the decoder.
+      layout: the static description of the cache.
+      dtype: of parameters and cache.
+      batch: the number of rows.
+      mesh: the mesh, or None for a single device.
+    """
+
+    def shape(dims: tuple[int, ...], kind: DTypeLike, *axes: str | None) -> Array:
+        """Returns a shape with its sharding, typed as an array so that it can be part of a `KVState`."""
         place = mesh and NamedSharding(mesh, sharding.spec(axes, dims, mesh))
-        return jax.ShapeDtypeStruct(dims, kind, sharding=place)
+        return cast(Array, jax.ShapeDtypeStruct(dims, kind, sharding=place))
 
-    made = jax.eval_shape(
-        lambda: empty_layers(layout.decode, batch, config.num_kv_heads, config.head_dim, dtype)
-    )
+    made = jax.eval_shape(lambda: empty_layers(layout.decode, batch, config.num_kv_heads, config.head_dim, dtype))
     held = jax.tree.map(lambda x: shape(x.shape, x.dtype, "batch", "kv_heads", *(None,) * (len(x.shape) - 2)), made)
     params = parameter_shapes(config, dtype)
     if mesh is not None:
@@ -88,19 +102,30 @@ def decode_shapes(
 
 
 def live_slots(config: DecoderConfig, lowered: Lowered, prompt_length: int, new_tokens: int) -> tuple[float, ...]:
-    """Slots per head that a decode step reads, for each group of heads of each layer, averaged over the run's steps."""
-    # [steps]: tokens seen, the one being fed included
+    """Returns the number of slots per head that a decode step reads, averaged over the steps of a run.
+
+    Args:
+      config: the decoder.
+      lowered: the layout and the budgets.
+      prompt_length: the number of tokens of the prompt.
+      new_tokens: the number of new tokens.
+
+    Returns:
+      One number for each group of heads of each layer, in the order of `CacheLayout.groups`.
+    """
+    # [steps]: the number of tokens so far, the one being fed included
     seen = prompt_length + 1 + np.arange(max(new_tokens - 1, 1))
     live = []
     for layer, groups in enumerate(lowered.layout.decode):
         window = config.windows[layer]
         for number, group in enumerate(groups):
             kept, limit = lowered.budgets.prompt[layer][number], lowered.budgets.decode[layer][number]
-            if group.selection.budget is not None:  # hides slots and frees none
+            if group.selection.budget is not None:
+                # The budget of a selection hides slots; all of them are kept.
                 kept = limit = None
-            left = prompt_length if kept is None else min(int(kept.max()), prompt_length)
-            # What a prompt leaves, and what was decoded since.
-            held = seen - prompt_length + left
+            survivors = prompt_length if kept is None else min(int(kept.max()), prompt_length)
+            # [steps]: the survivors of the prompt, and the tokens decoded since
+            held = seen - prompt_length + survivors
             held = held if limit is None else np.minimum(held, int(limit.max()) + 1)
             width = group.selection.width(group.capacity)
             held = held if width is None else np.minimum(held, width)
@@ -109,21 +134,31 @@ def live_slots(config: DecoderConfig, lowered: Lowered, prompt_length: int, new_
 
 
 def roofline(config: DecoderConfig, shapes: Shapes, live: tuple[float, ...], device: Device) -> Roofline:
-    """Counts one decode step on one device; of no mesh, if the shapes have no place, on the whole machine."""
+    """Counts the bytes and FLOPs of one decode step on one device.
+
+    Args:
+      config: the decoder.
+      shapes: from `decode_shapes`. If it has no shardings, the whole step is on one device.
+      live: from `live_slots`.
+      device: the device.
+    """
     state = shapes.carry.state
     batch = state.length.shape[0]
     matrices = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(shapes.params) if _is_read(config, path)]
     rows = _local(state.length)[0]
+    # A multiplication and an addition per row and matrix element.
     flops = 2.0 * rows * sum(math.prod(_local(leaf)) for leaf in matrices if len(leaf.shape) == 2)
     moved = 0.0
     for (index, layer), slots in zip(layers_of(state), live, strict=True):
-        here, kv_heads, _ = _local(layer.position)
+        local_rows, kv_heads, _ = _local(layer.position)
         query = shapes.params[f"layer_{index}"]["attention"]["query"]["kernel"]
-        flops += 4.0 * here * _local(query)[1] * slots * layer.position.shape[1] / config.num_kv_heads
+        # Two products, QKᵀ and PV, each with a multiplication and an addition per element.
+        flops += 4.0 * local_rows * _local(query)[1] * slots * layer.position.shape[1] / config.num_kv_heads
         statistics = sum(leaf.dtype.itemsize * math.prod(leaf.shape[3:]) for leaf in jax.tree.leaves(layer.stats))
         slot = _slot_bytes(layer)
-        # Read every live slot, write the new one; statistics go both ways.
-        moved += here * kv_heads * (slots * (slot + 4 + 2 * statistics) + slot + 4)
+        # Every live slot is read and the new one is written; statistics are read and written.
+        read = slots * (slot + POSITION_BYTES + 2 * statistics)
+        moved += local_rows * kv_heads * (read + slot + POSITION_BYTES)
     weights = local_bytes(matrices)
     seconds = {
         "memory": device.bandwidth and (weights + moved) / device.bandwidth,
@@ -135,14 +170,17 @@ def roofline(config: DecoderConfig, shapes: Shapes, live: tuple[float, ...], dev
     return Roofline(local_bytes(state), weights, round(moved), round(flops), speed, limit)
 
 
-def _is_read(config: DecoderConfig, path: tuple[Any, ...]) -> bool:
-    """Whether a step reads a parameter whole; of an embedding that is not the output head it looks up one row."""
+def _is_read(config: DecoderConfig, path: tuple[jax.tree_util.DictKey, ...]) -> bool:
+    """Returns whether a step reads the whole parameter.
+
+    It looks up single rows of the position table, and of the token embedding if that is not the output head too.
+    """
     name = tuple(key.key for key in path[-2:])
     return name != ("position_embed", "table") and (config.tie_embeddings or name != ("embed", "tokens"))
 
 
 def _slot_bytes(layer: LayerKV) -> float:
-    """Bytes of a key and a value, on average over the stores."""
+    """Returns the bytes of a key and a value, averaged over the slots of all stores."""
     leaves = jax.tree.leaves(layer.stores)
     held = sum(leaf.shape[2] * math.prod(leaf.shape[3:]) * leaf.dtype.itemsize for leaf in leaves)
     return held / max(layer.position.shape[2], 1)
@@ -151,12 +189,24 @@ def _slot_bytes(layer: LayerKV) -> float:
 def fewest_bytes(
     config: DecoderConfig,
     layout: CacheLayout,
-    dtype: Any,
+    dtype: DTypeLike,
     batch: int,
     live: tuple[float, ...],
     count: int,
 ) -> dict[str, int]:
-    """Axis sizes of a mesh over `count` devices under which a device moves the fewest bytes a step."""
+    """Chooses the mesh on which a device moves the fewest bytes per step.
+
+    Args:
+      config: the decoder.
+      layout: the static description of the cache.
+      dtype: of parameters and cache.
+      batch: the number of rows.
+      live: from `live_slots`.
+      count: the number of devices.
+
+    Returns:
+      The sizes of the axes ``data`` and ``model``; among equal ones those with the larger ``model``.
+    """
     unknown = Device("", None, None, None, "")
 
     def moved(model: int) -> int:
@@ -165,14 +215,19 @@ def fewest_bytes(
         return step.weights_moved + step.cache_moved
 
     sizes = [model for model in range(count, 0, -1) if count % model == 0]
-    model = min(sizes, key=moved)  # of equals the first, which is the largest
+    model = min(sizes, key=moved)
     return {"data": count // model, "model": model}
 
 
-def _local(leaf: Any) -> tuple[int, ...]:
-    """Shape of an array's part on one device."""
+def _local(leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """Returns the shape of an array's part on one device."""
     return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
 
 
-def local_bytes(tree: Any) -> int:
+def local_bytes(tree: PyTree) -> int:
+    """Returns the bytes of a tree of arrays or shapes on one device.
+
+    Args:
+      tree: the tree.
+    """
     return sum(math.prod(_local(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -55,7 +55,7 @@ class Sample:
     top_k: int | None = None
     top_p: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         number = isinstance(self.temperature, numbers.Real) and not isinstance(self.temperature, bool)
         if not (number and self.temperature > 0 and math.isfinite(self.temperature)):
             raise InputError(f"temperature must be above 0 (use Greedy() for 0); got {self.temperature!r}.")
@@ -74,6 +74,7 @@ class Sample:
         Returns:
           [B] int32.
         """
+        # [B]
         return jax.vmap(jax.random.categorical)(keys, self.filter(logits)).astype(jnp.int32)
 
     def filter(self, logits: Array) -> Array:

@@ -273,8 +273,9 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", SPLIT, ids=str)
+@pytest.mark.parametrize(
+    ("case", "count"), [*((case, count) for case in SPLIT for count in (2, 4)), (SPLIT[0], 1), (SPLIT[2], 3)], ids=str
+)
 def test_parts_are_the_whole(case, count, monkeypatch):
     """Output, log-sum-exps and every statistic, also with tiles of queries, and where a part has no live slot."""
     monkeypatch.setattr(prefill_xla, "TILE_BYTES", 4 * 8 * 6 * 60)
@@ -296,8 +297,12 @@ def test_parts_are_the_whole(case, count, monkeypatch):
     np.testing.assert_array_equal(np.isneginf(combined.lse), np.repeat(seen[:, :, None], case.group, axis=2) == 0)
 
 
-def test_old_slots_and_the_block_itself_are_two_parts():
+@pytest.mark.parametrize("tile", [None, 4])
+def test_old_slots_and_the_block_itself_are_two_parts(tile, monkeypatch):
     """As in block-wise prefill: the cache, and the block's own exact keys, which are causal."""
+    monkeypatch.setattr(prefill_xla, "SEGMENTS", 3)
+    if tile:
+        monkeypatch.setattr(prefill_xla, "TILE_BYTES", 4 * BATCH * 4 * 16 * tile)
     inputs = list(arrays(4, 2, 16, 20, queries=(None, 5, 0)))
     rng = np.random.default_rng(3)
     old = np.stack([[np.where(rng.random(20) < 0.5, np.arange(20), -1) for _ in range(2)] for _ in range(BATCH)])

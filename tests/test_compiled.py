@@ -59,8 +59,8 @@ def compile_prompt(policy, tokens: int, block: int | None, config):
     row = jax.ShapeDtypeStruct((1,), jnp.int32)
     budgets = jax.tree.map(lambda _: row, made.budgets)
     program = prefill_steps.lower(
-        parameter_shapes(config), jax.ShapeDtypeStruct((1, tokens), jnp.int32), row, row, budgets.prompt, budgets.decode,
-        config=config, layout=made.layout, score=False,
+        parameter_shapes(config), jax.ShapeDtypeStruct((1, tokens), jnp.int32), row, row, budgets.prompt,
+        budgets.decode, config=config, layout=made.layout, score=False,
     )  # fmt: skip
     return program.compile(OPTIMIZED), made.layout
 

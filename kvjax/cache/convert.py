@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.layout import Group, Phase
-from kvjax.cache.slots import constrain, empty_stats, forget, oldest_first, take, with_index, without_index
+from kvjax.cache.slots import (
+    constrain,
+    empty_stats,
+    forget,
+    oldest_first,
+    slots_of,
+    take,
+    with_index,
+    without_index,
+)
 from kvjax.cache.state import EMPTY, Layer, LayerKV, Store
 from kvjax.storage import store as held
 
@@ -70,24 +79,21 @@ def convert(layer: LayerKV, before: Group, after: Group, newest: Array) -> Layer
             # [B, K, S]: what the residual does not keep exact
             old = layer.position <= (newest - after.storage.residual)[:, None, None]
             due = live & (old if number == 0 else ~old)
-        position, stats, exact = _moved(layer, layer.stores[0], due, slots, 0)
+        position, stats, store = _moved(layer, layer.stores[0], due, slots, 0)
         if not storage.exact:
-            dtype = layer.value.dtype
-            exact = held.encode(storage, exact["key"]["exact"], exact["value"]["exact"], dtype)
-        pieces.append((position, stats, exact))
+            store = held.encode(storage, store["key"]["exact"], store["value"]["exact"], layer.value.dtype)
+        pieces.append((position, stats, store))
     positions, columns, stores = zip(*pieces, strict=True)
     position = jnp.concatenate(positions, axis=2) if len(positions) > 1 else positions[0]
     joined = {name: jnp.concatenate([each[name] for each in columns], axis=2) for name in layer.stats}
     found, index = without_index(forget(joined, position))
-    fresh = empty_stats(after.needs, after.policy.remembers, position.shape)
+    fresh = empty_stats(after.needs, after.policy.remembers, slots_of(position))
     stats = {name: found.get(name, new) for name, new in fresh.items()}
     index = index or _summary(layer, after, position)
     return layer.replace(position=position, stores=stores, stats=stats, index=index)
 
 
-def _moved(
-    layer: LayerKV, source: Store, mine: Array, slots: int, start: int
-) -> tuple[Array, dict[str, Array], Store]:
+def _moved(layer: LayerKV, source: Store, mine: Array, slots: int, start: int) -> tuple[Array, dict[str, Array], Store]:
     """Positions, statistics and store of the slots `mine` [B, K, size], which begin at `start`, in `slots` slots."""
     size = mine.shape[2]
     position = layer.position[:, :, start : start + size]
@@ -104,7 +110,7 @@ def _summary(layer: LayerKV, after: Group, position: Array) -> Any:
         return {}
     capacity = position.shape[2]
     order = oldest_first(layer.position, layer.position >= 0, capacity)
-    summary = after.selection.init(position.shape, layer.dim, layer.key.dtype)
+    summary = after.selection.init(slots_of(position), layer.dim, layer.key.dtype)
     return after.selection.build(summary, position, take(layer.key, order, capacity)) if summary else {}
 
 

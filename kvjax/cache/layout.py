@@ -1,4 +1,4 @@
-"""What a compiled program knows of a cache: for each layer and group of heads, who ranks, how slots are held, what runs.
+"""What a compiled program knows of a cache: the policy, storage, selection and kernels of each group of heads.
 
 Everything here is static and hashable. The numbers of a batch (lengths, budgets) are data in the state.
 """

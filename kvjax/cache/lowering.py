@@ -1,7 +1,7 @@
 """Lowering: from what a user says to what a program knows.
 
-The only code that knows heads, phases, capacities and kernels. Everything that cannot work is refused here, on the host,
-before anything is traced.
+The only code that knows heads, phases, capacities and kernels. Everything that cannot work is refused here, on the
+host, before anything is traced.
 """
 
 import dataclasses
@@ -94,18 +94,21 @@ def lower(
     nominal = [_budgets(branch, np.array([sizes.nominal]), config.num_layers) for branch in branches]
     kernels = Chooser(config, sizes, implementation, platform, dtype)
     for layer in range(config.num_layers):
-        before, after, first, then = [], [], [], []
+        before: list[Group] = []
+        after: list[Group] = []
+        first: list[np.ndarray | None] = []
+        then: list[np.ndarray | None] = []
         for branch, budgets, typical in zip(branches, resolved, nominal, strict=True):
             heads = None if branch.heads is None else branch.heads[layer]
             if heads == ():
                 continue
             largest = [
-                None if own is None else max(int(own[layer].max()), int(usual[layer].max()))
+                None if own is None or usual is None else max(int(own[layer].max()), int(usual[layer].max()))
                 for own, usual in zip(budgets, typical, strict=True)
             ]
-            groups = _groups(spec, branch, layer, heads, largest, config, sizes, kernels)
-            for group, into in zip(groups, (before, after), strict=True):
-                into.append(group)
+            early, late = _groups(spec, branch, layer, heads, largest, config, sizes, kernels)
+            before.append(early)
+            after.append(late)
             for rows, into in zip(budgets, (first, then), strict=True):
                 into.append(None if rows is None else rows[layer])
         prompt_groups.append(tuple(before))
@@ -154,8 +157,8 @@ def _split(policy: Split, selection: Selection, config: DecoderConfig) -> list[B
         branches += [branch._replace(heads=heads) for branch in _branches(own, reads, config)]
     if not selection.reads_all and all(branch.selection.reads_all for branch in branches):
         raise PolicyError(
-            f"policy {policy.name}: none of its heads keeps every token, so that selection={selection!r} has nothing to "
-            "choose from; leave it out."
+            f"policy {policy.name}: none of its heads keeps every token, so that selection={selection!r} has "
+            "nothing to choose from; leave it out."
         )
     return branches
 
@@ -175,8 +178,8 @@ def _check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
     summarizes = not selection.in_prompt and bool(selection.init((1, 1, 1), 1, jnp.float32))
     if summarizes and sizes.block is not None and not spec.storage.exact:
         raise PolicyError(
-            f"policy {name}: selection={selection!r} summarises exact keys, which storage={spec.storage.name} no longer "
-            "has after a block of the prompt; leave out prefill_block."
+            f"policy {name}: selection={selection!r} summarises exact keys, which storage={spec.storage.name} no "
+            "longer has after a block of the prompt; leave out prefill_block."
         )
 
 

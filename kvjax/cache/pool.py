@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.layout import Group
-from kvjax.cache.slots import append, constrain, empty_stats, longest, ranks, transient
+from kvjax.cache.slots import append, constrain, empty_stats, longest, ranks, slots_of, transient
 from kvjax.cache.state import Block, LayerKV
 from kvjax.rope import Rope
 from kvjax.storage import store as held
@@ -51,7 +51,7 @@ def joined(pieces: tuple[Array, ...]) -> Array:
 
 def prompt_pool(key: Array, value: Array, block: Block, group: Group) -> Pool:
     """A prompt in one shot: its own transient keys and values."""
-    shape = key.shape[:3]
+    shape = slots_of(key)
     stats = empty_stats(group.needs, group.policy.remembers, shape)
     index: Any = group.selection.init(shape, key.shape[3], key.dtype) if group.selection.in_prompt else {}
     layer = constrain(transient(key, value, block.position, stats, index))
@@ -67,10 +67,10 @@ def pool_of(layer: LayerKV, key: Array, value: Array, block: Block, group: Group
         return Pool(layer, None, layer.position, layer.stats, layer.index)
     layer = constrain(layer)
     own = jnp.broadcast_to(block.position[:, None], key.shape[:3])
-    new = empty_stats(group.needs, group.policy.remembers, key.shape[:3])
+    new = empty_stats(group.needs, group.policy.remembers, slots_of(key))
     index = layer.index
     if group.selection.in_prompt:
-        more = group.selection.init(key.shape[:3], key.shape[3], key.dtype)
+        more = group.selection.init(slots_of(key), key.shape[3], key.dtype)
         index = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=2), index, more)
     stats = {name: jnp.concatenate([leaf, new[name]], axis=2) for name, leaf in layer.stats.items()}
     return Pool(layer, (key, value), jnp.concatenate([layer.position, own], axis=2), stats, index)
@@ -92,9 +92,9 @@ def decoded(pool: Pool, group: Group) -> tuple[tuple[Array, ...], tuple[Array, .
 def once_ready(function: Callable[..., Any], pool: Pool, *arguments: Any) -> Any:
     """``function(pool, *arguments)``, which decodes what is coded; not before the arguments are there.
 
-    Decoding depends on nothing of a step. XLA's scheduler for CPUs would decode every layer before the first one attends,
-    and hold a decoded copy of the whole cache (it ignores optimization barriers). A branch is not entered before its
-    arguments are there.
+    Decoding depends on nothing of a step. XLA's scheduler for CPUs would decode every layer before the first one
+    attends, and hold a decoded copy of the whole cache (it ignores optimization barriers). A branch is not entered
+    before its arguments are there.
     """
     if pool.own is None:
         return function(pool, *arguments)

@@ -50,7 +50,13 @@ class Reading(NamedTuple):
 
 
 def read(
-    pool: Pool, query: Array, keys: tuple[Array, ...], values: tuple[Array, ...], block: Block, group: Group, **about: Any
+    pool: Pool,
+    query: Array,
+    keys: tuple[Array, ...],
+    values: tuple[Array, ...],
+    block: Block,
+    group: Group,
+    **about: Any,
 ) -> Reading:
     """Chooses the slots to read.
 
@@ -122,6 +128,7 @@ def attend_text(query: Array, reading: Reading, pool: Pool, group: Group, **opti
     problem = attention.problem(
         query, part.key, part.value, key_position=part.position, needs=group.reports, **options
     )  # fmt: skip
+    assert reading.view is not None
     run = functools.partial(attention.attend_and_reduce, implementation="xla")
     output = group.selection.attend_text(run, problem, reading.view)
     return attention.ungroup(output), {s.name: jnp.zeros_like(pool.stats[s.name], jnp.float32) for s in group.needs}

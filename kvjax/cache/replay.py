@@ -58,7 +58,9 @@ def replay(
       InputError: arrays whose shapes do not fit each other.
       PolicyError: a combination that cannot work.
     """
-    prompt, decode = (tuple(jnp.asarray(x) for x in each) for each in (prompt, decode))
+    prompt, decode = (
+        (jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)) for query, key, value in (prompt, decode)
+    )
     lengths = np.asarray(lengths)
     config = _config(prompt, decode, lengths, rope)
     width, steps = prompt[0].shape[2], decode[0].shape[2]
@@ -78,7 +80,7 @@ def _run(prompt: Triple, decode: Triple, lengths: Array, budgets: Any, *, rope: 
     width, steps = prompt[0].shape[2], decode[0].shape[2]
     total = lengths + steps
     size = width if layout.block is None else layout.block
-    layer = None if layout.block is None else _empty(before, prompt[1])
+    layer: Any = None if layout.block is None else _empty(before, prompt[1])
     for start in range(0, width, size):
         # [B, n]
         position = start + jnp.arange(min(size, width - start), dtype=jnp.int32)
@@ -89,7 +91,7 @@ def _run(prompt: Triple, decode: Triple, lengths: Array, budgets: Any, *, rope: 
     if layout.block is not None:
         layer = convert(layer, before, after, lengths - 1)
 
-    def body(layer: LayerKV, inputs: tuple[Array, Triple]) -> tuple[LayerKV, Array]:
+    def body(layer: Any, inputs: tuple[Array, tuple[Array, ...]]) -> tuple[Any, Array]:
         number, own = inputs
         block = Block(position=(lengths + number)[:, None], prompt=lengths, total=total, budget=budgets.decode)
         own = tuple(x[:, :, None] for x in own)

@@ -13,7 +13,15 @@ Array = jax.Array
 T = TypeVar("T")
 
 
-def empty_stats(needs: frozenset[Statistic], remembers: tuple[str, ...], shape: tuple[int, int, int]) -> dict[str, Array]:
+def slots_of(key: Array) -> tuple[int, int, int]:
+    """(B, K, S) of an array [B, K, S, ...]."""
+    batch, kv_heads, slots = key.shape[:3]
+    return batch, kv_heads, slots
+
+
+def empty_stats(
+    needs: frozenset[Statistic], remembers: tuple[str, ...], shape: tuple[int, int, int]
+) -> dict[str, Array]:
     """Statistics of empty slots, shape = (B, K, S)."""
     observed = {s.name: s.empty(shape) for s in sorted(needs, key=lambda s: s.name)}
     return observed | {name: jnp.zeros(shape, jnp.float32) for name in remembers}
@@ -129,9 +137,7 @@ def ranks(query_position: Array, key_position: Array, *, in_order: bool) -> tupl
 def transient(key: Array, value: Array, position: Array, stats: dict[str, Array], index: dict[str, Array]) -> LayerKV:
     """A block [B, K, n, D] alone as a dense layer: slot i is token i; position [B, n]."""
     position = jnp.broadcast_to(position[:, None], key.shape[:3])
-    return LayerKV(
-        position=position, stores=(exact_store(key, value),), stats=stats, index=index, dim=key.shape[3]
-    )
+    return LayerKV(position=position, stores=(exact_store(key, value),), stats=stats, index=index, dim=key.shape[3])
 
 
 def forget(stats: dict[str, Array], position: Array) -> dict[str, Array]:
@@ -157,5 +163,5 @@ def longest(position: Array) -> Array:
 
 __all__ = [
     "EMPTY", "append", "constrain", "empty_stats", "forget", "free_slots", "longest", "oldest_first", "ranks",
-    "take", "transient", "with_index", "without_index", "write",
+    "slots_of", "take", "transient", "with_index", "without_index", "write",
 ]  # fmt: skip

@@ -5,9 +5,9 @@ from typing import Any
 
 from kvjax.errors import PolicyError
 from kvjax.policies.base import POSITIONS, Evict, Policy
-from kvjax.policies.phases import Phases
 from kvjax.policies.h2o_variants import Reads
 from kvjax.policies.heads import Split
+from kvjax.policies.phases import Phases
 from kvjax.selection import everything
 from kvjax.selection.base import Selection
 from kvjax.storage import dense
@@ -71,12 +71,13 @@ def as_spec(policy: Any, storage: Storage | None = None, selection: Selection | 
       PolicyError: something else, or a spec together with another storage or selection.
     """
     if isinstance(policy, CacheSpec):
-        for field, given in (("storage", storage), ("selection", selection)):
+        for field, given, default in (("storage", storage, dense()), ("selection", selection, everything())):
             own = getattr(policy, field)
-            if given is not None and given != own and own != getattr(CacheSpec(policy.policy), field):
+            if given is not None and given != own and own != default:
                 raise PolicyError(f"{field} is given twice: {own!r} in the CacheSpec, and {given!r}; leave one out.")
-        changes = {"storage": storage, "selection": selection}
-        return dataclasses.replace(policy, **{field: x for field, x in changes.items() if x is not None})
+        return dataclasses.replace(
+            policy, storage=storage or policy.storage, selection=selection or policy.selection
+        )  # fmt: skip
     if not isinstance(policy, Policy):
         raise PolicyError(f"{policy!r} is not a policy; make one with kvjax.policies, such as h2o(budget=256).")
     return CacheSpec(policy, storage or dense(), selection or everything())
@@ -84,17 +85,17 @@ def as_spec(policy: Any, storage: Storage | None = None, selection: Selection | 
 
 def with_positions(policy: Policy, positions: str) -> Policy:
     """The policy with RoPE at other positions."""
+
+    def placed(own: Evict) -> Evict:
+        return dataclasses.replace(own, positions=positions)
+
     match policy:
         case Evict():
-            return dataclasses.replace(policy, positions=positions)
+            return placed(policy)
         case Split():
-            return dataclasses.replace(
-                policy, chosen=with_positions(policy.chosen, positions), others=with_positions(policy.others, positions)
-            )
+            return dataclasses.replace(policy, chosen=placed(policy.chosen), others=placed(policy.others))
         case Phases():
-            return dataclasses.replace(
-                policy, prompt=with_positions(policy.prompt, positions), decode=with_positions(policy.decode, positions)
-            )
+            return dataclasses.replace(policy, prompt=placed(policy.prompt), decode=placed(policy.decode))
         case Reads():
-            return dataclasses.replace(policy, keep=with_positions(policy.keep, positions))
+            return dataclasses.replace(policy, keep=placed(policy.keep))
     raise PolicyError(f"policy {policy.name}: its positions are its own; set them where it is built.")

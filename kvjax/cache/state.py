@@ -6,12 +6,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from kvjax.storage.store import Store
+
 Array = jax.Array
 EMPTY = -1
 FAR = jnp.iinfo(jnp.int32).max
-
-#: One way of holding slots: {"key": {part: [B, K, slots, ...]}, "value": {part: [B, K, slots, ...]}}.
-Store = dict[str, dict[str, Array]]
 
 
 class LayerKV(flax.struct.PyTreeNode):
@@ -45,7 +44,9 @@ class LayerKV(flax.struct.PyTreeNode):
 
     def _exact(self, name: str) -> Array:
         if len(self.stores) != 1 or set(self.stores[0][name]) != {"exact"}:
-            raise AttributeError(f"this layer holds its {name}s in a code; kvjax.storage.read(storage, layer) decodes them")
+            raise AttributeError(
+                f"this layer holds its {name}s in a code; kvjax.storage.read(storage, layer) decodes them"
+            )
         return self.stores[0][name]["exact"]
 
     def with_exact(self, key: Array, value: Array) -> "LayerKV":
@@ -73,13 +74,15 @@ class Layer(tuple[LayerKV, ...]):
         return cls(children)
 
     @property
-    def index(self) -> Any:  # type: ignore[override]  # what a tuple calls so is of no use here
+    def index(self) -> Any:  # instead of a tuple's method of that name
         """The index of the selection, of a layer whose heads are in one group."""
         return self.__getattr__("index")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or len(self) != 1:
-            raise AttributeError(f"a layer of {len(self)} groups of heads has no {name!r}; ask one group, such as layer[0]")
+            raise AttributeError(
+                f"a layer of {len(self)} groups of heads has no {name!r}; ask one group, such as layer[0]"
+            )
         return getattr(self[0], name)
 
 
@@ -90,7 +93,7 @@ class KVState(flax.struct.PyTreeNode):
       layers: one `Layer` per layer of the model.
       length: [B] int32 tokens seen so far.
       prompt: [B] int32 tokens of each row's prompt.
-      total: [B] int32 tokens that each row will hold as far as the caller knows, for RoPE frequencies that depend on it.
+      total: [B] int32 tokens that each row will hold as far as the caller knows; RoPE frequencies may depend on it.
       budget: per layer and group, [B] int32 slots per KV head that each row keeps while decoding, or None.
     """
 

@@ -1,8 +1,8 @@
 """One step of one layer: select, append, attend, observe, evict, settle.
 
-A layer's cache is an array of slots whose shape never changes; which are live, how old they are and where RoPE puts them
-is read from `position` alone, never from slot order. While decoding, eviction frees one slot per head and the next token
-is written there: nothing is compacted or copied.
+A layer's cache is an array of slots whose shape never changes; which are live, how old they are and where RoPE puts
+them is read from `position` alone, never from slot order. While decoding, eviction frees one slot per head and the next
+token is written there: nothing is compacted or copied.
 """
 
 from typing import Any, NamedTuple
@@ -127,10 +127,12 @@ def step(
     if rope is not None and not by_rank:
         query, key = (rope.rotate(x, block.position, rope.frequencies(block.total)) for x in (query, key))
     if group.step is not None and layer is not None:
-        options = {"scale": scale, "window": window, "group": group, "budget": budget, "newest": block.newest}
-        return *fused.step(layer, query, key, value, **options), None
+        output, after = fused.step(
+            layer, query, key, value, group=group, budget=budget, newest=block.newest, scale=scale, window=window
+        )
+        return output, after, None
     pool = prompt_pool(key, value, block, group) if layer is None else pool_of(layer, key, value, block, group)
-    options = {
+    options: dict[str, Any] = {
         "query_position": block.position, "scale": scale, "window": window, "causal": fresh, "prompt": block.prompt,
         "group_reduce": group.policy.group_reduce,
     }  # fmt: skip
@@ -170,9 +172,7 @@ def step(
     return output, constrain(after), Seen(query, joined(keys), read, log_weight)
 
 
-def _check(
-    layer: LayerKV | None, query: Array, key: Array, value: Array, block: Block, budget: Array | None
-) -> None:
+def _check(layer: LayerKV | None, query: Array, key: Array, value: Array, block: Block, budget: Array | None) -> None:
     """Asserts shapes and dtypes; costs nothing in a compiled program."""
     batch, kv_heads, n, dim = key.shape
     chex.assert_rank([query, key, value], 4)

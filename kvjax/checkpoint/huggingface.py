@@ -5,7 +5,6 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import families
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
+from kvjax.sharding import PyTree
 
 Array = jax.Array
 DTYPES = ("float32", "bfloat16", "float16")  # of parameters
@@ -84,7 +84,7 @@ def load(path_or_name: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh
     try:
         stored = _canonical(folder, config, _open(folder))
         config = _untie(config, stored)
-        params: dict[str, Any] = {}
+        params: dict[str, PyTree] = {}
         for tensor in _expected(folder, config, stored):
             parts = tensor.split(
                 stored[tensor.name].read(target, transposed_memory=tensor.out_first and not tensor.fused)
@@ -106,7 +106,7 @@ def _locate(path_or_name: str | Path) -> Path:
         if (path / "config.json").is_file():
             return path
         raise CheckpointError(
-            f"{path} has no config.json, so it is no Hugging Face checkpoint; it has {_listing(path)}."
+            f"{path} has no config.json, so it is not a Hugging Face checkpoint; it has {_listing(path)}."
         )
     if path.exists():
         raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
@@ -114,7 +114,7 @@ def _locate(path_or_name: str | Path) -> Path:
     if (own := bundled(name)) is not None:
         return own
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise CheckpointError(f"there is no folder {name}, and it is no hub id of the form owner/name.")
+        raise CheckpointError(f"there is no folder {name}, and this is not a hub id of the form owner/name.")
     return _download(name)
 
 
@@ -160,8 +160,8 @@ def _download(name: str) -> Path:
         pass
     raise CheckpointError(
         f"{name!r} could not be found: tried the folder {Path(name).absolute()}, which is not there, the hub, which "
-        f"failed ({reason[:MAX_REASON]}), and the copies that earlier downloads left, where it is not. Download it elsewhere "
-        "and give its folder, or check the name and the network."
+        f"failed ({reason[:MAX_REASON]}), and the copies that earlier downloads left, where it is not. Download it "
+        "elsewhere and give its folder, or check the name and the network."
     )
 
 
@@ -175,7 +175,7 @@ def _dtype(dtype: DTypeLike | None, mesh: Mesh | None) -> np.dtype:
     except TypeError:
         found = None
     if found is None or found.name not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is none that weights can have; valid: {', '.join(DTYPES)}, or None.")
+        raise ConfigError(f"dtype {dtype!r} is not valid for weights; valid: {', '.join(DTYPES)}, or None.")
     return found
 
 
@@ -195,8 +195,8 @@ def _open(folder: Path) -> list[Stored]:
             shards = sorted(set(weights.values()))
             if absent := [shard for shard in shards if not (folder / shard).is_file()]:
                 raise CheckpointError(
-                    f"{folder} lacks {len(absent)} of the {len(shards)} files that {form.index} names: {_shorten(absent)}."
-                    " Was the download interrupted?"
+                    f"{folder} lacks {len(absent)} of the {len(shards)} files that {form.index} names: "
+                    f"{_shorten(absent)}. Was the download interrupted?"
                 )
             return [tensor for shard in shards for tensor in form.read(folder / shard).values()]
     valid = ", ".join(name for form in FORMATS for name in (form.file, form.index))

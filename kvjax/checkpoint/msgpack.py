@@ -54,11 +54,11 @@ def msgpack_arrays(path: Path) -> dict[Keys, Extent]:
         try:
             tree, end = _Decoder(data).value(0)
             if not isinstance(tree, dict) or end != len(data):
-                raise ValueError("no map, or bytes after it")
+                raise ValueError("it is not a map, or bytes follow it")
             return dict(_leaves(tree, ()))
         except (IndexError, KeyError, TypeError, ValueError, struct.error, RecursionError) as error:
             raise CheckpointError(
-                f"{path} is truncated or damaged: no whole msgpack of Flax parameters ({error})."
+                f"{path} is truncated or damaged: it is not a complete msgpack of Flax parameters ({error})."
             ) from None
 
 
@@ -80,7 +80,7 @@ def _leaves(tree: dict[str, Value], keys: Keys) -> Iterator[tuple[Keys, Extent]]
         elif isinstance(value, Extent):
             yield (*keys, key), value
         else:
-            raise ValueError(f"{key} is no array")
+            raise ValueError(f"{key} is not an array")
 
 
 class _Decoder:
@@ -138,7 +138,7 @@ class _Decoder:
             return self.sequence(*reversed(self.number(at, "HI"[tag - 0xDC])))
         if tag in (0xDE, 0xDF):  # map 16, 32
             return self.mapping(*reversed(self.number(at, "HI"[tag - 0xDE])))
-        raise ValueError(f"byte {tag:#x} begins no value")
+        raise ValueError(f"byte {tag:#x} is not the start of a value")
 
     def text(self, at: int, size: int) -> tuple[str, int]:
         """Decodes a string of `size` bytes."""
@@ -165,7 +165,7 @@ class _Decoder:
             key, at = self.value(at)
             if not isinstance(key, str):
                 # A ValueError as for other damage, and not a TypeError, which is for wrong arguments.
-                raise ValueError("a key is no text")
+                raise ValueError("a key is not a string")
             values[key], at = self.value(at)
         return values, at
 
@@ -173,7 +173,7 @@ class _Decoder:
         """Decodes the shape, the dtype and the location of an array of Flax's extension type, of `size` bytes."""
         kind, at = self.data[at], at + 1
         if kind != _ARRAY:
-            raise ValueError(f"extension type {kind} is no array")
+            raise ValueError(f"extension type {kind} is not an array")
         (shape, dtype, (start, length)), end = self.value(at)
         count = length // math.prod(shape) if math.prod(shape) else 0
         if not isinstance(dtype, str) or end != at + size or count * math.prod(shape) != length:

@@ -96,14 +96,18 @@ def tensors(config: DecoderConfig) -> list[Tensor]:
     """
     names = FAMILIES[config.family].names
     # All layers have the same shapes, so that tracing one of them suffices.
-    one = parameter_shapes(dataclasses.replace(config, num_layers=1, windows=()))
-    leaves = jax.tree_util.tree_flatten_with_path(one)[0]
+    one_layer = parameter_shapes(dataclasses.replace(config, num_layers=1, windows=()))
+    leaves = jax.tree_util.tree_flatten_with_path(one_layer)[0]
     shapes = {tuple(key.key for key in path): leaf.shape for path, leaf in leaves}
-    found = _matching(config, names, names.prefix, {theirs: (ours,) for theirs, ours in names.top.items()}, (), shapes)
-    layer = {theirs: (ours,) if isinstance(ours, str) else ours for theirs, ours in names.layer.items()}
-    here = {path[1:]: shape for path, shape in shapes.items() if path[0] == "layer_0"}
+    found = _matching(
+        config, names, names.prefix, {source: (target,) for source, target in names.top.items()}, (), shapes
+    )
+    layer = {source: (targets,) if isinstance(targets, str) else targets for source, targets in names.layer.items()}
+    layer_shapes = {path[1:]: shape for path, shape in shapes.items() if path[0] == "layer_0"}
     for index in range(config.num_layers):
-        found += _matching(config, names, f"{names.prefix}{names.layers}.{index}.", layer, (f"layer_{index}",), here)
+        found += _matching(
+            config, names, f"{names.prefix}{names.layers}.{index}.", layer, (f"layer_{index}",), layer_shapes
+        )
     return found + _matching(config, names, "", {names.head: ("head",)}, (), shapes)
 
 
@@ -126,19 +130,19 @@ def _matching(
       shapes: path -> shape of the parameters.
     """
     found = []
-    for theirs, ours in modules.items():
+    for source, targets in modules.items():
         for leaf in ("weight", "bias"):
             # A "weight" of the checkpoint is called tokens, table, scale or kernel in kvjax.
             matches = [
                 path
-                for module in ours
+                for target in targets
                 for path in shapes
-                if path[:-1] == tuple(module.split(".")) and (path[-1] == "bias") == (leaf == "bias")
+                if path[:-1] == tuple(target.split(".")) and (path[-1] == "bias") == (leaf == "bias")
             ]
             if matches:
                 found.append(
                     Tensor(
-                        name=f"{prefix}{theirs}.{leaf}",
+                        name=f"{prefix}{source}.{leaf}",
                         paths=tuple((*root, *path) for path in matches),
                         shapes=tuple(shapes[path] for path in matches),
                         out_first=matches[0][-1] == "kernel" and not (names.in_first and bool(root)),
@@ -177,5 +181,5 @@ def embedding_and_head(family: str) -> tuple[str, str]:
       family: the ``model_type``.
     """
     names = FAMILIES[family].names
-    embedding = next(theirs for theirs, ours in names.top.items() if ours == "embed")
+    embedding = next(source for source, target in names.top.items() if target == "embed")
     return f"{names.prefix}{embedding}.weight", f"{names.head}.weight"

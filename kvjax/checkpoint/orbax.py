@@ -1,36 +1,50 @@
-"""Saves and restores parameters and caches with Orbax, which writes every device's part and finishes atomically."""
+"""Saves and restores parameters and caches with Orbax: each device writes its part, and a save is atomic."""
 
+import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from kvjax import sharding
-from kvjax.cache import KVState, LayerKV
+from kvjax.cache.state import KVState, Layer, LayerKV
 from kvjax.errors import CheckpointError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import parameter_shapes
+from kvjax.sharding import Params, PyTree
+
+MAX_LISTED = 8  # leaves that an error message lists
+MAX_REASON = 200  # characters of Orbax's message that an error quotes
 
 
-def save_params(folder: str | Path, params: Any) -> None:
-    """Writes a parameter tree; see `restore_params`.
+def save_params(folder: str | Path, params: Params) -> None:
+    """Saves parameters; see `restore_params`.
+
+    Args:
+      folder: a new folder.
+      params: the parameter tree.
 
     Raises:
-      CheckpointError: the folder exists.
+      CheckpointError: if the folder exists.
     """
     _save(folder, params)
 
 
-def restore_params(folder: str | Path, config: DecoderConfig, *, dtype: Any = None, mesh: Mesh | None = None) -> Any:
-    """The parameters of a decoder that `save_params` wrote, placed on `mesh` as `kvjax.load` places them.
+def restore_params(
+    folder: str | Path, config: DecoderConfig, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None
+) -> Params:
+    """Restores parameters that `save_params` has saved.
 
     Args:
-      dtype: of the result; None = as saved.
+      folder: the folder.
+      config: the decoder.
+      dtype: of the result; None for the dtypes that were saved.
+      mesh: the mesh to shard the parameters over, as `kvjax.load` does; None for the default device.
 
     Raises:
-      CheckpointError: not there, damaged, or other parameters than the config has.
+      CheckpointError: if the folder is missing or damaged, or the parameters are not those of the decoder.
     """
     target = parameter_shapes(config)
     saved = _metadata(folder)
@@ -38,8 +52,8 @@ def restore_params(folder: str | Path, config: DecoderConfig, *, dtype: Any = No
     leaves = jax.tree.leaves(saved)
     types = jax.tree.unflatten(jax.tree.structure(target), [dtype or leaf.dtype for leaf in leaves])
     if mesh is None:
-        here = SingleDeviceSharding(jax.devices()[0])
-        places = jax.tree.map(lambda leaf: here, target)
+        device = SingleDeviceSharding(jax.devices()[0])
+        places = jax.tree.map(lambda leaf: device, target)
     else:
         places = sharding.parameter_shardings(target, mesh, (config.num_heads, config.num_kv_heads))
     target = jax.tree.map(
@@ -49,37 +63,47 @@ def restore_params(folder: str | Path, config: DecoderConfig, *, dtype: Any = No
 
 
 def save_state(folder: str | Path, state: KVState) -> None:
-    """Writes a cache: slots, positions, statistics and lengths.
+    """Saves a cache.
+
+    Args:
+      folder: a new folder.
+      state: the cache.
 
     Raises:
-      CheckpointError: the folder exists.
+      CheckpointError: if the folder exists.
     """
     _save(folder, state)
 
 
 def restore_state(folder: str | Path, target: KVState | None = None, *, mesh: Mesh | None = None) -> KVState:
-    """A cache that `save_state` wrote.
+    """Restores a cache that `save_state` has saved.
 
     Args:
-      target: a KVState of the same shape (arrays or `jax.ShapeDtypeStruct`), which says what pytree the policy's
-        statistics are; None = a dict of arrays, which is what kvjax's own policies have.
-      mesh: where it goes, rows over `data` and KV heads over `model`; None = the default device.
+      folder: the folder.
+      target: a cache of the same structure and shapes, of arrays or of `jax.ShapeDtypeStruct`; needed if a layer holds
+        all of its keys in a code. None for the structure that was saved.
+      mesh: the mesh to shard the cache over, rows over ``data`` and KV heads over ``model``; None for the default
+        device.
 
     Raises:
-      CheckpointError: not there, damaged, no cache, or not of the target's shape.
+      CheckpointError: if the folder is missing or damaged, does not hold a cache, or its shapes differ from the target.
     """
     saved = _metadata(folder)
-    if not isinstance(saved, dict) or set(saved) != {"layers", "length"}:
-        raise CheckpointError(f"{folder} holds no KVState: a cache was saved with save_state().")
+    if not isinstance(saved, dict) or set(saved) != {field.name for field in dataclasses.fields(KVState)}:
+        raise CheckpointError(f"{folder} does not hold a KVState, which save_state() saves.")
     if target is None:
         target = KVState(
-            layers=tuple(LayerKV(**{"stats": {}, **layer}) for layer in saved["layers"]), length=saved["length"]
+            layers=tuple(Layer(_saved_group(folder, group) for group in layer) for layer in saved["layers"]),
+            length=saved["length"],
+            prompt=saved["prompt"],
+            total=saved["total"],
+            budget=tuple(tuple(layer) for layer in saved["budget"]),
         )
     else:
         _same_shapes(folder, target, saved)
 
-    def place(leaf: Any) -> jax.ShapeDtypeStruct:
-        where: Any = SingleDeviceSharding(jax.devices()[0])
+    def place(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        where: Sharding = SingleDeviceSharding(jax.devices()[0])
         if mesh is not None:
             axes = ("batch", "kv_heads", *(None,) * (len(leaf.shape) - 2))[: len(leaf.shape)]
             where = NamedSharding(mesh, sharding.spec(axes, leaf.shape, mesh))
@@ -88,7 +112,25 @@ def restore_state(folder: str | Path, target: KVState | None = None, *, mesh: Me
     return _restore(folder, jax.tree.map(place, target))
 
 
-def _save(folder: str | Path, tree: Any) -> None:
+def _saved_group(folder: str | Path, saved: dict[str, PyTree]) -> LayerKV:
+    """Returns the saved slots of one group of heads, with shapes for leaves.
+
+    Orbax saves arrays only. The head size, which is not one, is read from the last store, if that is exact.
+    """
+    stores = tuple(saved["stores"])
+    if "exact" not in stores[-1]["key"]:
+        raise CheckpointError(f"{folder} holds keys in a code, whose head size was not saved; give a target.")
+    return LayerKV(
+        position=saved["position"],
+        stores=stores,
+        stats=saved.get("stats", {}),
+        index=saved.get("index", {}),
+        dim=stores[-1]["key"]["exact"].shape[-1],
+    )
+
+
+def _save(folder: str | Path, tree: PyTree) -> None:
+    """Saves a tree of arrays."""
     path = Path(folder).expanduser().resolve()
     if path.exists():
         raise CheckpointError(f"{path} exists already; save to a new folder.")
@@ -96,8 +138,8 @@ def _save(folder: str | Path, tree: Any) -> None:
         checkpointer.save(path, tree)
 
 
-def _metadata(folder: str | Path) -> Any:
-    """The saved tree, with shapes and dtypes for leaves."""
+def _metadata(folder: str | Path) -> PyTree:
+    """Returns the saved tree, whose leaves have a shape and a dtype."""
     path = Path(folder).expanduser().resolve()
     if not path.is_dir():
         raise CheckpointError(f"there is no folder {path}.")
@@ -105,14 +147,15 @@ def _metadata(folder: str | Path) -> Any:
         with ocp.StandardCheckpointer() as checkpointer:
             found = checkpointer.metadata(path).item_metadata
         tree = getattr(found, "tree", found)
-    except Exception as error:  # Orbax raises all sorts for a damaged folder
+    except Exception as error:  # Orbax raises errors of many types for a damaged folder
         raise _damaged(path, error) from None
     if tree is None:
-        raise CheckpointError(f"{path} is no finished Orbax checkpoint.")
+        raise CheckpointError(f"{path} is not a finished Orbax checkpoint.")
     return tree
 
 
-def _restore(folder: str | Path, target: Any) -> Any:
+def _restore(folder: str | Path, target: PyTree) -> PyTree:
+    """Restores a tree with the structure, the dtypes and the shardings of `target`."""
     path = Path(folder).expanduser().resolve()
     try:
         with ocp.StandardCheckpointer() as checkpointer:
@@ -122,22 +165,27 @@ def _restore(folder: str | Path, target: Any) -> Any:
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
-    reason = str(error).strip().split("\n")[0][:200]
-    return CheckpointError(f"{path} is no whole Orbax checkpoint ({type(error).__name__}: {reason}).")
+    """Converts an error of Orbax, in one line."""
+    reason = str(error).strip().split("\n")[0][:MAX_REASON]
+    return CheckpointError(f"{path} is not a complete Orbax checkpoint ({type(error).__name__}: {reason}).")
 
 
-def _same_shapes(folder: str | Path, target: Any, saved: Any) -> None:
-    """Names every leaf that the folder and the target do not share."""
+def _same_shapes(folder: str | Path, target: PyTree, saved: PyTree) -> None:
+    """Raises a CheckpointError that lists the leaves in which two trees differ, if there are any."""
 
-    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    def shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+        """Returns path -> shape."""
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
 
     wanted, found = shapes(target), shapes(saved)
     wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     if wrong:
-        first = [f"{name} is {found.get(name, 'missing')}, expected {wanted.get(name, 'none')}" for name in wrong[:8]]
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        first = [
+            f"{name} is {found.get(name, 'missing')}, expected {wanted.get(name, 'none')}"
+            for name in wrong[:MAX_LISTED]
+        ]
+        more = f" and {len(wrong) - MAX_LISTED} more" if len(wrong) > MAX_LISTED else ""
         raise CheckpointError(f"{folder} does not hold what was expected: {'; '.join(first)}{more}.")
 
 

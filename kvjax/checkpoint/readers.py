@@ -150,7 +150,7 @@ def read_json(path: Path) -> Json:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no valid JSON ({error}): it may be truncated or damaged.") from None
+        raise CheckpointError(f"{path} is not valid JSON ({error}): it may be truncated or damaged.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, but holds a {type(value).__name__}.")
     return value
@@ -172,13 +172,13 @@ def safetensors(path: Path) -> dict[str, Stored]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if total < LENGTH_BYTES or length > total - LENGTH_BYTES:
-            raise CheckpointError(f"{path} is no whole safetensors file: {total} bytes end inside its header.")
+            raise CheckpointError(f"{path} is not a complete safetensors file: {total} bytes end inside its header.")
         try:
             header = json.loads(file.read(length).decode("utf-8"))
             if not isinstance(header, dict):
                 raise ValueError("no object")  # converted to a CheckpointError below
         except (ValueError, RecursionError):
-            raise CheckpointError(f"{path} is damaged: its safetensors header is no JSON object.") from None
+            raise CheckpointError(f"{path} is damaged: its safetensors header is not a JSON object.") from None
     header.pop("__metadata__", None)
     data, found, end = LENGTH_BYTES + length, {}, 0
     for name, entry in header.items():
@@ -269,7 +269,7 @@ def pytorch(path: Path) -> dict[str, Stored]:
     except Exception as error:  # torch raises errors of many types for a damaged file
         reason = str(error).strip().split("\n")[0][:MAX_REASON]
         raise CheckpointError(
-            f"{path} is no readable PyTorch weights file ({type(error).__name__}: {reason}): it may be truncated or "
+            f"{path} is not a readable PyTorch weights file ({type(error).__name__}: {reason}): it may be truncated or "
             "damaged, or hold more than weights, which kvjax does not unpickle."
         ) from None
     if not isinstance(tensors, Mapping) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):

@@ -1,17 +1,21 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json, SentencePiece, or GPT-2's vocab.json with merges.txt."""
+"""Tokenizers of Hugging Face folders: tokenizer.json, SentencePiece, or vocab.json with merges.txt (GPT-2)."""
 
 import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
-from kvjax.checkpoint.readers import read_json
+from kvjax.checkpoint.readers import MAX_REASON, Json, read_json
 from kvjax.errors import CheckpointError, InputError
 from kvjax.models.config import DecoderConfig
 
-#: The files that make a tokenizer, copied as they are when a model is saved.
+if TYPE_CHECKING:
+    import tokenizers
+
+PAD = -1  # `kvjax.generate.PAD`, which `Tokenizer.decode` skips
+#: The files of a tokenizer, which are copied unchanged when a model is saved.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -21,22 +25,23 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-#: Families whose text begins with BOS unless the tokenizer's files say otherwise.
+#: Families whose texts begin with BOS unless the files of the tokenizer specify otherwise.
 _ADD_BOS = frozenset({"llama", "mistral", "gemma", "opt"})
-#: Entries of a byte-level vocabulary that are whole tokens wherever they stand in a text.
-_MARKS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<|endoftext|>")
+#: Special tokens of byte-level vocabularies, which are not split into bytes.
+_SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<|endoftext|>")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """Text to token ids and back.
+    """Converts text to token ids and back.
 
     Attributes:
-      size: tokens that the tokenizer knows.
-      vocab_size: tokens that the model knows; ids from there on are refused.
-      bos_id, eos_id: beginning and end of text, or None.
-      adds_bos: whether the model expects its texts to begin with BOS.
-      files: the files that it was made from, by name.
+      size: the number of tokens of the tokenizer.
+      vocab_size: the number of tokens of the model; larger ids are rejected.
+      bos_id: id of the beginning-of-text token, or None.
+      eos_id: id of the end-of-text token, or None.
+      adds_bos: whether texts begin with BOS.
+      files: name -> content of the files that the tokenizer was made from.
     """
 
     size: int
@@ -49,10 +54,14 @@ class Tokenizer:
     _decode: Callable[[list[int]], str]
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Token ids of a text, after BOS if the model expects one and `bos` is true.
+        """Converts a text to token ids.
+
+        Args:
+          text: the text.
+          bos: whether to begin with BOS if `adds_bos`.
 
         Raises:
-          InputError: no text, or a text with a token that was added beyond the model's vocabulary.
+          InputError: if `text` is not a string, or contains a token outside the vocabulary of the model.
         """
         if not isinstance(text, str):
             raise InputError(f"encode() takes a text, but got a {type(text).__name__}.")
@@ -65,31 +74,46 @@ class Tokenizer:
         return [self.bos_id, *ids] if bos and self.adds_bos and self.bos_id is not None else ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids, without special tokens; padding (-1) and ids that only fill up a table are skipped.
+        """Converts token ids to text, without special tokens.
+
+        Args:
+          ids: the token ids. Padding (`kvjax.generate.PAD`), and ids that the model has but the tokenizer has not, are
+            skipped.
 
         Raises:
-          InputError: an id that neither the tokenizer nor the model has.
+          InputError: if an id is outside the vocabularies of both the tokenizer and the model.
         """
         ids = [int(i) for i in ids]
         top = max(self.size, self.vocab_size)
-        if beyond := [i for i in ids if i >= top or i < -1]:
+        if beyond := [i for i in ids if i >= top or i < PAD]:
             raise InputError(f"token {beyond[0]} is outside the vocabulary of {top}.")
         return self._decode([i for i in ids if 0 <= i < self.size])
 
     def save(self, folder: Path) -> None:
-        """Writes the files that it was made from."""
+        """Writes the files that the tokenizer was made from.
+
+        Args:
+          folder: the folder to write to.
+        """
         for name, content in self.files.items():
             (Path(folder) / name).write_bytes(content)
 
 
 def load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
-    """The tokenizer of a folder; None if it has no files of one.
+    """Loads the tokenizer of a folder.
+
+    Args:
+      folder: the folder.
+      config: the decoder.
+
+    Returns:
+      The tokenizer, or None if the folder has no files of one.
 
     Raises:
-      CheckpointError: files that are damaged.
+      CheckpointError: if a file is damaged, or a package is not installed.
     """
     files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
-    settings: dict[str, Any] = {}
+    settings: Json = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         settings |= read_json(folder / name) if name in files else {}
     try:
@@ -105,13 +129,14 @@ def load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
         ) from None
     except CheckpointError:
         raise
-    except Exception as error:  # the libraries raise all sorts for a damaged file
-        reason = str(error).strip().split("\n")[0][:200]
+    except Exception as error:  # the libraries raise errors of many types for a damaged file
+        reason = str(error).strip().split("\n")[0][:MAX_REASON]
         raise CheckpointError(f"the tokenizer files in {folder} are damaged: {reason}.") from None
     return None
 
 
-def _from_json(files: dict[str, bytes], settings: dict[str, Any], config: DecoderConfig) -> Tokenizer:
+def _from_json(files: dict[str, bytes], settings: Json, config: DecoderConfig) -> Tokenizer:
+    """Loads tokenizer.json. Its post-processor determines whether texts begin with BOS."""
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_buffer(files["tokenizer.json"])
@@ -125,13 +150,13 @@ def _from_json(files: dict[str, bytes], settings: dict[str, Any], config: Decode
     return _from_backend(backend, files, settings, config, bos, adds)
 
 
-def _from_merges(files: dict[str, bytes], settings: dict[str, Any], config: DecoderConfig) -> Tokenizer | None:
-    """GPT-2's byte-level pairs (OPT has the same merges and other ids)."""
+def _from_merges(files: dict[str, bytes], settings: Json, config: DecoderConfig) -> Tokenizer | None:
+    """Loads the byte-level BPE of GPT-2. OPT has the same merges with other ids."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
 
     if config.family not in ("gpt2", "opt", "gpt_neox"):
-        # others split words by rules that these two files do not hold
+        # Other families split text into words by rules that these two files do not contain.
         warnings.warn(
             f"vocab.json and merges.txt say too little for {config.family}, which needs tokenizer.json: the model is "
             "loaded without a tokenizer.",
@@ -140,13 +165,15 @@ def _from_merges(files: dict[str, bytes], settings: dict[str, Any], config: Deco
         return None
     vocab = json.loads(files["vocab.json"].decode("utf-8"))
     lines = files["merges.txt"].decode("utf-8").split("\n")
-    merges: Any = [tuple(line.split()) for line in lines if line and not line.startswith("#version")]
+    pairs = [line.split() for line in lines if line and not line.startswith("#version")]
+    merges = [(first, second) for first, second in pairs]
     backend = Backend(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(settings.get("add_prefix_space", False)))
     backend.decoder = decoders.ByteLevel()
-    marks: set[Any] = {mark for mark in _MARKS if mark in vocab}
-    marks |= {text for name in settings if name.endswith("_token") and (text := _content(settings[name])) in vocab}
-    backend.add_special_tokens(sorted(marks, key=vocab.__getitem__))
+    special = {token for token in _SPECIAL_TOKENS if token in vocab}
+    named = [_content(token) for name, token in settings.items() if name.endswith("_token")]
+    special |= {token for token in named if token is not None and token in vocab}
+    backend.add_special_tokens(sorted(special, key=vocab.__getitem__))
     if "added_tokens.json" in files:
         added = json.loads(files["added_tokens.json"].decode("utf-8"))
         backend.add_tokens(sorted(added, key=added.__getitem__))
@@ -154,14 +181,26 @@ def _from_merges(files: dict[str, bytes], settings: dict[str, Any], config: Deco
 
 
 def _from_backend(
-    backend: Any,
+    backend: "tokenizers.Tokenizer",
     files: dict[str, bytes],
-    settings: dict[str, Any],
+    settings: Json,
     config: DecoderConfig,
     bos: int | None,
     adds: bool | None,
 ) -> Tokenizer:
+    """Wraps a tokenizer of the package ``tokenizers``.
+
+    Args:
+      backend: the tokenizer.
+      files: see `Tokenizer`.
+      settings: the contents of special_tokens_map.json and tokenizer_config.json.
+      config: the decoder.
+      bos: id of BOS from the post-processor, or None if that adds none.
+      adds: whether the post-processor adds BOS, or None if there is no post-processor.
+    """
+
     def token(name: str) -> int | None:
+        """Returns the id of a special token of the settings."""
         content = _content(settings.get(name))
         return None if content is None else backend.token_to_id(content)
 
@@ -170,11 +209,12 @@ def _from_backend(
         files=files,
         _encode=lambda text: backend.encode(text, add_special_tokens=False).ids,
         _decode=lambda ids: backend.decode(ids, skip_special_tokens=True),
-        **_ends(settings, config, bos if bos is not None else token("bos_token"), token("eos_token"), adds),
+        **_special_ids(settings, config, bos if bos is not None else token("bos_token"), token("eos_token"), adds),
     )
 
 
-def _from_sentencepiece(files: dict[str, bytes], settings: dict[str, Any], config: DecoderConfig) -> Tokenizer:
+def _from_sentencepiece(files: dict[str, bytes], settings: Json, config: DecoderConfig) -> Tokenizer:
+    """Loads a SentencePiece model."""
     import sentencepiece
 
     backend = sentencepiece.SentencePieceProcessor(model_proto=files["tokenizer.model"])
@@ -184,16 +224,29 @@ def _from_sentencepiece(files: dict[str, bytes], settings: dict[str, Any], confi
         files=files,
         _encode=backend.encode,
         _decode=backend.decode,
-        **_ends(settings, config, bos, eos, None),
+        **_special_ids(settings, config, bos, eos, None),
     )
 
 
-def _ends(
-    settings: dict[str, Any], config: DecoderConfig, bos: int | None, eos: int | None, adds: bool | None
-) -> dict[str, Any]:
-    """BOS and EOS: as the tokenizer's files say, else its post-processor, else the config and the family's habit."""
-    said = settings.get("add_bos_token")
-    adds = said if isinstance(said, bool) else config.family in _ADD_BOS if adds is None else adds
+class _SpecialIds(TypedDict):
+    """The attributes of a `Tokenizer` that several files determine."""
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    adds_bos: bool
+
+
+def _special_ids(
+    settings: Json, config: DecoderConfig, bos: int | None, eos: int | None, adds: bool | None
+) -> _SpecialIds:
+    """Determines BOS and EOS.
+
+    The settings have precedence over the post-processor or SentencePiece model (`bos`, `eos`, `adds`), and that over
+    the configuration and the default of the family.
+    """
+    setting = settings.get("add_bos_token")
+    adds = setting if isinstance(setting, bool) else config.family in _ADD_BOS if adds is None else adds
     return {
         "vocab_size": config.vocab_size,
         "bos_id": config.bos_token_id if bos is None else bos,
@@ -202,6 +255,6 @@ def _ends(
     }
 
 
-def _content(token: Any) -> str | None:
-    """The text of a special token, which is given as such or as an object."""
+def _content(token: object) -> str | None:
+    """Returns the text of a special token, which is a string or an object in the settings."""
     return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None

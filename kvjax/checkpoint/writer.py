@@ -8,7 +8,6 @@ import shutil
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ from kvjax.checkpoint import names, readers
 from kvjax.errors import CheckpointError
 from kvjax.models import families
 from kvjax.models.model import Model
-from kvjax.sharding import Params
+from kvjax.sharding import Params, PyTree
 
 SHARD_BYTES = 5_000_000_000  # maximum size of a safetensors file
 HEADER_ALIGNMENT = 8  # a safetensors header is padded to a multiple of this number of bytes
@@ -40,8 +39,8 @@ def save(model: Model, folder: str | Path) -> None:
       folder: the folder to write: config.json, safetensors files of at most 5 GB, and the files of the tokenizer.
 
     Raises:
-      CheckpointError: if the folder contains anything else than a checkpoint or cannot be written, or the parameters are
-        not those of the configuration.
+      CheckpointError: if the folder contains anything else than a checkpoint or cannot be written, or the parameters
+        are not those of the configuration.
     """
     folder = Path(folder).expanduser().resolve()
     raw = families.write(model.config)
@@ -67,7 +66,7 @@ def _parts(tensor: names.Tensor, params: Params) -> list[jax.Array]:
     """Returns the parameters that a tensor contains, on their devices."""
     parts = []
     for path, shape in zip(tensor.paths, tensor.shapes, strict=True):
-        node: Any = params
+        node: PyTree = params
         for key in path:
             node = node.get(key) if hasattr(node, "get") else None
         if node is None or getattr(node, "shape", None) != shape:
@@ -138,15 +137,12 @@ def _check_replaceable(folder: Path) -> None:
     """Raises a CheckpointError if the folder contains anything else than a checkpoint."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; give the name of a folder to save to.")
-    other = (
-        sorted(p.name for p in folder.iterdir() if p.is_dir() or not _CHECKPOINT_FILES.fullmatch(p.name))
-        if folder.exists()
-        else []
-    )
+    found = folder.iterdir() if folder.exists() else ()
+    other = sorted(path.name for path in found if path.is_dir() or not _CHECKPOINT_FILES.fullmatch(path.name))
     if other:
         raise CheckpointError(
-            f"{folder} is not replaced, because it holds more than a checkpoint ({', '.join(other[:MAX_LISTED])}); save to a "
-            "new folder."
+            f"{folder} is not replaced, because it holds more than a checkpoint "
+            f"({', '.join(other[:MAX_LISTED])}); save to a new folder."
         )
 
 

@@ -14,6 +14,7 @@ from kvjax.kernels.problem import Problem
 from kvjax.statistics import Statistic
 
 Op = Literal["step", "decode", "prefill"]
+Backend = Literal["xla", "pallas_tpu", "pallas_gpu"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class Kernel:
     """
 
     op: Op
-    implementation: str
+    implementation: Backend
     load: Callable[[], Callable[..., Any]]
     refuses: Callable[[Request], str | None]
     slot_multiple: Callable[[int], int]
@@ -83,7 +84,7 @@ class Choice:
     """
 
     op: Op
-    implementation: str
+    implementation: Backend
     reasons: tuple[str, ...] = ()
 
 
@@ -95,7 +96,7 @@ def _attribute(module: str, name: str) -> Callable[[], Callable[..., Any]]:
     return lambda: getattr(importlib.import_module(f"kvjax.kernels.{module}"), name)
 
 
-def _kernel(op: Op, implementation: str, module: str) -> Kernel:
+def _kernel(op: Op, implementation: Backend, module: str) -> Kernel:
     function = _attribute(module, "step" if op == "step" else "attend_and_reduce")
     if implementation == "xla":
         return Kernel(op, implementation, function, lambda request: None, lambda itemsize: 1)
@@ -142,7 +143,7 @@ def choose(op: Op, implementation: str, request: Request) -> Choice:
       request: what the kernel must take.
     """
     attention: Op = "decode" if request.tokens == 1 else "prefill"
-    reasons = []
+    reasons: list[str] = []
     for kernel in KERNELS:
         asked = kernel.op in (op, attention) and kernel.implementation in (implementation, "xla")
         if not asked:

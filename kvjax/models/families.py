@@ -4,12 +4,10 @@ To support another family, add an entry to `FAMILIES`. `read` converts a ``confi
 converts it back, and `kvjax.checkpoint.names` derives the tensors of a checkpoint from `Names`.
 """
 
-from typing import Any
-
 from kvjax.errors import ConfigError
 from kvjax.models import family
 from kvjax.models.config import DecoderConfig
-from kvjax.models.family import Family, Fields, Json, Names, setting
+from kvjax.models.family import Family, Fields, Json, Keys, Names, setting
 from kvjax.models.rope_keys import RopeKeys
 
 
@@ -20,7 +18,7 @@ def _opt(raw: Json, fields: Fields) -> Fields:
     return {"norm_position": "pre" if before else "post", "final_norm": before and not removed}
 
 
-def _write_opt(config: DecoderConfig) -> dict[str, Any]:
+def _write_opt(config: DecoderConfig) -> Json:
     """Inverts `_opt`."""
     before = config.norm_position == "pre"
     return {"do_layer_norm_before": before, "_remove_final_layer_norm": before and not config.final_norm}
@@ -36,7 +34,7 @@ def _gemma(raw: Json, fields: Fields) -> Fields:
     return {"activation": activation, "embed_scale": fields["hidden_size"] ** 0.5}
 
 
-_LLAMA_KEYS: dict[str, tuple[str, Any]] = {
+_LLAMA_KEYS: Keys = {
     "vocab_size": ("vocab_size", 32000),
     "hidden_size": ("hidden_size", 4096),
     "num_layers": ("num_hidden_layers", 32),
@@ -52,11 +50,11 @@ _LLAMA_KEYS: dict[str, tuple[str, Any]] = {
     "eos_token_ids": ("eos_token_id", 2),
     "pad_token_id": ("pad_token_id", None),
 }
-_BIAS_KEYS: dict[str, tuple[str, Any]] = {
+_BIAS_KEYS: Keys = {
     "qkv_bias": ("attention_bias", False),
     "out_bias": ("attention_bias", False),
 }
-_QWEN_KEYS: dict[str, tuple[str, Any]] = _LLAMA_KEYS | {
+_QWEN_KEYS: Keys = _LLAMA_KEYS | {
     "vocab_size": ("vocab_size", 151936),
     "num_kv_heads": ("num_key_value_heads", 32),
     "mlp_size": ("intermediate_size", 22016),
@@ -313,7 +311,7 @@ def read(raw: Json) -> DecoderConfig:
     """
     name = raw.get("model_type")
     if name not in FAMILIES:
-        raise ConfigError(f"model_type {name!r} in config.json is no family that kvjax has: {', '.join(FAMILIES)}.")
+        raise ConfigError(f"model_type {name!r} in config.json is not supported; supported: {', '.join(FAMILIES)}.")
     config = family.read(name, FAMILIES[name], raw)
     sizes = (config.vocab_size, config.hidden_size, config.mlp_size, config.num_heads, config.head_dim)
     if config.num_layers > MAX_LAYERS or max(*sizes, config.max_positions) > MAX_SIZE:
@@ -325,7 +323,7 @@ def read(raw: Json) -> DecoderConfig:
     return config
 
 
-def write(config: DecoderConfig) -> dict[str, Any]:
+def write(config: DecoderConfig) -> Json:
     """Converts a `DecoderConfig` to a ``config.json``; inverts `read`.
 
     Args:

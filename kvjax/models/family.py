@@ -12,7 +12,7 @@ from kvjax.models.rope_keys import Json
 
 Fields = dict[str, Any]  # DecoderConfig field -> value
 #: DecoderConfig field -> its key in ``config.json``, and the value that ``transformers`` uses if the key is absent.
-Keys = Mapping[str, tuple[str, Any]]
+Keys = dict[str, tuple[str, Any]]
 MLP_RATIO = 4  # hidden features of the MLP per feature of the residual stream, if ``config.json`` has no size
 QWEN_FULL_LAYERS = 28  # default of Qwen's max_window_layers: the number of first layers without a sliding window
 
@@ -63,14 +63,14 @@ class Family:
 
     architecture: str
     keys: Keys
-    fixed: Mapping[str, Any]
+    fixed: Fields
     names: Names
     rope: rope_keys.RopeKeys | None = rope_keys.DEFAULT
     windows: str | None = None
     window_default: int | None = 4096
     only: Json = dataclasses.field(default_factory=dict)
     finish: Callable[[Json, Fields], Fields] = lambda raw, fields: {}
-    unfinish: Callable[[DecoderConfig], dict[str, Any]] = lambda config: {}
+    unfinish: Callable[[DecoderConfig], Json] = lambda config: {}
 
 
 def read(name: str, family: Family, raw: Json) -> DecoderConfig:
@@ -119,14 +119,14 @@ def read(name: str, family: Family, raw: Json) -> DecoderConfig:
     return DecoderConfig(**fields)
 
 
-def write(family: Family, config: DecoderConfig) -> dict[str, Any]:
+def write(family: Family, config: DecoderConfig) -> Json:
     """Returns the ``config.json`` of a decoder; see `kvjax.models.families.write`.
 
     Args:
       family: the decoder's family.
       config: the decoder.
     """
-    raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": config.family}
+    raw: Json = {"architectures": [family.architecture], "model_type": config.family}
     raw |= {key: getattr(config, field) for field, (key, _) in family.keys.items()}
     eos = config.eos_token_ids
     raw["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
@@ -139,7 +139,7 @@ def write(family: Family, config: DecoderConfig) -> dict[str, Any]:
         raw["use_sliding_window"] = any(sliding)
         raw["max_window_layers"] = sliding.index(True) if any(sliding) else config.num_layers
         raw["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in sliding]
-    return raw | dict(family.only) | family.unfinish(config)
+    return raw | family.only | family.unfinish(config)
 
 
 def setting(family: str, raw: Json, key: str, default: object, kind: object) -> Any:

@@ -5,14 +5,13 @@ New releases of ``transformers`` have it under ``rope_parameters``, old ones und
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.rope import Rope
 
-Json = Mapping[str, Any]  # a JSON object
+Json = dict[str, Any]  # a JSON object
 TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 THETA = 10_000.0  # default base of the frequencies
 BETA_FAST, BETA_SLOW = 32.0, 1.0  # default band edges of YaRN, in rotations over the trained length
@@ -56,7 +55,7 @@ def read(family: str, raw: Json, keys: RopeKeys, head_dim: int, max_positions: i
     # A file that was saved by an old release and edited for a new one has both keys; transformers reads the old one.
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = raw.get(name) or {}
-    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise ConfigError(f"config.json of {family}: {name} must be one flat object, but is {given!r}.")
     kind = given.get("rope_type", given.get("type", "default"))
     # "su" is an earlier name of LongRoPE; the first release of Phi-3 called it "yarn".
@@ -124,7 +123,7 @@ def read(family: str, raw: Json, keys: RopeKeys, head_dim: int, max_positions: i
     )  # fmt: skip
 
 
-def write(config: DecoderConfig, rope: Rope, keys: RopeKeys) -> dict[str, Any]:
+def write(config: DecoderConfig, rope: Rope, keys: RopeKeys) -> Json:
     """Returns the keys of a rotary embedding, in the old form, which every release of ``transformers`` reads.
 
     Args:
@@ -132,12 +131,12 @@ def write(config: DecoderConfig, rope: Rope, keys: RopeKeys) -> dict[str, Any]:
       rope: its rotary embedding.
       keys: the keys of its family.
     """
-    raw: dict[str, Any] = {keys.theta: rope.theta}
+    raw: Json = {keys.theta: rope.theta}
     if keys.partial:
         share = rope.dim / config.head_dim
         # Readers truncate head_dim * share. Where rounding would lose a feature, half a feature is added to the share.
         raw[keys.partial] = share if int(config.head_dim * share) == rope.dim else (rope.dim + 0.5) / config.head_dim
-    scaling: dict[str, Any] = {}
+    scaling: Json = {}
     match rope.scaling:
         case "default":
             return raw

@@ -149,7 +149,9 @@ def test_limits_are_kept_to():
 
 
 def test_blocks_are_bucketed_too():
-    counts = {sizes_for(np.array([n]), 3, width=n, block=32, limits=None, last_fed=False).blocks for n in range(33, 2049)}
+    counts = {
+        sizes_for(np.array([n]), 3, width=n, block=32, limits=None, last_fed=False).blocks for n in range(33, 2049)
+    }
     assert len(counts) <= 12
 
 
@@ -157,7 +159,7 @@ def test_blocks_are_bucketed_too():
 
 
 def test_a_name_that_cannot_run_raises():
-    with pytest.raises(ConfigError, match="implementation='pallas_tpu' cannot run this: .*several parts"):
+    with pytest.raises(ConfigError, match=r"implementation='pallas_tpu' cannot run this: .*several parts"):
         exactly(CacheSpec(policies.h2o(20), storage.int8()), implementation="pallas_tpu")
 
 

@@ -133,7 +133,7 @@ def test_warpgroups_share_what_passes():
 
 def test_what_cannot_run_says_so():
     case = Case((24,), 1, 1, 24, 0, 32)
-    with pytest.raises(ConfigError, match="prefill/pallas_gpu: it takes head sizes of 64 to 256, .* not 32"):
+    with pytest.raises(ConfigError, match=r"prefill/pallas_gpu: it takes head sizes of 64 to 256, .* not 32"):
         attention.attend_and_reduce(case.problem(*case.arrays()), "pallas_gpu")
     with pytest.raises(ValueError, match="at most 256 lines of queries; 300 heads"):
         plan(300).second(310)

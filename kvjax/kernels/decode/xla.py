@@ -28,10 +28,8 @@ def column_sums(problem: Problem, lse: Array, seen: Array | None = None) -> dict
     """
     # [B, K, n, S]
     mask = softmax.visible(problem)
-    # [B, K, G, n, 1]
-    total = jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]
     # [B, K, G, n, S]; masked before the exponential, which would otherwise overflow, with gradients that are NaN
-    probability = jnp.exp(jnp.where(mask[:, :, None], softmax.scores(problem) - total, -jnp.inf))
+    probability = jnp.exp(jnp.where(mask[:, :, None], softmax.scores(problem) - lse[..., None], -jnp.inf))
     share = None
     if problem.needs_seen:
         share = softmax.uniform_share(softmax.count_seen(mask) if seen is None else seen)

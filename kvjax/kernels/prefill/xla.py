@@ -16,8 +16,8 @@ from kvjax.kernels.problem import Attended, Problem
 
 Array = jax.Array
 Sums = dict[str, Array]
-# (problem of a tile, arrays [B, K, x, t, ...]) -> arrays [B, K, x, t, ...], and sums over the queries of the tile
-Tile = Callable[..., tuple[tuple[Array, ...], Sums]]
+Rows = tuple[Any, ...]  # of arrays [B, K, x, n, ...], something for each query
+Tile = Callable[..., tuple[Rows, Sums]]  # (problem of a tile, *arrays as of `Rows`) -> what each query gets, and sums
 
 TILE_BYTES = 16 << 20  # scores of one tile, over batch and heads; about the last-level cache of a CPU core
 SEGMENTS = 8  # of a causal prompt; each sees only the keys before its end, which takes 56 % of the square's work
@@ -27,7 +27,7 @@ QUERY_AXIS = 3  # of an array that has something for each query: [B, K, G or 1, 
 def attend(problem: Problem) -> Attended:
     """As `decode.xla.attend`, for any number of queries."""
 
-    def tile(part: Problem) -> tuple[tuple[Array, ...], Sums]:
+    def tile(part: Problem) -> tuple[Rows, Sums]:
         attended = rows.attend(part)
         return (attended.output, attended.lse), {}
 
@@ -38,7 +38,7 @@ def attend(problem: Problem) -> Attended:
 def column_sums(problem: Problem, lse: Array, seen: Array | None = None) -> Sums:
     """As `decode.xla.column_sums`, for any number of queries."""
 
-    def tile(part: Problem, lse: Array, seen: Array | None = None) -> tuple[tuple[Array, ...], Sums]:
+    def tile(part: Problem, lse: Array, seen: Array | None = None) -> tuple[Rows, Sums]:
         return (), rows.column_sums(part, lse, None if seen is None else seen[:, :, 0])
 
     extra = (lse,) if seen is None else (lse, seen[:, :, None])
@@ -48,7 +48,7 @@ def column_sums(problem: Problem, lse: Array, seen: Array | None = None) -> Sums
 def attend_and_reduce(problem: Problem) -> tuple[Attended, Sums]:
     """As `decode.xla.attend_and_reduce`, for any number of queries."""
 
-    def tile(part: Problem) -> tuple[tuple[Array, ...], Sums]:
+    def tile(part: Problem) -> tuple[Rows, Sums]:
         attended, sums = rows.attend_and_reduce(part)
         return (attended.output, attended.lse), sums
 
@@ -59,7 +59,7 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, Sums]:
 def count_seen(problem: Problem) -> Array:
     """As `decode.xla.count_seen`, for any number of queries."""
 
-    def tile(part: Problem) -> tuple[tuple[Array, ...], Sums]:
+    def tile(part: Problem) -> tuple[Rows, Sums]:
         return (rows.count_seen(part)[:, :, None],), {}
 
     (seen,), _ = _over_tiles(tile, problem.without_statistics())
@@ -72,7 +72,7 @@ def tile_rows(row_scores: int, n: int) -> int:
     return min(512, 1 << (rows_that_fit.bit_length() - 1), 1 << (n - 1).bit_length())
 
 
-def _over_tiles(function: Tile, problem: Problem, *extra: Array) -> tuple[tuple[Array, ...], Sums]:
+def _over_tiles(function: Tile, problem: Problem, *extra: Array) -> tuple[Rows, Sums]:
     """Calls a function on tiles of queries, joins what it returns for each query and adds up its sums.
 
     Args:
@@ -96,7 +96,7 @@ def _over_tiles(function: Tile, problem: Problem, *extra: Array) -> tuple[tuple[
     return tuple(jnp.concatenate(each, axis=QUERY_AXIS) for each in zip(*results, strict=True)), sums
 
 
-def _tiles(function: Tile, problem: Problem, extra: tuple[Array, ...], tile: int) -> tuple[tuple[Array, ...], Sums]:
+def _tiles(function: Tile, problem: Problem, extra: tuple[Array, ...], tile: int) -> tuple[Rows, Sums]:
     """As `_over_tiles`, over all slots for each tile."""
     n = problem.query.shape[QUERY_AXIS]
     count = -(-n // tile)

@@ -1,0 +1,223 @@
+"""Products of the registries in numbers: a covering array of pairs, each of one layer against the float64 reference.
+
+`test_products` has every product on shapes alone: it lowers, or it is refused with a reason.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax import policies, selection, storage
+from kvjax.cache import CacheSpec
+from kvjax.cache.spec import with_positions
+from kvjax.errors import PolicyError
+from kvjax.policies import COMBINATORS, POLICIES
+from kvjax.rope import Rope
+from kvjax.selection import SELECTIONS
+from kvjax.storage import STORAGES, Exact, Storage
+from tests import layers
+from tests.conformance import Pair, assert_same, covering, pairs
+from tests.conformance import replay as quick_replay
+from tests.reference import base, replay
+from tests.reference import policies as reference
+from tests.reference import selection as looks
+from tests.reference.base import COUNT, MASS, Policy, Ranking
+from tests.test_merge import REFERENCES as FOLDS
+
+HEADS, KV_HEADS, DIM, WIDTH, STEPS, BLOCK, THETA = 4, 2, 8, 12, 10, 6, 10_000.0
+LENGTHS = np.array([12, 6, 9])  # row 1 has no token in the second block
+SEED = 3  # of random()
+
+pytestmark = pytest.mark.thorough
+
+# --- policies ---
+
+#: Beside the budget, half of each row's prompt.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "window": {"sinks": 1},
+    "streaming_llm": {"sinks": 1},
+    "strided": {"stride": 3, "local": 1},
+    "fixed": {"block": 2, "columns": 1},
+    "scissorhands": {"history": 5},
+    "roco": {"guard": 2},
+    "snapkv": {"window": 2, "kernel": 3},
+    "pyramidkv": {"window": 2, "kernel": 3},
+}
+
+
+def build(package: Any, name: str, **more: Any) -> Any:
+    budget = {} if name == "full" else {"budget": 0.5}
+    return package.by_name(name, **(budget | ARGUMENTS.get(name, {}) | more))
+
+
+def by_name(package: Any) -> dict[str, Any]:
+    made = {
+        "with_heavy_hitters": package.COMBINATORS["with_heavy_hitters"](build(package, "h2o", recent=1)),
+        "value_norm": package.COMBINATORS["value_norm"](build(package, "roco")),
+        "adakv": package.COMBINATORS["adakv"](build(package, "snapkv")),
+        "after_prefill": package.COMBINATORS["after_prefill"](
+            build(package, "keydiff"), then=package.by_name("scissorhands", budget=4, recent=1)
+        ),
+        "h2o[masked]": build(package, "h2o", variant="masked"),
+    }
+    return {name: build(package, name) for name in POLICIES if name != "random"} | made
+
+
+def by_chance(seed: int = 0) -> Policy:
+    """Who is left is who drew the most; a draw is folded from layer, head and position."""
+
+    @functools.cache
+    def drawn(head: int, position: int) -> float:
+        key = jax.random.key(seed)
+        for part in (0, head, position):
+            key = jax.random.fold_in(key, part)
+        return float(jax.random.uniform(key))
+
+    def of(head: int) -> Policy:
+        return Policy(0.5, lambda view: Ranking(np.array([drawn(head, int(p)) for p in view.position])))
+
+    return Policy(None, None, by_head=(tuple(of(head) for head in range(KV_HEADS)),))
+
+
+def averaged(kept: replay.Tokens, gone: replay.Tokens) -> None:
+    """The slot of position 1 becomes the mean of what it holds, as often as it stands for, and of what goes."""
+    (slot,) = np.flatnonzero(kept.position == 1)
+    standing = kept.stands_for.setdefault(1, [1])
+    count = len(standing)
+    for held, lost in ((kept.key, gone.key), (kept.value, gone.value)):
+        held[slot] = (count * held[slot] + lost.sum(axis=0)) / (count + len(lost))
+    standing += [1] * len(gone.position)
+
+
+OURS = by_name(policies) | {"random": policies.random(budget=0.5)}
+THEIRS = by_name(reference) | {"random": by_chance()}
+MERGED = {name: (policies.MERGES[name](**arguments), fold) for name, (arguments, fold) in FOLDS.items()}
+MERGED["compensation"] = (policies.compensation(1), averaged)
+for name, (merge, _) in MERGED.items():
+    OURS[f"window+{name}"] = build(policies, "window", sinks=2, merge=merge)
+    THEIRS[f"window+{name}"] = dataclasses.replace(
+        build(reference, "window", sinks=2), statistics={"mass": MASS, "count": COUNT} if name == "cam" else {}
+    )
+
+# --- storages: two codecs each, of the families ---
+
+CODECS = {
+    "int8": replay.integer(8),
+    "int4": replay.integer(4),
+    "int2": replay.integer(2),
+    "integer": replay.integer(3, 4),
+    "fp8": replay.fp8(),
+}
+FAMILIES = {"int8": "integers", "int4": "integers", "int2": "integers", "integer": "integers", "fp8": "floats"}
+MIXED = (("int8", "fp8"), ("fp8", "int4"), ("int2", "fp8"), ("fp8", "integer"), ("dense", "dense"))
+
+
+def held(codecs: tuple[str, str], residual: int) -> Storage:
+    """Keys in the codec of one storage of the registry, values in that of another."""
+    arguments = {"integer": {"bits": 3, "group": 4}}
+    key, value = (storage.by_name(name, **arguments.get(name, {})) for name in codecs)
+    return Storage(key=key.key, value=value.value, residual=residual, name="|".join(codecs))
+
+
+# --- selections ---
+
+SCALE = DIM**-0.5
+LOOKS = {
+    "everything": (selection.everything(), None),
+    "optimal": (selection.optimal(3), replay.Look(looks.optimal(3, SCALE))),
+    "quest": (selection.quest(2, 6, first_layer=0), replay.Look(looks.quest(2, 6, SCALE), exact=True)),
+}
+
+
+class Case(NamedTuple):
+    policy: str
+    codecs: tuple[str, str]
+    residual: int
+    look: str
+    block: int | None
+    positions: str
+
+    def covers(self) -> set[Pair]:
+        """A policy meets every family of codecs; everything else meets every storage."""
+        own = [("look", self.look), ("block", self.block), ("positions", self.positions)]
+        covered = pairs([*own, ("policy", self.policy)])
+        for name in self.codecs:
+            family = FAMILIES.get(name, "dense")
+            covered |= pairs([*own, ("storage", name), ("residual", self.residual)])
+            covered |= pairs([("policy", self.policy), ("family", family)])
+        return covered
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it is not another case too, or left to `test_merge`, which has merges of what is held exactly."""
+        dense = self.codecs == ("dense", "dense")
+        hardest = (self.residual, self.block, self.positions) == (3, BLOCK, "cache")
+        return hardest and not dense if "+" in self.policy else not (dense and self.residual)
+
+    @property
+    def spec(self) -> CacheSpec:
+        return CacheSpec(OURS[self.policy], held(self.codecs, self.residual), LOOKS[self.look][0], self.positions)
+
+    def run(self) -> tuple[jax.Array, Any]:
+        spec = self.spec
+        read = None if self.policy == "h2o[masked]" else spec.selection
+        prompt, decode = random()
+        return quick_replay(
+            spec.storage, prompt, decode, LENGTHS, spec.policy, Rope(dim=DIM, theta=THETA), selection=read,
+            prefill_block=self.block,
+        )  # fmt: skip
+
+    def expected(self) -> list[replay.Row]:
+        policy = dataclasses.replace(THEIRS[self.policy], positions=self.positions)
+        if policy.then is not None:
+            policy = dataclasses.replace(policy, then=dataclasses.replace(policy.then, positions=self.positions))
+        key, value = (CODECS.get(name, replay.exact) for name in self.codecs)
+        stored = replay.Storage(key, value, None if self.spec.storage.exact else self.residual)
+        fold = MERGED[self.policy.removeprefix("window+")][1] if "+" in self.policy else None
+        prompt, decode = random()
+        return replay.replay(
+            stored, prompt, decode, LENGTHS, policy, theta=THETA, look=LOOKS[self.look][1], block=self.block, fold=fold
+        )
+
+
+@functools.cache
+def random(seed: int = SEED) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """Queries, keys and values of prompts and of decoding steps."""
+    rng = np.random.default_rng(seed)
+    return tuple(
+        tuple(rng.normal(size=(3, heads, n, DIM)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        for n in (WIDTH, STEPS)
+    )
+
+
+def lowers(case: Case) -> bool:
+    streams = layers.random_streams(range(3), WIDTH + STEPS)
+    try:
+        layers.lowered(case.spec, layers.Case(streams, LENGTHS, LENGTHS + STEPS, case.block, Rope(dim=DIM)))
+    except PolicyError as error:
+        assert "\n" not in str(error)
+        return False
+    return True
+
+
+def cases() -> list[Case]:
+    every = itertools.starmap(Case, itertools.product(OURS, MIXED, (0, 3), LOOKS, (None, BLOCK), ("original", "cache")))
+    return covering([case for case in every if case.is_apart and lowers(case)], Case.covers)
+
+
+CASES = cases()
+
+
+def describe(case: Case) -> str:
+    return f"{case.policy}-{'|'.join(case.codecs)}-{case.residual}-{case.look}-{case.block}-{case.positions}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=describe)
+def test_a_layer_is_the_reference(case):
+    output, layer = case.run()
+    assert_same(output, layer, case.expected(), case.spec.storage)
