@@ -240,3 +240,43 @@ def test_a_row_that_has_ended_keeps_its_slots_when_decoding_has_fewer(then):
     assert [len(head) for head in kept(both.state, 0)[0]] == [14, 14]
     assert kept(both.state, 0) == kept(alone.state, 0)
     assert [len(head) for head in kept(both.state, 1)[0]] == [10, 10]
+
+
+# --- frequencies that depend on a length ---
+
+
+def stretched(scaling: str) -> kvjax.Model:
+    """RoPE of a model that was trained on 32 tokens, stretched."""
+    model = tiny().model
+    half = model.config.head_dim // 2
+    more = {"factor": 4.0} if scaling == "dynamic" else {
+        "short_factor": (1.0,) * half, "long_factor": tuple(1.5 + i for i in range(half)), "attention_factor": 1.1,
+    }  # fmt: skip
+    rope = dataclasses.replace(model.config.rope, scaling=scaling, original_max_positions=32, **more)
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, rope=rope))
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_blocks_and_one_shot_have_the_frequencies_of_the_whole_row(scaling):
+    """POLICIES.md: prompt, or prompt and the tokens to come; each row's own."""
+    model, tokens, ends = stretched(scaling), random_tokens(2, 60, seed=6), np.array([60, 28])
+
+    def score(rows=slice(None), **options):
+        return kvjax.log_likelihood(model, tokens[rows], policies.full(), lengths=ends[rows], **options).logprobs
+
+    whole = score(prompt_length=ends)
+    for options in ({"prompt_length": ends, "prefill_block": 8}, {"prompt_length": 20}, {"prompt_length": 1}):
+        np.testing.assert_allclose(score(**options), whole, atol=2e-5)
+    np.testing.assert_allclose(score(slice(1, 2), prompt_length=28)[0], whole[1, :27], atol=2e-5)
+    plain = kvjax.log_likelihood(tiny().model, tokens, policies.full(), prompt_length=ends, lengths=ends).logprobs
+    assert np.abs(whole - plain)[0].max() > 1e-2, "the long row is stretched"
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_a_generation_that_crosses_the_trained_length_has_one_set_of_frequencies(scaling):
+    """Keys and queries agree from the first token on: what is generated scores as the same text does at once."""
+    model, prompt = stretched(scaling), random_tokens(1, 26, seed=7)
+    made = kvjax.generate(model, prompt, policies.full(), max_new_tokens=16)
+    text = np.concatenate([prompt, made.tokens], axis=1)[:, :-1]
+    scored = kvjax.log_likelihood(model, text, policies.full(), prompt_length=text.shape[1]).logprobs
+    np.testing.assert_allclose(made.logprobs[0, :-1], scored[0, 25:], atol=2e-5)

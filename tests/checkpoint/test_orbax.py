@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import policies
+from kvjax import policies, selection, storage
+from kvjax.cache import CacheSpec
 from kvjax.checkpoint import orbax
 from kvjax.errors import CheckpointError
 from kvjax.generate import generate
@@ -44,18 +45,34 @@ def test_params(model, tmp_path):
         orbax.save_params(tmp_path / "params", model.params)
 
 
-@pytest.mark.parametrize("name", ["full", "h2o"])
-def test_state(name, model, tmp_path):
-    policy = policies.by_name(name, **({} if name == "full" else {"budget": 6}))
+@pytest.mark.parametrize(
+    "spec",
+    [
+        CacheSpec(policies.full()), CacheSpec(policies.h2o(budget=6)),
+        CacheSpec(policies.h2o(budget=6), storage.int8(residual=2)),
+        CacheSpec(policies.full(), selection=selection.quest(page=4, budget=12, first_layer=0)),
+    ],
+    ids=lambda spec: spec.name,
+)  # fmt: skip
+def test_state(spec, model, tmp_path):
     tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
-    state = generate(model, tokens, policy, max_new_tokens=3).state
+    state = generate(model, tokens, spec, max_new_tokens=3).state
     orbax.save_state(tmp_path / "state", state)
     same(orbax.restore_state(tmp_path / "state", state), state)
     same(orbax.restore_state(tmp_path / "state"), state)
     shapes = jax.eval_shape(lambda: state)
     same(orbax.restore_state(tmp_path / "state", shapes), state)
-    with pytest.raises(CheckpointError, match=r"layers/0/key"):
+    with pytest.raises(CheckpointError, match=r"layers/0/0/position"):
         orbax.restore_state(tmp_path / "state", jax.eval_shape(lambda: jax.tree.map(lambda x: x[:1], state)))
+
+
+def test_a_state_of_codes_alone_needs_a_target(model, tmp_path):
+    spec = CacheSpec(policies.h2o(budget=6), storage.int8())
+    state = generate(model, np.arange(12, dtype=np.int32)[None], spec, max_new_tokens=3).state
+    orbax.save_state(tmp_path / "state", state)
+    same(orbax.restore_state(tmp_path / "state", state), state)
+    with pytest.raises(CheckpointError, match="give a target"):
+        orbax.restore_state(tmp_path / "state")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -13,13 +13,16 @@ from kvjax import storage
 from kvjax.cache import LayerKV
 from kvjax.statistics import popcount
 from kvjax.storage import Storage
-from tests.reference.replay import Row
+from tests.reference.replay import Codec, Row
+from tests.reference.step import rotate
 
 T = TypeVar("T")
 Pair = frozenset[Hashable]
+Triple = tuple[np.ndarray, np.ndarray, np.ndarray]  # queries, keys and values, [B, heads, n, D]
 
 CLEAR = 1e-6  # no choice of the reference may be closer than this (relative), or a seed must change: no excuses
 TIE = 1e-4  # nor may anything that it rounds be closer to a tie, in steps
+RUBBISH = 7.0  # what padding holds
 
 
 def pairs(values: Iterable[Hashable]) -> set[Pair]:
@@ -37,6 +40,49 @@ def covering(candidates: Sequence[T], covers: Callable[[T], set[Pair]]) -> list[
         chosen.append(candidates[best])
         missing -= covered[best]
     return chosen
+
+
+def streams(
+    seed: int, heads: tuple[int, int], dim: int, lengths: np.ndarray, steps: int, codecs: Iterable[Codec],
+    theta: float | None = None,
+) -> tuple[Triple, Triple]:  # fmt: skip
+    """Normal numbers, of prompts and of decoding steps; no codec rounds a key or a value of them near a tie.
+
+    Args:
+      seed: of the numbers.
+      heads: query heads and KV heads.
+      dim: D.
+      lengths: [B] tokens of each row's prompt.
+      steps: decoding steps.
+      codecs: of the storages that they are for.
+      theta: base of RoPE's frequencies, for keys that are coded rotated; None = they are not rotated.
+    """
+    rng, codecs = np.random.default_rng(seed), tuple(codecs)
+
+    def vector(position: int | None) -> np.ndarray:
+        while True:
+            x = rng.normal(size=dim).astype(np.float32)
+            forms = [x.astype(np.float64)]
+            if theta is not None and position is not None:
+                forms.append(rotate(forms[0][None], np.array([position]), theta)[0])
+            if all(codec(form).near > 2 * TIE for codec in codecs for form in forms):
+                return x
+
+    width = max(lengths)
+    prompt, decode = [], []
+    for kind, count in (("query", heads[0]), ("key", heads[1]), ("value", heads[1])):
+        first = np.full((len(lengths), count, width, dim), RUBBISH, np.float32)
+        then = np.zeros((len(lengths), count, steps, dim), np.float32)
+        for row, head in itertools.product(range(len(lengths)), range(count)):
+            n = lengths[row]
+            if kind == "query":
+                tokens = rng.normal(size=(n + steps, dim))
+            else:
+                tokens = np.stack([vector(p if kind == "key" else None) for p in range(n + steps)])
+            first[row, head, :n], then[row, head] = tokens[:n], tokens[n:]
+        prompt.append(first)
+        decode.append(then)
+    return tuple(prompt), tuple(decode)
 
 
 @functools.cache
