@@ -1,11 +1,13 @@
-"""The command line of every experiment: flags, help, and errors as one paragraph instead of a traceback."""
+"""The command line of every experiment: flags, help, compiled programs that are kept, and errors as one paragraph."""
 
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags
 from ml_collections import config_flags
 
@@ -14,6 +16,7 @@ from experiments.config import ExperimentConfig
 from kvjax.errors import ConfigError, KvjaxError
 
 USAGE_ERROR, INTERRUPTED = 2, 130
+CACHE_FLAG, CACHE_BYTES = "compilation_cache", 4 * 2**30
 
 
 class _Parser(flags.ArgumentParser):
@@ -59,6 +62,7 @@ def parse(
     argv = [*argv[:1], *sorted(argv[1:], key=lambda argument: not argument.startswith(("--config=", "-config=")))]
     values = flags.FlagValues()
     define(values)
+    define_compilation_cache(values)
     if {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
         print(_help(about, values, cls))
         raise SystemExit(0)
@@ -82,7 +86,51 @@ def parse(
         raise ConfigError(str(error).removeprefix("flag ")) from None
     if rest[1:]:
         raise ConfigError(f"unexpected argument {rest[1]!r}; every setting is of the form --config.FIELD=VALUE.")
+    use_compilation_cache(values)
     return values.config, values
+
+
+def define_compilation_cache(values: flags.FlagValues) -> None:
+    """Adds the flag that `use_compilation_cache` reads."""
+    about = "folder in which compiled programs are kept, or none; else $JAX_COMPILATION_CACHE_DIR, or the user's cache"
+    flags.DEFINE_string(CACHE_FLAG, None, about, flag_values=values)
+
+
+def use_compilation_cache(values: flags.FlagValues) -> None:
+    """Keeps compiled programs in a folder, so that the next process does not compile them again.
+
+    The least recently used ones go when the folder holds more than `CACHE_BYTES`. Call it before anything is compiled.
+    Where $JAX_COMPILATION_CACHE_DIR is set and no folder is given, jax's own settings stay as they are.
+
+    Raises:
+      ConfigError: a folder that was asked for and cannot be written.
+    """
+    given = values[CACHE_FLAG].value
+    if given is None and "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    if given is not None and given.strip().lower() in ("none", ""):
+        jax.config.update("jax_compilation_cache_dir", None)
+        return
+    try:
+        folder = Path(given).expanduser() if given is not None else _user_cache() / "kvjax" / "xla"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # jax runs what lies there
+        writable = os.access(folder, os.W_OK)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+        writable = False
+    if writable:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+        # Decoders are one large program among many small ones, which take as long together.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    elif given is not None:
+        raise ConfigError(f"--{CACHE_FLAG}={given!r} cannot be written: give a folder of your own, or none.")
+
+
+def _user_cache() -> Path:
+    """The folder for the user's caches, as the XDG base directory specification says."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(named) if os.path.isabs(named) else Path.home() / ".cache"
 
 
 def _help(about: str, values: flags.FlagValues, cls: type) -> str:

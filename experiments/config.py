@@ -7,10 +7,13 @@ import dataclasses
 import hashlib
 import json
 
-from experiments import fields, policy
+from experiments import fields, spec_text
 from experiments.fields import Budget, Count, Kernels, Names, OptionalCount, OptionalText, Seed, Text
-from kvjax.errors import ConfigError
+from kvjax.cache import CacheSpec
+from kvjax.errors import ConfigError, KvjaxError
 from kvjax.policies import Policy
+
+DENSE, EVERYTHING = "dense", "everything"  # how slots are held and read unless a config says otherwise
 
 
 @dataclasses.dataclass
@@ -29,9 +32,12 @@ class ModelConfig:
 @dataclasses.dataclass
 class PolicyConfig:
     """Attributes:
-    name: a policy as text (`experiments.policy`): h2o, roco(guard=4), FILE.py:factory.
+    name: a policy as text (`experiments.spec_text`): h2o, roco(guard=4), FILE.py:factory.
     budget: slots per KV head (int), or a fraction of each row's prompt (float in (0, 1]).
-    recent, sinks, positions, group_reduce: as in the policy's factory; None = its default.
+    recent: as in the policy's factory; None = its default.
+    sinks: likewise.
+    positions: likewise.
+    group_reduce: likewise.
     """
 
     name: Text = "h2o"
@@ -47,7 +53,9 @@ class DataConfig:
     """Attributes:
     text: a text file, cut into `num_sequences` rows; None = a text that the project generates.
     prompt: continue this prompt instead (no perplexity: there is no true continuation).
-    num_sequences: rows; prompt_length: tokens of each that are the prompt; new_tokens: tokens scored, and generated.
+    num_sequences: rows.
+    prompt_length: tokens of each row that are the prompt.
+    new_tokens: tokens that are scored, and generated.
     """
 
     text: OptionalText = None
@@ -61,8 +69,10 @@ class DataConfig:
 class RecallConfig:
     """Attributes:
     tasks: of `experiments.tasks.recall`; none = no recall is measured.
-    prompts: of each task; length: tokens of a prompt.
-    nearest, farthest: tokens from the fact that is asked for to the end of its prompt.
+    prompts: of each task.
+    length: tokens of a prompt.
+    nearest: the fewest tokens from the fact that is asked for to the end of its prompt.
+    farthest: the most.
     difficulty: as the task counts it; None = its default.
     """
 
@@ -78,10 +88,17 @@ class RecallConfig:
 class ExperimentConfig:
     """Attributes:
     name: names the results.
-    baselines: policies to compare with, under the same budget; agreement is measured against ``full`` if it is here.
+    model: what runs.
+    policy: what the cache keeps.
+    storage: how the policy's slots are held, as text (`experiments.spec_text`): int4(residual=32), FILE.py:factory.
+    selection: which of these slots a query reads, as text: quest(page=16, budget=512), FILE.py:factory.
+    baselines: policies to compare with, under the same budget, held as they are and read whole; agreement is measured
+      against ``full`` if it is here.
+    data: the text.
+    recall: the recall tasks.
     mesh: ``data:2,model:4``, or nothing for one device.
-    prefill_block: the prompt goes in blocks of so many tokens; None = in one shot.
-    implementation: of attention and eviction, auto, xla, pallas_tpu or pallas_gpu; see `kvjax.attention.attend`.
+    prefill_block: tokens of a block of the prompt; None = all of it in one shot.
+    implementation: of attention and eviction, auto, xla, pallas_tpu or pallas_gpu; see `kvjax.attention`.
     repeats: timed repetitions, of which the fastest counts.
     seed: of random weights, of the generated text and of the recall tasks.
     output: the folder in which a run makes its own.
@@ -90,6 +107,8 @@ class ExperimentConfig:
     name: Text = "experiment"
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     policy: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
+    storage: Text = DENSE
+    selection: Text = EVERYTHING
     baselines: Names = ("full",)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     recall: RecallConfig = dataclasses.field(default_factory=RecallConfig)
@@ -123,20 +142,41 @@ def build_policy(config: PolicyConfig) -> Policy:
     Raises:
       PolicyError, ConfigError: an unknown policy, a setting that it does not take, or values that cannot work.
     """
-    accepted = policy.accepts(config.name)
+    accepted = spec_text.accepts("policy", config.name)
     given = {key: value for key, value in dataclasses.asdict(config).items() if value is not None and key != "name"}
     # Every config carries a budget; `full` has no use for one.
     ignored = {"budget"} - accepted
     if refused := sorted(given.keys() - accepted - ignored):
         setting = f"policy.{refused[0]}={given[refused[0]]!r}"
         raise ConfigError(f"policy {config.name} does not take {setting}; it takes {', '.join(sorted(accepted))}.")
-    return policy.build(config.name, **{key: value for key, value in given.items() if key in accepted})
+    taken = {key: value for key, value in given.items() if key in accepted}
+    policy: Policy = spec_text.build("policy", config.name, **taken)
+    return policy
+
+
+def build_spec(config: ExperimentConfig) -> CacheSpec:
+    """The policy, the storage and the selection that a config describes.
+
+    Raises:
+      KvjaxError: as `build_policy`, or the same of a storage or a selection.
+    """
+    storage, selection = (spec_text.build(axis, getattr(config, axis)) for axis in ("storage", "selection"))
+    return CacheSpec(build_policy(config.policy), storage, selection)
+
+
+def name_of(config: ExperimentConfig) -> str:
+    """What reports call the config's own policy: with its storage and its selection, where these are no defaults."""
+    try:
+        return build_spec(config).name
+    except KvjaxError:
+        others = (text for text in (config.storage, config.selection) if text not in (DENSE, EVERYTHING))
+        return " + ".join((config.policy.name, *others))
 
 
 def baseline(config: ExperimentConfig, name: str) -> PolicyConfig:
     """A policy to compare with: the same budget and positions, everything else its default."""
     if name == config.policy.name:
         return config.policy
-    accepted = policy.accepts(name)
+    accepted = spec_text.accepts("policy", name)
     shared = {key: getattr(config.policy, key) for key in ("budget", "positions") if key in accepted and name != "full"}
     return PolicyConfig(name=name, **shared)

@@ -12,7 +12,7 @@ from kvjax.models.model import Model
 
 
 def generated_text(characters: int, seed: int = 0) -> str:
-    """At least so many characters of a story whose people, things and places keep coming back."""
+    """At least `characters` characters of a story whose people, things and places keep coming back."""
     return story(np.random.default_rng(seed), words.HELD_OUT, characters)
 
 

@@ -1,4 +1,4 @@
-"""Measures a policy on a model: perplexity, agreement with the full cache, speed, bytes held."""
+"""Measures a cache on a model: perplexity, agreement with the full cache, speed, bytes held."""
 
 import dataclasses
 import math
@@ -8,12 +8,14 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.tasks.prompts import Prompt
 from experiments.tasks.score import exact_matches
-from kvjax import cache, layers
 from kvjax.attention import Implementation
+from kvjax.cache import CacheLayout, CacheSpec, KVState, Limits, layers_of, live_slots
+from kvjax.cache.spec import as_spec
 from kvjax.generate import decode
 from kvjax.likelihood import log_likelihood
 from kvjax.models.config import DecoderConfig
@@ -27,19 +29,27 @@ class Measurement:
     """One policy's results.
 
     Attributes:
-      policy: its name; budget: as configured, None = every token; slots: the largest row's, per KV head.
+      policy: its name, with the storage and the selection where these are not the default.
+      budget: as configured, one number or one per layer; None where that is the policies' of single heads, or no limit.
+      slots: the largest number of live slots of a KV head, of all layers and rows.
+      least_slots: the smallest.
+      keeps_all: whether every token stays in every head.
       logprobs: [rows, new] float32 of the true continuation under teacher forcing; None when there is none.
       tokens: [rows, new] int32, greedy.
-      prefill_rate, decode_rate: tokens a second over all rows, the fastest of the repetitions; a single new
-        token takes no decoding, hence None.
-      compile_seconds: what the first, untimed pass took.
-      kv_bytes: keys and values held while decoding; full_kv_bytes: what the full cache would hold.
+      prefill_rate: prompt tokens a second over all rows, the fastest of the repetitions.
+      decode_rate: the same of new tokens; None where a single new token takes no decoding.
+      compile_seconds: what the first, untimed pass took longer, less where compiled programs were kept from before.
+      kv_bytes: of keys and values held while decoding.
+      full_kv_bytes: what the full cache would hold.
+      explain: what ran, and why nothing faster; see `kvjax.cache.CacheLayout.explain`.
       recall: recall task -> share of its prompts answered exactly.
     """
 
     policy: str
-    budget: int | float | None
+    budget: int | float | tuple[int | float, ...] | None
     slots: int
+    least_slots: int
+    keeps_all: bool
     logprobs: np.ndarray | None
     tokens: np.ndarray
     prefill_rate: float
@@ -47,6 +57,7 @@ class Measurement:
     compile_seconds: float
     kv_bytes: int
     full_kv_bytes: int
+    explain: str
     recall: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -71,6 +82,8 @@ class Measurement:
             "policy": self.policy,
             "budget": self.budget,
             "slots": self.slots,
+            "least_slots": self.least_slots,
+            "keeps_all": self.keeps_all,
             "perplexity": self.perplexity,
             "agreement": self.agreement(full),
             "same_until": self.same_until(full),
@@ -92,7 +105,7 @@ def full_cache_bytes(config: DecoderConfig, rows: int, length: int, itemsize: in
 def measure(
     model: Model,
     tokens: np.ndarray,
-    policy: Policy,
+    policy: Policy | CacheSpec,
     *,
     prompt_length: int,
     new_tokens: int,
@@ -104,22 +117,25 @@ def measure(
 ) -> Measurement:
     """Scores the true continuation, then generates greedily from the prompts, timed, then asks the recall tasks.
 
+    Programs are compiled for exactly these sizes, so that the bytes held are those of the policy and no bucket's.
+
     Args:
       tokens: [rows, prompt_length + new_tokens] int32; [rows, prompt_length] when there is no true continuation.
-      implementation: see `kvjax.attention.attend`.
+      implementation: see `kvjax.attention`.
       repeats: timed repetitions after one that compiles.
       recall: prompts of each task.
 
     Raises:
       InputError, PolicyError: before anything is traced.
     """
+    spec, limits = as_spec(policy), Limits(prompt=prompt_length, new_tokens=new_tokens)
     rows = tokens.shape[0]
     prompts = tokens[:, :prompt_length]
     logprobs = None
     if tokens.shape[1] > prompt_length:
         scored = log_likelihood(
-            model, tokens, policy, prompt_length=prompt_length, prefill_block=prefill_block, progress=progress,
-            implementation=implementation,
+            model, tokens, spec, prompt_length=prompt_length, prefill_block=prefill_block, progress=progress,
+            implementation=implementation, limits=limits,
         )  # fmt: skip
         # Entry t scores token t + 1.
         logprobs = np.asarray(scored.logprobs)[:, prompt_length - 1 :]
@@ -127,29 +143,43 @@ def measure(
     for _ in range(1 + repeats):
         start = time.perf_counter()
         prefilled = prefill(
-            model, prompts, policy, max_new_tokens=new_tokens, prefill_block=prefill_block,
-            implementation=implementation,
+            model, prompts, spec, max_new_tokens=new_tokens, prefill_block=prefill_block,
+            implementation=implementation, limits=limits,
         )  # fmt: skip
-        jax.block_until_ready(prefilled)
+        jax.block_until_ready(prefilled.state)
         middle = time.perf_counter()
-        generation = decode(model, prefilled, policy, max_new_tokens=new_tokens, implementation=implementation)
+        generation = decode(model, prefilled, max_new_tokens=new_tokens)
         jax.block_until_ready(generation.state)
         prefill_times.append(middle - start)
         decode_times.append(time.perf_counter() - middle)
+    layout = prefilled.layout
     steps = new_tokens - 1  # the first new token comes out of the prompt
-    caches = [part for _, part in layers.flat(generation.state)]
-    itemsize = caches[0].key.dtype.itemsize
-    held = prompt_length + steps
+    live = _live(generation.state)
+    itemsize = jnp.dtype(layout.dtype).itemsize
     return Measurement(
-        policy=policy.name,
-        budget=getattr(policy.budget, "budget", policy.budget),  # a rule's is that of its average layer
-        slots=int(max(np.max(cache.live_slots(part)) for part in caches)),
+        policy=spec.name,
+        budget=None if spec.policy.budget is None else spec.policy.budget.value,
+        slots=int(live.max()),
+        least_slots=int(live.min()),
+        keeps_all=_keeps_all(layout),
         logprobs=logprobs,
         tokens=generation.tokens,
         prefill_rate=rows * prompt_length / min(prefill_times[1:]),
         decode_rate=rows * steps / min(decode_times[1:]) if steps else None,
         compile_seconds=prefill_times[0] + decode_times[0] - min(prefill_times[1:]) - min(decode_times[1:]),
-        kv_bytes=cache.nbytes(generation.state),
-        full_kv_bytes=full_cache_bytes(model.config, rows, held, itemsize),
-        recall=exact_matches(model, recall, policy, prefill_block=prefill_block, implementation=implementation),
+        kv_bytes=layout.bytes(rows),
+        full_kv_bytes=full_cache_bytes(model.config, rows, prompt_length + steps, itemsize),
+        explain=layout.explain(),
+        recall=exact_matches(model, recall, spec, prefill_block=prefill_block, implementation=implementation),
     )
+
+
+def _live(state: KVState) -> np.ndarray:
+    """The number of live slots of every KV head of every row and layer."""
+    return np.concatenate([np.asarray(live_slots(group)).ravel() for _, group in layers_of(state)])
+
+
+def _keeps_all(layout: CacheLayout) -> bool:
+    """Whether no group of heads ever evicts."""
+    groups = (group for phase in (layout.prompt, layout.decode) for layer in phase for group in layer)
+    return all(group.policy.budget is None for group in groups)

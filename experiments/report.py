@@ -17,11 +17,17 @@ NONE = "-"
 
 
 def show_budget(row: Row) -> str:
-    """``20 % (51 slots)``, ``256 slots`` or ``all``."""
-    budget = row["budget"]
-    if budget is None:
-        return f"all ({row['slots']:,})"
-    return f"{100 * budget:g} % ({row['slots']:,})" if isinstance(budget, float) else f"{row['slots']:,}"
+    """The budget and the slots that heads hold: ``20 % (51)``, ``256``, ``51 to 895``, ``all (895)``.
+
+    A policy that keeps every token and lets a query read some of them has ``all (895), 20 % read``.
+    """
+    least, most, budget = row["least_slots"], row["slots"], row["budget"]
+    slots = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+    share = f"{100 * budget:g} %" if isinstance(budget, float) else None
+    if row["keeps_all"]:
+        read = share or (f"{budget:,}" if isinstance(budget, int) else "part")
+        return f"all ({slots})" if budget is None else f"all ({slots}), {read} read"
+    return f"{share} ({slots})" if share else slots
 
 
 def show_bytes(count: float) -> str:
@@ -250,7 +256,8 @@ def markdown(title: str, paragraphs: Sequence[str], rows: Sequence[dict[str, str
 LEGEND = (
     "*Perplexity*: of the text after the prompt, by teacher forcing, the cache evolving as in generation. *Agrees with "
     "full*: greedy tokens equal to the full cache's at the same place; *first differs after*: the mean number before "
-    "the first that is not. *tok/s*: over all rows, the fastest repetition, compilation left out. *KV held*: keys and "
-    "values allocated while decoding (the budget, and one slot for the newest token). A recall task's column: "
-    "prompts of it that greedy generation answers exactly."
+    "the first that is not. *Slots*: live ones of a KV head at the end, the fewest to the most where heads or layers "
+    "differ. *tok/s*: over all rows, the fastest repetition, compilation left out. *KV held*: keys and values "
+    "allocated while decoding (the budget, and one slot for the newest token); *of full*: their share of the full "
+    "cache's. A recall task's column: prompts of it that greedy generation answers exactly."
 )

@@ -2,8 +2,10 @@
 
     python -m experiments.run --config=h2o_tiny [--config.FIELD=VALUE ...]
 
-Prints a table and writes one folder: config.json, metrics.jsonl, environment.json, report.md, report.png. A model that
-this machine cannot hold is planned instead of run; --topology=v5e:2x4 plans for a TPU that you do not have.
+Prints a table and writes one folder: config.json, metrics.jsonl, environment.json (the machine, and for every policy
+which kernels ran and why nothing faster), report.md, report.png. A model that this machine cannot hold is planned
+instead of run; --topology=v5e:2x4 plans for a TPU that you do not have. --config.storage=int8 and
+--config.selection='quest(page=16, budget=512)' say how the policy's slots are held, and which of them a query reads.
 """
 
 import json
@@ -13,12 +15,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 from absl import flags
 
 from experiments import cli, fields, machine, report, results
 from experiments import config as configs
 from experiments.config import ExperimentConfig
-from experiments.session import CannotRun, Outcome, Session, decoder_config, describe, dtype_of, policies_of
+from experiments.resolve import CannotRun, decoder_config, dtype_of, specs_of
+from experiments.session import Outcome, Session, describe
 from experiments.tasks import score
 from kvjax.errors import ConfigError
 
@@ -32,7 +36,7 @@ def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = 
     Raises:
       KvjaxError: something in the config that cannot work; CannotRun: the model is not here or does not fit.
     """
-    policies_of(config)
+    specs_of(config)
     score.check(config.recall)
     session = Session()
     print(describe(session.model(config), config.model), flush=True)
@@ -50,7 +54,7 @@ def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = 
 
 def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str) -> None:
     """Fills a run's folder."""
-    environment = machine.environment() | {"command": command}
+    environment = machine.environment() | {"command": command, "explain": outcome.explain()}
     (folder / "config.json").write_text(results.to_json(fields.to_dict(config)))
     (folder / "environment.json").write_text(results.to_json(environment))
     with (folder / "metrics.jsonl").open("w") as file:
@@ -95,7 +99,7 @@ def plan(config: ExperimentConfig, topology: str | None) -> None:
     print(f"compiling the decode step for {where}; a large model takes minutes ...", file=sys.stderr, flush=True)
     planned = planning.plan(
         decoder,
-        configs.build_policy(config.policy),
+        configs.build_spec(config),
         batch=config.data.num_sequences,
         prompt_length=config.data.prompt_length,
         new_tokens=config.data.new_tokens,
@@ -114,6 +118,8 @@ def main(argv: Sequence[str]) -> int:
 
     config, values = cli.parse(argv, about=__doc__, define=define)
     if values.topology:
+        # A program for a device that is not here can be written, and never read again.
+        jax.config.update("jax_compilation_cache_dir", None)
         plan(config, values.topology)
         return 0
     try:

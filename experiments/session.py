@@ -11,26 +11,17 @@ import jax.numpy as jnp
 from tqdm.auto import tqdm
 
 import kvjax
-from experiments import config as configs
-from experiments import data, fields, machine, results
+from experiments import data, fields
 from experiments.config import ExperimentConfig, ModelConfig
-from experiments.measure import Measurement, full_cache_bytes, measure
+from experiments.measure import Measurement, measure
+from experiments.resolve import CannotRun, check_fit, dtype_of, model_name, specs_of
 from experiments.tasks import score
 from kvjax import sharding
-from kvjax.checkpoint.huggingface import bundled
-from kvjax.errors import CheckpointError, ConfigError, PolicyError
-from kvjax.models import families, shapes
-from kvjax.models.config import DecoderConfig
+from kvjax.cache import CacheSpec
+from kvjax.errors import CheckpointError
+from kvjax.models import shapes
 from kvjax.models.decoder import parameter_count, random_parameters
 from kvjax.models.model import Model
-from kvjax.policies import Policy
-from kvjax.policies.base import slots
-
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-class CannotRun(ConfigError):
-    """A model that this machine cannot hold, or whose checkpoint it does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +29,11 @@ class Outcome:
     """What came of a config.
 
     Attributes:
-      model, text: what they are, in words; notes: what a reader should know before believing the numbers.
-      measurements: one a policy, baselines first; continuations: the first row's greedy text under each.
+      model: what it is, in words.
+      text: likewise.
+      notes: what a reader should know before believing the numbers.
+      measurements: one per policy, baselines first.
+      continuations: the first row's greedy text under each.
     """
 
     model: str
@@ -55,74 +49,9 @@ class Outcome:
     def rows(self) -> list[dict[str, Any]]:
         return [measurement.row(self.full) for measurement in self.measurements]
 
-
-def dtype_of(config: ModelConfig, platform: str | None = None) -> Any:
-    """The dtype of weights and cache: as configured, else float32 on a CPU and bfloat16 elsewhere."""
-    if config.dtype is not None:
-        if config.dtype not in DTYPES:
-            raise ConfigError(f"model.dtype={config.dtype!r} is unknown; valid: {', '.join(DTYPES)}, or none.")
-        return jnp.dtype(config.dtype)
-    return jnp.dtype("float32" if (platform or jax.default_backend()) == "cpu" else "bfloat16")
-
-
-def decoder_config(config: ModelConfig) -> DecoderConfig | None:
-    """What the decoder will be, as far as that is known before loading it."""
-    if config.path is not None:
-        folder = Path(config.path) if Path(config.path).is_dir() else bundled(config.path) or Path(config.path)
-        if isinstance(raw := results.read_json(folder / "config.json"), dict):
-            return families.read(raw)
-    if config.shape is not None or config.path is None:
-        return shapes.by_name(config.shape or "tiny")
-    return None
-
-
-def policies_of(config: ExperimentConfig) -> list[Policy]:
-    """Baselines first, then the policy; each once.
-
-    Raises:
-      PolicyError, ConfigError: a policy, a setting of it or a budget that cannot work.
-    """
-    own = configs.build_policy(config.policy)
-    found = []
-    for name in dict.fromkeys(config.baselines):
-        if name == config.policy.name:
-            continue
-        try:
-            found.append(configs.build_policy(configs.baseline(config, name)))
-        except PolicyError as error:
-            raise PolicyError(
-                f"baseline {name!r}: {error} (baselines are set by --config.baselines=full,...)"
-            ) from None
-    # The full cache opens every table, also when it is the policy itself.
-    return sorted([*found, own], key=lambda policy: policy.budget is not None)
-
-
-def check_fit(config: ExperimentConfig) -> None:
-    """Refuses, before anything is allocated, a model that this machine cannot hold.
-
-    Raises:
-      CannotRun: with what the model needs and what the machine has.
-    """
-    decoder = decoder_config(config.model)
-    if decoder is None:
-        return
-    dtype, size = dtype_of(config.model), config.data
-    length = max(_most_slots(policy, size.prompt_length, size.new_tokens) for policy in policies_of(config))
-    cache = full_cache_bytes(decoder, size.num_sequences, length, dtype.itemsize)
-    fit = machine.fit(decoder, dtype, cache=cache, mesh=config.mesh)
-    if not fit.fits:
-        raise CannotRun(f"{_name(config.model)} does not fit: in {dtype} {fit}.")
-
-
-def _most_slots(policy: Policy, prompt: int, new: int) -> int:
-    total = prompt + new
-    if policy.then is not None or policy.mask is not None:  # all of the prompt, or of the text, is held
-        return total
-    return min(total, slots(policy.budget, prompt) + 1) if isinstance(policy.budget, int | float) else total
-
-
-def _name(config: ModelConfig) -> str:
-    return config.path or config.shape or "tiny"
+    def explain(self) -> dict[str, list[str]]:
+        """Policy -> what ran and why nothing faster, in lines."""
+        return {measurement.policy: measurement.explain.splitlines() for measurement in self.measurements}
 
 
 def describe(model: Model, config: ModelConfig) -> str:
@@ -137,7 +66,8 @@ def describe(model: Model, config: ModelConfig) -> str:
     if config.path is None:
         return (
             f"RANDOM WEIGHTS: no checkpoint was given (--config.model.path=FOLDER), so this is a randomly initialised "
-            f"{_name(config)} decoder ({shape}). Its speed and memory are real; its perplexity and its text are not."
+            f"{model_name(config)} decoder ({shape}). Its speed and memory are real; its perplexity and its text are "
+            "not."
         )
     return f"{config.path}: {decoder.family}, {shape}."
 
@@ -147,7 +77,7 @@ class Session:
 
     def __init__(self) -> None:
         self._model: tuple[str, Model] | None = None
-        self._measured: dict[tuple[str, Policy], Measurement] = {}
+        self._measured: dict[tuple[str, str, CacheSpec], Measurement] = {}
 
     def model(self, config: ExperimentConfig) -> Model:
         """The config's model; only the last one is kept.
@@ -168,25 +98,26 @@ class Session:
         Args:
           progress: show progress bars; None = if stderr is a terminal.
         """
-        policies = policies_of(config)
+        specs = specs_of(config)
         score.check(config.recall)
         model = self.model(config)
         tokens, prompt_length, text = data.load(config.data, model, config.seed)
         asked = score.make_prompts(config.recall, model, config.seed)
         key = _key(config, "model", "mesh", "seed", "data", "recall", "prefill_block", "implementation", "repeats")
-        bar = tqdm(policies, unit="policy", disable=None if progress is None else not progress, leave=False)
+        bar = tqdm(specs, unit="policy", disable=None if progress is None else not progress, leave=False)
         # float32 means float32: left alone, GPUs and TPUs multiply it in fewer bits, and print other digits than CPUs.
         exact = "highest" if dtype_of(config.model) == jnp.float32 else None
         with jax.default_matmul_precision(exact):
-            for policy in bar:
-                bar.set_description(policy.name)
-                if (key, policy) not in self._measured:
-                    self._measured[key, policy] = measure(
-                        model, tokens, policy, prompt_length=prompt_length, new_tokens=config.data.new_tokens,
+            for spec in bar:
+                bar.set_description(spec.name)
+                # Specs of other names may be equal.
+                if (key, spec.name, spec) not in self._measured:
+                    self._measured[key, spec.name, spec] = measure(
+                        model, tokens, spec, prompt_length=prompt_length, new_tokens=config.data.new_tokens,
                         prefill_block=config.prefill_block, implementation=config.implementation,
                         repeats=config.repeats, recall=asked,
                     )  # fmt: skip
-        measurements = [self._measured[key, policy] for policy in policies]
+        measurements = [self._measured[key, spec.name, spec] for spec in specs]
         rows = "1 row" if len(tokens) == 1 else f"{len(tokens)} rows"
         return Outcome(
             model=describe(model, config.model),
@@ -233,7 +164,8 @@ def _notes(model: Model, config: ExperimentConfig, prompt: int, measurements: li
             f"Recall prompts of {config.recall.length} tokens exceed the {trained} that the model was trained on."
         )
     for measurement in measurements:
-        if measurement.budget is not None and measurement.kv_bytes >= measurement.full_kv_bytes:
+        limited = measurement.budget is not None or not measurement.keeps_all
+        if limited and measurement.kv_bytes >= measurement.full_kv_bytes:
             notes.append(f"{measurement.policy}: all {total} tokens are held, so that no memory is saved.")
     if config.data.prompt is not None:
         notes.append("A prompt has no true continuation, so there is no perplexity.")

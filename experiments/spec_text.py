@@ -1,145 +1,227 @@
-"""Policies as text: a name, a call, a combination, or a factory in a file of your own.
+"""Policies, storages and selections as text: a name, a call, a combination, or a factory in a file of your own.
 
 h2o
 h2o_decay(gamma=0.9, recent=16)
 with_heavy_hitters(strided(stride=4, local=8), fraction=0.25)
 after_prefill(snapkv(window=16), then=roco)
 h2o(merge=d2o(beta=0.5))
+int8(residual=32)
+quest(page=16, budget=512)
 mine.py:loudest(alpha=2)
 """
 
 import ast
+import copy
+import dataclasses
 import difflib
 import functools
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from kvjax.errors import ConfigError, PolicyError
-from kvjax.policies import COMBINATORS, HEAD_PLANS, MERGES, POLICIES, Policy
+from kvjax.errors import ConfigError, KvjaxError, PolicyError, SelectionError, StorageError
+from kvjax.policies import COMBINATORS, HEAD_PLANS, MERGES, POLICIES, Merge, Policy
+from kvjax.selection import SELECTIONS, Selection
+from kvjax.storage import STORAGES, Storage
+
+Axis = Literal["policy", "merge", "storage", "selection"]
+Factory = Callable[..., Any]
 
 _FILE = re.compile(r"([^\s(),=]+\.py):(\w+)")  # FILE.py:factory
-Factory = Callable[..., Policy]
+_COMBINING = COMBINATORS | {"split_heads": HEAD_PLANS["split_heads"]}
+_OBJECTS = (Policy, Merge, Storage, Selection)  # what a file may hold instead of a factory
+
+
+class Registry(NamedTuple):
+    """What a text of one axis may name.
+
+    Attributes:
+      kind: the class of what is built.
+      factories: by name.
+      combinators: by name, what is made of other policies or needs a table of heads; listed apart in errors.
+      inside: the axes that an argument may be of.
+      example: of a call.
+      error: raised for arguments that a factory of a user's own does not take.
+    """
+
+    kind: type
+    factories: Mapping[str, Factory]
+    combinators: Mapping[str, Factory]
+    inside: tuple[Axis, ...]
+    example: str
+    error: type[KvjaxError]
+
+    @property
+    def names(self) -> dict[str, Factory]:
+        """Factories and combinators."""
+        return {**self.factories, **self.combinators}
+
+
+REGISTRIES: dict[Axis, Registry] = {
+    "policy": Registry(
+        Policy, POLICIES, HEAD_PLANS | COMBINATORS, ("policy", "merge"), "h2o_decay(gamma=0.9)", PolicyError
+    ),
+    "merge": Registry(Merge, MERGES, {}, (), "d2o(beta=0.5)", PolicyError),
+    "storage": Registry(Storage, STORAGES, {}, ("storage",), "int8(residual=32)", StorageError),
+    "selection": Registry(
+        Selection, SELECTIONS, {}, ("selection",), "quest(page=16, budget=512)", SelectionError
+    ),
+}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=None, typed=True)  # a budget of 1 slot is not 1.0 of the prompt
-def build(text: str, **defaults: Any) -> Policy:
-    """The policy that a text describes; its name is the text.
+def build(axis: Axis, text: str, **defaults: Any) -> Any:
+    """The policy, storage or selection that a text describes; its name is the text.
 
     Args:
-      defaults: arguments for every policy in it that takes them and is not given them there. The same ones make the
-        very same policy, so that nothing is compiled twice.
+      axis: what is built.
+      text: see this module.
+      defaults: arguments of every policy in the text that takes them and is not given them there. Equal arguments give
+        the very same object, so that functions in a user's file are equal too and nothing is compiled twice.
 
     Raises:
       ConfigError: a text that is none of the above, or an unknown name.
-      PolicyError: arguments that a policy does not take, or values that cannot work.
+      PolicyError, StorageError, SelectionError: arguments that a factory does not take, or values that cannot work.
     """
-    node, files = _parsed(text)
-    return _policy(node, files, defaults, text)._replace(name=text)
+    reader = _Reader.of(axis, text, defaults)
+    made, registry = reader.made(reader.node), REGISTRIES[axis]
+    if not isinstance(made, registry.kind):
+        see = f"{registry.kind.__module__}.{registry.kind.__name__}"
+        raise registry.error(f"{axis} {text!r}: its factory returned {made!r}, not a {axis}; see {see}.")
+    made = copy.copy(made)
+    object.__setattr__(made, "name", text)  # not part of what two of a kind are compared by
+    return made
 
 
 @functools.cache
-def accepts(text: str) -> frozenset[str]:
-    """Arguments that some policy of a text takes, its combinators aside.
+def accepts(axis: Axis, text: str) -> frozenset[str]:
+    """Arguments that some policy of a text takes, its combinators aside; or those of a storage or a selection.
 
     Raises:
       ConfigError: as `build`.
     """
-    node, files = _parsed(text)
-    return frozenset().union(*(_parameters(factory) for factory in _leaves(node, files, text)))
+    reader = _Reader.of(axis, text, {})
+    return frozenset().union(*(_parameters(factory) for factory in reader.leaves(reader.node)))
 
 
-def _parsed(text: str) -> tuple[ast.expr, dict[str, tuple[str, str]]]:
-    files: dict[str, tuple[str, str]] = {}
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Evaluates one text.
 
-    def placeholder(match: re.Match[str]) -> str:
-        name = f"__file{len(files)}"
-        files[name] = (match[1], match[2])
-        return name
+    Attributes:
+      axis: of the whole text.
+      text: as it was given.
+      node: the text, parsed.
+      files: the name that stands for FILE.py:factory in `node` -> file and factory.
+      defaults: see `build`.
+    """
 
-    try:
-        return ast.parse(_FILE.sub(placeholder, text.strip()), mode="eval").body, files
-    except SyntaxError:
-        raise ConfigError(
-            f"policy {text!r} is not a policy's name, a call such as h2o_decay(gamma=0.9), or FILE.py:factory."
-        ) from None
+    axis: Axis
+    text: str
+    node: ast.expr
+    files: dict[str, tuple[str, str]]
+    defaults: dict[str, Any]
+
+    @classmethod
+    def of(cls, axis: Axis, text: str, defaults: dict[str, Any]) -> "_Reader":
+        files: dict[str, tuple[str, str]] = {}
+
+        def placeholder(match: re.Match[str]) -> str:
+            name = f"__file{len(files)}"
+            files[name] = (match[1], match[2])
+            return name
+
+        try:
+            return cls(axis, text, ast.parse(_FILE.sub(placeholder, text.strip()), mode="eval").body, files, defaults)
+        except (SyntaxError, ValueError):
+            raise ConfigError(
+                f"{axis} {text!r} is not a {axis}'s name, a call such as {REGISTRIES[axis].example}, or "
+                "FILE.py:factory."
+            ) from None
+
+    def made(self, node: ast.expr) -> Any:
+        """What a name or a call builds."""
+        factory, call = self.factory(node)
+        if isinstance(factory, _OBJECTS):
+            if call:
+                raise ConfigError(f"{self.axis} {self.text!r}: {ast.unparse(call.func)} takes no arguments.")
+            return factory
+        positional = [self.argument(each) for each in call.args] if call else []
+        given: dict[str, Any] = {}
+        for keyword in call.keywords if call else ():
+            if keyword.arg is None:
+                raise ConfigError(f"{self.axis} {self.text!r}: ** has no meaning here.")
+            given[keyword.arg] = self.argument(keyword.value)
+        if factory not in _COMBINING.values():
+            parameters = _parameters(factory)
+            taken = parameters - set(list(inspect.signature(factory).parameters)[: len(positional)])
+            given = {name: value for name, value in self.defaults.items() if name in taken} | given
+        try:
+            return factory(*positional, **given)
+        except TypeError as error:
+            raise REGISTRIES[self.axis].error(f"{self.axis} {self.text!r}: {error}.") from None
+
+    def argument(self, node: ast.expr) -> Any:
+        """An argument: a policy, merge, storage or selection where those may stand, a literal, or a word."""
+        if isinstance(node, ast.Name) and node.id not in self._inside and node.id not in self.files:
+            # Flags are written true and false; other words are text, as in pooling=max.
+            return {"true": True, "false": False}.get(node.id, node.id)
+        if isinstance(node, ast.Call | ast.Name):
+            return self.made(node)
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError):
+            raise ConfigError(
+                f"{self.axis} {self.text!r}: {ast.unparse(node)} is no number, name or {self.axis}."
+            ) from None
+
+    def factory(self, node: ast.expr) -> tuple[Any, ast.Call | None]:
+        """The factory that a node names, or an object of a user's file; and the node, if it is a call."""
+        call = node if isinstance(node, ast.Call) else None
+        name = call.func if call else node
+        if not isinstance(name, ast.Name):
+            raise ConfigError(f"{self.axis} {self.text!r}: {ast.unparse(name)} is not the name of a {self.axis}.")
+        if name.id in self.files:
+            return _from_file(self.axis, *self.files[name.id]), call
+        # The whole text is of the axis itself; what stands in it may be of others too.
+        known = REGISTRIES[self.axis].names if node is self.node else self._inside
+        if name.id not in known:
+            raise ConfigError(_unknown(self.axis, name.id, known))
+        return known[name.id], call
+
+    def leaves(self, node: ast.expr) -> Iterator[Factory]:
+        """The factories of a text, those in combinators instead of these."""
+        factory, call = self.factory(node)
+        if factory in _COMBINING.values():
+            for argument in [*call.args, *(keyword.value for keyword in call.keywords)] if call else ():
+                if isinstance(argument, ast.Call | ast.Name):
+                    yield from self.leaves(argument)
+        elif not isinstance(factory, _OBJECTS):
+            yield factory
+
+    @functools.cached_property
+    def _inside(self) -> dict[str, Factory]:
+        found: dict[str, Factory] = {}
+        for axis in REGISTRIES[self.axis].inside:
+            found |= REGISTRIES[axis].names
+        return found
 
 
-def _policy(node: ast.expr, files: dict[str, tuple[str, str]], defaults: dict[str, Any], text: str) -> Policy:
-    factory, call = _factory(node, files, text)
-    if isinstance(factory, Policy):
-        return factory
-    positional: list[Any] = []
-    given: dict[str, Any] = {}
-    for argument in call.args if call else ():
-        positional.append(_value(argument, files, defaults, text))
-    for keyword in call.keywords if call else ():
-        if keyword.arg is None:
-            raise ConfigError(f"policy {text!r}: ** has no meaning here.")
-        given[keyword.arg] = _value(keyword.value, files, defaults, text)
-    if factory not in COMBINATORS.values():
-        taken = _parameters(factory) - set(list(inspect.signature(factory).parameters)[: len(positional)])
-        given = {name: value for name, value in defaults.items() if name in taken} | given
-    try:
-        made = factory(*positional, **given)
-    except TypeError as error:
-        raise PolicyError(f"policy {text!r}: {error}.") from None
-    if not isinstance(made, Policy):
-        raise PolicyError(f"policy {text!r}: its factory returned {made!r}, not a policy; see kvjax.policies.evict.")
-    return made
-
-
-def _value(node: ast.expr, files: dict[str, tuple[str, str]], defaults: dict[str, Any], text: str) -> Any:
-    called = node.func if isinstance(node, ast.Call) else None
-    if isinstance(called, ast.Name) and called.id in MERGES:
-        assert isinstance(node, ast.Call)
-        return MERGES[called.id](
-            *(_value(each, files, defaults, text) for each in node.args),
-            **{k.arg: _value(k.value, files, defaults, text) for k in node.keywords if k.arg},
-        )
-    if isinstance(node, ast.Name) and node.id in MERGES:
-        return MERGES[node.id]()
-    if isinstance(node, ast.Name) and node.id in ("true", "false"):  # as flags are written
-        return node.id == "true"
-    if isinstance(node, ast.Call) or (isinstance(node, ast.Name) and (node.id in POLICIES or node.id in files)):
-        return _policy(node, files, defaults, text)
-    if isinstance(node, ast.Name):  # pooling=max
-        return node.id
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        raise ConfigError(f"policy {text!r}: {ast.unparse(node)} is no number, name or policy.") from None
-
-
-def _factory(node: ast.expr, files: dict[str, tuple[str, str]], text: str) -> tuple[Factory | Policy, ast.Call | None]:
-    call = node if isinstance(node, ast.Call) else None
-    name = call.func if call else node
-    if not isinstance(name, ast.Name):
-        raise ConfigError(f"policy {text!r}: {ast.unparse(name)} is not the name of a policy.")
-    if name.id in files:
-        return _from_file(*files[name.id]), call
-    known: dict[str, Factory] = POLICIES | COMBINATORS | HEAD_PLANS
-    if name.id not in known:
-        close = difflib.get_close_matches(name.id, known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(
-            f"unknown policy {name.id!r}; {hint}known policies: {', '.join(sorted(POLICIES))}; "
-            f"combinators: {', '.join(sorted(COMBINATORS | HEAD_PLANS))}; or FILE.py:factory."
-        )
-    return known[name.id], call
-
-
-def _leaves(node: ast.expr, files: dict[str, tuple[str, str]], text: str) -> Iterator[Factory]:
-    factory, call = _factory(node, files, text)
-    if factory in COMBINATORS.values() or factory is HEAD_PLANS["split_heads"]:
-        for argument in [*call.args, *(keyword.value for keyword in call.keywords)] if call else ():
-            if isinstance(argument, ast.Call | ast.Name):
-                yield from _leaves(argument, files, text)
-    elif not isinstance(factory, Policy):
-        yield factory
+def _unknown(axis: Axis, name: str, known: Mapping[str, Any]) -> str:
+    """What to say of a name that there is not."""
+    registry = REGISTRIES[axis]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    plural = {"policy": "policies"}.get(axis, f"{axis}s")
+    lists = [f"known {plural}: {', '.join(sorted(registry.factories))}"]
+    if registry.combinators:
+        lists.append(f"combinators: {', '.join(sorted(registry.combinators))}")
+    others = (each for each in registry.inside if each != axis and REGISTRIES[each].factories.keys() <= known.keys())
+    lists += [f"{each}s: {', '.join(sorted(REGISTRIES[each].factories))}" for each in others]
+    return f"unknown {axis} {name!r}; {hint}{'; '.join(lists)}; or FILE.py:factory."
 
 
 def _parameters(factory: Factory) -> frozenset[str]:
@@ -147,13 +229,14 @@ def _parameters(factory: Factory) -> frozenset[str]:
 
 
 @functools.cache
-def _from_file(path: str, name: str) -> Factory | Policy:
+def _from_file(axis: Axis, path: str, name: str) -> Any:
+    """A factory, or an object that needs no arguments, of a user's file."""
     if not Path(path).is_file():
-        raise ConfigError(f"policy {path}:{name}: there is no file {path}.")
+        raise ConfigError(f"{axis} {path}:{name}: there is no file {path}.")
     module = _module(str(Path(path).resolve()))
     found = getattr(module, name, None)
-    if not (callable(found) or isinstance(found, Policy)):
-        raise ConfigError(f"policy {path}:{name}: the file has no factory and no policy of that name.")
+    if not (callable(found) or isinstance(found, _OBJECTS)):
+        raise ConfigError(f"{axis} {path}:{name}: the file has no factory and no {axis} of that name.")
     return found
 
 

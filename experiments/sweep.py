@@ -2,6 +2,7 @@
 
     python -m experiments.sweep --config=h2o_tiny --sweep=policy.budget=0.1,0.2,0.5 --sweep=policy.name=h2o,window
 
+Any field can be swept: --sweep='storage=dense,int8,int4(residual=32)', --sweep='selection=everything,optimal(64)'.
 Results are JSON files in OUTPUT/NAME-sweep/, named by a hash of the resolved config; a rerun does what is missing or
 failed. Values are separated by commas, or by semicolons if there are any: --sweep='mesh=data:2;data:1,model:2'.
 """
@@ -25,7 +26,8 @@ from kvjax.errors import ConfigError, KvjaxError
 
 Axis = tuple[str, list[Any]]  # a field and its values
 SOME_FAILED = 1
-_COLUMNS = {"policy.name": "policy", "policy.budget": "budget (slots)"}  # of `report.cells`
+_NAMING = ("policy.name", "storage", "selection")  # the fields that a policy's name in reports is made of
+_COLUMNS = dict.fromkeys(_NAMING, "policy") | {"policy.budget": "budget (slots)"}  # of `report.cells`
 
 
 def parse_axis(text: str) -> Axis:
@@ -85,7 +87,7 @@ def sweep(
             result = _attempt(session, config)
             results.write(path, results.to_json(result | {"swept": swept}))
         # The file may be of another sweep with the same resolved config.
-        found.append(result | {"swept": swept, "policy": config.policy.name, "file": path.name})
+        found.append(result | {"swept": swept, "policy": configs.name_of(config), "file": path.name})
     return folder, found
 
 
@@ -95,6 +97,7 @@ def _attempt(session: Session, config: ExperimentConfig) -> report.Row:
     result: report.Row = {"config": fields.to_dict(config), "environment": machine.environment()}
     try:
         outcome = session.run(config)
+        result["environment"] |= {"explain": outcome.explain()}
         result |= {"status": "ok", "model": outcome.model, "text": outcome.text, "notes": outcome.notes}
         result["rows"] = outcome.rows()
     except Exception as error:  # whatever it is, the other combinations go on
@@ -115,6 +118,7 @@ def cells(found: Sequence[report.Row]) -> list[dict[str, str]]:
     lines = []
     for result in found:
         line = {_COLUMNS.get(path, path.split(".")[-1]): str(value) for path, value in result["swept"].items()}
+        line |= {"policy": result["policy"]} if "policy" in line else {}
         if result["status"] == "ok":
             line |= report.cells(own_row(result))
         lines.append(line)
@@ -136,7 +140,7 @@ def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
     factor = 100 if quality == "agreement" else 1
     shown = []
     for result, row in done:
-        others = {path: v for path, v in result["swept"].items() if path not in ("policy.budget", "policy.name")}
+        others = {path: v for path, v in result["swept"].items() if path not in ("policy.budget", *_NAMING)}
         label = " ".join([row["policy"], *(f"{path.split('.')[-1]}={value}" for path, value in others.items())])
         full = next((r[quality] for r in result["rows"] if r["policy"] == "full"), None)
         known = quality == "perplexity" and full is not None

@@ -55,6 +55,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of weights and caches", flag_values=values)
     text("output", None, "also write the figures as JSON to this file")
     text("plot", None, "also draw the figures, as a PNG, to this file")
+    cli.define_compilation_cache(values)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(str(error)) from None
     if task not in TASKS or rest:
         raise ConfigError(f"unknown benchmark {' '.join([task, *rest])!r}; known benchmarks: {', '.join(TASKS)}.")
+    cli.use_compilation_cache(values)
     for name in ("output", "plot"):
         if (path := values[name].value) and not (os.path.isdir(Path(path).parent) and not os.path.isdir(path)):
             raise ConfigError(f"--{name}={path!r} cannot be written: give a file in a folder that exists.")

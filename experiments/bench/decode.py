@@ -11,10 +11,13 @@ import kvjax
 from experiments import peers
 from experiments.bench.sides import (
     LLAMA,
+    attended,
     bytes_a_step,
     dtype_of,
+    grows,
     in_turns,
     lengths,
+    lowered_for,
     ours,
     policy_of,
     random_model,
@@ -25,7 +28,7 @@ from experiments.bench.sides import (
 )
 from kvjax import policies
 from kvjax.errors import ConfigError
-from kvjax.policies.base import slots as budget_slots
+from kvjax.policies.budget import Fraction
 
 WORK = ((1, 512), (8, 2048))  # batch, context: what is measured unless the command line says otherwise
 #: Largest difference in log-probability between two implementations of the same model. In bfloat16 a logit of 10 is off
@@ -73,7 +76,7 @@ def shape_for(values: flags.FlagValues, against: list[str]) -> kvjax.models.conf
 def one_setting(values: flags.FlagValues, against: list[str], batch: int, context: int) -> list[dict[str, Any]]:
     """A row for every side, times in milliseconds a step (all rows of the batch advance one token)."""
     rounds, tokens, implementation = values.rounds, values.tokens, values.implementation
-    slots = budget_slots(values.budget, context) + 1
+    slots = Fraction(values.budget).slots(context, 1)[0] + 1
     config = shape_for(values, against)
     # Room for every round to continue where the last one stopped, on a learned position table too.
     model = random_model(config, context + (rounds + 1) * tokens + slots, values.dtype)
@@ -84,10 +87,9 @@ def one_setting(values: flags.FlagValues, against: list[str], batch: int, contex
     sides: dict[str, Iterator[float]] = {"limit": reading()}
     held: dict[str, int] = {}
     for name, policy in built.items():
-        # What never evicts while decoding has room for one round.
-        grows = (policy.then or policy).budget is None
-        sides[name] = ours(model, prompt, policy, tokens, restart=grows, implementation=implementation)
-        held[name] = slots if not grows else (context if policy.budget is None else slots - 1) + tokens - 1
+        lowered = lowered_for(model, policy, batch, context, tokens)
+        sides[name] = ours(model, prompt, policy, tokens, restart=grows(lowered), implementation=implementation)
+        held[name] = attended(config, lowered, context, tokens)
     # The same slots, all of them kept: a prompt that leaves room for exactly this run's tokens.
     few = min(tokens, slots)
     unpoliced = prompt[:, : slots + 1 - few]

@@ -1,5 +1,6 @@
 """Attention of one query a head over a cache, and a layer's whole decoding step: bytes a second, against a copy's."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -14,10 +15,15 @@ from absl import flags
 
 from experiments.bench import sides
 from experiments.bench.sides import in_turns, ratio, timed
-from kvjax import layers, policies
-from kvjax.attention import IMPLEMENTATIONS, attend
-from kvjax.cache import Block, LayerKV
+from kvjax import attention, policies
+from kvjax.attention import IMPLEMENTATIONS
+from kvjax.cache import Block, Group, LayerKV, Limits
+from kvjax.cache.convert import empty
+from kvjax.cache.kernels import Chooser
+from kvjax.cache.limits import sizes_for
+from kvjax.cache.step import step as one_step
 from kvjax.errors import ConfigError
+from kvjax.models import shapes
 from kvjax.statistics import MASS, Statistic
 
 Array = jax.Array
@@ -106,10 +112,16 @@ def attention_work(needs: frozenset[Statistic]) -> Work:
             jax.random.normal(jax.random.key(i), (1, rows, n, dim), dtype) for i, n in enumerate((1, slots, slots))
         )
         position = jnp.tile(jnp.arange(slots, dtype=jnp.int32), (1, rows, 1))
-        program = jax.jit(functools.partial(attend, needs=needs, implementation=implementation))
-        run = functools.partial(
-            program, query, key, value, query_position=jnp.full((1, 1), slots - 1, jnp.int32), key_position=position
-        )
+
+        @jax.jit
+        def program(query: Array, key: Array, value: Array, query_position: Array, key_position: Array) -> Any:
+            problem = attention.problem(
+                query, key, value, query_position=query_position, key_position=key_position, needs=needs
+            )  # fmt: skip
+            attended, columns = attention.attend_and_reduce(problem, implementation)
+            return attended.output.astype(value.dtype), columns
+
+        run = functools.partial(program, query, key, value, jnp.full((1, 1), slots - 1, jnp.int32), position)
         return np.asarray(run()[0], np.float32), lambda: [run() for _ in range(CALLS)]
 
     return work
@@ -118,19 +130,19 @@ def attention_work(needs: frozenset[Statistic]) -> Work:
 def step_work(rows: int, slots: int, dim: int, dtype: str, implementation: Any) -> tuple[np.ndarray, Callable[[], Any]]:
     """A layer's whole decoding step under h2o: append, attend, observe, evict; all slots but one are live."""
     heads = math.gcd(rows, 8)
-    policy, shape = policies.h2o(budget=slots - 1), (rows // heads, heads)
+    batch, group = rows // heads, step_group(rows // heads, heads, slots, dim, dtype, implementation)
     query, new, key, value = (
-        jax.random.normal(jax.random.key(i), (*shape, n, dim), dtype) for i, n in enumerate((1, 1, slots, slots))
+        jax.random.normal(jax.random.key(i), (batch, heads, n, dim), dtype) for i, n in enumerate((1, 1, slots, slots))
     )
-    position = jnp.tile(jnp.arange(slots, dtype=jnp.int32).at[-1].set(-1), (*shape, 1))
-    layer = LayerKV(key, value, position, policy.init((*shape, slots)))
-    budget = (jnp.full(shape[:1], slots - 1, jnp.int32),)
+    position = jnp.tile(jnp.arange(slots, dtype=jnp.int32).at[-1].set(-1), (batch, heads, 1))
+    layer = empty(group, batch, heads, dim, dtype).with_exact(key, value).replace(position=position)
+    row = jnp.full((batch,), slots, jnp.int32)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(layer: LayerKV, at: Array) -> tuple[Array, LayerKV, Array]:
-        newest = jnp.full((shape[0], 1), at)
-        block = Block(newest, budget, policy, decoding=True, implementation=implementation)
-        return *layers.step(layer, query, new, new, block=block, index=0), at + 1
+        block = Block(position=jnp.full((batch, 1), at), prompt=row, total=row, budget=None)
+        output, layer, _ = one_step(layer, query, new, new, block=block, group=group, budget=row - 1)
+        return output, layer, at + 1
 
     output, *state = step(layer, jnp.int32(slots))
 
@@ -143,8 +155,22 @@ def step_work(rows: int, slots: int, dim: int, dtype: str, implementation: Any) 
     return np.asarray(output, np.float32), calls
 
 
+def step_group(batch: int, heads: int, slots: int, dim: int, dtype: str, implementation: Any) -> Group:
+    """One layer under h2o, as `kvjax.cache.lowering` has it, with the kernels of an implementation."""
+    config = dataclasses.replace(
+        shapes.by_name("tiny"), num_layers=1, num_heads=heads, num_kv_heads=heads, head_dim=dim, windows=()
+    )  # fmt: skip
+    sizes = sizes_for(
+        np.full((batch,), slots), 1, width=slots, block=None, limits=Limits(slots, 1), last_fed=True
+    )  # fmt: skip
+    policy = policies.h2o(budget=slots - 1)
+    assert isinstance(policy, policies.Evict)
+    group = Group(layer=0, policy=policy.traced(), needs=policy.needs, slots=(slots,), decoding=True)
+    return Chooser(config, sizes, implementation, jax.default_backend(), dtype).decode(group, heads)
+
+
 def copying(count: int) -> Iterator[float]:
-    """Seconds of reading and writing so many float32, in place: a new array would be paid for page by page."""
+    """Seconds of reading and writing `count` float32, in place: a new array would be paid for page by page."""
     copy, array = jax.jit(lambda x: -x, donate_argnums=0), jnp.ones((count,))
     while True:
         start = time.perf_counter()

@@ -16,6 +16,7 @@ from experiments import peers
 from experiments.bench.decode import names_of_peers, shape_for
 from experiments.bench.sides import lengths, policy_of, random_model, random_prompt
 from experiments.peers.transformers import cache_bytes
+from kvjax.cache import Limits
 from kvjax.errors import ConfigError
 from kvjax.generate import decode
 from kvjax.plan import plan
@@ -53,8 +54,11 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
         )  # fmt: skip
 
         def generate(policy: Any = policy) -> Any:
-            options = {"max_new_tokens": NEW_TOKENS, "implementation": values.implementation}
-            return decode(model, prefill(model, prompt, policy, **options), policy, **options).state
+            prefilled = prefill(
+                model, prompt, policy, max_new_tokens=NEW_TOKENS, implementation=values.implementation,
+                limits=Limits(context, NEW_TOKENS),
+            )  # fmt: skip
+            return decode(model, prefilled, max_new_tokens=NEW_TOKENS).state
 
         weights = planned.weights
         prompts = None if planned.prefill_total is None else planned.prefill_total - weights

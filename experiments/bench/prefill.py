@@ -1,5 +1,6 @@
 """A prompt in one shot: with a policy's statistics, without, and by the peers."""
 
+import functools
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import kvjax
 from experiments import peers
 from experiments.bench.decode import check_same, names_of_peers, shape_for
 from experiments.bench.sides import in_turns, lengths, policy_of, random_model, random_prompt, ratio, timed
+from kvjax.cache import Limits
 from kvjax.errors import ConfigError
 from kvjax.prefill import prefill
 
@@ -32,14 +34,11 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
     prompt = random_prompt(config, batch, context)
     sides: dict[str, Iterator[float]] = {}
     for name in dict.fromkeys(("full", *values.policies)):
-        policy = policy_of(name, values.budget)
-        sides[name] = timed(
-            lambda policy=policy: (
-                prefill(  # type: ignore[misc]
-                    model, prompt, policy, max_new_tokens=1, implementation=values.implementation
-                ).state
-            )
-        )
+        run = functools.partial(
+            prefill, model, prompt, policy_of(name, values.budget), max_new_tokens=1,
+            implementation=values.implementation, limits=Limits(context, 1),
+        )  # fmt: skip
+        sides[name] = timed(lambda run=run: run().state)  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder:
         if against:
             kvjax.save(model, folder)

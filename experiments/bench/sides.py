@@ -1,4 +1,7 @@
-"""What the benchmarks share: sides that take turns, kvjax as one of them, and what this machine can read a second."""
+"""What the benchmarks share: sides that take turns, kvjax as one of them, and what this machine can read a second.
+
+Programs are compiled for exactly the sizes that are measured, not for buckets of them.
+"""
 
 import dataclasses
 import time
@@ -12,7 +15,9 @@ import numpy.typing as npt
 from absl import flags
 
 import kvjax
-from kvjax.allocation import allocate
+from kvjax.cache import CacheSpec, Limits
+from kvjax.cache.limits import sizes_for
+from kvjax.cache.lowering import Lowered, lower
 from kvjax.devices import Device
 from kvjax.errors import ConfigError
 from kvjax.generate import decode
@@ -41,7 +46,7 @@ def shape(name: str) -> DecoderConfig:
 
 
 def random_model(config: DecoderConfig, positions: int, dtype: str = "float32") -> kvjax.Model:
-    """Random weights, with room for so many positions."""
+    """Random weights, with room for `positions` positions."""
     config = dataclasses.replace(config, max_positions=positions)
     return kvjax.Model(config, random_parameters(config, jax.random.key(0), jnp.dtype(dtype)))
 
@@ -72,7 +77,7 @@ def lengths(values: flags.FlagValues) -> list[int]:
 
 
 def in_turns(sides: Mapping[Key, Iterator[float]], rounds: int) -> dict[Key, list[float]]:
-    """Seconds of every side and round, A B B A, after one round that warms up: nobody always follows the same side."""
+    """Seconds of every side and round, A B B A, after one round that warms up: no side always follows the same one."""
     times: dict[Key, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         for name in list(sides)[:: -1 if turn % 2 else 1]:
@@ -87,6 +92,31 @@ def ratio(times: npt.ArrayLike, others: npt.ArrayLike) -> float:
     return float(np.median(np.divide(times, others)))
 
 
+def lowered_for(model: kvjax.Model, policy: Policy, batch: int, context: int, tokens: int) -> Lowered:
+    """What kvjax runs for prompts of `context` tokens and `tokens` new ones, by the implementation in XLA."""
+    prompts = np.full((batch,), context, np.int32)
+    sizes = sizes_for(
+        prompts, tokens - 1, width=context, block=None, limits=Limits(context, tokens), last_fed=False
+    )  # fmt: skip
+    return lower(CacheSpec(policy), model.config, sizes, prompts, implementation="xla", dtype=dtype_of(model))
+
+
+def grows(lowered: Lowered) -> bool:
+    """Whether some head never evicts while decoding, so that its slots run out."""
+    return any(group.policy.budget is None for group in lowered.layout.groups)
+
+
+def attended(config: DecoderConfig, lowered: Lowered, context: int, tokens: int) -> int:
+    """Slots that a head attends to in a round's last step, the newest token's among them; the mean of all heads."""
+    heads = [len(group.heads or range(config.num_kv_heads)) for group in lowered.layout.groups]
+
+    def total(steps: int) -> float:
+        # `live_slots` has the mean of the steps; a round of n tokens has n - 1.
+        return steps * float(np.average(live_slots(config, lowered, context, steps + 1), weights=heads)) if steps else 0
+
+    return round(total(tokens - 1) - total(tokens - 2))
+
+
 def ours(
     model: kvjax.Model,
     prompt: np.ndarray,
@@ -96,29 +126,33 @@ def ours(
     restart: bool = False,
     implementation: Any = "auto",
 ) -> Iterator[float]:
-    """Seconds a step of kvjax: each round continues the last one, or restarts where slots would run out."""
-    prefilled = prefill(model, prompt, policy, max_new_tokens=tokens, implementation=implementation)
+    """Seconds a step of kvjax: each round continues the last one, or restarts where slots would run out.
+
+    A policy that evicts while decoding has the slots of its budget and one more, however many rounds follow; any other
+    has room for the tokens of one round.
+    """
+    limits = Limits(prompt.shape[1], tokens)
+    prefilled = prefill(model, prompt, policy, max_new_tokens=tokens, implementation=implementation, limits=limits)
     while True:
-        seconds, then = advance(model, copied(prefilled) if restart else prefilled, policy, tokens, implementation)
+        seconds, then = advance(model, copied(prefilled) if restart else prefilled, tokens)
         prefilled = prefilled if restart else then
         yield seconds
 
 
-def advance(
-    model: kvjax.Model, prefilled: Prefilled, policy: Policy, tokens: int, implementation: Any = "auto"
-) -> tuple[float, Prefilled]:
-    """Seconds a step of generating so many tokens, and where to go on; what is given is consumed (donated)."""
-    jax.block_until_ready(prefilled)
+def advance(model: kvjax.Model, prefilled: Prefilled, tokens: int) -> tuple[float, Prefilled]:
+    """Seconds a step of generating `tokens` tokens, and where to go on; what is given is consumed (donated)."""
+    jax.block_until_ready(prefilled.state)
     start = time.perf_counter()
-    result = decode(model, prefilled, policy, max_new_tokens=tokens, implementation=implementation)
+    result = decode(model, prefilled, max_new_tokens=tokens)
     jax.block_until_ready(result.state)
     # The last token is not fed back.
     seconds = (time.perf_counter() - start) / (tokens - 1)
-    return seconds, Prefilled(prefilled.logits, result.state, prefilled.budget)
+    return seconds, prefilled._replace(state=result.state)
 
 
 def copied(prefilled: Prefilled) -> Prefilled:
-    return jax.tree.map(lambda x: x.copy(), prefilled)
+    """With a state of its own, which can be donated."""
+    return prefilled._replace(state=jax.tree.map(lambda x: x.copy(), prefilled.state))
 
 
 def timed(run: Callable[[], Any]) -> Iterator[float]:
@@ -131,11 +165,9 @@ def timed(run: Callable[[], Any]) -> Iterator[float]:
 
 def bytes_a_step(model: kvjax.Model, policy: Policy, batch: int, context: int, tokens: int) -> int:
     """The least that a decoding step moves; see `kvjax.roofline.Roofline`."""
-    config, dtype = model.config, dtype_of(model)
-    prompts = np.full((batch,), context, np.int32)
-    slots = allocate(policy, prompts, context + tokens - 1, config.num_layers, config.num_kv_heads)
-    live = live_slots(config, policy, slots, context, tokens)
-    shapes = decode_shapes(config, policy, slots, dtype, batch, None)
+    config, lowered = model.config, lowered_for(model, policy, batch, context, tokens)
+    live = live_slots(config, lowered, context, tokens)
+    shapes = decode_shapes(config, lowered.layout, dtype_of(model), batch, None)
     step = roofline(config, shapes, live, Device("", None, None, None, ""))
     return step.weights_moved + step.cache_moved
 

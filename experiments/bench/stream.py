@@ -1,4 +1,4 @@
-"""Generation without end in so many slots: time a token, bytes held, and what the model makes of a long text."""
+"""Generation without end in a fixed number of slots: time per token, bytes held, what the model makes of a text."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from experiments import data
 from experiments.bench.sides import advance, copied, in_turns, ratio
 from experiments.config import DataConfig
 from kvjax import cache, policies
-from kvjax.policies.base import Policy
+from kvjax.cache import Limits
 from kvjax.prefill import Prefilled, prefill
 
 SHORT = 1_000  # tokens of a turn at the beginning, and at the end
@@ -28,19 +28,22 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     tenth = max(values.tokens // 10, 1)
     settings = DataConfig(text=values.text, num_sequences=1, prompt_length=values.slots, new_tokens=10 * tenth)
     tokens, prompt_length, _ = data.load(settings, model, 0)
-    scored = kvjax.log_likelihood(model, tokens, policy, prompt_length=prompt_length)
+    scored = kvjax.log_likelihood(
+        model, tokens, policy, prompt_length=prompt_length, limits=Limits(prompt_length, 10 * tenth)
+    )
     nats = -np.asarray(scored.logprobs)[0, prompt_length - 1 :].reshape(10, tenth)
-    slots = int(cache.live_slots(scored.state.layers[0]).max())
+    slots = max(int(cache.live_slots(group).max()) for _, group in cache.layers_of(scored.state))
     held = cache.nbytes(scored.state)
 
-    beginning = prefill(model, tokens[:, :prompt_length], policy, max_new_tokens=tenth + 1)
+    limits = Limits(prompt_length, tenth + 1)
+    beginning = prefill(model, tokens[:, :prompt_length], policy, max_new_tokens=tenth + 1, limits=limits)
     short = max(min(SHORT, tenth), 1)
-    advance(model, copied(beginning), policy, short + 1)  # compiles
+    advance(model, copied(beginning), short + 1)  # compiles
     end, spent = copied(beginning), []
     for _ in range(10):
-        seconds, end = advance(model, end, policy, tenth + 1)
+        seconds, end = advance(model, end, tenth + 1)
         spent.append(seconds)
-    sides = {"first": again(model, beginning, policy, short + 1), "last": again(model, end, policy, short + 1)}
+    sides = {"first": again(model, beginning, short + 1), "last": again(model, end, short + 1)}
     times = in_turns(sides, values.rounds)
     rows = [
         {
@@ -67,7 +70,7 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     return rows
 
 
-def again(model: kvjax.Model, start: Prefilled, policy: Policy, tokens: int) -> Iterator[float]:
+def again(model: kvjax.Model, start: Prefilled, tokens: int) -> Iterator[float]:
     """Seconds a step of generating the same tokens, every time."""
     while True:
-        yield advance(model, copied(start), policy, tokens)[0]
+        yield advance(model, copied(start), tokens)[0]

@@ -9,8 +9,8 @@ Its decoding press appends `compression_interval` tokens, then cuts the cache ba
 - knorm: `KnormPress` keeps the slots that kvjax's evict(low_norm) does. At an interval of 1 both attend to the same
   slots at every step, and `logprobs_under` checks it.
 - h2o: `ObservedAttentionPress` is what it has of H2O. While decoding it sees the newest query alone, not the sum over
-  all queries, divides by a slot's rank from the end, and protects nobody: cheaper than H2O and no equal of it. It needs
-  eager attention. Only slots and work are comparable, not what is kept.
+  all queries, divides by a slot's rank from the end, and protects no slot: cheaper than H2O and no equal of it. It
+  needs eager attention. Only slots and work are comparable, not what is kept.
 - tova: `TOVAPress` is TOVA, but for the newest token, which it always keeps.
 
 Two settings of each are tried: an interval of 1, as kvjax evicts, and a quarter of the slots, which compresses rarely.

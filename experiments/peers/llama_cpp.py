@@ -31,7 +31,7 @@ class LlamaCpp:
         self.vocabulary = write_gguf(gguf, Path(folder), self.path)
 
     def load(self, room: int, flash: bool) -> Any:
-        """A context for so many tokens."""
+        """A context for `room` tokens."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return self.llama_cpp.Llama(
             str(self.path), n_ctx=room, n_threads=cores, n_threads_batch=cores, flash_attn=flash, verbose=False,

@@ -54,7 +54,7 @@ class Transformers:
         return model
 
     def cache(self, kind: str, room: int) -> Any:
-        """An empty ``dynamic`` cache, or a ``static`` one for so many tokens."""
+        """An empty ``dynamic`` cache, or a ``static`` one for `room` tokens."""
         if kind == "static":
             return self.transformers.StaticCache(config=self.model.config, max_cache_len=room)
         return self.transformers.DynamicCache(config=self.model.config)
@@ -101,7 +101,7 @@ class Transformers:
             yield time.perf_counter() - start
 
     def fill(self, tokens: np.ndarray, kind: str, new_tokens: int) -> Any:
-        """A cache after a prompt, in one shot, and so many greedy tokens."""
+        """A cache after a prompt, in one shot, and the greedy tokens that follow."""
         with self.torch.inference_mode():
             cache = self.cache(kind, tokens.shape[1] + new_tokens)
             token = greedy(self.model, self.ids(tokens), cache)
@@ -119,7 +119,7 @@ def greedy(model: Any, ids: Any, cache: Any, **positions: Any) -> Any:
 
 
 def median_of_steps(step: Callable[[], None], tokens: int) -> float:
-    """Seconds of a step, the median of so many, or of fewer if they are slow.
+    """Seconds of a step, the median of `tokens` steps, or of fewer if they are slow.
 
     kvjax's are a mean over a round: the peer's few slow steps, such as a press that compresses every so often, are not
     counted against it.

@@ -1,4 +1,4 @@
-"""Recall tasks as rows of tokens: so many of filler, the facts at a distance, the question last."""
+"""Recall tasks as rows of tokens: filler, the facts at a distance from the end, the question last."""
 
 import itertools
 from typing import NamedTuple

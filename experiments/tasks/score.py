@@ -10,6 +10,7 @@ from experiments import data
 from experiments.config import RecallConfig
 from experiments.tasks import prompts, recall
 from experiments.tasks.prompts import Prompt
+from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 from kvjax.policies import Policy
@@ -65,7 +66,7 @@ def make_prompts(config: RecallConfig, model: Model, seed: int) -> dict[str, lis
 
 
 def exact_matches(
-    model: Model, asked: Mapping[str, Sequence[Prompt]], policy: Policy, **options: Any
+    model: Model, asked: Mapping[str, Sequence[Prompt]], policy: Policy | CacheSpec, **options: Any
 ) -> dict[str, float]:
     """Task -> share of its prompts that greedy generation under `policy` answers exactly, to the last character.
 
@@ -74,6 +75,14 @@ def exact_matches(
 
     Texts are compared, not tokens: tokenizers differ in how they would split an answer that stands alone.
     """
+    if not (every := [prompt for made in asked.values() for prompt in made]):
+        return {}
+    assert model.tokenizer is not None  # `make_prompts` refuses models without
+    # One program for all tasks.
+    limits = Limits(
+        prompt=max(prompt.tokens.size for prompt in every),
+        new_tokens=max(prompt.answer.size for prompt in every) + SPARE_TOKENS,
+    )
     found = {}
     for task, made in asked.items():
         longest = max(prompt.answer.size for prompt in made) + SPARE_TOKENS
@@ -81,7 +90,7 @@ def exact_matches(
         for start in range(0, len(made), ROWS):
             part = made[start : start + ROWS]
             tokens = np.stack([prompt.tokens for prompt in part])
-            result = kvjax.generate(model, tokens, policy, max_new_tokens=longest, **options)
+            result = kvjax.generate(model, tokens, policy, max_new_tokens=longest, limits=limits, **options)
             for row, prompt in zip(result.tokens, part, strict=True):
                 right += model.tokenizer.decode(row).lstrip().startswith(prompt.text.lstrip())
         found[task] = right / len(made)

@@ -7,7 +7,7 @@ import numpy as np
 from experiments.tasks.words import Words
 
 Encode = Callable[[str], list[int]]
-#: A random generator and a number -> so many tokens of filler, which end where a sentence does.
+#: A random generator and a number of tokens -> that many tokens of filler, which end where a sentence does.
 Filler = Callable[[np.random.Generator, int], np.ndarray]
 
 _PLACES = ("the harbour", "the old mill", "the orchard", "the market", "the tower", "the river", "the station")
@@ -23,7 +23,7 @@ _FRAMES = (
 
 
 def story(rng: np.random.Generator, words: Words, characters: int) -> str:
-    """At least so many characters about a few people and things that keep coming back."""
+    """At least `characters` characters about a few people and things that keep coming back."""
     names = rng.choice(words.names, 8, replace=False)
     things = rng.choice(words.nouns, 10, replace=False)
     sentences: list[str] = []

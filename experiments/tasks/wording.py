@@ -26,7 +26,7 @@ RESERVED = _of(HELD_OUT) - _of(TRAINING)
 
 
 def invent(rng: np.random.Generator, words: Words, wordy_fraction: float = 0.5) -> Words:
-    """The same words with one wording a task that nobody has used before, and names of any kind.
+    """The same words with one wording per task that was not used before, and names of any kind.
 
     Args:
       wordy_fraction: share of the joints between name and value that are one to four words; the others are symbols.

@@ -40,7 +40,7 @@ class MixtureConfig:
     wordy_fraction: of these, those that put words between a name and its value, the others symbols.
     task_shares: how often each of recall.TASKS is drawn, in their order; of their sum.
     story_fraction: share of the training text that is generated stories.
-    common_words: so many of the texts' most frequent words join the nouns of the tasks.
+    common_words: the number of the texts' most frequent words that join the nouns of the tasks.
     """
 
     recall_fraction: Number = 0.4

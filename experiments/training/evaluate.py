@@ -33,7 +33,7 @@ def log_probabilities(params: Any, rows: np.ndarray, config: DecoderConfig) -> t
 
 
 def bits_per_byte(params: Any, config: DecoderConfig, text: Text, *, bos: int, context: int, windows: int) -> float:
-    """Of so many windows, spread evenly over a text, each after BOS."""
+    """Bits per byte of `windows` windows, spread evenly over a text, each after BOS."""
     starts = np.linspace(0, text.tokens.size - context, windows).astype(int)
     rows = np.stack([text.tokens[start : start + context] for start in starts])
     size = sum(int(text.bytes[start : start + context].sum()) for start in starts)

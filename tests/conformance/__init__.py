@@ -31,7 +31,7 @@ def pairs(values: Iterable[Hashable]) -> set[Pair]:
 
 
 def covering(candidates: Sequence[T], covers: Callable[[T], set[Pair]]) -> list[T]:
-    """A few candidates that cover together what all of them cover: always the one that covers most of what is missing."""
+    """A few candidates that together cover what all do: always the first that covers most of what is missing."""
     covered = [covers(each) for each in candidates]
     missing = set().union(*covered)
     chosen = []
@@ -44,7 +44,7 @@ def covering(candidates: Sequence[T], covers: Callable[[T], set[Pair]]) -> list[
 
 def streams(
     seed: int, heads: tuple[int, int], dim: int, lengths: np.ndarray, steps: int, codecs: Iterable[Codec],
-    theta: float | None = None,
+    theta: float | None = None, dtype: Any = np.float32,
 ) -> tuple[Triple, Triple]:  # fmt: skip
     """Normal numbers, of prompts and of decoding steps; no codec rounds a key or a value of them near a tie.
 
@@ -56,12 +56,13 @@ def streams(
       steps: decoding steps.
       codecs: of the storages that they are for.
       theta: base of RoPE's frequencies, for keys that are coded rotated; None = they are not rotated.
+      dtype: of the numbers.
     """
     rng, codecs = np.random.default_rng(seed), tuple(codecs)
 
     def vector(position: int | None) -> np.ndarray:
         while True:
-            x = rng.normal(size=dim).astype(np.float32)
+            x = rng.normal(size=dim).astype(dtype)
             forms = [x.astype(np.float64)]
             if theta is not None and position is not None:
                 forms.append(rotate(forms[0][None], np.array([position]), theta)[0])
@@ -71,8 +72,8 @@ def streams(
     width = max(lengths)
     prompt, decode = [], []
     for kind, count in (("query", heads[0]), ("key", heads[1]), ("value", heads[1])):
-        first = np.full((len(lengths), count, width, dim), RUBBISH, np.float32)
-        then = np.zeros((len(lengths), count, steps, dim), np.float32)
+        first = np.full((len(lengths), count, width, dim), RUBBISH, dtype)
+        then = np.zeros((len(lengths), count, steps, dim), dtype)
         for row, head in itertools.product(range(len(lengths)), range(count)):
             n = lengths[row]
             if kind == "query":

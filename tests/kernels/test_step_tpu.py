@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax import cache, fused
-from kvjax.cache import Block, LayerKV
+from kvjax.cache.convert import empty
+from kvjax.cache.fused import observe_and_evict
 from kvjax.devices import topology_devices
+from kvjax.kernels import registry
+from kvjax.kernels.registry import Request
 from kvjax.kernels.step import tpu as step_tpu
 from tests.kernels.conftest import needs_libtpu
-from tests.kernels.steps import FUSED, Steps, build, fused_step
+from tests.kernels.steps import FUSED, Steps, build, decoding, one_step
 
 
 @pytest.mark.parametrize(("name", "budget"), [*((name, 15) for name in FUSED), ("h2o", 20), ("roco", 22)])
@@ -21,17 +23,16 @@ def test_a_step_is_that_of_the_cache(interpreted, name, budget):
     """15 and one slot are whole groups, written inside the kernel; 20 and 22 are not."""
     batch, kv_heads, group, dim = 2, 2, 2, 32
     policy, budgets = build(name, budget), jnp.full((batch,), budget, jnp.int32)
-    layer = cache.empty(policy, batch, kv_heads, budget + 1, dim, jnp.float32)
-    ours = layer
-    plain = jax.jit(lambda layer, q, k, v, block: cache.step(layer, q, k, v, block=block, index=0))
-    kernel = jax.jit(functools.partial(fused_step, policy))
+    ours = layer = empty(decoding(policy, budget + 1), batch, kv_heads, dim, jnp.float32)
+    plain, kernel = (
+        jax.jit(functools.partial(one_step, decoding(policy, budget + 1, each))) for each in (None, "pallas_tpu")
+    )
     for step in range(budget + 8):
         keys = jax.random.split(jax.random.key(step), 3)
         query = jax.random.normal(keys[0], (batch, kv_heads * group, 1, dim))
         key, value = (jax.random.normal(k, (batch, kv_heads, 1, dim)) for k in keys[1:])
         at = jnp.array([step, step if step < budget + 4 else -1], jnp.int32)
-        block = Block(position=at[:, None], budget=(budgets,), policy=policy, decoding=True)
-        expected, layer = plain(layer, query, key, value, block)
+        expected, layer = plain(layer, query, key, value, at[:, None], budgets)
         got, ours = kernel(ours, query, key, value, at[:, None], budgets)
         np.testing.assert_allclose(got, expected, atol=2e-6)
         np.testing.assert_array_equal(ours.position, layer.position)
@@ -70,15 +71,13 @@ def compiled(topology, shape, dtype, policy):
     def array(dims, kind):
         return jax.ShapeDtypeStruct(dims, kind, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    layer = LayerKV(
-        *[array((batch, kv_heads, size, dim), dtype)] * 2,
-        array((batch, kv_heads, size), jnp.int32),
-        {s.name: array((batch, kv_heads, size), jnp.float32) for s in policy.needs},
-    )
+    own = decoding(policy, size, "pallas_tpu")
+    layer = jax.eval_shape(functools.partial(empty, own, batch, kv_heads, dim, dtype))
+    layer = jax.tree.map(lambda x: array(x.shape, x.dtype), layer)
     query, one = array((batch, kv_heads * group, 1, dim), dtype), array((batch, kv_heads, 1, dim), dtype)
     at, row = array((batch, 1), jnp.int32), array((batch,), jnp.int32)
     with jax.set_mesh(mesh):
-        step = jax.jit(functools.partial(fused_step, policy), donate_argnums=0)
+        step = jax.jit(functools.partial(one_step, own), donate_argnums=0)
         return step.lower(layer, query, one, one, at, row).compile()
 
 
@@ -126,14 +125,16 @@ def test_the_tpu_compiler_takes_it(topology, shape, dtype, name):
     ],
 )
 def test_what_is_said_to_fit_into_a_core_does(shape, dtype, name):
-    """As many slots as `fused.covers` allows; more go through the cache."""
+    """The largest number of slots that the registry takes; more go through the cache."""
     batch, kv_heads, group, dim = shape
 
     def fits(slots: int) -> bool:
-        policy = build(name, slots - 1)
-        layer = jax.eval_shape(functools.partial(cache.empty, policy, batch, kv_heads, slots, dim, dtype))
-        block = Block(jnp.zeros((1, 1), jnp.int32), (), policy, decoding=True, implementation="pallas_tpu")
-        return fused.covers(block, layer, 1, kv_heads, group)
+        own = decoding(build(name, slots - 1), slots)
+        request = Request(
+            batch=batch, kv_heads=kv_heads, group=group, tokens=1, slots=slots, dim=dim, dtype=jnp.dtype(dtype).name,
+            statistics=tuple(sorted(own.needs, key=lambda s: s.name)), trace=functools.partial(observe_and_evict, own),
+        )  # fmt: skip
+        return registry.find("step", "pallas_tpu").refuses(request) is None
 
     assert fits(512)
     assert not fits(1 << 17)

@@ -1,9 +1,9 @@
 """The codec law: a step over coded slots is a step of the float64 reference that stores what they decode to."""
 
-import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,40 +12,22 @@ import numpy as np
 import pytest
 
 from kvjax import policies, storage
-from kvjax.cache import Block, CacheSpec
-from kvjax.cache.layout import stores_of
+from kvjax.cache import Block, CacheSpec, LayerKV
 from kvjax.cache.state import EMPTY
-from kvjax.cache.step import step_layer
+from kvjax.cache.step import step
 from kvjax.storage import Exact, Fp8, Integer, Storage
 from tests import layers
-from tests.conformance import assert_same, covering, held_in, live, pairs
-from tests.conformance import replay as quick_replay
+from tests.conformance import assert_same, covering, held_in, live, pairs, replay, streams
 from tests.reference import policies as reference
 from tests.reference import replay as law
+from tests.reference.base import Policy
 from tests.test_merge import REFERENCES as MERGES
 
 HEADS = {"mha": 4, "gqa": 2, "mqa": 1}  # KV heads of four query heads
-DIM, WIDTH, STEPS, BLOCK = 8, 12, 10, 6
+DIM, WIDTH, STEPS, BLOCK, SEED = 8, 12, 10, 6, 0
 LENGTHS = np.array([12, 6, 9])  # row 1 has no token in the second block
+TOTAL = WIDTH + STEPS
 FIXED = 0.005  # a scale that some numbers exceed 448 times
-SEED = 0
-
-
-@pytest.fixture(autouse=True)
-def optimised():
-    """Here programs are many; `test_codecs` has the roundings of an optimising compiler."""
-
-
-def random(seed: int = SEED, dtype: Any = np.float32) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """Queries, keys and values of prompts and of decoding steps, of four heads each."""
-    rng = np.random.default_rng(seed)
-    return tuple(tuple(rng.normal(size=(3, 4, n, DIM)).astype(dtype) for _ in range(3)) for n in (WIDTH, STEPS))
-
-
-def of_heads(given: tuple[np.ndarray, ...], heads: str) -> tuple[np.ndarray, ...]:
-    query, key, value = given
-    return query, key[:, : HEADS[heads]], value[:, : HEADS[heads]]
-
 
 CODECS = {
     "int8": (Integer(8), law.integer(8)),
@@ -55,9 +37,22 @@ CODECS = {
     "fp8 fixed": (Fp8(FIXED), law.fp8(FIXED)),
     "dense": (Exact(), law.exact),
 }
-#: Of keys and of values: a program has two codecs.
-MIXED = (("int8", "fp8"), ("fp8 fixed", "int4"), ("int2", "dense"))
-RESIDUALS = (0, 3, WIDTH + STEPS)
+
+
+@pytest.fixture(autouse=True)
+def optimised():
+    """Nothing, instead of the folder's: programs are many, and `test_codecs` has what optimisations could change."""
+
+
+@functools.cache
+def random() -> tuple[law.Triple, law.Triple]:
+    """Of prompts and of decoding steps, four heads each."""
+    return streams(SEED, (4, 4), DIM, LENGTHS, STEPS, [codec for _, codec in CODECS.values()])
+
+
+def of_heads(heads: str) -> list[law.Triple]:
+    count = HEADS[heads]
+    return [(query, key[:, :count], value[:, :count]) for query, key, value in random()]
 
 
 def by_name(package: Any) -> dict[str, Any]:
@@ -75,6 +70,8 @@ OURS, THEIRS = by_name(policies), by_name(reference)
 
 
 class Case(NamedTuple):
+    """A program has two codecs, one of keys and one of values."""
+
     policy: str
     codecs: tuple[str, str]
     residual: int
@@ -91,39 +88,22 @@ class Case(NamedTuple):
         return Storage(key=key, value=value, residual=self.residual, name="|".join(self.codecs))
 
     @property
-    def reference(self) -> law.Storage:
+    def stored(self) -> law.Storage:
         return law.Storage(*(CODECS[name][1] for name in self.codecs), self.residual)
 
-    def run(self) -> tuple[jax.Array, Any]:
-        prompt, decode = (of_heads(given, self.heads) for given in random())
-        return quick_replay(self.held, prompt, decode, LENGTHS, OURS[self.policy], prefill_block=self.block)
+    @functools.cache  # noqa: B019
+    def run(self) -> tuple[jax.Array, LayerKV]:
+        return replay(self.held, *of_heads(self.heads), LENGTHS, OURS[self.policy], prefill_block=self.block)
 
-    def expected(self, stored: law.Storage | None = None, **changes: Any) -> list[law.Row]:
-        prompt, decode = (of_heads(given, self.heads) for given in random())
-        arrays = {"prompt": prompt, "decode": decode} | changes
-        return law.replay(
-            stored or self.reference, **arrays, lengths=LENGTHS, policy=THEIRS[self.policy], block=self.block
-        )
+    def expected(self, stored: law.Storage | None = None, policy: Policy | None = None) -> list[law.Row]:
+        given = *of_heads(self.heads), LENGTHS, policy or THEIRS[self.policy]
+        return law.replay(stored or self.stored, *given, block=self.block)
 
 
+MIXED = (("int8", "fp8"), ("fp8 fixed", "int4"), ("int2", "dense"))
 CASES = covering(
-    [Case(*each) for each in itertools.product(OURS, MIXED, RESIDUALS, (None, BLOCK), HEADS)], Case.covers
+    [Case(*each) for each in itertools.product(OURS, MIXED, (0, 3, TOTAL), (None, BLOCK), HEADS)], Case.covers
 )
-
-
-def capacities(case: Case) -> tuple[int, ...]:
-    """The least number of slots that STORAGE.md asks for, of coded slots and of exact ones."""
-    policy, total = OURS[case.policy], WIDTH + STEPS
-    budget = None if policy.budget is None else max(policy.budget.slots(int(n), 1)[0] for n in LENGTHS)
-    r = case.residual
-    if budget is None:
-        slots = max(total - r, 0), min(r, total)
-    elif policy.when == "step":
-        slots = budget, min(r, budget)
-    else:
-        most = budget + STEPS
-        slots = max(budget, most - r), min(r, most)
-    return slots if r else slots[:1]
 
 
 def describe(case: Case) -> str:
@@ -134,11 +114,221 @@ def describe(case: Case) -> str:
 def test_a_step_is_one_on_what_was_stored(case):
     output, layer = case.run()
     assert_same(output, layer, case.expected(), case.held)
-    # Bytes are what the codecs say of each slot.
-    sizes = [jax.tree.leaves(store)[0].shape[2] for store in layer.stores]
+    # Bytes are what the codecs say of all slots; those of a residual, or of one that covers everything, are exact.
+    ways = [case.held, storage.dense()] if case.residual < TOTAL else [storage.dense()]
     expected = 0
-    for held, size in zip(stores_of(case.held), sizes, strict=True):
+    for held, store in zip(ways, layer.stores, strict=False):
+        slots = math.prod(jax.tree.leaves(store)[0].shape[:3])
         for codec in (held.key, held.value):
             parts = codec.parts(DIM, jnp.dtype("float32")).values()
-            expected += 3 * HEADS[case.heads] * size * sum(math.prod(shape) * each.itemsize for shape, each in parts)
+            expected += slots * sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
     assert storage.nbytes(layer) == expected
+
+
+ONE = Case("h2o", ("int2", "dense"), 3, None, "mqa")
+
+
+def wrong() -> Iterator[tuple[str, law.Storage, law.Triple]]:
+    """Mistakes that one could make."""
+    prompt, decode = of_heads(ONE.heads)
+    key, value, residual = ONE.stored
+
+    def rounded(given: law.Triple) -> law.Triple:
+        query, *others = given
+        trips = (np.apply_along_axis(lambda x: codec(x).decoded, -1, x.astype(np.float64))  # noqa: B023
+                 for codec, x in zip((key, value), others, strict=True))  # fmt: skip
+        return query, *trips
+
+    yield "a step's own token is rounded before it is attended to", ONE.stored, prompt, rounded(decode)
+    yield "so are the prompt's", ONE.stored, rounded(prompt), decode
+    yield "a token is coded too late", law.Storage(key, value, residual + 1), prompt, decode
+    yield "or too early", law.Storage(key, value, residual - 1), prompt, decode
+    yield "it is never coded", law.Storage(key, value, None), prompt, decode
+    yield "values are in the codec of keys", law.Storage(key, key, residual), prompt, decode
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_mistakes_are_noticed(number):
+    assert ONE in CASES
+    _, stored, prompt, decode = list(wrong())[number]
+    rows = law.replay(stored, prompt, decode, LENGTHS, THEIRS[ONE.policy])
+    with pytest.raises(AssertionError) as caught:
+        assert_same(*ONE.run(), rows, ONE.held)
+    assert "another seed" not in str(caught.value)
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+def test_a_residual_of_everything_is_a_dense_cache_to_the_bit(policy):
+    given = *of_heads("gqa"), LENGTHS, OURS[policy]
+    plain, dense = storage.replay(storage.dense(), *given)
+    for held in (storage.int4(residual=TOTAL), storage.fp8(residual=10**6)):
+        output, layer = storage.replay(held, *given)
+        np.testing.assert_array_equal(output, plain)
+        for row, head in itertools.product(range(3), range(2)):
+            slots = live(layer, row, head)
+            assert list(slots) == list(live(dense, row, head))
+            for position, slot in live(dense, row, head).items():
+                for got, expected in zip(storage.read(held, layer)[:2], (dense.key, dense.value), strict=True):
+                    np.testing.assert_array_equal(got[row, head, slots[position]], expected[row, head, slot])
+
+
+def assert_same_bytes(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    for name, parts in one.items():
+        assert {part: x.tobytes() for part, x in parts.items()} == {
+            part: x.tobytes() for part, x in other[name].items()
+        }
+
+
+def test_a_row_alone_is_the_row_in_a_batch():
+    """Byte for byte, in arrays of another size."""
+    held, row = storage.int4(residual=3), 1
+    prompt, decode = of_heads("gqa")
+    output, layer = replay(held, prompt, decode, LENGTHS, OURS["h2o"])
+    alone = [tuple(x[row : row + 1] for x in each) for each in (prompt, decode)]
+    alone[0] = tuple(x[:, :, : LENGTHS[row]] for x in alone[0])
+    own_output, own = replay(held, *alone, LENGTHS[row : row + 1], OURS["h2o"])
+    np.testing.assert_allclose(own_output[0], output[row], atol=1e-6)
+    for head in range(2):
+        slots, own_slots = live(layer, row, head), live(own, 0, head)
+        assert list(slots) == list(own_slots)
+        for position, slot in slots.items():
+            assert_same_bytes(held_in(layer, row, head, slot), held_in(own, 0, head, own_slots[position]))
+
+
+def spoil(layer: LayerKV) -> LayerKV:
+    """The layer with bytes of 255 in the codes of empty slots, and large numbers elsewhere: they must be finite."""
+    sizes = [jax.tree.leaves(store)[0].shape[2] for store in layer.stores]
+    starts = np.cumsum([0, *sizes])
+
+    def filled(leaf: jax.Array, position: jax.Array) -> jax.Array:
+        empty = (position < 0).reshape(*position.shape, *(1,) * (leaf.ndim - 3))
+        return jnp.where(empty, jnp.asarray(255 if leaf.dtype == jnp.uint8 else 1e30, leaf.dtype), leaf)
+
+    stores = tuple(
+        jax.tree.map(lambda leaf: filled(leaf, layer.position[:, :, start : start + size]), store)  # noqa: B023
+        for start, size, store in zip(starts, sizes, layer.stores, strict=False)
+    )
+    return layer.replace(stores=stores)
+
+
+class Steps(NamedTuple):
+    output: np.ndarray  # [B, H, steps, D]
+    layers: list[LayerKV]  # after the prompt, and after each step
+
+
+def stepwise(held: Storage, policy: policies.Policy) -> tuple[Steps, Steps]:
+    """The steps as they are, and with everything spoiled that is in empty slots."""
+    prompt, decode = of_heads("gqa")
+    whole = [np.concatenate(each, axis=2) for each in zip(prompt, decode, strict=True)]
+    case = layers.Case(layers.Streams(*whole), LENGTHS, LENGTHS + STEPS)
+    layout, budgets = layers.lowered(CacheSpec(policy, held), case)
+    ((before,),), ((after,),) = layout.prompt, layout.decode
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+
+    @jax.jit
+    def run(prompt: Any, decode: Any, spoiled: jax.Array) -> Any:
+        position = jnp.arange(WIDTH, dtype=jnp.int32)
+        position = jnp.where(position < lengths[:, None], position, EMPTY)
+        block = Block(position=position, prompt=lengths, total=lengths + STEPS, budget=budgets.prompt)
+        _, first, _ = step(None, *prompt, block=block, group=before, budget=jnp.asarray(budgets.prompt[0][0]))
+
+        def one(layer: LayerKV, inputs: Any) -> Any:
+            number, *own = inputs
+            layer = jax.tree.map(functools.partial(jnp.where, spoiled), spoil(layer), layer)
+            block = Block(
+                position=(lengths + number)[:, None], prompt=lengths, total=lengths + STEPS, budget=budgets.decode
+            )
+            own = [x[:, :, None] for x in own]
+            output, layer, _ = step(layer, *own, block=block, group=after, budget=jnp.asarray(budgets.decode[0][0]))
+            return layer, (output[:, :, 0], layer)
+
+        own = [jnp.moveaxis(x, 2, 0) for x in decode]
+        _, (outputs, then) = jax.lax.scan(one, first, (jnp.arange(STEPS, dtype=jnp.int32), *own))
+        return jnp.moveaxis(outputs, 0, 2), first, then
+
+    found = []
+    for spoiled in (False, True):
+        output, first, then = jax.tree.map(np.asarray, run(prompt, decode, jnp.asarray(spoiled)))
+        each = [jax.tree.map(lambda leaf: leaf[number], then) for number in range(STEPS)]  # noqa: B023
+        found.append(Steps(output, [first, *each]))
+    return found[0], found[1]
+
+
+def test_what_an_empty_slot_holds_does_not_matter():
+    plain, spoiled = stepwise(storage.int4(residual=3), OURS["h2o"])
+    np.testing.assert_array_equal(plain.output, spoiled.output)
+    for one, other in zip(plain.layers, spoiled.layers, strict=True):
+        np.testing.assert_array_equal(one.position, other.position)
+        for row, head in itertools.product(range(3), range(2)):
+            for slot in live(one, row, head).values():
+                assert_same_bytes(held_in(one, row, head, slot), held_in(other, row, head, slot))
+
+
+def changes(steps: Steps) -> Iterator[tuple[int, int, int, set[int], dict[int, int]]]:
+    """(step, row, head, slots whose bytes changed, live positions and their slots afterwards)."""
+    for number, (one, other) in enumerate(itertools.pairwise(steps.layers)):
+        for row, head in itertools.product(range(3), range(2)):
+            changed = {
+                slot
+                for slot in range(one.position.shape[2])
+                if any(
+                    x[row, head, slot].tobytes() != y[row, head, slot].tobytes()
+                    for x, y in zip(jax.tree.leaves(one.stores), jax.tree.leaves(other.stores), strict=True)
+                )
+            }
+            yield number, row, head, changed, live(other, row, head)
+
+
+def test_an_evicted_newest_token_is_never_encoded():
+    """Nor does any step write more than the slot of its own token."""
+    steps, _ = stepwise(storage.int2(), policies.tova(budget=0.5, share_heads=False))
+    evicted = 0
+    for number, row, _, changed, slots in changes(steps):
+        newest = int(LENGTHS[row]) + number
+        assert changed == ({slots[newest]} if newest in slots else set())
+        evicted += newest not in slots
+    assert 5 < evicted < 55
+
+
+def test_a_merge_encodes_only_what_took_something():
+    steps, _ = stepwise(storage.int4(), policies.window(budget=0.5, sinks=1, merge=policies.d2o()))
+    policy, codec = reference.window(budget=0.5, sinks=1), CODECS["int4"][1]
+    rows = law.replay(law.Storage(codec, codec), *of_heads("gqa"), LENGTHS, policy, fold=MERGES["d2o"][1])
+    assert_same(steps.output, jax.tree.map(jnp.asarray, steps.layers[-1]), rows, storage.int4())
+    merged = 0
+    for number, row, head, changed, slots in changes(steps):
+        took = rows[row].heads[head].merged[1 + number]  # the prompt is the first step
+        assert changed == {slots[position] for position in {*took, int(LENGTHS[row]) + number}}
+        merged += len(took)
+    assert merged > 10
+
+
+def test_parameters_and_exact_slots_are_in_the_models_dtype():
+    """The policy looks at positions alone: probabilities of bfloat16 are others."""
+    held, codec = storage.int4(residual=3), law.integer(4, dtype="bfloat16")
+    prompt, decode = streams(SEED, (4, 2), DIM, LENGTHS, STEPS, [codec], dtype=jnp.bfloat16)
+    output, layer = replay(held, prompt, decode, LENGTHS, OURS["window"])
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(layer.stores)} == {"uint8", "bfloat16"}
+    rows = law.replay(law.Storage(codec, codec, 3), prompt, decode, LENGTHS, THEIRS["window"])
+    assert_same(output, layer, rows, held, atol=5e-2)
+
+
+def capacities(policy: policies.Policy, residual: int) -> tuple[int, ...]:
+    """The least number of coded slots and of exact ones (STORAGE.md, "Capacities")."""
+    budget = None if policy.budget is None else max(policy.budget.slots(int(n), 1)[0] for n in LENGTHS)
+    evicts = budget is not None and policy.when == "step"
+    most = TOTAL if budget is None else budget + (0 if evicts else STEPS)
+    if residual >= TOTAL:
+        return (most + evicts,)  # a dense cache has room for the step's own token
+    coded = most if evicts else max(budget or 0, most - residual)
+    return (coded, min(residual, most)) if residual else (coded,)
+
+
+@pytest.mark.parametrize("residual", [0, 3, STEPS + 3, TOTAL])
+@pytest.mark.parametrize("name", OURS)
+def test_capacities_are_the_least(name, residual):
+    case = layers.Case(layers.Streams(*random()[0]), LENGTHS, LENGTHS + STEPS)
+    spec = CacheSpec(OURS[name], storage.int8(residual=residual))
+    ((group,),) = layers.lowered(spec, case).layout.decode
+    assert group.slots == capacities(OURS[name], residual)

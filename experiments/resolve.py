@@ -1,0 +1,123 @@
+"""What a config comes to before anything is loaded: specs, decoder, layouts, and whether the machine can hold them."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import config as configs
+from experiments import machine, results
+from experiments.config import ExperimentConfig, ModelConfig
+from kvjax import sharding
+from kvjax.cache import CacheLayout, CacheSpec, Limits
+from kvjax.cache.limits import sizes_for
+from kvjax.cache.lowering import lower
+from kvjax.checkpoint.huggingface import bundled
+from kvjax.errors import ConfigError, PolicyError
+from kvjax.models import families, shapes
+from kvjax.models.config import DecoderConfig
+from kvjax.policies import full
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class CannotRun(ConfigError):
+    """A model that this machine cannot hold, or whose checkpoint it does not have."""
+
+
+def dtype_of(config: ModelConfig, platform: str | None = None) -> Any:
+    """The dtype of weights and cache: as configured, else float32 on a CPU and bfloat16 elsewhere."""
+    if config.dtype is not None:
+        if config.dtype not in DTYPES:
+            raise ConfigError(f"model.dtype={config.dtype!r} is unknown; valid: {', '.join(DTYPES)}, or none.")
+        return jnp.dtype(config.dtype)
+    return jnp.dtype("float32" if (platform or jax.default_backend()) == "cpu" else "bfloat16")
+
+
+def decoder_config(config: ModelConfig) -> DecoderConfig | None:
+    """What the decoder will be, as far as that is known before loading it."""
+    if config.path is not None:
+        folder = Path(config.path) if Path(config.path).is_dir() else bundled(config.path) or Path(config.path)
+        if isinstance(raw := results.read_json(folder / "config.json"), dict):
+            return families.read(raw)
+    if config.shape is not None or config.path is None:
+        return shapes.by_name(config.shape or "tiny")
+    return None
+
+
+def specs_of(config: ExperimentConfig) -> list[CacheSpec]:
+    """Baselines first, then the config's own; each once.
+
+    Raises:
+      KvjaxError: a policy, a storage or a selection, a setting of one, or a budget that cannot work.
+    """
+    found = {}
+    own = configs.build_spec(config)
+    for name in dict.fromkeys(config.baselines):
+        try:
+            spec = CacheSpec(configs.build_policy(configs.baseline(config, name)))
+        except PolicyError as error:
+            raise PolicyError(
+                f"baseline {name!r}: {error} (baselines are set by --config.baselines=full,...)"
+            ) from None
+        if spec.name != own.name:
+            found[spec.name] = spec
+    # The full cache opens every table, also when it is the policy itself.
+    return sorted([*found.values(), own], key=lambda spec: spec.name != "full")
+
+
+def check_fit(config: ExperimentConfig) -> None:
+    """Refuses, before anything is allocated, what cannot work and a model that this machine cannot hold.
+
+    Raises:
+      KvjaxError: a policy, a storage and a selection that do not go together, or not with this model.
+      CannotRun: with what the model needs and what the machine has.
+    """
+    decoder = decoder_config(config.model)
+    if decoder is None:
+        return
+    dtype, rows = dtype_of(config.model), config.data.num_sequences
+    if config.data.prompt is None:
+        layouts = [layout_of(config, spec, decoder, config.data.prompt_length) for spec in specs_of(config)]
+    else:
+        # A prompt that is given has at most as many tokens as bytes; budgets are for its own length, not yet known.
+        layouts = [layout_of(config, CacheSpec(full()), decoder, max(len(config.data.prompt.encode()), 1))]
+    cache = max(most_bytes(layout, rows) for layout in layouts)
+    fit = machine.fit(decoder, dtype, cache=cache, mesh=config.mesh)
+    if not fit.fits:
+        raise CannotRun(f"{model_name(config.model)} does not fit: in {dtype} {fit}.")
+
+
+def layout_of(config: ExperimentConfig, spec: CacheSpec, decoder: DecoderConfig, prompt_length: int) -> CacheLayout:
+    """What `measure` will allocate for a spec when it generates from prompts of `prompt_length` tokens.
+
+    Raises:
+      KvjaxError: see `kvjax.cache.lowering.lower`.
+    """
+    lengths, new_tokens = np.full((config.data.num_sequences,), prompt_length), config.data.new_tokens
+    sizes = sizes_for(
+        lengths, new_tokens - 1, width=prompt_length, block=config.prefill_block,
+        limits=Limits(prompt_length, new_tokens), last_fed=False,
+    )  # fmt: skip
+    mesh = sharding.make_mesh(config.mesh) if config.mesh else None
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        return lower(
+            spec, decoder, sizes, lengths, implementation=config.implementation, platform=jax.default_backend(),
+            dtype=dtype_of(config.model),
+        ).layout  # fmt: skip
+
+
+def most_bytes(layout: CacheLayout, rows: int) -> int:
+    """Bytes of keys and values while decoding, or while the prompt goes in where that is more."""
+    # A prompt in one shot leaves the survivors of each layer before the next one begins.
+    phases = [layout.decode] if layout.block is None else [layout.decode, layout.prompt]
+    return max(dataclasses.replace(layout, decode=phase).bytes(rows) for phase in phases)
+
+
+def model_name(config: ModelConfig) -> str:
+    """The checkpoint, or the shape of random weights."""
+    return config.path or config.shape or "tiny"
