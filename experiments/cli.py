@@ -11,7 +11,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import fields
+from experiments import fields, machine
 from experiments.config import ExperimentConfig
 from kvjax.errors import ConfigError, KvjaxError
 
@@ -112,7 +112,9 @@ def use_compilation_cache(values: flags.FlagValues) -> None:
         jax.config.update("jax_compilation_cache_dir", None)
         return
     try:
-        folder = Path(given).expanduser() if given is not None else _user_cache() / "kvjax" / "xla"
+        folder = (
+            Path(given).expanduser() if given is not None else _user_cache() / "kvjax" / "xla" / machine.processor()
+        )
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # jax runs what lies there
         writable = os.access(folder, os.W_OK)
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder

@@ -1,5 +1,6 @@
 """The machine: what a result was measured on, and whether a model fits it."""
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -104,6 +105,11 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def processor() -> str:
+    """A short name of this kind of processor: machine code that is kept need not run on another kind."""
+    return hashlib.sha256(_cpu().encode()).hexdigest()[:8]
 
 
 def _cpu() -> str:

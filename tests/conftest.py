@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import gc
+import hashlib
 import os
+import platform
 from pathlib import Path
 
 # With the TPU compiler installed, jax would look for a TPU; a machine with an accelerator may name it.
@@ -24,6 +26,27 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
 
 ROOT = Path(__file__).resolve().parent.parent
+#: Tests that read what the compiler made, or compile for devices that are absent: their programs are not kept.
+READ_PROGRAMS = {"test_compiled.py", "test_plan.py", "kernels"}
+
+
+def kept_programs() -> Path:
+    """The folder of compiled programs that the workers share, and the next run uses.
+
+    One per processor and version of jax: machine code of one processor need not run on another.
+    """
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    cache = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    about = [line for line in info.splitlines() if line.startswith(("model name", "flags"))][:2]
+    machine = hashlib.sha256("".join(about).encode()).hexdigest()[:8] if about else platform.machine()
+    return cache / "kvjax" / "tests" / f"{machine}-jax-{jax.__version__}"
+
+
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    jax.config.update("jax_compilation_cache_dir", str(kept_programs()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def find_shared() -> Path | None:
@@ -56,8 +79,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forget_programs():
+def forget_programs(request):
     """Compiled programs hold memory maps, of which a process may have 65,530; without any the compiler crashes."""
+    jax.config.update("jax_enable_compilation_cache", not READ_PROGRAMS & set(request.node.path.parts))
     yield
     jax.clear_caches()
     gc.collect()

@@ -46,7 +46,7 @@ def test_generation_is_that_of_xla(policy, block):
                 prefill_block=block,
                 implementation=each,
                 limits=Limits(max(LENGTHS), 5),
-            )  # fmt: skip
+            )
             for each in ("pallas_tpu", "xla")
         )
     np.testing.assert_array_equal(got.tokens, expected.tokens)
