@@ -57,6 +57,13 @@ def _policies(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def _storages(rows: Sequence[Row]) -> Any:
+    figure, panels = new_figure(1, figsize=(7, 1.2 + 0.32 * len(rows)))
+    _bars(panels[0, 0], rows, "cache", "times dense", ".2f")
+    style(panels[0, 0], "A decoding step", "time, dense slots read whole = 1")
+    return figure
+
+
 def _stream(rows: Sequence[Row]) -> Any:
     tenths = [row for row in rows if row["perplexity of the text"] is not None]
     x = [int(row["tokens"].split(" to ")[1].replace(",", "")) for row in tenths]
@@ -121,6 +128,7 @@ def _with(statistics: str | None) -> str:
 PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "decode": _decode,
     "policies": _policies,
+    "storages": _storages,
     "stream": _stream,
     "prefill": _prefill,
     "memory": _memory,

@@ -120,7 +120,7 @@ def attended(config: DecoderConfig, lowered: Lowered, context: int, tokens: int)
 def ours(
     model: kvjax.Model,
     prompt: np.ndarray,
-    policy: Policy,
+    policy: Policy | CacheSpec,
     tokens: int,
     *,
     restart: bool = False,

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments.bench import decode, every_policy, kernels, memory, sides
+from experiments.bench import decode, every_policy, kernels, memory, sides, storages
 from experiments.bench.__main__ import TASKS, main
 from experiments.peers import PEERS, Work
 from kvjax import policies
@@ -136,6 +136,16 @@ def test_policies(tmp_path, monkeypatch):
     rows = bench(tmp_path, "policies", "--slots=64")
     assert [row["policy"] for row in rows] == ["h2o", "window"]
     assert rows[0]["times h2o"] == 1.0
+
+
+def test_storages(tmp_path, monkeypatch):
+    made = storages.combinations(64)
+    assert set(made) >= {"h2o, dense", "h2o, int8", "full, quest", "full, optimal"}
+    chosen = {name: made[name] for name in ("h2o, dense", "h2o, int8", "full, dense", "full, quest")}
+    monkeypatch.setattr(storages, "combinations", lambda *_: chosen)
+    rows = {row["cache"]: row for row in bench(tmp_path, "storages", "--slots=64")}
+    assert rows["h2o, dense"]["times dense"] == rows["full, dense"]["times dense"] == 1.0
+    assert rows["h2o, int8"]["MB"] < rows["h2o, dense"]["MB"] and rows["full, quest"]["times dense"] > 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,58 @@
+"""A decoding step under h2o with every storage, and of a full cache with every selection, against dense slots."""
+
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from experiments.bench.sides import dtype_of, in_turns, ours, random_model, random_prompt, ratio, shape
+from kvjax import policies, selection, storage
+from kvjax.cache import CacheSpec, Limits
+from kvjax.cache.limits import sizes_for
+from kvjax.cache.lowering import lower
+
+DENSE = "h2o, dense"
+
+
+def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+    """Times in milliseconds per step, and the bytes of keys and values that are held."""
+    rounds, tokens, budget = values.rounds, values.tokens, values.slots
+    batch, context = values.batch or 1, values.slots + 1
+    config = shape(values.shape or "opt-125m")
+    model = random_model(config, context + (rounds + 1) * tokens, values.dtype)
+    prompt = random_prompt(config, batch, context)
+    specs = combinations(budget)
+    sides = {
+        # A full cache has room for one round, and starts again.
+        name: ours(model, prompt, spec, tokens, restart=spec.policy.budget is None, implementation="xla")
+        for name, spec in specs.items()
+    }
+    times = in_turns(sides, rounds)
+
+    def held(spec: CacheSpec) -> int:
+        lengths = np.full((batch,), context, np.int32)
+        limits = Limits(context, tokens)
+        sizes = sizes_for(lengths, tokens - 1, width=context, block=None, limits=limits, last_fed=False)
+        return lower(spec, config, sizes, lengths, dtype=dtype_of(model)).layout.bytes(batch)
+
+    return [
+        {
+            "cache": name,
+            "MB": held(specs[name]) / 1e6,
+            "ms/step": 1e3 * float(np.median(each)),
+            "times dense": ratio(each, times[DENSE if name.startswith("h2o") else "full, dense"]),
+        }
+        for name, each in times.items()
+    ]
+
+
+def combinations(budget: int) -> dict[str, CacheSpec]:
+    """What is compared, by name."""
+    h2o, full = policies.h2o(budget), policies.full()
+    made = {DENSE: CacheSpec(h2o)}
+    for held in (storage.int8(), storage.int4(), storage.fp8()):
+        made[f"h2o, {held.name}"] = CacheSpec(h2o, held)
+    made["full, dense"] = CacheSpec(full)
+    for read in (selection.quest(page=16, budget=max(budget // 4, 48)), selection.optimal(max(budget // 4, 1))):
+        made[f"full, {read.name}"] = CacheSpec(full, selection=read)
+    return made
