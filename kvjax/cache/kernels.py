@@ -41,7 +41,7 @@ class Chooser:
         """The decoding group with its kernels; kv_heads: of the group."""
         parts = 1 if group.storage.exact else len(group.slots) + 1
         request = self._request(group, kv_heads, tokens=1, slots=group.capacity, parts=parts)
-        whole = self._choose("step", request)
+        whole = self._choose("step", request, group)
         if whole.op == "step":
             return dataclasses.replace(group, step=whole.implementation, attend=whole.implementation)
         return dataclasses.replace(group, attend=whole.implementation, reasons=whole.reasons)
@@ -54,7 +54,7 @@ class Chooser:
         parts = 1 if one_shot or group.storage.exact else len(group.slots) + 1
         slots = tokens if one_shot else group.capacity
         request = self._request(group, kv_heads, tokens=tokens, slots=slots, parts=parts)
-        choice = self._choose("prefill" if tokens > 1 else "decode", request)
+        choice = self._choose("prefill" if tokens > 1 else "decode", request, group)
         return dataclasses.replace(group, attend=choice.implementation, reasons=choice.reasons)
 
     def _request(self, group: Group, kv_heads: int, *, tokens: int, slots: int, parts: int) -> Request:
@@ -81,13 +81,20 @@ class Chooser:
             parts=parts,
             band=group.selection.whole_text,
             plain=tuple(plain),
-            trace=functools.partial(observe_and_evict, group),
         )
 
-    def _choose(self, op: Op, request: Request) -> Choice:
-        choice = registry.choose(op, self.implementation, request)
+    def _choose(self, op: Op, request: Request, group: Group) -> Choice:
+        # Layers that are alike are asked for once: reading a policy's jaxpr takes some milliseconds.
+        choice = _choice(op, self.implementation, request, dataclasses.replace(group, layer=0, into=None))
         if self.asked not in ("auto", choice.implementation):
             raise ConfigError(
                 f"implementation={self.asked!r} cannot run this: {'; '.join(choice.reasons)}. Use 'auto' or 'xla'."
             )
         return choice
+
+
+@functools.lru_cache(maxsize=1024)
+def _choice(op: Op, implementation: Implementation, request: Request, group: Group) -> Choice:
+    """`registry.choose`, for a group of any layer."""
+    traced = dataclasses.replace(request, trace=functools.partial(observe_and_evict, group))
+    return registry.choose(op, implementation, traced)

@@ -24,6 +24,7 @@ from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
 from kvjax.selection import everything
 from kvjax.selection.base import Selection
+from kvjax.storage import dense
 
 
 class Branch(NamedTuple):
@@ -83,6 +84,10 @@ def lower(
       PolicyError: a combination, a budget or a table of heads that cannot work.
       ConfigError: an implementation asked for by name whose attention cannot run.
     """
+    name = spec.name
+    if spec.storage.residual >= sizes.total:
+        # No token becomes old enough to be coded.
+        spec = dataclasses.replace(spec, storage=dense())
     branches = _branches(spec.policy, spec.selection, config)
     for branch in branches:
         _check(spec, branch, sizes)
@@ -91,7 +96,8 @@ def lower(
     prompt_budgets: list[tuple[np.ndarray | None, ...]] = []
     decode_budgets: list[tuple[np.ndarray | None, ...]] = []
     resolved = [_budgets(branch, lengths, config.num_layers) for branch in branches]
-    nominal = [_budgets(branch, np.array([sizes.nominal]), config.num_layers) for branch in branches]
+    # No row may have the length that arrays are sized for: its budgets need not be ones that work.
+    nominal = [_budgets(branch, np.array([sizes.nominal]), config.num_layers, check=False) for branch in branches]
     kernels = Chooser(config, sizes, implementation, platform, dtype)
     for layer in range(config.num_layers):
         before: list[Group] = []
@@ -116,7 +122,7 @@ def lower(
         prompt_budgets.append(tuple(first))
         decode_budgets.append(tuple(then))
     layout = CacheLayout(
-        prompt=tuple(prompt_groups), decode=tuple(decode_groups), block=sizes.block, name=spec.name,
+        prompt=tuple(prompt_groups), decode=tuple(decode_groups), block=sizes.block, name=name,
         kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=str(jnp.dtype(dtype)),
     )  # fmt: skip
     return Lowered(layout, Budgets(tuple(prompt_budgets), tuple(decode_budgets)))
@@ -183,14 +189,19 @@ def _check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
         )
 
 
-def _budgets(branch: Branch, lengths: np.ndarray, layers: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+def _budgets(
+    branch: Branch, lengths: np.ndarray, layers: int, *, check: bool = True
+) -> tuple[np.ndarray | None, np.ndarray | None]:
     """[L, B] int32 slots of the prompt and of decoding; None where every token is kept."""
 
     def slots(policy: Evict) -> np.ndarray | None:
+        hides = branch.selection.budget is not None
+        budget = branch.selection.budget if hides else policy.budget
+        if budget is None:
+            return None
+        refuse = branch.selection.check_slots if hides else policy.check_slots
         with named(policy.name):
-            if (own := branch.selection.budget) is not None:
-                return batch_slots(own, lengths, layers, lambda b: branch.selection.check_slots(b))
-            return None if policy.budget is None else batch_slots(policy.budget, lengths, layers, policy.check_slots)
+            return batch_slots(budget, lengths, layers, refuse if check else lambda slots: None)
 
     first = slots(branch.prompt)
     return first, first if branch.decode is branch.prompt else slots(branch.decode)
@@ -211,13 +222,13 @@ def _groups(
     prompt, decode = _capacities(spec, branch, budgets, own_heads, sizes)
     dense = branch.selection.dense(layer, config.windows[layer])
     selection = everything() if dense else branch.selection.traced()
-    # Before decoding only those are told of a prompt that hide slots of it.
+    # A prompt is read whole, except by selections that hide slots of it.
     early = selection if selection.in_prompt or selection.whole_text else everything()
     needs = branch.decode.needs
     common: dict[str, Any] = {"layer": layer, "heads": heads, "storage": spec.storage}
     after = Group(
         policy=branch.decode.traced(), selection=selection, needs=needs,
-        slots=_stores(spec, branch, kernels.round_up(decode)),
+        slots=_stores(spec, branch, kernels.round_up(decode), sizes.following),
         decoding=True, single=branch.single, **common,
     )  # fmt: skip
     after = kernels.decode(after, own_heads)
@@ -232,7 +243,10 @@ def _groups(
 def _capacities(
     spec: CacheSpec, branch: Branch, budgets: list[int | None], kv_heads: int, sizes: Sizes
 ) -> tuple[int, int]:
-    """Slots of a head, beside a step's own tokens: while the prompt goes in in blocks, and while decoding."""
+    """Slots per head of the arrays: while the prompt goes in block by block, and while decoding.
+
+    Where slots are held in a code, a step's own tokens are apart and take none.
+    """
     whole, total = sizes.prompt, sizes.total
     first, then = budgets
     if branch.selection.budget is not None:  # hides slots and frees none
@@ -255,15 +269,22 @@ def _capacities(
     return whole, max(left + room, min(up(then + room, branch.decode), total))
 
 
-def _stores(spec: CacheSpec, branch: Branch, slots: int) -> tuple[int, ...]:
-    """Slots of each store: those in a code, and the newest, which are exact."""
+def _stores(spec: CacheSpec, branch: Branch, slots: int, following: int = 0) -> tuple[int, ...]:
+    """Slots of each store: those in a code, and the newest, which are exact.
+
+    Args:
+      slots: the most that a head holds between steps.
+      following: the most tokens that follow a prompt while these arrays are in use.
+    """
     residual = spec.storage.residual
     if len(stores_of(spec.storage)) == 1:
         return (slots,)
     exact = min(residual, slots)
-    # Where nothing is evicted the newest are always there; elsewhere coded slots may take all.
-    keeps_newest = branch.prompt.budget is None
-    return (max(slots - exact, 0) if keeps_newest else slots, exact)
+    if branch.decode.budget is not None:
+        # The newest tokens may be evicted: coded slots may take all that stays.
+        return slots, exact
+    # A compressor may drop the newest tokens of the prompt; those that follow stay, and the newest of them are exact.
+    return slots - (exact if branch.prompt.budget is None else min(exact, following)), exact
 
 
 def follows_prompt(budget: Budget | None) -> bool:

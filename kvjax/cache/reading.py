@@ -18,7 +18,7 @@ Array = jax.Array
 
 
 class Part(NamedTuple):
-    """Slots that attention runs over together, as it sees them.
+    """Slots that attention runs over in one call, as it sees them.
 
     Attributes:
       key: [B, K, S, D], rotated.

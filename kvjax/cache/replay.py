@@ -21,6 +21,7 @@ from kvjax.policies.window import full
 from kvjax.rope import Rope
 from kvjax.selection import everything
 from kvjax.selection.base import Selection
+from kvjax.storage import dense
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
 
@@ -79,16 +80,24 @@ def _run(prompt: Triple, decode: Triple, lengths: Array, budgets: Any, *, rope: 
     before, after = layout.prompt[0][0], layout.decode[0][0]
     width, steps = prompt[0].shape[2], decode[0].shape[2]
     total = lengths + steps
-    size = width if layout.block is None else layout.block
-    layer: Any = None if layout.block is None else _empty(before, prompt[1])
-    for start in range(0, width, size):
+
+    def one(layer: LayerKV | None, own: Any, start: Any) -> LayerKV:
         # [B, n]
-        position = start + jnp.arange(min(size, width - start), dtype=jnp.int32)
+        position = start + jnp.arange(own[0].shape[2], dtype=jnp.int32)
         position = jnp.where(position < lengths[:, None], position, -1)
         block = Block(position=position, prompt=lengths, total=total, budget=budgets.prompt)
-        own = [x[:, :, start : start + size] for x in prompt]
-        _, layer, _ = step(layer, *own, block=block, group=before, budget=budgets.prompt[0][0], rope=rope)
-    if layout.block is not None:
+        return step(layer, *own, block=block, group=before, budget=budgets.prompt[0][0], rope=rope)[1]
+
+    if layout.block is None:
+        layer = one(None, prompt, 0)
+    else:
+        size = layout.block
+        starts = jnp.arange(0, width, size, dtype=jnp.int32)
+        pad = ((0, 0), (0, 0), (0, -width % size), (0, 0))
+        # [blocks, B, heads, size, D] each
+        blocks = tuple(jnp.moveaxis(jnp.pad(x, pad).reshape(*x.shape[:2], -1, size, x.shape[3]), 2, 0) for x in prompt)
+        layer = _empty(before, prompt[1])
+        layer, _ = jax.lax.scan(lambda layer, inputs: (one(layer, *inputs), None), layer, (blocks, starts))
         layer = convert(layer, before, after, lengths - 1)
 
     def body(layer: Any, inputs: tuple[Array, tuple[Array, ...]]) -> tuple[Any, Array]:
@@ -113,9 +122,12 @@ def read(storage: Storage, layer: LayerKV) -> tuple[Array, Array, Array]:
     Returns:
       key [B, K, N, D] and value [B, K, N, D] float32, and position [B, K, N] int32, -1 = empty.
     """
+    ways = stores_of(storage)
+    if len(ways) > len(layer.stores):  # a residual that covers every token
+        ways = (dense(),)
     pieces = [
         held.decode(each, store, layer.dim, jnp.dtype(jnp.float32))
-        for each, store in zip(stores_of(storage), layer.stores, strict=True)
+        for each, store in zip(ways, layer.stores, strict=True)
     ]
     key, value = (jnp.concatenate([x.astype(jnp.float32) for x in each], axis=2) for each in zip(*pieces, strict=True))
     return key, value, layer.position

@@ -44,10 +44,10 @@ class CacheSpec:
         if self.positions not in (None, *POSITIONS):
             raise PolicyError(f"positions={self.positions!r} is not valid; use 'original', 'cache' or None.")
         if isinstance(self.policy, Reads):
-            if not self.selection.reads_all:
+            if not self.selection.reads_all and self.selection != self.policy.selection:
                 raise PolicyError(
-                    f"policy {self.policy.name} chooses itself what is read; selection={self.selection!r} has no place "
-                    "beside it."
+                    f"policy {self.policy.name} chooses itself what is read; selection={self.selection!r} cannot "
+                    "be added."
                 )
             object.__setattr__(self, "selection", self.policy.selection)
         if self.positions is not None and self.positions != self.policy.positions:
@@ -65,7 +65,7 @@ class CacheSpec:
 
 
 def as_spec(policy: Any, storage: Storage | None = None, selection: Selection | None = None) -> CacheSpec:
-    """A `CacheSpec` from what a caller gave: a policy or a spec, with a storage and a selection beside it.
+    """A `CacheSpec` from what a caller gave: a policy or a spec, and perhaps a storage and a selection.
 
     Raises:
       PolicyError: something else, or a spec together with another storage or selection.

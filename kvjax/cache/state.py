@@ -1,4 +1,4 @@
-"""The state of a cache: the pytree that `lax.scan` carries, and what a step is told about its tokens."""
+"""The state of a cache, which is the pytree that `lax.scan` carries, and the tokens of a step."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The best that any selection of so many slots can do: those of the largest true probabilities."""
+"""The upper reference of all selections: the slots of the largest true probabilities."""
 
 from __future__ import annotations
 

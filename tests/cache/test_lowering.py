@@ -180,3 +180,12 @@ def test_a_selection_reads_only_from_its_first_layer_on():
     got = exactly(CacheSpec(policies.full(), selection=selection.quest(page=4, budget=16)), layers=4).layout
     assert [group.selection.reads_all for group in got.groups] == [True, True, False, False]
     assert all(group.selection.reads_all for layer in got.prompt for group in layer)
+
+
+def test_only_the_rows_budgets_must_work():
+    """A ring needs an odd budget: of each row, and not of the length that arrays are sized for."""
+    lengths = np.array([30])
+    sizes = sizes_for(lengths, 3, width=30, block=None, limits=None, last_fed=True)
+    assert int(0.5 * sizes.nominal) % 2 == 0
+    got = lower(CacheSpec(policies.h2o(0.5, variant="ring")), config(), sizes, lengths)
+    assert int(got.budgets.decode[0][0][0]) == 15

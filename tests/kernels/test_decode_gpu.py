@@ -60,13 +60,13 @@ def test_it_lowers_for_cuda(case, reports):
 
 
 def test_programs_share_the_slots():
-    plan = functools.partial(plan_gpu.Plan, dtype=jnp.bfloat16, reports=True)
-    many = plan(4, 128, 2048).cut(1024)
+    launch = functools.partial(plan_gpu.Launch, dtype=jnp.bfloat16, reports=True)
+    many = launch(4, 128, 2048).cut(1024)
     assert (many.spans, many.span) == (1, 32)
     assert many.stages > 1
-    few = plan(4, 128, 8192).cut(8)
+    few = launch(4, 128, 8192).cut(8)
     assert few.spans * 8 > plan_gpu.PROGRAMS // 2
-    wide = plan(71, 64, 4096).cut(1024)
+    wide = launch(71, 64, 4096).cut(1024)
     assert wide.spans > 1, "logits of 71 heads do not fit"
 
 

@@ -68,27 +68,29 @@ def test_it_lowers_for_cuda(case, reports):
         assert all(any(each in line for each in moving) for line in touching), "read by the kernels alone"
 
 
-def plan(group=4, n=104, size=104, dim=64, dtype=jnp.bfloat16, windowed=False, causal=True):
-    return grid_gpu.Plan(group, n, size, dim, dtype, windowed, False, causal)
+def tiling(group=4, n=104, size=104, dim=64, dtype=jnp.bfloat16, windowed=False, causal=True):
+    return grid_gpu.Tiling(group, n, size, dim, dtype, windowed, False, causal)
 
 
-def visits(plan, n, window=None, real=None):
+def visits(tiling, n, window=None, real=None):
     """Tiles that both passes visit, of one row with so many real queries."""
-    index = np.arange(plan.size)
+    index = np.arange(tiling.size)
     line = np.where(index < (n if real is None else real), index.astype(np.float32), np.inf)
-    queries = np.pad(np.where(np.isinf(line), -np.inf, line), (0, max(plan.n - plan.size, 0)), constant_values=-np.inf)
-    rows = np.pad(np.tile(queries[: plan.n], plan.group), (0, plan.rows), constant_values=-np.inf)[: plan.rows]
+    queries = np.pad(
+        np.where(np.isinf(line), -np.inf, line), (0, max(tiling.n - tiling.size, 0)), constant_values=-np.inf
+    )
+    rows = np.pad(np.tile(queries[: tiling.n], tiling.group), (0, tiling.rows), constant_values=-np.inf)[: tiling.rows]
     slots = jnp.asarray(line, jnp.float32)[None, None]
-    first = grid_gpu.slots_of_rows(plan, jnp.asarray(rows, jnp.float32)[None], slots, window)
-    tiled = pallas_gpu._tiled(slots, 64, plan.places)
-    second = grid_gpu.queries_of_slots(plan, jnp.asarray(queries[None, : plan.n] > -np.inf), tiled, window)
+    first = grid_gpu.slots_of_rows(tiling, jnp.asarray(rows, jnp.float32)[None], slots, window)
+    tiled = pallas_gpu._tiled(slots, 64, tiling.places)
+    second = grid_gpu.queries_of_slots(tiling, jnp.asarray(queries[None, : tiling.n] > -np.inf), tiled, window)
     return np.asarray(first[0]), np.asarray(second[0])
 
 
 @pytest.mark.parametrize("window", [None, 1, 90])
 @pytest.mark.parametrize(("group", "n", "real"), [(1, 136, 136), (3, 200, 150), (4, 1032, 1032), (2, 64, 0)])
 def test_a_tile_is_visited_where_something_is_seen(group, n, real, window):
-    what = plan(group, n, n, windowed=window is not None)
+    what = tiling(group, n, n, windowed=window is not None)
     first, second = visits(what, n, window, real)
     i, j = np.arange(n)[:, None], np.arange(n)
     seen = (j <= i) & (i - j < (window or np.inf)) & (i < real)
@@ -117,18 +119,18 @@ def test_statistics_cost_at_most_sixty_percent(group, dim, dtype):
     for n in (16, 100, 1100):
         size = n if n % 8 == 0 and n >= 64 else -(-n // 64) * 64
         for window in (None, 600):
-            what = plan(group, -(-n // 8) * 8, size, dim, dtype, window is not None)
+            what = tiling(group, -(-n // 8) * 8, size, dim, dtype, window is not None)
             first, second = (np.maximum(x[:, 1] - x[:, 0] + 1, 0).sum() for x in visits(what, n, window))
             products = 64 * what.slots * first * 4 * dim, 64 * what.queries * second * 2 * dim * group
             assert products[1] + 64 * what.queries * second * 2 * words <= 0.6 * products[0]
 
 
 def test_warpgroups_share_what_passes():
-    assert plan(4, 2048, 2048, 128).first() == (2, 4)
-    assert plan(4, 2048, 2048, 256).first() == (2, 4)
-    assert plan(4, 2048, 2048, 256, jnp.float32).first() == (1, 3)
-    assert plan(4, 2048, 2048, 128).second(14) == (2, 4)
-    assert plan(1, 64, 64, 128).first()[0] == 1, "one tile of rows needs no second"
+    assert tiling(4, 2048, 2048, 128).first() == (2, 4)
+    assert tiling(4, 2048, 2048, 256).first() == (2, 4)
+    assert tiling(4, 2048, 2048, 256, jnp.float32).first() == (1, 3)
+    assert tiling(4, 2048, 2048, 128).second(14) == (2, 4)
+    assert tiling(1, 64, 64, 128).first()[0] == 1, "one tile of rows needs no second"
 
 
 def test_what_cannot_run_says_so():
@@ -136,6 +138,6 @@ def test_what_cannot_run_says_so():
     with pytest.raises(ConfigError, match=r"prefill/pallas_gpu: it takes head sizes of 64 to 256, .* not 32"):
         attention.attend_and_reduce(case.problem(*case.arrays()), "pallas_gpu")
     with pytest.raises(ValueError, match="at most 256 lines of queries; 300 heads"):
-        plan(300).second(310)
+        tiling(300).second(310)
     with pytest.raises(ValueError, match=r"240 heads of 256 in .*float32.* exceed the shared memory"):
-        plan(240, 64, 64, 256, jnp.float32).second(250)
+        tiling(240, 64, 64, 256, jnp.float32).second(250)

@@ -109,7 +109,7 @@ def test_what_is_said_to_fit_into_a_program_does(name, group, dtype):
 
     def fits(slots: int) -> bool:
         try:
-            step_gpu.plan_of(2048, group, slots, 128, dtype, len(build(name, 4095).needs))
+            step_gpu.launch_of(2048, group, slots, 128, dtype, len(build(name, 4095).needs))
         except ValueError:
             return False
         return True

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper, registry, softmax
 from kvjax.kernels.decode.pass_gpu import Pass, gathered
-from kvjax.kernels.decode.plan_gpu import WIDE, Plan
+from kvjax.kernels.decode.launch_gpu import WIDE, Launch
 from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE, tiled, untiled
 from kvjax.kernels.problem import Attended, Problem
 from kvjax.kernels.softmax import NEGATIVE
@@ -39,8 +39,8 @@ def refuses(request: "Request") -> str | None:
     try:
         hopper.check_dim(request.dim)
         reports = any(statistic.needs_attention for statistic in request.statistics)
-        plan = Plan(request.group, request.dim, max(request.slots, TILE), jnp.dtype(request.dtype), reports)
-        plan.cut(request.batch * request.kv_heads)
+        launch = Launch(request.group, request.dim, max(request.slots, TILE), jnp.dtype(request.dtype), reports)
+        launch.cut(request.batch * request.kv_heads)
     except ValueError as error:
         return str(error).rstrip(".")
     return None
@@ -59,20 +59,20 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
         jnp.pad(x.reshape(pairs, size, dim), ((0, 0), (front, 0), (0, 0))) if front else x.reshape(pairs, size, dim)
         for x in (key, value)
     )
-    plan = Plan(group, dim, size + front, key.dtype, bool(problem.statistics), problem.group_reduce, problem.scale).cut(
-        pairs
-    )
+    launch = Launch(
+        group, dim, size + front, key.dtype, bool(problem.statistics), problem.group_reduce, problem.scale
+    ).cut(pairs)
     # [B, K, 1, S]
     mask = softmax.visible(problem)
     # [B, K, S]
     bias = jnp.where(mask[:, :, 0], 0.0 if problem.log_weight is None else problem.log_weight, NEGATIVE)
     # [pairs, spans, tiles of a span, TILE]
-    bias = tiled(bias.astype(jnp.float32).reshape(pairs, size), TILE, NEGATIVE, plan.spans * plan.span)
-    bias = bias.reshape(pairs, plan.spans, plan.span, TILE)
+    bias = tiled(bias.astype(jnp.float32).reshape(pairs, size), TILE, NEGATIVE, launch.spans * launch.span)
+    bias = bias.reshape(pairs, launch.spans, launch.span, TILE)
     # [pairs, parts, G padded, D]
     parts = jnp.stack(hopper.parts(query.reshape(pairs, group, dim).astype(key.dtype)), axis=1)
-    parts = jnp.pad(parts, ((0, 0), (0, 0), (0, plan.padded - group), (0, 0)))
-    output, ends, *columns = _call(plan, pairs)(parts, key, value, bias)
+    parts = jnp.pad(parts, ((0, 0), (0, 0), (0, launch.padded - group), (0, 0)))
+    output, ends, *columns = _call(launch, pairs)(parts, key, value, bias)
     # [pairs, spans, G, D]
     output = gathered(output, group, dim)
     # [pairs, spans, G] maximum and sum of each span
@@ -89,7 +89,7 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
         return attended, {}
     # [pairs, 1 or G, S]
     column = untiled(columns[0], size)
-    if plan.spans > 1:
+    if launch.spans > 1:
         weight = jnp.where(column > NEGATIVE / 2, jnp.exp(column - highest[:, 0, :, None]), 0.0)
         column = weight / jnp.where(sums > 0, sums, 1.0)[:, 0, :, None]
     # [B, K, 1 or G, 1, S]
@@ -99,24 +99,24 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
     return attended, softmax.column_sums(problem, probability, mask, uniform)
 
 
-def _call(plan: Plan, pairs: int) -> Any:
-    chunks = -(-plan.dim // TILE)
+def _call(launch: Launch, pairs: int) -> Any:
+    chunks = -(-launch.dim // TILE)
     out_type = [
-        jax.ShapeDtypeStruct((pairs, plan.spans, plan.padded, chunks * WIDE), jnp.float32),
-        jax.ShapeDtypeStruct((pairs, plan.spans, 2, plan.rows), jnp.float32),
+        jax.ShapeDtypeStruct((pairs, launch.spans, launch.padded, chunks * WIDE), jnp.float32),
+        jax.ShapeDtypeStruct((pairs, launch.spans, 2, launch.rows), jnp.float32),
     ]
-    if plan.reports:
-        rows = 1 if plan.spans == 1 else plan.group
-        out_type.append(jax.ShapeDtypeStruct((pairs, rows, plan.spans * plan.span * TILE), jnp.float32))
+    if launch.reports:
+        rows = 1 if launch.spans == 1 else launch.group
+        out_type.append(jax.ShapeDtypeStruct((pairs, rows, launch.spans * launch.span * TILE), jnp.float32))
     return plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
+        functools.partial(_kernel, launch=launch),
         out_type=out_type,
-        scratch_types=plan.scratch()
+        scratch_types=launch.scratch()
         | {
-            "bias_smem": plgpu.SMEM((plan.span, TILE), jnp.float32),
-            "begun": plgpu.Barrier(num_arrivals=plan.parts + 1),
+            "bias_smem": plgpu.SMEM((launch.span, TILE), jnp.float32),
+            "begun": plgpu.Barrier(num_arrivals=launch.parts + 1),
         },
-        grid=(pairs, plan.spans),
+        grid=(pairs, launch.spans),
         grid_names=("pair", "span"),
         compiler_params=COMPILER,
         kernel_name="attend_one_query",
@@ -125,15 +125,15 @@ def _call(plan: Plan, pairs: int) -> Any:
 
 def _kernel(
     query_ref, key_ref, value_ref, bias_ref, output_ref, ends_ref, *column_refs,
-    query_smem, bias_smem, begun, plan, **scratch,
+    query_smem, bias_smem, begun, launch, **scratch,
 ):  # fmt: skip
     """Takes one span of the slots of one (row, KV head)."""
     pair, span = lax.axis_index("pair"), lax.axis_index("span")
-    first = span * plan.span
-    count = jnp.minimum(plan.span, plan.tiles - first)
-    tiles = Pass(plan, pair, first, count, key_ref, value_ref, query_smem, **scratch)
-    for i in range(plan.parts):
-        plgpu.copy_gmem_to_smem(query_ref.at[pair, i], query_smem.at[i, pl.ds(0, plan.padded)], begun)
+    first = span * launch.span
+    count = jnp.minimum(launch.span, launch.tiles - first)
+    tiles = Pass(launch, pair, first, count, key_ref, value_ref, query_smem, **scratch)
+    for i in range(launch.parts):
+        plgpu.copy_gmem_to_smem(query_ref.at[pair, i], query_smem.at[i, pl.ds(0, launch.padded)], begun)
     plgpu.copy_gmem_to_smem(bias_ref.at[pair, span], bias_smem, begun)
     tiles.begin()
     plgpu.barrier_wait(begun)
@@ -145,14 +145,14 @@ def _kernel(
         """Writes what statistics are computed from: m of a tile's slots or, for a softmax over all spans, logits."""
         (column_ref,) = column_refs
         here = pl.ds((first + at) * TILE, TILE)
-        if plan.spans == 1:
+        if launch.spans == 1:
             column_ref[pair, 0, here] = tiles.column(at)
             return
 
-        @pl.loop(0, plan.group)
+        @pl.loop(0, launch.group)
         def _(head):
             column_ref[pair, head, here] = tiles.logits(at, head)
 
-    if plan.reports:
+    if launch.reports:
         pl.loop(0, count)(report)
     tiles.store(tiles.output(top, total), output_ref.at[pair, span])

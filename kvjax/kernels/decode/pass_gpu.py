@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper
-from kvjax.kernels.decode.plan_gpu import WIDE, Plan
+from kvjax.kernels.decode.launch_gpu import WIDE, Launch
 from kvjax.kernels.hopper import MATRIX, PER_ROW, TILE, along_columns, along_rows, full
 from kvjax.kernels.softmax import NEGATIVE
 
@@ -31,7 +31,7 @@ class Pass:
     Call `begin`, `softmax`, `column` of every tile, `output`, `store` in this order.
 
     Attributes:
-      plan: how the problem is cut.
+      launch: how the problem is cut.
       pair: index of the (row, KV head).
       first: first tile.
       count: number of tiles.
@@ -45,7 +45,7 @@ class Pass:
       ready: barriers of the ring.
     """
 
-    plan: Plan
+    launch: Launch
     pair: Array
     first: Array | int
     count: Array | int
@@ -61,20 +61,20 @@ class Pass:
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of a tile's logits."""
-        return self.plan.rows, TILE
+        return self.launch.rows, TILE
 
     def start(self, tile: Array | int) -> Array:
         """The first slot of a tile."""
-        return jnp.minimum((self.first + tile) * TILE, self.plan.size - TILE)
+        return jnp.minimum((self.first + tile) * TILE, self.launch.size - TILE)
 
     def begin(self) -> None:
         """Starts to fill the ring."""
-        for step in range(self.plan.stages):
+        for step in range(self.launch.stages):
             self._fetch(jnp.int32(step))
 
     def softmax(self, bias: Callable[[Array], Array]) -> tuple[Array, Array]:
         """Maximum and sum [rows] over all tiles; bias(tile) [TILE] is added to the logits, NEGATIVE hides a slot."""
-        plan, shape = self.plan, self.shape
+        launch, shape = self.launch, self.shape
 
         def add_keys(at, carry):
             top, total = carry
@@ -86,13 +86,13 @@ class Pass:
             # [rows, TILE]
             logits = pl.run_scoped(dot, plgpu.ACC(shape, jnp.float32))
             added = along_columns(bias(at), shape)
-            logits = jnp.where(added > NEGATIVE / 2, logits * plan.scale + added, NEGATIVE)
-            self.kept[pl.ds(at * plan.group, plan.rows), pl.ds(0, TILE)] = logits
+            logits = jnp.where(added > NEGATIVE / 2, logits * launch.scale + added, NEGATIVE)
+            self.kept[pl.ds(at * launch.group, launch.rows), pl.ds(0, TILE)] = logits
             highest = jnp.maximum(top, jnp.max(logits, axis=1))
             weight = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - along_rows(highest, shape)), 0.0)
             return highest, total * jnp.exp(top - highest) + jnp.sum(weight, axis=1)
 
-        nothing = full((plan.rows,), NEGATIVE, PER_ROW), full((plan.rows,), 0.0, PER_ROW)
+        nothing = full((launch.rows,), NEGATIVE, PER_ROW), full((launch.rows,), 0.0, PER_ROW)
         top, total = lax.fori_loop(0, self.count, add_keys, nothing)
         self.ends_smem[0] = top
         self.ends_smem[1] = _share(total)
@@ -100,22 +100,22 @@ class Pass:
 
     def logits(self, at: Array, head: Array | int) -> Array:
         """[TILE] of one query head of the group."""
-        return plgpu.layout_cast(self.kept[at * self.plan.group + head, pl.ds(0, TILE)], PER_ROW)
+        return plgpu.layout_cast(self.kept[at * self.launch.group + head, pl.ds(0, TILE)], PER_ROW)
 
     def column(self, at: Array) -> Array:
         """[TILE]: the probabilities of a tile's slots, reduced over the group."""
-        m, mean = full((TILE,), 0.0, PER_ROW), self.plan.group_reduce == "mean"
+        m, mean = full((TILE,), 0.0, PER_ROW), self.launch.group_reduce == "mean"
         # Unrolled, so that one head's exponentials do not wait for another's.
-        for head in range(self.plan.group):
+        for head in range(self.launch.group):
             logits = self.logits(at, head)
             probability = jnp.exp(logits - self.ends_smem[0, head]) * self.ends_smem[1, head]
             probability = jnp.where(logits > NEGATIVE / 2, probability, 0.0)
             m = m + probability if mean else jnp.maximum(m, probability)
-        return m * (1.0 / self.plan.group) if mean else m
+        return m * (1.0 / self.launch.group) if mean else m
 
     def output(self, top: Array, total: Array) -> Array:
         """[rows, D]."""
-        plan, shape, share = self.plan, self.shape, _share(total)
+        launch, shape, share = self.launch, self.shape, _share(total)
         # The query is not needed any more, and its memory takes the weights.
         weights_smem = self.query_smem.at[:, :, pl.ds(0, TILE)]
 
@@ -123,34 +123,34 @@ class Pass:
             @pl.loop(0, self.count)
             def _(at):
                 # Rows beyond the group's hold other tiles' logits, and become rows of the output that are not read.
-                logits = plgpu.layout_cast(self.kept[pl.ds(at * plan.group, plan.rows), pl.ds(0, TILE)], MATRIX)
+                logits = plgpu.layout_cast(self.kept[pl.ds(at * launch.group, launch.rows), pl.ds(0, TILE)], MATRIX)
                 weight = jnp.exp(logits - along_rows(top, shape)) * along_rows(share, shape)
                 weight = jnp.where(logits > NEGATIVE / 2, weight, 0.0)
-                for i in range(plan.parts):
-                    leading = hopper.leading(weight) if i < plan.parts - 1 else weight
-                    self.query_smem[i, :, pl.ds(0, TILE)] = leading.astype(plan.part_dtype)
+                for i in range(launch.parts):
+                    leading = hopper.leading(weight) if i < launch.parts - 1 else weight
+                    self.query_smem[i, :, pl.ds(0, TILE)] = leading.astype(launch.part_dtype)
                     weight = weight - leading
                 plgpu.commit_smem()
                 self._multiply(into, weights_smem, self.count + at, False)
 
             return into[...]
 
-        return pl.run_scoped(sum_up, plgpu.ACC((plan.rows, plan.dim), jnp.float32))
+        return pl.run_scoped(sum_up, plgpu.ACC((launch.rows, launch.dim), jnp.float32))
 
     def store(self, output: Array, output_ref: Ref) -> None:
         """Writes the output to [G padded, chunks * WIDE] of global memory, in chunks of features; see `gathered`."""
-        plan = self.plan
-        for chunk in range(-(-plan.dim // TILE)):
-            width = min(TILE, plan.dim - chunk * TILE)
-            self.kept[pl.ds(0, plan.rows), pl.ds(0, width)] = output[:, chunk * TILE : chunk * TILE + width]
+        launch = self.launch
+        for chunk in range(-(-launch.dim // TILE)):
+            width = min(TILE, launch.dim - chunk * TILE)
+            self.kept[pl.ds(0, launch.rows), pl.ds(0, width)] = output[:, chunk * TILE : chunk * TILE + width]
             plgpu.commit_smem()
             where = output_ref.at[:, pl.ds(chunk * WIDE, WIDE)]
-            plgpu.copy_smem_to_gmem(self.kept.at[pl.ds(0, plan.padded)], where)
+            plgpu.copy_smem_to_gmem(self.kept.at[pl.ds(0, launch.padded)], where)
             plgpu.wait_smem_to_gmem(0)
 
     def _fetch(self, step: Array) -> None:
         """Starts a copy into the ring: first all tiles of keys, then all tiles of values."""
-        slot = lax.rem(step, self.plan.stages)
+        slot = lax.rem(step, self.launch.stages)
         for source, tile in ((self.key_ref, step), (self.value_ref, step - self.count)):
 
             @pl.when((tile >= 0) & (tile < self.count))
@@ -160,31 +160,31 @@ class Pass:
 
     def _multiply(self, into: Ref, left: Ref, step: Array, transposed: bool) -> None:
         """Adds left times a tile, both in 16-bit parts, and frees the tile's place in the ring."""
-        plan, slot = self.plan, lax.rem(step, self.plan.stages)
+        launch, slot = self.launch, lax.rem(step, self.launch.stages)
 
         def turn(ref):
             return ref.transpose((1, 0)) if transposed else ref
 
         plgpu.barrier_wait(self.ready.at[slot])
-        if plan.staged:
-            bits = jnp.dtype(plan.dtype).itemsize * 8
-            swizzle = plgpu.find_swizzle(plan.dim * bits)
+        if launch.staged:
+            bits = jnp.dtype(launch.dtype).itemsize * 8
+            swizzle = plgpu.find_swizzle(launch.dim * bits)
             # From shared memory in plain order to that of tensor cores
             rest = plgpu.layout_cast(
-                self.ring[slot], plgpu.Layout.SMEM_GMEM_COPY((TILE, plan.dim), plan.dtype, swizzle)
+                self.ring[slot], plgpu.Layout.SMEM_GMEM_COPY((TILE, launch.dim), launch.dtype, swizzle)
             )
-            for i in range(plan.parts):
-                leading = hopper.leading(rest) if i < plan.parts - 1 else rest
-                self.part[...] = leading.astype(plan.part_dtype)
+            for i in range(launch.parts):
+                leading = hopper.leading(rest) if i < launch.parts - 1 else rest
+                self.part[...] = leading.astype(launch.part_dtype)
                 rest = rest - leading
                 plgpu.commit_smem()
-                for j in range(plan.parts - i):
+                for j in range(launch.parts - i):
                     plgpu.wgmma(into, left.at[j], turn(self.part))
                 plgpu.wgmma_wait(0)
         else:
             plgpu.wgmma(into, left.at[0], turn(self.ring.at[slot]))
             plgpu.wgmma_wait(0)
-        self._fetch(step + plan.stages)
+        self._fetch(step + launch.stages)
 
 
 def gathered(output: Array, group: int, dim: int) -> Array:

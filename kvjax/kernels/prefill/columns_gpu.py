@@ -10,20 +10,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels.hopper import MATRIX, PER_COLUMN, PER_ROW, TILE, along_columns, along_rows, full, operand
 from kvjax.kernels.prefill import rings_gpu
-from kvjax.kernels.prefill.grid_gpu import Plan
+from kvjax.kernels.prefill.grid_gpu import Tiling
 from kvjax.kernels.prefill.rings_gpu import Ring
 
 Array = jax.Array
 
 
 def reduce_columns(
-    plan: Plan, transforms: tuple[str, ...], rows: Array, key: Array, query_lines: Array, slot_lines: Array,
+    tiling: Tiling, transforms: tuple[str, ...], rows: Array, key: Array, query_lines: Array, slot_lines: Array,
     visits: Array, above: bool,
 ) -> Array:  # fmt: skip
     """Σ_i w_i f(m[i, j]), one per word.
 
     Args:
-      plan: how the problem is cut.
+      tiling: how the problem is cut.
       transforms: f of each word, equal ones next to each other.
       rows: [pairs, parts, rows, D].
       key: [pairs, parts, S, D].
@@ -37,17 +37,17 @@ def reduce_columns(
       [pairs, words, slots padded to whole tiles] float32; the last tile ends with the last slot.
     """
     pairs, parts, _, dim = rows.shape
-    warpgroups, stages = plan.second(query_lines.shape[2])
+    warpgroups, stages = tiling.second(query_lines.shape[2])
     scratch = {
-        "key_smem": operand((warpgroups, parts, TILE, dim), plan.part_dtype),
-        "slot_smem": plgpu.SMEM((warpgroups, plan.slot_lines, TILE), jnp.float32),
+        "key_smem": operand((warpgroups, parts, TILE, dim), tiling.part_dtype),
+        "slot_smem": plgpu.SMEM((warpgroups, tiling.slot_lines, TILE), jnp.float32),
         "begun": plgpu.Barrier(num_arrivals=parts + 1, num_barriers=warpgroups),
         **rings_gpu.rings(
-            warpgroups, stages, operand((stages, plan.queries, dim), plan.part_dtype), query_lines.shape[2:]
+            warpgroups, stages, operand((stages, tiling.queries, dim), tiling.part_dtype), query_lines.shape[2:]
         ),
     }
     count = slot_lines.shape[1]
-    kernel = functools.partial(_kernel, plan=plan, warpgroups=warpgroups, transforms=transforms, above=above)
+    kernel = functools.partial(_kernel, tiling=tiling, warpgroups=warpgroups, transforms=transforms, above=above)
     out_type = jax.ShapeDtypeStruct((pairs, len(transforms), count * TILE), jnp.float32)
     return rings_gpu.call(kernel, out_type, scratch, (pairs, count // warpgroups), warpgroups, "reduce_columns")(
         rows, key, query_lines, slot_lines, visits
@@ -57,21 +57,21 @@ def reduce_columns(
 def _kernel(
     query_ref, key_ref, query_lines_ref, slot_lines_ref, visits_ref, sums_ref,
     key_smem, slot_smem, begun, tiles, tile_ready, tile_free, lines, line_ready, line_free,
-    plan, warpgroups, transforms, above,
+    tiling, warpgroups, transforms, above,
 ):  # fmt: skip
     """Takes one or two tiles of slots of a (row, KV head): slots are rows of the logits, queries are columns."""
     pair, program, own = lax.axis_index("pair"), lax.axis_index("program"), lax.axis_index("wg")
-    parts, queries, shape = plan.parts, plan.queries, (TILE, plan.queries)
-    steps, mean = plan.group * parts, plan.group_reduce == "mean"
+    parts, queries, shape = tiling.parts, tiling.queries, (TILE, tiling.queries)
+    steps, mean = tiling.group * parts, tiling.group_reduce == "mean"
     tile_ring, line_ring = Ring(tiles, tile_ready, tile_free), Ring(lines, line_ready, line_free)
 
     def copy(turn, at):
         line_ring.put(turn, query_lines_ref.at[pair, at])
 
-        @pl.loop(0, plan.group)
+        @pl.loop(0, tiling.group)
         def _(head):
             for i in range(parts):
-                source = query_ref.at[pair, i, pl.ds(head * plan.n + at * queries, queries)]
+                source = query_ref.at[pair, i, pl.ds(head * tiling.n + at * queries, queries)]
                 tile_ring.put(turn * steps + head * parts + i, source)
 
     def skip(turn):
@@ -79,7 +79,7 @@ def _kernel(
         pl.loop(0, steps)(lambda i: tile_ring.skip(turn * steps + i))
 
     def compute(tile, loop):
-        start = jnp.minimum(tile * TILE, plan.size - TILE)
+        start = jnp.minimum(tile * TILE, tiling.size - TILE)
         for i in range(parts):
             plgpu.copy_gmem_to_smem(key_ref.at[pair, i, pl.ds(start, TILE)], key_smem.at[own, i], begun.at[own])
         plgpu.copy_gmem_to_smem(slot_lines_ref.at[pair, tile], slot_smem.at[own], begun.at[own])
@@ -95,19 +95,19 @@ def _kernel(
                 return along_columns(plgpu.layout_cast(lines[place, i, pl.ds(0, queries)], PER_COLUMN), shape)
 
             def head(which, m):
-                logits = rings_gpu.logits_of(key_smem.at[own], tile_ring, turn * steps + which * parts, shape, plan)
-                if plan.weighted:
-                    logits = logits + slot_line(plan.slot_lines - 1)
+                logits = rings_gpu.logits_of(key_smem.at[own], tile_ring, turn * steps + which * parts, shape, tiling)
+                if tiling.weighted:
+                    logits = logits + slot_line(tiling.slot_lines - 1)
                 probability = jnp.exp2(logits - line(1 + above + len(transforms) + which))
                 return m + probability if mean else jnp.maximum(m, probability)
 
-            m = lax.fori_loop(0, plan.group, head, full(shape, 0.0, MATRIX))
+            m = lax.fori_loop(0, tiling.group, head, full(shape, 0.0, MATRIX))
             position = line(0)
             seen = slot_line(0) <= position
-            if plan.windowed:
+            if tiling.windowed:
                 seen = seen & (position <= slot_line(1))
             # The probabilities of slots that are not seen are meaningless so far.
-            m = jnp.where(seen, m * (1.0 / plan.group) if mean else m, 0.0)
+            m = jnp.where(seen, m * (1.0 / tiling.group) if mean else m, 0.0)
             terms = {}
             for transform in dict.fromkeys(transforms):
                 match transform:

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels import hopper
 from kvjax.kernels.hopper import MATRIX, PER_COLUMN, PER_ROW, ROWS, along_columns, along_rows, full, operand
 from kvjax.kernels.prefill import rings_gpu
-from kvjax.kernels.prefill.grid_gpu import Plan
+from kvjax.kernels.prefill.grid_gpu import Tiling
 from kvjax.kernels.prefill.rings_gpu import Ring
 from kvjax.kernels.softmax import NEGATIVE
 
@@ -20,13 +20,13 @@ WIDTH = 128  # columns of the output that one product computes, held besides the
 
 
 def attend_rows(
-    plan: Plan, rows: Array, key: Array, value: Array, row_line: Array, slot_lines: Array, visits: Array, keep: bool,
+    tiling: Tiling, rows: Array, key: Array, value: Array, row_line: Array, slot_lines: Array, visits: Array, keep: bool,
     above: bool,
 ) -> list[Array]:  # fmt: skip
     """Attention of all rows, in whole tiles.
 
     Args:
-      plan: how the problem is cut.
+      tiling: how the problem is cut.
       rows: [pairs, parts, rows, D].
       key: [pairs, parts, S, D].
       value: [pairs, parts, S, D].
@@ -41,19 +41,22 @@ def attend_rows(
       number of slots that each row sees, [pairs, rows] float32.
     """
     pairs, parts, count, dim = rows.shape
-    warpgroups, stages = plan.first()
-    out_type = [jax.ShapeDtypeStruct((pairs, count, dim), plan.dtype)]
+    warpgroups, stages = tiling.first()
+    out_type = [jax.ShapeDtypeStruct((pairs, count, dim), tiling.dtype)]
     out_type += [jax.ShapeDtypeStruct((pairs, count), jnp.float32)] * (keep + above)
     scratch = {
-        "query_smem": operand((warpgroups, parts, ROWS, dim), plan.part_dtype),
-        "weight_smem": operand((warpgroups, parts, ROWS, plan.slots), plan.part_dtype, columns=dim),
+        "query_smem": operand((warpgroups, parts, ROWS, dim), tiling.part_dtype),
+        "weight_smem": operand((warpgroups, parts, ROWS, tiling.slots), tiling.part_dtype, columns=dim),
         "position_smem": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
         "begun": plgpu.Barrier(num_arrivals=parts + 1, num_barriers=warpgroups),
         **rings_gpu.rings(
-            warpgroups, stages, operand((stages, plan.slots, dim), plan.part_dtype), (plan.slot_lines, plan.slots)
+            warpgroups,
+            stages,
+            operand((stages, tiling.slots, dim), tiling.part_dtype),
+            (tiling.slot_lines, tiling.slots),
         ),
     }
-    kernel = functools.partial(_kernel, plan=plan, warpgroups=warpgroups, keep=keep, above=above)
+    kernel = functools.partial(_kernel, tiling=tiling, warpgroups=warpgroups, keep=keep, above=above)
     grid = (pairs, count // (warpgroups * ROWS))
     return rings_gpu.call(kernel, out_type, scratch, grid, warpgroups, "attend_queries")(
         rows, key, value, row_line, slot_lines, visits
@@ -63,19 +66,19 @@ def attend_rows(
 def _kernel(
     query_ref, key_ref, value_ref, row_line_ref, slot_lines_ref, visits_ref, output_ref, *kept_refs,
     query_smem, weight_smem, position_smem, begun, tiles, tile_ready, tile_free, lines, line_ready, line_free,
-    plan, warpgroups, keep, above,
+    tiling, warpgroups, keep, above,
 ):  # fmt: skip
     """Takes one or two tiles of rows of a (row, KV head)."""
     pair, own = lax.axis_index("pair"), lax.axis_index("wg")
     # Under a causal mask the last tiles take longest, so they go first.
     program = query_ref.shape[2] // (warpgroups * ROWS) - 1 - lax.axis_index("program")
     batch = lax.div(pair, query_ref.shape[0] // row_line_ref.shape[0])
-    parts, slots, shape = plan.parts, plan.slots, (ROWS, plan.slots)
+    parts, slots, shape = tiling.parts, tiling.slots, (ROWS, tiling.slots)
     tile_ring, line_ring = Ring(tiles, tile_ready, tile_free), Ring(lines, line_ready, line_free)
-    chunks = [(start, min(WIDTH, plan.dim - start)) for start in range(0, plan.dim, WIDTH)]
+    chunks = [(start, min(WIDTH, tiling.dim - start)) for start in range(0, tiling.dim, WIDTH)]
 
     def copy(turn, at):
-        start = jnp.minimum(at * slots, plan.size - slots)
+        start = jnp.minimum(at * slots, tiling.size - slots)
         line_ring.put(turn, slot_lines_ref.at[pair, at])
         for which, source in enumerate((key_ref, value_ref)):
             for i in range(parts):
@@ -96,17 +99,17 @@ def _kernel(
 
         def add(turn, at, carry):
             sums, top, total, count = carry
-            logits = rings_gpu.logits_of(query_smem.at[own], tile_ring, turn * 2 * parts, shape, plan)
+            logits = rings_gpu.logits_of(query_smem.at[own], tile_ring, turn * 2 * parts, shape, tiling)
             place = line_ring.take(turn)
 
             def line(i):
                 return along_columns(plgpu.layout_cast(lines[place, i], PER_COLUMN), shape)
 
             seen = line(0) <= position
-            if plan.windowed:
+            if tiling.windowed:
                 seen = seen & (position <= line(1))
-            if plan.weighted:
-                logits = logits + line(plan.slot_lines - 1)
+            if tiling.weighted:
+                logits = logits + line(tiling.slot_lines - 1)
             logits = jnp.where(seen, logits, NEGATIVE)
             highest = jnp.maximum(top, jnp.max(logits, axis=1))
             fade = jnp.exp2(top - highest)
@@ -117,7 +120,7 @@ def _kernel(
             sums = [x * along_rows(fade, x.shape) for x in sums]
             for i in range(parts):
                 leading = hopper.leading(weight) if i < parts - 1 else weight
-                weight_smem[own, i] = leading.astype(plan.part_dtype)
+                weight_smem[own, i] = leading.astype(tiling.part_dtype)
                 weight = weight - leading
             plgpu.commit_smem()
             line_ring.release(place)
@@ -146,7 +149,7 @@ def _kernel(
             if parts > 1:
                 output_ref[pair, here, columns] = x
             else:  # the query is not needed any more
-                query_smem[own, 0, :, columns] = x.astype(plan.dtype)
+                query_smem[own, 0, :, columns] = x.astype(tiling.dtype)
         if parts == 1:
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(query_smem.at[own, 0], output_ref.at[pair, here])

@@ -20,7 +20,7 @@ CHOICES = [(2, 4), (2, 3), (2, 2), (1, 4), (1, 3), (1, 2), (1, 1)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Tiling:
     """How a problem is cut: static, and what both kernels are made of.
 
     Attributes:
@@ -120,11 +120,11 @@ class Plan:
         raise ValueError(f"{self.group} heads of {self.dim} in {self.dtype} exceed the shared memory of a GPU.")
 
 
-def slots_of_rows(plan: Plan, query_line: Array, slot_lines: Array, window: int | None) -> Array:
+def slots_of_rows(tiling: Tiling, query_line: Array, slot_lines: Array, window: int | None) -> Array:
     """The tiles of slots in which a tile of rows, the heads' queries in a line, sees anything.
 
     Args:
-      plan: how the problem is cut.
+      tiling: how the problem is cut.
       query_line: [B, rows padded to whole tiles], of `positions.lines`.
       slot_lines: [B·K, lines, S], of `positions.lines`.
       window: the number of newest positions that a query of a causal block sees; None = all, or some slots are exempt.
@@ -134,23 +134,23 @@ def slots_of_rows(plan: Plan, query_line: Array, slot_lines: Array, window: int 
     """
     batch = query_line.shape[0]
     # [rows]
-    at = jnp.arange(query_line.shape[1], dtype=jnp.int32) % plan.n
+    at = jnp.arange(query_line.shape[1], dtype=jnp.int32) % tiling.n
     # [B, 1, row tiles] and [B, K, 1]
     low, high = (x[:, None] for x in _ends(query_line > -jnp.inf, at, ROWS))
-    begin, end = (x.reshape(batch, -1, 1) for x in _ends(slot_lines[:, 0] < jnp.inf, None, plan.size))
-    if plan.causal:
+    begin, end = (x.reshape(batch, -1, 1) for x in _ends(slot_lines[:, 0] < jnp.inf, None, tiling.size))
+    if tiling.causal:
         end = jnp.minimum(end, high)
         if window is not None:  # positions ascend: a distance in slots is at most that in positions
             begin = jnp.maximum(begin, low - min(window, FAR) + 1)
     end = jnp.where(high < 0, -1, end)
-    return _visits(begin // plan.slots, end // plan.slots)
+    return _visits(begin // tiling.slots, end // tiling.slots)
 
 
-def queries_of_slots(plan: Plan, active: Array, tiled: Array, window: int | None) -> Array:
+def queries_of_slots(tiling: Tiling, active: Array, tiled: Array, window: int | None) -> Array:
     """The tiles of queries, of a head, that see anything in a tile of slots and weigh something.
 
     Args:
-      plan: how the problem is cut.
+      tiling: how the problem is cut.
       active: [B, n] bool, the queries that weigh something.
       tiled: [B·K, tiles, lines, TILE], lines of slots.
       window: as of `slots_of_rows`.
@@ -161,19 +161,19 @@ def queries_of_slots(plan: Plan, active: Array, tiled: Array, window: int | None
     batch, pairs, tiles = active.shape[0], *tiled.shape[:2]
     begin, end = (x[:, None] for x in _ends(active, None, active.shape[1]))
     # The last tile ends with the last slot.
-    start = jnp.minimum(jnp.arange(tiles, dtype=jnp.int32) * TILE, plan.size - TILE)
+    start = jnp.minimum(jnp.arange(tiles, dtype=jnp.int32) * TILE, tiling.size - TILE)
     # [tiles * TILE]
     at = (start[:, None] + jnp.arange(TILE, dtype=jnp.int32)).reshape(-1)
     # [B·K, tiles * TILE]
     live = tiled[:, :, 0].reshape(pairs, -1) < jnp.inf
     # [B, K, tiles]
     low, high = (x.reshape(batch, -1, tiles) for x in _ends(live, at, TILE))
-    if plan.causal:
+    if tiling.causal:
         begin = jnp.maximum(begin, low)
         if window is not None:
             end = jnp.minimum(end, high + min(window, FAR) - 1)
     end = jnp.where(high < 0, -1, end)
-    return _visits(begin // plan.queries, end // plan.queries)
+    return _visits(begin // tiling.queries, end // tiling.queries)
 
 
 def _ends(flag: Array, at: Array | None, tile: int) -> tuple[Array, Array]:

@@ -26,7 +26,7 @@ from kvjax.kernels.hopper import ROWS, TILE, tiled, untiled
 from kvjax.kernels.prefill import positions
 from kvjax.kernels.prefill.columns_gpu import reduce_columns
 from kvjax.kernels.prefill.flash_gpu import attend_rows
-from kvjax.kernels.prefill.grid_gpu import WORDS, Plan, queries_of_slots, slots_of_rows
+from kvjax.kernels.prefill.grid_gpu import WORDS, Tiling, queries_of_slots, slots_of_rows
 from kvjax.kernels.prefill.positions import pad
 from kvjax.kernels.prefill.rings_gpu import LOG2E
 from kvjax.kernels.problem import Attended, Problem
@@ -47,13 +47,13 @@ def refuses(request: "Request") -> str | None:
     try:
         hopper.check_dim(request.dim)
         # A window and weights take memory; whether there are any is not known yet.
-        plan = Plan(
+        tiling = Tiling(
             request.group, _queries(request.tokens), _slots(request.slots), request.dim, jnp.dtype(request.dtype),
             windowed=True, weighted=True,
         )  # fmt: skip
-        plan.first()
+        tiling.first()
         if statistics:
-            plan.second(1 + above + min(words, WORDS) + request.group)
+            tiling.second(1 + above + min(words, WORDS) + request.group)
     except ValueError as error:
         return str(error).rstrip(".")
     return None
@@ -72,27 +72,27 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
     batch, kv_heads, group, n, dim = query.shape
     pairs, size = batch * kv_heads, problem.slots
     whole, above = _slots(size), problem.needs_seen
-    plan = Plan(
+    tiling = Tiling(
         group, _queries(n), whole, dim, key.dtype, problem.window is not None, problem.log_weight is not None,
         problem.causal, problem.scale, problem.group_reduce,
     )  # fmt: skip
     # [B, 1, n] and [pairs, lines, S]
     query_line, slot_lines = positions.lines(problem, LOG2E)
-    query_line, slot_lines = pad(query_line[:, 0], plan.n, -jnp.inf), pad(slot_lines, whole, jnp.inf)
+    query_line, slot_lines = pad(query_line[:, 0], tiling.n, -jnp.inf), pad(slot_lines, whole, jnp.inf)
     window = None if problem.exempt is not None else problem.window
     # [pairs, parts, rows, D] and [pairs, parts, S, D]
-    rows = _padded(_padded(query.astype(key.dtype), plan.n).reshape(pairs, -1, dim), plan.rows)
+    rows = _padded(_padded(query.astype(key.dtype), tiling.n).reshape(pairs, -1, dim), tiling.rows)
     slots = (_padded(x.reshape(pairs, size, dim), whole) for x in (key, value))
     rows, key, value = (jnp.concatenate([part[:, None] for part in hopper.parts(x)], axis=1) for x in (rows, *slots))
 
     # [B, rows]
-    row_line = pad(jnp.tile(query_line, (1, group)), plan.rows, -jnp.inf)
+    row_line = pad(jnp.tile(query_line, (1, group)), tiling.rows, -jnp.inf)
     output, *kept = attend_rows(
-        plan, rows, key, value, row_line.reshape(batch, -1, ROWS), _tiled(slot_lines, plan.slots),
-        slots_of_rows(plan, row_line, slot_lines, window), bool(statistics), above,
+        tiling, rows, key, value, row_line.reshape(batch, -1, ROWS), _tiled(slot_lines, tiling.slots),
+        slots_of_rows(tiling, row_line, slot_lines, window), bool(statistics), above,
     )  # fmt: skip
     # [B, K, G, n, D]
-    output = output[:, : group * plan.n].reshape(*query.shape[:3], plan.n, dim)[:, :, :, :n]
+    output = output[:, : group * tiling.n].reshape(*query.shape[:3], tiling.n, dim)[:, :, :, :n]
     attended = Attended(output, None)
     if not statistics:
         return attended, {}
@@ -103,13 +103,13 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
     weights = [w[:, None] if w.ndim == 2 else jnp.swapaxes(w, 1, 2) for w in weights]
     transforms = [s.transform for s, w in zip(statistics, weights, strict=True) for _ in range(w.shape[1])]
     # [B, words, n padded]
-    weight = pad(jnp.concatenate(weights, axis=1), plan.n, 0.0)
-    of_tiles = _tiled(slot_lines, TILE, plan.places)
-    visits = queries_of_slots(plan, jnp.any(weight != 0, axis=1), of_tiles, window)
+    weight = pad(jnp.concatenate(weights, axis=1), tiling.n, 0.0)
+    of_tiles = _tiled(slot_lines, TILE, tiling.places)
+    visits = queries_of_slots(tiling, jnp.any(weight != 0, axis=1), of_tiles, window)
     # [pairs, G, n padded] of each
-    lse, *counts = (x[:, : group * plan.n].reshape(pairs, group, plan.n) for x in kept)
+    lse, *counts = (x[:, : group * tiling.n].reshape(pairs, group, tiling.n) for x in kept)
     # Padding queries see no slot.
-    length = plan.query_tiles * plan.queries
+    length = tiling.query_tiles * tiling.queries
     position = pad(jnp.repeat(query_line[:, None], kv_heads, axis=0), length, -jnp.inf)
     shares, lse = [pad(softmax.uniform_share(x[:, :1]), length, 0.0) for x in counts], pad(lse, length, 0.0)
     weight = pad(jnp.repeat(weight, kv_heads, axis=0), length, 0.0)
@@ -118,9 +118,11 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
         of = slice(start, start + WORDS)
         # [pairs, tiles, lines, queries]
         lines = jnp.concatenate([position, *shares, weight[:, of], lse], axis=1)
-        lines = jnp.swapaxes(lines.reshape(*lines.shape[:2], -1, plan.queries), 1, 2)
+        lines = jnp.swapaxes(lines.reshape(*lines.shape[:2], -1, tiling.queries), 1, 2)
         sums.append(
-            reduce_columns(plan, tuple(transforms[of]), rows, key, pad(lines, plan.most, 0.0), of_tiles, visits, above)
+            reduce_columns(
+                tiling, tuple(transforms[of]), rows, key, pad(lines, tiling.most, 0.0), of_tiles, visits, above
+            )
         )
     # [B, K, words, S]
     columns = untiled(jnp.concatenate(sums, axis=1), whole)[..., :size].reshape(batch, kv_heads, -1, size)

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels.hopper import COMPILER
-from kvjax.kernels.prefill.grid_gpu import LINES, Plan
+from kvjax.kernels.prefill.grid_gpu import LINES, Tiling
 
 Array = jax.Array
 LOG2E = math.log2(math.e)
@@ -60,19 +60,19 @@ def rings(warpgroups: int, stages: int, tile: Any, lines: Sequence[int]) -> dict
     return {"tiles": tile, "lines": plgpu.SMEM((LINES, *lines), jnp.float32), **barriers}
 
 
-def logits_of(left: Any, ring: Ring, step: Array, shape: tuple[int, int], plan: Plan) -> Array:
+def logits_of(left: Any, ring: Ring, step: Array, shape: tuple[int, int], tiling: Tiling) -> Array:
     """What stays, [parts, rows, D], times a tile that passes, transposed, part by part: float32 logits to base 2."""
 
     def dot(into):
-        for i in range(plan.parts):
+        for i in range(tiling.parts):
             at = ring.take(step + i)
-            for j in range(plan.parts - i):
+            for j in range(tiling.parts - i):
                 plgpu.wgmma(into, left.at[j], ring.places.at[at].transpose((1, 0)))
             plgpu.wgmma_wait(0)
             ring.release(at)
         return into[...]
 
-    return pl.run_scoped(dot, plgpu.ACC(shape, jnp.float32)) * (plan.scale * LOG2E)
+    return pl.run_scoped(dot, plgpu.ACC(shape, jnp.float32)) * (tiling.scale * LOG2E)
 
 
 def pass_by(

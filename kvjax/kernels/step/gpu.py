@@ -3,7 +3,7 @@
 A program takes one (row, KV head). It writes the new pair into the free slot, in place, through aliased buffers, and
 waits for that write; then keys and values pass through as in `pass_gpu`. Statistics and positions, one line of numbers
 each, are read, settled by the policy's own code, and written where they were. Only the output is new. The kernel takes
-slots that one program can hold, where there are enough programs to fill the GPU (`plan_of`).
+slots that one program can hold, where there are enough programs to fill the GPU (`launch_of`).
 
 It was interpreted and lowered for CUDA; no GPU has run it.
 """
@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper
 from kvjax.kernels.decode.pass_gpu import Pass, gathered
-from kvjax.kernels.decode.plan_gpu import PROGRAMS, SPAN, WIDE, Plan
+from kvjax.kernels.decode.launch_gpu import PROGRAMS, SPAN, WIDE, Launch
 from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE
 from kvjax.kernels.rank1 import on_lines
 from kvjax.kernels.softmax import NEGATIVE
@@ -55,28 +55,28 @@ def step(
     """As `kvjax.kernels.step.tpu.step`.
 
     Raises:
-      ValueError: for slots that `plan_of` has no plan for.
+      ValueError: for slots that `launch_of` has no launch for.
     """
     batch, kv_heads, group, dim = query.shape
     pairs, size = batch * kv_heads, key.shape[2]
-    plan = plan_of(pairs, group, size, dim, key.dtype, len(stats), scale=scale, group_reduce=group_reduce)
+    launch = launch_of(pairs, group, size, dim, key.dtype, len(stats), scale=scale, group_reduce=group_reduce)
     names, length = tuple(sorted(stats)), _length(size)
     # [pairs, parts, G padded, D]
     parts = jnp.stack(hopper.parts(query.reshape(pairs, group, dim).astype(key.dtype)), axis=1)
-    parts = jnp.pad(parts, ((0, 0), (0, 0), (0, plan.padded - group), (0, 0)))
+    parts = jnp.pad(parts, ((0, 0), (0, 0), (0, launch.padded - group), (0, 0)))
     # Mosaic writes to the arrays that it gets as references.
     # [pairs, S, D]
     kept = [jax.new_ref(x.reshape(pairs, size, dim)) for x in (key, value)]
     # [pairs, S]
     lines = [jax.new_ref(x.reshape(pairs, size)) for x in (position, *(stats[name] for name in names))]
-    scratch = plan.scratch() | {
+    scratch = launch.scratch() | {
         "pair_smem": plgpu.SMEM((2, _row(dim, key.dtype)), key.dtype),
         "position_smem": plgpu.SMEM((length,), jnp.int32),
         "column_smem": plgpu.SMEM((length,), jnp.float32),
         "stat_smem": [plgpu.SMEM((length,), jnp.float32) for _ in names],
-        "begun": plgpu.Barrier(num_arrivals=plan.parts + 2 + len(lines) * (length // COPY)),
+        "begun": plgpu.Barrier(num_arrivals=launch.parts + 2 + len(lines) * (length // COPY)),
     }
-    body = functools.partial(_kernel, plan=plan, names=names, settle=settle, transforms=transforms, window=window)
+    body = functools.partial(_kernel, launch=launch, names=names, settle=settle, transforms=transforms, window=window)
     chunks = -(-dim // TILE)
 
     # plgpu.kernel does this too, but takes no references before jax 0.11.
@@ -85,7 +85,7 @@ def step(
 
     (output,) = pl.kernel(
         kernel,
-        [jax.ShapeDtypeStruct((pairs, plan.padded, chunks * WIDE), jnp.float32)],
+        [jax.ShapeDtypeStruct((pairs, launch.padded, chunks * WIDE), jnp.float32)],
         mesh=plgpu.Mesh(grid=(pairs,), grid_names=("pair",)),
         compiler_params=COMPILER,
         name="decode_step",
@@ -109,13 +109,13 @@ def refuses(request: "Request") -> str | None:
         return reason
     pairs, dtype, stats = request.batch * request.kv_heads, jnp.dtype(request.dtype), len(request.statistics)
     try:
-        plan_of(pairs, request.group, request.slots, request.dim, dtype, stats)
+        launch_of(pairs, request.group, request.slots, request.dim, dtype, stats)
     except ValueError as error:
         return str(error).rstrip(".")
     return None
 
 
-def plan_of(
+def launch_of(
     pairs: int,
     group: int,
     size: int,
@@ -125,7 +125,7 @@ def plan_of(
     *,
     scale: float = 1.0,
     group_reduce: str = "mean",
-) -> Plan:
+) -> Launch:
     """How a step of `pairs` (row, KV head) pairs is cut: a program takes all slots of a pair.
 
     Raises:
@@ -137,10 +137,10 @@ def plan_of(
     # The new pair, and what pads lines; positions, probabilities and statistics are lines.
     padding, lines, dtype = _length(size) - -(-size // TILE) * TILE, 2 + stats, jnp.dtype(dtype)
     extra = 2 * _row(dim, dtype) * dtype.itemsize + 4 * lines * padding
-    plan = Plan(group, dim, size, dtype, True, group_reduce, scale, lines, extra).cut(pairs)
-    if plan.spans == 1:
-        return plan
-    if min(PROGRAMS // pairs, plan.tiles // SPAN) > 1:
+    launch = Launch(group, dim, size, dtype, True, group_reduce, scale, lines, extra).cut(pairs)
+    if launch.spans == 1:
+        return launch
+    if min(PROGRAMS // pairs, launch.tiles // SPAN) > 1:
         raise ValueError(
             f"{pairs} (row, KV head) pairs do not fill a GPU with one program each, so that several share {size} slots."
         )
@@ -165,19 +165,19 @@ def _length(size: int) -> int:
 def _kernel(
     query_ref, new_key_ref, new_value_ref, newest_ref, budget_ref, key_ref, value_ref, position_ref, *refs,
     query_smem, pair_smem, position_smem, column_smem, stat_smem, begun,
-    plan, names, settle, transforms, window, **scratch,
+    launch, names, settle, transforms, window, **scratch,
 ):  # fmt: skip
     """All slots of one (row, KV head)."""
     *stat_refs, output_ref = refs
-    size, length = plan.size, _length(plan.size)
+    size, length = launch.size, _length(launch.size)
     pair = lax.axis_index("pair")
     row = lax.div(pair, jnp.int32(key_ref.shape[0] // newest_ref.shape[0]))
     newest, budget = newest_ref[row], budget_ref[row]
     lines = [(position_ref, position_smem), *zip(stat_refs, stat_smem, strict=True)]
-    tiles = Pass(plan, pair, 0, jnp.int32(plan.tiles), key_ref, value_ref, query_smem, **scratch)
+    tiles = Pass(launch, pair, 0, jnp.int32(launch.tiles), key_ref, value_ref, query_smem, **scratch)
 
-    for i in range(plan.parts):
-        plgpu.copy_gmem_to_smem(query_ref.at[pair, i], query_smem.at[i, pl.ds(0, plan.padded)], begun)
+    for i in range(launch.parts):
+        plgpu.copy_gmem_to_smem(query_ref.at[pair, i], query_smem.at[i, pl.ds(0, launch.padded)], begun)
     for i, new_ref in enumerate((new_key_ref, new_value_ref)):
         plgpu.copy_gmem_to_smem(new_ref.at[pair], pair_smem.at[i], begun)
 
@@ -204,7 +204,7 @@ def _kernel(
     @pl.when(free < size)
     def _():
         for i, cache_ref in enumerate((key_ref, value_ref)):
-            plgpu.copy_smem_to_gmem(pair_smem.at[i, pl.ds(0, plan.dim)], cache_ref.at[pair, free])
+            plgpu.copy_smem_to_gmem(pair_smem.at[i, pl.ds(0, launch.dim)], cache_ref.at[pair, free])
 
     plgpu.wait_smem_to_gmem(0)
     plgpu.commit_smem()
@@ -226,9 +226,9 @@ def _kernel(
     top, total = tiles.softmax(bias)
 
     # From the last tile to the first, so that the slots that the last one repeats are overwritten.
-    @pl.loop(0, plan.tiles)
+    @pl.loop(0, launch.tiles)
     def _(back):
-        at = plan.tiles - 1 - back
+        at = launch.tiles - 1 - back
         column_smem[pl.ds(tiles.start(at), TILE)] = tiles.column(at)
         plgpu.commit_smem()
 

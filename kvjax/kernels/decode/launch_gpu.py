@@ -17,7 +17,7 @@ MOST_TILES = 256  # per program: the number of rows that one copy takes, here of
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Launch:
     """How a problem is cut: static, and what the kernel is made of.
 
     Attributes:
@@ -89,8 +89,8 @@ class Plan:
             "ready": plgpu.Barrier(num_barriers=self.stages),
         }
 
-    def cut(self, pairs: int) -> "Plan":
-        """The plan with stages and span for a number of (row, KV head) pairs.
+    def cut(self, pairs: int) -> "Launch":
+        """The launch with stages and span for a number of (row, KV head) pairs.
 
         Raises:
           ValueError: where one tile does not fit.
