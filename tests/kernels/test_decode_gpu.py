@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import attention
 from kvjax.errors import ConfigError
-from kvjax.kernels.decode import pallas_gpu, plan_gpu
+from kvjax.kernels.decode import launch_gpu, pallas_gpu
 from tests.kernels.cases import DECODE, Case, DecodeCases
 from tests.kernels.conftest import ON_GPU
 
@@ -31,8 +31,8 @@ class TestDecode(DecodeCases):
     implementation = "pallas_gpu"
 
     def small_tiles(self, monkeypatch, case):
-        monkeypatch.setattr(plan_gpu, "SPAN", 2)
-        monkeypatch.setattr(plan_gpu, "PROGRAMS", 264 if case.split else 1)
+        monkeypatch.setattr(launch_gpu, "SPAN", 2)
+        monkeypatch.setattr(launch_gpu, "PROGRAMS", 264 if case.split else 1)
 
 
 @pytest.mark.parametrize("machine", [ON_GPU], indirect=True)
@@ -60,12 +60,12 @@ def test_it_lowers_for_cuda(case, reports):
 
 
 def test_programs_share_the_slots():
-    launch = functools.partial(plan_gpu.Launch, dtype=jnp.bfloat16, reports=True)
+    launch = functools.partial(launch_gpu.Launch, dtype=jnp.bfloat16, reports=True)
     many = launch(4, 128, 2048).cut(1024)
     assert (many.spans, many.span) == (1, 32)
     assert many.stages > 1
     few = launch(4, 128, 8192).cut(8)
-    assert few.spans * 8 > plan_gpu.PROGRAMS // 2
+    assert few.spans * 8 > launch_gpu.PROGRAMS // 2
     wide = launch(71, 64, 4096).cut(1024)
     assert wide.spans > 1, "logits of 71 heads do not fit"
 
