@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kvjax.cache.layout import Group, Phase
 from kvjax.cache.slots import (
@@ -22,7 +23,7 @@ from kvjax.storage import store as held
 Array = jax.Array
 
 
-def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: Any) -> LayerKV:
+def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -> LayerKV:
     """A group's empty slots for `batch` rows of a model with `kv_heads` KV heads."""
     heads = kv_heads if group.heads is None else len(group.heads)
     shape, dtype = (batch, heads, group.capacity), jnp.dtype(dtype)
@@ -41,7 +42,7 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: Any) -> Laye
     )
 
 
-def empty_layers(phase: Phase, batch: int, kv_heads: int, dim: int, dtype: Any) -> tuple[Layer, ...]:
+def empty_layers(phase: Phase, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -> tuple[Layer, ...]:
     """Empty slots for every group of a phase."""
     return tuple(Layer(empty(group, batch, kv_heads, dim, dtype) for group in layer) for layer in phase)
 

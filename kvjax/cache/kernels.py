@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kvjax import attention, sharding
 from kvjax.attention import Implementation
@@ -28,7 +28,7 @@ class Chooser:
       dtype: of keys and values.
     """
 
-    def __init__(self, config: DecoderConfig, sizes: Sizes, asked: Implementation, platform: str, dtype: Any):
+    def __init__(self, config: DecoderConfig, sizes: Sizes, asked: Implementation, platform: str, dtype: DTypeLike):
         self.config, self.sizes, self.asked, self.dtype = config, sizes, asked, jnp.dtype(dtype)
         self.implementation = attention.resolve(asked, platform)
 

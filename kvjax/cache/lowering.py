@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from kvjax.attention import Implementation
 from kvjax.cache.kernels import Chooser
@@ -67,7 +68,7 @@ def lower(
     *,
     implementation: Implementation = "auto",
     platform: str = "cpu",
-    dtype: Any = "float32",
+    dtype: DTypeLike = "float32",
 ) -> Lowered:
     """Resolves heads, phases, capacities, storages and kernels, for the mesh in force (`jax.set_mesh`).
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import PolicyError
-from kvjax.policies.budget import Budget, as_budget
+from kvjax.policies.budget import Budget, BudgetLike, as_budget
 from kvjax.statistics import NAMED, Statistic, resolve
 
 Array = jax.Array
@@ -356,7 +356,7 @@ def evict(
     *,
     importance: Importance,
     scope: Scope | None = None,
-    budget: Any,
+    budget: BudgetLike,
     positions: str = "original",
     group_reduce: str = "mean",
     merge: Merge | None = None,
@@ -377,8 +377,10 @@ def evict(
     Raises:
       PolicyError: see `Evict`.
     """
+    with named(name):
+        slots = as_budget(budget)
     return Evict(
-        importance=importance, scope=scope or everything, budget=budget, positions=positions,
+        importance=importance, scope=scope or everything, budget=slots, positions=positions,
         group_reduce=group_reduce, merge=merge, name=name,
     )  # fmt: skip
 
@@ -387,7 +389,7 @@ def compress(
     *,
     importance: Importance,
     scope: Scope | None = None,
-    budget: Any,
+    budget: BudgetLike,
     positions: str = "original",
     group_reduce: str = "mean",
     name: str = "compress",
@@ -397,8 +399,10 @@ def compress(
     The whole prompt is held until then, in blocks too, and the tokens to come have room. Arguments and errors as of
     `evict`.
     """
+    with named(name):
+        slots = as_budget(budget)
     return Evict(
-        importance=importance, scope=scope or everything, budget=budget, when="prompt_end", positions=positions,
+        importance=importance, scope=scope or everything, budget=slots, when="prompt_end", positions=positions,
         group_reduce=group_reduce, name=name,
     )  # fmt: skip
 

@@ -10,8 +10,8 @@ import dataclasses
 import fractions
 import math
 import numbers
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Union
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from kvjax.policies.base import Evict, Stats, View
 
 Array = jax.Array
+
+#: What a user may write for a budget.
+BudgetLike = Union["Budget", int, float, Sequence[int | float], np.ndarray, None]
 
 MOST_SLOTS = 2**31 - 1  # positions are int32
 MOST_DENOMINATOR = 10_000  # of a fraction that a user writes, such as 0.29
@@ -235,7 +238,7 @@ class Shared(Budget):
         return self.average.value
 
 
-def as_budget(value: Any) -> Budget | None:
+def as_budget(value: BudgetLike) -> Budget | None:
     """A `Budget` from what a user writes: slots, a fraction, a sequence with one of these per layer, or None.
 
     Raises:

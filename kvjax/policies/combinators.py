@@ -52,7 +52,7 @@ class Best(Scope):
     def reads(self) -> frozenset[str]:  # type: ignore[override]
         return self.policy.reads
 
-    def kept(self, budget: Any) -> Any:
+    def kept(self, budget: Array | int) -> Any:
         """b - ⌊fraction·b⌋ of a number or an array of integers."""
         share = exact(self.fraction)
         return budget - budget * share.numerator // share.denominator

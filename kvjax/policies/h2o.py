@@ -1,7 +1,6 @@
 """Heavy-hitter oracle (H2O, arXiv:2306.14048): accumulated attention, the newest tokens protected."""
 
 import dataclasses
-from typing import Any
 
 import jax
 
@@ -19,6 +18,7 @@ from kvjax.policies.base import (
     factory,
     number_argument,
 )
+from kvjax.policies.budget import BudgetLike
 from kvjax.statistics import Statistic, decayed
 
 Array = jax.Array
@@ -108,7 +108,7 @@ ring = Ring()
 
 @factory
 def h2o(
-    budget: Any,
+    budget: BudgetLike,
     *,
     recent: int | None = None,
     variant: str = "drop",
@@ -156,7 +156,7 @@ def h2o(
 
 @factory
 def heavy_only(
-    budget: Any, *, positions: str = "original", group_reduce: str = "mean", merge: Merge | None = None
+    budget: BudgetLike, *, positions: str = "original", group_reduce: str = "mean", merge: Merge | None = None
 ) -> Evict:
     """Heavy hitters with the whole budget, importance S and no slot protected: ``h2o(recent=0)`` (H2O, Table 6).
 
@@ -176,7 +176,7 @@ def heavy_only(
 
 @factory
 def h2o_decay(
-    budget: Any,
+    budget: BudgetLike,
     *,
     gamma: float = 0.96,
     recent: int | None = None,

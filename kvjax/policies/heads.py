@@ -20,6 +20,7 @@ from kvjax.policies.base import (
     count_argument,
     factory,
 )
+from kvjax.policies.budget import BudgetLike
 from kvjax.policies.window import full, window
 from kvjax.statistics import Statistic
 
@@ -143,7 +144,7 @@ def duo_attention(heads: Any, *, sinks: int = 64, recent: int = 256, positions: 
 
 
 @factory
-def razor_attention(heads: Any, budget: Any = 0.2, *, sinks: int = 4, positions: str = "original") -> Split:
+def razor_attention(heads: Any, budget: BudgetLike = 0.2, *, sinks: int = 4, positions: str = "original") -> Split:
     """`duo_attention` with one slot that stands for all tokens that a head has dropped (arXiv:2407.15891).
 
     See `Compensation` for that slot.

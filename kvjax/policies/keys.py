@@ -1,12 +1,12 @@
 """Prompt-phase compressors that look at keys alone, as they are stored: no attention is needed."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.policies.base import Evict, Importance, Stats, View, compress, factory
+from kvjax.policies.budget import BudgetLike
 
 Array = jax.Array
 SIGNIFICAND_BITS = 24  # of a float32, the implicit one included
@@ -80,7 +80,7 @@ key_difference = KeyDifference()
 
 
 @factory
-def knorm(budget: Any, *, positions: str = "original") -> Evict:
+def knorm(budget: BudgetLike, *, positions: str = "original") -> Evict:
     """Keeps the keys of smallest norm: importance -‖k‖ (Devoto et al., arXiv:2406.11430).
 
     Args:
@@ -93,7 +93,7 @@ def knorm(budget: Any, *, positions: str = "original") -> Evict:
 
 
 @factory
-def keydiff(budget: Any, *, positions: str = "original") -> Evict:
+def keydiff(budget: BudgetLike, *, positions: str = "original") -> Evict:
     """Keeps the keys that differ most from the average one (KeyDiff, arXiv:2504.15364).
 
     Importance -cos(k, mean of k / ‖k‖ over the live slots).

@@ -5,7 +5,6 @@ The patterns are H2O's baselines (arXiv:2306.14048, Table 1; Child et al., arXiv
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from kvjax.policies.base import (
     evict,
     factory,
 )
+from kvjax.policies.budget import BudgetLike
 from kvjax.policies.h2o import Newest
 
 Array = jax.Array
@@ -141,7 +141,12 @@ class Uniform(Importance):
 
 @factory
 def strided(
-    budget: Any, *, stride: int, local: int | None = None, positions: str = "original", merge: Merge | None = None
+    budget: BudgetLike,
+    *,
+    stride: int,
+    local: int | None = None,
+    positions: str = "original",
+    merge: Merge | None = None,
 ) -> Evict:
     """Keeps the newest positions and every `stride`-th of the rest, within the budget (H2O, Table 1; Child et al.).
 
@@ -168,7 +173,9 @@ def strided(
 
 
 @factory
-def fixed(budget: Any, *, block: int, columns: int, positions: str = "original", merge: Merge | None = None) -> Evict:
+def fixed(
+    budget: BudgetLike, *, block: int, columns: int, positions: str = "original", merge: Merge | None = None
+) -> Evict:
     """Keeps the newest token's own block and the last `columns` of earlier ones, within the budget (H2O, Table 1).
 
     {p // block = newest // block} protected; of the rest, those with p mod block < block - columns are evicted first,
@@ -194,7 +201,7 @@ def fixed(budget: Any, *, block: int, columns: int, positions: str = "original",
 
 
 @factory
-def random(budget: Any, *, seed: int = 0, positions: str = "original", merge: Merge | None = None) -> Evict:
+def random(budget: BudgetLike, *, seed: int = 0, positions: str = "original", merge: Merge | None = None) -> Evict:
     """Evicts at random: importance u ~ U[0, 1), drawn once per token (RoCo, section 4.1).
 
     Args:

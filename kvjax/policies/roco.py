@@ -1,7 +1,6 @@
 """RoCo: mean attention, and a scope of tokens whose attention varies (RoCo/EasyKV, arXiv:2402.06262)."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from kvjax.policies.base import (
     evict,
     factory,
 )
+from kvjax.policies.budget import BudgetLike
 from kvjax.policies.h2o import Newest
 
 Array = jax.Array
@@ -75,7 +75,7 @@ protect_varying = Varying
 
 @factory
 def mean_attention(
-    budget: Any,
+    budget: BudgetLike,
     *,
     recent: int | None = None,
     positions: str = "original",
@@ -106,7 +106,7 @@ def mean_attention(
 
 @factory
 def roco(
-    budget: Any,
+    budget: BudgetLike,
     *,
     protect: int | None = None,
     guard: int = 10,

@@ -1,11 +1,11 @@
 """Scissorhands: how often a token was attended to above average (arXiv:2305.17118, as RoCo and AQAS read it)."""
 
 import dataclasses
-from typing import Any
 
 import jax
 
 from kvjax.policies.base import Evict, Importance, Merge, Stats, View, count_argument, evict, factory
+from kvjax.policies.budget import BudgetLike
 from kvjax.policies.h2o import Newest
 from kvjax.statistics import ABOVE, Statistic, popcount, recent_above
 
@@ -45,7 +45,7 @@ times_above = TimesAbove
 
 @factory
 def scissorhands(
-    budget: Any,
+    budget: BudgetLike,
     *,
     recent: int | None = None,
     history: int | None = None,

@@ -1,7 +1,6 @@
 """Prompt-phase compressors that rank by the attention of the prompt's last queries: SnapKV, PyramidKV and AdaKV."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from kvjax.policies.base import (
     named,
     number_argument,
 )
-from kvjax.policies.budget import Fraction, Pyramid, Shared, Slots, as_budget
+from kvjax.policies.budget import BudgetLike, Fraction, Pyramid, Shared, Slots, as_budget
 from kvjax.policies.phases import Phases
 from kvjax.statistics import Statistic, prompt_tail
 
@@ -108,7 +107,7 @@ protect_prompt_end = PromptEnd
 
 @factory
 def snapkv(
-    budget: Any,
+    budget: BudgetLike,
     *,
     window: int = 32,
     kernel: int = 5,
@@ -145,7 +144,7 @@ def snapkv(
 
 @factory
 def pyramidkv(
-    budget: Any,
+    budget: BudgetLike,
     *,
     window: int = 32,
     beta: int = 20,

@@ -1,13 +1,13 @@
 """TOVA: token omission via attention, by the newest query alone (arXiv:2401.06104)."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.errors import PolicyError
 from kvjax.policies.base import Evict, Importance, Merge, Stats, View, evict, factory
+from kvjax.policies.budget import BudgetLike
 
 Array = jax.Array
 
@@ -43,7 +43,7 @@ shared_last = SharedLast()
 
 @factory
 def tova(
-    budget: Any,
+    budget: BudgetLike,
     *,
     share_heads: bool = True,
     positions: str = "original",

@@ -1,7 +1,6 @@
 """Sliding windows, with or without attention sinks, and the policy that keeps every token."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from kvjax.policies.base import (
     factory,
     keep,
 )
+from kvjax.policies.budget import BudgetLike
 
 Array = jax.Array
 
@@ -68,7 +68,7 @@ def full(*, positions: str = "original") -> Evict:
 
 
 @factory
-def window(budget: Any, *, sinks: int = 4, positions: str = "original", merge: Merge | None = None) -> Evict:
+def window(budget: BudgetLike, *, sinks: int = 4, positions: str = "original", merge: Merge | None = None) -> Evict:
     """Keeps the newest tokens and the first `sinks`: importance p, the position; {p < sinks} protected.
 
     This is "Local" with ``sinks=0`` (H2O, arXiv:2306.14048, Table 1), and StreamingLLM with ``positions="cache"``.
@@ -83,7 +83,7 @@ def window(budget: Any, *, sinks: int = 4, positions: str = "original", merge: M
 
 
 @factory
-def streaming_llm(budget: Any, *, sinks: int = 4, merge: Merge | None = None) -> Evict:
+def streaming_llm(budget: BudgetLike, *, sinks: int = 4, merge: Merge | None = None) -> Evict:
     """`window` with RoPE by rank in the cache, for texts of any length (StreamingLLM, arXiv:2309.17453, section 3.2).
 
     Importance p, {p < sinks} protected; a key is rotated to the number of live slots that are older than its own.
@@ -102,7 +102,7 @@ def streaming_llm(budget: Any, *, sinks: int = 4, merge: Merge | None = None) ->
 
 
 @factory
-def local_only(budget: Any, *, positions: str = "original", merge: Merge | None = None) -> Evict:
+def local_only(budget: BudgetLike, *, positions: str = "original", merge: Merge | None = None) -> Evict:
     """Keeps the newest tokens alone, importance p: ``window(sinks=0)`` (H2O, arXiv:2306.14048, Table 6).
 
     Args:

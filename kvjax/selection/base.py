@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kvjax.policies.base import Policy
 from kvjax.policies.budget import Budget
@@ -150,7 +151,7 @@ class Selection:
         """
         return None
 
-    def init(self, shape: tuple[int, int, int], dim: int, dtype: Any) -> Index:
+    def init(self, shape: tuple[int, int, int], dim: int, dtype: DTypeLike) -> Index:
         """The index of empty slots, shape = (B, K, S), keys of `dim` features; {} where nothing is kept."""
         return {}
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kvjax.errors import SelectionError
 from kvjax.policies.base import Policy, count_argument, fixed_slots
@@ -88,7 +89,7 @@ class Allowed(Variant):
     in_prompt = True
     needs = frozenset({MASS})
 
-    def init(self, shape: tuple[int, int, int], dim: int, dtype: Any) -> Index:
+    def init(self, shape: tuple[int, int, int], dim: int, dtype: DTypeLike) -> Index:
         return {"mass": jnp.zeros(shape, jnp.float32), "allowed": jnp.zeros(shape, bool)}
 
     def chosen(self, index: Index, query: Array, view: SelectView) -> Array:

@@ -7,10 +7,11 @@ freed: the i-th survivor of the prompt, by position, is in slot i, and each deco
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kvjax.policies.base import Policy, count_argument
 from kvjax.selection.base import Index, Selection, SelectView
@@ -79,7 +80,7 @@ class Quest(Selection):
             )
         return merges(policy)
 
-    def init(self, shape: tuple[int, int, int], dim: int, dtype: Any) -> Index:
+    def init(self, shape: tuple[int, int, int], dim: int, dtype: DTypeLike) -> Index:
         batch, kv_heads, size = shape
         return {"reach": jnp.zeros((batch, kv_heads, -(-size // self.page), 2 * dim), dtype)}
 

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kvjax.errors import StorageError
 from kvjax.storage.rounding import as_stored
@@ -51,7 +52,7 @@ class Codec:
     def __new__(cls, *args: Any, **kwargs: Any) -> "Codec":
         return super().__new__(CodecFunctions if cls is Codec else cls)
 
-    def bytes(self, dim: int, dtype: Any) -> int:
+    def bytes(self, dim: int, dtype: DTypeLike) -> int:
         """The number of bytes of one vector of `dim` numbers."""
         return sum(math.prod(shape) * jnp.dtype(each).itemsize for shape, each in self.parts(dim, dtype).values())
 
@@ -74,10 +75,10 @@ class CodecFunctions(Codec):
 class Exact(Codec):
     """The vector itself, in the model's dtype."""
 
-    def parts(self, dim: int, dtype: Any) -> Shapes:
+    def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         return {"exact": ((dim,), jnp.dtype(dtype))}
 
-    def encode(self, x: Array, side: Any, dtype: Any) -> Parts:
+    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
         # A vector that has the model's dtype already is held as it is.
         return {"exact": x if x.dtype == dtype else as_stored(x.astype(jnp.float32), dtype)}
 
@@ -128,12 +129,12 @@ class Storage:
         """Whether keys and values are held in the model's dtype."""
         return isinstance(self.key, Exact) and isinstance(self.value, Exact)
 
-    def bytes_per_slot(self, dim: int, dtype: Any) -> int:
+    def bytes_per_slot(self, dim: int, dtype: DTypeLike) -> int:
         """The number of bytes of a key and a value of `dim` numbers each."""
         return self.key.bytes(dim, dtype) + self.value.bytes(dim, dtype)
 
 
-def round_trip(codec: Codec, x: Array, side: Any, dtype: Any) -> Array:
+def round_trip(codec: Codec, x: Array, side: Any, dtype: DTypeLike) -> Array:
     """Encodes and decodes; the gradient passes straight through.
 
     Args:

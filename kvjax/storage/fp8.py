@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kvjax.storage.base import Codec, Parts, Shapes, Storage, factory, number_argument
 from kvjax.storage.rounding import FLOAT32, as_stored, divide, nearest
@@ -32,11 +33,11 @@ class Fp8(Codec):
             least, most = float(FLOAT32.smallest_normal), float(FLOAT32.max) / LARGEST
             object.__setattr__(self, "scale", number_argument("scale", self.scale, minimum=least, maximum=most))
 
-    def parts(self, dim: int, dtype: Any) -> Shapes:
+    def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         codes: Shapes = {"codes": ((dim,), jnp.dtype(jnp.uint8))}
         return codes if self.scale is not None else codes | {"scale": ((), jnp.dtype(dtype))}
 
-    def encode(self, x: Array, side: Any, dtype: Any) -> Parts:
+    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
         if self.scale is not None:
             return {"codes": _codes(divide(x, self.scale))}
         # [...]

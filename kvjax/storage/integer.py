@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kvjax.storage.base import Codec, Parts, Shapes, Storage, count_argument, factory
 from kvjax.storage.packing import MOST_BITS, pack, packed_size, unpack
@@ -41,7 +42,7 @@ class Integer(Codec):
         object.__setattr__(self, "bits", count_argument("bits", self.bits, minimum=1, maximum=MOST_BITS))
         object.__setattr__(self, "group", count_argument("group", self.group, minimum=1))
 
-    def parts(self, dim: int, dtype: Any) -> Shapes:
+    def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         groups = dim // group_size(dim, self.group)
         return {
             "codes": ((packed_size(dim, self.bits),), jnp.dtype(jnp.uint8)),
@@ -49,7 +50,7 @@ class Integer(Codec):
             "zero": ((groups,), jnp.dtype(dtype)),
         }
 
-    def encode(self, x: Array, side: Any, dtype: Any) -> Parts:
+    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
         levels = (1 << self.bits) - 1
         # [..., groups, g]
         x = _grouped(x, self.group)

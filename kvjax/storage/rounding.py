@@ -1,16 +1,15 @@
 """Rounding that is the same in every compiled program, whatever XLA simplifies."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 Array = jax.Array
 
 FLOAT32 = jnp.finfo(jnp.float32)
 
 
-def nearest(x: Array, dtype: Any) -> Array:
+def nearest(x: Array, dtype: DTypeLike) -> Array:
     """Rounds to the nearest number of `dtype`, ties to even; subnormal numbers of `dtype` are kept.
 
     A cast to `dtype` and back is not enough: XLA may remove the pair and keep the unrounded number.
@@ -34,7 +33,7 @@ def nearest(x: Array, dtype: Any) -> Array:
     return jnp.where(jnp.abs(x) < smallest_normal, jnp.round(x * (1 / spacing)) * spacing, rounded)
 
 
-def as_stored(x: Array, dtype: Any) -> Array:
+def as_stored(x: Array, dtype: DTypeLike) -> Array:
     """Rounds to the nearest number of `dtype`, ties to even, and saturates at its largest finite number.
 
     Args:

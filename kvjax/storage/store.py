@@ -1,10 +1,10 @@
 """The arrays in which slots hold keys and values: a tree {"key": {part: [B, K, S, ...]}, "value": {...}}."""
 
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kvjax.storage.base import Codec, Exact, Parts, Storage
 
@@ -12,7 +12,7 @@ Array = jax.Array
 Store = dict[str, Parts]
 
 
-def empty(storage: Storage, shape: tuple[int, ...], dim: int, dtype: Any) -> Store:
+def empty(storage: Storage, shape: tuple[int, ...], dim: int, dtype: DTypeLike) -> Store:
     """Arrays for empty slots: zeros, which decode to finite numbers.
 
     Args:
@@ -28,7 +28,7 @@ def empty(storage: Storage, shape: tuple[int, ...], dim: int, dtype: Any) -> Sto
     }
 
 
-def encode(storage: Storage, key: Array, value: Array, dtype: Any) -> Store:
+def encode(storage: Storage, key: Array, value: Array, dtype: DTypeLike) -> Store:
     """The arrays of n slots that hold these keys and values.
 
     Args:
@@ -45,7 +45,7 @@ def encode(storage: Storage, key: Array, value: Array, dtype: Any) -> Store:
     }
 
 
-def decode(storage: Storage, store: Store, dim: int, dtype: Any) -> tuple[Array, Array]:
+def decode(storage: Storage, store: Store, dim: int, dtype: DTypeLike) -> tuple[Array, Array]:
     """Keys and values as held, [B, K, S, D] each, in `dtype`.
 
     Args:
@@ -58,12 +58,12 @@ def decode(storage: Storage, store: Store, dim: int, dtype: Any) -> tuple[Array,
     return key, value
 
 
-def nbytes(storage: Storage, slots: int, dim: int, dtype: Any) -> int:
+def nbytes(storage: Storage, slots: int, dim: int, dtype: DTypeLike) -> int:
     """The number of bytes of `slots` slots of one row and head."""
     return slots * storage.bytes_per_slot(dim, dtype)
 
 
-def warn_if_larger(storage: Storage, dim: int, dtype: Any) -> None:
+def warn_if_larger(storage: Storage, dim: int, dtype: DTypeLike) -> None:
     """Warns of a codec that takes more bytes than the model's dtype."""
     exact = Exact().bytes(dim, dtype)
     for name, codec in _codecs(storage).items():
@@ -79,7 +79,7 @@ def _codecs(storage: Storage) -> dict[str, Codec]:
     return {"key": storage.key, "value": storage.value}
 
 
-def _decode(codec: Codec, parts: Parts, dim: int, dtype: Any) -> Array:
+def _decode(codec: Codec, parts: Parts, dim: int, dtype: DTypeLike) -> Array:
     if isinstance(codec, Exact):
         return parts["exact"]
     return codec.decode(parts, None, dim).astype(dtype)

@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper, registry, softmax
-from kvjax.kernels.decode.pass_gpu import Pass, gathered
 from kvjax.kernels.decode.launch_gpu import WIDE, Launch
+from kvjax.kernels.decode.pass_gpu import Pass, gathered
 from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE, tiled, untiled
 from kvjax.kernels.problem import Attended, Problem
 from kvjax.kernels.softmax import NEGATIVE

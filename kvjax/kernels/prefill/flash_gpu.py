@@ -20,8 +20,8 @@ WIDTH = 128  # columns of the output that one product computes, held besides the
 
 
 def attend_rows(
-    tiling: Tiling, rows: Array, key: Array, value: Array, row_line: Array, slot_lines: Array, visits: Array, keep: bool,
-    above: bool,
+    tiling: Tiling, rows: Array, key: Array, value: Array, row_line: Array, slot_lines: Array, visits: Array,
+    keep: bool, above: bool,
 ) -> list[Array]:  # fmt: skip
     """Attention of all rows, in whole tiles.
 

@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper
-from kvjax.kernels.decode.pass_gpu import Pass, gathered
 from kvjax.kernels.decode.launch_gpu import PROGRAMS, SPAN, WIDE, Launch
+from kvjax.kernels.decode.pass_gpu import Pass, gathered
 from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE
 from kvjax.kernels.rank1 import on_lines
 from kvjax.kernels.softmax import NEGATIVE
