@@ -93,7 +93,7 @@ def tiling(rows: int, size: int, dim: int, itemsize: int) -> tuple[int, int]:
     slot_bytes = -(-dim // LANES) * LANES * itemsize
     fit = TILE_BYTES // slot_bytes
     if size > fit:
-        return fit // LANES * LANES, 1
+        return max(fit // LANES, 1) * LANES, 1
     most = min(max(fit // size, 1), rows)
     return size, next(count for count in range(most, 0, -1) if rows % count == 0)
 
