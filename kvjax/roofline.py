@@ -127,7 +127,8 @@ def live_slots(config: DecoderConfig, lowered: Lowered, prompt_length: int, new_
             # [steps]: the survivors of the prompt, and the tokens decoded since
             held = seen - prompt_length + survivors
             held = held if limit is None else np.minimum(held, int(limit.max()) + 1)
-            width = group.selection.width(group.capacity)
+            # A selection that ranks by the keys themselves reads them all.
+            width = None if group.selection.ranks_by_keys else group.selection.width(group.capacity)
             held = held if width is None else np.minimum(held, width)
             live.append(float(np.mean(held if window is None else np.minimum(held, window))))
     return tuple(live)

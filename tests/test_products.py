@@ -66,7 +66,11 @@ def all_policies() -> dict[str, policies.Policy]:
 
 
 POLICY = all_policies()
-STORAGE = {name: build(STORAGES, name) for name in STORAGES} | {"int4+8": storage.int4(residual=8)}
+STORAGE = {name: build(STORAGES, name) for name in STORAGES} | {
+    "int4+8": storage.int4(residual=8),
+    # Exact keys beside coded values.
+    "mixed": storage.Storage(key=storage.Exact(), value=storage.Integer(4), residual=3, name="mixed"),
+}
 SELECTION = {name: build(SELECTIONS, name) for name in SELECTIONS}
 
 

@@ -62,12 +62,14 @@ def convert(layer: LayerKV, before: Group, after: Group, newest: Array) -> Layer
       The slots under `after`: its stores, the statistics that it needs, the index of its selection.
     """
     live = layer.position >= 0
+    # A one-shot prompt is exact whatever the storage.
+    coded = bool(before.slots) and not before.storage.exact
     # Selections that keep an index while the prompt goes in have a number for each slot.
     layer = layer.replace(stats=with_index(layer.stats, layer.index))
     pieces = []
     start = 0
     for number, (storage, slots) in enumerate(zip(after.stores, after.slots, strict=True)):
-        if len(layer.stores) > 1 or not _is_exact(layer.stores[0]):
+        if coded:
             # From each store into the same store.
             source = layer.stores[number]
             size = jax.tree.leaves(source)[0].shape[2]
@@ -90,7 +92,8 @@ def convert(layer: LayerKV, before: Group, after: Group, newest: Array) -> Layer
     found, index = without_index(forget(joined, position))
     fresh = empty_stats(after.needs, after.policy.remembers, slots_of(position))
     stats = {name: found.get(name, new) for name, new in fresh.items()}
-    index = index or _summary(layer, after, position)
+    # Lowering refuses a selection that summarises keys where these are held in a code by now.
+    index = index or ({} if coded else _summary(layer, after, position))
     return layer.replace(position=position, stores=stores, stats=stats, index=index)
 
 
@@ -105,15 +108,10 @@ def _moved(layer: LayerKV, source: Store, mine: Array, slots: int, start: int) -
 
 
 def _summary(layer: LayerKV, after: Group, position: Array) -> Any:
-    """The index of the selection that goes on, built from the keys, which must be exact."""
-    if after.selection.reads_all or not _is_exact(layer.stores[0]):
-        # Lowering refuses a selection that summarises keys where these are held in a code by now.
+    """The index of the selection of the decoding phase, built from the keys of a dense layer."""
+    if after.selection.reads_all:
         return {}
     capacity = position.shape[2]
     order = oldest_first(layer.position, layer.position >= 0, capacity)
     summary = after.selection.init(slots_of(position), layer.dim, layer.key.dtype)
     return after.selection.build(summary, position, take(layer.key, order, capacity)) if summary else {}
-
-
-def _is_exact(store: Store) -> bool:
-    return set(store["key"]) == {"exact"}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from kvjax.errors import SelectionError
 from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact
-from kvjax.selection.everything import Everything, everything
+from kvjax.selection.everything import ReadAll, everything
 from kvjax.selection.h2o import Allowed, Hindsight, Local
 from kvjax.selection.oracle import Optimal, optimal
 from kvjax.selection.pages import Quest, quest
@@ -44,6 +44,6 @@ def _named(name: str) -> Callable[..., Selection]:
 
 
 __all__ = [
-    "SELECTIONS", "Allowed", "Everything", "Hindsight", "Local", "Optimal", "Quest", "SelectView", "Selection",
+    "SELECTIONS", "Allowed", "Hindsight", "Local", "Optimal", "Quest", "ReadAll", "SelectView", "Selection",
     "accepts", "by_name", "compact", "everything", "optimal", "quest",
 ]  # fmt: skip

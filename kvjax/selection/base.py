@@ -101,6 +101,7 @@ class Selection:
       in_prompt: whether it also applies to the blocks of a prompt; otherwise these read everything.
       whole_text: whether it applies to a text that goes in as one prompt, through `attend_text`, and to nothing else.
       needs: the statistics whose columns `settle` or `attend_text` reads.
+      ranks_by_keys: whether ranking reads every key that is held, so that nothing is saved by reading few slots.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Selection:
     in_prompt: bool = False
     whole_text: bool = False
     needs: frozenset[Statistic] = frozenset()
+    ranks_by_keys: bool = False
 
     @property
     def reads_all(self) -> bool:

@@ -7,7 +7,7 @@ from kvjax.selection.checks import factory
 
 
 @dataclasses.dataclass(frozen=True)
-class Everything(Selection):
+class ReadAll(Selection):
     """Every query reads every slot."""
 
     name = "everything"
@@ -18,6 +18,6 @@ class Everything(Selection):
 
 
 @factory
-def everything() -> Everything:
+def everything() -> ReadAll:
     """Reads every slot that is held; the default."""
-    return Everything()
+    return ReadAll()

@@ -32,6 +32,7 @@ class Optimal(Selection):
     n: int
     first_layer: int = 0
     name = "optimal"
+    ranks_by_keys = True
 
     def __post_init__(self) -> None:
         with named(self.name):

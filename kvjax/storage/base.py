@@ -29,7 +29,7 @@ R = TypeVar("R")
 slots = "slots"  # the layout in which each vector is held by itself
 
 LAYOUTS = (slots,)
-FRAMES = ("any", "rotated", "unrotated")
+FRAMES = ("any",)
 MEMORIES = ("device",)
 
 
@@ -95,7 +95,7 @@ class Storage:
       value: the codec of values.
       layout: ``slots`` holds each vector by itself.
       residual: the number of newest positions that stay exact.
-      frame: whether keys are held ``rotated`` by RoPE, ``unrotated``, or as the policy's positions say (``any``).
+      frame: ``any`` holds keys as the policy's positions say: rotated by RoPE, or unrotated.
       memory: ``device`` holds everything in the accelerator's memory.
       name: shown in reports; not part of what two storages are compared by.
 

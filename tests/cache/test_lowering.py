@@ -1,5 +1,7 @@
 """Lowering: how many slots rows keep and layers allocate, what is refused, and what is told of it."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -189,3 +191,18 @@ def test_only_the_rows_budgets_must_work():
     assert int(0.5 * sizes.nominal) % 2 == 0
     got = lower(CacheSpec(policies.h2o(0.5, variant="ring")), config(), sizes, lengths)
     assert int(got.budgets.decode[0][0][0]) == 15
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        CacheSpec(policies.full()), CacheSpec(policies.tova(8), storage.int4(residual=3)),
+        CacheSpec(policies.knorm(9), storage.fp8(), selection.quest(page=4, budget=16)),
+        CacheSpec(policies.h2o(0.5, variant="masked")), CacheSpec(policies.duo_attention([[1, 0]] * 2)),
+    ],
+    ids=lambda spec: spec.name,
+)  # fmt: skip
+def test_a_spec_is_a_value(spec):
+    names = {**vars(policies), **vars(storage), **vars(selection), "CacheSpec": CacheSpec}
+    assert eval(repr(spec), names) == spec and pickle.loads(pickle.dumps(spec)) == spec
+    assert hash(spec) == hash(pickle.loads(pickle.dumps(spec)))

@@ -13,11 +13,11 @@ from kvjax.policies.budget import Fraction, Given, PerLayer, Slots
 from kvjax.selection import (
     SELECTIONS,
     Allowed,
-    Everything,
     Hindsight,
     Local,
     Optimal,
     Quest,
+    ReadAll,
     accepts,
     by_name,
     everything,
@@ -146,4 +146,4 @@ def test_indices_are_by_row_and_head(selection):
     index = jax.eval_shape(lambda: selection.init((3, 2, 40), 8, jnp.bfloat16))
     assert all(leaf.shape[:2] == (3, 2) for leaf in jax.tree.leaves(index))
     assert selection.needs == frozenset() or {each.name for each in selection.needs} == {"mass"}
-    assert isinstance(selection, Everything) == selection.reads_all
+    assert isinstance(selection, ReadAll) == selection.reads_all
