@@ -31,7 +31,7 @@ from kvjax.models.decoder import parameter_count
 from kvjax.models.model import Model
 
 WINDOWS, GAIN_WINDOWS = 32, 128  # of each held-out text; the gain is a small difference, and takes more
-GAIN_STRIDE = 1  # of the tokens that are asked for, one in so many is: a test takes fewer
+GAIN_STRIDE = 1  # the gain is measured on every n-th token; tests take fewer
 NEAR = 128  # tokens that the short-sighted comparison sees
 PROMPTS = 128  # of each task
 BUDGET = 0.2

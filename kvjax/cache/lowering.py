@@ -137,7 +137,7 @@ def _branches(policy: Policy, selection: Selection, config: DecoderConfig) -> li
             append = Evict(importance=keep, budget=None, positions=policy.positions, name="append")
             return [Branch(None, policy, append, True, selection)]
         case Phases():
-            # Of two policies that reduce differently one needs no attention.
+            # If the two policies reduce differently, one of them needs no attention.
             reduce = policy.group_reduce
             first = dataclasses.replace(policy.prompt, group_reduce=reduce)
             # The budget of the policy that decodes may be smaller than what the prompt leaves.

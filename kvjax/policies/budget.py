@@ -211,7 +211,7 @@ class Shared(Budget):
         own = self.own(room)
         score = policy.importance.score(stats, view)
         safe = largest(score, jnp.where(protected, -1, view.position), own)
-        # Of equal importances the lower head's, then the newer: one row of all heads, ordered accordingly.
+        # Ties go to the lower head, then to the newer slot: one row of all heads, ordered accordingly.
         head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
         order = jnp.where(protected | safe | ~view.live, -1, view.position + (kv_heads - 1 - head) * size)
         rest = largest(score.reshape(batch, -1), order.reshape(batch, -1), (kv_heads * (room - own))[:, 0])

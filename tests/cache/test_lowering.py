@@ -112,7 +112,7 @@ def test_buckets_of_prompts():
 
 
 def test_programs_of_all_prompts_up_to_2048():
-    """Of a policy, at most 12 for prompts and 4 for decoding: layouts are what programs are compiled by."""
+    """A policy has at most 12 programs for prompts and 4 for decoding, one for each layout."""
     for policy in (policies.h2o(0.2), policies.snapkv(0.5, window=1), policies.full(), policies.window(64)):
         prompts, decoding = set(), set()
         for n in range(16, 2049, 7):
@@ -173,7 +173,7 @@ def test_names_are_no_part_of_a_layout():
 
 def test_bytes_are_those_of_the_arrays():
     got = exactly(CacheSpec(policies.h2o(20), storage.int8())).layout
-    # Of 8 channels: 8 codes, a scale and a zero of 4 bytes each, for keys and for values.
+    # 8 channels are 8 codes, a scale and a zero of 4 bytes each, for keys and for values.
     assert got.bytes(3) == 3 * 2 * 2 * 20 * 2 * (8 + 8)
     assert got.bytes(3, statistics=True) == got.bytes(3) + 3 * 2 * 2 * 20 * (4 + 4)
 
