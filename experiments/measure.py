@@ -14,7 +14,7 @@ import numpy as np
 from experiments.tasks.prompts import Prompt
 from experiments.tasks.score import exact_matches
 from kvjax.attention import Implementation
-from kvjax.cache import CacheLayout, CacheSpec, KVState, Limits, layers_of, live_slots
+from kvjax.cache import CacheSpec, KVState, Limits, layers_of, live_slots
 from kvjax.cache.spec import as_spec
 from kvjax.generate import decode
 from kvjax.likelihood import log_likelihood
@@ -41,7 +41,7 @@ class Measurement:
       compile_seconds: what the first, untimed pass took longer, less where compiled programs were kept from before.
       kv_bytes: of keys and values held while decoding.
       full_kv_bytes: what the full cache would hold.
-      explain: what ran, and why nothing faster; see `kvjax.cache.CacheLayout.explain`.
+      explain: which kernels ran, and why no faster one did; see `kvjax.cache.CacheLayout.explain`.
       recall: recall task -> share of its prompts answered exactly.
     """
 
@@ -161,7 +161,7 @@ def measure(
         budget=None if spec.policy.budget is None else spec.policy.budget.value,
         slots=int(live.max()),
         least_slots=int(live.min()),
-        keeps_all=_keeps_all(layout),
+        keeps_all=layout.keeps_all,
         logprobs=logprobs,
         tokens=generation.tokens,
         prefill_rate=rows * prompt_length / min(prefill_times[1:]),
@@ -177,9 +177,3 @@ def measure(
 def _live(state: KVState) -> np.ndarray:
     """The number of live slots of every KV head of every row and layer."""
     return np.concatenate([np.asarray(live_slots(group)).ravel() for _, group in layers_of(state)])
-
-
-def _keeps_all(layout: CacheLayout) -> bool:
-    """Whether no group of heads ever evicts."""
-    groups = (group for phase in (layout.prompt, layout.decode) for layer in phase for group in layer)
-    return all(group.policy.budget is None for group in groups)

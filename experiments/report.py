@@ -258,6 +258,6 @@ LEGEND = (
     "full*: greedy tokens equal to the full cache's at the same place; *first differs after*: the mean number before "
     "the first that is not. *Slots*: live ones of a KV head at the end, the fewest to the most where heads or layers "
     "differ. *tok/s*: over all rows, the fastest repetition, compilation left out. *KV held*: keys and values "
-    "allocated while decoding (the budget, and one slot for the newest token); *of full*: their share of the full "
-    "cache's. A recall task's column: prompts of it that greedy generation answers exactly."
+    "allocated while decoding: the budget, and one slot for the newest token where slots are dense; *of full*: their "
+    "share of the full cache's. A recall task's column: prompts of it that greedy generation answers exactly."
 )

@@ -17,7 +17,7 @@ from kvjax.cache import CacheLayout, CacheSpec, Limits
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.checkpoint.huggingface import bundled
-from kvjax.errors import ConfigError, PolicyError
+from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models import families, shapes
 from kvjax.models.config import DecoderConfig
 from kvjax.policies import full
@@ -60,14 +60,17 @@ def specs_of(config: ExperimentConfig) -> list[CacheSpec]:
     for name in dict.fromkeys(config.baselines):
         try:
             spec = CacheSpec(configs.build_policy(configs.baseline(config, name)))
-        except PolicyError as error:
-            raise PolicyError(
-                f"baseline {name!r}: {error} (baselines are set by --config.baselines=full,...)"
-            ) from None
+        except KvjaxError as error:
+            raise baseline_error(name, error) from None
         if spec.name != own.name:
             found[spec.name] = spec
     # The full cache opens every table, also when it is the policy itself.
     return sorted([*found.values(), own], key=lambda spec: spec.name != "full")
+
+
+def baseline_error(name: str, error: KvjaxError) -> KvjaxError:
+    """An error of the same kind that says which baseline it is about, and where baselines are set."""
+    return type(error)(f"baseline {name!r}: {error} (baselines are set by --config.baselines=full,...)")
 
 
 def check_fit(config: ExperimentConfig) -> None:
@@ -82,7 +85,12 @@ def check_fit(config: ExperimentConfig) -> None:
         return
     dtype, rows = dtype_of(config.model), config.data.num_sequences
     if config.data.prompt is None:
-        layouts = [layout_of(config, spec, decoder, config.data.prompt_length) for spec in specs_of(config)]
+        layouts, own = [], configs.build_spec(config).name
+        for spec in specs_of(config):
+            try:
+                layouts.append(layout_of(config, spec, decoder, config.data.prompt_length))
+            except KvjaxError as error:
+                raise error if spec.name == own else baseline_error(spec.name, error) from None
     else:
         # A prompt that is given has at most as many tokens as bytes; budgets are for its own length, not yet known.
         layouts = [layout_of(config, CacheSpec(full()), decoder, max(len(config.data.prompt.encode()), 1))]

@@ -1,8 +1,8 @@
-"""Attention over a cache, as two ops and a monoid.
+"""Attention over the slots of a cache, and the column statistics that policies need.
 
-`attend` is a softmax over the slots of one `Problem`, `combine` joins several by their log-sum-exps, and `column_sums`
-reports what a policy asked for under the final one. `attend_and_reduce` does the first and the last in one pass over
-the keys, where all slots are one part.
+`attend` computes attention over one part of the slots, `combine` joins parts by their log-sum-exps, and `column_sums`
+computes the statistics of a part from the joined log-sum-exps. If all slots are one part, `attend_and_reduce` computes
+attention and statistics in one pass over the keys.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from kvjax.errors import ConfigError
 from kvjax.kernels import registry
 from kvjax.kernels.decode import xla as decode_xla
 from kvjax.kernels.prefill import xla as prefill_xla
-from kvjax.kernels.problem import Attended, Problem
+from kvjax.kernels.problem import Attended, Problem, check
 from kvjax.statistics import Statistic
 
 Array = jax.Array
@@ -32,10 +32,14 @@ __all__ = [
 
 
 def resolve(implementation: Implementation, platform: str) -> Implementation:
-    """The implementation that ``auto`` means on a platform: kernels on TPUs, whose compiler takes them; XLA elsewhere.
+    """Returns the implementation that ``auto`` means on a platform: Pallas kernels on TPUs, XLA elsewhere.
+
+    Args:
+      implementation: a member of `IMPLEMENTATIONS`; any other than ``auto`` is returned unchanged.
+      platform: name of a JAX backend, such as ``tpu``.
 
     Raises:
-      ConfigError: an implementation that is unknown.
+      ConfigError: if the implementation is unknown.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(f"implementation {implementation!r} is unknown; use {', '.join(IMPLEMENTATIONS)}.")
@@ -59,46 +63,52 @@ def problem(
     causal: bool = False,
     prompt: Array | None = None,
 ) -> Problem:
-    """The problem of a block of new tokens that attends to the live slots at or before each of them.
+    """Builds the problem of a block of new tokens, each of which attends to the live slots at or before its position.
 
     Args:
       query: [B, H, n, D], rotated; H is a multiple of K.
-      key: [B, K, S, D], rotated, the block's own tokens among them unless they are another part.
+      key: [B, K, S, D], rotated; includes the block's own tokens unless they are another part.
       value: [B, K, S, D].
-      query_position: [B, n] int32 absolute positions, ascending; -1 = padding, at the end of a row: output 0.
+      query_position: [B, n] int32 absolute positions, ascending; -1 = padding at the end of a row, whose output is 0.
       key_position: [B, K, S] int32; -1 = a slot that is empty or not read.
       scale: factor of the logits; None = D ** -0.5.
       window: the number of newest positions that a query sees, itself included; None = all.
-      band: [B] int32, a window per row; a query then sees the smaller number of both.
-      exempt: [B, K, S] bool, slots that are seen beyond window and band too.
+      band: [B] int32, a window per row; the smaller of `window` and `band` applies.
+      exempt: [B, K, S] bool, whether a slot is seen beyond window and band too.
       log_weight: [B, K, S] float32 added to the logits: log N for a slot that stands for N tokens.
-      needs: statistics to report; the cost of the others is not paid.
+      needs: statistics to report; others are not computed.
       group_reduce: ``mean`` or ``max`` over the H / K query heads of a KV head.
-      causal: whether the slots are exactly this block in order (one-shot prefill), which lets tiles skip the future.
+      causal: whether the slots are exactly this block in order (one-shot prefill), so that later tiles can be skipped.
       prompt: [B] int32 tokens of each row's prompt, for statistics of its end; None = it ends with this block.
 
     Raises:
-      AssertionError: a shape or a dtype that differs from these (chex).
+      AssertionError: if an array has a different rank, shape or dtype (chex).
     """
-    chex.assert_rank([query, key, value], 4)
-    chex.assert_type([query, key, value], float)
+    chex.assert_rank([query, key], 4)
     batch, heads, n, dim = query.shape
-    kv_heads, slots = key.shape[1:3]
+    kv_heads = key.shape[1]
     chex.assert_is_divisible(heads, kv_heads)
-    chex.assert_shape([key, value], (batch, kv_heads, slots, dim))
-    chex.assert_shape(query_position, (batch, n))
-    chex.assert_shape(key_position, (batch, kv_heads, slots))
-    chex.assert_type([query_position, key_position], jnp.int32)
-    for per_slot, dtype in ((exempt, bool), (log_weight, jnp.float32)):
-        if per_slot is not None:
-            chex.assert_shape(per_slot, (batch, kv_heads, slots))
-            chex.assert_type(per_slot, dtype)
-    for per_row in (band, prompt):
-        if per_row is not None:
-            chex.assert_shape(per_row, (batch,))
-            chex.assert_type(per_row, jnp.int32)
-    if causal:
-        chex.assert_equal(slots, n)
+    made = Problem(
+        # [B, K, G, n, D]
+        query=query.reshape(batch, kv_heads, heads // kv_heads, n, dim),
+        key=key,
+        value=value,
+        query_position=query_position,
+        key_position=key_position,
+        band=band,
+        exempt=exempt,
+        log_weight=log_weight,
+        counts=tuple(sorted(s.name for s in needs if not s.needs_attention)),
+        scale=dim**-0.5 if scale is None else scale,
+        window=window,
+        group_reduce=group_reduce,
+        causal=causal,
+    )
+    check(made)
+    if prompt is not None:
+        chex.assert_shape(prompt, (batch,))
+        chex.assert_type(prompt, jnp.int32)
+    # [B, n]
     real = query_position >= 0
     # [B, 1]
     newest = jnp.max(query_position, axis=1, keepdims=True)
@@ -107,65 +117,55 @@ def problem(
     age = jnp.where(real, newest - query_position, -1)
     left = jnp.where(real, last - query_position, -1)
     statistics = tuple(sorted((s for s in needs if s.needs_attention), key=lambda s: s.name))
-    return Problem(
-        # [B, K, G, n, D]
-        query=query.reshape(batch, kv_heads, heads // kv_heads, n, dim),
-        key=key,
-        value=value,
-        query_position=query_position,
-        key_position=key_position,
-        weights=tuple(statistic.query_weights(age, left) for statistic in statistics),
-        band=band,
-        exempt=exempt,
-        log_weight=log_weight,
-        statistics=statistics,
-        counts=tuple(sorted(s.name for s in needs if not s.needs_attention)),
-        scale=dim**-0.5 if scale is None else scale,
-        window=window,
-        group_reduce=group_reduce,
-        causal=causal,
-    )
+    weights = tuple(statistic.query_weights(age, left) for statistic in statistics)
+    return made.replace(statistics=statistics, weights=weights)
 
 
 def ungroup(output: Array) -> Array:
-    """[B, K, G, n, D] -> [B, H, n, D]."""
+    """Joins the query heads of all KV heads: [B, K, G, n, D] -> [B, H, n, D]."""
     batch, kv_heads, group, n, dim = output.shape
     return output.reshape(batch, kv_heads * group, n, dim)
 
 
 def attend(problem: Problem, implementation: Implementation = "auto") -> Attended:
-    """Attention over the slots of a problem alone: a part, to be combined with others.
+    """Computes attention over the slots of one part, to be combined with others.
 
     Args:
-      problem: whose statistics are not reported; see `column_sums`.
-      implementation: ``auto`` or ``xla``; kernels attend to one part only, by `attend_and_reduce`.
+      problem: the part. Its statistics are not computed; see `column_sums`.
+      implementation: ``auto`` or ``xla``; Pallas kernels need all slots in one part, see `attend_and_reduce`.
 
     Returns:
-      The output [B, K, G, n, D] in float32, 0 for a query that sees no slot, and the log-sum-exps [B, K, G, n], then
-      -inf.
+      The output [B, K, G, n, D] in float32 and the log-sum-exps [B, K, G, n]; 0 and -inf for a query that sees no slot.
 
     Raises:
-      ConfigError: any other implementation.
+      ConfigError: if the implementation is another one.
     """
+    check(problem)
     return _reference(problem, implementation).attend(problem)
 
 
 def combine(*attended: Attended) -> Attended:
-    """Attention over the slots of all parts, from attention over each; exact, in any order and grouping.
+    """Computes attention over the slots of all parts from attention over each.
 
-    A part of which a query sees no slot changes nothing for that query.
+    The result is exact and does not depend on order and grouping. A part in which a query sees no slot does not change
+    that query's result.
     """
     if len(attended) == 1:
         return attended[0]
+    lines = [_lse_of(each) for each in attended]
+    chex.assert_equal_shape([each.output for each in attended])
+    chex.assert_equal_shape(lines)
     # [parts, B, K, G, n]
-    lse = jnp.stack([_lse_of(each) for each in attended])
-    # [B, K, G, n]; 0 where no part has a slot that is seen, since -inf - -inf is not a number
+    lse = jnp.stack(lines)
+    # [B, K, G, n]: 0 where no slot of any part is seen, since -inf - -inf is not a number
     top = jax.lax.stop_gradient(jnp.max(lse, axis=0))
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     # [parts, B, K, G, n]
     weight = jnp.exp(lse - top)
+    # [B, K, G, n]
     total = jnp.sum(weight, axis=0)
     known = jnp.where(total > 0, total, 1.0)
+    # [parts, B, K, G, n, 1]
     share = (weight / known)[..., None]
     # [B, K, G, n, D]
     output = sum((part * each.output for part, each in zip(share, attended, strict=True)), start=jnp.float32(0))
@@ -175,42 +175,49 @@ def combine(*attended: Attended) -> Attended:
 def column_sums(
     problem: Problem, lse: Array, seen: Array | None = None, implementation: Implementation = "auto"
 ) -> Columns:
-    """The statistics of a part's slots, under log-sum-exps over all parts.
+    """Computes the statistics of a part's slots from the log-sum-exps over all parts.
 
     Args:
       problem: the part.
-      lse: [B, K, G, n] float32, of `combine`.
-      seen: [B, K, n] float32 number of slots that each query sees in all parts, of `count_seen`; None = in this part.
-        Only statistics with ``above`` look at it.
+      lse: [B, K, G, n] float32, from `combine`.
+      seen: [B, K, n] float32, the number of slots that each query sees in all parts, from `count_seen`; None = in this
+        part only. Only statistics with transform ``above`` depend on it.
       implementation: see `attend`.
 
     Returns:
       Statistic name -> [B, K, S] or [B, K, S, words] float32.
     """
+    check(problem)
+    batch, kv_heads, group, n, _ = problem.query.shape
+    chex.assert_shape(lse, (batch, kv_heads, group, n))
+    if seen is not None:
+        chex.assert_shape(seen, (batch, kv_heads, n))
     sums = _reference(problem, implementation).column_sums(problem, lse, seen) if problem.statistics else {}
     return sums | _counts(problem)
 
 
 def count_seen(problem: Problem) -> Array:
-    """The number of slots of a part that each query sees, [B, K, n] float32."""
+    """Counts the slots of a part that each query sees: [B, K, n] float32."""
+    check(problem)
     return _reference(problem, "xla").count_seen(problem)
 
 
 def attend_and_reduce(problem: Problem, implementation: Implementation = "auto") -> tuple[Attended, Columns]:
-    """Attention over all slots, and its statistics, in one pass.
+    """Computes attention over all slots, and its statistics, in one pass.
 
     Args:
       problem: the only part.
-      implementation: ``xla``, everywhere and with gradients; ``pallas_tpu``; ``pallas_gpu``, of Hopper GPUs; or
-        ``auto``, see `resolve`. One that is asked for by name and cannot run raises.
+      implementation: ``xla``, which runs everywhere and has gradients; ``pallas_tpu``; ``pallas_gpu``, for Hopper GPUs;
+        or ``auto``, see `resolve`.
 
     Returns:
-      As of `attend`, but rounded to value's dtype, and without log-sum-exps (None) where a kernel does not report them;
-      and as of `column_sums`.
+      What `attend` returns, but rounded to value's dtype, and with None instead of log-sum-exps if a kernel does not
+      report them; and what `column_sums` returns.
 
     Raises:
-      ConfigError: with the reason why the implementation cannot run; see `kvjax.kernels.registry`.
+      ConfigError: if the implementation cannot run, with the reason; see `kvjax.kernels.registry`.
     """
+    check(problem)
     implementation = resolve(implementation, jax.default_backend())
     kernel = registry.find("decode" if problem.query.shape[3] == 1 else "prefill", implementation).load()
     if implementation == "xla":
@@ -229,15 +236,19 @@ def attend_and_reduce(problem: Problem, implementation: Implementation = "auto")
 def attend_parts(
     problems: Sequence[Problem], implementation: Implementation = "auto"
 ) -> tuple[Array, tuple[Columns, ...]]:
-    """Attention of one block over all parts together, and the statistics of each part's slots.
+    """Computes attention of one block over all parts, and the statistics of each part's slots.
 
     Args:
-      problems: the same queries and statistics over different slots; values of one dtype.
+      problems: the same queries and statistics over different slots; all values have the same dtype.
       implementation: see `attend_and_reduce`; several parts need ``auto`` or ``xla``.
 
     Returns:
       The output [B, K, G, n, D] in value's dtype, and for each part what `column_sums` returns.
+
+    Raises:
+      ConfigError: if the implementation cannot run, with the reason.
     """
+    chex.assert_equal_shape([each.query for each in problems])
     dtype = problems[0].value.dtype
     chex.assert_type([each.value for each in problems], dtype)
     if len(problems) == 1:
@@ -254,13 +265,14 @@ def attend_parts(
 
 
 def count_queries(problem: Problem) -> Array:
-    """The number of queries that see each slot, [B, K, S] float32, from positions alone.
+    """Counts the queries that see each slot, from positions only: [B, K, S] float32.
 
-    The real queries of each row must have consecutive positions.
+    The queries of each row that are not padding must have consecutive positions.
     """
+    check(problem)
     # [B, 1, 1]
     newest, queries = problem.newest[:, None, None], problem.num_queries[:, None, None]
-    # [B, K, S] first and last position of a query that sees the slot
+    # [B, K, S]: the first and the last position of a query that sees the slot
     first = jnp.maximum(newest - queries + 1, problem.key_position)
     last = newest
     for reach in (problem.window, None if problem.band is None else problem.band[:, None, None]):
@@ -268,6 +280,7 @@ def count_queries(problem: Problem) -> Array:
             last = jnp.minimum(last, problem.key_position + reach - 1)
     if problem.exempt is not None:
         last = jnp.where(problem.exempt, newest, last)
+    # [B, K, S]
     seen = jnp.where((problem.key_position >= 0) & (queries > 0), last - first + 1, 0)
     return jnp.maximum(seen, 0).astype(jnp.float32)
 
@@ -278,12 +291,12 @@ def _counts(problem: Problem) -> Columns:
 
 def _lse_of(attended: Attended) -> Array:
     if attended.lse is None:
-        raise ConfigError("attention by a kernel that reports no log-sum-exps cannot be combined; use 'xla'.")
+        raise ConfigError("attention from a kernel that reports no log-sum-exps cannot be combined; use 'xla'.")
     return attended.lse
 
 
 def _reference(problem: Problem, implementation: Implementation) -> Any:
-    """The module of the implementation in XLA, the only one whose ops are separate."""
+    """Returns the XLA module for the problem; only XLA implements the ops separately."""
     if implementation not in ("auto", "xla"):
         resolve(implementation, "cpu")
         raise ConfigError(

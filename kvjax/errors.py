@@ -1,4 +1,4 @@
-"""Errors that callers can cause. Each message is one paragraph: what is wrong, what was given and what is valid."""
+"""Errors that callers can cause. Each message is one paragraph: what is wrong, what was given, what would be valid."""
 
 
 class KvjaxError(ValueError):

@@ -299,6 +299,7 @@ def _check_requests(requests: ArrayLike | None, rows: int) -> np.ndarray:
     if requests is None:
         return np.arange(rows, dtype=np.int32)
     ids = np.asarray(requests)
-    if ids.shape != (rows,) or not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0:
-        raise InputError(f"requests must be {rows} whole numbers from 0, one per row; got {requests!r}.")
+    most = np.iinfo(np.int32).max
+    if ids.shape != (rows,) or not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() > most:
+        raise InputError(f"requests must be {rows} whole numbers from 0 to {most}, one per row; got {requests!r}.")
     return ids.astype(np.int32)

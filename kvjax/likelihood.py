@@ -1,5 +1,6 @@
 """Scores texts by teacher forcing. The cache evolves as it does in generation."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from kvjax.prefill import SCORE_ROWS, bind, logprobs_of, prepare, run_prompts
 from kvjax.selection.base import Selection
 from kvjax.sharding import Params
 from kvjax.storage.base import Storage
+from kvjax.storage.gradient import differentiable
 
 Array = jax.Array
 SMALLEST_TEXT = 256  # shorter texts are padded to this number of tokens
@@ -56,6 +58,9 @@ def log_likelihood(
 ) -> LogLikelihood:
     """Scores texts by teacher forcing. The cache evolves as it does in generation.
 
+    The score has a gradient with respect to ``model.params``; it passes straight through the codes of a storage, and
+    which slots are evicted or read is a constant to it.
+
     Args:
       model: from `kvjax.load`.
       tokens: [B, T] or [T] int, rows padded at the end.
@@ -83,6 +88,8 @@ def log_likelihood(
     steps = int((batch.lengths - prompt).max())
     # A loop whose length is data serves texts of any length; only a loop of static length has a gradient.
     differentiated = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params))
+    if differentiated:
+        spec = dataclasses.replace(spec, storage=differentiable(spec.storage))
     with model.on_mesh(), tqdm(total=total, desc="score", unit="tok", disable=not progress) as bar:
         prepared = prepare(
             model, spec, prompt, batch.lengths, width=width if steps else batch.width, prefill_block=prefill_block,

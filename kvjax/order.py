@@ -57,9 +57,9 @@ def _ordered_bits(value: Array) -> Array:
 
 
 def _threshold(keys: Array, count: Array) -> tuple[Array, Array]:
-    """Finds a key such that `count` keys are at or above it, or the smallest larger number that ties allow.
+    """Finds a threshold that `count` keys reach, or the fewest above `count` that ties allow.
 
-    The result is a prefix of the `count`-th largest key, long enough to separate it from the next smaller key. Where
+    The threshold is a prefix of the `count`-th largest key, long enough to separate it from the next smaller key. Where
     keys are far apart, half of the rounds or fewer suffice.
 
     Args:

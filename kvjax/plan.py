@@ -30,12 +30,11 @@ from kvjax.inputs import check_batch, check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.base import Policy
 from kvjax.prefill import prefill_steps
-from kvjax.roofline import Roofline, Shapes, decode_shapes, fewest_bytes, live_slots, local_bytes, roofline
+from kvjax.roofline import Roofline, Shapes, average_slots, decode_shapes, fewest_bytes, local_bytes, roofline
 from kvjax.sampling import Greedy
 from kvjax.selection.base import Selection
 from kvjax.storage.base import Storage
-
-SI_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+from kvjax.units import si, size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +124,7 @@ class Plan:
                 size(step.weights_moved + step.cache_moved),
                 size(full.weights_moved + full.cache_moved),
             ),
-            ("computed per step", _si(step.flops, "FLOP"), _si(full.flops, "FLOP")),
+            ("computed per step", si(step.flops, "FLOP"), si(full.flops, "FLOP")),
             ("roofline", _speed(step), _speed(full)),
         ]
         if self.prefill_total is None:
@@ -143,9 +142,9 @@ class Plan:
         headers, alignment = ("", self.policy, "full cache")[:columns], ("left", "right", "right")[:columns]
         body = tabulate([row[:columns] for row in rows], headers=headers, colalign=alignment, disable_numparse=True)
         last = (
-            f"A token needs {_si(self.flops_per_token, 'FLOP')} and {size(self.bytes_per_token)} moved. "
-            f"Compiled in {self.compile_seconds:.1f} s.\nOne device: {_si(self.device.bandwidth, 'B/s')}, "
-            f"{_si(self.device.flops, 'FLOP/s')} ({self.device.source}). The roofline counts no collectives."
+            f"A token needs {si(self.flops_per_token, 'FLOP')} and {size(self.bytes_per_token)} moved. "
+            f"Compiled in {self.compile_seconds:.1f} s.\nOne device: {si(self.device.bandwidth, 'B/s')}, "
+            f"{si(self.device.flops, 'FLOP/s')} ({self.device.source}). The roofline counts no collectives."
         )
         words = (f"The compiler reports: {self.problem}",) if self.problem else ()
         return "\n".join((first, second, body, last, self.explain, *words))
@@ -210,20 +209,20 @@ def plan(
     axes: str | dict[str, int] = mesh_axes
     if topology and not mesh_axes:
         unsharded = lowered_on(None, spec)
-        live = live_slots(config, unsharded, prompt_length, new_tokens)
-        axes = fewest_bytes(config, unsharded.layout, dtype, batch, live, len(targets))
+        slots = average_slots(config, unsharded, prompt_length, new_tokens)
+        axes = fewest_bytes(config, unsharded.layout, dtype, batch, slots, len(targets))
     mesh = sharding.make_mesh(axes, targets) if axes else None
     count = mesh.size if mesh else 1
     lowered, full_lowered = lowered_on(mesh, spec), lowered_on(mesh, CacheSpec(policies.full()))
     layout = lowered.layout
-    live = live_slots(config, lowered, prompt_length, new_tokens)
+    slots = average_slots(config, lowered, prompt_length, new_tokens)
     device = DEVICES[targets[0].device_kind] if topology else local_device(targets[:count])
 
     shapes = decode_shapes(config, layout, dtype, batch, mesh)
-    step = roofline(config, shapes, live, device)
+    step = roofline(config, shapes, slots, device)
     full_shapes = decode_shapes(config, full_lowered.layout, dtype, batch, mesh)
-    full = roofline(config, full_shapes, live_slots(config, full_lowered, prompt_length, new_tokens), device)
-    whole = roofline(config, decode_shapes(config, layout, dtype, batch, None), live, device)
+    full = roofline(config, full_shapes, average_slots(config, full_lowered, prompt_length, new_tokens), device)
+    whole = roofline(config, decode_shapes(config, layout, dtype, batch, None), slots, device)
     weights, cache = local_bytes(shapes.params), step.cache
 
     start = time.perf_counter()
@@ -366,22 +365,3 @@ def _yes(answer: bool | None, condition: str = "") -> str:
 def _speed(step: Roofline) -> str:
     """Formats the maximum speed and its limit."""
     return "-" if step.tokens_per_second is None else f"{step.tokens_per_second:,.3g} tokens/s ({step.limit})"
-
-
-def size(count: float | None) -> str:
-    """Formats a number of bytes in decimal units, such as ``8.56 GB``.
-
-    Args:
-      count: the number of bytes; None if unknown.
-    """
-    return _si(count, "B")
-
-
-def _si(value: float | None, unit: str) -> str:
-    """Formats a value with an SI prefix."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    for factor, prefix in SI_PREFIXES:
-        if abs(value) >= factor:
-            return f"{value / factor:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"

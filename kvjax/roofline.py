@@ -33,13 +33,13 @@ POSITION_BYTES = 4  # of the int32 position of a slot
 class Roofline:
     """A lower bound on the cost of one decode step on one device, and the resulting upper bound on the speed.
 
-    The number of live slots is averaged over the steps of a run. Collectives are not counted.
+    The number of slots is averaged over the steps of a run. Collectives are not counted.
 
     Attributes:
       cache: bytes of the KVState on the device.
       weights_moved: bytes of weights that a step reads. Tables from which it looks up single rows are not counted.
-      cache_moved: bytes that a step reads (keys, values and positions of live slots, and statistics) and writes
-        (statistics and new slots).
+      cache_moved: bytes that a step reads (keys, values and positions of the slots that are read, their statistics,
+        and the selection's index of all slots) and writes (statistics and new slots).
       flops: floating-point operations of the matrix products, where a multiply-add counts as two.
       tokens_per_second: of the whole batch on the whole mesh; None if the speed of the device is unknown.
       limit: the slower of ``memory`` and ``compute``; None if unknown.
@@ -101,8 +101,22 @@ def decode_shapes(
     return Shapes(params, carry)
 
 
-def live_slots(config: DecoderConfig, lowered: Lowered, prompt_length: int, new_tokens: int) -> tuple[float, ...]:
-    """Returns the number of slots per head that a decode step reads, averaged over the steps of a run.
+class AverageSlots(NamedTuple):
+    """Slots per KV head of one group of heads, averaged over the decode steps of a run.
+
+    Attributes:
+      held: the number of live slots.
+      read: the number of slots that a step reads.
+    """
+
+    held: float
+    read: float
+
+
+def average_slots(
+    config: DecoderConfig, lowered: Lowered, prompt_length: int, new_tokens: int
+) -> tuple[AverageSlots, ...]:
+    """Returns the number of slots per head that a decode step holds and reads.
 
     Args:
       config: the decoder.
@@ -111,16 +125,16 @@ def live_slots(config: DecoderConfig, lowered: Lowered, prompt_length: int, new_
       new_tokens: the number of new tokens.
 
     Returns:
-      One number for each group of heads of each layer, in the order of `CacheLayout.groups`.
+      One value for each group of heads of each layer, in the order of `CacheLayout.groups`.
     """
     # [steps]: the number of tokens so far, the one being fed included
     seen = prompt_length + 1 + np.arange(max(new_tokens - 1, 1))
-    live = []
+    slots = []
     for layer, groups in enumerate(lowered.layout.decode):
         window = config.windows[layer]
         for number, group in enumerate(groups):
             kept, limit = lowered.budgets.prompt[layer][number], lowered.budgets.decode[layer][number]
-            if group.selection.budget is not None:
+            if not group.evicts:
                 # The budget of a selection hides slots; all of them are kept.
                 kept = limit = None
             survivors = prompt_length if kept is None else min(int(kept.max()), prompt_length)
@@ -129,18 +143,19 @@ def live_slots(config: DecoderConfig, lowered: Lowered, prompt_length: int, new_
             held = held if limit is None else np.minimum(held, int(limit.max()) + 1)
             # A selection that ranks by the keys themselves reads them all.
             width = None if group.selection.ranks_by_keys else group.selection.width(group.capacity)
-            held = held if width is None else np.minimum(held, width)
-            live.append(float(np.mean(held if window is None else np.minimum(held, window))))
-    return tuple(live)
+            read = held if width is None else np.minimum(held, width)
+            read = read if window is None else np.minimum(read, window)
+            slots.append(AverageSlots(float(np.mean(held)), float(np.mean(read))))
+    return tuple(slots)
 
 
-def roofline(config: DecoderConfig, shapes: Shapes, live: tuple[float, ...], device: Device) -> Roofline:
+def roofline(config: DecoderConfig, shapes: Shapes, slots: tuple[AverageSlots, ...], device: Device) -> Roofline:
     """Counts the bytes and FLOPs of one decode step on one device.
 
     Args:
       config: the decoder.
       shapes: from `decode_shapes`. If it has no shardings, the whole step is on one device.
-      live: from `live_slots`.
+      slots: from `average_slots`.
       device: the device.
     """
     state = shapes.carry.state
@@ -150,16 +165,17 @@ def roofline(config: DecoderConfig, shapes: Shapes, live: tuple[float, ...], dev
     # A multiplication and an addition per row and matrix element.
     flops = 2.0 * rows * sum(math.prod(_local(leaf)) for leaf in matrices if len(leaf.shape) == 2)
     moved = 0.0
-    for (index, layer), slots in zip(layers_of(state), live, strict=True):
+    for (index, layer), own in zip(layers_of(state), slots, strict=True):
         local_rows, kv_heads, _ = _local(layer.position)
         query = shapes.params[f"layer_{index}"]["attention"]["query"]["kernel"]
         # Two products, QKᵀ and PV, each with a multiplication and an addition per element.
-        flops += 4.0 * local_rows * _local(query)[1] * slots * layer.position.shape[1] / config.num_kv_heads
+        flops += 4.0 * local_rows * _local(query)[1] * own.read * layer.position.shape[1] / config.num_kv_heads
         statistics = sum(leaf.dtype.itemsize * math.prod(leaf.shape[3:]) for leaf in jax.tree.leaves(layer.stats))
-        slot = _slot_bytes(layer)
-        # Every live slot is read and the new one is written; statistics are read and written.
-        read = slots * (slot + POSITION_BYTES + 2 * statistics)
-        moved += local_rows * kv_heads * (read + slot + POSITION_BYTES)
+        slot = _slot_bytes(layer.stores, layer)
+        # Every slot that is read, and the new one, which is written; statistics are read and written.
+        attended = own.read * (slot + POSITION_BYTES + 2 * statistics) + slot + POSITION_BYTES
+        # A selection looks at its index of all that is held.
+        moved += local_rows * kv_heads * (attended + own.held * _slot_bytes(layer.index, layer))
     weights = local_bytes(matrices)
     seconds = {
         "memory": device.bandwidth and (weights + moved) / device.bandwidth,
@@ -180,10 +196,9 @@ def _is_read(config: DecoderConfig, path: tuple[jax.tree_util.DictKey, ...]) -> 
     return name != ("position_embed", "table") and (config.tie_embeddings or name != ("embed", "tokens"))
 
 
-def _slot_bytes(layer: LayerKV) -> float:
-    """Returns the bytes of a key and a value, averaged over the slots of all stores."""
-    leaves = jax.tree.leaves(layer.stores)
-    held = sum(leaf.shape[2] * math.prod(leaf.shape[3:]) * leaf.dtype.itemsize for leaf in leaves)
+def _slot_bytes(tree: PyTree, layer: LayerKV) -> float:
+    """Returns the bytes of a tree of arrays [B, K, ...] per slot of a KV head, averaged over the layer's slots."""
+    held = sum(math.prod(leaf.shape[2:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     return held / max(layer.position.shape[2], 1)
 
 
@@ -192,7 +207,7 @@ def fewest_bytes(
     layout: CacheLayout,
     dtype: DTypeLike,
     batch: int,
-    live: tuple[float, ...],
+    slots: tuple[AverageSlots, ...],
     count: int,
 ) -> dict[str, int]:
     """Chooses the mesh on which a device moves the fewest bytes per step.
@@ -202,7 +217,7 @@ def fewest_bytes(
       layout: the static description of the cache.
       dtype: of parameters and cache.
       batch: the number of rows.
-      live: from `live_slots`.
+      slots: from `average_slots`.
       count: the number of devices.
 
     Returns:
@@ -212,7 +227,7 @@ def fewest_bytes(
 
     def moved(model: int) -> int:
         mesh = AbstractMesh((count // model, model), ("data", "model"))
-        step = roofline(config, decode_shapes(config, layout, dtype, batch, mesh), live, unknown)
+        step = roofline(config, decode_shapes(config, layout, dtype, batch, mesh), slots, unknown)
         return step.weights_moved + step.cache_moved
 
     sizes = [model for model in range(count, 0, -1) if count % model == 0]

@@ -185,7 +185,7 @@ def program(streams, prompts, ends, budget, decode_budget, *, layout, width, ste
             jnp.where(at >= 0, jnp.take_along_axis(x, jnp.maximum(at, 0), axis=2), jnp.float32(RUBBISH))
             for x in streams
         )
-        block = Block(position=position, prompt=prompts, total=ends, budget=budget)
+        block = Block(position=position, prompt=prompts, total=ends, budget=budget).of_layer(0)
         return step_layer(layer, *tokens, block=block, groups=groups, rope=rope, window=window)
 
     size = layout.block or width

@@ -1,4 +1,7 @@
-"""What tests/test_sharding.py runs in a process with eight simulated devices: one line of JSON for each case."""
+"""Runs each case with and without a mesh, for tests/test_sharding.py, in a process with eight simulated devices.
+
+Prints one line of JSON for each case.
+"""
 
 import dataclasses
 import json
@@ -23,6 +26,8 @@ from kvjax.models.model import Model
 from kvjax.roofline import decode_shapes
 from kvjax.rope import Rope
 from kvjax.sampling import Greedy
+from kvjax.selection import Selection, everything, optimal, quest
+from kvjax.storage import Storage, dense, int8, read
 
 ROWS, WIDTH, NEW = 8, 24, 12
 LENGTHS = [24, 9, 24, 17, 5, 20, 24, 12]
@@ -47,7 +52,20 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, a policy, a mesh, and how the prompt goes in."""
+    """A model, a cache, a mesh, and how the prompt is fed.
+
+    Attributes:
+      model: key of `MODELS`.
+      policy: name of a policy.
+      mesh: see `kvjax.make_mesh`.
+      prefill_block: see `kvjax.generate`.
+      ragged: whether the rows have prompts of different lengths.
+      positions: see `CacheSpec`.
+      scored: whether to run `log_likelihood` too, besides `generate`.
+      merge: name of the policy's merge.
+      storage: see `CacheSpec`.
+      selection: see `CacheSpec`.
+    """
 
     model: str
     policy: str
@@ -55,14 +73,18 @@ class Case:
     prefill_block: int | None = None
     ragged: bool = False
     positions: str = "original"
-    scored: bool = False  # teacher forcing too, besides generation
+    scored: bool = False
     merge: str | None = None
+    storage: Storage = dataclasses.field(default_factory=dense)
+    selection: Selection = dataclasses.field(default_factory=everything)
 
-    def built(self) -> policies.Policy:
-        budget = {} if self.policy == "full" else {"budget": 10}
+    def spec(self, budget: int = 10) -> CacheSpec:
+        """Returns the cache; `budget` is ignored by the policy ``full``."""
+        more = {} if self.policy == "full" else {"budget": budget}
         if self.merge is not None:
-            budget["merge"] = policies.MERGES[self.merge]()
-        return policies.by_name(self.policy, positions=self.positions, **budget)
+            more["merge"] = policies.MERGES[self.merge]()
+        policy = policies.by_name(self.policy, positions=self.positions, **more)
+        return CacheSpec(policy, self.storage, self.selection)
 
 
 _LIST = [
@@ -77,6 +99,13 @@ _LIST = [
     Case("gqa", "roco", "data:1,model:8", merge="d2o"),
     Case("gqa", "h2o", "data:1,model:8", merge="cam", ragged=True),
     Case("mqa", "h2o", "data:2,model:4", prefill_block=8, ragged=True, scored=True),  # 1 KV head: replicated
+    Case("gqa", "h2o", "data:2,model:4", ragged=True, scored=True, storage=int8()),
+    Case("gqa", "h2o", "data:1,model:8", prefill_block=8, storage=int8()),  # 4 KV heads on 8 devices: replicated
+    Case("mha", "window", "data:4,model:2", ragged=True, storage=int8(residual=4)),
+    Case("gqa", "full", "data:2,model:4", ragged=True, scored=True, selection=quest(4, 12, first_layer=0)),
+    Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0)),  # 1 KV head: replicated
+    Case("gqa", "full", "data:4,model:2", ragged=True, selection=optimal(6)),
+    Case("gqa", "full", "data:1,model:8", selection=optimal(6)),  # 4 KV heads on 8 devices: replicated
 ]
 CASES = {
     "-".join(
@@ -84,6 +113,9 @@ CASES = {
         + ["ragged"] * c.ragged
         + ["ranks"] * (c.positions == "cache")
         + ([c.merge] if c.merge else [])
+        + ([c.storage.name] if not c.storage.exact else [])
+        + ([f"residual{c.storage.residual}"] if c.storage.residual else [])
+        + ([c.selection.name] if not c.selection.reads_all else [])
     ): c
     for c in _LIST
 }
@@ -99,51 +131,78 @@ def parameters(config: DecoderConfig) -> Any:
 
 
 def run(model: Model, case: Case, tokens: np.ndarray, text: np.ndarray) -> list[Any]:
-    """What `generate` returns and, for a scored case, what `log_likelihood` does."""
+    """Returns the result of `generate` and, for a scored case, that of `log_likelihood`."""
     lengths = np.asarray(LENGTHS if case.ragged else [WIDTH] * ROWS)
     options = {"prefill_block": case.prefill_block}
-    found = [kvjax.generate(model, tokens, case.built(), max_new_tokens=NEW, lengths=lengths, **options)]
+    found = [kvjax.generate(model, tokens, case.spec(), max_new_tokens=NEW, lengths=lengths, **options)]
     if case.scored:
         ends = lengths + NEW
-        found.append(kvjax.log_likelihood(model, text, case.built(), prompt_length=lengths, lengths=ends, **options))
+        found.append(kvjax.log_likelihood(model, text, case.spec(), prompt_length=lengths, lengths=ends, **options))
     return found
 
 
 def slots(state: Any) -> list[np.ndarray]:
-    """Each layer's positions in order: which tokens were kept, whatever slot they lie in."""
+    """Returns the sorted positions of each layer: the tokens that were kept, whatever their slots."""
     return [np.sort(np.asarray(layer.position), axis=2) for layer in state.layers]
 
 
-def contents(state: Any) -> list[np.ndarray]:
-    """Each layer's keys, values and statistics of live slots, as they lie."""
+def contents(state: Any, storage: Storage) -> list[np.ndarray]:
+    """Returns the decoded keys and values and the statistics of the live slots of each layer, in the order of slots."""
     found = []
     for layer in state.layers:
-        live = np.asarray(layer.position) >= 0
-        found += [np.asarray(leaf)[live] for leaf in (layer.key, layer.value, *jax.tree.leaves(layer.stats))]
+        key, value, position = read(storage, layer)
+        live = np.asarray(position) >= 0
+        found += [np.asarray(leaf)[live] for leaf in (key, value, *jax.tree.leaves(layer.stats))]
     return found
 
 
 def difference(a: Any, b: Any) -> float:
-    """Largest absolute difference; infinite for arrays of other shapes."""
+    """Returns the largest absolute difference; infinity if the shapes differ."""
     a, b = np.asarray(a), np.asarray(b)
-    return float(np.max(np.abs(a - b))) if a.shape == b.shape else float("inf")
+    if a.shape != b.shape:
+        return float("inf")
+    return float(np.max(np.abs(a - b), initial=0.0))
+
+
+def steps(state: Any) -> list[float]:
+    """Returns the distance of neighbouring codes in each store of integers: its largest scale."""
+    stores = [store for layer in state.layers for store in layer.stores]
+    return [float(jnp.max(codec["scale"])) for store in stores for codec in store.values() if "scale" in codec]
 
 
 def shards(array: jax.Array) -> list[int]:
-    """Shape of the part on every device, which must be the same on all."""
+    """Returns the shape of the part on each device, which must be the same on all."""
     shapes = {tuple(shard.data.shape) for shard in array.addressable_shards}
     assert len(shapes) == 1, shapes
     return list(shapes.pop())
 
 
 def collectives(text: str) -> dict[str, int]:
-    """Result shapes of the collectives in compiled HLO -> elements."""
+    """Returns the result shapes of the collectives in compiled HLO, and their numbers of elements."""
     found = {}
     pattern = r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
     for match in re.finditer(pattern, text):
         for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1]):
             found[f"{kind}[{dims}]"] = math.prod(int(n) for n in dims.split(",") if n)
     return found
+
+
+def decode_program(case: Case, config: DecoderConfig, mesh: Any, scale: int) -> tuple[Any, Any]:
+    """Compiles the decoding loop, for `scale` times as many slots as the case has.
+
+    Returns:
+      The shapes of the cache's state, and the program.
+    """
+    full_rows = np.full((ROWS,), scale * WIDTH, np.int32)
+    limits = Limits(scale * WIDTH, scale * NEW)
+    sizes = sizes_for(full_rows, scale * NEW - 1, width=scale * WIDTH, block=None, limits=limits, last_fed=False)
+    with jax.set_mesh(mesh):
+        layout = lower(case.spec(scale * 10), config, sizes, full_rows).layout
+    shapes = decode_shapes(config, layout, jnp.float32, ROWS, mesh)
+    stop, steps = jax.ShapeDtypeStruct((0,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    with jax.set_mesh(mesh):
+        lowered = decode_steps.lower(*shapes, stop, steps, config=config, phase=layout.decode, sampler=Greedy())
+    return shapes.carry.state, lowered.compile()
 
 
 def check(case: Case) -> dict[str, Any]:
@@ -159,8 +218,8 @@ def check(case: Case) -> dict[str, Any]:
 
     data, split = mesh.shape["data"], mesh.shape["model"]
     kv_heads = config.num_kv_heads // split if config.num_kv_heads % split == 0 else config.num_kv_heads
-    keys = [layer.key for result in spread for layer in result.state.layers]
-    expected_state = [[ROWS // data, kv_heads, key.shape[2], config.head_dim] for key in keys]
+    held = jax.tree.leaves([(layer.stores, layer.index) for result in spread for layer in result.state.layers])
+    expected_state = [[ROWS // data, kv_heads, *leaf.shape[2:]] for leaf in held]
     layer = model.params["layer_0"]
     rows = kv_heads * config.head_dim
     query = config.num_heads // split * config.head_dim
@@ -175,19 +234,13 @@ def check(case: Case) -> dict[str, Any]:
         "norm": (layer["attention_norm"]["scale"], [64]),
     }
 
-    full_rows = np.full((ROWS,), WIDTH, np.int32)
-    sizes = sizes_for(full_rows, NEW - 1, width=WIDTH, block=None, limits=Limits(WIDTH, NEW), last_fed=False)
-    with jax.set_mesh(mesh):
-        layout = lower(CacheSpec(case.built()), config, sizes, full_rows).layout
-    shapes = decode_shapes(config, layout, jnp.float32, ROWS, mesh)
-    stop, steps = jax.ShapeDtypeStruct((0,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    with jax.set_mesh(mesh):
-        lowered = decode_steps.lower(*shapes, stop, steps, config=config, phase=layout.decode, sampler=Greedy())
-    compiled = lowered.compile()
-    moved = collectives(compiled.as_text())
-    shard = shapes.carry.state.layers[0].key
-    assert isinstance(shard.sharding, NamedSharding)
-    local = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(shapes.carry.state)]
+    state, compiled = decode_program(case, config, mesh, 1)
+    larger_state, larger = decode_program(case, config, mesh, 3)
+    position, more_shape = state.layers[0].position, larger_state.layers[0].position.shape
+    assert more_shape[2] > 2 * position.shape[2]
+    assert isinstance(position.sharding, NamedSharding)
+    moved, more_moved = collectives(compiled.as_text()), collectives(larger.as_text())
+    local = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state)]
     both = list(zip(alone, spread, strict=True))
     return {
         "tokens_equal": bool(np.array_equal(alone[0].tokens, spread[0].tokens)),
@@ -196,15 +249,22 @@ def check(case: Case) -> dict[str, Any]:
         ),
         "logprob_error": max(difference(a.logprobs, b.logprobs) for a, b in both),
         "cache_error": max(
-            difference(x, y) for a, b in both for x, y in zip(contents(a.state), contents(b.state), strict=True)
+            difference(x, y)
+            for a, b in both
+            for x, y in zip(contents(a.state, case.storage), contents(b.state, case.storage), strict=True)
         ),
-        "state_shards": [shards(key) for key in keys],
+        "code_step": max((step for a, _ in both for step in steps(a.state)), default=0.0),
+        "state_shards": [shards(leaf) for leaf in held],
         "expected_state_shards": expected_state,
         "parameter_shards": {name: shards(array) for name, (array, _) in chosen.items()},
         "expected_parameter_shards": {name: shape for name, (_, shape) in chosen.items()},
+        "heads_divided": kv_heads < config.num_kv_heads or split == 1,
         "collectives": moved,
         "largest_collective": max(moved.values(), default=0),
-        "cache_shard_elements": math.prod(shard.sharding.shard_shape(shard.shape)),
+        "growing_collectives": {shape: size for shape, size in more_moved.items() if shape not in moved},
+        # One number for each slot, and for the step's own token where that is not in a slot yet.
+        "numbers_per_slot": math.prod(position.sharding.shard_shape(position.shape)[:2]) * (more_shape[2] + 1),
+        "cache_shard_elements": math.prod(position.sharding.shard_shape(position.shape)) * config.head_dim,
         "aliased": compiled.memory_analysis().alias_size_in_bytes,
         "state_bytes": sum(local),
     }

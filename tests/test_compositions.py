@@ -37,7 +37,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 COMPRESSORS = ("snapkv", "pyramidkv", "knorm", "keydiff")
 EVICTION = [name for name in POLICIES if name not in COMPRESSORS and name != "full"]
-ORDERS = ("strided", "fixed")  # say who goes first, and not by how much
+ORDERS = ("strided", "fixed")  # their importances only order the slots
 
 
 def build(name: str, budget: Any = 0.5, **more: Any) -> Policy:
@@ -172,12 +172,15 @@ def test_every_pair_is_allowed_or_refused_when_it_is_built():
     [
         (lambda: policies.with_heavy_hitters(policies.tova(budget=8)), "must all hold the same positions"),
         (lambda: policies.value_norm(policies.tova(budget=8)), "must all hold the same positions"),
-        (lambda: policies.value_norm(policies.strided(budget=8, stride=2)), "who goes first and not by how much"),
-        (lambda: policies.value_norm(policies.full()), "has nothing to choose"),
+        (
+            lambda: policies.value_norm(policies.strided(budget=8, stride=2)),
+            "only orders the slots",
+        ),
+        (lambda: policies.value_norm(policies.full()), "keeps every token; give a policy with a budget"),
         (lambda: policies.with_heavy_hitters(policies.h2o(budget=8, recent=5)), "protects 5 slots, but keeps 4 of a"),
         (lambda: policies.with_heavy_hitters(policies.h2o(budget=8), fraction=1.5), "number from 0 to 1; got 1.5"),
         (lambda: policies.with_heavy_hitters("h2o"), "'h2o' is not a policy"),
-        (lambda: policies.adakv(policies.h2o(budget=8)), "h2o' is no compressor; give one such as snapkv"),
+        (lambda: policies.adakv(policies.h2o(budget=8)), "h2o' is not a compressor; give one such as snapkv"),
         (
             lambda: policies.after_prefill(policies.h2o(budget=8), then=policies.h2o(budget=8)),
             "evicts at every step; give a compressor",
@@ -194,22 +197,31 @@ def test_every_pair_is_allowed_or_refused_when_it_is_built():
             lambda: policies.after_prefill(policies.knorm(budget=8), then=policies.tova(budget=8)),
             "a compressor leaves each its own",
         ),
-        (lambda: policies.snapkv(budget=8, window=8), "a window of 8 needs a larger budget than 8"),
+        (lambda: policies.snapkv(budget=8, window=8), "^policy snapkv: window=8 needs a larger budget than 8"),
         (lambda: policies.snapkv(budget=8, window=2, kernel=4), "kernel=4 has no centre; give an odd number"),
         (lambda: policies.snapkv(budget=8, window=2, pooling="sum"), "pooling='sum' is not valid; use 'avg' or 'max'"),
-        (lambda: policies.pyramidkv(budget=(8, 8)), "is not one number"),
+        (lambda: policies.pyramidkv(budget=(8, 8)), r"^policy pyramidkv: budget \(8, 8\) is not one number"),
         (lambda: policies.knorm(budget=None), "a compressor needs a budget"),
         (lambda: policies.h2o(budget=8, variant="ring"), "a budget of 8 is even, give 7 or 9"),
-        (lambda: policies.h2o(budget=7, variant="ring", recent=2), "has no place in it"),
+        (
+            lambda: policies.h2o(budget=7, variant="ring", recent=2),
+            "^policy h2o: recent=2 is not valid with variant='ring'",
+        ),
         (
             lambda: policies.h2o(budget=8, variant="wheel"),
             "variant='wheel' is not valid; use 'drop', 'ring', 'masked', 'global'",
         ),
-        (lambda: policies.random(budget=8, seed=2**32), "has no key of its own"),
-        (lambda: policies.tova(budget=8, share_heads="false"), "is not True or False"),
+        (lambda: policies.random(budget=8, seed=2**32), "seed must be a whole number from 0 to 4294967295"),
+        (
+            lambda: policies.tova(budget=8, share_heads="false"),
+            "^policy tova: share_heads=.false. is not",
+        ),
         (lambda: policies.evict(importance=min, budget=8), "must be an Importance and a Scope"),
         (lambda: policies.evict(importance=policies.mass, scope=4, budget=8), "must be an Importance and a Scope"),
-        (lambda: policies.Importance(needs="mass", score=policies.mass.score), "'mass' is a text"),
+        (
+            lambda: policies.Importance(needs="mass", score=policies.mass.score),
+            "needs='mass' is not a set",
+        ),
         (
             lambda: policies.adakv(policies.after_prefill(policies.knorm(budget=8), then=policies.h2o(budget=8))),
             "it is combined already",
@@ -217,7 +229,10 @@ def test_every_pair_is_allowed_or_refused_when_it_is_built():
         (lambda: policies.value_norm(policies.h2o(budget=8, variant="masked")), "hides slots and evicts none"),
         (lambda: policies.with_heavy_hitters(policies.h2o(budget=8, variant="global")), "hides slots and evicts none"),
         (lambda: policies.fixed(budget=8, block=9, columns=1), "protects 9 slots, more than its budget of 8"),
-        (lambda: policies.fixed(budget=8, block=4, columns=5), "columns=5 of a block of 4 positions"),
+        (
+            lambda: policies.fixed(budget=8, block=4, columns=5),
+            "columns=5 is more than a block of 4",
+        ),
         (lambda: policies.strided(budget=8, stride=0), "stride must be a whole number of at least 1"),
         (lambda: policies.h2o_decay(budget=8, gamma=1.1), "gamma must be a number from 0 to 1"),
         (lambda: policies.scissorhands(budget=8, history=0), "history must be a whole number of at least 1"),
@@ -264,7 +279,7 @@ def test_a_policy_by_hand_is_combined_like_any_other():
     class Own(Policy):
         name = "own"
 
-    with pytest.raises(PolicyError, match="its statistics are its own"):
+    with pytest.raises(PolicyError, match="it is not made by `evict`"):
         policies.with_heavy_hitters(Own())
 
 

@@ -12,6 +12,7 @@ from kvjax import policies
 from kvjax.cache import CacheSpec, Limits
 from kvjax.models.decoder import Decoder, random_parameters
 from kvjax.prefill import prefill_steps, prepare
+from kvjax.storage import Codec, Storage, fp8, int4, int8
 from tests.tiny import random_tokens, tiny
 
 TOKENS = random_tokens(2, 40, seed=4)
@@ -84,6 +85,44 @@ def test_with_room_for_everything_it_is_the_plain_models(options):
 def test_a_smaller_budget_has_another_gradient():
     one, two = (gradient(policies.h2o(budget=b), prefill_block=8) for b in (40, 8))
     assert max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(*map(jax.tree.leaves, (one, two)), strict=True)) > 1e-3
+
+
+def _bits(dim, dtype):
+    return {"codes": ((dim,), jnp.uint32)}
+
+
+def _to_bits(x, side, dtype):
+    return {"codes": jax.lax.bitcast_convert_type(x, jnp.uint32)}
+
+
+def _from_bits(parts, side, dim):
+    return jax.lax.bitcast_convert_type(parts["codes"], jnp.float32)
+
+
+BITS = Codec(_bits, _to_bits, _from_bits)  # loses nothing, and an integer has no gradient
+
+
+@pytest.mark.parametrize("residual", [0, 5])
+@pytest.mark.parametrize(
+    "policy", [policies.h2o(budget=12), policies.snapkv(budget=12, window=4)], ids=lambda p: p.name
+)
+def test_it_passes_straight_through_codes(policy, residual):
+    storage = Storage(key=BITS, value=BITS, residual=residual)
+    for options in ({"prefill_block": 8}, {"prompt_length": np.array([20, 12])}):
+        expected, found = gradient(policy, **options), gradient(policy, storage=storage, **options)
+        for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, two, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("storage", "near"), [(int8(), 0.02), (int4(residual=5), 0.25), (fp8(), 0.15)], ids=str)
+def test_a_score_through_codes_and_its_gradient(storage, near):
+    policy, options = policies.h2o(budget=16), {"prompt_length": np.array([20, 12])}
+    params = tiny().model.params
+    value, found = jax.jit(jax.value_and_grad(lambda params: score(params, policy, storage=storage, **options)))(params)
+    assert float(value) == pytest.approx(float(score(params, policy, storage=storage, **options)), abs=1e-6)
+    exact = gradient(policy, **options)
+    off = jnp.sqrt(sum(jnp.sum((a - b) ** 2) for a, b in zip(*map(jax.tree.leaves, (found, exact)), strict=True)))
+    assert 0 < off < near * jnp.sqrt(sum(jnp.sum(a**2) for a in jax.tree.leaves(exact)))
 
 
 def test_memory_is_that_of_a_few_blocks():

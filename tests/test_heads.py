@@ -135,15 +135,19 @@ def test_what_is_streamed_is_not_held():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: policies.duo_attention(5), "is no table"),
-        (lambda: policies.duo_attention(((1, 0), (1,))), "is no table"),
+        (lambda: policies.duo_attention(5), "is not a table"),
+        (lambda: policies.duo_attention(((1, 0), (1,))), "is not a table"),
         (lambda: policies.duo_attention(((1, 2),)), "true or false"),
         (lambda: policies.split_heads(HALF, policies.knorm(9), policies.full()), "does not evict step by step"),
         (lambda: policies.split_heads(HALF, policies.h2o(9, variant="masked"), policies.full()), "step by step"),
         (lambda: policies.split_heads(HALF, policies.h2o(9), policies.streaming_llm(9)), "positions"),
         (lambda: policies.value_norm(policies.duo_attention(HALF)), "apply it to these"),
         (lambda: policies.after_prefill(policies.knorm(9), then=policies.duo_attention(HALF)), "caches of their own"),
-        (lambda: policies.razor_attention(HALF, 4), "protects 5 slots"),
+        (lambda: policies.razor_attention(HALF, 4), "^policy razor_attention: it protects 5 slots"),
+        (lambda: policies.razor_attention(HALF, positions="rank"), "^policy razor_attention: positions='rank'"),
+        (lambda: policies.razor_attention(HALF, sinks=-1), "^sinks must be a whole number of at least 0; got -1"),
+        (lambda: policies.duo_attention(HALF, positions="rank"), "^policy duo_attention: positions='rank'"),
+        (lambda: policies.duo_attention(HALF, recent=0), "^recent must be a whole number of at least 1; got 0"),
         (lambda: kvjax.generate(tiny("mha").model, PROMPT, policies.duo_attention(HALF), max_new_tokens=2), "KV heads"),
     ],
 )  # fmt: skip

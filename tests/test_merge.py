@@ -219,7 +219,7 @@ def test_they_are_the_eviction_policies():
     ("made", "match"),
     [
         (lambda: policies.h2o(budget=8, merge="d2o"), "merge='d2o' is not a merge; give one such as"),
-        (lambda: policies.h2o(budget=8, merge=policies.d2o(), variant="masked"), "evicts nothing that could be merged"),
+        (lambda: policies.h2o(budget=8, merge=policies.d2o(), variant="masked"), "which evicts nothing; leave it out"),
         (lambda: policies.d2o(beta=2), "beta must be a number from 0 to 1"),
         (lambda: policies.cam(recent=0), "recent must be a whole number of at least 1"),
         (lambda: policies.kvmerger(similarity=3), "similarity must be a number from -1 to 1"),

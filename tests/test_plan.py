@@ -15,8 +15,9 @@ from kvjax import devices, policies
 from kvjax.errors import ConfigError, InputError, KvjaxError, PolicyError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import parameter_count
-from kvjax.plan import plan, size
+from kvjax.plan import plan
 from kvjax.rope import Rope
+from kvjax.units import size
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason="needs the TPU compiler: pip install 'kvjax[tpu]'")

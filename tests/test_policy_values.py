@@ -18,6 +18,7 @@ NAMES = vars(policies) | vars(kvjax.selection.h2o)
 NEEDED = {"strided": {"stride": 3}, "fixed": {"block": 3, "columns": 1}}
 SMALL = {"window": 2, "sinks": 1, "guard": 2}  # for a budget of a few slots
 HALF = ((True, False), (False, True))
+NAN = float("nan")
 
 
 def example(name, budget=8, **more):
@@ -109,6 +110,16 @@ def test_a_program_depends_on_no_number_of_slots(name):
     assert "count=8" not in repr(traced[0])
 
 
+def test_budgets_by_hand_are_those_of_numbers():
+    assert policies.Slots(np.int32(8)) == policies.h2o(8).budget
+    assert policies.Fraction(np.float32(0.5)) == policies.Fraction(0.5)
+    assert policies.PerLayer([8, 0.5]) == policies.h2o((8, 0.5)).budget
+    assert policies.Pyramid(8, 2, 20) == policies.pyramidkv(8, window=2).budget
+    for budget in (8, 0.5):
+        traced = policies.adakv(example("snapkv", budget)).traced()
+        assert traced.budget == policies.Shared(policies.Given(), 0.2)
+
+
 def test_a_head_table_is_a_value():
     tables = (HALF, [[1, 0], [0, 1]], np.eye(2, dtype=bool), jnp.eye(2, dtype=int))
     split = [policies.split_heads(table, policies.h2o(8), policies.window(8)) for table in tables]
@@ -128,19 +139,75 @@ def test_what_a_combination_needs_and_reads():
     assert policies.roco(8).reads == frozenset()
 
 
+class Misspelt(policies.Importance):
+    needs = frozenset()
+    reads = frozenset({"keys"})
+
+
+BUDGETS_BY_HAND = (
+    lambda: policies.Slots(0),
+    lambda: policies.Slots(True),
+    lambda: policies.Slots(2.5),
+    lambda: policies.Slots(2**31),
+    lambda: policies.Fraction(7),
+    lambda: policies.Fraction(0),
+    lambda: policies.Fraction(NAN),
+    lambda: policies.Fraction("0.5"),
+    lambda: policies.PerLayer(()),
+    lambda: policies.PerLayer(8),
+    lambda: policies.PerLayer((8, (8, 8))),
+    lambda: policies.h2o([]),
+    lambda: policies.Pyramid("8", 2, 20),
+    lambda: policies.h2o(policies.Given()),
+    lambda: policies.evict(importance=policies.mass, budget=policies.Given()),
+    lambda: policies.compress(importance=policies.mass, budget=policies.Shared(policies.Given(), 0.2)),
+)
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: policies.value_norm(COMBINED["after_prefill"](8)), "its phases are under policies of their own"),
+        (lambda: policies.Pyramid(8, 0, 20), "window must be a whole number of at least 1; got 0"),
+        (lambda: policies.Pyramid(8, 2, 0.5), "beta must be a whole number of at least 1; got 0.5"),
+        (lambda: policies.Shared(policies.Slots(8), 2), "safeguard must be a number from 0 to 1; got 2"),
+        (lambda: policies.Shared(None, 0.2), "average=None cannot be shared by heads; give slots or a fraction"),
+        (lambda: policies.Shared(policies.Shared(8, 0.2), 0.2), "cannot be shared by heads"),
+        (lambda: policies.value_norm(COMBINED["after_prefill"](8)), "its phases have policies of their own"),
         (lambda: policies.after_prefill(COMBINED["after_prefill"](8), then=policies.h2o(8)), "combined already"),
         (lambda: policies.after_prefill(PLANNED["razor_attention"](8), then=policies.h2o(8)), "at every step"),
         (lambda: policies.after_prefill(policies.knorm(8), then=policies.h2o(8, variant="local")), "hides slots"),
         (lambda: policies.split_heads(HALF, policies.h2o(8), "window"), "'window' is not a policy"),
         (lambda: policies.split_heads(HALF, COMBINED["after_prefill"](8), policies.full()), "step by step"),
         (lambda: policies.adakv(COMBINED["adakv"](8)), "combined already"),
-        (lambda: policies.pyramidkv(8, window=8), "pyramidkv: a window of 8 needs a larger budget than 8"),
-        (lambda: policies.h2o(None, variant="masked"), "without a budget"),
+        (lambda: policies.pyramidkv(8, window=8), "^policy pyramidkv: window=8 needs a larger budget than 8"),
+        (
+            lambda: policies.pyramidkv(8, window=2, beta=0),
+            "^policy pyramidkv: beta must be a whole number",
+        ),
+        (lambda: policies.h2o(None, variant="masked"), "^policy h2o: budget=None is not valid with variant='masked'"),
+        (lambda: policies.h2o(8, variant="local", merge=policies.d2o()), r"^policy h2o: merge=D2O\(beta=0.7\) is not"),
+        (lambda: policies.h2o(8, variant=1), "^policy h2o: variant=1 is not valid; use 'drop', .*'global' or 'local'"),
         (lambda: policies.d2o(betta=1), "it accepts beta"),
+        (lambda: policies.anchors(3), "it accepts no arguments"),
+        (lambda: policies.WithSelection(3, 4), "keep=3 does not keep every token; give full"),
+        (lambda: policies.WithSelection(policies.h2o(8), kvjax.selection.optimal(4)), "does not keep every token"),
+        (lambda: policies.WithSelection(policies.full(), 4), "selection=4 is not a selection; give one such as"),
+        (lambda: policies.Best(3, 0.5), "policy=3 is not a policy of `evict`"),
+        (lambda: policies.Best(policies.h2o(8), 2), "fraction must be a number from 0 to 1; got 2"),
+        (lambda: policies.TimesValueNorm(3), "importance=3 is not an Importance"),
+        (lambda: policies.TimesValueNorm(policies.keep), r"importance=Keep\(\) only orders the slots"),
+        (lambda: policies.Importance(needs=set(), score=3), "Importance: score=3 must be a function"),
+        (lambda: policies.Importance(needs=3, score=len), "Importance: needs=3 is not a set of statistics"),
+        (lambda: policies.Importance(needs=set(), score=len, reads=3), "reads=3 is not valid; give a set"),
+        (lambda: policies.evict(importance=policies.Importance(needs={3}, score=len), budget=8), "unknown statistic 3"),
+        (lambda: policies.Importance(needs=set(), score=len, reads="key"), "reads='key' is not valid; give a set"),
+        (lambda: policies.Scope(needs=set(), protected=3, count=len), "Scope: protected=3 must be a function"),
+        (lambda: policies.Scope(needs=set(), protected=len, count=3), "Scope: count=3 must be a function"),
+        (
+            lambda: policies.evict(importance=Misspelt(), budget=8),
+            "policy evict: importance: reads=.*keys.* not",
+        ),
+        *((make, "budget") for make in BUDGETS_BY_HAND),
     ],
 )
 def test_refused_with_the_reason(make, match):

@@ -90,7 +90,7 @@ def trace(spec: CacheSpec, block: int | None) -> None:
     def take(layer, row, *, tokens, groups, budget):
         heads = [jnp.zeros((2, count, tokens, DIM)) for count in (HEADS, KV_HEADS, KV_HEADS)]
         position = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (2, tokens))
-        given = Block(position=position, prompt=row, total=row, budget=budget)
+        given = Block(position=position, prompt=row, total=row, budget=budget).of_layer(0)
         output, layer, _ = step_layer(layer, *heads, block=given, groups=groups[0], rope=CONFIG.rope)
         assert output.shape == (2, HEADS, tokens, DIM)
         return layer
@@ -153,7 +153,7 @@ def test_what_is_refused_is_written_down():
         ("h2o", "quest"): "evicts single ones while decoding",
         ("knorm@cache", "quest"): "positions",
         ("h2o+d2o", "optimal"): "merges",
-        ("h2o[masked]", "optimal"): "chooses itself what is read",
+        ("h2o[masked]", "optimal"): "has a selection of its own",
         ("split_heads", "optimal"): "none of its heads keeps every token",
     }
     for (name, read), reason in specs.items():

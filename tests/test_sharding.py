@@ -36,8 +36,10 @@ def test_equals_one_device(results, name):
     result = results[name]
     assert result["tokens_equal"], result
     assert result["slots_equal"], result
-    assert result["logprob_error"] < 1e-5, result
-    assert result["cache_error"] < 1e-4, result
+    coded = not CASES[name].storage.exact
+    # A number halfway between two codes may be rounded to either; the next tokens then attend to another number.
+    assert result["logprob_error"] < (5e-3 if coded else 1e-5), result
+    assert result["cache_error"] < 1e-4 + 1.01 * result["code_step"], result
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -58,6 +60,18 @@ def test_decode_step_moves_no_cache_between_devices(results, name):
     result = results[name]
     assert result["largest_collective"] < result["cache_shard_elements"], result["collectives"]
     assert result["aliased"] >= result["state_bytes"], result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_collectives_do_not_grow_with_the_slots(results, name):
+    """Compares with the step of a cache that has about three times as many slots.
+
+    Where the query heads of a KV head are on several devices, their statistics and ranks are added up: one number per
+    slot, but nothing of D features.
+    """
+    result = results[name]
+    most = 0 if result["heads_divided"] else result["numbers_per_slot"]
+    assert max(result["growing_collectives"].values(), default=0) <= most, result
 
 
 def test_every_kind_of_attention_is_covered():

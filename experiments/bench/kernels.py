@@ -165,7 +165,7 @@ def step_group(batch: int, heads: int, slots: int, dim: int, dtype: str, impleme
     )  # fmt: skip
     policy = policies.h2o(budget=slots - 1)
     assert isinstance(policy, policies.Evict)
-    group = Group(layer=0, policy=policy.traced(), needs=policy.needs, slots=(slots,), decoding=True)
+    group = Group(policy=policy.traced(), needs=policy.needs, slots=(slots,), decoding=True)
     return Chooser(config, sizes, implementation, jax.default_backend(), dtype).decode(group, heads)
 
 

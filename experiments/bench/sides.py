@@ -27,7 +27,7 @@ from kvjax.models.shapes import by_name
 from kvjax.policies import evict, low_norm
 from kvjax.policies.base import Policy
 from kvjax.prefill import Prefilled, prefill
-from kvjax.roofline import decode_shapes, live_slots, roofline
+from kvjax.roofline import average_slots, decode_shapes, roofline
 from kvjax.rope import Rope
 
 Key = TypeVar("Key")
@@ -103,7 +103,7 @@ def lowered_for(model: kvjax.Model, policy: Policy, batch: int, context: int, to
 
 def grows(lowered: Lowered) -> bool:
     """Whether some head never evicts while decoding, so that its slots run out."""
-    return any(group.policy.budget is None for group in lowered.layout.groups)
+    return any(not group.evicts for group in lowered.layout.groups)
 
 
 def attended(config: DecoderConfig, lowered: Lowered, context: int, tokens: int) -> int:
@@ -111,8 +111,9 @@ def attended(config: DecoderConfig, lowered: Lowered, context: int, tokens: int)
     heads = [len(group.heads or range(config.num_kv_heads)) for group in lowered.layout.groups]
 
     def total(steps: int) -> float:
-        # `live_slots` has the mean of the steps; a round of n tokens has n - 1.
-        return steps * float(np.average(live_slots(config, lowered, context, steps + 1), weights=heads)) if steps else 0
+        # `average_slots` has the mean of the steps; a round of n tokens has n - 1.
+        read = [each.read for each in average_slots(config, lowered, context, steps + 1)]
+        return steps * float(np.average(read, weights=heads)) if steps else 0
 
     return round(total(tokens - 1) - total(tokens - 2))
 
@@ -166,9 +167,9 @@ def timed(run: Callable[[], Any]) -> Iterator[float]:
 def bytes_a_step(model: kvjax.Model, policy: Policy, batch: int, context: int, tokens: int) -> int:
     """The least that a decoding step moves; see `kvjax.roofline.Roofline`."""
     config, lowered = model.config, lowered_for(model, policy, batch, context, tokens)
-    live = live_slots(config, lowered, context, tokens)
+    slots = average_slots(config, lowered, context, tokens)
     shapes = decode_shapes(config, lowered.layout, dtype_of(model), batch, None)
-    step = roofline(config, shapes, live, Device("", None, None, None, ""))
+    step = roofline(config, shapes, slots, Device("", None, None, None, ""))
     return step.weights_moved + step.cache_moved
 
 

@@ -47,7 +47,7 @@ def look(
     )  # fmt: skip
     rows = []
     for index, groups in enumerate(phase):
-        (seen,) = sown["intermediates"][f"layer_{index}"]["attention"]["seen"]
+        (seen,) = sown["intermediates"][f"attention_{index}"]
         whole = _whole_layer(seen, groups, width)
         rows.append(_rows(whole, block.position, config.windows[index]))
     return after, rows

@@ -83,7 +83,7 @@ def scan_tiles(params, tokens, lengths, carried, args, *, config, step, tile):
     """
     rows, width = tokens.shape
     count = -(-width // tile)
-    phase = tuple((Group(layer=layer, slots=(count * tile,)),) for layer in range(config.num_layers))
+    phase = tuple((Group(slots=(count * tile,)),) for _ in range(config.num_layers))
     budget = ((None,),) * config.num_layers
     layers = empty_layers(phase, rows, config.num_kv_heads, config.head_dim, params["embed"]["tokens"].dtype)
     kv = KVState(layers, jnp.zeros((rows,), jnp.int32), prompt=lengths, total=lengths, budget=budget)

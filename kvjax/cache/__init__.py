@@ -1,4 +1,4 @@
-"""The KV cache: its state, the step that changes it, and the lowering from what a user says to what a program knows."""
+"""The KV cache: its specification, its layout, its state, and the step that updates it."""
 
 from kvjax.cache.layout import CacheLayout, Group
 from kvjax.cache.limits import Limits

@@ -1,4 +1,4 @@
-"""The bridge between phases: from the slots of one group to those of another, and empty slots to begin with."""
+"""Empty slots, and the conversion of slots from one phase to the next."""
 
 from typing import Any
 
@@ -7,24 +7,23 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.cache.layout import Group, Phase
-from kvjax.cache.slots import (
-    constrain,
-    empty_stats,
-    forget,
-    oldest_first,
-    slots_of,
-    take,
-    with_index,
-    without_index,
-)
-from kvjax.cache.state import EMPTY, Layer, LayerKV, Store
+from kvjax.cache.slots import constrain, empty_stats, forget, oldest_first, slots_of, take
+from kvjax.cache.state import EMPTY, Layer, LayerKV, PerSlot, Store
 from kvjax.storage import store as held
 
 Array = jax.Array
 
 
 def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -> LayerKV:
-    """A group's empty slots for `batch` rows of a model with `kv_heads` KV heads."""
+    """Allocates the empty slots of one group.
+
+    Args:
+      group: of heads.
+      batch: the number of rows.
+      kv_heads: KV heads of the model.
+      dim: features of a head.
+      dtype: of the model's keys and values.
+    """
     heads = kv_heads if group.heads is None else len(group.heads)
     shape, dtype = (batch, heads, group.capacity), jnp.dtype(dtype)
     stores = tuple(
@@ -43,29 +42,30 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
 
 
 def empty_layers(phase: Phase, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -> tuple[Layer, ...]:
-    """Empty slots for every group of a phase."""
+    """Allocates the empty slots of every group of a phase; see `empty`."""
     return tuple(Layer(empty(group, batch, kv_heads, dim, dtype) for group in layer) for layer in phase)
 
 
 def convert(layer: LayerKV, before: Group, after: Group, newest: Array) -> LayerKV:
-    """Moves the live slots of one group, oldest first, into the arrays of another; the caller vouches that they fit.
+    """Moves the live slots of the prompt phase, oldest first, into the arrays of the decoding phase.
 
-    What `after` holds in a code is encoded here if `before` holds it exactly. Codes are moved as they are.
+    The live slots must fit, which lowering ensures. Keys and values that are exact are encoded where `after` has a
+    codec; codes are moved unchanged.
 
     Args:
-      layer: the slots under `before`, a one-shot prompt's or those of its blocks.
-      before: the group whose prompt ends with this step.
-      after: the group that goes on.
-      newest: [B] int32 the last position that each row has stepped.
+      layer: the slots at the end of the prompt.
+      before: the group of the prompt phase.
+      after: the group of the decoding phase.
+      newest: [B] int32 position of each row's last prompt token.
 
     Returns:
-      The slots under `after`: its stores, the statistics that it needs, the index of its selection.
+      The stores, statistics and index of `after`.
     """
     live = layer.position >= 0
     # A one-shot prompt is exact whatever the storage.
     coded = bool(before.slots) and not before.storage.exact
-    # Selections that keep an index while the prompt goes in have a number for each slot.
-    layer = layer.replace(stats=with_index(layer.stats, layer.index))
+    # An index that is kept during the prompt has an entry for each slot.
+    per_slot = PerSlot(layer.stats, layer.index)
     pieces = []
     start = 0
     for number, (storage, slots) in enumerate(zip(after.stores, after.slots, strict=True)):
@@ -74,7 +74,7 @@ def convert(layer: LayerKV, before: Group, after: Group, newest: Array) -> Layer
             source = layer.stores[number]
             size = jax.tree.leaves(source)[0].shape[2]
             mine = live[:, :, start : start + size]
-            pieces.append(_moved(layer, source, mine, slots, start))
+            pieces.append(_moved(layer.position, per_slot, source, mine, slots, start))
             start += size
             continue
         due = live
@@ -82,33 +82,45 @@ def convert(layer: LayerKV, before: Group, after: Group, newest: Array) -> Layer
             # [B, K, S]: what the residual does not keep exact
             old = layer.position <= (newest - after.storage.residual)[:, None, None]
             due = live & (old if number == 0 else ~old)
-        position, stats, store = _moved(layer, layer.stores[0], due, slots, 0)
+        position, own, store = _moved(layer.position, per_slot, layer.stores[0], due, slots, 0)
         if not storage.exact:
             store = held.encode(storage, store["key"]["exact"], store["value"]["exact"], layer.value.dtype)
-        pieces.append((position, stats, store))
-    positions, columns, stores = zip(*pieces, strict=True)
-    position = jnp.concatenate(positions, axis=2) if len(positions) > 1 else positions[0]
-    joined = {name: jnp.concatenate([each[name] for each in columns], axis=2) for name in layer.stats}
-    found, index = without_index(forget(joined, position))
+        pieces.append((position, own, store))
+    positions, owns, stores = zip(*pieces, strict=True)
+    # [B, K, S], then [B, K, S, ...]
+    position = jnp.concatenate(positions, axis=2)
+    moved: PerSlot = forget(jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=2), *owns), position)
     fresh = empty_stats(after.needs, after.policy.remembers, slots_of(position))
-    stats = {name: found.get(name, new) for name, new in fresh.items()}
-    # Lowering refuses a selection that summarises keys where these are held in a code by now.
-    index = index or ({} if coded else _summary(layer, after, position))
+    stats = {name: moved.stats.get(name, new) for name, new in fresh.items()}
+    # Lowering refuses a selection that summarises keys if they are encoded already.
+    index = moved.index or ({} if coded else _summary(layer, after, position))
     return layer.replace(position=position, stores=stores, stats=stats, index=index)
 
 
-def _moved(layer: LayerKV, source: Store, mine: Array, slots: int, start: int) -> tuple[Array, dict[str, Array], Store]:
-    """Positions, statistics and store of the slots `mine` [B, K, size], which begin at `start`, in `slots` slots."""
-    size = mine.shape[2]
-    position = layer.position[:, :, start : start + size]
+def _moved(
+    position: Array, per_slot: PerSlot, source: Store, mine: Array, slots: int, start: int
+) -> tuple[Array, PerSlot, Store]:
+    """Moves some slots of one store, oldest first, into `slots` slots.
+
+    Args:
+      position: [B, K, S] int32 of all stores.
+      per_slot: of all stores.
+      source: the store.
+      mine: [B, K, size] bool, the slots of this store to move.
+      slots: the number of slots of the result.
+      start: the store's first slot in `position`.
+    """
+    end = start + mine.shape[2]
+    # [B, K, size]
+    position = position[:, :, start:end]
     order = oldest_first(position, mine, slots)
-    stats = {name: take(leaf[:, :, start : start + size], order, slots) for name, leaf in layer.stats.items()}
+    own = jax.tree.map(lambda leaf: take(leaf[:, :, start:end], order, slots), per_slot)
     store = jax.tree.map(lambda leaf: take(leaf, order, slots), source)
-    return take(jnp.where(mine, position, EMPTY), order, slots, EMPTY), stats, store
+    return take(jnp.where(mine, position, EMPTY), order, slots, EMPTY), own, store
 
 
 def _summary(layer: LayerKV, after: Group, position: Array) -> Any:
-    """The index of the selection of the decoding phase, built from the keys of a dense layer."""
+    """Builds the index of the selection of the decoding phase from the keys of a dense layer."""
     if after.selection.reads_all:
         return {}
     capacity = position.shape[2]

@@ -14,7 +14,7 @@ Array = jax.Array
 def observe(
     stats: dict[str, Array], needs: frozenset[Statistic], columns: dict[str, Array], queries: Array
 ) -> dict[str, Array]:
-    """The statistics with a block's columns joined; constants to a gradient, since they only decide which slots go.
+    """Adds a block's columns to the statistics, which are constants to a gradient.
 
     Args:
       stats: statistic name -> [B, K, S, ...].
@@ -25,26 +25,31 @@ def observe(
     return stats | {s.name: s.merge(stats[s.name], columns[s.name], queries) for s in needs}
 
 
-def victims(policy: Evict, stats: dict[str, Array], view: View, *, single: bool) -> Array:
-    """The slots that must go so that every head is within its limit, lowest priority first; [B, K, S] bool.
+def victims(policy: Evict, stats: dict[str, Array], view: View, *, one: bool) -> Array:
+    """Chooses the slots to evict so that every head is within its limit, lowest priority first.
 
     Args:
       policy: one that has a budget.
-      single: whether at most one slot of a head can be over the limit.
+      stats: statistic name -> [B, K, S, ...].
+      view: the slots.
+      one: whether at most one slot per head can be over the limit.
+
+    Returns:
+      [B, K, S] bool.
     """
-    # [B, K, S]; a policy that divides by zero must not escape its limit
+    # [B, K, S]; NaN, which a policy may return, would escape the limit
     priority = policy.priority(stats, view)
     priority = jnp.where(jnp.isnan(priority), -jnp.inf, priority)
     # [B, 1, 1] or [B, K, 1]
     limit = policy.limit(stats, view)
-    # A row without tokens in this block is as it was, even where the policy that decodes has a smaller budget.
+    # A row without tokens in this block is unchanged, even if the policy that decodes has a smaller budget.
     counts = view.newest >= 0 if policy.when == "step" else view.at_prompt_end
     limit = jnp.where(counts[:, None, None], limit, FAR)
-    return (one_victim if single else all_victims)(priority, view.position, limit)
+    return (one_victim if one else all_victims)(priority, view.position, limit)
 
 
 def one_victim(priority: Array, position: Array, limit: Array) -> Array:
-    """The slot to evict when at most one must go: lowest priority, of equals the oldest; [B, K, S] bool.
+    """Marks the slot of lowest priority, among equals the oldest, in heads over the limit; [B, K, S] bool.
 
     Minima and comparisons only: argmin and sort are not vectorised on CPUs.
     """
@@ -57,5 +62,5 @@ def one_victim(priority: Array, position: Array, limit: Array) -> Array:
 
 
 def all_victims(priority: Array, position: Array, limit: Array) -> Array:
-    """The slots to evict until `limit` are live: lowest priority first, of equals the older; [B, K, S] bool."""
+    """Marks slots until `limit` are left, lowest priority first, among equals the older; [B, K, S] bool."""
     return (position >= 0) & ~largest(priority, position, limit)

@@ -1,4 +1,4 @@
-"""What a layout comes to, in words."""
+"""Describes a layout in words."""
 
 import functools
 import itertools
@@ -7,15 +7,20 @@ import jax
 
 from kvjax.cache.convert import empty
 from kvjax.cache.layout import CacheLayout, Group
+from kvjax.units import size
 
 
 def explain(layout: CacheLayout) -> str:
-    """A line for each run of layers whose groups are alike: slots, bytes, what runs, and why nothing faster does."""
+    """Describes the slots, bytes and kernels of a layout, with a line for each set of layers that are alike.
+
+    A line below gives the reason why a faster kernel does not run.
+    """
     lines = [f"{layout.name}: {size(layout.bytes())} of keys and values per row in {layout.dtype}, {_prompt(layout)}"]
     # Groups that are alike are described once, in the order of their first layers.
     alike: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for group in layout.groups:
-        alike.setdefault((_describe(group, layout), group.reasons), []).append(group.layer)
+    for layer, groups in enumerate(layout.decode):
+        for group in groups:
+            alike.setdefault((_describe(group, layout), group.reasons), []).append(layer)
     for (text, reasons), layers in alike.items():
         lines.append(f"  layers {_ranges(layers)}: {text}")
         lines += [f"    not {reason}" for reason in reasons]
@@ -52,11 +57,3 @@ def _ranges(layers: list[int]) -> str:
         numbers = [layer for _, layer in run]
         runs.append(f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
     return ", ".join(runs)
-
-
-def size(count: float) -> str:
-    """Bytes as text in decimal units: ``8.56 GB``."""
-    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= factor:
-            return f"{count / factor:.3g} {prefix}B"
-    return f"{count:.3g} B"

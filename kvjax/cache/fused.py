@@ -1,6 +1,6 @@
-"""A decoding step of a group as one kernel: append, attend, observe, evict; what `kvjax.cache.step` does, where it can.
+"""Runs a decoding step of one group of heads as one kernel: append, attend, observe, evict.
 
-The policy's own Python is traced into the kernel. `kvjax.cache.lowering` asks the registry of kernels beforehand.
+The policy's own Python is traced into the kernel. Lowering has asked the registry whether the kernel takes the step.
 """
 
 import functools
@@ -32,10 +32,10 @@ def step(
     scale: float,
     window: int | None,
 ) -> tuple[Array, LayerKV]:
-    """One token per row.
+    """Feeds one token per row.
 
     Args:
-      layer: the slots, dense.
+      layer: a dense layer.
       query: [B, H, 1, D], rotated.
       key: [B, K, 1, D], rotated.
       value: [B, K, 1, D].
@@ -46,7 +46,7 @@ def step(
       window: the layer's sliding window.
 
     Returns:
-      output [B, H, 1, D], and the slots afterwards.
+      The output [B, H, 1, D], and the layer afterwards.
     """
     batch, query_heads, _, dim = query.shape
     assert group.step is not None
@@ -73,22 +73,41 @@ def step(
     return output.reshape(batch, query_heads, 1, dim), layer
 
 
+class _Outside:
+    """Stands for keys, values and the layer's index, which a kernel does not pass to the policy."""
+
+    message = "keys, values and the index of the layer are outside of the kernel"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(self.message)
+
+    def __jax_array__(self) -> Array:
+        raise TypeError(self.message)
+
+
 def observe_and_evict(
     group: Group, stats: dict[str, Array], position: Array, columns: dict[str, Array], newest: Array, budget: Array
 ) -> tuple[dict[str, Array], Array]:
-    """What comes after attention: statistics and positions [1, K, S] of one row, as the policy leaves them.
+    """Observes and evicts after attention, for one row.
 
     Args:
-      columns: transform of a statistic -> [1, K, S] of the row's one query.
-      newest: [1] int32; budget: [1] int32.
+      group: the policy.
+      stats: statistic name -> [1, K, S].
+      position: [1, K, S] int32.
+      columns: transform of a statistic -> [1, K, S], of the row's one query.
+      newest: [1] int32.
+      budget: [1] int32.
+
+    Returns:
+      The statistics and positions afterwards.
     """
     # The one query of a row is its newest.
     weight = {s.name: 1 - s.gamma if s.accumulate == "decay" else 1.0 for s in group.needs}
     seen = {s.name: columns[s.transform] * weight[s.name] for s in group.needs}
     stats = evict.observe(stats, group.needs, seen, (newest >= 0).astype(jnp.int32))
     if group.policy.budget is not None:
-        unseen: Any = None  # keys and values stay outside of the kernel
-        view = View(position, unseen, unseen, newest, budget, newest + 1, group.layer, True, group.heads)
-        victim = evict.victims(group.policy, stats, view, single=group.single)
+        outside: Any = _Outside()
+        view = View(position, outside, outside, newest, budget, newest + 1, outside, True, group.heads)
+        victim = evict.victims(group.policy, stats, view, one=group.evicts_one)
         position = jnp.where(victim, EMPTY, position)
     return forget(stats, position), position

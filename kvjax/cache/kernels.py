@@ -1,4 +1,4 @@
-"""Which kernels run a group's steps, and why not a faster one; asked once, before anything is traced."""
+"""Chooses the kernels of each group of heads, before anything is traced, and keeps the reasons of those that refuse."""
 
 import dataclasses
 import functools
@@ -12,6 +12,7 @@ from kvjax.cache.fused import observe_and_evict
 from kvjax.cache.layout import Group
 from kvjax.cache.limits import Sizes
 from kvjax.errors import ConfigError
+from kvjax.kernels import platform as pallas_platform
 from kvjax.kernels import registry
 from kvjax.kernels.registry import Choice, Op, Request
 from kvjax.models.config import DecoderConfig
@@ -31,6 +32,8 @@ class Chooser:
     def __init__(self, config: DecoderConfig, sizes: Sizes, asked: Implementation, platform: str, dtype: DTypeLike):
         self.config, self.sizes, self.asked, self.dtype = config, sizes, asked, jnp.dtype(dtype)
         self.implementation = attention.resolve(asked, platform)
+        if reason := pallas_platform.refuses(self.implementation, platform):
+            raise ConfigError(f"implementation={asked!r} cannot run this: {reason}. Use 'auto' or 'xla'.")
 
     def round_up(self, slots: int) -> int:
         """The number of slots that kernels use where they lie."""
@@ -85,7 +88,7 @@ class Chooser:
 
     def _choose(self, op: Op, request: Request, group: Group) -> Choice:
         # Layers that are alike are asked for once: reading a policy's jaxpr takes some milliseconds.
-        choice = _choice(op, self.implementation, request, dataclasses.replace(group, layer=0, into=None))
+        choice = _choice(op, self.implementation, request, dataclasses.replace(group, decode_group=None))
         if self.asked not in ("auto", choice.implementation):
             raise ConfigError(
                 f"implementation={self.asked!r} cannot run this: {'; '.join(choice.reasons)}. Use 'auto' or 'xla'."

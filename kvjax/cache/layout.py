@@ -1,6 +1,6 @@
-"""What a compiled program knows of a cache: the policy, storage, selection and kernels of each group of heads.
+"""The static description of a cache: the policy, storage, selection and kernels of each group of heads.
 
-Everything here is static and hashable. The numbers of a batch (lengths, budgets) are data in the state.
+It is hashable, and compiled programs are keyed by it. The numbers of a batch (lengths, budgets) are data in the state.
 """
 
 import dataclasses
@@ -25,23 +25,23 @@ Array = jax.Array
 class Group:
     """Some KV heads of one layer, which share a policy, a storage, a selection and arrays of one capacity.
 
+    Layers that are alike have equal groups, so that they are traced once.
+
     Attributes:
-      layer: index of the layer.
       heads: the model's KV heads that these are; None = all.
       policy: ranks the slots; without the numbers of its budget.
       storage: how slots are held.
       selection: which slots a query reads.
-      needs: the statistics that are kept: the policy's, and those of the policy that comes after.
+      needs: the statistics that are kept, for this policy and for the one that decodes.
       slots: the number of slots of each store; () = as many as the prompt has tokens (one-shot prefill).
       decoding: whether the prompt is over.
-      single: whether at most one slot of a head can be over its limit when one token has come.
+      evicts_one: whether a step of one token evicts at most one slot per head.
       attend: the implementation of attention.
       step: the implementation of a whole decoding step; None = step by step.
-      reasons: why nothing faster runs.
-      into: the group that the survivors of a one-shot prompt are moved into, layer by layer.
+      reasons: why no faster kernel runs.
+      decode_group: of a one-shot prompt, the group of the decoding phase, into whose arrays each layer moves its slots.
     """
 
-    layer: int
     heads: tuple[int, ...] | None = None
     policy: Evict = dataclasses.field(default_factory=full)
     storage: Storage = dataclasses.field(default_factory=dense)
@@ -49,11 +49,11 @@ class Group:
     needs: frozenset[Statistic] = frozenset()
     slots: tuple[int, ...] = ()
     decoding: bool = False
-    single: bool = True
+    evicts_one: bool = True
     attend: Implementation = "xla"
     step: Implementation | None = None
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    into: "Group | None" = None
+    decode_group: "Group | None" = None
 
     @property
     def stores(self) -> tuple[Storage, ...]:
@@ -66,9 +66,14 @@ class Group:
         return self.needs | self.selection.needs
 
     @property
+    def evicts(self) -> bool:
+        """Whether slots are ever freed."""
+        return self.policy.budget is not None
+
+    @property
     def has_budget(self) -> bool:
         """Whether rows have a number of slots that is data in the state."""
-        return self.policy.budget is not None or self.selection.budget is not None
+        return self.evicts or self.selection.budget is not None
 
     @property
     def capacity(self) -> int:
@@ -87,8 +92,8 @@ Phase = tuple[tuple[Group, ...], ...]
 
 @functools.cache
 def keep_everything(num_layers: int) -> Phase:
-    """A prompt in one shot whose every token is kept: what a decoder without a layout does, in training for example."""
-    return tuple((Group(layer=layer),) for layer in range(num_layers))
+    """Returns the groups of a prompt in one shot whose tokens are all kept, for a decoder without a layout."""
+    return ((Group(),),) * num_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,8 +123,18 @@ class CacheLayout:
         """Every group of the decoding phase."""
         return tuple(group for layer in self.decode for group in layer)
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no group of heads ever evicts."""
+        return not any(group.evicts for phase in (self.prompt, self.decode) for layer in phase for group in layer)
+
     def bytes(self, rows: int = 1, *, statistics: bool = False) -> int:
-        """Bytes that `rows` rows hold while decoding: keys and values, with positions and statistics too, if asked."""
+        """Returns the bytes that are allocated for decoding.
+
+        Args:
+          rows: the number of rows of the batch.
+          statistics: whether to count positions, statistics and indices besides keys and values.
+        """
         from kvjax.cache.convert import empty  # the arrays themselves are the one source of sizes
 
         layers = [
@@ -130,7 +145,7 @@ class CacheLayout:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))
 
     def explain(self) -> str:
-        """Text for a person: of every kind of layer, slots, bytes, what runs, and why nothing faster does."""
+        """Describes each kind of layer in words: its slots, bytes and kernels, and why no faster kernel runs."""
         from kvjax.cache.explain import explain
 
         return explain(self)

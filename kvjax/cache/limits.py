@@ -1,8 +1,9 @@
-"""The sizes that programs are compiled for: buckets of lengths, so that a new length is not a new program.
+"""The sizes that programs are compiled for.
 
-Prompts go up to a power of two or halfway to the next one (at most a third of what is computed is padding), and the
-slots of a cache follow the next power of two, so that there are half as many decoding programs. Whoever knows the sizes
-says them (`Limits`) and gets arrays of exactly these.
+Lengths are rounded up to a small set of sizes, so that a new length does not compile a new program. Prompts are padded
+to a power of two or to the middle between two, so that at most a third of what is computed is padding. The number of
+slots of a cache depends on the next power of two only, which halves the number of decoding programs. A caller that
+knows the sizes passes `Limits` and gets arrays of exactly these sizes.
 """
 
 import dataclasses
@@ -12,9 +13,9 @@ import numpy as np
 from kvjax.errors import InputError
 from kvjax.inputs import check_count
 
-SMALLEST_PROMPT = 64  # shorter prompts are padded to it: a smaller one takes no less time
-SMALLEST_CONTEXT = 256  # likewise of what a cache has room for
-SMALLEST_ROOM = 64  # likewise of the tokens to come: as many as `generate` decodes between two looks by the host
+SMALLEST_PROMPT = 64  # tokens that shorter prompts are padded to; a smaller program takes no less time
+SMALLEST_CONTEXT = 256  # tokens of a prompt that a cache is sized for at the least
+SMALLEST_ROOM = 64  # new tokens that a cache has room for at the least: those of one call of `decode_steps`
 EIGHTHS = 8  # sizes of a cache between two powers of two
 
 
@@ -45,7 +46,7 @@ class Sizes:
     Attributes:
       rows: of a batch.
       prompt: width of the prompts' arrays.
-      nominal: prompt length that fractions of a prompt are taken of.
+      budget_prompt: prompt length that budgets are computed for.
       following: tokens that are fed after the prompt.
       block: tokens of a block of the prompt; None = in one shot.
       rounded: whether the number of slots goes up to an eighth of a power of two.
@@ -53,7 +54,7 @@ class Sizes:
 
     rows: int
     prompt: int
-    nominal: int
+    budget_prompt: int
     following: int
     block: int | None
     rounded: bool
@@ -61,7 +62,19 @@ class Sizes:
     @property
     def total(self) -> int:
         """The most tokens that a row can hold."""
-        return self.nominal + self.following
+        return self.budget_prompt + self.following
+
+    def sized_for(self, lengths: np.ndarray) -> tuple[range, ...]:
+        """Returns the prompt lengths whose budgets must fit, so that all of them share one program.
+
+        Args:
+          lengths: [B] tokens of each row's prompt.
+        """
+        own = range(self.budget_prompt, self.budget_prompt + 1)
+        if not self.rounded:
+            return (own,)
+        tops = sorted({power_of_two(int(n), SMALLEST_CONTEXT) for n in lengths})
+        return (*(range(1 if top == SMALLEST_CONTEXT else top // 2 + 1, top + 1) for top in tops), own)
 
     @property
     def blocks(self) -> int:
@@ -83,9 +96,11 @@ def sizes_for(
       last_fed: whether the last of the new tokens is fed, as in scoring, or not, as in generation.
 
     Raises:
-      InputError: a batch beyond its limits.
+      InputError: `limits` of another type, or a batch beyond them.
     """
     longest, rows = int(lengths.max()), len(lengths)
+    if limits is not None and not isinstance(limits, Limits):
+        raise InputError(f"limits={limits!r} is not valid; give kvjax.Limits(prompt=512, new_tokens=128), or None.")
     if limits is not None:
         room = limits.new_tokens - (0 if last_fed else 1)
         if longest > limits.prompt or following > room:
@@ -93,17 +108,17 @@ def sizes_for(
                 f"the longest prompt has {longest} tokens and {following + (0 if last_fed else 1)} follow, more than "
                 f"{limits}; raise the limits, or leave them out."
             )
-        prompt = nominal = limits.prompt
+        prompt = budget_prompt = limits.prompt
     elif width > longest:
-        prompt, nominal, room = width, max(width, power_of_two(longest, SMALLEST_CONTEXT)), _room(following)
+        prompt, budget_prompt, room = width, max(width, power_of_two(longest, SMALLEST_CONTEXT)), _room(following)
     else:
-        prompt, nominal, room = prompt_bucket(longest), power_of_two(longest, SMALLEST_CONTEXT), _room(following)
+        prompt, budget_prompt, room = prompt_bucket(longest), power_of_two(longest, SMALLEST_CONTEXT), _room(following)
     if block is not None:
         block = None if block >= longest else block
     if block is not None and limits is None:
         # The number of blocks is what a program depends on.
         prompt = half_steps(-(-longest // block), 1) * block
-    return Sizes(rows, prompt, nominal, room, block, rounded=limits is None)
+    return Sizes(rows, prompt, budget_prompt, room, block, rounded=limits is None)
 
 
 def prompt_bucket(length: int) -> int:

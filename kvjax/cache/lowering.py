@@ -1,7 +1,7 @@
-"""Lowering: from what a user says to what a program knows.
+"""Lowering: turns a `CacheSpec` into a `CacheLayout` and a batch's budgets.
 
-The only code that knows heads, phases, capacities and kernels. Everything that cannot work is refused here, on the
-host, before anything is traced.
+This is the only code that decides on groups of heads, phases, capacities and kernels. It runs on the host before
+anything is traced, and refuses every combination that cannot work.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from kvjax.errors import PolicyError
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.base import Evict, Policy, keep, named
 from kvjax.policies.budget import Budget, Fraction, PerLayer, Pyramid, Shared, batch_slots
-from kvjax.policies.h2o_variants import Reads
+from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
 from kvjax.selection import everything
@@ -35,14 +35,14 @@ class Branch(NamedTuple):
       heads: per layer, the model's KV heads; None = all of every layer.
       prompt: ranks while the prompt goes in.
       decode: ranks while decoding.
-      single: whether decoding finds at most one slot of a head over its limit.
+      evicts_one: whether a decoding step evicts at most one slot per head.
       selection: what these heads read.
     """
 
     heads: tuple[tuple[int, ...], ...] | None
     prompt: Evict
     decode: Evict
-    single: bool
+    evicts_one: bool
     selection: Selection
 
 
@@ -97,22 +97,18 @@ def lower(
     prompt_budgets: list[tuple[np.ndarray | None, ...]] = []
     decode_budgets: list[tuple[np.ndarray | None, ...]] = []
     resolved = [_budgets(branch, lengths, config.num_layers) for branch in branches]
-    # No row may have the length that arrays are sized for: its budgets need not be ones that work.
-    nominal = [_budgets(branch, np.array([sizes.nominal]), config.num_layers, check=False) for branch in branches]
+    sized = [_largest(branch, lengths, config.num_layers, sizes) for branch in branches]
     kernels = Chooser(config, sizes, implementation, platform, dtype)
     for layer in range(config.num_layers):
         before: list[Group] = []
         after: list[Group] = []
         first: list[np.ndarray | None] = []
         then: list[np.ndarray | None] = []
-        for branch, budgets, typical in zip(branches, resolved, nominal, strict=True):
+        for branch, budgets, most in zip(branches, resolved, sized, strict=True):
             heads = None if branch.heads is None else branch.heads[layer]
             if heads == ():
                 continue
-            largest = [
-                None if own is None or usual is None else max(int(own[layer].max()), int(usual[layer].max()))
-                for own, usual in zip(budgets, typical, strict=True)
-            ]
+            largest = [None if each is None else each[layer] for each in most]
             early, late = _groups(spec, branch, layer, heads, largest, config, sizes, kernels)
             before.append(early)
             after.append(late)
@@ -142,7 +138,7 @@ def _branches(policy: Policy, selection: Selection, config: DecoderConfig) -> li
             first = dataclasses.replace(policy.prompt, group_reduce=reduce)
             # The budget of the policy that decodes may be smaller than what the prompt leaves.
             return [Branch(None, first, dataclasses.replace(policy.decode, group_reduce=reduce), False, selection)]
-        case Reads():
+        case WithSelection():
             return [Branch(None, policy.keep, policy.keep, True, selection)]
         case Split():
             return _split(policy, selection, config)
@@ -177,8 +173,8 @@ def _check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
     if selection.whole_text:
         if sizes.following:
             raise PolicyError(
-                f"policy {name}: it looks at all queries of a text, later ones too, and cannot go on after the "
-                f"prompt ({sizes.following} tokens follow here); score whole texts, with prompt_length their length."
+                f"policy {name}: it looks at all queries of a text, later ones too, so that no token can follow the "
+                "prompt; score whole texts, with prompt_length their length."
             )
         if sizes.block is not None:
             raise PolicyError(f"policy {name}: it looks at all of a text at once; leave out prefill_block.")
@@ -190,22 +186,34 @@ def _check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
         )
 
 
-def _budgets(
-    branch: Branch, lengths: np.ndarray, layers: int, *, check: bool = True
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """[L, B] int32 slots of the prompt and of decoding; None where every token is kept."""
+def _budgets(branch: Branch, lengths: np.ndarray, layers: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Returns the slots of the prompt and of decoding, [L, B] int32 each; None where every token is kept."""
 
     def slots(policy: Evict) -> np.ndarray | None:
-        hides = branch.selection.budget is not None
-        budget = branch.selection.budget if hides else policy.budget
-        if budget is None:
+        if branch.selection.budget is not None:
+            return batch_slots(branch.selection.budget, lengths, layers, branch.selection.check_slots)
+        if policy.budget is None:
             return None
-        refuse = branch.selection.check_slots if hides else policy.check_slots
         with named(policy.name):
-            return batch_slots(budget, lengths, layers, refuse if check else lambda slots: None)
+            return batch_slots(policy.budget, lengths, layers, policy.check_slots)
 
     first = slots(branch.prompt)
     return first, first if branch.decode is branch.prompt else slots(branch.decode)
+
+
+def _largest(
+    branch: Branch, lengths: np.ndarray, layers: int, sizes: Sizes
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Returns the slots of each layer that arrays are sized for, of the prompt and of decoding."""
+
+    def slots(policy: Evict) -> tuple[int, ...] | None:
+        if policy.budget is None or branch.selection.budget is not None:  # hides slots and frees none
+            return None
+        own = [policy.budget.slots(int(n), layers) for n in sorted(set(lengths.tolist()))]
+        alike = [policy.budget.largest(each, layers) for each in sizes.sized_for(lengths)]
+        return tuple(max(each) for each in zip(*own, *alike, strict=True))
+
+    return slots(branch.prompt), slots(branch.decode)
 
 
 def _groups(
@@ -220,23 +228,26 @@ def _groups(
 ) -> tuple[Group, Group]:
     """A group for the prompt and one for decoding; budgets: the largest of the batch, for each phase."""
     own_heads = config.num_kv_heads if heads is None else len(heads)
+    if _newest_stay(spec, branch, budgets) and max(b or 0 for b in budgets) <= spec.storage.residual:
+        # All that stays is among the newest, which are exact.
+        spec = dataclasses.replace(spec, storage=dense())
     prompt, decode = _capacities(spec, branch, budgets, own_heads, sizes)
-    dense = branch.selection.dense(layer, config.windows[layer])
-    selection = everything() if dense else branch.selection.traced()
+    whole = branch.selection.dense(layer, config.windows[layer])
+    selection = everything() if whole else branch.selection.traced()
     # A prompt is read whole, except by selections that hide slots of it.
     early = selection if selection.in_prompt or selection.whole_text else everything()
     needs = branch.decode.needs
-    common: dict[str, Any] = {"layer": layer, "heads": heads, "storage": spec.storage}
+    common: dict[str, Any] = {"heads": heads, "storage": spec.storage}
     after = Group(
         policy=branch.decode.traced(), selection=selection, needs=needs,
-        slots=_stores(spec, branch, kernels.round_up(decode), sizes.following),
-        decoding=True, single=branch.single, **common,
+        slots=_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following),
+        decoding=True, evicts_one=branch.evicts_one, **common,
     )  # fmt: skip
     after = kernels.decode(after, own_heads)
     before = Group(
         policy=branch.prompt.traced(), selection=early, needs=needs | branch.prompt.needs,
-        slots=() if sizes.block is None else _stores(spec, branch, kernels.round_up(prompt)),
-        into=after if sizes.block is None else None, **common,
+        slots=() if sizes.block is None else _stores(spec, branch, kernels.round_up(prompt), budgets),
+        decode_group=after if sizes.block is None else None, **common,
     )  # fmt: skip
     return kernels.prompt(before, own_heads), after
 
@@ -250,8 +261,6 @@ def _capacities(
     """
     whole, total = sizes.prompt, sizes.total
     first, then = budgets
-    if branch.selection.budget is not None:  # hides slots and frees none
-        first = then = None
     room = 1 if spec.storage.exact else 0  # for the step's own token
 
     def up(slots: int, policy: Evict) -> int:
@@ -263,18 +272,33 @@ def _capacities(
         block = (sizes.block or 1) if spec.storage.exact else 0
         return min(up(first + block, branch.prompt), total), min(up(first + room, branch.prompt), total)
     assert first is not None and branch.prompt.budget is not None
-    left = min(branch.prompt.budget.widest(branch.prompt, first, kv_heads), sizes.nominal)
+    left = min(branch.prompt.budget.widest(branch.prompt, first, kv_heads), sizes.budget_prompt)
     left = up(left, branch.prompt)
     if then is None:
         return whole, left + sizes.following
     return whole, max(left + room, min(up(then + room, branch.decode), total))
 
 
-def _stores(spec: CacheSpec, branch: Branch, slots: int, following: int = 0) -> tuple[int, ...]:
-    """Slots of each store: those in a code, and the newest, which are exact.
+def _newest_stay(spec: CacheSpec, branch: Branch, budgets: list[int | None]) -> bool:
+    """Returns whether the tokens that a residual keeps exact are never evicted while decoding."""
+    if branch.decode.budget is None or branch.prompt.when != "step":
+        return False
+    return all(
+        each is not None and policy.keeps_newest(each) >= min(spec.storage.residual, each)
+        for policy, each in zip((branch.prompt, branch.decode), budgets, strict=True)
+    )
+
+
+def _stores(
+    spec: CacheSpec, branch: Branch, slots: int, budgets: list[int | None], following: int = 0
+) -> tuple[int, ...]:
+    """Returns the slots of each store: the encoded ones, and those of the newest tokens, which are exact.
 
     Args:
-      slots: the most that a head holds between steps.
+      spec: which has the storage.
+      branch: the policies.
+      slots: the most slots that a head holds between steps.
+      budgets: the largest of the batch, for each phase.
       following: the most tokens that follow a prompt while these arrays are in use.
     """
     residual = spec.storage.residual
@@ -282,9 +306,9 @@ def _stores(spec: CacheSpec, branch: Branch, slots: int, following: int = 0) -> 
         return (slots,)
     exact = min(residual, slots)
     if branch.decode.budget is not None:
-        # The newest tokens may be evicted: coded slots may take all that stays.
-        return slots, exact
-    # A compressor may drop the newest tokens of the prompt; those that follow stay, and the newest of them are exact.
+        # Where the newest tokens may be evicted, all that stays may be encoded.
+        return (slots - exact if _newest_stay(spec, branch, budgets) else slots), exact
+    # A compressor may drop the newest tokens of the prompt. Those that follow stay, and the newest of them are exact.
     return slots - (exact if branch.prompt.budget is None else min(exact, following)), exact
 
 

@@ -1,7 +1,7 @@
-"""The slots that a step works on, decoded, and rotated as attention sees them."""
+"""The slots of a step and its own tokens: joined, decoded, and rotated for attention."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,20 @@ from kvjax.rope import Rope
 from kvjax.storage import store as held
 
 Array = jax.Array
+T = TypeVar("T")
 
 
 class Pool(NamedTuple):
-    """All slots of a step: those that are held and, where these are held in a code, the step's own tokens after them.
+    """The slots of a layer and the tokens of a step.
+
+    The step's own tokens are appended to a dense layer. If the layer has a codec, they follow its slots.
 
     Attributes:
-      layer: the layer; in a dense one the step's tokens have been appended.
-      own: key and value [B, K, n, D] of the step's tokens where these are not in the layer yet, else None.
-      position: [B, K, S'] int32 over all slots.
+      layer: the layer, with the step's tokens if it is dense.
+      own: key and value [B, K, n, D] of the step's tokens that follow the layer's slots, or None.
+      position: [B, K, S'] int32 of all slots.
       stats: statistic name -> [B, K, S', ...].
-      index: the selection's; where it has a number for each slot, over all slots.
+      index: the selection's index; if it has an entry for each slot, of all slots.
     """
 
     layer: LayerKV
@@ -34,23 +37,23 @@ class Pool(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of slots of each piece: of every store, and of the step's own tokens."""
+        """The number of slots of each store, and of the step's own tokens."""
         sizes = [jax.tree.leaves(store)[0].shape[2] for store in self.layer.stores]
         return (*sizes, *(() if self.own is None else (self.own[0].shape[2],)))
 
     def cut(self, x: Array) -> list[Array]:
-        """An array over all slots, [B, K, S', ...], piece by piece."""
+        """Splits an array of all slots, [B, K, S', ...], into stores and the step's own tokens."""
         starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         return [x[:, :, start : start + size] for start, size in zip(starts, self.sizes, strict=True)]
 
 
 def joined(pieces: tuple[Array, ...]) -> Array:
-    """Pieces [B, K, S_i, ...] as one array [B, K, S', ...]."""
+    """Joins pieces [B, K, S_i, ...] to one array [B, K, S', ...]."""
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=2)
 
 
 def prompt_pool(key: Array, value: Array, block: Block, group: Group) -> Pool:
-    """A prompt in one shot: its own transient keys and values."""
+    """Returns the pool of a prompt in one shot: its own keys and values."""
     shape = slots_of(key)
     stats = empty_stats(group.needs, group.policy.remembers, shape)
     index: Any = group.selection.init(shape, key.shape[3], key.dtype) if group.selection.in_prompt else {}
@@ -59,10 +62,10 @@ def prompt_pool(key: Array, value: Array, block: Block, group: Group) -> Pool:
 
 
 def pool_of(layer: LayerKV, key: Array, value: Array, block: Block, group: Group) -> Pool:
-    """The slots of a layer and the tokens [B, K, n, D] of a block."""
+    """Returns the pool of a layer and the tokens [B, K, n, D] of a block."""
     if group.storage.exact:
-        # Pinned before attention too: where KV heads are replicated but query heads are not, XLA would otherwise write
-        # the cache in parts and gather it whole at every step.
+        # Constrained before attention too: if KV heads are replicated but query heads are not, XLA would otherwise
+        # write the cache in parts and gather it at every step.
         layer = constrain(append(layer, key, value, block.position))
         return Pool(layer, None, layer.position, layer.stats, layer.index)
     layer = constrain(layer)
@@ -77,7 +80,10 @@ def pool_of(layer: LayerKV, key: Array, value: Array, block: Block, group: Group
 
 
 def decoded(pool: Pool, group: Group) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Keys and values [B, K, S_i, D] of each piece, as stored (rotated, unless ``positions="cache"``)."""
+    """Decodes the keys and values [B, K, S_i, D] of each piece.
+
+    Keys are rotated as they are stored, which is not at all if ``positions="cache"``.
+    """
     if pool.own is None:
         return (pool.layer.key,), (pool.layer.value,)
     pieces = [
@@ -89,12 +95,17 @@ def decoded(pool: Pool, group: Group) -> tuple[tuple[Array, ...], tuple[Array, .
     return keys, values
 
 
-def once_ready(function: Callable[..., Any], pool: Pool, *arguments: Any) -> Any:
-    """``function(pool, *arguments)``, which decodes what is coded; not before the arguments are there.
+def run_after_inputs(function: Callable[..., T], pool: Pool, *arguments: Any) -> T:
+    """Calls ``function(pool, *arguments)``, which decodes slots, after its arguments have been computed.
 
-    Decoding depends on nothing of a step. XLA's scheduler for CPUs would decode every layer before the first one
-    attends, and hold a decoded copy of the whole cache (it ignores optimization barriers). A branch is not entered
-    before its arguments are there.
+    Decoding depends on nothing that is computed in a step. XLA's scheduler for CPUs would decode every layer before the
+    first one attends, and hold a decoded copy of the whole cache; it ignores optimization barriers. A branch of a
+    condition is not entered before its arguments have been computed.
+
+    Args:
+      function: uses every argument; its result does not matter if no row has a token.
+      pool: the slots.
+      arguments: further arguments.
     """
     if pool.own is None:
         return function(pool, *arguments)
@@ -103,7 +114,7 @@ def once_ready(function: Callable[..., Any], pool: Pool, *arguments: Any) -> Any
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *operands))
 
     def in_branch(*operands: Any) -> Any:
-        # Where no row has a token nothing changes, whatever attention returns.
+        # If no row has a token, nothing changes, whatever attention returns.
         return jax.lax.cond(jnp.any(operands[0].position >= 0), function, zeros, *operands)
 
     return jax.lax.platform_dependent(pool, *arguments, cpu=in_branch, default=function)
@@ -112,16 +123,20 @@ def once_ready(function: Callable[..., Any], pool: Pool, *arguments: Any) -> Any
 def rotated_by_rank(
     pool: Pool, keys: tuple[Array, ...], query: Array, block: Block, rope: Rope, fresh: bool
 ) -> tuple[Array, tuple[Array, ...]]:
-    """Query [B, H, n, D] and keys rotated to their rank among the live slots of their head (StreamingLLM).
+    """Rotates query and keys to their ranks among the live slots of their head (StreamingLLM).
 
     Args:
+      pool: the slots.
       keys: [B, K, S_i, D] of each piece, not rotated.
+      query: [B, H, n, D], not rotated.
+      block: the tokens of the step.
+      rope: the model's rotary embedding.
       fresh: whether the slots are the block's tokens in order.
     """
     query_rank, key_rank = ranks(block.position, pool.position, in_order=fresh)
     # The query heads of a group share their KV head's slots, and so its ranks.
     query_rank = jnp.repeat(query_rank, query.shape[1] // pool.position.shape[1], axis=1)
-    # Frequencies that follow the length follow the ranks', not the text's.
+    # Frequencies that depend on a length depend on the largest rank here.
     frequencies = rope.frequencies(longest(pool.position))
     keys = tuple(rope.rotate(key, rank, frequencies) for key, rank in zip(keys, pool.cut(key_rank), strict=True))
     return rope.rotate(query, query_rank, frequencies), keys

@@ -1,4 +1,4 @@
-"""Which of a step's slots its queries read, and attention over these."""
+"""Reads slots: asks the selection which, and attends to them."""
 
 import functools
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ Array = jax.Array
 
 
 class Part(NamedTuple):
-    """Slots that attention runs over in one call, as it sees them.
+    """The operands of one call of attention.
 
     Attributes:
       key: [B, K, S, D], rotated.
       value: [B, K, S, D].
-      position: [B, K, S] int32; -1 = empty, or not read.
+      position: [B, K, S] int32; -1 for a slot that is empty or not read.
     """
 
     key: Array
@@ -32,14 +32,14 @@ class Part(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a step reads.
+    """The slots that a step reads.
 
     Attributes:
-      parts: the slots, piece by piece; of the first piece only those that were fetched, where `slots` says so.
-      position: [B, K, S'] int32 over all slots; -1 = empty, or not read.
-      slots: [B, K, W] int32, which slots of the first piece its part consists of; None = all, in order.
+      parts: the operands of attention, one part per piece of the pool.
+      position: [B, K, S'] int32 of all slots; -1 for a slot that is empty or not read.
+      slots: [B, K, W] int32, the slots of the first piece that the first part was gathered from; None for all.
       index: the selection's index, with the step's tokens.
-      view: what the selection looked at; None where everything is read.
+      view: the arguments of the selection; None if everything is read.
     """
 
     parts: tuple[Part, ...]
@@ -61,10 +61,13 @@ def read(
     """Chooses the slots to read.
 
     Args:
+      pool: the slots.
       query: [B, H, n, D], rotated.
       keys: [B, K, S_i, D] of each piece, rotated.
       values: [B, K, S_i, D] of each piece.
-      about: budget, scale and window, as of `kvjax.cache.step.step`.
+      block: the tokens of the step.
+      group: the selection.
+      about: ``budget``, ``scale`` and ``window`` of `kvjax.cache.step.step`.
     """
     selection, n = group.selection, query.shape[2]
     parts = tuple(map(Part, keys, values, pool.cut(pool.position)))
@@ -74,7 +77,7 @@ def read(
     slot = _slot(pool, block)
     view = SelectView(
         position=pool.position, key=joined(keys), newest=block.newest, prompt=block.prompt, slot=slot,
-        layer=group.layer, first=block.position[:, 0], **about,
+        layer=block.layer, first=block.position[:, 0], **about,
     )  # fmt: skip
     if not selection.in_prompt and not (group.decoding and n == 1):
         return Reading(parts, pool.position, None, index, view)
@@ -100,12 +103,18 @@ def read(
 
 
 def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight: Array | None, **options: Any) -> Any:
-    """Output [B, H, n, D], and the columns of each statistic over all slots, [B, K, S', ...].
+    """Attends to the slots that are read.
 
     Args:
       query: [B, H, n, D], rotated.
+      reading: from `read`.
+      pool: the slots.
+      group: the kernels and the statistics.
       log_weight: [B, K, S'] float32 or None.
-      options: of `kvjax.attention.problem`.
+      options: arguments of `kvjax.attention.problem`.
+
+    Returns:
+      The output [B, H, n, D], and the columns of each statistic for all slots, [B, K, S', ...].
     """
     weights = [None] * len(reading.parts) if log_weight is None else pool.cut(log_weight)
     problems = [
@@ -123,7 +132,7 @@ def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight:
 
 
 def attend_text(query: Array, reading: Reading, pool: Pool, group: Group, **options: Any) -> Any:
-    """`attend` of a selection that looks at a whole text at once; nothing of its statistics is kept."""
+    """Attends by the selection's own `attend_text`, which takes a whole text at once and keeps no statistics."""
     (part,) = reading.parts
     problem = attention.problem(
         query, part.key, part.value, key_position=part.position, needs=group.reports, **options
@@ -135,13 +144,13 @@ def attend_text(query: Array, reading: Reading, pool: Pool, group: Group, **opti
 
 
 def _spread(column: Array, slots: Array, size: int) -> Array:
-    """[B, K, W, ...] at slots [B, K, W] -> [B, K, size, ...], 0 where a slot was not read."""
+    """Scatters columns [B, K, W, ...] of the slots [B, K, W] that were read to [B, K, size, ...], 0 elsewhere."""
     place = jax.vmap(jax.vmap(lambda into, at, new: into.at[at].set(new, mode="drop", unique_indices=True)))
     return place(jnp.zeros((*column.shape[:2], size, *column.shape[3:]), column.dtype), slots, column)
 
 
 def _slot(pool: Pool, block: Block) -> Array:
-    """[B, K] int32: the slot of the layer that holds each row's newest token, or that it will be written to."""
+    """Returns the slot that holds each row's newest token, or that it will be written to, [B, K] int32."""
     if pool.own is not None:
         return jnp.minimum(free_slots(pool.layer.position, 1), pool.sizes[0] - 1)[:, :, 0]
     slot = jnp.arange(pool.sizes[0], dtype=jnp.int32)

@@ -12,9 +12,9 @@ from kvjax.cache.layout import Group, stores_of
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.cache.spec import CacheSpec
-from kvjax.cache.state import Block, KVState, LayerKV, layers_of
+from kvjax.cache.state import Block, KVState, LayerKV, Store, layers_of
 from kvjax.cache.step import step
-from kvjax.errors import InputError
+from kvjax.errors import InputError, StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.window import full
@@ -59,9 +59,7 @@ def replay(
       InputError: arrays whose shapes do not fit each other.
       PolicyError: a combination that cannot work.
     """
-    prompt, decode = (
-        (jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)) for query, key, value in (prompt, decode)
-    )
+    prompt, decode = _triple("prompt", prompt), _triple("decode", decode)
     lengths = np.asarray(lengths)
     config = _config(prompt, decode, lengths, rope)
     width, steps = prompt[0].shape[2], decode[0].shape[2]
@@ -85,8 +83,8 @@ def _run(prompt: Triple, decode: Triple, lengths: Array, budgets: Any, *, rope: 
         # [B, n]
         position = start + jnp.arange(own[0].shape[2], dtype=jnp.int32)
         position = jnp.where(position < lengths[:, None], position, -1)
-        block = Block(position=position, prompt=lengths, total=total, budget=budgets.prompt)
-        return step(layer, *own, block=block, group=before, budget=budgets.prompt[0][0], rope=rope)[1]
+        block = Block(position=position, prompt=lengths, total=total, budget=budgets.prompt).of_layer(0)
+        return step(layer, *own, block=block, group=before, budget=block.budget[0], rope=rope)[1]
 
     if layout.block is None:
         layer = one(None, prompt, 0)
@@ -102,9 +100,9 @@ def _run(prompt: Triple, decode: Triple, lengths: Array, budgets: Any, *, rope: 
 
     def body(layer: Any, inputs: tuple[Array, tuple[Array, ...]]) -> tuple[Any, Array]:
         number, own = inputs
-        block = Block(position=(lengths + number)[:, None], prompt=lengths, total=total, budget=budgets.decode)
+        block = Block((lengths + number)[:, None], prompt=lengths, total=total, budget=budgets.decode).of_layer(0)
         own = tuple(x[:, :, None] for x in own)
-        output, layer, _ = step(layer, *own, block=block, group=after, budget=budgets.decode[0][0], rope=rope)
+        output, layer, _ = step(layer, *own, block=block, group=after, budget=block.budget[0], rope=rope)
         return layer, output[:, :, 0]
 
     inputs = jnp.arange(steps, dtype=jnp.int32), tuple(jnp.moveaxis(x, 2, 0) for x in decode)
@@ -121,16 +119,47 @@ def read(storage: Storage, layer: LayerKV) -> tuple[Array, Array, Array]:
 
     Returns:
       key [B, K, N, D] and value [B, K, N, D] float32, and position [B, K, N] int32, -1 = empty.
+
+    Raises:
+      InputError: a layer of several groups of heads.
+      StorageError: a storage that the layer is not held in.
     """
+    if isinstance(layer, tuple):
+        if len(layer) != 1:
+            raise InputError(f"the layer has {len(layer)} groups of heads; read one at a time, such as layer[0].")
+        layer = layer[0]
     ways = stores_of(storage)
     if len(ways) > len(layer.stores):  # a residual that covers every token
         ways = (dense(),)
+    if len(ways) != len(layer.stores) or any(map(_differs, ways, layer.stores, [layer.dim] * len(ways))):
+        raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
     pieces = [
         held.decode(each, store, layer.dim, jnp.dtype(jnp.float32))
         for each, store in zip(ways, layer.stores, strict=True)
     ]
     key, value = (jnp.concatenate([x.astype(jnp.float32) for x in each], axis=2) for each in zip(*pieces, strict=True))
     return key, value, layer.position
+
+
+def _differs(storage: Storage, store: Store, dim: int) -> bool:
+    """Whether a store's parts are not those of a storage, apart from their dtypes."""
+    expected = jax.eval_shape(lambda: held.empty(storage, (1, 1, 1), dim, jnp.float32))
+    return jax.tree.map(lambda x: x.shape[3:], expected) != jax.tree.map(lambda x: x.shape[3:], store)
+
+
+def _triple(name: str, given: Triple) -> Triple:
+    """Query, key and value as arrays.
+
+    Raises:
+      InputError: anything but three arrays of rank 4.
+    """
+    arrays = tuple(jnp.asarray(x) for x in given) if isinstance(given, tuple | list) else ()
+    if len(arrays) != 3 or any(x.ndim != 4 for x in arrays):
+        raise InputError(
+            f"{name} must be query [B, H, n, D], key [B, K, n, D] and value [B, K, n, D]; got "
+            f"{', '.join(str(x.shape) for x in arrays) or type(given).__name__}."
+        )
+    return arrays
 
 
 def nbytes(state: KVState | LayerKV) -> int:

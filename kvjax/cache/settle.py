@@ -1,15 +1,15 @@
-"""Settle: what a step's own tokens become in a cache that holds slots in a code (STORAGE.md, "One step, with storage").
+"""Settle: moves a step's own tokens into a cache that has a codec.
 
-A step sees its own tokens exactly. Afterwards every surviving token that is older than the residual is encoded, once,
-from its exact numbers, into a free coded slot; while decoding that is one slot per head.
+A step attends to its own tokens exactly. Afterwards, every surviving token that is older than the residual is encoded
+once, from its exact numbers, into an empty coded slot. While decoding, that is one slot per head.
 """
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache.layout import Group
-from kvjax.cache.slots import forget, free_slots, write
-from kvjax.cache.state import EMPTY, FAR, LayerKV, Store
+from kvjax.cache.slots import constrain, forget, free_slots, write
+from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
 
@@ -17,24 +17,33 @@ Array = jax.Array
 
 
 def settle(
-    layer: LayerKV, key: Array, value: Array, position: Array, stats: dict[str, Array], newest: Array, group: Group
-) -> LayerKV:
-    """The layer after a step.
+    layer: LayerKV, key: Array, value: Array, position: Array, per_slot: PerSlot, newest: Array, group: Group
+) -> tuple[LayerKV, PerSlot]:
+    """Encodes what is due and writes a step's own tokens.
 
     Args:
       layer: the slots before the step.
       key: [B, K, n, D] of the step's own tokens, as they are stored.
       value: [B, K, n, D].
-      position: [B, K, S + n] int32 of the layer's slots, then of the step's own tokens, after eviction.
-      stats: statistic name -> [B, K, S + n, ...], observed.
-      newest: [B] int32 newest position of each row; -1 = a row without a token.
-      group: how slots are held.
+      position: [B, K, S + n] int32 of the layer's slots and of the step's own tokens, after eviction.
+      per_slot: leaves [B, K, S + n, ...], after the step was observed.
+      newest: [B] int32 newest position of each row, -1 for a row without a token.
+      group: which has the storage.
+
+    Returns:
+      The layer with its positions and stores, and `per_slot` for the layer's slots.
     """
+    # If KV heads are replicated but query heads are not, XLA would otherwise gather the coded cache at every step.
+    key, value, position, per_slot = constrain((key, value, position, per_slot))
     coded_slots, n = group.slots[0], key.shape[2]
     coded, storage = layer.stores[0], group.stores[0]
     dtype = value.dtype
-    at = {"coded": position[:, :, :coded_slots], "exact": position[:, :, coded_slots:]}
-    sums = {name: (leaf[:, :, :coded_slots], leaf[:, :, coded_slots:]) for name, leaf in stats.items()}
+    # [B, K, S_coded] and [B, K, r + n]
+    coded_at, exact_at = position[:, :, :coded_slots], position[:, :, coded_slots:]
+    coded_own, exact_own = (
+        jax.tree.map(lambda leaf, part=part: leaf[:, :, part], per_slot)
+        for part in (slice(coded_slots), slice(coded_slots, None))
+    )
     # [B, K, r + n, D]: tokens that are exact during this step
     if len(layer.stores) > 1:
         exact = layer.stores[1]
@@ -43,24 +52,24 @@ def settle(
     else:
         keys, values = key, value
     # A row without a token in this block changes nothing: its newest position is unknown here, and nothing is due.
-    due = (at["exact"] >= 0) & (at["exact"] <= (newest - group.storage.residual)[:, None, None])
+    due = (exact_at >= 0) & (exact_at <= (newest - group.storage.residual)[:, None, None])
     due &= (newest >= 0)[:, None, None]
     index = _first(due, min(n, due.shape[2]))
     chosen = jnp.take_along_axis(due, index, axis=2)
     # [B, K, m]; out of bounds, where writes are dropped, for what is not due
-    target = jnp.where(chosen, free_slots(at["coded"], index.shape[2]), coded_slots)
+    target = jnp.where(chosen, free_slots(coded_at, index.shape[2]), coded_slots)
 
     def pick(leaf: Array) -> Array:
         return jnp.take_along_axis(leaf, index.reshape(*index.shape, *(1,) * (leaf.ndim - 3)), axis=2)
 
     coded = _encode(storage, coded, target, pick(keys), pick(values), dtype)
-    coded_position = write(at["coded"], target, pick(at["exact"]))
-    coded_stats = {name: write(old, target, pick(new)) for name, (old, new) in sums.items()}
+    coded_at = write(coded_at, target, pick(exact_at))
+    coded_own = jax.tree.map(lambda old, new: write(old, target, pick(new)), coded_own, exact_own)
     if len(layer.stores) == 1:
-        return _layer(layer, coded_position, coded_stats, (coded,))
-    # What stays exact: the residual's own slots keep their places, the step's tokens take the free ones.
+        return layer.replace(position=coded_at, stores=(coded,)), forget(coded_own, coded_at)
+    # Tokens that stay exact keep their slots; the step's own tokens are written to empty ones.
     size = group.slots[1]
-    left = jnp.where(due, EMPTY, at["exact"])
+    left = jnp.where(due, EMPTY, exact_at)
     mine, own = left[:, :, :size], left[:, :, size:]
     free = jnp.where(own >= 0, free_slots_for(mine, own), size)
     store = layer.stores[1]
@@ -68,14 +77,24 @@ def settle(
         "key": {"exact": write(store["key"]["exact"], free, key.astype(dtype))},
         "value": {"exact": write(store["value"]["exact"], free, value)},
     }
-    exact_position = write(mine, free, own)
-    exact_stats = {name: write(new[:, :, :size], free, new[:, :, size:]) for name, (_, new) in sums.items()}
-    joined = {name: jnp.concatenate([coded_stats[name], exact_stats[name]], axis=2) for name in stats}
-    return _layer(layer, jnp.concatenate([coded_position, exact_position], axis=2), joined, (coded, exact))
+    exact_at = write(mine, free, own)
+    exact_own = jax.tree.map(lambda leaf: write(leaf[:, :, :size], free, leaf[:, :, size:]), exact_own)
+    # [B, K, S], then [B, K, S, ...]
+    position = jnp.concatenate([coded_at, exact_at], axis=2)
+    moved = jax.tree.map(lambda one, two: jnp.concatenate([one, two], axis=2), coded_own, exact_own)
+    return layer.replace(position=position, stores=(coded, exact)), forget(moved, position)
 
 
 def free_slots_for(position: Array, own: Array) -> Array:
-    """A free slot [B, K, n] for each of the tokens `own` [B, K, n] that is live; the capacity for the others."""
+    """Finds an empty slot for each live token.
+
+    Args:
+      position: [B, K, S] int32 of the slots.
+      own: [B, K, n] int32 of the tokens, -1 for one that is not live.
+
+    Returns:
+      [B, K, n] int32; undefined for tokens that are not live.
+    """
     free = free_slots(position, own.shape[2])
     if own.shape[2] == 1:
         return free
@@ -85,7 +104,16 @@ def free_slots_for(position: Array, own: Array) -> Array:
 
 
 def recode(storage: Storage, store: Store, changed: Array, key: Array, value: Array, dtype: jnp.dtype) -> Store:
-    """The store with the slots `changed` [B, K, S] encoded anew from key and value [B, K, S, D], after a merge."""
+    """Encodes the slots again that a merge has changed.
+
+    Args:
+      storage: how the slots are held.
+      store: before the merge.
+      changed: [B, K, S] bool.
+      key: [B, K, S, D] after the merge.
+      value: [B, K, S, D].
+      dtype: the model's.
+    """
     new = held.encode(storage, key, value, dtype)
     return jax.tree.map(
         lambda old, made: jnp.where(changed.reshape(*changed.shape, *(1,) * (old.ndim - 3)), made, old), store, new
@@ -93,7 +121,7 @@ def recode(storage: Storage, store: Store, changed: Array, key: Array, value: Ar
 
 
 def _first(marks: Array, count: int) -> Array:
-    """The first `count` slots [B, K, count] that are marked; others after them."""
+    """Returns the first `count` marked slots, [B, K, count] int32, followed by others if there are fewer."""
     if count == 1:
         slot = jnp.arange(marks.shape[2], dtype=jnp.int32)
         return jnp.minimum(jnp.min(jnp.where(marks, slot, FAR), axis=2, keepdims=True), marks.shape[2] - 1)
@@ -102,7 +130,3 @@ def _first(marks: Array, count: int) -> Array:
 
 def _encode(storage: Storage, store: Store, target: Array, key: Array, value: Array, dtype: jnp.dtype) -> Store:
     return jax.tree.map(lambda old, new: write(old, target, new), store, held.encode(storage, key, value, dtype))
-
-
-def _layer(layer: LayerKV, position: Array, stats: dict[str, Array], stores: tuple[Store, ...]) -> LayerKV:
-    return layer.replace(position=position, stats=forget(stats, position), stores=stores)

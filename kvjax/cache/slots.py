@@ -1,4 +1,4 @@
-"""The only code that moves slots: append, resize, and the order of positions."""
+"""Slots: finds empty ones, writes and moves them, and orders them by position."""
 
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def slots_of(key: Array) -> tuple[int, int, int]:
-    """(B, K, S) of an array [B, K, S, ...]."""
+    """Returns (B, K, S) of an array [B, K, S, ...]."""
     batch, kv_heads, slots = key.shape[:3]
     return batch, kv_heads, slots
 
@@ -22,33 +22,25 @@ def slots_of(key: Array) -> tuple[int, int, int]:
 def empty_stats(
     needs: frozenset[Statistic], remembers: tuple[str, ...], shape: tuple[int, int, int]
 ) -> dict[str, Array]:
-    """Statistics of empty slots, shape = (B, K, S)."""
+    """Returns the statistics of empty slots.
+
+    Args:
+      needs: the statistics that attention reports.
+      remembers: names of the statistics of a merge.
+      shape: (B, K, S).
+    """
     observed = {s.name: s.empty(shape) for s in sorted(needs, key=lambda s: s.name)}
     return observed | {name: jnp.zeros(shape, jnp.float32) for name in remembers}
 
 
-INDEX = "index of the selection: "  # no statistic is called so
-
-
-def with_index(stats: dict[str, Array], index: dict[str, Array]) -> dict[str, Array]:
-    """Statistics together with an index that has a number for each slot, so that both move with their slots."""
-    return stats | {INDEX + name: leaf for name, leaf in index.items()}
-
-
-def without_index(stats: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
-    """What `with_index` put together."""
-    index = {name.removeprefix(INDEX): leaf for name, leaf in stats.items() if name.startswith(INDEX)}
-    return {name: leaf for name, leaf in stats.items() if not name.startswith(INDEX)}, index
-
-
 def free_slots(position: Array, count: int) -> Array:
-    """The first `count` empty slots of each head; the capacity S, which is out of bounds, where there are no more.
+    """Finds the first `count` empty slots of each head.
 
     Args:
       position: [B, K, S] int32.
 
     Returns:
-      [B, K, count] int32.
+      [B, K, count] int32; S, which is out of bounds, in place of a slot that does not exist.
     """
     capacity = position.shape[2]
     slot = jnp.arange(capacity, dtype=jnp.int32)
@@ -68,9 +60,10 @@ write = jax.vmap(jax.vmap(lambda cache, slot, new: cache.at[slot].set(new, mode=
 
 
 def append(layer: LayerKV, key: Array, value: Array, position: Array) -> LayerKV:
-    """Writes n tokens into the first n empty slots of each head of a dense layer; padding is written nowhere.
+    """Writes n tokens into the first n empty slots of each head of a dense layer. Padding is not written.
 
     Args:
+      layer: a dense layer.
       key: [B, K, n, D].
       value: [B, K, n, D].
       position: [B, n] int32, -1 = padding.
@@ -94,7 +87,7 @@ def append(layer: LayerKV, key: Array, value: Array, position: Array) -> LayerKV
 
 
 def oldest_first(position: Array, chosen: Array, capacity: int) -> Array:
-    """The slots that are chosen, by position; the others follow.
+    """Returns the chosen slots in the order of their positions, followed by the others.
 
     Args:
       position: [B, K, S] int32.
@@ -107,7 +100,14 @@ def oldest_first(position: Array, chosen: Array, capacity: int) -> Array:
 
 
 def take(leaf: Array, order: Array, capacity: int, fill: int = 0) -> Array:
-    """Slots `order` [B, K, n] of a leaf [B, K, S, ...], padded to `capacity` slots."""
+    """Takes slots from an array and pads the result to `capacity` slots.
+
+    Args:
+      leaf: [B, K, S, ...].
+      order: [B, K, n] int32, the slots to take.
+      capacity: the number of slots of the result.
+      fill: value of the padding.
+    """
     index = order.reshape(*order.shape, *(1,) * (leaf.ndim - 3))
     moved = jnp.take_along_axis(leaf, index, axis=2)
     pad = ((0, 0), (0, 0), (0, max(0, capacity - order.shape[2])), *((0, 0),) * (leaf.ndim - 3))
@@ -115,15 +115,16 @@ def take(leaf: Array, order: Array, capacity: int, fill: int = 0) -> Array:
 
 
 def ranks(query_position: Array, key_position: Array, *, in_order: bool) -> tuple[Array, Array]:
-    """Rank, by position from 0, of each query's own slot and of each slot among the live slots of its head.
+    """Ranks each query's own slot, and each slot, by position among the live slots of its head.
 
     Args:
       query_position: [B, n] int32.
-      key_position: [B, K, S] int32, -1 = empty (its rank is meaningless).
-      in_order: whether slots are the block's tokens in order, as in a one-shot prompt: ranks are then positions.
+      key_position: [B, K, S] int32, -1 = empty (whose rank is undefined).
+      in_order: whether the slots are the tokens of the block in order, as in a one-shot prompt. Ranks are then
+        positions.
 
     Returns:
-      [B, K, n] int32 and [B, K, S] int32.
+      Ranks from 0 of queries, [B, K, n] int32, and of slots, [B, K, S] int32.
     """
     batch, kv_heads, _ = key_position.shape
     query_position = jnp.broadcast_to(query_position[:, None], (batch, kv_heads, query_position.shape[1]))
@@ -135,33 +136,48 @@ def ranks(query_position: Array, key_position: Array, *, in_order: bool) -> tupl
 
 
 def transient(key: Array, value: Array, position: Array, stats: dict[str, Array], index: dict[str, Array]) -> LayerKV:
-    """A block [B, K, n, D] alone as a dense layer: slot i is token i; position [B, n]."""
+    """Returns a dense layer that holds one block of tokens, token i in slot i.
+
+    Args:
+      key: [B, K, n, D].
+      value: [B, K, n, D].
+      position: [B, n] int32.
+      stats: the statistics of n slots.
+      index: the selection's index of n slots.
+    """
     position = jnp.broadcast_to(position[:, None], key.shape[:3])
     return LayerKV(position=position, stores=(exact_store(key, value),), stats=stats, index=index, dim=key.shape[3])
 
 
-def forget(stats: dict[str, Array], position: Array) -> dict[str, Array]:
-    """Statistics with 0 in empty slots; keys and values may stay as they are, since no query sees an empty slot."""
+def forget(tree: T, position: Array) -> T:
+    """Sets arrays [B, K, S, ...] to 0 in empty slots.
+
+    Keys and values need not be cleared, since no query sees an empty slot.
+
+    Args:
+      tree: statistics, for example.
+      position: [B, K, S] int32, -1 = empty.
+    """
 
     def clear(leaf: Array) -> Array:
         live = (position >= 0).reshape(position.shape + (1,) * (leaf.ndim - position.ndim))
         return jnp.where(live, leaf, jnp.zeros((), leaf.dtype))
 
-    return jax.tree.map(clear, stats)
+    return jax.tree.map(clear, tree)
 
 
 def constrain(tree: T) -> T:
-    """Keeps arrays [B, K, ...] where the mesh in force wants the cache: rows over batch, KV heads over heads."""
+    """Constrains the sharding of arrays [B, K, ...] on the current mesh to that of the cache."""
     axes = ("batch", "kv_heads")
     return jax.tree.map(lambda leaf: sharding.constrain(leaf, (*axes, *(None,) * (leaf.ndim - 2))), tree)
 
 
 def longest(position: Array) -> Array:
-    """[B] int32: the number of live slots of each row's fullest head, of position [B, K, S]."""
+    """Returns the number of live slots of the fullest head of each row, [B] int32, for positions [B, K, S]."""
     return jnp.max(jnp.sum(position >= 0, axis=2, dtype=jnp.int32), axis=1)
 
 
 __all__ = [
     "EMPTY", "append", "constrain", "empty_stats", "forget", "free_slots", "longest", "oldest_first", "ranks",
-    "slots_of", "take", "transient", "with_index", "without_index", "write",
+    "slots_of", "take", "transient", "write",
 ]  # fmt: skip

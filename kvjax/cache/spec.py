@@ -1,11 +1,11 @@
-"""What a user says about a cache: which slots stay, how they are held, which of them a query reads."""
+"""The specification of a cache: which slots stay, how they are held, and which of them a query reads."""
 
 import dataclasses
 from typing import Any
 
-from kvjax.errors import PolicyError
+from kvjax.errors import PolicyError, SelectionError, StorageError
 from kvjax.policies.base import POSITIONS, Evict, Policy
-from kvjax.policies.h2o_variants import Reads
+from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
 from kvjax.selection import everything
@@ -25,29 +25,32 @@ class CacheSpec:
       positions: ``original`` or ``cache``, instead of the policy's own; None = the policy's.
 
     Raises:
-      PolicyError: an attribute of another type.
+      PolicyError: a policy of another type, or positions that are not valid.
+      StorageError: a storage of another type.
+      SelectionError: a selection of another type, or one beside a policy that has its own.
     """
 
     policy: Policy
     storage: Storage = dataclasses.field(default_factory=dense)
     selection: Selection = dataclasses.field(default_factory=everything)
-    positions: str | None = None
+    # The policy has them; two specs that say the same in two ways are equal.
+    positions: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for field, kind, example in (
-            ("policy", Policy, "kvjax.policies.h2o(0.2)"),
-            ("storage", Storage, "kvjax.storage.int8()"),
-            ("selection", Selection, "kvjax.selection.quest(budget=512)"),
+        for field, kind, error, example in (
+            ("policy", Policy, PolicyError, "kvjax.policies.h2o(0.2)"),
+            ("storage", Storage, StorageError, "kvjax.storage.int8()"),
+            ("selection", Selection, SelectionError, "kvjax.selection.quest(budget=512)"),
         ):
             if not isinstance(given := getattr(self, field), kind):
-                raise PolicyError(f"{field}={given!r} is not a {kind.__name__}; give one such as {example}.")
+                raise error(f"{field}={given!r} is not a {kind.__name__}; give one such as {example}.")
         if self.positions not in (None, *POSITIONS):
             raise PolicyError(f"positions={self.positions!r} is not valid; use 'original', 'cache' or None.")
-        if isinstance(self.policy, Reads):
+        if isinstance(self.policy, WithSelection):
             if not self.selection.reads_all and self.selection != self.policy.selection:
-                raise PolicyError(
-                    f"policy {self.policy.name} chooses itself what is read; selection={self.selection!r} cannot "
-                    "be added."
+                raise SelectionError(
+                    f"policy {self.policy.name} has a selection of its own; selection={self.selection!r} cannot be "
+                    "added."
                 )
             object.__setattr__(self, "selection", self.policy.selection)
         if self.positions is not None and self.positions != self.policy.positions:
@@ -55,20 +58,25 @@ class CacheSpec:
 
     @property
     def name(self) -> str:
-        """The policy, and what differs from a dense cache that is read whole."""
+        """The name of the policy, followed by those of a storage that is not dense and of a selection."""
         parts = [self.policy.name]
         if not self.storage.exact:
             parts.append(self.storage.name)
-        if not (self.selection.reads_all or isinstance(self.policy, Reads)):
+        if not (self.selection.reads_all or isinstance(self.policy, WithSelection)):
             parts.append(self.selection.name)
         return " + ".join(parts)
 
 
 def as_spec(policy: Any, storage: Storage | None = None, selection: Selection | None = None) -> CacheSpec:
-    """A `CacheSpec` from what a caller gave: a policy or a spec, and perhaps a storage and a selection.
+    """Returns a `CacheSpec` for the arguments of a public function.
+
+    Args:
+      policy: a policy or a `CacheSpec`.
+      storage: instead of a dense one; None if not given.
+      selection: instead of one that reads everything; None if not given.
 
     Raises:
-      PolicyError: something else, or a spec together with another storage or selection.
+      PolicyError: a policy of another type, or a spec together with another storage or selection.
     """
     if isinstance(policy, CacheSpec):
         for field, given, default in (("storage", storage, dense()), ("selection", selection, everything())):
@@ -84,7 +92,7 @@ def as_spec(policy: Any, storage: Storage | None = None, selection: Selection | 
 
 
 def with_positions(policy: Policy, positions: str) -> Policy:
-    """The policy with RoPE at other positions."""
+    """Returns the policy with RoPE at other positions."""
 
     def placed(own: Evict) -> Evict:
         return dataclasses.replace(own, positions=positions)
@@ -96,6 +104,6 @@ def with_positions(policy: Policy, positions: str) -> Policy:
             return dataclasses.replace(policy, chosen=placed(policy.chosen), others=placed(policy.others))
         case Phases():
             return dataclasses.replace(policy, prompt=placed(policy.prompt), decode=placed(policy.decode))
-        case Reads():
+        case WithSelection():
             return dataclasses.replace(policy, keep=placed(policy.keep))
-    raise PolicyError(f"policy {policy.name}: its positions are its own; set them where it is built.")
+    raise PolicyError(f"policy {policy.name}: its positions cannot be changed; set them where it is built.")

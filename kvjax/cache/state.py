@@ -16,14 +16,15 @@ FAR = jnp.iinfo(jnp.int32).max
 class LayerKV(flax.struct.PyTreeNode):
     """The slots of one group of KV heads of one layer.
 
-    The slots of several stores (coded, then exact) follow each other in `position` and `stats`.
+    The slots of several stores (coded, then exact) follow each other in `position` and `stats`. An empty slot may hold
+    any key and value; its statistics are 0.
 
     Attributes:
       position: [B, K, S] int32 absolute token position, -1 = empty. Live positions of a head are distinct.
-      stores: what the slots hold, in the order of `Group.stores`.
-      stats: statistic name -> [B, K, S, ...]; 0 in empty slots.
-      index: what the selection keeps, leaves [B, K, ...].
-      dim: D, features of a head.
+      stores: keys and values, in the order of `Group.stores`.
+      stats: statistic name -> [B, K, S, ...].
+      index: the selection's index, leaves [B, K, ...].
+      dim: D, the number of features of a head.
     """
 
     position: Array
@@ -45,13 +46,25 @@ class LayerKV(flax.struct.PyTreeNode):
     def _exact(self, name: str) -> Array:
         if len(self.stores) != 1 or set(self.stores[0][name]) != {"exact"}:
             raise AttributeError(
-                f"this layer holds its {name}s in a code; kvjax.storage.read(storage, layer) decodes them"
+                f"the {name}s of this layer are encoded; kvjax.storage.read(storage, layer) decodes them"
             )
         return self.stores[0][name]["exact"]
 
     def with_exact(self, key: Array, value: Array) -> "LayerKV":
         """A dense layer with other keys and values [B, K, S, D]."""
         return self.replace(stores=(exact_store(key, value),))
+
+
+class PerSlot(flax.struct.PyTreeNode):
+    """Arrays with an entry for each slot, which move with the slots.
+
+    Attributes:
+      stats: statistic name -> [B, K, S, ...].
+      index: of a selection that keeps numbers of slots: name -> [B, K, S, ...]; otherwise {}.
+    """
+
+    stats: dict[str, Array]
+    index: dict[str, Array]
 
 
 def exact_store(key: Array, value: Array) -> Store:
@@ -63,7 +76,7 @@ def exact_store(key: Array, value: Array) -> Store:
 class Layer(tuple[LayerKV, ...]):
     """One layer: a tuple of `LayerKV`, one per group of heads.
 
-    Of a layer whose heads are in one group, `position`, `stats`, `key` and so on are that group's.
+    If all heads are in one group, the layer has that group's attributes: `position`, `stats`, `key` and so on.
     """
 
     def tree_flatten(self) -> tuple[tuple[LayerKV, ...], None]:
@@ -75,13 +88,13 @@ class Layer(tuple[LayerKV, ...]):
 
     @property
     def index(self) -> Any:  # instead of a tuple's method of that name
-        """The index of the selection, of a layer whose heads are in one group."""
+        """The selection's index, if all heads are in one group."""
         return self.__getattr__("index")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or len(self) != 1:
             raise AttributeError(
-                f"a layer of {len(self)} groups of heads has no {name!r}; ask one group, such as layer[0]"
+                f"a layer of {len(self)} groups of heads has no {name!r}; take one group, such as layer[0]"
             )
         return getattr(self[0], name)
 
@@ -93,7 +106,8 @@ class KVState(flax.struct.PyTreeNode):
       layers: one `Layer` per layer of the model.
       length: [B] int32 tokens seen so far.
       prompt: [B] int32 tokens of each row's prompt.
-      total: [B] int32 tokens that each row will hold as far as the caller knows; RoPE frequencies may depend on it.
+      total: [B] int32 tokens that each row will have in the end, as far as it is known; RoPE frequencies may depend
+        on it.
       budget: per layer and group, [B] int32 slots per KV head that each row keeps while decoding, or None.
     """
 
@@ -111,17 +125,23 @@ class Block(flax.struct.PyTreeNode):
       position: [B, n] int32 absolute positions, -1 = padding (at a row's end).
       prompt: [B] int32, see `KVState`.
       total: [B] int32, see `KVState`.
-      budget: see `KVState`; while a prompt goes in, the budgets of the policy for prompts.
+      budget: see `KVState`; during prefill, the budgets of the policy for prompts. In a layer, those of its groups.
+      layer: int32, the index of the layer; None outside of a layer.
     """
 
     position: Array
     prompt: Array
     total: Array
     budget: Any
+    layer: Any = None
+
+    def of_layer(self, index: int) -> "Block":
+        """Returns the block with the budgets of one layer."""
+        return self.replace(budget=self.budget[index], layer=jnp.int32(index))
 
     @property
     def newest(self) -> Array:
-        """[B] int32 position of each row's newest token, -1 = a row without one."""
+        """[B] int32 position of each row's newest token, -1 for a row without one."""
         return jnp.max(self.position, axis=1)
 
 
@@ -136,7 +156,12 @@ def live_slots(layer: LayerKV) -> Array:
 
 
 def nbytes(state: KVState, *, statistics: bool = False) -> int:
-    """Bytes that keys and values occupy (with positions, statistics and the selection's index, if asked)."""
+    """Returns the bytes of keys and values.
+
+    Args:
+      state: the cache.
+      statistics: whether to count positions, statistics and indices as well.
+    """
     layers = [layer for _, layer in layers_of(state)]
     trees = layers if statistics else [layer.stores for layer in layers]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))

@@ -1,8 +1,8 @@
 """One step of one layer: select, append, attend, observe, evict, settle.
 
-A layer's cache is an array of slots whose shape never changes; which are live, how old they are and where RoPE puts
-them is read from `position` alone, never from slot order. While decoding, eviction frees one slot per head and the next
-token is written there: nothing is compacted or copied.
+The slots of a layer are arrays whose shape never changes. `position` alone says which slots are live, how old they are
+and where RoPE rotates them; the order of slots has no meaning. While decoding, eviction frees one slot per head and the
+next token is written there, so that nothing is compacted or copied.
 """
 
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ import numpy as np
 from kvjax.cache import evict, fused, reading
 from kvjax.cache.convert import convert
 from kvjax.cache.layout import Group
-from kvjax.cache.pool import Pool, decoded, joined, once_ready, pool_of, prompt_pool, rotated_by_rank
+from kvjax.cache.pool import Pool, decoded, joined, pool_of, prompt_pool, rotated_by_rank, run_after_inputs
 from kvjax.cache.settle import recode, settle
-from kvjax.cache.slots import constrain, forget, with_index, without_index
-from kvjax.cache.state import EMPTY, Block, Layer, LayerKV, exact_store
+from kvjax.cache.slots import constrain, forget
+from kvjax.cache.state import EMPTY, Block, Layer, LayerKV, PerSlot, exact_store
 from kvjax.policies.base import View
 from kvjax.rope import Rope
 
@@ -26,12 +26,12 @@ Array = jax.Array
 
 
 class Seen(NamedTuple):
-    """What attention saw in a step, for `kvjax.analysis`.
+    """The operands of attention in a step, for `kvjax.analysis`.
 
     Attributes:
       query: [B, H, n, D], rotated.
       key: [B, K, S, D], rotated.
-      position: [B, K, S] int32; -1 = empty, or not read.
+      position: [B, K, S] int32; -1 for a slot that is empty or not read.
       log_weight: [B, K, S] float32 added to the logits, or None.
     """
 
@@ -52,28 +52,27 @@ def step_layer(
     rope: Rope | None = None,
     window: int | None = None,
 ) -> tuple[Array, Layer, tuple[Seen | None, ...]]:
-    """`step`, for each group of heads of a layer.
+    """Runs `step` for each group of heads of a layer.
 
     Args:
-      layer: the cache so far; None = the block is the whole prompt.
+      layer: the cache so far; None if the block is the whole prompt.
       query: [B, H, n, D], not rotated.
       key: [B, K, n, D], not rotated.
       value: [B, K, n, D].
-      block: the tokens of the step.
+      block: the tokens of the step, of this layer.
       groups: the layer's groups of heads.
       rope: the model's rotary embedding.
       window: the layer's sliding window.
 
     Returns:
-      output [B, H, n, D], the layer's cache afterwards, and what attention saw in each group.
+      The output [B, H, n, D], the layer's cache afterwards, and the operands of attention of each group.
     """
     batch, _, n, dim = query.shape
-    budgets = block.budget[groups[0].layer]
     # [B, K, G, n, D]
     grouped = query.reshape(batch, key.shape[1], -1, n, dim)
     outputs, afters, saw = [], [], []
     order: list[int] = []
-    for number, (group, budget) in enumerate(zip(groups, budgets, strict=True)):
+    for number, (group, budget) in enumerate(zip(groups, block.budget, strict=True)):
         before = None if layer is None else layer[number]
         if group.heads is None:
             own = (query, key, value)
@@ -103,23 +102,23 @@ def step(
     scale: float | None = None,
     window: int | None = None,
 ) -> tuple[Array, LayerKV, Seen | None]:
-    """One step of one group of heads.
+    """Runs one step of one group of heads.
 
     Args:
-      layer: the cache so far, or None: the block is the prompt; it attends over its own transient keys and values and
-        only the survivors are kept, in the slots of ``group.into``.
+      layer: the cache so far; None if the block is the whole prompt. The prompt then attends to its own keys and
+        values, and only the slots that survive are kept, in the arrays of ``group.decode_group``.
       query: [B, H, n, D] of these heads, not rotated.
       key: [B, K, n, D], not rotated.
       value: [B, K, n, D].
       block: the tokens of the step.
-      group: what ranks the slots, how they are held and what is read.
-      budget: [B] int32 slots per KV head; None where the group keeps everything.
+      group: the policy, storage, selection and kernels.
+      budget: [B] int32 slots per KV head; None if the group keeps everything.
       rope: the model's rotary embedding.
-      scale: of the logits; None = D ** -0.5.
+      scale: factor of the logits; None for D ** -0.5.
       window: the layer's sliding window.
 
     Returns:
-      output [B, H, n, D], the cache afterwards, and what attention saw (None where a kernel did the whole step).
+      The output [B, H, n, D], the cache afterwards, and the operands of attention (None if a kernel ran the step).
     """
     _check(layer, query, key, value, block, budget)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -138,14 +137,14 @@ def step(
     }  # fmt: skip
 
     def attended(pool: Pool, query: Array) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
-        """Query, keys and values as attention sees them; what is held in a code is decoded here."""
+        """Decodes and rotates the operands of attention."""
         keys, values = decoded(pool, group)
         if rope is not None and by_rank:
             query, keys = rotated_by_rank(pool, keys, query, block, rope, fresh)
         return query, keys, values
 
     def look(pool: Pool, query: Array) -> tuple[Array, dict[str, Array], Any, Array]:
-        """Output, columns, the selection's index, and the positions of what was read."""
+        """Returns the output, the columns, the selection's index and the positions of the slots that were read."""
         query, keys, values = attended(pool, query)
         chosen = reading.read(pool, query, keys, values, block, group, budget=budget, scale=scale, window=window)
         if fresh and group.selection.whole_text:
@@ -156,24 +155,25 @@ def step(
         return output, columns, index, chosen.position
 
     log_weight = None if fresh or group.policy.merge is None else group.policy.merge.log_weight(pool.stats)
-    output, columns, index, read = once_ready(look, pool, query)
-    # Pinned to where the slots are: where KV heads are replicated but query heads are not, XLA would otherwise merge in
-    # parts and gather the cache.
+    output, columns, index, read = run_after_inputs(look, pool, query)
+    # If KV heads are replicated but query heads are not, XLA would otherwise merge in parts and gather the cache.
     columns = constrain(columns)
+    # [B]
     queries = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     stats = evict.observe(pool.stats, group.needs, columns, queries)
+    # Tokens change their slots below only if there is a codec; an index of pages then stays as it is.
     moves = pool.own is not None and group.selection.in_prompt
-    after = _evicted(pool, with_index(stats, index) if moves else stats, block, group, budget)
-    stats, moved = without_index(after.stats)
-    after = after.replace(stats=stats, index=moved if moves else index)
-    if fresh and group.into is not None:
-        after = convert(after, group, group.into, block.newest)
+    after, moved = _evicted(pool, PerSlot(stats, index if moves else {}), block, group, budget)
+    after = after.replace(stats=moved.stats, index=moved.index if moves else index)
+    if fresh and group.decode_group is not None:
+        after = convert(after, group, group.decode_group, block.newest)
+    # XLA removes this second call unless the caller uses its result.
     query, keys, _ = attended(pool, query)
     return output, constrain(after), Seen(query, joined(keys), read, log_weight)
 
 
 def _check(layer: LayerKV | None, query: Array, key: Array, value: Array, block: Block, budget: Array | None) -> None:
-    """Asserts shapes and dtypes; costs nothing in a compiled program."""
+    """Asserts shapes and dtypes, which costs nothing in a compiled program."""
     batch, kv_heads, n, dim = key.shape
     chex.assert_rank([query, key, value], 4)
     chex.assert_equal_shape([key, value])
@@ -189,46 +189,78 @@ def _check(layer: LayerKV | None, query: Array, key: Array, value: Array, block:
         chex.assert_tree_shape_prefix((layer.stats, layer.stores, layer.index), (batch, kv_heads))
 
 
-def _evicted(pool: Pool, stats: dict[str, Array], block: Block, group: Group, budget: Array | None) -> LayerKV:
-    """The layer within its limits, the step's own tokens in it."""
-    position, layer, policy, own = pool.position, pool.layer, group.policy, pool.own
+def _evicted(
+    pool: Pool, per_slot: PerSlot, block: Block, group: Group, budget: Array | None
+) -> tuple[LayerKV, PerSlot]:
+    """Evicts until every head is within its limit, and moves the step's own tokens into the layer.
+
+    Args:
+      pool: the slots and the step's own tokens.
+      per_slot: statistics and index of all of them, after the step was observed.
+      block: the tokens of the step.
+      group: the policy and the storage.
+      budget: [B] int32 slots per KV head, or None.
+    """
+    position, layer, policy, own, stats = pool.position, pool.layer, group.policy, pool.own, per_slot.stats
     if policy.budget is not None:
-        assert budget is not None
-        key, value = (joined(pieces) for pieces in decoded(pool, group))
-        view = View(
-            position=position,
-            key=jax.lax.stop_gradient(key),
-            value=jax.lax.stop_gradient(value),
-            newest=block.newest,
-            budget=budget,
-            prompt=block.prompt,
-            layer=group.layer,
-            decoding=group.decoding,
-            heads=group.heads,
-        )
         tokens = block.position.shape[1]
         # A compressor evicts once, whatever the last block of the prompt brings.
-        single = group.single and tokens == 1 and policy.when == "step"
-        victim = evict.victims(policy, stats, view, single=single)
+        one = group.evicts_one and tokens == 1 and policy.when == "step"
+
+        def choose(pool: Pool, stats: dict[str, Array]) -> Array:
+            return evict.victims(policy, stats, _view(pool, *_held(pool, group), block, group, budget), one=one)
+
+        # [B, K, S'] bool
+        victim = run_after_inputs(choose, pool, stats) if policy.reads else choose(pool, stats)
         if policy.merge is not None:
-            most = tokens if group.single else position.shape[2]
+            key, value = _held(pool, group)
+            most = tokens if group.evicts_one else position.shape[2]
+            view = _view(pool, key, value, block, group, budget)
             folded = policy.merge.fold(key, value, victim, stats, view, most)
             stats = folded.stats
             layer, own = _merged(pool, (key, value), (folded.key, folded.value), group)
         position = jnp.where(victim, EMPTY, position)
+    per_slot = per_slot.replace(stats=stats)
     if own is not None:
-        return settle(layer, *own, position, stats, block.newest, group)
-    return layer.replace(position=position, stats=forget(stats, position))
+        return settle(layer, *own, position, per_slot, block.newest, group)
+    return layer.replace(position=position), forget(per_slot, position)
+
+
+def _held(pool: Pool, group: Group) -> tuple[Array, Array]:
+    """Decodes the keys and values [B, K, S', D] of all slots."""
+    key, value = (joined(pieces) for pieces in decoded(pool, group))
+    return key, value
+
+
+def _view(pool: Pool, key: Array, value: Array, block: Block, group: Group, budget: Array | None) -> View:
+    """Returns what the policy may look at. Which slots go is a constant to a gradient."""
+    assert budget is not None
+    return View(
+        position=pool.position,
+        key=jax.lax.stop_gradient(key),
+        value=jax.lax.stop_gradient(value),
+        newest=block.newest,
+        budget=budget,
+        prompt=block.prompt,
+        layer=block.layer,
+        decoding=group.decoding,
+        heads=group.heads,
+    )
 
 
 def _merged(
     pool: Pool, old: tuple[Array, Array], new: tuple[Array, Array], group: Group
 ) -> tuple[LayerKV, tuple[Array, Array] | None]:
-    """The layer with merged pairs, and the step's own pairs; a slot that took nothing keeps its bytes.
+    """Stores merged pairs. A slot that nothing was merged into keeps its bytes.
 
     Args:
+      pool: the slots and the step's own tokens.
       old: keys and values [B, K, S', D] before the merge.
-      new: the same after it.
+      new: keys and values [B, K, S', D] after the merge.
+      group: the storage.
+
+    Returns:
+      The layer, and keys and values of the step's own tokens.
     """
     if pool.own is None:
         return pool.layer.with_exact(*new), None

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,10 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
       key_position: [B, K, S] int32; -1 = a slot that no query sees.
       weights: the weight of each query, [B, n] or [B, n, words] float32, one array per statistic.
       band: [B] int32, the number of newest positions that a query of each row sees, itself included; None = all.
-      exempt: [B, K, S] bool, slots that are seen beyond the window and the band too; None = none.
+      exempt: [B, K, S] bool, whether a slot is seen beyond the window and the band too; None = no slot is.
       log_weight: [B, K, S] float32 added to the logits; None = 0.
       statistics: the statistics that need attention, sorted by name.
-      counts: names of the statistics that count queries, which positions alone decide.
+      counts: names of the statistics that count queries, which depend on positions only.
       scale: factor of the logits.
       window: the number of newest positions that a query sees, itself included; None = all.
       group_reduce: ``mean`` or ``max`` over the G query heads of a KV head.
@@ -52,6 +53,7 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
 
     @property
     def slots(self) -> int:
+        """The number of slots S."""
         return self.key.shape[2]
 
     @property
@@ -66,34 +68,67 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
 
     @property
     def needs_seen(self) -> bool:
-        """Whether a statistic compares with the number of slots that a query sees."""
+        """Whether a statistic depends on the number of slots that a query sees."""
         return any(statistic.transform == "above" for statistic in self.statistics)
 
     def by_head(self) -> dict[str, Any]:
-        """The arrays [B, K, ...], for `replace`."""
+        """Returns the arrays [B, K, ...], for `replace`."""
         names = ("query", "key", "value", "key_position", "exempt", "log_weight")
         return {name: getattr(self, name) for name in names}
 
     def by_row(self) -> dict[str, Any]:
-        """The arrays [B, ...] that the heads share, for `replace`."""
+        """Returns the arrays [B, ...] that the heads share, for `replace`."""
         return {name: getattr(self, name) for name in ("query_position", "weights", "band")}
 
     def without_statistics(self) -> "Problem":
-        """The same attention, which reports nothing."""
+        """Returns the same problem without statistics."""
         return self.replace(weights=(), statistics=(), counts=())
 
     def only_queries(self, start: int, stop: int) -> "Problem":
-        """The problem of the queries from `start` to before `stop`."""
+        """Returns the problem of the queries from `start` to before `stop`."""
         return self.replace(
             query=self.query[:, :, :, start:stop],
             query_position=self.query_position[:, start:stop],
             weights=tuple(weight[:, start:stop] for weight in self.weights),
+            causal=False,
         )
 
     def only_slots(self, stop: int) -> "Problem":
-        """The problem of the slots before `stop`."""
+        """Returns the problem of the slots before `stop`."""
         arrays = {name: x for name, x in self.by_head().items() if name != "query" and x is not None}
-        return self.replace(**{name: x[:, :, :stop] for name, x in arrays.items()})
+        return self.replace(**{name: x[:, :, :stop] for name, x in arrays.items()}, causal=False)
+
+
+def check(problem: Problem) -> None:
+    """Checks ranks, shapes and dtypes against the attributes of `Problem`.
+
+    This happens while a program is traced and adds nothing to it.
+
+    Raises:
+      AssertionError: if an array has a different rank, shape or dtype (chex).
+    """
+    chex.assert_rank([problem.query, problem.key], [5, 4])
+    batch, kv_heads, _, n, dim = problem.query.shape
+    slots = problem.slots
+    chex.assert_shape([problem.key, problem.value], (batch, kv_heads, slots, dim))
+    chex.assert_type([problem.query, problem.key, problem.value], float)
+    chex.assert_shape(problem.query_position, (batch, n))
+    chex.assert_shape(problem.key_position, (batch, kv_heads, slots))
+    chex.assert_type([problem.query_position, problem.key_position], jnp.int32)
+    for optional, shape, dtype in (
+        (problem.band, (batch,), jnp.int32),
+        (problem.exempt, (batch, kv_heads, slots), bool),
+        (problem.log_weight, (batch, kv_heads, slots), jnp.float32),
+    ):
+        if optional is not None:
+            chex.assert_shape(optional, shape)
+            chex.assert_type(optional, dtype)
+    chex.assert_equal(len(problem.weights), len(problem.statistics))
+    for weight, statistic in zip(problem.weights, problem.statistics, strict=True):
+        chex.assert_shape(weight, (batch, n, *statistic.words))
+        chex.assert_type(weight, jnp.float32)
+    if problem.causal:
+        chex.assert_equal(slots, n)
 
 
 class Attended(flax.struct.PyTreeNode):

@@ -1,8 +1,8 @@
-"""Evaluates a policy's code for the slots of one head, [1, 1, S], on lines of them, [S].
+"""Evaluates a policy's code, written for arrays [B, K, S], on rank-1 arrays [S] of one head.
 
-A GPU's program holds the slots of one (row, KV head), spread over its threads, and Mosaic reduces all of an array or
-nothing. So the code is traced as it is, and its jaxpr is evaluated on rank-1 arrays: a value with as many numbers as
-there are slots is a line, any other is one number.
+A GPU's program holds the slots of one (row, KV head), spread over its threads, and Mosaic can only reduce whole arrays.
+So the policy's code is traced on arrays [1, 1, S], and its jaxpr is evaluated on rank-1 arrays. An array of S numbers
+becomes a line [S], and an array of one number becomes a scalar [].
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 Array = jax.Array
 
-#: Primitives that act on each number by itself.
+#: Primitives that act on each number separately.
 ELEMENTWISE = frozenset(
     {
         *("abs", "add", "div", "exp", "integer_pow", "log", "max", "min", "mul", "neg", "rem", "sign", "square"),
@@ -24,25 +24,25 @@ ELEMENTWISE = frozenset(
         *("select_n", "bitcast_convert_type", "convert_element_type"),
     }
 )
-#: Primitives that arrange numbers or say where they lie: on a line the identity, or one number for each slot.
+#: Primitives that change shape or placement: on a line the identity, or a broadcast of a scalar.
 ARRANGING = frozenset({"broadcast_in_dim", "expand_dims", "pvary", "reshape", "reshard", "squeeze", "stop_gradient"})
 REDUCTIONS: dict[str, Callable[..., Array]] = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
-#: Reductions that are evaluated on single numbers only.
+#: Reductions that are supported on scalars only.
 PREDICATES = frozenset({"reduce_or", "reduce_and"})
 CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"})
-#: Every primitive that `on_lines` evaluates and Mosaic lowers for GPUs, with the limits that `unsupported` names.
+#: All primitives that `on_lines` evaluates and that Mosaic lowers for GPUs; `unsupported` returns the exceptions.
 PRIMITIVES = ELEMENTWISE | ARRANGING | frozenset(REDUCTIONS) | PREDICATES | CALLS | {"pow", "while", "cond"}
 
 
 def on_lines(function: Callable[..., Any], slots: int) -> Callable[..., Any]:
-    """A function of pytrees of [1, 1, S] and [1] arrays, as one of lines [S] and single numbers [].
+    """Returns a function of pytrees of arrays [1, 1, S] and [1] as a function of arrays [S] and [].
 
     Args:
-      function: what to evaluate.
-      slots: S, at least 2.
+      function: the function to evaluate.
+      slots: the number of slots S, at least 2.
 
     Raises:
-      NotImplementedError: where the function does something that has no form on lines, such as a sort.
+      NotImplementedError: if the function has an operation that is not supported on lines, such as a sort.
     """
 
     def call(*arguments: Any) -> Any:
@@ -55,7 +55,7 @@ def on_lines(function: Callable[..., Any], slots: int) -> Callable[..., Any]:
 
 
 def unsupported(equation: Any, slots: int) -> str | None:
-    """The reason why an equation, apart from the jaxprs inside it, has no form on lines; None = it has one."""
+    """Returns the reason why an equation, apart from the jaxprs inside it, is not supported on lines, or None."""
     name = equation.primitive.name
     if name not in PRIMITIVES:
         return name
@@ -94,7 +94,14 @@ def _evaluate(traced: ClosedJaxpr, slots: int, arguments: Sequence[Array]) -> li
 
 
 def _apply(equation: Any, inputs: list[Array], slots: int, wide: bool) -> Sequence[Array]:
-    """The results of one equation, as lines; wide: whether the first result is a line."""
+    """Evaluates one equation.
+
+    Args:
+      equation: of a jaxpr.
+      inputs: its operands, lines or scalars.
+      slots: the number of slots.
+      wide: whether the first result is a line.
+    """
     name, params = equation.primitive.name, equation.params
     again = functools.partial(_evaluate, slots=slots)
     if name in ELEMENTWISE:
@@ -105,7 +112,7 @@ def _apply(equation: Any, inputs: list[Array], slots: int, wide: bool) -> Sequen
     if name in ARRANGING:
         return [jnp.broadcast_to(inputs[0], (slots,)) if wide else inputs[0]]
     if name in REDUCTIONS:
-        # Over heads or rows, of which there is one, a line stays as it is.
+        # A reduction over rows or heads, of which there is one, is the identity.
         return [REDUCTIONS[name](inputs[0]) if inputs[0].ndim and not wide else inputs[0]]
     if name in PREDICATES:
         return inputs
@@ -126,10 +133,11 @@ def _apply(equation: Any, inputs: list[Array], slots: int, wide: bool) -> Sequen
 
 
 def _power(base: Array, exponent: Array) -> Array:
-    """base ** exponent, which Mosaic does not have; exact for the queries of a decoding step, one or none."""
+    """Computes base ** exponent, which Mosaic lacks; exact for the exponents 0 and 1 of a decoding step."""
     other = jnp.exp(exponent * jnp.log(base))
     return jnp.where(exponent == 1, base, jnp.where(exponent == 0, jnp.ones_like(base), other))
 
 
 def _line(constant: Any, slots: int) -> Array:
+    """Reshapes a constant of a jaxpr to [S] or []."""
     return jnp.reshape(constant, (slots,) if jnp.size(constant) == slots else ())

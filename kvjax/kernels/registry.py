@@ -1,7 +1,7 @@
-"""The kernels there are, what each refuses and why, and the choice among them for a layer's step.
+"""The registry of kernels, and the choice among them for a layer's step.
 
-A kernel's own module says what it refuses (`refuses`), next to the code that would fail. Pallas, which takes a while
-to import, is imported when one of its kernels is asked.
+Each kernel's module has a function `refuses`, which returns the reason why the kernel cannot run a request, or None.
+Pallas takes long to import, so a kernel's module is imported when the kernel is considered.
 """
 
 import dataclasses
@@ -19,23 +19,23 @@ Backend = Literal["xla", "pallas_tpu", "pallas_gpu"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is known of a layer's step before it is traced; sizes are those of one device.
+    """What is known about a layer's step before it is traced; sizes are per device.
 
     Attributes:
-      batch: rows.
-      kv_heads: KV heads.
-      whole_heads: whether a device has all KV heads of a row.
-      group: query heads per KV head.
-      tokens: queries per head, 1 while decoding.
-      slots: slots per KV head.
-      dim: features of a head.
+      batch: the number of rows.
+      kv_heads: the number of KV heads.
+      whole_heads: whether each device has all KV heads of its rows.
+      group: the number of query heads per KV head.
+      tokens: the number of queries per head, 1 while decoding.
+      slots: the number of slots per KV head.
+      dim: the number of features of a head.
       dtype: name of the dtype of keys and values, such as ``bfloat16``.
-      statistics: all that the policy asks for, counts included.
-      parts: the number of problems that attention is combined from.
-      band: whether rows have windows of their own (`Problem.band`).
-      plain: why this is more than append, attend, observe and evict; a reason each, such as ``merge``.
-      trace: what follows attention, (stats, position, columns, newest, budget) -> (stats, position), on [1, K, S]
-        arrays of one row; a step's kernel traces it. None = unknown.
+      statistics: all statistics that the policy needs, including counts.
+      parts: the number of problems whose attention is combined.
+      band: whether each row has its own window (`Problem.band`).
+      plain: what the step does besides append, attend, observe and evict, one entry each, such as ``merge``.
+      trace: the function after attention, (stats, position, columns, newest, budget) -> (stats, position), on [1, K, S]
+        arrays of one row, which the kernel of a step traces. None = unknown.
     """
 
     batch: int
@@ -58,12 +58,13 @@ class Kernel:
     """One implementation of one op.
 
     Attributes:
-      op: ``step``, a whole decoding step of a layer; ``decode``, attention of one query per head; ``prefill``, of a
-        block of queries.
+      op: ``step``, a whole decoding step of a layer; ``decode``, attention of one query per head; ``prefill``,
+        attention of a block of queries.
       implementation: ``xla``, ``pallas_tpu`` or ``pallas_gpu``.
-      load: imports and returns the function: `kvjax.kernels.step.tpu.step`, or ``attend_and_reduce`` of a `Problem`.
-      refuses: why the kernel cannot run a request, or None.
-      slot_multiple: itemsize of keys and values -> slots are allocated in multiples of this.
+      load: imports and returns the function: ``step``, see `kvjax.kernels.step.arguments.Step`, or
+        ``attend_and_reduce``, which takes a `Problem`.
+      refuses: returns the reason why the kernel cannot run a request, or None.
+      slot_multiple: itemsize of keys and values -> the number of slots must be a multiple of this.
     """
 
     op: Op
@@ -75,7 +76,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A kernel, and why none before it was chosen.
+    """A chosen kernel, and why the kernels before it were not chosen.
 
     Attributes:
       op: see `Kernel`.
@@ -88,8 +89,8 @@ class Choice:
     reasons: tuple[str, ...] = ()
 
 
-GROUP_BYTES = 32  # per feature, of slots that share a tile of a TPU's memory, which is written whole
-GPU_SLOTS = 8  # that one of a GPU's copies into shared memory moves
+GROUP_BYTES = 32  # bytes per feature of the slots that share a memory tile of a TPU, which is written whole
+GPU_SLOTS = 8  # the number of slots that copies into a GPU's shared memory move at once
 
 
 def _attribute(module: str, name: str) -> Callable[[], Callable[..., Any]]:
@@ -122,10 +123,10 @@ KERNELS: tuple[Kernel, ...] = (
 
 
 def find(op: Op, implementation: str) -> Kernel:
-    """The kernel of an op and an implementation.
+    """Returns the kernel for an op and an implementation.
 
     Raises:
-      ConfigError: where there is none.
+      ConfigError: if there is none.
     """
     for kernel in KERNELS:
         if (kernel.op, kernel.implementation) == (op, implementation):
@@ -135,12 +136,15 @@ def find(op: Op, implementation: str) -> Kernel:
 
 
 def choose(op: Op, implementation: str, request: Request) -> Choice:
-    """The first kernel that takes a request: the one asked for, else attention alone, else XLA.
+    """Chooses the first kernel that does not refuse a request: for the op, for attention only, or XLA's.
 
     Args:
-      op: ``step`` asks the kernel of a whole step first.
-      implementation: as of `kvjax.attention.resolve`, not ``auto``.
-      request: what the kernel must take.
+      op: the op; ``step`` tries the kernel of a whole step first.
+      implementation: from `kvjax.attention.resolve`, not ``auto``.
+      request: what the kernel must run.
+
+    Raises:
+      ConfigError: if every kernel refuses.
     """
     attention: Op = "decode" if request.tokens == 1 else "prefill"
     reasons: list[str] = []
@@ -156,12 +160,12 @@ def choose(op: Op, implementation: str, request: Request) -> Choice:
 
 
 def slot_multiple(implementation: str, itemsize: int) -> int:
-    """Slots are allocated in multiples of this, so that the implementation's kernels use them where they lie."""
+    """Returns what the number of slots must be a multiple of, so that the kernels of an implementation need no copy."""
     return max(kernel.slot_multiple(itemsize) for kernel in KERNELS if kernel.implementation == implementation)
 
 
 def request_of(problem: Problem) -> Request:
-    """The request that a problem is, on the device that has all of it."""
+    """Returns the request of a problem that is whole on one device."""
     batch, kv_heads, group, tokens, dim = problem.query.shape
     return Request(
         batch=batch, kv_heads=kv_heads, group=group, tokens=tokens, slots=problem.slots, dim=dim,
@@ -170,21 +174,21 @@ def request_of(problem: Problem) -> Request:
 
 
 def require(op: Op, implementation: str, problem: Problem) -> None:
-    """Raises what a kernel says about a problem.
+    """Checks that a kernel can run a problem.
 
     Raises:
-      ConfigError: with the kernel's reason.
+      ConfigError: if it cannot, with the kernel's reason.
     """
     if reason := find(op, implementation).refuses(request_of(problem)):
         raise ConfigError(f"{op}/{implementation}: {reason}.")
 
 
 def refuses_problem(request: Request, tokens: int | None = None) -> str | None:
-    """What every attention kernel but XLA's refuses.
+    """Returns why no Pallas kernel for attention can run a request, or None.
 
     Args:
-      request: what is asked for.
-      tokens: the only number of queries per head that the kernel takes; None = any.
+      request: the request.
+      tokens: the number of queries per head that the kernel requires; None = any.
     """
     if request.parts > 1:
         return f"it attends to one part, not to several parts ({request.parts})"

@@ -1,29 +1,16 @@
 """Policies: what a cache keeps. A new one is a factory in its family's file and one line of `POLICIES`.
 
-`repr` of a policy evaluates to an equal one where the names of this package are known.
+`repr` of a policy evaluates to an equal policy in the namespace of this package.
 """
 
-import inspect
 from collections.abc import Callable
 
+from kvjax.arguments import Registry
 from kvjax.errors import PolicyError
-from kvjax.policies.base import (
-    Everything,
-    Evict,
-    Folded,
-    Importance,
-    Keep,
-    Merge,
-    Policy,
-    Scope,
-    View,
-    compress,
-    everything,
-    evict,
-    keep,
-)
+from kvjax.policies.base import Evict, Policy, compress, evict
 from kvjax.policies.budget import Budget, Fraction, Given, PerLayer, Pyramid, Shared, Slots
 from kvjax.policies.combinators import Best, TimesValueNorm, value_norm, with_heavy_hitters
+from kvjax.policies.components import Everything, Folded, Importance, Keep, Merge, Scope, View, everything, keep
 from kvjax.policies.h2o import (
     DecayedMass,
     Mass,
@@ -37,7 +24,7 @@ from kvjax.policies.h2o import (
     protect_newest,
     ring,
 )
-from kvjax.policies.h2o_variants import Reads
+from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Compensation, Split, compensation, duo_attention, razor_attention, split_heads
 from kvjax.policies.keys import KeyDifference, LowNorm, key_difference, keydiff, knorm, low_norm
 from kvjax.policies.merge import D2O, MERGES, Anchors, CaM, KVMerger, anchors, cam, d2o, kvmerger
@@ -58,26 +45,32 @@ from kvjax.policies.tova import Last, SharedLast, last, shared_last, tova
 from kvjax.policies.window import First, Recency, full, local_only, protect_first, recency, streaming_llm, window
 
 #: Every named policy: the command line, sweeps and conformance tests take the list from here.
-POLICIES: dict[str, Callable[..., Policy]] = {
-    "full": full,
-    "random": random,
-    "window": window,
-    "local_only": local_only,
-    "streaming_llm": streaming_llm,
-    "strided": strided,
-    "fixed": fixed,
-    "h2o": h2o,
-    "heavy_only": heavy_only,
-    "h2o_decay": h2o_decay,
-    "scissorhands": scissorhands,
-    "tova": tova,
-    "mean_attention": mean_attention,
-    "roco": roco,
-    "snapkv": snapkv,
-    "pyramidkv": pyramidkv,
-    "knorm": knorm,
-    "keydiff": keydiff,
-}
+POLICIES: Registry[Policy] = Registry(
+    "policy",
+    "policies",
+    PolicyError,
+    {
+        "full": full,
+        "random": random,
+        "window": window,
+        "local_only": local_only,
+        "streaming_llm": streaming_llm,
+        "strided": strided,
+        "fixed": fixed,
+        "h2o": h2o,
+        "heavy_only": heavy_only,
+        "h2o_decay": h2o_decay,
+        "scissorhands": scissorhands,
+        "tova": tova,
+        "mean_attention": mean_attention,
+        "roco": roco,
+        "snapkv": snapkv,
+        "pyramidkv": pyramidkv,
+        "knorm": knorm,
+        "keydiff": keydiff,
+    },
+)
+by_name, accepts = POLICIES.by_name, POLICIES.accepts
 
 #: Policies for a table of heads, which belongs to one model: `kvjax.analysis.retrieval_heads` makes one.
 HEAD_PLANS: dict[str, Callable[..., Policy]] = {
@@ -94,39 +87,16 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
     "after_prefill": after_prefill,
 }
 
-
-def by_name(name: str, **arguments) -> Policy:
-    """The policy `name` of `POLICIES`, built with `arguments`.
-
-    Raises:
-      PolicyError: an unknown name, an argument it does not take, or values that cannot work.
-    """
-    if name not in POLICIES:
-        raise PolicyError(f"unknown policy {name!r}; known policies: {', '.join(sorted(POLICIES))}.")
-    return POLICIES[name](**arguments)
-
-
-def accepts(name: str) -> frozenset[str]:
-    """The argument names that policy `name` takes.
-
-    Raises:
-      PolicyError: an unknown name.
-    """
-    if name not in POLICIES:
-        raise PolicyError(f"unknown policy {name!r}; known policies: {', '.join(sorted(POLICIES))}.")
-    return frozenset(inspect.signature(POLICIES[name]).parameters)
-
-
 __all__ = [
     "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "Budget", "CaM", "Compensation",
     "DecayedMass", "Everything", "Evict", "First", "Folded", "Fraction", "Given", "Importance", "KVMerger", "Keep",
     "KeyDifference", "Last", "LastColumns", "LowNorm", "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow",
-    "OwnBlock", "PerLayer", "Phases", "Policy", "PromptEnd", "Pyramid", "Reads", "Recency", "Ring", "Scope", "Shared",
-    "SharedLast", "Slots", "Split", "Strided", "TimesAbove", "TimesValueNorm", "Uniform", "Varying", "View", "accepts",
-    "adakv", "after_prefill", "anchors", "by_name", "cam", "compensation", "compress", "d2o", "decayed_mass",
-    "duo_attention", "everything", "evict", "fixed", "full", "h2o", "h2o_decay", "heavy_only", "keep",
-    "key_difference", "keydiff", "knorm", "kvmerger", "last", "local_only", "low_norm", "mass", "mean_attention",
-    "mean_mass", "observation_window_score", "protect_first", "protect_newest", "protect_prompt_end",
+    "OwnBlock", "PerLayer", "Phases", "Policy", "PromptEnd", "Pyramid", "Recency", "Ring", "Scope", "Shared",
+    "SharedLast", "Slots", "Split", "Strided", "TimesAbove", "TimesValueNorm", "Uniform", "Varying", "View",
+    "WithSelection", "accepts", "adakv", "after_prefill", "anchors", "by_name", "cam", "compensation", "compress",
+    "d2o", "decayed_mass", "duo_attention", "everything", "evict", "fixed", "full", "h2o", "h2o_decay", "heavy_only",
+    "keep", "key_difference", "keydiff", "knorm", "kvmerger", "last", "local_only", "low_norm", "mass",
+    "mean_attention", "mean_mass", "observation_window_score", "protect_first", "protect_newest", "protect_prompt_end",
     "protect_varying", "pyramidkv", "random", "razor_attention", "recency", "ring", "roco", "scissorhands",
     "shared_last", "snapkv", "split_heads", "streaming_llm", "strided", "times_above", "tova", "value_norm", "window",
     "with_heavy_hitters",

@@ -1,7 +1,7 @@
-"""Budgets: how many slots a policy keeps per KV head, and how a layer's heads share them.
+"""Budgets: the number of slots that a policy keeps per KV head, and how a layer's heads share them.
 
-The numbers are computed on the host from each row's prompt length and are data in the state; a compiled program depends
-only on what `Budget.traced` returns, so that another budget of the same kind is not another program.
+The numbers are computed on the host from each row's prompt length and are data in the state. A compiled program depends
+only on what `Budget.traced` returns, so that budgets of the same kind share a program.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import PolicyError
 from kvjax.order import largest
 
 if TYPE_CHECKING:
-    from kvjax.policies.base import Evict, Stats, View
+    from kvjax.policies.base import Evict
+    from kvjax.policies.components import Stats, View
 
 Array = jax.Array
 
@@ -35,49 +37,45 @@ HINT = "give a whole number of slots (at least 1) or a fraction of the prompt as
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """How many slots per KV head remain after each step; a subclass for each kind.
-
-    Methods:
-      slots: the numbers of a batch, computed on the host.
-      limit: the number of slots of each head, inside a compiled program.
-      widest: the largest limit that any head of a layer can get.
-      traced: the part that a compiled program depends on.
-      value: the budget as a user writes it, for reports.
-    """
+    """The number of slots per KV head that remain after each step; a subclass for each kind."""
 
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
-        """Slots of each layer for a row of `prompt_length` prompt tokens.
+        """Computes, on the host, the slots of each layer for a row of `prompt_length` prompt tokens.
 
         Raises:
           PolicyError: the number of budgets differs from the number of layers.
         """
         raise NotImplementedError
 
+    def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
+        """Returns the most slots of each layer for any prompt of these lengths; most budgets grow with the length."""
+        return self.slots(prompt_lengths[-1], num_layers)
+
     def limit(self, policy: Evict, stats: Stats, view: View) -> Array:
-        """Slots of each head, [B, 1, 1] or [B, K, 1] int32."""
+        """Returns the slots of each head, [B, 1, 1] or [B, K, 1] int32."""
         return view.budget[:, None, None]
 
     def rank(self, policy: Evict, stats: Stats, view: View) -> Array:
-        """Priority of each slot, [B, K, S] float32, where the budget itself has a say in it."""
+        """Returns the priority of each slot, [B, K, S] float32: the policy's, unless the budget changes it."""
         return policy.rank(stats, view)
 
     def widest(self, policy: Evict, slots: int, kv_heads: int) -> int:
-        """The largest limit that a head of a layer can get where the average head has `slots`."""
+        """Returns the largest limit that a head of a layer can get if the average head has `slots`."""
         return slots
 
     def traced(self) -> Budget:
-        """The budget without its numbers."""
+        """Returns the budget without its numbers: what a compiled program depends on."""
         return GIVEN
 
     @property
     def value(self) -> Any:
-        """A number of slots, a fraction, or a tuple with one of these per layer."""
+        """What a user writes for it: a number of slots, a fraction, or a tuple with one of these per layer."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Given(Budget):
-    """A budget whose numbers are in the state: what remains of any budget in a compiled program."""
+    """A budget whose numbers are in the state; other kinds of budgets become one in a compiled program."""
 
     @property
     def value(self) -> None:
@@ -93,9 +91,19 @@ class Slots(Budget):
 
     Attributes:
       count: at least 1.
+
+    Raises:
+      PolicyError: any other count.
     """
 
     count: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or not isinstance(self.count, numbers.Integral):
+            raise PolicyError(f"budget {self.count!r} is not a number of slots; {HINT}")
+        if not 1 <= self.count <= MOST_SLOTS:
+            raise PolicyError(f"budget {self.count} is out of range; {HINT}")
+        object.__setattr__(self, "count", int(self.count))
 
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         return (self.count,) * num_layers
@@ -111,9 +119,19 @@ class Fraction(Budget):
 
     Attributes:
       fraction: in (0, 1].
+
+    Raises:
+      PolicyError: any other fraction.
     """
 
     fraction: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, numbers.Real):
+            raise PolicyError(f"budget {self.fraction!r} is not a fraction; {HINT}")
+        if not 0 < float(self.fraction) <= 1:  # NaN fails this too
+            raise PolicyError(f"budget {float(self.fraction)} is out of range; {HINT}")
+        object.__setattr__(self, "fraction", float(self.fraction))
 
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         return (max(1, math.floor(self.fraction * prompt_length + 1e-9)),) * num_layers
@@ -129,15 +147,25 @@ class PerLayer(Budget):
 
     Attributes:
       layers: `Slots` or `Fraction`, one per layer of the model.
+
+    Raises:
+      PolicyError: no layers, or a budget that is neither.
     """
 
     layers: tuple[Slots | Fraction, ...]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, list | tuple) or not self.layers:
+            raise PolicyError(
+                f"budget {self.layers!r} is not a sequence with one budget per layer; give one, such as (64, 0.5)."
+            )
+        object.__setattr__(self, "layers", tuple(_one(each) for each in self.layers))
+
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         if len(self.layers) != num_layers:
             raise PolicyError(
-                f"{len(self.layers)} budgets were given for a model of {num_layers} layers; give one number for all "
-                "layers or one for each."
+                f"{len(self.layers)} budgets were given for a model of {num_layers} layers; give one for all layers or "
+                "one per layer."
             )
         return tuple(each.slots(prompt_length, 1)[0] for each in self.layers)
 
@@ -152,27 +180,48 @@ class Pyramid(Budget):
 
     Attributes:
       average: the budget of the average layer.
-      window: slots of every layer that hold the prompt's last tokens.
-      beta: the last layer has 1 / beta of the average beyond the window.
+      window: slots of every layer for the prompt's last tokens, at least 1.
+      beta: the last layer has 1 / beta of the average beyond the window; at least 1.
+
+    Raises:
+      PolicyError: an attribute that is not valid.
     """
 
     average: Slots | Fraction
     window: int
     beta: int
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "average", _one(self.average))
+        object.__setattr__(self, "window", count_argument("window", self.window, minimum=1))
+        object.__setattr__(self, "beta", count_argument("beta", self.beta, minimum=1))
+
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
-        (b,), n, w = self.average.slots(prompt_length, 1), prompt_length, self.window
+        (b,), w = self.average.slots(prompt_length, 1), self.window
         if b <= w:
-            raise PolicyError(f"window={w} needs a larger budget than {b}: it is part of it.")
-        if n <= b:  # left alone; a prompt may be shorter than the window, which is protected all the same
-            return (max(n, w),) * num_layers
+            raise PolicyError(f"window={w} needs a larger budget than {b}, of which it is a part.")
+        (row,) = self._slots(np.array([prompt_length]), np.array([b]), num_layers)
+        return tuple(row.tolist())
+
+    def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
+        # The last layers of a prompt that is hardly longer than its budget get more than those of a long one.
+        n = np.arange(prompt_lengths.start, prompt_lengths.stop)
+        b = np.array([self.average.slots(int(each), 1)[0] for each in n])
+        valid = b > self.window
+        rows = self._slots(n[valid], b[valid], num_layers)
+        return tuple(np.max(rows, axis=0, initial=1).tolist())
+
+    def _slots(self, n: np.ndarray, b: np.ndarray, num_layers: int) -> np.ndarray:
+        """Returns the slots of each layer, [N, L], for prompts of `n` tokens [N] and average budgets `b` [N]."""
+        w = self.window
         least = (b - w) // self.beta
-        most = 2 * (b - w) - least
-        if most > n - w:
-            most = n - w
-            least = 2 * (b - w) - most
-        step = (most - least) // (num_layers - 1) if num_layers > 1 else 0
-        return tuple(most - layer * step + w for layer in range(num_layers))
+        most = np.minimum(2 * (b - w) - least, n - w)
+        least = 2 * (b - w) - most
+        step = (most - least) // max(num_layers - 1, 1)
+        # [N, L]
+        falling = most[:, None] - np.arange(num_layers) * step[:, None] + w
+        # A prompt within its budget is left alone. One shorter than the window still has the window's slots.
+        return np.where((n <= b)[:, None], np.maximum(n, w)[:, None], falling)
 
     @property
     def value(self) -> int | float:
@@ -188,22 +237,36 @@ class Shared(Budget):
 
     Attributes:
       average: the budget of the average head.
-      safeguard: the share of each head's slots that other heads cannot take.
+      safeguard: the share of each head's slots that other heads cannot take, 0 to 1.
+
+    Raises:
+      PolicyError: an attribute that is not valid.
     """
 
     average: Budget
     safeguard: float
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.average, Budget):
+            object.__setattr__(self, "average", as_budget(self.average))
+        if self.average is None or isinstance(self.average, Shared):
+            raise PolicyError(f"average={self.average!r} cannot be shared by heads; give slots or a fraction.")
+        safeguard = number_argument("safeguard", self.safeguard, minimum=0.0, maximum=1.0)
+        object.__setattr__(self, "safeguard", safeguard)
+
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         return self.average.slots(prompt_length, num_layers)
 
+    def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
+        return self.average.largest(prompt_lengths, num_layers)
+
     def own(self, room: Any) -> Any:
-        """⌊safeguard·room⌋ of a number or an array of integers."""
+        """Returns ⌊safeguard·room⌋ for a number or an array of integers."""
         share = exact(self.safeguard)
         return room * share.numerator // share.denominator
 
     def kept(self, policy: Evict, stats: Stats, view: View) -> Array:
-        """[B, K, S] bool: the slots that stay."""
+        """Marks the slots that stay, [B, K, S] bool."""
         batch, kv_heads, size = view.position.shape
         protected = view.live & policy.scope.protected(stats, view)
         # [B, 1, 1]: slots of a head beyond the window
@@ -211,7 +274,7 @@ class Shared(Budget):
         own = self.own(room)
         score = policy.importance.score(stats, view)
         safe = largest(score, jnp.where(protected, -1, view.position), own)
-        # Ties go to the lower head, then to the newer slot: one row of all heads, ordered accordingly.
+        # Of equal scores, the lower head wins, then the newer slot: all heads are one row in that order.
         head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
         order = jnp.where(protected | safe | ~view.live, -1, view.position + (kv_heads - 1 - head) * size)
         rest = largest(score.reshape(batch, -1), order.reshape(batch, -1), (kv_heads * (room - own))[:, 0])
@@ -226,7 +289,7 @@ class Shared(Budget):
         return jnp.where(self.kept(policy, stats, view), jnp.inf, 0.0)
 
     def widest(self, policy: Evict, slots: int, kv_heads: int) -> int:
-        window = min(policy.scope.count(slots), slots)  # a prompt that is shorter than the window is left alone
+        window = min(policy.scope.count(slots), slots)  # A prompt shorter than the window is left alone.
         room = slots - window
         return window + self.own(room) + kv_heads * (room - self.own(room))
 
@@ -239,17 +302,17 @@ class Shared(Budget):
 
 
 def as_budget(value: BudgetLike) -> Budget | None:
-    """A `Budget` from what a user writes: slots, a fraction, a sequence with one of these per layer, or None.
+    """Returns the `Budget` that a user writes as slots, a fraction, a sequence with one of these per layer, or None.
 
     Raises:
-      PolicyError: a value that is none of these, or out of range.
+      PolicyError: a value that is none of these or out of range, or a `Given`.
     """
+    if isinstance(value.average if isinstance(value, Shared) else value, Given):
+        raise PolicyError(f"budget {value!r} has no numbers and is for compiled programs; {HINT}")
     if value is None or isinstance(value, Budget):
         return value
     value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, list | tuple):
-        return PerLayer(tuple(_one(each) for each in value))
-    return _one(value)
+    return PerLayer(tuple(value)) if isinstance(value, list | tuple) else _one(value)
 
 
 def _one(value: Any) -> Slots | Fraction:
@@ -258,30 +321,26 @@ def _one(value: Any) -> Slots | Fraction:
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise PolicyError(f"budget {value!r} is not a number; {HINT}")
-    if isinstance(value, numbers.Integral):
-        if not 1 <= int(value) <= MOST_SLOTS:
-            raise PolicyError(f"budget {value} is out of range; {HINT}")
-        return Slots(int(value))
-    if not 0 < float(value) <= 1:  # NaN fails this too
-        raise PolicyError(f"budget {value} is out of range; {HINT}")
-    return Fraction(float(value))
+    return Slots(int(value)) if isinstance(value, numbers.Integral) else Fraction(float(value))
 
 
 def exact(fraction: float) -> fractions.Fraction:
-    """The fraction that was meant: ⌊fraction·b⌋ of whole numbers must not depend on how 0.29 is stored."""
+    """Returns the decimal fraction that a user wrote, so that ⌊0.29·100⌋ is 29 although 0.29 is stored as less."""
     return fractions.Fraction(fraction).limit_denominator(MOST_DENOMINATOR)
 
 
 def batch_slots(
     budget: Budget, prompt_lengths: np.ndarray, num_layers: int, check: Callable[[int], None]
 ) -> np.ndarray:
-    """[L, B] int32: slots of each layer and row.
+    """Computes the slots of each layer and row, [L, B] int32.
 
     Args:
+      budget: of the policy or selection.
       prompt_lengths: [B] int.
-      check: called with every number of slots; raises where the policy protects more.
+      num_layers: L.
+      check: called with every number of slots; raises an error if the policy protects more.
     """
-    # The smallest budgets first, so that an error names the row that is worst off.
+    # Shortest prompts first: an error is about the smallest budget.
     lengths = sorted({int(n) for n in prompt_lengths})
     rows = {n: budget.slots(n, num_layers) for n in lengths}
     for n in lengths:

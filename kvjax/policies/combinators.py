@@ -1,4 +1,4 @@
-"""Policies made of other policies: another scope, or another importance."""
+"""Policies made of other policies, with another scope or importance."""
 
 import dataclasses
 from typing import Any
@@ -6,22 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.arguments import number_argument
 from kvjax.errors import PolicyError
 from kvjax.order import largest
-from kvjax.policies.base import (
-    Evict,
-    Importance,
-    Policy,
-    Scope,
-    Stats,
-    View,
-    evict,
-    factory,
-    number_argument,
-)
+from kvjax.policies.base import Evict, Policy, evict, factory
 from kvjax.policies.budget import exact
+from kvjax.policies.components import Importance, Scope, Stats, View
 from kvjax.policies.h2o import mass
-from kvjax.policies.h2o_variants import Reads
+from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
 from kvjax.statistics import Statistic
@@ -31,17 +23,22 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Best(Scope):
-    """Protects the best slots by the priority of another policy: b - ⌊fraction·b⌋ of them.
+    """Protects the b - ⌊fraction·b⌋ slots to which another policy gives the highest priority.
 
     Attributes:
       policy: ranks the slots, under the whole budget b.
-      fraction: of each row's budget, the part that stays open.
+      fraction: the part of each row's budget that stays open.
+
+    Raises:
+      PolicyError: an attribute that is not valid.
     """
 
     policy: Evict
     fraction: float
 
     def __post_init__(self) -> None:
+        if not isinstance(self.policy, Evict):
+            raise PolicyError(f"Best: policy={self.policy!r} is not a policy of `evict`; give one such as roco(64).")
         object.__setattr__(self, "fraction", number_argument("fraction", self.fraction, minimum=0.0, maximum=1.0))
 
     @property
@@ -53,7 +50,7 @@ class Best(Scope):
         return self.policy.reads
 
     def kept(self, budget: Array | int) -> Any:
-        """b - ⌊fraction·b⌋ of a number or an array of integers."""
+        """Returns b - ⌊fraction·b⌋ for a number or an array of integers."""
         share = exact(self.fraction)
         return budget - budget * share.numerator // share.denominator
 
@@ -66,8 +63,8 @@ class Best(Scope):
         kept, protected = self.kept(budget), self.policy.protects(budget)
         if protected > kept:
             raise PolicyError(
-                f"{self.policy.name} protects {protected} slots, but keeps {kept} of a budget of {budget} beside "
-                f"fraction={self.fraction:g} of heavy hitters."
+                f"{self.policy.name} protects {protected} slots, but keeps {kept} of a budget of {budget}, since "
+                f"fraction={self.fraction:g} is for heavy hitters; protect fewer or lower the fraction."
             )
         return kept
 
@@ -77,13 +74,28 @@ class Best(Scope):
 
 @dataclasses.dataclass(frozen=True)
 class TimesValueNorm(Importance):
-    """Another importance times the norm of the slot's value, ‖v‖₂ (VATP, arXiv:2406.12335, eq. 4, with ‖v‖₁).
+    """Ranks a slot by another importance times the norm of its value, ‖v‖₂ (VATP, arXiv:2406.12335, eq. 4, with ‖v‖₁).
 
     Attributes:
       importance: the factor; its `amount` must be true.
+
+    Raises:
+      PolicyError: an importance that is none, or whose `amount` is false.
     """
 
     importance: Importance
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.importance, Importance):
+            raise PolicyError(
+                f"TimesValueNorm: importance={self.importance!r} is not an Importance; give one such as "
+                "kvjax.policies.mass."
+            )
+        if not self.importance.amount:
+            raise PolicyError(
+                f"TimesValueNorm: importance={self.importance!r} only orders the slots, so that there is nothing to "
+                "multiply; give one with amounts, such as kvjax.policies.mass."
+            )
 
     @property
     def needs(self) -> frozenset[Any]:  # type: ignore[override]
@@ -105,12 +117,12 @@ class TimesValueNorm(Importance):
 
 @factory
 def with_heavy_hitters(policy: Policy, *, fraction: float = 0.5) -> Evict:
-    """`policy` keeps its best b - ⌊fraction·b⌋ slots, and of the others those of largest S stay (H2O, Tables 1 and 8).
+    """Keeps the best b - ⌊fraction·b⌋ slots of a policy, and of the others those of largest S (H2O, Tables 1 and 8).
 
     Args:
-      policy: an eviction policy. It ranks under the whole budget b, where a `local` or `recent` of ⌊b/2⌋ can be all
-        that it keeps: give it a number of its own.
-      fraction: of each row's budget, for heavy hitters.
+      policy: an eviction policy. It ranks under the whole budget b. Its default `local` or `recent` of ⌊b/2⌋ can be
+        all that it keeps: give it a smaller number.
+      fraction: the part of each row's budget that is for heavy hitters.
 
     Raises:
       PolicyError: a fraction outside [0, 1], a policy that evicts nothing, or one that protects more than it keeps.
@@ -140,34 +152,34 @@ def value_norm(policy: Policy) -> Evict:
       PolicyError: a policy whose importance only orders the slots (`strided`, `fixed`), whose heads share it
         (`tova`, unless ``share_heads=False``), or that evicts nothing.
 
-    VATP takes ‖v‖₁, and its code protects the first tokens; here it is ‖v‖₂, and the policy's scope protects.
+    VATP uses ‖v‖₁, and its code protects the first tokens; here the norm is ‖v‖₂, and the policy's scope protects.
     """
     inner = _ranks_each_head("value_norm", policy)
     if not inner.importance.amount:
         raise PolicyError(
-            f"value_norm({inner.name}): its importance says who goes first and not by how much; there is nothing to "
-            "multiply. Policies such as h2o, roco or scissorhands have amounts."
+            f"value_norm({inner.name}): its importance only orders the slots, so that there is nothing to multiply; "
+            "give a policy whose importance is an amount, such as h2o, roco or scissorhands."
         )
     return dataclasses.replace(inner, importance=TimesValueNorm(inner.importance), name=f"{inner.name}*|v|")
 
 
 def _ranks_each_head(name: str, policy: Policy) -> Evict:
-    """The policy, or a PolicyError if it is not one that evicts and ranks each head by itself."""
+    """Returns a policy that evicts and ranks each head by itself; raises a PolicyError for any other."""
     if not isinstance(policy, Policy):
         raise PolicyError(f"{name}(): {policy!r} is not a policy; give one such as h2o(budget=256).")
     if isinstance(policy, Split):
-        raise PolicyError(f"{name}({policy.name}): its heads are under policies of their own; apply it to these.")
-    if isinstance(policy, Reads):
+        raise PolicyError(f"{name}({policy.name}): its heads have policies of their own; apply it to these.")
+    if isinstance(policy, WithSelection):
         raise PolicyError(f"{name}({policy.name}): it hides slots and evicts none; give a policy that evicts.")
     if isinstance(policy, Phases):
-        raise PolicyError(f"{name}({policy.name}): its phases are under policies of their own; apply it to these.")
+        raise PolicyError(f"{name}({policy.name}): its phases have policies of their own; apply it to these.")
     if not isinstance(policy, Evict):
-        raise PolicyError(f"{name}({policy.name}): its statistics are its own; give a policy of `evict`.")
+        raise PolicyError(f"{name}({policy.name}): it is not made by `evict`; give a policy such as h2o(budget=256).")
     if policy.budget is None:
-        raise PolicyError(f"{name}({policy.name}): a policy that keeps every token has nothing to choose.")
+        raise PolicyError(f"{name}({policy.name}): it keeps every token; give a policy with a budget.")
     if policy.importance.shared_by_heads:
         raise PolicyError(
-            f"{name}({policy.name}): its heads must all hold the same positions, and here each would choose its own; "
-            "use one that ranks every head by itself, such as tova(share_heads=False)."
+            f"{name}({policy.name}): its heads must all hold the same positions, and here each chooses its own; give a "
+            "policy that ranks each head by itself, such as tova(share_heads=False)."
         )
     return policy

@@ -1,33 +1,24 @@
-"""Heavy-hitter oracle (H2O, arXiv:2306.14048): accumulated attention, the newest tokens protected."""
+"""Heavy-hitter oracle (H2O, arXiv:2306.14048): ranks by accumulated attention and protects the newest tokens."""
 
 import dataclasses
 
 import jax
 
+from kvjax.arguments import choice_argument, count_argument, named, number_argument
 from kvjax.errors import PolicyError
-from kvjax.policies.base import (
-    Evict,
-    Importance,
-    Merge,
-    Policy,
-    Scope,
-    Stats,
-    View,
-    count_argument,
-    evict,
-    factory,
-    number_argument,
-)
+from kvjax.policies.base import Evict, Policy, evict, factory
 from kvjax.policies.budget import BudgetLike
+from kvjax.policies.components import Importance, Merge, Scope, Stats, View
 from kvjax.statistics import Statistic, decayed
 
 Array = jax.Array
-VARIANTS = ("drop", "ring", "masked", "global", "local")
+HIDING = ("masked", "global", "local")  # variants that keep every token and hide some
+VARIANTS = ("drop", "ring", *HIDING)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mass(Importance):
-    """A slot is worth the attention it has received so far, S (H2O, section 4, "accumulated attention score")."""
+    """Ranks a slot by the attention that it has received so far, S (H2O, section 4, "accumulated attention score")."""
 
     needs = frozenset({"mass"})
 
@@ -37,10 +28,10 @@ class Mass(Importance):
 
 @dataclasses.dataclass(frozen=True)
 class DecayedMass(Importance):
-    """A slot is worth the attention it has received, older queries counting less: E <- γE + (1 - γ)m.
+    """Ranks a slot by the attention that it has received, with a decay: E <- γE + (1 - γ)m for each query.
 
     Attributes:
-      gamma: γ, from 0 (the last query alone) to 1 (nothing is ever added).
+      gamma: γ, from 0 (only the last query counts) to 1 (nothing is added).
     """
 
     gamma: float
@@ -61,7 +52,7 @@ class Newest(Scope):
     """Protects the newest positions.
 
     Attributes:
-      number: how many; None = half of each row's own budget, ⌊b/2⌋.
+      number: the number of positions; None = half of each row's own budget, ⌊b/2⌋.
     """
 
     number: int | None = None
@@ -77,13 +68,16 @@ class Newest(Scope):
     def count(self, budget: int) -> int:
         return budget // 2 if self.number is None else self.number
 
+    def newest(self, budget: int) -> int:
+        return self.count(budget)
+
 
 @dataclasses.dataclass(frozen=True)
 class Ring(Scope):
-    """The ring of the FlexGen port (``h2o(variant="ring")``): the k - 1 newest of a budget of 2k - 1 slots.
+    """Protects the ring of the FlexGen port (``h2o(variant="ring")``): the k - 1 newest of a budget of 2k - 1 slots.
 
-    While decoding, the new token takes the place of the ring's oldest, which has not joined the heavy slots yet when
-    the lowest of these is evicted: k slots are protected.
+    While decoding, the new token replaces the oldest of the ring, which joins the heavy slots only after the lowest of
+    these is evicted; k slots are therefore protected.
     """
 
     needs = frozenset()
@@ -92,12 +86,15 @@ class Ring(Scope):
         return view.recent(view.budget // 2 + int(view.decoding))
 
     def count(self, budget: int) -> int:
-        if budget % 2 == 0:  # a fraction's too: each row's own
+        if budget % 2 == 0:  # for a fraction, the budget of any row
             raise PolicyError(
-                f"variant='ring' holds k heavy slots and k - 1 of its ring; a budget of {budget} is even, give "
+                f"variant='ring' has k heavy slots and a ring of k - 1; a budget of {budget} is even, give "
                 f"{budget - 1} or {budget + 1}."
             )
         return (budget + 1) // 2
+
+    def newest(self, budget: int) -> int:
+        return budget // 2
 
 
 mass = Mass()
@@ -118,13 +115,13 @@ def h2o(
 ) -> Policy:
     """Keeps the heavy hitters and the `recent` newest tokens (H2O, section 4, Algorithm 1).
 
-    Importance S_j = Σ_i m_ij, the attention that all queries i so far paid slot j; {p > newest - recent} protected.
+    Importance S_j = Σ_i m_ij, the attention of all queries i so far to slot j; {p > newest - recent} protected.
 
     Args:
       budget: slots per KV head, heavy and recent together; see `evict`.
-      recent: how many newest positions are protected; None = ⌊b/2⌋, as in the paper's equal split.
-      variant: ``drop`` is the authors' "real drop"; for the other algorithms that they released under the same name see
-        `Ring` and `kvjax.selection.h2o`.
+      recent: the number of newest positions that are protected; None = ⌊b/2⌋, as in the paper's equal split.
+      variant: ``drop`` is the authors' "real drop"; ``ring``, ``masked``, ``global`` and ``local`` are other algorithms
+        that they released under the same name, see `Ring` and `kvjax.selection.h2o`.
       positions: see `evict`.
       group_reduce: see `evict`.
       merge: see `evict`.
@@ -132,10 +129,20 @@ def h2o(
     Scores are float32, separate for each row and KV head, and start at a token's first query. The authors' code keeps
     them in the model's dtype, sums them over the batch, and has one mask per query head on a cache of fewer KV heads.
     """
-    if variant not in VARIANTS:
-        raise PolicyError(f"h2o: variant={variant!r} is not valid; use {', '.join(map(repr, VARIANTS))}.")
-    if variant == "ring" and recent is not None:
-        raise PolicyError(f"h2o: variant='ring' has a ring of half its budget; recent={recent!r} has no place in it.")
+    with named("h2o"):
+        choice_argument("variant", variant, VARIANTS)
+        if variant == "ring" and recent is not None:
+            raise PolicyError(
+                f"recent={recent!r} is not valid with variant='ring', whose ring has half of the budget; leave it out."
+            )
+        if variant in HIDING and merge is not None:
+            raise PolicyError(
+                f"merge={merge!r} is not valid with variant={variant!r}, which evicts nothing; leave it out."
+            )
+        if variant in HIDING and budget is None:
+            raise PolicyError(
+                f"budget=None is not valid with variant={variant!r}, which hides slots; give slots or a fraction."
+            )
     name = "h2o" if variant == "drop" else f"h2o[{variant}]"
     policy = evict(
         importance=mass,
@@ -146,10 +153,9 @@ def h2o(
         merge=merge,
         name=name,
     )
-    if variant in ("drop", "ring"):
+    if variant not in HIDING:
         return policy
-    # Imported here: selections are built on this package's views and budgets.
-    from kvjax.policies.h2o_variants import hidden
+    from kvjax.policies.h2o_variants import hidden  # which uses selections, which use this package
 
     return hidden(policy, variant, recent)
 
@@ -158,9 +164,9 @@ def h2o(
 def heavy_only(
     budget: BudgetLike, *, positions: str = "original", group_reduce: str = "mean", merge: Merge | None = None
 ) -> Evict:
-    """Heavy hitters with the whole budget, importance S and no slot protected: ``h2o(recent=0)`` (H2O, Table 6).
+    """Keeps heavy hitters alone: importance S, no slot protected, as ``h2o(recent=0)`` (H2O, Table 6).
 
-    The newest token competes like any other: with one query's attention it is often the first to be evicted.
+    The newest token is not protected either: with one query's attention it is often the first to be evicted.
 
     Args:
       budget: see `evict`.
@@ -184,19 +190,19 @@ def h2o_decay(
     group_reduce: str = "mean",
     merge: Merge | None = None,
 ) -> Evict:
-    """Heavy hitters of late, by exponentially decayed attention (EasyKV's ``h2o_head_decay``; not in a paper).
+    """Keeps recent heavy hitters, by exponentially decayed attention (EasyKV's ``h2o_head_decay``; not in a paper).
 
     Importance E <- γE + (1 - γ)m, query by query; {p > newest - recent} protected.
 
     Args:
       budget: see `evict`.
       gamma: see `DecayedMass`.
-      recent: how many newest positions are protected; None = ⌊b/2⌋.
+      recent: the number of newest positions that are protected; None = ⌊b/2⌋.
       positions: see `evict`.
       group_reduce: see `evict`.
       merge: see `evict`.
 
-    Every query decays, also inside a block, so that blocks of any size agree.
+    E decays at every query, also inside a block, so that the result does not depend on the size of blocks.
     """
     return evict(
         importance=DecayedMass(gamma),

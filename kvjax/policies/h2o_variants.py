@@ -1,4 +1,4 @@
-"""H2O's evaluation variants, which keep every token and hide what the policy would evict (arXiv:2306.14048)."""
+"""H2O's evaluation variants, which keep every token and hide those that the policy would evict (arXiv:2306.14048)."""
 
 import dataclasses
 from typing import Any
@@ -7,22 +7,37 @@ from kvjax.errors import PolicyError
 from kvjax.policies.base import Evict, Policy
 from kvjax.policies.budget import Budget
 from kvjax.policies.window import full
-from kvjax.statistics import Statistic
+
+# `kvjax.selection` is imported inside of functions: it is built on this package.
 
 
 @dataclasses.dataclass(frozen=True)
-class Reads(Policy):
-    """Keeps every token and brings a selection of the slots that a query reads. For evaluation: frees no memory.
+class WithSelection(Policy):
+    """Keeps every token and has a selection of the slots that a query reads. For evaluation: frees no memory.
 
     Attributes:
-      keep: the policy that keeps every token.
-      selection: which of the slots a query reads; see `kvjax.selection`.
+      keep: a policy that keeps every token.
+      selection: selects the slots that a query reads; see `kvjax.selection`.
       name: see `Policy`.
+
+    Raises:
+      PolicyError: a policy that does not keep every token, or a selection that is none.
     """
 
     keep: Evict
-    selection: Any  # selections are built on this package
-    name: str = dataclasses.field(default="reads", compare=False)
+    selection: Any
+    name: str = dataclasses.field(default="with_selection", compare=False)
+
+    def __post_init__(self) -> None:
+        from kvjax.selection.base import Selection
+
+        if not isinstance(self.keep, Evict) or self.keep.budget is not None:
+            raise PolicyError(f"policy {self.name}: keep={self.keep!r} does not keep every token; give full().")
+        if not isinstance(self.selection, Selection):
+            raise PolicyError(
+                f"policy {self.name}: selection={self.selection!r} is not a selection; give one such as "
+                "kvjax.selection.quest(budget=512)."
+            )
 
     @property
     def positions(self) -> str:  # type: ignore[override]
@@ -37,33 +52,22 @@ class Reads(Policy):
         """The number of slots that a query may read."""
         return self.selection.budget
 
-    @property
-    def needs(self) -> frozenset[Statistic]:
-        return self.keep.needs
 
-
-def hidden(policy: Evict, variant: str, recent: int | None) -> Policy:
-    """The policy that keeps every token and hides what `policy` would evict.
+def hidden(policy: Evict, variant: str, recent: int | None) -> WithSelection:
+    """Returns the policy that keeps every token and hides those that `policy` would evict.
 
     Args:
-      policy: `h2o` with a budget.
+      policy: `h2o` with a budget and without a merge.
       variant: ``masked``, ``global`` or ``local``; see `kvjax.selection.h2o`.
-      recent: how many newest positions are always read; None = ⌊b/2⌋.
-
-    Raises:
-      PolicyError: a policy with a merge or without a budget.
+      recent: the number of newest positions that are always read; None = ⌊b/2⌋.
     """
-    # Imported here: selections are built on this package's views and budgets.
     from kvjax.selection.h2o import Allowed, Hindsight, Local
 
-    if policy.merge is not None:
-        raise PolicyError(f"policy {policy.name}: it evicts nothing that could be merged; leave out merge.")
-    if policy.budget is None:
-        raise PolicyError(f"policy {policy.name}: without a budget it hides nothing; give slots or a fraction.")
+    assert policy.budget is not None
     selection = {"masked": Allowed, "global": Hindsight, "local": Local}[variant]
     # Every slot is live, so that a rank is a position, and "cache" the same as "original".
     keep = dataclasses.replace(full(positions=policy.positions), group_reduce=policy.group_reduce)
-    return Reads(
+    return WithSelection(
         keep=keep,
         selection=selection(budget=policy.budget, recent=None if recent is None else int(recent)),
         name=policy.name,

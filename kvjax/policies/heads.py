@@ -1,4 +1,4 @@
-"""Heads under policies of their own: some keep every token, the others a short window (DuoAttention, RazorAttention).
+"""Policies by head: some heads keep every token, the others a short window (DuoAttention, RazorAttention).
 
 Which heads need every token is a property of a model; `kvjax.analysis.retrieval_heads` measures it.
 """
@@ -9,19 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.arguments import count_argument
 from kvjax.errors import PolicyError
-from kvjax.policies.base import (
-    Evict,
-    Folded,
-    Merge,
-    Policy,
-    Stats,
-    View,
-    count_argument,
-    factory,
-)
+from kvjax.policies.base import Evict, Policy, evict, factory
 from kvjax.policies.budget import BudgetLike
-from kvjax.policies.window import full, window
+from kvjax.policies.components import Folded, Merge, Stats, View
+from kvjax.policies.window import First, full, recency
 from kvjax.statistics import Statistic
 
 Array = jax.Array
@@ -30,17 +23,17 @@ Table = tuple[tuple[bool, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Split(Policy):
-    """The marked KV heads under one policy, all others under another, each with a cache of its own capacity.
+    """Some KV heads under one policy, all others under another, each with a cache of its own capacity.
 
     Attributes:
       heads: [L][K] bool, which KV heads of each layer are under `chosen`.
       chosen: the policy of the marked heads; it evicts at every step, or keeps every token.
-      others: the policy of all other heads; likewise.
+      others: the policy of all other heads; it evicts at every step, or keeps every token.
       name: see `Policy`.
 
     Raises:
-      PolicyError: a table that is not one, a policy that does not evict step by step, or two that place tokens
-        differently.
+      PolicyError: heads that are not such a table, a policy that does not evict at every step, or two policies of
+        different `positions`.
     """
 
     heads: Table
@@ -62,8 +55,8 @@ class Split(Policy):
         one, two = self.chosen, self.others
         if one.positions != two.positions:
             raise PolicyError(
-                f"{self.name}({one.name}, {two.name}): positions {one.positions!r} and {two.positions!r} differ; a "
-                "token has one."
+                f"{self.name}({one.name}, {two.name}): positions {one.positions!r} and {two.positions!r} differ; give "
+                "both policies the same."
             )
 
     @property
@@ -72,12 +65,12 @@ class Split(Policy):
 
     @property
     def group_reduce(self) -> str:  # type: ignore[override]
-        """That of `chosen`; the attention of each part follows the part's own."""
+        """The `group_reduce` of `chosen`; the other heads use that of `others`."""
         return self.chosen.group_reduce
 
     @property
     def budget(self) -> None:  # type: ignore[override]
-        """None: each part has its own."""
+        """None: each of the two policies has its own."""
         return None
 
     @property
@@ -85,7 +78,7 @@ class Split(Policy):
         return self.chosen.needs | self.others.needs
 
     def members(self, chosen: bool) -> tuple[tuple[int, ...], ...]:
-        """The indices of each layer's heads that are under `chosen`, or of those that are not."""
+        """Returns the indices of each layer's heads that are under `chosen` (True) or `others` (False)."""
         return tuple(tuple(head for head, each in enumerate(row) if each is chosen) for row in self.heads)
 
 
@@ -94,7 +87,7 @@ def _table(name: str, heads: Any) -> Table:
     rows = heads if isinstance(heads, tuple) else ()
     if not rows or not all(isinstance(row, tuple) and row and len(row) == len(rows[0]) for row in rows):
         raise PolicyError(
-            f"{name}: heads={heads!r} is no table; give one row per layer, with true or false for each KV head."
+            f"{name}: heads={heads!r} is not a table; give one row per layer, with true or false for each KV head."
         )
     if any(each not in (0, 1) for row in rows for each in row):
         raise PolicyError(f"{name}: heads={heads!r} must be true or false (1 or 0) for each KV head.")
@@ -102,19 +95,19 @@ def _table(name: str, heads: Any) -> Table:
 
 
 def _tuples(value: Any) -> Any:
-    """Sequences and arrays as tuples."""
+    """Converts sequences and arrays to tuples."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return tuple(_tuples(each) for each in value) if isinstance(value, list | tuple) else value
 
 
 @factory
 def split_heads(heads: Any, chosen: Policy, others: Policy, *, name: str = "split_heads") -> Split:
-    """The marked KV heads under one policy, all others under another, each with a cache of its own capacity.
+    """Puts the marked KV heads under one policy and all others under another, each with a cache of its own capacity.
 
     Args:
       heads: [L, K] bool, which KV heads of each layer are under `chosen`; nested sequences or an array.
       chosen: a policy that evicts at every step, or keeps every token.
-      others: likewise.
+      others: a policy that evicts at every step, or keeps every token.
       name: shown in reports.
 
     Raises:
@@ -125,9 +118,9 @@ def split_heads(heads: Any, chosen: Policy, others: Policy, *, name: str = "spli
 
 @factory
 def duo_attention(heads: Any, *, sinks: int = 64, recent: int = 256, positions: str = "original") -> Split:
-    """Retrieval heads keep every token, streaming heads the first and the newest (DuoAttention, arXiv:2410.10819).
+    """Keeps every token in retrieval heads, the first and the newest in the others (DuoAttention, arXiv:2410.10819).
 
-    Streaming heads have importance p and {p < sinks} protected.
+    These others, the streaming heads, have importance p and {p < sinks} protected.
 
     Args:
       heads: [L, K] bool, the retrieval heads; see `split_heads`.
@@ -135,45 +128,50 @@ def duo_attention(heads: Any, *, sinks: int = 64, recent: int = 256, positions: 
       recent: the number of newest positions that a streaming head keeps.
       positions: see `evict`.
 
-    DuoAttention learns the table by training gates on passkeys; here it may come from anywhere, such as
-    `kvjax.analysis.retrieval_heads`, which only measures attention.
+    DuoAttention learns the table by training gates on passkeys; here it may have any source, such as
+    `kvjax.analysis.retrieval_heads`, which measures attention.
     """
     sinks, recent = count_argument("sinks", sinks), count_argument("recent", recent, minimum=1)
-    streaming = window(sinks + recent, sinks=sinks, positions=positions)
+    streaming = evict(
+        importance=recency, scope=First(sinks), budget=sinks + recent, positions=positions, name="duo_attention"
+    )
     return split_heads(heads, full(positions=positions), streaming, name="duo_attention")
 
 
 @factory
 def razor_attention(heads: Any, budget: BudgetLike = 0.2, *, sinks: int = 4, positions: str = "original") -> Split:
-    """`duo_attention` with one slot that stands for all tokens that a head has dropped (arXiv:2407.15891).
+    """Splits heads as `duo_attention`, with one slot for the mean of a head's dropped tokens (arXiv:2407.15891).
 
     See `Compensation` for that slot.
 
     Args:
       heads: [L, K] bool, the retrieval heads; see `split_heads`.
-      budget: of the other heads, the sinks, the compensation token and the newest tokens together; see `evict`.
-      sinks: the number of first positions that they keep.
+      budget: slots of each other head: the sinks, the compensation token and the newest tokens; see `evict`.
+      sinks: the number of first positions that the other heads keep.
       positions: see `evict`.
 
-    The paper's Algorithm 1 keeps the max(S_0, n / C) newest tokens in addition to the sinks; here a budget is either a
+    The paper's Algorithm 1 keeps the max(S_0, n / C) newest tokens in addition to the sinks; here the budget is a
     number of slots or a fraction.
     """
     sinks = count_argument("sinks", sinks)
-    streaming = window(budget, sinks=sinks + 1, positions=positions, merge=Compensation(sinks))
+    streaming = evict(
+        importance=recency, scope=First(sinks + 1), budget=budget, positions=positions, merge=Compensation(sinks),
+        name="razor_attention",
+    )  # fmt: skip
     return split_heads(heads, full(positions=positions), streaming, name="razor_attention")
 
 
 @dataclasses.dataclass(frozen=True)
 class Compensation(Merge):
-    """One slot holds the mean of all dropped tokens, and counts as often (RazorAttention, arXiv:2407.15891, eq. 4, 5).
+    """Holds the mean of all dropped tokens in one slot, weighted by their number (RazorAttention, eq. 4 and 5).
 
-    With N_d dropped tokens of mean key k and value v, the softmax's sums have N_d·exp(q·k) v and N_d·exp(q·k) in
-    addition to the live tokens' terms. The token at `position` is the first of the dropped ones: a policy must protect
-    it, as `razor_attention` does, so that its slot stays. Keys are averaged as they are stored. In bfloat16 the mean is
+    With N_d dropped tokens of mean key k and value v, the softmax's sums have the terms N_d·exp(q·k) v and N_d·exp(q·k)
+    in addition to those of the live tokens. The token at `position` counts as the first dropped token: a policy must
+    protect it, as `razor_attention` does, so that its slot stays. Keys are averaged as stored. In bfloat16 the mean is
     rounded at every step; a one-shot prompt is averaged at once.
 
     Attributes:
-      position: of the token, counted from 0.
+      position: the position of that token.
     """
 
     position: int
@@ -185,7 +183,7 @@ class Compensation(Merge):
     def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
         # [B, K, S]
         here = view.live & (view.position == self.position)
-        # [B, K, 1]; without the slot, in a text that ends before it, no token can have been dropped
+        # [B, K, 1]; a text that ends before that position has no such slot, and no token was dropped
         count = jnp.sum(victim & jnp.any(here, axis=2, keepdims=True), axis=2, keepdims=True, dtype=jnp.float32)
         # [B, K, S]: the number of tokens that a slot stands for
         before = 1.0 + stats["folded"]

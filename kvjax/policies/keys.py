@@ -1,12 +1,13 @@
-"""Prompt-phase compressors that look at keys alone, as they are stored: no attention is needed."""
+"""Prompt-phase compressors that rank by keys as they are stored, without attention."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.policies.base import Evict, Importance, Stats, View, compress, factory
+from kvjax.policies.base import Evict, compress, factory
 from kvjax.policies.budget import BudgetLike
+from kvjax.policies.components import Importance, Stats, View
 
 Array = jax.Array
 SIGNIFICAND_BITS = 24  # of a float32, the implicit one included
@@ -22,9 +23,8 @@ def _norm(x: Array) -> Array:
 def rounded(x: Array) -> Array:
     """Rounds to `NORM_BITS` significant bits, to the nearest and from halfway to the even neighbour.
 
-    Adds half a unit of the last bit that stays, less one where that bit is even, to the bits of the float, and clears
-    the bits below: a carry moves on into the exponent, as it must. This is exact, and no compiler can simplify it
-    as it could simplify arithmetic on floats.
+    Adds half a unit of the last kept bit, less one if that bit is even, to the bits of the float, and clears the bits
+    below. A carry may increment the exponent. This is exact, and unlike float arithmetic no compiler simplifies it.
 
     Args:
       x: [...] float32, at least 0 and not NaN; a subnormal number keeps fewer bits.
@@ -41,10 +41,10 @@ def rounded(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class LowNorm(Importance):
-    """A slot is worth more, the shorter its key: -‖k‖, the norm rounded to 12 significant bits.
+    """Ranks a slot by -‖k‖: short keys stay. The norm is rounded to 12 significant bits.
 
-    RoPE keeps norms: in the first layer, keys of equal tokens have the same norm but for the rounding of their
-    rotations. Unrounded, that noise and not age would decide which of them is evicted.
+    RoPE preserves norms: in the first layer, the keys of equal tokens differ in norm only by the rounding of their
+    rotations. Without rounding, this noise would decide which of them is evicted, instead of their age.
     """
 
     needs = frozenset()
@@ -56,7 +56,7 @@ class LowNorm(Importance):
 
 @dataclasses.dataclass(frozen=True)
 class KeyDifference(Importance):
-    """A slot is worth more, the less its key points where the average key does: -cos(k, mean of k / ‖k‖)."""
+    """Ranks a slot by -cos(k, mean of k / ‖k‖): keys unlike the average key stay."""
 
     needs = frozenset()
     reads = frozenset({"key"})

@@ -1,7 +1,7 @@
-"""Merges: evicted keys and values are folded into pairs that stay, instead of dropped.
+"""Merges: fold evicted keys and values into pairs that stay, instead of dropping them.
 
-Every eviction policy takes one as `merge=`. The policy decides which slots are live and which are evicted; a merge
-changes what the others hold. Keys are merged as they are stored: rotated, unless ``positions="cache"``.
+Every eviction policy takes one as `merge=`. The policy decides which slots are evicted; a merge changes what the other
+slots hold. Keys are merged as stored: rotated, unless ``positions="cache"``.
 """
 
 import dataclasses
@@ -11,17 +11,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvjax.arguments import count_argument, number_argument
 from kvjax.order import largest
-from kvjax.policies.base import Folded, Merge, Stats, View, count_argument, factory, number_argument
+from kvjax.policies.base import factory
+from kvjax.policies.components import Folded, Merge, Stats, View
 
 Array = jax.Array
 TILE = 128  # evicted pairs that are compared with all slots at a time
-THRESHOLD_OFFSET = 2  # is added to D2O's threshold, a cosine, so that 0 says that there is none yet
-TINY = jnp.finfo(jnp.float32).tiny  # a divisor where the true one may be 0
+THRESHOLD_OFFSET = 2  # added to D2O's threshold, a cosine, so that 0 means that there is none yet
+TINY = jnp.finfo(jnp.float32).tiny  # the smallest divisor, instead of 0
 
 
 class Victims(NamedTuple):
-    """The evicted pairs, in the order of their slots; padded to n, the largest number of victims of a head.
+    """Evicted pairs in the order of their slots, padded to n, the largest number of victims of a head.
 
     Attributes:
       key: [B, K, n, D] float32.
@@ -39,7 +41,7 @@ class Victims(NamedTuple):
 
 
 def _victims(key: Array, value: Array, victim: Array, view: View, tokens: int) -> Victims:
-    """The pairs that `victim` marks; for the arguments see `Merge.fold`."""
+    """Gathers the pairs that `victim` marks; for the arguments see `Merge.fold`."""
     # [B, K, n]
     if tokens == 1:
         slot = jnp.argmax(victim, axis=2, keepdims=True).astype(jnp.int32)
@@ -57,9 +59,10 @@ def _victims(key: Array, value: Array, victim: Array, view: View, tokens: int) -
 def _nearest(
     victims: Victims, kept: Array, position: Array, score: Callable[[Array, Array], Array]
 ) -> tuple[Array, Array]:
-    """The kept slot of the highest score for each victim, of equal ones the newer.
+    """Finds the kept slot of the highest score for each victim; of equal scores, the newer slot.
 
     Args:
+      victims: the evicted pairs.
       kept: [B, K, S] bool, the slots to choose from.
       position: [B, K, S] int32.
       score: (keys [B, K, t, D], positions [B, K, t] of victims) -> [B, K, t, S] float32.
@@ -93,37 +96,37 @@ def _nearest(
 
 
 def _unit(x: Array) -> Array:
-    """[..., D] -> [..., D] of norm 1."""
+    """Scales vectors [..., D] to norm 1."""
     return x / jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True)), TINY)
 
 
 def _by_cosine(key: Array) -> Callable[[Array, Array], Array]:
-    """Scores of `_nearest`: the cosine of the two keys."""
+    """Makes a score for `_nearest`: the cosine of the two keys."""
     directions = _unit(key.astype(jnp.float32))
     return lambda victim, _: jnp.einsum("bktd,bksd->bkts", _unit(victim), directions)
 
 
 def _by_distance(position: Array) -> Callable[[Array, Array], Array]:
-    """Scores of `_nearest`: minus the distance of the two positions."""
+    """Makes a score for `_nearest`: minus the distance of the two positions."""
     return lambda _, victim: -jnp.abs(victim[..., None] - position[:, :, None]).astype(jnp.float32)
 
 
-# [B, K, S, ...], and the numbers [B, K, n, ...] that are added at slots [B, K, n]
+# (total [B, K, S, ...], slot [B, K, n], x [B, K, n, ...]) -> total with x added at the slots
 _add = jax.vmap(jax.vmap(lambda total, slot, x: total.at[slot].add(x)))
 
 
 def _average(x: Array, own: float, slot: Array, weight: Array, others: Array) -> Array:
-    """Averages pairs into the slots that take them: (own·x + Σ w·other) / (own + Σ w).
+    """Averages vectors into slots: (own·x + Σ w·other) / (own + Σ w).
 
     Args:
       x: [B, K, S, D].
-      own: the weight of what a slot holds already.
-      slot: [B, K, n] int32, the slot that takes each of the others.
-      weight: [B, K, n] float32, 0 for one that is not taken.
+      own: the weight of what a slot holds.
+      slot: [B, K, n] int32, the slot into which each of the others is averaged.
+      weight: [B, K, n] float32, 0 for those that are left out.
       others: [B, K, n, D] float32.
 
     Returns:
-      [B, K, S, D] in the dtype of x; a slot that takes nothing is unchanged to the bit.
+      [B, K, S, D] in the dtype of x; a slot without others is unchanged to the bit.
     """
     # [B, K, S, D]
     total = _add(own * x.astype(jnp.float32), slot, weight[..., None] * others)
@@ -137,10 +140,10 @@ class CaM(Merge):
     """Adds a victim's value in equal parts to the newest tokens (CaM, Zhang et al., ICML 2024).
 
     v_k += p·v_i / recent for each of them, with p = min(1, A_i / max A) and A the mean attention S / N. The authors
-    draw from Bernoulli(p) whether to add; this is the mean of that. Keys are unchanged.
+    draw from Bernoulli(p) whether to add; this adds the expected value. Keys are unchanged.
 
     Attributes:
-      recent: the number of newest tokens that take a part.
+      recent: the number of newest tokens, at least 1.
     """
 
     recent: int = 32
@@ -175,7 +178,7 @@ class D2O(Merge):
     mean u of the first victims, then τ <- beta·(mean u) + (1 - beta)·τ.
 
     Attributes:
-      beta: from 0 (τ stays the first mean) to 1 (τ is the latest mean).
+      beta: weight of the latest mean, from 0 (τ stays the first mean) to 1 (τ is the latest mean).
     """
 
     beta: float = 0.7
@@ -209,10 +212,10 @@ class D2O(Merge):
 class KVMerger(Merge):
     """Averages a victim into the kept pair next to it in the text, if their keys are similar (arXiv:2407.08454).
 
-    Gaussian weights e^(-d² / 2σ²) of the distance d to that key against the pair's own 1, with σ = (mean d) / √2.
+    The weight is e^(-d² / 2σ²), with d the distance to that key and σ = (mean d) / √2, against 1 for the kept pair.
 
     Attributes:
-      similarity: the least cosine of the two keys.
+      similarity: the smallest cosine of the two keys, -1 to 1.
     """
 
     similarity: float = 0.75
@@ -230,7 +233,7 @@ class KVMerger(Merge):
         # [B, K, n]
         similar = victims.real & (jnp.sum(_unit(pivot) * _unit(victims.key), axis=-1) >= self.similarity)
         squared = jnp.sum(jnp.square(pivot - victims.key), axis=-1)
-        # A root has no gradient at 0, where padding is.
+        # The square root has no gradient at 0, the value of padding.
         distance = jnp.where(squared > 0, jnp.sqrt(jnp.where(squared > 0, squared, 1.0)), 0.0)
         # [B, K, S]
         zeros = jnp.zeros(view.position.shape, jnp.float32)
@@ -238,7 +241,7 @@ class KVMerger(Merge):
         count = _add(zeros, slot, similar.astype(jnp.float32))
         # [B, K, n]
         mean = jnp.take_along_axis(total / jnp.maximum(count, 1), slot, axis=2)
-        # d² / 2σ²; equal keys are at distance 0
+        # d² / 2σ²; the distance of equal keys is 0
         exponent = jnp.square(distance) / jnp.maximum(jnp.square(mean), TINY)
         weight = jnp.where(similar, jnp.exp(-exponent), 0.0)
         return Folded(

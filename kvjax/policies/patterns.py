@@ -1,6 +1,6 @@
-"""Policies that look at positions alone: Sparse Transformers' strided and fixed patterns, and random eviction.
+"""Policies that rank by positions alone: Sparse Transformers' strided and fixed patterns, and random eviction.
 
-The patterns are H2O's baselines (arXiv:2306.14048, Table 1; Child et al., arXiv:1904.10509), random eviction is RoCo's
+The patterns are H2O's baselines (arXiv:2306.14048, Table 1; Child et al., arXiv:1904.10509); random eviction is RoCo's
 (arXiv:2402.06262, section 4.1).
 """
 
@@ -10,30 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.arguments import count_argument
 from kvjax.errors import PolicyError
-from kvjax.policies.base import (
-    Evict,
-    Importance,
-    Merge,
-    Scope,
-    Stats,
-    View,
-    count_argument,
-    evict,
-    factory,
-)
+from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
+from kvjax.policies.components import Importance, Merge, Scope, Stats, View
 from kvjax.policies.h2o import Newest
 
 Array = jax.Array
-SEEDS = 2**32  # seeds with a key of their own: jax.random.key takes 32 bits
+LARGEST_SEED = 2**32 - 1  # jax.random.key uses 32 bits
 
 
 def _two_classes(first: Array, view: View) -> Array:
-    """Scores that evict one class of slots before the other, each oldest first.
+    """Computes scores that evict one class of slots before the other, each oldest first.
 
     Args:
       first: [B, K, S] bool, the class that is evicted first.
+      view: the slots.
 
     Returns:
       [B, K, S] float32, below zero for the first class; exact up to 2^24 tokens.
@@ -80,7 +73,7 @@ class LastColumns(Importance):
         object.__setattr__(self, "columns", count_argument("columns", self.columns))
         if self.columns > self.block:
             raise PolicyError(
-                f"fixed: columns={self.columns} of a block of {self.block} positions; give at most {self.block}."
+                f"columns={self.columns} is more than a block of {self.block} positions; give at most {self.block}."
             )
 
     def score(self, stats: Stats, view: View) -> Array:
@@ -110,21 +103,19 @@ class OwnBlock(Scope):
 
 @dataclasses.dataclass(frozen=True)
 class Uniform(Importance):
-    """A slot is worth a number u ~ U[0, 1), drawn from a key folded by layer, head and position.
+    """Ranks a slot by a number u ~ U[0, 1), drawn from a key into which layer, head and position are folded.
 
-    A step computes the same numbers again instead of storing them.
+    Each step computes the same numbers again, so that none are stored.
 
     Attributes:
-      seed: of the key, 0 to 2³² - 1.
+      seed: seed of the key, 0 to 2³² - 1.
     """
 
     seed: int = 0
     needs = frozenset()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seed", count_argument("seed", self.seed))
-        if self.seed >= SEEDS:
-            raise PolicyError(f"random: seed={self.seed} has no key of its own; give one below {SEEDS}.")
+        object.__setattr__(self, "seed", count_argument("seed", self.seed, maximum=LARGEST_SEED))
 
     def score(self, stats: Stats, view: View) -> Array:
         key = jax.random.fold_in(jax.random.key(self.seed), view.layer)
@@ -156,11 +147,11 @@ def strided(
     Args:
       budget: see `evict`.
       stride: positions divisible by it are evicted last.
-      local: how many newest positions are protected; None = ⌊b/2⌋.
+      local: the number of newest positions that are protected; None = ⌊b/2⌋.
       positions: see `evict`.
       merge: see `evict`.
 
-    The papers' pattern moves with the query. That of a cache cannot: an evicted token does not return.
+    The papers' pattern moves with the query. In a cache it cannot, since an evicted token does not return.
     """
     return evict(
         importance=Strided(stride),
@@ -176,7 +167,7 @@ def strided(
 def fixed(
     budget: BudgetLike, *, block: int, columns: int, positions: str = "original", merge: Merge | None = None
 ) -> Evict:
-    """Keeps the newest token's own block and the last `columns` of earlier ones, within the budget (H2O, Table 1).
+    """Keeps the newest token's block and the last `columns` of earlier blocks, within the budget (H2O, Table 1).
 
     {p // block = newest // block} protected; of the rest, those with p mod block < block - columns are evicted first,
     then the others, each oldest first.
@@ -202,7 +193,7 @@ def fixed(
 
 @factory
 def random(budget: BudgetLike, *, seed: int = 0, positions: str = "original", merge: Merge | None = None) -> Evict:
-    """Evicts at random: importance u ~ U[0, 1), drawn once per token (RoCo, section 4.1).
+    """Evicts at random, by importances u ~ U[0, 1) drawn once per token (RoCo, section 4.1).
 
     Args:
       budget: see `evict`.
@@ -210,6 +201,6 @@ def random(budget: BudgetLike, *, seed: int = 0, positions: str = "original", me
       positions: see `evict`.
       merge: see `evict`.
 
-    A token's draw depends on the seed, its layer, head and position, and not on its row's place in the batch.
+    A token's importance depends on the seed, its layer, head and position, and not on its row's place in the batch.
     """
     return evict(importance=Uniform(seed), budget=budget, positions=positions, merge=merge, name="random")

@@ -5,7 +5,7 @@ import dataclasses
 from kvjax.errors import PolicyError
 from kvjax.policies.base import Evict, Policy, factory
 from kvjax.policies.budget import Budget
-from kvjax.policies.h2o_variants import Reads
+from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.statistics import Statistic
 
@@ -16,13 +16,13 @@ class Phases(Policy):
 
     Attributes:
       prompt: evicts once, when the prompt ends.
-      decode: evicts at every step from the first new token on, under its own budget; its statistics have observed the
-        prompt too.
+      decode: evicts at every step from the first new token on, under its own budget; its statistics include the
+        prompt.
       name: see `Policy`.
 
     Raises:
-      PolicyError: a `prompt` that is not a compressor, a `decode` that does not evict at every step, two that place
-        tokens or reduce attention differently, or a `decode` whose heads must hold the same positions.
+      PolicyError: a `prompt` that is not a compressor, a `decode` that does not evict at every step or whose heads must
+        hold the same positions, or two policies of different `positions` or `group_reduce`.
     """
 
     prompt: Evict
@@ -40,7 +40,7 @@ class Phases(Policy):
             raise PolicyError(
                 f"after_prefill({one.name}): it evicts at every step; give a compressor of prompts such as snapkv."
             )
-        if isinstance(two, Reads):
+        if isinstance(two, WithSelection):
             raise PolicyError(
                 f"after_prefill(then={two.name}): it hides slots and evicts none; give a policy that evicts."
             )
@@ -72,7 +72,7 @@ class Phases(Policy):
 
     @property
     def budget(self) -> Budget | None:  # type: ignore[override]
-        """That of `prompt`."""
+        """The budget of `prompt`."""
         return self.prompt.budget
 
     @property
@@ -85,9 +85,8 @@ def after_prefill(compressor: Policy, *, then: Policy) -> Phases:
     """`compressor` shortens the prompt once, and `then` evicts while decoding, under its own budget.
 
     Args:
-      compressor: such as snapkv(budget=256), after which decoding appends without evicting if it is used alone.
-      then: an eviction policy; what it protects, it protects from the first new token on. Its statistics have observed
-        the prompt too.
+      compressor: such as snapkv(budget=256); alone, it leaves decoding to append without evicting.
+      then: an eviction policy. It protects slots from the first new token on; its statistics include the prompt.
 
     Raises:
       PolicyError: see `Phases`.

@@ -1,23 +1,15 @@
-"""RoCo: mean attention, and a scope of tokens whose attention varies (RoCo/EasyKV, arXiv:2402.06262)."""
+"""RoCo: ranks by mean attention and protects the slots whose attention varies (RoCo/EasyKV, arXiv:2402.06262)."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 
+from kvjax.arguments import count_argument
 from kvjax.order import largest
-from kvjax.policies.base import (
-    Evict,
-    Importance,
-    Merge,
-    Scope,
-    Stats,
-    View,
-    count_argument,
-    evict,
-    factory,
-)
+from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
+from kvjax.policies.components import Importance, Merge, Scope, Stats, View
 from kvjax.policies.h2o import Newest
 
 Array = jax.Array
@@ -30,7 +22,7 @@ def _mean(stats: Stats) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class MeanMass(Importance):
-    """A slot is worth the attention that a query pays it on average, S / N (RoCo, section 4.1, "MAS")."""
+    """Ranks a slot by the attention that a query pays it on average, S / N (RoCo, section 4.1, "MAS")."""
 
     needs = frozenset({"mass", "count"})
 
@@ -58,12 +50,15 @@ class Varying(Scope):
             object.__setattr__(self, "protect", count_argument("protect", self.protect))
 
     def protected(self, stats: Stats, view: View) -> Array:
-        # [B, K, S]: the variance orders slots as the standard deviation does, and separates close ones better.
+        # [B, K, S]: the variance orders slots as the standard deviation does, and separates close values better.
         variance = jnp.maximum(stats["mass_sq"] / jnp.maximum(stats["count"], 1) - jnp.square(_mean(stats)), 0)
         variance = jnp.where(view.recent(self.guard), jnp.inf, variance)
         # [B]
         number = 3 * view.budget // 10 if self.protect is None else jnp.full_like(view.budget, self.protect)
         return largest(variance, view.position, number[:, None, None])
+
+    def newest(self, budget: int) -> int:
+        return min(self.guard, self.count(budget))
 
     def count(self, budget: int) -> int:
         return 3 * budget // 10 if self.protect is None else self.protect
@@ -88,7 +83,7 @@ def mean_attention(
 
     Args:
       budget: see `evict`.
-      recent: how many newest positions are protected; None = ⌊b/2⌋.
+      recent: the number of newest positions that are protected; None = ⌊b/2⌋.
       positions: see `evict`.
       group_reduce: see `evict`.
       merge: see `evict`.
@@ -114,7 +109,7 @@ def roco(
     group_reduce: str = "mean",
     merge: Merge | None = None,
 ) -> Evict:
-    """Evicts the lowest mean attention, except where it varies much or is new (RoCo, section 4, Algorithm 1).
+    """Evicts the lowest mean attention, except where it varies most or is new (RoCo, section 4, Algorithm 1).
 
     Importance S / N; protected are the `protect` slots of largest std = √max(Q / N - (S / N)², 0), Q = Σ_i m_ij², where
     the `guard` newest positions have std = ∞.

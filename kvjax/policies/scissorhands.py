@@ -1,11 +1,13 @@
-"""Scissorhands: how often a token was attended to above average (arXiv:2305.17118, as RoCo and AQAS read it)."""
+"""Scissorhands: ranks by how often a token was attended to above average (arXiv:2305.17118, as in RoCo and AQAS)."""
 
 import dataclasses
 
 import jax
 
-from kvjax.policies.base import Evict, Importance, Merge, Stats, View, count_argument, evict, factory
+from kvjax.arguments import count_argument
+from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
+from kvjax.policies.components import Importance, Merge, Stats, View
 from kvjax.policies.h2o import Newest
 from kvjax.statistics import ABOVE, Statistic, popcount, recent_above
 
@@ -14,7 +16,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class TimesAbove(Importance):
-    """A slot is worth the number of queries that paid it at least a uniform share, m ≥ 1 / (slots that they see).
+    """Ranks a slot by the number of queries that paid it at least a uniform share, m ≥ 1 / (slots that they see).
 
     Attributes:
       history: only the last `history` queries count; None = all since the slot was written.
@@ -53,14 +55,14 @@ def scissorhands(
     group_reduce: str = "mean",
     merge: Merge | None = None,
 ) -> Evict:
-    """Keeps what was most often above average, and the newest (Scissorhands, Algorithm 2; RoCo, section 2).
+    """Keeps the slots most often above average and the newest (Scissorhands, Algorithm 2; RoCo, section 2).
 
     Importance A_j = Σ_i [m_ij ≥ 1 / (slots that i sees)], over the last `history` queries; {p > newest - recent}
     protected.
 
     Args:
       budget: see `evict`.
-      recent: how many newest positions are protected; None = ⌊b/2⌋.
+      recent: the number of newest positions that are protected; None = ⌊b/2⌋.
       history: the number of queries that count, one bit each; None = all since the slot was written. The authors use
         400.
       positions: see `evict`.

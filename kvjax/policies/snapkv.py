@@ -5,22 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kvjax.arguments import choice_argument, count_argument, named
 from kvjax.errors import PolicyError
-from kvjax.policies.base import (
-    Evict,
-    Importance,
-    Policy,
-    Scope,
-    Stats,
-    View,
-    compress,
-    count_argument,
-    factory,
-    fixed_slots,
-    named,
-    number_argument,
-)
+from kvjax.policies.base import Evict, Policy, compress, factory, fixed_slots
 from kvjax.policies.budget import BudgetLike, Fraction, Pyramid, Shared, Slots, as_budget
+from kvjax.policies.components import Importance, Scope, Stats, View
 from kvjax.policies.phases import Phases
 from kvjax.statistics import Statistic, prompt_tail
 
@@ -30,12 +19,12 @@ POOLINGS = ("avg", "max")
 
 @dataclasses.dataclass(frozen=True)
 class ObservationWindow(Importance):
-    """A slot is worth the attention of the prompt's last queries, pooled over its neighbours (SnapKV, section 4).
+    """Ranks a slot by the attention of the prompt's last queries, pooled over its neighbours (SnapKV, section 4).
 
     Attributes:
-      window: the number of queries; their own positions are not among the neighbours.
-      kernel: the number of positions that are pooled, odd, centred on the slot's own.
-      pooling: ``avg`` (over the whole kernel: beyond both ends zeros count) or ``max``.
+      window: the number of queries; their own positions are not pooled.
+      kernel: the number of positions that are pooled, odd, centred on the slot's position.
+      pooling: ``avg`` (of the whole kernel, padded with zeros at both ends) or ``max``.
     """
 
     window: int = 32
@@ -47,8 +36,7 @@ class ObservationWindow(Importance):
         object.__setattr__(self, "kernel", count_argument("kernel", self.kernel, minimum=1))
         if self.kernel % 2 == 0:
             raise PolicyError(f"kernel={self.kernel} has no centre; give an odd number.")
-        if self.pooling not in POOLINGS:
-            raise PolicyError(f"pooling={self.pooling!r} is not valid; use {' or '.join(map(repr, POOLINGS))}.")
+        choice_argument("pooling", self.pooling, POOLINGS)
 
     @property
     def statistic(self) -> Statistic:
@@ -63,10 +51,10 @@ class ObservationWindow(Importance):
         average = self.pooling == "avg"
         padding = 0.0 if average else -jnp.inf
         size, n = view.position.shape[2], view.prompt[:, None, None]
-        # [B, K, S]: no slot of a prompt has been evicted yet, so that a token's place is its position.
+        # [B, K, S]: a token's place in the prompt is its position, since no slot has been evicted yet.
         place = jnp.where(view.live, view.position, size)
         scatter = jax.vmap(jax.vmap(lambda row, new: jnp.zeros(size, jnp.float32).at[row].set(new, mode="drop")))
-        # [B, K, S]: by position, without the window's own
+        # [B, K, S]: by position, without the window
         in_order = jnp.where(jnp.arange(size) < n - self.window, scatter(place, stats[self.statistic.name]), padding)
         pooled = jax.lax.reduce_window(
             in_order, jnp.float32(padding), jax.lax.add if average else jax.lax.max, (1, 1, self.kernel), (1, 1, 1),
@@ -81,7 +69,7 @@ class PromptEnd(Scope):
     """Protects the last positions of the prompt.
 
     Attributes:
-      window: how many.
+      window: the number of positions.
       beyond: whether the budget must be larger than the window.
     """
 
@@ -97,7 +85,7 @@ class PromptEnd(Scope):
 
     def count(self, budget: int) -> int:
         if self.beyond and budget <= self.window:
-            raise PolicyError(f"a window of {self.window} needs a larger budget than {budget}: it is part of it.")
+            raise PolicyError(f"window={self.window} needs a larger budget than {budget}, of which it is a part.")
         return self.window
 
 
@@ -115,21 +103,21 @@ def snapkv(
     positions: str = "original",
     group_reduce: str = "mean",
 ) -> Evict:
-    """Keeps what the prompt's last queries attended to, and its neighbours (SnapKV, arXiv:2404.14469, section 4).
+    """Keeps the slots that the prompt's last queries attend to, and their neighbours (SnapKV, arXiv:2404.14469).
 
-    Importance pool(Σ_i m_ij) over the last `window` queries i, pooled over `kernel` positions around j; the window is
-    protected.
+    Importance pool(Σ_i m_ij) over the last `window` queries i, pooled over `kernel` positions around j (section 4); the
+    window is protected.
 
     Args:
-      budget: slots per KV head that remain of a prompt, the window included; see `evict`. A shorter prompt is left as
-        it is, and decoding appends; for another policy while decoding see `after_prefill`.
+      budget: slots per KV head that remain of a prompt, the window included; see `evict`. A shorter prompt is kept
+        whole. Decoding appends; to evict while decoding, see `after_prefill`.
       window: see `ObservationWindow`; smaller than the budget.
       kernel: see `ObservationWindow`.
       pooling: see `ObservationWindow`.
       positions: see `evict`.
       group_reduce: see `evict`.
 
-    The authors' code repeats the keys of grouped queries, so that each query head selects for itself; here a KV head
+    The authors' code repeats the keys of grouped queries, so that each query head selects its own slots; here a KV head
     selects by the mean of its group.
     """
     return compress(
@@ -159,7 +147,7 @@ def pyramidkv(
     max = 2(b - w) - min; if that is more than n - w, max = n - w and min = 2(b - w) - max.
 
     Args:
-      budget: of the average layer, a number of slots or a fraction of the prompt; see `Pyramid`.
+      budget: slots of the average layer, or a fraction of the prompt; see `Pyramid`.
       window: see `ObservationWindow`; smaller than the budget.
       beta: see `Pyramid`.
       kernel: see `ObservationWindow`.
@@ -172,14 +160,18 @@ def pyramidkv(
     with named("pyramidkv"):
         average = as_budget(budget)
         if not isinstance(average, Slots | Fraction):
-            raise PolicyError(f"budget {budget!r} is not one number; its layers' budgets follow from that.")
+            raise PolicyError(
+                f"budget {budget!r} is not one number, from which the budgets of the layers follow; give slots or a "
+                "fraction of the prompt."
+            )
         for each in fixed_slots(average):
             PromptEnd(window).count(each)
+        pyramid = Pyramid(average, window, beta)
     return Evict(
         importance=ObservationWindow(window, kernel, pooling),
-        # A layer may have no slots but the window's.
+        # A layer may have no slots beyond the window.
         scope=PromptEnd(window, beyond=False),
-        budget=Pyramid(average, count_argument("window", window, minimum=1), count_argument("beta", beta, minimum=1)),
+        budget=pyramid,
         when="prompt_end",
         positions=positions,
         group_reduce=group_reduce,
@@ -189,24 +181,23 @@ def pyramidkv(
 
 @factory
 def adakv(base: Policy, *, safeguard: float = 0.2) -> Evict:
-    """Shares a layer's slots among its heads by need: `base`'s budget is the average head's (AdaKV, arXiv:2407.11550).
+    """Shares a layer's slots among its heads by need (AdaKV, arXiv:2407.11550).
 
-    See `Shared` for the rule.
+    The budget of `base` is that of the average head. See `Shared` for the rule.
 
     Args:
-      base: a compressor such as snapkv or pyramidkv; what it protects is not shared.
-      safeguard: the share of each head's slots that other heads cannot take.
+      base: a compressor such as snapkv or pyramidkv; the slots that it protects are not shared.
+      safeguard: the share of each head's slots that other heads cannot take, 0 to 1.
 
     Raises:
       PolicyError: a policy that is not a compressor, or that is combined already.
 
-    Memory: the arrays of a layer are as long as its longest head may become, up to nearly K times the average, so this
-    costs memory instead of saving any; the paper counts live slots. The authors hold heads of different lengths in one
-    flat array, for kernels that accept it.
+    Memory: the arrays of a layer have room for its longest head, up to nearly K times the average, so this costs memory
+    instead of saving any; the paper counts live slots. The authors hold heads of different lengths in one flat array,
+    for kernels that accept it.
     """
     if isinstance(base, Phases) or (isinstance(base, Evict) and isinstance(base.budget, Shared)):
         raise PolicyError(f"adakv({base.name}): it is combined already; give the compressor itself, such as snapkv.")
     if not isinstance(base, Evict) or base.when != "prompt_end" or base.budget is None:
-        raise PolicyError(f"adakv(): {getattr(base, 'name', base)!r} is no compressor; give one such as snapkv.")
-    share = number_argument("safeguard", safeguard, minimum=0.0, maximum=1.0)
-    return dataclasses.replace(base, budget=Shared(base.budget, share), name=f"adakv[{base.name}]")
+        raise PolicyError(f"adakv(): {getattr(base, 'name', base)!r} is not a compressor; give one such as snapkv.")
+    return dataclasses.replace(base, budget=Shared(base.budget, safeguard), name=f"adakv[{base.name}]")

@@ -6,15 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import PolicyError
-from kvjax.policies.base import Evict, Importance, Merge, Stats, View, evict, factory
+from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
+from kvjax.policies.components import Importance, Merge, Stats, View
 
 Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Last(Importance):
-    """A slot is worth the attention that the newest query pays it, in its own KV head."""
+    """Ranks a slot by the attention that the newest query pays it, in its own KV head."""
 
     needs = frozenset({"last"})
 
@@ -24,7 +25,7 @@ class Last(Importance):
 
 @dataclasses.dataclass(frozen=True)
 class SharedLast(Importance):
-    """A slot is worth the attention that the newest query pays it, averaged over all heads of the layer.
+    """Ranks a slot by the attention that the newest query pays it, averaged over all heads of the layer.
 
     All heads therefore hold the same positions in the same slots.
     """
@@ -64,7 +65,7 @@ def tova(
       merge: see `evict`.
     """
     if not isinstance(share_heads, bool):
-        raise PolicyError(f"tova: share_heads={share_heads!r} is not True or False.")
+        raise PolicyError(f"policy tova: share_heads={share_heads!r} is not valid; give True or False.")
     return evict(
         importance=shared_last if share_heads else last,
         budget=budget,

@@ -5,28 +5,20 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.policies.base import (
-    Evict,
-    Importance,
-    Merge,
-    Scope,
-    Stats,
-    View,
-    count_argument,
-    evict,
-    factory,
-    keep,
-)
+from kvjax.arguments import count_argument
+from kvjax.policies.base import Evict, evict, factory, keep
 from kvjax.policies.budget import BudgetLike
+from kvjax.policies.components import Importance, Merge, Scope, Stats, View
 
 Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Recency(Importance):
-    """A slot is worth its position: the oldest is evicted first."""
+    """Ranks a slot by its position: the oldest is evicted first."""
 
     needs = frozenset()
+    by_age = True
 
     def score(self, stats: Stats, view: View) -> Array:
         return view.position.astype(jnp.float32)
@@ -37,7 +29,7 @@ class First(Scope):
     """Protects the first positions of the text, the attention sinks (StreamingLLM, arXiv:2309.17453).
 
     Attributes:
-      number: how many.
+      number: the number of positions.
     """
 
     number: int
@@ -75,7 +67,7 @@ def window(budget: BudgetLike, *, sinks: int = 4, positions: str = "original", m
 
     Args:
       budget: slots per KV head, the sinks included; see `evict`.
-      sinks: how many of the first positions are never evicted; at most the budget.
+      sinks: the number of first positions that are protected; at most the budget.
       positions: see `evict`.
       merge: see `evict`.
     """

@@ -1,22 +1,24 @@
-"""What selections refuse with: errors that name the selection, and the policies that a cache is under."""
+"""Checks shared by selections: of their arguments, and of the policies that they are combined with."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
 
-from kvjax.errors import PolicyError, SelectionError
-from kvjax.policies import base
+from kvjax import arguments
+from kvjax.errors import SelectionError
 from kvjax.policies.base import Evict, Policy
-from kvjax.policies.h2o_variants import Reads
+from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
 
-P = ParamSpec("P")
-R = TypeVar("R")
+factory = arguments.checked_call(SelectionError)  # decorates the factories of selections
+named = functools.partial(arguments.named, noun="selection", error=SelectionError)
 
 
 def phases(policy: Policy) -> tuple[Evict, ...]:
-    """The policies of the heads that choose, in order of time; the last of them decodes."""
+    """Returns the policies, in order of time, of the heads that a selection applies to; the last of them decodes.
+
+    Raises:
+      SelectionError: an unknown kind of policy.
+    """
     match policy:
         case Evict():
             return (policy,)
@@ -25,41 +27,15 @@ def phases(policy: Policy) -> tuple[Evict, ...]:
         case Split():
             keep = [each for each in (policy.chosen, policy.others) if each.budget is None]
             return ((keep or [policy.chosen])[0],)
-        case Reads():
+        case WithSelection():
             return (policy.keep,)
-    raise TypeError(f"{policy!r} is no policy")
+    raise SelectionError(f"{policy!r} cannot be combined with a selection; give a policy of kvjax.policies.")
 
 
 def merges(policy: Policy) -> str | None:
-    """Why a selection does not compose with a policy that merges; None where it does not merge."""
+    """Returns why a selection cannot be combined with a policy that merges; None if it does not merge."""
     name = next((each.name for each in phases(policy) if each.merge is not None), None)
     return name and (
-        f"the policy {name} merges evicted pairs into others, whose keys then differ from what the selection ranked; "
-        "use a policy without merge."
+        f"the policy {name} merges evicted pairs into others, whose keys then differ from those that the selection "
+        "ranked; use a policy without merge."
     )
-
-
-class named:
-    """Turns a `PolicyError` that is raised inside into a `SelectionError` with the selection's name in front."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, PolicyError) and not isinstance(error, SelectionError):
-            raise SelectionError(f"selection {self.name}: {error}") from None
-
-
-def factory(function: Callable[P, R]) -> Callable[P, R]:
-    """Turns a call with wrong arguments into a `SelectionError` that lists the arguments that are accepted."""
-    checked = base.factory(function)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with named(function.__name__):
-            return checked(*args, **kwargs)
-
-    return call

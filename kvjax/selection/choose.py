@@ -1,4 +1,4 @@
-"""What selections are made of: logits -> rank -> the n largest -> a mask -> slots in arrays of a fixed width.
+"""Functions that selections are made of: logits -> rank -> the n largest -> a mask -> slots in arrays of fixed width.
 
 Shapes never depend on the number of slots that are chosen.
 """
@@ -19,7 +19,7 @@ HALVES = (16, 8, 4, 2, 1)  # steps of a binary search in a word
 
 
 def grouped_logits(query: Array, key: Array, scale: float) -> Array:
-    """Logits of each query head over the keys, or summaries, of its KV head, as attention computes them.
+    """Computes the logits of each query head over the keys, or summaries, of its KV head, as attention does.
 
     Args:
       query: [B, K, G, D].
@@ -35,7 +35,7 @@ def grouped_logits(query: Array, key: Array, scale: float) -> Array:
 def rank(
     score: Array, candidate: Array, *, normalise: Normalise, reduce: Reduce, visible: Array | None = None
 ) -> Array:
-    """What each candidate is worth to the query heads that share a KV head.
+    """Ranks candidates for the query heads that share a KV head.
 
     Args:
       score: [B, K, G, U] float32 logits.
@@ -43,16 +43,16 @@ def rank(
       normalise: per query head, ``gap`` is s - max s over the candidates, ``softmax`` a softmax over the candidates,
         ``probability`` a softmax over all visible slots, ``none`` the score itself.
       reduce: ``max`` or ``mean`` over the query heads.
-      visible: [B, K, U] bool, for ``probability``: what the query would attend to if it read everything.
+      visible: [B, K, U] bool, for ``probability``: the slots that a query attends to if it reads everything.
 
     Returns:
-      [B, K, U] float32; -inf for what is no candidate.
+      [B, K, U] float32; -inf except for candidates.
     """
     among = candidate[:, :, None]
     match normalise:
         case "gap":
             top = jnp.max(jnp.where(among, score, -jnp.inf), axis=-1, keepdims=True)
-            # By comparison: where a compiler rounds scale and subtraction as one, s - max of the maximum is not 0.
+            # The comparison makes the maximum 0 even if a compiler fuses scaling and subtraction into one rounding.
             score = jnp.where(score >= top, 0.0, score - top)
         case "softmax":
             score = softmax(score, among)
@@ -66,11 +66,11 @@ def rank(
 
 
 def softmax(score: Array, mask: Array) -> Array:
-    """Softmax over what the mask marks, [..., U] float32; 0 elsewhere, and everywhere if it marks nothing.
+    """Computes a softmax over the marked entries, [..., U] float32; 0 elsewhere, and everywhere if none is marked.
 
     Args:
       score: [..., U] float32.
-      mask: bool, of a shape that broadcasts to the score's.
+      mask: bool, of a shape that broadcasts to that of `score`.
     """
     top = jax.lax.stop_gradient(jnp.max(jnp.where(mask, score, -jnp.inf), axis=-1, keepdims=True))
     top = jnp.where(jnp.isfinite(top), top, 0.0)
@@ -80,7 +80,7 @@ def softmax(score: Array, mask: Array) -> Array:
 
 
 def best(worth: Array, candidate: Array, position: Array, count: Array | int) -> Array:
-    """The `count` candidates of largest worth, of equal ones the newer; all where there are no more.
+    """Marks the `count` candidates of largest worth, of equal ones the newer; all if there are no more than `count`.
 
     Args:
       worth: [B, K, U] float32, not NaN.
@@ -95,15 +95,15 @@ def best(worth: Array, candidate: Array, position: Array, count: Array | int) ->
 
 
 def compact(mask: Array, width: int) -> tuple[Array, Array]:
-    """The slots that a mask marks, ascending, in arrays of `width`; the caller vouches that there are no more.
+    """Gathers the slots that a mask marks, ascending, into arrays of `width`.
 
     Args:
-      mask: [B, K, S] bool.
+      mask: [B, K, S] bool; must not mark more than `width` slots of a head.
       width: W.
 
     Returns:
       slots: [B, K, W] int32, in bounds everywhere.
-      valid: [B, K, W] bool, False beyond the last slot that is marked.
+      valid: [B, K, W] bool, False after the last marked slot.
     """
     batch, kv_heads, size = mask.shape
     words = -(-size // WORD)
@@ -111,16 +111,16 @@ def compact(mask: Array, width: int) -> tuple[Array, Array]:
     marks = jnp.pad(mask, ((0, 0), (0, 0), (0, words * WORD - size))).reshape(batch, kv_heads, words, WORD)
     # [B, K, words] uint32: mark i is bit i
     word = jnp.sum(marks.astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32), axis=3, dtype=jnp.uint32)
-    # [B, K, words]: marks of each word, and up to its end; running sums over all slots would take a CPU far longer
+    # [B, K, words]: marks of each word, and up to its end. Running sums over all slots would be far slower on a CPU.
     marked = jax.lax.population_count(word).astype(jnp.int32)
     until = jnp.cumsum(marked, axis=2)
-    # [B, K, W]: the word that holds the i-th mark, and how many marks of that word come before it
+    # [B, K, W]: the word that holds the i-th mark, and the number of marks before it in that word
     number = jnp.arange(width, dtype=jnp.int32)
     found = jax.vmap(jax.vmap(lambda ends: jnp.searchsorted(ends, number, side="right").astype(jnp.int32)))(until)
     holder = jnp.minimum(found, words - 1)
     left = number - jnp.take_along_axis(until - marked, holder, axis=2)
     bits = jnp.take_along_axis(word, holder, axis=2)
-    # [B, K, W]: which bit of the word is that mark
+    # [B, K, W]: the bit of that mark in its word
     bit = jnp.zeros_like(holder)
     for half in HALVES:
         low = (bits >> bit.astype(jnp.uint32)) & jnp.uint32((1 << half) - 1)

@@ -1,4 +1,4 @@
-"""Reads every slot that is held: attention as it is."""
+"""The default selection, which reads every slot."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from kvjax.selection.checks import factory
 
 @dataclasses.dataclass(frozen=True)
 class ReadAll(Selection):
-    """Every query reads every slot."""
+    """Reads every slot that is held."""
 
     name = "everything"
 

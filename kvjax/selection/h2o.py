@@ -1,7 +1,7 @@
-"""What else H2O's authors released as H2O (arXiv:2306.14048): everything is kept, and a query reads some of it.
+"""Variants of H2O in its authors' code (arXiv:2306.14048), which keep every token and hide some from each query.
 
-Each variant has a budget b, of which r slots are for the newest positions, a query's own included, and h = b - r for
-heavy hitters. They are for evaluation: no memory is freed. Build them with ``h2o(budget, variant=...)``.
+Each variant has a budget b: r slots for the newest positions, including the query's own, and h = b - r for heavy
+hitters. They are for evaluation: no memory is freed. Build them with ``h2o(budget, variant=...)``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from kvjax.arguments import count_argument
 from kvjax.errors import SelectionError
-from kvjax.policies.base import Policy, count_argument, fixed_slots
+from kvjax.policies.base import Policy, fixed_slots
 from kvjax.policies.budget import Budget, as_budget
 from kvjax.policies.heads import Split
 from kvjax.selection.base import Columns, Index, Selection, SelectView
@@ -32,12 +33,15 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Variant(Selection):
-    """What the variants have in common.
+    """Base class of the variants.
 
     Attributes:
-      budget: slots per KV head, heavy hitters and recent positions together: a number, a fraction of each row's prompt,
-        or one of these per layer.
+      budget: slots per KV head for heavy hitters and recent positions: a number, a fraction of each row's prompt, or
+        one of these per layer.
       recent: the number of newest positions; None = half of each row's own budget, ⌊b/2⌋.
+
+    Raises:
+      SelectionError: an attribute that is not valid.
     """
 
     budget: Budget
@@ -45,11 +49,9 @@ class Variant(Selection):
 
     def __post_init__(self) -> None:
         with named(self.name):
-            budget = as_budget(self.budget)
+            budget = self.budget if isinstance(self.budget, Budget) else as_budget(self.budget)
             if budget is None:
-                raise SelectionError(
-                    f"selection {self.name}: without a budget it hides nothing; give slots or a fraction of the prompt."
-                )
+                raise SelectionError("budget=None hides nothing; give slots or a fraction of the prompt.")
             object.__setattr__(self, "budget", budget)
             if self.recent is not None:
                 object.__setattr__(self, "recent", count_argument("recent", self.recent))
@@ -60,29 +62,29 @@ class Variant(Selection):
         if self.recent is not None and self.recent > slots:
             raise SelectionError(
                 f"selection {self.name}: recent={self.recent} is more than its budget of {slots} slots; raise the "
-                f"budget to at least {self.recent} or give fewer."
+                f"budget to at least {self.recent} or lower recent."
             )
 
     def refuses(self, policy: Policy, storage: Storage | None = None, *, positions: str = "original") -> str | None:
         if isinstance(policy, Split):
             return f"it keeps every token of every head, and the policy {policy.name} splits the heads; use full()."
-        # Nothing is evicted, so that ranks are positions: positions="cache" is the same as "original".
+        # Nothing is evicted, so that ranks are positions, and positions="cache" is the same as "original".
         name = next((each.name for each in phases(policy) if each.budget is not None), None)
         return name and f"it keeps every token, and the policy {name} evicts; use full()."
 
     def shares(self, budget: Array) -> tuple[Array, Array]:
-        """Recent positions and heavy hitters of each row, [B] int32 both, for its budget [B]."""
+        """Splits each row's budget [B] into recent positions and heavy hitters, [B] int32 each."""
         recent = budget // 2 if self.recent is None else jnp.full_like(budget, self.recent)
         return recent, budget - recent
 
 
 @dataclasses.dataclass(frozen=True)
 class Allowed(Variant):
-    """``masked``, their evaluation code: a query sees the slots that were allowed after the step before.
+    """``masked``, their evaluation code: a query sees the slots that the step before allowed.
 
-    After each step the r newest positions are allowed for the next, the token to come counted among them, and of the
-    positions older than the r newest present the h of largest mass. The mass of what is neither allowed nor among the r
-    newest present becomes 0: a token that leaves the window is not seen for one step and then competes with its mass.
+    Each step allows the r newest positions of the next step, and of the positions older than the r newest of this step
+    the h of largest mass. The mass of a position that is neither allowed nor one of the r newest becomes 0. A token
+    that leaves the window is therefore not seen for one step, and then ranked by its mass.
     """
 
     name = "h2o[masked]"
@@ -102,7 +104,7 @@ class Allowed(Variant):
         recent, heavy = self.shares(view.budget)
         mass = index["mass"] + jax.lax.stop_gradient(columns["mass"])
         present = view.recent(recent)
-        # The token to come is one of the newest: of those that are here one less is.
+        # The next token is one of the newest of the next step.
         near = view.live & view.recent(recent - 1)
         best_older = best(mass, view.live & ~present, view.position, heavy[:, None, None])
         settled = {
@@ -115,10 +117,10 @@ class Allowed(Variant):
 
 @dataclasses.dataclass(frozen=True)
 class Hindsight(Variant):
-    """``global``, their first release: one heavy set per KV head, of the largest mass that all queries of a text pay.
+    """``global``, their first release: one heavy set per KV head, of the largest mass over all queries of a text.
 
-    A query sees the heavy set up to its own position, and its r newest positions. Not causal: an upper reference. The
-    released code's band is ``|i - j| <= R`` with the query's own token on top: its R is r - 1.
+    A query sees the heavy set up to its own position, and its r newest positions. The heavy set is not causal: this is
+    an upper reference. The released code's band is ``|i - j| <= R``, where R = r - 1.
     """
 
     name = "h2o[global]"
@@ -139,8 +141,8 @@ class Local(Variant):
     """``local``, their lm-eval code: a heavy set for every query of a text, from the queries before it.
 
     The first h queries see every token before them. Query t ≥ h sees its r newest positions and a heavy set: itself and
-    the h - 1 tokens of largest A among the heavy set of the query before (equal: the newer). A is the sum of the
-    probabilities, over all earlier tokens, that queries paid a token since it joined. The band is as in `Hindsight`.
+    the h - 1 tokens of largest A in the heavy set of the query before (of equal A, the newer). A is the sum of the
+    probabilities, in a softmax over all earlier tokens, of the queries since the token joined. For r see `Hindsight`.
     """
 
     name = "h2o[local]"
@@ -168,7 +170,7 @@ class Local(Variant):
             stay = best(total, kept, position, room) | own
             seen = visible & (stay | (position > at - recent))
             output = _product("bkgs,bksd->bkgd", softmax(logits, seen[:, :, None]), value)
-            # A of what is not in the heavy set is never looked at again.
+            # A is not read again for tokens outside of the heavy set.
             settled = total + paid, stay
             return jax.tree.map(lambda new, old: jnp.where(at >= 0, new, old), settled, carry), output
 
@@ -179,5 +181,5 @@ class Local(Variant):
 
 
 def _product(formula: str, left: Array, right: Array) -> Array:
-    """A product in full float32: left alone, GPUs and TPUs would multiply fewer bits."""
+    """Multiplies in full float32; by default, GPUs and TPUs multiply in fewer bits."""
     return jnp.einsum(formula, left, right, precision=jax.lax.Precision.HIGHEST)

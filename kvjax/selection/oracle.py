@@ -1,4 +1,4 @@
-"""The upper reference of all selections: the slots of the largest true probabilities."""
+"""The upper reference for selections, which reads the slots of the largest true probabilities."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from kvjax.policies.base import Policy, count_argument
+from kvjax.arguments import count_argument
+from kvjax.policies.base import Policy
 from kvjax.selection.base import Index, Selection, SelectView
 from kvjax.selection.checks import factory, merges, named
 from kvjax.selection.choose import best, grouped_logits, rank
@@ -20,13 +21,16 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Optimal(Selection):
-    """The n slots of largest probability (H2O, "Top-K"; InfiniGen, arXiv:2406.19707, Figure 4).
+    """Reads the n slots of largest probability (H2O, "Top-K"; InfiniGen, arXiv:2406.19707, Figure 4).
 
-    A probability is the group mean of the softmax over all visible slots, the new token's among them.
+    A probability is the group mean of the softmax over all visible slots, including the new token's.
 
     Attributes:
-      n: the number of slots that are chosen; the new token is read besides.
+      n: the number of slots that are chosen, in addition to the new token.
       first_layer: layers before this one read everything.
+
+    Raises:
+      SelectionError: n below 1, or a first layer below 0.
     """
 
     n: int
@@ -63,9 +67,9 @@ class Optimal(Selection):
 
 @factory
 def optimal(n: int, *, first_layer: int = 0) -> Optimal:
-    """Reads the n slots of largest true probability: an upper reference, never faster, since it reads every key.
+    """Reads the n slots of largest true probability: an upper reference, not faster, since ranking reads every key.
 
-    Against a policy with a budget of b slots, compare n = b - 1: the new token is read besides.
+    Compare a policy with a budget of b slots with n = b - 1, since the new token is read in addition.
 
     Args:
       n: the number of slots to choose.

@@ -1,7 +1,7 @@
-"""Pages: consecutive kept tokens that are ranked, chosen and read together, by a summary of their keys.
+"""Selections of pages: consecutive tokens that are ranked by a summary of their keys, and read as a whole.
 
-A page is `page` consecutive slots. These hold consecutive kept tokens as long as slots are filled in order and none is
-freed: the i-th survivor of the prompt, by position, is in slot i, and each decoded token takes the next slot.
+A page is `page` consecutive slots. They hold consecutive tokens, of those that are kept, if slots are filled in order
+and none is freed: the i-th token that remains of the prompt is in slot i, and each decoded token takes the next slot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.policies.base import Policy, count_argument
+from kvjax.arguments import count_argument
+from kvjax.policies.base import Policy
 from kvjax.selection.base import Index, Selection, SelectView
 from kvjax.selection.checks import factory, merges, named, phases
 from kvjax.selection.choose import best, grouped_logits, rank
@@ -22,25 +23,28 @@ if TYPE_CHECKING:
     from kvjax.storage.base import Storage
 
 Array = jax.Array
-FEWEST_PAGES = 3  # pages that Quest reads at least, the newest included
+FEWEST_PAGES = 3  # the least number of pages that Quest reads, including the newest
 
 
 @dataclasses.dataclass(frozen=True)
 class Quest(Selection):
-    """The pages whose keys could give the largest logits (Quest, arXiv:2406.10774, section 3.3).
+    """Reads the pages whose keys could give the largest logits (Quest, arXiv:2406.10774, section 3.3).
 
     A page's score is the upper bound Σ_d max(q_d·min_d, q_d·max_d) of the logits of its live keys. A KV head ranks
     pages by the gap to each query head's best page, the maximum over its query heads. The page of the newest token is
     always read and never ranked.
 
-    The index has, for every page, the maximum of its keys and of its negated keys: with these the bound is a single
-    product with (max(q, 0), max(-q, 0)), and a new key a single maximum. It is in the model's dtype: each number is one
-    of a key's, so that nothing would be gained by a wider type. The products are summed in float32.
+    The index has, for every page, the maximum of its keys and of its negated keys: the bound is then a single product
+    with (max(q, 0), max(-q, 0)), and a new key needs a single maximum. Its dtype is the model's, in which these numbers
+    are exact. The products are summed in float32.
 
     Attributes:
       page: slots of a page.
-      pages: the number of pages that are chosen; the newest is read besides.
+      pages: the number of pages that are chosen, in addition to the newest.
       first_layer: layers before this one read everything.
+
+    Raises:
+      SelectionError: an attribute that is too small.
     """
 
     page: int
@@ -65,18 +69,18 @@ class Quest(Selection):
         decode = phases(policy)[-1]
         if decode.budget is not None and decode.when == "step":
             return (
-                f"a page is {self.page} consecutive tokens, of which the policy {decode.name} evicts single ones while "
+                f"a page is {self.page} consecutive tokens, and the policy {decode.name} evicts single ones while "
                 "decoding; use full() or a prompt compressor such as snapkv."
             )
         if positions != "original":
             return (
-                f"it keeps bounds of rotated keys, and positions={positions!r} rotates keys anew at every step; use "
+                f"it keeps bounds of rotated keys, and positions={positions!r} rotates keys again at every step; use "
                 "positions='original'."
             )
         if getattr(storage, "residual", 0):
             return (
-                f"pages are consecutive slots of one store, and {storage!r} moves tokens to another when they are no "
-                "longer among its newest; use a storage with residual=0."
+                f"pages are consecutive slots of one store, and {storage!r} moves tokens to another store when they "
+                "are no longer among its newest; use a storage with residual=0."
             )
         return merges(policy)
 
@@ -97,7 +101,7 @@ class Quest(Selection):
 
     def write(self, index: Index, key: Array, slot: Array, active: Array) -> Index:
         reach = index["reach"]
-        # [B, K]; out of bounds, where writes are dropped, for a row without a token
+        # [B, K]; for a row without a token, an index out of bounds, whose write is dropped
         target = jnp.where(active[:, None], slot // self.page, reach.shape[2])
         # [B, K, 2D]
         both = _both_signs(key[:, :, 0]).astype(reach.dtype)
@@ -112,13 +116,13 @@ class Quest(Selection):
         return {"reach": update(reach, both, target, slot % self.page == 0)}
 
     def bounds(self, index: Index, query: Array, scale: float) -> Array:
-        """The upper bound of each page's logits, [B, K, G, U] float32, for query [B, K, G, D]; 0 of an empty page."""
+        """Computes upper bounds of each page's logits, [B, K, G, U] float32, for query [B, K, G, D]; 0 if empty."""
         parts = jnp.concatenate([jnp.maximum(query, 0), jnp.maximum(-query, 0)], axis=-1)
         return grouped_logits(parts, index["reach"], scale)
 
     def chosen(self, index: Index, query: Array, view: SelectView) -> Array:
         candidate = view.visible & ~self.always(index, view)
-        # [B, K, U]: the newest position of each page, which is as new; -1 for a page without candidates
+        # [B, K, U]: the newest position of each page; -1 for a page without candidates
         kept = jnp.where(candidate, view.position, -1)
         position = jnp.max(self._by_page(kept, index["reach"].shape[2], -1), axis=3)
         # [B, K, U]
@@ -133,19 +137,19 @@ class Quest(Selection):
         return view.new | (view.visible & (page == view.slot[..., None] // self.page))
 
     def _by_page(self, x: Array, pages: int, fill: int) -> Array:
-        """[B, K, S, ...] -> [B, K, U, page, ...], without a step's tokens behind the slots, the last page filled up."""
+        """Reshapes [B, K, S, ...] to [B, K, U, page, ...]; drops tokens that follow the slots, pads the last page."""
         batch, kv_heads, _, *rest = x.shape
         return _fitted(x, pages * self.page, fill).reshape(batch, kv_heads, pages, self.page, *rest)
 
 
 def _fitted(x: Array, size: int, fill: int | bool) -> Array:
-    """[B, K, S, ...] -> [B, K, size, ...], cut or filled up."""
+    """Truncates or pads [B, K, S, ...] to [B, K, size, ...]."""
     pad = ((0, 0), (0, 0), (0, max(0, size - x.shape[2])), *((0, 0),) * (x.ndim - 3))
     return jnp.pad(x[:, :, :size], pad, constant_values=fill)
 
 
 def _both_signs(key: Array) -> Array:
-    """[..., D] -> [..., 2D]: a key and its negative."""
+    """Concatenates a key and its negative, [..., D] -> [..., 2D]."""
     return jnp.concatenate([key, -key], axis=-1)
 
 
@@ -153,7 +157,7 @@ def _both_signs(key: Array) -> Array:
 def quest(page: int = 16, budget: int | None = None, *, first_layer: int = 2) -> Quest:
     """Reads the newest page and the pages of the largest upper bounds (Quest, arXiv:2406.10774).
 
-    max(3, ⌊budget / page⌋) pages are read, the newest included; all of them where there are no more.
+    Reads max(3, ⌊budget / page⌋) pages, including the newest; all pages if there are no more.
 
     Args:
       page: tokens of a page.
@@ -163,8 +167,9 @@ def quest(page: int = 16, budget: int | None = None, *, first_layer: int = 2) ->
     Raises:
       SelectionError: a page or a budget below 1, or a first layer below 0.
 
-    The authors' evaluation ranks the newest page with the others, and their kernels always read it, as this does.
+    The authors' evaluation ranks the newest page with the others; their kernels always read it, as this does.
     """
-    page = count_argument("page", page, minimum=1)
-    budget = count_argument("budget", budget, minimum=1)
+    with named("quest"):
+        page = count_argument("page", page, minimum=1)
+        budget = count_argument("budget", budget, minimum=1)
     return Quest(page, max(FEWEST_PAGES, budget // page) - 1, first_layer)

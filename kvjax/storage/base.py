@@ -1,21 +1,19 @@
-"""What a storage is: the form in which slots hold keys and values, apart from the policy that says which tokens stay.
+"""Storages and codecs: the form in which slots hold keys and values.
 
-Codecs and storages are frozen dataclasses: equal by value, hashable, picklable, and `repr` evaluates to an equal
+Codecs and storages are frozen dataclasses: equal by value, hashable and picklable, and `repr` evaluates to an equal
 object.
 """
 
 import dataclasses
-import functools
-import inspect
 import math
-import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from kvjax.arguments import checked_call, choice_argument, count_argument
 from kvjax.errors import StorageError
 from kvjax.storage.rounding import as_stored
 
@@ -23,24 +21,23 @@ Array = jax.Array
 Parts = Mapping[str, Array]  # part -> [..., *shape]
 Shapes = dict[str, tuple[tuple[int, ...], Any]]  # part -> shape and dtype of one vector
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 slots = "slots"  # the layout in which each vector is held by itself
 
 LAYOUTS = (slots,)
 FRAMES = ("any",)
 MEMORIES = ("device",)
 
+factory = checked_call(StorageError)  # decorates the factories of storages
+
 
 class Codec:
     """The form in which one vector is held.
 
-    Either a call, ``Codec(parts, encode, decode)`` with three functions, or a frozen dataclass that inherits from this
-    class, whose fields are its parameters and which defines the three as methods.
+    Write a frozen dataclass that inherits from this class, with the parameters as its fields and these functions as its
+    methods, or call ``Codec(parts, encode, decode)``.
 
     Attributes:
-      parts: (dim, dtype) -> {name: (shape, dtype)} of one vector; every byte that is held is counted here.
+      parts: (dim, dtype) -> {name: (shape, dtype)} of one vector, all that is held of it.
       encode: (x [..., dim] float32, side, dtype) -> {name: [..., *shape]}; `dtype` is the model's.
       decode: (parts, side, dim) -> [..., dim] float32; finite where all parts are 0.
     """
@@ -53,13 +50,13 @@ class Codec:
         return super().__new__(CodecFunctions if cls is Codec else cls)
 
     def bytes(self, dim: int, dtype: DTypeLike) -> int:
-        """The number of bytes of one vector of `dim` numbers."""
+        """Returns the number of bytes of one vector of `dim` numbers."""
         return sum(math.prod(shape) * jnp.dtype(each).itemsize for shape, each in self.parts(dim, dtype).values())
 
 
 @dataclasses.dataclass(frozen=True)
 class CodecFunctions(Codec):
-    """A codec made of functions; what ``Codec(parts, encode, decode)`` returns."""
+    """A codec made of functions; ``Codec(parts, encode, decode)`` returns one."""
 
     parts: Callable[[int, Any], Shapes]
     encode: Callable[[Array, Any, Any], Parts]
@@ -73,13 +70,13 @@ class CodecFunctions(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class Exact(Codec):
-    """The vector itself, in the model's dtype."""
+    """Holds the vector itself, in the model's dtype."""
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         return {"exact": ((dim,), jnp.dtype(dtype))}
 
     def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
-        # A vector that has the model's dtype already is held as it is.
+        # A vector in the model's dtype is held as it is.
         return {"exact": x if x.dtype == dtype else as_stored(x.astype(jnp.float32), dtype)}
 
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
@@ -95,9 +92,9 @@ class Storage:
       value: the codec of values.
       layout: ``slots`` holds each vector by itself.
       residual: the number of newest positions that stay exact.
-      frame: ``any`` holds keys as the policy's positions say: rotated by RoPE, or unrotated.
+      frame: ``any`` holds keys rotated by RoPE or not, as the policy's `positions` determine.
       memory: ``device`` holds everything in the accelerator's memory.
-      name: shown in reports; not part of what two storages are compared by.
+      name: shown in reports; ignored by comparisons.
 
     Raises:
       StorageError: a field that is not valid.
@@ -118,11 +115,8 @@ class Storage:
                 "kvjax.storage.Integer(4) or kvjax.storage.Exact()."
             )
         for field, valid in (("layout", LAYOUTS), ("frame", FRAMES), ("memory", MEMORIES)):
-            if (given := getattr(self, field)) not in valid:
-                raise StorageError(
-                    f"storage {self.name}: {field}={given!r} is not valid; use {' or '.join(map(repr, valid))}."
-                )
-        object.__setattr__(self, "residual", count_argument("residual", self.residual))
+            choice_argument(f"storage {self.name}: {field}", getattr(self, field), valid, error=StorageError)
+        object.__setattr__(self, "residual", count_argument("residual", self.residual, error=StorageError))
 
     @property
     def exact(self) -> bool:
@@ -130,7 +124,7 @@ class Storage:
         return isinstance(self.key, Exact) and isinstance(self.value, Exact)
 
     def bytes_per_slot(self, dim: int, dtype: DTypeLike) -> int:
-        """The number of bytes of a key and a value of `dim` numbers each."""
+        """Returns the number of bytes of a key and a value of `dim` numbers each."""
         return self.key.bytes(dim, dtype) + self.value.bytes(dim, dtype)
 
 
@@ -140,7 +134,7 @@ def round_trip(codec: Codec, x: Array, side: Any, dtype: DTypeLike) -> Array:
     Args:
       codec: see `Codec`.
       x: [..., dim] float.
-      side: what vectors share, a constant; None for codecs without.
+      side: constants that vectors share; None for codecs without any.
       dtype: the model's dtype.
 
     Returns:
@@ -159,36 +153,3 @@ def _straight_through(x: Array, decoded: Array) -> Array:
 @_straight_through.defjvp
 def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     return primals[1], tangents[0]
-
-
-def factory(function: Callable[P, R]) -> Callable[P, R]:
-    """Turns a call with wrong arguments into a `StorageError` that lists the arguments that are accepted."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            accepted = ", ".join(signature.parameters) or "no arguments"
-            raise StorageError(f"{function.__name__}(): {error}; it accepts {accepted}.") from None
-        return function(*args, **kwargs)
-
-    return call
-
-
-def count_argument(name: str, value: Any, *, minimum: int = 0, maximum: int | None = None) -> int:
-    """A whole number from `minimum` to `maximum`, or a StorageError that names the argument."""
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or value < minimum or (maximum is not None and value > maximum):
-        valid = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise StorageError(f"{name} must be a whole number {valid}; got {value!r}.")
-    return int(value)
-
-
-def number_argument(name: str, value: Any, *, minimum: float, maximum: float) -> float:
-    """A number from `minimum` to `maximum`, or a StorageError that names the argument."""
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not minimum <= value <= maximum:  # NaN fails this too
-        raise StorageError(f"{name} must be a number from {minimum:g} to {maximum:g}; got {value!r}.")
-    return float(value)

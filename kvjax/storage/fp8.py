@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.storage.base import Codec, Parts, Shapes, Storage, factory, number_argument
+from kvjax.arguments import number_argument
+from kvjax.errors import StorageError
+from kvjax.storage.base import Codec, Parts, Shapes, Storage, factory
 from kvjax.storage.rounding import FLOAT32, as_stored, divide, nearest
 
 Array = jax.Array
@@ -23,7 +25,7 @@ class Fp8(Codec):
     Subnormal numbers are kept; numbers beyond ±448 after division by the scale saturate.
 
     Attributes:
-      scale: the scale of all vectors, a constant; None = each vector has its own, its largest magnitude over 448.
+      scale: the scale of all vectors, a constant; None = each vector has its own, its largest magnitude / 448.
     """
 
     scale: float | None = None
@@ -31,7 +33,8 @@ class Fp8(Codec):
     def __post_init__(self) -> None:
         if self.scale is not None:
             least, most = float(FLOAT32.smallest_normal), float(FLOAT32.max) / LARGEST
-            object.__setattr__(self, "scale", number_argument("scale", self.scale, minimum=least, maximum=most))
+            scale = number_argument("scale", self.scale, minimum=least, maximum=most, error=StorageError)
+            object.__setattr__(self, "scale", scale)
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         codes: Shapes = {"codes": ((dim,), jnp.dtype(jnp.uint8))}
@@ -53,7 +56,7 @@ class Fp8(Codec):
 
 
 def _codes(y: Array) -> Array:
-    """The bits of the nearest e4m3fn numbers, uint8."""
+    """Returns the bits of the nearest e4m3fn numbers, uint8."""
     y = nearest(jnp.clip(y, -LARGEST, LARGEST), E4M3)
     return jax.lax.bitcast_convert_type(y.astype(E4M3), jnp.uint8)
 

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.storage.base import Codec, Parts, Shapes, Storage, count_argument, factory
+from kvjax.arguments import count_argument
+from kvjax.errors import StorageError
+from kvjax.storage.base import Codec, Parts, Shapes, Storage, factory
 from kvjax.storage.packing import MOST_BITS, pack, packed_size, unpack
 from kvjax.storage.rounding import as_stored, divide
 
@@ -19,28 +21,29 @@ GROUP = 64  # channels
 
 @functools.lru_cache
 def group_size(dim: int, group: int) -> int:
-    """The largest divisor of `dim` that is not above `group`: 40 for 80 channels in groups of 64, 1 for 67."""
+    """Returns the largest divisor of `dim` up to `group`: 40 for 80 channels in groups of 64, 1 for 67."""
     return next(size for size in range(min(dim, group), 0, -1) if dim % size == 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Integer(Codec):
-    """Uniform codes between the smallest and the largest number of each group of channels.
+    """Codes numbers uniformly between the smallest and the largest of each group of channels.
 
     zero = the smallest number, scale = (largest - zero) / (2^bits - 1), code = (x - zero) / scale rounded to nearest.
     A group of equal numbers has scale 0 and codes 0. The range of a group must not exceed the largest float32 number.
 
     Attributes:
       bits: bits of a code, 1 to 8.
-      group: channels that share a zero and a scale; the largest divisor of the head size not above it is used.
+      group: channels that share a zero and a scale; the largest divisor of the head size up to it is used.
     """
 
     bits: int
     group: int = GROUP
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", count_argument("bits", self.bits, minimum=1, maximum=MOST_BITS))
-        object.__setattr__(self, "group", count_argument("group", self.group, minimum=1))
+        bits = count_argument("bits", self.bits, minimum=1, maximum=MOST_BITS, error=StorageError)
+        object.__setattr__(self, "bits", bits)
+        object.__setattr__(self, "group", count_argument("group", self.group, minimum=1, error=StorageError))
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         groups = dim // group_size(dim, self.group)
@@ -56,12 +59,12 @@ class Integer(Codec):
         x = _grouped(x, self.group)
         # [..., groups, 1]
         low = jnp.min(x, axis=-1, keepdims=True)
-        # Whether the smaller of 0 and -0 is stored depends on the order of comparison; 0 is stored for both.
+        # The minimum of 0 and -0 depends on the order of comparison; 0 is stored for both.
         zero = as_stored(jnp.where(low == 0, 0.0, low), dtype)
         offset = zero.astype(jnp.float32)
         width = jnp.maximum(jnp.max(x, axis=-1, keepdims=True) - offset, 0.0)
         scale = as_stored(divide(width, levels), dtype)
-        # The scale that decoding multiplies by, not the unrounded one.
+        # Decoding multiplies by the rounded scale.
         step = scale.astype(jnp.float32)
         # [..., groups, g]
         codes = jnp.clip(jnp.round((x - offset) / jnp.where(step == 0, 1.0, step)), 0, levels)
@@ -81,7 +84,7 @@ class Integer(Codec):
 
 
 def _grouped(x: Array, group: int) -> Array:
-    """[..., D] as [..., groups, g]."""
+    """Reshapes [..., D] to [..., groups, g]."""
     dim = x.shape[-1]
     return x.reshape(*x.shape[:-1], -1, group_size(dim, group))
 
@@ -94,7 +97,7 @@ def integer(
 
     Args:
       bits: bits of a code, 1 to 8.
-      group: channels that share a zero and a scale; the largest divisor of the head size not above it is used.
+      group: channels that share a zero and a scale; the largest divisor of the head size up to it is used.
       residual: the number of newest positions that stay exact.
       key_bits: bits of keys; None = `bits`.
       value_bits: bits of values; None = `bits`.

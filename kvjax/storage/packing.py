@@ -1,8 +1,8 @@
 """Packs codes of 1 to 8 bits into bytes.
 
 The codes of one vector form one bit stream along its channels, lowest bit first: code i fills bits b·i to b·i + b - 1,
-and bit j is bit j mod 8 of byte j // 8. The unused bits of the last byte are 0. Only shifts of strided slices are
-needed, for any number of bits: 8 / gcd(8, b) codes fill b / gcd(8, b) bytes, and every such period is alike.
+and bit j is bit j mod 8 of byte j // 8. The unused bits of the last byte are 0. Any number of bits needs only shifts of
+strided slices: 8 / gcd(8, b) codes fill b / gcd(8, b) bytes, and all such periods are alike.
 """
 
 import math
@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
-from kvjax.storage.base import count_argument
 
 Array = jax.Array
 
@@ -21,7 +21,7 @@ MOST_BITS = 8
 
 
 def packed_size(dim: int, bits: int) -> int:
-    """The number of bytes that `dim` codes take."""
+    """Returns the number of bytes of `dim` codes."""
     return -(-dim * bits // BYTE)
 
 
@@ -29,7 +29,7 @@ def pack(codes: Array, bits: int) -> Array:
     """Packs each vector of codes into one bit stream.
 
     Args:
-      codes: [..., D] integers or bool, of which the lowest `bits` bits are kept.
+      codes: [..., D] integers or bool; only their lowest `bits` bits are kept.
       bits: bits of a code, 1 to 8.
 
     Returns:
@@ -57,7 +57,7 @@ def pack(codes: Array, bits: int) -> Array:
 
 
 def unpack(packed: Array, bits: int, dim: int) -> Array:
-    """Unpacks what `pack` packed.
+    """Unpacks each bit stream of `pack` into a vector of codes.
 
     Args:
       packed: [..., ⌈dim·bits/8⌉] uint8.
@@ -68,7 +68,7 @@ def unpack(packed: Array, bits: int, dim: int) -> Array:
       [..., dim] uint8.
 
     Raises:
-      StorageError: `bits` is out of range, or the number of bytes is not that of `dim` codes.
+      StorageError: `bits` is out of range, or `packed` does not have the number of bytes of `dim` codes.
     """
     count, size = _period(bits)
     if packed.shape[-1] != packed_size(dim, bits):
@@ -90,20 +90,20 @@ def unpack(packed: Array, bits: int, dim: int) -> Array:
 
 
 def _period(bits: Any) -> tuple[int, int]:
-    """The smallest number of codes that fill whole bytes, and the number of these bytes."""
-    common = math.gcd(count_argument("bits", bits, minimum=1, maximum=MOST_BITS), BYTE)
+    """Returns the smallest number of codes that fill whole bytes, and the number of these bytes."""
+    common = math.gcd(count_argument("bits", bits, minimum=1, maximum=MOST_BITS, error=StorageError), BYTE)
     return BYTE // common, bits // common
 
 
 def _split(x: Array, size: int) -> Array:
-    """[..., n] as [..., ⌈n/size⌉, size], padded with 0."""
+    """Reshapes [..., n] to [..., ⌈n/size⌉, size], padded with 0."""
     missing = -x.shape[-1] % size
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
     return x.reshape(*x.shape[:-1], -1, size)
 
 
 def _union(parts: list[Array]) -> Array:
-    """The bits of all `parts`."""
+    """Returns the bitwise or of all `parts`."""
     union = parts[0]
     for part in parts[1:]:
         union = union | part

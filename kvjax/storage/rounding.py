@@ -1,4 +1,4 @@
-"""Rounding that is the same in every compiled program, whatever XLA simplifies."""
+"""Rounding that does not depend on how XLA simplifies a program."""
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +50,8 @@ def as_stored(x: Array, dtype: DTypeLike) -> Array:
 def divide(x: Array, divisor: float) -> Array:
     """Divides by a constant with one rounding.
 
-    XLA replaces a division by a constant with a product by its reciprocal, which rounds twice. A divisor that depends
-    on `x`, if only where `x` is NaN, is not a constant.
+    XLA replaces a division by a constant with a product by its reciprocal, which rounds twice. Here the divisor is not
+    a constant, since it depends on `x` where `x` is NaN.
 
     Args:
       x: float32.

@@ -1,4 +1,4 @@
-"""The arrays in which slots hold keys and values: a tree {"key": {part: [B, K, S, ...]}, "value": {...}}."""
+"""Arrays in which slots hold keys and values: a tree {"key": {part: [B, K, S, ...]}, "value": {...}}."""
 
 import warnings
 
@@ -13,7 +13,7 @@ Store = dict[str, Parts]
 
 
 def empty(storage: Storage, shape: tuple[int, ...], dim: int, dtype: DTypeLike) -> Store:
-    """Arrays for empty slots: zeros, which decode to finite numbers.
+    """Makes arrays for empty slots: zeros, which decode to finite numbers.
 
     Args:
       storage: how keys and values are held.
@@ -29,7 +29,7 @@ def empty(storage: Storage, shape: tuple[int, ...], dim: int, dtype: DTypeLike) 
 
 
 def encode(storage: Storage, key: Array, value: Array, dtype: DTypeLike) -> Store:
-    """The arrays of n slots that hold these keys and values.
+    """Encodes the keys and values of n slots.
 
     Args:
       storage: how keys and values are held.
@@ -38,7 +38,7 @@ def encode(storage: Storage, key: Array, value: Array, dtype: DTypeLike) -> Stor
       dtype: the model's dtype.
     """
     given = {"key": key, "value": value}
-    # A dense cache takes no detour through float32.
+    # Exact vectors are not converted to float32.
     return {
         name: codec.encode(given[name] if isinstance(codec, Exact) else given[name].astype(jnp.float32), None, dtype)
         for name, codec in _codecs(storage).items()
@@ -46,11 +46,11 @@ def encode(storage: Storage, key: Array, value: Array, dtype: DTypeLike) -> Stor
 
 
 def decode(storage: Storage, store: Store, dim: int, dtype: DTypeLike) -> tuple[Array, Array]:
-    """Keys and values as held, [B, K, S, D] each, in `dtype`.
+    """Decodes keys and values, [B, K, S, D] each, in `dtype`.
 
     Args:
       storage: how keys and values are held.
-      store: what `empty` or `encode` returned, after any move of slots.
+      store: arrays of `empty` or `encode`, with slots moved or not.
       dim: size of a head.
       dtype: the model's dtype.
     """
@@ -59,12 +59,12 @@ def decode(storage: Storage, store: Store, dim: int, dtype: DTypeLike) -> tuple[
 
 
 def nbytes(storage: Storage, slots: int, dim: int, dtype: DTypeLike) -> int:
-    """The number of bytes of `slots` slots of one row and head."""
+    """Returns the number of bytes of `slots` slots of one row and head."""
     return slots * storage.bytes_per_slot(dim, dtype)
 
 
 def warn_if_larger(storage: Storage, dim: int, dtype: DTypeLike) -> None:
-    """Warns of a codec that takes more bytes than the model's dtype."""
+    """Warns if a codec takes more bytes than the model's dtype."""
     exact = Exact().bytes(dim, dtype)
     for name, codec in _codecs(storage).items():
         if (size := codec.bytes(dim, dtype)) > exact:

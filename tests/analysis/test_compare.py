@@ -160,7 +160,7 @@ def test_retained(name):
                 if name != "random":
                     seen = runs("gqa", name)[row][1].seen[layer, head]
                     np.testing.assert_array_equal(last, [max(np.flatnonzero(seen[:, j])) for j in range(length)])
-                if not isinstance(policy, policies.Reads | policies.Split):
+                if not isinstance(policy, policies.WithSelection | policies.Split):
                     held = np.asarray(state.position)[row, head]
                     assert (last[held[held >= 0]] == length - 1).all()
     assert (got.last_seen[:, 0, :, :44] == 43).all() == (name == "full")
@@ -224,7 +224,7 @@ def test_memory_is_linear():
     config = tiny().model.config
 
     def temporary(width):
-        sizes = Sizes(rows=1, prompt=128, nominal=128, following=width - 128, block=None, rounded=False)
+        sizes = Sizes(rows=1, prompt=128, budget_prompt=128, following=width - 128, block=None, rounded=False)
         layouts = [
             lower(as_spec(policy), config, sizes, np.array([128]), implementation="xla").layout
             for policy in (compare.COUNTING, policies.h2o(budget=256))

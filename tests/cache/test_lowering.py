@@ -11,7 +11,9 @@ from kvjax.cache.limits import half_steps, prompt_bucket, sizes_for, slots_bucke
 from kvjax.cache.lowering import lower
 from kvjax.errors import ConfigError, InputError, PolicyError
 from kvjax.models.config import DecoderConfig
+from kvjax.policies.budget import Pyramid, Slots
 from kvjax.rope import Rope
+from tests.test_products import all_policies
 
 PROMPTS = np.array([100, 7, 40])
 
@@ -83,8 +85,16 @@ def test_half_of_a_single_slot_protects_nothing():
 
 def test_a_residual_is_apart_from_what_is_coded():
     """STORAGE.md, Capacities: a step's own token is in no store until it settles."""
-    evicting = exactly(CacheSpec(policies.h2o(budget=20), storage.int4(residual=6)))
+    evicting = exactly(CacheSpec(policies.tova(budget=20), storage.int4(residual=6)))
     assert {group.slots for group in evicting.layout.groups} == {(20, 6)}
+    for protecting in (policies.h2o(budget=20), policies.window(budget=20), policies.roco(budget=20, guard=6)):
+        evicting = exactly(CacheSpec(protecting, storage.int4(residual=6)), block=16)
+        assert {group.slots for layer in evicting.layout.prompt for group in layer} == {(14, 6)}
+        assert {group.slots for group in evicting.layout.groups} == {(14, 6)}
+    # Half of 20 slots are protected by h2o; a window of 16 and 4 sinks protects the newest 16.
+    assert exactly(CacheSpec(policies.h2o(20), storage.int4(residual=11))).layout.groups[0].slots == (20, 11)
+    assert exactly(CacheSpec(policies.window(20), storage.int4(residual=16))).layout.groups[0].slots == (4, 16)
+    assert exactly(CacheSpec(policies.local_only(20), storage.int4(residual=30))).layout.groups[0].slots == (21,)
     keeping = exactly(CacheSpec(policies.full(), storage.int4(residual=6)))
     assert {group.slots for group in keeping.layout.groups} == {(144, 6)}
     assert {group.slots for group in exactly(CacheSpec(policies.h2o(20), storage.int8())).layout.groups} == {(20,)}
@@ -111,17 +121,36 @@ def test_buckets_of_prompts():
     assert [half_steps(n, 1) for n in (1, 2, 3, 4, 5, 7, 9, 13)] == [1, 2, 3, 4, 6, 8, 12, 16]
 
 
-def test_programs_of_all_prompts_up_to_2048():
+PYRAMIDS = {f"pyramidkv of {budget}": policies.pyramidkv(budget) for budget in (0.2, 0.9, 64, 200, 1024)}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in all_policies() if name not in ("h2o[local]", "h2o[global]")] + list(PYRAMIDS)
+)
+def test_programs_of_all_prompts_up_to_2048(name):
     """A policy has at most 12 programs for prompts and 4 for decoding, one for each layout."""
-    for policy in (policies.h2o(0.2), policies.snapkv(0.5, window=1), policies.full(), policies.window(64)):
-        prompts, decoding = set(), set()
-        for n in range(16, 2049, 7):
-            lengths = np.array([n, n // 2])
-            sizes = sizes_for(lengths, 63, width=n, block=None, limits=None, last_fed=False)
-            layout = lower(CacheSpec(policy), config(), sizes, lengths).layout
-            prompts.add((layout, sizes.prompt))
-            decoding.add(layout.decode)
-        assert len(prompts) <= 12 and len(decoding) <= 4, policy
+    policy, prompts, decoding = (all_policies() | PYRAMIDS)[name], set(), set()
+    pyramid = name in PYRAMIDS
+    for n in range(1 if pyramid else 16, 2049, 7 if pyramid else 41):
+        lengths = np.array([n, n // 2 + 1])
+        sizes = sizes_for(lengths, 63, width=n, block=None, limits=None, last_fed=False)
+        try:
+            layout = lower(CacheSpec(policy), config(layers=6 if pyramid else 2), sizes, lengths).layout
+        except PolicyError:  # a fraction of so short a prompt is less than what is protected
+            assert n < 512
+            continue
+        prompts.add((layout, sizes.prompt))
+        decoding.add(layout.decode)
+    assert len(prompts) <= 12 and len(decoding) <= 4
+
+
+def test_a_pyramids_arrays_hold_the_budgets_of_every_length():
+    budget = Pyramid(Slots(200), window=8, beta=20)
+    for n in range(1, 1025):
+        top = max(256, 1 << (n - 1).bit_length())
+        alike = range(1 if top == 256 else top // 2 + 1, top + 1)
+        assert all(a <= b for a, b in zip(budget.slots(n, 12), budget.largest(alike, 12), strict=True))
+    assert budget.largest(range(500, 501), 12) == budget.slots(500, 12)
 
 
 def test_another_fraction_is_data():
@@ -162,7 +191,7 @@ def test_blocks_are_bucketed_too():
 
 def test_a_name_that_cannot_run_raises():
     with pytest.raises(ConfigError, match=r"implementation='pallas_tpu' cannot run this: .*several parts"):
-        exactly(CacheSpec(policies.h2o(20), storage.int8()), implementation="pallas_tpu")
+        exactly(CacheSpec(policies.h2o(20), storage.int8()), implementation="pallas_tpu", platform="tpu")
 
 
 def test_names_are_no_part_of_a_layout():
@@ -188,7 +217,7 @@ def test_only_the_rows_budgets_must_work():
     """A ring needs an odd budget: of each row, and not of the length that arrays are sized for."""
     lengths = np.array([30])
     sizes = sizes_for(lengths, 3, width=30, block=None, limits=None, last_fed=True)
-    assert int(0.5 * sizes.nominal) % 2 == 0
+    assert int(0.5 * sizes.budget_prompt) % 2 == 0
     got = lower(CacheSpec(policies.h2o(0.5, variant="ring")), config(), sizes, lengths)
     assert int(got.budgets.decode[0][0][0]) == 15
 

@@ -124,8 +124,8 @@ def test_forgetting_clears_the_statistics_of_empty_slots():
 
 @pytest.mark.parametrize("capacity", [2, 3, 4, 7])
 def test_resizing_moves_the_live_slots_oldest_first(capacity):
-    after = Group(layer=0, slots=(capacity,), needs=frozenset({MASS}), decoding=True)
-    got = convert(layer([7, -1, 3, -1], [-1, 2, -1, 0]), Group(layer=0), after, jnp.array([7], jnp.int32))
+    after = Group(slots=(capacity,), needs=frozenset({MASS}), decoding=True)
+    got = convert(layer([7, -1, 3, -1], [-1, 2, -1, 0]), Group(), after, jnp.array([7], jnp.int32))
     pad = [EMPTY] * (capacity - 2)
     check(got, [3, 7, *pad], [0, 2, *pad])
 
@@ -139,7 +139,7 @@ def test_ranks_are_places_among_the_live():
 
 
 def test_an_empty_layer_and_its_bytes():
-    group = Group(layer=0, policy=policies.h2o(budget=4), slots=(5,), needs=frozenset({MASS}))
+    group = Group(policy=policies.h2o(budget=4), slots=(5,), needs=frozenset({MASS}))
     got = empty(group, 2, 3, 8, jnp.bfloat16)
     assert got.key.shape == got.value.shape == (2, 3, 5, 8) and got.key.dtype == jnp.bfloat16
     assert (got.position == EMPTY).all() and got.stats["mass"].dtype == jnp.float32

@@ -100,7 +100,7 @@ def test_one_slot_is_not_the_whole_prompt():
         ("policy", "h2o(merge=d3o())", "did you mean 'd2o'.*merges: anchors, cam"),
         ("policy", "d2o", "unknown policy 'd2o'"),
         ("policy", "int8", "unknown policy 'int8'"),
-        ("policy", "value_norm(strided(stride=2))", "who goes first and not by how much"),
+        ("policy", "value_norm(strided(stride=2))", "only orders the slots"),
         ("policy", "nowhere.py:mine", "there is no file nowhere.py"),
         ("storage", "int9", "unknown storage 'int9'; did you mean 'int8'.*known storages: dense, .*FILE.py:factory"),
         ("storage", "int8(", "is not a storage's name, a call such as int8"),
@@ -201,5 +201,5 @@ def test_storages_and_selections_in_a_users_own_file(tmp_path, small):
         with pytest.raises(KvjaxError, match=message):
             spec_text.build(axis, text)
     small.policy = PolicyConfig(name="h2o(variant=masked)", budget=8)
-    with pytest.raises(PolicyError, match="chooses itself what is read"):
+    with pytest.raises(PolicyError, match="has a selection of its own"):
         resolve.specs_of(small)

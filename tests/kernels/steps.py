@@ -19,7 +19,7 @@ FUSED = ("window", "h2o", "h2o_decay", "scissorhands", "tova", "mean_attention",
 def decoding(policy: policies.Evict, slots: int, implementation: str | None = None) -> Group:
     """A group that decodes step by step in XLA, or in one kernel."""
     return Group(
-        layer=0, policy=policy.traced(), needs=policy.needs, slots=(slots,), decoding=True, step=implementation
+        policy=policy.traced(), needs=policy.needs, slots=(slots,), decoding=True, step=implementation
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def policy(name, budget=60):
 
 def trace_of(own):
     """What follows attention in a step of a policy."""
-    return functools.partial(observe_and_evict, Group(layer=0, policy=own, needs=own.needs, decoding=True))
+    return functools.partial(observe_and_evict, Group(policy=own, needs=own.needs, decoding=True))
 
 
 def every_primitive(stats, position, columns, newest, budget):

@@ -82,22 +82,25 @@ def test_widths():
         (lambda: quest(8, 0), "budget must be"),
         (lambda: quest(8, 64, first_layer=None), "first_layer must be"),
         (lambda: Quest(8, 1), "pages must be a whole number of at least 2"),
-        (lambda: everything(3), r"everything\(\): too many positional arguments"),
+        (lambda: everything(3), r"everything\(\): too many positional arguments; it accepts no arguments"),
         (lambda: by_name("quests", page=3), "unknown selection 'quests'; known selections: everything, optimal, quest"),
         (lambda: by_name("quest", pages=3), "it accepts page, budget, first_layer"),
         (lambda: accepts("x"), "unknown selection"),
         (lambda: Allowed(0), r"selection h2o\[masked\]: budget 0 is out of range"),
-        (lambda: Allowed(None), "without a budget it hides nothing"),
+        (lambda: Allowed(None), r"selection h2o\[masked\]: budget=None hides nothing"),
         (lambda: Hindsight(8, 9), "recent=9 is more than its budget of 8 slots; raise the budget to at least 9"),
         (lambda: Local((9, 3), 4), "recent=4 is more than its budget of 3"),
         (lambda: Local(8, -1), "recent must be"),
         (lambda: Allowed(0.5, 9).check_slots(8), "recent=9 is more"),
+        (lambda: Allowed((8, 0)), r"selection h2o\[masked\]: budget 0 is out of range"),
+        (lambda: Local([]), r"selection h2o\[local\]: budget \(\) is not a sequence with one budget per layer"),
+        (lambda: optimal(4).refuses(policies.Policy()), "cannot be combined with a selection"),
     ],
 )
 def test_errors(make, message):
     with pytest.raises(SelectionError, match=message) as caught:
         make()
-    assert isinstance(caught.value, PolicyError)
+    assert isinstance(caught.value, PolicyError) and "\n" not in str(caught.value)
 
 
 KEEPS = {

@@ -40,7 +40,7 @@ def read_positions(params, kv, tokens, *, config, phase):
         (_, kv), kept = Decoder(config).apply(
             {"params": params}, token[None, None], kv, block, phase, method="hidden", mutable="intermediates"
         )
-        layers = [kept["intermediates"][f"layer_{i}"]["attention"]["seen"][0] for i in range(config.num_layers)]
+        layers = [kept["intermediates"][f"attention_{i}"][0] for i in range(config.num_layers)]
         return kv, [seen.position[0] for (seen,) in layers]
 
     return jax.lax.scan(body, kv, tokens)[1]

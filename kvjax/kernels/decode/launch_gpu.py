@@ -1,4 +1,4 @@
-"""How a decoding problem is cut into programs for a GPU, and what each program holds."""
+"""Cuts a decoding problem into programs for a GPU, and determines what each program holds."""
 
 import dataclasses
 from typing import Any
@@ -6,32 +6,31 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.kernels import hopper
-from kvjax.kernels.hopper import ROWS, SHARED_BYTES, TILE, operand
+from kvjax.kernels.hopper import ROWS, SHARED_BYTES, TILE, InParts, operand
 
 WIDE = TILE + 8  # length of a stored row of logits, so that rows lie in different banks
-STAGES = 4  # tiles of a program's ring
-PROGRAMS = 2 * 132  # that fill a GPU
-SPAN = 4  # tiles that are worth a program
-MOST_TILES = 256  # per program: the number of rows that one copy takes, here of the bias
+STAGES = 4  # the largest number of tiles of a program's ring
+PROGRAMS = 2 * 132  # the number of programs that fill a GPU
+SPAN = 4  # the smallest number of tiles for which an additional program pays off
+MOST_TILES = 256  # the largest number of tiles of a program: one copy moves at most this many rows of the bias
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
-    """How a problem is cut: static, and what the kernel is made of.
+class Launch(InParts):
+    """The static description of how a problem is cut into programs.
 
     Attributes:
-      group: query heads of a KV head.
-      dim: features of a head.
-      size: slots, at least one tile.
+      group: the number of query heads per KV head.
+      dim: the number of features of a head.
+      size: the number of slots, at least one tile.
       dtype: of keys and values.
-      reports: whether statistics are asked for.
+      reports: whether there are statistics to report.
       group_reduce: see `Problem`.
       scale: see `Problem`.
-      lines: 32-bit numbers that are held for every slot, besides its logits.
-      extra: bytes that are held besides.
-      stages: tiles of the ring.
-      span: tiles of a program.
+      lines: the number of 32-bit numbers that a program holds for each slot, besides its logits.
+      extra: the number of bytes that a program holds in addition.
+      stages: the number of tiles of the ring.
+      span: the number of tiles of a program.
     """
 
     group: int
@@ -47,58 +46,53 @@ class Launch:
     span: int = 0
 
     @property
-    def parts(self) -> int:
-        return hopper.num_parts(self.dtype)
-
-    @property
-    def part_dtype(self) -> Any:
-        return hopper.part_dtype(self.dtype)
-
-    @property
     def staged(self) -> bool:
         """Whether tiles pass through registers on their way to the tensor cores."""
         return self.parts > 1 or self.size % 8 > 0
 
     @property
     def rows(self) -> int:
+        """The number of query heads, padded to the rows of a tensor core's product."""
         return -(-self.group // ROWS) * ROWS
 
     @property
     def padded(self) -> int:
-        """The number of query heads, padded to what a copy moves."""
+        """The number of query heads, padded to the multiple of 8 that a copy moves."""
         return -(-self.group // 8) * 8
 
     @property
     def tiles(self) -> int:
+        """The number of tiles of a (row, KV head)."""
         return -(-self.size // TILE)
 
     @property
     def spans(self) -> int:
+        """The number of programs of a (row, KV head)."""
         return -(-self.tiles // self.span)
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory and barriers that `pass_gpu.Pass` needs."""
+        """Returns the shared memory and barriers that `pass_gpu.Pass` needs."""
         ring = (self.stages, TILE, self.dim)
         return {
             "query_smem": operand((self.parts, self.rows, self.dim), self.part_dtype),
             "ring": plgpu.SMEM(ring, self.dtype) if self.staged else operand(ring, self.dtype),
             "part": operand((TILE, self.dim), self.part_dtype) if self.staged else None,
-            # A product has more rows than a group: a tile's own come first, and the next tile's overwrite the others.
+            # A product may have more rows than a group has heads. The rows of the next tile overwrite the surplus.
             "kept": plgpu.SMEM((self.span * self.group + self.rows, WIDE), jnp.float32),
             "ends_smem": plgpu.SMEM((2, self.rows), jnp.float32),
             "ready": plgpu.Barrier(num_barriers=self.stages),
         }
 
     def cut(self, pairs: int) -> "Launch":
-        """The launch with stages and span for a number of (row, KV head) pairs.
+        """Returns the launch with stages and span for the given number of (row, KV head) pairs.
 
         Raises:
-          ValueError: where one tile does not fit.
+          ValueError: if one tile does not fit.
         """
         tile = TILE * self.dim * jnp.dtype(self.dtype).itemsize
         fixed = 2 * self.dim * (self.parts * self.rows + self.staged * TILE) + 4 * self.rows * (WIDE + 2) + self.extra
         per_tile = 4 * (TILE * self.lines + self.group * WIDE)
-        # Spans of about the same length, as many as the GPU has room for
+        # As many spans as fill the GPU, of about the same length.
         spans = max(min(PROGRAMS // pairs, self.tiles // SPAN), 1)
         span = -(-self.tiles // spans)
         fit = {

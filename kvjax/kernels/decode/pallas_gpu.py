@@ -1,13 +1,14 @@
 """Attention of one query per head over the slots of a cache, with column statistics, on a Hopper GPU (Mosaic GPU).
 
-A program takes the slots of one (row, KV head), or a span of them, tile by tile (`pass_gpu`). Slots are cut into spans,
-which XLA combines, where there are too few rows to fill the GPU, or too many slots for a program's shared memory. Most
-decoding steps go through `kvjax.kernels.step.gpu` instead, which does the rest of a step too.
+A program processes the slots of one (row, KV head), or a span of them, tile by tile (`pass_gpu`). Slots are cut into
+spans, which XLA combines, if there are too few rows to fill the GPU, or too many slots for a program's shared memory.
+Most decoding steps run in `kvjax.kernels.step.gpu` instead, which does the rest of a step too.
 
-The bound should be memory, at 18 bytes a clock for each of an H200's 132 processors; no GPU has confirmed it. Products
-have at least 64 rows, of which a group fills some, and in 16 bits take a third of the tensor cores' time whatever the
-group; on CUDA cores a group of 8 would need all of them. float32, in three parts, is slower. Slots that are no multiple
-of 8 cannot be copied into the order that tensor cores read: they pass through registers, as float32 does.
+The kernel should be memory-bound, at 18 bytes per clock for each of an H200's 132 multiprocessors; this has not been
+measured. Products have at least 64 rows, whatever the size of the group, and take a third of the tensor cores' time in
+16 bits; a group of 8 would take all of the time of the CUDA cores. float32, in three parts, is slower. A number of
+slots that is not a multiple of 8 prevents copies in the order that tensor cores read; then tiles pass through
+registers, as in float32.
 """
 
 import functools
@@ -23,7 +24,7 @@ from kvjax.kernels import hopper, registry, softmax
 from kvjax.kernels.decode.launch_gpu import WIDE, Launch
 from kvjax.kernels.decode.pass_gpu import Pass, gathered
 from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE, tiled, untiled
-from kvjax.kernels.problem import Attended, Problem
+from kvjax.kernels.problem import Attended, Problem, check
 from kvjax.kernels.softmax import NEGATIVE
 
 if TYPE_CHECKING:
@@ -47,12 +48,13 @@ def refuses(request: "Request") -> str | None:
 
 
 def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
-    """As `kvjax.kernels.decode.xla.attend_and_reduce`, without log-sum-exps and gradients; see `refuses`."""
+    """Like `kvjax.kernels.decode.xla.attend_and_reduce`, without log-sum-exps and gradients; see `refuses`."""
+    check(problem)
     registry.require("decode", "pallas_gpu", problem)
     query, key, value = problem.query, problem.key, problem.value
     batch, kv_heads, group, _, dim = query.shape
     pairs, size = batch * kv_heads, problem.slots
-    # Fewer slots than a tile get others before them that no query sees.
+    # If there are fewer slots than a tile has, slots that no query sees are inserted before them.
     front = max(TILE - size, 0)
     # [pairs, front + S, D]
     key, value = (
@@ -75,14 +77,17 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
     output, ends, *columns = _call(launch, pairs)(parts, key, value, bias)
     # [pairs, spans, G, D]
     output = gathered(output, group, dim)
-    # [pairs, spans, G] maximum and sum of each span
+    # [pairs, spans, G]: the maximum and the sum of each span
     top, total = ends[:, :, 0, :group], ends[:, :, 1, :group]
     # [pairs, 1, G]
     highest = jnp.max(top, axis=1, keepdims=True)
+    # [pairs, spans, G]
     share = total * jnp.exp(top - highest)
+    # [pairs, 1, G]
     sums = jnp.sum(share, axis=1, keepdims=True)
     # [pairs, spans, G]
     share = share / jnp.where(sums > 0, sums, 1.0)
+    # [B, K, G, 1, D]
     output = jnp.sum(output * share[..., None], axis=1).astype(value.dtype).reshape(query.shape)
     attended = Attended(output, None)
     if not problem.statistics:
@@ -96,10 +101,11 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
     probability = column.reshape(batch, kv_heads, -1, 1, size)
     # [B, K, 1]
     uniform = 1 / jnp.maximum(softmax.count_seen(mask), 1)
-    return attended, softmax.column_sums(problem, probability, mask, uniform)
+    return attended, softmax.column_sums(problem, probability, uniform)
 
 
 def _call(launch: Launch, pairs: int) -> Any:
+    """Returns the kernel as a function of arrays."""
     chunks = -(-launch.dim // TILE)
     out_type = [
         jax.ShapeDtypeStruct((pairs, launch.spans, launch.padded, chunks * WIDE), jnp.float32),
@@ -127,7 +133,7 @@ def _kernel(
     query_ref, key_ref, value_ref, bias_ref, output_ref, ends_ref, *column_refs,
     query_smem, bias_smem, begun, launch, **scratch,
 ):  # fmt: skip
-    """Takes one span of the slots of one (row, KV head)."""
+    """Processes one span of the slots of one (row, KV head)."""
     pair, span = lax.axis_index("pair"), lax.axis_index("span")
     first = span * launch.span
     count = jnp.minimum(launch.span, launch.tiles - first)
@@ -142,7 +148,7 @@ def _kernel(
     ends_ref[pair, span, 1] = total
 
     def report(at):
-        """Writes what statistics are computed from: m of a tile's slots or, for a softmax over all spans, logits."""
+        """Writes m of a tile's slots or, if there are several spans, the logits, for a softmax over all spans."""
         (column_ref,) = column_refs
         here = pl.ds((first + at) * TILE, TILE)
         if launch.spans == 1:

@@ -1,8 +1,9 @@
 """Attention of one query per head over the slots of a cache, with column statistics, on a TPU (Pallas, Mosaic).
 
-Keys and values are read once. Tile by tile, the logits of a group's queries go to a scratch row, and the output is
-summed up under a running maximum as in flash attention. After the last tile every probability is known, and the rows
-are reduced to the statistics. What is visible is passed as a bias, 4 bytes per slot besides the 4·D of a bfloat16 pair.
+Keys and values are read once. For each tile, the logits of a group's queries are written to scratch memory, and the
+output is accumulated with a running maximum as in flash attention. After the last tile all probabilities are known and
+are reduced to the statistics. Visibility is passed as a bias, 4 bytes per slot in addition to the 4·D of keys and
+values in bfloat16.
 """
 
 import functools
@@ -14,15 +15,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.kernels import registry, softmax
-from kvjax.kernels.problem import Attended, Problem
-from kvjax.kernels.softmax import NEGATIVE
+from kvjax.kernels.problem import Attended, Problem, check
+from kvjax.kernels.softmax import NEGATIVE, transformed
 
 if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
 
 Array = jax.Array
 LANES = 128
-TILE_BYTES = 1 << 20  # of keys, and as many of values; Pallas holds two tiles of each
+TILE_BYTES = 1 << 20  # bytes of a tile of keys, and of a tile of values; Pallas holds two tiles of each
 
 
 def refuses(request: "Request") -> str | None:
@@ -31,7 +32,8 @@ def refuses(request: "Request") -> str | None:
 
 
 def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
-    """As `kvjax.kernels.decode.xla.attend_and_reduce`, without log-sum-exps and gradients; see `refuses`."""
+    """Like `kvjax.kernels.decode.xla.attend_and_reduce`, without log-sum-exps and gradients; see `refuses`."""
+    check(problem)
     registry.require("decode", "pallas_tpu", problem)
     query, key, value = problem.query, problem.key, problem.value
     batch, kv_heads, group, _, dim = query.shape
@@ -77,18 +79,19 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
     }
     sums = {}
     for statistic, weight in zip(problem.statistics, problem.weights, strict=True):
-        # [B, 1, 1] or [B, 1, 1, words] of the one query
+        # [B, 1, 1] or [B, 1, 1, words]: the weight of the one query
         own = weight[:, 0].reshape(batch, 1, 1, *weight.shape[2:])
+        # [B, K, S]
         column = seen[statistic.transform]
         sums[statistic.name] = (column if own.ndim == 3 else column[..., None]) * own
     return Attended(output.reshape(query.shape), None), sums
 
 
 def tiling(rows: int, size: int, dim: int, itemsize: int) -> tuple[int, int]:
-    """The number of slots of a tile, and of (row, KV head) pairs that one program takes.
+    """Returns the number of slots of a tile, and the number of (row, KV head) pairs of a program.
 
-    With few slots a program has less work than it takes to start one, and takes several pairs; many slots do not fit
-    into a core's memory, and are cut into tiles.
+    If there are few slots, a program processes several pairs, since starting a program takes longer than processing
+    one. If there are too many slots for a core's memory, they are cut into tiles.
     """
     slot_bytes = -(-dim // LANES) * LANES * itemsize
     fit = TILE_BYTES // slot_bytes
@@ -101,7 +104,10 @@ def tiling(rows: int, size: int, dim: int, itemsize: int) -> tuple[int, int]:
 def _kernel(
     query_ref, key_ref, value_ref, bias_ref, output_ref, *refs, transforms, scale, size, tile, group_reduce
 ):  # fmt: skip
-    """Takes one tile of slots: query [R, G, D], key and value [R, tile, D], bias [R, 1, slots]."""
+    """Processes one tile of slots of R (row, KV head) pairs.
+
+    Blocks: query and output [R, G, D], key and value [R, tile, D], bias and columns [R, 1, slots].
+    """
     *column_refs, logits_ref, top_ref, total_ref, sum_ref = refs
     at, tiles = pl.program_id(1), pl.num_programs(1)
     here = slice(None) if tile >= size else pl.ds(pl.multiple_of(at * tile, LANES), tile)
@@ -112,6 +118,7 @@ def _kernel(
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
+    # [R, tile, D] twice, and [R, 1, tile]
     key, value, bias = key_ref[...], value_ref[...], bias_ref[:, :, here]
     # [R, G, tile]
     logits = jnp.where(bias > NEGATIVE / 2, product(query_ref[...], key, 2) * scale + bias, NEGATIVE)
@@ -120,31 +127,40 @@ def _kernel(
 
     @pl.when(at == tiles - 1)
     def _():
+        # [R, G, 1]
         share = 1.0 / jnp.where(total > 0, total, 1.0)
         output_ref[...] = (sum_ref[...] * share).astype(output_ref.dtype)
         if not transforms:
             return
         # [R, G, slots]
         logits = logits_ref[...]
+        # [R, G, slots]
         probability = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - top), 0.0) * share
         reduce = jnp.sum if group_reduce == "mean" else jnp.max
         # [R, 1, slots]
         m = reduce(probability, axis=1, keepdims=True)
         m = m * (1.0 / probability.shape[1]) if group_reduce == "mean" else m
+
+        def uniform() -> Array:
+            seen = (bias_ref[...] > NEGATIVE / 2).astype(jnp.float32)
+            # [R, 1, 1]
+            return 1.0 / jnp.maximum(jnp.sum(seen, axis=2, keepdims=True), 1.0)
+
         for transform, column_ref in zip(transforms, column_refs, strict=True):
-            match transform:
-                case "identity":
-                    column_ref[...] = m
-                case "square":
-                    column_ref[...] = m * m
-                case "above":
-                    seen = (bias_ref[...] > NEGATIVE / 2).astype(jnp.float32)
-                    count = jnp.maximum(jnp.sum(seen, axis=2, keepdims=True), 1.0)
-                    column_ref[...] = jnp.where(m >= 1.0 / count, seen, 0.0)
+            column_ref[...] = transformed(transform, m, uniform)
 
 
 def product(one: Array, two: Array, axis: int) -> Array:
-    """[R, m, x] times [R, ...], summed over x, which is `axis` of the second; [R, m, n] float32."""
+    """Multiplies batches of matrices.
+
+    Args:
+      one: [R, m, x].
+      two: [R, x, n] or [R, n, x].
+      axis: the axis of x in `two`.
+
+    Returns:
+      [R, m, n] float32.
+    """
     # In full float32: by default, the matrix unit multiplies bfloat16.
     exact = jax.lax.Precision.HIGHEST if two.dtype == jnp.float32 else None
     return jax.lax.dot_general(
@@ -155,25 +171,31 @@ def product(one: Array, two: Array, axis: int) -> Array:
 def add_tile(
     logits: Array, value: Array, at: Array, size: int, top_ref: Any, total_ref: Any, sum_ref: Any
 ) -> tuple[Array, Array]:
-    """Adds a tile to a running softmax, and returns its maximum and its sum so far, [R, G, 1].
+    """Adds a tile to a running softmax.
 
     Args:
       logits: [R, G, tile] float32, `NEGATIVE` for slots that are not seen.
       value: [R, tile, D].
       at: index of the tile.
-      size: number of slots of all tiles.
-      top_ref: [R, G, lanes] the maximum so far.
-      total_ref: [R, G, lanes] the sum so far.
-      sum_ref: [R, G, D] the output times the sum so far.
+      size: the number of slots of all tiles.
+      top_ref: [R, G, lanes] the maximum so far; updated.
+      total_ref: [R, G, lanes] the sum so far; updated.
+      sum_ref: [R, G, D] the output times the sum so far; updated.
+
+    Returns:
+      The maximum and the sum so far, [R, G, 1] each.
     """
     tile = logits.shape[2]
+    # [R, G, 1]
     before = top_ref[:, :, :1]
     top = jnp.maximum(before, jnp.max(logits, axis=2, keepdims=True))
+    # [R, G, tile]
     weight = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - top), 0.0)
+    # [R, G, 1]
     shrink = jnp.exp(before - top)
     total = total_ref[:, :, :1] * shrink + jnp.sum(weight, axis=2, keepdims=True)
     if size % tile:
-        # Memory behind the last slot is not zero, and may be NaN.
+        # Memory after the last slot is not zero and may contain NaN.
         slot = at * tile + jax.lax.broadcasted_iota(jnp.int32, value.shape, 1)
         value = jnp.where(slot < size, value, jnp.zeros((), value.dtype))
     sum_ref[...] = sum_ref[...] * shrink + product(weight.astype(value.dtype), value, 1)

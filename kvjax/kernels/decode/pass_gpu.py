@@ -1,8 +1,8 @@
-"""A program's one pass over keys and values on a GPU: what the kernels of decoding share.
+"""A program's pass over keys and values on a GPU, which the kernels of decoding share.
 
-Tile by tile, first all keys and then all values pass once through a ring in shared memory. The keys leave logits in
-shared memory, and the softmax's maximum and sum. Then every probability is known: it is reduced over the group to what
-statistics need, and weights the values. The last tile ends with the last slot and reads some slots again.
+A ring of tiles in shared memory receives first all keys and then all values. The pass over the keys stores the logits
+in shared memory and computes the maximum and the sum of the softmax. Then all probabilities are known; they are reduced
+over the group for statistics, and weight the values. The last tile ends with the last slot and repeats some slots.
 """
 
 import dataclasses
@@ -28,19 +28,19 @@ Ref = Any
 class Pass:
     """A program's pass over some tiles of one (row, KV head).
 
-    Call `begin`, `softmax`, `column` of every tile, `output`, `store` in this order.
+    The methods are called in this order: `begin`, `softmax`, `column` for each tile, `output`, `store`.
 
     Attributes:
       launch: how the problem is cut.
       pair: index of the (row, KV head).
-      first: first tile.
-      count: number of tiles.
+      first: index of the first tile.
+      count: the number of tiles.
       key_ref: [pairs, S, D] keys of all pairs.
       value_ref: [pairs, S, D] values of all pairs.
-      query_smem: [parts, rows, D] parts of the query; weights of the values later.
-      ring: [stages, TILE, D] tiles that pass.
-      part: [TILE, D] a tile's part, where tiles pass through registers.
-      kept: logits of all tiles, a row per query head of the group.
+      query_smem: [parts, rows, D] parts of the query, and later the weights of the values.
+      ring: [stages, TILE, D] tiles of keys or values.
+      part: [TILE, D] part of a tile; None unless tiles pass through registers.
+      kept: [span * G + rows, WIDE] logits of all tiles, one row for each tile and query head of the group.
       ends_smem: [2, rows] maximum and reciprocal sum.
       ready: barriers of the ring.
     """
@@ -60,11 +60,11 @@ class Pass:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of a tile's logits."""
+        """The shape of a tile's logits."""
         return self.launch.rows, TILE
 
     def start(self, tile: Array | int) -> Array:
-        """The first slot of a tile."""
+        """Returns the first slot of a tile."""
         return jnp.minimum((self.first + tile) * TILE, self.launch.size - TILE)
 
     def begin(self) -> None:
@@ -73,7 +73,14 @@ class Pass:
             self._fetch(jnp.int32(step))
 
     def softmax(self, bias: Callable[[Array], Array]) -> tuple[Array, Array]:
-        """Maximum and sum [rows] over all tiles; bias(tile) [TILE] is added to the logits, NEGATIVE hides a slot."""
+        """Computes the logits, and the maximum and the sum of the softmax over all tiles.
+
+        Args:
+          bias: tile -> [TILE], added to the logits; `NEGATIVE` hides a slot.
+
+        Returns:
+          The maximum and the sum, [rows] each.
+        """
         launch, shape = self.launch, self.shape
 
         def add_keys(at, carry):
@@ -88,6 +95,7 @@ class Pass:
             added = along_columns(bias(at), shape)
             logits = jnp.where(added > NEGATIVE / 2, logits * launch.scale + added, NEGATIVE)
             self.kept[pl.ds(at * launch.group, launch.rows), pl.ds(0, TILE)] = logits
+            # [rows]
             highest = jnp.maximum(top, jnp.max(logits, axis=1))
             weight = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - along_rows(highest, shape)), 0.0)
             return highest, total * jnp.exp(top - highest) + jnp.sum(weight, axis=1)
@@ -99,13 +107,13 @@ class Pass:
         return top, total
 
     def logits(self, at: Array, head: Array | int) -> Array:
-        """[TILE] of one query head of the group."""
+        """Returns the logits of one query head of the group for a tile, [TILE]."""
         return plgpu.layout_cast(self.kept[at * self.launch.group + head, pl.ds(0, TILE)], PER_ROW)
 
     def column(self, at: Array) -> Array:
-        """[TILE]: the probabilities of a tile's slots, reduced over the group."""
+        """Returns the probabilities of a tile's slots, reduced over the group, [TILE]."""
         m, mean = full((TILE,), 0.0, PER_ROW), self.launch.group_reduce == "mean"
-        # Unrolled, so that one head's exponentials do not wait for another's.
+        # Unrolled, so that the exponentials of different heads overlap.
         for head in range(self.launch.group):
             logits = self.logits(at, head)
             probability = jnp.exp(logits - self.ends_smem[0, head]) * self.ends_smem[1, head]
@@ -114,15 +122,15 @@ class Pass:
         return m * (1.0 / self.launch.group) if mean else m
 
     def output(self, top: Array, total: Array) -> Array:
-        """[rows, D]."""
+        """Returns the output [rows, D] from the maximum and the sum of `softmax`."""
         launch, shape, share = self.launch, self.shape, _share(total)
-        # The query is not needed any more, and its memory takes the weights.
+        # The query is no longer needed, so the weights overwrite it.
         weights_smem = self.query_smem.at[:, :, pl.ds(0, TILE)]
 
         def sum_up(into):
             @pl.loop(0, self.count)
             def _(at):
-                # Rows beyond the group's hold other tiles' logits, and become rows of the output that are not read.
+                # [rows, TILE]. Rows beyond the group hold logits of other tiles; these rows of the output are not read.
                 logits = plgpu.layout_cast(self.kept[pl.ds(at * launch.group, launch.rows), pl.ds(0, TILE)], MATRIX)
                 weight = jnp.exp(logits - along_rows(top, shape)) * along_rows(share, shape)
                 weight = jnp.where(logits > NEGATIVE / 2, weight, 0.0)
@@ -149,7 +157,7 @@ class Pass:
             plgpu.wait_smem_to_gmem(0)
 
     def _fetch(self, step: Array) -> None:
-        """Starts a copy into the ring: first all tiles of keys, then all tiles of values."""
+        """Starts to copy the tile of a step into the ring: first come all tiles of keys, then all tiles of values."""
         slot = lax.rem(step, self.launch.stages)
         for source, tile in ((self.key_ref, step), (self.value_ref, step - self.count)):
 
@@ -159,7 +167,14 @@ class Pass:
                 plgpu.copy_gmem_to_smem(where, self.ring.at[slot], self.ready.at[slot])
 
     def _multiply(self, into: Ref, left: Ref, step: Array, transposed: bool) -> None:
-        """Adds left times a tile, both in 16-bit parts, and frees the tile's place in the ring."""
+        """Adds the product of `left` and the tile of a step, both in 16-bit parts, and fetches the next tile.
+
+        Args:
+          into: accumulator of the product.
+          left: [parts, rows, x] shared memory.
+          step: index of the tile among keys and values.
+          transposed: whether the tile is transposed.
+        """
         launch, slot = self.launch, lax.rem(step, self.launch.stages)
 
         def turn(ref):
@@ -169,7 +184,7 @@ class Pass:
         if launch.staged:
             bits = jnp.dtype(launch.dtype).itemsize * 8
             swizzle = plgpu.find_swizzle(launch.dim * bits)
-            # From shared memory in plain order to that of tensor cores
+            # [TILE, D], to be stored in the order that tensor cores read
             rest = plgpu.layout_cast(
                 self.ring[slot], plgpu.Layout.SMEM_GMEM_COPY((TILE, launch.dim), launch.dtype, swizzle)
             )
@@ -188,11 +203,12 @@ class Pass:
 
 
 def gathered(output: Array, group: int, dim: int) -> Array:
-    """[..., G padded, chunks * WIDE], as `Pass.store` writes it -> [..., G, D]."""
+    """Joins the chunks that `Pass.store` writes: [..., G padded, chunks * WIDE] -> [..., G, D]."""
     before = output.shape[:-2]
     output = output.reshape(*before, output.shape[-2], -1, WIDE)[..., :group, :, :TILE]
     return output.reshape(*before, group, -1)[..., :dim]
 
 
 def _share(total: Array) -> Array:
+    """Returns the reciprocal of the softmax's sum; 1 for a query that sees no slot."""
     return 1.0 / jnp.where(total > 0, total, 1.0)

@@ -12,6 +12,7 @@ from kvjax.kernels.hopper import MATRIX, PER_COLUMN, PER_ROW, TILE, along_column
 from kvjax.kernels.prefill import rings_gpu
 from kvjax.kernels.prefill.grid_gpu import Tiling
 from kvjax.kernels.prefill.rings_gpu import Ring
+from kvjax.kernels.softmax import transformed
 
 Array = jax.Array
 
@@ -20,18 +21,18 @@ def reduce_columns(
     tiling: Tiling, transforms: tuple[str, ...], rows: Array, key: Array, query_lines: Array, slot_lines: Array,
     visits: Array, above: bool,
 ) -> Array:  # fmt: skip
-    """Σ_i w_i f(m[i, j]), one per word.
+    """Computes Σ_i w_i f(m[i, j]) for every word.
 
     Args:
       tiling: how the problem is cut.
-      transforms: f of each word, equal ones next to each other.
-      rows: [pairs, parts, rows, D].
+      transforms: the transform f of each word; equal ones are consecutive.
+      rows: [pairs, parts, rows, D] queries of all heads.
       key: [pairs, parts, S, D].
-      query_lines: [pairs, tiles, lines, queries padded]: positions; if `above`, the uniform share; w of each word; the
-        log-sum-exp of each head, to the base of 2.
-      slot_lines: [pairs, tiles of slots, lines, slots].
-      visits: [pairs, tiles of slots, 2], of `queries_of_slots`.
-      above: whether a statistic compares with the uniform share.
+      query_lines: [pairs, tiles, lines, queries padded] positions; if `above`, the uniform share; the weight w of each
+        word; the log-sum-exp of each head, to base 2.
+      slot_lines: [pairs, tiles of slots, lines, slots], from `positions.lines`, with `log_weight` to base 2.
+      visits: [pairs, tiles of slots, 2], from `grid_gpu.queries_of_slots`.
+      above: whether a statistic has the transform ``above``.
 
     Returns:
       [pairs, words, slots padded to whole tiles] float32; the last tile ends with the last slot.
@@ -59,7 +60,7 @@ def _kernel(
     key_smem, slot_smem, begun, tiles, tile_ready, tile_free, lines, line_ready, line_free,
     tiling, warpgroups, transforms, above,
 ):  # fmt: skip
-    """Takes one or two tiles of slots of a (row, KV head): slots are rows of the logits, queries are columns."""
+    """Processes one or two tiles of slots of a (row, KV head); slots are rows of the logits, queries are columns."""
     pair, program, own = lax.axis_index("pair"), lax.axis_index("program"), lax.axis_index("wg")
     parts, queries, shape = tiling.parts, tiling.queries, (TILE, tiling.queries)
     steps, mean = tiling.group * parts, tiling.group_reduce == "mean"
@@ -95,35 +96,28 @@ def _kernel(
                 return along_columns(plgpu.layout_cast(lines[place, i, pl.ds(0, queries)], PER_COLUMN), shape)
 
             def head(which, m):
+                # [slots, queries]
                 logits = rings_gpu.logits_of(key_smem.at[own], tile_ring, turn * steps + which * parts, shape, tiling)
                 if tiling.weighted:
                     logits = logits + slot_line(tiling.slot_lines - 1)
                 probability = jnp.exp2(logits - line(1 + above + len(transforms) + which))
                 return m + probability if mean else jnp.maximum(m, probability)
 
+            # [slots, queries]
             m = lax.fori_loop(0, tiling.group, head, full(shape, 0.0, MATRIX))
             position = line(0)
             seen = slot_line(0) <= position
             if tiling.windowed:
                 seen = seen & (position <= slot_line(1))
-            # The probabilities of slots that are not seen are meaningless so far.
+            # Logits were not masked, so m is not valid yet for slots that are not seen.
             m = jnp.where(seen, m * (1.0 / tiling.group) if mean else m, 0.0)
-            terms = {}
-            for transform in dict.fromkeys(transforms):
-                match transform:
-                    case "identity":
-                        terms[transform] = m
-                    case "square":
-                        terms[transform] = m * m
-                    case "above":
-                        terms[transform] = jnp.where(m >= line(1), 1.0, 0.0)
-                    case _:
-                        raise ValueError("counts need no attention; see kvjax.attention")
+            terms = {each: transformed(each, m, lambda: line(1)) for each in dict.fromkeys(transforms)}
+            # [slots] for each word
             sums = tuple(
                 total + jnp.sum(terms[transform] * line(1 + above + i), axis=1)
                 for i, (transform, total) in enumerate(zip(transforms, sums, strict=True))
             )
-            plgpu.commit_smem()  # copies into this place come after the reads
+            plgpu.commit_smem()  # orders the reads before the next copy into this place
             line_ring.release(place)
             return sums
 

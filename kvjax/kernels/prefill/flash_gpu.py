@@ -16,29 +16,29 @@ from kvjax.kernels.prefill.rings_gpu import Ring
 from kvjax.kernels.softmax import NEGATIVE
 
 Array = jax.Array
-WIDTH = 128  # columns of the output that one product computes, held besides the sums so far
+WIDTH = 128  # columns of the output that one product computes; they need registers in addition to the sums so far
 
 
 def attend_rows(
     tiling: Tiling, rows: Array, key: Array, value: Array, row_line: Array, slot_lines: Array, visits: Array,
     keep: bool, above: bool,
 ) -> list[Array]:  # fmt: skip
-    """Attention of all rows, in whole tiles.
+    """Computes attention of all rows, in whole tiles.
 
     Args:
       tiling: how the problem is cut.
-      rows: [pairs, parts, rows, D].
+      rows: [pairs, parts, rows, D] queries of all heads.
       key: [pairs, parts, S, D].
       value: [pairs, parts, S, D].
-      row_line: [B, tiles of rows, rows] positions, of `positions.lines`.
-      slot_lines: [pairs, tiles of slots, lines, slots], of `positions.lines`, with weights to the base of 2.
-      visits: [pairs, tiles of rows, 2], of `grid_gpu.slots_of_rows`.
+      row_line: [B, tiles of rows, rows] positions, from `positions.lines`.
+      slot_lines: [pairs, tiles of slots, lines, slots], from `positions.lines`, with `log_weight` to base 2.
+      visits: [pairs, tiles of rows, 2], from `grid_gpu.slots_of_rows`.
       keep: whether to return log-sum-exps.
       above: whether to return the number of slots that are seen.
 
     Returns:
-      The output [pairs, rows, D]; if `keep`, the log-sum-exps to the base of 2, [pairs, rows] float32; if `above`, the
-      number of slots that each row sees, [pairs, rows] float32.
+      The output [pairs, rows, D]; if `keep`, the log-sum-exps to base 2, [pairs, rows] float32; if `above`, the number
+      of slots that each row sees, [pairs, rows] float32.
     """
     pairs, parts, count, dim = rows.shape
     warpgroups, stages = tiling.first()
@@ -68,9 +68,9 @@ def _kernel(
     query_smem, weight_smem, position_smem, begun, tiles, tile_ready, tile_free, lines, line_ready, line_free,
     tiling, warpgroups, keep, above,
 ):  # fmt: skip
-    """Takes one or two tiles of rows of a (row, KV head)."""
+    """Processes one or two tiles of rows of a (row, KV head)."""
     pair, own = lax.axis_index("pair"), lax.axis_index("wg")
-    # Under a causal mask the last tiles take longest, so they go first.
+    # The last tiles start first, since they take longest under a causal mask.
     program = query_ref.shape[2] // (warpgroups * ROWS) - 1 - lax.axis_index("program")
     batch = lax.div(pair, query_ref.shape[0] // row_line_ref.shape[0])
     parts, slots, shape = tiling.parts, tiling.slots, (ROWS, tiling.slots)
@@ -95,10 +95,12 @@ def _kernel(
             plgpu.copy_gmem_to_smem(query_ref.at[pair, i, here], query_smem.at[own, i], begun.at[own])
         plgpu.copy_gmem_to_smem(row_line_ref.at[batch, tile], position_smem.at[own], begun.at[own])
         plgpu.barrier_wait(begun.at[own])
+        # [rows, slots]
         position = along_rows(plgpu.layout_cast(position_smem[own], PER_ROW), shape)
 
         def add(turn, at, carry):
             sums, top, total, count = carry
+            # [rows, slots]
             logits = rings_gpu.logits_of(query_smem.at[own], tile_ring, turn * 2 * parts, shape, tiling)
             place = line_ring.take(turn)
 
@@ -111,8 +113,10 @@ def _kernel(
             if tiling.weighted:
                 logits = logits + line(tiling.slot_lines - 1)
             logits = jnp.where(seen, logits, NEGATIVE)
+            # [rows]
             highest = jnp.maximum(top, jnp.max(logits, axis=1))
             fade = jnp.exp2(top - highest)
+            # [rows, slots]
             weight = jnp.exp2(logits - along_rows(highest, shape))
             total = total * fade + jnp.sum(weight, axis=1)
             if above:
@@ -139,7 +143,7 @@ def _kernel(
 
         zeros = full((ROWS,), 0.0, PER_ROW)
         nothing = tuple(full((ROWS, width), 0.0, MATRIX) for _, width in chunks)
-        # Far above the logits of slots that are not seen, so that these weigh nothing, and far below all others
+        # Far above the logits of slots that are not seen, so that these get weight 0, and far below all others
         floor = full((ROWS,), NEGATIVE / 2, PER_ROW)
         carry = loop(add, (nothing, floor, zeros, zeros if above else None))
         sums, top, total, count = carry
@@ -148,7 +152,7 @@ def _kernel(
             x, columns = x * along_rows(share, x.shape), pl.ds(start, width)
             if parts > 1:
                 output_ref[pair, here, columns] = x
-            else:  # the query is not needed any more
+            else:  # the query is no longer needed, so the output overwrites it
                 query_smem[own, 0, :, columns] = x.astype(tiling.dtype)
         if parts == 1:
             plgpu.commit_smem()

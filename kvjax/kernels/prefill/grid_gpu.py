@@ -1,4 +1,4 @@
-"""How queries × slots are cut into tiles for the GPU's prefill kernels, and which tiles are visited."""
+"""Cuts queries × slots into tiles for the GPU's prefill kernels, and determines which tiles are visited."""
 
 import dataclasses
 from typing import Any
@@ -6,31 +6,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels import hopper
-from kvjax.kernels.hopper import ROWS, SHARED_BYTES, TILE
+from kvjax.kernels.hopper import ROWS, SHARED_BYTES, TILE, InParts
 from kvjax.kernels.prefill.positions import FAR
 
 Array = jax.Array
 LINES = 2  # places of the ring of positions and weights
-WORDS = 32  # sums that a program of the second pass keeps in registers
-WIDE = 128  # the largest number of slots, or queries, of a tile that passes; it halves the reads of what stays
-# Warpgroups that compute, and places of the ring of tiles: the first choice that fits. Two warpgroups share what is
-# copied, and one exponentiates while the other's product runs.
+WORDS = 32  # the number of sums that a program of the second pass keeps in registers
+WIDE = 128  # the largest number of slots, or queries, of a passing tile; it halves the reads of the tile that stays
+# Pairs of (warpgroups that compute, places of the ring of tiles); the first that fits is used. Two warpgroups share the
+# copied tiles, and one computes exponentials while the product of the other runs.
 CHOICES = [(2, 4), (2, 3), (2, 2), (1, 4), (1, 3), (1, 2), (1, 1)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a problem is cut: static, and what both kernels are made of.
+class Tiling(InParts):
+    """The static description of how a problem is cut into tiles.
+
+    A program keeps one tile per warpgroup in place, of queries in the first pass and of slots in the second; the tiles
+    of the other kind pass.
 
     Attributes:
-      group: query heads of a KV head.
-      n: queries of a head, a multiple of 8.
-      size: slots, a multiple of 8 and at least one tile.
-      dim: features of a head.
+      group: the number of query heads per KV head.
+      n: the number of queries of a head, a multiple of 8.
+      size: the number of slots, a multiple of 8 and at least one tile.
+      dim: the number of features of a head.
       dtype: of queries, keys and values.
-      windowed: whether slots have a last position that sees them.
-      weighted: whether slots have a weight that is added to logits.
+      windowed: whether there is a window, so that a line gives the last position that sees each slot.
+      weighted: whether there is `log_weight`.
       causal: see `Problem`.
       scale: see `Problem`.
       group_reduce: see `Problem`.
@@ -48,30 +50,23 @@ class Tiling:
     group_reduce: str = "mean"
 
     @property
-    def parts(self) -> int:
-        return hopper.num_parts(self.dtype)
-
-    @property
-    def part_dtype(self) -> Any:
-        return hopper.part_dtype(self.dtype)
-
-    @property
     def most(self) -> int:
-        """The largest number of slots or queries of a tile that passes."""
+        """The largest number of slots or queries of a passing tile."""
         return WIDE if self.parts == 1 and self.dim <= 128 else TILE
 
     @property
     def slots(self) -> int:
-        """The number of slots of a tile that passes in the first pass."""
+        """The number of slots of a passing tile in the first pass."""
         return self.most if self.size >= self.most else TILE
 
     @property
     def slot_lines(self) -> int:
+        """The number of lines of the slots; see `positions.lines`."""
         return 1 + self.windowed + self.weighted
 
     @property
     def places(self) -> int:
-        """The number of tiles of slots that stay in the second pass: one, or an even number for two warpgroups."""
+        """The number of tiles of slots in the second pass: one, or an even number for two warpgroups."""
         tiles = -(-self.size // TILE)
         return tiles + tiles % 2 if tiles > 1 else 1
 
@@ -82,31 +77,34 @@ class Tiling:
 
     @property
     def queries(self) -> int:
-        """The number of queries of a tile in the second pass; tiles are of about the same size, with little padding."""
+        """The number of queries of a tile in the second pass, chosen so that there is little padding."""
         return -(-self.n // (8 * self.query_tiles)) * 8
 
     @property
     def rows(self) -> int:
-        """The number of rows, all heads' queries in a line, padded for the first pass and to the second's last tile."""
+        """The number of rows: the queries of all heads, padded to whole tiles of the first and of the second pass."""
         rows = (self.group - 1) * self.n + self.query_tiles * self.queries
         tile = ROWS * self.first()[0]
         return -(-rows // tile) * tile
 
     def first(self) -> tuple[int, int]:
-        """The number of warpgroups and of places of the ring in the first pass.
+        """Returns the number of warpgroups and of places of the ring in the first pass.
 
         Raises:
-          ValueError: where the shared memory of a GPU is too small.
+          ValueError: if the shared memory of a GPU is too small.
         """
         own = ROWS * (2 * self.parts * (self.dim + self.slots) + 4)
         lines = LINES * self.slot_lines * 4 * self.slots
         return self._choose(own, 2 * self.slots * self.dim, lines, -(-self.group * self.n // ROWS))
 
     def second(self, query_lines: int) -> tuple[int, int]:
-        """The same for the second pass, where queries pass with lines of positions, weights and log-sum-exps.
+        """Returns the number of warpgroups and of places of the ring in the second pass.
+
+        Args:
+          query_lines: the number of lines of the queries: positions, weights and log-sum-exps.
 
         Raises:
-          ValueError: where the shared memory of a GPU is too small.
+          ValueError: if the shared memory of a GPU is too small.
         """
         if query_lines > 256:
             raise ValueError(f"it copies at most 256 lines of queries; {self.group} heads need {query_lines}.")
@@ -114,6 +112,14 @@ class Tiling:
         return self._choose(own, 2 * self.queries * self.dim, LINES * query_lines * 4 * self.most, self.places)
 
     def _choose(self, own: int, stage: int, fixed: int, tiles: int) -> tuple[int, int]:
+        """Returns the first of `CHOICES` that fits.
+
+        Args:
+          own: bytes per warpgroup.
+          stage: bytes per place of the ring.
+          fixed: other bytes.
+          tiles: the number of tiles that stay, which limits the number of warpgroups.
+        """
         for warpgroups, stages in CHOICES:
             if warpgroups <= tiles and warpgroups * own + stages * stage + fixed <= SHARED_BYTES[-1]:
                 return warpgroups, stages
@@ -121,16 +127,16 @@ class Tiling:
 
 
 def slots_of_rows(tiling: Tiling, query_line: Array, slot_lines: Array, window: int | None) -> Array:
-    """The tiles of slots in which a tile of rows, the heads' queries in a line, sees anything.
+    """Returns the tiles of slots that each tile of rows can see; rows are the queries of all heads.
 
     Args:
       tiling: how the problem is cut.
-      query_line: [B, rows padded to whole tiles], of `positions.lines`.
-      slot_lines: [B·K, lines, S], of `positions.lines`.
-      window: the number of newest positions that a query of a causal block sees; None = all, or some slots are exempt.
+      query_line: [B, rows padded to whole tiles], from `positions.lines`.
+      slot_lines: [B·K, lines, S], from `positions.lines`.
+      window: see `Problem`; None if some slots are exempt.
 
     Returns:
-      [B·K, tiles of rows, 2] int32, the first and the last; the last is before the first where there is none.
+      The first and the last tile, [B·K, tiles of rows, 2] int32; the last is before the first if there is none.
     """
     batch = query_line.shape[0]
     # [rows]
@@ -147,20 +153,21 @@ def slots_of_rows(tiling: Tiling, query_line: Array, slot_lines: Array, window: 
 
 
 def queries_of_slots(tiling: Tiling, active: Array, tiled: Array, window: int | None) -> Array:
-    """The tiles of queries, of a head, that see anything in a tile of slots and weigh something.
+    """Returns the tiles of a head's queries that can see slots of each tile and have a weight other than 0.
 
     Args:
       tiling: how the problem is cut.
-      active: [B, n] bool, the queries that weigh something.
+      active: [B, n] bool, whether a query has a weight other than 0.
       tiled: [B·K, tiles, lines, TILE], lines of slots.
-      window: as of `slots_of_rows`.
+      window: see `slots_of_rows`.
 
     Returns:
-      [B·K, tiles of slots, 2] int32, as of `slots_of_rows`.
+      The first and the last tile, [B·K, tiles of slots, 2] int32; the last is before the first if there is none.
     """
     batch, pairs, tiles = active.shape[0], *tiled.shape[:2]
+    # [B, 1, 1]
     begin, end = (x[:, None] for x in _ends(active, None, active.shape[1]))
-    # The last tile ends with the last slot.
+    # [tiles]: the first slot of each tile; the last tile ends with the last slot
     start = jnp.minimum(jnp.arange(tiles, dtype=jnp.int32) * TILE, tiling.size - TILE)
     # [tiles * TILE]
     at = (start[:, None] + jnp.arange(TILE, dtype=jnp.int32)).reshape(-1)
@@ -177,7 +184,16 @@ def queries_of_slots(tiling: Tiling, active: Array, tiled: Array, window: int | 
 
 
 def _ends(flag: Array, at: Array | None, tile: int) -> tuple[Array, Array]:
-    """The least and the largest index with a flag that is set in each tile, [rows, tiles]; without one, FAR and -1."""
+    """Returns the smallest and the largest index at which a flag is set in each tile.
+
+    Args:
+      flag: [rows, length] bool.
+      at: [length] int32, the indices; None = 0, 1, 2, ...
+      tile: the number of flags of a tile.
+
+    Returns:
+      [rows, tiles] int32 each; `FAR` and -1 if no flag is set.
+    """
     rows, length = flag.shape
     at = jnp.arange(length, dtype=jnp.int32) if at is None else at
     least, most = jnp.where(flag, at, FAR), jnp.where(flag, at, -1)
@@ -185,6 +201,6 @@ def _ends(flag: Array, at: Array | None, tile: int) -> tuple[Array, Array]:
 
 
 def _visits(begin: Array, end: Array) -> Array:
-    """[B, K or 1, tiles] of each -> [B·K, tiles, 2]."""
+    """Stacks first and last tiles, [B, K or 1, tiles] each -> [B·K, tiles, 2]."""
     begin, end = jnp.broadcast_arrays(begin, end)
     return jnp.stack([begin, end], axis=-1).reshape(-1, begin.shape[-1], 2)

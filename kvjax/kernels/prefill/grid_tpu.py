@@ -1,4 +1,4 @@
-"""How queries × slots are cut into tiles for the TPU's prefill kernels, which tiles are visited, and at what cost."""
+"""Cuts queries × slots into tiles for the TPU's prefill kernels; which tiles are visited, and their cost."""
 
 import dataclasses
 from typing import Any
@@ -8,21 +8,21 @@ from jax.experimental import pallas as pl
 
 from kvjax.kernels.decode.pallas_tpu import LANES
 
-TILE = 512  # the largest number of slots of a tile, and of queries over all heads that one program takes
-TILE_BYTES = 1 << 20  # of queries over all heads of a group in the second pass; Pallas holds two such tiles
+TILE = 512  # the largest number of slots of a tile, and of queries of a tile over all heads of a program
+TILE_BYTES = 1 << 20  # bytes of a tile of queries of all heads in the second pass; Pallas holds two such tiles
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Tiles of queries × slots, and which of them can hold anything that is seen.
+    """Tiles of queries × slots, and which tiles can contain slots that are seen.
 
     Attributes:
-      n: number of queries.
-      size: number of slots.
-      queries: of a tile.
-      slots: of a tile.
-      heads: query heads that one program takes.
-      causal: whether the slots are the queries' own.
+      n: the number of queries.
+      size: the number of slots.
+      queries: the number of queries of a tile.
+      slots: the number of slots of a tile.
+      heads: the number of query heads of a program.
+      causal: see `Problem`.
       window: if causal, the number of newest slots that a query can see; None = all.
     """
 
@@ -40,16 +40,16 @@ class Grid:
         return pl.cdiv(self.n, self.queries), pl.cdiv(self.size, self.slots)
 
     def slot_tiles(self, at: Any) -> tuple[Any, Any]:
-        """The first and the last tile of slots in which query tile `at`, an int or traced, can see anything."""
+        """Returns the first and the last tile of slots that queries of the tile `at`, an int or traced, can see."""
         first, last = 0, self.shape[1] - 1
         if self.causal:
             last = clip(((at + 1) * self.queries - 1) // self.slots, 0, last)
-            if self.window is not None:  # positions ascend, so as many slots back is at least as many positions
+            if self.window is not None:  # positions ascend: a distance in slots is at most that in positions
                 first = clip((at * self.queries - self.window + 1) // self.slots, 0, last)
         return first, last
 
     def query_tiles(self, at: Any) -> tuple[Any, Any]:
-        """The first and the last tile of queries that can see anything in slot tile `at`."""
+        """Returns the first and the last tile of queries that can see slots of the tile `at`, an int or traced."""
         first, last = 0, self.shape[0] - 1
         if self.causal:
             first = clip(at * self.slots // self.queries, 0, last)
@@ -59,7 +59,7 @@ class Grid:
 
     @property
     def pairs(self) -> int:
-        """The number of (query, slot) pairs in all tiles that are visited."""
+        """The number of (query, slot) pairs in all visited tiles."""
         tiles = (self.slot_tiles(at) for at in range(self.shape[0]))
         return sum(last - first + 1 for first, last in tiles) * self.queries * self.slots
 
@@ -67,10 +67,20 @@ class Grid:
 def grids(
     group: int, n: int, size: int, dim: int, itemsize: int, causal: bool, window: int | None
 ) -> tuple[Grid, Grid]:
-    """The grids of the first and of the second pass; `window` is that of a block without exempt slots."""
+    """Returns the grids of the first and of the second pass.
+
+    Args:
+      group: the number of query heads per KV head.
+      n: the number of queries.
+      size: the number of slots.
+      dim: the number of features of a head.
+      itemsize: bytes of a number of queries and keys.
+      causal: see `Problem`.
+      window: see `Problem`; None if some slots are exempt.
+    """
     queries, slots = _tile(n, TILE, 16), _tile(size, TILE, LANES)
     heads = next(c for c in range(group, 0, -1) if group % c == 0 and (c == 1 or c * queries <= TILE))
-    # The second pass takes all heads of a group: their mean or maximum comes before f.
+    # A program of the second pass processes all heads of a group, since f applies to their mean or maximum.
     fit = TILE_BYTES // (group * pl.cdiv(dim, LANES) * LANES * itemsize)
     parts = [queries // c for c in range(1, queries // LANES + 1) if queries % (c * LANES) == 0]
     few = next((part for part in parts if part <= fit), min(queries, LANES))
@@ -80,11 +90,20 @@ def grids(
 def costs(
     first: Grid, second: Grid, rows: int, group: int, dim: int, itemsize: int, words: int
 ) -> tuple[pl.CostEstimate, pl.CostEstimate]:
-    """The cost of the first and of the second pass, for `rows` = B·K and statistics of `words` words in all.
+    """Returns the cost of the first and of the second pass.
 
-    FLOPs are those of products and weighted sums in the tiles that are visited, masked pairs included. Each pair
-    (query, slot) takes 4·D per head in the first pass, Q Kᵀ and P V; in the second 2·D per head, Q Kᵀ again, and 2 per
-    word for all heads. So statistics cost (½ + words / (2·G·D)) of attention.
+    The FLOPs are those of products and weighted sums in the visited tiles, including masked pairs. A pair (query, slot)
+    takes 4·D FLOPs per head in the first pass (Q Kᵀ and P V), and in the second pass 2·D per head (Q Kᵀ) and 2 per word
+    for all heads together. So statistics cost (½ + words / (2·G·D)) of attention.
+
+    Args:
+      first: the grid of the first pass.
+      second: the grid of the second pass.
+      rows: the number of (row, KV head) pairs.
+      group: the number of query heads per KV head.
+      dim: the number of features of a head.
+      itemsize: bytes of a number of queries, keys and values.
+      words: the number of words of all statistics.
     """
     tiles = first.pairs // (first.queries * first.slots) * (group // first.heads)
     slot_bytes, query_bytes = 2 * first.slots * dim * itemsize, 2 * group * first.n * dim * itemsize
@@ -105,10 +124,11 @@ def costs(
 
 
 def _tile(length: int, most: int, least: int) -> int:
-    """The size of equal tiles of at most `most`: a multiple of `least`, or of the lanes if the length exceeds these."""
+    """Returns the size of equal tiles, at most `most`: a multiple of `least`, or of the lanes for longer lengths."""
     unit = LANES if length > LANES else least
     return pl.cdiv(pl.cdiv(length, pl.cdiv(length, most)), unit) * unit
 
 
 def clip(x: Any, low: Any, high: Any) -> Any:
+    """Clips an int or a traced number; an int remains an int."""
     return min(max(x, low), high) if isinstance(x, int) else jnp.clip(x, low, high)

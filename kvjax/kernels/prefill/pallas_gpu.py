@@ -1,18 +1,19 @@
 """Attention of a block of queries with column statistics, on a Hopper GPU (Pallas, Mosaic GPU), in linear memory.
 
-Two passes, as on a TPU. The first is FlashAttention-2's forward (arXiv:2307.08691, algorithm 1): a tile of rows stays,
-tiles of slots pass under a running softmax, and the log-sum-exps of the rows are kept. Rows are the queries of all
-heads of a group in a line, so that a short block fills the products of tensor cores. In the second a tile of slots
-stays and tiles of queries pass, head by head: probabilities are computed again from the log-sum-exps, which takes Q Kᵀ
-alone, half of attention's FLOPs, and every statistic's Σ_i w_i f(m[i, j]) is reduced from them in the same pass. What
-is visible is computed from positions inside the kernels: no array is queries × slots.
+There are two passes, as on a TPU. The first is FlashAttention-2's forward pass (arXiv:2307.08691, algorithm 1): for
+each tile of rows, a loop over tiles of slots computes a running softmax, and the log-sum-exps of the rows are stored.
+Rows are the queries of all heads of a group, one head after the other, so that a short block fills the products of
+tensor cores. The second pass loops over tiles of queries, head by head, for each tile of slots: it recomputes
+probabilities from the log-sum-exps, which needs only Q Kᵀ, half of attention's FLOPs, and reduces them to
+Σ_i w_i f(m[i, j]) for every statistic. Visibility is computed from positions inside the kernels, so no array has
+queries × slots elements.
 
-A program is a warpgroup that copies, and one or two that compute, each on a tile of its own; these share what is
-copied, as in FlashAttention-3 (arXiv:2407.08608). float32 goes in three parts, which XLA cuts beforehand.
+A program consists of one warpgroup that copies, and one or two that compute, each for a tile of its own. They share the
+copied tiles, as in FlashAttention-3 (arXiv:2407.08608). float32 is split into three parts, by XLA, before the kernels.
 
-No GPU has run it. The bound should be tensor cores and exponentials about equally at head size 128, and exponentials
-below. jax's own attention for Hopper refuses causal masks with CUDA 12.8.0 to 12.9.0, whose assembler miscompiles it;
-whether that concerns this kernel too is not known.
+The kernels have not run on a GPU. At head size 128, tensor cores and exponentials should limit the speed about equally;
+at smaller head sizes, exponentials. jax's own attention for Hopper rejects causal masks with CUDA 12.8.0 to 12.9.0,
+whose assembler miscompiles it; it is not known whether this affects these kernels.
 """
 
 import itertools
@@ -29,7 +30,7 @@ from kvjax.kernels.prefill.flash_gpu import attend_rows
 from kvjax.kernels.prefill.grid_gpu import WORDS, Tiling, queries_of_slots, slots_of_rows
 from kvjax.kernels.prefill.positions import pad
 from kvjax.kernels.prefill.rings_gpu import LOG2E
-from kvjax.kernels.problem import Attended, Problem
+from kvjax.kernels.problem import Attended, Problem, check
 
 if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
@@ -46,7 +47,7 @@ def refuses(request: "Request") -> str | None:
     above = any(statistic.transform == "above" for statistic in statistics)
     try:
         hopper.check_dim(request.dim)
-        # A window and weights take memory; whether there are any is not known yet.
+        # A window and `log_weight` take memory. A request does not tell whether the problem has them.
         tiling = Tiling(
             request.group, _queries(request.tokens), _slots(request.slots), request.dim, jnp.dtype(request.dtype),
             windowed=True, weighted=True,
@@ -60,13 +61,14 @@ def refuses(request: "Request") -> str | None:
 
 
 def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
-    """As `kvjax.kernels.prefill.xla.attend_and_reduce`, without log-sum-exps and gradients; see `refuses`.
+    """Like `kvjax.kernels.prefill.xla.attend_and_reduce`, without log-sum-exps and gradients; see `refuses`.
 
-    Beyond inputs and outputs it takes 4 bytes per query and head (the log-sum-exps), a few lines of positions, one
-    float32 per KV head, query and word of the weights, and the sums themselves. float32 arrays are copied into parts;
-    queries are copied that do not fill whole tiles, and slots that are no multiple of 8 or fewer than 64. Statistics of
-    more than 32 words in all take one second pass for every 32.
+    In addition to inputs and outputs, the memory is 4 bytes per query and head (the log-sum-exps), a few lines of
+    positions, one float32 per KV head, query and word of the weights, and the sums. There are copies of float32 arrays
+    (their parts), of queries if they do not fill whole tiles, and of keys and values if the number of slots is not a
+    multiple of 8 or is below 64. There is one second pass for every 32 words of statistics.
     """
+    check(problem)
     registry.require("prefill", "pallas_gpu", problem)
     query, key, value, statistics = problem.query, problem.key, problem.value, problem.statistics
     batch, kv_heads, group, n, dim = query.shape
@@ -96,20 +98,22 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
     attended = Attended(output, None)
     if not statistics:
         return attended, {}
-    # In the order of transforms: what some of them share is computed once.
+    # Sorted by transform, so that words with the same transform are consecutive.
     order = sorted(range(len(statistics)), key=lambda i: statistics[i].transform)
     statistics, weights = tuple(statistics[i] for i in order), [problem.weights[i] for i in order]
-    # [B, words, n] of each
+    # [B, words, n] for each statistic
     weights = [w[:, None] if w.ndim == 2 else jnp.swapaxes(w, 1, 2) for w in weights]
     transforms = [s.transform for s, w in zip(statistics, weights, strict=True) for _ in range(w.shape[1])]
     # [B, words, n padded]
     weight = pad(jnp.concatenate(weights, axis=1), tiling.n, 0.0)
+    # [pairs, tiles, lines, TILE]
     of_tiles = _tiled(slot_lines, TILE, tiling.places)
+    # [pairs, tiles, 2]
     visits = queries_of_slots(tiling, jnp.any(weight != 0, axis=1), of_tiles, window)
-    # [pairs, G, n padded] of each
+    # [pairs, G, n padded] each
     lse, *counts = (x[:, : group * tiling.n].reshape(pairs, group, tiling.n) for x in kept)
-    # Padding queries see no slot.
     length = tiling.query_tiles * tiling.queries
+    # [pairs, 1, length]; padding queries see no slot
     position = pad(jnp.repeat(query_line[:, None], kv_heads, axis=0), length, -jnp.inf)
     shares, lse = [pad(softmax.uniform_share(x[:, :1]), length, 0.0) for x in counts], pad(lse, length, 0.0)
     weight = pad(jnp.repeat(weight, kv_heads, axis=0), length, 0.0)
@@ -134,21 +138,21 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
 
 
 def _queries(n: int) -> int:
-    """The number of queries of a head, padded to a multiple of 8."""
+    """Returns the number of queries of a head, padded to a multiple of 8."""
     return -(-n // 8) * 8
 
 
 def _slots(size: int) -> int:
-    """The number of slots, padded to whole tiles unless copies can take them as they are."""
+    """Returns the number of slots, padded to whole tiles if copies require it."""
     return size if size % 8 == 0 and size >= TILE else -(-size // TILE) * TILE
 
 
 def _padded(x: Array, length: int) -> Array:
-    """[..., rows, D] with zeros appended; an array that is long enough is not copied."""
+    """Appends zeros: [..., rows, D] -> [..., length, D]. An array of that length is not copied."""
     more = length - x.shape[-2]
     return jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, more), (0, 0))) if more else x
 
 
 def _tiled(lines: Array, tile: int, places: int = 1) -> Array:
-    """[pairs, lines, S] -> [pairs, tiles, lines, tile], at least `places` tiles."""
+    """Cuts lines into at least `places` tiles: [pairs, lines, S] -> [pairs, tiles, lines, tile]."""
     return jnp.swapaxes(tiled(lines, tile, jnp.inf, places), 1, 2)

@@ -1,10 +1,10 @@
 """Attention of a block of queries with column statistics, on a TPU (Pallas, Mosaic), in linear memory.
 
-Two passes. The first is FlashAttention-2's forward (arXiv:2307.08691, algorithm 1): a tile of queries stays, tiles of
-slots pass under a running softmax, and the log-sum-exps of the rows are kept. In the second a tile of slots stays and
-tiles of queries pass: probabilities are computed again from the log-sum-exps, which takes Q Kᵀ alone, half of
-attention's FLOPs, and every statistic's Σ_i w_i f(m[i, j]) is reduced from them in the same pass. What is visible is
-computed from positions inside the kernels: no array is queries × slots.
+There are two passes. The first is FlashAttention-2's forward pass (arXiv:2307.08691, algorithm 1): for each tile of
+queries, a loop over tiles of slots computes a running softmax, and the log-sum-exps of the rows are stored. The second
+loops over tiles of queries for each tile of slots: it recomputes probabilities from the log-sum-exps, which needs only
+Q Kᵀ, half of attention's FLOPs, and reduces them to Σ_i w_i f(m[i, j]) for every statistic. Visibility is computed from
+positions inside the kernels, so no array has queries × slots elements.
 """
 
 import functools
@@ -22,15 +22,16 @@ from kvjax.kernels.decode.pallas_tpu import LANES, add_tile, product
 from kvjax.kernels.prefill import positions
 from kvjax.kernels.prefill.grid_tpu import Grid, clip, costs, grids
 from kvjax.kernels.prefill.positions import pad
-from kvjax.kernels.problem import Attended, Problem
-from kvjax.kernels.softmax import NEGATIVE
+from kvjax.kernels.problem import Attended, Problem, check
+from kvjax.kernels.softmax import NEGATIVE, transformed
 
 if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
 
 Array = jax.Array
-# Sums of one transform from which on the matrix unit adds up. A float32 product is six of bfloat16, however few rows it
-# has: for one sum, libtpu 0.0.42 schedules 2108 bundles a tile of v5e with it, and 1105 with the vector unit.
+# The number of words of one transform from which on the matrix unit computes their sums. A float32 product takes six
+# bfloat16 products, however few rows it has: for one word, libtpu 0.0.42 schedules 2108 bundles per tile of a v5e with
+# the matrix unit, and 1105 with the vector unit.
 WIDE = 8
 
 
@@ -40,26 +41,29 @@ def refuses(request: "Request") -> str | None:
 
 
 def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
-    """As `kvjax.kernels.prefill.xla.attend_and_reduce`, without log-sum-exps and gradients; see `refuses`.
+    """Like `kvjax.kernels.prefill.xla.attend_and_reduce`, without log-sum-exps and gradients; see `refuses`.
 
-    Beyond inputs and outputs it takes 4 bytes per query and head (the log-sum-exps), a few lines of positions, one
-    float32 per query and word of the weights, and the sums themselves; without statistics, the positions alone.
+    In addition to inputs and outputs, the memory is 4 bytes per query and head (the log-sum-exps), a few lines of
+    positions, one float32 per query and word of the weights, and the sums; without statistics, only the positions.
     """
+    check(problem)
     registry.require("prefill", "pallas_tpu", problem)
     query, key, value = problem.query, problem.key, problem.value
     batch, kv_heads, group, n, dim = query.shape
     size, rows = problem.slots, batch * kv_heads
     window = problem.window if problem.exempt is None else None
     first, second = grids(group, n, size, dim, key.dtype.itemsize, problem.causal, window)
-    # In the order of transforms, so that the words of one are a span.
+    # Sorted by transform, so that the words of each transform are consecutive.
     order = sorted(range(len(problem.statistics)), key=lambda i: problem.statistics[i].transform)
     statistics, weights = [problem.statistics[i] for i in order], [problem.weights[i] for i in order]
-    # [B, words, n] of each
+    # [B, words, n] for each statistic
     weights = [w[:, None] if w.ndim == 2 else jnp.swapaxes(w, 1, 2) for w in weights]
     words = sum(w.shape[1] for w in weights)
     attention_cost, columns_cost = costs(first, second, rows, group, dim, key.dtype.itemsize, words)
 
+    # [B, 1, n] and [B·K, lines, S]
     query_line, slot_lines = positions.lines(problem)
+    # [B·K, lines, S padded to whole tiles]
     slot_lines = pad(slot_lines, first.shape[1] * first.slots, jnp.inf)
     inputs = (query.reshape(rows, group, n, dim), key.reshape(rows, size, dim), value.reshape(rows, size, dim))
     masks = {
@@ -74,7 +78,7 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
         return attended, {}
     stops = itertools.accumulate(w.shape[1] for w in weights)
     slices = [(stop - w.shape[1], stop) for w, stop in zip(weights, stops, strict=True)]
-    # Transform -> its words
+    # Transform -> its first word and the word after its last
     spans: dict[str, tuple[int, int]] = {}
     for statistic, (start, stop) in zip(statistics, slices, strict=True):
         spans[statistic.transform] = (spans.get(statistic.transform, (start,))[0], stop)
@@ -95,7 +99,17 @@ def _attention(
     grid: Grid, cost: pl.CostEstimate, inputs: tuple[Array, Array, Array], query_line: Array, slot_lines: Array,
     keep: bool, above: bool, masks: dict[str, Any],
 ) -> list[Array]:  # fmt: skip
-    """The first pass.
+    """Runs the first pass.
+
+    Args:
+      grid: the grid of the first pass.
+      cost: the cost of the first pass.
+      inputs: query [B·K, G, n, D], key [B·K, S, D] and value [B·K, S, D].
+      query_line: [B, 1, n] positions, from `positions.lines`.
+      slot_lines: [B·K, lines, S padded to whole tiles], from `positions.lines`.
+      keep: whether to return log-sum-exps.
+      above: whether to return the number of slots that are seen.
+      masks: static options of the kernels.
 
     Returns:
       The output [B·K, G, n, D]; if `keep`, the log-sum-exps [B·K, G, 1, n padded to whole tiles] float32; if `above`,
@@ -108,7 +122,7 @@ def _attention(
     query_line = pad(query_line, padded, -jnp.inf)
 
     def slot_tile(row, at, slot, last_ref):
-        """A tile that is skipped names one that is there already, so that nothing is fetched for it."""
+        """Returns the tile to fetch; for a skipped tile, one that has been fetched, so that there is no copy."""
         return jnp.where(at <= last_ref[row // kv_heads], clip(slot, *grid.slot_tiles(at)), 0)
 
     stays = pl.BlockSpec((1, heads, queries, dim), lambda row, head, at, slot, last: (row, head, at, 0))
@@ -146,7 +160,10 @@ def _attention_kernel(
     last_ref, query_ref, key_ref, value_ref, query_line_ref, slot_lines_ref, output_ref, *refs,
     grid, keep, above, windowed, weighted, scale, kv_heads,
 ):  # fmt: skip
-    """Takes one tile: query [1, heads, t, D], key, value [1, slots, D], positions [1, 1, t] and [1, lines, slots]."""
+    """Processes one tile of queries and one of slots.
+
+    Blocks: query and output [1, heads, t, D], key and value [1, slots, D], positions [1, 1, t] and [1, lines, slots].
+    """
     *kept_refs, top_ref, total_ref, sum_ref, position_ref, count_ref = refs
     at, slot = pl.program_id(2), pl.program_id(3)
     heads, queries, slots = grid.heads, grid.queries, grid.slots
@@ -156,7 +173,7 @@ def _attention_kernel(
         top_ref[...] = jnp.full(top_ref.shape, NEGATIVE, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
-        # [t, lanes]: queries are rows of the logits
+        # [t, lanes], since queries are rows of the logits
         position_ref[...] = jnp.broadcast_to(query_line_ref[0], (LANES, queries)).T
         count_ref[...] = jnp.zeros(count_ref.shape, jnp.float32)
 
@@ -164,16 +181,19 @@ def _attention_kernel(
 
     @pl.when((first <= slot) & (slot <= last) & (at <= last_ref[pl.program_id(0) // kv_heads]))
     def _():
+        # [t, 1] and [lines, slots]
         position, lines = position_ref[:, :1], slot_lines_ref[0]
         # [t, slots]
         seen = lines[:1] <= position
         if windowed:
             seen = seen & (position <= lines[1:2])
+        # [1, heads * t, D]
         rows = query_ref[...].reshape(1, heads * queries, -1)
         # [heads, t, slots]
         logits = product(rows, key_ref[...], 2).reshape(heads, queries, slots) * scale
         if weighted:
             logits = logits + lines[-1:]
+        # [1, heads * t, slots]
         logits = jnp.where(seen[None], logits, NEGATIVE).reshape(1, heads * queries, slots)
         add_tile(logits, value_ref[...], slot, grid.size, top_ref, total_ref, sum_ref)
         if above:
@@ -181,8 +201,10 @@ def _attention_kernel(
 
     @pl.when(slot == pl.num_programs(3) - 1)
     def _():
+        # [1, heads * t, lanes]
         total = total_ref[...]
         share = 1.0 / jnp.where(total > 0, total, 1.0)
+        # [1, heads * t, D]
         output = sum_ref[...] * share[:, :, :1]
         output_ref[...] = output.reshape(output_ref.shape).astype(output_ref.dtype)
         if keep:
@@ -197,26 +219,29 @@ def _columns(
     grid: Grid, cost: pl.CostEstimate, inputs: tuple[Array, Array], query_line: Array, slot_lines: Array, weight: Array,
     kept: Sequence[Array], spans: dict[str, tuple[int, int]], group_reduce: str, masks: dict[str, Any],
 ) -> Array:  # fmt: skip
-    """The second pass: sums [B·K, words, S padded to whole tiles] float32.
+    """Runs the second pass.
 
     Args:
-      grid: of the second pass.
-      cost: of the second pass.
+      grid: the grid of the second pass.
+      cost: the cost of the second pass.
       inputs: query [B·K, G, n, D] and key [B·K, S, D].
-      query_line: [B, 1, n] positions.
-      slot_lines: [B·K, lines, S padded to whole tiles], of `positions.lines`.
+      query_line: [B, 1, n] positions, from `positions.lines`.
+      slot_lines: [B·K, lines, S padded to whole tiles], from `positions.lines`.
       weight: [B, words, n].
-      kept: what the first pass kept.
-      spans: transform -> first word and the word after its last.
+      kept: what the first pass returned besides the output.
+      spans: transform -> its first word and the word after its last.
       group_reduce: see `Problem`.
       masks: static options of the kernels.
+
+    Returns:
+      The sums [B·K, words, S padded to whole tiles] float32.
     """
     query, key = inputs
     rows, group, _, dim = query.shape
     words, (tiles, slot_tiles) = weight.shape[1], grid.shape
     queries, slots, kv_heads = grid.queries, grid.slots, masks["kv_heads"]
     query_line, weight = pad(query_line, tiles * queries, -jnp.inf), pad(weight, tiles * queries, 0.0)
-    # Queries that weigh nothing need no second pass: padding, and all but the end of a prompt where only that counts.
+    # [2, B]: tiles of queries with weight 0 are skipped, such as padding and all but the observed end of a prompt
     active = jnp.stack(_active(weight != 0, queries))
 
     def query_tile(row, slot, at, active):
@@ -225,7 +250,7 @@ def _columns(
         return clip(at, jnp.maximum(first, active[0, row]), jnp.minimum(last, active[1, row]))
 
     def passing(*block: int, by_row: int = 1) -> pl.BlockSpec:
-        """A line of queries, which passes along its last dimension."""
+        """Returns the spec of lines of queries, whose last dimension is cut into tiles."""
         zeros = (0,) * (len(block) - 1)
         return pl.BlockSpec((1, *block), lambda row, *at: (row // by_row, *zeros, query_tile(row, *at)))
 
@@ -261,7 +286,11 @@ def _columns_kernel(
     active_ref, query_ref, key_ref, query_line_ref, slot_lines_ref, weight_ref, lse_ref, *refs,
     grid, spans, group_reduce, windowed, weighted, scale, kv_heads,
 ):  # fmt: skip
-    """Takes one tile: query [1, G, t, D], key [1, slots, D], weights [1, words, t], sums [1, words, slots]."""
+    """Processes one tile of slots and one of queries.
+
+    Blocks: query [1, G, t, D], key [1, slots, D], positions [1, 1, t] and [1, lines, slots], weights [1, words, t],
+    log-sum-exps [1, G, 1, t], sums [1, words, slots].
+    """
     *count_ref, sums_ref, lines_ref, narrow_ref = refs
     row, slot, at = pl.program_id(0) // kv_heads, pl.program_id(1), pl.program_id(2)
     group, lanes = query_ref.shape[1], narrow_ref.shape[2]
@@ -272,7 +301,7 @@ def _columns_kernel(
         sums_ref[...] = jnp.zeros(sums_ref.shape, jnp.float32)
         narrow_ref[...] = jnp.zeros(narrow_ref.shape, jnp.float32)
         for line in range(lines_ref.shape[0]):
-            # [slots, lanes]: slots are rows of the logits here, and queries are columns
+            # [slots, lanes], since slots are rows of the logits here, and queries are columns
             lines_ref[line] = jnp.broadcast_to(slot_lines_ref[0, line : line + 1], (LANES, grid.slots)).T
 
     @pl.when((first <= at) & (at <= last) & (active_ref[0, row] <= at) & (at <= active_ref[1, row]))
@@ -285,24 +314,19 @@ def _columns_kernel(
             probability = jnp.exp(logits - lse_ref[0, which])
             return m + probability if group_reduce == "mean" else jnp.maximum(m, probability)
 
+        # [1, t]
         position = query_line_ref[0]
+        # [slots, t]
         seen = lines_ref[0, :, :1] <= position
         if windowed:
             seen = seen & (position <= lines_ref[1, :, :1])
+        # [slots, t]
         m = jax.lax.fori_loop(0, group, head, jnp.zeros(seen.shape, jnp.float32), unroll=group <= WIDE)
-        # The probabilities of slots that are not seen are meaningless so far.
+        # Logits were not masked, so m is not valid yet for slots that are not seen.
         m = jnp.where(seen, m * (1.0 / group) if group_reduce == "mean" else m, 0.0)
         done = 0
         for transform, (start, stop) in spans.items():
-            match transform:
-                case "identity":
-                    term = m
-                case "square":
-                    term = m * m
-                case "above":
-                    term = jnp.where(m >= softmax.uniform_share(count_ref[0][0, 0]), 1.0, 0.0)
-                case _:
-                    raise ValueError("counts need no attention; see kvjax.attention")
+            term = transformed(transform, m, lambda: softmax.uniform_share(count_ref[0][0, 0]))
             if stop - start >= WIDE:
                 sums_ref[:, start:stop] += product(weight_ref[:, start:stop], term[None], 2)
                 continue
@@ -322,8 +346,17 @@ def _columns_kernel(
 
 
 def _active(flag: Array, tile: int) -> tuple[Array, Array]:
-    """The first and the last tile with a flag that is set, [B] int32 each, 0 without one; flags [B, any, n]."""
+    """Finds the tiles in which a flag is set.
+
+    Args:
+      flag: [B, lines, n] bool.
+      tile: the number of queries of a tile; divides n.
+
+    Returns:
+      The first and the last tile in which a flag of any line is set, [B] int32 each; 0 if there is none.
+    """
     batch = flag.shape[0]
+    # [B, tiles]
     tiles = jnp.any(flag.reshape(batch, flag.shape[1], -1, tile), axis=(1, 3))
     index = jnp.arange(tiles.shape[1], dtype=jnp.int32)
     last = jnp.max(jnp.where(tiles, index, 0), axis=1)

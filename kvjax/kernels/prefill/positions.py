@@ -1,4 +1,4 @@
-"""Which queries see which slots, as lines of float32 that the kernels of both kinds compare."""
+"""Positions as lines of float32, from which the TPU's and the GPU's prefill kernels compute which slots are seen."""
 
 import jax
 import jax.numpy as jnp
@@ -6,19 +6,20 @@ import jax.numpy as jnp
 from kvjax.kernels.problem import Problem
 
 Array = jax.Array
-FAR = 1 << 30  # beyond any difference of two positions
+FAR = 1 << 30  # larger than any difference of two positions
 
 
 def lines(problem: Problem, log_base: float = 1.0) -> tuple[Array, Array]:
-    """Positions as float32, relative to the first query of a row: exact for blocks below 2²⁴ tokens.
+    """Returns positions as float32, relative to the first query of each row: exact for blocks below 2²⁴ tokens.
 
     Args:
-      problem: without a band.
-      log_base: factor of the weights that are added to logits, for logits to another base.
+      problem: a problem without a band.
+      log_base: factor of `log_weight`, for logits to another base.
 
     Returns:
-      [B, 1, n] positions of the queries, -inf for padding; and [B·K, lines, S]: the first position that sees a slot,
-      +inf for an empty one; with a window, the last position that does, +inf = no limit; and `log_weight`, if given.
+      The positions of the queries, [B, 1, n], -inf for padding; and lines of the slots, [B·K, lines, S]. These are the
+      first position that sees a slot, +inf if it is empty; with a window, the last position that sees it, +inf without
+      a limit; and `log_weight`, if given.
     """
     # [B, 1]
     start = problem.query_position[:, :1]
@@ -39,5 +40,5 @@ def lines(problem: Problem, log_base: float = 1.0) -> tuple[Array, Array]:
 
 
 def pad(x: Array, length: int, fill: float) -> Array:
-    """The last dimension padded to a length."""
+    """Pads the last dimension to a length."""
     return jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, length - x.shape[-1])), constant_values=fill)

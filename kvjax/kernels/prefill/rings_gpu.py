@@ -1,4 +1,4 @@
-"""What both passes of the GPU's prefill kernel share: rings of tiles that pass, products with them, warpgroups."""
+"""What both passes of the GPU's prefill kernel share: rings of tiles, products with them, and warpgroups."""
 
 import dataclasses
 import math
@@ -16,17 +16,17 @@ from kvjax.kernels.prefill.grid_gpu import LINES, Tiling
 
 Array = jax.Array
 LOG2E = math.log2(math.e)
-REGISTERS = 232, 40  # per thread of two warpgroups that compute, and of one that copies; 504 in all
+REGISTERS = 232, 40  # per thread of the two warpgroups that compute, and of the one that copies; 504 in total
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Places in shared memory that one warpgroup fills in turn, and others read and free.
+    """Places in shared memory that one warpgroup fills in turn and others read.
 
     Attributes:
       places: [stages, ...].
-      ready: a barrier per place, for its reads.
-      free: a barrier per place, for its next write.
+      ready: one barrier per place: its content can be read.
+      free: one barrier per place: it can be overwritten.
     """
 
     places: Any
@@ -34,25 +34,36 @@ class Ring:
     free: Any
 
     def put(self, step: Array, source: Any) -> None:
+        """Starts to copy `source` to the place of a step, as soon as it is free."""
         stages = self.places.shape[0]
         at = lax.rem(step, jnp.int32(stages))
         pl.when(step >= stages)(lambda: plgpu.barrier_wait(self.free.at[at]))
         plgpu.copy_gmem_to_smem(source, self.places.at[at], self.ready.at[at])
 
     def take(self, step: Array) -> Array:
+        """Waits until the place of a step can be read, and returns its index."""
         at = lax.rem(step, jnp.int32(self.places.shape[0]))
         plgpu.barrier_wait(self.ready.at[at])
         return at
 
     def release(self, at: Array) -> None:
+        """Frees a place for one warpgroup."""
         plgpu.barrier_arrive(self.free.at[at])
 
     def skip(self, step: Array) -> None:
+        """Frees the place of a step for one warpgroup without reading it."""
         self.release(self.take(step))
 
 
 def rings(warpgroups: int, stages: int, tile: Any, lines: Sequence[int]) -> dict[str, Any]:
-    """The scratch memory of a kernel's two rings: parts of tiles, and lines of numbers."""
+    """Returns the scratch memory of a kernel's two rings, of tiles and of lines.
+
+    Args:
+      warpgroups: the number of warpgroups that compute.
+      stages: the number of places of the ring of tiles.
+      tile: shared memory of the ring of tiles.
+      lines: the shape of a place of the ring of lines.
+    """
     barriers = {}
     for name, count in (("tile", stages), ("line", LINES)):
         barriers[f"{name}_ready"] = plgpu.Barrier(num_barriers=count)
@@ -61,7 +72,18 @@ def rings(warpgroups: int, stages: int, tile: Any, lines: Sequence[int]) -> dict
 
 
 def logits_of(left: Any, ring: Ring, step: Array, shape: tuple[int, int], tiling: Tiling) -> Array:
-    """What stays, [parts, rows, D], times a tile that passes, transposed, part by part: float32 logits to base 2."""
+    """Computes the logits of a tile, to base 2.
+
+    Args:
+      left: [parts, rows, D] the tile that stays.
+      ring: the ring of passing tiles.
+      step: the step of the ring with the first part of the passing tile.
+      shape: the shape of the logits.
+      tiling: how the problem is cut.
+
+    Returns:
+      The product with the transposed passing tile, in float32.
+    """
 
     def dot(into):
         for i in range(tiling.parts):
@@ -79,16 +101,17 @@ def pass_by(
     visits_ref: Any, pair: Array, program: Array, warpgroups: int, copy: Callable[[Array, Array], None],
     compute: Callable[[Array, Callable[..., Any]], None], skip: Callable[[Array], None],
 ) -> None:  # fmt: skip
-    """Runs every warpgroup: the last copies the tiles that any of the others visits, and these compute.
+    """Runs all warpgroups: the last one copies every tile that one of the others visits.
 
     Args:
-      visits_ref: [pairs, tiles, 2], the first and the last tile that passes for each that stays.
+      visits_ref: [pairs, tiles, 2], the first and the last passing tile for each tile that stays.
       pair: index of the (row, KV head).
       program: index of the program.
-      warpgroups: the number that compute, each on a tile that stays.
-      copy: (turn, tile) starts to copy a tile.
-      compute: (tile that stays, loop), where loop(body, carry) calls body(turn, tile, carry) for the visited tiles.
-      skip: (turn) frees a tile that only another warpgroup visits.
+      warpgroups: the number of warpgroups that compute, each for one tile that stays.
+      copy: (turn, tile) -> None, starts to copy a tile.
+      compute: (tile that stays, loop) -> None, where loop(body, carry) calls body(turn, tile, carry) for each visited
+        tile.
+      skip: (turn) -> None, frees a tile that only another warpgroup visits.
     """
     own = lax.axis_index("wg")
     ends = [[visits_ref[pair, program * warpgroups + i, end] for i in range(warpgroups)] for end in (0, 1)]
@@ -124,7 +147,7 @@ def call(
     kernel: Callable[..., None], out_type: Any, scratch: dict[str, Any], grid: tuple[int, int], warpgroups: int,
     name: str,
 ) -> Callable[..., Any]:  # fmt: skip
-    """A kernel as a function of arrays; a program is the warpgroups that compute and one that copies."""
+    """Returns a kernel as a function of arrays; a program has `warpgroups` that compute and one more that copies."""
     return plgpu.kernel(
         kernel,
         out_type=out_type,

@@ -1,8 +1,8 @@
 """Attention of a block of queries with column statistics in linear memory: the reference, in plain XLA.
 
-Queries are taken tile by tile. A tile sees whole rows of the score matrix, so its softmax is exact, and its
-probabilities are reduced to column sums before the next tile overwrites them. One tile exists at a time, whose size is
-bounded in bytes: beyond inputs and outputs, the memory is that of the column sums, linear in the prompt.
+Queries are processed in tiles. A tile has whole rows of the score matrix, so that its softmax is exact, and its
+probabilities are reduced to column sums before the next tile. Only one tile exists at a time, and its size in bytes is
+bounded, so that the memory in addition to inputs and outputs is that of the column sums, linear in the prompt.
 """
 
 from collections.abc import Callable
@@ -12,20 +12,20 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.decode import xla as rows
-from kvjax.kernels.problem import Attended, Problem
+from kvjax.kernels.problem import Attended, Problem, check
 
 Array = jax.Array
 Sums = dict[str, Array]
-Rows = tuple[Any, ...]  # of arrays [B, K, x, n, ...], something for each query
-Tile = Callable[..., tuple[Rows, Sums]]  # (problem of a tile, *arrays as of `Rows`) -> what each query gets, and sums
+Rows = tuple[Any, ...]  # arrays [B, K, G or 1, n, ...] with an entry for each query
+Tile = Callable[..., tuple[Rows, Sums]]  # (problem of a tile, *its `Rows`) -> `Rows` and sums of the tile
 
-TILE_BYTES = 16 << 20  # scores of one tile, over batch and heads; about the last-level cache of a CPU core
-SEGMENTS = 8  # of a causal prompt; each sees only the keys before its end, which takes 56 % of the square's work
-QUERY_AXIS = 3  # of an array that has something for each query: [B, K, G or 1, n, ...]
+TILE_BYTES = 16 << 20  # bytes of the scores of a tile, for all rows and heads; about the last-level cache of a CPU core
+SEGMENTS = 8  # segments of a causal prompt; each uses only the keys before its end, 56 % of the work without segments
+QUERY_AXIS = 3  # the axis of queries in `Rows`
 
 
 def attend(problem: Problem) -> Attended:
-    """As `decode.xla.attend`, for any number of queries."""
+    """Like `decode.xla.attend`, for any number of queries."""
 
     def tile(part: Problem) -> tuple[Rows, Sums]:
         attended = rows.attend(part)
@@ -36,7 +36,7 @@ def attend(problem: Problem) -> Attended:
 
 
 def column_sums(problem: Problem, lse: Array, seen: Array | None = None) -> Sums:
-    """As `decode.xla.column_sums`, for any number of queries."""
+    """Like `decode.xla.column_sums`, for any number of queries."""
 
     def tile(part: Problem, lse: Array, seen: Array | None = None) -> tuple[Rows, Sums]:
         return (), rows.column_sums(part, lse, None if seen is None else seen[:, :, 0])
@@ -46,7 +46,8 @@ def column_sums(problem: Problem, lse: Array, seen: Array | None = None) -> Sums
 
 
 def attend_and_reduce(problem: Problem) -> tuple[Attended, Sums]:
-    """As `decode.xla.attend_and_reduce`, for any number of queries."""
+    """Like `decode.xla.attend_and_reduce`, for any number of queries."""
+    check(problem)
 
     def tile(part: Problem) -> tuple[Rows, Sums]:
         attended, sums = rows.attend_and_reduce(part)
@@ -57,7 +58,7 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, Sums]:
 
 
 def count_seen(problem: Problem) -> Array:
-    """As `decode.xla.count_seen`, for any number of queries."""
+    """Like `decode.xla.count_seen`, for any number of queries."""
 
     def tile(part: Problem) -> tuple[Rows, Sums]:
         return (rows.count_seen(part)[:, :, None],), {}
@@ -67,18 +68,24 @@ def count_seen(problem: Problem) -> Array:
 
 
 def tile_rows(row_scores: int, n: int) -> int:
-    """The number of queries of a tile: a power of two up to 512 whose float32 scores stay near `TILE_BYTES`."""
+    """Returns the number of queries of a tile: a power of two up to 512.
+
+    Args:
+      row_scores: the number of scores of one query, for all rows and heads. The float32 scores of a tile take at most
+        `TILE_BYTES`, unless those of one query take more.
+      n: the number of queries.
+    """
     rows_that_fit = max(1, TILE_BYTES // (4 * row_scores))
     return min(512, 1 << (rows_that_fit.bit_length() - 1), 1 << (n - 1).bit_length())
 
 
 def _over_tiles(function: Tile, problem: Problem, *extra: Array) -> tuple[Rows, Sums]:
-    """Calls a function on tiles of queries, joins what it returns for each query and adds up its sums.
+    """Calls a function on tiles of queries, joins its results for the queries and adds up its sums.
 
     Args:
       function: see `Tile`; its sums have the names of the problem's statistics.
-      problem: any number of queries.
-      extra: arrays [B, K, x, n, ...] that the function gets the queries' part of.
+      problem: a problem with any number of queries.
+      extra: arrays [B, K, G or 1, n, ...], of which the function receives the part of its queries.
     """
     batch, kv_heads, group, n, _ = problem.query.shape
     tile = tile_rows(batch * kv_heads * group * problem.slots, n)
@@ -97,13 +104,13 @@ def _over_tiles(function: Tile, problem: Problem, *extra: Array) -> tuple[Rows, 
 
 
 def _tiles(function: Tile, problem: Problem, extra: tuple[Array, ...], tile: int) -> tuple[Rows, Sums]:
-    """As `_over_tiles`, over all slots for each tile."""
+    """Like `_over_tiles`, with all slots for each tile."""
     n = problem.query.shape[QUERY_AXIS]
     count = -(-n // tile)
     if count == 1:
         return function(problem, *extra)
     more = count * tile - n
-    # Padding queries see nothing (position -1) and weigh nothing.
+    # The tiles become the leading axis. Queries that fill the last tile see no slot (position -1) and have weight 0.
     inputs = (
         _split(problem.query, QUERY_AXIS, tile, more),
         _split(problem.query_position, 1, tile, more, fill=-1),
@@ -121,11 +128,12 @@ def _tiles(function: Tile, problem: Problem, extra: tuple[Array, ...], tile: int
 
 
 def _zeros(problem: Problem) -> Sums:
+    """Returns zeros for the sums of all statistics."""
     return {s.name: jnp.zeros((*problem.key_position.shape, *s.words), jnp.float32) for s in problem.statistics}
 
 
 def _split(x: Array, axis: int, tile: int, more: int, fill: int = 0) -> Array:
-    """[..., n, ...], `more` entries that are `fill` appended -> [tiles, ..., tile, ...]."""
+    """Cuts an axis into tiles: [..., n, ...] -> [tiles, ..., tile, ...], after appending `more` entries `fill`."""
     widths = [(0, more if i == axis else 0) for i in range(x.ndim)]
     x = jnp.pad(x, widths, constant_values=fill)
     x = x.reshape(*x.shape[:axis], -1, tile, *x.shape[axis + 1 :])
@@ -133,7 +141,7 @@ def _split(x: Array, axis: int, tile: int, more: int, fill: int = 0) -> Array:
 
 
 def _join(x: Array, n: int) -> Array:
-    """[tiles, B, K, x, tile, ...] -> [B, K, x, n, ...]."""
+    """Joins tiles of queries: [tiles, B, K, x, tile, ...] -> [B, K, x, n, ...]."""
     x = jnp.moveaxis(x, 0, QUERY_AXIS)
     x = x.reshape(*x.shape[:QUERY_AXIS], -1, *x.shape[QUERY_AXIS + 2 :])
     return x[:, :, :, :n]

@@ -1,15 +1,14 @@
 """A whole decoding step of one layer in one kernel on a Hopper GPU: append, attend, observe, evict (Mosaic GPU).
 
-A program takes one (row, KV head). It writes the new pair into the free slot, in place, through aliased buffers, and
-waits for that write; then keys and values pass through as in `pass_gpu`. Statistics and positions, one line of numbers
-each, are read, settled by the policy's own code, and written where they were. Only the output is new. The kernel takes
-slots that one program can hold, where there are enough programs to fill the GPU (`launch_of`).
+A program processes one (row, KV head). It writes the new pair into the free slot in place, through aliased buffers, and
+waits for that write; then it reads keys and values tile by tile, see `pass_gpu`. Statistics and positions, one line
+each, are read, updated by the policy's own code, and written in place. The kernel runs if one program can hold all
+slots of a head and if there are enough programs to fill the GPU (`launch_of`).
 
-It was interpreted and lowered for CUDA; no GPU has run it.
+The kernel was interpreted and lowered for CUDA, but has not run on a GPU.
 """
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,51 +22,39 @@ from kvjax.kernels.decode.launch_gpu import PROGRAMS, SPAN, WIDE, Launch
 from kvjax.kernels.decode.pass_gpu import Pass, gathered
 from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE
 from kvjax.kernels.rank1 import on_lines
-from kvjax.kernels.softmax import NEGATIVE
+from kvjax.kernels.softmax import NEGATIVE, transformed
 from kvjax.kernels.step import trace
+from kvjax.kernels.step.arguments import Step, Stepped, takes_step
 
 if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
 
 Array = jax.Array
-COPY = 256  # numbers that a copy takes at most; a line is padded to whole copies
-COPY_BYTES = 128  # a copy moves a multiple of this
-MOST_SLOTS = 4096  # 32 numbers of every line per thread, which has some 256 registers
+COPY = 256  # the largest number of numbers of a copy; a line is padded to whole copies
+COPY_BYTES = 128  # the bytes of a copy are a multiple of this
+MOST_SLOTS = 4096  # 32 numbers of every line per thread, which has about 256 registers
 
 
-def step(
-    query: Array,
-    new_key: Array,
-    new_value: Array,
-    key: Array,
-    value: Array,
-    position: Array,
-    stats: dict[str, Array],
-    *,
-    newest: Array,
-    budget: Array,
-    settle: Callable[..., Any],
-    transforms: tuple[str, ...],
-    scale: float,
-    window: int | None,
-    group_reduce: str,
-) -> tuple[Array, Array, Array, Array, dict[str, Array]]:
-    """As `kvjax.kernels.step.tpu.step`.
+@takes_step
+def step(given: Step) -> Stepped:
+    """Runs one decoding step of one layer: one token per row.
 
     Raises:
-      ValueError: for slots that `launch_of` has no launch for.
+      ValueError: see `launch_of`.
     """
+    query, new_key, new_value, key, value, position, stats, newest, budget, *_ = given
     batch, kv_heads, group, dim = query.shape
     pairs, size = batch * kv_heads, key.shape[2]
-    launch = launch_of(pairs, group, size, dim, key.dtype, len(stats), scale=scale, group_reduce=group_reduce)
+    launch = launch_of(
+        pairs, group, size, dim, key.dtype, len(stats), scale=given.scale, group_reduce=given.group_reduce
+    )
     names, length = tuple(sorted(stats)), _length(size)
     # [pairs, parts, G padded, D]
     parts = jnp.stack(hopper.parts(query.reshape(pairs, group, dim).astype(key.dtype)), axis=1)
     parts = jnp.pad(parts, ((0, 0), (0, 0), (0, launch.padded - group), (0, 0)))
-    # Mosaic writes to the arrays that it gets as references.
-    # [pairs, S, D]
+    # [pairs, S, D], as references, to which Mosaic writes in place
     kept = [jax.new_ref(x.reshape(pairs, size, dim)) for x in (key, value)]
-    # [pairs, S]
+    # [pairs, S], positions first
     lines = [jax.new_ref(x.reshape(pairs, size)) for x in (position, *(stats[name] for name in names))]
     scratch = launch.scratch() | {
         "pair_smem": plgpu.SMEM((2, _row(dim, key.dtype)), key.dtype),
@@ -76,10 +63,12 @@ def step(
         "stat_smem": [plgpu.SMEM((length,), jnp.float32) for _ in names],
         "begun": plgpu.Barrier(num_arrivals=launch.parts + 2 + len(lines) * (length // COPY)),
     }
-    body = functools.partial(_kernel, launch=launch, names=names, settle=settle, transforms=transforms, window=window)
+    body = functools.partial(
+        _kernel, launch=launch, names=names, settle=given.settle, transforms=given.transforms, window=given.window
+    )
     chunks = -(-dim // TILE)
 
-    # plgpu.kernel does this too, but takes no references before jax 0.11.
+    # plgpu.kernel does the same, but does not accept references before jax 0.11.
     def kernel(*refs: Any) -> None:
         pl.run_scoped(functools.partial(body, *refs), collective_axes=(), **scratch)
 
@@ -126,15 +115,25 @@ def launch_of(
     scale: float = 1.0,
     group_reduce: str = "mean",
 ) -> Launch:
-    """How a step of `pairs` (row, KV head) pairs is cut: a program takes all slots of a pair.
+    """Returns the launch of a step in which each program processes all slots of a (row, KV head) pair.
+
+    Args:
+      pairs: the number of (row, KV head) pairs.
+      group: see `Launch`.
+      size: see `Launch`.
+      dim: see `Launch`.
+      dtype: see `Launch`.
+      stats: the number of statistics.
+      scale: see `Problem`.
+      group_reduce: see `Problem`.
 
     Raises:
-      ValueError: where a program cannot, or where several that share the slots of a pair are faster.
+      ValueError: if a program cannot hold the slots, or if it is faster to share the slots of a pair among programs.
     """
     if size % 8 or not TILE <= size <= MOST_SLOTS:
         raise ValueError(f"a program takes {TILE} to {MOST_SLOTS} slots, a multiple of 8, not {size}.")
     hopper.check_dim(dim)
-    # The new pair, and what pads lines; positions, probabilities and statistics are lines.
+    # Lines: positions, probabilities and statistics. Extra bytes: the new pair, and the padding of the lines.
     padding, lines, dtype = _length(size) - -(-size // TILE) * TILE, 2 + stats, jnp.dtype(dtype)
     extra = 2 * _row(dim, dtype) * dtype.itemsize + 4 * lines * padding
     launch = Launch(group, dim, size, dtype, True, group_reduce, scale, lines, extra).cut(pairs)
@@ -148,17 +147,18 @@ def launch_of(
 
 
 def _row(dim: int, dtype: Any) -> int:
-    """The number of features of the new key, padded to what a copy moves."""
+    """Returns the number of features, padded to whole copies."""
     unit = COPY_BYTES // jnp.dtype(dtype).itemsize
     return -(-dim // unit) * unit
 
 
 def _rows(x: Array) -> Array:
+    """Pads features to whole copies: [pairs, D] -> [pairs, D padded]."""
     return jnp.pad(x, ((0, 0), (0, _row(x.shape[1], x.dtype) - x.shape[1])))
 
 
 def _length(size: int) -> int:
-    """The length of a line: the slots, padded with empty ones."""
+    """Returns the length of a line: the number of slots, padded to whole copies."""
     return -(-size // COPY) * COPY
 
 
@@ -167,7 +167,7 @@ def _kernel(
     query_smem, pair_smem, position_smem, column_smem, stat_smem, begun,
     launch, names, settle, transforms, window, **scratch,
 ):  # fmt: skip
-    """All slots of one (row, KV head)."""
+    """Processes all slots of one (row, KV head)."""
     *stat_refs, output_ref = refs
     size, length = launch.size, _length(launch.size)
     pair = lax.axis_index("pair")
@@ -183,7 +183,7 @@ def _kernel(
 
     @pl.loop(0, length // COPY)
     def _(at):
-        # Copies read zeros for slots beyond the last, and do not write these back.
+        # For slots beyond the last, copies read zeros and write nothing.
         piece = pl.ds(at * COPY, COPY)
         for line_ref, line_smem in lines:
             plgpu.copy_gmem_to_smem(line_ref.at[pair, piece], line_smem.at[piece], begun)
@@ -195,9 +195,9 @@ def _kernel(
     slot = plgpu.broadcasted_iota(jnp.int32, (length,), 0, layout=plgpu.Layout.WG_STRIDED((length,), 2))
     inside = slot < size
     position = jnp.where(inside, position_smem[...], -1)
+    # []: `size` if no slot is free; then nothing is written
     free = jnp.min(jnp.where(inside & (position < 0), slot, size))
-    # Nothing is written if no slot is free. In a row that has ended, newest is -1: the slot stays empty, whatever pair
-    # is written there.
+    # In a row that has ended, newest is -1 and the slot stays empty, although the pair is written into it.
     position = jnp.where(inside & (slot == free), newest, position)
     position_smem[...] = position
 
@@ -217,15 +217,16 @@ def _kernel(
 
     def bias(at):
         start = tiles.start(at)
+        # [TILE]
         at_tile = plgpu.layout_cast(position_smem[pl.ds(start, TILE)], PER_COLUMN)
         index = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=PER_COLUMN)
-        # The last tile begins with slots of the one before.
+        # The last tile repeats slots of the tile before it; they are hidden.
         own = start + index >= at * TILE
         return jnp.where(own & seen(at_tile), 0.0, NEGATIVE)
 
     top, total = tiles.softmax(bias)
 
-    # From the last tile to the first, so that the slots that the last one repeats are overwritten.
+    # Backwards, so that the slots that the last tile repeats are overwritten by their own tile.
     @pl.loop(0, launch.tiles)
     def _(back):
         at = launch.tiles - 1 - back
@@ -238,7 +239,11 @@ def _kernel(
     # [length]
     visible = jnp.where(inside & seen(position), 1.0, 0.0)
     m = jnp.where(visible > 0, column_smem[...], 0.0)
-    columns = {transform: _column(transform, m, visible) for transform in transforms}
+
+    def uniform() -> Array:
+        return 1.0 / jnp.maximum(jnp.sum(visible), 1.0)
+
+    columns = {each: visible if each == "one" else transformed(each, m, uniform) for each in transforms}
     stats = {name: line[...] for name, line in zip(names, stat_smem, strict=True)}
     stats, position = on_lines(settle, length)(stats, position, columns, newest, budget)
     position_smem[...] = position
@@ -253,18 +258,3 @@ def _kernel(
             plgpu.copy_smem_to_gmem(line_smem.at[piece], line_ref.at[pair, piece])
 
     plgpu.wait_smem_to_gmem(0)
-
-
-def _column(transform: str, m: Array, visible: Array) -> Array:
-    """f(m) of `Statistic.transform`, on lines."""
-    match transform:
-        case "identity":
-            return m
-        case "square":
-            return m * m
-        case "above":
-            count = jnp.maximum(jnp.sum(visible), 1.0)
-            return jnp.where(m >= 1.0 / count, visible, 0.0)
-        case "one":
-            return visible
-    raise ValueError(transform)

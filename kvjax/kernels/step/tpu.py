@@ -1,12 +1,11 @@
 """A whole decoding step of one layer in one TPU kernel (Pallas, Mosaic): append, attend, observe, evict.
 
-Keys and values are read once, and the new pair is written into its slot in place, through aliased buffers: one aligned
-group of slots per head goes back to memory. Statistics and positions are small, and are read and written whole. What a
-policy does with them is its own code, traced into the kernel on [1, K, S] arrays.
+Keys and values are read once. The new pair is written into its slot in place, through aliased buffers, by writing one
+aligned group of slots per head. Statistics and positions are small, and are read and written whole. The policy's own
+code, which updates them, is traced into the kernel on [1, K, S] arrays.
 """
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -15,64 +14,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.kernels.decode.pallas_tpu import LANES, TILE_BYTES, add_tile, product
-from kvjax.kernels.softmax import NEGATIVE
+from kvjax.kernels.registry import GROUP_BYTES
+from kvjax.kernels.softmax import NEGATIVE, transformed
 from kvjax.kernels.step import trace
+from kvjax.kernels.step.arguments import Step, Stepped, takes_step
 
 if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
 
 Array = jax.Array
-HELD_BYTES = 16 << 20  # that the kernel may hold of a core's memory
-GROUP_BYTES = 32  # per feature, of slots that share a row of memory tiles: 8 slots of float32
-POLICY_LINES = 12  # [K, S] arrays that the compiler holds of a policy's own arithmetic; up to 11 measured, for roco
-# (stats, positions with the new token [1, K, S], probabilities' columns by transform, newest [1], budget [1])
-# -> (stats, positions) afterwards
-Settle = Callable[[dict[str, Array], Array, dict[str, Array], Array, Array], tuple[dict[str, Array], Array]]
+HELD_BYTES = 16 << 20  # the largest amount of a core's memory that the kernel may use
+POLICY_LINES = 12  # [K, S] arrays that the compiler holds for a policy's arithmetic; measured: at most 11, for roco
 
 
-def step(
-    query: Array,
-    new_key: Array,
-    new_value: Array,
-    key: Array,
-    value: Array,
-    position: Array,
-    stats: dict[str, Array],
-    *,
-    newest: Array,
-    budget: Array,
-    settle: Settle,
-    transforms: tuple[str, ...],
-    scale: float,
-    window: int | None,
-    group_reduce: str,
-) -> tuple[Array, Array, Array, Array, dict[str, Array]]:
-    """Takes one token per row.
-
-    Args:
-      query: [B, K, G, D].
-      new_key: [B, K, 1, D].
-      new_value: [B, K, 1, D].
-      key: [B, K, S, D], donated.
-      value: [B, K, S, D], donated.
-      position: [B, K, S] int32; -1 = empty.
-      stats: statistic name -> [B, K, S] float32.
-      newest: [B] int32 position of each row's token; -1 = a row that has ended, which stays as it is.
-      budget: [B] int32.
-      settle: observes and evicts.
-      transforms: of the columns that `settle` gets; see `Statistic`.
-      scale: see `Problem`.
-      window: see `Problem`.
-      group_reduce: see `Problem`.
-
-    Returns:
-      The output [B, K, G, D], and key, value, position and stats afterwards.
-    """
+@takes_step
+def step(given: Step) -> Stepped:
+    """Runs one decoding step of one layer: one token per row."""
+    query, new_key, new_value, key, value, position, stats, newest, budget, *_ = given
     batch, kv_heads, group, dim = query.shape
     size, item = key.shape[2], key.dtype.itemsize
     tile = tile_slots(kv_heads, size, dim, item)
     tiles, shared = -(-size // tile), GROUP_BYTES // item
-    # A last group of fewer slots cannot be sent by itself; then the pair is written after the kernel, in place too.
+    # An incomplete last group of slots cannot be copied; then the pair is written after the kernel, also in place.
     inside = size % shared == 0
     names = tuple(sorted(stats))
 
@@ -90,14 +53,14 @@ def step(
             _kernel,
             names=names,
             inside=inside,
-            settle=settle,
-            transforms=transforms,
-            scale=scale,
-            window=window,
+            settle=given.settle,
+            transforms=given.transforms,
+            scale=given.scale,
+            window=given.window,
             size=size,
             tile=tile,
             shared=shared,
-            group_reduce=group_reduce,
+            group_reduce=given.group_reduce,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -118,7 +81,7 @@ def step(
             jax.ShapeDtypeStruct(query.shape, value.dtype),
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in returned),
         ],
-        # From the keys, or the positions, on; the two prefetched scalars count too.
+        # Including the two prefetched arrays, input 5 is the keys and input 7 is the positions.
         input_output_aliases={(5 if inside else 7) + i: 1 + i for i in range(len(returned))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="decode_step",
@@ -126,9 +89,9 @@ def step(
     if inside:
         key, value, *returned = returned
     else:
-        # [B, K] the first empty slot
+        # [B, K]: the first empty slot
         slot = jnp.min(jnp.where(position < 0, jnp.arange(size, dtype=jnp.int32), size), axis=2)
-        # [B, K]; in rows that have ended it is out of bounds, where writes are dropped
+        # [B, K]: out of bounds in rows that have ended, so that writes are dropped
         slot = jnp.where(newest[:, None] >= 0, slot, size)
         write = jax.vmap(jax.vmap(lambda into, at, pair: into.at[at].set(pair[0], mode="drop")))
         key, value = write(key, slot, new_key), write(value, slot, new_value)
@@ -150,23 +113,23 @@ def refuses(request: "Request") -> str | None:
 
 
 def held_bytes(request: "Request") -> int:
-    """Bytes of a core's memory that the kernel holds for a row, in tiles of at least 8 rows by 128 lanes."""
+    """Returns the bytes of a core's memory that the kernel needs per row, in tiles of at least 8 rows by 128 lanes."""
     heads, item = request.kv_heads, jnp.dtype(request.dtype).itemsize
     tile = tile_slots(heads, request.slots, request.dim, item)
     slots, dim = (-(-x // LANES) * LANES for x in (request.slots, request.dim))
     rows, group = -(-heads // 8) * 8, request.group if request.group == 1 else -(-request.group // 8) * 8
-    # Logits, and probabilities while they are added up; what is visible; positions and statistics, on their way in and
-    # out, two of each; and the policy's own arithmetic.
+    # Logits, and probabilities while they are summed; visibility; two buffers each for positions and statistics on the
+    # way in and on the way out; and the policy's arithmetic.
     lines = 2 * heads * group + rows * (1 + 4 * (1 + len(request.statistics)) + POLICY_LINES)
-    # Keys and values that pass through, two tiles of each.
+    # Two tiles of keys and two of values.
     tiles = 4 * tile * heads * dim * item
-    # Query, output and sums of every query head; the new pair, and the group of slots that is written.
+    # Query, output and sums of every query head; the new pair; and the group of slots that is written.
     small = heads * dim * (4 * 6 * group + 4 * 32 * 4 + 2 * 32)
     return 4 * slots * lines + tiles + small
 
 
 def tile_slots(kv_heads: int, size: int, dim: int, itemsize: int) -> int:
-    """The number of slots of a tile, for all KV heads of a row: all slots, or a multiple of a memory tile's lanes."""
+    """Returns the number of slots of a tile for all KV heads of a row: all slots, or a multiple of the lanes."""
     fit = TILE_BYTES // (kv_heads * -(-dim // LANES) * LANES * itemsize)
     return size if size <= fit else max(fit // LANES, 1) * LANES
 
@@ -175,7 +138,11 @@ def _kernel(
     newest_ref, budget_ref, query_ref, new_key_ref, new_value_ref, key_ref, value_ref, position_ref, *refs,
     names, inside, settle, transforms, scale, window, size, tile, shared, group_reduce,
 ):  # fmt: skip
-    """One tile of slots of one row, all KV heads: query [1, K, G, D], key and value [1, K, tile, D], [1, K, S]."""
+    """Processes one tile of slots of all KV heads of one row.
+
+    Blocks: query and output [1, K, G, D], new key and value [1, K, 1, D], key and value [1, K, tile, D], positions and
+    statistics [1, K, S].
+    """
     stat_refs = refs[: len(names)]
     output_ref, *rest = refs[len(names) :]
     key_out, value_out, *rest = rest if inside else [None, None, *rest]
@@ -189,7 +156,7 @@ def _kernel(
     here = slice(0, tile) if tile >= size else pl.ds(pl.multiple_of(at * tile, LANES), tile)
 
     def free(position: Array, slot: Array) -> Array:
-        """[K, 1] the first empty slot of each head; `size` where there is none."""
+        """Returns the first empty slot of each head, [K, 1]; `size` if there is none."""
         return jnp.min(jnp.where(position < 0, slot, size), axis=1, keepdims=True)
 
     @pl.when(at == 0)
@@ -203,7 +170,8 @@ def _kernel(
         seen_ref[:, :size] = jnp.where(visible, position, -1)
         for head in range(kv_heads):
             slot_ref[head] = jnp.min(free(position[head : head + 1], slot[:1]))
-        # [K, G, 1]. The new token comes first: its logit is the maximum so far. A row that has ended has none.
+        # [K, G, 1]: the logit of the new token, which is processed first and so is the maximum so far. A row that has
+        # ended has no new token.
         own = jnp.sum(query_ref[0].astype(jnp.float32) * new_key_ref[0].astype(jnp.float32), axis=2, keepdims=True)
         own_ref[...] = jnp.broadcast_to(jnp.where(alive, own * scale, NEGATIVE), own_ref.shape)
         top_ref[...] = own_ref[...]
@@ -211,6 +179,7 @@ def _kernel(
         value = jnp.broadcast_to(new_value_ref[0].astype(jnp.float32), sum_ref.shape)
         sum_ref[...] = jnp.where(alive, value, 0.0)
 
+    # [K, tile, D]
     value = value_ref[0]
     # [K, G, tile]
     logits = product(query_ref[0], key_ref[0], 2) * scale
@@ -219,7 +188,7 @@ def _kernel(
     top, total = add_tile(logits, value, at, size, top_ref, total_ref, sum_ref)
 
     def write(head: int) -> None:
-        """Writes the group of slots that holds the new pair back to where it lies."""
+        """Writes the group of slots that contains the new pair back to memory."""
         start = pl.multiple_of(slot_ref[head] // shared * shared, shared)
         for which, (block, new, out) in enumerate(
             ((key_ref, new_key_ref, key_out), (value_ref, new_value_ref, value_out))
@@ -239,8 +208,10 @@ def _kernel(
 
     @pl.when(at == tiles - 1)
     def _():
+        # [K, G, 1]
         share = 1.0 / jnp.where(total > 0, total, 1.0)
         output_ref[0] = (sum_ref[...] * share).astype(output_ref.dtype)
+        # [1, K, S]
         position = position_ref[...]
         slot = jax.lax.broadcasted_iota(jnp.int32, position.shape, 2)
         # [1, K, S]
@@ -251,23 +222,17 @@ def _kernel(
         seen = (jnp.max(logits, axis=1) > NEGATIVE / 2).astype(jnp.float32)[None]
         # [K, G, S]
         probability = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - top), 0.0) * share
-        # m: [1, K, S]
+        # [1, K, S]
         if group_reduce == "mean":
             m = jnp.sum(probability, axis=1)[None] * (1.0 / probability.shape[1])
         else:
             m = jnp.max(probability, axis=1)[None]
-        columns = {}
-        for transform in transforms:
-            match transform:
-                case "identity":
-                    columns[transform] = m
-                case "square":
-                    columns[transform] = m * m
-                case "above":
-                    count = jnp.maximum(jnp.sum(seen, axis=2, keepdims=True), 1.0)
-                    columns[transform] = jnp.where(m >= 1.0 / count, seen, 0.0)
-                case "one":
-                    columns[transform] = seen
+
+        def uniform() -> Array:
+            # [1, K, 1]
+            return 1.0 / jnp.maximum(jnp.sum(seen, axis=2, keepdims=True), 1.0)
+
+        columns = {each: seen if each == "one" else transformed(each, m, uniform) for each in transforms}
         stats = {name: ref[...] for name, ref in zip(names, stat_refs, strict=True)}
         stats, position = settle(
             stats, jnp.where(new, newest, position), columns, jnp.full((1,), newest), jnp.full((1,), budget_ref[row])

@@ -1,8 +1,8 @@
-"""Whether a kernel of a whole decoding step can take a policy: read from the policy's jaxpr, for each backend.
+"""Determines from a policy's jaxpr whether the kernel of a whole decoding step can run it, for each backend.
 
-What follows attention in a step, the policy's own code, is traced into the kernel on the slots of one row. A backend
-takes it if it has a form for every primitive, and if no head's result depends on heads that another program or device
-holds.
+The policy's own code, which follows attention in a step, is traced into the kernel on the slots of one row. A backend
+supports a policy if it supports every primitive, and if the result of each head does not depend on heads of another
+program or device.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
 
 Trace = Callable[..., Any]
-#: Primitives that Mosaic lowers for TPUs on [1, K, S] arrays, with the limits that `_unsupported_on_tpu` names.
+#: Primitives that Mosaic lowers for TPUs on [1, K, S] arrays; `_unsupported_on_tpu` returns the exceptions.
 TPU_PRIMITIVES = rank1.PRIMITIVES | {"clamp", "exp2", "floor", "is_finite", "logistic", "rsqrt", "sqrt", "tanh"}
-SEVERAL = 5  # heads to trace with, where a device has one of several
+SEVERAL = 5  # the number of heads to trace with if a device has one of several
 
 
 def refuses(request: "Request", backend: str) -> str | None:
-    """What the kernels of a whole step refuse on every backend."""
+    """Returns why the kernel of a whole step cannot run a request for reasons that all backends share, or None."""
     if request.tokens != 1:
         return f"it takes one token per row, not {request.tokens}"
     if request.plain:
@@ -42,17 +42,17 @@ def refuses(request: "Request", backend: str) -> str | None:
 
 
 def untraceable(trace: Trace, request: "Request", backend: str) -> str | None:
-    """Why a backend's kernel cannot trace a policy, or None.
+    """Returns why a backend's kernel cannot trace a policy, or None.
 
     Args:
       trace: see `Request`.
-      request: whose shapes it is traced with; one head at a time on a GPU.
+      request: gives the shapes to trace with; on a GPU, one head at a time.
       backend: ``pallas_tpu`` or ``pallas_gpu``.
     """
     heads = 1 if backend == "pallas_gpu" else request.kv_heads
     try:
         traced = jax.make_jaxpr(trace)(*_arguments(request, heads, request.slots))
-    except Exception as error:  # whatever a policy's own code raises, such as for keys that are not there
+    except Exception as error:  # a policy's own code may raise anything, for example because there are no keys
         first = (str(error).splitlines() or [""])[0]
         return f"the policy cannot be traced from positions and statistics alone ({type(error).__name__}: {first})"
     for constant in traced.consts:
@@ -69,18 +69,18 @@ def untraceable(trace: Trace, request: "Request", backend: str) -> str | None:
 
 
 def compares_heads(trace: Trace, request: "Request") -> bool:
-    """Whether the result of a head depends on other heads.
+    """Returns whether the result of a head depends on other heads.
 
-    Looks for reductions over heads among what the result is computed from. What only decides how long a loop runs or
-    which branch is taken does not count: a search that goes on until every head has found its threshold is a search of
-    each head.
+    This is the case if the result is computed from a reduction over heads. Reductions that only determine the length of
+    a loop or the branch of a conditional are ignored: a search that runs until every head has found its threshold
+    searches each head separately.
     """
     heads = request.kv_heads if request.kv_heads > 1 else SEVERAL
-    # No axis of slots is taken for one of heads.
+    # The number of slots is not a multiple of the number of heads, so that an axis of slots is not mistaken for heads.
     slots = request.slots + (request.slots % heads == 0)
     try:
         traced = jax.make_jaxpr(trace)(*_arguments(request, heads, slots))
-    except Exception:  # it knows which heads it is for
+    except Exception:  # the policy's code requires a certain number of heads
         return True
     return _reduces_heads(traced.jaxpr, heads)
 
@@ -96,7 +96,7 @@ def _needs_other_heads(trace: Trace, request: "Request", backend: str) -> str | 
 
 
 def _arguments(request: "Request", heads: int, slots: int) -> tuple[Any, ...]:
-    """Shapes of what a policy is traced with."""
+    """Returns the shapes of the arguments that a policy is traced with."""
 
     def line(dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, heads, slots), dtype)
@@ -108,7 +108,7 @@ def _arguments(request: "Request", heads: int, slots: int) -> tuple[Any, ...]:
 
 
 def _unsupported_on_tpu(equation: Any, size: int) -> str | None:
-    """The reason why Mosaic does not lower an equation for a TPU, on arrays of up to `size` numbers."""
+    """Returns why Mosaic does not lower an equation for a TPU on arrays of up to `size` numbers, or None."""
     name = equation.primitive.name
     if name not in TPU_PRIMITIVES:
         return name
@@ -123,13 +123,13 @@ def _unsupported_on_tpu(equation: Any, size: int) -> str | None:
 
 
 def _moves(reshape: Any) -> bool:
-    """Whether a reshape does more than to add or remove dimensions of size 1."""
+    """Returns whether a reshape does more than add or remove dimensions of size 1."""
     before, after = (tuple(n for n in x.aval.shape if n > 1) for x in (reshape.invars[0], reshape.outvars[0]))
     return before != after
 
 
 def _reduces_heads(jaxpr: Any, heads: int) -> bool:
-    """Whether results come from a reduction over an axis of heads, or of heads and slots together."""
+    """Returns whether results depend on a reduction over an axis of heads, or of heads and slots together."""
     needed = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
     for equation in reversed(jaxpr.eqns):
         if needed.isdisjoint(equation.outvars):
@@ -152,7 +152,7 @@ def _reduces_heads(jaxpr: Any, heads: int) -> bool:
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, those inside of others included."""
+    """Yields all equations, including those of inner jaxprs."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in _inner(equation):
@@ -160,7 +160,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _inner(equation: Any) -> Iterator[Any]:
-    """The jaxprs inside an equation: a call's, branches, a loop's condition and body."""
+    """Yields the jaxprs inside an equation: of a call, of branches, of a loop's condition and body."""
     for value in equation.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
             jaxpr = getattr(each, "jaxpr", each)

@@ -1,0 +1,237 @@
+"""Components of eviction policies: importances, scopes and merges."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.errors import PolicyError
+
+Array = jax.Array
+Stats = Mapping[str, Array]  # statistic name -> [B, K, S, ...]
+
+READABLE = frozenset({"key", "value"})  # what ranking may read in addition to statistics and positions
+
+
+class View(NamedTuple):
+    """What a policy reads when it ranks the slots of one group of heads of one layer.
+
+    Attributes:
+      position: [B, K, S] int32 absolute token position, -1 = empty.
+      key: [B, K, S, D] as stored (rotated, unless ``positions="cache"``) and decoded.
+      value: [B, K, S, D] decoded.
+      newest: [B] int32 position of each row's newest token; -1 for a row without a token in this block.
+      budget: [B] int32 slots per KV head that each row may keep.
+      prompt: [B] int32 tokens of each row's prompt.
+      layer: index of the layer, a number or int32.
+      decoding: whether the prompt is over.
+      heads: the model's indices of these KV heads; None = all, in order.
+    """
+
+    position: Array
+    key: Array
+    value: Array
+    newest: Array
+    budget: Array
+    prompt: Array
+    layer: Array | int
+    decoding: bool
+    heads: tuple[int, ...] | None = None
+
+    @property
+    def live(self) -> Array:
+        """[B, K, S] bool: whether a slot holds a token."""
+        return self.position >= 0
+
+    def recent(self, count: Array | int) -> Array:
+        """Marks the `count` ([B] or a number) newest positions of each row, [B, K, S] bool.
+
+        A compressor may have evicted some of them; no older token is marked instead.
+        """
+        return self.position > (self.newest - count)[:, None, None]
+
+    @property
+    def at_prompt_end(self) -> Array:
+        """[B] bool: whether this step was the last of the row's prompt."""
+        return (self.newest == self.prompt - 1) & (self.newest >= 0)
+
+
+class Importance:
+    """The importance of each slot.
+
+    Write a frozen dataclass that inherits from this class, with the parameters as its fields, or call
+    ``Importance(needs={"mass"}, score=function)``.
+
+    Attributes:
+      needs: the statistics that `score` reads, by name or as `Statistic`.
+      score: (stats, view) -> [B, K, S] float32; slots of larger scores stay.
+      amount: whether scores are amounts that can be multiplied; False = they only order the slots.
+      shared_by_heads: whether the score compares slots across heads, which must then all hold the same positions.
+      by_age: whether the score is the position, so that the oldest is evicted first.
+      reads: which of "key" and "value" `score` reads from the view.
+    """
+
+    needs: frozenset[Any]
+    score: Callable[[Stats, View], Array]
+    amount: bool = True
+    shared_by_heads: bool = False
+    by_age: bool = False
+    reads: frozenset[str] = frozenset()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Importance":
+        return super().__new__(ImportanceFunction if cls is Importance else cls)
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportanceFunction(Importance):
+    """An importance made of a function; ``Importance(needs=..., score=...)`` returns one."""
+
+    needs: frozenset[Any]
+    score: Callable[[Stats, View], Array]
+    amount: bool = True
+    shared_by_heads: bool = False
+    reads: frozenset[str] = READABLE
+
+    def __post_init__(self) -> None:
+        _check_functions("Importance", self, ("score",))
+
+
+class Scope:
+    """The slots that may not be evicted, whatever their importance.
+
+    Write a frozen dataclass that inherits from this class, or call
+    ``Scope(needs=..., protected=function, count=function)``.
+
+    Attributes:
+      needs: the statistics that `protected` reads, by name or as `Statistic`.
+      protected: (stats, view) -> [B, K, S] bool.
+      count: budget in slots -> the number of protected slots.
+      reads: which of "key" and "value" `protected` reads from the view.
+    """
+
+    needs: frozenset[Any]
+    protected: Callable[[Stats, View], Array]
+    count: Callable[[int], int]
+    reads: frozenset[str] = frozenset()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Scope":
+        return super().__new__(ScopeFunction if cls is Scope else cls)
+
+    def newest(self, budget: int) -> int:
+        """Returns how many of the newest positions are always protected under a budget in slots."""
+        return 0
+
+    def traced(self) -> "Scope":
+        """Returns the scope without the numbers of any budget in it; see `Evict.traced`."""
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class ScopeFunction(Scope):
+    """A scope made of functions; ``Scope(needs=..., protected=..., count=...)`` returns one."""
+
+    needs: frozenset[Any]
+    protected: Callable[[Stats, View], Array]
+    count: Callable[[int], int]
+    reads: frozenset[str] = READABLE
+
+    def __post_init__(self) -> None:
+        _check_functions("Scope", self, ("protected", "count"))
+
+
+class Folded(NamedTuple):
+    """A layer after a merge.
+
+    Attributes:
+      key: [B, K, S, D] as stored.
+      value: [B, K, S, D].
+      stats: the statistics, including those in `Merge.remembers`.
+    """
+
+    key: Array
+    value: Array
+    stats: dict[str, Array]
+
+
+class Merge:
+    """Folds evicted pairs into pairs that stay; see `kvjax.policies.merge`. Frozen dataclasses inherit from this class.
+
+    Attributes:
+      needs: the statistics that `fold` reads.
+      remembers: names of the merge's own statistics, [B, K, S] float32, 0 in empty slots.
+    """
+
+    needs: frozenset[Any] = frozenset()
+    remembers: tuple[str, ...] = ()
+
+    def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
+        """Folds the victims into the slots that stay.
+
+        Args:
+          key: [B, K, S, D] as stored.
+          value: [B, K, S, D] as stored.
+          victim: [B, K, S] bool.
+          stats: the statistics of the step.
+          view: the slots of the step; use `key` and `value` instead of those in the view.
+          tokens: the largest number of victims of a head.
+        """
+        raise NotImplementedError
+
+    def log_weight(self, stats: Stats) -> Array | None:
+        """Returns what is added to a slot's logits: the log of the number of tokens that it stands for.
+
+        [B, K, S] float32; None = 0 for every slot.
+        """
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything(Scope):
+    """Protects no slot: every slot is open."""
+
+    needs = frozenset()
+
+    def protected(self, stats: Stats, view: View) -> Array:
+        return jnp.zeros(view.position.shape, bool)
+
+    def count(self, budget: int) -> int:
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep(Importance):
+    """Gives every slot an infinite importance, so that none is evicted."""
+
+    needs = frozenset()
+    amount = False
+
+    def score(self, stats: Stats, view: View) -> Array:
+        return jnp.full(view.position.shape, jnp.inf)
+
+
+keep = Keep()
+everything = Everything()
+
+
+def check_declared(what: str, component: Any) -> None:
+    """Checks the `needs` of an importance, scope or merge, and the `reads` of the former two.
+
+    Raises:
+      PolicyError: `needs` is not a set, or `reads` not one of "key" and "value". The message begins with `what`.
+    """
+    needs, reads = component.needs, getattr(component, "reads", READABLE)
+    if isinstance(needs, str) or not isinstance(needs, Iterable):
+        raise PolicyError(f"{what}: needs={needs!r} is not a set of statistics; give one such as {{'mass'}}.")
+    if isinstance(reads, str) or not isinstance(reads, Iterable) or not READABLE.issuperset(reads):
+        raise PolicyError(f"{what}: reads={reads!r} is not valid; give a set of 'key' and 'value', such as {{'key'}}.")
+
+
+def _check_functions(what: str, made: Any, functions: tuple[str, ...]) -> None:
+    for field in functions:
+        if not callable(given := getattr(made, field)):
+            raise PolicyError(f"{what}: {field}={given!r} must be a function; see kvjax.policies.{what}.")
+    check_declared(what, made)
+    object.__setattr__(made, "needs", frozenset(made.needs))
+    object.__setattr__(made, "reads", frozenset(made.reads))

@@ -1,0 +1,42 @@
+"""Codecs whose gradient passes straight through, for scores that are differentiated (STORAGE.md)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvjax.storage.base import Codec, Exact, Parts, Shapes, Storage, round_trip
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class StraightThrough(Codec):
+    """Holds the numbers that another codec decodes to, in the model's dtype; their gradient is that of the vector.
+
+    Codes are integers, through which no gradient passes. What is decoded later is the same number.
+
+    Attributes:
+      codec: encodes and decodes.
+    """
+
+    codec: Codec
+
+    def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
+        return {"decoded": ((dim,), jnp.dtype(dtype))}
+
+    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+        return {"decoded": round_trip(self.codec, x, side, dtype).astype(dtype)}
+
+    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+        return parts["decoded"].astype(jnp.float32)
+
+
+def differentiable(storage: Storage) -> Storage:
+    """The storage with gradients that pass straight through its codecs; it takes as many bytes as a dense one."""
+    if storage.exact:
+        return storage
+    key, value = (c if isinstance(c, Exact) else StraightThrough(c) for c in (storage.key, storage.value))
+    return dataclasses.replace(storage, key=key, value=value)
