@@ -98,7 +98,7 @@ def problem(
         band=band,
         exempt=exempt,
         log_weight=log_weight,
-        counts=tuple(sorted(s.name for s in needs if not s.needs_attention)),
+        counts=tuple(sorted(s.name for s in needs if s.transform == "one")),
         scale=dim**-0.5 if scale is None else scale,
         window=window,
         group_reduce=group_reduce,

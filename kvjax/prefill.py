@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.attention import Implementation
-from kvjax.cache.convert import convert, empty_layers
-from kvjax.cache.layout import CacheLayout, Phase
+from kvjax.cache.convert import Prompt, convert, empty_layers
+from kvjax.cache.layout import CacheLayout, Group, Phase
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import Budgets, lower
 from kvjax.cache.spec import CacheSpec, as_spec
-from kvjax.cache.state import Block, KVState, Layer
+from kvjax.cache.state import Block, KVState, Layer, LayerKV
 from kvjax.inputs import check_batch, check_count, check_positions
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import Decoder
+from kvjax.models.decoder import SKEW, Decoder
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Selection
@@ -145,7 +145,7 @@ def prepare(
     )
     lowered = lower(
         spec, model.config, sizes, prompt, implementation=implementation, platform=model.platform,
-        dtype=jax.tree.leaves(model.params)[0].dtype,
+        dtype=jax.tree.leaves(model.params)[0].dtype, totals=total,
     )  # fmt: skip
     return Prepared(lowered.layout, lowered.budgets, sizes.prompt)
 
@@ -263,17 +263,26 @@ def prefill_steps(
         # [B, E]
         last = jnp.zeros((rows, config.embed_size), decoder.dtype)
         (kv, last), logprobs = jax.lax.scan(body, (kv, last), (starts, *blocks))
-        kv = kv.replace(layers=_converted(kv, layout))
+        kv = kv.replace(layers=_converted(kv, layout, config, params))
         # [B, count * step] or [B, 0]
         logprobs = logprobs.swapaxes(0, 1).reshape(rows, -1)
     return decoder.logits(last), logprobs[:, :width], kv.replace(budget=decode_budget)
 
 
-def _converted(kv: KVState, layout: CacheLayout) -> tuple[Layer, ...]:
+def _converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: Params) -> tuple[Layer, ...]:
     """Moves the slots of every group of heads to the arrays of the decoding phase."""
+    rope = config.rope
+    frequencies = None if rope is None else rope.frequencies(kv.total)
+
+    def group(index: int, layer: LayerKV, before: Group, after: Group) -> LayerKV:
+        # [K, D, D] of the group's heads
+        skew = params[f"layer_{index}"]["attention"].get(SKEW)
+        skew = skew if skew is None or after.heads is None else skew[np.asarray(after.heads)]
+        return convert(layer, before, after, Prompt(kv.length, rope, frequencies, skew))
+
     return tuple(
-        Layer(convert(*each, kv.length - 1) for each in zip(layer, before, after, strict=True))
-        for layer, before, after in zip(kv.layers, layout.prompt, layout.decode, strict=True)
+        Layer(group(index, *each) for each in zip(layer, before, after, strict=True))
+        for index, (layer, before, after) in enumerate(zip(kv.layers, layout.prompt, layout.decode, strict=True))
     )
 
 

@@ -121,6 +121,25 @@ class Rope:
         # [B, heads, n, D]
         return rotated if self.dim == x.shape[-1] else jnp.concatenate([rotated, x[..., self.dim :]], -1)
 
+    def unrotate(self, x: Array, position: Array, frequencies: Array) -> Array:
+        """Inverts `rotate`, in float32.
+
+        Args:
+          x: [B, heads, n, D], rotated.
+          position: see `rotate`.
+          frequencies: see `rotate`.
+
+        Returns:
+          [B, heads, n, D] float32.
+        """
+        # [B, heads, n, D]
+        back = self.rotate(x.astype(jnp.float32), -position, frequencies)
+        if self.attention_factor == 1:
+            return back
+        # The factor on cosine and sine is in both rotations.
+        rotated = jnp.arange(x.shape[-1]) < self.dim
+        return jnp.where(rotated, back / self.attention_factor**2, back)
+
 
 def _llama3(base: np.ndarray, rope: Rope) -> np.ndarray:
     """Divides low frequencies by `factor`, keeps high ones and interpolates between them (LLaMA 3.1).

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
-Transform = Literal["identity", "square", "above", "one"]
-Accumulate = Literal["sum", "replace", "decay", "recall"]
+Transform = Literal["identity", "square", "above", "one", "chosen", "chosen_at"]
+Accumulate = Literal["sum", "max", "replace", "decay", "recall"]
 
 #: Queries per word of ``recall``: a uint16 has 16 bits, and a float32 sum of 16 distinct powers of two is exact.
 WORD_BITS = 16
@@ -29,12 +29,16 @@ class Statistic:
       name: key of the statistic in an `Observation` and in a policy's statistics.
       transform: the elementwise function f, applied to m[i, j] for every query i that sees slot j. ``identity`` is m,
         ``square`` is m², ``above`` is 1 where m ≥ 1 / (number of slots that query i sees) and 0 elsewhere, and ``one``
-        is 1, which needs no attention probabilities.
-      accumulate: how the sum of a block is combined with the accumulated value. ``sum`` adds it. ``replace`` keeps the
-        value of the block's last query. ``decay`` is the exponential average E ← γE + (1 − γ)m, updated query by
-        query. ``recall`` stores f, which must be 0 or 1, for each of the last `history` queries, one bit per query.
+        is 1, which needs no attention probabilities. Two do not come from attention: ``chosen`` is 1 where a selection
+        chose the slot for the query and 0 elsewhere, and ``chosen_at`` is the query's position plus 1 there.
+      accumulate: how the sum of a block is combined with the accumulated value. ``sum`` adds it. ``max`` keeps the
+        larger value. ``replace`` keeps the value of the block's last query. ``decay`` is the exponential average
+        E ← γE + (1 − γ)m, updated query by query. ``recall`` stores f, which must be 0 or 1, for each of the last
+        `history` queries, one bit per query.
       gamma: the decay rate γ in [0, 1]; read only by ``decay``.
       history: the number of queries that ``recall`` stores; read only by ``recall``.
+      saturate: if given, the values of all slots of a head are halved and rounded down when one of them reaches this
+        number; only with ``sum``.
       tail: if given, only the last `tail` queries of each row's prompt count, and no query after the prompt does. If
         None, every query counts.
     """
@@ -44,12 +48,18 @@ class Statistic:
     accumulate: Accumulate = "sum"
     gamma: float = 1.0
     history: int = 0
+    saturate: int | None = None
     tail: int | None = None
 
     @property
     def needs_attention(self) -> bool:
         """Whether the statistic depends on attention probabilities, and not only on positions."""
-        return self.transform != "one"
+        return self.transform != "one" and not self.of_selection
+
+    @property
+    def of_selection(self) -> bool:
+        """Whether the statistic depends on what a selection chose; such statistics are 0 where everything is read."""
+        return self.transform in ("chosen", "chosen_at")
 
     @property
     def words(self) -> tuple[int, ...]:
@@ -82,7 +92,7 @@ class Statistic:
             # [B, n]
             return ((left >= 0) & (left < self.tail)).astype(jnp.float32)
         match self.accumulate:
-            case "sum":
+            case "sum" | "max":
                 # [B, n]
                 weight = jnp.ones(age.shape, jnp.float32)
             case "replace":
@@ -119,7 +129,14 @@ class Statistic:
         n = queries[:, None, None]
         match self.accumulate:
             case "sum":
-                return old + block
+                total = old + block
+                if self.saturate is None:
+                    return total
+                # [B, K, 1]
+                full = jnp.max(total, axis=2, keepdims=True) >= self.saturate
+                return jnp.where(full, jnp.floor(total / 2), total)
+            case "max":
+                return jnp.maximum(old, block)
             case "replace":
                 return jnp.where(n > 0, block, old)
             case "decay":
@@ -166,9 +183,22 @@ COUNT = Statistic("count", transform="one")
 ABOVE = Statistic("above", transform="above")
 #: The attention probability of the newest query (TOVA, arXiv:2401.06104).
 LAST = Statistic("last", accumulate="replace")
+#: The number of times that a selection chose a slot (InfiniGen, arXiv:2406.19707, section 4.4).
+FETCHED = Statistic("fetched", transform="chosen")
+#: 1 plus the position of the last query for which a selection chose a slot; 0 = never (InfiniGen, section 4.4).
+LAST_FETCHED = Statistic("last_fetched", transform="chosen_at", accumulate="max")
 
 #: The statistics that a policy may request by name.
-NAMED: Mapping[str, Statistic] = {s.name: s for s in (MASS, MASS_SQ, COUNT, ABOVE, LAST)}
+NAMED: Mapping[str, Statistic] = {s.name: s for s in (MASS, MASS_SQ, COUNT, ABOVE, LAST, FETCHED, LAST_FETCHED)}
+
+
+def saturating_fetched(saturate: int) -> Statistic:
+    """Returns `FETCHED` with counters that are halved when one of a head's reaches a number.
+
+    Args:
+      saturate: that number; 255 is the largest of one byte.
+    """
+    return dataclasses.replace(FETCHED, name=f"fetched[{saturate}]", saturate=saturate)
 
 
 def decayed(gamma: float) -> Statistic:

@@ -1,6 +1,6 @@
 """Empty slots, and the conversion of slots from one phase to the next."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,8 @@ from jax.typing import DTypeLike
 from kvjax.cache.layout import Group, Phase
 from kvjax.cache.slots import constrain, empty_stats, forget, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, Layer, LayerKV, PerSlot, Store
+from kvjax.rope import Rope
+from kvjax.selection.base import Held
 from kvjax.storage import store as held
 
 Array = jax.Array
@@ -26,6 +28,7 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
     """
     heads = kv_heads if group.heads is None else len(group.heads)
     shape, dtype = (batch, heads, group.capacity), jnp.dtype(dtype)
+    watch = group.watch
     stores = tuple(
         held.empty(storage, (batch, heads, slots), dim, dtype)
         for storage, slots in zip(group.stores, group.slots, strict=True)
@@ -35,7 +38,7 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
             position=jnp.full(shape, EMPTY, jnp.int32),
             stores=stores,
             stats=empty_stats(group.needs, group.policy.remembers, shape),
-            index=group.selection.init(shape, dim, dtype),
+            index=group.selection.init(shape, dim, dtype) if watch is None else watch.start((batch, heads), dim),
             dim=dim,
         )
     )
@@ -46,7 +49,29 @@ def empty_layers(phase: Phase, batch: int, kv_heads: int, dim: int, dtype: DType
     return tuple(Layer(empty(group, batch, kv_heads, dim, dtype) for group in layer) for layer in phase)
 
 
-def convert(layer: LayerKV, before: Group, after: Group, newest: Array) -> LayerKV:
+class Prompt(NamedTuple):
+    """What `convert` knows of a layer's prompts.
+
+    Attributes:
+      length: [B] int32 tokens of each row's prompt.
+      rope: the model's rotary embedding.
+      frequencies: of the rows, see `Rope.frequencies`; None without a rotary embedding.
+      skew: [K, D, D] of these KV heads, see `kvjax.models.skew`; None = the identity.
+    """
+
+    length: Array
+    rope: Rope | None = None
+    frequencies: Array | None = None
+    skew: Array | None = None
+
+    def unrotate(self, key: Array, position: Array) -> Array:
+        """Returns keys [B, K, S, D] as they were before rotation to `position` [B, K, S], float32."""
+        if self.rope is None or self.frequencies is None:
+            return key.astype(jnp.float32)
+        return self.rope.unrotate(key, position, self.frequencies)
+
+
+def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> LayerKV:
     """Moves the live slots of the prompt phase, oldest first, into the arrays of the decoding phase.
 
     The live slots must fit, which lowering ensures. Keys and values that are exact are encoded where `after` has a
@@ -56,16 +81,17 @@ def convert(layer: LayerKV, before: Group, after: Group, newest: Array) -> Layer
       layer: the slots at the end of the prompt.
       before: the group of the prompt phase.
       after: the group of the decoding phase.
-      newest: [B] int32 position of each row's last prompt token.
+      prompt: the prompts.
 
     Returns:
       The stores, statistics and index of `after`.
     """
     live = layer.position >= 0
-    # A one-shot prompt is exact whatever the storage.
+    # A one-shot prompt is exact whatever the storage. Otherwise lowering refuses selections that summarise exact keys.
     coded = bool(before.slots) and not before.storage.exact
-    # An index that is kept during the prompt has an entry for each slot.
-    per_slot = PerSlot(layer.stats, layer.index)
+    newest = prompt.length - 1
+    index = _index(layer, before, after, prompt, coded)
+    per_slot = PerSlot(layer.stats, {name: index.pop(name) for name in after.selection.per_slot})
     pieces = []
     start = 0
     for number, (storage, slots) in enumerate(zip(after.stores, after.slots, strict=True)):
@@ -92,9 +118,7 @@ def convert(layer: LayerKV, before: Group, after: Group, newest: Array) -> Layer
     moved: PerSlot = forget(jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=2), *owns), position)
     fresh = empty_stats(after.needs, after.policy.remembers, slots_of(position))
     stats = {name: moved.stats.get(name, new) for name, new in fresh.items()}
-    # Lowering refuses a selection that summarises keys if they are encoded already.
-    index = moved.index or ({} if coded else _summary(layer, after, position))
-    return layer.replace(position=position, stores=stores, stats=stats, index=index)
+    return layer.replace(position=position, stores=stores, stats=stats, index=moved.index | index)
 
 
 def _moved(
@@ -119,11 +143,24 @@ def _moved(
     return take(jnp.where(mine, position, EMPTY), order, slots, EMPTY), own, store
 
 
-def _summary(layer: LayerKV, after: Group, position: Array) -> Any:
-    """Builds the index of the selection of the decoding phase from the keys of a dense layer."""
-    if after.selection.reads_all:
+def _index(layer: LayerKV, before: Group, after: Group, prompt: Prompt, coded: bool) -> dict[str, Array]:
+    """Builds the index of the selection of the decoding phase from the keys of a dense layer.
+
+    Arrays with an entry for each slot are of the layer's slots, others of the slots of `after`.
+    """
+    selection = after.selection
+    if before.selection.per_slot:
+        # It is kept during the prompt.
+        return dict(layer.index)
+    if coded:
         return {}
-    capacity = position.shape[2]
-    order = oldest_first(layer.position, layer.position >= 0, capacity)
-    summary = after.selection.init(slots_of(position), layer.dim, layer.key.dtype)
-    return after.selection.build(summary, position, take(layer.key, order, capacity)) if summary else {}
+    position, key = layer.position, layer.key
+    if not selection.per_slot:
+        # [B, K, S] and [B, K, S, D], as they will be after the slots have moved
+        order = oldest_first(position, position >= 0, after.capacity)
+        position, key = take(position, order, after.capacity, EMPTY), take(key, order, after.capacity)
+    index = selection.init(slots_of(position), layer.dim, key.dtype)
+    if not index:
+        return {}
+    kept = Held(position, key, prompt.length, prompt.skew, lambda key: prompt.unrotate(key, position))
+    return selection.build(index, layer.index if before.watch else {}, kept)

@@ -42,7 +42,7 @@ class Chooser:
 
     def decode(self, group: Group, kv_heads: int) -> Group:
         """The decoding group with its kernels; kv_heads: of the group."""
-        parts = 1 if group.storage.exact else len(group.slots) + 1
+        parts = len(group.slots) + 1 if group.apart else 1
         request = self._request(group, kv_heads, tokens=1, slots=group.capacity, parts=parts)
         whole = self._choose("step", request, group)
         if whole.op == "step":
@@ -54,7 +54,7 @@ class Chooser:
         one_shot = self.sizes.block is None
         tokens = self.sizes.prompt if one_shot else self.sizes.block
         assert tokens is not None
-        parts = 1 if one_shot or group.storage.exact else len(group.slots) + 1
+        parts = len(group.slots) + 1 if group.apart and not one_shot else 1
         slots = tokens if one_shot else group.capacity
         request = self._request(group, kv_heads, tokens=tokens, slots=slots, parts=parts)
         choice = self._choose("prefill" if tokens > 1 else "decode", request, group)
@@ -69,6 +69,8 @@ class Chooser:
             plain.append(f"storage {group.storage.name}")
         if not group.selection.reads_all:
             plain.append(f"selection {group.selection.name}")
+        if any(statistic.of_selection for statistic in group.needs):
+            plain.append("statistics of what a selection chose")
         if group.policy.positions != "original":
             plain.append(f"positions={group.policy.positions!r}")
         return Request(

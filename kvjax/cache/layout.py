@@ -39,6 +39,7 @@ class Group:
       attend: the implementation of attention.
       step: the implementation of a whole decoding step; None = step by step.
       reasons: why no faster kernel runs.
+      watch: of a prompt, the selection of the decoding phase, if it adds up what the prompt's queries and keys are.
       decode_group: of a one-shot prompt, the group of the decoding phase, into whose arrays each layer moves its slots.
     """
 
@@ -53,6 +54,7 @@ class Group:
     attend: Implementation = "xla"
     step: Implementation | None = None
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    watch: Selection | None = None
     decode_group: "Group | None" = None
 
     @property
@@ -63,7 +65,16 @@ class Group:
     @property
     def reports(self) -> frozenset[Statistic]:
         """The statistics that attention reports: those that are kept, and what the selection looks at."""
-        return self.needs | self.selection.needs
+        return frozenset(s for s in self.needs | self.selection.needs if not s.of_selection)
+
+    @property
+    def apart(self) -> bool:
+        """Whether a step's own tokens are apart from the slots until the step ends.
+
+        Otherwise they are appended before the step attends. They cannot be where slots are held in a code, or where
+        slots are chosen before the tokens are known.
+        """
+        return not self.storage.exact or self.selection.ahead
 
     @property
     def evicts(self) -> bool:

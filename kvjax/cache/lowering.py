@@ -19,7 +19,7 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.base import Evict, Policy, keep, named
-from kvjax.policies.budget import Budget, Fraction, PerLayer, Pyramid, Shared, batch_slots
+from kvjax.policies.budget import Budget, Fraction, FromLayer, PerLayer, Pyramid, Shared, batch_slots
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
@@ -45,6 +45,20 @@ class Branch(NamedTuple):
     evicts_one: bool
     selection: Selection
 
+    def in_layer(self, layer: int) -> "Branch":
+        """Returns the branch with policies that keep everything in layers before those that a budget is for."""
+
+        def own(policy: Evict) -> Evict:
+            if policy.budget is None or layer >= policy.budget.first_layer:
+                return policy
+            return Evict(
+                importance=keep, budget=None, positions=policy.positions, group_reduce=policy.group_reduce,
+                name=policy.name,
+            )  # fmt: skip
+
+        prompt = own(self.prompt)
+        return self._replace(prompt=prompt, decode=prompt if self.decode is self.prompt else own(self.decode))
+
 
 class Budgets(NamedTuple):
     """Per layer and group, [B] int32 slots per KV head, or None where every token is kept."""
@@ -69,6 +83,7 @@ def lower(
     implementation: Implementation = "auto",
     platform: str = "cpu",
     dtype: DTypeLike = "float32",
+    totals: np.ndarray | None = None,
 ) -> Lowered:
     """Resolves heads, phases, capacities, storages and kernels, for the mesh in force (`jax.set_mesh`).
 
@@ -80,6 +95,7 @@ def lower(
       implementation: of attention and of whole steps; ``auto`` may fall back, a name raises where it cannot run.
       platform: ``cpu``, ``gpu`` or ``tpu``.
       dtype: of keys and values.
+      totals: [B] tokens that each row will hold in all; None = as many as there is room for.
 
     Raises:
       PolicyError: a combination, a budget or a table of heads that cannot work.
@@ -96,7 +112,8 @@ def lower(
     decode_groups: list[tuple[Group, ...]] = []
     prompt_budgets: list[tuple[np.ndarray | None, ...]] = []
     decode_budgets: list[tuple[np.ndarray | None, ...]] = []
-    resolved = [_budgets(branch, lengths, config.num_layers) for branch in branches]
+    totals = lengths + sizes.following if totals is None else totals
+    resolved = [_budgets(branch, lengths, totals, config.num_layers) for branch in branches]
     sized = [_largest(branch, lengths, config.num_layers, sizes) for branch in branches]
     kernels = Chooser(config, sizes, implementation, platform, dtype)
     for layer in range(config.num_layers):
@@ -108,12 +125,14 @@ def lower(
             heads = None if branch.heads is None else branch.heads[layer]
             if heads == ():
                 continue
-            largest = [None if each is None else each[layer] for each in most]
-            early, late = _groups(spec, branch, layer, heads, largest, config, sizes, kernels)
+            own = branch.in_layer(layer)
+            limited = [own.selection.budget is not None or each.budget is not None for each in (own.prompt, own.decode)]
+            largest = [each[layer] if each and limits else None for each, limits in zip(most, limited, strict=True)]
+            early, late = _groups(spec, own, layer, heads, largest, config, sizes, kernels)
             before.append(early)
             after.append(late)
-            for rows, into in zip(budgets, (first, then), strict=True):
-                into.append(None if rows is None else rows[layer])
+            for rows, limits, into in zip(budgets, limited, (first, then), strict=True):
+                into.append(rows[layer] if rows is not None and limits else None)
         prompt_groups.append(tuple(before))
         decode_groups.append(tuple(after))
         prompt_budgets.append(tuple(first))
@@ -186,7 +205,9 @@ def _check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
         )
 
 
-def _budgets(branch: Branch, lengths: np.ndarray, layers: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+def _budgets(
+    branch: Branch, lengths: np.ndarray, totals: np.ndarray, layers: int
+) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Returns the slots of the prompt and of decoding, [L, B] int32 each; None where every token is kept."""
 
     def slots(policy: Evict) -> np.ndarray | None:
@@ -195,7 +216,7 @@ def _budgets(branch: Branch, lengths: np.ndarray, layers: int) -> tuple[np.ndarr
         if policy.budget is None:
             return None
         with named(policy.name):
-            return batch_slots(policy.budget, lengths, layers, policy.check_slots)
+            return batch_slots(policy.budget, totals if policy.budget.of_text else lengths, layers, policy.check_slots)
 
     first = slots(branch.prompt)
     return first, first if branch.decode is branch.prompt else slots(branch.decode)
@@ -209,6 +230,8 @@ def _largest(
     def slots(policy: Evict) -> tuple[int, ...] | None:
         if policy.budget is None or branch.selection.budget is not None:  # hides slots and frees none
             return None
+        if policy.budget.of_text:
+            return policy.budget.slots(sizes.total, layers)
         own = [policy.budget.slots(int(n), layers) for n in sorted(set(lengths.tolist()))]
         alike = [policy.budget.largest(each, layers) for each in sizes.sized_for(lengths)]
         return tuple(max(each) for each in zip(*own, *alike, strict=True))
@@ -236,6 +259,7 @@ def _groups(
     selection = everything() if whole else branch.selection.traced()
     # A prompt is read whole, except by selections that hide slots of it.
     early = selection if selection.in_prompt or selection.whole_text else everything()
+    watch = selection if selection.watches else None
     needs = branch.decode.needs
     common: dict[str, Any] = {"heads": heads, "storage": spec.storage}
     after = Group(
@@ -247,7 +271,7 @@ def _groups(
     before = Group(
         policy=branch.prompt.traced(), selection=early, needs=needs | branch.prompt.needs,
         slots=() if sizes.block is None else _stores(spec, branch, kernels.round_up(prompt), budgets),
-        decode_group=after if sizes.block is None else None, **common,
+        watch=watch, decode_group=after if sizes.block is None else None, **common,
     )  # fmt: skip
     return kernels.prompt(before, own_heads), after
 
@@ -317,6 +341,8 @@ def follows_prompt(budget: Budget | None) -> bool:
     match budget:
         case Fraction() | Pyramid():
             return True
+        case FromLayer(inner, _):
+            return follows_prompt(inner)
         case PerLayer(layers):
             return any(isinstance(each, Fraction) for each in layers)
         case Shared(average):

@@ -19,14 +19,14 @@ T = TypeVar("T")
 class Pool(NamedTuple):
     """The slots of a layer and the tokens of a step.
 
-    The step's own tokens are appended to a dense layer. If the layer has a codec, they follow its slots.
+    The step's own tokens are appended to the layer, or follow its slots; see `Group.apart`.
 
     Attributes:
       layer: the layer, with the step's tokens if it is dense.
       own: key and value [B, K, n, D] of the step's tokens that follow the layer's slots, or None.
       position: [B, K, S'] int32 of all slots.
       stats: statistic name -> [B, K, S', ...].
-      index: the selection's index; if it has an entry for each slot, of all slots.
+      index: the selection's index; arrays with an entry for each slot have one for all slots.
     """
 
     layer: LayerKV
@@ -34,6 +34,11 @@ class Pool(NamedTuple):
     position: Array
     stats: dict[str, Array]
     index: Any
+
+    @property
+    def coded(self) -> bool:
+        """Whether slots must be decoded."""
+        return any(set(parts) != {"exact"} for store in self.layer.stores for parts in store.values())
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -61,9 +66,11 @@ def prompt_pool(key: Array, value: Array, block: Block, group: Group) -> Pool:
     return Pool(layer, None, layer.position, layer.stats, layer.index)
 
 
-def pool_of(layer: LayerKV, key: Array, value: Array, block: Block, group: Group) -> Pool:
-    """Returns the pool of a layer and the tokens [B, K, n, D] of a block."""
-    if group.storage.exact:
+def pool_of(
+    layer: LayerKV, key: Array, value: Array, block: Block, group: Group, skew: Array | None = None
+) -> Pool:
+    """Returns the pool of a layer and the tokens [B, K, n, D] of a block; `skew` as in `kvjax.cache.step.step`."""
+    if not group.apart:
         # Constrained before attention too: if KV heads are replicated but query heads are not, XLA would otherwise
         # write the cache in parts and gather it at every step.
         layer = constrain(append(layer, key, value, block.position))
@@ -72,9 +79,10 @@ def pool_of(layer: LayerKV, key: Array, value: Array, block: Block, group: Group
     own = jnp.broadcast_to(block.position[:, None], key.shape[:3])
     new = empty_stats(group.needs, group.policy.remembers, slots_of(key))
     index = layer.index
-    if group.selection.in_prompt:
-        more = group.selection.init(slots_of(key), key.shape[3], key.dtype)
-        index = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=2), index, more)
+    if group.selection.per_slot:
+        entries = group.selection.entries(index, key, skew)
+        joined_up = {name: jnp.concatenate([index[name], own], axis=2) for name, own in entries.items()}
+        index = index | joined_up
     stats = {name: jnp.concatenate([leaf, new[name]], axis=2) for name, leaf in layer.stats.items()}
     return Pool(layer, (key, value), jnp.concatenate([layer.position, own], axis=2), stats, index)
 
@@ -107,7 +115,7 @@ def run_after_inputs(function: Callable[..., T], pool: Pool, *arguments: Any) ->
       pool: the slots.
       arguments: further arguments.
     """
-    if pool.own is None:
+    if not pool.coded:
         return function(pool, *arguments)
 
     def zeros(*operands: Any) -> Any:

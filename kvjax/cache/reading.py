@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from kvjax import attention
 from kvjax.cache.layout import Group
 from kvjax.cache.pool import Pool, joined
-from kvjax.cache.slots import free_slots
-from kvjax.cache.state import EMPTY, FAR, Block
-from kvjax.selection.base import SelectView
+from kvjax.cache.slots import free_slots, write
+from kvjax.cache.state import EMPTY, FAR, Block, LayerKV
+from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact
 
 Array = jax.Array
@@ -40,6 +40,7 @@ class Reading(NamedTuple):
       slots: [B, K, W] int32, the slots of the first piece that the first part was gathered from; None for all.
       index: the selection's index, with the step's tokens.
       view: the arguments of the selection; None if everything is read.
+      chosen: [B, K, S'] bool, whether the selection chose the slot; None if everything is read.
     """
 
     parts: tuple[Part, ...]
@@ -47,6 +48,7 @@ class Reading(NamedTuple):
     slots: Array | None
     index: Any
     view: SelectView | None
+    chosen: Array | None = None
 
 
 def read(
@@ -56,6 +58,9 @@ def read(
     values: tuple[Array, ...],
     block: Block,
     group: Group,
+    *,
+    layer: LayerKV | None,
+    guess: Array | None,
     **about: Any,
 ) -> Reading:
     """Chooses the slots to read.
@@ -67,7 +72,9 @@ def read(
       values: [B, K, S_i, D] of each piece.
       block: the tokens of the step.
       group: the selection.
-      about: ``budget``, ``scale`` and ``window`` of `kvjax.cache.step.step`.
+      layer: the slots before the step.
+      guess: [B, H, 1, D] the query of a selection that looks ahead, rotated.
+      about: ``budget``, ``scale``, ``window`` and ``skew`` of `kvjax.cache.step.step`.
     """
     selection, n = group.selection, query.shape[2]
     parts = tuple(map(Part, keys, values, pool.cut(pool.position)))
@@ -83,23 +90,80 @@ def read(
         return Reading(parts, pool.position, None, index, view)
     if n == 1:
         own = keys[-1] if pool.own is not None else jnp.take_along_axis(keys[0], slot[:, :, None, None], axis=2)
-        index = selection.write(index, own, slot, block.newest >= 0)
-    # [B, K, G, D]: of the block's last query; selections of whole blocks look at no query
-    grouped = query.reshape(*pool.position.shape[:2], -1, n, query.shape[3])[:, :, :, -1]
-    mask = selection.read(index, grouped, view)
+        index = _written(index, own, slot, pool, block, selection, view.skew)
+    if selection.ahead:
+        assert layer is not None and guess is not None
+        chosen, always = _ahead(layer, guess, view, selection)
+    else:
+        # [B, K, G, D]: of the block's last query; selections of whole blocks look at no query
+        last = _grouped(query, pool.position)[:, :, :, -1]
+        chosen, index = selection.choose(index, last, view)
+        always = selection.always(index, view)
+    mask = chosen | always
     position = jnp.where(mask, pool.position, EMPTY)
     parts = tuple(map(Part, keys, values, pool.cut(position)))
     size, width = keys[0].shape[2], selection.width(keys[0].shape[2])
     if width is None or width >= size:
-        return Reading(parts, position, None, index, view)
+        return Reading(parts, position, None, index, view, chosen)
     slots, valid = compact(mask[:, :, :size], width)
 
     def fetch(x: Array) -> Array:
         return jnp.take_along_axis(x, slots.reshape(*slots.shape, *(1,) * (x.ndim - 3)), axis=2)
 
     first = parts[0]
-    fetched = Part(fetch(first.key), fetch(first.value), jnp.where(valid, fetch(first.position), EMPTY))
-    return Reading((fetched, *parts[1:]), position, jnp.where(valid, slots, size), index, view)
+    at = jnp.where(valid, fetch(first.position), EMPTY)
+    restored = selection.restore(index, at)
+    fetched = Part(fetch(first.key) if restored is None else restored, fetch(first.value), at)
+    return Reading((fetched, *parts[1:]), position, jnp.where(valid, slots, size), index, view, chosen)
+
+
+def _grouped(query: Array, position: Array) -> Array:
+    """Groups queries [B, H, n, D] by KV head: [B, K, G, n, D]."""
+    return query.reshape(*position.shape[:2], -1, *query.shape[2:])
+
+
+def _ahead(layer: LayerKV, guess: Array, view: SelectView, selection: Selection) -> tuple[Array, Array]:
+    """Chooses before the step's token is known, from the slots that are held.
+
+    Returns:
+      [B, K, S'] bool each, the slots that are chosen and those that are always read, the step's token among them.
+    """
+    held = view._replace(position=layer.position, key=view.key[:, :, : layer.position.shape[2]])
+    chosen, _ = selection.choose(layer.index, _grouped(guess, layer.position)[:, :, :, 0], held)
+    always = selection.always(layer.index, held)
+    own = view.new[:, :, layer.position.shape[2] :]
+    return (
+        jnp.concatenate([chosen, jnp.zeros_like(own)], axis=2),
+        jnp.concatenate([always, own], axis=2),
+    )
+
+
+def _written(
+    index: Any, key: Array, slot: Array, pool: Pool, block: Block, selection: Selection, skew: Array | None
+) -> Any:
+    """Adds the step's token to the index. Entries of slots are there already if the token is apart from them."""
+    index = selection.write(index, key, slot, block.newest >= 0)
+    if pool.own is not None or not selection.per_slot or selection.in_prompt:
+        return index
+    # [B, K, 1]; out of bounds, where writes are dropped, for a row without a token
+    target = jnp.where((block.newest >= 0)[:, None], slot, pool.position.shape[2])[:, :, None]
+    entries = selection.entries(index, key, skew)
+    return index | {name: write(index[name], target, own) for name, own in entries.items()}
+
+
+def columns_of(chosen: Array | None, pool: Pool, block: Block, group: Group) -> dict[str, Array]:
+    """Computes the columns of the statistics of what a selection chose, [B, K, S'] float32 each.
+
+    Args:
+      chosen: [B, K, S'] bool; None if everything is read.
+      pool: the slots.
+      block: the tokens of the step.
+      group: the statistics.
+    """
+    # [B, K, S'] float32
+    one = jnp.zeros(pool.position.shape, jnp.float32) if chosen is None else chosen.astype(jnp.float32)
+    at = (block.newest + 1).astype(jnp.float32)[:, None, None]
+    return {s.name: one if s.transform == "chosen" else one * at for s in group.needs if s.of_selection}
 
 
 def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight: Array | None, **options: Any) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.convert import convert, empty
+from kvjax.cache.convert import Prompt, convert, empty
 from kvjax.cache.layout import Group, stores_of
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import lower
@@ -96,7 +96,8 @@ def _run(prompt: Triple, decode: Triple, lengths: Array, budgets: Any, *, rope: 
         blocks = tuple(jnp.moveaxis(jnp.pad(x, pad).reshape(*x.shape[:2], -1, size, x.shape[3]), 2, 0) for x in prompt)
         layer = _empty(before, prompt[1])
         layer, _ = jax.lax.scan(lambda layer, inputs: (one(layer, *inputs), None), layer, (blocks, starts))
-        layer = convert(layer, before, after, lengths - 1)
+        frequencies = None if rope is None else rope.frequencies(total)
+        layer = convert(layer, before, after, Prompt(lengths, rope, frequencies))
 
     def body(layer: Any, inputs: tuple[Array, tuple[Array, ...]]) -> tuple[Any, Array]:
         number, own = inputs

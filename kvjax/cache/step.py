@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import evict, fused, reading
-from kvjax.cache.convert import convert
+from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.layout import Group
 from kvjax.cache.pool import Pool, decoded, joined, pool_of, prompt_pool, rotated_by_rank, run_after_inputs
 from kvjax.cache.settle import recode, settle
@@ -21,6 +21,7 @@ from kvjax.cache.slots import constrain, forget
 from kvjax.cache.state import EMPTY, Block, Layer, LayerKV, PerSlot, exact_store
 from kvjax.policies.base import View
 from kvjax.rope import Rope
+from kvjax.selection.base import Selection
 
 Array = jax.Array
 
@@ -33,12 +34,14 @@ class Seen(NamedTuple):
       key: [B, K, S, D], rotated.
       position: [B, K, S] int32; -1 for a slot that is empty or not read.
       log_weight: [B, K, S] float32 added to the logits, or None.
+      chosen: [B, K, S] bool, whether a selection chose the slot; None if everything is read.
     """
 
     query: Array
     key: Array
     position: Array
     log_weight: Array | None
+    chosen: Array | None = None
 
 
 def step_layer(
@@ -51,6 +54,8 @@ def step_layer(
     groups: tuple[Group, ...],
     rope: Rope | None = None,
     window: int | None = None,
+    guess: Array | None = None,
+    skew: Array | None = None,
 ) -> tuple[Array, Layer, tuple[Seen | None, ...]]:
     """Runs `step` for each group of heads of a layer.
 
@@ -63,24 +68,33 @@ def step_layer(
       groups: the layer's groups of heads.
       rope: the model's rotary embedding.
       window: the layer's sliding window.
+      guess: [B, H, n, D] the query that selections choose by if they look ahead, not rotated; None if none does.
+      skew: [K, D, D], see `kvjax.models.skew`; None = the identity.
 
     Returns:
       The output [B, H, n, D], the layer's cache afterwards, and the operands of attention of each group.
     """
     batch, _, n, dim = query.shape
-    # [B, K, G, n, D]
-    grouped = query.reshape(batch, key.shape[1], -1, n, dim)
+    kv_heads = key.shape[1]
+
+    def of_heads(x: Array, heads: np.ndarray) -> Array:
+        """Returns the query heads [B, H', n, D] of some KV heads."""
+        return x.reshape(batch, kv_heads, -1, n, dim)[:, heads].reshape(batch, -1, n, dim)
+
     outputs, afters, saw = [], [], []
     order: list[int] = []
     for number, (group, budget) in enumerate(zip(groups, block.budget, strict=True)):
         before = None if layer is None else layer[number]
-        if group.heads is None:
-            own = (query, key, value)
-        else:
+        own, guessed, skewed = (query, key, value), guess, skew
+        if group.heads is not None:
             heads = np.asarray(group.heads)
-            own = (grouped[:, heads].reshape(batch, -1, n, dim), key[:, heads], value[:, heads])
+            own = (of_heads(query, heads), key[:, heads], value[:, heads])
+            guessed = None if guess is None else of_heads(guess, heads)
+            skewed = None if skew is None else skew[heads]
             order += group.heads
-        output, after, seen = step(before, *own, block=block, group=group, budget=budget, rope=rope, window=window)
+        output, after, seen = step(
+            before, *own, block=block, group=group, budget=budget, rope=rope, window=window, guess=guessed, skew=skewed
+        )
         outputs.append(output.reshape(batch, own[1].shape[1], -1, n, dim))
         afters.append(after)
         saw.append(seen)
@@ -101,6 +115,8 @@ def step(
     rope: Rope | None = None,
     scale: float | None = None,
     window: int | None = None,
+    guess: Array | None = None,
+    skew: Array | None = None,
 ) -> tuple[Array, LayerKV, Seen | None]:
     """Runs one step of one group of heads.
 
@@ -116,6 +132,8 @@ def step(
       rope: the model's rotary embedding.
       scale: factor of the logits; None for D ** -0.5.
       window: the layer's sliding window.
+      guess: see `step_layer`.
+      skew: see `step_layer`.
 
     Returns:
       The output [B, H, n, D], the cache afterwards, and the operands of attention (None if a kernel ran the step).
@@ -123,14 +141,18 @@ def step(
     _check(layer, query, key, value, block, budget)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     by_rank, fresh = group.policy.positions == "cache", layer is None
-    if rope is not None and not by_rank:
-        query, key = (rope.rotate(x, block.position, rope.frequencies(block.total)) for x in (query, key))
+    frequencies = None if rope is None or by_rank else rope.frequencies(block.total)
+    if rope is not None and frequencies is not None:
+        query, key = (rope.rotate(x, block.position, frequencies) for x in (query, key))
+        guess = None if guess is None else rope.rotate(guess, block.position, frequencies)
     if group.step is not None and layer is not None:
         output, after = fused.step(
             layer, query, key, value, group=group, budget=budget, newest=block.newest, scale=scale, window=window
         )
         return output, after, None
-    pool = prompt_pool(key, value, block, group) if layer is None else pool_of(layer, key, value, block, group)
+    pool = prompt_pool(key, value, block, group) if layer is None else pool_of(layer, key, value, block, group, skew)
+    if group.watch is not None:
+        pool = pool._replace(index=_watched(pool, group.watch, query, key, block, skew))
     options: dict[str, Any] = {
         "query_position": block.position, "scale": scale, "window": window, "causal": fresh, "prompt": block.prompt,
         "group_reduce": group.policy.group_reduce,
@@ -143,33 +165,36 @@ def step(
             query, keys = rotated_by_rank(pool, keys, query, block, rope, fresh)
         return query, keys, values
 
-    def look(pool: Pool, query: Array) -> tuple[Array, dict[str, Array], Any, Array]:
-        """Returns the output, the columns, the selection's index and the positions of the slots that were read."""
+    def look(pool: Pool, query: Array) -> tuple[Array, dict[str, Array], Any, Array, Array | None]:
+        """Returns the output, the columns, the selection's index, and what was read and chosen (see `Reading`)."""
         query, keys, values = attended(pool, query)
-        chosen = reading.read(pool, query, keys, values, block, group, budget=budget, scale=scale, window=window)
+        chosen = reading.read(
+            pool, query, keys, values, block, group, layer=layer, guess=guess, budget=budget, scale=scale,
+            window=window, skew=skew,
+        )  # fmt: skip
         if fresh and group.selection.whole_text:
             output, columns = reading.attend_text(query, chosen, pool, group, **options)
         else:
             output, columns = reading.attend(query, chosen, pool, group, log_weight, **options)
         index = chosen.index if chosen.view is None else group.selection.settle(chosen.index, columns, chosen.view)
-        return output, columns, index, chosen.position
+        return output, columns, index, chosen.position, chosen.chosen
 
     log_weight = None if fresh or group.policy.merge is None else group.policy.merge.log_weight(pool.stats)
-    output, columns, index, read = run_after_inputs(look, pool, query)
+    output, columns, index, read, chosen = run_after_inputs(look, pool, query)
+    columns |= reading.columns_of(chosen, pool, block, group)
     # If KV heads are replicated but query heads are not, XLA would otherwise merge in parts and gather the cache.
     columns = constrain(columns)
     # [B]
     queries = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     stats = evict.observe(pool.stats, group.needs, columns, queries)
-    # Tokens change their slots below only if there is a codec; an index of pages then stays as it is.
-    moves = pool.own is not None and group.selection.in_prompt
-    after, moved = _evicted(pool, PerSlot(stats, index if moves else {}), block, group, budget)
-    after = after.replace(stats=moved.stats, index=moved.index if moves else index)
+    per_slot = PerSlot(stats, {name: index[name] for name in group.selection.per_slot})
+    after, moved = _evicted(pool, per_slot, block, group, budget)
+    after = after.replace(stats=moved.stats, index=index | moved.index)
     if fresh and group.decode_group is not None:
-        after = convert(after, group, group.decode_group, block.newest)
+        after = convert(after, group, group.decode_group, Prompt(block.prompt, rope, frequencies, skew))
     # XLA removes this second call unless the caller uses its result.
     query, keys, _ = attended(pool, query)
-    return output, constrain(after), Seen(query, joined(keys), read, log_weight)
+    return output, constrain(after), Seen(query, joined(keys), read, log_weight, chosen)
 
 
 def _check(layer: LayerKV | None, query: Array, key: Array, value: Array, block: Block, budget: Array | None) -> None:
@@ -187,6 +212,17 @@ def _check(layer: LayerKV | None, query: Array, key: Array, value: Array, block:
         chex.assert_shape(layer.position, (batch, kv_heads, None))
         chex.assert_type(layer.position, jnp.int32)
         chex.assert_tree_shape_prefix((layer.stats, layer.stores, layer.index), (batch, kv_heads))
+
+
+def _watched(
+    pool: Pool, watch: Selection, query: Array, key: Array, block: Block, skew: Array | None
+) -> dict[str, Array]:
+    """Adds a block of the prompt, rotated, to the sums that a selection needs when the prompt ends."""
+    batch, kv_heads, n, dim = key.shape
+    sums = pool.index or watch.start((batch, kv_heads), dim)
+    # [B, K, G, n, D]
+    grouped = query.reshape(batch, kv_heads, -1, n, dim)
+    return watch.watch(sums, *jax.lax.stop_gradient((grouped, key)), block.position >= 0, skew)
 
 
 def _evicted(

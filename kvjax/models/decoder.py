@@ -34,6 +34,7 @@ Array = jax.Array
 
 MIN_PART = 192  # smallest number of input features in one part of a split product; see `project`
 QUICK_GELU_SLOPE = 1.702  # sigmoid approximation of GELU (arXiv:1606.08415, section 2)
+SKEW = "skew"  # optional parameter of an attention, [K, D, D]; see `kvjax.models.skew`
 POSITION_STDDEV = 0.02  # standard deviation of a freshly initialised position table (GPT-2)
 
 #: Activation functions by their Hugging Face names.
@@ -145,11 +146,13 @@ class LayerOutput(NamedTuple):
       x: [B, n, hidden].
       cache: the layer's updated cache.
       seen: per group of heads, the operands of attention, for `kvjax.analysis`.
+      entered: [B, n, hidden], the input of attention.
     """
 
     x: Array
     cache: LayerCache
     seen: tuple[Seen | None, ...]
+    entered: Array
 
 
 class Attention(nn.Module):
@@ -166,7 +169,9 @@ class Attention(nn.Module):
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, x: Array, layer: LayerCache | None, block: Block, groups: tuple[Group, ...]) -> LayerOutput:
+    def __call__(
+        self, x: Array, layer: LayerCache | None, block: Block, groups: tuple[Group, ...], hint: Array | None = None
+    ) -> LayerOutput:
         """Attends to the cache, which is updated with the tokens of the block.
 
         Args:
@@ -174,6 +179,8 @@ class Attention(nn.Module):
           layer: the layer's cache so far; None if the block is the whole prompt.
           block: positions and budgets of the tokens, of this layer.
           groups: the layer's groups of heads.
+          hint: [B, n, hidden], the input of the attention of the layer before, from which selections that look ahead
+            guess the query; None if none does.
 
         Returns:
           The output, [B, n, hidden], the updated cache and the operands of attention.
@@ -181,31 +188,39 @@ class Attention(nn.Module):
         config = self.config
         batch, n, _ = x.shape
 
-        def heads(name: str, count: int) -> Array:
-            # [B, n, heads * D]
-            y = Linear(count * config.head_dim, config.qkv_bias, self.dtype, name=name)(x)
-            # Without this barrier before the reshape, XLA's TPU compiler keeps a transposed copy of the kernel.
-            y = jax.lax.platform_dependent(y, tpu=jax.lax.optimization_barrier, default=lambda y: y)
-            # [B, n, heads, D]
-            return y.reshape(batch, n, count, config.head_dim)
+        def projection(name: str, count: int, norm: str | None = None) -> Callable[[Array], Array]:
+            linear = Linear(count * config.head_dim, config.qkv_bias, self.dtype, name=name)
+            normalised = Norm(config, rms=True, dtype=self.dtype, name=norm) if norm and config.qk_norm else None
 
-        # [B, n, H, D]
-        query = heads("query", config.num_heads)
-        # [B, n, K, D]
-        key = heads("key", config.num_kv_heads)
-        value = heads("value", config.num_kv_heads)
-        if config.qk_norm:
-            query = Norm(config, rms=True, dtype=self.dtype, name="query_norm")(query)
-            key = Norm(config, rms=True, dtype=self.dtype, name="key_norm")(key)
-        # [B, H, n, D] and twice [B, K, n, D]
-        query, key, value = (jnp.swapaxes(y, 1, 2) for y in (query, key, value))
+            def heads(x: Array) -> Array:
+                # [B, n, heads * D]
+                y = linear(x)
+                # Without this barrier before the reshape, XLA's TPU compiler keeps a transposed copy of the kernel.
+                y = jax.lax.platform_dependent(y, tpu=jax.lax.optimization_barrier, default=lambda y: y)
+                # [B, n, heads, D]
+                y = y.reshape(batch, n, count, config.head_dim)
+                # [B, heads, n, D]
+                return jnp.swapaxes(y if normalised is None else normalised(y), 1, 2)
+
+            return heads
+
+        to_query = projection("query", config.num_heads, "query_norm")
+        # [B, H, n, D]
+        query = to_query(x)
+        # [B, K, n, D]
+        key = projection("key", config.num_kv_heads, "key_norm")(x)
+        value = projection("value", config.num_kv_heads)(x)
         # [B, H, n, D]
         output, layer, seen = step_layer(
-            layer, query, key, value, block=block, groups=groups, rope=config.rope, window=self.window
-        )
+            layer, query, key, value, block=block, groups=groups, rope=config.rope, window=self.window,
+            guess=None if hint is None else to_query(hint),
+            skew=self.get_variable("params", SKEW) if self.has_variable("params", SKEW) else None,
+        )  # fmt: skip
         # [B, n, H * D]
         output = jnp.swapaxes(output, 1, 2).reshape(batch, n, config.num_heads * config.head_dim)
-        return LayerOutput(Linear(config.hidden_size, config.out_bias, self.dtype, name="out")(output), layer, seen)
+        # [B, n, hidden]
+        output = Linear(config.hidden_size, config.out_bias, self.dtype, name="out")(output)
+        return LayerOutput(output, layer, seen, x)
 
 
 class Mlp(nn.Module):
@@ -247,7 +262,9 @@ class Layer(nn.Module):
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, x: Array, layer: LayerCache | None, block: Block, groups: tuple[Group, ...]) -> LayerOutput:
+    def __call__(
+        self, x: Array, layer: LayerCache | None, block: Block, groups: tuple[Group, ...], hint: Array | None = None
+    ) -> LayerOutput:
         """Returns the residual stream [B, n, hidden] after the layer, and more; see `Attention`."""
         config = self.config
         rms = config.norm == "rms"
@@ -257,10 +274,10 @@ class Layer(nn.Module):
         mlp = Mlp(config, self.dtype, name="mlp")
         if config.norm_position == "post":
             # [B, n, hidden]
-            output = attention(x, layer, block, groups)
+            output = attention(x, layer, block, groups, hint)
             x = attention_norm(x + output.x)
             return output._replace(x=mlp_norm(x + mlp(x)))
-        output = attention(attention_norm(x), layer, block, groups)
+        output = attention(attention_norm(x), layer, block, groups, hint)
         if config.parallel_residual:
             return output._replace(x=x + output.x + mlp(mlp_norm(x)))
         x = x + output.x
@@ -273,6 +290,7 @@ def run_layer(
     x: Array,
     layer: LayerCache | None,
     block: Block,
+    hint: Array | None,
     *,
     config: DecoderConfig,
     window: int | None,
@@ -285,7 +303,7 @@ def run_layer(
     the compiler: the first call of OPT-125M's shape takes 0.7 times as long, and 0.6 times with compiled programs kept.
     """
     module = Layer(config, window, dtype, parent=None)
-    return cast(LayerOutput, module.apply({"params": params}, x, layer, block, groups))
+    return cast(LayerOutput, module.apply({"params": params}, x, layer, block, groups, hint))
 
 
 class Decoder(nn.Module):
@@ -366,16 +384,19 @@ class Decoder(nn.Module):
         if config.learned_positions:
             x = x + self.position_embed(block.position)
         after = []
+        entered = None
         for index, module in enumerate(self.layers):
             x = sharding.constrain(x, ("batch", None, None))
+            hint = entered if x.shape[1] == 1 and any(group.selection.ahead for group in phase[index]) else None
             arguments = (x, None if kv is None else kv.layers[index], block.of_layer(index))
             if self.is_initializing():
-                x, layer, seen = module(*arguments, phase[index])
+                x, layer, seen, entered = module(*arguments, phase[index], hint)
             else:
                 params = self.variables["params"][f"layer_{index}"]
-                x, layer, seen = run_layer(
-                    params, *arguments, config=config, window=module.window, dtype=self.dtype, groups=phase[index]
-                )
+                x, layer, seen, entered = run_layer(
+                    params, *arguments, hint, config=config, window=module.window, dtype=self.dtype,
+                    groups=phase[index],
+                )  # fmt: skip
             # For `kvjax.analysis`; Flax discards it unless the caller makes "intermediates" mutable.
             self.sow("intermediates", f"attention_{index}", seen)
             after.append(layer)

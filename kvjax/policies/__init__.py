@@ -8,8 +8,8 @@ from collections.abc import Callable
 from kvjax.arguments import Registry
 from kvjax.errors import PolicyError
 from kvjax.policies.base import Evict, Policy, compress, evict
-from kvjax.policies.budget import Budget, Fraction, Given, PerLayer, Pyramid, Shared, Slots
-from kvjax.policies.combinators import Best, TimesValueNorm, value_norm, with_heavy_hitters
+from kvjax.policies.budget import Budget, Fraction, FromLayer, Given, PerLayer, Pyramid, Shared, Slots, TextFraction
+from kvjax.policies.combinators import Best, TimesValueNorm, from_layer, value_norm, with_heavy_hitters
 from kvjax.policies.components import Everything, Folded, Importance, Keep, Merge, Scope, View, everything, keep
 from kvjax.policies.h2o import (
     DecayedMass,
@@ -30,6 +30,7 @@ from kvjax.policies.keys import KeyDifference, LowNorm, key_difference, keydiff,
 from kvjax.policies.merge import D2O, MERGES, Anchors, CaM, KVMerger, anchors, cam, d2o, kvmerger
 from kvjax.policies.patterns import LastColumns, OwnBlock, Strided, Uniform, fixed, random, strided
 from kvjax.policies.phases import Phases, after_prefill
+from kvjax.policies.pools import Ends, Fetched, LastFetched, counter, fifo, lru
 from kvjax.policies.roco import MeanMass, Varying, mean_attention, mean_mass, protect_varying, roco
 from kvjax.policies.scissorhands import TimesAbove, scissorhands, times_above
 from kvjax.policies.snapkv import (
@@ -68,6 +69,9 @@ POLICIES: Registry[Policy] = Registry(
         "pyramidkv": pyramidkv,
         "knorm": knorm,
         "keydiff": keydiff,
+        "fifo": fifo,
+        "lru": lru,
+        "counter": counter,
     },
 )
 by_name, accepts = POLICIES.by_name, POLICIES.accepts
@@ -85,17 +89,18 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
     "value_norm": value_norm,
     "adakv": adakv,
     "after_prefill": after_prefill,
+    "from_layer": from_layer,
 }
 
 __all__ = [
     "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "Budget", "CaM", "Compensation",
-    "DecayedMass", "Everything", "Evict", "First", "Folded", "Fraction", "Given", "Importance", "KVMerger", "Keep",
-    "KeyDifference", "Last", "LastColumns", "LowNorm", "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow",
+    "DecayedMass", "Ends", "Everything", "Evict", "Fetched", "First", "Folded", "Fraction", "FromLayer", "Given", "Importance", "KVMerger", "Keep",
+    "KeyDifference", "Last", "LastFetched", "LastColumns", "LowNorm", "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow",
     "OwnBlock", "PerLayer", "Phases", "Policy", "PromptEnd", "Pyramid", "Recency", "Ring", "Scope", "Shared",
-    "SharedLast", "Slots", "Split", "Strided", "TimesAbove", "TimesValueNorm", "Uniform", "Varying", "View",
-    "WithSelection", "accepts", "adakv", "after_prefill", "anchors", "by_name", "cam", "compensation", "compress",
-    "d2o", "decayed_mass", "duo_attention", "everything", "evict", "fixed", "full", "h2o", "h2o_decay", "heavy_only",
-    "keep", "key_difference", "keydiff", "knorm", "kvmerger", "last", "local_only", "low_norm", "mass",
+    "SharedLast", "Slots", "Split", "Strided", "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Varying", "View",
+    "WithSelection", "accepts", "adakv", "after_prefill", "anchors", "by_name", "cam", "compensation", "compress", "counter",
+    "d2o", "decayed_mass", "duo_attention", "everything", "evict", "fifo", "fixed", "from_layer", "full", "h2o", "h2o_decay", "heavy_only",
+    "keep", "key_difference", "keydiff", "knorm", "kvmerger", "last", "local_only", "low_norm", "lru", "mass",
     "mean_attention", "mean_mass", "observation_window_score", "protect_first", "protect_newest", "protect_prompt_end",
     "protect_varying", "pyramidkv", "random", "razor_attention", "recency", "ring", "roco", "scissorhands",
     "shared_last", "snapkv", "split_heads", "streaming_llm", "strided", "times_above", "tova", "value_norm", "window",

@@ -37,7 +37,20 @@ HINT = "give a whole number of slots (at least 1) or a fraction of the prompt as
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The number of slots per KV head that remain after each step; a subclass for each kind."""
+    """The number of slots per KV head that remain after each step; a subclass for each kind.
+
+    Attributes:
+      first_layer: layers before this one keep every token.
+      of_text: whether `slots` takes the number of tokens of each row's whole text instead of its prompt.
+    """
+
+    @property
+    def first_layer(self) -> int:
+        return 0
+
+    @property
+    def of_text(self) -> bool:
+        return False
 
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         """Computes, on the host, the slots of each layer for a row of `prompt_length` prompt tokens.
@@ -139,6 +152,81 @@ class Fraction(Budget):
     @property
     def value(self) -> float:
         return self.fraction
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFraction(Budget):
+    """A fraction of each row's whole text, its prompt and the tokens to come (InfiniGen, arXiv:2406.19707, Table 2).
+
+    Attributes:
+      fraction: in (0, 1].
+
+    Raises:
+      PolicyError: any other fraction.
+    """
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fraction", Fraction(self.fraction).fraction)
+
+    @property
+    def of_text(self) -> bool:
+        return True
+
+    def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
+        return Fraction(self.fraction).slots(prompt_length, num_layers)
+
+    @property
+    def value(self) -> float:
+        return self.fraction
+
+
+@dataclasses.dataclass(frozen=True)
+class FromLayer(Budget):
+    """A budget for the layers from `first` on; the layers before it keep every token.
+
+    Attributes:
+      budget: of the other layers.
+      first: the first layer that has a budget.
+
+    Raises:
+      PolicyError: an attribute that is not valid.
+    """
+
+    budget: Budget
+    first: int
+
+    def __post_init__(self) -> None:
+        budget = self.budget if isinstance(self.budget, Budget) else as_budget(self.budget)
+        if budget is None or isinstance(budget, FromLayer):
+            raise PolicyError(f"budget={self.budget!r} cannot be limited to some layers; give slots or a fraction.")
+        object.__setattr__(self, "budget", budget)
+        object.__setattr__(self, "first", count_argument("first", self.first))
+
+    @property
+    def first_layer(self) -> int:
+        return self.first
+
+    @property
+    def of_text(self) -> bool:
+        return self.budget.of_text
+
+    def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
+        return self.budget.slots(prompt_length, num_layers)
+
+    def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
+        return self.budget.largest(prompt_lengths, num_layers)
+
+    def widest(self, policy: Evict, slots: int, kv_heads: int) -> int:
+        return self.budget.widest(policy, slots, kv_heads)
+
+    def traced(self) -> Budget:
+        return self.budget.traced()
+
+    @property
+    def value(self) -> Any:
+        return self.budget.value
 
 
 @dataclasses.dataclass(frozen=True)

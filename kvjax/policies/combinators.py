@@ -10,7 +10,7 @@ from kvjax.arguments import number_argument
 from kvjax.errors import PolicyError
 from kvjax.order import largest
 from kvjax.policies.base import Evict, Policy, evict, factory
-from kvjax.policies.budget import exact
+from kvjax.policies.budget import FromLayer, exact
 from kvjax.policies.components import Importance, Scope, Stats, View
 from kvjax.policies.h2o import mass
 from kvjax.policies.h2o_variants import WithSelection
@@ -161,6 +161,23 @@ def value_norm(policy: Policy) -> Evict:
             "give a policy whose importance is an amount, such as h2o, roco or scissorhands."
         )
     return dataclasses.replace(inner, importance=TimesValueNorm(inner.importance), name=f"{inner.name}*|v|")
+
+
+@factory
+def from_layer(policy: Policy, *, first: int) -> Evict:
+    """Limits the layers from `first` on; the layers before it keep every token (InfiniGen, arXiv:2406.19707, section 5).
+
+    Args:
+      policy: an eviction policy or a compressor.
+      first: the first layer that evicts.
+
+    Raises:
+      PolicyError: a policy that evicts nothing or is made of several, or a layer below 0.
+    """
+    if not isinstance(policy, Evict) or policy.budget is None:
+        name = policy.name if isinstance(policy, Policy) else repr(policy)
+        raise PolicyError(f"from_layer({name}): give a single policy that evicts, such as h2o(budget=256).")
+    return dataclasses.replace(policy, budget=FromLayer(policy.budget, first))
 
 
 def _ranks_each_head(name: str, policy: Policy) -> Evict:

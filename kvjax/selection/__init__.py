@@ -8,6 +8,7 @@ from kvjax.selection.everything import ReadAll, everything
 from kvjax.selection.h2o import Allowed, Hindsight, Local
 from kvjax.selection.oracle import Optimal, optimal
 from kvjax.selection.pages import Quest, quest
+from kvjax.selection.speculate import InfiniGen, infinigen
 
 #: Every named selection: the command line, sweeps and conformance tests take the list from here.
 SELECTIONS: Registry[Selection] = Registry(
@@ -18,11 +19,12 @@ SELECTIONS: Registry[Selection] = Registry(
         "everything": everything,
         "optimal": optimal,
         "quest": quest,
+        "infinigen": infinigen,
     },
 )
 by_name, accepts = SELECTIONS.by_name, SELECTIONS.accepts
 
 __all__ = [
-    "SELECTIONS", "Allowed", "Hindsight", "Local", "Optimal", "Quest", "ReadAll", "SelectView", "Selection",
-    "accepts", "by_name", "compact", "everything", "optimal", "quest",
+    "SELECTIONS", "Allowed", "Hindsight", "InfiniGen", "Local", "Optimal", "Quest", "ReadAll", "SelectView", "Selection",
+    "accepts", "by_name", "compact", "everything", "infinigen", "optimal", "quest",
 ]  # fmt: skip

@@ -6,6 +6,10 @@ hashable and picklable, and `repr` evaluates to an equal object. Their arrays ar
 
 For each query the live slots are the *new* token, slots that are *always* read, and *candidates*, of which some are
 *chosen*. `Selection.most` counts chosen slots.
+
+Prompts are read whole. An index is then made in three steps: `start` allocates sums, `watch` adds each block of the
+prompt to them, and `build` makes the index of the slots that are left when the prompt has ended. A decoding step calls
+`write` or `entries` for its token, and then `choose`. A selection that looks ahead chooses before its token is known.
 """
 
 from __future__ import annotations
@@ -31,10 +35,30 @@ Index = dict[str, Array]  # name -> [B, K, ...]
 Columns = dict[str, Array]  # statistic name -> [B, K, S]
 
 
+class Held(NamedTuple):
+    """What is held of a prompt when it has ended.
+
+    Attributes:
+      position: [B, K, S] int32 absolute token position, -1 = empty; ascending from slot 0 on, unless the index has an
+        entry for each slot.
+      key: [B, K, S, D] rotated, exact.
+      prompt: [B] int32 tokens of each row's prompt.
+      skew: [K, D, D] of the layer, see `kvjax.models.skew`; None = the identity.
+      unrotate: [B, K, S, D] keys -> the same before rotation, float32.
+    """
+
+    position: Array
+    key: Array
+    prompt: Array
+    skew: Array | None
+    unrotate: Callable[[Array], Array]
+
+
 class SelectView(NamedTuple):
     """What a selection reads when it chooses for the query heads of one group of KV heads of one layer.
 
-    If slots are held as codes, the step's own tokens have no slot yet and follow after the slots.
+    If slots are held as codes, the step's own tokens have no slot yet and follow after the slots. A selection that
+    looks ahead does not see the step's own tokens.
 
     Attributes:
       position: [B, K, S] int32 absolute token position, -1 = empty; includes the step's own tokens.
@@ -48,6 +72,7 @@ class SelectView(NamedTuple):
       layer: index of the layer.
       window: the number of newest positions that a query sees, including its own; None = all.
       first: [B] int32 position of the step's first token, -1 for a row without a token; None = `newest`, in decoding.
+      skew: [K, D, D] of the layer, see `kvjax.models.skew`; None = the identity.
     """
 
     position: Array
@@ -60,6 +85,7 @@ class SelectView(NamedTuple):
     layer: int
     window: int | None = None
     first: Array | None = None
+    skew: Array | None = None
 
     @property
     def active(self) -> Array:
@@ -95,19 +121,29 @@ class Selection:
       name: shown in reports; ignored by comparisons.
       budget: numbers of slots that are data in the state; None for selections whose widths are static.
       first_layer: layers before this one read everything; only `dense` depends on it.
+      ahead: whether the query that chooses is a guess, made of the attention input of the layer before. The choice and
+        the reads then depend on nothing of the layer itself.
       in_prompt: whether it also applies to the blocks of a prompt; otherwise these read everything.
       whole_text: whether it applies, through `attend_text`, to texts that are fed as one prompt, and to nothing else.
       needs: the statistics whose columns `settle` or `attend_text` reads.
       ranks_by_keys: whether ranking reads every key that is held, so that reading few slots saves nothing.
+      shared_by_heads: whether all KV heads of a layer read the same positions.
+      watches: whether `build` needs the sums of `watch`.
+      per_slot: the names of arrays of the index that have an entry for each slot, [B, K, S, ...]. They move with the
+        slots, and are 0 in an empty slot.
     """
 
     name: str
     budget: Budget | None = None
     first_layer: int = 0
+    ahead: bool = False
     in_prompt: bool = False
     whole_text: bool = False
     needs: frozenset[Statistic] = frozenset()
     ranks_by_keys: bool = False
+    shared_by_heads: bool = False
+    watches: bool = False
+    per_slot: frozenset[str] = frozenset()
 
     @property
     def reads_all(self) -> bool:
@@ -116,11 +152,11 @@ class Selection:
 
     @property
     def most(self) -> int | None:
-        """The largest number of slots that are chosen for a query; None = not known before the step."""
+        """The largest number of slots that are chosen for a query; None = it depends on the number of slots."""
         return None
 
     def width(self, capacity: int) -> int | None:
-        """Returns the largest number of slots that a query reads: chosen, always read and new.
+        """Returns the largest number of slots that a query reads of `capacity`: chosen, always read and new.
 
         None = slots are masked instead of gathered, because the number is not known before the step or not smaller
         than the capacity.
@@ -150,22 +186,38 @@ class Selection:
         """
         return None
 
+    def start(self, shape: tuple[int, int], dim: int) -> Index:
+        """Makes the sums of an empty prompt, shape = (B, K), for queries and keys of `dim` features."""
+        return {}
+
+    def watch(self, sums: Index, query: Array, key: Array, real: Array, skew: Array | None) -> Index:
+        """Adds a block of the prompt to the sums.
+
+        Args:
+          sums: the result of `start` or of the block before.
+          query: [B, K, G, n, D] rotated.
+          key: [B, K, n, D] rotated, exact.
+          real: [B, n] bool, False for padding.
+          skew: see `Held`.
+        """
+        return sums
+
     def init(self, shape: tuple[int, int, int], dim: int, dtype: DTypeLike) -> Index:
         """Makes the index of empty slots, shape = (B, K, S), for keys of `dim` features; {} if there is none."""
         return {}
 
-    def build(self, index: Index, position: Array, key: Array) -> Index:
+    def build(self, index: Index, sums: Index, held: Held) -> Index:
         """Builds the index of all slots when the prompt has ended.
 
         Args:
           index: the result of `init`.
-          position: [B, K, S] int32, -1 = empty.
-          key: [B, K, S, D] rotated, exact.
+          sums: the result of `watch`; {} if the selection does not watch.
+          held: the slots.
         """
         return index
 
     def write(self, index: Index, key: Array, slot: Array, active: Array) -> Index:
-        """Adds a new token to the index, before slots are chosen.
+        """Adds a new token to the index, before slots are chosen; for arrays that are not in `per_slot`.
 
         Args:
           index: the index before the step.
@@ -174,6 +226,32 @@ class Selection:
           active: [B] bool, False for a row without a token, whose index is unchanged.
         """
         return index
+
+    def entries(self, index: Index, key: Array, skew: Array | None) -> Index:
+        """Makes the entries of new tokens in the arrays of `per_slot`, [B, K, n, ...] each.
+
+        Args:
+          index: the index before the step.
+          key: [B, K, n, D] rotated, exact.
+          skew: see `Held`.
+        """
+        batch, kv_heads, n = key.shape[:3]
+        empty = self.init((batch, kv_heads, n), key.shape[3], key.dtype)
+        return {name: empty[name] for name in self.per_slot}
+
+    def choose(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Index]:
+        """Chooses slots, or lets an older choice stand.
+
+        Args:
+          index: the result of `write`.
+          query: [B, K, G, D] rotated.
+          view: the slots.
+
+        Returns:
+          [B, K, S] bool, the slots that are chosen, and the index. A selection that looks ahead returns its index
+          unchanged.
+        """
+        return self.chosen(index, query, view), index
 
     def chosen(self, index: Index, query: Array, view: SelectView) -> Array:
         """Marks the slots that are chosen, [B, K, S] bool; none of them is new or always read.
@@ -189,9 +267,14 @@ class Selection:
         """Marks the slots that are read without being chosen, including the new token's, [B, K, S] bool."""
         return view.visible
 
-    def read(self, index: Index, query: Array, view: SelectView) -> Array:
-        """Marks the slots that are read, [B, K, S] bool."""
-        return self.chosen(index, query, view) | self.always(index, view)
+    def restore(self, index: Index, position: Array) -> Array | None:
+        """Computes keys that are not read but restored, [B, K, W, D] rotated; None = all keys are read.
+
+        Args:
+          index: the result of `choose`.
+          position: [B, K, W] int32 of the slots that are read, -1 = none.
+        """
+        return None
 
     def settle(self, index: Index, columns: Columns, view: SelectView) -> Index:
         """Updates the index after attention.

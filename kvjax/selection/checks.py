@@ -32,6 +32,16 @@ def phases(policy: Policy) -> tuple[Evict, ...]:
     raise SelectionError(f"{policy!r} cannot be combined with a selection; give a policy of kvjax.policies.")
 
 
+def rotated_once(positions: str) -> str | None:
+    """Returns why a selection that keeps numbers of rotated keys cannot be used with `positions`; None if it can."""
+    if positions == "original":
+        return None
+    return (
+        f"it keeps numbers of rotated keys, and positions={positions!r} rotates keys again at every step; use "
+        "positions='original'."
+    )
+
+
 def merges(policy: Policy) -> str | None:
     """Returns why a selection cannot be combined with a policy that merges; None if it does not merge."""
     name = next((each.name for each in phases(policy) if each.merge is not None), None)

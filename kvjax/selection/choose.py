@@ -94,6 +94,25 @@ def best(worth: Array, candidate: Array, position: Array, count: Array | int) ->
     return largest(worth, jnp.where(candidate, position, -1), count)
 
 
+def ends(position: Array, new: Array, oldest: int, newest: int) -> Array:
+    """Marks the `oldest` oldest and the `newest` newest live slots of each head, [B, K, S] bool.
+
+    Args:
+      position: [B, K, S] int32, -1 = empty.
+      new: [B, K, S] bool, slots that do not count and are not marked.
+      oldest: a number.
+      newest: a number.
+    """
+    marks = jnp.zeros(position.shape, bool)
+    old = (position >= 0) & ~new
+    # float32 is exact for positions below 2²⁴.
+    age = -position.astype(jnp.float32)
+    for number, worth in ((oldest, age), (newest, -age)):
+        if number:
+            marks |= best(worth, old, position, number)
+    return marks
+
+
 def compact(mask: Array, width: int) -> tuple[Array, Array]:
     """Gathers the slots that a mask marks, ascending, into arrays of `width`.
 

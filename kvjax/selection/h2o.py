@@ -90,6 +90,7 @@ class Allowed(Variant):
     name = "h2o[masked]"
     in_prompt = True
     needs = frozenset({MASS})
+    per_slot = frozenset({"mass", "allowed"})
 
     def init(self, shape: tuple[int, int, int], dim: int, dtype: DTypeLike) -> Index:
         return {"mass": jnp.zeros(shape, jnp.float32), "allowed": jnp.zeros(shape, bool)}

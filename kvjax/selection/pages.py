@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
 from kvjax.policies.base import Policy
-from kvjax.selection.base import Index, Selection, SelectView
-from kvjax.selection.checks import factory, merges, named, phases
+from kvjax.selection.base import Held, Index, Selection, SelectView
+from kvjax.selection.checks import factory, merges, named, phases, rotated_once
 from kvjax.selection.choose import best, grouped_logits, rank
 
 if TYPE_CHECKING:
@@ -72,11 +72,8 @@ class Quest(Selection):
                 f"a page is {self.page} consecutive tokens, and the policy {decode.name} evicts single ones while "
                 "decoding; use full() or a prompt compressor such as snapkv."
             )
-        if positions != "original":
-            return (
-                f"it keeps bounds of rotated keys, and positions={positions!r} rotates keys again at every step; use "
-                "positions='original'."
-            )
+        if reason := rotated_once(positions):
+            return reason
         if getattr(storage, "residual", 0):
             return (
                 f"pages are consecutive slots of one store, and {storage!r} moves tokens to another store when they "
@@ -88,8 +85,8 @@ class Quest(Selection):
         batch, kv_heads, size = shape
         return {"reach": jnp.zeros((batch, kv_heads, -(-size // self.page), 2 * dim), dtype)}
 
-    def build(self, index: Index, position: Array, key: Array) -> Index:
-        reach = index["reach"]
+    def build(self, index: Index, sums: Index, held: Held) -> Index:
+        reach, position, key = index["reach"], held.position, held.key
         pages = reach.shape[2]
         # [B, K, U, page]
         live = self._by_page(position, pages, -1) >= 0
