@@ -256,7 +256,8 @@ def _groups(
         spec = dataclasses.replace(spec, storage=dense())
     prompt, decode = _capacities(spec, branch, budgets, own_heads, sizes)
     whole = branch.selection.dense(layer, config.windows[layer])
-    selection = everything() if whole else branch.selection.traced()
+    queries = config.num_heads // config.num_kv_heads
+    selection = everything() if whole else branch.selection.traced().bound(queries, sizes.following)
     # A prompt is read whole, except by selections that hide slots of it.
     early = selection if selection.in_prompt or selection.whole_text else everything()
     watch = selection if selection.watches else None

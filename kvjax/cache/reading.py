@@ -1,6 +1,7 @@
 """Reads slots: asks the selection which, and attends to them."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +62,7 @@ def read(
     *,
     layer: LayerKV | None,
     guess: Array | None,
+    rotate: Callable[[Array, Array], Array] | None,
     **about: Any,
 ) -> Reading:
     """Chooses the slots to read.
@@ -74,6 +76,7 @@ def read(
       group: the selection.
       layer: the slots before the step.
       guess: [B, H, 1, D] the query of a selection that looks ahead, rotated.
+      rotate: rotates keys [B, K, W, D] to positions [B, K, W]; None = the model has no rotary embedding.
       about: ``budget``, ``scale``, ``window`` and ``skew`` of `kvjax.cache.step.step`.
     """
     selection, n = group.selection, query.shape[2]
@@ -112,8 +115,12 @@ def read(
 
     first = parts[0]
     at = jnp.where(valid, fetch(first.position), EMPTY)
+    key = fetch(first.key)
     restored = selection.restore(index, at)
-    fetched = Part(fetch(first.key) if restored is None else restored, fetch(first.value), at)
+    if restored is not None:
+        restored = restored if rotate is None else rotate(restored, at)
+        key = jnp.where(fetch(chosen[:, :, :size])[..., None], restored.astype(key.dtype), key)
+    fetched = Part(key, fetch(first.value), at)
     return Reading((fetched, *parts[1:]), position, jnp.where(valid, slots, size), index, view, chosen)
 
 

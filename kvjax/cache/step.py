@@ -5,6 +5,7 @@ and where RoPE rotates them; the order of slots has no meaning. While decoding, 
 next token is written there, so that nothing is compacted or copied.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import chex
@@ -142,7 +143,9 @@ def step(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     by_rank, fresh = group.policy.positions == "cache", layer is None
     frequencies = None if rope is None or by_rank else rope.frequencies(block.total)
+    rotate = None
     if rope is not None and frequencies is not None:
+        rotate = functools.partial(rope.rotate, frequencies=frequencies)
         query, key = (rope.rotate(x, block.position, frequencies) for x in (query, key))
         guess = None if guess is None else rope.rotate(guess, block.position, frequencies)
     if group.step is not None and layer is not None:
@@ -169,8 +172,8 @@ def step(
         """Returns the output, the columns, the selection's index, and what was read and chosen (see `Reading`)."""
         query, keys, values = attended(pool, query)
         chosen = reading.read(
-            pool, query, keys, values, block, group, layer=layer, guess=guess, budget=budget, scale=scale,
-            window=window, skew=skew,
+            pool, query, keys, values, block, group, layer=layer, guess=guess, rotate=rotate, budget=budget,
+            scale=scale, window=window, skew=skew,
         )  # fmt: skip
         if fresh and group.selection.whole_text:
             output, columns = reading.attend_text(query, chosen, pool, group, **options)
@@ -211,7 +214,8 @@ def _check(layer: LayerKV | None, query: Array, key: Array, value: Array, block:
     if layer is not None:
         chex.assert_shape(layer.position, (batch, kv_heads, None))
         chex.assert_type(layer.position, jnp.int32)
-        chex.assert_tree_shape_prefix((layer.stats, layer.stores, layer.index), (batch, kv_heads))
+        chex.assert_tree_shape_prefix((layer.stats, layer.stores), (batch, kv_heads))
+        chex.assert_tree_shape_prefix(layer.index, (batch,))
 
 
 def _watched(

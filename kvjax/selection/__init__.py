@@ -2,13 +2,15 @@
 
 from kvjax.arguments import Registry
 from kvjax.errors import SelectionError
-from kvjax.selection.base import Selection, SelectView
+from kvjax.selection.base import Held, Selection, SelectView
 from kvjax.selection.choose import compact
 from kvjax.selection.everything import ReadAll, everything
 from kvjax.selection.h2o import Allowed, Hindsight, Local
 from kvjax.selection.oracle import Optimal, optimal
-from kvjax.selection.pages import Quest, quest
+from kvjax.selection.lowrank import ShadowKV, shadowkv
+from kvjax.selection.pages import LServe, MeanKeys, Pages, Quest, lserve, quest, retrieval
 from kvjax.selection.speculate import InfiniGen, infinigen
+from kvjax.selection.votes import TokenSelect, tokenselect
 
 #: Every named selection: the command line, sweeps and conformance tests take the list from here.
 SELECTIONS: Registry[Selection] = Registry(
@@ -20,11 +22,16 @@ SELECTIONS: Registry[Selection] = Registry(
         "optimal": optimal,
         "quest": quest,
         "infinigen": infinigen,
+        "lserve": lserve,
+        "retrieval": retrieval,
+        "tokenselect": tokenselect,
+        "shadowkv": shadowkv,
     },
 )
 by_name, accepts = SELECTIONS.by_name, SELECTIONS.accepts
 
 __all__ = [
-    "SELECTIONS", "Allowed", "Hindsight", "InfiniGen", "Local", "Optimal", "Quest", "ReadAll", "SelectView", "Selection",
-    "accepts", "by_name", "compact", "everything", "infinigen", "optimal", "quest",
+    "SELECTIONS", "Allowed", "Held", "Hindsight", "InfiniGen", "LServe", "Local", "MeanKeys", "Optimal", "Pages",
+    "Quest", "ReadAll", "SelectView", "Selection", "ShadowKV", "TokenSelect", "accepts", "by_name", "compact",
+    "everything", "infinigen", "lserve", "optimal", "quest", "retrieval", "shadowkv", "tokenselect",
 ]  # fmt: skip

@@ -172,6 +172,15 @@ class Selection:
         """Returns the selection without the numbers of its budget, which are data in the state."""
         return self if self.budget is None else dataclasses.replace(self, budget=self.budget.traced())  # type: ignore[type-var]
 
+    def bound(self, queries: int, following: int) -> Selection:
+        """Returns the selection with the numbers of a model and a batch that its arrays depend on.
+
+        Args:
+          queries: query heads of a KV head.
+          following: the most tokens that follow a prompt.
+        """
+        return self
+
     def check_slots(self, slots: int) -> None:
         """Checks a budget of `slots`.
 
@@ -268,7 +277,7 @@ class Selection:
         return view.visible
 
     def restore(self, index: Index, position: Array) -> Array | None:
-        """Computes keys that are not read but restored, [B, K, W, D] rotated; None = all keys are read.
+        """Computes the keys of chosen slots, [B, K, W, D] float32 before rotation; None = they are read.
 
         Args:
           index: the result of `choose`.

@@ -42,6 +42,23 @@ def rotated_once(positions: str) -> str | None:
     )
 
 
+def keeps_all(policy: Policy) -> str | None:
+    """Returns why a selection that needs every token cannot be combined with a policy; None if it keeps all."""
+    name = next((each.name for each in phases(policy) if each.budget is not None), None)
+    return name and f"it needs every token of the prompt, and the policy {name} evicts; use full()."
+
+
+def aligned(policy: Policy) -> str | None:
+    """Returns why the heads of a policy may hold different positions; None if all hold the same."""
+    for each in phases(policy):
+        if each.budget is not None and not (each.importance.shared_by_heads or each.importance.by_age):
+            return (
+                f"all heads of a layer read the same positions, and under the policy {each.name} each head holds its "
+                "own; use full(), a window, or tova()."
+            )
+    return None
+
+
 def merges(policy: Policy) -> str | None:
     """Returns why a selection cannot be combined with a policy that merges; None if it does not merge."""
     name = next((each.name for each in phases(policy) if each.merge is not None), None)

@@ -1,7 +1,8 @@
 """Selections of pages: consecutive tokens that are ranked by a summary of their keys, and read as a whole.
 
 A page is `page` consecutive slots. They hold consecutive tokens, of those that are kept, if slots are filled in order
-and none is freed: the i-th token that remains of the prompt is in slot i, and each decoded token takes the next slot.
+and freed by pages: the i-th token that remains of the prompt is in slot i, and a decoded token takes the next slot of
+the newest page, or opens a page.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
+from kvjax.errors import SelectionError
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Held, Index, Selection, SelectView
 from kvjax.selection.checks import factory, merges, named, phases, rotated_once
@@ -26,21 +28,18 @@ Array = jax.Array
 FEWEST_PAGES = 3  # the least number of pages that Quest reads, including the newest
 
 
-@dataclasses.dataclass(frozen=True)
-class Quest(Selection):
-    """Reads the pages whose keys could give the largest logits (Quest, arXiv:2406.10774, section 3.3).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pages(Selection):
+    """Reads the newest page, and the pages that a summary of their keys ranks highest.
 
-    A page's score is the upper bound Σ_d max(q_d·min_d, q_d·max_d) of the logits of its live keys. A KV head ranks
-    pages by the gap to each query head's best page, the maximum over its query heads. The page of the newest token is
-    always read and never ranked.
-
-    The index has, for every page, the maximum of its keys and of its negated keys: the bound is then a single product
-    with (max(q, 0), max(-q, 0)), and a new key needs a single maximum. Its dtype is the model's, in which these numbers
-    are exact. The products are summed in float32.
+    Write a frozen dataclass that inherits from this class, with the methods `summary`, `summarise`, `join` and `score`.
+    A KV head ranks pages by the gap to each query head's best page, the maximum over its query heads.
 
     Attributes:
       page: slots of a page.
       pages: the number of pages that are chosen, in addition to the newest.
+      every: the number of steps that a choice stands; pages that are opened meanwhile are read too.
+      first: whether the oldest page is one of the pages that are chosen.
       first_layer: layers before this one read everything.
 
     Raises:
@@ -49,17 +48,45 @@ class Quest(Selection):
 
     page: int
     pages: int
+    every: int = 1
+    first: bool = False
     first_layer: int = 2
-    name = "quest"
 
     def __post_init__(self) -> None:
         with named(self.name):
-            for field, minimum in (("page", 1), ("pages", FEWEST_PAGES - 1), ("first_layer", 0)):
+            for field, minimum in (("page", 1), ("pages", FEWEST_PAGES - 1), ("every", 1), ("first_layer", 0)):
                 object.__setattr__(self, field, count_argument(field, getattr(self, field), minimum=minimum))
+
+    def summary(self, shape: tuple[int, int, int], dim: int, dtype: DTypeLike) -> Index:
+        """Makes the summary of empty pages, shape = (B, K, U), for keys of `dim` features, [B, K, U, ...] each."""
+        raise NotImplementedError
+
+    def summarise(self, key: Array, live: Array) -> Index:
+        """Computes the summary of pages.
+
+        Args:
+          key: [B, K, U, page, D] rotated, exact.
+          live: [B, K, U, page] bool, whether a slot holds a token.
+        """
+        raise NotImplementedError
+
+    def join(self, summary: Index, key: Array, slot: Array) -> Index:
+        """Adds a key to the summary of a page that has tokens already.
+
+        Args:
+          summary: of one page, [...] each.
+          key: [D] rotated, exact.
+          slot: int32, the key's slot in the page.
+        """
+        raise NotImplementedError
+
+    def score(self, index: Index, query: Array, scale: float) -> Array:
+        """Computes the score of each page for each query head, [B, K, G, U] float32, for query [B, K, G, D]."""
+        raise NotImplementedError
 
     @property
     def most(self) -> int:
-        return self.pages * self.page
+        return (self.pages - (-(self.every - 1) // self.page)) * self.page
 
     def width(self, capacity: int) -> int | None:
         slots = self.most + self.page
@@ -67,10 +94,11 @@ class Quest(Selection):
 
     def refuses(self, policy: Policy, storage: Storage | None = None, *, positions: str = "original") -> str | None:
         decode = phases(policy)[-1]
-        if decode.budget is not None and decode.when == "step":
+        if decode.budget is not None and decode.when == "step" and decode.page != self.page:
             return (
-                f"a page is {self.page} consecutive tokens, and the policy {decode.name} evicts single ones while "
-                "decoding; use full() or a prompt compressor such as snapkv."
+                f"a page is {self.page} consecutive tokens, and the policy {decode.name} evicts "
+                f"{'single ones' if decode.page == 1 else f'pages of {decode.page}'} while decoding; use full(), a "
+                f"prompt compressor such as snapkv, or by_page(policy, page={self.page})."
             )
         if reason := rotated_once(positions):
             return reason
@@ -83,60 +111,184 @@ class Quest(Selection):
 
     def init(self, shape: tuple[int, int, int], dim: int, dtype: DTypeLike) -> Index:
         batch, kv_heads, size = shape
-        return {"reach": jnp.zeros((batch, kv_heads, -(-size // self.page), 2 * dim), dtype)}
+        pages = (batch, kv_heads, -(-size // self.page))
+        standing = {"stands": jnp.zeros(pages, bool), "steps": jnp.zeros(pages[:2], jnp.int32)}
+        return self.summary(pages, dim, dtype) | (standing if self.every > 1 else {})
 
     def build(self, index: Index, sums: Index, held: Held) -> Index:
-        reach, position, key = index["reach"], held.position, held.key
-        pages = reach.shape[2]
-        # [B, K, U, page]
-        live = self._by_page(position, pages, -1) >= 0
-        # [B, K, U, page, 2D]
-        both = self._by_page(_both_signs(key).astype(reach.dtype), pages, 0)
-        # [B, K, U, 2D]
-        largest = jnp.max(jnp.where(live[..., None], both, -jnp.inf), axis=3)
-        return {"reach": jnp.where(jnp.any(live, axis=3)[..., None], largest, 0)}
+        count = -(-held.position.shape[2] // self.page)
+        # [B, K, U, page] and [B, K, U, page, D]
+        live = self.by_page(held.position, count, -1) >= 0
+        made = self.summarise(self.by_page(held.key, count, 0), live)
+        return index | {name: leaf.astype(index[name].dtype) for name, leaf in made.items()}
 
     def write(self, index: Index, key: Array, slot: Array, active: Array) -> Index:
-        reach = index["reach"]
+        names = [name for name in index if name not in ("stands", "steps")]
+        summary = {name: index[name] for name in names}
+        count = jax.tree.leaves(summary)[0].shape[2]
         # [B, K]; for a row without a token, an index out of bounds, whose write is dropped
-        target = jnp.where(active[:, None], slot // self.page, reach.shape[2])
-        # [B, K, 2D]
-        both = _both_signs(key[:, :, 0]).astype(reach.dtype)
+        target = jnp.where(active[:, None], slot // self.page, count)
 
         # vmap makes batch and heads batching dimensions of the scatter, so that a sharded index is written in place.
         @jax.vmap
         @jax.vmap
-        def update(old: Array, new: Array, page: Array, opens: Array) -> Array:
-            joined = jnp.where(opens, new, jnp.maximum(old.at[page].get(mode="clip"), new))
-            return old.at[page].set(joined, mode="drop")
+        def update(old: Index, key: Array, page: Array, slot: Array) -> Index:
+            one = {name: leaf.at[page].get(mode="clip") for name, leaf in old.items()}
+            # [1, 1, 1, page, D]: the page if the token opens it, in its first slot
+            alone = jnp.zeros((1, 1, 1, self.page, key.shape[-1]), key.dtype).at[0, 0, 0, 0].set(key)
+            live = jnp.zeros((1, 1, 1, self.page), bool).at[0, 0, 0, 0].set(True)
+            opened = self.summarise(alone, live)
+            joined = self.join(one, key, slot)
+            return {
+                name: leaf.at[page].set(
+                    jnp.where(slot == 0, opened[name][0, 0, 0], joined[name]).astype(leaf.dtype), mode="drop"
+                )
+                for name, leaf in old.items()
+            }
 
-        return {"reach": update(reach, both, target, slot % self.page == 0)}
+        made = update(summary, key[:, :, 0], target, slot % self.page)
+        if self.every > 1:
+            opens = (jnp.arange(count) == target[..., None]) & (slot % self.page == 0)[..., None]
+            made["stands"] = index["stands"] | opens
+        return index | made
 
-    def bounds(self, index: Index, query: Array, scale: float) -> Array:
-        """Computes upper bounds of each page's logits, [B, K, G, U] float32, for query [B, K, G, D]; 0 if empty."""
-        parts = jnp.concatenate([jnp.maximum(query, 0), jnp.maximum(-query, 0)], axis=-1)
-        return grouped_logits(parts, index["reach"], scale)
-
-    def chosen(self, index: Index, query: Array, view: SelectView) -> Array:
+    def choose(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Index]:
         candidate = view.visible & ~self.always(index, view)
         # [B, K, U]: the newest position of each page; -1 for a page without candidates
         kept = jnp.where(candidate, view.position, -1)
-        position = jnp.max(self._by_page(kept, index["reach"].shape[2], -1), axis=3)
-        # [B, K, U]
-        worth = rank(self.bounds(index, query, view.scale), position >= 0, normalise="gap", reduce="max")
-        pages = best(jax.lax.stop_gradient(worth), position >= 0, position, self.pages)
+        position = jnp.max(self.by_page(kept, -(-view.position.shape[2] // self.page), -1), axis=3)
+
+        def best_pages() -> Array:
+            return self._best(index, query, position, view.scale)
+
+        if self.every == 1:
+            pages = best_pages()
+        else:
+            due = (index["steps"] % self.every == 0) & view.active[:, 0]
+            newest = jnp.arange(position.shape[2]) == (view.slot // self.page)[..., None]
+            fresh = jax.lax.cond(jnp.any(due), best_pages, lambda: jnp.zeros(position.shape, bool))
+            stands = jnp.where(due[..., None], fresh | newest, index["stands"])
+            steps = jnp.where(view.active[:, 0], index["steps"] + 1, index["steps"])
+            index = index | {"stands": stands, "steps": steps}
+            pages = stands
         # [B, K, S]
-        return candidate & _fitted(jnp.repeat(pages, self.page, axis=2), candidate.shape[2], False)
+        chosen = _fitted(jnp.repeat(pages, self.page, axis=2), candidate.shape[2], False)
+        return candidate & chosen, index
+
+    def _best(self, index: Index, query: Array, position: Array, scale: float) -> Array:
+        """Marks the pages to choose, [B, K, U] bool, of those with candidates: position [B, K, U], -1 for the others."""
+        candidate, count = position >= 0, self.pages
+        if self.first:
+            oldest = jnp.min(jnp.where(candidate, position, jnp.iinfo(jnp.int32).max), axis=2, keepdims=True)
+            free, count = position == oldest, count - 1
+            candidate &= ~free
+        worth = rank(self.score(index, query, scale), candidate, normalise="gap", reduce="max")
+        chosen = best(jax.lax.stop_gradient(worth), candidate, position, count)
+        return (chosen | free) if self.first else chosen
+
+    def chosen(self, index: Index, query: Array, view: SelectView) -> Array:
+        return self.choose(index, query, view)[0]
 
     def always(self, index: Index, view: SelectView) -> Array:
         # [S]
         page = jnp.arange(view.position.shape[2], dtype=jnp.int32) // self.page
         return view.new | (view.visible & (page == view.slot[..., None] // self.page))
 
-    def _by_page(self, x: Array, pages: int, fill: int) -> Array:
+    def by_page(self, x: Array, pages: int, fill: int) -> Array:
         """Reshapes [B, K, S, ...] to [B, K, U, page, ...]; drops tokens that follow the slots, pads the last page."""
         batch, kv_heads, _, *rest = x.shape
         return _fitted(x, pages * self.page, fill).reshape(batch, kv_heads, pages, self.page, *rest)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quest(Pages):
+    """Ranks pages by an upper bound of their logits (Quest, arXiv:2406.10774, section 3.3).
+
+    The bound of a page is Σ_d max(q_d·min_d, q_d·max_d) over its live keys. If a page is made of sub-pages, its bound is
+    the largest of theirs, which is closer (LServe, arXiv:2502.14866, section 3.5).
+
+    The index has, for every sub-page, the maximum of its keys and of its negated keys: the bound is then a single
+    product with (max(q, 0), max(-q, 0)), and a new key needs a single maximum. Its dtype is the model's, in which these
+    numbers are exact. The products are summed in float32.
+
+    Attributes:
+      sub: slots of a sub-page, which divides the page; None = the whole page.
+
+    Raises:
+      SelectionError: an attribute that is too small, or a `sub` that does not divide the page.
+    """
+
+    sub: int | None = None
+    name = "quest"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sub is not None:
+            with named(self.name):
+                object.__setattr__(self, "sub", count_argument("sub", self.sub, minimum=1))
+                if self.page % self.sub:
+                    raise SelectionError(f"sub={self.sub} does not divide page={self.page}.")
+
+    @property
+    def _parts(self) -> int:
+        """Sub-pages of a page."""
+        return 1 if self.sub is None else self.page // self.sub
+
+    def summary(self, shape: tuple[int, int, int], dim: int, dtype: DTypeLike) -> Index:
+        return {"reach": jnp.full((*shape, self._parts, 2 * dim), -jnp.inf, dtype)}
+
+    def summarise(self, key: Array, live: Array) -> Index:
+        # [B, K, U, parts, sub, 2D]
+        both = _both_signs(key).reshape(*key.shape[:3], self._parts, -1, 2 * key.shape[-1])
+        live = live.reshape(*both.shape[:5], 1)
+        return {"reach": jnp.max(jnp.where(live, both, -jnp.inf), axis=4)}
+
+    def join(self, summary: Index, key: Array, slot: Array) -> Index:
+        # [parts, 1]
+        own = (jnp.arange(self._parts) == slot // (self.page // self._parts))[:, None]
+        reach = summary["reach"]
+        return {"reach": jnp.where(own, jnp.maximum(reach, _both_signs(key).astype(reach.dtype)), reach)}
+
+    def bounds(self, index: Index, query: Array, scale: float) -> Array:
+        """Computes upper bounds of each page's logits, [B, K, G, U] float32, for query [B, K, G, D]; 0 if empty."""
+        reach = index["reach"]
+        batch, kv_heads, pages, parts, size = reach.shape
+        signs = jnp.concatenate([jnp.maximum(query, 0), jnp.maximum(-query, 0)], axis=-1)
+        # [B, K, U * parts]: an empty sub-page has no bound
+        live = (reach[..., 0] > -jnp.inf).reshape(batch, kv_heads, 1, -1)
+        flat = jnp.where(reach > -jnp.inf, reach, 0).reshape(batch, kv_heads, -1, size)
+        bound = jnp.where(live, grouped_logits(signs, flat, scale), -jnp.inf)
+        largest = jnp.max(bound.reshape(*bound.shape[:3], pages, parts), axis=-1)
+        return jnp.where(largest > -jnp.inf, largest, 0.0)
+
+    def score(self, index: Index, query: Array, scale: float) -> Array:
+        return self.bounds(index, query, scale)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanKeys(Pages):
+    """Ranks pages by the mean of their keys, and always chooses the oldest (TriForce, arXiv:2404.11912, section 4.1).
+
+    The index has the sum of the keys of each page and their number, in float32.
+    """
+
+    first: bool = True
+    first_layer: int = 0
+    name = "retrieval"
+
+    def summary(self, shape: tuple[int, int, int], dim: int, dtype: DTypeLike) -> Index:
+        return {"sum": jnp.zeros((*shape, dim), jnp.float32), "live": jnp.zeros(shape, jnp.float32)}
+
+    def summarise(self, key: Array, live: Array) -> Index:
+        total = jnp.sum(jnp.where(live[..., None], key.astype(jnp.float32), 0.0), axis=3)
+        return {"sum": total, "live": jnp.sum(live, axis=3, dtype=jnp.float32)}
+
+    def join(self, summary: Index, key: Array, slot: Array) -> Index:
+        return {"sum": summary["sum"] + key.astype(jnp.float32), "live": summary["live"] + 1}
+
+    def score(self, index: Index, query: Array, scale: float) -> Array:
+        mean = index["sum"] / jnp.maximum(index["live"], 1.0)[..., None]
+        return grouped_logits(query.astype(jnp.float32), mean, scale)
 
 
 def _fitted(x: Array, size: int, fill: int | bool) -> Array:
@@ -148,6 +300,14 @@ def _fitted(x: Array, size: int, fill: int | bool) -> Array:
 def _both_signs(key: Array) -> Array:
     """Concatenates a key and its negative, [..., D] -> [..., 2D]."""
     return jnp.concatenate([key, -key], axis=-1)
+
+
+def _counted(name: str, page: int, budget: int | None) -> tuple[int, int]:
+    """Checks the tokens of a page and of a budget; returns them as a page and the number of pages to choose."""
+    with named(name):
+        page = count_argument("page", page, minimum=1)
+        budget = count_argument("budget", budget, minimum=1)
+    return page, max(FEWEST_PAGES, budget // page) - 1
 
 
 @factory
@@ -166,7 +326,51 @@ def quest(page: int = 16, budget: int | None = None, *, first_layer: int = 2) ->
 
     The authors' evaluation ranks the newest page with the others; their kernels always read it, as this does.
     """
-    with named("quest"):
-        page = count_argument("page", page, minimum=1)
-        budget = count_argument("budget", budget, minimum=1)
-    return Quest(page, max(FEWEST_PAGES, budget // page) - 1, first_layer)
+    page, pages = _counted("quest", page, budget)
+    return Quest(page=page, pages=pages, first_layer=first_layer)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LServe(Quest):
+    """`Quest` with bounds of sub-pages and choices that stand for some steps (LServe, arXiv:2502.14866)."""
+
+    name = "lserve"
+
+
+@factory
+def lserve(
+    page: int = 64, sub: int = 16, every: int = 4, budget: int | None = None, *, first_layer: int = 2
+) -> LServe:
+    """Reads pages by the largest upper bound of their sub-pages, and chooses anew every few steps (LServe, section 3.5).
+
+    Args:
+      page: tokens of a page.
+      sub: tokens of a sub-page; divides `page`.
+      every: the number of steps that a choice stands.
+      budget: tokens to read, in whole pages; required.
+      first_layer: layers before this one read everything.
+
+    Raises:
+      SelectionError: a number below 1, a `sub` that does not divide the page, or a first layer below 0.
+
+    The authors' code does not read a page that is opened while a choice stands; here it is read.
+    """
+    page, pages = _counted("lserve", page, budget)
+    return LServe(page=page, pages=pages, sub=sub, every=every, first_layer=first_layer)
+
+
+@factory
+def retrieval(chunk: int = 8, budget: int | None = None, *, every: int = 1, first_layer: int = 0) -> MeanKeys:
+    """Reads the oldest chunk, the newest, and those of the largest mean keys (TriForce, arXiv:2404.11912, section 4.1).
+
+    Args:
+      chunk: tokens of a chunk.
+      budget: tokens to read, in whole chunks; required.
+      every: the number of steps that a choice stands: of a draft, its number of tokens.
+      first_layer: layers before this one read everything.
+
+    Raises:
+      SelectionError: a number below 1, or a first layer below 0.
+    """
+    chunk, pages = _counted("retrieval", chunk, budget)
+    return MeanKeys(page=chunk, pages=pages, every=every, first_layer=first_layer)
