@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.state import FAR
+from kvjax.cache.state import EMPTY, FAR
 from kvjax.order import largest
 from kvjax.policies.base import Evict, View
 from kvjax.statistics import Statistic
@@ -44,6 +44,9 @@ def victims(policy: Evict, stats: dict[str, Array], view: View, *, one: bool) ->
     limit = policy.limit(stats, view)
     # A row without tokens in this block is unchanged, even if the policy that decodes has a smaller budget.
     counts = view.newest >= 0 if policy.when == "step" else view.at_prompt_end
+    if policy.page > 1:
+        limit = jnp.where(counts[:, None, None], limit // policy.page, FAR)
+        return page_victims(priority, view.position, limit, policy.page)
     limit = jnp.where(counts[:, None, None], limit, FAR)
     return (one_victim if one else all_victims)(priority, view.position, limit)
 
@@ -64,3 +67,35 @@ def one_victim(priority: Array, position: Array, limit: Array) -> Array:
 def all_victims(priority: Array, position: Array, limit: Array) -> Array:
     """Marks slots until `limit` are left, lowest priority first, among equals the older; [B, K, S] bool."""
     return (position >= 0) & ~largest(priority, position, limit)
+
+
+def page_victims(priority: Array, position: Array, limit: Array, page: int) -> Array:
+    """Marks whole pages until at most `limit` full pages of slots are left, lowest worth first; [B, K, S] bool.
+
+    The worth of a page is the highest priority of its slots. The newest page stays, and of equal pages the newer.
+
+    Args:
+      priority: [B, K, S] float32.
+      position: [B, K, S] int32; pages are consecutive slots, of which only the newest is not full.
+      limit: [B, 1, 1] or [B, K, 1] int32 pages.
+      page: slots of a page.
+    """
+    batch, kv_heads, size = position.shape
+    pad = ((0, 0), (0, 0), (0, -size % page))
+
+    def by_page(x: Array, fill: float) -> Array:
+        """[B, K, S] -> [B, K, U], the largest of each page."""
+        padded = jnp.pad(x, pad, constant_values=fill)
+        return jnp.max(padded.reshape(batch, kv_heads, -1, page), axis=3)
+
+    # [B, K, U]
+    newest = by_page(position, EMPTY)
+    worth = by_page(jnp.where(position >= 0, priority, -jnp.inf), -jnp.inf)
+    worth = jnp.where(newest == jnp.max(newest, axis=2, keepdims=True), jnp.inf, worth)
+    # [B, K, 1]: slots of a newest page that is not full do not count as a page's
+    live = jnp.sum(position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+    over = jnp.maximum(live - jnp.minimum(limit, FAR // page) * page, 0)
+    pages = jnp.sum(newest >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+    stay = largest(worth, newest, pages - (over + page - 1) // page)
+    # [B, K, S]
+    return (position >= 0) & ~jnp.repeat(stay, page, axis=2)[:, :, :size]

@@ -63,6 +63,8 @@ class Chooser:
     def _request(self, group: Group, kv_heads: int, *, tokens: int, slots: int, parts: int) -> Request:
         divided = sharding.divided("kv_heads", kv_heads)
         plain = []
+        if group.policy.page > 1:
+            plain.append("eviction of whole pages")
         if group.policy.merge is not None:
             plain.append("a merge")
         if not group.storage.exact:

@@ -295,13 +295,23 @@ def _capacities(
         if first is None:
             return total, total
         block = (sizes.block or 1) if spec.storage.exact else 0
+        if branch.prompt.page > 1:
+            page = branch.prompt.page
+            return _in_pages(first, block, page, total), _in_pages(first, room, page, total)
         return min(up(first + block, branch.prompt), total), min(up(first + room, branch.prompt), total)
     assert first is not None and branch.prompt.budget is not None
     left = min(branch.prompt.budget.widest(branch.prompt, first, kv_heads), sizes.budget_prompt)
     left = up(left, branch.prompt)
     if then is None:
         return whole, left + sizes.following
+    if branch.decode.page > 1:
+        return whole, max(left + room, _in_pages(then, room, branch.decode.page, total))
     return whole, max(left + room, min(up(then + room, branch.decode), total))
+
+
+def _in_pages(slots: int, new: int, page: int, total: int) -> int:
+    """Returns the slots of arrays whose pages are evicted as a whole, for `new` tokens of a step."""
+    return -(-min(slots // page * page + -(-new // page) * page, total) // page) * page
 
 
 def _newest_stay(spec: CacheSpec, branch: Branch, budgets: list[int | None]) -> bool:

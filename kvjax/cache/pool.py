@@ -73,7 +73,7 @@ def pool_of(
     if not group.apart:
         # Constrained before attention too: if KV heads are replicated but query heads are not, XLA would otherwise
         # write the cache in parts and gather it at every step.
-        layer = constrain(append(layer, key, value, block.position))
+        layer = constrain(append(layer, key, value, block.position, group.policy.page))
         return Pool(layer, None, layer.position, layer.stats, layer.index)
     layer = constrain(layer)
     own = jnp.broadcast_to(block.position[:, None], key.shape[:3])

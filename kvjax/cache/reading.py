@@ -84,7 +84,7 @@ def read(
     index = pool.index
     if selection.reads_all:
         return Reading(parts, pool.position, None, index, None)
-    slot = _slot(pool, block)
+    slot = _slot(pool, block, group.policy.page)
     view = SelectView(
         position=pool.position, key=joined(keys), newest=block.newest, prompt=block.prompt, slot=slot,
         layer=block.layer, first=block.position[:, 0], **about,
@@ -220,10 +220,10 @@ def _spread(column: Array, slots: Array, size: int) -> Array:
     return place(jnp.zeros((*column.shape[:2], size, *column.shape[3:]), column.dtype), slots, column)
 
 
-def _slot(pool: Pool, block: Block) -> Array:
+def _slot(pool: Pool, block: Block, page: int) -> Array:
     """Returns the slot that holds each row's newest token, or that it will be written to, [B, K] int32."""
     if pool.own is not None:
-        return jnp.minimum(free_slots(pool.layer.position, 1), pool.sizes[0] - 1)[:, :, 0]
+        return jnp.minimum(free_slots(pool.layer.position, 1, page), pool.sizes[0] - 1)[:, :, 0]
     slot = jnp.arange(pool.sizes[0], dtype=jnp.int32)
     here = pool.position == block.newest[:, None, None]
     return jnp.minimum(jnp.min(jnp.where(here, slot, FAR), axis=2), pool.sizes[0] - 1)

@@ -57,7 +57,7 @@ def settle(
     index = _first(due, min(n, due.shape[2]))
     chosen = jnp.take_along_axis(due, index, axis=2)
     # [B, K, m]; out of bounds, where writes are dropped, for what is not due
-    target = jnp.where(chosen, free_slots(coded_at, index.shape[2]), coded_slots)
+    target = jnp.where(chosen, free_slots(coded_at, index.shape[2], group.policy.page), coded_slots)
 
     def pick(leaf: Array) -> Array:
         return jnp.take_along_axis(leaf, index.reshape(*index.shape, *(1,) * (leaf.ndim - 3)), axis=2)

@@ -33,11 +33,13 @@ def empty_stats(
     return observed | {name: jnp.zeros(shape, jnp.float32) for name in remembers}
 
 
-def free_slots(position: Array, count: int) -> Array:
+def free_slots(position: Array, count: int, page: int = 1) -> Array:
     """Finds the first `count` empty slots of each head.
 
     Args:
       position: [B, K, S] int32.
+      count: the number of slots.
+      page: the number of slots of a page. If pages are freed as a whole, those of a page that is not full come first.
 
     Returns:
       [B, K, count] int32; S, which is out of bounds, in place of a slot that does not exist.
@@ -46,20 +48,36 @@ def free_slots(position: Array, count: int) -> Array:
     slot = jnp.arange(capacity, dtype=jnp.int32)
     if count == 1:
         # [B, K, 1]: min of an iota instead of argmin, which CPUs do not vectorise
-        return jnp.min(jnp.where(position < 0, slot, capacity), axis=2, keepdims=True)
+        if page == 1:
+            return jnp.min(jnp.where(position < 0, slot, capacity), axis=2, keepdims=True)
+        first = jnp.min(_turn(position, page) * capacity + slot, axis=2, keepdims=True)
+        return jnp.where(first < 2 * capacity, first % capacity, capacity)
     # [B, K, S]
-    order = jnp.argsort(position >= 0, axis=2, stable=True).astype(jnp.int32)
+    order = jnp.argsort(_turn(position, page), axis=2, stable=True).astype(jnp.int32)
     # [B, K, count]
     free = jnp.pad(order[:, :, :count], ((0, 0), (0, 0), (0, max(0, count - capacity))), constant_values=capacity)
     number = jnp.sum(position < 0, axis=2, keepdims=True)
     return jnp.where(jnp.arange(count) < number, free, capacity)
 
 
+def _turn(position: Array, page: int) -> Array:
+    """Orders slots [B, K, S] by when they are written to: 0 = in a page that is not full, 1 = empty, 2 = live."""
+    live = position >= 0
+    if page == 1:
+        return jnp.where(live, 2, 1)
+    batch, kv_heads, size = position.shape
+    # [B, K, U, page]
+    pages = jnp.pad(live, ((0, 0), (0, 0), (0, -size % page))).reshape(batch, kv_heads, -1, page)
+    # [B, K, S]
+    begun = jnp.repeat(jnp.any(pages, axis=3), page, axis=2)[:, :, :size]
+    return jnp.where(live, 2, jnp.where(begun, 0, 1))
+
+
 # vmap makes batch and heads batching dimensions of the scatter, so that a sharded cache is written where it lies.
 write = jax.vmap(jax.vmap(lambda cache, slot, new: cache.at[slot].set(new, mode="drop", unique_indices=True)))
 
 
-def append(layer: LayerKV, key: Array, value: Array, position: Array) -> LayerKV:
+def append(layer: LayerKV, key: Array, value: Array, position: Array, page: int = 1) -> LayerKV:
     """Writes n tokens into the first n empty slots of each head of a dense layer. Padding is not written.
 
     Args:
@@ -67,13 +85,14 @@ def append(layer: LayerKV, key: Array, value: Array, position: Array) -> LayerKV
       key: [B, K, n, D].
       value: [B, K, n, D].
       position: [B, n] int32, -1 = padding.
+      page: see `free_slots`.
     """
     capacity = layer.position.shape[2]
     if position.shape[1] == 1:
-        free = free_slots(layer.position, 1)
+        free = free_slots(layer.position, 1, page)
     else:
         # [B, K, n]
-        order = jnp.argsort(layer.position >= 0, axis=2, stable=True)
+        order = jnp.argsort(_turn(layer.position, page), axis=2, stable=True)
         free = order[:, :, : position.shape[1]].astype(jnp.int32)
     # [B, K, n]; `capacity` is out of bounds, where writes are dropped
     target = jnp.where(position[:, None] >= 0, free, capacity)

@@ -9,7 +9,7 @@ from kvjax.arguments import Registry
 from kvjax.errors import PolicyError
 from kvjax.policies.base import Evict, Policy, compress, evict
 from kvjax.policies.budget import Budget, Fraction, FromLayer, Given, PerLayer, Pyramid, Shared, Slots, TextFraction
-from kvjax.policies.combinators import Best, TimesValueNorm, from_layer, value_norm, with_heavy_hitters
+from kvjax.policies.combinators import Best, TimesValueNorm, by_page, from_layer, value_norm, with_heavy_hitters
 from kvjax.policies.components import Everything, Folded, Importance, Keep, Merge, Scope, View, everything, keep
 from kvjax.policies.h2o import (
     DecayedMass,
@@ -90,6 +90,7 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
     "adakv": adakv,
     "after_prefill": after_prefill,
     "from_layer": from_layer,
+    "by_page": by_page,
 }
 
 __all__ = [
@@ -98,7 +99,7 @@ __all__ = [
     "KeyDifference", "Last", "LastFetched", "LastColumns", "LowNorm", "Mass", "MeanMass", "Merge", "Newest", "ObservationWindow",
     "OwnBlock", "PerLayer", "Phases", "Policy", "PromptEnd", "Pyramid", "Recency", "Ring", "Scope", "Shared",
     "SharedLast", "Slots", "Split", "Strided", "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Varying", "View",
-    "WithSelection", "accepts", "adakv", "after_prefill", "anchors", "by_name", "cam", "compensation", "compress", "counter",
+    "WithSelection", "accepts", "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "compensation", "compress", "counter",
     "d2o", "decayed_mass", "duo_attention", "everything", "evict", "fifo", "fixed", "from_layer", "full", "h2o", "h2o_decay", "heavy_only",
     "keep", "key_difference", "keydiff", "knorm", "kvmerger", "last", "local_only", "low_norm", "lru", "mass",
     "mean_attention", "mean_mass", "observation_window_score", "protect_first", "protect_newest", "protect_prompt_end",

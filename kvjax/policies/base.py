@@ -12,9 +12,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from kvjax.arguments import checked_call, choice_argument, named
+from kvjax.arguments import checked_call, choice_argument, count_argument, named
 from kvjax.errors import PolicyError
-from kvjax.policies.budget import Budget, BudgetLike, as_budget
+from kvjax.policies.budget import Budget, BudgetLike, Shared, as_budget
 from kvjax.policies.components import Importance, Keep, Merge, Scope, Stats, View, check_declared, everything, keep
 from kvjax.statistics import NAMED, Statistic, resolve
 
@@ -56,6 +56,7 @@ class Evict(Policy):
       merge: folds evicted pairs into others; None = they are dropped.
       positions: see `Policy`.
       group_reduce: see `Policy`.
+      page: the number of consecutive tokens that are evicted together; see `kvjax.policies.by_page`.
       name: see `Policy`.
 
     Raises:
@@ -70,6 +71,7 @@ class Evict(Policy):
     merge: Merge | None = None
     positions: str = "original"
     group_reduce: str = "mean"
+    page: int = 1
     name: str = dataclasses.field(default="evict", compare=False)
 
     def __post_init__(self) -> None:
@@ -93,6 +95,9 @@ class Evict(Policy):
             check_declared(field, getattr(self, field))
         if not isinstance(self.budget, Budget):
             object.__setattr__(self, "budget", as_budget(self.budget))
+        object.__setattr__(self, "page", count_argument("page", self.page, minimum=1))
+        if self.page > 1 and (self.merge is not None or self.when != "step" or isinstance(self.budget, Shared)):
+            raise PolicyError("whole pages are evicted at every step, without a merge and with one budget for all heads.")
         _resolve(self._needs)
         if self.importance.shared_by_heads and self.scope.needs:
             raise PolicyError(
@@ -158,6 +163,8 @@ class Evict(Policy):
           PolicyError: more slots are protected than the budget has.
         """
         with named(self.name):
+            if self.page > 1 and slots < 2 * self.page:
+                raise PolicyError(f"a budget of {slots} slots is less than two pages of {self.page}; raise the budget.")
             protected = self.protects(slots)
             if protected > slots:
                 raise PolicyError(

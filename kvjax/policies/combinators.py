@@ -180,6 +180,27 @@ def from_layer(policy: Policy, *, first: int) -> Evict:
     return dataclasses.replace(policy, budget=FromLayer(policy.budget, first))
 
 
+@factory
+def by_page(policy: Policy, *, page: int) -> Evict:
+    """Evicts whole pages of consecutive tokens, for selections that read pages.
+
+    The page of the lowest worth is evicted, which is the highest priority of its slots; of equal ones the older. The
+    newest page is never evicted. If every page has a protected slot, the oldest is evicted nevertheless. Between b - p
+    and b slots are live, where the budget b is rounded down to whole pages.
+
+    Args:
+      policy: an eviction policy without a merge.
+      page: p, the number of tokens of a page.
+
+    Raises:
+      PolicyError: any other policy, or a budget of less than two pages.
+    """
+    if not isinstance(policy, Evict) or policy.budget is None:
+        name = policy.name if isinstance(policy, Policy) else repr(policy)
+        raise PolicyError(f"by_page({name}): give a single policy that evicts, such as h2o(budget=256).")
+    return dataclasses.replace(policy, page=page, name=f"{policy.name}/page")
+
+
 def _ranks_each_head(name: str, policy: Policy) -> Evict:
     """Returns a policy that evicts and ranks each head by itself; raises a PolicyError for any other."""
     if not isinstance(policy, Policy):
