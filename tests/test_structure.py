@@ -19,6 +19,7 @@ ROOMS = [
     {"models", "sampling"},
     {"checkpoint"},
     {"prefill", "generate", "likelihood"},
+    {"presets"},
     {"roofline", "plan", "analysis"},
 ]
 #: Public names that run the cache, found when they are asked for; and a policy that is made of a selection.

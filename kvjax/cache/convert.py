@@ -1,6 +1,6 @@
 """Empty slots, and the conversion of slots from one phase to the next."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp

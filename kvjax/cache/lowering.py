@@ -5,6 +5,7 @@ anything is traced, and refuses every combination that cannot work.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from kvjax.policies.budget import Budget, Fraction, FromLayer, PerLayer, Pyramid
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
+from kvjax.policies.pools import protecting
 from kvjax.selection import everything
 from kvjax.selection.base import Selection
 from kvjax.storage import dense
@@ -58,6 +60,27 @@ class Branch(NamedTuple):
 
         prompt = own(self.prompt)
         return self._replace(prompt=prompt, decode=prompt if self.decode is self.prompt else own(self.decode))
+
+    def protecting(self) -> "Branch":
+        """Returns the branch with policies that do not evict what the selection always reads, for want of a choice."""
+        sinks, recent = self.selection.ends
+        prompt = protecting(self.prompt, sinks, recent)
+        decode = prompt if self.decode is self.prompt else protecting(self.decode, sinks, recent)
+        return self._replace(prompt=prompt, decode=decode)
+
+    def check_slots(self, policy: Evict, slots: int) -> None:
+        """Checks a budget of `slots`.
+
+        Raises:
+          PolicyError: the policy protects more, or the selection always reads as many.
+        """
+        policy.check_slots(slots)
+        always = sum(self.selection.ends)
+        if always >= slots:
+            raise PolicyError(
+                f"the selection {self.selection.name} always reads {always} slots, and the budget has {slots}; raise "
+                f"the budget to at least {always + 1}."
+            )
 
 
 class Budgets(NamedTuple):
@@ -105,7 +128,7 @@ def lower(
     if spec.storage.residual >= sizes.total:
         # No token becomes old enough to be coded.
         spec = dataclasses.replace(spec, storage=dense())
-    branches = _branches(spec.policy, spec.selection, config)
+    branches = [branch.protecting() for branch in _branches(spec.policy, spec.selection, config)]
     for branch in branches:
         _check(spec, branch, sizes)
     prompt_groups: list[tuple[Group, ...]] = []
@@ -216,7 +239,8 @@ def _budgets(
         if policy.budget is None:
             return None
         with named(policy.name):
-            return batch_slots(policy.budget, totals if policy.budget.of_text else lengths, layers, policy.check_slots)
+            counted = totals if policy.budget.of_text else lengths
+            return batch_slots(policy.budget, counted, layers, functools.partial(branch.check_slots, policy))
 
     first = slots(branch.prompt)
     return first, first if branch.decode is branch.prompt else slots(branch.decode)

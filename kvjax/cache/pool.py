@@ -66,9 +66,7 @@ def prompt_pool(key: Array, value: Array, block: Block, group: Group) -> Pool:
     return Pool(layer, None, layer.position, layer.stats, layer.index)
 
 
-def pool_of(
-    layer: LayerKV, key: Array, value: Array, block: Block, group: Group, skew: Array | None = None
-) -> Pool:
+def pool_of(layer: LayerKV, key: Array, value: Array, block: Block, group: Group, skew: Array | None = None) -> Pool:
     """Returns the pool of a layer and the tokens [B, K, n, D] of a block; `skew` as in `kvjax.cache.step.step`."""
     if not group.apart:
         # Constrained before attention too: if KV heads are replicated but query heads are not, XLA would otherwise

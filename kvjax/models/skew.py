@@ -1,8 +1,8 @@
 """Skewing: rotates the columns of queries and keys so that few of them suffice to guess their products.
 
-A is an orthogonal matrix for each KV head. Since (q A)·(k A) = q·k, a skewed model computes the same; but if the columns
-of A are the right singular vectors of the queries of a sample text, a few columns of q A and k A have most of the
-product (InfiniGen, arXiv:2406.19707, section 4.2).
+A is an orthogonal matrix for each KV head. Since (q A)·(k A) = q·k, a skewed model computes the same; but if the
+columns of A are the right singular vectors of the queries of a sample text, a few columns of q A and k A have most of
+the product (InfiniGen, arXiv:2406.19707, section 4.2).
 
 Where nothing stands between the projections and the product, A is folded into their weights. Otherwise (RoPE, or norms
 of queries and keys) it becomes a parameter ``skew`` of each attention, which only selections that guess use.
@@ -25,6 +25,7 @@ from kvjax.models.model import Model
 from kvjax.sharding import Params
 
 Array = jax.Array
+ORTHOGONAL = 1e-3  # largest error of AᵀA = 1, for matrices that were stored in a narrow dtype
 
 
 def find_skew(model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = None) -> np.ndarray:
@@ -48,8 +49,8 @@ def find_skew(model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = No
     group = config.num_heads // config.num_kv_heads
     if int(batch.lengths.sum()) * group < config.head_dim:
         raise InputError(
-            f"the sample has {int(batch.lengths.sum())} tokens and {group} query heads for each KV head, fewer than the "
-            f"{config.head_dim} features of a head; give a longer sample."
+            f"the sample has {int(batch.lengths.sum())} tokens and {group} query heads for each KV head, fewer than "
+            f"the {config.head_dim} features of a head; give a longer sample."
         )
     with model.on_mesh():
         factors = _query_factors(model.params, *model.place((batch.tokens, batch.lengths)), config=config)
@@ -116,9 +117,6 @@ def skewed(model: Model, skew: ArrayLike, *, fold: bool | None = None) -> Model:
         layer["attention"] = _folded(layer["attention"], own, config) if fold else {**layer["attention"], SKEW: own}
         params[f"layer_{index}"] = layer
     return dataclasses.replace(model, params=params)
-
-
-ORTHOGONAL = 1e-3  # largest error of AᵀA = 1, for matrices that were stored in a narrow dtype
 
 
 def _folded(attention: Params, skew: Array, config: DecoderConfig) -> Params:

@@ -97,7 +97,9 @@ class Evict(Policy):
             object.__setattr__(self, "budget", as_budget(self.budget))
         object.__setattr__(self, "page", count_argument("page", self.page, minimum=1))
         if self.page > 1 and (self.merge is not None or self.when != "step" or isinstance(self.budget, Shared)):
-            raise PolicyError("whole pages are evicted at every step, without a merge and with one budget for all heads.")
+            raise PolicyError(
+                "whole pages are evicted at every step, without a merge and with one budget for all heads."
+            )
         _resolve(self._needs)
         if self.importance.shared_by_heads and self.scope.needs:
             raise PolicyError(

@@ -62,28 +62,46 @@ class Ends(Scope):
     """Protects the newest tokens, which had no time to be fetched, and the first positions.
 
     Attributes:
-      recent: the number of newest tokens; None = half of the budget, and at least 1.
+      recent: the number of newest tokens; None = half of the budget.
       sinks: the number of first positions.
+      least: the least number of newest tokens.
     """
 
     recent: int | None = None
     sinks: int = 0
+    least: int = 1
     needs = frozenset()
 
     def __post_init__(self) -> None:
         if self.recent is not None:
             object.__setattr__(self, "recent", count_argument("recent", self.recent))
-        object.__setattr__(self, "sinks", count_argument("sinks", self.sinks))
+        for field in ("sinks", "least"):
+            object.__setattr__(self, field, count_argument(field, getattr(self, field)))
 
     def protected(self, stats: Stats, view: View) -> Array:
-        recent = jnp.maximum(1, view.budget // 2) if self.recent is None else self.recent
+        recent = jnp.maximum(self.least, view.budget // 2 if self.recent is None else self.recent)
         return view.recent(recent) | (view.live & (view.position < self.sinks))
 
     def count(self, budget: int) -> int:
         return self.newest(budget) + self.sinks
 
     def newest(self, budget: int) -> int:
-        return max(1, budget // 2) if self.recent is None else self.recent
+        return max(self.least, budget // 2 if self.recent is None else self.recent)
+
+
+def protecting(policy: Evict, sinks: int, recent: int) -> Evict:
+    """Returns a policy under which slots that a selection always reads, and never chooses, do not look unused.
+
+    Args:
+      policy: is returned unchanged unless it is `lru` or `counter`.
+      sinks: the number of first positions that are always read.
+      recent: the number of newest tokens that are always read.
+    """
+    scope = policy.scope
+    if not isinstance(scope, Ends):
+        return policy
+    scope = dataclasses.replace(scope, sinks=max(scope.sinks, sinks), least=max(scope.least, recent))
+    return dataclasses.replace(policy, scope=scope)
 
 
 @factory
@@ -113,9 +131,7 @@ def lru(budget: BudgetLike, *, recent: int | None = None, sinks: int = 0) -> Evi
 
 
 @factory
-def counter(
-    budget: BudgetLike, *, saturate: int | None = ONE_BYTE, recent: int | None = None, sinks: int = 0
-) -> Evict:
+def counter(budget: BudgetLike, *, saturate: int | None = ONE_BYTE, recent: int | None = None, sinks: int = 0) -> Evict:
     """Evicts the slot that a selection has chosen least often (InfiniGen, section 4.4).
 
     Importance is the number of queries for which the slot was chosen; the newest tokens are protected.

@@ -151,6 +151,11 @@ class Selection:
         return False
 
     @property
+    def ends(self) -> tuple[int, int]:
+        """The number of oldest slots and that of newest slots that are always read, besides the new token's."""
+        return 0, 0
+
+    @property
     def most(self) -> int | None:
         """The largest number of slots that are chosen for a query; None = it depends on the number of slots."""
         return None

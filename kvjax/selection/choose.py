@@ -94,7 +94,7 @@ def best(worth: Array, candidate: Array, position: Array, count: Array | int) ->
     return largest(worth, jnp.where(candidate, position, -1), count)
 
 
-def ends(position: Array, new: Array, oldest: int, newest: int) -> Array:
+def mark_ends(position: Array, new: Array, oldest: int, newest: int) -> Array:
     """Marks the `oldest` oldest and the `newest` newest live slots of each head, [B, K, S] bool.
 
     Args:

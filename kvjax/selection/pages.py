@@ -156,7 +156,8 @@ class Pages(Selection):
         candidate = view.visible & ~self.always(index, view)
         # [B, K, U]: the newest position of each page; -1 for a page without candidates
         kept = jnp.where(candidate, view.position, -1)
-        position = jnp.max(self.by_page(kept, -(-view.position.shape[2] // self.page), -1), axis=3)
+        count = next(leaf.shape[2] for name, leaf in index.items() if name != "steps")
+        position = jnp.max(self.by_page(kept, count, -1), axis=3)
 
         def best_pages() -> Array:
             return self._best(index, query, position, view.scale)
@@ -338,9 +339,7 @@ class LServe(Quest):
 
 
 @factory
-def lserve(
-    page: int = 64, sub: int = 16, every: int = 4, budget: int | None = None, *, first_layer: int = 2
-) -> LServe:
+def lserve(page: int = 64, sub: int = 16, every: int = 4, budget: int | None = None, *, first_layer: int = 2) -> LServe:
     """Reads pages by the largest upper bound of their sub-pages, and chooses anew every few steps (LServe, section 3.5).
 
     Args:

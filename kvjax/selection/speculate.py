@@ -17,7 +17,7 @@ from kvjax.errors import SelectionError
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Held, Index, Selection, SelectView
 from kvjax.selection.checks import factory, merges, named, rotated_once
-from kvjax.selection.choose import best, ends, grouped_logits, rank
+from kvjax.selection.choose import best, grouped_logits, mark_ends, rank
 
 if TYPE_CHECKING:
     from kvjax.storage.base import Storage
@@ -78,6 +78,10 @@ class InfiniGen(Selection):
                 object.__setattr__(self, field, count_argument(field, getattr(self, field), minimum=minimum))
 
     @property
+    def ends(self) -> tuple[int, int]:
+        return self.sinks, self.recent
+
+    @property
     def most(self) -> int | None:
         return self.cap if isinstance(self.cap, int) else None
 
@@ -134,7 +138,7 @@ class InfiniGen(Selection):
         return best(worth, candidate, view.position, count)
 
     def always(self, index: Index, view: SelectView) -> Array:
-        return view.new | (view.visible & ends(view.position, view.new, self.sinks, self.recent))
+        return view.new | (view.visible & mark_ends(view.position, view.new, *self.ends))
 
     def _columns(self, dim: int) -> int:
         """Returns the number of columns r of D."""

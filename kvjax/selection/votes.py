@@ -13,7 +13,7 @@ from kvjax.arguments import count_argument, number_argument
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Index, Selection, SelectView
 from kvjax.selection.checks import aligned, factory, merges, named, rotated_once
-from kvjax.selection.choose import best, ends, grouped_logits, rank
+from kvjax.selection.choose import best, grouped_logits, mark_ends, rank
 
 if TYPE_CHECKING:
     from kvjax.storage.base import Storage
@@ -66,6 +66,10 @@ class TokenSelect(Selection):
     @property
     def per_slot(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset() if self.reuse is None else frozenset({"stands"})
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        return self.sinks, self.recent - 1
 
     @property
     def most(self) -> int:
@@ -128,7 +132,7 @@ class TokenSelect(Selection):
         return self.choose(index, query, view)[0]
 
     def always(self, index: Index, view: SelectView) -> Array:
-        return view.new | (view.visible & ends(view.position, view.new, self.sinks, self.recent - 1))
+        return view.new | (view.visible & mark_ends(view.position, view.new, *self.ends))
 
 
 @factory
@@ -141,7 +145,7 @@ def tokenselect(
     scaled: bool = True,
     first_layer: int = 0,
 ) -> TokenSelect:
-    """Reads the tokens for which the query heads of a layer vote, the same in all heads (TokenSelect, arXiv:2411.02886).
+    """Reads the tokens for which the query heads of a layer vote; see `TokenSelect` (arXiv:2411.02886, section 4.2).
 
     Args:
       k: see `TokenSelect`.
