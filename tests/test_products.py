@@ -33,6 +33,10 @@ TABLE = ((True, False), (False, False))
 ARGUMENTS = {
     "strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "snapkv": {"window": 4}, "pyramidkv": {"window": 4},
     "integer": {"bits": 3}, "fp8": {}, "optimal": {"n": 9}, "quest": {"page": 4, "budget": 16, "first_layer": 0},
+    "infinigen": {"alpha": 4.0, "first_layer": 1, "sinks": 1, "recent": 2},
+    "lserve": {"page": 4, "sub": 2, "every": 3, "budget": 16, "first_layer": 0},
+    "retrieval": {"chunk": 4, "budget": 16}, "tokenselect": {"k": 6, "sinks": 2, "recent": 3},
+    "shadowkv": {"rank": 5, "chunk": 4, "budget": 8, "local": 1, "outliers": 1},
 }  # fmt: skip
 
 
@@ -54,6 +58,8 @@ def all_policies() -> dict[str, policies.Policy]:
         "value_norm": policies.value_norm(policies.roco(0.5)),
         "adakv": policies.adakv(policies.snapkv(0.5, window=4)),
         "after_prefill": policies.after_prefill(policies.snapkv(0.5, window=4), then=policies.roco(0.4)),
+        "from_layer": policies.from_layer(policies.counter(0.5), first=1),
+        "by_page": policies.by_page(policies.lru(0.5, recent=2), page=4),
     }
     assert set(made) == set(COMBINATORS), "a new combinator needs an example here"
     plans = {

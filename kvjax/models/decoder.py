@@ -384,10 +384,12 @@ class Decoder(nn.Module):
         if config.learned_positions:
             x = x + self.position_embed(block.position)
         after = []
-        entered = None
+        entered: Array | None = None
         for index, module in enumerate(self.layers):
             x = sharding.constrain(x, ("batch", None, None))
-            hint = entered if x.shape[1] == 1 and any(group.selection.ahead for group in phase[index]) else None
+            hint: Array | None = (
+                entered if x.shape[1] == 1 and any(group.selection.ahead for group in phase[index]) else None
+            )
             arguments = (x, None if kv is None else kv.layers[index], block.of_layer(index))
             if self.is_initializing():
                 x, layer, seen, entered = module(*arguments, phase[index], hint)

@@ -165,7 +165,7 @@ def value_norm(policy: Policy) -> Evict:
 
 @factory
 def from_layer(policy: Policy, *, first: int) -> Evict:
-    """Limits the layers from `first` on; the layers before it keep every token (InfiniGen, arXiv:2406.19707, section 5).
+    """Limits the layers from `first` on; the layers before it keep every token (InfiniGen, arXiv:2406.19707).
 
     Args:
       policy: an eviction policy or a compressor.

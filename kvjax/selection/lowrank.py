@@ -91,7 +91,7 @@ class ShadowKV(Selection):
         }
 
     def build(self, index: Index, sums: Index, held: Held) -> Index:
-        batch, kv_heads, size, dim = held.key.shape
+        batch, kv_heads, _, dim = held.key.shape
         pages = index["landmark"].shape[2]
         # [B, K, U, chunk, D]
         chunks = held.key[:, :, : pages * self.chunk].reshape(batch, kv_heads, pages, self.chunk, dim)

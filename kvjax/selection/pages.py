@@ -177,7 +177,7 @@ class Pages(Selection):
         return candidate & chosen, index
 
     def _best(self, index: Index, query: Array, position: Array, scale: float) -> Array:
-        """Marks the pages to choose, [B, K, U] bool, of those with candidates: position [B, K, U], -1 for the others."""
+        """Marks the pages to choose, [B, K, U] bool, of those whose position [B, K, U] is not -1."""
         candidate, count = position >= 0, self.pages
         if self.first:
             oldest = jnp.min(jnp.where(candidate, position, jnp.iinfo(jnp.int32).max), axis=2, keepdims=True)
@@ -205,8 +205,8 @@ class Pages(Selection):
 class Quest(Pages):
     """Ranks pages by an upper bound of their logits (Quest, arXiv:2406.10774, section 3.3).
 
-    The bound of a page is Σ_d max(q_d·min_d, q_d·max_d) over its live keys. If a page is made of sub-pages, its bound is
-    the largest of theirs, which is closer (LServe, arXiv:2502.14866, section 3.5).
+    The bound of a page is Σ_d max(q_d·min_d, q_d·max_d) over its live keys. If a page is made of sub-pages, its bound
+    is the largest of theirs, which is closer (LServe, arXiv:2502.14866, section 3.5).
 
     The index has, for every sub-page, the maximum of its keys and of its negated keys: the bound is then a single
     product with (max(q, 0), max(-q, 0)), and a new key needs a single maximum. Its dtype is the model's, in which these
@@ -340,7 +340,7 @@ class LServe(Quest):
 
 @factory
 def lserve(page: int = 64, sub: int = 16, every: int = 4, budget: int | None = None, *, first_layer: int = 2) -> LServe:
-    """Reads pages by the largest upper bound of their sub-pages, and chooses anew every few steps (LServe, section 3.5).
+    """Reads pages by the largest bound of their sub-pages, and chooses anew every few steps (LServe, arXiv:2502.14866).
 
     Args:
       page: tokens of a page.

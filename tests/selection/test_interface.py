@@ -28,7 +28,11 @@ from kvjax.storage import int8
 from kvjax.storage.base import Storage
 
 NAMES = {**vars(package), "Slots": Slots, "Fraction": Fraction, "Given": Given, "PerLayer": PerLayer}
-ARGUMENTS = {"everything": {}, "optimal": {"n": 5}, "quest": {"page": 8, "budget": 64}}
+ARGUMENTS = {
+    "everything": {}, "optimal": {"n": 5}, "quest": {"page": 8, "budget": 64}, "infinigen": {"alpha": 3, "cap": 9},
+    "lserve": {"page": 8, "sub": 4, "budget": 64}, "retrieval": {"budget": 64}, "tokenselect": {"k": 6},
+    "shadowkv": {"budget": 64},
+}  # fmt: skip
 VARIANTS = (Allowed(8), Allowed(0.2, 3), Hindsight((4, 0.5)), Local(8, 0))
 ALL = (*(by_name(name, **ARGUMENTS[name]) for name in SELECTIONS), *VARIANTS, *(each.traced() for each in VARIANTS))
 
