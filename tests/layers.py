@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import Block, CacheLayout, CacheSpec, Layer
-from kvjax.cache.convert import convert, empty_layers
+from kvjax.cache.convert import Prompt, convert, empty_layers
 from kvjax.cache.limits import Sizes
 from kvjax.cache.lowering import Lowered, lower
 from kvjax.cache.spec import as_spec
@@ -205,7 +205,8 @@ def program(streams, prompts, ends, budget, decode_budget, *, layout, width, ste
         layer, outputs = jax.lax.scan(body, layer, position)
         # [blocks, B, H, n, D] -> [B, H, T', D]
         first = jnp.moveaxis(outputs, 0, 2).reshape(*outputs.shape[1:3], -1, outputs.shape[4])
-        layer = Layer(convert(*each, prompts - 1) for each in zip(layer, before, after, strict=True))
+        about = Prompt(prompts, rope, None if rope is None else rope.frequencies(ends))
+        layer = Layer(convert(*each, about) for each in zip(layer, before, after, strict=True))
 
     def decode(layer, number):
         at = prompts + number

@@ -27,7 +27,8 @@ CONFIG = DecoderConfig(
     family="llama", vocab_size=64, hidden_size=32, num_layers=2, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM,
     mlp_size=64, max_positions=512, rope=Rope(dim=DIM),
 )  # fmt: skip
-TABLE = ((True, False), (False, False))
+TABLE = ((True, False), (False, True))
+LAYER = 1  # the one whose steps are traced: in the first, a selection that looks ahead reads everything
 
 #: Arguments without a default.
 ARGUMENTS = {
@@ -88,7 +89,7 @@ def lowered_for(spec: CacheSpec, block: int | None):
 
 
 def trace(spec: CacheSpec, block: int | None) -> None:
-    """Traces the steps of the first layer on shapes alone: the prompt's, and one of decoding."""
+    """Traces the steps of the last layer on shapes alone: the prompt's, and one of decoding."""
     lowered = lowered_for(spec, block)
     layout, budgets = lowered.layout, jax.tree.map(jnp.asarray, lowered.budgets)
     row = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -96,13 +97,15 @@ def trace(spec: CacheSpec, block: int | None) -> None:
     def take(layer, row, *, tokens, groups, budget):
         heads = [jnp.zeros((2, count, tokens, DIM)) for count in (HEADS, KV_HEADS, KV_HEADS)]
         position = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (2, tokens))
-        given = Block(position=position, prompt=row, total=row, budget=budget).of_layer(0)
-        output, layer, _ = step_layer(layer, *heads, block=given, groups=groups[0], rope=CONFIG.rope)
+        given = Block(position=position, prompt=row, total=row, budget=budget).of_layer(LAYER)
+        output, layer, _ = step_layer(
+            layer, *heads, block=given, groups=groups[LAYER], rope=CONFIG.rope, guess=heads[0] if tokens == 1 else None
+        )
         assert output.shape == (2, HEADS, tokens, DIM)
         return layer
 
     def unchanged(phase, budget, tokens):
-        layer = jax.eval_shape(lambda: empty_layers(phase, 2, KV_HEADS, DIM, jnp.float32))[0]
+        layer = jax.eval_shape(lambda: empty_layers(phase, 2, KV_HEADS, DIM, jnp.float32))[LAYER]
         after = jax.eval_shape(functools.partial(take, tokens=tokens, groups=phase, budget=budget), layer, row)
         chex.assert_trees_all_equal_shapes_and_dtypes(layer, after)
         return layer
@@ -135,9 +138,9 @@ def pairs() -> list[tuple[str, str, str]]:
     found += [
         (name, held, "everything") for held in STORAGE for name in ("full", "value_norm", "after_prefill", "h2o+d2o")
     ]
-    found += [
-        (name, held, read) for held in STORAGE for read in SELECTION for name in ("full", "snapkv", "duo_attention")
-    ]
+    others = itertools.cycle(("full", "snapkv", "duo_attention", "by_page", "from_layer"))
+    found += [(next(others), held, read) for read in SELECTION for held in STORAGE]
+    found += [(name, "dense", read) for read in SELECTION for name in ("full", "snapkv", "duo_attention", "from_layer")]
     return list(dict.fromkeys(found))
 
 
@@ -161,6 +164,12 @@ def test_what_is_refused_is_written_down():
         ("h2o+d2o", "optimal"): "merges",
         ("h2o[masked]", "optimal"): "has a selection of its own",
         ("split_heads", "optimal"): "none of its heads keeps every token",
+        ("knorm@cache", "infinigen"): "rotates keys again at every step",
+        ("h2o+d2o", "infinigen"): "merges",
+        ("h2o", "tokenselect"): "each head holds its own",
+        ("h2o", "shadowkv"): "it needs every token",
+        ("h2o[masked]", "lserve"): "has a selection of its own",
+        ("counter", "retrieval"): "evicts single ones",
     }
     for (name, read), reason in specs.items():
         with pytest.raises(PolicyError, match=reason):

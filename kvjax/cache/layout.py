@@ -71,10 +71,9 @@ class Group:
     def apart(self) -> bool:
         """Whether a step's own tokens are apart from the slots until the step ends.
 
-        Otherwise they are appended before the step attends. They cannot be where slots are held in a code, or where
-        slots are chosen before the tokens are known.
+        Otherwise they are appended before the step attends, which is not possible where slots are held in a code.
         """
-        return not self.storage.exact or self.selection.ahead
+        return not self.storage.exact
 
     @property
     def evicts(self) -> bool:

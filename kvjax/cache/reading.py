@@ -11,7 +11,7 @@ from kvjax import attention
 from kvjax.cache.layout import Group
 from kvjax.cache.pool import Pool, joined
 from kvjax.cache.slots import free_slots, write
-from kvjax.cache.state import EMPTY, FAR, Block, LayerKV
+from kvjax.cache.state import EMPTY, FAR, Block
 from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact
 
@@ -60,7 +60,6 @@ def read(
     block: Block,
     group: Group,
     *,
-    layer: LayerKV | None,
     guess: Array | None,
     rotate: Callable[[Array, Array], Array] | None,
     **about: Any,
@@ -74,7 +73,6 @@ def read(
       values: [B, K, S_i, D] of each piece.
       block: the tokens of the step.
       group: the selection.
-      layer: the slots before the step.
       guess: [B, H, 1, D] the query of a selection that looks ahead, rotated.
       rotate: rotates keys [B, K, W, D] to positions [B, K, W]; None = the model has no rotary embedding.
       about: ``budget``, ``scale``, ``window`` and ``skew`` of `kvjax.cache.step.step`.
@@ -94,18 +92,15 @@ def read(
     if n == 1:
         own = keys[-1] if pool.own is not None else jnp.take_along_axis(keys[0], slot[:, :, None, None], axis=2)
         index = _written(index, own, slot, pool, block, selection, view.skew)
-    if selection.ahead:
-        assert layer is not None and guess is not None
-        chosen, always = _ahead(layer, guess, view, selection)
-    else:
-        # [B, K, G, D]: of the block's last query; selections of whole blocks look at no query
-        last = _grouped(query, pool.position)[:, :, :, -1]
-        chosen, index = selection.choose(index, last, view)
-        always = selection.always(index, view)
-    mask = chosen | always
+    # [B, K, G, D]: of the block's last query; selections of whole blocks look at no query
+    by = _grouped(guess if selection.ahead and guess is not None else query, pool.position)[:, :, :, -1]
+    chosen, index = selection.choose(index, by, view)
+    mask = chosen | selection.always(index, view)
     position = jnp.where(mask, pool.position, EMPTY)
     parts = tuple(map(Part, keys, values, pool.cut(position)))
     size, width = keys[0].shape[2], selection.width(keys[0].shape[2])
+    if width is not None and pool.own is not None:
+        width -= 1  # The step's token is a part of its own.
     if width is None or width >= size:
         return Reading(parts, position, None, index, view, chosen)
     slots, valid = compact(mask[:, :, :size], width)
@@ -127,22 +122,6 @@ def read(
 def _grouped(query: Array, position: Array) -> Array:
     """Groups queries [B, H, n, D] by KV head: [B, K, G, n, D]."""
     return query.reshape(*position.shape[:2], -1, *query.shape[2:])
-
-
-def _ahead(layer: LayerKV, guess: Array, view: SelectView, selection: Selection) -> tuple[Array, Array]:
-    """Chooses before the step's token is known, from the slots that are held.
-
-    Returns:
-      [B, K, S'] bool each, the slots that are chosen and those that are always read, the step's token among them.
-    """
-    held = view._replace(position=layer.position, key=view.key[:, :, : layer.position.shape[2]])
-    chosen, _ = selection.choose(layer.index, _grouped(guess, layer.position)[:, :, :, 0], held)
-    always = selection.always(layer.index, held)
-    own = view.new[:, :, layer.position.shape[2] :]
-    return (
-        jnp.concatenate([chosen, jnp.zeros_like(own)], axis=2),
-        jnp.concatenate([always, own], axis=2),
-    )
 
 
 def _written(

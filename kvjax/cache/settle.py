@@ -66,7 +66,9 @@ def settle(
     coded_at = write(coded_at, target, pick(exact_at))
     coded_own = jax.tree.map(lambda old, new: write(old, target, pick(new)), coded_own, exact_own)
     if len(layer.stores) == 1:
-        return layer.replace(position=coded_at, stores=(coded,)), forget(coded_own, coded_at)
+        return layer.replace(position=coded_at, stores=(coded,)), coded_own.replace(
+            stats=forget(coded_own.stats, coded_at)
+        )
     # Tokens that stay exact keep their slots; the step's own tokens are written to empty ones.
     size = group.slots[1]
     left = jnp.where(due, EMPTY, exact_at)
@@ -82,7 +84,7 @@ def settle(
     # [B, K, S], then [B, K, S, ...]
     position = jnp.concatenate([coded_at, exact_at], axis=2)
     moved = jax.tree.map(lambda one, two: jnp.concatenate([one, two], axis=2), coded_own, exact_own)
-    return layer.replace(position=position, stores=(coded, exact)), forget(moved, position)
+    return layer.replace(position=position, stores=(coded, exact)), moved.replace(stats=forget(moved.stats, position))
 
 
 def free_slots_for(position: Array, own: Array) -> Array:

@@ -172,7 +172,7 @@ def step(
         """Returns the output, the columns, the selection's index, and what was read and chosen (see `Reading`)."""
         query, keys, values = attended(pool, query)
         chosen = reading.read(
-            pool, query, keys, values, block, group, layer=layer, guess=guess, rotate=rotate, budget=budget,
+            pool, query, keys, values, block, group, guess=guess, rotate=rotate, budget=budget,
             scale=scale, window=window, skew=skew,
         )  # fmt: skip
         if fresh and group.selection.whole_text:
@@ -263,7 +263,7 @@ def _evicted(
     per_slot = per_slot.replace(stats=stats)
     if own is not None:
         return settle(layer, *own, position, per_slot, block.newest, group)
-    return layer.replace(position=position), forget(per_slot, position)
+    return layer.replace(position=position), per_slot.replace(stats=forget(per_slot.stats, position))
 
 
 def _held(pool: Pool, group: Group) -> tuple[Array, Array]:

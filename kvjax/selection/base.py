@@ -9,7 +9,7 @@ For each query the live slots are the *new* token, slots that are *always* read,
 
 Prompts are read whole. An index is then made in three steps: `start` allocates sums, `watch` adds each block of the
 prompt to them, and `build` makes the index of the slots that are left when the prompt has ended. A decoding step calls
-`write` or `entries` for its token, and then `choose`. A selection that looks ahead chooses before its token is known.
+`write` or `entries` for its token, and then `choose`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class Held(NamedTuple):
 class SelectView(NamedTuple):
     """What a selection reads when it chooses for the query heads of one group of KV heads of one layer.
 
-    If slots are held as codes, the step's own tokens have no slot yet and follow after the slots. A selection that
-    looks ahead does not see the step's own tokens.
+    If slots are held as codes, the step's own tokens have no slot yet and follow after the slots.
 
     Attributes:
       position: [B, K, S] int32 absolute token position, -1 = empty; includes the step's own tokens.
@@ -121,8 +120,8 @@ class Selection:
       name: shown in reports; ignored by comparisons.
       budget: numbers of slots that are data in the state; None for selections whose widths are static.
       first_layer: layers before this one read everything; only `dense` depends on it.
-      ahead: whether the query that chooses is a guess, made of the attention input of the layer before. The choice and
-        the reads then depend on nothing of the layer itself.
+      ahead: whether the query that chooses is a guess, made of the attention input of the layer before, so that slots
+        can be fetched before the layer begins.
       in_prompt: whether it also applies to the blocks of a prompt; otherwise these read everything.
       whole_text: whether it applies, through `attend_text`, to texts that are fed as one prompt, and to nothing else.
       needs: the statistics whose columns `settle` or `attend_text` reads.
@@ -130,7 +129,7 @@ class Selection:
       shared_by_heads: whether all KV heads of a layer read the same positions.
       watches: whether `build` needs the sums of `watch`.
       per_slot: the names of arrays of the index that have an entry for each slot, [B, K, S, ...]. They move with the
-        slots, and are 0 in an empty slot.
+        slots; an empty slot may have any entry.
     """
 
     name: str
@@ -262,8 +261,7 @@ class Selection:
           view: the slots.
 
         Returns:
-          [B, K, S] bool, the slots that are chosen, and the index. A selection that looks ahead returns its index
-          unchanged.
+          [B, K, S] bool, the slots that are chosen, and the index.
         """
         return self.chosen(index, query, view), index
 

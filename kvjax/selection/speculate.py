@@ -86,8 +86,7 @@ class InfiniGen(Selection):
         return self.cap if isinstance(self.cap, int) else None
 
     def width(self, capacity: int) -> int | None:
-        # The new token is apart from the slots.
-        slots = int(self._caps(capacity)[-1]) + self.sinks + self.recent
+        slots = int(self._caps(capacity)[-1]) + self.sinks + self.recent + 1
         return slots if slots < capacity else None
 
     def refuses(self, policy: Policy, storage: Storage | None = None, *, positions: str = "original") -> str | None:

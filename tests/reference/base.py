@@ -36,6 +36,7 @@ class Observed(NamedTuple):
     sees: Array  # [n, S] bool
     query_position: Array  # [n]
     prompt_length: int
+    chosen: Array | None = None  # [S] bool, what a selection chose for the only query; None: everything is read
 
 
 class Ranking(NamedTuple):
@@ -63,6 +64,8 @@ class Policy:
     `then`: who goes on after the prompt.
     `compensates`: the position whose slot becomes the mean of all that was evicted, and weighs as much.
     `by_head`: layer -> KV head -> the policy it is under.
+    `first_layer`: layers before it keep every token.
+    `page`: the number of consecutive kept tokens that are evicted together.
     `hides`: "masked", "global" or "local": nothing is evicted, `hidden_recent` newest and the heaviest are seen.
     """
 
@@ -79,6 +82,8 @@ class Policy:
     hidden_recent: int | None = None
     compensates: int | None = None
     by_head: tuple[tuple[Policy, ...], ...] | None = None
+    first_layer: int = 0
+    page: int = 1
 
     def __post_init__(self) -> None:
         assert self.positions in ("original", "cache") and self.group_reduce in ("mean", "max")
@@ -90,6 +95,8 @@ class Policy:
         """
         if self.by_head is not None:
             return [(own, own.slots(layer, prompt_length, num_layers)) for own in self.by_head[layer]]
+        if layer < self.first_layer:
+            return None
         budget = self.budget[layer] if isinstance(self.budget, tuple) else self.budget
         if isinstance(budget, float):
             budget = max(1, math.floor(budget * prompt_length + 1e-9))
@@ -137,6 +144,22 @@ COUNT = Statistic(lambda old, block: old + block.sees.sum(axis=0))
 ABOVE = Statistic(lambda old, block: old + is_above(block).sum(axis=0))
 LAST = Statistic(lambda old, block: block.m[-1])
 
+
+def _count_fetches(saturate: int | None) -> Callable[[Array, Observed], Array]:
+    def update(old: Array, block: Observed) -> Array:
+        count = old if block.chosen is None else old + block.chosen
+        return count // 2 if saturate is not None and count.max(initial=0) >= saturate else count
+
+    return update
+
+
+def _last_fetch(old: Array, block: Observed) -> Array:
+    """1 plus the position of the last query that chose a slot; 0: none has."""
+    return old if block.chosen is None else np.where(block.chosen, block.query_position[-1] + 1, old)
+
+
+LAST_FETCHED = Statistic(_last_fetch)
+
 # --- importance: (what it needs, View -> [S]) ---
 
 
@@ -167,6 +190,14 @@ def by_above(history: int | None = None) -> Importance:
         return Importance({"above": ABOVE}, lambda view: view.stats["above"])
     needs = {"above": Statistic(_last_above(history), (history,))}
     return Importance(needs, lambda view: view.stats["above"].sum(axis=1))
+
+
+def by_last_fetched() -> Importance:
+    return Importance({"last_fetched": LAST_FETCHED}, lambda view: view.stats["last_fetched"])
+
+
+def by_fetches(saturate: int | None) -> Importance:
+    return Importance({"fetched": Statistic(_count_fetches(saturate))}, lambda view: view.stats["fetched"])
 
 
 def by_last(share_heads: bool) -> Importance:
@@ -211,6 +242,16 @@ def all_but_recent(recent: int | None = None) -> Scope:
 
 def all_but_sinks(sinks: int) -> Scope:
     return Scope({}, lambda view: (view.position < sinks, math.inf))
+
+
+def all_but_newest_half(recent: int | None, sinks: int) -> Scope:
+    """Of a pool: what had no time to be fetched, and the first positions."""
+
+    def protects(view: View) -> tuple[Array, float]:
+        count = max(1, view.budget // 2) if recent is None else recent
+        return newest(view, count) | (view.position < sinks), math.inf
+
+    return Scope({}, protects)
 
 
 def all_but_steady(protect: int | None = None, guard: int = 10) -> Scope:

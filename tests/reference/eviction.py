@@ -13,13 +13,16 @@ from tests.reference.base import (
     Policy,
     Ranking,
     View,
+    all_but_newest_half,
     all_but_recent,
     all_but_sinks,
     all_but_steady,
     all_slots,
     by_above,
     by_decayed,
+    by_fetches,
     by_last,
+    by_last_fetched,
     by_mass,
     by_mean,
     by_position,
@@ -70,6 +73,22 @@ def mean_attention(budget: Any, recent: int | None = None, **options: Any) -> Po
 
 def roco(budget: Any, protect: int | None = None, guard: int = 10, **options: Any) -> Policy:
     return evict(by_mean(), all_but_steady(protect, guard), budget, **options)
+
+
+def fifo(budget: Any, **options: Any) -> Policy:
+    return window(budget, sinks=0, **options)
+
+
+def lru(budget: Any, recent: int | None = None, sinks: int = 0, **options: Any) -> Policy:
+    """Who was not fetched for longest goes: equal (never fetched): the older."""
+    return evict(by_last_fetched(), all_but_newest_half(recent, sinks), budget, **options)
+
+
+def counter(
+    budget: Any, saturate: int | None = 255, recent: int | None = None, sinks: int = 0, **options: Any
+) -> Policy:
+    """Who was fetched least often goes; counts are halved when one of a head's reaches `saturate`."""
+    return evict(by_fetches(saturate), all_but_newest_half(recent, sinks), budget, **options)
 
 
 def ring(budget: Any, **options: Any) -> Policy:

@@ -12,12 +12,15 @@ import numpy as np
 from tests.reference.base import MASS, Policy, Ranking, Statistic, View, lowest
 from tests.reference.compressors import adakv, keydiff, knorm, pyramidkv, snapkv
 from tests.reference.eviction import (
+    counter,
+    fifo,
     fixed,
     full,
     h2o,
     h2o_decay,
     heavy_only,
     local_only,
+    lru,
     mean_attention,
     ring,
     roco,
@@ -59,6 +62,16 @@ def after_prefill(compressor: Policy, then: Policy) -> Policy:
     return replace(compressor, statistics={**compressor.statistics, **then.statistics}, then=then)
 
 
+def from_layer(policy: Policy, first: int) -> Policy:
+    """Layers before `first` keep every token."""
+    return replace(policy, first_layer=first)
+
+
+def by_page(policy: Policy, page: int) -> Policy:
+    """Pages of consecutive kept tokens go whole."""
+    return replace(policy, page=page)
+
+
 POLICIES: dict[str, Callable[..., Policy]] = {
     "full": full,
     "window": window,
@@ -77,12 +90,17 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "pyramidkv": pyramidkv,
     "knorm": knorm,
     "keydiff": keydiff,
+    "fifo": fifo,
+    "lru": lru,
+    "counter": counter,
 }
 COMBINATORS: dict[str, Callable[..., Policy]] = {
     "with_heavy_hitters": with_heavy_hitters,
     "value_norm": value_norm,
     "adakv": adakv,
     "after_prefill": after_prefill,
+    "from_layer": from_layer,
+    "by_page": by_page,
 }
 
 

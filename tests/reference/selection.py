@@ -1,4 +1,4 @@
-"""Selections in float64 NumPy: one row and one KV head, token by token, written from the definitions.
+"""Selections in float64 NumPy: one row, token by token, written from the definitions.
 
 A text of T tokens has query [T, G, D], key and value [T, D]. Its first `prompt` tokens go in at once; every later token
 is a step, in which the query of the token reads some of the tokens that are kept.
@@ -58,7 +58,7 @@ def top(worth: Array, age: Array, count: int, *, logits: bool = False) -> tuple[
     return order[:count], float((last - following) / (1 if logits else max(abs(last), abs(following))))
 
 
-# --- selections of one step ---
+# --- selections of one head that remember nothing ---
 
 
 def optimal(n: int, scale: float, window: int | None = None) -> Choose:
@@ -75,58 +75,319 @@ def optimal(n: int, scale: float, window: int | None = None) -> Choose:
     return choose
 
 
-def quest(page: int, budget: int, scale: float, window: int | None = None) -> Choose:
-    """The pages of largest bounds; page u holds the tokens u·page to (u + 1)·page of those that are kept."""
+# --- selections that remember something, or look at all heads of a layer ---
 
-    def choose(query: Array, key: Array, position: Array) -> Choice:
-        new = position[-1]
-        seen = np.ones(len(position), bool) if window is None else position > new - window
-        newest_page = (len(position) - 1) // page
-        pages, bounds, ages = [], [], []
-        for number in range(newest_page):
-            tokens = np.arange(number * page, (number + 1) * page)
-            if not seen[tokens].any():
+
+class Look:
+    """What the decoding steps of one row of one layer read; an object for each row.
+
+    `held` are the positions that each KV head holds, ascending; the last of them is the new token's. `key` has theirs.
+    """
+
+    exact = True  # whether it ranks keys as they were before they were coded
+
+    def begin(self, query: Array, key: Array, plain: Array) -> None:
+        """The whole prompt: query [n, K, G, D], key [n, K, D], and the same before it was rotated."""
+
+    def choose(self, query: Array, key: list[Array], held: list[Array]) -> list[Choice]:
+        """One choice for each KV head, for query [K, G, D]."""
+        raise NotImplementedError
+
+    def restored(self, head: int, position: Array) -> Array | None:
+        """Keys [n, D] of chosen positions that are computed instead of read; None: they are read."""
+        return None
+
+
+class EachHead(Look):
+    """A selection of one head, for each head."""
+
+    def __init__(self, choose: Choose, exact: bool = False):
+        self.one, self.exact = choose, exact
+
+    def choose(self, query: Array, key: list[Array], held: list[Array]) -> list[Choice]:
+        return [self.one(*each) for each in zip(query, key, held, strict=True)]
+
+
+def split(held: Array, sinks: int, recent: int) -> tuple[Array, Array]:
+    """Candidates and what is always read, of which the new token is the last; `recent` does not count it."""
+    old = held[:-1]
+    always = np.isin(old, np.concatenate([old[:sinks], old[max(len(old) - recent, 0) :]]))
+    return old[~always], np.append(old[always], held[-1])
+
+
+class InfiniGen(Look):
+    """A guess of the query over some columns of the keys; `choose` is given the guess.
+
+    Args:
+        skew: [K, D, D]; None: the identity.
+    """
+
+    def __init__(self, scale, alpha, ratio=0.3, cap=0.2, columns="sum", sinks=0, recent=0, skew=None, window=None):
+        self.scale, self.alpha, self.ratio, self.cap = scale, alpha, ratio, cap
+        self.kind, self.sinks, self.recent, self.skew, self.window = columns, sinks, recent, skew, window
+        self.columns: list[list[int]] = []
+        self.counts: list[int] = []  # n of each step
+        self.gap = math.inf
+
+    def turned(self, x: Array, head: int) -> Array:
+        return x if self.skew is None else x @ self.skew[head].astype(np.float64)
+
+    def largest(self, sums: Array) -> list[int]:
+        """The r largest columns, of equal ones the lower."""
+        count = math.ceil(self.ratio * len(sums) - 1e-9)
+        order = sorted(range(len(sums)), key=lambda d: (-sums[d], d))
+        if count < len(order):
+            last, following = sums[order[count - 1]], sums[order[count]]
+            if last != following:
+                self.gap = min(self.gap, (last - following) / last)
+        return order[:count]
+
+    def begin(self, query: Array, key: Array, plain: Array) -> None:
+        for head in range(key.shape[1]):
+            of_query = np.abs(self.turned(query[:, head], head)).sum(axis=0).mean(axis=0)
+            of_key = np.abs(self.turned(key[:, head], head)).sum(axis=0)
+            match self.kind:
+                case "sum":
+                    columns = set(self.largest(of_query + of_key))
+                case "query":
+                    columns = set(self.largest(of_query))
+                case "union":
+                    columns = {*self.largest(of_query), *self.largest(of_key)}
+            self.columns.append(sorted(columns))
+
+    def choose(self, query: Array, key: list[Array], held: list[Array]) -> list[Choice]:
+        ranks, candidates, always, passed, gaps = [], [], [], 0, [self.gap]
+        for head, own in enumerate(held):
+            those, read = split(own, self.sinks, self.recent)
+            if self.window is not None:
+                those, read = (x[x > own[-1] - self.window] for x in (those, read))
+            candidates.append(those)
+            always.append(read)
+            if not len(those):
+                ranks.append(np.zeros(0))
                 continue
-            low, high = key[tokens].min(axis=0), key[tokens].max(axis=0)
-            pages.append(tokens[seen[tokens]])
-            bounds.append(scale * np.maximum(query * low, query * high).sum(axis=1))
-            ages.append(position[tokens].max())
-        always = position[newest_page * page :]
-        always = always[seen[newest_page * page :]]
-        if not pages:
-            return Choice(np.zeros(0, int), always)
-        score = np.array(bounds)  # [pages, G]
-        rank = (score - score.max(axis=0)).max(axis=1)
-        best, gap = top(rank, np.array(ages), max(3, budget // page) - 1, logits=True)
-        return Choice(position[np.concatenate([pages[each] for each in best])], always, gap)
+            columns = self.columns[head]
+            keys = self.turned(key[head][np.isin(own, those)], head)[:, columns]
+            score = self.scale * self.turned(query[head], head)[:, columns] @ keys.T  # [G, n]
+            rank = (score - score.max(axis=1, keepdims=True)).max(axis=0)
+            ranks.append(rank)
+            passed += int((rank > -self.alpha).sum())
+            # A slot that is the favourite of a query head has rank 0 exactly.
+            unsure = np.abs(rank + self.alpha)[rank < 0]
+            gaps.append(unsure.min(initial=math.inf))
+        found = []
+        for rank, those, read in zip(ranks, candidates, always, strict=True):
+            among = len(those)
+            cap = self.cap if isinstance(self.cap, int) else math.floor(self.cap * among + 1e-9)
+            count = min(max(1, min(passed // len(held), cap)), among)
+            best, gap = top(rank, those, count, logits=True)
+            self.counts.append(count)
+            found.append(Choice(those[best], read, min([gap, *gaps])))
+        return found
 
-    return choose
+
+class Pages(Look):
+    """Pages of p consecutive kept tokens, the newest always read.
+
+    Args:
+        score: (query [G, D], keys of a page [n, D]) -> [G].
+        every: the number of steps that a choice stands.
+        first: the oldest page is chosen without being ranked.
+    """
+
+    def __init__(self, page, budget, score, every=1, first=False, window=None):
+        self.page, self.count, self.score = page, max(3, budget // page) - 1, score
+        self.every, self.first, self.window = every, first, window
+        self.steps = 0
+        self.stands: list[set[int]] = []  # of each head, positions that may be read until the next choice
+
+    def choose(self, query: Array, key: list[Array], held: list[Array]) -> list[Choice]:
+        due = self.steps % self.every == 0
+        self.steps += 1
+        if due:
+            self.stands = [set() for _ in held]
+        return [self.of_head(head, due, *each) for head, each in enumerate(zip(query, key, held, strict=True))]
+
+    def of_head(self, head: int, due: bool, query: Array, key: Array, held: Array) -> Choice:
+        page, stands, gap = self.page, self.stands[head], math.inf
+        seen = held > (-1 if self.window is None else held[-1] - self.window)
+        last = (len(held) - 1) // page
+        pages = [slice(u * page, (u + 1) * page) for u in range(last) if seen[u * page : (u + 1) * page].any()]
+        always = held[last * page :][seen[last * page :]]
+        if due and pages:
+            chosen, count, ranked = set(), self.count, list(range(len(pages)))
+            if self.first:
+                chosen, count, ranked = {0}, count - 1, ranked[1:]
+            if ranked:
+                score = np.array([self.score(query, key[pages[u]]) for u in ranked])  # [pages, G]
+                rank = (score - score.max(axis=0)).max(axis=1)
+                best, gap = top(rank, np.array(ranked), count, logits=True)
+                chosen |= {ranked[each] for each in best}
+            stands |= {p for u in chosen for p in held[pages[u]].tolist()}
+        # The newest page, and those that are opened until the next choice, stay read.
+        stands |= set(held[last * page :].tolist())
+        old = held[: last * page][seen[: last * page]]
+        return Choice(old[[p in stands for p in old.tolist()]], always, gap)
 
 
-def everything(query: Array, key: Array, position: Array) -> Choice:
-    return Choice(np.zeros(0, int), position)
+def bound(scale: float, sub: int | None = None) -> Callable[[Array, Array], Array]:
+    """Quest's upper bound of a page's logits, or the best of its sub-pages."""
+
+    def of(query: Array, keys: Array) -> Array:
+        size = sub or len(keys)
+        parts = [keys[start : start + size] for start in range(0, len(keys), size)]
+        bounds = [np.maximum(query * part.min(axis=0), query * part.max(axis=0)).sum(axis=1) for part in parts]
+        return scale * np.max(bounds, axis=0)
+
+    return of
 
 
-def run(
-    query: Array, key: Array, value: Array, prompt: int, choose: Choose, scale: float, kept=None, window=None
-) -> Text:
-    """Teacher forcing with a dense prompt, of which the positions `kept` survive (None: all)."""
-    length, group, dim = query.shape
-    result = Text(np.zeros((length, group, dim)), np.zeros((length, length), bool), np.zeros((length, length), bool), 0)
-    gaps = [math.inf]
-    held = np.arange(prompt) if kept is None else np.sort(kept)
+def quest(page: int, budget: int, scale: float, window: int | None = None) -> Look:
+    return Pages(page, budget, bound(scale), window=window)
+
+
+def lserve(page: int, sub: int, every: int, budget: int, scale: float, window: int | None = None) -> Look:
+    return Pages(page, budget, bound(scale, sub), every, window=window)
+
+
+def retrieval(chunk: int, budget: int, scale: float, every: int = 1, window: int | None = None) -> Look:
+    return Pages(
+        chunk, budget, lambda query, keys: scale * query @ keys.mean(axis=0), every, first=True, window=window
+    )
+
+
+class TokenSelect(Look):
+    """The query heads of a layer vote, and all heads read the same."""
+
+    exact = False
+
+    def __init__(self, scale, k, sinks, recent, reuse=None, scaled=True, window=None):
+        self.scale = scale if scaled else 1.0
+        self.k, self.sinks, self.recent, self.reuse, self.window = k, sinks, recent, reuse, window
+        self.query: Array | None = None
+        self.choice: Array = np.zeros(0, int)
+        self.chose = 0  # how often
+
+    def choose(self, query: Array, key: list[Array], held: list[Array]) -> list[Choice]:
+        assert all((each == held[0]).all() for each in held), "all heads hold the same positions"
+        those, always = split(held[0], self.sinks, self.recent - 1)
+        if self.window is not None:
+            those, always = (x[x > held[0][-1] - self.window] for x in (those, always))
+        gap = math.inf
+        if len(those) <= self.k:
+            return [Choice(those, always)] * len(held)
+        stands = False
+        if self.query is not None and self.reuse is not None:
+            cosine = (query * self.query).sum() / np.sqrt((query**2).sum() * (self.query**2).sum())
+            stands, gap = cosine >= self.reuse, abs(cosine - self.reuse)
+        if not stands:
+            votes = [
+                attend(own, keys[np.isin(positions, those)], self.scale).mean(axis=0)
+                for own, keys, positions in zip(query, key, held, strict=True)
+            ]
+            best, close = top(np.mean(votes, axis=0), those, self.k)
+            self.choice, self.query, gap = those[best], query, min(gap, close)
+            self.chose += 1
+        return [Choice(those[np.isin(those, self.choice)], always, gap)] * len(held)
+
+
+class ShadowKV(Look):
+    """Chunks of the prompt by their mean keys; keys of chosen chunks come from a low-rank product.
+
+    Args:
+        rotate: (keys [n, D], positions [n]) -> rotated keys.
+    """
+
+    def __init__(self, scale, rotate, rank, chunk, budget, local, outliers):
+        self.scale, self.rotate, self.rank, self.chunk = scale, rotate, rank, chunk
+        self.count, self.local, self.outliers = budget // chunk, local, outliers
+        self.landmarks: list[dict[int, Array]] = []  # of each head, chunk -> mean key
+        self.gap = math.inf
+
+    def begin(self, query: Array, key: Array, plain: Array) -> None:
+        n, heads, dim = plain.shape
+        u, sigma, v = np.linalg.svd(plain.reshape(n, heads * dim), full_matrices=False)
+        rank = min(self.rank, len(sigma))
+        if rank < len(sigma):
+            self.gap = (sigma[rank - 1] - sigma[rank]) / sigma[0]
+        self.product = ((u[:, :rank] * sigma[:rank]) @ v[:rank]).reshape(n, heads, dim)
+        chunks = range(max(0, n // self.chunk - self.local))
+        for head in range(heads):
+            members = {c: key[c * self.chunk : (c + 1) * self.chunk, head] for c in chunks}
+            means = {c: own.mean(axis=0) for c, own in members.items()}
+            least = np.array([
+                min(k @ means[c] / np.linalg.norm(k) / np.linalg.norm(means[c]) for k in members[c]) for c in chunks
+            ])  # fmt: skip
+            out, gap = top(-least, np.array(chunks), self.outliers)
+            self.gap = min(self.gap, gap)
+            self.landmarks.append({c: means[c] for c in chunks if c not in out})
+
+    def choose(self, query: Array, key: list[Array], held: list[Array]) -> list[Choice]:
+        found = []
+        for own, landmarks, positions in zip(query, self.landmarks, held, strict=True):
+            chunks = np.array(list(landmarks), int)
+            hidden = np.isin(positions // self.chunk, chunks)
+            if not len(chunks):
+                found.append(Choice(np.zeros(0, int), positions))
+                continue
+            rank = attend(own, np.stack(list(landmarks.values())), self.scale).max(axis=0)
+            best, gap = top(rank, chunks, self.count)
+            chosen = positions[hidden & np.isin(positions // self.chunk, chunks[best])]
+            found.append(Choice(chosen, positions[~hidden], min(gap, self.gap)))
+        return found
+
+    def restored(self, head: int, position: Array) -> Array:
+        return self.rotate(self.product[position, head], position)
+
+
+class Layer(NamedTuple):
+    """One row of a layer.
+
+    Attributes:
+        query: [T, K, G, D]
+        key: [T, K, D] as attention takes them.
+        value: [T, K, D]
+        guess: [T, K, G, D] what a selection that looks ahead takes for the query.
+        plain: [T, K, D] keys before they were rotated.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    guess: Array
+    plain: Array
+
+
+def run_layer(layer: Layer, prompt: int, look: Look, scale: float, kept=None, window=None) -> list[Text]:
+    """`run` for all heads of a layer; `kept` [K] are the positions of the prompt that each head keeps."""
+    length, kv_heads, group, dim = layer.query.shape
+    square = (length, length)
+    texts = [
+        Text(np.zeros((length, group, dim)), np.zeros(square, bool), np.zeros(square, bool), math.inf)
+        for _ in range(kv_heads)
+    ]
+    held = [np.arange(prompt) if kept is None else np.sort(kept[head]) for head in range(kv_heads)]
+    look.begin(layer.query[:prompt], layer.key[:prompt], layer.plain[:prompt])
     for at in range(length):
         if at < prompt:
-            chosen, read = np.zeros(0, int), np.arange(0 if window is None else max(0, at + 1 - window), at + 1)
+            everything = np.arange(0 if window is None else max(0, at + 1 - window), at + 1)
+            choices = [Choice(np.zeros(0, int), everything)] * kv_heads
         else:
-            held = np.append(held, at)
-            choice = choose(query[at], key[held], held)
-            chosen, read = choice.chosen, np.sort(np.concatenate([choice.chosen, choice.always]))
-            gaps.append(choice.gap)
-        result.chosen[at, chosen] = True
-        result.read[at, read] = True
-        result.output[at] = attend(query[at], key[read], scale) @ value[read]
-    return result._replace(gap=min(gaps))
+            held = [np.append(own, at) for own in held]
+            keys = [layer.key[own, head] for head, own in enumerate(held)]
+            query = layer.guess if isinstance(look, InfiniGen) else layer.query
+            choices = look.choose(query[at], keys, held)
+        for head, (text, choice) in enumerate(zip(texts, choices, strict=True)):
+            keys = layer.key[:, head].copy()
+            restored = look.restored(head, choice.chosen) if len(choice.chosen) else None
+            if restored is not None:
+                keys[choice.chosen] = restored
+            read = np.sort(np.concatenate([choice.chosen, choice.always]))
+            text.chosen[at, choice.chosen] = True
+            text.read[at, read] = True
+            text.output[at] = attend(layer.query[at, head], keys[read], scale) @ layer.value[read, head]
+            texts[head] = text._replace(gap=min(text.gap, choice.gap))
+    return texts
 
 
 # --- what H2O's authors released as H2O ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -207,7 +208,8 @@ def evict(heads: list[Head], policy: Policy, budget: int, prompt_length: int) ->
     if policy.shares is not None and prompt_length > budget:
         choices = policy.shares(views)
     else:
-        choices = [_kept(policy.rank(view), view.position, budget) for view in views]
+        kept = _kept if policy.page == 1 else functools.partial(_kept_pages, page=policy.page)
+        choices = [kept(policy.rank(view), view.position, budget) for view in views]
     for head, (keep, gap) in zip(heads, choices, strict=True):
         if policy.compensates is not None and not keep.all():
             compensate(head, keep, policy.compensates)
@@ -237,6 +239,23 @@ def _kept(ranking: Ranking, position: Array, budget: int) -> tuple[Array, float]
         raise ValueError(f"the policy protects more than its budget of {budget} slots")
     keep[victims] = False
     return keep, min(ranking.gap, gap, _rounding_gap(ranking, keep))
+
+
+def _kept_pages(ranking: Ranking, position: Array, budget: int, page: int) -> tuple[Array, float]:
+    """[S] bool: all but the pages of lowest worth.
+
+    The i-th kept token is in page i // p, since none but the newest page is ever short. A page is worth its best slot.
+    """
+    limit, keep, gap = budget // page * page, np.ones(len(position), bool), ranking.gap
+    worth = {u: ranking.priority[u * page : (u + 1) * page].max() for u in range((len(position) - 1) // page)}
+    while keep.sum() > limit:
+        order = sorted(worth, key=lambda u: (worth[u], u))
+        lowest_page, gone = order[0], worth[order[0]]
+        if len(order) > 1 and gone != worth[order[1]] and not np.isposinf(worth[order[1]]):
+            gap = min(gap, (worth[order[1]] - gone) / max(abs(gone), abs(worth[order[1]])))
+        keep[lowest_page * page : (lowest_page + 1) * page] = False
+        del worth[lowest_page]
+    return keep, float(min(gap, math.inf))
 
 
 def _rounding_gap(ranking: Ranking, keep: Array) -> float:
