@@ -22,11 +22,13 @@ class ModelConfig:
     path: a checkpoint folder or a Hugging Face hub id; None = random weights.
     shape: a decoder of `kvjax.models.shapes`: for random weights, and for what a model needs before it is loaded.
     dtype: of the weights and the cache; None = float32 on a CPU, bfloat16 elsewhere.
+    skew: a file of `experiments.skew`, for selections that guess; None = no skew.
     """
 
     path: OptionalText = None
     shape: OptionalText = None
     dtype: OptionalText = None
+    skew: OptionalText = None
 
 
 @dataclasses.dataclass

@@ -18,10 +18,12 @@ from experiments.resolve import CannotRun, check_fit, dtype_of, model_name, spec
 from experiments.tasks import score
 from kvjax import sharding
 from kvjax.cache import CacheSpec
+from kvjax.checkpoint.skew import load_skew
 from kvjax.errors import CheckpointError
 from kvjax.models import shapes
 from kvjax.models.decoder import parameter_count, random_parameters
 from kvjax.models.model import Model
+from kvjax.models.skew import skewed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +136,11 @@ def _key(config: ExperimentConfig, *parts: str) -> str:
 
 
 def _load(config: ExperimentConfig) -> Model:
+    model = _load_plain(config)
+    return model if config.model.skew is None else skewed(model, load_skew(config.model.skew).matrices)
+
+
+def _load_plain(config: ExperimentConfig) -> Model:
     mesh = sharding.make_mesh(config.mesh) if config.mesh else None
     dtype = dtype_of(config.model)
     if config.model.path is not None:

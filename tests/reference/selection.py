@@ -172,9 +172,9 @@ class InfiniGen(Look):
             rank = (score - score.max(axis=1, keepdims=True)).max(axis=0)
             ranks.append(rank)
             passed += int((rank > -self.alpha).sum())
-            # A slot that is the favourite of a query head has rank 0 exactly.
-            unsure = np.abs(rank + self.alpha)[rank < 0]
-            gaps.append(unsure.min(initial=math.inf))
+            # A slot that is the favourite of a query head has rank 0 exactly; an exact tie is not a close call.
+            distance = np.abs(rank + self.alpha)
+            gaps.append(distance[(rank < 0) & (distance > 0)].min(initial=math.inf))
         found = []
         for rank, those, read in zip(ranks, candidates, always, strict=True):
             among = len(those)
