@@ -251,9 +251,7 @@ def lserve(page: int, sub: int, every: int, budget: int, scale: float, window: i
 
 
 def retrieval(chunk: int, budget: int, scale: float, every: int = 1, window: int | None = None) -> Look:
-    return Pages(
-        chunk, budget, lambda query, keys: scale * query @ keys.mean(axis=0), every, first=True, window=window
-    )
+    return Pages(chunk, budget, lambda query, keys: scale * query @ keys.mean(axis=0), every, first=True, window=window)
 
 
 class TokenSelect(Look):

@@ -203,7 +203,6 @@ def _step(layer: Slots, query, key, value, guess, at, prompt, budget, selection,
     first = jnp.argmax(layer.position < 0, axis=2)[..., None].astype(jnp.int32)
     target = jnp.where(at[:, None] >= 0, first + jnp.arange(n, dtype=jnp.int32), size)
     write = jax.vmap(jax.vmap(lambda old, slot, new: old.at[slot].set(new, mode="drop")))
-    before = layer
     position = write(layer.position, target, jnp.broadcast_to(at[:, None], target.shape))
     layer = layer._replace(
         position=position, key=write(layer.key, target, key), value=write(layer.value, target, value)
@@ -218,22 +217,17 @@ def _step(layer: Slots, query, key, value, guess, at, prompt, budget, selection,
         index = selection.write(index, key, target[:, :, 0], newest >= 0)
         entries = {} if selection.in_prompt else selection.entries(index, key, skew)
     settled = index | {name: write(index[name], target, own) for name, own in entries.items()}
-    if selection.ahead:
-        # The slots before the step, and a guess of the query.
-        held = view._replace(position=before.position, key=before.key)
-        chosen, _ = selection.choose(before.index, guess[:, :, :, 0], held)
-        read = chosen | selection.always(before.index, held) | view.new
-        index = settled
-    elif apart:
+    by = (guess if selection.ahead else query)[:, :, :, 0]
+    if apart:
         behind = index | {name: jnp.concatenate([index[name], own], axis=2) for name, own in entries.items()}
         seen = _apart(view, at, key)
-        chosen, behind = selection.choose(behind, query[:, :, :, 0], seen)
+        chosen, behind = selection.choose(behind, by, seen)
         read = chosen | selection.always(behind, seen)
         chosen, read = chosen[:, :, :size], read[:, :, :size] | (view.new & read[:, :, size:])
         moved = {name: write(behind[name][:, :, :size], target, behind[name][:, :, size:]) for name in entries}
         index = behind | moved
     else:
-        chosen, index = selection.choose(settled, query[:, :, :, 0], view)
+        chosen, index = selection.choose(settled, by, view)
         read = chosen | selection.always(index, view)
     # [B, K, n, S]
     mask = read[:, :, None] & (position[:, :, None] <= at[:, None, :, None])
