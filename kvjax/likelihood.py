@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
+from kvjax import records
 from kvjax.attention import Implementation
 from kvjax.cache.layout import Phase
 from kvjax.cache.limits import Limits, power_of_two
@@ -20,6 +21,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
 from kvjax.prefill import SCORE_ROWS, bind, logprobs_of, prepare, run_prompts
+from kvjax.records import Record
 from kvjax.selection.base import Selection
 from kvjax.sharding import Params
 from kvjax.storage.base import Storage
@@ -36,10 +38,12 @@ class LogLikelihood(NamedTuple):
       logprobs: [B, T - 1] float32. Entry t is the log-probability of token t + 1 given the tokens before it, and 0 from
         the end of the row on.
       state: the cache after all tokens.
+      record: what selections chose after the prompts, if it was asked for; otherwise None.
     """
 
     logprobs: Array
     state: KVState
+    record: Record | None = None
 
 
 def log_likelihood(
@@ -55,6 +59,7 @@ def log_likelihood(
     storage: Storage | None = None,
     selection: Selection | None = None,
     limits: Limits | None = None,
+    record: bool = False,
 ) -> LogLikelihood:
     """Scores texts by teacher forcing. The cache evolves as it does in generation.
 
@@ -75,6 +80,7 @@ def log_likelihood(
       storage: see `kvjax.generate`.
       selection: see `kvjax.generate`.
       limits: see `kvjax.generate`. All tokens after the prompt are fed to the model here.
+      record: whether to record what selections choose; not with a kernel that does a whole step, nor in a gradient.
 
     Raises:
       InputError: if tokens, lengths or options are not valid for the model; before anything is traced.
@@ -105,24 +111,30 @@ def log_likelihood(
             ids = np.zeros((len(prompt), size), np.int32)
             ids[:, :total] = batch.tokens
             ids, ends = model.place((ids, batch.lengths))
-        for start in range(0, steps, SCORE_ROWS):
-            count = min(SCORE_ROWS, steps - start)
-            scores, state = score_steps(
+        most = records.STEPS if record else SCORE_ROWS
+        recorded = []
+        for start in range(0, steps, most):
+            count = min(most, steps - start)
+            scores, state, own = score_steps(
                 model.params, state, scores, ids, ends, jnp.int32(count), config=model.config,
-                phase=prepared.layout.decode, static_steps=count if differentiated else None,
+                phase=prepared.layout.decode, static_steps=count if differentiated else None, record=record,
             )  # fmt: skip
+            recorded.append((own, count))
             if progress:
                 jax.block_until_ready(scores)
             bar.update(count)
+    made = records.joined(recorded, prepared.layout) if record and recorded else None
     # [B, total - 1]
     known = np.arange(1, total) < batch.lengths[:, None]
     if differentiated:
         return LogLikelihood(jnp.where(known, scores[:, : total - 1], 0.0), state)
     # On the host, because XLA would compile a program for every length of the slice.
-    return LogLikelihood(jnp.asarray(np.where(known, np.asarray(scores)[:, : total - 1], np.float32(0))), state)
+    return LogLikelihood(jnp.asarray(np.where(known, np.asarray(scores)[:, : total - 1], np.float32(0))), state, made)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "phase", "static_steps"), donate_argnames=("state", "scores"))
+@functools.partial(
+    jax.jit, static_argnames=("config", "phase", "static_steps", "record"), donate_argnames=("state", "scores")
+)
 def score_steps(
     params: Params,
     state: KVState,
@@ -134,7 +146,8 @@ def score_steps(
     config: DecoderConfig,
     phase: Phase,
     static_steps: int | None = None,
-) -> tuple[Array, KVState]:
+    record: bool = False,
+) -> tuple[Array, KVState, records.Steps | None]:
     """Feeds the next tokens of each row and records the log-probability of each token after them.
 
     Args:
@@ -147,17 +160,18 @@ def score_steps(
       config: the decoder.
       phase: the groups of heads of each layer.
       static_steps: the number of tokens to feed as a static argument, so that the function has a gradient.
+      record: whether to record what selections choose, of up to `kvjax.records.STEPS` steps.
 
     Returns:
-      The updated scores and cache.
+      The updated scores and cache, and the record or None.
     """
     decoder = bind(config, params)
     rows, width = tokens.shape
     # [B]
     row = jnp.arange(rows)
 
-    def body(_: Array, carry: tuple[KVState, Array]) -> tuple[KVState, Array]:
-        kv, scores = carry
+    def body(number: Array, carry: tuple[KVState, Array, Any]) -> tuple[KVState, Array, Any]:
+        kv, scores, recorded = carry
         # [B]: position of the token to feed
         at = kv.length
         active = at < lengths
@@ -166,12 +180,15 @@ def score_steps(
         position = jnp.where(active, at, -1)[:, None]
         block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
         # [B, 1, E]
-        x, kv = decoder.hidden(token[:, None], kv, block, phase)
+        x, kv, sown = decoder.step(token[:, None], kv, block, phase)
+        if recorded is not None:
+            recorded = records.add(recorded, number, sown, phase, active)
         # [B]
         target = tokens[row, jnp.minimum(at + 1, width - 1)]
         logprob = logprobs_of(decoder, x, target[:, None])[:, 0]
         # Nothing is written for a row that has ended: its index is out of bounds.
-        return kv, scores.at[row, jnp.where(active, at, width)].set(logprob, mode="drop")
+        return kv, scores.at[row, jnp.where(active, at, width)].set(logprob, mode="drop"), recorded
 
-    state, scores = jax.lax.fori_loop(0, steps if static_steps is None else static_steps, body, (state, scores))
-    return scores, state
+    carry = (state, scores, records.empty(phase, rows, config.num_kv_heads) if record else None)
+    state, scores, recorded = jax.lax.fori_loop(0, steps if static_steps is None else static_steps, body, carry)
+    return scores, state, recorded

@@ -291,11 +291,13 @@ class BoundDecoder(NamedTuple):
 
     Attributes:
       hidden: (tokens [B, n], state, block, phase) -> (hidden states [B, n, E], state).
+      step: like `hidden`, with the intermediates of `Decoder.hidden` as a third result.
       logits: hidden states [..., E] -> [..., V] float32.
       dtype: of parameters and cache.
     """
 
     hidden: Callable[[Array, KVState | None, Block, Phase], tuple[Array, KVState]]
+    step: Callable[[Array, KVState, Block, Phase], tuple[Array, KVState, PyTree]]
     logits: Callable[[Array], Array]
     dtype: jnp.dtype
 
@@ -313,7 +315,13 @@ def bind(config: DecoderConfig, params: Params) -> BoundDecoder:
     def call(method: str) -> Callable[..., PyTree]:
         return functools.partial(decoder.apply, {"params": params}, method=method)
 
-    return BoundDecoder(call("hidden"), call("logits"), dtype)
+    def step(tokens: Array, kv: KVState, block: Block, phase: Phase) -> tuple[Array, KVState, PyTree]:
+        (x, kv), sown = decoder.apply(
+            {"params": params}, tokens, kv, block, phase, method="hidden", mutable="intermediates"
+        )  # fmt: skip
+        return x, kv, sown
+
+    return BoundDecoder(call("hidden"), step, call("logits"), dtype)
 
 
 def logprobs_of(decoder: BoundDecoder, hidden: Array, targets: Array) -> Array:

@@ -82,6 +82,7 @@ def _whole_layer(seen: tuple[Seen, ...], groups: tuple[Group, ...], width: int) 
             key=in_text_order(each.key, each.position, width),
             position=in_text_order(each.position, each.position, width, EMPTY),
             log_weight=in_text_order(weight, each.position, width),
+            held=in_text_order(each.held, each.held, width, EMPTY),
         )
         parts.append(part)
     whole: Seen = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)

@@ -35,6 +35,7 @@ class Seen(NamedTuple):
       key: [B, K, S, D], rotated.
       position: [B, K, S] int32; -1 for a slot that is empty or not read.
       log_weight: [B, K, S] float32 added to the logits, or None.
+      held: [B, K, S] int32; -1 for a slot that is empty.
       chosen: [B, K, S] bool, whether a selection chose the slot; None if everything is read.
     """
 
@@ -42,6 +43,7 @@ class Seen(NamedTuple):
     key: Array
     position: Array
     log_weight: Array | None
+    held: Array
     chosen: Array | None = None
 
 
@@ -197,7 +199,7 @@ def step(
         after = convert(after, group, group.decode_group, Prompt(block.prompt, rope, frequencies, skew))
     # XLA removes this second call unless the caller uses its result.
     query, keys, _ = attended(pool, query)
-    return output, constrain(after), Seen(query, joined(keys), read, log_weight, chosen)
+    return output, constrain(after), Seen(query, joined(keys), read, log_weight, pool.position, chosen)
 
 
 def _check(layer: LayerKV | None, query: Array, key: Array, value: Array, block: Block, budget: Array | None) -> None:

@@ -18,7 +18,7 @@ from tests.reference import codecs
 from tests.reference.base import Array, Observed, Policy
 from tests.reference.decoder import _blocks
 from tests.reference.eviction import full
-from tests.reference.selection import Choose
+from tests.reference.selection import Choice, Look
 from tests.reference.step import Head, allow, append, attend, empty_heads, evict, hide, observe, rotate
 
 ROUNDING = 1e-9  # an average with weight 0 may change a number by less
@@ -42,13 +42,6 @@ class Storage(NamedTuple):
     key: Codec
     value: Codec
     residual: int | None = 0
-
-
-class Look(NamedTuple):
-    """What a decoding step reads; `exact`: it ranks keys as they were before they were coded."""
-
-    choose: Choose
-    exact: bool = False
 
 
 @dataclass
@@ -139,7 +132,7 @@ def replay(
     policy: Policy,
     *,
     theta: float | None = None,
-    look: Look | None = None,
+    look: Callable[[], Look] | None = None,
     block: int | None = None,
     fold: Fold | None = None,
 ) -> list[Row]:
@@ -150,7 +143,7 @@ def replay(
         decode: the same of the decoding steps.
         lengths: [B] tokens of each row's prompt.
         theta: base of RoPE's frequencies; None = queries and keys are given as attention takes them.
-        look: reads some of the slots while decoding; None = all.
+        look: makes what reads some of the slots of a row while decoding; None = all.
         block: tokens of a block of the prompt; None = in one shot.
         fold: what evicted tokens do to those that stay.
     """
@@ -161,7 +154,7 @@ def replay(
             np.concatenate([first[row, :, :n], then[row]], axis=1).swapaxes(0, 1).astype(np.float64)
             for first, then in zip(prompt, decode, strict=True)
         ]
-        rows.append(_row(storage, tokens, int(n), policy, theta, look, block, fold))
+        rows.append(_row(storage, tokens, int(n), policy, theta, look and look(), block, fold))
     return rows
 
 
@@ -180,18 +173,24 @@ def _row(storage: Storage, tokens: list[Array], n: int, policy: Policy, theta, l
         if theta is not None and policy.positions == "original":
             query, key = rotate(query, position, theta), rotate(key, position, theta)
         heads = [slots.head for slots in layer]
-        group = query.shape[1] // kv_heads
-        output = []
+        # [n, K, G, D]
+        query = query.reshape(len(query), kv_heads, -1, dim)
         for index, slots in enumerate(layer):
             append(slots.head, key[:, index], value[:, index], position)
             slots.exact |= dict(zip(position.tolist(), key[:, index], strict=True))
-            # [n, G, D]
-            own = query[:, index * group : (index + 1) * group]
-            shown = None
-            if look is not None and start >= n:
-                shown, gap = _read(look, slots, own[0], policy, theta)
-                gaps.append(gap)
-            output.append(_attend(slots.head, own, position, n, policy, theta, budget, shown))
+        if look is not None and stop == n:
+            seen, written = (x[:n] if theta is None else rotate(x[:n], np.arange(n), theta) for x in tokens[:2])
+            look.begin(seen.reshape(n, kv_heads, -1, dim), written, tokens[1][:n])
+        choices: list[Choice | None] = [None] * kv_heads
+        if look is not None and start >= n:
+            choices = _choices(look, layer, query[0], policy, theta)
+            gaps += [choice.gap for choice in choices]
+        output = []
+        for index, (slots, choice) in enumerate(zip(layer, choices, strict=True)):
+            restored = None
+            if choice is not None and look is not None and len(choice.chosen):
+                restored = look.restored(index, choice.chosen)
+            output.append(_attend(slots.head, query[:, index], position, n, policy, theta, budget, choice, restored))
         outputs.append(np.concatenate(output, axis=1))
         before = [_tokens(slots) for slots in layer]
         if budget is not None and (stop == n or not policy.at_prompt_end_only):
@@ -204,29 +203,42 @@ def _row(storage: Storage, tokens: list[Array], n: int, policy: Policy, theta, l
     return Row(output, layer, min(gaps), min(slots.near for slots in layer))
 
 
-def _attend(head: Head, query: Array, position: Array, n: int, policy: Policy, theta, budget, shown) -> Array:
-    """Attends to what is shown and observes it: the output [n, G, D]."""
+def _attend(
+    head: Head, query: Array, position: Array, n: int, policy: Policy, theta, budget, choice, restored
+) -> Array:
+    """Attends to what is chosen, or to everything, and observes it: the output [n, G, D]."""
+    chosen = shown = None
+    if choice is not None:
+        chosen = np.isin(head.position, choice.chosen)
+        shown = (chosen | np.isin(head.position, choice.always))[None]
+    key = head.key
+    if restored is not None:
+        head.key = key.copy()
+        head.key[np.searchsorted(head.position, choice.chosen)] = restored
     if policy.hides is not None:
         probabilities, sees = hide(head, query, position, policy, theta, budget)
     else:
         probabilities, sees = attend(head, query, position, policy, theta, shown)
+    head.key = key
     reduce = np.mean if policy.group_reduce == "mean" else np.max
-    observe(head, Observed(reduce(probabilities, axis=0), sees, position, n), policy)
+    observe(head, Observed(reduce(probabilities, axis=0), sees, position, n, chosen), policy)
     if policy.hides is not None:
         allow(head, policy, budget)
     return np.einsum("gns,sd->ngd", probabilities, head.value)
 
 
-def _read(look: Look, slots: Slots, query: Array, policy: Policy, theta: float | None) -> tuple[Array, float]:
-    """[1, S] bool: what the query [G, D] of the newest token reads."""
-    head = slots.head
-    key = np.stack([slots.exact[p] for p in head.position.tolist()]) if look.exact else head.key
+def _choices(look: Look, layer: list[Slots], query: Array, policy: Policy, theta: float | None) -> list[Choice]:
+    """What the query [K, G, D] of the newest token reads in each head."""
+    held = [slots.head.position for slots in layer]
+    keys = [
+        np.stack([slots.exact[p] for p in slots.head.position.tolist()]) if look.exact else slots.head.key
+        for slots in layer
+    ]
     if policy.positions == "cache" and theta is not None:
-        rank = np.arange(len(key))
-        key, query = rotate(key, rank, theta), rotate(query[None], rank[-1:], theta)[0]
-    choice = look.choose(query, key, head.position)
-    read = np.isin(head.position, np.concatenate([choice.chosen, choice.always]))
-    return read[None], choice.gap
+        ranks = [np.arange(len(key)) for key in keys]
+        keys = [rotate(*each, theta) for each in zip(keys, ranks, strict=True)]
+        query = np.stack([rotate(own[None], rank[-1:], theta)[0] for own, rank in zip(query, ranks, strict=True)])
+    return look.choose(query, keys, held)
 
 
 def _tokens(slots: Slots) -> Tokens:

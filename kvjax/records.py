@@ -1,0 +1,136 @@
+"""Records: what selections chose and what was read, for each step, layer, row and KV head of a decoding loop."""
+
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.layout import CacheLayout, Group, Phase
+
+Array = jax.Array
+STEPS = 64  # steps of one call of a loop that records; a record is large
+NONE = -1  # no position; the count of a layer that reads everything, and of a row without a token
+FAR = jnp.iinfo(jnp.int32).max
+
+
+class Steps(flax.struct.PyTreeNode):
+    """The record of some steps on the device; see `Record`."""
+
+    chosen: Array
+    number: Array
+    read: Array
+    live: Array
+
+
+class Record(NamedTuple):
+    """What was chosen and read while decoding; of T steps, L layers, B rows and K KV heads.
+
+    Attributes:
+      chosen: [T, L, B, K, W] int32 positions that were chosen, ascending, followed by -1. W is the largest number of
+        slots that any layer can choose.
+      number: [T, L, B, K] int32, how many they are; -1 where a layer reads everything, and for a row without a token.
+      read: [T, L, B, K] int32 slots that were read, including the new token's.
+      live: [T, L, B, K] int32 slots that were held, including the new token's.
+      width: [L, K] int32, the number of slots that a gather of a fixed shape takes; -1 where a layer reads everything.
+      slot_bytes: the bytes of a key and a value of one slot.
+    """
+
+    chosen: np.ndarray
+    number: np.ndarray
+    read: np.ndarray
+    live: np.ndarray
+    width: np.ndarray
+    slot_bytes: int
+
+    @property
+    def share(self) -> np.ndarray:
+        """[L] float64, the share of the held slots that the layer's queries read."""
+        held = self.live.sum(axis=(0, 2, 3))
+        return self.read.sum(axis=(0, 2, 3)) / np.maximum(held, 1)
+
+    def bytes_needed(self) -> np.ndarray:
+        """[T, L, B] int64 bytes of the slots that a step chose; in a layer that reads everything, of all older ones."""
+        slots = np.where(self.number >= 0, self.number, np.maximum(self.live - 1, 0))
+        return slots.astype(np.int64).sum(axis=3) * self.slot_bytes
+
+    def bytes_moved(self) -> np.ndarray:
+        """[T, L, B] int64 bytes that a gather of a fixed shape moves, which holds as many slots as could be chosen."""
+        slots = np.where(self.number >= 0, self.width[:, None], np.maximum(self.live - 1, 0))
+        return slots.astype(np.int64).sum(axis=3) * self.slot_bytes
+
+
+def widths(phase: Phase, kv_heads: int) -> np.ndarray:
+    """Returns the slots that a gather takes of each layer and KV head, [L, K] int32; -1 = everything is read."""
+    found = np.full((len(phase), kv_heads), NONE, np.int32)
+    for layer, groups in enumerate(phase):
+        for group in groups:
+            if not group.selection.reads_all:
+                width = group.selection.width(group.capacity)
+                heads = slice(None) if group.heads is None else list(group.heads)
+                # The new token is not gathered.
+                found[layer, heads] = group.capacity if width is None else width - 1
+    return found
+
+
+def empty(phase: Phase, rows: int, kv_heads: int) -> Steps:
+    """Allocates the record of `STEPS` steps."""
+    shape = (STEPS, len(phase), rows, kv_heads)
+    width = max(1, int(widths(phase, kv_heads).max()))
+    return Steps(
+        chosen=jnp.full((*shape, width), NONE, jnp.int32),
+        number=jnp.full(shape, NONE, jnp.int32),
+        read=jnp.zeros(shape, jnp.int32),
+        live=jnp.zeros(shape, jnp.int32),
+    )
+
+
+def add(steps: Steps, number: Array, sown: Any, phase: Phase, active: Array) -> Steps:
+    """Records a step.
+
+    Args:
+      steps: the record so far.
+      number: int32 index of the step.
+      sown: the intermediates of `Decoder.hidden`.
+      phase: the groups of each layer.
+      active: [B] bool, whether the row had a token.
+    """
+    width = steps.chosen.shape[-1]
+    layers = [
+        _layer(sown["intermediates"][f"attention_{index}"][0], groups, active, width)
+        for index, groups in enumerate(phase)
+    ]
+    # [L, B, K, ...] each
+    made: Steps = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    return jax.tree.map(lambda old, new: old.at[number].set(new), steps, made)
+
+
+def _layer(seen: tuple[Any, ...], groups: tuple[Group, ...], active: Array, width: int) -> Steps:
+    """The record of one layer, leaves [B, K, ...]."""
+    parts = []
+    for each in seen:
+        mask = active[:, None]
+        read = jnp.sum(each.position >= 0, axis=2, dtype=jnp.int32)
+        live = jnp.sum(each.held >= 0, axis=2, dtype=jnp.int32)
+        if each.chosen is None:
+            count = jnp.full(read.shape, NONE, jnp.int32)
+            chosen = jnp.full((*read.shape, width), NONE, jnp.int32)
+        else:
+            count = jnp.where(mask, jnp.sum(each.chosen, axis=2, dtype=jnp.int32), NONE)
+            chosen = jnp.sort(jnp.where(each.chosen, each.held, FAR), axis=2)[:, :, :width]
+            chosen = jnp.where(chosen == FAR, NONE, chosen)
+            chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, width - chosen.shape[2])), constant_values=NONE)
+        parts.append(Steps(chosen, count, jnp.where(mask, read, 0), jnp.where(mask, live, 0)))
+    whole: Steps = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
+    order = np.argsort([head for group in groups for head in group.heads or ()])
+    return jax.tree.map(lambda leaf: leaf[:, order], whole) if len(order) else whole
+
+
+def joined(parts: list[tuple[Steps, int]], layout: CacheLayout) -> Record:
+    """Joins the records of several calls, each with its number of steps, on the host."""
+    host = [jax.tree.map(lambda leaf, taken=taken: np.asarray(leaf)[:taken], steps) for steps, taken in parts]
+    made = jax.tree.map(lambda *leaves: np.concatenate(leaves), *host)
+    storage = layout.groups[0].storage
+    slot = storage.bytes_per_slot(layout.head_dim, layout.dtype)
+    return Record(made.chosen, made.number, made.read, made.live, widths(layout.decode, layout.kv_heads), slot)
