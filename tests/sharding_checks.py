@@ -190,9 +190,12 @@ def collectives(text: str) -> dict[str, int]:
 def decode_program(case: Case, config: DecoderConfig, mesh: Any, scale: int) -> tuple[Any, Any]:
     """Compiles the decoding loop, for `scale` times as many slots as the case has.
 
+    One layer suffices: all layers of these models are alike.
+
     Returns:
       The shapes of the cache's state, and the program.
     """
+    config = dataclasses.replace(config, num_layers=1, windows=())
     full_rows = np.full((ROWS,), scale * WIDTH, np.int32)
     limits = Limits(scale * WIDTH, scale * NEW)
     sizes = sizes_for(full_rows, scale * NEW - 1, width=scale * WIDTH, block=None, limits=limits, last_fed=False)
