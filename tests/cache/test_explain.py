@@ -49,7 +49,7 @@ def specs() -> dict[str, CacheSpec | Policy]:
 
 def explained(spec: CacheSpec | Policy, platform: str, dtype: str, block: int | None = None) -> str:
     lengths = np.array([1000, 700])
-    sizes = sizes_for(lengths, 63, width=1000, block=block, limits=Limits(1000, 64), last_fed=False)
+    sizes = sizes_for(lengths, 63, width=1000, block=block, limits=Limits(1000, 64, shortest=700), last_fed=False)
     spec = spec if isinstance(spec, CacheSpec) else CacheSpec(spec)
     try:
         return lower(spec, OPT, sizes, lengths, platform=platform, dtype=dtype).layout.explain()
