@@ -17,7 +17,6 @@ from kvjax.kernels import registry
 from kvjax.kernels.registry import Choice, Op, Request
 from kvjax.models.config import DecoderConfig
 
-
 #: Why ``auto`` on a GPU, which means XLA, does not try the Pallas kernels for it.
 ONLY_BY_NAME = "pallas_gpu: its kernels run only if they are asked for by name, implementation='pallas_gpu'"
 

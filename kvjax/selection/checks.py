@@ -4,38 +4,20 @@ import functools
 
 from kvjax import arguments
 from kvjax.errors import SelectionError
-from kvjax.policies.base import Evict, Policy
-from kvjax.policies.h2o_variants import WithSelection
-from kvjax.policies.heads import Split
-from kvjax.policies.phases import Phases
+from kvjax.policies.base import Policy
+from kvjax.policies.traits import merging, phases
 
 factory = arguments.checked_call(SelectionError)  # decorates the factories of selections
 named = functools.partial(arguments.named, noun="selection", error=SelectionError)
 
 
-def phases(policy: Policy) -> tuple[Evict, ...]:
-    """Returns the policies, in order of time, of the heads that a selection applies to; the last of them decodes.
-
-    Raises:
-      SelectionError: an unknown kind of policy.
-    """
-    match policy:
-        case Evict():
-            return (policy,)
-        case Phases():
-            return (policy.prompt, policy.decode)
-        case Split():
-            keep = [each for each in (policy.chosen, policy.others) if each.budget is None]
-            return ((keep or [policy.chosen])[0],)
-        case WithSelection():
-            return (policy.keep,)
-    raise SelectionError(f"{policy!r} cannot be combined with a selection; give a policy of kvjax.policies.")
-
-
 def merges(policy: Policy) -> str | None:
     """Returns why a selection cannot be combined with a policy that merges; None if it does not merge."""
-    name = next((each.name for each in phases(policy) if each.merge is not None), None)
+    name = merging(policy)
     return name and (
         f"the policy {name} merges evicted pairs into others, whose keys then differ from those that the selection "
         "ranked; use a policy without merge."
     )
+
+
+__all__ = ["factory", "merges", "named", "phases"]

@@ -15,8 +15,9 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
 from kvjax.policies.base import Policy
+from kvjax.policies.traits import evicting_while_decoding
 from kvjax.selection.base import Index, Selection, SelectView
-from kvjax.selection.checks import factory, merges, named, phases
+from kvjax.selection.checks import factory, merges, named
 from kvjax.selection.choose import best, grouped_logits, rank
 
 if TYPE_CHECKING:
@@ -66,10 +67,9 @@ class Quest(Selection):
         return slots if slots < capacity else None
 
     def refuses(self, policy: Policy, storage: Storage | None = None, *, positions: str = "original") -> str | None:
-        decode = phases(policy)[-1]
-        if decode.budget is not None and decode.when == "step":
+        if name := evicting_while_decoding(policy):
             return (
-                f"a page is {self.page} consecutive tokens, and the policy {decode.name} evicts single ones while "
+                f"a page is {self.page} consecutive tokens, and the policy {name} evicts single ones while "
                 "decoding; use full() or a prompt compressor such as snapkv."
             )
         if positions != "original":
