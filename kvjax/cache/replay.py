@@ -68,7 +68,8 @@ def replay(
         check_count("prefill_block", prefill_block)
     limits = Limits(width, max(steps, 1), shortest=int(lengths.min()))
     sizes = sizes_for(lengths, steps, width=width, block=prefill_block, limits=limits, last_fed=True)
-    spec = CacheSpec(policy or full(), storage, selection or everything())
+    policy = full() if policy is None else policy
+    spec = CacheSpec(policy, storage, everything() if selection is None else selection)
     lowered = lower(spec, config, sizes, lengths, implementation="xla", dtype=prompt[2].dtype)
     if len(lowered.layout.decode[0]) > 1:
         raise InputError(f"policy {spec.policy.name}: its heads are in several groups; replay takes one group.")

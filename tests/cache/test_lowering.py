@@ -1,5 +1,6 @@
 """Lowering: how many slots rows keep and layers allocate, what is refused, and what is told of it."""
 
+import dataclasses
 import pickle
 
 import numpy as np
@@ -9,7 +10,8 @@ from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.limits import half_steps, power_of_two, prompt_bucket, sizes_for, slots_bucket
 from kvjax.cache.lowering import lower
-from kvjax.errors import ConfigError, InputError, PolicyError
+from kvjax.cache.spec import as_spec
+from kvjax.errors import ConfigError, InputError, PolicyError, SelectionError, StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.budget import Pyramid, Slots
 from kvjax.rope import Rope
@@ -292,3 +294,21 @@ def test_a_spec_is_a_value(spec):
     names = {**vars(policies), **vars(storage), **vars(selection), "CacheSpec": CacheSpec}
     assert eval(repr(spec), names) == spec and pickle.loads(pickle.dumps(spec)) == spec
     assert hash(spec) == hash(pickle.loads(pickle.dumps(spec)))
+
+
+def test_another_policy_leaves_the_selection_of_the_first():
+    masked = CacheSpec(policies.h2o(0.3, variant="masked"), storage.int8())
+    assert dataclasses.replace(masked, policy=policies.full()) == CacheSpec(policies.full(), storage.int8())
+    other = policies.h2o(0.5, variant="masked")
+    assert dataclasses.replace(masked, policy=other) == CacheSpec(other, storage.int8())
+    assert dataclasses.replace(masked, storage=storage.dense()).selection == masked.policy.selection
+    given = CacheSpec(policies.snapkv(40), selection=selection.optimal(4))
+    assert dataclasses.replace(given, policy=policies.full()).selection == selection.optimal(4)
+
+
+def test_a_storage_or_selection_of_another_type_is_refused():
+    for given in (policies.full(), CacheSpec(policies.full())):
+        with pytest.raises(StorageError, match="storage=0 is not a Storage"):
+            as_spec(given, storage=0)
+        with pytest.raises(SelectionError, match="selection=0 is not a Selection"):
+            as_spec(given, selection=0)
