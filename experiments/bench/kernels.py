@@ -105,7 +105,7 @@ def one_shape(rows: int, slots: int, dim: int, dtype: str, rounds: int) -> list[
 
 
 def attention_work(needs: frozenset[Statistic]) -> Work:
-    """Of one query a head."""
+    """The attention of one query per head, to be timed."""
 
     def work(rows: int, slots: int, dim: int, dtype: str, implementation: Any) -> tuple[np.ndarray, Callable[[], Any]]:
         query, key, value = (

@@ -52,7 +52,7 @@ def random_model(config: DecoderConfig, positions: int, dtype: str = "float32") 
 
 
 def dtype_of(model: kvjax.Model) -> Any:
-    """Of its weights."""
+    """The dtype of a model's weights."""
     return jax.tree.leaves(model.params)[0].dtype
 
 
