@@ -19,7 +19,7 @@ from absl import flags
 from tabulate import tabulate
 
 import kvjax
-from experiments import cli, fields, report, results
+from experiments import cli, fields, plots, results
 from experiments.config import RecallConfig
 from experiments.tasks import recall, score
 from experiments.tasks.prompts import NoRoom, Prompt
@@ -136,11 +136,11 @@ def curve(runs: Sequence[Run]) -> bytes:
         events += [event | {"step": event["step"] + done} for event in run.events]
         changes += [done + step for step in (0, *run.config.stage_ends)]
         done += run.config.steps
-    figure, panels = report.new_figure(2, figsize=(10, 3.6), width_ratios=[1.4, 1])
+    figure, panels = plots.new_figure(2, figsize=(10, 3.6), width_ratios=[1.4, 1])
     losses = [event for event in events if event["kind"] == "loss"]
     left, right = panels[0]
-    report.style(left, "Training loss", "step", "nats a token")
-    for name, color in zip(("text", "answer", "repeat"), report.COLORS, strict=False):
+    plots.style(left, "Training loss", "step", "nats a token")
+    for name, color in zip(("text", "answer", "repeat"), plots.COLORS, strict=False):
         points = [(event["step"], event[name]) for event in losses if name in event]
         if not points:
             continue
@@ -153,15 +153,15 @@ def curve(runs: Sequence[Run]) -> bytes:
     left.set_ylim(bottom=0)
     for step in changes[1:]:
         left.axvline(step, color="#dddddd", lw=0.8, zorder=0)
-    report.style(right, "Held-out text", "step", "bits a byte")
+    plots.style(right, "Held-out text", "step", "bits a byte")
     evaluations = [event for event in events if event["kind"] == "evaluation"]
     names = [name for name in evaluations[-1] if name.endswith(".txt")]
-    for name, color in zip(names, report.COLORS, strict=False):
+    for name, color in zip(names, plots.COLORS, strict=False):
         right.plot(
             [e["step"] for e in evaluations], [e[name] for e in evaluations], "o-", ms=4, color=color, label=name
         )
     right.legend(frameon=False, fontsize=8)
-    return report.png(figure)
+    return plots.png(figure)
 
 
 def card(run: Path, license: str) -> tuple[str, bytes]:

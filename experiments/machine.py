@@ -79,7 +79,7 @@ def _number(path: str, label: str = "") -> int:
 
 
 def environment() -> dict[str, Any]:
-    """What a result depends on beside its config: versions, devices, processor, commit."""
+    """What a result depends on in addition to its config: versions, devices, processor, commit."""
     devices = jax.devices()
     return {
         "python": platform.python_version(),

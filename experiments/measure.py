@@ -128,7 +128,8 @@ def measure(
     Raises:
       InputError, PolicyError: before anything is traced.
     """
-    spec, limits = as_spec(policy), Limits(prompt=prompt_length, new_tokens=new_tokens)
+    spec = as_spec(policy)
+    limits = Limits(prompt=prompt_length, new_tokens=new_tokens, shortest=prompt_length)
     rows = tokens.shape[0]
     prompts = tokens[:, :prompt_length]
     logprobs = None

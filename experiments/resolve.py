@@ -109,7 +109,7 @@ def layout_of(config: ExperimentConfig, spec: CacheSpec, decoder: DecoderConfig,
     lengths, new_tokens = np.full((config.data.num_sequences,), prompt_length), config.data.new_tokens
     sizes = sizes_for(
         lengths, new_tokens - 1, width=prompt_length, block=config.prefill_block,
-        limits=Limits(prompt_length, new_tokens), last_fed=False,
+        limits=Limits(prompt_length, new_tokens, shortest=prompt_length), last_fed=False,
     )  # fmt: skip
     mesh = sharding.make_mesh(config.mesh) if config.mesh else None
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""Results on disk that are whole or not there: written beside their place, then renamed."""
+"""Writes results to disk whole or not at all: under a temporary name in the same folder, then renamed."""
 
 import contextlib
 import json

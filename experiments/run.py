@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from experiments import cli, fields, machine, report, results
+from experiments import cli, fields, machine, plots, report, results
 from experiments import config as configs
 from experiments.config import ExperimentConfig
 from experiments.resolve import CannotRun, decoder_config, dtype_of, specs_of
@@ -67,7 +67,7 @@ def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str
                 file.write(json.dumps(entry) + "\n")
     rows = [report.cells(row) for row in outcome.rows()]
     labels = [row["policy"] for row in rows]
-    (folder / "report.png").write_bytes(report.run_plot(outcome.measurements))
+    (folder / "report.png").write_bytes(plots.run_plot(outcome.measurements))
     where = f"{environment['device']} ({environment['cpu']}, {environment['cores']} cores)"
     versions = f"jax {environment['jax']}, Python {environment['python']}, commit {environment['commit'] or 'unknown'}"
     paragraphs = [outcome.model, outcome.text, *(f"Note: {note}" for note in outcome.notes)]

@@ -18,7 +18,7 @@ from typing import Any
 from absl import flags
 from tqdm.auto import tqdm
 
-from experiments import cli, fields, machine, report, results
+from experiments import cli, fields, machine, plots, report, results
 from experiments import config as configs
 from experiments.config import ExperimentConfig
 from experiments.session import Session
@@ -158,7 +158,7 @@ def write(folder: Path, base: ExperimentConfig, found: Sequence[report.Row], com
     quality = "perplexity" if any(own_row(result)["perplexity"] is not None for result in done) else "agreement"
     shown = points(found, quality)
     if shown:
-        results.write(folder / "sweep.png", report.sweep_plot(shown, quality))
+        results.write(folder / "sweep.png", plots.sweep_plot(shown, quality))
     failures = [f"Failed, {_what(result)}: {result['error']}" for result in found if result["status"] != "ok"]
     text = report.markdown(f"{base.name}, swept", [*paragraphs, f"`{command}`"], lines, "sweep.png" if shown else None)
     results.write(folder / "sweep.md", "\n".join([text, report.LEGEND, "", *failures, ""]))

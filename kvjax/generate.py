@@ -16,7 +16,7 @@ from kvjax.cache.limits import Limits
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
-from kvjax.inputs import check_stop
+from kvjax.inputs import check_count, check_stop
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
@@ -130,12 +130,13 @@ def decode(
       requests: see `generate`.
 
     Raises:
-      InputError: if an option is not valid.
+      InputError: if an option is not valid, or heads that keep every token have too few slots for the new ones.
     """
     check_sampling(sampler, key)
     key = jax.random.key(0) if key is None else key
     stop_ids = check_stop(stop)
     request = _check_requests(requests, prefilled.logits.shape[0])
+    _check_room(prefilled, max_new_tokens)
     produced: list[tuple[np.ndarray, np.ndarray]] = []
     done = 1
     with model.on_mesh(), tqdm(total=max_new_tokens, desc="decode", unit="tok", disable=not progress) as bar:
@@ -292,6 +293,24 @@ def _choose(logits: Array, length: Array, request: Array, key: Array, sampler: S
 def _is_active(token: Array, stop: Array) -> Array:
     """Returns whether rows with the newest tokens [B] have not ended: [B] bool. `stop` is [n] int32."""
     return ~jnp.any(token[:, None] == stop[None], axis=1)
+
+
+def _check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
+    """Checks that the heads that keep every token have slots for all but the last new token, which is not fed."""
+    check_count("max_new_tokens", max_new_tokens)
+    layout = prefilled.layout
+    room = [
+        after.capacity
+        for layer, then in zip(layout.prompt, layout.decode, strict=True)
+        for before, after in zip(layer, then, strict=True)
+        if not (before.evicts or after.evicts)
+    ]
+    longest = int(np.asarray(prefilled.state.length).max()) if room else 0
+    if room and longest + max_new_tokens - 1 > min(room):
+        raise InputError(
+            f"{longest} tokens are held and {max_new_tokens} are to follow, but the cache has {min(room)} slots; give "
+            "`prefill` a larger max_new_tokens or larger limits."
+        )
 
 
 def _check_requests(requests: ArrayLike | None, rows: int) -> np.ndarray:

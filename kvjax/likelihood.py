@@ -104,7 +104,9 @@ def log_likelihood(
         _, scores, state = run_prompts(model, batch.tokens, prompt, batch.lengths, prepared, score=True)
         bar.update(width)
         if steps:
-            size = max(power_of_two(total, SMALLEST_TEXT), scores.shape[1])
+            # One program for all texts within the limits, or within a power of two.
+            size = power_of_two(total, SMALLEST_TEXT) if limits is None else limits.prompt + limits.new_tokens
+            size = max(size, scores.shape[1])
             # [B, size]
             scores = jnp.pad(scores, ((0, 0), (0, size - scores.shape[1])))
             # [B, size]

@@ -166,7 +166,10 @@ def plan(
     storage: Storage | None = None,
     selection: Selection | None = None,
 ) -> Plan:
-    """Compiles what `kvjax.generate` would run, and counts its memory and FLOPs.
+    """Compiles a run ahead of time, and counts its memory and FLOPs.
+
+    The program is that of `kvjax.generate` with limits=Limits(prompt_length, new_tokens, shortest=prompt_length): all
+    rows have prompts of one length, and arrays have exactly the sizes that these need.
 
     Args:
       config: the decoder.
@@ -195,8 +198,8 @@ def plan(
     dtype = _dtype(dtype, targets[0].platform)
     prompts = np.full((batch,), prompt_length, np.int32)
     sizes = sizes_for(
-        prompts, new_tokens - 1, width=prompt_length, block=prefill_block, limits=Limits(prompt_length, new_tokens),
-        last_fed=False,
+        prompts, new_tokens - 1, width=prompt_length, block=prefill_block,
+        limits=Limits(prompt_length, new_tokens, shortest=prompt_length), last_fed=False,
     )  # fmt: skip
 
     def lowered_on(mesh: Mesh | None, spec: CacheSpec) -> Lowered:

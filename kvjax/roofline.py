@@ -134,8 +134,8 @@ def average_slots(
         window = config.windows[layer]
         for number, group in enumerate(groups):
             kept, limit = lowered.budgets.prompt[layer][number], lowered.budgets.decode[layer][number]
-            if not group.evicts:
-                # The budget of a selection hides slots; all of them are kept.
+            if group.selection.budget is not None:
+                # It hides slots; all of them are kept.
                 kept = limit = None
             survivors = prompt_length if kept is None else min(int(kept.max()), prompt_length)
             # [steps]: the survivors of the prompt, and the tokens decoded since

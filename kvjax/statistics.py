@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -26,7 +25,7 @@ class Statistic:
     """One column statistic; hashable, so that it can be a static argument of a jitted function.
 
     Attributes:
-      name: key of the statistic in an `Observation` and in a policy's statistics.
+      name: key of the statistic in a policy's statistics.
       transform: the elementwise function f, applied to m[i, j] for every query i that sees slot j. ``identity`` is m,
         ``square`` is m², ``above`` is 1 where m ≥ 1 / (number of slots that query i sees) and 0 elsewhere, and ``one``
         is 1, which needs no attention probabilities. Two do not come from attention: ``chosen`` is 1 where a selection
@@ -251,20 +250,3 @@ def resolve(needs: Iterable[str | Statistic]) -> frozenset[Statistic]:
       KeyError: if a name is not in `NAMED`.
     """
     return frozenset(NAMED[need] if isinstance(need, str) else need for need in needs)
-
-
-class Observation(flax.struct.PyTreeNode):
-    """The column statistics of one block.
-
-    Attributes:
-      columns: statistic name -> ``Σ_i w_i f(m[i, j])`` over the queries of the block, [B, K, S] float32, or
-        [B, K, S, words] for ``recall``. 0 for empty slots.
-      queries: [B] int32, the number of real queries (not padding) of each row.
-    """
-
-    columns: Mapping[str, Array]
-    queries: Array
-
-    def __getitem__(self, name: str) -> Array:
-        """Returns the column sums of the statistic `name`."""
-        return self.columns[name]

@@ -117,7 +117,7 @@ def lowered(policy: Policy | CacheSpec, case: Case, implementation: Any = "xla")
     """The layout and the budgets of a batch; no array is longer than it must be."""
     width, steps = case.room
     block = None if case.block is None or case.block >= width else case.block
-    sizes = Sizes(len(case.prompts), width, width, steps, block, rounded=False)
+    sizes = Sizes(len(case.prompts), width, width, min(case.prompts), steps, block, rounded=False)
     return lower(as_spec(policy), config(case), sizes, case.prompts, implementation=implementation)
 
 

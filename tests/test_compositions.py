@@ -31,13 +31,15 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "scissorhands": {"recent": 1},
     "mean_attention": {"recent": 1},
     "roco": {"guard": 2},
+    "lru": {"recent": 1},
+    "counter": {"recent": 1},
     "tova": {"share_heads": False},
     "snapkv": {"window": 2, "kernel": 3},
     "pyramidkv": {"window": 2, "kernel": 3},
 }
 COMPRESSORS = ("snapkv", "pyramidkv", "knorm", "keydiff")
 EVICTION = [name for name in POLICIES if name not in COMPRESSORS and name != "full"]
-ORDERS = ("strided", "fixed")  # their importances only order the slots
+ORDERS = ("strided", "fixed", "lru")  # their importances only order the slots
 
 
 def build(name: str, budget: Any = 0.5, **more: Any) -> Policy:
@@ -150,7 +152,9 @@ def test_a_row_alone_and_more_room_than_tokens(name):
 
 
 def test_every_pair_is_allowed_or_refused_when_it_is_built():
-    assert set(COMBINATORS) == {"with_heavy_hitters", "value_norm", "adakv", "after_prefill"}
+    # What from_layer and by_page take is in test_policy_values.
+    alone = {"from_layer", "by_page"}
+    assert set(COMBINATORS) == {"with_heavy_hitters", "value_norm", "adakv", "after_prefill"} | alone
     built = set(compositions())
     for name in POLICIES:
         policy = policies.full() if name == "full" else build(name)

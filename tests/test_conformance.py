@@ -54,6 +54,9 @@ EXAMPLES = {
     ),
     "snapkv": Example({"budget": 0.5, "window": 3, "kernel": 3}),
     "pyramidkv": Example({"budget": 0.5, "window": 2, "kernel": 3}),
+    "fifo": Example({"budget": 0.5}, lambda newest, budget: last(newest, budget)),
+    "lru": Example({"budget": 0.5, "sinks": 1}, lambda newest, budget: {0, *last(newest, budget // 2)}),
+    "counter": Example({"budget": 0.5}, lambda newest, budget: last(newest, budget // 2)),
     "knorm": Example({"budget": 0.5}),
     "keydiff": Example({"budget": 0.5}),
 }

@@ -10,13 +10,16 @@ import pytest
 
 import kvjax
 from kvjax import policies
+from kvjax.cache import Limits
 from kvjax.errors import InputError, KvjaxError, PolicyError
 from kvjax.policies import Importance, evict, protect_newest
+from kvjax.prefill import prefill
 from kvjax.sampling import Greedy, Sample
 from kvjax.statistics import MASS
 from tests.tiny import assert_same_state, kept, random_tokens, tiny
 
 loop = importlib.import_module("kvjax.generate")  # the package's attribute of that name is the function
+likelihood = importlib.import_module("kvjax.likelihood")
 
 PROMPTS = random_tokens(3, 24)
 LENGTHS = np.array([24, 10, 17])
@@ -280,3 +283,18 @@ def test_a_generation_that_crosses_the_trained_length_has_one_set_of_frequencies
     text = np.concatenate([prompt, made.tokens], axis=1)[:, :-1]
     scored = kvjax.log_likelihood(model, text, policies.full(), prompt_length=text.shape[1]).logprobs
     np.testing.assert_allclose(made.logprobs[0, :-1], scored[0, 25:], atol=2e-5)
+
+
+def test_texts_within_the_limits_share_a_scoring_program():
+    limits, before = Limits(20, 600), likelihood.score_steps._cache_size()
+    for length in (100, 300, 600):
+        kvjax.log_likelihood(tiny().model, random_tokens(1, length), H2O, prompt_length=20, limits=limits)
+    assert likelihood.score_steps._cache_size() == before + 1
+
+
+def test_more_tokens_than_there_is_room_for_are_refused():
+    limits = Limits(24, 8)
+    begun = prefill(tiny().model, PROMPTS, policies.full(), max_new_tokens=8, lengths=LENGTHS, limits=limits)
+    with pytest.raises(InputError, match="24 tokens are held and 9 are to follow, but the cache has 31 slots"):
+        loop.decode(tiny().model, begun, max_new_tokens=9)
+    assert loop.decode(tiny().model, begun, max_new_tokens=8).tokens.shape == (3, 8)

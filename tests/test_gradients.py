@@ -102,6 +102,7 @@ def _from_bits(parts, side, dim):
 BITS = Codec(_bits, _to_bits, _from_bits)  # loses nothing, and an integer has no gradient
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("residual", [0, 5])
 @pytest.mark.parametrize(
     "policy", [policies.h2o(budget=12), policies.snapkv(budget=12, window=4)], ids=lambda p: p.name
@@ -114,6 +115,7 @@ def test_it_passes_straight_through_codes(policy, residual):
             np.testing.assert_allclose(one, two, atol=2e-6, rtol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("storage", "near"), [(int8(), 0.02), (int4(residual=5), 0.25), (fp8(), 0.15)], ids=str)
 def test_a_score_through_codes_and_its_gradient(storage, near):
     policy, options = policies.h2o(budget=16), {"prompt_length": np.array([20, 12])}

@@ -85,7 +85,7 @@ def test_transformers_agrees(tiny):
 
 @pytest.fixture(scope="module")
 def asked(tiny):
-    return score.make_prompts(RecallConfig(tasks=("passkey", "associative"), prompts=64), tiny, seed=3)
+    return score.make_prompts(RecallConfig(tasks=("passkey", "associative"), prompts=40), tiny, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,9 @@ def test_word_pairs_are_found(recalled):
 
 @pytest.mark.thorough
 def test_scoring_in_one_pass_is_generating_greedily(tiny):
-    asked = score.make_prompts(RecallConfig(tasks=("passkey", "associative", "copy", "variable")), tiny, seed=4)
+    asked = score.make_prompts(
+        RecallConfig(tasks=("passkey", "associative", "copy", "variable"), prompts=16), tiny, seed=4
+    )
     generated = score.exact_matches(tiny, asked, policies.full())
     assert {task: evaluate.exact_match(tiny.params, tiny.config, made) for task, made in asked.items()} == generated
     assert len(set(generated.values())) > 1

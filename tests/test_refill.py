@@ -10,7 +10,7 @@ from kvjax import policies, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.generate import CHUNK, Carry, decode_steps, first_token, prefill
 from kvjax.sampling import Greedy, Sample
-from tests.tiny import VOCAB, assert_same_state, tiny
+from tests.tiny import VOCAB, assert_same_state, kept, tiny
 
 REQUESTS, ROWS, LONGEST = 64, 8, 40
 STOP = np.array([3], np.int32)
@@ -88,18 +88,27 @@ def serve(spec, sampler, asked) -> tuple[dict[int, list[int]], dict[int, kvjax.K
 
 @pytest.mark.parametrize("sampler", [Greedy(), Sample(temperature=1.3, top_k=30)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
-    "spec", [CacheSpec(policies.h2o(0.5)), CacheSpec(policies.window(9), storage.int8())], ids=["h2o", "window-int8"]
+    "spec",
+    [
+        CacheSpec(policies.h2o(0.5)),
+        CacheSpec(policies.h2o(0.5), storage.int8()),
+        CacheSpec(policies.window(9), storage.int8()),
+        # Its last layer keeps more of a short prompt than of a long one.
+        CacheSpec(policies.pyramidkv(8, window=2)),
+    ],
+    ids=["h2o", "h2o-int8", "window-int8", "pyramidkv"],
 )
 def test_each_request_is_as_it_is_alone(spec, sampler):
     asked = requests()
     produced, held = serve(spec, sampler, asked)
-    for number in range(0, REQUESTS, 5):
-        prompt, wanted = asked[number]
+    for number, (prompt, wanted) in enumerate(asked):
+        # One program serves all of these, whatever their lengths.
         alone = kvjax.generate(
             tiny().model, prompt, spec, max_new_tokens=wanted, sampler=sampler, key=jax.random.key(9), stop=STOP,
             limits=LIMITS, requests=[number],
         )  # fmt: skip
         np.testing.assert_array_equal(produced[number], alone.tokens[0, : alone.lengths[0]])
+        assert kept(held[number], 0) == kept(alone.state, 0)
         if spec.storage.exact:
             assert_same_state(held[number], alone.state, 0, atol=1e-5)
 

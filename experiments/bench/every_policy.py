@@ -7,7 +7,8 @@ from absl import flags
 
 from experiments.bench.sides import in_turns, ours, random_model, random_prompt, ratio, shape
 from kvjax import policies
-from kvjax.policies import Evict, Policy
+from kvjax.policies import Policy
+from kvjax.policies.traits import one_at_every_step
 
 
 def run(values: flags.FlagValues) -> list[dict[str, Any]]:
@@ -42,9 +43,7 @@ def evicting(budget: int, learned_positions: bool) -> dict[str, Policy]:
     made = {
         name: policy
         for name, policy in built.items()
-        if isinstance(policy, Evict)
-        and policy.when == "step"
-        and not (policy.positions == "cache" and learned_positions)
+        if one_at_every_step(policy) and not (policy.positions == "cache" and learned_positions)
     }
     made["scissorhands, history 400"] = policies.scissorhands(budget=budget, history=400)
     made["value_norm(h2o)"] = policies.value_norm(made["h2o"])

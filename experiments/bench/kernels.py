@@ -105,7 +105,7 @@ def one_shape(rows: int, slots: int, dim: int, dtype: str, rounds: int) -> list[
 
 
 def attention_work(needs: frozenset[Statistic]) -> Work:
-    """Of one query a head."""
+    """The attention of one query per head, to be timed."""
 
     def work(rows: int, slots: int, dim: int, dtype: str, implementation: Any) -> tuple[np.ndarray, Callable[[], Any]]:
         query, key, value = (
@@ -161,7 +161,7 @@ def step_group(batch: int, heads: int, slots: int, dim: int, dtype: str, impleme
         shapes.by_name("tiny"), num_layers=1, num_heads=heads, num_kv_heads=heads, head_dim=dim, windows=()
     )  # fmt: skip
     sizes = sizes_for(
-        np.full((batch,), slots), 1, width=slots, block=None, limits=Limits(slots, 1), last_fed=True
+        np.full((batch,), slots), 1, width=slots, block=None, limits=Limits(slots, 1, shortest=slots), last_fed=True
     )  # fmt: skip
     policy = policies.h2o(budget=slots - 1)
     assert isinstance(policy, policies.Evict)

@@ -56,7 +56,7 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
         def generate(policy: Any = policy) -> Any:
             prefilled = prefill(
                 model, prompt, policy, max_new_tokens=NEW_TOKENS, implementation=values.implementation,
-                limits=Limits(context, NEW_TOKENS),
+                limits=Limits(context, NEW_TOKENS, shortest=context),
             )  # fmt: skip
             return decode(model, prefilled, max_new_tokens=NEW_TOKENS).state
 

@@ -36,7 +36,7 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
     for name in dict.fromkeys(("full", *values.policies)):
         run = functools.partial(
             prefill, model, prompt, policy_of(name, values.budget), max_new_tokens=1,
-            implementation=values.implementation, limits=Limits(context, 1),
+            implementation=values.implementation, limits=Limits(context, 1, shortest=context),
         )  # fmt: skip
         sides[name] = timed(lambda run=run: run().state)  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder:

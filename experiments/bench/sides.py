@@ -52,7 +52,7 @@ def random_model(config: DecoderConfig, positions: int, dtype: str = "float32") 
 
 
 def dtype_of(model: kvjax.Model) -> Any:
-    """Of its weights."""
+    """The dtype of a model's weights."""
     return jax.tree.leaves(model.params)[0].dtype
 
 
@@ -96,7 +96,7 @@ def lowered_for(model: kvjax.Model, policy: Policy, batch: int, context: int, to
     """What kvjax runs for prompts of `context` tokens and `tokens` new ones, by the implementation in XLA."""
     prompts = np.full((batch,), context, np.int32)
     sizes = sizes_for(
-        prompts, tokens - 1, width=context, block=None, limits=Limits(context, tokens), last_fed=False
+        prompts, tokens - 1, width=context, block=None, limits=Limits(context, tokens, shortest=context), last_fed=False
     )  # fmt: skip
     return lower(CacheSpec(policy), model.config, sizes, prompts, implementation="xla", dtype=dtype_of(model))
 
@@ -132,7 +132,7 @@ def ours(
     A policy that evicts while decoding has the slots of its budget and one more, however many rounds follow; any other
     has room for the tokens of one round.
     """
-    limits = Limits(prompt.shape[1], tokens)
+    limits = Limits(prompt.shape[1], tokens, shortest=prompt.shape[1])
     prefilled = prefill(model, prompt, policy, max_new_tokens=tokens, implementation=implementation, limits=limits)
     while True:
         seconds, then = advance(model, copied(prefilled) if restart else prefilled, tokens)

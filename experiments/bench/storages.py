@@ -31,7 +31,7 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
 
     def held(spec: CacheSpec) -> int:
         lengths = np.full((batch,), context, np.int32)
-        limits = Limits(context, tokens)
+        limits = Limits(context, tokens, shortest=context)
         sizes = sizes_for(lengths, tokens - 1, width=context, block=None, limits=limits, last_fed=False)
         return lower(spec, config, sizes, lengths, dtype=dtype_of(model)).layout.bytes(batch)
 

@@ -29,13 +29,17 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     settings = DataConfig(text=values.text, num_sequences=1, prompt_length=values.slots, new_tokens=10 * tenth)
     tokens, prompt_length, _ = data.load(settings, model, 0)
     scored = kvjax.log_likelihood(
-        model, tokens, policy, prompt_length=prompt_length, limits=Limits(prompt_length, 10 * tenth)
+        model,
+        tokens,
+        policy,
+        prompt_length=prompt_length,
+        limits=Limits(prompt_length, 10 * tenth, shortest=prompt_length),
     )
     nats = -np.asarray(scored.logprobs)[0, prompt_length - 1 :].reshape(10, tenth)
     slots = max(int(cache.live_slots(group).max()) for _, group in cache.layers_of(scored.state))
     held = cache.nbytes(scored.state)
 
-    limits = Limits(prompt_length, tenth + 1)
+    limits = Limits(prompt_length, tenth + 1, shortest=prompt_length)
     beginning = prefill(model, tokens[:, :prompt_length], policy, max_new_tokens=tenth + 1, limits=limits)
     short = max(min(SHORT, tenth), 1)
     advance(model, copied(beginning), short + 1)  # compiles

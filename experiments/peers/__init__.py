@@ -66,7 +66,7 @@ PEERS: dict[str, Peer] = {
 
 
 def versions() -> dict[str, str | None]:
-    """Of what peers are made of; None = not installed."""
+    """The versions of the packages that the peers need; None = not installed."""
 
     def version(package: str) -> str | None:
         try:

@@ -82,6 +82,7 @@ def exact_matches(
     limits = Limits(
         prompt=max(prompt.tokens.size for prompt in every),
         new_tokens=max(prompt.answer.size for prompt in every) + SPARE_TOKENS,
+        shortest=min(prompt.tokens.size for prompt in every),
     )
     found = {}
     for task, made in asked.items():

@@ -19,7 +19,7 @@ ROWS = 8  # of one forward pass
 
 @functools.partial(jax.jit, static_argnames="config")
 def _score(params: Any, tokens: Array, config: DecoderConfig) -> tuple[Array, Array]:
-    """Of tokens [B, T + 1] but the first: log-probability and whether it is the likeliest, [B, T] each."""
+    """Scores all but the first of tokens [B, T + 1]: log-probability and whether it is the likeliest, [B, T] each."""
     logits, _ = Decoder(config).apply({"params": params}, tokens[:, :-1])
     target = tokens[:, 1:]
     chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
@@ -27,7 +27,7 @@ def _score(params: Any, tokens: Array, config: DecoderConfig) -> tuple[Array, Ar
 
 
 def log_probabilities(params: Any, rows: np.ndarray, config: DecoderConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Of rows [N, T + 1] but their first tokens: log-probability, and whether it is the likeliest; [N, T] each."""
+    """Scores all but the first token of rows [N, T + 1]: log-probability, whether it is the likeliest; [N, T] each."""
     parts = [_score(params, rows[start : start + ROWS], config) for start in range(0, len(rows), ROWS)]
     return np.concatenate([logprob for logprob, _ in parts]), np.concatenate([best for _, best in parts])
 

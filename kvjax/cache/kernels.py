@@ -17,6 +17,9 @@ from kvjax.kernels import registry
 from kvjax.kernels.registry import Choice, Op, Request
 from kvjax.models.config import DecoderConfig
 
+#: Why ``auto`` on a GPU, which means XLA, does not try the Pallas kernels for it.
+ONLY_BY_NAME = "pallas_gpu: its kernels run only if they are asked for by name, implementation='pallas_gpu'"
+
 
 class Chooser:
     """Chooses kernels for the groups of one layout, on the mesh in force.
@@ -27,11 +30,13 @@ class Chooser:
       asked: the implementation as the caller wrote it.
       implementation: what that means on this platform.
       dtype: of keys and values.
+      untried: for `CacheLayout.explain`, why kernels of this platform are not considered.
     """
 
     def __init__(self, config: DecoderConfig, sizes: Sizes, asked: Implementation, platform: str, dtype: DTypeLike):
         self.config, self.sizes, self.asked, self.dtype = config, sizes, asked, jnp.dtype(dtype)
         self.implementation = attention.resolve(asked, platform)
+        self.untried = (ONLY_BY_NAME,) if asked == "auto" and platform == "gpu" else ()
         if reason := pallas_platform.refuses(self.implementation, platform):
             raise ConfigError(f"implementation={asked!r} cannot run this: {reason}. Use 'auto' or 'xla'.")
 
@@ -62,19 +67,19 @@ class Chooser:
 
     def _request(self, group: Group, kv_heads: int, *, tokens: int, slots: int, parts: int) -> Request:
         divided = sharding.divided("kv_heads", kv_heads)
-        plain = []
+        extras = []
         if group.policy.page > 1:
-            plain.append("eviction of whole pages")
+            extras.append("eviction of whole pages")
         if group.policy.merge is not None:
-            plain.append("a merge")
+            extras.append("a merge")
         if not group.storage.exact:
-            plain.append(f"storage {group.storage.name}")
+            extras.append(f"storage {group.storage.name}")
         if not group.selection.reads_all:
-            plain.append(f"selection {group.selection.name}")
+            extras.append(f"selection {group.selection.name}")
         if any(statistic.of_selection for statistic in group.needs):
-            plain.append("statistics of what a selection chose")
+            extras.append("statistics of what a selection chose")
         if group.policy.positions != "original":
-            plain.append(f"positions={group.policy.positions!r}")
+            extras.append(f"positions={group.policy.positions!r}")
         return Request(
             batch=self.sizes.rows // sharding.divided("batch", self.sizes.rows),
             kv_heads=kv_heads // divided,
@@ -87,7 +92,7 @@ class Chooser:
             statistics=tuple(sorted(group.reports, key=lambda s: s.name)),
             parts=parts,
             band=group.selection.whole_text,
-            plain=tuple(plain),
+            extras=tuple(extras),
         )
 
     def _choose(self, op: Op, request: Request, group: Group) -> Choice:
@@ -97,7 +102,7 @@ class Chooser:
             raise ConfigError(
                 f"implementation={self.asked!r} cannot run this: {'; '.join(choice.reasons)}. Use 'auto' or 'xla'."
             )
-        return choice
+        return dataclasses.replace(choice, reasons=(*self.untried, *choice.reasons))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -114,7 +114,7 @@ class CacheLayout:
       prompt: the groups of each layer while the prompt goes in.
       decode: the groups of each layer while decoding.
       block: tokens of a block of the prompt; None = in one shot.
-      name: the policy's name, for reports.
+      name: of the spec, for reports: policy, storage and selection; see `CacheSpec.name`.
       kv_heads: KV heads of the model.
       head_dim: features of a head.
       dtype: of the model's keys and values.

@@ -4,6 +4,9 @@ Lengths are rounded up to a small set of sizes, so that a new length does not co
 to a power of two or to the middle between two, so that at most a third of what is computed is padding. The number of
 slots of a cache depends on the next power of two only, which halves the number of decoding programs. A caller that
 knows the sizes passes `Limits` and gets arrays of exactly these sizes.
+
+A batch may have prompts of any lengths up to its size, and some budgets are larger for short prompts (`Pyramid`). The
+number of slots is therefore the largest for any prompt length that the size allows, not for those of one batch.
 """
 
 import dataclasses
@@ -26,17 +29,24 @@ class Limits:
     Attributes:
       prompt: tokens of the longest prompt.
       new_tokens: tokens that follow a prompt.
+      shortest: tokens of the shortest prompt. Arrays hold the budget of every prompt length from here to `prompt`, so
+        that a caller whose prompts all have one length gives it here too, and gets arrays of exactly their budget.
 
     Raises:
-      InputError: a number below 1.
+      InputError: a number below 1, or `shortest` above `prompt`.
     """
 
     prompt: int
     new_tokens: int
+    shortest: int = 1
 
     def __post_init__(self) -> None:
-        check_count("limits.prompt", self.prompt)
-        check_count("limits.new_tokens", self.new_tokens)
+        for field in ("prompt", "new_tokens", "shortest"):
+            check_count(f"limits.{field}", getattr(self, field))
+        if self.shortest > self.prompt:
+            raise InputError(
+                f"limits.shortest must be at most limits.prompt, which is {self.prompt}; got {self.shortest}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +56,8 @@ class Sizes:
     Attributes:
       rows: of a batch.
       prompt: width of the prompts' arrays.
-      budget_prompt: prompt length that budgets are computed for.
+      budget_prompt: the longest prompt whose budgets must fit.
+      shortest: the shortest one.
       following: tokens that are fed after the prompt.
       block: tokens of a block of the prompt; None = in one shot.
       rounded: whether the number of slots goes up to an eighth of a power of two.
@@ -55,6 +66,7 @@ class Sizes:
     rows: int
     prompt: int
     budget_prompt: int
+    shortest: int
     following: int
     block: int | None
     rounded: bool
@@ -64,17 +76,10 @@ class Sizes:
         """The most tokens that a row can hold."""
         return self.budget_prompt + self.following
 
-    def sized_for(self, lengths: np.ndarray) -> tuple[range, ...]:
-        """Returns the prompt lengths whose budgets must fit, so that all of them share one program.
-
-        Args:
-          lengths: [B] tokens of each row's prompt.
-        """
-        own = range(self.budget_prompt, self.budget_prompt + 1)
-        if not self.rounded:
-            return (own,)
-        tops = sorted({power_of_two(int(n), SMALLEST_CONTEXT) for n in lengths})
-        return (*(range(1 if top == SMALLEST_CONTEXT else top // 2 + 1, top + 1) for top in tops), own)
+    @property
+    def prompts(self) -> range:
+        """The prompt lengths whose budgets must fit, so that all of them share one program."""
+        return range(self.shortest, self.budget_prompt + 1)
 
     @property
     def blocks(self) -> int:
@@ -91,14 +96,15 @@ def sizes_for(
       lengths: [B] tokens of each row's prompt.
       following: the most tokens that are fed after a prompt.
       width: of the caller's array of prompts; where it is longer than every prompt, its padding is kept.
-      block: see `Sizes`; one that holds the longest prompt is one shot.
+      block: see `Sizes`; one that is as wide as the prompts' arrays is one shot.
       limits: what the caller allows for; None = buckets.
       last_fed: whether the last of the new tokens is fed, as in scoring, or not, as in generation.
 
     Raises:
       InputError: `limits` of another type, or a batch beyond them.
     """
-    longest, rows = int(lengths.max()), len(lengths)
+    longest, shortest, rows = int(lengths.max()), 1, len(lengths)
+    padded = width > longest
     if limits is not None and not isinstance(limits, Limits):
         raise InputError(f"limits={limits!r} is not valid; give kvjax.Limits(prompt=512, new_tokens=128), or None.")
     if limits is not None:
@@ -108,17 +114,23 @@ def sizes_for(
                 f"the longest prompt has {longest} tokens and {following + (0 if last_fed else 1)} follow, more than "
                 f"{limits}; raise the limits, or leave them out."
             )
+        if lengths.min() < limits.shortest:
+            raise InputError(
+                f"the shortest prompt has {int(lengths.min())} tokens, fewer than {limits}; lower limits.shortest, or "
+                "leave it out."
+            )
         prompt = budget_prompt = limits.prompt
-    elif width > longest:
+        shortest = limits.shortest
+    elif padded:
         prompt, budget_prompt, room = width, max(width, power_of_two(longest, SMALLEST_CONTEXT)), _room(following)
     else:
         prompt, budget_prompt, room = prompt_bucket(longest), power_of_two(longest, SMALLEST_CONTEXT), _room(following)
-    if block is not None:
-        block = None if block >= longest else block
-    if block is not None and limits is None:
+    if block is not None and limits is None and not padded:
         # The number of blocks is what a program depends on.
-        prompt = half_steps(-(-longest // block), 1) * block
-    return Sizes(rows, prompt, budget_prompt, room, block, rounded=limits is None)
+        prompt = min(prompt, block) if longest <= block else half_steps(-(-longest // block), 1) * block
+    if block is not None and block >= prompt:
+        block = None
+    return Sizes(rows, prompt, budget_prompt, shortest, room, block, rounded=limits is None)
 
 
 def prompt_bucket(length: int) -> int:

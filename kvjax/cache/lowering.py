@@ -137,7 +137,7 @@ def lower(
     decode_budgets: list[tuple[np.ndarray | None, ...]] = []
     totals = lengths + sizes.following if totals is None else totals
     resolved = [_budgets(branch, lengths, totals, config.num_layers) for branch in branches]
-    sized = [_largest(branch, lengths, config.num_layers, sizes) for branch in branches]
+    sized = [_largest(branch, config.num_layers, sizes) for branch in branches]
     kernels = Chooser(config, sizes, implementation, platform, dtype)
     for layer in range(config.num_layers):
         before: list[Group] = []
@@ -246,9 +246,7 @@ def _budgets(
     return first, first if branch.decode is branch.prompt else slots(branch.decode)
 
 
-def _largest(
-    branch: Branch, lengths: np.ndarray, layers: int, sizes: Sizes
-) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+def _largest(branch: Branch, layers: int, sizes: Sizes) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Returns the slots of each layer that arrays are sized for, of the prompt and of decoding."""
 
     def slots(policy: Evict) -> tuple[int, ...] | None:
@@ -256,9 +254,7 @@ def _largest(
             return None
         if policy.budget.of_text:
             return policy.budget.slots(sizes.total, layers)
-        own = [policy.budget.slots(int(n), layers) for n in sorted(set(lengths.tolist()))]
-        alike = [policy.budget.largest(each, layers) for each in sizes.sized_for(lengths)]
-        return tuple(max(each) for each in zip(*own, *alike, strict=True))
+        return policy.budget.largest(sizes.prompts, layers)
 
     return slots(branch.prompt), slots(branch.decode)
 

@@ -15,6 +15,7 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState, LayerKV, Store, layers_of
 from kvjax.cache.step import step
 from kvjax.errors import InputError, StorageError
+from kvjax.inputs import check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.window import full
@@ -63,10 +64,12 @@ def replay(
     lengths = np.asarray(lengths)
     config = _config(prompt, decode, lengths, rope)
     width, steps = prompt[0].shape[2], decode[0].shape[2]
-    sizes = sizes_for(
-        lengths, steps, width=width, block=prefill_block, limits=Limits(width, max(steps, 1)), last_fed=True
-    )
-    spec = CacheSpec(policy or full(), storage, selection or everything())
+    if prefill_block is not None:
+        check_count("prefill_block", prefill_block)
+    limits = Limits(width, max(steps, 1), shortest=int(lengths.min()))
+    sizes = sizes_for(lengths, steps, width=width, block=prefill_block, limits=limits, last_fed=True)
+    policy = full() if policy is None else policy
+    spec = CacheSpec(policy, storage, everything() if selection is None else selection)
     lowered = lower(spec, config, sizes, lengths, implementation="xla", dtype=prompt[2].dtype)
     if len(lowered.layout.decode[0]) > 1:
         raise InputError(f"policy {spec.policy.name}: its heads are in several groups; replay takes one group.")

@@ -27,7 +27,7 @@ class CacheSpec:
     Raises:
       PolicyError: a policy of another type, or positions that are not valid.
       StorageError: a storage of another type.
-      SelectionError: a selection of another type, or one beside a policy that has its own.
+      SelectionError: a selection of another type, or one in addition to the policy's own.
     """
 
     policy: Policy
@@ -35,6 +35,8 @@ class CacheSpec:
     selection: Selection = dataclasses.field(default_factory=everything)
     # The policy has them; two specs that say the same in two ways are equal.
     positions: str | None = dataclasses.field(default=None, compare=False)
+    # The policy's own selection. `dataclasses.replace` passes it on, so that a spec of another policy does not have it.
+    _own: Selection | None = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for field, kind, error, example in (
@@ -46,6 +48,9 @@ class CacheSpec:
                 raise error(f"{field}={given!r} is not a {kind.__name__}; give one such as {example}.")
         if self.positions not in (None, *POSITIONS):
             raise PolicyError(f"positions={self.positions!r} is not valid; use 'original', 'cache' or None.")
+        if self._own is not None and self.selection == self._own:
+            object.__setattr__(self, "selection", everything())
+        object.__setattr__(self, "_own", None)
         if isinstance(self.policy, WithSelection):
             if not self.selection.reads_all and self.selection != self.policy.selection:
                 raise SelectionError(
@@ -53,6 +58,7 @@ class CacheSpec:
                     "added."
                 )
             object.__setattr__(self, "selection", self.policy.selection)
+            object.__setattr__(self, "_own", self.policy.selection)
         if self.positions is not None and self.positions != self.policy.positions:
             object.__setattr__(self, "policy", with_positions(self.policy, self.positions))
 
@@ -84,11 +90,13 @@ def as_spec(policy: Any, storage: Storage | None = None, selection: Selection | 
             if given is not None and given != own and own != default:
                 raise PolicyError(f"{field} is given twice: {own!r} in the CacheSpec, and {given!r}; leave one out.")
         return dataclasses.replace(
-            policy, storage=storage or policy.storage, selection=selection or policy.selection
-        )  # fmt: skip
+            policy,
+            storage=policy.storage if storage is None else storage,
+            selection=policy.selection if selection is None else selection,
+        )
     if not isinstance(policy, Policy):
         raise PolicyError(f"{policy!r} is not a policy; make one with kvjax.policies, such as h2o(budget=256).")
-    return CacheSpec(policy, storage or dense(), selection or everything())
+    return CacheSpec(policy, dense() if storage is None else storage, everything() if selection is None else selection)
 
 
 def with_positions(policy: Policy, positions: str) -> Policy:

@@ -33,7 +33,7 @@ class Request:
       statistics: all statistics that the policy needs, including counts.
       parts: the number of problems whose attention is combined.
       band: whether each row has its own window (`Problem.band`).
-      plain: what the step does besides append, attend, observe and evict, one entry each, such as ``merge``.
+      extras: what the step does besides append, attend, observe and evict, one entry each, such as ``a merge``.
       trace: the function after attention, (stats, position, columns, newest, budget) -> (stats, position), on [1, K, S]
         arrays of one row, which the kernel of a step traces. None = unknown.
     """
@@ -49,7 +49,7 @@ class Request:
     statistics: tuple[Statistic, ...] = ()
     parts: int = 1
     band: bool = False
-    plain: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
     trace: Callable[..., Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fractions
+import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -61,7 +62,10 @@ class Budget:
         raise NotImplementedError
 
     def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
-        """Returns the most slots of each layer for any prompt of these lengths; most budgets grow with the length."""
+        """Returns the most slots of each layer for any prompt of these lengths, for which arrays are allocated.
+
+        Most budgets grow with the length; one that does not must override this.
+        """
         return self.slots(prompt_lengths[-1], num_layers)
 
     def limit(self, policy: Evict, stats: Stats, view: View) -> Array:
@@ -293,11 +297,7 @@ class Pyramid(Budget):
 
     def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
         # The last layers of a prompt that is hardly longer than its budget get more than those of a long one.
-        n = np.arange(prompt_lengths.start, prompt_lengths.stop)
-        b = np.array([self.average.slots(int(each), 1)[0] for each in n])
-        valid = b > self.window
-        rows = self._slots(n[valid], b[valid], num_layers)
-        return tuple(np.max(rows, axis=0, initial=1).tolist())
+        return _largest_pyramid(self, prompt_lengths, num_layers)
 
     def _slots(self, n: np.ndarray, b: np.ndarray, num_layers: int) -> np.ndarray:
         """Returns the slots of each layer, [N, L], for prompts of `n` tokens [N] and average budgets `b` [N]."""
@@ -314,6 +314,16 @@ class Pyramid(Budget):
     @property
     def value(self) -> int | float:
         return self.average.value
+
+
+@functools.lru_cache(maxsize=64)  # a range may be a million lengths, and the answer is the same for every batch
+def _largest_pyramid(budget: Pyramid, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
+    """See `Pyramid.largest`; lengths whose average budget is within the window are refused elsewhere."""
+    n = np.arange(prompt_lengths.start, prompt_lengths.stop)
+    b = np.array([budget.average.slots(int(each), 1)[0] for each in n])
+    valid = b > budget.window
+    rows = budget._slots(n[valid], b[valid], num_layers)
+    return tuple(np.max(rows, axis=0, initial=1).tolist())
 
 
 @dataclasses.dataclass(frozen=True)

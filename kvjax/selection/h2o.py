@@ -18,9 +18,9 @@ from kvjax.arguments import count_argument
 from kvjax.errors import SelectionError
 from kvjax.policies.base import Policy, fixed_slots
 from kvjax.policies.budget import Budget, as_budget
-from kvjax.policies.heads import Split
+from kvjax.policies.traits import evicting, splits_heads
 from kvjax.selection.base import Columns, Index, Selection, SelectView
-from kvjax.selection.checks import named, phases
+from kvjax.selection.checks import named
 from kvjax.selection.choose import best, softmax
 from kvjax.statistics import MASS
 
@@ -66,10 +66,10 @@ class Variant(Selection):
             )
 
     def refuses(self, policy: Policy, storage: Storage | None = None, *, positions: str = "original") -> str | None:
-        if isinstance(policy, Split):
+        if splits_heads(policy):
             return f"it keeps every token of every head, and the policy {policy.name} splits the heads; use full()."
         # Nothing is evicted, so that ranks are positions, and positions="cache" is the same as "original".
-        name = next((each.name for each in phases(policy) if each.budget is not None), None)
+        name = evicting(policy)
         return name and f"it keeps every token, and the policy {name} evicts; use full()."
 
     def shares(self, budget: Array) -> tuple[Array, Array]:

@@ -17,8 +17,9 @@ from jax.typing import DTypeLike
 from kvjax.arguments import count_argument
 from kvjax.errors import SelectionError
 from kvjax.policies.base import Policy
+from kvjax.policies.traits import evicting_while_decoding
 from kvjax.selection.base import Held, Index, Selection, SelectView
-from kvjax.selection.checks import factory, merges, named, phases, rotated_once
+from kvjax.selection.checks import factory, merges, named, rotated_once
 from kvjax.selection.choose import best, grouped_logits, rank
 
 if TYPE_CHECKING:
@@ -93,12 +94,10 @@ class Pages(Selection):
         return slots if slots < capacity else None
 
     def refuses(self, policy: Policy, storage: Storage | None = None, *, positions: str = "original") -> str | None:
-        decode = phases(policy)[-1]
-        if decode.budget is not None and decode.when == "step" and decode.page != self.page:
+        if name := evicting_while_decoding(policy, page=self.page):
             return (
-                f"a page is {self.page} consecutive tokens, and the policy {decode.name} evicts "
-                f"{'single ones' if decode.page == 1 else f'pages of {decode.page}'} while decoding; use full(), a "
-                f"prompt compressor such as snapkv, or by_page(policy, page={self.page})."
+                f"a page is {self.page} consecutive tokens, and the policy {name} evicts single ones, or other pages, "
+                f"while decoding; use full(), a prompt compressor such as snapkv, or by_page(policy, page={self.page})."
             )
         if reason := rotated_once(positions):
             return reason

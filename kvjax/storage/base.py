@@ -106,7 +106,7 @@ class Storage:
     residual: int = 0
     frame: str = "any"
     memory: str = "device"
-    name: str = dataclasses.field(default="storage", compare=False)
+    name: str = dataclasses.field(default="custom", compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, Codec) or not isinstance(self.value, Codec):
@@ -116,7 +116,9 @@ class Storage:
             )
         for field, valid in (("layout", LAYOUTS), ("frame", FRAMES), ("memory", MEMORIES)):
             choice_argument(f"storage {self.name}: {field}", getattr(self, field), valid, error=StorageError)
-        object.__setattr__(self, "residual", count_argument("residual", self.residual, error=StorageError))
+        object.__setattr__(
+            self, "residual", count_argument(f"storage {self.name}: residual", self.residual, error=StorageError)
+        )
 
     @property
     def exact(self) -> bool:

@@ -33,7 +33,7 @@ class Fp8(Codec):
     def __post_init__(self) -> None:
         if self.scale is not None:
             least, most = float(FLOAT32.smallest_normal), float(FLOAT32.max) / LARGEST
-            scale = number_argument("scale", self.scale, minimum=least, maximum=most, error=StorageError)
+            scale = number_argument("storage fp8: scale", self.scale, minimum=least, maximum=most, error=StorageError)
             object.__setattr__(self, "scale", scale)
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:

@@ -41,9 +41,10 @@ class Integer(Codec):
     group: int = GROUP
 
     def __post_init__(self) -> None:
-        bits = count_argument("bits", self.bits, minimum=1, maximum=MOST_BITS, error=StorageError)
-        object.__setattr__(self, "bits", bits)
-        object.__setattr__(self, "group", count_argument("group", self.group, minimum=1, error=StorageError))
+        for field, most in (("bits", MOST_BITS), ("group", None)):
+            name, given = f"storage integer: {field}", getattr(self, field)
+            value = count_argument(name, given, minimum=1, maximum=most, error=StorageError)
+            object.__setattr__(self, field, value)
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         groups = dim // group_size(dim, self.group)

@@ -224,7 +224,9 @@ def test_memory_is_linear():
     config = tiny().model.config
 
     def temporary(width):
-        sizes = Sizes(rows=1, prompt=128, budget_prompt=128, following=width - 128, block=None, rounded=False)
+        sizes = Sizes(
+            rows=1, prompt=128, budget_prompt=128, shortest=128, following=width - 128, block=None, rounded=False
+        )
         layouts = [
             lower(as_spec(policy), config, sizes, np.array([128]), implementation="xla").layout
             for policy in (compare.COUNTING, policies.h2o(budget=256))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from kvjax import policies, selection, storage
+from kvjax.attention import Implementation
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
@@ -47,12 +48,19 @@ def specs() -> dict[str, CacheSpec | Policy]:
     }
 
 
-def explained(spec: CacheSpec | Policy, platform: str, dtype: str, block: int | None = None) -> str:
+def explained(
+    spec: CacheSpec | Policy,
+    platform: str,
+    dtype: str,
+    block: int | None = None,
+    implementation: Implementation = "auto",
+) -> str:
     lengths = np.array([1000, 700])
-    sizes = sizes_for(lengths, 63, width=1000, block=block, limits=Limits(1000, 64), last_fed=False)
+    sizes = sizes_for(lengths, 63, width=1000, block=block, limits=Limits(1000, 64, shortest=700), last_fed=False)
     spec = spec if isinstance(spec, CacheSpec) else CacheSpec(spec)
     try:
-        return lower(spec, OPT, sizes, lengths, platform=platform, dtype=dtype).layout.explain()
+        lowered = lower(spec, OPT, sizes, lengths, implementation=implementation, platform=platform, dtype=dtype)
+        return lowered.layout.explain()
     except KvjaxError as error:
         return f"refused: {error}"
 
@@ -61,6 +69,11 @@ def golden() -> str:
     parts = [f"# {name}\n{explained(spec, 'cpu', 'float32')}" for name, spec in specs().items()]
     tpu = {name: explained(spec, "tpu", "bfloat16") for name, spec in specs().items()}
     parts += [f"# {name}, on a TPU\n{text}" for name, text in tpu.items()]
+    for name in ("h2o", "snapkv", "full, int4 with the newest 64 exact"):
+        parts.append(f"# {name}, on a GPU\n{explained(specs()[name], 'gpu', 'bfloat16')}")
+    for name in ("h2o", "tova", "h2o, int8"):
+        text = explained(specs()[name], "gpu", "bfloat16", implementation="pallas_gpu")
+        parts.append(f"# {name}, on a GPU, implementation='pallas_gpu'\n{text}")
     parts.append(f"# h2o, in blocks of 256\n{explained(policies.h2o(0.2), 'cpu', 'float32', 256)}")
     return "\n\n".join(parts) + "\n"
 

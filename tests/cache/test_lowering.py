@@ -1,5 +1,6 @@
 """Lowering: how many slots rows keep and layers allocate, what is refused, and what is told of it."""
 
+import dataclasses
 import pickle
 
 import numpy as np
@@ -7,9 +8,10 @@ import pytest
 
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
-from kvjax.cache.limits import half_steps, prompt_bucket, sizes_for, slots_bucket
+from kvjax.cache.limits import half_steps, power_of_two, prompt_bucket, sizes_for, slots_bucket
 from kvjax.cache.lowering import lower
-from kvjax.errors import ConfigError, InputError, PolicyError
+from kvjax.cache.spec import as_spec
+from kvjax.errors import ConfigError, InputError, PolicyError, SelectionError, StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.budget import Pyramid, Slots
 from kvjax.rope import Rope
@@ -124,32 +126,67 @@ def test_buckets_of_prompts():
 PYRAMIDS = {f"pyramidkv of {budget}": policies.pyramidkv(budget) for budget in (0.2, 0.9, 64, 200, 1024)}
 
 
+def ragged_batches(rows: int, count: int) -> list[np.ndarray]:
+    """Batches of random lengths up to 2,048; half of them uniform, half of them mostly short."""
+    rng = np.random.default_rng(rows)
+    uniform = rng.integers(1, 2049, (count // 2, rows))
+    return [*uniform, *np.exp2(rng.uniform(0, 11, (count - count // 2, rows))).astype(int)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
 @pytest.mark.parametrize(
     "name", [name for name in all_policies() if name not in ("h2o[local]", "h2o[global]")] + list(PYRAMIDS)
 )
-def test_programs_of_all_prompts_up_to_2048(name):
+def test_programs_of_all_prompts_up_to_2048(name, rows):
     """A policy has at most 12 programs for prompts and 4 for decoding, one for each layout."""
-    policy, prompts, decoding = (all_policies() | PYRAMIDS)[name], set(), set()
+    policy, prompts, decoding, lowered = (all_policies() | PYRAMIDS)[name], set(), set(), 0
     pyramid = name in PYRAMIDS
-    for n in range(1 if pyramid else 16, 2049, 7 if pyramid else 41):
-        lengths = np.array([n, n // 2 + 1])
-        sizes = sizes_for(lengths, 63, width=n, block=None, limits=None, last_fed=False)
+    for lengths in ragged_batches(rows, 80 if pyramid else 40):
+        sizes = sizes_for(lengths, 63, width=lengths.max(), block=None, limits=None, last_fed=False)
         try:
             layout = lower(CacheSpec(policy), config(layers=6 if pyramid else 2), sizes, lengths).layout
         except PolicyError:  # a fraction of so short a prompt is less than what is protected
-            assert n < 512
+            assert lengths.min() < 256
             continue
         prompts.add((layout, sizes.prompt))
         decoding.add(layout.decode)
-    assert len(prompts) <= 12 and len(decoding) <= 4
+        lowered += 1
+    assert lowered >= 5 and len(prompts) <= 12 and len(decoding) <= 4
+
+
+def test_limits_have_one_layout():
+    """Whatever prompts a batch has: rows are replaced in arrays that are allocated once."""
+    rng, limits = np.random.default_rng(3), Limits(prompt=40, new_tokens=8)
+    for policy in (policies.pyramidkv(8, window=2), policies.pyramidkv(0.9, window=1), policies.h2o(0.5)):
+        layouts = set()
+        for rows in (1, 2, 8):
+            for _ in range(20):
+                lengths = rng.integers(3, 41, rows)
+                sizes = sizes_for(lengths, 7, width=lengths.max(), block=None, limits=limits, last_fed=False)
+                layouts.add(lower(CacheSpec(policy), config(layers=4), sizes, lengths).layout)
+        assert len(layouts) == 1
+
+
+def test_limits_of_one_length_have_the_slots_of_its_budget():
+    def layers(policy, n, **limits):
+        sizes = sizes_for(
+            np.array([n]), 7, width=n, block=None, limits=Limits(40, new_tokens=8, **limits), last_fed=False
+        )
+        return capacities(lower(CacheSpec(policy), config(layers=4), sizes, np.array([n])).layout.decode)
+
+    pyramid = policies.pyramidkv(8, window=2)
+    exact = tuple(slots + 7 for slots in Pyramid(Slots(8), window=2, beta=20).slots(40, 4))
+    assert layers(pyramid, 40, shortest=40) == exact == (21, 17, 13, 9)
+    # A prompt of 9 tokens keeps 9 in each of the last layers.
+    assert layers(pyramid, 40) == layers(pyramid, 9) == (21, 17, 16, 16)
+    assert layers(policies.h2o(0.5), 40) == layers(policies.h2o(0.5), 40, shortest=40)
 
 
 def test_a_pyramids_arrays_hold_the_budgets_of_every_length():
     budget = Pyramid(Slots(200), window=8, beta=20)
-    for n in range(1, 1025):
-        top = max(256, 1 << (n - 1).bit_length())
-        alike = range(1 if top == 256 else top // 2 + 1, top + 1)
-        assert all(a <= b for a, b in zip(budget.slots(n, 12), budget.largest(alike, 12), strict=True))
+    for n in range(9, 1025):
+        largest = budget.largest(range(1, power_of_two(n, 256) + 1), 12)
+        assert all(a <= b for a, b in zip(budget.slots(n, 12), largest, strict=True))
     assert budget.largest(range(500, 501), 12) == budget.slots(500, 12)
 
 
@@ -175,8 +212,12 @@ def test_a_callers_padding_is_kept():
 def test_limits_are_kept_to():
     with pytest.raises(InputError, match="the longest prompt has 9 tokens and 4 follow, more than Limits"):
         sizes_for(np.array([9]), 3, width=9, block=None, limits=Limits(9, 3), last_fed=False)
+    with pytest.raises(InputError, match="the shortest prompt has 5 tokens, fewer than Limits"):
+        sizes_for(np.array([9, 5]), 3, width=9, block=None, limits=Limits(9, 4, shortest=6), last_fed=False)
     with pytest.raises(InputError, match=r"limits\.prompt"):
         Limits(0, 4)
+    with pytest.raises(InputError, match=r"limits\.shortest must be at most limits\.prompt, which is 9; got 10"):
+        Limits(9, 4, shortest=10)
 
 
 def test_blocks_are_bucketed_too():
@@ -184,6 +225,24 @@ def test_blocks_are_bucketed_too():
         sizes_for(np.array([n]), 3, width=n, block=32, limits=None, last_fed=False).blocks for n in range(33, 2049)
     }
     assert len(counts) <= 12
+
+
+def test_a_block_bounds_what_is_computed_at_once():
+    """Not what the batch has: the arrays of prompts may be wider."""
+
+    def widest(lengths, width, block, limits=None):
+        sizes = sizes_for(np.array(lengths), 3, width=width, block=block, limits=limits, last_fed=False)
+        assert sizes.blocks * (sizes.block or sizes.prompt) >= max(lengths)
+        return sizes.block or sizes.prompt
+
+    assert widest([20], 20, 64, Limits(1000, 8)) == 64
+    assert widest([20], 1000, 64) == 64
+    assert widest([100, 70], 100, 110) == 110 and widest([100], 100, 300) == 128
+    assert widest([20], 20, 2000, Limits(1000, 8)) == 1000
+    # A caller's padding and limits say how many blocks there are.
+    for n in (20, 500, 999):
+        assert sizes_for(np.array([n]), 3, width=1000, block=64, limits=None, last_fed=False).blocks == 16
+        assert sizes_for(np.array([n]), 3, width=n, block=64, limits=Limits(1000, 8), last_fed=False).blocks == 16
 
 
 # --- what is said ---
@@ -235,3 +294,21 @@ def test_a_spec_is_a_value(spec):
     names = {**vars(policies), **vars(storage), **vars(selection), "CacheSpec": CacheSpec}
     assert eval(repr(spec), names) == spec and pickle.loads(pickle.dumps(spec)) == spec
     assert hash(spec) == hash(pickle.loads(pickle.dumps(spec)))
+
+
+def test_another_policy_leaves_the_selection_of_the_first():
+    masked = CacheSpec(policies.h2o(0.3, variant="masked"), storage.int8())
+    assert dataclasses.replace(masked, policy=policies.full()) == CacheSpec(policies.full(), storage.int8())
+    other = policies.h2o(0.5, variant="masked")
+    assert dataclasses.replace(masked, policy=other) == CacheSpec(other, storage.int8())
+    assert dataclasses.replace(masked, storage=storage.dense()).selection == masked.policy.selection
+    given = CacheSpec(policies.snapkv(40), selection=selection.optimal(4))
+    assert dataclasses.replace(given, policy=policies.full()).selection == selection.optimal(4)
+
+
+def test_a_storage_or_selection_of_another_type_is_refused():
+    for given in (policies.full(), CacheSpec(policies.full())):
+        with pytest.raises(StorageError, match="storage=0 is not a Storage"):
+            as_spec(given, storage=0)
+        with pytest.raises(SelectionError, match="selection=0 is not a Selection"):
+            as_spec(given, selection=0)

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax import cache, policies
 from kvjax.cache import Group, LayerKV, evict, slots
-from kvjax.cache.convert import convert, empty
+from kvjax.cache.convert import Prompt, convert, empty
 from kvjax.cache.state import EMPTY, Layer, exact_store
 from kvjax.statistics import MASS
 
@@ -94,6 +94,44 @@ def test_victims(choose, position, priority, budget, victims):
     assert sorted(np.asarray(arrays[0])[np.asarray(got)].tolist()) == victims
 
 
+PAGES = [
+    # position, priority, budget in slots, victims; pages of two slots
+    ([4, 5, 0, 1, 2, 3], [1, 1, 5, 1, 2, 3], 4, [2, 3]),
+    ([4, -1, 0, 1, 2, 3], [0, 9, 5, 1, 2, 3], 4, [2, 3]),  # the newest stays, though it is worth least
+    ([4, -1, 0, 1, 2, 3], [0, 9, 3, 1, 2, 3], 4, [0, 1]),  # of equal pages the older
+    ([4, -1, 0, 1, 2, 3], [0, 9, INF, 1, 2, INF], 4, [0, 1]),  # all are protected: the oldest
+    ([4, -1, 0, 1, 2, 3], [0, 9, 1, INF, 2, 3], 4, [2, 3]),
+    ([4, -1, 0, 1, 2, 3], [0, 9, 5, 1, 2, 3], 5, [2, 3]),  # whole pages: five slots are four
+    ([4, -1, 0, 1, 2, 3], [0, 9, 5, 1, 2, 3], 6, []),
+    ([4, 5, 0, 1, 2, 3, 6], [1, 1, 5, 1, 2, 3, 0], 4, [2, 3, 4, 5]),
+    ([4, 5, 0, 1, -1, -1], [-INF, -INF, -INF, -INF, 0, 0], 2, [0, 1]),
+    ([-1] * 6, [0] * 6, 2, []),
+]
+
+
+@pytest.mark.parametrize(("position", "priority", "budget", "gone"), PAGES)
+def test_victims_by_pages(position, priority, budget, gone):
+    arrays = jnp.array([[position]], jnp.int32), jnp.array([[priority]], jnp.float32)
+    got = evict.page_victims(arrays[1], arrays[0], jnp.array([[[budget // 2]]], jnp.int32), 2)
+    assert sorted(np.asarray(arrays[0])[np.asarray(got)].tolist()) == gone
+
+
+def test_tokens_go_to_the_newest_page_and_then_to_a_free_one():
+    """Pages of three slots: the second is begun, the first was freed."""
+    position = jnp.array([[[-1, -1, -1, 7, -1, -1, 4, 5, 6]]], jnp.int32)
+    assert slots.free_slots(position, 1, 3).tolist() == [[[4]]]
+    assert slots.free_slots(position, 6, 3).tolist() == [[[4, 5, 0, 1, 2, 9]]]
+    full = jnp.array([[[-1, -1, -1, 7, 8, 9, 4, 5, 6]]], jnp.int32)
+    assert slots.free_slots(full, 1, 3).tolist() == [[[0]]]
+    assert slots.free_slots(jnp.maximum(full, 0), 1, 3).tolist() == [[[9]]]
+    before = layer([-1, -1, -1, 7, -1, -1, 4, 5, 6])
+    new = jnp.array([[8, 9, 10]], jnp.int32)
+    key = jnp.broadcast_to(new[:, None, :, None].astype(jnp.float32), (1, 1, 3, DIM))
+    check(slots.append(before, key, key + 100, new, 3), [10, -1, -1, 7, 8, 9, 4, 5, 6], zero=(8, 9, 10))
+    one = slots.append(before, key[:, :, :1], key[:, :, :1] + 100, new[:, :1], 3)
+    check(one, [-1, -1, -1, 7, 8, -1, 4, 5, 6], zero=(8,))
+
+
 def test_many_victims_with_a_budget_a_row():
     position = jnp.array([[[4, 2, 0, 3, 1, -1]], [[0, 1, 2, 3, -1, -1]], [[-1] * 6]], jnp.int32)
     priority = jnp.array([[[1, 1, 1, 9, INF, 8]], [[1, 2, 3, 4, 5, 6]], [[0] * 6]], jnp.float32)
@@ -125,7 +163,7 @@ def test_forgetting_clears_the_statistics_of_empty_slots():
 @pytest.mark.parametrize("capacity", [2, 3, 4, 7])
 def test_resizing_moves_the_live_slots_oldest_first(capacity):
     after = Group(slots=(capacity,), needs=frozenset({MASS}), decoding=True)
-    got = convert(layer([7, -1, 3, -1], [-1, 2, -1, 0]), Group(), after, jnp.array([7], jnp.int32))
+    got = convert(layer([7, -1, 3, -1], [-1, 2, -1, 0]), Group(), after, Prompt(jnp.array([8], jnp.int32)))
     pad = [EMPTY] * (capacity - 2)
     check(got, [3, 7, *pad], [0, 2, *pad])
 

@@ -64,8 +64,8 @@ def by_name(package: Any) -> dict[str, Any]:
             build(package, "keydiff"), then=package.by_name("scissorhands", budget=4, recent=1)
         ),
         "from_layer": package.COMBINATORS["from_layer"](build(package, "lru", recent=1), first=0),
-        "by_page": package.COMBINATORS["by_page"](build(package, "h2o"), page=2),
-        "by_page(counter)": package.COMBINATORS["by_page"](build(package, "counter", saturate=3), page=2),
+        "by_page": package.COMBINATORS["by_page"](build(package, "h2o", budget=5), page=2),
+        "by_page(counter)": package.COMBINATORS["by_page"](build(package, "counter", budget=6, saturate=3), page=2),
         "h2o[masked]": build(package, "h2o", variant="masked"),
     }
     return {name: build(package, name) for name in POLICIES if name != "random"} | made
@@ -171,6 +171,8 @@ class Case(NamedTuple):
         """Whether it is not another case too, or left to `test_merge`, which has merges of what is held exactly."""
         dense = self.codecs == ("dense", "dense")
         hardest = (self.residual, self.block, self.positions) == (3, BLOCK, "cache")
+        if self.look == "shadowkv" and self.residual:
+            return False  # see test_chunks_beside_a_store_of_newest_tokens
         return hardest and not dense if "+" in self.policy else not (dense and self.residual)
 
     @property
@@ -232,6 +234,15 @@ def describe(case: Case) -> str:
 def test_a_layer_is_the_reference(case):
     output, layer = case.run()
     assert_same(output, layer, case.expected(), case.spec.storage)
+
+
+@pytest.mark.xfail(strict=True, reason="kvjax/selection/lowrank.py takes slots for positions, also in two stores")
+def test_chunks_beside_a_store_of_newest_tokens():
+    """It is the reference, or it is refused as pages are."""
+    case = Case("full", ("int8", "fp8"), 3, "shadowkv", None, "original")
+    if lowers(case):
+        output, layer = case.run()
+        assert_same(output, layer, case.expected(), case.spec.storage)
 
 
 def test_the_registries_are_covered():

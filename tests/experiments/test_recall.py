@@ -155,7 +155,7 @@ def test_only_the_whole_answer_counts(monkeypatch):
     longest = max(made.answer.size for task in asked.values() for made in task)
 
     def generate(model, tokens, policy, *, max_new_tokens, limits):
-        assert limits == Limits(prompt=1200, new_tokens=longest + score.SPARE_TOKENS)
+        assert limits == Limits(1200, longest + score.SPARE_TOKENS, shortest=1200)
         answers = {made.tokens.tobytes(): made.answer for made in [*asked["passkey"], *asked["associative"]]}
         rows = np.full((len(tokens), max_new_tokens), 7, np.int32)
         assert len(tokens) <= score.ROWS

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import report
+from experiments import plots, report
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,22 @@ def test_a_budget_says_all_only_where_everything_is_kept(budget, least, most, ke
     ],
 )
 def test_labels_are_moved_apart_and_no_further(places, expected):
-    assert report.spread(places, 10) == pytest.approx(expected)
+    assert plots.spread(places, 10) == pytest.approx(expected)
 
 
 def test_a_table_says_so_when_there_is_nothing():
     assert report.table([]) == "(nothing)"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("h2o", "h2o"),
+        ("full + int8 + quest", "full\n+ int8\n+ quest"),
+        ("/home/me/policies/mine.py:loudest + int8", "mine.py:loudest\n+ int8"),
+        ("value_norm(../mine.py:loudest)", "value_norm(mine.py:loudest)"),
+        ("after_prefill(snapkv(window=16), then=roco)", "after_prefill(snapkv(window=16),\nthen=roco)"),
+    ],
+)
+def test_a_label_is_broken_into_lines_and_names_no_folder(name, shown):
+    assert plots.label_of(name) == shown

@@ -124,7 +124,7 @@ def test_an_interrupted_run_leaves_no_result(small, monkeypatch, error, moment):
     else:
         measured = measured_as("full", None)
         monkeypatch.setattr(session, "measure", lambda *args, **kwargs: measured)
-        monkeypatch.setattr(run.report, "run_plot", interrupted)
+        monkeypatch.setattr(run.plots, "run_plot", interrupted)
     with pytest.raises(error):
         run.run(small)
     assert list(Path(small.output).iterdir()) == []

@@ -29,6 +29,9 @@ from tests.tiny import random_tokens, tiny
         ("h2o(merge=d2o(0.5))", lambda: policies.h2o(budget=9, merge=policies.d2o(beta=0.5))),
         ("h2o(merge=anchors)", lambda: policies.h2o(budget=9, merge=policies.anchors())),
         ("tova(share_heads=false)", lambda: policies.tova(budget=9, share_heads=False)),
+        ("counter(saturate=None)", lambda: policies.counter(budget=9, saturate=None)),
+        ("from_layer(lru(recent=2), first=2)", lambda: policies.from_layer(policies.lru(9, recent=2), first=2)),
+        ("by_page(h2o, page=4)", lambda: policies.by_page(policies.h2o(budget=9), page=4)),
         ("value_norm(roco)", lambda: policies.value_norm(policies.roco(budget=9))),
         ("razor_attention(((1, 0),))", lambda: policies.razor_attention([[True, False]], budget=9)),
         (
@@ -65,6 +68,12 @@ def test_a_text_is_a_policy(text, same):
         ("selection", "everything", selection.everything()),
         ("selection", "quest(page=16, budget=512)", selection.quest(page=16, budget=512)),
         ("selection", "optimal(8)", selection.optimal(8)),
+        ("selection", "infinigen(5, ratio=0.5, cap=64)", selection.infinigen(5, ratio=0.5, cap=64)),
+        ("selection", "infinigen(columns=union)", selection.infinigen(columns="union")),
+        ("selection", "lserve(budget=512)", selection.lserve(budget=512)),
+        ("selection", "retrieval(8, 64, every=4)", selection.retrieval(8, 64, every=4)),
+        ("selection", "tokenselect(64, reuse=None)", selection.tokenselect(64, reuse=None)),
+        ("selection", "shadowkv(budget=64, local=1)", selection.shadowkv(budget=64, local=1)),
         ("merge", "d2o(beta=0.5)", policies.d2o(beta=0.5)),
     ],
 )
@@ -109,6 +118,8 @@ def test_one_slot_is_not_the_whole_prompt():
         ("storage", "nowhere.py:mine", "storage nowhere.py:mine: there is no file"),
         ("selection", "qest(budget=4)", "unknown selection 'qest'; did you mean 'quest'.*known selections: everything"),
         ("selection", "quest(pages=4)", "it accepts page, budget, first_layer"),
+        ("selection", "infinigen(alpha=-1)", "alpha must be a number of at least 0"),
+        ("selection", "shadowkv(budget=9)", "chunk=8 does not divide budget=9"),
         ("selection", "quest(budget=h2o)", "budget must be a whole number"),
     ],
 )

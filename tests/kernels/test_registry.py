@@ -70,7 +70,7 @@ def test_a_policy_that_cannot_be_traced_is_named(name, backend, reason):
     [
         ("pallas_tpu", {"tokens": 8}, "it takes one token per row, not 8"),
         (
-            "pallas_gpu", {"plain": ("a merge", "storage int8")},
+            "pallas_gpu", {"extras": ("a merge", "storage int8")},
             "it does no more than append, attend, observe and evict, but the step has a merge, storage int8",
         ),
         ("pallas_tpu", {"statistics": (recent_above(20),)}, "statistic above[20] is 2 words per slot, not one float32"),
@@ -137,7 +137,7 @@ def test_the_first_kernel_that_takes_a_request_is_chosen():
     assert choose("step", "xla", request()) == Choice("decode", "xla")
     assert choose("decode", "pallas_gpu", request()) == Choice("decode", "pallas_gpu")
     assert choose("prefill", "pallas_tpu", request(tokens=40)) == Choice("prefill", "pallas_tpu")
-    several = choose("step", "pallas_gpu", request(plain=("storage int8",), parts=2))
+    several = choose("step", "pallas_gpu", request(extras=("storage int8",), parts=2))
     assert (several.op, several.implementation) == ("decode", "xla")
     assert [reason.split(":")[0] for reason in several.reasons] == ["step/pallas_gpu", "decode/pallas_gpu"]
 

@@ -332,9 +332,13 @@ def capacities(policy: policies.Policy, residual: int) -> tuple[int, ...]:
     budget = None if policy.budget is None else max(policy.budget.slots(int(n), 1)[0] for n in LENGTHS)
     evicts = budget is not None and policy.when == "step"
     most = TOTAL if budget is None else budget + (0 if evicts else STEPS)
+    # The newest tokens that h2o and the window (which has a sink) never evict.
+    newest = {"h2o": most // 2, "window": most - 1}.get(policy.name, 0) if evicts else 0
     if residual >= TOTAL:
         return (most + evicts,)  # a dense cache has room for the step's own token
-    coded = most if evicts else max(budget or 0, most - residual)
+    coded = most - (min(residual, most) if newest >= min(residual, most) else 0)
+    if not evicts:
+        coded = max(budget or 0, most - residual)
     return (coded, min(residual, most)) if residual else (coded,)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax import policies, storage
+from kvjax.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +33,9 @@ def test_slots_under_a_policy(examples, case):
         for head in range(position.shape[1]):
             live = np.sort(position[row, head][position[row, head] >= 0])
             np.testing.assert_array_equal(live, examples[f"{case}_kept_{row}_{head}"])
+
+
+def test_a_block_of_no_tokens_is_refused():
+    given = (np.zeros((1, 2, 4, 8), np.float32),) * 3
+    with pytest.raises(InputError, match="prefill_block must be a whole number of at least 1; got 0"):
+        storage.replay(storage.int8(), given, given, np.array([4]), prefill_block=0)

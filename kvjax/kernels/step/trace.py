@@ -27,8 +27,8 @@ def refuses(request: "Request", backend: str) -> str | None:
     """Returns why the kernel of a whole step cannot run a request for reasons that all backends share, or None."""
     if request.tokens != 1:
         return f"it takes one token per row, not {request.tokens}"
-    if request.plain:
-        return f"it does no more than append, attend, observe and evict, but the step has {', '.join(request.plain)}"
+    if request.extras:
+        return f"it does no more than append, attend, observe and evict, but the step has {', '.join(request.extras)}"
     if request.parts > 1 or request.band:
         return "it attends to one part, under one window for all rows"
     for statistic in request.statistics:

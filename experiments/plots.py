@@ -1,0 +1,226 @@
+"""Plots of runs and sweeps, drawn without a screen."""
+
+import io
+import re
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.measure import Measurement
+from experiments.report import Row, show_bytes
+
+FULL_COLOR = "#555555"
+#: Okabe and Ito's colours, told apart by colour-blind readers too.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+LABEL_WIDTH = 28  # characters of a line of a label, where it can be broken
+CHARACTER = 0.075  # inches of a character of a label, about
+LINE = 0.19  # inches of a line of a label
+PANEL = 3.3  # inches of a panel whose ratio is 1
+
+
+def colors(names: Sequence[str]) -> dict[str, str]:
+    """A colour for each policy; the full cache is grey."""
+    others = [name for name in dict.fromkeys(names) if name != "full"]
+    return {"full": FULL_COLOR} | {name: COLORS[i % len(COLORS)] for i, name in enumerate(others)}
+
+
+def label_of(name: str) -> str:
+    """What a plot calls a policy: a file without its folders, a line for each of policy, storage and selection."""
+    parts = re.sub(r"[^\s()=,']*/", "", name).split(" + ")
+    lines = [textwrap.wrap(part, LABEL_WIDTH, break_long_words=False) or [part] for part in parts]
+    return "\n+ ".join("\n".join(each) for each in lines)
+
+
+def inches(labels: Sequence[str]) -> float:
+    """The width of the widest label."""
+    return CHARACTER * max((len(line) for label in labels for line in label.split("\n")), default=0)
+
+
+def new_figure(columns: int, **options: Any) -> tuple[Any, Any]:
+    """A figure and its axes [1, columns], drawn without a screen; matplotlib loads only when something is drawn."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    width_ratios = options.pop("width_ratios", None)
+    figure = Figure(layout="constrained", **options)
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, columns, squeeze=False, width_ratios=width_ratios)
+
+
+def style(axes: Any, title: str, x: str = "", y: str = "") -> None:
+    axes.set_title(title, loc="left", fontsize=11, pad=10)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(length=3)
+
+
+def png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    # No date and no version in the file: equal results are equal bytes.
+    figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """Moves ascending places apart until each is `gap` from the next, as little as possible in the mean."""
+    groups: list[list[float]] = []  # each [mean of its places, how many]
+
+    def top_and_bottom(below: list[float], above: list[float]) -> tuple[float, float]:
+        return below[0] + (below[1] - 1) * gap / 2, above[0] - (above[1] - 1) * gap / 2
+
+    for place in places:
+        groups.append([place, 1])
+        while len(groups) > 1:
+            top, bottom = top_and_bottom(groups[-2], groups[-1])
+            if bottom - top >= gap:
+                break
+            mean, count = groups.pop()
+            total = groups[-1][1] + count
+            groups[-1] = [(groups[-1][0] * groups[-1][1] + mean * count) / total, total]
+    return [mean + (i - (count - 1) / 2) * gap for mean, count in groups for i in range(int(count))]
+
+
+def label_lines(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Labels each line at its right end instead of in a legend, moved apart where the labels would touch.
+
+    Args:
+      ends: x, y, text and colour of each.
+    """
+    axes.figure.canvas.draw()
+    # Points between lines of text. All labels are as far apart as the one of most lines needs.
+    most = max((text.count("\n") + 1 for _, _, text, _ in ends), default=1)
+    to_pixels, gap = axes.transData.transform, 11 * most * axes.figure.dpi / 72
+    ordered = sorted(ends, key=lambda end: end[1])
+    heights = spread([to_pixels((x, y))[1] for x, y, *_ in ordered], gap)
+    for (x, y, text, color), height in zip(ordered, heights, strict=True):
+        offset = (height - to_pixels((x, y))[1]) * 72 / axes.figure.dpi
+        axes.annotate(
+            text, (x, y), (6, offset), textcoords="offset points", va="center", color=color, fontsize=9, clip_on=False,
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def run_plot(measurements: Sequence[Measurement]) -> bytes:
+    """A PNG: what a policy costs in perplexity as the continuation grows, and the cache that each one holds.
+
+    Perplexities of one text under two policies differ far less than those of two lengths of it, so they are shown
+    relative to the full cache's where that was measured.
+    """
+    scored = {m.policy: np.asarray(m.logprobs, np.float64) for m in measurements if m.logprobs is not None}
+    color = colors([m.policy for m in measurements])
+    recalled = [m for m in measurements if m.recall]
+    labels = {m.policy: label_of(m.policy) for m in measurements}
+    outside = inches(list(labels.values()))
+    # Inches of each panel, labels outside of its axes included.
+    widths = [1.5 * PANEL + outside] * bool(scored)
+    widths += [1.3 * PANEL + inches([_one_line(m.policy) for m in recalled])] * bool(recalled)
+    widths += [PANEL + outside]
+    height = max(3.6, 1.4 + LINE * sum(label.count("\n") + 2 for label in labels.values()))
+    figure, panels = new_figure(len(widths), figsize=(sum(widths), height), width_ratios=widths)
+    figure.get_layout_engine().set(wspace=0.08)
+    if scored:
+        _loss_panel(panels[0, 0], scored, color)
+    if recalled:
+        _recall_panel(panels[0, -2], recalled, color)
+    axes = panels[0, -1]
+    share = [100 * m.kv_bytes / m.full_kv_bytes for m in measurements]
+    style(axes, "Keys and values held while decoding", "% of the full cache")
+    axes.barh(range(len(share)), share, color=[color[m.policy] for m in measurements], height=0.6)
+    for i, (value, measurement) in enumerate(zip(share, measurements, strict=True)):
+        axes.text(value + 2, i, f"{value:.0f} %  ({show_bytes(measurement.kv_bytes)})", va="center", fontsize=9)
+    axes.set_yticks(range(len(share)), [labels[m.policy] for m in measurements])
+    axes.set_xlim(0, 100)
+    axes.set_ylim(len(share) - 0.4, -0.6)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    return png(figure)
+
+
+def _loss_panel(axes: Any, scored: dict[str, np.ndarray], color: dict[str, str]) -> None:
+    """Perplexity of the first 1, 2, ... tokens of the continuation."""
+    count = next(iter(scored.values())).shape[1]
+    x = np.arange(1, count + 1)
+    mean = {name: np.cumsum(-logprobs.mean(axis=0)) / x for name, logprobs in scored.items()}
+    relative = "full" in mean and len(mean) > 1
+    if relative:
+        style(axes, "Perplexity so far, against the full cache", "tokens after the prompt", "% above the full cache's")
+        lines = {name: 100 * np.expm1(loss - mean["full"]) for name, loss in mean.items()}
+    else:
+        style(axes, "Perplexity so far", "tokens after the prompt", "perplexity")
+        lines = {name: np.exp(loss) for name, loss in mean.items()}
+    for name, y in lines.items():
+        dashes = (0, (4, 3)) if relative and name == "full" else "-"
+        axes.plot(x, y, color=color[name], lw=1.2 if name == "full" else 1.8, ls=dashes, zorder=2 + (name != "full"))
+    axes.set_xlim(1, max(count, 2))
+    axes.margins(y=0.1)
+    axes.grid(axis="y", color="#e5e5e5", lw=0.8)
+    label_lines(axes, [(x[-1], y[-1], label_of(name), color[name]) for name, y in lines.items()])
+
+
+def _one_line(name: str) -> str:
+    return " ".join(label_of(name).split("\n"))
+
+
+def _recall_panel(axes: Any, measurements: Sequence[Measurement], color: dict[str, str]) -> None:
+    """Exact matches by task, a bar a policy."""
+    tasks = list(measurements[0].recall)
+    height = 0.8 / len(measurements)
+    style(axes, "Recalled from far back", "% answered exactly")
+    for i, measurement in enumerate(measurements):
+        for place, share in enumerate(measurement.recall.values()):
+            y = place + (i - (len(measurements) - 1) / 2) * height
+            axes.barh(y, 100 * share, height=0.92 * height, color=color[measurement.policy])
+            axes.text(
+                100 * share + 1.5, y, f"{_one_line(measurement.policy)} {100 * share:.0f}", va="center", fontsize=8
+            )
+    axes.set_yticks(range(len(tasks)), [task.replace("_", " ") for task in tasks])
+    # Room for the longest label beside a bar of 100 %.
+    room = inches([_one_line(m.policy) for m in measurements])
+    axes.set_xlim(0, 106 * (1 + room / (1.3 * PANEL)))
+    axes.set_xticks(range(0, 101, 25))
+    axes.set_ylim(len(tasks) - 0.5, -0.5)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def sweep_plot(points: Sequence[Row], quality: str) -> bytes:
+    """A PNG of quality against budget, a line a policy, the full cache dashed.
+
+    Args:
+      points: each with ``label`` (its line), ``x``, ``y``, ``full`` (the full cache's quality or None), and in the
+        first one ``x_name`` (the axis).
+      quality: ``perplexity`` or ``agreement``.
+    """
+    shown = {point["label"]: label_of(point["label"]) for point in points}
+    height = 1.4 + LINE * sum(label.count("\n") + 1 for label in shown.values())
+    figure, panels = new_figure(1, figsize=(6 + inches(list(shown.values())), max(4.2, height)))
+    axes = panels[0, 0]
+    title, unit = {
+        "perplexity": ("Perplexity against budget", "perplexity (lower is better)"),
+        "agreement": ("Agreement with the full cache against budget", "greedy tokens equal, %"),
+    }[quality]
+    style(axes, title, points[0]["x_name"], unit)
+    labels = list(dict.fromkeys(point["label"] for point in points))
+    color, ends = colors(labels), []
+    for label in labels:
+        line = sorted((point["x"], point["y"]) for point in points if point["label"] == label)
+        xs, ys = zip(*line, strict=True)
+        axes.plot(xs, ys, "o-", color=color[label], lw=1.8, ms=5.5, mec="white", mew=0.8, clip_on=False, zorder=3)
+        ends.append((xs[-1], ys[-1], shown[label], color[label]))
+    full = {point["full"] for point in points if point["full"] is not None}
+    for value in full:
+        axes.axhline(value, color=FULL_COLOR, lw=1.2, ls=(0, (4, 3)), zorder=1)
+    axes.margins(y=0.12)
+    axes.grid(axis="y", color="#e5e5e5", lw=0.8)
+    right = max(point["x"] for point in points)
+    axes.set_xlim(0, right)
+    if quality == "perplexity" and max(point["y"] for point in points) > 3 * min(point["y"] for point in points):
+        axes.set_yscale("log")
+        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            set_formatter(lambda value, place: f"{value:g}")
+    ends += [(right, value, "full cache", FULL_COLOR) for value in full]
+    label_lines(axes, ends)
+    return png(figure)

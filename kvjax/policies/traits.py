@@ -1,0 +1,64 @@
+"""Questions about a policy that other rooms ask: only policies and the cache look at how a policy is made."""
+
+from kvjax.errors import SelectionError
+from kvjax.policies.base import Evict, Policy
+from kvjax.policies.h2o_variants import WithSelection
+from kvjax.policies.heads import Split
+from kvjax.policies.phases import Phases
+
+
+def phases(policy: Policy) -> tuple[Evict, ...]:
+    """Returns the policies, in order of time, of the heads that a selection applies to; the last of them decodes.
+
+    Raises:
+      SelectionError: an unknown kind of policy.
+    """
+    match policy:
+        case Evict():
+            return (policy,)
+        case Phases():
+            return (policy.prompt, policy.decode)
+        case Split():
+            keep = [each for each in (policy.chosen, policy.others) if each.budget is None]
+            return ((keep or [policy.chosen])[0],)
+        case WithSelection():
+            return (policy.keep,)
+    raise SelectionError(f"{policy!r} cannot be combined with a selection; give a policy of kvjax.policies.")
+
+
+def merging(policy: Policy) -> str | None:
+    """Returns the name of the first of its `phases` that merges evicted pairs into others; None if there is none."""
+    return next((each.name for each in phases(policy) if each.merge is not None), None)
+
+
+def evicting(policy: Policy) -> str | None:
+    """Returns the name of the first of its `phases` that evicts; None if there is none."""
+    return next((each.name for each in phases(policy) if each.budget is not None), None)
+
+
+def evicting_while_decoding(policy: Policy, *, page: int) -> str | None:
+    """Returns the name of the last of its `phases` if it evicts anything but pages of `page` slots while decoding."""
+    decode = phases(policy)[-1]
+    return decode.name if decode.budget is not None and decode.when == "step" and decode.page != page else None
+
+
+def holding_apart(policy: Policy) -> str | None:
+    """Returns the name of the first of its `phases` under which heads may hold different positions, or None."""
+    return next(
+        (
+            each.name
+            for each in phases(policy)
+            if each.budget is not None and not (each.importance.shared_by_heads or each.importance.by_age)
+        ),
+        None,
+    )
+
+
+def splits_heads(policy: Policy) -> bool:
+    """Returns whether some heads are under one policy and others under another."""
+    return isinstance(policy, Split)
+
+
+def one_at_every_step(policy: Policy) -> bool:
+    """Returns whether a single policy evicts at every step, in the prompt and while decoding, in all heads alike."""
+    return isinstance(policy, Evict) and policy.when == "step"
