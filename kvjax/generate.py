@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
+from kvjax import records
 from kvjax.attention import Implementation
 from kvjax.cache.layout import Phase
 from kvjax.cache.limits import Limits
@@ -21,6 +22,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
 from kvjax.prefill import Prefilled, bind, prefill
+from kvjax.records import Record
 from kvjax.sampling import Greedy, Sampler, check_sampling
 from kvjax.selection.base import Selection
 from kvjax.sharding import Params
@@ -40,12 +42,14 @@ class Generation(NamedTuple):
       logprobs: [B, max_new_tokens] float32, the log-probability of each token under the model, before temperature; 0
         where `tokens` is `PAD`.
       state: the cache. It does not contain the last token of each row, which is not fed back to the model.
+      record: what selections chose, if it was asked for; otherwise None. Its first step feeds the first new token.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     logprobs: np.ndarray
     state: KVState
+    record: Record | None = None
 
 
 def generate(
@@ -66,6 +70,7 @@ def generate(
     selection: Selection | None = None,
     limits: Limits | None = None,
     requests: ArrayLike | None = None,
+    record: bool = False,
 ) -> Generation:
     """Generates tokens after prompts, with a cache that is limited by a policy.
 
@@ -88,6 +93,7 @@ def generate(
       limits: the sizes that programs are compiled for; None for buckets, see `kvjax.cache.limits`.
       requests: [B] int, the id of each row's request. A sampled token depends on the key, the request's id and the
         token's position, and not on the rest of the batch. None for the row numbers.
+      record: whether to record what selections choose; not with a kernel that does a whole step.
 
     Raises:
       InputError: if tokens, lengths or options are not valid for the model; before anything is traced.
@@ -100,7 +106,7 @@ def generate(
     )  # fmt: skip
     return decode(
         model, prefilled, max_new_tokens=max_new_tokens, sampler=sampler, key=key, stop=stop, stream=stream,
-        progress=progress, requests=requests,
+        progress=progress, requests=requests, record=record,
     )  # fmt: skip
 
 
@@ -115,6 +121,7 @@ def decode(
     stream: Callable[[np.ndarray], None] | None = None,
     progress: bool = False,
     requests: ArrayLike | None = None,
+    record: bool = False,
 ) -> Generation:
     """Generates tokens after prompts that have been prefilled.
 
@@ -128,6 +135,7 @@ def decode(
       stream: see `generate`.
       progress: see `generate`.
       requests: see `generate`.
+      record: see `generate`.
 
     Raises:
       InputError: if an option is not valid, or heads that keep every token have too few slots for the new ones.
@@ -138,6 +146,7 @@ def decode(
     request = _check_requests(requests, prefilled.logits.shape[0])
     _check_room(prefilled, max_new_tokens)
     produced: list[tuple[np.ndarray, np.ndarray]] = []
+    recorded: list[tuple[records.Steps | None, int]] = []
     done = 1
     with model.on_mesh(), tqdm(total=max_new_tokens, desc="decode", unit="tok", disable=not progress) as bar:
         carry, first, logprob = first_token(
@@ -149,10 +158,11 @@ def decode(
             stream(produced[0][0][:, 0])
         while done < max_new_tokens and (not len(stop_ids) or bool(carry.active.any())):
             steps = min(1 if stream else CHUNK, max_new_tokens - done)
-            carry, ids, logprobs = decode_steps(
+            carry, ids, logprobs, own = decode_steps(
                 model.params, carry, stop_ids, steps, config=model.config, phase=prefilled.layout.decode,
-                sampler=sampler,
+                sampler=sampler, record=record,
             )  # fmt: skip
+            recorded.append((own, steps))
             produced.append((np.asarray(ids)[:, :steps], np.asarray(logprobs)[:, :steps]))
             if stream:
                 stream(produced[-1][0][:, 0])
@@ -163,7 +173,9 @@ def decode(
     ids, logprobs = (np.concatenate(parts, axis=1) for parts in zip(*produced, strict=True))
     # [B, max_new_tokens]
     ids = np.pad(ids, pad, constant_values=PAD)
-    return Generation(ids, np.asarray(np.sum(ids != PAD, axis=1), np.int32), np.pad(logprobs, pad), carry.state)
+    lengths = np.asarray(np.sum(ids != PAD, axis=1), np.int32)
+    made = records.joined(recorded, prefilled.layout)
+    return Generation(ids, lengths, np.pad(logprobs, pad), carry.state, made)
 
 
 class Carry(NamedTuple):
@@ -184,7 +196,8 @@ class Carry(NamedTuple):
     key: Array
 
 
-Loop = tuple[Array, Carry, Array, Array]  # number of steps taken, carry, tokens and log-probabilities [B, CHUNK]
+# The number of steps taken, the carry, tokens and log-probabilities [B, CHUNK], and the record.
+Loop = tuple[Array, Carry, Array, Array, records.Steps | None]
 
 
 @functools.partial(jax.jit, static_argnames=("sampler",), donate_argnames=("state",))
@@ -209,7 +222,7 @@ def first_token(
     return Carry(state, token, _is_active(token, stop), request, key), token, logprob
 
 
-@functools.partial(jax.jit, static_argnames=("config", "phase", "sampler"), donate_argnames=("carry",))
+@functools.partial(jax.jit, static_argnames=("config", "phase", "sampler", "record"), donate_argnames=("carry",))
 def decode_steps(
     params: Params,
     carry: Carry,
@@ -219,7 +232,8 @@ def decode_steps(
     config: DecoderConfig,
     phase: Phase,
     sampler: Sampler,
-) -> tuple[Carry, Array, Array]:
+    record: bool = False,
+) -> tuple[Carry, Array, Array, records.Steps | None]:
     """Generates up to `CHUNK` tokens per row.
 
     The length of the loop is data, so that one trace serves any number of tokens, and the loop ends early when every
@@ -233,26 +247,29 @@ def decode_steps(
       config: the decoder.
       phase: the groups of heads of each layer.
       sampler: the sampling method.
+      record: whether to record what selections choose.
 
     Returns:
-      The carry, the tokens [B, CHUNK] int32, `PAD` where none was generated, and their log-probabilities [B, CHUNK]
-      float32.
+      The carry, the tokens [B, CHUNK] int32, `PAD` where none was generated, their log-probabilities [B, CHUNK]
+      float32, and the record or None.
     """
     decoder = bind(config, params)
     rows = carry.token.shape[0]
 
     def unfinished(loop: Loop) -> Array:
-        i, carry, _, _ = loop
+        i, carry, *_ = loop
         return (i < steps) & jnp.any(carry.active)
 
     def body(loop: Loop) -> Loop:
-        i, carry, ids, logprobs = loop
+        i, carry, ids, logprobs, recorded = loop
         kv, active = carry.state, carry.active
         # [B, 1]: padding for a row that has ended, which leaves its cache unchanged
         position = jnp.where(active, kv.length, -1)[:, None]
         block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
         # [B, 1, E]
-        x, kv = decoder.hidden(jnp.maximum(carry.token, 0)[:, None], kv, block, phase)
+        x, kv, sown = decoder.step(jnp.maximum(carry.token, 0)[:, None], kv, block, phase)
+        if recorded is not None:
+            recorded = records.add(recorded, i, sown, phase, active)
         # [B, V]
         logits = decoder.logits(x[:, 0])
         # [B]
@@ -261,11 +278,12 @@ def decode_steps(
         # [B, CHUNK]
         ids, logprobs = ids.at[:, i].set(token), logprobs.at[:, i].set(logprob)
         carry = carry._replace(state=kv, token=token, active=active & _is_active(token, stop))
-        return i + 1, carry, ids, logprobs
+        return i + 1, carry, ids, logprobs, recorded
 
     # [B, CHUNK]
     ids = jnp.full((rows, CHUNK), PAD, jnp.int32)
-    loop = (jnp.int32(0), carry, ids, jnp.zeros((rows, CHUNK), jnp.float32))
+    recorded = records.empty(phase, rows, config.num_kv_heads) if record else None
+    loop = (jnp.int32(0), carry, ids, jnp.zeros((rows, CHUNK), jnp.float32), recorded)
     return jax.lax.while_loop(unfinished, body, loop)[1:]
 
 

@@ -92,6 +92,7 @@ def log_likelihood(
     prompt = check_prompt(prompt_length, batch.lengths)
     total, width = int(batch.lengths.max()), int(prompt.max())
     steps = int((batch.lengths - prompt).max())
+    recorded: list[tuple[records.Steps | None, int]] = []
     # A loop whose length is data serves texts of any length; only a loop of static length has a gradient.
     differentiated = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params))
     if differentiated:
@@ -114,7 +115,6 @@ def log_likelihood(
             ids[:, :total] = batch.tokens
             ids, ends = model.place((ids, batch.lengths))
         most = records.STEPS if record else SCORE_ROWS
-        recorded = []
         for start in range(0, steps, most):
             count = min(most, steps - start)
             scores, state, own = score_steps(
@@ -125,7 +125,7 @@ def log_likelihood(
             if progress:
                 jax.block_until_ready(scores)
             bar.update(count)
-    made = records.joined(recorded, prepared.layout) if record and recorded else None
+    made = records.joined(recorded, prepared.layout)
     # [B, total - 1]
     known = np.arange(1, total) < batch.lengths[:, None]
     if differentiated:

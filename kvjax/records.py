@@ -127,9 +127,15 @@ def _layer(seen: tuple[Any, ...], groups: tuple[Group, ...], active: Array, widt
     return jax.tree.map(lambda leaf: leaf[:, order], whole) if len(order) else whole
 
 
-def joined(parts: list[tuple[Steps, int]], layout: CacheLayout) -> Record:
-    """Joins the records of several calls, each with its number of steps, on the host."""
-    host = [jax.tree.map(lambda leaf, taken=taken: np.asarray(leaf)[:taken], steps) for steps, taken in parts]
+def joined(parts: list[tuple[Steps | None, int]], layout: CacheLayout) -> Record | None:
+    """Joins the records of several calls, each with its number of steps, on the host; None if nothing was recorded."""
+    host = [
+        jax.tree.map(lambda leaf, taken=taken: np.asarray(leaf)[:taken], steps)
+        for steps, taken in parts
+        if steps is not None
+    ]
+    if not host:
+        return None
     made = jax.tree.map(lambda *leaves: np.concatenate(leaves), *host)
     storage = layout.groups[0].storage
     slot = storage.bytes_per_slot(layout.head_dim, layout.dtype)

@@ -72,7 +72,7 @@ def serve(spec, sampler, asked) -> tuple[dict[int, list[int]], dict[int, kvjax.K
                 for each, alive in zip(running, np.asarray(carry.active), strict=True)
                 if alive
             )
-            carry, ids, _ = decode_steps(
+            carry, ids, *_ = decode_steps(
                 model.params, carry, STOP, jnp.int32(min(steps, CHUNK)), config=model.config, phase=layout.decode,
                 sampler=sampler,
             )  # fmt: skip

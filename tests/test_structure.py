@@ -18,7 +18,7 @@ ROOMS = [
     {"cache"},
     {"models", "sampling"},
     {"checkpoint"},
-    {"prefill", "generate", "likelihood"},
+    {"prefill", "generate", "likelihood", "records"},
     {"presets"},
     {"roofline", "plan", "analysis"},
 ]
