@@ -18,7 +18,7 @@ FAR = jnp.iinfo(jnp.int32).max
 class Steps(flax.struct.PyTreeNode):
     """The record of some steps on the device; see `Record`."""
 
-    chosen: Array
+    positions: Array
     number: Array
     read: Array
     live: Array
@@ -28,7 +28,7 @@ class Record(NamedTuple):
     """What was chosen and read while decoding; of T steps, L layers, B rows and K KV heads.
 
     Attributes:
-      chosen: [T, L, B, K, W] int32 positions that were chosen, ascending, followed by -1. W is the largest number of
+      positions: [T, L, B, K, W] int32 positions that were chosen, ascending, followed by -1. W is the largest number of
         slots that any layer can choose.
       number: [T, L, B, K] int32, how many they are; -1 where a layer reads everything, and for a row without a token.
       read: [T, L, B, K] int32 slots that were read, including the new token's.
@@ -37,7 +37,7 @@ class Record(NamedTuple):
       slot_bytes: the bytes of a key and a value of one slot.
     """
 
-    chosen: np.ndarray
+    positions: np.ndarray
     number: np.ndarray
     read: np.ndarray
     live: np.ndarray
@@ -79,7 +79,7 @@ def empty(phase: Phase, rows: int, kv_heads: int) -> Steps:
     shape = (STEPS, len(phase), rows, kv_heads)
     width = max(1, int(widths(phase, kv_heads).max()))
     return Steps(
-        chosen=jnp.full((*shape, width), NONE, jnp.int32),
+        positions=jnp.full((*shape, width), NONE, jnp.int32),
         number=jnp.full(shape, NONE, jnp.int32),
         read=jnp.zeros(shape, jnp.int32),
         live=jnp.zeros(shape, jnp.int32),
@@ -96,7 +96,7 @@ def add(steps: Steps, number: Array, sown: Any, phase: Phase, active: Array) -> 
       phase: the groups of each layer.
       active: [B] bool, whether the row had a token.
     """
-    width = steps.chosen.shape[-1]
+    width = steps.positions.shape[-1]
     layers = [
         _layer(sown["intermediates"][f"attention_{index}"][0], groups, active, width)
         for index, groups in enumerate(phase)
@@ -113,12 +113,12 @@ def _layer(seen: tuple[Any, ...], groups: tuple[Group, ...], active: Array, widt
         mask = active[:, None]
         read = jnp.sum(each.position >= 0, axis=2, dtype=jnp.int32)
         live = jnp.sum(each.held >= 0, axis=2, dtype=jnp.int32)
-        if each.chosen is None:
+        if each.choice is None:
             count = jnp.full(read.shape, NONE, jnp.int32)
             chosen = jnp.full((*read.shape, width), NONE, jnp.int32)
         else:
-            count = jnp.where(mask, jnp.sum(each.chosen, axis=2, dtype=jnp.int32), NONE)
-            chosen = jnp.sort(jnp.where(each.chosen, each.held, FAR), axis=2)[:, :, :width]
+            count = jnp.where(mask, jnp.sum(each.choice, axis=2, dtype=jnp.int32), NONE)
+            chosen = jnp.sort(jnp.where(each.choice, each.held, FAR), axis=2)[:, :, :width]
             chosen = jnp.where(chosen == FAR, NONE, chosen)
             chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, width - chosen.shape[2])), constant_values=NONE)
         parts.append(Steps(chosen, count, jnp.where(mask, read, 0), jnp.where(mask, live, 0)))
@@ -139,4 +139,4 @@ def joined(parts: list[tuple[Steps | None, int]], layout: CacheLayout) -> Record
     made = jax.tree.map(lambda *leaves: np.concatenate(leaves), *host)
     storage = layout.groups[0].storage
     slot = storage.bytes_per_slot(layout.head_dim, layout.dtype)
-    return Record(made.chosen, made.number, made.read, made.live, widths(layout.decode, layout.kv_heads), slot)
+    return Record(made.positions, made.number, made.read, made.live, widths(layout.decode, layout.kv_heads), slot)

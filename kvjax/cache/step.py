@@ -36,7 +36,7 @@ class Seen(NamedTuple):
       position: [B, K, S] int32; -1 for a slot that is empty or not read.
       log_weight: [B, K, S] float32 added to the logits, or None.
       held: [B, K, S] int32; -1 for a slot that is empty.
-      chosen: [B, K, S] bool, whether a selection chose the slot; None if everything is read.
+      choice: [B, K, S] bool, whether a selection chose the slot; None if everything is read.
     """
 
     query: Array
@@ -44,7 +44,7 @@ class Seen(NamedTuple):
     position: Array
     log_weight: Array | None
     held: Array
-    chosen: Array | None = None
+    choice: Array | None = None
 
 
 def step_layer(

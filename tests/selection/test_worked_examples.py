@@ -67,8 +67,8 @@ def chosen_positions(params, kv, tokens, *, config, phase):
         layers = [kept["intermediates"][f"attention_{i}"][0] for i in range(config.num_layers)]
         found = [
             jnp.full(seen.position[0].shape, -2)
-            if seen.chosen is None
-            else jnp.where(seen.chosen, seen.position, -1)[0]
+            if seen.choice is None
+            else jnp.where(seen.choice, seen.position, -1)[0]
             for (seen,) in layers
         ]
         return kv, found
