@@ -240,11 +240,17 @@ def test_positions_and_storages(selection):
     assert bool(selection.refuses(policies.full(), delayed)) >= pages
 
 
+@pytest.mark.xfail(strict=True, reason="kvjax/selection/lowrank.py: ShadowKV takes slots for positions")
+def test_chunks_need_one_store():
+    """Tokens change their slots when they leave the newest."""
+    assert shadowkv(budget=64).refuses(policies.full(), Storage(key=int8().key, value=int8().value, residual=8))
+
+
 def test_reasons_say_what_would_be_valid():
     assert "use full(), a prompt compressor such as snapkv, or by_page(policy, page=8)" in quest(8, 64).refuses(
         policies.h2o(8)
     )
-    assert "evicts pages of 16 while decoding" in quest(8, 64).refuses(FREES["h2o by other pages"])
+    assert "evicts single ones, or other pages, while decoding" in quest(8, 64).refuses(FREES["h2o by other pages"])
     for each in (quest(8, 64), infinigen(), tokenselect(4), shadowkv(budget=8)):
         assert "use positions='original'" in each.refuses(policies.full(), positions="cache")
     assert "use full(), a window, or tova()" in tokenselect(4).refuses(policies.h2o(8))
