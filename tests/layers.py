@@ -71,6 +71,7 @@ class Case(NamedTuple):
       block: tokens of a block of the prompt; None = in one shot.
       rope: of the layer; None = positions do not matter.
       window: the layer's sliding window.
+      layer: index of the layer; in the first one, no selection looks ahead. A guess is the query itself.
       sizes: tokens of the longest prompt, and after a prompt, that arrays have room for; None = those of the batch.
     """
 
@@ -81,6 +82,7 @@ class Case(NamedTuple):
     rope: Rope | None = None
     window: int | None = None
     sizes: tuple[int, int] | None = None
+    layer: int = 0
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -104,12 +106,13 @@ class Case(NamedTuple):
 
 
 def config(case: Case) -> DecoderConfig:
-    """A decoder of one layer; of its sizes those of the heads matter."""
+    """A decoder that ends with the layer; of its sizes those of the heads matter."""
     query_heads, kv_heads = case.heads
     dim = case.streams.query.shape[-1]
     return DecoderConfig(
-        family="llama", vocab_size=2, hidden_size=query_heads * dim, num_layers=1, num_heads=query_heads,
-        num_kv_heads=kv_heads, head_dim=dim, mlp_size=1, max_positions=512, rope=case.rope, windows=(case.window,),
+        family="llama", vocab_size=2, hidden_size=query_heads * dim, num_layers=case.layer + 1, num_heads=query_heads,
+        num_kv_heads=kv_heads, head_dim=dim, mlp_size=1, max_positions=512, rope=case.rope,
+        windows=(case.window,) * (case.layer + 1),
     )  # fmt: skip
 
 
@@ -129,19 +132,22 @@ class Run(NamedTuple):
       layers: the cache after the prompt and after each decoding step, leaves [steps + 1, B, ...].
       read: [steps, B, K, S] positions that each decoding step could see, -1 = none; by group of heads.
       layout: what was run.
+      chosen: [steps, B, K, S] bool, which of the positions of `read` were chosen; by group of heads, None where
+        everything is read.
     """
 
     output: np.ndarray
     layers: Layer
     read: tuple[np.ndarray, ...]
     layout: CacheLayout
+    chosen: tuple[np.ndarray, ...]
 
     @property
     def position(self) -> np.ndarray:
         """[steps + 1, B, K, S] in the model's order of heads; -1 = empty, or beyond the group's capacity."""
         widest = max(layer.position.shape[3] for layer in self.layers)
         parts, order = [], []
-        for layer, group in zip(self.layers, self.layout.decode[0], strict=True):
+        for layer, group in zip(self.layers, self.layout.decode[-1], strict=True):
             pad = ((0, 0), (0, 0), (0, 0), (0, widest - layer.position.shape[3]))
             parts.append(np.pad(layer.position, pad, constant_values=EMPTY))
             order += group.heads or range(self.layout.kv_heads)
@@ -158,7 +164,7 @@ def run(policy: Policy | CacheSpec, case: Case, *, implementation: Any = "xla") 
     layout, budgets = lowered(policy, case, implementation)
     prompts, ends = (np.asarray(x, np.int32) for x in (case.prompts, case.ends))
     width, steps = case.room
-    first, decoded, layers, read = jax.tree.map(
+    first, decoded, layers, read, chosen = jax.tree.map(
         np.asarray,
         program(
             Streams(*map(jnp.asarray, case.streams)), prompts, ends, budgets.prompt, budgets.decode, layout=layout,
@@ -169,24 +175,25 @@ def run(policy: Policy | CacheSpec, case: Case, *, implementation: Any = "xla") 
     for row, (start, end) in enumerate(zip(prompts, ends, strict=True)):
         output[row, :, :start] = first[row, :, :start]
         output[row, :, start:end] = np.swapaxes(decoded[: end - start, row], 0, 1)
-    return Run(output, layers, read, layout)
+    return Run(output, layers, read, layout, chosen)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "width", "steps", "rope", "window"))
 def program(streams, prompts, ends, budget, decode_budget, *, layout, width, steps, rope, window):
-    """Outputs of the prompts [B, H, T', D] and of the steps [steps, B, H, D]; `Run.layers` and `Run.read`."""
-    (before,), (after,) = layout.prompt, layout.decode
+    """Outputs of the prompts [B, H, T', D] and of the steps [steps, B, H, D]; `layers`, `read` and `chosen` of `Run`."""
+    before, after = layout.prompt[-1], layout.decode[-1]
     rows = len(prompts)
 
     def one(layer, position, budget, groups):
         # [B, 1, n, 1]; padding is rubbish
         at = position[:, None, :, None]
-        tokens = (
+        tokens = [
             jnp.where(at >= 0, jnp.take_along_axis(x, jnp.maximum(at, 0), axis=2), jnp.float32(RUBBISH))
             for x in streams
-        )
-        block = Block(position=position, prompt=prompts, total=ends, budget=budget).of_layer(0)
-        return step_layer(layer, *tokens, block=block, groups=groups, rope=rope, window=window)
+        ]
+        block = Block(position=position, prompt=prompts, total=ends, budget=budget).of_layer(len(layout.decode) - 1)
+        guess = tokens[0] if any(group.selection.ahead for group in groups) else None
+        return step_layer(layer, *tokens, block=block, groups=groups, rope=rope, window=window, guess=guess)
 
     size = layout.block or width
     starts = jnp.arange(0, width, size, dtype=jnp.int32)
@@ -196,7 +203,7 @@ def program(streams, prompts, ends, budget, decode_budget, *, layout, width, ste
     if layout.block is None:
         first, layer, _ = one(None, position[0], budget, before)
     else:
-        (layer,) = empty_layers(layout.prompt, rows, layout.kv_heads, layout.head_dim, layout.dtype)
+        *_, layer = empty_layers(layout.prompt, rows, layout.kv_heads, layout.head_dim, layout.dtype)
 
         def body(layer, position):
             output, layer, _ = one(layer, position, budget, before)
@@ -211,8 +218,9 @@ def program(streams, prompts, ends, budget, decode_budget, *, layout, width, ste
     def decode(layer, number):
         at = prompts + number
         output, layer, seen = one(layer, jnp.where(at < ends, at, EMPTY)[:, None], decode_budget, after)
-        return layer, (output[:, :, 0], layer, tuple(each and each.position for each in seen))
+        looks = zip(*((None, None) if each is None else (each.position, each.choice) for each in seen), strict=True)
+        return layer, (output[:, :, 0], layer, *looks)
 
-    _, (decoded, layers, read) = jax.lax.scan(decode, layer, jnp.arange(steps, dtype=jnp.int32))
+    _, (decoded, layers, read, chosen) = jax.lax.scan(decode, layer, jnp.arange(steps, dtype=jnp.int32))
     layers = jax.tree.map(lambda old, new: jnp.concatenate([old[None], new]), layer, layers)
-    return first, decoded, layers, read
+    return first, decoded, layers, read, chosen

@@ -194,7 +194,10 @@ BUDGETS_BY_HAND = (
         (lambda: policies.split_heads(HALF, COMBINED["after_prefill"](8), policies.full()), "step by step"),
         (lambda: policies.adakv(COMBINED["adakv"](8)), "combined already"),
         (lambda: policies.FromLayer(8, -1), "first must be a whole number of at least 0; got -1"),
-        (lambda: policies.from_layer(policies.full(), first=1), r"from_layer\(full\): give a single policy that evicts"),
+        (
+            lambda: policies.from_layer(policies.full(), first=1),
+            r"from_layer\(full\): give a single policy that evicts",
+        ),
         (lambda: policies.from_layer("h2o", first=1), r"from_layer\('h2o'\): give a single policy that evicts"),
         (lambda: policies.from_layer(COMBINED["after_prefill"](8), first=1), "give a single policy that evicts"),
         (lambda: policies.from_layer(COMBINED["from_layer"](8), first=2), "cannot be limited to some layers"),
