@@ -180,7 +180,7 @@ def run(policy: Policy | CacheSpec, case: Case, *, implementation: Any = "xla") 
 
 @functools.partial(jax.jit, static_argnames=("layout", "width", "steps", "rope", "window"))
 def program(streams, prompts, ends, budget, decode_budget, *, layout, width, steps, rope, window):
-    """Outputs of the prompts [B, H, T', D] and of the steps [steps, B, H, D]; `layers`, `read` and `chosen` of `Run`."""
+    """Outputs of the prompts [B, H, T', D] and steps [steps, B, H, D]; `layers`, `read` and `chosen` of `Run`."""
     before, after = layout.prompt[-1], layout.decode[-1]
     rows = len(prompts)
 

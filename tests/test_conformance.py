@@ -215,7 +215,7 @@ def test_one_trace_however_many_tokens(name, monkeypatch):
     """Another number of tokens, prompts of other lengths and another fraction of these are data."""
     chex.clear_trace_counter()
     for module, function, static in (
-        (loop, "decode_steps", ("config", "phase", "sampler")),
+        (loop, "decode_steps", ("config", "phase", "sampler", "record")),
         (prompts, "prefill_steps", ("config", "layout", "score")),
     ):
         counted = chex.assert_max_traces(getattr(module, function).__wrapped__, n=1)

@@ -177,7 +177,7 @@ def test_limits_and_what_may_be_chosen(name):
 def test_bounds_hold_after_pages_were_evicted(name):
     """The summary of each page is that of its live keys: of no key that is gone."""
     run = ran(name)
-    look, policy, heads, _ = CASES[name]
+    look, _, heads, _ = CASES[name]
     index, stored = run.layers.index, run.layers
     for step, row, head in itertools.product((0, 5, STEPS), range(3), range(HEADS[heads][1])):
         position, keys = stored.position[step, row, head], stored.stores[0]["key"]["exact"][step, row, head]
