@@ -104,9 +104,7 @@ def test_word_pairs_are_found(recalled):
 
 @pytest.mark.thorough
 def test_scoring_in_one_pass_is_generating_greedily(tiny):
-    asked = score.make_prompts(
-        RecallConfig(tasks=("passkey", "associative", "copy", "variable"), prompts=16), tiny, seed=4
-    )
+    asked = score.make_prompts(RecallConfig(tasks=("passkey", "variable")), tiny, seed=4)
     generated = score.exact_matches(tiny, asked, policies.full())
     assert {task: evaluate.exact_match(tiny.params, tiny.config, made) for task, made in asked.items()} == generated
     assert len(set(generated.values())) > 1
