@@ -95,9 +95,11 @@ class Pages(Selection):
 
     def refuses(self, policy: Policy, storage: Storage | None = None, *, positions: str = "original") -> str | None:
         if name := evicting_while_decoding(policy, page=self.page):
+            single = evicting_while_decoding(policy, page=1) is None
             return (
-                f"a page is {self.page} consecutive tokens, and the policy {name} evicts single ones, or other pages, "
-                f"while decoding; use full(), a prompt compressor such as snapkv, or by_page(policy, page={self.page})."
+                f"a page is {self.page} consecutive tokens, and the policy {name} evicts "
+                f"{'single ones' if single else 'pages of another size'} while decoding; use full(), a prompt "
+                f"compressor such as snapkv, or by_page(policy, page={self.page})."
             )
         if reason := rotated_once(positions):
             return reason
