@@ -159,7 +159,7 @@ def test_what_lowers_traces(product, block):
 def test_what_is_refused_is_written_down():
     """Selections refuse what moves or rewrites the slots that they ranked."""
     specs = {
-        ("h2o", "quest"): "evicts single ones, or other pages, while decoding",
+        ("h2o", "quest"): "evicts single ones while decoding",
         ("knorm@cache", "quest"): "positions",
         ("h2o+d2o", "optimal"): "merges",
         ("h2o[masked]", "optimal"): "has a selection of its own",

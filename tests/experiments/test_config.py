@@ -142,7 +142,10 @@ def test_storage_and_selection_are_the_policys_own(overrides, names):
     [
         ({"storage": "int9"}, "unknown storage 'int9'; did you mean 'int8'"),
         ({"selection": "quest"}, "budget must be a whole number"),
-        ({"selection": "quest(budget=64)"}, "policy h2o with selection=.*h2o evicts single ones, or other pages, while decoding"),
+        (
+            {"selection": "quest(budget=64)"},
+            "policy h2o with selection=.*h2o evicts single ones while decoding",
+        ),
         ({"policy.budget": "0.001", "policy.recent": "3", "baselines": "full"}, "protects 3 slots"),
         ({"policy.name": "razor_attention(((1, 0),))"}, "its table has 1 layers of 2 KV heads"),
     ],

@@ -35,7 +35,12 @@ def request(name="h2o", **changes) -> Request:
 
 
 def test_every_registered_policy_has_a_verdict():
-    assert set(policies.POLICIES) <= set(TRACED)
+    """A step with statistics of what a selection chose is no kernel's, whatever the policy's trace."""
+    assert set(policies.POLICIES) <= {*TRACED, "lru", "counter"}
+    for name in ("lru", "counter"):
+        assert all(each.of_selection for each in policy(name).needs)
+        extras = ("statistics of what a selection chose",)
+        assert choose("step", "pallas_tpu", request(name, extras=extras)).op == "decode"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
