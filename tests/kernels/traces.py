@@ -12,7 +12,8 @@ from kvjax.cache.layout import Group
 
 #: Policies, and whether a kernel traces them: as a flag of each once said.
 TRACED = {
-    "full": True, "fifo": True, "window": True, "local_only": True, "streaming_llm": True, "strided": True, "fixed": True,
+    "full": True, "fifo": True, "window": True, "local_only": True,
+    "streaming_llm": True, "strided": True, "fixed": True,
     "h2o": True, "ring": True, "heavy_only": True, "h2o_decay": True, "scissorhands": True, "tova": True,
     "mean_attention": True, "roco": True, "heavy_roco": True, "random": False, "heavy_random": False, "snapkv": False,
     "pyramidkv": False, "knorm": False, "keydiff": False, "value_norm": False,

@@ -250,7 +250,7 @@ def test_reasons_say_what_would_be_valid():
     assert "use full(), a prompt compressor such as snapkv, or by_page(policy, page=8)" in quest(8, 64).refuses(
         policies.h2o(8)
     )
-    assert "evicts single ones while decoding" in quest(8, 64).refuses(FREES["h2o by other pages"])
+    assert "evicts pages of another size while decoding" in quest(8, 64).refuses(FREES["h2o by other pages"])
     for each in (quest(8, 64), infinigen(), tokenselect(4), shadowkv(budget=8)):
         assert "use positions='original'" in each.refuses(policies.full(), positions="cache")
     assert "use full(), a window, or tova()" in tokenselect(4).refuses(policies.h2o(8))
