@@ -314,10 +314,11 @@ def _capacities(
     if branch.prompt.when == "step":
         if first is None:
             return total, total
-        block = (sizes.block or 1) if spec.storage.exact else 0
         if branch.prompt.page > 1:
+            # Also where the step's own tokens are apart: which slots they will have is known before any is freed.
             page = branch.prompt.page
-            return _in_pages(first, block, page, total), _in_pages(first, room, page, total)
+            return _in_pages(first, sizes.block or 1, page, total), _in_pages(first, 1, page, total)
+        block = (sizes.block or 1) if spec.storage.exact else 0
         return min(up(first + block, branch.prompt), total), min(up(first + room, branch.prompt), total)
     assert first is not None and branch.prompt.budget is not None
     left = min(branch.prompt.budget.widest(branch.prompt, first, kv_heads), sizes.budget_prompt)
@@ -325,7 +326,7 @@ def _capacities(
     if then is None:
         return whole, left + sizes.following
     if branch.decode.page > 1:
-        return whole, max(left + room, _in_pages(then, room, branch.decode.page, total))
+        return whole, max(left + room, _in_pages(then, 1, branch.decode.page, total))
     return whole, max(left + room, min(up(then + room, branch.decode), total))
 
 

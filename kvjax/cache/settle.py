@@ -56,8 +56,11 @@ def settle(
     due &= (newest >= 0)[:, None, None]
     index = _first(due, min(n, due.shape[2]))
     chosen = jnp.take_along_axis(due, index, axis=2)
+    # Where pages are freed as a whole, a token goes where it would have gone before any was.
+    page = group.policy.page
+    before = coded_at if page == 1 else layer.position[:, :, :coded_slots]
     # [B, K, m]; out of bounds, where writes are dropped, for what is not due
-    target = jnp.where(chosen, free_slots(coded_at, index.shape[2], group.policy.page), coded_slots)
+    target = jnp.where(chosen, free_slots(before, index.shape[2], page), coded_slots)
 
     def pick(leaf: Array) -> Array:
         return jnp.take_along_axis(leaf, index.reshape(*index.shape, *(1,) * (leaf.ndim - 3)), axis=2)

@@ -2,6 +2,7 @@
 
 from kvjax.errors import SelectionError
 from kvjax.policies.base import Evict, Policy
+from kvjax.policies.h2o import Ring
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
@@ -29,6 +30,11 @@ def phases(policy: Policy) -> tuple[Evict, ...]:
 def merging(policy: Policy) -> str | None:
     """Returns the name of the first of its `phases` that merges evicted pairs into others; None if there is none."""
     return next((each.name for each in phases(policy) if each.merge is not None), None)
+
+
+def with_ring(policy: Policy) -> str | None:
+    """Returns the name of the first of its `phases` that is H2O's ``ring`` variant; None if there is none."""
+    return next((each.name for each in phases(policy) if isinstance(each.scope, Ring)), None)
 
 
 def evicting(policy: Policy) -> str | None:

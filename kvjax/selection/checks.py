@@ -5,7 +5,7 @@ import functools
 from kvjax import arguments
 from kvjax.errors import SelectionError
 from kvjax.policies.base import Policy
-from kvjax.policies.traits import evicting, holding_apart, merging, phases
+from kvjax.policies.traits import evicting, holding_apart, merging, phases, with_ring
 
 factory = arguments.checked_call(SelectionError)  # decorates the factories of selections
 named = functools.partial(arguments.named, noun="selection", error=SelectionError)
@@ -37,7 +37,9 @@ def aligned(policy: Policy) -> str | None:
 
 
 def merges(policy: Policy) -> str | None:
-    """Returns why a selection cannot be combined with a policy that merges; None if it does not merge."""
+    """Returns why a selection cannot be combined with a policy that merges or has a ring; None if it has neither."""
+    if name := with_ring(policy):
+        return f"the policy {name} is the released code of a system that reads everything; use h2o with variant='drop'."
     name = merging(policy)
     return name and (
         f"the policy {name} merges evicted pairs into others, whose keys then differ from those that the selection "

@@ -61,6 +61,8 @@ class InfiniGen(Selection):
     columns: Columns = "sum"
     sinks: int = 0
     recent: int = 0
+    # 1 slot and all slots, 1 and 1.0, are equal numbers.
+    of_slots: bool = dataclasses.field(init=False, repr=False)
     name = "infinigen"
     ahead = True
     watches = True
@@ -73,6 +75,7 @@ class InfiniGen(Selection):
             whole = isinstance(self.cap, numbers.Integral) and not isinstance(self.cap, bool)
             cap = count_argument("cap", self.cap, minimum=1) if whole else _fraction("cap", self.cap)
             object.__setattr__(self, "cap", cap)
+            object.__setattr__(self, "of_slots", whole)
             choice_argument("columns", self.columns, COLUMNS)
             for field, minimum in (("first_layer", 1), ("sinks", 0), ("recent", 0)):
                 object.__setattr__(self, field, count_argument(field, getattr(self, field), minimum=minimum))

@@ -171,10 +171,6 @@ class Case(NamedTuple):
         """Whether it is not another case too, or left to `test_merge`, which has merges of what is held exactly."""
         dense = self.codecs == ("dense", "dense")
         hardest = (self.residual, self.block, self.positions) == (3, BLOCK, "cache")
-        if self.look == "shadowkv" and self.residual:
-            return False  # see test_chunks_beside_a_store_of_newest_tokens
-        if "by_page" in self.policy and not dense and self.look in ("quest", "lserve", "retrieval"):
-            return False  # see test_pages_that_are_evicted_and_coded
         return hardest and not dense if "+" in self.policy else not (dense and self.residual)
 
     @property
@@ -238,7 +234,6 @@ def test_a_layer_is_the_reference(case):
     assert_same(output, layer, case.expected(), case.spec.storage)
 
 
-@pytest.mark.xfail(strict=True, reason="kvjax/selection/lowrank.py takes slots for positions, also in two stores")
 def test_chunks_beside_a_store_of_newest_tokens():
     """It is the reference, or it is refused as pages are."""
     case = Case("full", ("int8", "fp8"), 3, "shadowkv", None, "original")
@@ -247,7 +242,6 @@ def test_chunks_beside_a_store_of_newest_tokens():
         assert_same(output, layer, case.expected(), case.spec.storage)
 
 
-@pytest.mark.xfail(strict=True, reason="kvjax/cache/lowering.py: coded pages have no room for the token of a step")
 @pytest.mark.parametrize("look", ["quest", "lserve", "retrieval"])
 def test_pages_that_are_evicted_and_coded(look):
     """Arrays have b + p slots; the page of a step's token is the page that it is written to."""

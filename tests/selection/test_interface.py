@@ -101,7 +101,6 @@ def test_widths():
     assert not infinigen(cap=0.9).dense(2, window=9) and not tokenselect(4).dense(0) and lserve(budget=64).dense(1)
 
 
-@pytest.mark.xfail(strict=True, reason="kvjax/selection/speculate.py: InfiniGen(cap=1) == InfiniGen(cap=1.0)")
 def test_one_slot_is_not_all_of_them():
     """Equal selections are one program, in which both would read one slot, or both all."""
     assert infinigen(cap=1) != infinigen(cap=1.0)
@@ -240,7 +239,6 @@ def test_positions_and_storages(selection):
     assert bool(selection.refuses(policies.full(), delayed)) >= pages
 
 
-@pytest.mark.xfail(strict=True, reason="kvjax/selection/lowrank.py: ShadowKV takes slots for positions")
 def test_chunks_need_one_store():
     """Tokens change their slots when they leave the newest."""
     assert shadowkv(budget=64).refuses(policies.full(), Storage(key=int8().key, value=int8().value, residual=8))

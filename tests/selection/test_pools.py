@@ -314,7 +314,6 @@ def test_the_ring_is_refused(look):
         layers.lowered(CacheSpec(policies.h2o(9, variant="ring"), selection=LOOKS[look][0]), case())
 
 
-@pytest.mark.xfail(strict=True, reason="kvjax/selection/speculate.py: refuses() lets H2O's ring pass")
 def test_infinigen_refuses_the_ring():
     with pytest.raises(PolicyError):
         layers.lowered(CacheSpec(policies.h2o(9, variant="ring"), selection=LOOKS["infinigen"][0]), case())
