@@ -192,7 +192,7 @@ NAMED: Mapping[str, Statistic] = {s.name: s for s in (MASS, MASS_SQ, COUNT, ABOV
 
 
 def saturating_fetched(saturate: int) -> Statistic:
-    """Returns `FETCHED` with counters that are halved when one of a head's reaches a number.
+    """Returns `FETCHED` with counters that are all halved when one counter of a head reaches a number.
 
     Args:
       saturate: that number; 255 is the largest of one byte.

@@ -73,7 +73,7 @@ def read(
       values: [B, K, S_i, D] of each piece.
       block: the tokens of the step.
       group: the selection.
-      guess: [B, H, 1, D] the query of a selection that looks ahead, rotated.
+      guess: [B, H, 1, D] the query of a selection that looks ahead, rotated; None = the query itself.
       rotate: rotates keys [B, K, W, D] to positions [B, K, W]; None = the model has no rotary embedding.
       about: ``budget``, ``scale``, ``window`` and ``skew`` of `kvjax.cache.step.step`.
     """
@@ -101,21 +101,25 @@ def read(
     size, width = keys[0].shape[2], selection.width(keys[0].shape[2])
     if width is not None and pool.own is not None:
         width -= 1  # The step's token is a part of its own.
+
+    def restored(part: Part, chosen: Array) -> Part:
+        """Replaces the keys of the chosen slots [B, K, W] if the selection restores keys."""
+        key = selection.restore(index, part.position)
+        if key is None:
+            return part
+        key = key if rotate is None else rotate(key, part.position)
+        return part._replace(key=jnp.where(chosen[..., None], key.astype(part.key.dtype), part.key))
+
+    first, chosen_first = parts[0], chosen[:, :, :size]
     if width is None or width >= size:
-        return Reading(parts, position, None, index, view, chosen)
+        return Reading((restored(first, chosen_first), *parts[1:]), position, None, index, view, chosen)
     slots, valid = compact(mask[:, :, :size], width)
 
     def fetch(x: Array) -> Array:
         return jnp.take_along_axis(x, slots.reshape(*slots.shape, *(1,) * (x.ndim - 3)), axis=2)
 
-    first = parts[0]
-    at = jnp.where(valid, fetch(first.position), EMPTY)
-    key = fetch(first.key)
-    restored = selection.restore(index, at)
-    if restored is not None:
-        restored = restored if rotate is None else rotate(restored, at)
-        key = jnp.where(fetch(chosen[:, :, :size])[..., None], restored.astype(key.dtype), key)
-    fetched = Part(key, fetch(first.value), at)
+    fetched = Part(fetch(first.key), fetch(first.value), jnp.where(valid, fetch(first.position), EMPTY))
+    fetched = restored(fetched, fetch(chosen_first))
     return Reading((fetched, *parts[1:]), position, jnp.where(valid, slots, size), index, view, chosen)
 
 

@@ -100,6 +100,18 @@ FEW = {
 }
 
 
+@pytest.mark.parametrize("name", FEW)
+def test_the_room_of_the_arrays_changes_nothing(name):
+    """Slots are masked where as many could be read as there are, and gathered in larger arrays."""
+    look = FEW[name] if name != "shadowkv" else selection.shadowkv(5, 2, 12, local=1, outliers=2)
+    model = tiny("gqa").model
+    room = int((ENDS - PROMPTS).max())
+    tight, wide = (
+        score(model, policies.full(), look, limits=kvjax.Limits(int(PROMPTS.max()) + more, room)) for more in (0, 60)
+    )
+    np.testing.assert_allclose(tight.logprobs, wide.logprobs, atol=3e-5)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FEW)
 def test_a_row_alone_and_a_prompt_in_blocks_choose_the_same(name):
