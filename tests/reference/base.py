@@ -245,7 +245,7 @@ def all_but_sinks(sinks: int) -> Scope:
 
 
 def all_but_newest_half(recent: int | None, sinks: int) -> Scope:
-    """Of a pool: what had no time to be fetched, and the first positions."""
+    """Protects the newest tokens, which had no time to be fetched, and the first positions."""
 
     def protects(view: View) -> tuple[Array, float]:
         count = max(1, view.budget // 2) if recent is None else recent

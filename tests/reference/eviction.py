@@ -87,7 +87,7 @@ def lru(budget: Any, recent: int | None = None, sinks: int = 0, **options: Any) 
 def counter(
     budget: Any, saturate: int | None = 255, recent: int | None = None, sinks: int = 0, **options: Any
 ) -> Policy:
-    """Who was fetched least often goes; counts are halved when one of a head's reaches `saturate`."""
+    """Evicts the slot that was fetched least often; a head's counts are halved when one reaches `saturate`."""
     return evict(by_fetches(saturate), all_but_newest_half(recent, sinks), budget, **options)
 
 

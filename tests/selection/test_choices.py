@@ -153,7 +153,7 @@ def test_infinigen_with_a_skew(heads, columns):
 
 @pytest.mark.parametrize("columns", ["sum", "query", "union"])
 def test_which_columns(columns):
-    """Of the row's own prompt, whatever the padding, at once or in blocks; of equal columns the lower."""
+    """Columns follow the row's own prompt, not padding or blocks; of equal columns the lower is chosen."""
     batch = texts("gqa", seed=23)
     key, query = batch.key.copy(), batch.query.copy()
     key[..., 5], query[..., 5] = key[..., 2], query[..., 2]  # an exact tie of two columns
