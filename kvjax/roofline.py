@@ -11,16 +11,17 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from kvjax import sharding
-from kvjax.cache.convert import empty_layers
+from kvjax.cache.convert import empty_layers, memories
 from kvjax.cache.layout import CacheLayout
 from kvjax.cache.lowering import Lowered
 from kvjax.cache.state import KVState, LayerKV, layers_of
 from kvjax.devices import Device
 from kvjax.generate import Carry
+from kvjax.memory import DEVICE, HOST, PINNED
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import parameter_shapes
 from kvjax.sharding import Params, PyTree
@@ -78,13 +79,21 @@ def decode_shapes(
       mesh: the mesh, or None for a single device.
     """
 
-    def shape(dims: tuple[int, ...], kind: DTypeLike, *axes: str | None) -> Array:
+    alone = sharding.one_device_mesh()
+
+    def shape(dims: tuple[int, ...], kind: DTypeLike, *axes: str | None, memory: str = DEVICE) -> Array:
         """Returns a shape with its sharding, typed as an array so that it can be part of a `KVState`."""
         place = mesh and NamedSharding(mesh, sharding.spec(axes, dims, mesh))
+        if memory == HOST:
+            place = (place or NamedSharding(alone, PartitionSpec())).with_memory_kind(PINNED)
         return cast(Array, jax.ShapeDtypeStruct(dims, kind, sharding=place))
 
     made = jax.eval_shape(lambda: empty_layers(layout.decode, batch, config.num_kv_heads, config.head_dim, dtype))
-    held = jax.tree.map(lambda x: shape(x.shape, x.dtype, "batch", "kv_heads", *(None,) * (len(x.shape) - 2)), made)
+    held = jax.tree.map(
+        lambda x, where: shape(x.shape, x.dtype, "batch", "kv_heads", *(None,) * (len(x.shape) - 2), memory=where),
+        made,
+        memories(layout.decode, made),
+    )
     params = parameter_shapes(config, dtype)
     if mesh is not None:
         places = sharding.parameter_shardings(params, mesh, (config.num_heads, config.num_kv_heads))

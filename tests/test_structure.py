@@ -9,7 +9,7 @@ from tests.conftest import ROOT
 
 #: The rooms in order; a module imports its own room and those above it in this list, which are below it in the house.
 ROOMS = [
-    {"errors", "statistics", "order", "rope", "sharding", "devices", "units", "arguments"},
+    {"errors", "statistics", "order", "rope", "sharding", "devices", "units", "arguments", "memory"},
     {"policies"},
     {"storage", "selection"},
     {"kernels"},

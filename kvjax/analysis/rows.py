@@ -76,6 +76,7 @@ def _whole_layer(seen: tuple[Seen, ...], groups: tuple[Group, ...], width: int) 
     for each in seen:
         weight = jnp.zeros(each.position.shape) if each.log_weight is None else each.log_weight
         batch, heads = each.position.shape[:2]
+        assert each.key is not None, "a pool in host memory, which `kvjax.analysis.scan` puts on the device"
         part = Seen(
             # [B, K, G, n, D]
             query=each.query.reshape(batch, heads, -1, *each.query.shape[2:]),
@@ -96,6 +97,7 @@ def _whole_layer(seen: tuple[Seen, ...], groups: tuple[Group, ...], width: int) 
 
 def _rows(seen: Seen, query_position: Array, window: int | None) -> Rows:
     """The rows of a layer whose slots are in the order of the text."""
+    assert seen.key is not None
     problem = attention.problem(
         seen.query, seen.key, seen.key, query_position=query_position, key_position=seen.position, window=window,
         log_weight=seen.log_weight,

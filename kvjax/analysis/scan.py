@@ -16,7 +16,7 @@ from kvjax.analysis.rows import look
 from kvjax.cache.convert import empty_layers
 from kvjax.cache.layout import Group
 from kvjax.cache.limits import prompt_bucket
-from kvjax.cache.spec import CacheSpec, as_spec
+from kvjax.cache.spec import CacheSpec, as_spec, on_device
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
 from kvjax.inputs import check_batch, check_prompt
@@ -140,7 +140,8 @@ def over_steps(
       PolicyError: a policy that cannot work.
     """
     config = model.config
-    specs = tuple(as_spec(policy) for policy in policies)
+    # What attention saw of a pool in host memory is not kept, and is the same as of one on the device.
+    specs = tuple(on_device(as_spec(policy)) for policy in policies)
     batch = check_batch(config, tokens, lengths, new_tokens=0)
     prompt = check_prompt(prompt_length, batch.lengths)
     steps = int((batch.lengths - prompt).max())

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from kvjax import memory
 from kvjax.cache.layout import Group, Phase
 from kvjax.cache.slots import constrain, empty_stats, forget, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, Layer, LayerKV, PerSlot, Store
@@ -49,6 +50,24 @@ def empty_layers(phase: Phase, batch: int, kv_heads: int, dim: int, dtype: DType
     return tuple(Layer(empty(group, batch, kv_heads, dim, dtype) for group in layer) for layer in phase)
 
 
+def memories(phase: Phase, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """Returns the memory of every array of a phase, one of `kvjax.memory.MEMORIES`, as a tree like `layers`."""
+
+    def of_group(group: Group, layer: LayerKV) -> LayerKV:
+        on_device: LayerKV = jax.tree.map(lambda _: memory.DEVICE, layer)
+        return on_device.replace(
+            stores=tuple(
+                {side: dict.fromkeys(parts, storage.memories[side]) for side, parts in store.items()}
+                for storage, store in zip(group.stores, layer.stores, strict=True)
+            )
+        )
+
+    return tuple(
+        Layer(of_group(*each) for each in zip(groups, layer, strict=True))
+        for groups, layer in zip(phase, layers, strict=True)
+    )
+
+
 class Prompt(NamedTuple):
     """What `convert` knows of a layer's prompts.
 
@@ -87,15 +106,15 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
       The stores, statistics and index of `after`.
     """
     live = layer.position >= 0
-    # A one-shot prompt is exact whatever the storage. Otherwise lowering refuses selections that summarise exact keys.
-    coded = bool(before.slots) and not before.storage.exact
+    # A one-shot prompt is exact and on the device, whatever the storage.
+    in_place = bool(before.slots) and before.storage.apart
     newest = prompt.length - 1
-    index = _index(layer, before, after, prompt, coded)
+    index = _index(layer, before, after, prompt)
     per_slot = PerSlot(layer.stats, {name: index.pop(name) for name in after.selection.per_slot})
     pieces = []
     start = 0
     for number, (storage, slots) in enumerate(zip(after.stores, after.slots, strict=True)):
-        if coded:
+        if in_place:
             # From each store into the same store.
             source = layer.stores[number]
             size = jax.tree.leaves(source)[0].shape[2]
@@ -111,7 +130,7 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
         position, own, store = _moved(layer.position, per_slot, layer.stores[0], due, slots, 0)
         if not storage.exact:
             store = held.encode(storage, store["key"]["exact"], store["value"]["exact"], layer.value.dtype)
-        pieces.append((position, own, store))
+        pieces.append((position, own, held.place(storage, store)))
     positions, owns, stores = zip(*pieces, strict=True)
     # [B, K, S], then [B, K, S, ...]
     position = jnp.concatenate(positions, axis=2)
@@ -143,8 +162,8 @@ def _moved(
     return take(jnp.where(mine, position, EMPTY), order, slots, EMPTY), own, store
 
 
-def _index(layer: LayerKV, before: Group, after: Group, prompt: Prompt, coded: bool) -> dict[str, Array]:
-    """Builds the index of the selection of the decoding phase from the keys of a dense layer.
+def _index(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> dict[str, Array]:
+    """Builds the index of the selection of the decoding phase from exact keys.
 
     Arrays with an entry for each slot are of the layer's slots, others of the slots of `after`.
     """
@@ -152,9 +171,12 @@ def _index(layer: LayerKV, before: Group, after: Group, prompt: Prompt, coded: b
     if before.selection.per_slot:
         # It is kept during the prompt.
         return dict(layer.index)
-    if coded:
+    if before.slots and not before.storage.exact:
+        # Lowering refuses selections that summarise exact keys.
         return {}
-    position, key = layer.position, layer.key
+    # [B, K, S] and [B, K, S, D]: one layer of a pool in host memory is on the device at a time.
+    position, keys = layer.position, [memory.to_device(store["key"]["exact"]) for store in layer.stores]
+    key = keys[0] if len(keys) == 1 else jnp.concatenate(keys, axis=2)
     if not selection.per_slot:
         # [B, K, S] and [B, K, S, D], as they will be after the slots have moved
         order = oldest_first(position, position >= 0, after.capacity)

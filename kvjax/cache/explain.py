@@ -40,7 +40,7 @@ def _describe(group: Group, layout: CacheLayout) -> str:
     made = jax.eval_shape(functools.partial(empty, group, 1, layout.kv_heads, layout.head_dim, layout.dtype))
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made.stores))
     slots = " + ".join(
-        f"{count} {'exact' if storage.exact else storage.name}"
+        f"{count} {storage.label if storage.apart else 'exact'}"
         for count, storage in zip(group.slots, group.stores, strict=True)
     )
     reads = "" if group.selection.reads_all else f", reads {group.selection.name}"

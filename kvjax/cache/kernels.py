@@ -47,7 +47,7 @@ class Chooser:
 
     def decode(self, group: Group, kv_heads: int) -> Group:
         """The decoding group with its kernels; kv_heads: of the group."""
-        parts = len(group.slots) + 1 if group.apart else 1
+        parts = len(group.slots) + 1 if group.storage.apart else 1
         request = self._request(group, kv_heads, tokens=1, slots=group.capacity, parts=parts)
         whole = self._choose("step", request, group)
         if whole.op == "step":
@@ -59,7 +59,7 @@ class Chooser:
         one_shot = self.sizes.block is None
         tokens = self.sizes.prompt if one_shot else self.sizes.block
         assert tokens is not None
-        parts = len(group.slots) + 1 if group.apart and not one_shot else 1
+        parts = len(group.slots) + 1 if group.storage.apart and not one_shot else 1
         slots = tokens if one_shot else group.capacity
         request = self._request(group, kv_heads, tokens=tokens, slots=slots, parts=parts)
         choice = self._choose("prefill" if tokens > 1 else "decode", request, group)
@@ -72,8 +72,8 @@ class Chooser:
             extras.append("eviction of whole pages")
         if group.policy.merge is not None:
             extras.append("a merge")
-        if not group.storage.exact:
-            extras.append(f"storage {group.storage.name}")
+        if group.storage.apart:
+            extras.append(f"storage {group.storage.label}")
         if not group.selection.reads_all:
             extras.append(f"selection {group.selection.name}")
         if any(statistic.of_selection for statistic in group.needs):

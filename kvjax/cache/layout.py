@@ -68,14 +68,6 @@ class Group:
         return frozenset(s for s in self.needs | self.selection.needs if not s.of_selection)
 
     @property
-    def apart(self) -> bool:
-        """Whether a step's own tokens are apart from the slots until the step ends.
-
-        Otherwise they are appended before the step attends, which is not possible where slots are held in a code.
-        """
-        return not self.storage.exact
-
-    @property
     def evicts(self) -> bool:
         """Whether slots are ever freed."""
         return self.policy.budget is not None
@@ -90,10 +82,18 @@ class Group:
         """Slots of all stores."""
         return sum(self.slots)
 
+    @property
+    def gathered(self) -> int | None:
+        """The number of slots that a decoding step gathers from the first store; None = it takes the whole store."""
+        width = self.selection.width(self.slots[0]) if self.decoding else None
+        # A token that is apart from the slots is not gathered.
+        width = width if width is None or not self.storage.apart else width - 1
+        return None if width is None or width >= self.slots[0] else width
+
 
 def stores_of(storage: Storage) -> tuple[Storage, ...]:
-    """The ways in which a storage holds slots: in its codes and, where it has a residual, exactly."""
-    return (storage,) if storage.exact or not storage.residual else (storage, dense())
+    """The ways in which a storage holds slots: its own and, where it has a residual, exactly on the device."""
+    return (storage,) if not (storage.apart and storage.residual) else (storage, dense())
 
 
 #: Per layer, its groups of heads.

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -18,6 +19,7 @@ from kvjax.cache.layout import CacheLayout, Group, stores_of
 from kvjax.cache.limits import Sizes, slots_bucket
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError
+from kvjax.memory import HOST
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.base import Evict, Policy, keep, named
 from kvjax.policies.budget import Budget, Fraction, FromLayer, PerLayer, Pyramid, Shared, batch_slots
@@ -212,6 +214,8 @@ def _check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
     selection, name = branch.selection, spec.policy.name
     if reason := selection.refuses(spec.policy, spec.storage, positions=branch.decode.positions):
         raise PolicyError(f"policy {name} with selection={selection!r}: {reason}")
+    if spec.storage.on_host and (reason := _refuses_host(spec, branch, sizes)):
+        raise PolicyError(f"policy {name} with storage={spec.storage!r}: {reason}")
     if selection.whole_text:
         if sizes.following:
             raise PolicyError(
@@ -220,12 +224,33 @@ def _check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
             )
         if sizes.block is not None:
             raise PolicyError(f"policy {name}: it looks at all of a text at once; leave out prefill_block.")
-    summarizes = not selection.in_prompt and bool(selection.init((1, 1, 1), 1, jnp.float32))
+    summarizes = not selection.in_prompt and bool(jax.eval_shape(lambda: selection.init((1, 1, 1), 1, jnp.float32)))
     if summarizes and sizes.block is not None and not spec.storage.exact:
         raise PolicyError(
             f"policy {name}: selection={selection!r} summarises exact keys, which storage={spec.storage.name} no "
             "longer has after a block of the prompt; leave out prefill_block."
         )
+
+
+def _refuses_host(spec: CacheSpec, branch: Branch, sizes: Sizes) -> str | None:
+    """Returns why a pool cannot be in host memory, as a sentence; None if it can."""
+    # A prompt in one shot is on the device.
+    policies = (branch.decode,) if sizes.block is None else (branch.prompt, branch.decode)
+    if any(policy.merge is not None for policy in policies):
+        return "a merge changes slots anywhere in a pool, which must be on the device; use memory='device'."
+    if branch.selection.reads_all:
+        # Every slot moves to the device in each step, where a policy may look at it too.
+        return None
+    looked = set(branch.decode.reads)
+    if branch.selection.ranks_by_keys:
+        looked.add("key")
+    moved = sorted(side for side in looked if spec.storage.memories[side] == HOST)
+    if moved:
+        return (
+            f"slots are ranked by every {' and '.join(moved)}, so that reading few of them would still move all of "
+            "them in each step; keep these on the device, such as memory=('device', 'host') for keys."
+        )
+    return None
 
 
 def _budgets(
@@ -302,11 +327,11 @@ def _capacities(
 ) -> tuple[int, int]:
     """Slots per head of the arrays: while the prompt goes in block by block, and while decoding.
 
-    Where slots are held in a code, a step's own tokens are apart and take none.
+    Where a step's own tokens are apart (`Storage.apart`), they take none.
     """
     whole, total = sizes.prompt, sizes.total
     first, then = budgets
-    room = 1 if spec.storage.exact else 0  # for the step's own token
+    room = 0 if spec.storage.apart else 1  # for the step's own token
 
     def up(slots: int, policy: Evict) -> int:
         return slots_bucket(slots) if sizes.rounded and follows_prompt(policy.budget) else slots
@@ -318,7 +343,7 @@ def _capacities(
             # Also where the step's own tokens are apart: which slots they will have is known before any is freed.
             page = branch.prompt.page
             return _in_pages(first, sizes.block or 1, page, total), _in_pages(first, 1, page, total)
-        block = (sizes.block or 1) if spec.storage.exact else 0
+        block = 0 if spec.storage.apart else (sizes.block or 1)
         return min(up(first + block, branch.prompt), total), min(up(first + room, branch.prompt), total)
     assert first is not None and branch.prompt.budget is not None
     left = min(branch.prompt.budget.widest(branch.prompt, first, kv_heads), sizes.budget_prompt)

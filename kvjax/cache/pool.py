@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Pool(NamedTuple):
     """The slots of a layer and the tokens of a step.
 
-    The step's own tokens are appended to the layer, or follow its slots; see `Group.apart`.
+    The step's own tokens are appended to the layer, or follow its slots; see `Storage.apart`.
 
     Attributes:
       layer: the layer, with the step's tokens if it is dense.
@@ -39,6 +39,11 @@ class Pool(NamedTuple):
     def coded(self) -> bool:
         """Whether slots must be decoded."""
         return any(set(parts) != {"exact"} for store in self.layer.stores for parts in store.values())
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype that keys and values are decoded to."""
+        return jnp.dtype((self.layer.value if self.own is None else self.own[1]).dtype)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -68,7 +73,7 @@ def prompt_pool(key: Array, value: Array, block: Block, group: Group) -> Pool:
 
 def pool_of(layer: LayerKV, key: Array, value: Array, block: Block, group: Group, skew: Array | None = None) -> Pool:
     """Returns the pool of a layer and the tokens [B, K, n, D] of a block; `skew` as in `kvjax.cache.step.step`."""
-    if not group.apart:
+    if not group.storage.apart:
         # Constrained before attention too: if KV heads are replicated but query heads are not, XLA would otherwise
         # write the cache in parts and gather it at every step.
         layer = constrain(append(layer, key, value, block.position, group.policy.page))
@@ -85,20 +90,29 @@ def pool_of(layer: LayerKV, key: Array, value: Array, block: Block, group: Group
     return Pool(layer, (key, value), jnp.concatenate([layer.position, own], axis=2), stats, index)
 
 
-def decoded(pool: Pool, group: Group) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+def decoded(pool: Pool, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Decodes the keys and values [B, K, S_i, D] of each piece.
 
-    Keys are rotated as they are stored, which is not at all if ``positions="cache"``.
+    Keys are rotated as they are stored, which is not at all if ``positions="cache"``. Those of a pool in host memory
+    whose slots are gathered are None: moving them to the device would take the time that gathering saves.
     """
     if pool.own is None:
         return (pool.layer.key,), (pool.layer.value,)
-    pieces = [
-        held.decode(storage, store, pool.layer.dim, pool.own[1].dtype)
-        for storage, store in zip(group.stores, pool.layer.stores, strict=True)
+    pieces: list[tuple[Any, Any]] = [
+        (None, None)
+        if number == 0 and storage.on_host and group.gathered is not None
+        else held.decode(storage, store, pool.layer.dim, pool.dtype)
+        for number, (storage, store) in enumerate(zip(group.stores, pool.layer.stores, strict=True))
     ]
     # A query sees its own block exactly: its tokens are a piece of their own until they are encoded.
     keys, values = zip(*pieces, pool.own, strict=True)
     return keys, values
+
+
+def fetched(pool: Pool, group: Group, slots: Array) -> tuple[Array, Array]:
+    """Reads slots [B, K, W] of the first piece, and decodes their keys and values [B, K, W, D]; see `decoded`."""
+    store = held.gather(pool.layer.stores[0], slots)
+    return held.decode(group.stores[0], store, pool.layer.dim, pool.dtype)
 
 
 def run_after_inputs(function: Callable[..., T], pool: Pool, *arguments: Any) -> T:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from kvjax import attention
 from kvjax.cache.layout import Group
-from kvjax.cache.pool import Pool, joined
+from kvjax.cache.pool import Pool, fetched, joined
 from kvjax.cache.slots import free_slots, write
 from kvjax.cache.state import EMPTY, FAR, Block
+from kvjax.memory import gather
 from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact
 
@@ -55,8 +56,8 @@ class Reading(NamedTuple):
 def read(
     pool: Pool,
     query: Array,
-    keys: tuple[Array, ...],
-    values: tuple[Array, ...],
+    keys: tuple[Any, ...],
+    values: tuple[Any, ...],
     block: Block,
     group: Group,
     *,
@@ -69,8 +70,8 @@ def read(
     Args:
       pool: the slots.
       query: [B, H, n, D], rotated.
-      keys: [B, K, S_i, D] of each piece, rotated.
-      values: [B, K, S_i, D] of each piece.
+      keys: [B, K, S_i, D] of each piece, rotated; None of a pool in host memory that is gathered.
+      values: [B, K, S_i, D] of each piece; None as `keys`.
       block: the tokens of the step.
       group: the selection.
       guess: [B, H, 1, D] the query of a selection that looks ahead, rotated; None = the query itself.
@@ -84,23 +85,21 @@ def read(
         return Reading(parts, pool.position, None, index, None)
     slot = _slot(pool, block, group.policy.page)
     view = SelectView(
-        position=pool.position, key=joined(keys), newest=block.newest, prompt=block.prompt, slot=slot,
-        layer=block.layer, first=block.position[:, 0], **about,
+        position=pool.position, key=None if keys[0] is None else joined(keys), newest=block.newest,
+        prompt=block.prompt, slot=slot, layer=block.layer, first=block.position[:, 0], **about,
     )  # fmt: skip
     if not selection.in_prompt and not (group.decoding and n == 1):
         return Reading(parts, pool.position, None, index, view)
     if n == 1:
-        own = keys[-1] if pool.own is not None else jnp.take_along_axis(keys[0], slot[:, :, None, None], axis=2)
-        index = _written(index, own, slot, pool, block, selection, view.skew)
+        newest = keys[-1] if pool.own is not None else jnp.take_along_axis(keys[0], slot[:, :, None, None], axis=2)
+        index = _written(index, newest, slot, pool, block, selection, view.skew)
     # [B, K, G, D]: of the block's last query; selections of whole blocks look at no query
     by = _grouped(guess if selection.ahead and guess is not None else query, pool.position)[:, :, :, -1]
-    chosen, index = selection.choose(index, by, view)
+    chosen, index = _chosen(index, by, view, pool, selection)
     mask = chosen | selection.always(index, view)
     position = jnp.where(mask, pool.position, EMPTY)
     parts = tuple(map(Part, keys, values, pool.cut(position)))
-    size, width = keys[0].shape[2], selection.width(keys[0].shape[2])
-    if width is not None and pool.own is not None:
-        width -= 1  # The step's token is a part of its own.
+    size, width = pool.sizes[0], group.gathered
 
     def restored(part: Part, chosen: Array) -> Part:
         """Replaces the keys of the chosen slots [B, K, W] if the selection restores keys."""
@@ -111,16 +110,28 @@ def read(
         return part._replace(key=jnp.where(chosen[..., None], key.astype(part.key.dtype), part.key))
 
     first, chosen_first = parts[0], chosen[:, :, :size]
-    if width is None or width >= size:
+    if width is None:
         return Reading((restored(first, chosen_first), *parts[1:]), position, None, index, view, chosen)
     slots, valid = compact(mask[:, :, :size], width)
 
-    def fetch(x: Array) -> Array:
-        return jnp.take_along_axis(x, slots.reshape(*slots.shape, *(1,) * (x.ndim - 3)), axis=2)
+    # What is read is decoded after it is gathered, of a pool in host memory by the host.
+    own = Part(*fetched(pool, group, slots), jnp.where(valid, gather(first.position, slots), EMPTY))
+    own = restored(own, gather(chosen_first, slots))
+    return Reading((own, *parts[1:]), position, jnp.where(valid, slots, size), index, view, chosen)
 
-    fetched = Part(fetch(first.key), fetch(first.value), jnp.where(valid, fetch(first.position), EMPTY))
-    fetched = restored(fetched, fetch(chosen_first))
-    return Reading((fetched, *parts[1:]), position, jnp.where(valid, slots, size), index, view, chosen)
+
+def _chosen(index: Any, query: Array, view: SelectView, pool: Pool, selection: Selection) -> tuple[Array, Any]:
+    """Calls `Selection.choose`, for a selection that looks ahead without the step's own tokens if they are apart.
+
+    Its choice then depends on nothing of this layer's input, so that slots can be fetched while the layer before runs.
+    """
+    if not selection.ahead or pool.own is None:
+        return selection.choose(index, query, view)
+    size = pool.layer.position.shape[2]
+    old = {name: x[:, :, :size] if name in selection.per_slot else x for name, x in index.items()}
+    chosen, after = selection.choose(old, query, view._replace(position=pool.layer.position, key=None))
+    own = {name: jnp.concatenate([after[name], index[name][:, :, size:]], axis=2) for name in selection.per_slot}
+    return jnp.pad(chosen, ((0, 0), (0, 0), (0, view.position.shape[2] - size))), after | own
 
 
 def _grouped(query: Array, position: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Settle: moves a step's own tokens into a cache that has a codec.
+"""Settle: moves a step's own tokens into a cache that has a codec or is in host memory.
 
 A step attends to its own tokens exactly. Afterwards, every surviving token that is older than the residual is encoded
 once, from its exact numbers, into an empty coded slot. While decoding, that is one slot per head.
@@ -134,4 +134,5 @@ def _first(marks: Array, count: int) -> Array:
 
 
 def _encode(storage: Storage, store: Store, target: Array, key: Array, value: Array, dtype: jnp.dtype) -> Store:
+    """Encodes keys and values [B, K, m, D], and writes them to the slots [B, K, m]."""
     return jax.tree.map(lambda old, new: write(old, target, new), store, held.encode(storage, key, value, dtype))

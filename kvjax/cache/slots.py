@@ -5,8 +5,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from kvjax import sharding
+from kvjax import memory, sharding
 from kvjax.cache.state import EMPTY, FAR, LayerKV, exact_store
+from kvjax.memory import write
 from kvjax.statistics import Statistic
 
 Array = jax.Array
@@ -73,10 +74,6 @@ def _turn(position: Array, page: int) -> Array:
     return jnp.where(live, 2, jnp.where(begun, 0, 1))
 
 
-# vmap makes batch and heads batching dimensions of the scatter, so that a sharded cache is written where it lies.
-write = jax.vmap(jax.vmap(lambda cache, slot, new: cache.at[slot].set(new, mode="drop", unique_indices=True)))
-
-
 def append(layer: LayerKV, key: Array, value: Array, position: Array, page: int = 1) -> LayerKV:
     """Writes n tokens into the first n empty slots of each head of a dense layer. Padding is not written.
 
@@ -119,14 +116,17 @@ def oldest_first(position: Array, chosen: Array, capacity: int) -> Array:
 
 
 def take(leaf: Array, order: Array, capacity: int, fill: int = 0) -> Array:
-    """Takes slots from an array and pads the result to `capacity` slots.
+    """Takes slots from an array and pads the result, which is in the same memory, to `capacity` slots.
 
     Args:
       leaf: [B, K, S, ...].
       order: [B, K, n] int32, the slots to take.
       capacity: the number of slots of the result.
-      fill: value of the padding.
+      fill: value of the padding; in host memory, where only keys and values are, it may be any number.
     """
+    if memory.on_host(leaf):
+        empty = ((0, 0), (0, 0), (0, max(0, capacity - order.shape[2])))
+        return memory.take(leaf, jnp.pad(order.astype(jnp.int32), empty))
     index = order.reshape(*order.shape, *(1,) * (leaf.ndim - 3))
     moved = jnp.take_along_axis(leaf, index, axis=2)
     pad = ((0, 0), (0, 0), (0, max(0, capacity - order.shape[2])), *((0, 0),) * (leaf.ndim - 3))

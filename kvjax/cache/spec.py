@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from kvjax.errors import PolicyError, SelectionError, StorageError
+from kvjax.memory import DEVICE
 from kvjax.policies.base import POSITIONS, Evict, Policy
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
@@ -66,8 +67,8 @@ class CacheSpec:
     def name(self) -> str:
         """The name of the policy, followed by those of a storage that is not dense and of a selection."""
         parts = [self.policy.name]
-        if not self.storage.exact:
-            parts.append(self.storage.name)
+        if self.storage.apart:
+            parts.append(self.storage.label)
         if not (self.selection.reads_all or isinstance(self.policy, WithSelection)):
             parts.append(self.selection.name)
         return " + ".join(parts)
@@ -97,6 +98,11 @@ def as_spec(policy: Any, storage: Storage | None = None, selection: Selection | 
     if not isinstance(policy, Policy):
         raise PolicyError(f"{policy!r} is not a policy; make one with kvjax.policies, such as h2o(budget=256).")
     return CacheSpec(policy, dense() if storage is None else storage, everything() if selection is None else selection)
+
+
+def on_device(spec: CacheSpec) -> CacheSpec:
+    """Returns the spec with its slots in the device's memory, which changes no result."""
+    return dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, memory=DEVICE))
 
 
 def with_positions(policy: Policy, positions: str) -> Policy:

@@ -32,7 +32,7 @@ class Seen(NamedTuple):
 
     Attributes:
       query: [B, H, n, D], rotated.
-      key: [B, K, S, D], rotated.
+      key: [B, K, S, D], rotated; None for a pool in host memory, whose keys XLA would move even if they are not used.
       position: [B, K, S] int32; -1 for a slot that is empty or not read.
       log_weight: [B, K, S] float32 added to the logits, or None.
       held: [B, K, S] int32; -1 for a slot that is empty.
@@ -40,7 +40,7 @@ class Seen(NamedTuple):
     """
 
     query: Array
-    key: Array
+    key: Array | None
     position: Array
     log_weight: Array | None
     held: Array
@@ -163,7 +163,7 @@ def step(
         "group_reduce": group.policy.group_reduce,
     }  # fmt: skip
 
-    def attended(pool: Pool, query: Array) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+    def attended(pool: Pool, query: Array) -> tuple[Array, tuple[Any, ...], tuple[Any, ...]]:
         """Decodes and rotates the operands of attention."""
         keys, values = decoded(pool, group)
         if rope is not None and by_rank:
@@ -187,6 +187,8 @@ def step(
     log_weight = None if fresh or group.policy.merge is None else group.policy.merge.log_weight(pool.stats)
     output, columns, index, read, chosen = run_after_inputs(look, pool, query)
     columns |= reading.columns_of(chosen, pool, block, group)
+    if pool.own is not None:
+        pool = pool._replace(position=_after_reading(pool, output))
     # If KV heads are replicated but query heads are not, XLA would otherwise merge in parts and gather the cache.
     columns = constrain(columns)
     # [B]
@@ -197,6 +199,8 @@ def step(
     after = after.replace(stats=moved.stats, index=index | moved.index)
     if fresh and group.decode_group is not None:
         after = convert(after, group, group.decode_group, Prompt(block.prompt, rope, frequencies, skew))
+    if group.storage.on_host:
+        return output, constrain(after), Seen(query, None, read, log_weight, pool.position, chosen)
     # XLA removes this second call unless the caller uses its result.
     query, keys, _ = attended(pool, query)
     return output, constrain(after), Seen(query, joined(keys), read, log_weight, pool.position, chosen)
@@ -229,6 +233,20 @@ def _watched(
     # [B, K, G, n, D]
     grouped = query.reshape(batch, kv_heads, -1, n, dim)
     return watch.watch(sums, *jax.lax.stop_gradient((grouped, key)), block.position >= 0, skew)
+
+
+def _after_reading(pool: Pool, output: Array) -> Array:
+    """Makes the positions [B, K, S'] of the step's own tokens, and so their writes, depend on the output [B, H, n, D].
+
+    In a step that evicts nothing, no write would depend on what is read. XLA would then copy every store that is read
+    and written in the same step. A token whose output is not a number is dropped; all that follows in its row is none.
+    """
+    batch, kv_heads = pool.position.shape[:2]
+    size, n = pool.layer.position.shape[2], output.shape[2]
+    # [B, K, n]: one number of each KV head
+    number = output.reshape(batch, kv_heads, -1, n, output.shape[3])[:, :, 0, :, 0]
+    own = jnp.where(jnp.isnan(number), EMPTY, pool.position[:, :, size:])
+    return jnp.concatenate([pool.position[:, :, :size], own], axis=2)
 
 
 def _evicted(
@@ -268,13 +286,13 @@ def _evicted(
     return layer.replace(position=position), per_slot.replace(stats=forget(per_slot.stats, position))
 
 
-def _held(pool: Pool, group: Group) -> tuple[Array, Array]:
-    """Decodes the keys and values [B, K, S', D] of all slots."""
-    key, value = (joined(pieces) for pieces in decoded(pool, group))
-    return key, value
+def _held(pool: Pool, group: Group) -> tuple[Any, Any]:
+    """Decodes the keys and values [B, K, S', D] of all slots; None of a pool in host memory that is gathered."""
+    keys, values = decoded(pool, group)
+    return (None, None) if keys[0] is None else (joined(keys), joined(values))
 
 
-def _view(pool: Pool, key: Array, value: Array, block: Block, group: Group, budget: Array | None) -> View:
+def _view(pool: Pool, key: Any, value: Any, block: Block, group: Group, budget: Array | None) -> View:
     """Returns what the policy may look at. Which slots go is a constant to a gradient."""
     assert budget is not None
     return View(

@@ -61,7 +61,8 @@ class SelectView(NamedTuple):
 
     Attributes:
       position: [B, K, S] int32 absolute token position, -1 = empty; includes the step's own tokens.
-      key: [B, K, S, D] as attention reads them: rotated and decoded; those of the step's own tokens are exact.
+      key: [B, K, S, D] as attention reads them: rotated and decoded; those of the step's own tokens are exact. None
+        where keys are in host memory, which selections with `ranks_by_keys` refuse.
       newest: [B] int32 position of each row's newest token; -1 for a row without a token in this step.
       budget: [B] int32 slots per KV head; read only by selections that have a budget.
       prompt: [B] int32 tokens of each row's prompt.
@@ -75,7 +76,7 @@ class SelectView(NamedTuple):
     """
 
     position: Array
-    key: Array
+    key: Any
     newest: Array
     budget: Array
     prompt: Array

@@ -15,17 +15,18 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import checked_call, choice_argument, count_argument
 from kvjax.errors import StorageError
+from kvjax.memory import DEVICE, HOST, MEMORIES
 from kvjax.storage.rounding import as_stored
 
 Array = jax.Array
 Parts = Mapping[str, Array]  # part -> [..., *shape]
 Shapes = dict[str, tuple[tuple[int, ...], Any]]  # part -> shape and dtype of one vector
+Memory = str | tuple[str, str]  # ``device``, ``host``, or a pair of these for keys and for values
 
 slots = "slots"  # the layout in which each vector is held by itself
 
 LAYOUTS = (slots,)
 FRAMES = ("any",)
-MEMORIES = ("device",)
 
 factory = checked_call(StorageError)  # decorates the factories of storages
 
@@ -93,7 +94,8 @@ class Storage:
       layout: ``slots`` holds each vector by itself.
       residual: the number of newest positions that stay exact.
       frame: ``any`` holds keys rotated by RoPE or not, as the policy's `positions` determine.
-      memory: ``device`` holds everything in the accelerator's memory.
+      memory: where slots are held: ``device``, ``host``, or a pair of these for keys and for values. Exact positions of
+        the residual, and all that is not a key or a value, are always on the device.
       name: shown in reports; ignored by comparisons.
 
     Raises:
@@ -105,7 +107,7 @@ class Storage:
     layout: str = slots
     residual: int = 0
     frame: str = "any"
-    memory: str = "device"
+    memory: Memory = DEVICE
     name: str = dataclasses.field(default="custom", compare=False)
 
     def __post_init__(self) -> None:
@@ -114,8 +116,9 @@ class Storage:
                 f"storage {self.name}: key={self.key!r} and value={self.value!r} must be codecs, such as "
                 "kvjax.storage.Integer(4) or kvjax.storage.Exact()."
             )
-        for field, valid in (("layout", LAYOUTS), ("frame", FRAMES), ("memory", MEMORIES)):
+        for field, valid in (("layout", LAYOUTS), ("frame", FRAMES)):
             choice_argument(f"storage {self.name}: {field}", getattr(self, field), valid, error=StorageError)
+        object.__setattr__(self, "memory", _memory(self.name, self.memory))
         object.__setattr__(
             self, "residual", count_argument(f"storage {self.name}: residual", self.residual, error=StorageError)
         )
@@ -125,9 +128,54 @@ class Storage:
         """Whether keys and values are held in the model's dtype."""
         return isinstance(self.key, Exact) and isinstance(self.value, Exact)
 
-    def bytes_per_slot(self, dim: int, dtype: DTypeLike) -> int:
-        """Returns the number of bytes of a key and a value of `dim` numbers each."""
-        return self.key.bytes(dim, dtype) + self.value.bytes(dim, dtype)
+    @property
+    def memories(self) -> dict[str, str]:
+        """The memory of keys and that of values: ``device`` or ``host``."""
+        key, value = (self.memory, self.memory) if isinstance(self.memory, str) else self.memory
+        return {"key": key, "value": value}
+
+    @property
+    def on_host(self) -> bool:
+        """Whether keys or values are in host memory."""
+        return HOST in self.memories.values()
+
+    @property
+    def apart(self) -> bool:
+        """Whether a step's own tokens are apart from the slots until the step ends.
+
+        They are appended to the slots before the step attends only if these are exact and on the device.
+        """
+        return self.on_host or not self.exact
+
+    @property
+    def label(self) -> str:
+        """The name, and which of keys and values are in host memory."""
+        held = [f"{side}s" for side, memory in self.memories.items() if memory == HOST]
+        return (
+            self.name if not held else f"{self.name} on host" if len(held) == 2 else f"{self.name}, {held[0]} on host"
+        )
+
+    def bytes_per_slot(self, dim: int, dtype: DTypeLike, memory: str | None = None) -> int:
+        """Returns the number of bytes of a key and a value of `dim` numbers each.
+
+        Args:
+          dim: features of a head.
+          dtype: the model's.
+          memory: ``device`` or ``host``, to count only what is held there; None = all.
+        """
+        sides = {"key": self.key, "value": self.value}
+        return sum(sides[side].bytes(dim, dtype) for side, own in self.memories.items() if memory in (None, own))
+
+
+def _memory(name: str, given: Any) -> Memory:
+    """Returns a checked memory, one word if keys and values are in the same."""
+    pair = (given, given) if isinstance(given, str) else tuple(given) if isinstance(given, list | tuple) else ()
+    if len(pair) != 2 or any(each not in MEMORIES for each in pair):
+        raise StorageError(
+            f"storage {name}: memory={given!r} is not valid; use 'device', 'host', or a pair of these for keys and for "
+            "values, such as ('device', 'host')."
+        )
+    return pair[0] if pair[0] == pair[1] else pair
 
 
 def round_trip(codec: Codec, x: Array, side: Any, dtype: DTypeLike) -> Array:

@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import number_argument
 from kvjax.errors import StorageError
-from kvjax.storage.base import Codec, Parts, Shapes, Storage, factory
+from kvjax.memory import DEVICE
+from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.rounding import FLOAT32, as_stored, divide, nearest
 
 Array = jax.Array
@@ -62,15 +63,16 @@ def _codes(y: Array) -> Array:
 
 
 @factory
-def fp8(scale: float | None = None, *, residual: int = 0) -> Storage:
+def fp8(scale: float | None = None, *, residual: int = 0, memory: Memory = DEVICE) -> Storage:
     """Holds keys and values as e4m3fn numbers of 8 bits.
 
     Args:
       scale: the scale of all vectors, a constant (k_scale and v_scale of serving stacks; 1 = none); None = each vector
         has its own.
       residual: the number of newest positions that stay exact.
+      memory: ``device``, ``host``, or a pair of these for keys and for values.
 
     Raises:
       StorageError: an argument out of range.
     """
-    return Storage(key=Fp8(scale), value=Fp8(scale), residual=residual, name="fp8")
+    return Storage(key=Fp8(scale), value=Fp8(scale), residual=residual, memory=memory, name="fp8")

@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
-from kvjax.storage.base import Codec, Parts, Shapes, Storage, factory
+from kvjax.memory import DEVICE
+from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.packing import MOST_BITS, pack, packed_size, unpack
 from kvjax.storage.rounding import as_stored, divide
 
@@ -92,7 +93,13 @@ def _grouped(x: Array, group: int) -> Array:
 
 @factory
 def integer(
-    bits: int, group: int = GROUP, *, residual: int = 0, key_bits: int | None = None, value_bits: int | None = None
+    bits: int,
+    group: int = GROUP,
+    *,
+    residual: int = 0,
+    key_bits: int | None = None,
+    value_bits: int | None = None,
+    memory: Memory = DEVICE,
 ) -> Storage:
     """Holds keys and values as integers with a zero and a scale per group of channels.
 
@@ -102,6 +109,7 @@ def integer(
       residual: the number of newest positions that stay exact.
       key_bits: bits of keys; None = `bits`.
       value_bits: bits of values; None = `bits`.
+      memory: ``device``, ``host``, or a pair of these for keys and for values.
 
     Raises:
       StorageError: an argument out of range.
@@ -109,22 +117,22 @@ def integer(
     key = Integer(bits if key_bits is None else key_bits, group)
     value = Integer(bits if value_bits is None else value_bits, group)
     name = f"int{key.bits}" if key == value else f"int_k{key.bits}v{value.bits}"
-    return Storage(key=key, value=value, residual=residual, name=name)
+    return Storage(key=key, value=value, residual=residual, memory=memory, name=name)
 
 
 @factory
-def int8(group: int = GROUP, *, residual: int = 0) -> Storage:
+def int8(group: int = GROUP, *, residual: int = 0, memory: Memory = DEVICE) -> Storage:
     """Holds keys and values as integers of 8 bits; see `integer`."""
-    return integer(8, group, residual=residual)
+    return integer(8, group, residual=residual, memory=memory)
 
 
 @factory
-def int4(group: int = GROUP, *, residual: int = 0) -> Storage:
+def int4(group: int = GROUP, *, residual: int = 0, memory: Memory = DEVICE) -> Storage:
     """Holds keys and values as integers of 4 bits; see `integer`."""
-    return integer(4, group, residual=residual)
+    return integer(4, group, residual=residual, memory=memory)
 
 
 @factory
-def int2(group: int = GROUP, *, residual: int = 0) -> Storage:
+def int2(group: int = GROUP, *, residual: int = 0, memory: Memory = DEVICE) -> Storage:
     """Holds keys and values as integers of 2 bits; see `integer`."""
-    return integer(2, group, residual=residual)
+    return integer(2, group, residual=residual, memory=memory)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from kvjax import memory
 from kvjax.storage.base import Codec, Exact, Parts, Storage
 
 Array = jax.Array
@@ -23,8 +24,18 @@ def empty(storage: Storage, shape: tuple[int, ...], dim: int, dtype: DTypeLike) 
     """
     warn_if_larger(storage, dim, dtype)
     return {
-        name: {part: jnp.zeros((*shape, *own), each) for part, (own, each) in codec.parts(dim, dtype).items()}
+        name: {
+            part: memory.zeros((*shape, *own), each, storage.memories[name])
+            for part, (own, each) in codec.parts(dim, dtype).items()
+        }
         for name, codec in _codecs(storage).items()
+    }
+
+
+def place(storage: Storage, store: Store) -> Store:
+    """Moves keys and values to the memory in which a storage holds them."""
+    return {
+        name: memory.to_host(parts) if storage.memories[name] == memory.HOST else parts for name, parts in store.items()
     }
 
 
@@ -45,8 +56,13 @@ def encode(storage: Storage, key: Array, value: Array, dtype: DTypeLike) -> Stor
     }
 
 
+def gather(store: Store, slots: Array) -> Store:
+    """Reads the slots [B, K, W] of a store, as they are held, to the device."""
+    return jax.tree.map(lambda leaf: memory.gather(leaf, slots), store)
+
+
 def decode(storage: Storage, store: Store, dim: int, dtype: DTypeLike) -> tuple[Array, Array]:
-    """Decodes keys and values, [B, K, S, D] each, in `dtype`.
+    """Decodes keys and values, [B, K, S, D] each, in `dtype`, on the device.
 
     Args:
       storage: how keys and values are held.
@@ -54,6 +70,7 @@ def decode(storage: Storage, store: Store, dim: int, dtype: DTypeLike) -> tuple[
       dim: size of a head.
       dtype: the model's dtype.
     """
+    store = memory.to_device(store)
     key, value = (_decode(codec, store[name], dim, dtype) for name, codec in _codecs(storage).items())
     return key, value
 

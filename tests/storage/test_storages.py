@@ -115,7 +115,10 @@ def test_equal_arguments_are_equal_storages():
     assert storage.integer(8, value_bits=4) == Storage(key=Integer(8), value=Integer(4))
     assert Codec(len, len, len) == Codec(parts=len, encode=len, decode=len) != Codec(len, len, max)
     assert set(storage.STORAGES) == {"dense", "int8", "int4", "int2", "integer", "fp8"}
-    assert storage.accepts("int4") == {"group", "residual"} and storage.accepts("dense") == set()
+    assert storage.accepts("int4") == {"group", "residual", "memory"}
+    assert storage.accepts("dense") == {"residual", "memory"}
+    assert storage.dense(memory=["host", "host"]) == storage.dense(memory="host") != storage.dense()
+    assert storage.int4(memory=("device", "host")).memories == {"key": "device", "value": "host"}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,7 @@ def test_equal_arguments_are_equal_storages():
         (lambda: storage.fp8(1e37), "scale .* got 1e"),
         (lambda: storage.fp8(True), "scale .* got True"),
         (lambda: storage.int4(bits=4), "int4\\(\\).* it accepts group, residual"),
-        (lambda: storage.dense(residual=3), "dense\\(\\).* it accepts no arguments"),
+        (lambda: storage.dense(residual=3), "residual=3 is for memory='host'"),
         (lambda: storage.by_name("int3"), "'int3'; known storages: dense, fp8, int2"),
         (lambda: storage.accepts("int3"), "known storages: dense"),
         (lambda: storage.by_name("int8", bits=8), "it accepts group"),
@@ -144,7 +147,8 @@ def test_equal_arguments_are_equal_storages():
             "storage custom: layout='tiers' is not valid; use 'slots'",
         ),
         (lambda: Storage(key=Exact(), value=Exact(), frame="turned"), "use 'any'"),
-        (lambda: Storage(key=Exact(), value=Exact(), memory="host", name="mine"), "storage mine: memory='host'"),
+        (lambda: Storage(key=Exact(), value=Exact(), memory="disk", name="mine"), "storage mine: memory='disk'"),
+        (lambda: storage.int8(memory=("host", "disk")), "use 'device', 'host', or a pair of these"),
         (lambda: Codec(len, len, 3), "decode=3 must be a function"),
         (lambda: pack(jnp.zeros(8, jnp.uint8), 9), "bits .* from 1 to 8; got 9"),
         (lambda: unpack(jnp.zeros((2, 3), jnp.uint8), 4, 8), "8 codes of 4 bits are 4 bytes; got .*\\(2, 3\\)"),
