@@ -1,9 +1,8 @@
 """InfiniGen on LLaMA-2-7B: everything is kept, and a guess of the query chooses what is read.
 
 Paper: InfiniGen (arXiv:2406.19707, section 5.1): alpha 5 for LLaMA-2, a partial weight ratio of 0.3, at most 20 % of
-the slots. Figures 14 to 16 are of a pool in host memory; here the pool is in the device's memory. Expected numbers: not
-yet measured.
-Hardware: one accelerator with 24 GB in bfloat16 (13.5 GB of weights, 5.4 GB of cache).
+the slots. The pool is in host memory, as in Figures 14 to 16. Expected numbers: not yet measured.
+Hardware: one accelerator with 24 GB in bfloat16 (13.5 GB of weights, 0.8 GB of partial keys); 5.4 GB of host memory.
 Command: python -m experiments.run --config=infinigen_llama2_7b --config.data.text=FILE --config.model.skew=SKEW
 The skew: python -m experiments.skew --model=meta-llama/Llama-2-7b-hf --text=SAMPLE --output=SKEW
 """
@@ -16,6 +15,7 @@ def get_config() -> ExperimentConfig:
         name="infinigen_llama2_7b",
         model=ModelConfig(path="meta-llama/Llama-2-7b-hf", shape="llama2-7b"),
         policy=PolicyConfig(name="full"),
+        storage="dense(memory='host')",
         selection="infinigen(alpha=5, ratio=0.3, cap=0.2)",
         data=DataConfig(num_sequences=8, prompt_length=1024, new_tokens=256),
     )

@@ -8,7 +8,7 @@ import hashlib
 import json
 
 from experiments import fields, spec_text
-from experiments.fields import Budget, Count, Kernels, Names, OptionalCount, OptionalText, Seed, Text
+from experiments.fields import Budget, Count, Kernels, Names, Number, OptionalCount, OptionalText, Seed, Text
 from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.policies import Policy
@@ -23,12 +23,14 @@ class ModelConfig:
     shape: a decoder of `kvjax.models.shapes`: for random weights, and for what a model needs before it is loaded.
     dtype: of the weights and the cache; None = float32 on a CPU, bfloat16 elsewhere.
     skew: a file of `experiments.skew`, for selections that guess; None = no skew.
+    host_weights: the share of the layers whose weights are in host memory, 0 to 1.
     """
 
     path: OptionalText = None
     shape: OptionalText = None
     dtype: OptionalText = None
     skew: OptionalText = None
+    host_weights: Number = 0.0
 
 
 @dataclasses.dataclass

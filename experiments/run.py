@@ -108,6 +108,7 @@ def plan(config: ExperimentConfig, topology: str | None) -> None:
         topology=topology,
         prefill_block=config.prefill_block,
         implementation=config.implementation,
+        host_weights=config.model.host_weights,
     )
     print(planned.table())
 

@@ -23,6 +23,7 @@ from kvjax.errors import CheckpointError
 from kvjax.models import shapes
 from kvjax.models.decoder import parameter_count, random_parameters
 from kvjax.models.model import Model
+from kvjax.models.offload import offload
 from kvjax.models.skew import skewed
 
 
@@ -145,7 +146,7 @@ def _load_plain(config: ExperimentConfig) -> Model:
     dtype = dtype_of(config.model)
     if config.model.path is not None:
         try:
-            return kvjax.load(config.model.path, dtype=dtype, mesh=mesh)
+            return kvjax.load(config.model.path, dtype=dtype, mesh=mesh, host_weights=config.model.host_weights)
         except CheckpointError as error:
             if config.model.shape is None or Path(config.model.path).exists():
                 raise
@@ -157,7 +158,8 @@ def _load_plain(config: ExperimentConfig) -> Model:
     if mesh is not None:
         heads = (decoder.num_heads, decoder.num_kv_heads)
         placed = sharding.parameter_shardings(jax.eval_shape(init, key), mesh, heads)
-    return Model(decoder, jax.jit(init, out_shardings=placed)(key), mesh=mesh)
+    model = Model(decoder, jax.jit(init, out_shardings=placed)(key), mesh=mesh)
+    return offload(model, config.model.host_weights)
 
 
 def _notes(model: Model, config: ExperimentConfig, prompt: int, measurements: list[Measurement]) -> list[str]:

@@ -18,6 +18,9 @@ from kvjax.errors import ConfigError, KvjaxError
 
 GIB = 2.0**30
 GIGA, TERA = 1e9, 1e12
+# Bytes/s of 16 lanes of PCI Express in one direction, after line coding. Google publishes no speed of the link between
+# a TPU and its host; that of the third generation is assumed.
+PCIE_3, PCIE_4, PCIE_5 = 15.75e9, 31.5e9, 63e9
 CGROUP_LIMIT = "/sys/fs/cgroup/memory.max"  # memory limit of the process's control group (cgroup v2, Linux)
 MATRIX_SIZE = 8192  # rows and columns of a float32 matrix of 256 MiB, which is larger than any CPU cache
 SQUARE_SIZE = 1024  # rows and columns of a float32 matrix of 4 MiB, which fits into a CPU cache
@@ -33,6 +36,7 @@ class Device:
       bandwidth: bytes/s between the device and its memory; None if unknown.
       flops: peak FLOP/s for dense bfloat16 products, or for float32 if the device was measured; None if unknown.
       source: where the numbers come from.
+      link: bytes/s from host memory to the device; None if there is no link or its speed is unknown.
     """
 
     kind: str
@@ -40,6 +44,7 @@ class Device:
     bandwidth: float | None
     flops: float | None
     source: str
+    link: float | None = None
 
 
 def _tpu(kind: str, usable: float, bandwidth: float, flops: float, page: str, cores: int = 1) -> Device:
@@ -54,10 +59,10 @@ def _tpu(kind: str, usable: float, bandwidth: float, flops: float, page: str, co
       cores: the number of devices per chip.
     """
     source = f"cloud.google.com/tpu/docs/{page}; usable memory as the TPU compiler reports it"
-    return Device(kind, usable * GIB, bandwidth * GIGA / cores, flops * TERA / cores, source)
+    return Device(kind, usable * GIB, bandwidth * GIGA / cores, flops * TERA / cores, source, PCIE_3 / cores)
 
 
-def _nvidia(kind: str, memory: float, bandwidth: float, flops: float) -> Device:
+def _nvidia(kind: str, memory: float, bandwidth: float, flops: float, link: float) -> Device:
     """Returns one entry of `DEVICES` for a GPU.
 
     Args:
@@ -65,8 +70,9 @@ def _nvidia(kind: str, memory: float, bandwidth: float, flops: float) -> Device:
       memory: in GB.
       bandwidth: memory bandwidth, in GB/s.
       flops: peak rate of dense bfloat16 products, in TFLOP/s.
+      link: of the PCI Express generation of the product, in bytes/s.
     """
-    return Device(kind, memory * GIGA, bandwidth * GIGA, flops * TERA, "NVIDIA's data sheet of the product")
+    return Device(kind, memory * GIGA, bandwidth * GIGA, flops * TERA, "NVIDIA's data sheet of the product", link)
 
 
 #: Peak numbers by ``device_kind``. The usable memory of a TPU is smaller than its nominal size (v4 32 GiB, v5e 16 GB,
@@ -80,11 +86,11 @@ DEVICES: dict[str, Device] = {
         _tpu("TPU v5", 95.73, 2765, 459, "v5p"),
         _tpu("TPU v6 lite", 31.24, 1638, 918, "v6e"),
         _tpu("TPU7x", 94.74, 7380, 2307, "tpu7x", cores=2),
-        _nvidia("NVIDIA A100-SXM4-40GB", 40, 1555, 312),
-        _nvidia("NVIDIA A100-SXM4-80GB", 80, 2039, 312),
-        _nvidia("NVIDIA H100 80GB HBM3", 80, 3350, 989),
-        _nvidia("NVIDIA H100 PCIe", 80, 2000, 756),
-        _nvidia("NVIDIA H200", 141, 4800, 989),
+        _nvidia("NVIDIA A100-SXM4-40GB", 40, 1555, 312, PCIE_4),
+        _nvidia("NVIDIA A100-SXM4-80GB", 80, 2039, 312, PCIE_4),
+        _nvidia("NVIDIA H100 80GB HBM3", 80, 3350, 989, PCIE_5),
+        _nvidia("NVIDIA H100 PCIe", 80, 2000, 756, PCIE_5),
+        _nvidia("NVIDIA H200", 141, 4800, 989, PCIE_5),
     )
 }
 

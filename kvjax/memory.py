@@ -43,6 +43,17 @@ def to_host(tree: T) -> T:
     return jax.tree.map(lambda x: x if on_host(x) else jax.device_put(x, Space.Host), tree)
 
 
+def after(tree: T, x: Array) -> T:
+    """Returns a tree whose arrays in host memory are moved after `x` has been computed, not before.
+
+    Moves depend on nothing else, and a compiler that starts all of them at once needs the device's memory for all.
+    """
+    if not any(map(on_host, jax.tree.leaves(tree))):
+        return tree
+    tied: T = lax.optimization_barrier((tree, x))[0]
+    return tied
+
+
 def zeros(shape: tuple[int, ...], dtype: DTypeLike, memory: str) -> Array:
     """Allocates zeros in one of `MEMORIES`."""
     if memory == DEVICE:
@@ -89,6 +100,22 @@ def write(x: Array, slots: Array, new: Array) -> Array:
         return lax.scatter(x, slots, new, numbers, unique_indices=True, mode=mode)
 
     return _run_where(x, Space.Host)(put)(x, slots[..., None], new.astype(x.dtype))
+
+
+def put_row(whole: Array, row: Array | int, new: Array) -> Array:
+    """Replaces one row of an array, such as a `KVState`'s for another request; the result is in the memory of `whole`.
+
+    Args:
+      whole: [B, ...].
+      row: int32, from 0 to B - 1.
+      new: [1, ...].
+    """
+
+    def put(whole: Array, new: Array, *at: Array) -> Array:
+        return lax.dynamic_update_slice(whole, new, at)
+
+    start = (jnp.asarray(row, jnp.int32), *(jnp.zeros((), jnp.int32) for _ in whole.shape[1:]))
+    return _run_where(whole, Space.Host)(put)(whole, new, *start)
 
 
 def _gather(x: Array, slots: Array) -> Array:

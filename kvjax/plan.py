@@ -27,6 +27,7 @@ from kvjax.devices import DEVICES, Device, local_device, topology_devices
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generate import decode_steps
 from kvjax.inputs import check_batch, check_count
+from kvjax.memory import DEVICE
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.base import Policy
 from kvjax.prefill import prefill_steps
@@ -54,8 +55,9 @@ class Plan:
       parameters: the total number of elements of the parameters.
       slots: for each group of heads of each layer, the number of slots per head that is allocated for decoding.
       explain: what runs in each layer, and why no faster kernel does; see `CacheLayout.explain`.
-      weights: bytes of the parameters, from shapes.
-      cache: bytes of the KVState, from shapes.
+      weights: bytes of the parameters on the device, from shapes.
+      cache: bytes of the KVState on the device, from shapes.
+      host: bytes of parameters, keys and values in host memory, from shapes.
       temporaries: bytes of scratch memory of the decode program; None if it did not compile for lack of memory.
       other: bytes of the program itself, of tokens and of the padding of layouts; None as above.
       total: bytes of all of these; a lower bound if `temporaries` is None.
@@ -86,6 +88,7 @@ class Plan:
     explain: str
     weights: int
     cache: int
+    host: int
     temporaries: int | None
     other: int | None
     total: int
@@ -117,6 +120,7 @@ class Plan:
             ("program, tokens, padding", size(self.other), "-"),
             ("total to decode", least + size(self.total), f"at least {size(full_total)}"),
             ("total to prefill", size(self.prefill_total), "-"),
+            ("in host memory", size(self.host), size(full.host)),
             ("memory", size(self.device.memory), size(self.device.memory)),
             ("fits", _yes(self.fits), _yes(_below(full_total, self.device.memory), "before temporaries")),
             (
@@ -124,11 +128,13 @@ class Plan:
                 size(step.weights_moved + step.cache_moved),
                 size(full.weights_moved + full.cache_moved),
             ),
+            ("over the host link per step", size(step.link_moved), size(full.link_moved)),
             ("computed per step", si(step.flops, "FLOP"), si(full.flops, "FLOP")),
             ("roofline", _speed(step), _speed(full)),
         ]
-        if self.prefill_total is None:
-            rows = [row for row in rows if row[0] != "total to prefill"]
+        left_out = {"total to prefill"} if self.prefill_total is None else set()
+        left_out |= set() if self.host or full.host else {"in host memory", "over the host link per step"}
+        rows = [row for row in rows if row[0] not in left_out]
         axes = ",".join(f"{axis}:{count}" for axis, count in self.mesh.items())
         low, high = min(self.slots), max(self.slots)
         kept = f"{low}" if low == high else f"{low} to {high}"
@@ -141,10 +147,11 @@ class Plan:
         columns = 2 if self.policy == "full" else 3
         headers, alignment = ("", self.policy, "full cache")[:columns], ("left", "right", "right")[:columns]
         body = tabulate([row[:columns] for row in rows], headers=headers, colalign=alignment, disable_numparse=True)
+        link = f", {si(self.device.link, 'B/s')} from the host" if self.host and self.device.link else ""
         last = (
             f"A token needs {si(self.flops_per_token, 'FLOP')} and {size(self.bytes_per_token)} moved. "
             f"Compiled in {self.compile_seconds:.1f} s.\nOne device: {si(self.device.bandwidth, 'B/s')}, "
-            f"{si(self.device.flops, 'FLOP/s')} ({self.device.source}). The roofline counts no collectives."
+            f"{si(self.device.flops, 'FLOP/s')}{link} ({self.device.source}). The roofline counts no collectives."
         )
         words = (f"The compiler reports: {self.problem}",) if self.problem else ()
         return "\n".join((first, second, body, last, self.explain, *words))
@@ -165,6 +172,7 @@ def plan(
     implementation: Implementation = "auto",
     storage: Storage | None = None,
     selection: Selection | None = None,
+    host_weights: float = 0.0,
 ) -> Plan:
     """Compiles a run ahead of time, and counts its memory and FLOPs.
 
@@ -186,6 +194,7 @@ def plan(
       implementation: see `kvjax.generate`.
       storage: see `kvjax.generate`.
       selection: see `kvjax.generate`.
+      host_weights: see `kvjax.load`.
 
     Raises:
       KvjaxError: if `kvjax.generate` would raise one, the topology or the mesh is not valid, or libtpu is missing.
@@ -221,12 +230,15 @@ def plan(
     slots = average_slots(config, lowered, prompt_length, new_tokens)
     device = DEVICES[targets[0].device_kind] if topology else local_device(targets[:count])
 
-    shapes = decode_shapes(config, layout, dtype, batch, mesh)
+    shapes = decode_shapes(config, layout, dtype, batch, mesh, host_weights)
     step = roofline(config, shapes, slots, device)
-    full_shapes = decode_shapes(config, full_lowered.layout, dtype, batch, mesh)
+    full_shapes = decode_shapes(config, full_lowered.layout, dtype, batch, mesh, host_weights)
     full = roofline(config, full_shapes, average_slots(config, full_lowered, prompt_length, new_tokens), device)
-    whole = roofline(config, decode_shapes(config, layout, dtype, batch, None), slots, device)
-    weights, cache = local_bytes(shapes.params), step.cache
+    whole_shapes = decode_shapes(config, layout, dtype, batch, None, host_weights)
+    whole = roofline(config, whole_shapes, slots, device)
+    weights, cache = local_bytes(shapes.params, DEVICE), step.cache
+    # Of a CPU, both memories are one.
+    arguments = weights + cache + (step.host if targets[0].platform == "cpu" else 0)
 
     start = time.perf_counter()
     compiled, problem = _compile_decode(config, layout, shapes, mesh)
@@ -236,7 +248,7 @@ def plan(
         prefill_memory, problem = _Memory.of(program), problem or prefill_problem
     seconds = time.perf_counter() - start
 
-    needed = memory.total if memory else weights + cache
+    needed = memory.total if memory else arguments
     peak = max(needed, prefill_memory.total if prefill_memory else 0)
     return Plan(
         target=f"TPU {topology}" if topology else f"this machine ({device.kind})",
@@ -254,7 +266,8 @@ def plan(
         weights=weights,
         cache=cache,
         temporaries=memory and memory.temporaries,
-        other=memory and memory.total - memory.temporaries - weights - cache,
+        host=step.host,
+        other=memory and memory.total - memory.temporaries - arguments,
         total=needed,
         prefill_temporaries=prefill_memory and prefill_memory.temporaries,
         prefill_total=prefill_memory and prefill_memory.total,

@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from kvjax import sharding
@@ -22,6 +22,7 @@ from kvjax.cache.state import KVState, LayerKV, layers_of
 from kvjax.devices import Device
 from kvjax.generate import Carry
 from kvjax.memory import DEVICE, HOST, PINNED
+from kvjax.models import offload
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import parameter_shapes
 from kvjax.sharding import Params, PyTree
@@ -38,17 +39,21 @@ class Roofline:
 
     Attributes:
       cache: bytes of the KVState on the device.
+      host: bytes in host memory: of weights and of keys and values.
       weights_moved: bytes of weights that a step reads. Tables from which it looks up single rows are not counted.
       cache_moved: bytes that a step reads (keys, values and positions of the slots that are read, their statistics,
         and the selection's index of all slots) and writes (statistics and new slots).
+      link_moved: bytes that a step moves from host memory to the device: weights, and slots, in arrays of fixed shapes.
       flops: floating-point operations of the matrix products, where a multiply-add counts as two.
       tokens_per_second: of the whole batch on the whole mesh; None if the speed of the device is unknown.
-      limit: the slower of ``memory`` and ``compute``; None if unknown.
+      limit: the slowest of ``memory``, ``compute`` and ``host link``; None if unknown.
     """
 
     cache: int
+    host: int
     weights_moved: int
     cache_moved: int
+    link_moved: int
     flops: int
     tokens_per_second: float | None
     limit: str | None
@@ -67,7 +72,12 @@ class Shapes(NamedTuple):
 
 
 def decode_shapes(
-    config: DecoderConfig, layout: CacheLayout, dtype: DTypeLike, batch: int, mesh: Mesh | AbstractMesh | None
+    config: DecoderConfig,
+    layout: CacheLayout,
+    dtype: DTypeLike,
+    batch: int,
+    mesh: Mesh | AbstractMesh | None,
+    host_weights: float = 0.0,
 ) -> Shapes:
     """Returns the shapes of what `kvjax.generate` holds while decoding, without allocating it.
 
@@ -77,15 +87,13 @@ def decode_shapes(
       dtype: of parameters and cache.
       batch: the number of rows.
       mesh: the mesh, or None for a single device.
+      host_weights: see `kvjax.load`.
     """
-
-    alone = sharding.one_device_mesh()
 
     def shape(dims: tuple[int, ...], kind: DTypeLike, *axes: str | None, memory: str = DEVICE) -> Array:
         """Returns a shape with its sharding, typed as an array so that it can be part of a `KVState`."""
-        place = mesh and NamedSharding(mesh, sharding.spec(axes, dims, mesh))
-        if memory == HOST:
-            place = (place or NamedSharding(alone, PartitionSpec())).with_memory_kind(PINNED)
+        place: Sharding | None = NamedSharding(mesh, sharding.spec(axes, dims, mesh)) if mesh else None
+        place = offload.in_host_memory(place) if memory == HOST else place
         return cast(Array, jax.ShapeDtypeStruct(dims, kind, sharding=place))
 
     made = jax.eval_shape(lambda: empty_layers(layout.decode, batch, config.num_kv_heads, config.head_dim, dtype))
@@ -98,6 +106,7 @@ def decode_shapes(
     if mesh is not None:
         places = sharding.parameter_shardings(params, mesh, (config.num_heads, config.num_kv_heads))
         params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, places)
+    params = offload.shapes_with_host_layers(params, offload.host_layers(config.num_layers, host_weights))
     row = shape((batch,), jnp.int32, "batch")
     budget = tuple(tuple(row if group.has_budget else None for group in layer) for layer in layout.decode)
     carry = Carry(
@@ -116,10 +125,12 @@ class AverageSlots(NamedTuple):
     Attributes:
       held: the number of live slots.
       read: the number of slots that a step reads.
+      fetched: the number of slots that a step moves from host memory, if they are there.
     """
 
     held: float
     read: float
+    fetched: float = 0.0
 
 
 def average_slots(
@@ -154,7 +165,9 @@ def average_slots(
             width = None if group.selection.ranks_by_keys else group.selection.width(group.capacity)
             read = held if width is None else np.minimum(held, width)
             read = read if window is None else np.minimum(read, window)
-            slots.append(AverageSlots(float(np.mean(held)), float(np.mean(read))))
+            # Arrays move as a whole unless slots are gathered.
+            fetched = group.slots[0] if group.gathered is None else group.gathered
+            slots.append(AverageSlots(float(np.mean(held)), float(np.mean(read)), float(fetched)))
     return tuple(slots)
 
 
@@ -173,7 +186,7 @@ def roofline(config: DecoderConfig, shapes: Shapes, slots: tuple[AverageSlots, .
     rows = _local(state.length)[0]
     # A multiplication and an addition per row and matrix element.
     flops = 2.0 * rows * sum(math.prod(_local(leaf)) for leaf in matrices if len(leaf.shape) == 2)
-    moved = 0.0
+    moved, linked = 0.0, 0.0
     for (index, layer), own in zip(layers_of(state), slots, strict=True):
         local_rows, kv_heads, _ = _local(layer.position)
         query = shapes.params[f"layer_{index}"]["attention"]["query"]["kernel"]
@@ -185,15 +198,19 @@ def roofline(config: DecoderConfig, shapes: Shapes, slots: tuple[AverageSlots, .
         attended = own.read * (slot + POSITION_BYTES + 2 * statistics) + slot + POSITION_BYTES
         # A selection looks at its index of all that is held.
         moved += local_rows * kv_heads * (attended + own.held * _slot_bytes(layer.index, layer))
+        linked += local_rows * kv_heads * own.fetched * _fetched_slot_bytes(layer)
     weights = local_bytes(matrices)
+    link = round(linked) + local_bytes(shapes.params, HOST)
     seconds = {
         "memory": device.bandwidth and (weights + moved) / device.bandwidth,
         "compute": device.flops and flops / device.flops,
+        "host link": device.link and link / device.link,
     }
     known = {name: value for name, value in seconds.items() if value}
     limit = max(known, key=known.__getitem__) if "memory" in known else None
     speed = batch / known[limit] if limit else None
-    return Roofline(local_bytes(state), weights, round(moved), round(flops), speed, limit)
+    host = local_bytes((shapes.params, state), HOST)
+    return Roofline(local_bytes(state, DEVICE), host, weights, round(moved), link, round(flops), speed, limit)
 
 
 def _is_read(config: DecoderConfig, path: tuple[jax.tree_util.DictKey, ...]) -> bool:
@@ -209,6 +226,12 @@ def _slot_bytes(tree: PyTree, layer: LayerKV) -> float:
     """Returns the bytes of a tree of arrays [B, K, ...] per slot of a KV head, averaged over the layer's slots."""
     held = sum(math.prod(leaf.shape[2:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     return held / max(layer.position.shape[2], 1)
+
+
+def _fetched_slot_bytes(layer: LayerKV) -> float:
+    """Returns the bytes of a slot of the first store that are in host memory."""
+    leaves = [leaf for leaf in jax.tree.leaves(layer.stores[0]) if _on_host(leaf)]
+    return sum(math.prod(leaf.shape[3:]) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def fewest_bytes(
@@ -249,10 +272,16 @@ def _local(leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
     return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
 
 
-def local_bytes(tree: PyTree) -> int:
-    """Returns the bytes of a tree of arrays or shapes on one device.
+def local_bytes(tree: PyTree, memory: str | None = None) -> int:
+    """Returns the bytes of one device's part of a tree of arrays or shapes.
 
     Args:
       tree: the tree.
+      memory: ``device`` or ``host``, to count only what is there; None = all.
     """
-    return sum(math.prod(_local(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if memory in (None, HOST if _on_host(leaf) else DEVICE)]
+    return sum(math.prod(_local(leaf)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _on_host(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    return leaf.sharding is not None and leaf.sharding.memory_kind == PINNED

@@ -27,7 +27,7 @@ from kvjax.models.model import Model
 from kvjax.roofline import decode_shapes
 from kvjax.rope import Rope
 from kvjax.sampling import Greedy
-from kvjax.selection import Selection, everything, optimal, quest
+from kvjax.selection import Selection, everything, infinigen, optimal, quest
 from kvjax.storage import Storage, dense, int8, read
 
 ROWS, WIDTH, NEW = 8, 24, 12
@@ -107,6 +107,8 @@ _LIST = [
     Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0)),  # 1 KV head: replicated
     Case("gqa", "full", "data:4,model:2", ragged=True, selection=optimal(6)),
     Case("gqa", "full", "data:1,model:8", selection=optimal(6)),  # 4 KV heads on 8 devices: replicated
+    Case("gqa", "full", "data:2,model:4", storage=dense(memory="host"), selection=infinigen(cap=6, first_layer=1)),
+    Case("mqa", "h2o", "data:1,model:8", ragged=True, storage=int8(memory="host")),  # 1 KV head: replicated
 ]
 CASES = {
     "-".join(
@@ -114,7 +116,7 @@ CASES = {
         + ["ragged"] * c.ragged
         + ["ranks"] * (c.positions == "cache")
         + ([c.merge] if c.merge else [])
-        + ([c.storage.name] if not c.storage.exact else [])
+        + ([c.storage.label.replace(" ", "_")] if c.storage.apart else [])
         + ([f"residual{c.storage.residual}"] if c.storage.residual else [])
         + ([c.selection.name] if not c.selection.reads_all else [])
     ): c

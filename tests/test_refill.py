@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import policies, storage
+from kvjax import memory, policies, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.generate import CHUNK, Carry, decode_steps, first_token, prefill
 from kvjax.sampling import Greedy, Sample
@@ -36,11 +36,16 @@ def begin(spec, prompt, number, sampler):
     return carry, int(token[0]), begun.layout
 
 
+def many(x):
+    """An array of one row with `ROWS` rows, in the same memory."""
+    return jax.device_put(np.repeat(x, ROWS, axis=0), x.sharding)
+
+
 @jax.jit
 def put(carry: Carry, one: Carry, row) -> Carry:
     """The carry with one row replaced; the key is of all requests."""
     rest, new = carry._replace(key=()), one._replace(key=())
-    joined = jax.tree.map(lambda whole, own: whole.at[row].set(own[0]), rest, new)
+    joined = jax.tree.map(lambda whole, own: memory.put_row(whole, row, own), rest, new)
     return joined._replace(key=carry.key)
 
 
@@ -59,7 +64,7 @@ def serve(spec, sampler, asked) -> tuple[dict[int, list[int]], dict[int, kvjax.K
                 one, token, layout = begin(spec, prompt, number, sampler)
                 produced[number] = [token]
                 if carry is None:
-                    carry = jax.tree.map(lambda x: jnp.repeat(x, ROWS, axis=0), one._replace(key=()))
+                    carry = jax.tree.map(many, one._replace(key=()))
                     carry = carry._replace(key=one.key, active=jnp.zeros((ROWS,), bool))
                 carry = put(carry, one, row)
                 running[row] = number
@@ -92,11 +97,11 @@ def serve(spec, sampler, asked) -> tuple[dict[int, list[int]], dict[int, kvjax.K
     [
         CacheSpec(policies.h2o(0.5)),
         CacheSpec(policies.h2o(0.5), storage.int8()),
-        CacheSpec(policies.window(9), storage.int8()),
+        CacheSpec(policies.window(9), storage.int8(memory="host")),
         # Its last layer keeps more of a short prompt than of a long one.
         CacheSpec(policies.pyramidkv(8, window=2)),
     ],
-    ids=["h2o", "h2o-int8", "window-int8", "pyramidkv"],
+    ids=["h2o", "h2o-int8", "window-int8-host", "pyramidkv"],
 )
 def test_each_request_is_as_it_is_alone(spec, sampler):
     asked = requests()

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from kvjax import sharding
@@ -18,7 +18,7 @@ from kvjax.checkpoint.readers import Stored
 from kvjax.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer
 from kvjax.checkpoint.writer import save
 from kvjax.errors import CheckpointError, ConfigError
-from kvjax.models import families
+from kvjax.models import families, offload
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.sharding import PyTree
@@ -55,7 +55,9 @@ FORMATS = (
 )
 
 
-def load(path_or_name: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> Model:
+def load(
+    path_or_name: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None, host_weights: float = 0.0
+) -> Model:
     """Loads a model from a Hugging Face folder or from the hub.
 
     Tensors are read one at a time, converted to the target dtype and moved to their devices. The host therefore needs
@@ -68,6 +70,7 @@ def load(path_or_name: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh
       dtype: of the parameters: float32, bfloat16 or float16. None for float32 on CPUs, where narrower weights decode
         ten times slower, and for bfloat16 on GPUs and TPUs.
       mesh: the mesh to shard the parameters over, by `kvjax.sharding.PARAMETERS`; None for the default device.
+      host_weights: the share of the layers whose weights stay in host memory, see `kvjax.models.offload`.
 
     Raises:
       CheckpointError: if there is no checkpoint, a file is damaged, a tensor holds NaN, or the tensors are not those of
@@ -81,6 +84,7 @@ def load(path_or_name: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
     tokenizer = load_tokenizer(folder, config)
+    on_host = offload.host_layers(config.num_layers, host_weights)
     try:
         stored = _canonical(folder, config, _open(folder))
         config = _untie(config, stored)
@@ -93,7 +97,7 @@ def load(path_or_name: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh
                 node = params
                 for key in path[:-1]:
                     node = node.setdefault(key, {})
-                node[path[-1]] = _place(parts.pop(0), path, config, mesh)
+                node[path[-1]] = _place(parts.pop(0), path, config, mesh, on_host)
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror or error}.") from None
     return Model(config, params, tokenizer, mesh)
@@ -272,12 +276,16 @@ def _shorten(items: Sequence[str]) -> str:
     return ", ".join(items[:MAX_LISTED]) + more
 
 
-def _place(array: np.ndarray, path: names.Path, config: DecoderConfig, mesh: Mesh | None) -> Array:
+def _place(
+    array: np.ndarray, path: names.Path, config: DecoderConfig, mesh: Mesh | None, on_host: frozenset[int]
+) -> Array:
     """Moves a parameter to its devices and waits, so that the host's copy is freed before the next tensor is read."""
-    place = None
+    place: Sharding | None = None
     if mesh is not None:
         heads = (config.num_heads, config.num_kv_heads)
         place = NamedSharding(mesh, sharding.parameter_spec(path, array.shape, mesh, heads))
+    if offload.is_on_host(path, on_host):
+        place = offload.in_host_memory(place)
     return jax.block_until_ready(jax.device_put(array, place))
 
 

@@ -386,6 +386,7 @@ class Decoder(nn.Module):
             x = x + self.position_embed(block.position)
         after = []
         entered: Array | None = None
+        before = x
         for index, module in enumerate(self.layers):
             x = sharding.constrain(x, ("batch", None, None))
             hint: Array | None = (
@@ -395,9 +396,11 @@ class Decoder(nn.Module):
             if self.is_initializing():
                 x, layer, seen, entered = module(*arguments, phase[index], hint)
             else:
-                params = self.variables["params"][f"layer_{index}"]
+                # What is in host memory is moved for a layer while the layer before it runs.
+                params, held = memory.after((self.variables["params"][f"layer_{index}"], arguments[1]), before)
+                before = x
                 x, layer, seen, entered = run_layer(
-                    params, *arguments, hint, config=config, window=module.window, dtype=self.dtype,
+                    params, x, held, arguments[2], hint, config=config, window=module.window, dtype=self.dtype,
                     groups=phase[index],
                 )  # fmt: skip
             # For `kvjax.analysis`; Flax discards it unless the caller makes "intermediates" mutable.

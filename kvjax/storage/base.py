@@ -151,9 +151,9 @@ class Storage:
     def label(self) -> str:
         """The name, and which of keys and values are in host memory."""
         held = [f"{side}s" for side, memory in self.memories.items() if memory == HOST]
-        return (
-            self.name if not held else f"{self.name} on host" if len(held) == 2 else f"{self.name}, {held[0]} on host"
-        )
+        if not held or HOST in self.name:  # a name from the command line says it already
+            return self.name
+        return f"{self.name} on host" if len(held) == 2 else f"{self.name}, {held[0]} on host"
 
     def bytes_per_slot(self, dim: int, dtype: DTypeLike, memory: str | None = None) -> int:
         """Returns the number of bytes of a key and a value of `dim` numbers each.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from kvjax.memory import DEVICE
 from kvjax.storage.base import Codec, Exact, Parts, Shapes, Storage, round_trip
 
 Array = jax.Array
@@ -35,7 +36,11 @@ class StraightThrough(Codec):
 
 
 def differentiable(storage: Storage) -> Storage:
-    """The storage with gradients that pass straight through its codecs; it takes as many bytes as a dense one."""
+    """The storage with gradients that pass straight through its codecs; it takes as many bytes as a dense one.
+
+    It is on the device, where the intermediate results of a gradient are.
+    """
+    storage = dataclasses.replace(storage, memory=DEVICE)
     if storage.exact:
         return storage
     key, value = (c if isinstance(c, Exact) else StraightThrough(c) for c in (storage.key, storage.value))
