@@ -1,6 +1,6 @@
 """How much of its prompts a model recalls under a policy: greedy generation, exact match."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from experiments.tasks import prompts, recall
 from experiments.tasks.prompts import Prompt
 from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import ConfigError
+from kvjax.generate import Generation
 from kvjax.models.model import Model
 from kvjax.policies import Policy
 
@@ -66,11 +67,17 @@ def make_prompts(config: RecallConfig, model: Model, seed: int) -> dict[str, lis
 
 
 def exact_matches(
-    model: Model, asked: Mapping[str, Sequence[Prompt]], policy: Policy | CacheSpec, **options: Any
+    model: Model,
+    asked: Mapping[str, Sequence[Prompt]],
+    policy: Policy | CacheSpec,
+    *,
+    watch: Callable[[Generation], None] | None = None,
+    **options: Any,
 ) -> dict[str, float]:
     """Task -> share of its prompts that greedy generation under `policy` answers exactly, to the last character.
 
     Args:
+      watch: is called with the result of each batch.
       options: for `kvjax.generate`.
 
     Texts are compared, not tokens: tokenizers differ in how they would split an answer that stands alone.
@@ -92,6 +99,8 @@ def exact_matches(
             part = made[start : start + ROWS]
             tokens = np.stack([prompt.tokens for prompt in part])
             result = kvjax.generate(model, tokens, policy, max_new_tokens=longest, limits=limits, **options)
+            if watch is not None:
+                watch(result)
             for row, prompt in zip(result.tokens, part, strict=True):
                 right += model.tokenizer.decode(row).lstrip().startswith(prompt.text.lstrip())
         found[task] = right / len(made)
