@@ -1,10 +1,12 @@
 """Recall and perplexity against the share of slots that a step reads, for every selection, beside eviction.
 
 python -m experiments.reading --output=results/reading.json --plot=results/reading.png
+python -m experiments.reading --input=results/reading.json --plot=results/reading.png
 
-Prompts hide a fact 700 to 900 tokens before their end. Layers 0 and 1 read everything; the share is of the layers that
-select, as it was measured while the answers were generated, the new token included. A policy is drawn at the share of
-the prompt that it keeps. Perplexity is of a generated story after 256 tokens of prompt, in chunks of 256 tokens.
+Prompts of 984 tokens hide a fact 700 to 900 tokens before their end. Layers 0 and 1 read everything; the share is of
+the layers that select, as it was measured while the answers were generated, the new token included. A policy is drawn
+at the share of the prompt that it keeps. Perplexity is of a generated story after 256 tokens of prompt, in chunks of
+256 tokens.
 """
 
 import dataclasses
@@ -32,6 +34,7 @@ from kvjax.models.model import Model
 
 TASKS = ("passkey", "associative")
 SHARES = ("0.005", "0.01", "0.02", "0.05", "0.1", "0.2")
+DISTANCES = (700 / 984, 900 / 984)  # from the end of a prompt to its fact, in prompts
 FIRST = 2  # the first layer that selects
 PAGE = 4  # tokens of a page or chunk: three pages of 16 would be 5 % of these prompts
 STORY_PROMPT, CHUNK = 256, 256  # tokens
@@ -132,23 +135,23 @@ def draw(points: Sequence[Point]) -> bytes:
     colors = plots.colors(names)
     full = next(point for point in points if point.method == "full")
     figure, axes = plots.new_figure(len(full.recall) + 2, figsize=(4.2 * (len(full.recall) + 2), 4))
-    panels: list[tuple[str, Callable[[Point], float], float]] = [
-        (f"{task}, exact answers (%)", lambda point, task=task: 100 * point.recall[task], 100 * full.recall[task])
-        for task in full.recall
-    ]  # fmt: skip
-    panels.append(("perplexity of a story", lambda point: point.perplexity[-1], full.perplexity[-1]))
     evicting = {"h2o", "snapkv", "window"}
-    for axis, (title, value, whole) in zip(axes[0], panels, strict=False):
-        axis.axhline(whole, color=plots.FULL_COLOR, linewidth=1, linestyle=":", label="full cache")
+    panels = [*full.recall, "perplexity"]
+
+    def value(point: Point, panel: str) -> float:
+        return point.perplexity[-1] if panel == "perplexity" else 100 * point.recall[panel]
+
+    for axis, panel in zip(axes[0], panels, strict=False):
+        axis.axhline(value(full, panel), color=plots.FULL_COLOR, linewidth=1, linestyle=":", label="full cache")
         for name in names[1:]:
-            curve = sorted((100 * point.share, value(point)) for point in points if point.method == name)
+            curve = sorted((100 * point.share, value(point, panel)) for point in points if point.method == name)
             dashes = "--" if name in evicting else "-"
             axis.plot(*zip(*curve, strict=True), dashes, marker="o", markersize=3, color=colors[name], label=name)
         axis.set_xscale("log")
         axis.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
         axis.minorticks_off()
+        title = "perplexity of a story" if panel == "perplexity" else f"{panel}, exact answers (%)"
         plots.style(axis, title, "% of the slots read; kept where dashed")
-    axes[0][len(panels) - 1].set_yscale("log")
     axes[0][0].legend(frameon=False, fontsize=8)
     last = axes[0][-1]
     for name in names:
@@ -161,7 +164,6 @@ def draw(points: Sequence[Point]) -> bytes:
         dashes = "--" if name in evicting else "-"
         last.plot(ends, point.perplexity[:-1], dashes, marker="o", markersize=3, color=colors[name], label=label)
     plots.style(last, "perplexity along the story", "tokens so far")
-    last.set_yscale("log")
     last.legend(frameon=False, fontsize=8)
     return plots.png(figure)
 
@@ -173,6 +175,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("rows", 8, "of the story", lower_bound=1, flag_values=values)
     flags.DEFINE_list("shares", list(SHARES), "of the prompt, in (0, 1]", flag_values=values)
     flags.DEFINE_list("methods", list(METHODS), ", ".join(METHODS), flag_values=values)
+    flags.DEFINE_string("input", None, "draw the figures of this file, and measure nothing", flag_values=values)
     flags.DEFINE_string("output", None, "also write the figures as JSON, after every point", flag_values=values)
     flags.DEFINE_string("plot", None, "also draw the figures, as a PNG", flag_values=values)
     cli.define_compilation_cache(values)
@@ -190,15 +193,24 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"unknown method {unknown[0]!r}; known methods: {', '.join(METHODS)}.")
     if not all(0 < share <= 1 for share in shares):
         raise ConfigError(f"--shares={','.join(values.shares)} must be fractions in (0, 1], such as 0.02.")
+    if values.input:
+        try:
+            points = [Point(**point) for point in json.loads(Path(values.input).read_text())["points"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"--input={values.input!r} is not a file of --output: {error}") from None
+        return _report(points, values.plot)
     cli.use_compilation_cache(values)
     model = kvjax.load(values.model, dtype="float32")
-    recall = RecallConfig(tasks=TASKS, prompts=values.prompts, length=values.length, nearest=700, farthest=900)
+    nearest, farthest = (int(part * values.length) for part in DISTANCES)
+    recall = RecallConfig(
+        tasks=TASKS, prompts=values.prompts, length=values.length, nearest=nearest, farthest=farthest
+    )  # fmt: skip
     asked = make_prompts(recall, model, seed=0)
     width = min(model.config.max_positions, STORY_PROMPT + 3 * CHUNK)
     text = DataConfig(num_sequences=values.rows, prompt_length=STORY_PROMPT, new_tokens=width - STORY_PROMPT)
     story, _, _ = data.load(text, model, seed=0)
 
-    points: list[Point] = []
+    points = []
     specs = {("full", values.length): CacheSpec(policies.full())}
     for name in values.methods:
         # Small shares may be the same number of pages.
@@ -211,9 +223,14 @@ def main(argv: Sequence[str]) -> int:
             made: dict[str, Any] = {"environment": machine.environment(), "command": " ".join(argv[1:])}
             made["points"] = [dataclasses.asdict(point) for point in points]
             Path(values.output).write_text(json.dumps(made, indent=1) + "\n")
+    return _report(points, values.plot)
+
+
+def _report(points: Sequence[Point], plot: str | None) -> int:
+    """Prints the table and draws the plot, if a file is named."""
     print(tabulate([_row(point) for point in points], headers="keys", floatfmt=",.3g", tablefmt="github"))
-    if values.plot:
-        Path(values.plot).write_bytes(draw(points))
+    if plot:
+        Path(plot).write_bytes(draw(points))
     return 0
 
 

@@ -5,6 +5,8 @@
   python -m experiments.bench decode --against=none --policies=h2o,roco,full
   python -m experiments.bench policies --slots=512
   python -m experiments.bench storages --slots=512
+  python -m experiments.bench selections --context=2048,8192,32768
+  python -m experiments.bench link
   python -m experiments.bench stream --slots=512 --tokens=100000 --text=FILE
   python -m experiments.bench prefill --context=2048
   python -m experiments.bench memory --context=512,2048,8192
@@ -22,6 +24,9 @@ decode: milliseconds a step, all rows advancing one token. "no policy" attends t
 choosing any: what the policy itself costs. The peers' full caches begin every round at --context tokens.
 policies: a decoding step of every policy that evicts while decoding, on the same slots, against h2o.
 storages: a decoding step under h2o with every storage, and of a full cache with every selection, against dense slots.
+selections: a decoding step of a long context, filled with random keys and values, read whole and by selections, in the
+memory of the device and of the host.
+link: bytes that a step moves from host memory, and what they take, from shapes alone (InfiniGen's Figures 14 to 16).
 stream: kvjax-tiny under streaming_llm: time a generated token, a tenth at a time, then the first and the last 1,000
 in turns; bytes held; perplexity of a text (a generated story, or --text).
 prefill: a prompt in one shot, with a policy's statistics, and without.

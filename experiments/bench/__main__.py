@@ -13,7 +13,18 @@ from tabulate import tabulate
 
 import experiments.bench
 from experiments import cli, machine, peers
-from experiments.bench import decode, every_policy, figures, kernels, memory, prefill, storages, stream
+from experiments.bench import (
+    decode,
+    every_policy,
+    figures,
+    kernels,
+    link,
+    memory,
+    prefill,
+    selections,
+    storages,
+    stream,
+)
 from kvjax.attention import IMPLEMENTATIONS
 from kvjax.errors import ConfigError
 
@@ -21,6 +32,8 @@ TASKS = {
     "decode": decode.run,
     "policies": every_policy.run,
     "storages": storages.run,
+    "selections": selections.run,
+    "link": link.run,
     "stream": stream.run,
     "prefill": prefill.run,
     "memory": memory.run,
@@ -45,7 +58,7 @@ def define(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_float("budget", 0.2, "fraction of the context", 0.0, 1.0, flag_values=values)
     whole("batch", None, "rows")
-    several("context", None, "prompt tokens; several, with commas between them, for `memory`")
+    several("context", None, "prompt tokens; several, with commas between them, for `memory` and `selections`")
     whole("slots", 512, "budget of every policy, for `policies`, `storages` and `stream`", 64)
     whole("tokens", 128, "new tokens of kvjax a round; a slow peer generates fewer", 2)
     whole("rounds", 5, "rounds, A B B A")

@@ -125,10 +125,50 @@ def _with(statistics: str | None) -> str:
     return "" if statistics is None else ", no statistics" if statistics == "none" else f", {statistics}"
 
 
+def _selections(rows: Sequence[Row]) -> Any:
+    """Time against the context, a line for every cache."""
+    figure, panels = new_figure(1, figsize=(7, 4))
+    sides = list(dict.fromkeys(row["cache"] for row in rows))
+    color = dict(zip(sides, itertools.cycle((FULL_COLOR, *COLORS)), strict=False))
+    for side in sides:
+        own = [(row["context"], row["ms/step"]) for row in rows if row["cache"] == side]
+        form = "o--" if "host" in side else "o-"
+        panels[0, 0].plot(*zip(*own, strict=True), form, color=color[side], ms=4, label=side)
+    panels[0, 0].set_xscale("log", base=2)
+    panels[0, 0].set_ylim(bottom=0)
+    panels[0, 0].set_xticks([row["context"] for row in rows], [f"{row['context']:,}" for row in rows])
+    panels[0, 0].legend(frameon=False, fontsize=8)
+    style(panels[0, 0], f"Decoding, batch {rows[0]['batch']}", "tokens of context", "milliseconds a step (median)")
+    return figure
+
+
+def _link(rows: Sequence[Row]) -> Any:
+    """Time of the link, a panel for every figure."""
+    names = [name for name in dict.fromkeys(row["figure"] for row in rows) if name]
+    figure, panels = new_figure(len(names), figsize=(5 * len(names), 3.6))
+    sides = list(dict.fromkeys(row["cache"] for row in rows))
+    for axes, name in zip(panels[0], names, strict=True):
+        own = [row for row in rows if row["figure"] == name]
+        settings = list(dict.fromkeys((row["model"], row["batch"], row["tokens"]) for row in own))
+        for place, side in enumerate(sides):
+            at = [i + 0.2 * (place - 1.5) for i in range(len(settings))]
+            times = [row["PCIe 3 ms"] for row in own if row["cache"] == side]
+            axes.bar(at, times, width=0.18, color=COLORS[place], label=side)
+        varied = [i for i in range(3) if len({setting[i] for setting in settings}) > 1] or [0]
+        axes.set_xticks(
+            range(len(settings)), ["\n".join(str(each[i]) for i in varied) for each in settings], fontsize=8
+        )
+        style(axes, f"Figure {name}", "", "milliseconds a step over PCIe 3 x16")
+    panels[0, 0].legend(frameon=False, fontsize=8)
+    return figure
+
+
 PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "decode": _decode,
     "policies": _policies,
     "storages": _storages,
+    "selections": _selections,
+    "link": _link,
     "stream": _stream,
     "prefill": _prefill,
     "memory": _memory,

@@ -53,6 +53,30 @@ def test_decode(tmp_path, capsys):
     assert "measured on cpu: " in capsys.readouterr().out
 
 
+def test_selections(tmp_path):
+    rows = bench(tmp_path, "selections", "--context=64,128", "--batch=2")
+    assert [row["context"] for row in rows] == [64] * 6 + [128] * 6
+    assert rows[0]["cache"] == "full" and rows[0]["faster than full"] == 1.0
+    assert all(row["ms/step"] > 0 for row in rows)
+
+
+def test_link(tmp_path):
+    rows = bench(tmp_path, "link", "--shape=opt-6.7b")
+    flexgen, coded, h2o, infinigen = rows[:4]
+    # 4 rows of 32 layers and heads: 1,920 tokens of prompt and what was decoded before, 64 tokens in the mean.
+    slot, heads = 2 * 128 * 2, 4 * 32 * 32
+    assert flexgen["needed MB"] == pytest.approx(heads * slot * (1920 + 63) / 1e6)
+    assert flexgen["moved MB"] == pytest.approx(heads * slot * 2047 / 1e6)
+    # 4 bits a number, and a zero and a scale of 2 bytes each for every 64.
+    assert coded["moved MB"] == pytest.approx(flexgen["moved MB"] * (64 + 2 * 4) / 256)
+    assert h2o["moved MB"] == pytest.approx(heads * slot * 384 / 1e6)
+    # Two layers are read whole, of the others a fifth at most.
+    assert infinigen["moved MB"] == pytest.approx(4 * 32 * slot * (2 * 2047 + 30 * 409) / 1e6, rel=2e-3)
+    assert flexgen["PCIe 3 ms"] == pytest.approx(flexgen["moved MB"] / 15.75)
+    with pytest.raises(ConfigError, match="in none of these figures; known: opt-13b"):
+        main(["bench", "link", "--shape=tiny"])
+
+
 def test_the_bytes_of_a_step_by_hand():
     """All weights but the embedding's table of positions, live slots with a position and a statistic, a new slot."""
     config = shapes.by_name("tiny")

@@ -1,0 +1,39 @@
+"""Recall against the share of slots that is read: a run of few prompts, and its plot drawn again."""
+
+import json
+
+import pytest
+
+from experiments.reading import main
+from kvjax.errors import ConfigError
+
+
+@pytest.mark.thorough
+def test_points_of_a_selection_and_a_policy(tmp_path, capsys):
+    output, plot = tmp_path / "points.json", tmp_path / "points.png"
+    quick = ("--prompts=2", "--rows=1", "--length=300", "--shares=0.05", "--methods=infinigen,window")
+    assert main(["reading", *quick, f"--output={output}", f"--plot={plot}"]) == 0
+    full, guessed, window = json.loads(output.read_text())["points"]
+    assert [point["method"] for point in (full, guessed, window)] == ["full", "infinigen", "window"]
+    assert full["share"] == 1 and window["share"] == 15 / 300
+    # At most 15 chosen of 300 to 310, and the new one.
+    assert 1 / 310 < guessed["share"] <= 16 / 300
+    assert set(full["recall"]) == {"passkey", "associative"} and len(full["perplexity"]) == 4
+    assert full["perplexity"][-1] < guessed["perplexity"][-1] < window["perplexity"][-1]
+    first = plot.read_bytes()
+    assert main(["reading", f"--input={output}", f"--plot={plot}"]) == 0
+    assert first == plot.read_bytes() and "infinigen" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "match"),
+    [
+        ("--methods=mine", "unknown method 'mine'; known methods: infinigen"),
+        ("--shares=0,0.5", "fractions in"),
+        ("--shares=few", "could not convert"),
+        ("--input=nowhere.json", "is not a file of --output"),
+    ],
+)
+def test_wrong_flags_are_refused(flag, match):
+    with pytest.raises(ConfigError, match=match):
+        main(["reading", flag])
