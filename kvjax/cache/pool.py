@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from kvjax.cache.layout import Group
 from kvjax.cache.slots import append, constrain, empty_stats, longest, ranks, slots_of, transient
 from kvjax.cache.state import Block, LayerKV
+from kvjax.memory import HOST, gather
 from kvjax.rope import Rope
 from kvjax.storage import store as held
 
@@ -93,26 +94,44 @@ def pool_of(layer: LayerKV, key: Array, value: Array, block: Block, group: Group
 def decoded(pool: Pool, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Decodes the keys and values [B, K, S_i, D] of each piece.
 
-    Keys are rotated as they are stored, which is not at all if ``positions="cache"``. Those of a pool in host memory
-    whose slots are gathered are None: moving them to the device would take the time that gathering saves.
+    Keys are rotated as they are stored, which is not at all if ``positions="cache"``. What is in host memory and will
+    be gathered is None here: moving it to the device would take the time that gathering saves.
     """
     if pool.own is None:
         return (pool.layer.key,), (pool.layer.value,)
-    pieces: list[tuple[Any, Any]] = [
-        (None, None)
-        if number == 0 and storage.on_host and group.gathered is not None
-        else held.decode(storage, store, pool.layer.dim, pool.dtype)
-        for number, (storage, store) in enumerate(zip(group.stores, pool.layer.stores, strict=True))
-    ]
+
+    def decode(side: str, number: int) -> Any:
+        storage = group.stores[number]
+        if number == 0 and storage.memories[side] == HOST and group.gathered is not None:
+            return None
+        return held.decode_side(storage, pool.layer.stores[number], side, pool.layer.dim, pool.dtype)
+
+    pieces = [(decode("key", number), decode("value", number)) for number in range(len(group.stores))]
     # A query sees its own block exactly: its tokens are a piece of their own until they are encoded.
     keys, values = zip(*pieces, pool.own, strict=True)
     return keys, values
 
 
-def fetched(pool: Pool, group: Group, slots: Array) -> tuple[Array, Array]:
-    """Reads slots [B, K, W] of the first piece, and decodes their keys and values [B, K, W, D]; see `decoded`."""
-    store = held.gather(pool.layer.stores[0], slots)
-    return held.decode(group.stores[0], store, pool.layer.dim, pool.dtype)
+def fetched(pool: Pool, group: Group, slots: Array, whole: tuple[Any, Any]) -> tuple[Array, Array]:
+    """Gathers the keys and values [B, K, W, D] of slots [B, K, W] of the first piece.
+
+    Args:
+      pool: the slots.
+      group: the storage.
+      slots: of the first piece.
+      whole: keys and values [B, K, S, D] of the first piece, from `decoded`.
+    """
+    store, storage = pool.layer.stores[0], group.stores[0]
+    # Keys that were rotated by rank are nowhere else.
+    by_rank = group.policy.positions == "cache"
+
+    def fetch(side: str, x: Any) -> Array:
+        if x is not None and (by_rank or set(store[side]) == {"exact"}):
+            return gather(x, slots)
+        own: held.Store = {side: {name: gather(part, slots) for name, part in store[side].items()}}
+        return held.decode_side(storage, own, side, pool.layer.dim, pool.dtype)
+
+    return fetch("key", whole[0]), fetch("value", whole[1])
 
 
 def run_after_inputs(function: Callable[..., T], pool: Pool, *arguments: Any) -> T:

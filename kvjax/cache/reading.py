@@ -115,7 +115,9 @@ def read(
     slots, valid = compact(mask[:, :, :size], width)
 
     # What is read is decoded after it is gathered, of a pool in host memory by the host.
-    own = Part(*fetched(pool, group, slots), jnp.where(valid, gather(first.position, slots), EMPTY))
+    own = Part(
+        *fetched(pool, group, slots, (first.key, first.value)), jnp.where(valid, gather(first.position, slots), EMPTY)
+    )
     own = restored(own, gather(chosen_first, slots))
     return Reading((own, *parts[1:]), position, jnp.where(valid, slots, size), index, view, chosen)
 

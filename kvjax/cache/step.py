@@ -287,9 +287,9 @@ def _evicted(
 
 
 def _held(pool: Pool, group: Group) -> tuple[Any, Any]:
-    """Decodes the keys and values [B, K, S', D] of all slots; None of a pool in host memory that is gathered."""
-    keys, values = decoded(pool, group)
-    return (None, None) if keys[0] is None else (joined(keys), joined(values))
+    """Decodes the keys and values [B, K, S', D] of all slots; None for what is gathered from host memory."""
+    key, value = (None if pieces[0] is None else joined(pieces) for pieces in decoded(pool, group))
+    return key, value
 
 
 def _view(pool: Pool, key: Any, value: Any, block: Block, group: Group, budget: Array | None) -> View:

@@ -56,11 +56,6 @@ def encode(storage: Storage, key: Array, value: Array, dtype: DTypeLike) -> Stor
     }
 
 
-def gather(store: Store, slots: Array) -> Store:
-    """Reads the slots [B, K, W] of a store, as they are held, to the device."""
-    return jax.tree.map(lambda leaf: memory.gather(leaf, slots), store)
-
-
 def decode(storage: Storage, store: Store, dim: int, dtype: DTypeLike) -> tuple[Array, Array]:
     """Decodes keys and values, [B, K, S, D] each, in `dtype`, on the device.
 
@@ -70,9 +65,12 @@ def decode(storage: Storage, store: Store, dim: int, dtype: DTypeLike) -> tuple[
       dim: size of a head.
       dtype: the model's dtype.
     """
-    store = memory.to_device(store)
-    key, value = (_decode(codec, store[name], dim, dtype) for name, codec in _codecs(storage).items())
-    return key, value
+    return decode_side(storage, store, "key", dim, dtype), decode_side(storage, store, "value", dim, dtype)
+
+
+def decode_side(storage: Storage, store: Store, side: str, dim: int, dtype: DTypeLike) -> Array:
+    """Decodes keys or values alone, `side` of which is ``key`` or ``value``; see `decode`."""
+    return _decode(_codecs(storage)[side], memory.to_device(store[side]), dim, dtype)
 
 
 def nbytes(storage: Storage, slots: int, dim: int, dtype: DTypeLike) -> int:
