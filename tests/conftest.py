@@ -17,10 +17,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # are as many threads as processors: with two, three warpgroups would wait for each other for ever.
 os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 8)))
 
+# A program is cut into parts that LLVM compiles side by side, which is quicker where processors are idle. Here the workers
+# keep them busy, and cutting and linking is a quarter of all compiling.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_parallel_codegen_split_count=1"
 # jax 0.10 emits fused loops for CPUs in a way that takes twice as long to compile; what they compute is the same. Newer
 # versions have no such switch, and no process starts with one that is unknown.
 if importlib.metadata.version("jax").startswith("0.10."):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import jax
 import pytest
@@ -82,6 +85,13 @@ def pytest_collection_modifyitems(config, items):
         kept.update(id(each[int(i * step)]) for i in range(min(most, len(each))))
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
+
+
+def pytest_collection_finish(session):
+    """What the modules hold stays: the collector need not walk through it each time that traces fill its youngest."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope="module", autouse=True)
