@@ -17,8 +17,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # are as many threads as processors: with two, three warpgroups would wait for each other for ever.
 os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 8)))
 
-# A program is cut into parts that LLVM compiles side by side, which is quicker where processors are idle. Here the workers
-# keep them busy, and cutting and linking is a quarter of all compiling.
+# A program is cut into parts that LLVM compiles side by side, which is quicker where processors are idle. Here workers
+# keep them busy, and to cut and to link is a quarter of all compiling.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_parallel_codegen_split_count=1"
 # jax 0.10 emits fused loops for CPUs in a way that takes twice as long to compile; what they compute is the same. Newer
 # versions have no such switch, and no process starts with one that is unknown.
