@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import hashlib
 import importlib.metadata
@@ -35,6 +36,30 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@contextlib.contextmanager
+def optimised():
+    """Programs are compiled as users compile them: for tests of what optimisations could change, or of long runs.
+
+    With optimisations, the emitter that is slow without is several times faster than the other one.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    with pytest.MonkeyPatch.context() as patch:
+        if "use_fusion_emitters" in os.environ["XLA_FLAGS"]:
+            from jax._src import compiler  # jax has no public way to give all programs an option
+
+            plain, emitter = compiler.get_compile_options, {"xla_cpu_use_fusion_emitters": True}
+
+            def options(*args, env_options_overrides=None, **more):
+                return plain(*args, env_options_overrides=emitter | dict(env_options_overrides or {}), **more)
+
+            patch.setattr(compiler, "get_compile_options", options)
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 #: Tests that read what the compiler made, or compile for devices that are absent: their programs are not kept.
 READ_PROGRAMS = {"test_compiled.py", "test_plan.py", "kernels"}
 
