@@ -86,6 +86,7 @@ def tensors(config: TrainConfig):
     return (Path(config.output) / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.thorough
 def test_a_killed_run_goes_on_as_if_it_had_not_been(config, tmp_path):
     whole = dataclasses.replace(config, output=str(tmp_path / "whole"))
     subprocess.run(command(whole), cwd=ROOT, check=True, capture_output=True)
@@ -106,6 +107,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(config, tmp_path):
     assert events(config, "evaluation") == events(whole, "evaluation")
 
 
+@pytest.mark.thorough
 def test_many_devices_train_the_same_model(config, tmp_path):
     train.train(config, progress=False)
     many = dataclasses.replace(config, output=str(tmp_path / "many"))
