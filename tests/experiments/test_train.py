@@ -87,7 +87,10 @@ def tensors(config: TrainConfig):
 
 
 @pytest.mark.thorough
-def test_a_killed_run_goes_on_as_if_it_had_not_been(config, tmp_path):
+def test_a_killed_run_goes_on_as_if_it_had_not_been(config, tmp_path, monkeypatch):
+    # The three processes run the same programs.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     whole = dataclasses.replace(config, output=str(tmp_path / "whole"))
     subprocess.run(command(whole), cwd=ROOT, check=True, capture_output=True)
     process = subprocess.Popen(command(config), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
