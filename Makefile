@@ -5,7 +5,8 @@ VENV ?= .venv
 # torch and transformers are the peers that parity tests compare with; `make test EXTRAS=test` does without them.
 EXTRAS ?= test,bench
 ARGS ?=
-# Two processes; the tests are mostly compilation, which is single-threaded. JOBS=0 runs them in one.
+# Two processes; the tests are mostly compilation, which is single-threaded. JOBS=0 runs them in one. Files are taken up in
+# the order of tests/conftest.py.
 JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
@@ -16,7 +17,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m experiments.run --config=h2o_tiny $(ARGS)
 
 test: $(VENV)/.test-$(EXTRAS)
-	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.test-$(EXTRAS)
 	$(BIN)/ruff format --check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import hashlib
 import importlib.metadata
@@ -17,13 +18,19 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # are as many threads as processors: with two, three warpgroups would wait for each other for ever.
 os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 8)))
 
+# A program is cut into parts that LLVM compiles side by side, which is quicker where processors are idle. Here workers
+# keep them busy, and to cut and to link is a quarter of all compiling.
+ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
 # jax 0.10 emits fused loops for CPUs in a way that takes twice as long to compile; what they compute is the same. Newer
 # versions have no such switch, and no process starts with one that is unknown.
-if importlib.metadata.version("jax").startswith("0.10."):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+OTHER_EMITTER = ["--xla_cpu_use_fusion_emitters=false"] * importlib.metadata.version("jax").startswith("0.10.")
+# Of a worker, what its parent was given, and what that added.
+GIVEN = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag not in (ONE_PART, *OTHER_EMITTER)]
+XLA_FLAGS = " ".join([*GIVEN, ONE_PART, *OTHER_EMITTER])
+os.environ["XLA_FLAGS"] = XLA_FLAGS
 
-import jax
-import pytest
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # An accidental float64 or int32 -> float32 promotion is an error here.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -32,6 +39,30 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@contextlib.contextmanager
+def optimised():
+    """Programs are compiled as users compile them: for tests of what optimisations could change, or of long runs.
+
+    With optimisations, the emitter that is slow without is several times faster than the other one.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    with pytest.MonkeyPatch.context() as patch:
+        if OTHER_EMITTER:
+            from jax._src import compiler  # jax has no public way to give all programs an option
+
+            plain, emitter = compiler.get_compile_options, {"xla_cpu_use_fusion_emitters": True}
+
+            def options(*args, env_options_overrides=None, **more):
+                return plain(*args, env_options_overrides=emitter | dict(env_options_overrides or {}), **more)
+
+            patch.setattr(compiler, "get_compile_options", options)
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 #: Tests that read what the compiler made, or compile for devices that are absent: their programs are not kept.
 READ_PROGRAMS = {"test_compiled.py", "test_plan.py", "kernels"}
 
@@ -62,26 +93,59 @@ def find_shared() -> Path | None:
     return next((path for path in candidates if (path / "data").is_dir()), None)
 
 
+#: Files that take minutes, the longest first: a worker that took one of them up last would keep the others waiting.
+LONG = (
+    "test_pretrained.py", "test_slots.py", "test_models.py", "test_fused_step.py", "test_sharding.py", "test_train.py",
+    "test_gradients.py", "test_conformance.py", "test_step_tpu.py", "test_generate_tpu.py", "test_heads.py",
+    "test_bench.py", "test_compare.py", "test_properties.py", "test_worked_examples.py", "test_notebook.py",
+    "test_spec_text.py", "test_merge.py", "test_compositions.py", "test_generate.py", "test_refill.py", "test_plan.py",
+    "test_step_gpu.py", "test_prefill_gpu.py", "test_decode_gpu.py",
+)  # fmt: skip
+
+
 def pytest_addoption(parser):
     parser.addoption("--cases", type=int, help="of each parametrised test only so many cases, spread over its list")
+    parser.addoption("--tests", type=int, help="of each file but those of kernels only so many tests, spread over it")
+
+
+def spread(items: list, most: int) -> list:
+    step = max(len(items) / most, 1)
+    return [items[int(i * step)] for i in range(min(most, len(items)))]
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
-    """Keeps `--cases` of each test, all of one that only the newest jax can run."""
-    most = config.getoption("--cases")
-    if most is None:
-        return
-    cases = collections.defaultdict(list)
-    for item in items:
-        own = item.name if item.get_closest_marker("newest") else getattr(item, "originalname", item.name)
-        cases[item.path, getattr(item, "cls", None), own].append(item)
-    kept = set()
-    for each in cases.values():
-        step = max(len(each) / most, 1)
-        kept.update(id(each[int(i * step)]) for i in range(min(most, len(each))))
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-    items[:] = [item for item in items if id(item) in kept]
+    """Keeps `--cases` of each test, all of one that only the newest jax can run, and of each file `--tests`."""
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    kept = list(items)
+    for option, of in (("--cases", lambda item: getattr(item, "originalname", item.name)), ("--tests", lambda _: "")):
+        most = config.getoption(option)
+        if most is None:
+            continue
+        groups = collections.defaultdict(list)
+        for item in kept:
+            whole = item.get_closest_marker("newest") or (option == "--tests" and "kernels" in item.path.parts)
+            one = item.nodeid if whole else of(item)
+            groups[item.path, None if option == "--tests" else getattr(item, "cls", None), one].append(item)
+        kept = [item for group in groups.values() for item in spread(group, most)]
+    own = {id(item) for item in kept}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in own])
+    items[:] = [item for item in items if id(item) in own]
+
+
+def pytest_collection_finish(session):
+    """What the modules hold stays: the collector need not walk through it each time that traces fill its youngest."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def flags_of_this_process():
+    """What tests start compiles with optimisations, for which the other emitter is several times slower."""
+    jax.devices()  # jax has read the flags
+    os.environ["XLA_FLAGS"] = " ".join([*GIVEN, ONE_PART])
 
 
 @pytest.fixture(scope="module", autouse=True)

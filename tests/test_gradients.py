@@ -1,6 +1,7 @@
 """Gradients of a score through the cache: right under every policy, and in the memory of a few blocks."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,15 @@ def _from_bits(parts, side, dim):
     return jax.lax.bitcast_convert_type(parts["codes"], jnp.float32)
 
 
+WAYS = {"blocks": {"prefill_block": 8}, "then token by token": {"prompt_length": np.array([20, 12])}}
+
+
+@functools.cache
+def without_codes(policy, way):
+    """The gradient that several storages are compared with: one program for all."""
+    return gradient(policy, **WAYS[way])
+
+
 BITS = Codec(_bits, _to_bits, _from_bits)  # loses nothing, and an integer has no gradient
 
 
@@ -109,8 +119,8 @@ BITS = Codec(_bits, _to_bits, _from_bits)  # loses nothing, and an integer has n
 )
 def test_it_passes_straight_through_codes(policy, residual):
     storage = Storage(key=BITS, value=BITS, residual=residual)
-    for options in ({"prefill_block": 8}, {"prompt_length": np.array([20, 12])}):
-        expected, found = gradient(policy, **options), gradient(policy, storage=storage, **options)
+    for way, options in WAYS.items():
+        expected, found = without_codes(policy, way), gradient(policy, storage=storage, **options)
         for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(one, two, atol=2e-6, rtol=1e-4)
 
@@ -118,11 +128,12 @@ def test_it_passes_straight_through_codes(policy, residual):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("storage", "near"), [(int8(), 0.02), (int4(residual=5), 0.25), (fp8(), 0.15)], ids=str)
 def test_a_score_through_codes_and_its_gradient(storage, near):
-    policy, options = policies.h2o(budget=16), {"prompt_length": np.array([20, 12])}
+    policy, way = policies.h2o(budget=16), "then token by token"
+    options = WAYS[way]
     params = tiny().model.params
     value, found = jax.jit(jax.value_and_grad(lambda params: score(params, policy, storage=storage, **options)))(params)
     assert float(value) == pytest.approx(float(score(params, policy, storage=storage, **options)), abs=1e-6)
-    exact = gradient(policy, **options)
+    exact = without_codes(policy, way)
     off = jnp.sqrt(sum(jnp.sum((a - b) ** 2) for a, b in zip(*map(jax.tree.leaves, (found, exact)), strict=True)))
     assert 0 < off < near * jnp.sqrt(sum(jnp.sum(a**2) for a in jax.tree.leaves(exact)))
 

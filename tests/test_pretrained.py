@@ -21,19 +21,17 @@ from kvjax import policies
 from kvjax.checkpoint.huggingface import bundled
 from kvjax.errors import CheckpointError
 from kvjax.models.decoder import Decoder, parameter_count
-from tests.conftest import ROOT
+from tests.conftest import ROOT, optimised
 
 pytestmark = pytest.mark.thorough  # what a model has learned does not depend on jax's version
 TEXT = "The passage was dark, and Pip said nothing.\n\nHe had 1861 reasons (and é) to be silent."
 
 
 @pytest.fixture(scope="module", autouse=True)
-def optimised():
+def fast():
     """The suite compiles without optimisations, for speed; here it is running that takes the time."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    with optimised():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +83,9 @@ def test_transformers_agrees(tiny):
 
 @pytest.fixture(scope="module")
 def asked(tiny):
-    return score.make_prompts(RecallConfig(tasks=("passkey", "associative"), prompts=40), tiny, seed=3)
+    """As many prompts of each task as fill batches: those that are left over would take a program of their own."""
+    config = RecallConfig(tasks=("passkey", "associative", "variable"), prompts=2 * score.ROWS)
+    return score.make_prompts(config, tiny, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +102,9 @@ def test_word_pairs_are_found(recalled):
     assert recalled["associative"] >= 0.9
 
 
-@pytest.mark.thorough
-def test_scoring_in_one_pass_is_generating_greedily(tiny):
-    asked = score.make_prompts(RecallConfig(tasks=("passkey", "variable")), tiny, seed=4)
-    generated = score.exact_matches(tiny, asked, policies.full())
-    assert {task: evaluate.exact_match(tiny.params, tiny.config, made) for task, made in asked.items()} == generated
+def test_scoring_in_one_pass_is_generating_greedily(tiny, asked, recalled):
+    generated = {task: recalled[task] for task in ("passkey", "variable")}
+    assert {task: evaluate.exact_match(tiny.params, tiny.config, asked[task]) for task in generated} == generated
     assert len(set(generated.values())) > 1
 
 
@@ -121,16 +119,15 @@ def test_it_reads_a_book_it_never_saw(tiny, shared_data):
     assert bits < 2.0
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("text", "windows", "least"),  # bits a byte; a small gain takes many windows to show
-    [("carroll-alice.txt", 24, 0.02), ("great_expectations_1400.txt", 128, 0.003)],
+    ("text", "windows", "stride", "least"),  # bits a byte; a small gain takes many windows to show
+    [("carroll-alice.txt", 24, 8, 0.02), ("great_expectations_1400.txt", 128, 4, 0.003)],
 )
-def test_more_context_helps(tiny, shared_data, monkeypatch, text, windows, least):
+def test_more_context_helps(tiny, shared_data, monkeypatch, text, windows, stride, least):
     (path,) = (shared_data / "data/lm").rglob(text)
     monkeypatch.setattr(card, "GAIN_WINDOWS", windows)
-    # With 128 tokens each token that is asked for takes a row of its own: a quarter of them tells as much.
-    monkeypatch.setattr(card, "GAIN_STRIDE", 4)
+    # With 128 tokens each token that is asked for takes a row of its own: some of them tell as much.
+    monkeypatch.setattr(card, "GAIN_STRIDE", stride)
     tokenizer = tokenizers.Tokenizer.from_file(str(bundled("kvjax-tiny") / "tokenizer.json"))
     far, near = card.context_gain(tiny, corpus.tokenized(path, tokenizer))
     assert far < near - least

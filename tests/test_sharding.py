@@ -15,6 +15,7 @@ import pytest
 
 from kvjax import sharding
 from kvjax.errors import ConfigError
+from tests.conftest import XLA_FLAGS
 from tests.sharding_checks import CASES, MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def results(request) -> dict[str, dict]:
     """What was found in each case that a test of this run asks for."""
     asked = {item.callspec.params["name"] for item in request.session.items if "results" in item.fixturenames}
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    flags = XLA_FLAGS + " --xla_force_host_platform_device_count=8"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.sharding_checks", *(name for name in CASES if name in asked)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)

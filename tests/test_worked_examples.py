@@ -2,12 +2,12 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax import policies
+from tests import conftest
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +23,8 @@ def stories(shared_data):
 @pytest.fixture(autouse=True)
 def optimised():
     """The suite compiles without optimisations, for speed; what users run is checked here."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    with conftest.optimised():
+        yield
 
 
 @pytest.mark.parametrize("case", range(16))

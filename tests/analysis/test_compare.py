@@ -166,6 +166,7 @@ def test_retained(name):
     assert (got.last_seen[:, 0, :, :44] == 43).all() == (name == "full")
 
 
+@pytest.mark.thorough
 def test_a_policy_with_room_for_everything_misses_nothing():
     arguments = {"prompt_length": PROMPTS, "lengths": LENGTHS}
     for name in ("h2o", "tova"):
@@ -220,6 +221,7 @@ def test_a_text_of_several_calls():
     scan.scan_steps.clear_cache()
 
 
+@pytest.mark.thorough
 def test_memory_is_linear():
     config = tiny().model.config
 

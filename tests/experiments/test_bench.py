@@ -41,6 +41,7 @@ def bench(tmp_path, *arguments: str) -> list[dict]:
     return result[arguments[0]]
 
 
+@pytest.mark.thorough
 def test_decode(tmp_path, capsys):
     rows = bench(tmp_path, "decode", "--against=none", "--policies=h2o,roco,full", "--batch=2", "--context=20")
     names = [row["side"] for row in rows]
@@ -187,6 +188,7 @@ def test_prefill(tmp_path):
     assert rows[0]["times full"] == 1.0 and rows[1]["tokens/s"] > 0
 
 
+@pytest.mark.thorough
 def test_memory(tmp_path):
     rows = bench(tmp_path, "memory", "--against=none", "--context=20,40")
     assert [(row["context"], row["side"], row["slots"]) for row in rows] == [

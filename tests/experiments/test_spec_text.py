@@ -155,6 +155,7 @@ def mine(tmp_path):
     return path
 
 
+@pytest.mark.thorough
 def test_a_policy_in_a_users_own_file(mine, small, capsys):
     name = f"{mine}:loudest"
     loudest = spec_text.build("policy", name, budget=6)

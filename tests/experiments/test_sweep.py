@@ -102,6 +102,7 @@ def test_a_sweep_resumes_and_survives_failures(small, calls, monkeypatch, capsys
     assert [row["perplexity"] for row in again[2]["rows"]] == [row["perplexity"] for row in found[2]["rows"]]
 
 
+@pytest.mark.thorough
 def test_storages_and_selections_are_swept(small, calls):
     small.policy = PolicyConfig(name="full")
     axes = [("storage", ["dense", "int4(group=4)"]), ("selection", ["everything", "optimal(4)", "quest(budget=0)"])]

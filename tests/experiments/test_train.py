@@ -86,7 +86,11 @@ def tensors(config: TrainConfig):
     return (Path(config.output) / "model" / "model.safetensors").read_bytes()
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been(config, tmp_path):
+@pytest.mark.thorough
+def test_a_killed_run_goes_on_as_if_it_had_not_been(config, tmp_path, monkeypatch):
+    # The three processes run the same programs.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     whole = dataclasses.replace(config, output=str(tmp_path / "whole"))
     subprocess.run(command(whole), cwd=ROOT, check=True, capture_output=True)
     process = subprocess.Popen(command(config), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -106,6 +110,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(config, tmp_path):
     assert events(config, "evaluation") == events(whole, "evaluation")
 
 
+@pytest.mark.thorough
 def test_many_devices_train_the_same_model(config, tmp_path):
     train.train(config, progress=False)
     many = dataclasses.replace(config, output=str(tmp_path / "many"))

@@ -7,6 +7,7 @@ import pytest
 
 from kvjax.selection import compact
 from kvjax.selection.choose import rank
+from tests import conftest
 
 
 @pytest.mark.parametrize(("size", "width"), [(31, 9), (32, 40), (200, 64), (70, 0)])
@@ -72,10 +73,8 @@ def test_rank(ranks, normalise, reduce):
 @pytest.fixture
 def optimised():
     """The suite compiles without optimisations, for speed; some mistakes need them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    with conftest.optimised():
+        yield
 
 
 def test_the_gap_of_every_favourite_is_exactly_zero(optimised):
