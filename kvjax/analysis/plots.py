@@ -14,6 +14,9 @@ from kvjax.analysis.compare import MissRate, Retained
 from kvjax.analysis.drawing import Results, draw_lines, line_means, make_figure, ordered_colors, side_legend, thinned
 from kvjax.analysis.full_cache import AccumulatedAttention, AttentionStd
 from kvjax.analysis.heads import RetrievalScores
+from kvjax.analysis.reading_plots import plot_input_cosine as plot_input_cosine
+from kvjax.analysis.reading_plots import plot_selected as plot_selected
+from kvjax.analysis.reading_plots import plot_skew_effect as plot_skew_effect
 
 PIXELS = 400  # of a retained-position map, at most
 
