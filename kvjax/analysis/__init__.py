@@ -2,8 +2,9 @@
 
 `sparsity`, `accumulated_attention`, `keys_for_mass` and `attention_std` measure the full cache; `attention_cosine`,
 `jaccard`, `miss_rate` and `retained` compare a policy with it, or a `CacheSpec` of policy, storage and selection;
-`retrieval_scores` and `retrieval_heads` measure heads. `plots` draws each of them, and `submodular` compares greedy
-selection with the optimum.
+`retrieval_scores` and `retrieval_heads` measure heads. `selected` compares what a selection reads with the best choice
+of the same size, `skew_effect` does so with and without a skew, and `input_cosine` compares the inputs of consecutive
+layers. `plots` draws each of them, and `submodular` compares greedy selection with the optimum.
 
 In shapes: L layers, B rows, H query heads, K KV heads, T tokens of the longest row. Results are NumPy arrays.
 """
@@ -19,16 +20,22 @@ from kvjax.analysis.full_cache import (
     sparsity,
 )
 from kvjax.analysis.heads import RetrievalScores, retrieval_heads, retrieval_scores
+from kvjax.analysis.layer_inputs import InputCosine, input_cosine
+from kvjax.analysis.reading import Selected, SkewEffect, selected, skew_effect
 
 __all__ = [
     "AccumulatedAttention",
     "AttentionStd",
+    "InputCosine",
     "MissRate",
     "Retained",
     "RetrievalScores",
+    "Selected",
+    "SkewEffect",
     "accumulated_attention",
     "attention_cosine",
     "attention_std",
+    "input_cosine",
     "jaccard",
     "keys_for_mass",
     "miss_rate",
@@ -36,6 +43,8 @@ __all__ = [
     "retained",
     "retrieval_heads",
     "retrieval_scores",
+    "selected",
+    "skew_effect",
     "sparsity",
     "submodular",
 ]

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from kvjax.analysis.compare import MissRate, Retained
+from kvjax.analysis.drawing import Results, draw_lines, line_means, make_figure, ordered_colors, side_legend, thinned
 from kvjax.analysis.full_cache import AccumulatedAttention, AttentionStd
 from kvjax.analysis.heads import RetrievalScores
-from kvjax.errors import InputError
+from kvjax.analysis.reading_plots import plot_input_cosine as plot_input_cosine
+from kvjax.analysis.reading_plots import plot_selected as plot_selected
+from kvjax.analysis.reading_plots import plot_skew_effect as plot_skew_effect
 
-Results = Any  # a result, or a dict of results by policy name
 PIXELS = 400  # of a retained-position map, at most
-POINTS = 100  # of a line, at most; longer ones are averaged over equal intervals
 
 
 def plot_sparsity(sparsity: np.ndarray, *, threshold: float = 0.01) -> Any:
@@ -27,7 +28,7 @@ def plot_sparsity(sparsity: np.ndarray, *, threshold: float = 0.01) -> Any:
       sparsity: [L, B, H], the result of `sparsity`.
       threshold: the threshold of the measurement.
     """
-    figure, axes = _figure()
+    figure, axes = make_figure()
     layers = np.arange(len(sparsity))
     heads = 100 * sparsity.reshape(len(sparsity), -1)
     mean = heads.mean(axis=1)
@@ -41,15 +42,15 @@ def plot_sparsity(sparsity: np.ndarray, *, threshold: float = 0.01) -> Any:
 
 def plot_accumulated_attention(result: AccumulatedAttention) -> Any:
     """Accumulated attention by rank on logarithmic axes, one line per layer (H2O, Fig. 2 b); a power law is a line."""
-    figure, axes = _figure()
+    figure, axes = make_figure()
     rank = np.arange(1, result.mass.shape[-1] + 1)
-    for layer, color in enumerate(_colors(len(result.mass))):
+    for layer, color in enumerate(ordered_colors(len(result.mass))):
         # [B, H, T]; a rank counts the rows that are long enough
         mass = np.where(result.mass[layer] > 0, result.mass[layer], np.nan)
         exponent = float(np.nanmean(result.exponent[layer]))
-        axes.plot(rank, _mean(mass[None])[0], color=color, label=f"{layer} (a = {exponent:.2f})")
+        axes.plot(rank, line_means(mass[None])[0], color=color, label=f"{layer} (a = {exponent:.2f})")
     axes.set(xscale="log", yscale="log", xlabel="rank of the token", ylabel="accumulated attention (probability)")
-    _legend(axes, "layer, mass ~ rank$^{-a}$")
+    side_legend(axes, "layer, mass ~ rank$^{-a}$")
     return figure
 
 
@@ -63,7 +64,7 @@ def plot_keys_for_mass(counts: np.ndarray, *, layers: Iterable[int] | None = Non
     """
     last = len(counts) - 1
     shown = sorted({0, last // 2, last}) if layers is None else list(layers)
-    figure, panels = _figure(len(shown))
+    figure, panels = make_figure(len(shown))
     # Bins of whole keys, of equal width.
     width = -(-int(counts.max()) // 40)
     edges = np.arange(0.5, counts.max() + 0.5 + width, width)
@@ -81,7 +82,7 @@ def plot_keys_for_mass(counts: np.ndarray, *, layers: Iterable[int] | None = Non
 
 def plot_retrieval_scores(scores: RetrievalScores) -> Any:
     """Induction and echo scores of every query head, one layer per line: which heads look far back (RazorAttention)."""
-    figure, panels = _figure(2)
+    figure, panels = make_figure(2)
     for axes, name in zip(panels, ("induction", "echo"), strict=True):
         image = axes.imshow(getattr(scores, name), vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axes.set(title=name, xlabel="query head")
@@ -94,16 +95,16 @@ def plot_retrieval_scores(scores: RetrievalScores) -> Any:
 
 def plot_attention_std(result: AttentionStd, *, layer: int = 0, row: int = 0) -> Any:
     """Standard deviation of the followed tokens by query, the mean over a layer's heads (RoCo, Fig. 3)."""
-    figure, axes = _figure()
-    for index, color in enumerate(_colors(len(result.positions))):
+    figure, axes = make_figure()
+    for index, color in enumerate(ordered_colors(len(result.positions))):
         std = result.trajectory[layer, row, :, index]
-        x, y = _thinned(_mean(std[None])[0])
+        x, y = thinned(line_means(std[None])[0])
         axes.plot(x, y, color=color, label=str(result.positions[index]))
     axes.set(
         title=f"layer {layer}", xlabel="position of the query (tokens)",
         ylabel="standard deviation of attention\nso far (probability)", ylim=(0, None),
     )  # fmt: skip
-    _legend(axes, "token")
+    side_legend(axes, "token")
     return figure
 
 
@@ -119,22 +120,22 @@ def plot_jaccard(results: Results) -> Any:
 
 def plot_miss_rate(results: MissRate | Mapping[str, MissRate]) -> Any:
     """Shares of the full cache's top tokens, and of its attention, that are missed, by query."""
-    figure, panels = _figure(2)
+    figure, panels = make_figure(2)
     for axes, field, label in zip(
         panels, MissRate._fields, ("top tokens missed (%)", "attention missed (%)"), strict=True
     ):
         if isinstance(results, Mapping):
-            title = _draw(axes, {name: 100 * getattr(result, field) for name, result in results.items()}, label)
+            title = draw_lines(axes, {name: 100 * getattr(result, field) for name, result in results.items()}, label)
         else:
-            title = _draw(axes, 100 * getattr(results, field), label)
+            title = draw_lines(axes, 100 * getattr(results, field), label)
         axes.set_ylim(bottom=0)
-    _legend(panels[1], title)
+    side_legend(panels[1], title)
     return figure
 
 
 def plot_retained(result: Retained, *, layer: int = 0, row: int = 0, head: int = 0) -> Any:
     """Which tokens (horizontal) each query (vertical) saw, in one layer, row and KV head."""
-    figure, axes = _figure()
+    figure, axes = make_figure()
     length, prompt = int(result.lengths[row]), int(result.prompt[row])
     last_seen = result.last_seen[layer, row, head, :length]
     # A pixel shows the token and the query at its centre.
@@ -156,64 +157,8 @@ def plot_retained(result: Retained, *, layer: int = 0, row: int = 0, head: int =
 
 
 def _similarity(results: Results, label: str) -> Any:
-    figure, axes = _figure()
-    title = _draw(axes, results, label)
+    figure, axes = make_figure()
+    title = draw_lines(axes, results, label)
     axes.set_ylim(top=1.005)
-    _legend(axes, title)
+    side_legend(axes, title)
     return figure
-
-
-def _draw(axes: Any, results: Results, label: str) -> str:
-    """Draws lines over the position of the query, one per policy or per layer of a single result; returns which."""
-    if isinstance(results, Mapping):
-        title, lines = "policy", {name: _mean(values[None])[0] for name, values in results.items()}
-        colors: list[Any] = [f"C{i % 10}" for i in range(len(lines))]
-    else:
-        title, lines = "layer", {str(layer): line for layer, line in enumerate(_mean(results))}
-        colors = _colors(len(lines))
-    for (name, line), color in zip(lines.items(), colors, strict=True):
-        axes.plot(*_thinned(line), color=color, label=name)
-    axes.set(xlabel="position of the query (tokens)", ylabel=label)
-    return title
-
-
-def _mean(values: np.ndarray) -> np.ndarray:
-    """[N, ..., T] -> [N, T]: the mean of what is not NaN; NaN where all is."""
-    values = values.reshape(len(values), -1, values.shape[-1]).astype(np.float64)
-    count = np.sum(~np.isnan(values), axis=1)
-    return np.where(count > 0, np.nansum(values, axis=1), np.nan) / np.maximum(count, 1)
-
-
-def _thinned(line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """x and y of at most `POINTS` points, each the mean of an interval of positions; NaN is left out."""
-    at = np.flatnonzero(~np.isnan(line))
-    step = max(1, -(-len(at) // POINTS))
-    parts = [at[i : i + step] for i in range(0, len(at), step)]
-    return np.array([part.mean() for part in parts]), np.array([line[part].mean() for part in parts])
-
-
-def _legend(axes: Any, title: str) -> None:
-    lines = len(axes.get_lines())
-    axes.legend(
-        title=title, frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), ncols=-(-lines // 16)
-    )
-
-
-def _colors(count: int) -> list[Any]:
-    """`count` colors in order."""
-    from matplotlib import colormaps
-
-    return [colormaps["viridis"](0.9 * i / max(count - 1, 1)) for i in range(count)]
-
-
-def _figure(panels: int = 1) -> tuple[Any, Any]:
-    """A figure that needs no display, and its axes side by side: one, or an array."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("plots need matplotlib, which is not installed: pip install 'kvjax[experiments]'.") from None
-    figure = Figure(figsize=(6.4 if panels == 1 else 4.2 * panels, 3.8), layout="constrained")
-    axes = figure.subplots(1, panels)
-    for each in np.atleast_1d(axes):
-        each.spines[["top", "right"]].set_visible(False)
-    return figure, axes

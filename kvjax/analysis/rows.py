@@ -18,7 +18,7 @@ from kvjax.cache.state import EMPTY, Block, KVState
 from kvjax.cache.step import Seen
 from kvjax.kernels import softmax
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import Decoder
+from kvjax.models.decoder import Decoder, Streams
 
 Array = jax.Array
 
@@ -30,11 +30,24 @@ class Rows(NamedTuple):
       probability: [B, K, G, n, T] float32 softmax weights of the G query heads of each KV head; 0 for unseen tokens.
       seen: [B, K, 1, n, T] bool, the tokens that a query sees: held by the cache, read, and within the layer's window.
       query: [B, n] int32 positions of the queries, -1 = padding.
+      logits: [B, K, G, n, T] float32 of all tokens that are held, read or not.
+      held: [B, K, 1, n, T] bool, the tokens that a query would see if it read everything: held by the cache, and within
+        the layer's window.
+      choice: [B, K, 1, 1, T] bool, the tokens that a selection chose.
+      selects: [K] bool, whether a selection chooses what the KV head reads; otherwise it reads everything.
+      streams: what entered the layer, and what its attention and its MLP returned.
+      before: the same of the layer before; None in the first.
     """
 
     probability: Array
     seen: Array
     query: Array
+    logits: Any = None
+    held: Any = None
+    choice: Any = None
+    selects: Any = None
+    streams: Any = None
+    before: Streams | None = None
 
 
 def look(
@@ -45,11 +58,15 @@ def look(
     (_, after), sown = decoder.apply(
         {"params": params}, ids, kv, block, phase, method="hidden", mutable="intermediates"
     )  # fmt: skip
-    rows = []
+    rows: list[Rows] = []
+    before: Streams | None = None
     for index, groups in enumerate(phase):
         (seen,) = sown["intermediates"][f"attention_{index}"]
+        (streams,) = sown["intermediates"][f"streams_{index}"]
         whole = _whole_layer(seen, groups, width)
-        rows.append(_rows(whole, block.position, config.windows[index]))
+        made = _rows(whole, block.position, config.windows[index])
+        rows.append(made._replace(selects=_selects(seen, groups), streams=streams, before=before))
+        before = streams
     return after, rows
 
 
@@ -80,19 +97,34 @@ def _whole_layer(seen: tuple[Seen, ...], groups: tuple[Group, ...], width: int) 
         part = Seen(
             # [B, K, G, n, D]
             query=each.query.reshape(batch, heads, -1, *each.query.shape[2:]),
-            key=in_text_order(each.key, each.position, width),
+            key=in_text_order(each.key, each.held, width),
             position=in_text_order(each.position, each.position, width, EMPTY),
-            log_weight=in_text_order(weight, each.position, width),
+            log_weight=in_text_order(weight, each.held, width),
             held=in_text_order(each.held, each.held, width, EMPTY),
+            choice=in_text_order(
+                jnp.zeros(each.held.shape, bool) if each.choice is None else each.choice, each.held, width
+            ),
         )
         parts.append(part)
     whole: Seen = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
-    order = [head for group in groups for head in group.heads or ()]
-    if order:
-        whole = jax.tree.map(lambda leaf: leaf[:, np.argsort(order)], whole)
+    order = _order(groups)
+    if len(order):
+        whole = jax.tree.map(lambda leaf: leaf[:, order], whole)
     # [B, H, n, D]
     query = whole.query.reshape(whole.query.shape[0], -1, *whole.query.shape[3:])
     return whole._replace(query=query)
+
+
+def _order(groups: tuple[Group, ...]) -> np.ndarray:
+    """The index of each KV head of the model in the groups' heads one after the other; empty for one group of all."""
+    return np.argsort([head for group in groups for head in group.heads or ()])
+
+
+def _selects(seen: tuple[Seen, ...], groups: tuple[Group, ...]) -> np.ndarray:
+    """Whether a selection chooses what each KV head of a layer reads, [K] bool."""
+    marks = np.concatenate([np.full(each.position.shape[1], each.choice is not None) for each in seen])
+    order = _order(groups)
+    return marks[order] if len(order) else marks
 
 
 def _rows(seen: Seen, query_position: Array, window: int | None) -> Rows:
@@ -104,6 +136,13 @@ def _rows(seen: Seen, query_position: Array, window: int | None) -> Rows:
     )  # fmt: skip
     # [B, K, n, T]
     visible = softmax.visible(problem)
+    # [B, K, n, T]
+    held = softmax.visible(problem.replace(key_position=seen.held))
     # [B, K, G, n, T]
-    probability, _ = softmax.probabilities(softmax.scores(problem), visible)
-    return Rows(probability, visible[:, :, None], query_position)
+    logits = softmax.scores(problem)
+    # [B, K, G, n, T]
+    probability, _ = softmax.probabilities(logits, visible)
+    assert seen.choice is not None
+    return Rows(
+        probability, visible[:, :, None], query_position, logits, held[:, :, None], seen.choice[:, :, None, None]
+    )

@@ -139,6 +139,22 @@ class Norm(nn.Module):
         return y.astype(x.dtype)
 
 
+class Streams(NamedTuple):
+    """What enters a layer and its attention, and what these add, for `kvjax.analysis`; all [B, n, hidden].
+
+    Attributes:
+      block_input: the residual stream that enters the layer.
+      attention_input: what is multiplied by the projections of queries, keys and values.
+      attention_output: the output of attention.
+      mlp_output: the output of the MLP.
+    """
+
+    block_input: Array
+    attention_input: Array
+    attention_output: Array
+    mlp_output: Array
+
+
 class LayerOutput(NamedTuple):
     """What a layer, or its attention, returns.
 
@@ -147,12 +163,14 @@ class LayerOutput(NamedTuple):
       cache: the layer's updated cache.
       seen: per group of heads, the operands of attention, for `kvjax.analysis`.
       entered: [B, n, hidden], the input of attention.
+      streams: inputs and outputs of the layer's parts; None from `Attention`.
     """
 
     x: Array
     cache: LayerCache
     seen: tuple[Seen | None, ...]
     entered: Array
+    streams: Streams | None = None
 
 
 class Attention(nn.Module):
@@ -272,16 +290,18 @@ class Layer(nn.Module):
         mlp_norm = Norm(config, rms, self.dtype, name="mlp_norm")
         attention = Attention(config, self.window, self.dtype, name="attention")
         mlp = Mlp(config, self.dtype, name="mlp")
+        before = x
+        # [B, n, hidden] all
         if config.norm_position == "post":
-            # [B, n, hidden]
             output = attention(x, layer, block, groups, hint)
             x = attention_norm(x + output.x)
-            return output._replace(x=mlp_norm(x + mlp(x)))
-        output = attention(attention_norm(x), layer, block, groups, hint)
-        if config.parallel_residual:
-            return output._replace(x=x + output.x + mlp(mlp_norm(x)))
-        x = x + output.x
-        return output._replace(x=x + mlp(mlp_norm(x)))
+            added = mlp(x)
+            x = mlp_norm(x + added)
+        else:
+            output = attention(attention_norm(x), layer, block, groups, hint)
+            added = mlp(mlp_norm(x if config.parallel_residual else x + output.x))
+            x = x + output.x + added
+        return output._replace(x=x, streams=Streams(before, output.entered, output.x, added))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "window", "dtype", "groups"))
@@ -394,18 +414,20 @@ class Decoder(nn.Module):
             )
             arguments = (x, None if kv is None else kv.layers[index], block.of_layer(index))
             if self.is_initializing():
-                x, layer, seen, entered = module(*arguments, phase[index], hint)
+                output = module(*arguments, phase[index], hint)
             else:
                 # What is in host memory is moved for a layer while the layer before it runs.
                 params, held = memory.after((self.variables["params"][f"layer_{index}"], arguments[1]), before)
                 before = x
-                x, layer, seen, entered = run_layer(
+                output = run_layer(
                     params, x, held, arguments[2], hint, config=config, window=module.window, dtype=self.dtype,
                     groups=phase[index],
                 )  # fmt: skip
             # For `kvjax.analysis`; Flax discards it unless the caller makes "intermediates" mutable.
-            self.sow("intermediates", f"attention_{index}", seen)
-            after.append(layer)
+            self.sow("intermediates", f"attention_{index}", output.seen)
+            self.sow("intermediates", f"streams_{index}", output.streams)
+            after.append(output.cache)
+            x, entered = output.x, output.entered
         if config.final_norm:
             x = self.final_norm(x)
         if config.embed_size != config.hidden_size:

@@ -31,6 +31,20 @@ def retained() -> analysis.Retained:
     return analysis.Retained(last, LENGTHS, PROMPT)
 
 
+def selected() -> analysis.Selected:
+    """The first layer reads everything."""
+    shares = by_query(K)
+    shares[0] = np.nan
+    return analysis.Selected(np.where(np.isnan(shares), -1, 9).astype(np.int32), shares, shares, shares)
+
+
+def skew_effect() -> analysis.SkewEffect:
+    shares = RNG.uniform(size=(2, 3, 2, L))
+    shares[..., 0] = np.nan
+    return analysis.SkewEffect(np.array([0.1, 0.3, 1.0]), *shares)
+
+
+COSINES = np.where(np.arange(L)[:, None] == 0, np.nan, RNG.uniform(-1, 1, (4, L, B))).astype(np.float32)
 MASS = -np.sort(-RNG.exponential(size=(L, B, H, T)).astype(np.float32))
 STD = np.where(np.arange(T) < np.array([[0], [30]]), np.nan, 0.1).astype(np.float32)
 FIGURES = {
@@ -50,6 +64,10 @@ FIGURES = {
         analysis.RetrievalScores(RNG.uniform(size=(L, H)), RNG.uniform(size=(L, H)))
     ),
     "retained": lambda: plots.plot_retained(retained()),
+    "selected": lambda: plots.plot_selected(selected()),
+    "selected of specs": lambda: plots.plot_selected({"infinigen": selected(), "optimal": selected()}),
+    "input_cosine": lambda: plots.plot_input_cosine(analysis.InputCosine(*COSINES)),
+    "skew_effect": lambda: plots.plot_skew_effect(skew_effect()),
 }
 
 
@@ -57,7 +75,8 @@ FIGURES = {
 def test_figures_can_be_read(name):
     figure = FIGURES[name]()
     for axes in figure.axes:
-        assert axes.get_xlabel() or axes.get_label() == "<colorbar>"
+        # Of panels one above the other, the lowest has the label.
+        assert axes.get_xlabel() or axes.get_label() == "<colorbar>" or not axes.get_subplotspec().is_last_row()
         assert axes.has_data()
     assert figure.axes[0].get_ylabel()
     buffer = io.BytesIO()
@@ -80,6 +99,32 @@ def test_lines_are_means():
         np.testing.assert_allclose(y, np.nanmean(values[layer, :, :, 10:], axis=(0, 1)), rtol=1e-6)
     (line,) = plots.plot_jaccard({"h2o": values}).axes[0].get_lines()
     np.testing.assert_allclose(line.get_ydata(), np.nanmean(values[..., 10:], axis=(0, 1, 2)), rtol=1e-6)
+
+
+def test_layers_that_read_everything_are_left_out():
+    result = selected()
+    number, share, overlap, mass = plots.plot_selected(result).axes
+    assert [line.get_label() for line in overlap.get_lines()] == ["1", "2"]
+    for line in number.get_lines():
+        np.testing.assert_array_equal(line.get_ydata(), 9)
+    for axes in (share, overlap, mass):
+        for layer, line in enumerate(axes.get_lines(), start=1):
+            x, y = line.get_data()
+            np.testing.assert_array_equal(x, np.arange(10, 60))
+            np.testing.assert_allclose(y, 100 * np.nanmean(result.mass[layer, :, :, 10:], axis=(0, 1)), rtol=1e-5)
+
+
+def test_skews_are_compared_by_means_over_layers():
+    result = skew_effect()
+    axes = plots.plot_skew_effect(result).axes[0]
+    bold = [line for line in axes.get_lines() if line.get_marker() == "o"]
+    for kind, line in enumerate(bold):
+        np.testing.assert_array_equal(line.get_xdata(), result.ratios)
+        np.testing.assert_allclose(line.get_ydata(), 100 * result.overlap[:, kind, 1:].mean(axis=1))
+    lines = plots.plot_input_cosine(analysis.InputCosine(*COSINES)).axes[0].get_lines()
+    for line, values in zip(lines, COSINES, strict=True):
+        np.testing.assert_array_equal(line.get_xdata(), [1, 2])
+        np.testing.assert_allclose(line.get_ydata(), values[1:].mean(axis=1))
 
 
 def test_a_map_shows_which_tokens_were_seen():
