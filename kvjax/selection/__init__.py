@@ -3,7 +3,7 @@
 from kvjax.arguments import Registry
 from kvjax.errors import SelectionError
 from kvjax.selection.base import Held, Selection, SelectView
-from kvjax.selection.choose import compact
+from kvjax.selection.choose import best, compact, grouped_logits, mark_ends, rank
 from kvjax.selection.everything import ReadAll, everything
 from kvjax.selection.h2o import Allowed, Hindsight, Local
 from kvjax.selection.lowrank import ShadowKV, shadowkv
@@ -32,6 +32,7 @@ by_name, accepts = SELECTIONS.by_name, SELECTIONS.accepts
 
 __all__ = [
     "SELECTIONS", "Allowed", "Held", "Hindsight", "InfiniGen", "LServe", "Local", "MeanKeys", "Optimal", "Pages",
-    "Quest", "ReadAll", "SelectView", "Selection", "ShadowKV", "TokenSelect", "accepts", "by_name", "compact",
-    "everything", "infinigen", "lserve", "optimal", "quest", "retrieval", "shadowkv", "tokenselect",
+    "Quest", "ReadAll", "SelectView", "Selection", "ShadowKV", "TokenSelect", "accepts", "best", "by_name",
+    "compact", "everything", "grouped_logits", "infinigen", "lserve", "mark_ends", "optimal", "quest", "rank",
+    "retrieval", "shadowkv", "tokenselect",
 ]  # fmt: skip
