@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.layout import CacheLayout, Group, Phase
+from kvjax.memory import HOST
 
 Array = jax.Array
 STEPS = 64  # steps of one call of a loop that records; a record is large
@@ -34,7 +35,7 @@ class Record(NamedTuple):
       read: [T, L, B, K] int32 slots that were read, including the new token's.
       live: [T, L, B, K] int32 slots that were held, including the new token's.
       width: [L, K] int32, the number of slots that a gather of a fixed shape takes; -1 where a layer reads everything.
-      slot_bytes: the bytes of a key and a value of one slot.
+      slot_bytes: the bytes of a key and a value of one slot; of those in host memory, if any are.
     """
 
     positions: np.ndarray
@@ -138,5 +139,6 @@ def joined(parts: list[tuple[Steps | None, int]], layout: CacheLayout) -> Record
         return None
     made = jax.tree.map(lambda *leaves: np.concatenate(leaves), *host)
     storage = layout.groups[0].storage
-    slot = storage.bytes_per_slot(layout.head_dim, layout.dtype)
+    # Of what is in host memory, or of all of it where the cache is on the device.
+    slot = storage.bytes_per_slot(layout.head_dim, layout.dtype, HOST if storage.on_host else None)
     return Record(made.positions, made.number, made.read, made.live, widths(layout.decode, layout.kv_heads), slot)

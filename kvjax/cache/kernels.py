@@ -19,6 +19,12 @@ from kvjax.models.config import DecoderConfig
 
 #: Why ``auto`` on a GPU, which means XLA, does not try the Pallas kernels for it.
 ONLY_BY_NAME = "pallas_gpu: its kernels run only if they are asked for by name, implementation='pallas_gpu'"
+LANES = 128  # of a TPU; vectors of as many features lie one after the other in its tiles
+#: What the TPU compiler (libtpu 0.0.42, 0.0.50) does to a pool in host memory, unless it is exact and of whole lanes.
+THROUGH_DEVICE = (
+    "in host memory alone: the TPU compiler moves pools of codes, or of heads whose size is no multiple of "
+    f"{LANES}, through the device in each step"
+)
 
 
 class Chooser:
@@ -30,12 +36,14 @@ class Chooser:
       asked: the implementation as the caller wrote it.
       implementation: what that means on this platform.
       dtype: of keys and values.
+      platform: ``cpu``, ``gpu`` or ``tpu``.
       untried: for `CacheLayout.explain`, why kernels of this platform are not considered.
     """
 
     def __init__(self, config: DecoderConfig, sizes: Sizes, asked: Implementation, platform: str, dtype: DTypeLike):
         self.config, self.sizes, self.asked, self.dtype = config, sizes, asked, jnp.dtype(dtype)
         self.implementation = attention.resolve(asked, platform)
+        self.platform = platform
         self.untried = (ONLY_BY_NAME,) if asked == "auto" and platform == "gpu" else ()
         if reason := pallas_platform.refuses(self.implementation, platform):
             raise ConfigError(f"implementation={asked!r} cannot run this: {reason}. Use 'auto' or 'xla'.")
@@ -50,6 +58,9 @@ class Chooser:
         parts = len(group.slots) + 1 if group.storage.apart else 1
         request = self._request(group, kv_heads, tokens=1, slots=group.capacity, parts=parts)
         whole = self._choose("step", request, group)
+        storage, lanes = group.storage, self.config.head_dim % LANES == 0
+        if storage.on_host and self.platform == "tpu" and not (storage.exact and lanes):
+            whole = dataclasses.replace(whole, reasons=(*whole.reasons, THROUGH_DEVICE))
         if whole.op == "step":
             return dataclasses.replace(group, step=whole.implementation, attend=whole.implementation)
         return dataclasses.replace(group, attend=whole.implementation, reasons=whole.reasons)

@@ -1,5 +1,6 @@
 """Slots in host memory: the same results as on the device, and only what is read crosses the link."""
 
+import dataclasses
 import importlib
 import re
 
@@ -11,8 +12,11 @@ import pytest
 import kvjax
 from kvjax import memory, policies, presets, selection, storage
 from kvjax.cache import layers_of
+from kvjax.cache.limits import sizes_for
+from kvjax.cache.lowering import lower
 from kvjax.cache.state import nbytes
 from kvjax.errors import PolicyError
+from kvjax.rope import Rope
 from tests.test_compiled import OPTIMIZED, computations
 from tests.tiny import kept, random_tokens, tiny
 
@@ -87,6 +91,28 @@ def test_what_cannot_be_on_the_host_is_refused(policy, held, look, match):
         kvjax.generate(tiny().model, [[5, 6]], policy, max_new_tokens=2, storage=held, selection=look)
 
 
+def test_the_bytes_of_a_record_are_of_the_host():
+    arguments = {"max_new_tokens": 3, "selection": GUESS, "record": True}
+    both, values = (
+        kvjax.generate(tiny().model, TOKENS[:, :20], policies.full(), storage=storage.dense(memory=where), **arguments)
+        for where in (WHOLE, VALUES)
+    )
+    np.testing.assert_array_equal(both.record.positions, values.record.positions)
+    assert both.record.bytes_moved().sum() == 2 * values.record.bytes_moved().sum() > 0
+
+
+def test_what_a_tpu_moves_through_its_device_is_said():
+    def explain(held, dim):
+        config = dataclasses.replace(tiny().model.config, head_dim=dim, rope=Rope(dim=dim))
+        sizes = sizes_for(np.array([20]), 5, width=20, block=None, limits=None, last_fed=True)
+        spec = kvjax.cache.CacheSpec(policies.full(), held)
+        return lower(spec, config, sizes, np.array([20]), platform="tpu", dtype="bfloat16").layout.explain()
+
+    said = "not in host memory alone: the TPU compiler moves pools of codes"
+    assert said in explain(storage.dense(memory="host"), 64) and said in explain(storage.int8(memory="host"), 128)
+    assert said not in explain(storage.dense(memory="host"), 128) and said not in explain(storage.dense(), 64)
+
+
 def test_the_functions_of_memory():
     x = np.random.default_rng(0).normal(size=(2, 3, 9, 4)).astype(np.float32)
     slots = np.random.default_rng(1).integers(0, 9, (2, 3, 5)).astype(np.int32)
@@ -118,7 +144,7 @@ def test_the_functions_of_memory():
 
 def program(held, look, prompt=500, layers=4):
     """The compiled decoding loop of a model of some layers, and the shape of a layer's keys."""
-    from tests.test_compiled import WIDE, Greedy, dataclasses, decode_shapes, lowered
+    from tests.test_compiled import WIDE, Greedy, decode_shapes, lowered
 
     config = dataclasses.replace(WIDE, num_layers=layers, windows=(), max_positions=1024)
     spec = kvjax.cache.CacheSpec(policies.full(), held, look or selection.everything())
