@@ -198,6 +198,8 @@ def main(argv: Sequence[str]) -> int:
             points = [Point(**point) for point in json.loads(Path(values.input).read_text())["points"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"--input={values.input!r} is not a file of --output: {error}") from None
+        if all(point.method != "full" for point in points):
+            raise ConfigError(f"--input={values.input!r} has no point of the full cache.")
         return _report(points, values.plot)
     cli.use_compilation_cache(values)
     model = kvjax.load(values.model, dtype="float32")

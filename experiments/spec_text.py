@@ -18,6 +18,7 @@ import functools
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -242,7 +243,9 @@ def _from_file(axis: Axis, path: str, name: str) -> Any:
 
 @functools.cache
 def _module(path: str) -> Any:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    # A name that no other file has: dataclasses whose annotations are text look for their module in sys.modules.
+    spec = importlib.util.spec_from_file_location(f"{Path(path).stem} of {path}", path)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    sys.modules[module.__name__] = module
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module

@@ -58,7 +58,7 @@ def _tpu(kind: str, usable: float, bandwidth: float, flops: float, page: str, co
       page: the page of Google's documentation that the numbers come from.
       cores: the number of devices per chip.
     """
-    source = f"cloud.google.com/tpu/docs/{page}; usable memory as the TPU compiler reports it"
+    source = f"cloud.google.com/tpu/docs/{page}; usable memory as the TPU compiler reports it; host link assumed"
     return Device(kind, usable * GIB, bandwidth * GIGA / cores, flops * TERA / cores, source, PCIE_3 / cores)
 
 

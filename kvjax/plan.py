@@ -222,7 +222,7 @@ def plan(
     if topology and not mesh_axes:
         unsharded = lowered_on(None, spec)
         slots = average_slots(config, unsharded, prompt_length, new_tokens)
-        axes = fewest_bytes(config, unsharded.layout, dtype, batch, slots, len(targets))
+        axes = fewest_bytes(config, unsharded.layout, dtype, batch, slots, len(targets), host_weights)
     mesh = sharding.make_mesh(axes, targets) if axes else None
     count = mesh.size if mesh else 1
     lowered, full_lowered = lowered_on(mesh, spec), lowered_on(mesh, CacheSpec(policies.full()))

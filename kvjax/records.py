@@ -35,6 +35,7 @@ class Record(NamedTuple):
       read: [T, L, B, K] int32 slots that were read, including the new token's.
       live: [T, L, B, K] int32 slots that were held, including the new token's.
       width: [L, K] int32, the number of slots that a gather of a fixed shape takes; -1 where a layer reads everything.
+      moved: [L, K] int32, the number of slots that a step moves from host memory; 0 where slots are on the device.
       slot_bytes: the bytes of a key and a value of one slot; of those in host memory, if any are.
     """
 
@@ -43,6 +44,7 @@ class Record(NamedTuple):
     read: np.ndarray
     live: np.ndarray
     width: np.ndarray
+    moved: np.ndarray
     slot_bytes: int
 
     @property
@@ -52,13 +54,21 @@ class Record(NamedTuple):
         return self.read.sum(axis=(0, 2, 3)) / np.maximum(held, 1)
 
     def bytes_needed(self) -> np.ndarray:
-        """[T, L, B] int64 bytes of the slots that a step chose; in a layer that reads everything, of all older ones."""
+        """[T, L, B] int64 bytes of the slots that a step chose; in a layer that reads everything, of all older ones.
+
+        Slots that are always read are not chosen.
+        """
         slots = np.where(self.number >= 0, self.number, np.maximum(self.live - 1, 0))
         return slots.astype(np.int64).sum(axis=3) * self.slot_bytes
 
     def bytes_moved(self) -> np.ndarray:
-        """[T, L, B] int64 bytes that a gather of a fixed shape moves, which holds as many slots as could be chosen."""
-        slots = np.where(self.number >= 0, self.width[:, None], np.maximum(self.live - 1, 0))
+        """[T, L, B] int64 bytes that arrays of fixed shapes move; for a row without a token 0.
+
+        Of a pool in host memory, it is what the program moves: whole arrays where a layer reads everything. Of a cache
+        on the device, it is what a gather from such a pool would move, and all older slots where everything is read.
+        """
+        gathered = np.where(self.number >= 0, self.width[:, None], self.live - 1)
+        slots = np.where(self.moved[:, None] > 0, self.moved[:, None], gathered) * (self.live > 0)
         return slots.astype(np.int64).sum(axis=3) * self.slot_bytes
 
 
@@ -72,6 +82,15 @@ def widths(phase: Phase, kv_heads: int) -> np.ndarray:
                 heads = slice(None) if group.heads is None else list(group.heads)
                 # The new token is not gathered.
                 found[layer, heads] = group.capacity if width is None else width - 1
+    return found
+
+
+def moved(phase: Phase, kv_heads: int) -> np.ndarray:
+    """Returns the slots that a step moves from host memory, of each layer and KV head, [L, K] int32."""
+    found = np.zeros((len(phase), kv_heads), np.int32)
+    for layer, groups in enumerate(phase):
+        for group in groups:
+            found[layer, slice(None) if group.heads is None else list(group.heads)] = group.moved
     return found
 
 
@@ -141,4 +160,5 @@ def joined(parts: list[tuple[Steps | None, int]], layout: CacheLayout) -> Record
     storage = layout.groups[0].storage
     # Of what is in host memory, or of all of it where the cache is on the device.
     slot = storage.bytes_per_slot(layout.head_dim, layout.dtype, HOST if storage.on_host else None)
-    return Record(made.positions, made.number, made.read, made.live, widths(layout.decode, layout.kv_heads), slot)
+    arrays = (widths(layout.decode, layout.kv_heads), moved(layout.decode, layout.kv_heads))
+    return Record(made.positions, made.number, made.read, made.live, *arrays, slot)

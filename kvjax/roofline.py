@@ -165,9 +165,7 @@ def average_slots(
             width = None if group.selection.ranks_by_keys else group.selection.width(group.capacity)
             read = held if width is None else np.minimum(held, width)
             read = read if window is None else np.minimum(read, window)
-            # Arrays move as a whole unless slots are gathered.
-            fetched = group.slots[0] if group.gathered is None else group.gathered
-            slots.append(AverageSlots(float(np.mean(held)), float(np.mean(read)), float(fetched)))
+            slots.append(AverageSlots(float(np.mean(held)), float(np.mean(read)), float(group.moved)))
     return tuple(slots)
 
 
@@ -241,8 +239,9 @@ def fewest_bytes(
     batch: int,
     slots: tuple[AverageSlots, ...],
     count: int,
+    host_weights: float = 0.0,
 ) -> dict[str, int]:
-    """Chooses the mesh on which a device moves the fewest bytes per step.
+    """Chooses the mesh on which a device moves the fewest bytes per step, over the host link or else in its memory.
 
     Args:
       config: the decoder.
@@ -251,16 +250,17 @@ def fewest_bytes(
       batch: the number of rows.
       slots: from `average_slots`.
       count: the number of devices.
+      host_weights: see `kvjax.load`.
 
     Returns:
       The sizes of the axes ``data`` and ``model``; among equal ones those with the larger ``model``.
     """
     unknown = Device("", None, None, None, "")
 
-    def moved(model: int) -> int:
+    def moved(model: int) -> tuple[int, int]:
         mesh = AbstractMesh((count // model, model), ("data", "model"))
-        step = roofline(config, decode_shapes(config, layout, dtype, batch, mesh), slots, unknown)
-        return step.weights_moved + step.cache_moved
+        step = roofline(config, decode_shapes(config, layout, dtype, batch, mesh, host_weights), slots, unknown)
+        return step.link_moved, step.weights_moved + step.cache_moved
 
     sizes = [model for model in range(count, 0, -1) if count % model == 0]
     model = min(sizes, key=moved)

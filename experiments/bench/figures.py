@@ -158,7 +158,8 @@ def _link(rows: Sequence[Row]) -> Any:
         axes.set_xticks(
             range(len(settings)), ["\n".join(str(each[i]) for i in varied) for each in settings], fontsize=8
         )
-        style(axes, f"Figure {name}", "", "milliseconds a step over PCIe 3 x16")
+        about = ", ".join(("model", "batch", "prompt + new tokens")[i] for i in varied)
+        style(axes, f"Figure {name}", about, "milliseconds a step over PCIe 3 x16")
     panels[0, 0].legend(frameon=False, fontsize=8)
     return figure
 

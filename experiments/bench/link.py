@@ -75,7 +75,7 @@ def schemes() -> dict[str, CacheSpec]:
 
 
 def one_setting(setting: Setting) -> list[dict[str, Any]]:
-    """Bytes per step of the whole batch; ``needed`` is of live slots, ``moved`` of the arrays of fixed shapes."""
+    """Bytes per step of the whole batch: of what is read at most, and of the arrays of fixed shapes that move."""
     config, batch = shape(setting.shape), setting.batch
     prompts = np.full((batch,), setting.prompt, np.int32)
     limits = Limits(setting.prompt, setting.new, shortest=setting.prompt)
@@ -98,7 +98,7 @@ def one_setting(setting: Setting) -> list[dict[str, Any]]:
                 "batch": batch,
                 "tokens": f"{setting.prompt} + {setting.new}",
                 "cache": name,
-                "needed MB": needed / 1e6,
+                "at most needed MB": needed / 1e6,
                 "moved MB": moved / 1e6,
                 "weights MB": weights / 1e6,
                 "PCIe 3 ms": 1e3 * (moved + weights) / PCIE_3,

@@ -85,10 +85,17 @@ class Group:
     @property
     def gathered(self) -> int | None:
         """The number of slots that a decoding step gathers from the first store; None = it takes the whole store."""
-        width = self.selection.width(self.slots[0]) if self.decoding else None
+        width = self.selection.width(self.capacity) if self.decoding else None
         # A token that is apart from the slots is not gathered.
         width = width if width is None or not self.storage.apart else width - 1
         return None if width is None or width >= self.slots[0] else width
+
+    @property
+    def moved(self) -> int:
+        """The number of slots per head that a decoding step moves from host memory; 0 if the slots are not there."""
+        if not self.storage.on_host:
+            return 0
+        return self.slots[0] if self.gathered is None else self.gathered
 
 
 def stores_of(storage: Storage) -> tuple[Storage, ...]:

@@ -241,6 +241,10 @@ def _refuses_host(spec: CacheSpec, branch: Branch, sizes: Sizes) -> str | None:
     if branch.selection.reads_all:
         # Every slot moves to the device in each step, where a policy may look at it too.
         return None
+    if branch.decode.positions == "cache" and spec.storage.memories["key"] == HOST:
+        return (
+            "positions='cache' rotates every key in each step, so that all of them would move; keep keys on the device."
+        )
     looked = set(branch.decode.reads)
     if branch.selection.ranks_by_keys:
         looked.add("key")

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from kvjax.errors import PolicyError, SelectionError, StorageError
-from kvjax.memory import DEVICE
 from kvjax.policies.base import POSITIONS, Evict, Policy
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
@@ -102,7 +101,7 @@ def as_spec(policy: Any, storage: Storage | None = None, selection: Selection | 
 
 def on_device(spec: CacheSpec) -> CacheSpec:
     """Returns the spec with its slots in the device's memory, which changes no result."""
-    return dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, memory=DEVICE))
+    return dataclasses.replace(spec, storage=spec.storage.on_device())
 
 
 def with_positions(policy: Policy, positions: str) -> Policy:

@@ -19,7 +19,7 @@ from kvjax.cache.layout import Group
 from kvjax.cache.pool import Pool, decoded, joined, pool_of, prompt_pool, rotated_by_rank, run_after_inputs
 from kvjax.cache.settle import recode, settle
 from kvjax.cache.slots import constrain, forget
-from kvjax.cache.state import EMPTY, Block, Layer, LayerKV, PerSlot, exact_store
+from kvjax.cache.state import EMPTY, FAR, Block, Layer, LayerKV, PerSlot, exact_store
 from kvjax.policies.base import View
 from kvjax.rope import Rope
 from kvjax.selection.base import Selection
@@ -236,16 +236,18 @@ def _watched(
 
 
 def _after_reading(pool: Pool, output: Array) -> Array:
-    """Makes the positions [B, K, S'] of the step's own tokens, and so their writes, depend on the output [B, H, n, D].
+    """Returns the positions [B, K, S'] as they are, those of the step's own tokens after the output [B, H, n, D].
 
     In a step that evicts nothing, no write would depend on what is read. XLA would then copy every store that is read
-    and written in the same step. A token whose output is not a number is dropped; all that follows in its row is none.
+    and written in the same step, and it ignores optimization barriers on CPUs. It does not see that these minima
+    change nothing.
     """
     batch, kv_heads = pool.position.shape[:2]
     size, n = pool.layer.position.shape[2], output.shape[2]
     # [B, K, n]: one number of each KV head
     number = output.reshape(batch, kv_heads, -1, n, output.shape[3])[:, :, 0, :, 0]
-    own = jnp.where(jnp.isnan(number), EMPTY, pool.position[:, :, size:])
+    own = pool.position[:, :, size:]
+    own = jnp.minimum(own, jnp.where(jnp.isnan(number), own, FAR - 1))
     return jnp.concatenate([pool.position[:, :, :size], own], axis=2)
 
 

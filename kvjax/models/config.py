@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from kvjax.errors import ConfigError
 from kvjax.rope import Rope
 
 
@@ -89,3 +90,8 @@ class DecoderConfig:
             object.__setattr__(self, "embed_size", self.hidden_size)
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
+        if len(self.windows) != self.num_layers:
+            raise ConfigError(
+                f"windows has {len(self.windows)} entries for {self.num_layers} layers; give one for each, or () for "
+                "none."
+            )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvjax import memory
 from kvjax.cache.state import Block
 from kvjax.errors import InputError
 from kvjax.inputs import check_batch
@@ -124,9 +125,12 @@ def _folded(attention: Params, skew: Array, config: DecoderConfig) -> Params:
 
     def multiplied(x: Array, heads: int) -> Array:
         # [..., K, G, D]
-        columns = x.reshape(*x.shape[:-1], config.num_kv_heads, heads // config.num_kv_heads, config.head_dim)
+        columns = memory.to_device(x).reshape(
+            *x.shape[:-1], config.num_kv_heads, heads // config.num_kv_heads, config.head_dim
+        )
         made = jnp.einsum("...kgd,kde->...kge", columns.astype(jnp.float32), skew, precision=jax.lax.Precision.HIGHEST)
-        return made.reshape(x.shape).astype(x.dtype)
+        made = made.reshape(x.shape).astype(x.dtype)
+        return jax.device_put(made, x.sharding) if memory.on_host(x) else made
 
     heads = {"query": config.num_heads, "key": config.num_kv_heads}
     changed = {

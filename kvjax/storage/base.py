@@ -151,9 +151,13 @@ class Storage:
     def label(self) -> str:
         """The name, and which of keys and values are in host memory."""
         held = [f"{side}s" for side, memory in self.memories.items() if memory == HOST]
-        if not held or HOST in self.name:  # a name from the command line says it already
+        if not held or "memory=" in self.name:  # a name from the command line says it already
             return self.name
         return f"{self.name} on host" if len(held) == 2 else f"{self.name}, {held[0]} on host"
+
+    def on_device(self) -> "Storage":
+        """Returns the storage with everything in the device's memory, which changes no result."""
+        return dataclasses.replace(self, memory=DEVICE, residual=0 if self.exact else self.residual)
 
     def bytes_per_slot(self, dim: int, dtype: DTypeLike, memory: str | None = None) -> int:
         """Returns the number of bytes of a key and a value of `dim` numbers each.

@@ -16,8 +16,9 @@ def dense(*, memory: Memory = DEVICE, residual: int = 0) -> Storage:
     Raises:
       StorageError: an argument that is not valid.
     """
-    if residual and memory == DEVICE:
+    made = Storage(key=Exact(), value=Exact(), residual=residual, memory=memory, name="dense")
+    if made.residual and not made.on_host:
         raise StorageError(
             f"storage dense: residual={residual!r} is for memory='host'; on the device every position is exact."
         )
-    return Storage(key=Exact(), value=Exact(), residual=residual, memory=memory, name="dense")
+    return made

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.memory import DEVICE
 from kvjax.storage.base import Codec, Exact, Parts, Shapes, Storage, round_trip
 
 Array = jax.Array
@@ -40,7 +39,7 @@ def differentiable(storage: Storage) -> Storage:
 
     It is on the device, where the intermediate results of a gradient are.
     """
-    storage = dataclasses.replace(storage, memory=DEVICE)
+    storage = storage.on_device()
     if storage.exact:
         return storage
     key, value = (c if isinstance(c, Exact) else StraightThrough(c) for c in (storage.key, storage.value))

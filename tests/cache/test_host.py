@@ -43,6 +43,19 @@ CASES = {
 }  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Newest(selection.Selection):
+    """A user's selection that reads four slots, and says nothing of what it cannot be combined with."""
+
+    name = "newest"
+
+    def width(self, capacity):
+        return 4
+
+    def always(self, index, view):
+        return view.visible & view.recent(4)
+
+
 def score(name: str, where) -> np.ndarray:
     policy, held, look, block = CASES[name]
     made = held(memory=where) if where != "device" else held(memory="device")
@@ -84,6 +97,7 @@ def test_what_is_generated_and_kept_and_where_it_lies():
         (policies.knorm(8), storage.dense(memory=WHOLE), selection.optimal(3), "ranked by every key"),
         (policies.full(), storage.dense(memory=WHOLE), selection.optimal(3), "memory=\\('device', 'host'\\)"),
         (policies.full(), storage.dense(memory=("host", "device")), selection.tokenselect(3, 1, 2), "by every key"),
+        (policies.window(8, positions="cache"), storage.dense(memory=WHOLE), Newest(), "rotates every key"),
     ],
 )
 def test_what_cannot_be_on_the_host_is_refused(policy, held, look, match):
@@ -99,6 +113,32 @@ def test_the_bytes_of_a_record_are_of_the_host():
     )
     np.testing.assert_array_equal(both.record.positions, values.record.positions)
     assert both.record.bytes_moved().sum() == 2 * values.record.bytes_moved().sum() > 0
+
+
+def test_a_record_counts_what_moves():
+    """A layer that is read whole moves whole arrays, and the roofline of the same layout says so too."""
+    limits = kvjax.Limits(20, 40, shortest=20)
+    record = kvjax.generate(
+        tiny().model, TOKENS[:, :20], policies.full(), storage=storage.dense(memory=WHOLE), selection=GUESS,
+        max_new_tokens=3, limits=limits, record=True,
+    ).record  # fmt: skip
+    heads, slot = tiny().model.config.num_kv_heads, 2 * 8 * 4
+    gathered = GUESS.width(59) - 1
+    np.testing.assert_array_equal(record.bytes_moved()[0], [[59 * heads * slot] * 3, [gathered * heads * slot] * 3])
+
+
+def test_a_residual_leaves_room_for_what_a_share_of_all_slots_may_choose():
+    """The cap is a share of all slots, those of the residual too."""
+    look = selection.infinigen(np.inf, ratio=1.0, cap=0.5, first_layer=1)
+    scores = [
+        kvjax.log_likelihood(
+            tiny().model, random_tokens(2, 60), policies.full(), prompt_length=20, selection=look, storage=held,
+            limits=kvjax.Limits(20, 40, shortest=20),
+        ).logprobs
+        for held in (storage.dense(), storage.dense(memory=WHOLE, residual=24), storage.dense(memory=WHOLE))
+    ]  # fmt: skip
+    np.testing.assert_allclose(scores[1], scores[0], atol=2e-5)
+    np.testing.assert_allclose(scores[2], scores[0], atol=2e-5)
 
 
 def test_what_a_tpu_moves_through_its_device_is_said():

@@ -81,7 +81,7 @@ def test_a_text_is_a_storage_or_a_selection(axis, text, same):
     built = spec_text.build(axis, text)
     assert (built, built.name, hash(built)) == (same, text, hash(same))
     assert pickle.loads(pickle.dumps(built)) == same
-    assert spec_text.accepts("storage", "int8") == {"group", "residual"}
+    assert spec_text.accepts("storage", "int8") == {"group", "residual", "memory"}
 
 
 def test_a_name_is_that_of_one_text():
@@ -176,6 +176,7 @@ def test_a_policy_in_a_users_own_file(mine, small, capsys):
 
 
 OWN = """
+from __future__ import annotations
 import dataclasses
 from kvjax.selection import Selection, optimal
 from kvjax.storage import Integer, Storage

@@ -11,7 +11,8 @@ import kvjax
 from kvjax import memory, policies, selection, storage
 from kvjax.checkpoint.huggingface import save
 from kvjax.errors import ConfigError
-from kvjax.models import shapes
+from kvjax.models import shapes, skew
+from kvjax.models.decoder import random_parameters
 from kvjax.models.offload import host_layers, offload
 from kvjax.plan import plan
 from tests.test_plan import needs_libtpu
@@ -54,6 +55,21 @@ def test_results_do_not_depend_on_where_weights_are(block):
         got = kvjax.generate(moved, tokens, policies.full(), selection=look, **arguments)
         np.testing.assert_array_equal(expected.tokens, got.tokens)
         np.testing.assert_allclose(expected.logprobs, got.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("rope", [True, False], ids=["run time", "folded"])
+def test_weights_in_host_memory_can_be_skewed(rope):
+    config = (
+        tiny().model.config if rope else dataclasses.replace(tiny().model.config, rope=None, learned_positions=True)
+    )
+    model = tiny().model if rope else kvjax.Model(config, random_parameters(config, jax.random.key(0)))
+    tokens, look = random_tokens(2, 20), selection.infinigen(2.0, first_layer=1)
+    matrices = skew.find_skew(model, tokens)
+    arguments = {"max_new_tokens": 5, "selection": look, "storage": storage.dense(memory="host")}
+    expected = kvjax.generate(skew.skewed(model, matrices), tokens, policies.full(), **arguments)
+    moved = skew.skewed(offload(model), matrices)
+    assert memory.on_host(moved.params["layer_1"]["attention"]["query"]["kernel"])
+    np.testing.assert_array_equal(expected.tokens, kvjax.generate(moved, tokens, policies.full(), **arguments).tokens)
 
 
 def test_a_checkpoint_is_read_into_host_memory(tmp_path):

@@ -1,5 +1,7 @@
 """Named decoder shapes are the published ones."""
 
+import dataclasses
+
 import pytest
 
 from kvjax.errors import ConfigError
@@ -35,3 +37,10 @@ def test_shapes_are_what_the_checkpoints_say(name, raw):
 def test_an_unknown_shape_names_the_known_ones():
     with pytest.raises(ConfigError, match="known shapes: tiny, opt-125m"):
         shapes.by_name("gpt-5")
+
+
+def test_windows_are_of_every_layer():
+    config = shapes.by_name("opt-125m")
+    with pytest.raises(ConfigError, match="windows has 12 entries for 4 layers; give one for each, or"):
+        dataclasses.replace(config, num_layers=4)
+    assert dataclasses.replace(config, num_layers=4, windows=()).windows == (None,) * 4
