@@ -214,6 +214,11 @@ def _check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
     selection, name = branch.selection, spec.policy.name
     if reason := selection.refuses(spec.policy, spec.storage, positions=branch.decode.positions):
         raise PolicyError(f"policy {name} with selection={selection!r}: {reason}")
+    if spec.storage.apart and spec.storage.residual and max(branch.prompt.page, branch.decode.page) > 1:
+        raise PolicyError(
+            f"policy {name} with storage={spec.storage!r}: a page is consecutive slots of one store, and a residual "
+            "holds the newest tokens in another; use residual=0."
+        )
     if spec.storage.on_host and (reason := _refuses_host(spec, branch, sizes)):
         raise PolicyError(f"policy {name} with storage={spec.storage!r}: {reason}")
     if selection.whole_text:
