@@ -237,7 +237,7 @@ def plan(
     whole_shapes = decode_shapes(config, layout, dtype, batch, None, host_weights)
     whole = roofline(config, whole_shapes, slots, device)
     weights, cache = local_bytes(shapes.params, DEVICE), step.cache
-    # Of a CPU, both memories are one.
+    # On a CPU, host memory is the device's.
     arguments = weights + cache + (step.host if targets[0].platform == "cpu" else 0)
 
     start = time.perf_counter()

@@ -157,8 +157,10 @@ def joined(parts: list[tuple[Steps | None, int]], layout: CacheLayout) -> Record
     if not host:
         return None
     made = jax.tree.map(lambda *leaves: np.concatenate(leaves), *host)
-    storage = layout.groups[0].storage
-    # Of what is in host memory, or of all of it where the cache is on the device.
+    # Groups whose newest tokens are all that stays may be on the device; the others are alike.
+    storages = [group.storage for group in layout.groups]
+    storage = next((storage for storage in storages if storage.on_host), storages[0])
+    # Only the part in host memory counts, if there is one.
     slot = storage.bytes_per_slot(layout.head_dim, layout.dtype, HOST if storage.on_host else None)
     arrays = (widths(layout.decode, layout.kv_heads), moved(layout.decode, layout.kv_heads))
     return Record(made.positions, made.number, made.read, made.live, *arrays, slot)

@@ -24,7 +24,7 @@ ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
 # jax 0.10 emits fused loops for CPUs in a way that takes twice as long to compile; what they compute is the same. Newer
 # versions have no such switch, and no process starts with one that is unknown.
 OTHER_EMITTER = ["--xla_cpu_use_fusion_emitters=false"] * importlib.metadata.version("jax").startswith("0.10.")
-# Of a worker, what its parent was given, and what that added.
+# A worker inherits the flags of its parent, including those that are added here.
 GIVEN = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag not in (ONE_PART, *OTHER_EMITTER)]
 XLA_FLAGS = " ".join([*GIVEN, ONE_PART, *OTHER_EMITTER])
 os.environ["XLA_FLAGS"] = XLA_FLAGS
@@ -104,8 +104,8 @@ LONG = (
 
 
 def pytest_addoption(parser):
-    parser.addoption("--cases", type=int, help="of each parametrised test only so many cases, spread over its list")
-    parser.addoption("--tests", type=int, help="of each file but those of kernels only so many tests, spread over it")
+    parser.addoption("--cases", type=int, help="the largest number of cases of a parametrised test")
+    parser.addoption("--tests", type=int, help="the largest number of tests of a file, except those of kernels")
 
 
 def spread(items: list, most: int) -> list:

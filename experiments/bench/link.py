@@ -87,7 +87,7 @@ def one_setting(setting: Setting) -> list[dict[str, Any]]:
         lowered = lower(spec, config, sizes, prompts, implementation="xla", dtype=DTYPE)
         slots = average_slots(config, lowered, setting.prompt, setting.new)
         slot = batch * config.num_kv_heads * spec.storage.bytes_per_slot(config.head_dim, DTYPE, memory.HOST)
-        # Of each layer, what is read of the older tokens: all that is held, or at most what is gathered.
+        # A layer reads all older tokens that it holds, or at most as many as are gathered.
         needed = slot * sum(min(own.held - 1, own.fetched) for own in slots)
         moved = slot * sum(own.fetched for own in slots)
         flexgen = flexgen or moved + weights

@@ -75,7 +75,7 @@ FIGURES = {
 def test_figures_can_be_read(name):
     figure = FIGURES[name]()
     for axes in figure.axes:
-        # Of panels one above the other, the lowest has the label.
+        # Only the lowest panel of a column has the label.
         assert axes.get_xlabel() or axes.get_label() == "<colorbar>" or not axes.get_subplotspec().is_last_row()
         assert axes.has_data()
     assert figure.axes[0].get_ylabel()

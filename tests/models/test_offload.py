@@ -93,7 +93,7 @@ def test_a_plan_counts_what_crosses_the_link():
     )
     assert full.host == cache + layers == full.step.link_moved
     assert "in host memory" in full.table() and "over the host link per step" in full.table()
-    # Of layer 1, 3 slots are gathered besides the new one; layer 0 moves as a whole.
+    # Layer 0 moves as a whole; in layer 1, 3 slots are gathered besides the new one.
     chosen = plan(
         config, policies.full(), storage=held, selection=selection.infinigen(cap=3, first_layer=1), **arguments
     )
