@@ -27,8 +27,8 @@ from experiments.training import corpus, evaluate
 from experiments.training.config import TrainConfig, files
 from kvjax import policies
 from kvjax.errors import ConfigError
-from kvjax.models.decoder import parameter_count
 from kvjax.models.model import Model
+from kvjax.models.parameters import parameter_count
 
 WINDOWS, GAIN_WINDOWS = 32, 128  # of each held-out text; the gain is a small difference, and takes more
 GAIN_STRIDE = 1  # the gain is measured on every n-th token; tests take fewer

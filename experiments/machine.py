@@ -12,7 +12,7 @@ import jax
 
 from kvjax import sharding
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import parameter_count
+from kvjax.models.parameters import parameter_count
 
 GB = 1e9
 #: Share of the memory that weights and cache may take; the rest is for activations and everybody else.

@@ -21,9 +21,9 @@ from kvjax.cache import CacheSpec
 from kvjax.checkpoint.skew import load_skew
 from kvjax.errors import CheckpointError
 from kvjax.models import shapes
-from kvjax.models.decoder import parameter_count, random_parameters
 from kvjax.models.model import Model
 from kvjax.models.offload import offload
+from kvjax.models.parameters import parameter_count, random_parameters
 from kvjax.models.skew import skewed
 
 

@@ -24,7 +24,7 @@ from kvjax.generate import Carry
 from kvjax.memory import DEVICE, HOST, PINNED
 from kvjax.models import offload
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import parameter_shapes
+from kvjax.models.parameters import parameter_shapes
 from kvjax.sharding import Params, PyTree
 
 Array = jax.Array

@@ -25,8 +25,8 @@ from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.generate import decode_steps
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import random_parameters
 from kvjax.models.model import Model
+from kvjax.models.parameters import random_parameters
 from kvjax.roofline import decode_shapes
 from kvjax.rope import Rope
 from kvjax.sampling import Greedy

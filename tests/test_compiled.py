@@ -19,7 +19,7 @@ from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.cache.spec import as_spec
 from kvjax.kernels.prefill import xla as prefill_xla
-from kvjax.models.decoder import parameter_shapes
+from kvjax.models.parameters import parameter_shapes
 from kvjax.prefill import prefill_steps
 from kvjax.roofline import decode_shapes
 from kvjax.rope import Rope

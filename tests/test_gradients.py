@@ -11,7 +11,8 @@ import pytest
 import kvjax
 from kvjax import policies
 from kvjax.cache import CacheSpec, Limits
-from kvjax.models.decoder import Decoder, random_parameters
+from kvjax.models.decoder import Decoder
+from kvjax.models.parameters import random_parameters
 from kvjax.prefill import prefill_steps, prepare
 from kvjax.storage import Codec, Storage, fp8, int4, int8
 from tests.tiny import random_tokens, tiny

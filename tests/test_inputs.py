@@ -11,7 +11,7 @@ import kvjax
 from kvjax import policies
 from kvjax.errors import InputError, KvjaxError, PolicyError
 from kvjax.inputs import check_batch, check_count
-from kvjax.models.decoder import random_parameters
+from kvjax.models.parameters import random_parameters
 from tests.tiny import tiny
 
 loop = importlib.import_module("kvjax.prefill")  # the package's attribute of that name is the function

@@ -14,7 +14,7 @@ import pytest
 from kvjax import devices, policies
 from kvjax.errors import ConfigError, InputError, KvjaxError, PolicyError
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import parameter_count
+from kvjax.models.parameters import parameter_count
 from kvjax.plan import plan
 from kvjax.rope import Rope
 from kvjax.units import size

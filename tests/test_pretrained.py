@@ -20,7 +20,8 @@ from experiments.training import corpus, evaluate
 from kvjax import policies
 from kvjax.checkpoint.huggingface import bundled
 from kvjax.errors import CheckpointError
-from kvjax.models.decoder import Decoder, parameter_count
+from kvjax.models.decoder import Decoder
+from kvjax.models.parameters import parameter_count
 from tests.conftest import ROOT, optimised
 
 pytestmark = pytest.mark.thorough  # what a model has learned does not depend on jax's version

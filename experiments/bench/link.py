@@ -17,7 +17,7 @@ from kvjax.cache.lowering import lower
 from kvjax.devices import PCIE_3, PCIE_4
 from kvjax.errors import ConfigError
 from kvjax.models import offload
-from kvjax.models.decoder import parameter_shapes
+from kvjax.models.parameters import parameter_shapes
 from kvjax.roofline import average_slots, local_bytes
 
 DTYPE = jnp.bfloat16

@@ -22,7 +22,7 @@ from kvjax.devices import Device
 from kvjax.errors import ConfigError
 from kvjax.generate import decode
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import random_parameters
+from kvjax.models.parameters import random_parameters
 from kvjax.models.shapes import by_name
 from kvjax.policies import evict, low_norm
 from kvjax.policies.base import Policy

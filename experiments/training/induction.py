@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import random_parameters
+from kvjax.models.parameters import random_parameters
 
 CONSTANT = 1.0  # feature 0 of every token: what a head reads that goes by position alone
 SHARPNESS = 8.0  # of the head that looks one back, times the square root of its size

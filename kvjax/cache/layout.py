@@ -12,8 +12,8 @@ import jax
 from kvjax.attention import Implementation
 from kvjax.policies.base import Evict
 from kvjax.policies.window import full
-from kvjax.selection import everything
 from kvjax.selection.base import Selection
+from kvjax.selection.everything import everything
 from kvjax.statistics import Statistic
 from kvjax.storage import dense
 from kvjax.storage.base import Storage

@@ -95,11 +95,16 @@ def read(
         index = _written(index, newest, slot, pool, block, selection, view.skew)
     # [B, K, G, D]: of the block's last query; selections of whole blocks look at no query
     by = _grouped(guess if selection.ahead and guess is not None else query, pool.position)[:, :, :, -1]
-    chosen, index = _chosen(index, by, view, pool, selection)
+    width, units = group.gathered, None
+    if width is not None and selection.unit > 1 and width % selection.unit == 0:
+        units, index = selection.choose_units(index, by, view)
+        chosen = selection.slots_of(units, view)
+    else:
+        chosen, index = _chosen(index, by, view, pool, selection)
     mask = chosen | selection.always(index, view)
     position = jnp.where(mask, pool.position, EMPTY)
     parts = tuple(map(Part, keys, values, pool.cut(position)))
-    size, width = pool.sizes[0], group.gathered
+    size = pool.sizes[0]
 
     def restored(part: Part, chosen: Array) -> Part:
         """Replaces the keys of the chosen slots [B, K, W] if the selection restores keys."""
@@ -112,14 +117,43 @@ def read(
     first, chosen_first = parts[0], chosen[:, :, :size]
     if width is None:
         return Reading((restored(first, chosen_first), *parts[1:]), position, None, index, view, chosen)
-    slots, valid = compact(mask[:, :, :size], width)
+    if units is not None:
+        slots, valid = _compact_units(units, view, size, width, selection)
+    else:
+        slots, valid = compact(mask[:, :, :size], width)
 
     # What is read is decoded after it is gathered, of a pool in host memory by the host.
     own = Part(
-        *fetched(pool, group, slots, (first.key, first.value)), jnp.where(valid, gather(first.position, slots), EMPTY)
+        *fetched(pool, group, slots, (first.key, first.value)),
+        # Not of `first.position`, whose marks of all slots nothing else needs if units are chosen.
+        jnp.where(valid, gather(pool.position[:, :, :size], slots), EMPTY),
     )
     own = restored(own, gather(chosen_first, slots))
     return Reading((own, *parts[1:]), position, jnp.where(valid, slots, size), index, view, chosen)
+
+
+def _compact_units(units: Array, view: SelectView, size: int, width: int, selection: Selection) -> tuple[Array, Array]:
+    """Gathers slots as `compact` does, but looks at one mark of each unit instead of one of each slot.
+
+    Args:
+      units: [B, K, U] bool, the units that are chosen.
+      view: the arguments of the selection.
+      size: the number of slots of the first piece.
+      width: W, a multiple of the unit.
+      selection: the selection.
+
+    Returns:
+      slots: [B, K, W] int32, in bounds.
+      valid: [B, K, W] bool, whether the slot is one that the query reads.
+    """
+    unit = selection.unit
+    marked, valid = compact(units | selection.always_units(units.shape[2], view), width // unit)
+    # [B, K, W / unit, unit]
+    slots = marked[..., None] * unit + jnp.arange(unit, dtype=jnp.int32)
+    inside = valid[..., None] & (slots < size)
+    # [B, K, W]
+    slots, inside = (x.reshape(*x.shape[:2], width) for x in (jnp.minimum(slots, size - 1), inside))
+    return slots, inside & view._replace(position=gather(view.position, slots)).visible
 
 
 def _chosen(index: Any, query: Array, view: SelectView, pool: Pool, selection: Selection) -> tuple[Array, Any]:

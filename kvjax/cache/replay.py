@@ -20,8 +20,8 @@ from kvjax.models.config import DecoderConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.window import full
 from kvjax.rope import Rope
-from kvjax.selection import everything
 from kvjax.selection.base import Selection
+from kvjax.selection.everything import everything
 from kvjax.storage import dense
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage

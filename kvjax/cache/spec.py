@@ -8,8 +8,8 @@ from kvjax.policies.base import POSITIONS, Evict, Policy
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
-from kvjax.selection import everything
 from kvjax.selection.base import Selection
+from kvjax.selection.everything import everything
 from kvjax.storage import dense
 from kvjax.storage.base import Storage
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from kvjax.checkpoint.memory import own
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import parameter_shapes
 from kvjax.models.families import FAMILIES
 from kvjax.models.family import Names
+from kvjax.models.parameters import parameter_shapes
 
 Path = tuple[str, ...]  # the keys of a parameter in the parameter tree
 Shape = tuple[int, ...]

@@ -12,7 +12,7 @@ from kvjax import sharding
 from kvjax.cache.state import KVState, Layer, LayerKV
 from kvjax.errors import CheckpointError
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import parameter_shapes
+from kvjax.models.parameters import parameter_shapes
 from kvjax.sharding import Params, PyTree
 
 MAX_LISTED = 8  # leaves that an error message lists

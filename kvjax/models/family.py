@@ -7,7 +7,7 @@ from typing import Any
 from kvjax.errors import ConfigError
 from kvjax.models import rope_keys
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import ACTIVATIONS
+from kvjax.models.layers import ACTIVATIONS
 from kvjax.models.rope_keys import Json
 
 Fields = dict[str, Any]  # DecoderConfig field -> value

@@ -22,7 +22,7 @@ class Model:
 
     Attributes:
       config: static description of the decoder.
-      params: nested dict of arrays, projections [in, out]; see `kvjax.models.decoder.parameter_shapes`.
+      params: nested dict of arrays, projections [in, out]; see `kvjax.models.parameters.parameter_shapes`.
       tokenizer: the tokenizer of the checkpoint or None.
       mesh: the mesh that the parameters are sharded over, or None for a single device.
     """

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from kvjax.arguments import Registry
 from kvjax.errors import PolicyError
+from kvjax.policies.allocation import Pyramid, Shared
 from kvjax.policies.base import Evict, Policy, compress, evict
-from kvjax.policies.budget import Budget, Fraction, FromLayer, Given, PerLayer, Pyramid, Shared, Slots, TextFraction
+from kvjax.policies.budget import Budget, Fraction, FromLayer, Given, PerLayer, Slots, TextFraction
 from kvjax.policies.combinators import Best, TimesValueNorm, by_page, from_layer, value_norm, with_heavy_hitters
 from kvjax.policies.components import Everything, Folded, Importance, Keep, Merge, Scope, View, everything, keep
 from kvjax.policies.h2o import (

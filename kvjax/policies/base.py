@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from kvjax.arguments import checked_call, choice_argument, count_argument, named
 from kvjax.errors import PolicyError
-from kvjax.policies.budget import Budget, BudgetLike, Shared, as_budget
+from kvjax.policies.allocation import Shared
+from kvjax.policies.budget import Budget, BudgetLike, as_budget
 from kvjax.policies.components import Importance, Keep, Merge, Scope, Stats, View, check_declared, everything, keep
 from kvjax.statistics import NAMED, Statistic, resolve
 

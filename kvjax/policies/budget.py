@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import fractions
-import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Union
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from kvjax.arguments import count_argument, number_argument
+from kvjax.arguments import count_argument
 from kvjax.errors import PolicyError
-from kvjax.order import largest
 
 if TYPE_CHECKING:
     from kvjax.policies.base import Evict
@@ -41,13 +38,23 @@ class Budget:
     """The number of slots per KV head that remain after each step; a subclass for each kind.
 
     Attributes:
+      numberless: whether the numbers are in the state, as in compiled programs.
       first_layer: layers before this one keep every token.
+      follows_prompt: whether the number of slots depends on the prompt's length.
       of_text: whether `slots` takes the number of tokens of each row's whole text instead of its prompt.
     """
 
     @property
+    def numberless(self) -> bool:
+        return False
+
+    @property
     def first_layer(self) -> int:
         return 0
+
+    @property
+    def follows_prompt(self) -> bool:
+        return False
 
     @property
     def of_text(self) -> bool:
@@ -93,6 +100,10 @@ class Budget:
 @dataclasses.dataclass(frozen=True)
 class Given(Budget):
     """A budget whose numbers are in the state; other kinds of budgets become one in a compiled program."""
+
+    @property
+    def numberless(self) -> bool:
+        return True
 
     @property
     def value(self) -> None:
@@ -149,6 +160,10 @@ class Fraction(Budget):
         if not 0 < float(self.fraction) <= 1:  # NaN fails this too
             raise PolicyError(f"budget {float(self.fraction)} is out of range; {HINT}")
         object.__setattr__(self, "fraction", float(self.fraction))
+
+    @property
+    def follows_prompt(self) -> bool:
+        return True
 
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         return (max(1, math.floor(self.fraction * prompt_length + 1e-9)),) * num_layers
@@ -213,6 +228,10 @@ class FromLayer(Budget):
         return self.first
 
     @property
+    def follows_prompt(self) -> bool:
+        return self.budget.follows_prompt
+
+    @property
     def of_text(self) -> bool:
         return self.budget.of_text
 
@@ -251,7 +270,11 @@ class PerLayer(Budget):
             raise PolicyError(
                 f"budget {self.layers!r} is not a sequence with one budget per layer; give one, such as (64, 0.5)."
             )
-        object.__setattr__(self, "layers", tuple(_one(each) for each in self.layers))
+        object.__setattr__(self, "layers", tuple(single(each) for each in self.layers))
+
+    @property
+    def follows_prompt(self) -> bool:
+        return any(each.follows_prompt for each in self.layers)
 
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         if len(self.layers) != num_layers:
@@ -266,154 +289,26 @@ class PerLayer(Budget):
         return tuple(each.value for each in self.layers)
 
 
-@dataclasses.dataclass(frozen=True)
-class Pyramid(Budget):
-    """PyramidKV's budgets, which fall by layer (arXiv:2406.02069, section 3.2).
-
-    Attributes:
-      average: the budget of the average layer.
-      window: slots of every layer for the prompt's last tokens, at least 1.
-      beta: the last layer has 1 / beta of the average beyond the window; at least 1.
-
-    Raises:
-      PolicyError: an attribute that is not valid.
-    """
-
-    average: Slots | Fraction
-    window: int
-    beta: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "average", _one(self.average))
-        object.__setattr__(self, "window", count_argument("window", self.window, minimum=1))
-        object.__setattr__(self, "beta", count_argument("beta", self.beta, minimum=1))
-
-    def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
-        (b,), w = self.average.slots(prompt_length, 1), self.window
-        if b <= w:
-            raise PolicyError(f"window={w} needs a larger budget than {b}, of which it is a part.")
-        (row,) = self._slots(np.array([prompt_length]), np.array([b]), num_layers)
-        return tuple(row.tolist())
-
-    def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
-        # The last layers of a prompt that is hardly longer than its budget get more than those of a long one.
-        return _largest_pyramid(self, prompt_lengths, num_layers)
-
-    def _slots(self, n: np.ndarray, b: np.ndarray, num_layers: int) -> np.ndarray:
-        """Returns the slots of each layer, [N, L], for prompts of `n` tokens [N] and average budgets `b` [N]."""
-        w = self.window
-        least = (b - w) // self.beta
-        most = np.minimum(2 * (b - w) - least, n - w)
-        least = 2 * (b - w) - most
-        step = (most - least) // max(num_layers - 1, 1)
-        # [N, L]
-        falling = most[:, None] - np.arange(num_layers) * step[:, None] + w
-        # A prompt within its budget is left alone. One shorter than the window still has the window's slots.
-        return np.where((n <= b)[:, None], np.maximum(n, w)[:, None], falling)
-
-    @property
-    def value(self) -> int | float:
-        return self.average.value
-
-
-@functools.lru_cache(maxsize=64)  # a range may be a million lengths, and the answer is the same for every batch
-def _largest_pyramid(budget: Pyramid, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
-    """See `Pyramid.largest`; lengths whose average budget is within the window are refused elsewhere."""
-    n = np.arange(prompt_lengths.start, prompt_lengths.stop)
-    b = np.array([budget.average.slots(int(each), 1)[0] for each in n])
-    valid = b > budget.window
-    rows = budget._slots(n[valid], b[valid], num_layers)
-    return tuple(np.max(rows, axis=0, initial=1).tolist())
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared(Budget):
-    """A layer's heads share their slots by need (AdaKV, arXiv:2407.11550, Algorithm 1).
-
-    Every head keeps its own best ⌊safeguard·(b - w)⌋ slots beyond the protected window of w; the rest of the layer's
-    K·(b - w) slots go to the largest importances over all heads, of equal ones to the lower head, then the newer slot.
-
-    Attributes:
-      average: the budget of the average head.
-      safeguard: the share of each head's slots that other heads cannot take, 0 to 1.
-
-    Raises:
-      PolicyError: an attribute that is not valid.
-    """
-
-    average: Budget
-    safeguard: float
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.average, Budget):
-            object.__setattr__(self, "average", as_budget(self.average))
-        if self.average is None or isinstance(self.average, Shared):
-            raise PolicyError(f"average={self.average!r} cannot be shared by heads; give slots or a fraction.")
-        safeguard = number_argument("safeguard", self.safeguard, minimum=0.0, maximum=1.0)
-        object.__setattr__(self, "safeguard", safeguard)
-
-    def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
-        return self.average.slots(prompt_length, num_layers)
-
-    def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
-        return self.average.largest(prompt_lengths, num_layers)
-
-    def own(self, room: Any) -> Any:
-        """Returns ⌊safeguard·room⌋ for a number or an array of integers."""
-        share = exact(self.safeguard)
-        return room * share.numerator // share.denominator
-
-    def kept(self, policy: Evict, stats: Stats, view: View) -> Array:
-        """Marks the slots that stay, [B, K, S] bool."""
-        batch, kv_heads, size = view.position.shape
-        protected = view.live & policy.scope.protected(stats, view)
-        # [B, 1, 1]: slots of a head beyond the window
-        room = view.budget[:, None, None] - jnp.sum(protected, axis=2, keepdims=True, dtype=jnp.int32)[:, :1]
-        own = self.own(room)
-        score = policy.importance.score(stats, view)
-        safe = largest(score, jnp.where(protected, -1, view.position), own)
-        # Of equal scores, the lower head wins, then the newer slot: all heads are one row in that order.
-        head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
-        order = jnp.where(protected | safe | ~view.live, -1, view.position + (kv_heads - 1 - head) * size)
-        rest = largest(score.reshape(batch, -1), order.reshape(batch, -1), (kv_heads * (room - own))[:, 0])
-        # A prompt within the budget is left alone.
-        short = (view.prompt <= view.budget)[:, None, None]
-        return view.live & (protected | safe | rest.reshape(view.position.shape) | short)
-
-    def limit(self, policy: Evict, stats: Stats, view: View) -> Array:
-        return jnp.sum(self.kept(policy, stats, view), axis=2, keepdims=True, dtype=jnp.int32)
-
-    def rank(self, policy: Evict, stats: Stats, view: View) -> Array:
-        return jnp.where(self.kept(policy, stats, view), jnp.inf, 0.0)
-
-    def widest(self, policy: Evict, slots: int, kv_heads: int) -> int:
-        window = min(policy.scope.count(slots), slots)  # A prompt shorter than the window is left alone.
-        room = slots - window
-        return window + self.own(room) + kv_heads * (room - self.own(room))
-
-    def traced(self) -> Budget:
-        return Shared(self.average.traced(), self.safeguard)
-
-    @property
-    def value(self) -> Any:
-        return self.average.value
-
-
 def as_budget(value: BudgetLike) -> Budget | None:
     """Returns the `Budget` that a user writes as slots, a fraction, a sequence with one of these per layer, or None.
 
     Raises:
       PolicyError: a value that is none of these or out of range, or a `Given`.
     """
-    if isinstance(value.average if isinstance(value, Shared) else value, Given):
+    if isinstance(value, Budget) and value.numberless:
         raise PolicyError(f"budget {value!r} has no numbers and is for compiled programs; {HINT}")
     if value is None or isinstance(value, Budget):
         return value
     value = value.tolist() if hasattr(value, "tolist") else value
-    return PerLayer(tuple(value)) if isinstance(value, list | tuple) else _one(value)
+    return PerLayer(tuple(value)) if isinstance(value, list | tuple) else single(value)
 
 
-def _one(value: Any) -> Slots | Fraction:
+def single(value: Any) -> Slots | Fraction:
+    """Returns the budget that a user writes as a number of slots or a fraction.
+
+    Raises:
+      PolicyError: a value that is neither or out of range.
+    """
     value = value.item() if hasattr(value, "item") else value
     if isinstance(value, Slots | Fraction):
         return value

@@ -127,6 +127,8 @@ class Selection:
       whole_text: whether it applies, through `attend_text`, to texts that are fed as one prompt, and to nothing else.
       needs: the statistics whose columns `settle` or `attend_text` reads.
       ranks_by_keys: whether ranking reads every key that is held, so that reading few slots saves nothing.
+      unit: the number of consecutive slots that are chosen together. If it is above 1, `choose_units` and
+        `always_units` exist, so that a step looks at one mark of each unit.
       shared_by_heads: whether all KV heads of a layer read the same positions.
       watches: whether `build` needs the sums of `watch`.
       per_slot: the names of arrays of the index that have an entry for each slot, [B, K, S, ...]. They move with the
@@ -141,6 +143,7 @@ class Selection:
     whole_text: bool = False
     needs: frozenset[Statistic] = frozenset()
     ranks_by_keys: bool = False
+    unit: int = 1
     shared_by_heads: bool = False
     watches: bool = False
     per_slot: frozenset[str] = frozenset()
@@ -279,6 +282,20 @@ class Selection:
     def always(self, index: Index, view: SelectView) -> Array:
         """Marks the slots that are read without being chosen, including the new token's, [B, K, S] bool."""
         return view.visible
+
+    def choose_units(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Index]:
+        """Chooses as `choose` does; returns the units, [B, K, U] bool, and the index."""
+        raise NotImplementedError
+
+    def always_units(self, units: int, view: SelectView) -> Array:
+        """Marks the units that have slots that are always read, [B, K, units] bool."""
+        raise NotImplementedError
+
+    def slots_of(self, units: Array, view: SelectView) -> Array:
+        """Marks the slots that are chosen by units [B, K, U], [B, K, S] bool."""
+        slots = jnp.repeat(units, self.unit, axis=2)[:, :, : view.position.shape[2]]
+        missing = view.position.shape[2] - slots.shape[2]
+        return jnp.pad(slots, ((0, 0), (0, 0), (0, missing))) & view.visible & ~self.always({}, view)
 
     def restore(self, index: Index, position: Array) -> Array | None:
         """Computes the keys of chosen slots, [B, K, W, D] float32 before rotation; None = they are read.

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
-from kvjax.errors import SelectionError
 from kvjax.policies.base import Policy
 from kvjax.policies.traits import evicting_while_decoding
 from kvjax.selection.base import Held, Index, Selection, SelectView
-from kvjax.selection.checks import factory, merges, named, rotated_once
-from kvjax.selection.choose import best, grouped_logits, rank
+from kvjax.selection.checks import merges, named, rotated_once
+from kvjax.selection.choose import best, rank
 
 if TYPE_CHECKING:
     from kvjax.storage.base import Storage
@@ -154,11 +153,15 @@ class Pages(Selection):
         return index | made
 
     def choose(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Index]:
-        candidate = view.visible & ~self.always(index, view)
-        # [B, K, U]: the newest position of each page; -1 for a page without candidates
-        kept = jnp.where(candidate, view.position, -1)
+        pages, index = self.choose_units(index, query, view)
+        return self.slots_of(pages, view), index
+
+    def choose_units(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Index]:
         count = next(leaf.shape[2] for name, leaf in index.items() if name != "steps")
-        position = jnp.max(self.by_page(kept, count, -1), axis=3)
+        newest = self.always_units(count, view)
+        # [B, K, U]: every page but the newest is full or empty, so that its last slot is its newest
+        last = view._replace(position=_fitted(view.position[:, :, self.page - 1 :: self.page], count, -1))
+        position = jnp.where(last.visible & ~last.new & ~newest, last.position, -1)
 
         def best_pages() -> Array:
             return self._best(index, query, position, view.scale)
@@ -167,15 +170,12 @@ class Pages(Selection):
             pages = best_pages()
         else:
             due = (index["steps"] % self.every == 0) & view.active[:, 0]
-            newest = jnp.arange(position.shape[2]) == (view.slot // self.page)[..., None]
             fresh = jax.lax.cond(jnp.any(due), best_pages, lambda: jnp.zeros(position.shape, bool))
             stands = jnp.where(due[..., None], fresh | newest, index["stands"])
             steps = jnp.where(view.active[:, 0], index["steps"] + 1, index["steps"])
             index = index | {"stands": stands, "steps": steps}
             pages = stands
-        # [B, K, S]
-        chosen = _fitted(jnp.repeat(pages, self.page, axis=2), candidate.shape[2], False)
-        return candidate & chosen, index
+        return pages, index
 
     def _best(self, index: Index, query: Array, position: Array, scale: float) -> Array:
         """Marks the pages to choose, [B, K, U] bool, of those whose position [B, K, U] is not -1."""
@@ -191,6 +191,13 @@ class Pages(Selection):
     def chosen(self, index: Index, query: Array, view: SelectView) -> Array:
         return self.choose(index, query, view)[0]
 
+    @property
+    def unit(self) -> int:  # type: ignore[override]
+        return self.page
+
+    def always_units(self, units: int, view: SelectView) -> Array:
+        return jnp.arange(units, dtype=jnp.int32) == (view.slot // self.page)[..., None]
+
     def always(self, index: Index, view: SelectView) -> Array:
         # [S]
         page = jnp.arange(view.position.shape[2], dtype=jnp.int32) // self.page
@@ -202,175 +209,7 @@ class Pages(Selection):
         return _fitted(x, pages * self.page, fill).reshape(batch, kv_heads, pages, self.page, *rest)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Quest(Pages):
-    """Ranks pages by an upper bound of their logits (Quest, arXiv:2406.10774, section 3.3).
-
-    The bound of a page is Σ_d max(q_d·min_d, q_d·max_d) over its live keys. If a page is made of sub-pages, its bound
-    is the largest of theirs, which is closer (LServe, arXiv:2502.14866, section 3.5).
-
-    The index has, for every sub-page, the maximum of its keys and of its negated keys: the bound is then a single
-    product with (max(q, 0), max(-q, 0)), and a new key needs a single maximum. Its dtype is the model's, in which these
-    numbers are exact. The products are summed in float32.
-
-    Attributes:
-      sub: slots of a sub-page, which divides the page; None = the whole page.
-
-    Raises:
-      SelectionError: an attribute that is too small, or a `sub` that does not divide the page.
-    """
-
-    sub: int | None = None
-    name = "quest"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sub is not None:
-            with named(self.name):
-                object.__setattr__(self, "sub", count_argument("sub", self.sub, minimum=1))
-                if self.page % self.sub:
-                    raise SelectionError(f"sub={self.sub} does not divide page={self.page}.")
-
-    @property
-    def _parts(self) -> int:
-        """Sub-pages of a page."""
-        return 1 if self.sub is None else self.page // self.sub
-
-    def summary(self, shape: tuple[int, int, int], dim: int, dtype: DTypeLike) -> Index:
-        return {"reach": jnp.full((*shape, self._parts, 2 * dim), -jnp.inf, dtype)}
-
-    def summarise(self, key: Array, live: Array) -> Index:
-        # [B, K, U, parts, sub, 2D]
-        both = _both_signs(key).reshape(*key.shape[:3], self._parts, -1, 2 * key.shape[-1])
-        live = live.reshape(*both.shape[:5], 1)
-        return {"reach": jnp.max(jnp.where(live, both, -jnp.inf), axis=4)}
-
-    def join(self, summary: Index, key: Array, slot: Array) -> Index:
-        # [parts, 1]
-        own = (jnp.arange(self._parts) == slot // (self.page // self._parts))[:, None]
-        reach = summary["reach"]
-        return {"reach": jnp.where(own, jnp.maximum(reach, _both_signs(key).astype(reach.dtype)), reach)}
-
-    def bounds(self, index: Index, query: Array, scale: float) -> Array:
-        """Computes upper bounds of each page's logits, [B, K, G, U] float32, for query [B, K, G, D]; 0 if empty."""
-        reach = index["reach"]
-        batch, kv_heads, pages, parts, size = reach.shape
-        signs = jnp.concatenate([jnp.maximum(query, 0), jnp.maximum(-query, 0)], axis=-1)
-        # [B, K, U * parts]: an empty sub-page has no bound
-        live = (reach[..., 0] > -jnp.inf).reshape(batch, kv_heads, 1, -1)
-        flat = jnp.where(reach > -jnp.inf, reach, 0).reshape(batch, kv_heads, -1, size)
-        bound = jnp.where(live, grouped_logits(signs, flat, scale), -jnp.inf)
-        largest = jnp.max(bound.reshape(*bound.shape[:3], pages, parts), axis=-1)
-        return jnp.where(largest > -jnp.inf, largest, 0.0)
-
-    def score(self, index: Index, query: Array, scale: float) -> Array:
-        return self.bounds(index, query, scale)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeanKeys(Pages):
-    """Ranks pages by the mean of their keys, and always chooses the oldest (TriForce, arXiv:2404.11912, section 4.1).
-
-    The index has the sum of the keys of each page and their number, in float32.
-    """
-
-    first: bool = True
-    first_layer: int = 0
-    name = "retrieval"
-
-    def summary(self, shape: tuple[int, int, int], dim: int, dtype: DTypeLike) -> Index:
-        return {"sum": jnp.zeros((*shape, dim), jnp.float32), "live": jnp.zeros(shape, jnp.float32)}
-
-    def summarise(self, key: Array, live: Array) -> Index:
-        total = jnp.sum(jnp.where(live[..., None], key.astype(jnp.float32), 0.0), axis=3)
-        return {"sum": total, "live": jnp.sum(live, axis=3, dtype=jnp.float32)}
-
-    def join(self, summary: Index, key: Array, slot: Array) -> Index:
-        return {"sum": summary["sum"] + key.astype(jnp.float32), "live": summary["live"] + 1}
-
-    def score(self, index: Index, query: Array, scale: float) -> Array:
-        mean = index["sum"] / jnp.maximum(index["live"], 1.0)[..., None]
-        return grouped_logits(query.astype(jnp.float32), mean, scale)
-
-
 def _fitted(x: Array, size: int, fill: int | bool) -> Array:
     """Truncates or pads [B, K, S, ...] to [B, K, size, ...]."""
     pad = ((0, 0), (0, 0), (0, max(0, size - x.shape[2])), *((0, 0),) * (x.ndim - 3))
     return jnp.pad(x[:, :, :size], pad, constant_values=fill)
-
-
-def _both_signs(key: Array) -> Array:
-    """Concatenates a key and its negative, [..., D] -> [..., 2D]."""
-    return jnp.concatenate([key, -key], axis=-1)
-
-
-def _counted(name: str, page: int, budget: int | None) -> tuple[int, int]:
-    """Checks the tokens of a page and of a budget; returns them as a page and the number of pages to choose."""
-    with named(name):
-        page = count_argument("page", page, minimum=1)
-        budget = count_argument("budget", budget, minimum=1)
-    return page, max(FEWEST_PAGES, budget // page) - 1
-
-
-@factory
-def quest(page: int = 16, budget: int | None = None, *, first_layer: int = 2) -> Quest:
-    """Reads the newest page and the pages of the largest upper bounds (Quest, arXiv:2406.10774).
-
-    Reads max(3, ⌊budget / page⌋) pages, including the newest; all pages if there are no more.
-
-    Args:
-      page: tokens of a page.
-      budget: tokens to read, in whole pages; required.
-      first_layer: layers before this one read everything.
-
-    Raises:
-      SelectionError: a page or a budget below 1, or a first layer below 0.
-
-    The authors' evaluation ranks the newest page with the others; their kernels always read it, as this does.
-    """
-    page, pages = _counted("quest", page, budget)
-    return Quest(page=page, pages=pages, first_layer=first_layer)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LServe(Quest):
-    """`Quest` with bounds of sub-pages and choices that stand for some steps (LServe, arXiv:2502.14866)."""
-
-    name = "lserve"
-
-
-@factory
-def lserve(page: int = 64, sub: int = 16, every: int = 4, budget: int | None = None, *, first_layer: int = 2) -> LServe:
-    """Reads pages by the largest bound of their sub-pages, and chooses anew every few steps (LServe, arXiv:2502.14866).
-
-    Args:
-      page: tokens of a page.
-      sub: tokens of a sub-page; divides `page`.
-      every: the number of steps that a choice stands.
-      budget: tokens to read, in whole pages; required.
-      first_layer: layers before this one read everything.
-
-    Raises:
-      SelectionError: a number below 1, a `sub` that does not divide the page, or a first layer below 0.
-
-    The authors' code does not read a page that is opened while a choice stands; here it is read.
-    """
-    page, pages = _counted("lserve", page, budget)
-    return LServe(page=page, pages=pages, sub=sub, every=every, first_layer=first_layer)
-
-
-@factory
-def retrieval(chunk: int = 8, budget: int | None = None, *, every: int = 1, first_layer: int = 0) -> MeanKeys:
-    """Reads the oldest chunk, the newest, and those of the largest mean keys (TriForce, arXiv:2404.11912, section 4.1).
-
-    Args:
-      chunk: tokens of a chunk.
-      budget: tokens to read, in whole chunks; required.
-      every: the number of steps that a choice stands: of a draft, its number of tokens.
-      first_layer: layers before this one read everything.
-
-    Raises:
-      SelectionError: a number below 1, or a first layer below 0.
-    """
-    chunk, pages = _counted("retrieval", chunk, budget)
-    return MeanKeys(page=chunk, pages=pages, every=every, first_layer=first_layer)

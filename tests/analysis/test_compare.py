@@ -18,7 +18,7 @@ from kvjax.cache.limits import Sizes
 from kvjax.cache.lowering import lower
 from kvjax.cache.spec import as_spec
 from kvjax.errors import InputError, PolicyError
-from kvjax.models.decoder import parameter_shapes
+from kvjax.models.parameters import parameter_shapes
 from tests import reference
 from tests.analysis.dense import Dense, dense, full, top
 from tests.tiny import random_tokens, tiny

@@ -13,7 +13,8 @@ from kvjax.cache.lowering import lower
 from kvjax.cache.spec import as_spec
 from kvjax.errors import ConfigError, InputError, PolicyError, SelectionError, StorageError
 from kvjax.models.config import DecoderConfig
-from kvjax.policies.budget import Pyramid, Slots
+from kvjax.policies.allocation import Pyramid
+from kvjax.policies.budget import Slots
 from kvjax.rope import Rope
 from tests.test_products import all_policies
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.checkpoint import names
 from kvjax.models import families
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import parameter_shapes
+from kvjax.models.parameters import parameter_shapes
 
 SMALL = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

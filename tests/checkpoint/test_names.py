@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.checkpoint import names
 from kvjax.models import families
-from kvjax.models.decoder import parameter_shapes
+from kvjax.models.parameters import parameter_shapes
 from tests.checkpoint.folders import get, random_params, raw_config
 
 

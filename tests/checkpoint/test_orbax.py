@@ -18,8 +18,8 @@ from kvjax.checkpoint import orbax
 from kvjax.errors import CheckpointError
 from kvjax.generate import generate
 from kvjax.models import families
-from kvjax.models.decoder import random_parameters
 from kvjax.models.model import Model
+from kvjax.models.parameters import random_parameters
 from tests.checkpoint.folders import raw_config
 
 

@@ -13,7 +13,7 @@ from experiments.peers import PEERS, Work
 from kvjax import policies
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models import shapes
-from kvjax.models.decoder import parameter_count
+from kvjax.models.parameters import parameter_count
 
 QUICK = ("--shape=tiny", "--tokens=4", "--rounds=1")
 

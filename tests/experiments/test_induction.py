@@ -8,7 +8,8 @@ import pytest
 
 from experiments.training.config import TrainConfig, decoder_config
 from experiments.training.induction import initial_parameters
-from kvjax.models.decoder import Decoder, parameter_shapes
+from kvjax.models.decoder import Decoder
+from kvjax.models.parameters import parameter_shapes
 
 
 @pytest.mark.parametrize("period", [5, 20, 60, 120])

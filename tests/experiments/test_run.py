@@ -20,8 +20,8 @@ from experiments.config import DataConfig, PolicyConfig
 from experiments.measure import Measurement
 from kvjax import plan as planning
 from kvjax.errors import ConfigError, InputError, KvjaxError
-from kvjax.models.decoder import parameter_count
 from kvjax.models.model import Model
+from kvjax.models.parameters import parameter_count
 from tests.conftest import ROOT
 
 FILES = {"config.json", "metrics.jsonl", "environment.json", "report.md", "report.png"}

@@ -12,8 +12,8 @@ from kvjax import memory, policies, selection, storage
 from kvjax.checkpoint.huggingface import save
 from kvjax.errors import ConfigError
 from kvjax.models import shapes, skew
-from kvjax.models.decoder import random_parameters
 from kvjax.models.offload import host_layers, offload
+from kvjax.models.parameters import random_parameters
 from kvjax.plan import plan
 from tests.test_plan import needs_libtpu
 from tests.tiny import random_tokens, tiny

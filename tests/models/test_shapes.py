@@ -6,7 +6,7 @@ import pytest
 
 from kvjax.errors import ConfigError
 from kvjax.models import families, shapes
-from kvjax.models.decoder import parameter_count
+from kvjax.models.parameters import parameter_count
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("opt-125m", 125_239_296), ("llama2-7b", 6_738_415_616)])

@@ -16,7 +16,8 @@ from kvjax import policies, presets, selection
 from kvjax.errors import InputError, PolicyError, SelectionError
 from kvjax.models import skew
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import SKEW, random_parameters
+from kvjax.models.decoder import SKEW
+from kvjax.models.parameters import random_parameters
 from kvjax.rope import Rope
 from tests import reference
 from tests.reference import decoder as reference_decoder

@@ -1,0 +1,82 @@
+"""The number of slots that are allocated for each head."""
+
+from kvjax.cache.branches import Branch
+from kvjax.cache.layout import stores_of
+from kvjax.cache.limits import Sizes, slots_bucket
+from kvjax.cache.spec import CacheSpec
+from kvjax.policies.base import Evict
+
+
+def capacities(
+    spec: CacheSpec, branch: Branch, budgets: list[int | None], kv_heads: int, sizes: Sizes
+) -> tuple[int, int]:
+    """Slots per head of the arrays: while the prompt goes in block by block, and while decoding.
+
+    Where a step's own tokens are apart (`Storage.apart`), they take none.
+    """
+    whole, total = sizes.prompt, sizes.total
+    first, then = budgets
+    room = 0 if spec.storage.apart else 1  # for the step's own token
+
+    def up(slots: int, policy: Evict) -> int:
+        return (
+            slots_bucket(slots)
+            if sizes.rounded and policy.budget is not None and policy.budget.follows_prompt
+            else slots
+        )
+
+    if branch.prompt.when == "step":
+        if first is None:
+            return total, total
+        if branch.prompt.page > 1:
+            # Also where the step's own tokens are apart: which slots they will have is known before any is freed.
+            page = branch.prompt.page
+            return _in_pages(first, sizes.block or 1, page, total), _in_pages(first, 1, page, total)
+        block = 0 if spec.storage.apart else (sizes.block or 1)
+        return min(up(first + block, branch.prompt), total), min(up(first + room, branch.prompt), total)
+    assert first is not None and branch.prompt.budget is not None
+    left = min(branch.prompt.budget.widest(branch.prompt, first, kv_heads), sizes.budget_prompt)
+    left = up(left, branch.prompt)
+    if then is None:
+        return whole, left + sizes.following
+    if branch.decode.page > 1:
+        return whole, max(left + room, _in_pages(then, 1, branch.decode.page, total))
+    return whole, max(left + room, min(up(then + room, branch.decode), total))
+
+
+def _in_pages(slots: int, new: int, page: int, total: int) -> int:
+    """Returns the slots of arrays whose pages are evicted as a whole, for `new` tokens of a step."""
+    return -(-min(slots // page * page + -(-new // page) * page, total) // page) * page
+
+
+def newest_stay(spec: CacheSpec, branch: Branch, budgets: list[int | None]) -> bool:
+    """Returns whether the tokens that a residual keeps exact are never evicted while decoding."""
+    if branch.decode.budget is None or branch.prompt.when != "step":
+        return False
+    return all(
+        each is not None and policy.keeps_newest(each) >= min(spec.storage.residual, each)
+        for policy, each in zip((branch.prompt, branch.decode), budgets, strict=True)
+    )
+
+
+def split_stores(
+    spec: CacheSpec, branch: Branch, slots: int, budgets: list[int | None], following: int = 0
+) -> tuple[int, ...]:
+    """Returns the slots of each store: the encoded ones, and those of the newest tokens, which are exact.
+
+    Args:
+      spec: which has the storage.
+      branch: the policies.
+      slots: the most slots that a head holds between steps.
+      budgets: the largest of the batch, for each phase.
+      following: the most tokens that follow a prompt while these arrays are in use.
+    """
+    residual = spec.storage.residual
+    if len(stores_of(spec.storage)) == 1:
+        return (slots,)
+    exact = min(residual, slots)
+    if branch.decode.budget is not None:
+        # Where the newest tokens may be evicted, all that stays may be encoded.
+        return (slots - exact if newest_stay(spec, branch, budgets) else slots), exact
+    # A compressor may drop the newest tokens of the prompt. Those that follow stay, and the newest of them are exact.
+    return slots - (exact if branch.prompt.budget is None else min(exact, following)), exact

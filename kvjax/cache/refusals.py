@@ -1,0 +1,72 @@
+"""Combinations of policy, storage and selection that cannot work, each with its reason."""
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.branches import Branch
+from kvjax.cache.limits import Sizes
+from kvjax.cache.spec import CacheSpec
+from kvjax.errors import PolicyError
+from kvjax.memory import HOST
+
+
+def check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
+    """Checks that a policy, a storage and a selection can be combined.
+
+    Args:
+      spec: has the storage, and the policy's name.
+      branch: the policies and the selection of some heads.
+      sizes: of the batch.
+
+    Raises:
+      PolicyError: they cannot, with the reason and what would work.
+    """
+    selection, name = branch.selection, spec.policy.name
+    if reason := selection.refuses(spec.policy, spec.storage, positions=branch.decode.positions):
+        raise PolicyError(f"policy {name} with selection={selection!r}: {reason}")
+    if spec.storage.apart and spec.storage.residual and max(branch.prompt.page, branch.decode.page) > 1:
+        raise PolicyError(
+            f"policy {name} with storage={spec.storage!r}: a page is consecutive slots of one store, and a residual "
+            "holds the newest tokens in another; use residual=0."
+        )
+    if spec.storage.on_host and (reason := _refuses_host(spec, branch, sizes)):
+        raise PolicyError(f"policy {name} with storage={spec.storage!r}: {reason}")
+    if selection.whole_text:
+        if sizes.following:
+            raise PolicyError(
+                f"policy {name}: it looks at all queries of a text, later ones too, so that no token can follow the "
+                "prompt; score whole texts, with prompt_length their length."
+            )
+        if sizes.block is not None:
+            raise PolicyError(f"policy {name}: it looks at all of a text at once; leave out prefill_block.")
+    summarizes = not selection.in_prompt and bool(jax.eval_shape(lambda: selection.init((1, 1, 1), 1, jnp.float32)))
+    if summarizes and sizes.block is not None and not spec.storage.exact:
+        raise PolicyError(
+            f"policy {name}: selection={selection!r} summarises exact keys, which storage={spec.storage.name} no "
+            "longer has after a block of the prompt; leave out prefill_block."
+        )
+
+
+def _refuses_host(spec: CacheSpec, branch: Branch, sizes: Sizes) -> str | None:
+    """Returns why a pool cannot be in host memory, as a sentence; None if it can."""
+    # A prompt in one shot is on the device.
+    policies = (branch.decode,) if sizes.block is None else (branch.prompt, branch.decode)
+    if any(policy.merge is not None for policy in policies):
+        return "a merge changes slots anywhere in a pool, which must be on the device; use memory='device'."
+    if branch.selection.reads_all:
+        # Every slot moves to the device in each step, where a policy may look at it too.
+        return None
+    if branch.decode.positions == "cache" and spec.storage.memories["key"] == HOST:
+        return (
+            "positions='cache' rotates every key in each step, so that all of them would move; keep keys on the device."
+        )
+    looked = set(branch.decode.reads)
+    if branch.selection.ranks_by_keys:
+        looked.add("key")
+    moved = sorted(side for side in looked if spec.storage.memories[side] == HOST)
+    if moved:
+        return (
+            f"slots are ranked by every {' and '.join(moved)}, so that reading few of them would still move all of "
+            "them in each step; keep these on the device, such as memory=('device', 'host') for keys."
+        )
+    return None

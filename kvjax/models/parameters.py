@@ -1,0 +1,49 @@
+"""The parameters of a decoder: their shapes, their number, and random ones."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import Decoder
+from kvjax.sharding import Params
+
+Array = jax.Array
+
+
+def parameter_shapes(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> Params:
+    """Returns the parameter tree with `jax.ShapeDtypeStruct` leaves, without allocating it.
+
+    Args:
+      config: the decoder.
+      dtype: of the parameters.
+    """
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    init = Decoder(config, dtype).init
+    return jax.eval_shape(lambda key, x: init(key, x)["params"], jax.random.key(0), tokens)
+
+
+def parameter_count(config: DecoderConfig) -> int:
+    """Returns the total number of elements of the parameters.
+
+    Args:
+      config: the decoder.
+    """
+    # All layers have the same shapes, so that tracing one of them suffices.
+    tree = parameter_shapes(dataclasses.replace(config, num_layers=1, windows=()))
+    sizes = {name: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(node)) for name, node in tree.items()}
+    return sum(sizes.values()) + (config.num_layers - 1) * sizes["layer_0"]
+
+
+def random_parameters(config: DecoderConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
+    """Initialises parameters at random, for training, tests and benchmarks.
+
+    Args:
+      config: the decoder.
+      key: random key.
+      dtype: of the parameters.
+    """
+    return Decoder(config, dtype).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
