@@ -9,16 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array
+LANES = 64  # counters that a CPU adds to at once, see `_count_in_blocks`
+DEPTH = 32  # numbers that each of them counts, at most; below 128
 SIGN = np.uint32(1 << 31)  # the sign bit of a float32
 
 
-def largest(value: Array, position: Array, count: Array | int) -> Array:
+def largest(value: Array, position: Array, count: Array | int, *, in_kernels: bool = True) -> Array:
     """Marks the live slots with the `count` largest values; among equal values the newer slots.
 
     Args:
       value: [..., S] float32. Infinities are allowed, NaN is not.
       position: [..., S] int32, distinct per row. Negative for an empty slot, which is never marked.
       count: int32 that broadcasts against [..., 1]. If fewer slots are live, all of them are marked.
+      in_kernels: whether a kernel may run this, so that a way of counting that is three times as fast on CPUs, but of
+        which kernels lack the operations, is not taken.
 
     Returns:
       [..., S] bool.
@@ -29,8 +33,9 @@ def largest(value: Array, position: Array, count: Array | int) -> Array:
     count = jnp.broadcast_to(jnp.asarray(count, jnp.float32), (*value.shape[:-1], 1))
     # [..., S]
     keys = jnp.where(live, _ordered_bits(value), 0)
+    by_rows = in_kernels or value.shape[-1] < LANES * DEPTH
     # [..., 1]
-    threshold, reached = _threshold(keys, count)
+    threshold, reached = _threshold(keys, count, by_rows)
 
     # [..., S]
     tied = live & (keys == threshold)
@@ -40,7 +45,7 @@ def largest(value: Array, position: Array, count: Array | int) -> Array:
     def newest_tied() -> Array:
         # [..., 1]
         remaining = count - _count(keys > threshold)
-        return _threshold(recency, remaining)[0]
+        return _threshold(recency, remaining, by_rows)[0]
 
     # [..., 1]: usually exactly `count` keys are at or above the threshold, and then every tied slot is marked.
     oldest_marked = jax.lax.cond(jnp.any(reached > count), newest_tied, lambda: jnp.zeros_like(threshold))
@@ -56,7 +61,7 @@ def _ordered_bits(value: Array) -> Array:
     return jnp.where(bits >= SIGN, ~bits, bits | SIGN)
 
 
-def _threshold(keys: Array, count: Array) -> tuple[Array, Array]:
+def _threshold(keys: Array, count: Array, by_rows: bool) -> tuple[Array, Array]:
     """Finds a threshold that `count` keys reach, or the fewest above `count` that ties allow.
 
     The threshold is a prefix of the `count`-th largest key, long enough to separate it from the next smaller key. Where
@@ -65,11 +70,19 @@ def _threshold(keys: Array, count: Array) -> tuple[Array, Array]:
     Args:
       keys: [..., S] uint32, 0 for an empty slot.
       count: [..., 1] float32.
+      by_rows: whether to count with `_count`; otherwise with `_count_on_platform`.
 
     Returns:
       The threshold, [..., 1] uint32, which is 0 if fewer than `count` keys are above 0, and the number of keys at or
       above it, [..., 1] float32.
     """
+    count_marks = _count
+    if not by_rows:
+        count_marks = _count_on_platform
+        blocks, depth = _blocks(keys.shape[-1])
+        # An empty slot, 0, never reaches a threshold.
+        missing = blocks * depth * LANES - keys.shape[-1]
+        keys = jnp.pad(keys, [(0, 0)] * (keys.ndim - 1) + [(0, missing)])
     # On a mesh the rows are on several devices, which would have to synchronise in every round to stop early.
     unsharded = jax.sharding.get_abstract_mesh().empty
 
@@ -81,11 +94,11 @@ def _threshold(keys: Array, count: Array) -> tuple[Array, Array]:
         bit, prefix, reached = state
         # [..., 1]
         candidate = prefix | bit
-        reaches = _count(keys >= candidate)
+        reaches = count_marks(keys >= candidate)
         enough = reaches >= count
         return bit >> 1, jnp.where(enough, candidate, prefix), jnp.where(enough, reaches, reached)
 
-    start = (jnp.uint32(SIGN), jnp.zeros((*keys.shape[:-1], 1), jnp.uint32), _count(keys > 0))
+    start = (jnp.uint32(SIGN), jnp.zeros((*keys.shape[:-1], 1), jnp.uint32), count_marks(keys > 0))
     return jax.lax.while_loop(unfinished, narrow, start)[1:]
 
 
@@ -96,3 +109,28 @@ def _count(mask: Array) -> Array:
     """
     # [..., 1]
     return jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.float32)
+
+
+def _count_on_platform(mask: Array) -> Array:
+    """Counts as `_count` does, on CPUs with `_count_in_blocks`."""
+    return jax.lax.platform_dependent(mask, cpu=_count_in_blocks, default=_count)
+
+
+def _blocks(size: int) -> tuple[int, int]:
+    """Returns the number of blocks that `size` marks are counted in, and the depth of a block."""
+    blocks = -(-size // (LANES * DEPTH))
+    return blocks, -(-size // (LANES * blocks))
+
+
+def _count_in_blocks(mask: Array) -> Array:
+    """Counts as `_count` does, of rows in whole blocks.
+
+    XLA compares and counts in one loop if the counts are of 8 bits and side by side.
+    """
+    blocks, depth = _blocks(mask.shape[-1])
+    # [..., blocks, depth, LANES]
+    marks = mask.reshape(*mask.shape[:-1], blocks, depth, LANES)
+    # [..., blocks, LANES]
+    counts = jnp.sum(marks, axis=-2, dtype=jnp.int8)
+    # [..., 1]
+    return jnp.sum(counts.astype(jnp.float32), axis=(-2, -1))[..., None]

@@ -91,7 +91,7 @@ def best(worth: Array, candidate: Array, position: Array, count: Array | int) ->
     Returns:
       [B, K, U] bool.
     """
-    return largest(worth, jnp.where(candidate, position, -1), count)
+    return largest(worth, jnp.where(candidate, position, -1), count, in_kernels=False)
 
 
 def mark_ends(position: Array, new: Array, oldest: int, newest: int) -> Array:

@@ -56,9 +56,10 @@ def test_decode(tmp_path, capsys):
 
 def test_selections(tmp_path):
     rows = bench(tmp_path, "selections", "--context=64,128", "--batch=2")
-    assert [row["context"] for row in rows] == [64] * 6 + [128] * 6
-    assert rows[0]["cache"] == "full" and rows[0]["faster than full"] == 1.0
-    assert all(row["ms/step"] > 0 for row in rows)
+    assert [row["context"] for row in rows] == [64] * 7 + [128] * 7
+    assert len({row["cache"] for row in rows}) == 7
+    for row in rows:
+        assert row["faster than full"] == pytest.approx(row["full ms/step"] / row["ms/step"], rel=0.5)
 
 
 def test_link(tmp_path):
