@@ -3,14 +3,12 @@
 Prints one line of JSON for each case whose name is an argument.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
 import math
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -32,6 +30,7 @@ from kvjax.rope import Rope
 from kvjax.sampling import Greedy
 from kvjax.selection import Selection, everything, infinigen, optimal, quest
 from kvjax.storage import Storage, dense, int8, read
+from tests.conftest import optimised
 
 ROWS, WIDTH, NEW = 8, 24, 12
 LENGTHS = [24, 9, 24, 17, 5, 20, 24, 12]
@@ -136,14 +135,6 @@ def parameters(config: DecoderConfig) -> Any:
     keys = jax.random.split(jax.random.key(1), len(leaves))
     noisy = [x + 0.1 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
     return jax.tree.unflatten(tree, noisy)
-
-
-@contextlib.contextmanager
-def optimised() -> Iterator[None]:
-    """Programs that are read are the real ones; those that only run compile in half the time without optimisations."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def run(model: Model, case: Case, tokens: np.ndarray, text: np.ndarray) -> list[Any]:
@@ -292,7 +283,8 @@ def check(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     assert len(jax.devices()) == 8, jax.devices()
-    jax.config.update("jax_disable_most_optimizations", True)
+    # Programs are read, which needs what only compiling yields.
+    jax.config.update("jax_enable_compilation_cache", False)
     for name in sys.argv[1:]:
         print(json.dumps({"name": name} | check(CASES[name])), flush=True)
 

@@ -26,7 +26,7 @@ MACHINE_PATH = re.compile(r"(?<![\w:/.])(?:~?/\w[\w.-]*/|[A-Z]:\\)")
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    return execute(NOTEBOOK, tmp_path_factory)
+    return execute(NOTEBOOK, tmp_path_factory, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
 
 
 @pytest.fixture(scope="module")

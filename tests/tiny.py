@@ -25,10 +25,10 @@ class Tiny(NamedTuple):
 
 
 @functools.cache
-def tiny(heads: str = "gqa", seed: int = 0, head_dim: int = 8) -> Tiny:
-    """Two layers, four query heads, 64 tokens; the library's model and the reference's of the same weights."""
+def tiny(heads: str = "gqa", seed: int = 0, head_dim: int = 8, layers: int = 2) -> Tiny:
+    """Four query heads, 64 tokens; the library's model and the reference's of the same weights."""
     query_heads, kv_heads = HEADS[heads]
-    params, reference = random_model(2, query_heads, kv_heads, head_dim, vocab=VOCAB, seed=seed)
+    params, reference = random_model(layers, query_heads, kv_heads, head_dim, vocab=VOCAB, seed=seed)
     config = DecoderConfig(
         family="llama",
         vocab_size=VOCAB,

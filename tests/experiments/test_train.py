@@ -72,7 +72,7 @@ def losses(config: TrainConfig):
 
 
 def command(config: TrainConfig):
-    """The program on this config, as a user would run it: optimised, unlike what this process compiles."""
+    """The program on this config, as a user would run it."""
     path = Path(config.output).with_suffix(".py")
     settings = json.dumps(json.dumps(fields.to_dict(config)))
     path.write_text(
@@ -91,6 +91,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(config, tmp_path, monkeypatc
     # The three processes run the same programs.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     whole = dataclasses.replace(config, output=str(tmp_path / "whole"))
     subprocess.run(command(whole), cwd=ROOT, check=True, capture_output=True)
     process = subprocess.Popen(command(config), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -115,6 +116,7 @@ def test_many_devices_train_the_same_model(config, tmp_path):
     train.train(config, progress=False)
     many = dataclasses.replace(config, output=str(tmp_path / "many"))
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=6", "JAX_PLATFORMS": "cpu"}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     subprocess.run(command(many), cwd=ROOT, env=environment, check=True, capture_output=True)
     # 16 and 8 windows a step are divided among two of six.
     assert (events(many, "start")[0]["devices"], events(many, "start")[0]["devices_used"]) == (6, 2)
@@ -234,6 +236,8 @@ def test_the_command_line_lists_its_own_configs():
 
 @pytest.mark.thorough
 def test_a_card_says_what_was_trained(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "EVALUATION_PROMPTS", 8)
+    monkeypatch.setattr(train, "EVALUATION_WINDOWS", 8)
     config.contexts, config.stage_ends, config.batch_tokens, config.steps = (32, 1024), (2,), 1024, 4
     config.mixture.repeat_fraction = (0.5, 0.0)
     first = train.train(config, command="the command", progress=False)

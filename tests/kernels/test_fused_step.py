@@ -24,7 +24,9 @@ BUDGETS = {"h2o": (11, 15)}  # a layer's own; 15 and one slot are whole groups, 
 
 
 def run(name: str, heads: str, steps: int = 32) -> tuple[kvjax.LogLikelihood, reference.ReferenceRun]:
-    own, arguments = tiny(heads), {"budget": BUDGETS.get(name, 12), **MORE.get(name, {})}
+    # An interpreted kernel takes seconds to compile, in each layer anew.
+    own = tiny(heads, layers=len(BUDGETS.get(name, (0,))))
+    arguments = {"budget": BUDGETS.get(name, 12), **MORE.get(name, {})}
     ends = np.minimum(LENGTHS, PROMPTS + steps)
     tokens = TOKENS[:, : ends.max()]
     with pltpu.force_tpu_interpret_mode():
