@@ -113,6 +113,10 @@ class Shared(Budget):
         object.__setattr__(self, "safeguard", safeguard)
 
     @property
+    def shared(self) -> bool:
+        return True
+
+    @property
     def numberless(self) -> bool:
         return self.average.numberless
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from kvjax.arguments import checked_call, choice_argument, count_argument, named
 from kvjax.errors import PolicyError
-from kvjax.policies.allocation import Shared
 from kvjax.policies.budget import Budget, BudgetLike, as_budget
 from kvjax.policies.components import Importance, Keep, Merge, Scope, Stats, View, check_declared, everything, keep
 from kvjax.statistics import NAMED, Statistic, resolve
@@ -97,7 +96,8 @@ class Evict(Policy):
         if not isinstance(self.budget, Budget):
             object.__setattr__(self, "budget", as_budget(self.budget))
         object.__setattr__(self, "page", count_argument("page", self.page, minimum=1))
-        if self.page > 1 and (self.merge is not None or self.when != "step" or isinstance(self.budget, Shared)):
+        shared = self.budget is not None and self.budget.shared
+        if self.page > 1 and (self.merge is not None or self.when != "step" or shared):
             raise PolicyError(
                 "whole pages are evicted at every step, without a merge and with one budget for all heads."
             )

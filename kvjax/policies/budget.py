@@ -41,6 +41,7 @@ class Budget:
       numberless: whether the numbers are in the state, as in compiled programs.
       first_layer: layers before this one keep every token.
       follows_prompt: whether the number of slots depends on the prompt's length.
+      shared: whether the heads of a layer share their slots.
       of_text: whether `slots` takes the number of tokens of each row's whole text instead of its prompt.
     """
 
@@ -54,6 +55,10 @@ class Budget:
 
     @property
     def follows_prompt(self) -> bool:
+        return False
+
+    @property
+    def shared(self) -> bool:
         return False
 
     @property

@@ -197,7 +197,7 @@ def adakv(base: Policy, *, safeguard: float = 0.2) -> Evict:
     instead of saving any; the paper counts live slots. The authors hold heads of different lengths in one flat array,
     for kernels that accept it.
     """
-    if isinstance(base, Phases) or (isinstance(base, Evict) and isinstance(base.budget, Shared)):
+    if isinstance(base, Phases) or (isinstance(base, Evict) and base.budget is not None and base.budget.shared):
         raise PolicyError(f"adakv({base.name}): it is combined already; give the compressor itself, such as snapkv.")
     if not isinstance(base, Evict) or base.when != "prompt_end" or base.budget is None:
         raise PolicyError(f"adakv(): {getattr(base, 'name', base)!r} is not a compressor; give one such as snapkv.")
