@@ -10,6 +10,7 @@ at the share of the prompt that it keeps. Perplexity is of a generated story aft
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -56,6 +57,13 @@ def _shadowkv(slots: int, model: Model) -> CacheSpec:
 #: Name -> (slots of a prompt, model) -> the cache that reads, or keeps, that many.
 METHODS: Mapping[str, Callable[[int, Model], CacheSpec]] = {
     "infinigen": lambda n, _: CacheSpec(policies.full(), selection=selection.infinigen(5.0, cap=n, first_layer=FIRST)),
+    # A guess of more columns, and four newest slots that are always read, of as many.
+    "infinigen_half": lambda n, _: CacheSpec(
+        policies.full(), selection=selection.infinigen(5.0, ratio=0.5, cap=n, first_layer=FIRST)
+    ),
+    "infinigen_recent": lambda n, _: CacheSpec(
+        policies.full(), selection=selection.infinigen(5.0, cap=max(1, n - 4), recent=4, first_layer=FIRST)
+    ),
     "optimal": lambda n, _: CacheSpec(policies.full(), selection=selection.optimal(n, first_layer=FIRST)),
     "quest": lambda n, _: CacheSpec(policies.full(), selection=selection.quest(PAGE, _pages(n), first_layer=FIRST)),
     "tokenselect": lambda n, _: CacheSpec(
@@ -133,6 +141,8 @@ def draw(points: Sequence[Point]) -> bytes:
 
     names = list(dict.fromkeys(point.method for point in points))
     colors = plots.colors(names)
+    # There are fewer colors than methods.
+    markers = dict(zip(names, itertools.cycle("os^Dv<>pX*P"), strict=False))
     full = next(point for point in points if point.method == "full")
     figure, axes = plots.new_figure(len(full.recall) + 2, figsize=(4.2 * (len(full.recall) + 2), 4))
     evicting = {"h2o", "snapkv", "window"}
@@ -146,7 +156,9 @@ def draw(points: Sequence[Point]) -> bytes:
         for name in names[1:]:
             curve = sorted((100 * point.share, value(point, panel)) for point in points if point.method == name)
             dashes = "--" if name in evicting else "-"
-            axis.plot(*zip(*curve, strict=True), dashes, marker="o", markersize=3, color=colors[name], label=name)
+            axis.plot(
+                *zip(*curve, strict=True), dashes, marker=markers[name], markersize=4, color=colors[name], label=name
+            )
         axis.set_xscale("log")
         axis.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
         axis.minorticks_off()
@@ -162,9 +174,11 @@ def draw(points: Sequence[Point]) -> bytes:
         ends = [STORY_PROMPT + CHUNK * (i + 1) for i in range(len(point.perplexity) - 1)]
         label = name if name == "full" else f"{name}, {100 * point.share:.0f} %"
         dashes = "--" if name in evicting else "-"
-        last.plot(ends, point.perplexity[:-1], dashes, marker="o", markersize=3, color=colors[name], label=label)
+        last.plot(
+            ends, point.perplexity[:-1], dashes, marker=markers[name], markersize=4, color=colors[name], label=label
+        )
     plots.style(last, "perplexity along the story", "tokens so far")
-    last.legend(frameon=False, fontsize=8)
+    last.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1))
     return plots.png(figure)
 
 
