@@ -11,8 +11,9 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import fields, machine
+from experiments import fields
 from experiments.config import ExperimentConfig
+from kvjax import host
 from kvjax.errors import ConfigError, KvjaxError
 
 USAGE_ERROR, INTERRUPTED = 2, 130
@@ -112,9 +113,7 @@ def use_compilation_cache(values: flags.FlagValues) -> None:
         jax.config.update("jax_compilation_cache_dir", None)
         return
     try:
-        folder = (
-            Path(given).expanduser() if given is not None else _user_cache() / "kvjax" / "xla" / machine.processor()
-        )
+        folder = Path(given).expanduser() if given is not None else host.user_cache() / "xla" / host.processor()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # jax runs what lies there
         writable = os.access(folder, os.W_OK)
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
@@ -127,12 +126,6 @@ def use_compilation_cache(values: flags.FlagValues) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     elif given is not None:
         raise ConfigError(f"--{CACHE_FLAG}={given!r} cannot be written: give a folder of your own, or none.")
-
-
-def _user_cache() -> Path:
-    """The folder for the user's caches, as the XDG base directory specification says."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(named) if os.path.isabs(named) else Path.home() / ".cache"
 
 
 def _help(about: str, values: flags.FlagValues, cls: type) -> str:

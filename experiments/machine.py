@@ -1,6 +1,5 @@
 """The machine: what a result was measured on, and whether a model fits it."""
 
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kvjax import sharding
+from kvjax import host, products, sharding
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_count
 
@@ -91,10 +90,11 @@ def environment() -> dict[str, Any]:
         "platform": devices[0].platform,
         "device": devices[0].device_kind,
         "devices": len(devices),
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": host.cpu_name(),
+        "cores": host.cores(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 1),
         "system": f"{platform.system()} {platform.machine()}",
+        "products": products.setting(),
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": None if (changes := _git("status", "--porcelain")) is None else bool(changes),
     }
@@ -105,19 +105,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def processor() -> str:
-    """A short name of this kind of processor: machine code that is kept need not run on another kind."""
-    return hashlib.sha256(_cpu().encode()).hexdigest()[:8]
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _git(*arguments: str) -> str | None:

@@ -14,6 +14,9 @@ from pathlib import Path
 # With the TPU compiler installed, jax would look for a TPU; a machine with an accelerator may name it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# Products in a form that does not depend on the machine's speed; tests/products has the others.
+os.environ.setdefault("KVJAX_PRODUCTS", "fixed")
+
 # The interpreter of GPU kernels holds one of XLA's threads for every warpgroup, also while that waits. By default there
 # are as many threads as processors: with two, three warpgroups would wait for each other for ever.
 os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 8)))

@@ -122,7 +122,7 @@ def test_it_reads_a_book_it_never_saw(tiny, shared_data):
 
 @pytest.mark.parametrize(
     ("text", "windows", "stride", "least"),  # bits a byte; a small gain takes many windows to show
-    [("carroll-alice.txt", 24, 8, 0.02), ("great_expectations_1400.txt", 128, 16, 0.001)],
+    [("carroll-alice.txt", 24, 8, 0.02), ("great_expectations_1400.txt", 128, 4, 0.003)],
 )
 def test_more_context_helps(tiny, shared_data, monkeypatch, text, windows, stride, least):
     (path,) = (shared_data / "data/lm").rglob(text)

@@ -9,7 +9,19 @@ from tests.conftest import ROOT
 
 #: The rooms in order; a module imports its own room and those above it in this list, which are below it in the house.
 ROOMS = [
-    {"errors", "statistics", "order", "rope", "sharding", "devices", "units", "arguments", "memory"},
+    {
+        "errors",
+        "statistics",
+        "order",
+        "rope",
+        "sharding",
+        "devices",
+        "units",
+        "arguments",
+        "memory",
+        "host",
+        "products",
+    },
     {"policies"},
     {"storage", "selection"},
     {"kernels"},

@@ -98,7 +98,7 @@ def read(
     width, units = group.gathered, None
     if width is not None and selection.unit > 1 and width % selection.unit == 0:
         units, index = selection.choose_units(index, by, view)
-        chosen = selection.slots_of(units, view)
+        chosen = selection.slots_of(units, index, view)
     else:
         chosen, index = _chosen(index, by, view, pool, selection)
     mask = chosen | selection.always(index, view)

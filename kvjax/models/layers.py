@@ -1,13 +1,11 @@
-"""The layers that decoders are made of: products, norms, MLPs and embeddings (Flax Linen, used functionally).
+"""The layers that decoders are made of: norms, MLPs and embeddings (Flax Linen, used functionally).
 
-Projections are stored [in, out], while most Hugging Face checkpoints have [out, in]; loading transposes them. Measured
-on two CPU cores with jax 0.10.2 and 0.12, a [768, 3072] MLP then reads its weights at 28 GB/s instead of 30 at batch 1,
-at 20 instead of 12 at batch 4 and at 17.4 instead of 11.0 at batch 8, where the compiler otherwise transposes them in
-every step. Tables (embeddings, and an output head that is tied to one) are stored [rows, features].
+Projections are stored [in, out], while most Hugging Face checkpoints have [out, in]; loading transposes them. XLA's
+products of several rows are faster so on some processors (17.4 GB/s instead of 11.0 at batch 8 on an EPYC 7002) and
+slower on others (6.1 instead of 11.4 on a Xeon with AVX-512); kvjax's own form is as fast with either layout, see
+`kvjax.products`. Tables (embeddings, and an output head that is tied to one) are stored [rows, features].
 """
 
-import functools
-import operator
 from collections.abc import Callable, Mapping
 
 import jax
@@ -16,10 +14,10 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from kvjax.models.config import DecoderConfig
+from kvjax.products import product
 
 Array = jax.Array
 
-MIN_PART = 192  # smallest number of input features in one part of a split product; see `project`
 QUICK_GELU_SLOPE = 1.702  # sigmoid approximation of GELU (arXiv:1606.08415, section 2)
 POSITION_STDDEV = 0.02  # standard deviation of a freshly initialised position table (GPT-2)
 
@@ -34,37 +32,6 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(QUICK_GELU_SLOPE * x),
 }
-
-
-def project(x: Array, kernel: Array) -> Array:
-    """Multiplies by a kernel.
-
-    On a CPU, the product of a single row is split over the input features and the partial products are added. Each
-    thread then reads contiguous memory of the kernel instead of some of its columns: a decode step of OPT-125M takes
-    19.5 ms instead of 22.1 ms.
-
-    Args:
-      x: [..., in].
-      kernel: [in, out].
-
-    Returns:
-      [..., out].
-    """
-    inputs = x.shape[-1]
-    parts = 1
-    while inputs % (2 * parts) == 0 and inputs // (2 * parts) >= MIN_PART:
-        parts *= 2
-    if x.size > inputs or parts == 1:
-        # [..., out]
-        return x @ kernel
-
-    def split_product(x: Array, kernel: Array) -> Array:
-        # [parts, out]
-        y = jnp.einsum("pi,pio->po", x.reshape(parts, -1), kernel.reshape(parts, -1, kernel.shape[1]))
-        # [..., out]: XLA fuses a sum of slices into the operation that reads it, but not a reduction.
-        return functools.reduce(operator.add, (y[i] for i in range(parts))).reshape(*x.shape[:-1], -1)
-
-    return jax.lax.platform_dependent(x, kernel, cpu=split_product, default=jnp.matmul)
 
 
 class Linear(nn.Module):
@@ -87,7 +54,7 @@ class Linear(nn.Module):
         # [in, features]
         kernel = self.param("kernel", nn.initializers.normal(shape[0] ** -0.5), shape, self.dtype)
         # [..., features]
-        y = project(x, kernel)
+        y = product(x, kernel)
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, (self.features,), self.dtype)
         return y
@@ -175,7 +142,7 @@ class Embed(nn.Module):
     def attend(self, hidden: Array) -> Array:
         """Multiplies by the transposed table, for a tied output head: [..., embed] -> [..., V]."""
         # [..., V]
-        return jax.lax.dot_general(hidden, self.tokens, (((hidden.ndim - 1,), (1,)), ((), ())))
+        return product(hidden, self.tokens, transposed=True)
 
 
 class PositionEmbed(nn.Module):

@@ -144,7 +144,7 @@ class Shared(Budget):
         own = self.own(room)
         score = policy.importance.score(stats, view)
         safe = largest(score, jnp.where(protected, -1, view.position), own)
-        # Of equal scores, the lower head wins, then the newer slot: all heads are one row in that order.
+        # The lower head wins ties, then the newer slot: the heads are joined to one row in that order.
         head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
         order = jnp.where(protected | safe | ~view.live, -1, view.position + (kv_heads - 1 - head) * size)
         rest = largest(score.reshape(batch, -1), order.reshape(batch, -1), (kv_heads * (room - own))[:, 0])

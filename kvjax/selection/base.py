@@ -291,11 +291,11 @@ class Selection:
         """Marks the units that have slots that are always read, [B, K, units] bool."""
         raise NotImplementedError
 
-    def slots_of(self, units: Array, view: SelectView) -> Array:
+    def slots_of(self, units: Array, index: Index, view: SelectView) -> Array:
         """Marks the slots that are chosen by units [B, K, U], [B, K, S] bool."""
         slots = jnp.repeat(units, self.unit, axis=2)[:, :, : view.position.shape[2]]
         missing = view.position.shape[2] - slots.shape[2]
-        return jnp.pad(slots, ((0, 0), (0, 0), (0, missing))) & view.visible & ~self.always({}, view)
+        return jnp.pad(slots, ((0, 0), (0, 0), (0, missing))) & view.visible & ~self.always(index, view)
 
     def restore(self, index: Index, position: Array) -> Array | None:
         """Computes the keys of chosen slots, [B, K, W, D] float32 before rotation; None = they are read.

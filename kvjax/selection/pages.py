@@ -154,7 +154,7 @@ class Pages(Selection):
 
     def choose(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Index]:
         pages, index = self.choose_units(index, query, view)
-        return self.slots_of(pages, view), index
+        return self.slots_of(pages, index, view), index
 
     def choose_units(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Index]:
         count = next(leaf.shape[2] for name, leaf in index.items() if name != "steps")

@@ -7,10 +7,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments import cli, fields, machine
+from experiments import cli, fields
 from experiments import config as configs
 from experiments.config import PolicyConfig
 from experiments.resolve import check_fit, decoder_config, layout_of, specs_of
+from kvjax import host
 from kvjax.errors import ConfigError, KvjaxError, PolicyError
 from tests.conftest import ROOT
 
@@ -207,7 +208,7 @@ def test_compiled_programs_are_kept(cache_settings, tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     # One folder per kind of processor, whose machine code need not run on another.
-    own = Path("kvjax") / "xla" / machine.processor()
+    own = Path("kvjax") / "xla" / host.processor()
     assert folder() == str(tmp_path / "xdg" / own)
     assert (tmp_path / "xdg" / own).stat().st_mode & 0o777 == 0o700
     assert jax.config.jax_compilation_cache_max_size == cli.CACHE_BYTES

@@ -13,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import policies, presets, selection
+from kvjax.cache import reading
 from kvjax.errors import InputError, PolicyError, SelectionError
 from kvjax.models import skew
 from kvjax.models.config import DecoderConfig
@@ -111,6 +112,56 @@ def test_the_room_of_the_arrays_changes_nothing(name):
         score(model, policies.full(), look, limits=kvjax.Limits(int(PROMPTS.max()) + more, room)) for more in (0, 60)
     )
     np.testing.assert_allclose(tight.logprobs, wide.logprobs, atol=3e-5)
+
+
+class BySlot(selection.Pages):
+    """Has room for a slot more than whole pages, so that a step looks at a mark of each slot."""
+
+    def width(self, capacity):
+        slots = super().width(capacity)
+        return None if slots is None else slots + 1
+
+
+class QuestBySlot(BySlot, selection.Quest):
+    pass
+
+
+class LServeBySlot(BySlot, selection.LServe):
+    pass
+
+
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize(
+    ("policy", "block"),
+    [
+        (policies.full(), None),
+        (policies.snapkv(14, window=3), None),
+        (policies.by_page(policies.h2o(20), page=4), 6),
+        (policies.after_prefill(policies.snapkv(18, window=3), then=policies.by_page(policies.roco(16), page=4)), None),
+    ],
+    ids=["full", "compressor", "pages in blocks", "pages afterwards"],
+)
+def test_marks_of_pages_gather_the_slots_that_marks_of_slots_do(policy, block, window, monkeypatch):
+    calls = []
+    gather = reading._compact_units
+    monkeypatch.setattr(reading, "_compact_units", lambda *a: calls.append(1) or gather(*a))
+    model = tiny("gqa").model
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, windows=(window, None)))
+    for whole, by_slot, more in (
+        (selection.Quest, QuestBySlot, {}),
+        (selection.LServe, LServeBySlot, {"sub": 2, "every": 3}),
+    ):
+        arguments = {"page": 4, "pages": 2, "first_layer": 0, **more}
+        got, expected = (
+            score(model, policy, each(**arguments), record=True, prefill_block=block) for each in (whole, by_slot)
+        )
+        assert len(calls) > 0, "units were gathered"
+        calls.clear()
+        most = got.record.positions.shape[-1]
+        assert (got.record.positions >= 0).any() and (expected.record.positions[..., most:] < 0).all()
+        np.testing.assert_array_equal(got.record.positions, expected.record.positions[..., :most])
+        np.testing.assert_array_equal(got.record.read, expected.record.read)
+        np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=3e-5)
 
 
 @pytest.mark.thorough

@@ -1,0 +1,283 @@
+// Products of a few rows with a large matrix, y = x W, for CPUs: an XLA custom call (jax.ffi).
+//
+// Such a product is limited by the bandwidth of memory, so that W is read once and in the order in which it lies in
+// memory, by a few streams at a time that the processor prefetches. A general matrix product packs W into blocks first,
+// which for a few rows takes longer than to multiply.
+//
+// Every sum is formed in the same order whatever the number of rows, threads and chunks: the result of a row does not
+// depend on its batch.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;  // of a vector register
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float Vector __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2)));
+typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
+
+// Rows of x that share the vectors of W in registers: with 4 inputs each, 16 factors and 8 vectors are held.
+constexpr int kRows = 4;
+// Columns of y whose sums are kept in the first-level cache.
+constexpr int64_t kColumns = 512;
+// Sums of different rows are this far apart. A power of two would put them in the same sets of the cache.
+constexpr int64_t kStride = kColumns + 16;
+// Inputs of a block where each row of W is an output: 4 rows of W and 4 of x fit in the first-level cache.
+constexpr int64_t kInputs = 1024;
+constexpr int64_t kMaxRows = 64;
+// Of one row: the smallest number of inputs of a part, the largest number of parts, and columns at a time.
+constexpr int64_t kPart = 128, kMaxParts = 16, kWide = 4096;
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline Vector Load(const float* p) { return *reinterpret_cast<const Vector*>(p); }
+inline Vector Load(const BFloat16* p) {
+  Bits wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Bits) << 16;
+  Vector v;
+  std::memcpy(&v, &wide, sizeof(v));
+  return v;
+}
+inline float Scalar(const float* p) { return *p; }
+inline float Scalar(const BFloat16* p) {
+  uint32_t wide = static_cast<uint32_t>(p->bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof(value));
+  return value;
+}
+inline Vector Splat(float value) { return value - Vector{}; }
+typedef float Vector4 __attribute__((vector_size(16)));
+typedef float Vector8 __attribute__((vector_size(32)));
+// The sum of the lower and the upper half.
+template <typename Half, typename Whole>
+inline Half Fold(Whole v) {
+  Half half[2];
+  static_assert(sizeof(half) == sizeof(v));
+  std::memcpy(half, &v, sizeof(v));
+  return half[0] + half[1];
+}
+inline float Sum(Vector4 v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+#if defined(__AVX512F__)
+inline float Sum(Vector v) { return Sum(Fold<Vector4>(Fold<Vector8>(v))); }
+#elif defined(__AVX__)
+inline float Sum(Vector v) { return Sum(Fold<Vector4>(v)); }
+#endif
+
+// Calls work(i) for all i < count, in the caller and in the threads of the pool. The caller waits only for work that
+// has begun: a pool whose threads are all busy, or wait themselves, delays nothing.
+template <typename F>
+void ForEach(ffi::ThreadPool& pool, int64_t count, const F& work) {
+  struct Shared {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto shared = std::make_shared<Shared>();
+  // `work` outlives every call of it: the caller returns when all `count` are done.
+  auto run = [shared, count, &work] {
+    for (int64_t i; (i = shared->next.fetch_add(1)) < count;) {
+      work(i);
+      shared->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  int64_t helpers = std::min(pool.num_threads(), count) - 1;
+  for (int64_t i = 0; i < helpers; i++) pool.Schedule(decltype(run)(run));
+  run();
+  while (shared->done.load(std::memory_order_acquire) < count) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+}
+
+// Adds x[:, :U] W[:U] to R rows of sums; x has a row stride of `inputs`, W of `outputs`.
+template <int R, int U, typename W>
+inline void AddInputs(const float* x, int64_t inputs, const W* w, int64_t outputs, float* sums, int64_t columns,
+                      bool first) {
+  Vector factor[R][U];
+  for (int r = 0; r < R; r++) {
+    for (int u = 0; u < U; u++) factor[r][u] = Splat(x[r * inputs + u]);
+  }
+  int64_t n = 0;
+  for (; n + kLanes <= columns; n += kLanes) {
+    Vector weight[U];
+    for (int u = 0; u < U; u++) {
+      weight[u] = Load(w + u * outputs + n);
+      if (R > 1) __builtin_prefetch(w + (u + 2 * U) * outputs + n);
+    }
+    for (int r = 0; r < R; r++) {
+      Vector sum = first ? Vector{} : Load(sums + r * kStride + n);
+      for (int u = 0; u < U; u++) sum += factor[r][u] * weight[u];
+      *reinterpret_cast<Vector*>(sums + r * kStride + n) = sum;
+    }
+  }
+  for (; n < columns; n++) {
+    for (int r = 0; r < R; r++) {
+      float sum = first ? 0 : sums[r * kStride + n];
+      for (int u = 0; u < U; u++) sum = __builtin_fmaf(x[r * inputs + u], Scalar(w + u * outputs + n), sum);
+      sums[r * kStride + n] = sum;
+    }
+  }
+}
+
+template <int R, int U, typename W>
+void AddAllInputs(const float* x, int64_t inputs, const W* w, int64_t outputs, float* sums, int64_t columns,
+                  int64_t from, int64_t to) {
+  int64_t k = from;
+  for (; k + U <= to; k += U) AddInputs<R, U>(x + k, inputs, w + k * outputs, outputs, sums, columns, k == 0);
+  for (; k < to; k++) AddInputs<R, 1>(x + k, inputs, w + k * outputs, outputs, sums, columns, k == 0);
+}
+
+// y = x W for one row, W [inputs, outputs]. Each chunk is a part of the inputs, which lies in contiguous memory; the
+// parts are added up in their order.
+template <typename W>
+void OneRow(ffi::ThreadPool& pool, const float* x, const W* w, float* y, int64_t inputs, int64_t outputs) {
+  const int64_t parts = std::clamp<int64_t>(inputs / kPart, 1, kMaxParts);
+  std::vector<float> sums(parts * outputs);
+  ForEach(pool, parts, [&](int64_t i) {
+    const int64_t from = inputs * i / parts, to = inputs * (i + 1) / parts;
+    for (int64_t n = 0; n < outputs; n += kWide) {
+      float* sum = sums.data() + i * outputs + n;
+      const int64_t columns = std::min(kWide, outputs - n);
+      AddAllInputs<1, 16>(x + from, inputs, w + from * outputs + n, outputs, sum, columns, 0, to - from);
+    }
+  });
+  for (int64_t n = 0; n < outputs; n++) {
+    float total = sums[n];
+    for (int64_t i = 1; i < parts; i++) total += sums[i * outputs + n];
+    y[n] = total;
+  }
+}
+
+// y[:, start:end] of y = x W, W [inputs, outputs].
+template <typename W>
+void Columns(const float* x, const W* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t start,
+             int64_t end) {
+  static thread_local float sums[kMaxRows * kStride] __attribute__((aligned(64)));
+  for (int64_t n = start; n < end; n += kColumns) {
+    const int64_t columns = std::min(end - n, kColumns);
+    // All rows use a few rows of W before the next ones are read.
+    for (int64_t k = 0; k < inputs; k += 4) {
+      const int64_t to = std::min<int64_t>(inputs, k + 4);
+      int64_t b = 0;
+      for (; b + kRows <= rows; b += kRows)
+        AddAllInputs<kRows, 4>(x + b * inputs, inputs, w + n, outputs, sums + b * kStride, columns, k, to);
+      for (; b + 2 <= rows; b += 2)
+        AddAllInputs<2, 4>(x + b * inputs, inputs, w + n, outputs, sums + b * kStride, columns, k, to);
+      if (b < rows)
+        AddAllInputs<1, 4>(x + b * inputs, inputs, w + n, outputs, sums + b * kStride, columns, k, to);
+    }
+    for (int64_t b = 0; b < rows; b++) std::memcpy(y + b * outputs + n, sums + b * kStride, columns * sizeof(float));
+  }
+}
+
+// R rows of y for C outputs: dot products of rows of x with rows of W.
+template <int R, int C, bool Ahead, typename W>
+inline void Dots(const float* x, const W* w, float* y, int64_t inputs, int64_t outputs, int64_t from, int64_t to) {
+  Vector sum[R][C] = {};
+  int64_t k = from;
+  for (; k + kLanes <= to; k += kLanes) {
+    Vector weight[C];
+    for (int c = 0; c < C; c++) {
+      weight[c] = Load(w + c * inputs + k);
+      if (Ahead) __builtin_prefetch(w + (c + C) * inputs + k);
+    }
+    for (int r = 0; r < R; r++) {
+      Vector value = Load(x + r * inputs + k);
+      for (int c = 0; c < C; c++) sum[r][c] += value * weight[c];
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    for (int c = 0; c < C; c++) {
+      float total = (from == 0 ? 0 : y[r * outputs + c]) + Sum(sum[r][c]);
+      for (int64_t i = k; i < to; i++) total = __builtin_fmaf(x[r * inputs + i], Scalar(w + c * inputs + i), total);
+      y[r * outputs + c] = total;
+    }
+  }
+}
+
+template <int C, typename W>
+void DotsOfAllRows(const float* x, const W* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t from,
+                   int64_t to) {
+  int64_t b = 0;
+  const auto run = [&](auto count) {
+    for (; b + count.value <= rows; b += count.value) {
+      const auto dots = b == 0 ? Dots<count.value, C, true, W> : Dots<count.value, C, false, W>;
+      dots(x + b * inputs, w, y + b * outputs, inputs, outputs, from, to);
+    }
+  };
+  run(std::integral_constant<int, kRows>{});
+  run(std::integral_constant<int, 2>{});
+  run(std::integral_constant<int, 1>{});
+}
+
+// y[:, start:end] of y = x Wᵀ, W [outputs, inputs].
+template <typename W>
+void Rows(const float* x, const W* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t start,
+          int64_t end) {
+  int64_t n = start;
+  const auto run = [&](auto width) {
+    for (; n + width.value <= end; n += width.value) {
+      for (int64_t k = 0; k < inputs; k += kInputs) {
+        DotsOfAllRows<width.value>(x, w + n * inputs, y + n, rows, inputs, outputs, k, std::min(inputs, k + kInputs));
+      }
+    }
+  };
+  run(std::integral_constant<int, 4>{});
+  run(std::integral_constant<int, 1>{});
+}
+
+template <typename W>
+void Product(ffi::ThreadPool& pool, const float* x, const W* w, float* y, int64_t rows, int64_t inputs,
+             int64_t outputs, bool transposed) {
+  if (rows == 1 && !transposed) return OneRow(pool, x, w, y, inputs, outputs);
+  // Chunks of equal size, at most kColumns wide, as many for each thread; multiples of 16, so that no cache line of y
+  // is written by two threads.
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t turns = (outputs + threads * kColumns - 1) / (threads * kColumns);
+  const int64_t width = (outputs + threads * turns * 16 - 1) / (threads * turns * 16) * 16;
+  ForEach(pool, (outputs + width - 1) / width, [&](int64_t i) {
+    const int64_t start = i * width, end = std::min(outputs, start + width);
+    (transposed ? Rows<W> : Columns<W>)(x, w, y, rows, inputs, outputs, start, end);
+  });
+}
+
+ffi::Error Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> y,
+               bool transposed) {
+  const auto shape = x.dimensions();
+  const int64_t rows = shape[0], inputs = shape[1], outputs = y->dimensions()[1];
+  if (rows > kMaxRows) return ffi::Error::InvalidArgument("too many rows");
+  if (w.element_type() == ffi::F32)
+    Product(pool, x.typed_data(), w.typed_data<float>(), y->typed_data(), rows, inputs, outputs, transposed);
+  else if (w.element_type() == ffi::BF16)
+    Product(pool, x.typed_data(), static_cast<const BFloat16*>(w.untyped_data()), y->typed_data(), rows, inputs,
+            outputs, transposed);
+  else
+    return ffi::Error::InvalidArgument("weights must be float32 or bfloat16");
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxProduct, Run,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("transposed"));

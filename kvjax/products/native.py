@@ -1,0 +1,62 @@
+"""Builds native.cc with the machine's C++ compiler, once, and registers it as an XLA custom call.
+
+jaxlib brings the headers. The library is kept in the user cache, by source, processor, compiler and version of jaxlib.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax
+
+from kvjax import host
+
+TARGET = "kvjax_product"
+SOURCE = Path(__file__).with_name("native.cc")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
+COMPILERS = ("c++", "g++", "clang++")
+SECONDS = 120  # after which a compiler is given up
+
+
+@functools.cache
+def load() -> str | None:
+    """Makes the custom call `TARGET` available to programs for CPUs.
+
+    Returns:
+      None, or why it is not available.
+    """
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return f"there is no C++ compiler: none of {', '.join(COMPILERS)} is on the PATH, and $CXX is not set"
+    try:
+        library = ctypes.CDLL(str(_built(compiler)))
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
+        return f"{compiler} cannot compile {SOURCE.name}: {next((x for x in lines if 'error' in x), lines[-1])}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{SOURCE.name} was not built: {error}"
+    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.KvjaxProduct), platform="cpu")
+    return None
+
+
+def _built(compiler: str) -> Path:
+    """Returns the compiled library."""
+    about = (SOURCE.read_text(), " ".join(FLAGS), compiler, host.processor(), importlib.metadata.version("jaxlib"))
+    name = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
+    folder = host.user_cache() / "native"
+    library = folder / f"{name}.so"
+    if not library.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what lies there is run
+        # Processes that build it at the same time must not see half of it.
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+            output = Path(unfinished) / library.name
+            command = [*compiler.split(), *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(output)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+            output.replace(library)
+    return library

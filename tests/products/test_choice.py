@@ -1,0 +1,138 @@
+"""Which form is used where, what is kept of timings, and what is said where there is no compiler."""
+
+import json
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import host, products
+from kvjax.errors import ConfigError
+from kvjax.products import choice, native
+from kvjax.products.forms import FORMS
+
+
+@pytest.fixture(autouse=True)
+def own_machine(monkeypatch, tmp_path):
+    """A cache folder and decisions of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(choice._Process, "setting", "auto")
+    choice.chosen.cache_clear()
+    yield
+    choice.chosen.cache_clear()
+
+
+@pytest.fixture
+def timings(monkeypatch):
+    """Timings are made up; the fixture is the list of those that were asked for."""
+    asked = []
+
+    def measure(dtype, transposed, rows):
+        asked.append((dtype, transposed, rows))
+        return {"dot": 10e9, "split": 10.4e9, "native": 10e9 + rows * 1e9}
+
+    monkeypatch.setattr(choice, "_measure", measure)
+    monkeypatch.setitem(FORMS, "native", FORMS["native"]._replace(refuses=lambda kernel, transposed: None))
+    return asked
+
+
+def form(rows, inputs=1024, outputs=1024, transposed=False, dtype=jnp.float32):
+    shape = (outputs, inputs) if transposed else (inputs, outputs)
+    return choice.form_for(jax.ShapeDtypeStruct((rows, inputs), dtype), jax.ShapeDtypeStruct(shape, dtype), transposed)
+
+
+def test_the_fastest_form_is_used_if_it_is_faster_by_more_than_noise():
+    assert choice.Entry("float32", False, 1, {"dot": 10.0, "split": 10.4, "native": 10.45}).form == "dot"
+    assert choice.Entry("float32", False, 1, {"dot": 10.0, "split": 11.0, "native": 11.4}).form == "split"
+    assert choice.Entry("float32", False, 1, {"dot": 10.0, "split": 11.0, "native": 11.6}).form == "native"
+
+
+def test_timings_are_taken_once_and_kept(timings):
+    assert [form(rows) for rows in (5, 8, 7)] == ["native"] * 3
+    assert form(9, transposed=True) == "native" and form(1, dtype=jnp.bfloat16) == "native"
+    assert timings == [("float32", False, 8), ("float32", True, 16), ("bfloat16", False, 1)]
+    choice.chosen.cache_clear()  # as another process
+    assert form(8) == "native" and len(timings) == 3
+    (path,) = (host.user_cache() / "products").iterdir()
+    assert json.loads(path.read_text())["float32 [in, out] 8"]["native"] == 18e9
+    assert "float32 [out, in], 16 rows: native (dot 10.0, split 10.4, native 26.0 GB/s)" in products.explain()
+    path.write_text("{")  # cut off
+    choice.chosen.cache_clear()
+    assert form(8) == "native" and len(timings) == 4
+
+
+def test_a_form_that_is_gone_is_not_used(timings, monkeypatch):
+    assert form(8) == "native"
+    monkeypatch.setitem(FORMS, "native", FORMS["native"]._replace(refuses=lambda kernel, transposed: "no compiler"))
+    assert form(8) == "dot"
+
+
+def test_where_the_form_is_fixed(timings):
+    many, small = choice.MAX_ROWS + 1, {"inputs": 256, "outputs": 256}
+    assert [form(many), form(8, **small), form(1, inputs=400, outputs=8)] == ["dot", "dot", "split"]
+    with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))):
+        assert form(8) == "native"
+    mesh = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert form(8) == "dot" and form(1) == "split"
+    products.use("fixed")
+    assert form(8) == "dot" and form(1) == "split" and form(1, transposed=True) == "dot"
+    products.use("native")
+    assert form(8) == form(2, **small) == "native" and form(many) == "dot"
+    products.use("split")
+    assert form(8) == "split" and form(8, transposed=True) == "dot"
+
+
+def test_it_is_measured_while_a_program_is_traced(monkeypatch):
+    monkeypatch.setattr(choice, "COPIES", 1)
+    monkeypatch.setattr(choice, "SHAPE", (512, 512))
+    monkeypatch.setitem(FORMS, "native", FORMS["native"]._replace(refuses=lambda kernel, transposed: "not built here"))
+    x, kernel = jnp.ones((2, 512)), jnp.ones((512, 512))
+    program = jax.jit(products.product).lower(x, kernel)
+    np.testing.assert_allclose(program.compile()(x, kernel), 512.0)
+    entry = choice.chosen("float32", False, 2)
+    assert set(entry.speeds) == {"dot", "split"} and min(entry.speeds.values()) > 0
+    assert program.as_text().count("dot_general") < 4, "no timed program is in the trace"
+
+
+def test_settings_are_checked(monkeypatch):
+    with pytest.raises(ConfigError, match=r"unknown form of products 'fast'; give one of auto, fixed, dot, split, nat"):
+        products.use("fast")
+    monkeypatch.setattr(choice._Process, "setting", None)
+    monkeypatch.setenv(choice.VARIABLE, "slow")
+    with pytest.raises(ConfigError, match="'slow'"):
+        choice.setting()
+
+
+# A process registers the library once, so that `load` is called here without its cache, and only where it fails.
+load = native.load.__wrapped__
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert load() == "there is no C++ compiler: none of c++, g++, clang++ is on the PATH, and $CXX is not set"
+    monkeypatch.setattr(native, "load", load)
+    with pytest.raises(ConfigError, match=r"the form native of products is not available: there is no C\+\+ compiler"):
+        products.use("native")
+
+
+def test_a_compiler_that_fails(monkeypatch, tmp_path):
+    broken = tmp_path / "cxx"
+    broken.write_text("#!/bin/sh\necho native.cc:1: error: not today >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    assert load().endswith("cannot compile native.cc: native.cc:1: error: not today")
+    monkeypatch.setenv("CXX", str(tmp_path / "missing"))
+    assert "native.cc was not built" in load()
+
+
+def test_it_is_built_once(monkeypatch):
+    compiler = shutil.which("c++") or pytest.skip("there is no C++ compiler")
+    library = native._built(compiler)
+    assert library.parent == host.user_cache() / "native" and list(library.parent.iterdir()) == [library]
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("it is built already"))
+    assert native._built(compiler) == library

@@ -1,0 +1,99 @@
+"""Every form of a product computes the same, whatever the shape; kept slots do not depend on the form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import products
+from kvjax.products import choice, native
+from kvjax.products.forms import FORMS
+from tests.test_slots import CASES, assert_same, describe, run_library, run_reference
+
+SHAPES = [(1, 1), (3, 5), (16, 48), (97, 31), (400, 130), (384, 513), (1030, 1040), (2, 5000)]  # inputs, outputs
+
+
+def operands(rows, inputs, outputs, transposed, dtype="float32"):
+    rng = np.random.default_rng(rows + inputs)
+    x = jnp.asarray(rng.standard_normal((rows, inputs)), dtype)
+    return x, jnp.asarray(rng.standard_normal((outputs, inputs) if transposed else (inputs, outputs)), dtype)
+
+
+def usable(name, kernel, transposed):
+    if reason := FORMS[name].refuses(kernel, transposed):
+        pytest.skip(reason)
+    return lambda x, kernel: FORMS[name].run(x, kernel, transposed)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["in-out", "out-in"])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_is_the_product(name, transposed):
+    compared = 0
+    for place, (inputs, outputs) in enumerate(SHAPES):
+        for rows in (1, (2, 3, 7, 8)[place % 4], (33, 64)[place % 2]):
+            x, kernel = operands(rows, inputs, outputs, transposed)
+            if FORMS[name].refuses(kernel, transposed):
+                continue
+            expected = np.asarray(x, np.float64) @ np.asarray(kernel.T if transposed else kernel, np.float64)
+            got = FORMS[name].run(x, kernel, transposed)
+            np.testing.assert_allclose(got, expected, atol=1e-6 * inputs, err_msg=f"{rows} x {inputs} x {outputs}")
+            compared += 1
+    if not compared:
+        pytest.skip(FORMS[name].refuses(kernel, transposed))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["in-out", "out-in"])
+def test_bfloat16_weights_are_multiplied_in_float32(transposed):
+    x, kernel = operands(5, 200, 70, transposed, "bfloat16")
+    got = usable("native", kernel, transposed)(x, kernel)
+    exact = np.asarray(x, np.float64) @ np.asarray(kernel.T if transposed else kernel, np.float64)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["in-out", "out-in"])
+def test_a_row_does_not_depend_on_its_neighbours(transposed):
+    x, kernel = operands(13, 300, 90, transposed)
+    run = usable("native", kernel, transposed)
+    together = run(x, kernel)
+    order = np.random.default_rng(0).permutation(13)
+    np.testing.assert_array_equal(run(x[order], kernel), together[order])
+    np.testing.assert_array_equal(run(x[3:5], kernel), together[3:5])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_have_gradients_and_batches(name):
+    x, kernel = operands(3, 384, 20, False)
+    run = usable(name, kernel, False)
+    for got, expected in zip(
+        jax.grad(lambda x, k: jnp.sum(jnp.sin(run(x, k))), (0, 1))(x, kernel),
+        jax.grad(lambda x, k: jnp.sum(jnp.sin(x @ k)), (0, 1))(x, kernel),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, expected, atol=1e-4)
+    stacked = jnp.stack([x, 2 * x])
+    np.testing.assert_allclose(jax.vmap(run, (0, None))(stacked, kernel), stacked @ kernel, atol=1e-4)
+    np.testing.assert_allclose(run(stacked, kernel), stacked @ kernel, atol=1e-4)
+
+
+def test_a_wrong_number_of_rows_is_an_error():
+    x, kernel = operands(choice.MAX_ROWS + 1, 32, 32, False)
+    run = usable("native", kernel, False)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="too many rows"):
+        jax.block_until_ready(run(x, kernel))
+
+
+@pytest.fixture
+def setting():
+    before = choice.setting()
+    yield products.use
+    products.use(before)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=describe)
+@pytest.mark.parametrize("name", FORMS)
+def test_the_same_slots_stay(name, case, setting):
+    if name == "native" and native.load():
+        pytest.skip(native.load())
+    setting(name)
+    assert_same(run_library(case, case.blocks[0]), run_reference(case, case.blocks[0]))
