@@ -1,14 +1,18 @@
-"""Products of activations with weights: several forms that compute the same, of which the fastest here is used.
+"""Products of activations with weights or caches: forms that compute the same, of which the fastest here is used.
 
-A decode step is limited by these products, and which form reads weights at the speed of memory depends on the
-processor, on the number of rows and on XLA's version. Accelerators, meshes and small or many-row products use a fixed
+A decode step is limited by these products, and which form reads memory at its full speed depends on the processor, on
+the number of rows and on XLA's version. Accelerators, meshes and products with small matrices or many rows use a fixed
 form. Otherwise the forms are timed once on this machine; see `kvjax.products.choice`.
 
 The forms differ in rounding. Where digits must not depend on the machine, fix the form: ``KVJAX_PRODUCTS=fixed`` in the
 environment, or `use`.
 """
 
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kvjax.products.choice import FIXED, MAX_ROWS, Entry, chosen, explain, form_for, setting, use
 from kvjax.products.forms import FORMS
@@ -18,23 +22,26 @@ Array = jax.Array
 __all__ = ["FIXED", "FORMS", "MAX_ROWS", "Entry", "chosen", "explain", "product", "setting", "use"]
 
 
-def product(x: Array, kernel: Array, *, transposed: bool = False) -> Array:
-    """Multiplies rows by a matrix.
+def product(x: Array, kernel: Array, *, transposed: bool = False, dtype: DTypeLike | None = None) -> Array:
+    """Multiplies rows by a matrix, or by each matrix of a batch.
 
     Args:
-      x: [..., in].
-      kernel: [in, out], or [out, in] if `transposed`.
+      x: [..., in]; with a batch of matrices [*batch, rows, in].
+      kernel: [in, out] or [*batch, in, out]; if `transposed`, [out, in] or [*batch, out, in].
       transposed: whether each row of the kernel is an output, as in an embedding table.
+      dtype: of the result; None for that of x.
 
     Returns:
       [..., out].
     """
+    dtype = x.dtype if dtype is None else jnp.dtype(dtype)
     form = form_for(x, kernel, transposed)
     if form == "dot":
         # [..., out]
-        return FORMS["dot"].run(x, kernel, transposed)
-    run = FORMS[form].run
+        return FORMS["dot"].run(x, kernel, transposed, dtype)
+
+    def run(name: str) -> Callable[[Array, Array], Array]:
+        return lambda x, kernel: FORMS[name].run(x, kernel, transposed, dtype)
+
     # [..., out]
-    return jax.lax.platform_dependent(
-        x, kernel, cpu=lambda x, k: run(x, k, transposed), default=lambda x, k: FORMS["dot"].run(x, k, transposed)
-    )
+    return jax.lax.platform_dependent(x, kernel, cpu=run(form), default=run("dot"))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from kvjax import host
 from kvjax.errors import ConfigError
-from kvjax.products.forms import FORMS
+from kvjax.products.forms import FORMS, Shaped
 
 Array = jax.Array
 AUTO, FIXED = "auto", "fixed"
@@ -30,8 +30,8 @@ SETTINGS = (AUTO, FIXED, *FORMS)
 VARIABLE = "KVJAX_PRODUCTS"
 MAX_ROWS = 64  # with more, a product is limited by arithmetic, at which XLA is good
 MIN_WEIGHTS = 1 << 18  # smaller kernels stay in a cache: the fixed form serves
-# The matrices that are timed: those of an MLP, in several copies, so that no cache holds them.
-SHAPE, COPIES = (768, 3072), 8
+# The matrices that are timed: those of an MLP, or the keys of 96 heads; several copies, so that no cache holds them.
+SHAPE, HEADS_SHAPE, COPIES = (768, 3072), (96, 64, 512), 8
 ROUNDS, NOISE = 5, 0.05  # a form must be faster than the ones before it by this share
 
 
@@ -40,14 +40,14 @@ class Entry:
     """The timing of one kind of product.
 
     Attributes:
-      dtype: of the weights.
-      transposed: whether kernels are [out, in].
+      dtype: of the matrices.
+      layout: ``[in, out]`` or ``[out, in]``, with ``batch of`` before it for a batch of matrices.
       rows: the number of rows.
-      speeds: form -> bytes of weights per second.
+      speeds: form -> bytes of matrices per second.
     """
 
     dtype: str
-    transposed: bool
+    layout: str
     rows: int
     speeds: dict[str, float]
 
@@ -59,6 +59,11 @@ class Entry:
             if speed > (1 + NOISE) * self.speeds[best]:
                 best = name
         return best
+
+    @property
+    def key(self) -> str:
+        """The name of the timing in the file."""
+        return f"{self.dtype} {self.layout}, {self.rows} rows"
 
 
 class _Process:
@@ -99,63 +104,70 @@ def setting() -> str:
     return _Process.setting
 
 
-def form_for(x: Array, kernel: Array, transposed: bool) -> str:
+def form_for(x: Shaped, kernel: Shaped, transposed: bool) -> str:
     """Returns the name of the form for operands, on the current mesh; see `kvjax.products.product`."""
-    rows = math.prod(x.shape[:-1])
-    fixed = "split" if rows == 1 and not transposed and FORMS["split"].refuses(kernel, False) is None else "dot"
+    batched = kernel.ndim > 2
+    rows = x.shape[-2] if batched else math.prod(x.shape[:-1])
+    fixed = "split" if rows == 1 and not (transposed or batched) and _can("split", kernel, False) else "dot"
     mesh = jax.sharding.get_abstract_mesh()
     # The compiler cannot divide a custom call over devices.
-    if rows > MAX_ROWS or not (mesh.empty or mesh.size == 1) or setting() == FIXED:
+    if not 0 < rows <= MAX_ROWS or not (mesh.empty or mesh.size == 1) or setting() == FIXED:
         return fixed
     if setting() != AUTO:
-        return setting() if FORMS[setting()].refuses(kernel, transposed) is None else fixed
+        return setting() if _can(setting(), kernel, transposed) else fixed
     if kernel.size < MIN_WEIGHTS or kernel.dtype != x.dtype or jax.default_backend() != "cpu":
         return fixed
-    found = chosen(kernel.dtype.name, transposed, 1 << (rows - 1).bit_length()).form
-    return found if FORMS[found].refuses(kernel, transposed) is None else fixed
+    found = chosen(kernel.dtype.name, batched, transposed, 1 << (rows - 1).bit_length()).form
+    return found if _can(found, kernel, transposed) else fixed
+
+
+def _can(form: str, kernel: Shaped, transposed: bool) -> bool:
+    return FORMS[form].refuses(kernel, transposed) is None
 
 
 @functools.cache
-def chosen(dtype: str, transposed: bool, rows: int) -> Entry:
+def chosen(dtype: str, batched: bool, transposed: bool, rows: int) -> Entry:
     """Returns the timing of one kind of product on this machine; it is measured if none is kept.
 
     Args:
-      dtype: of weights and rows.
-      transposed: whether kernels are [out, in].
+      dtype: of matrices and rows.
+      batched: whether there is a batch of matrices.
+      transposed: whether matrices are [out, in].
       rows: the number of rows, a power of 2.
     """
-    path = _path()
-    key = f"{dtype} {'[out, in]' if transposed else '[in, out]'} {rows}"
+    layout = ("batch of " if batched else "") + ("[out, in]" if transposed else "[in, out]")
+    path, entry = _path(), Entry(dtype, layout, rows, {})
     kept = _read(path)
-    if key not in kept:
+    if entry.key not in kept:
         # A thread of its own has no trace to which the timed programs would be added, and no mesh.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            measured = thread.submit(_measure, dtype, transposed, rows).result()
-        kept = _read(path) | {key: measured}
+            measured = thread.submit(_measure, dtype, batched, transposed, rows).result()
+        kept = _read(path) | {entry.key: measured}
         _write(path, kept)
-    return Entry(dtype, transposed, rows, {name: kept[key][name] for name in FORMS if name in kept[key]})
+    speeds = kept[entry.key]
+    return dataclasses.replace(entry, speeds={name: speeds[name] for name in FORMS if name in speeds})
 
 
 def explain() -> str:
-    """Describes the forms in use: the setting, and every timing that this process has needed."""
+    """Describes the forms in use: the setting, and the timings that are kept for this machine."""
     lines = [f"products: {setting()}"]
     kept = _read(_path()) if setting() == AUTO else {}
     for key, speeds in sorted(kept.items()):
-        dtype, layout, rows = key.split(" ", 1)[0], key[key.index("[") : key.index("]") + 1], key.rsplit(" ", 1)[1]
-        entry = Entry(dtype, layout == "[out, in]", int(rows), speeds)
         each = ", ".join(f"{name} {speed / 1e9:.1f}" for name, speed in speeds.items())
-        lines.append(f"  {dtype} {layout}, {rows} rows: {entry.form} ({each} GB/s)")
+        lines.append(f"  {key}: {Entry('', '', 0, speeds).form} ({each} GB/s)")
     return "\n".join(lines)
 
 
-def _measure(dtype: str, transposed: bool, rows: int) -> dict[str, float]:
-    """Returns bytes of weights per second of every form that can be used, timed in turns."""
-    shapes = (SHAPE, SHAPE[::-1])
+def _measure(dtype: str, batched: bool, transposed: bool, rows: int) -> dict[str, float]:
+    """Returns bytes of matrices per second of every form that can be used, timed in turns."""
+    *batch, inputs, outputs = HEADS_SHAPE if batched else SHAPE
+    # Each second matrix maps back to the shape of x.
+    shapes = [(*batch, *pair) for pair in ((inputs, outputs), (outputs, inputs))]
     keys = jax.random.split(jax.random.key(0), 2 * COPIES)
-    # [in, out] or [out, in], of which each odd one maps back
+    # [*batch, in, out] or [*batch, out, in]
     kernels = [jax.random.normal(key, shapes[(i + transposed) % 2], dtype) for i, key in enumerate(keys)]
-    # [rows, in]
-    x = jnp.ones((rows, SHAPE[0]), dtype)
+    # [*batch, rows, in]
+    x = jnp.ones((*batch, rows, inputs), dtype)
     calls: dict[str, Callable[[], Any]] = {}
     for name, form in FORMS.items():
         if form.refuses(kernels[0], transposed) is None:
@@ -171,10 +183,10 @@ def _measure(dtype: str, transposed: bool, rows: int) -> dict[str, float]:
     return {name: read / statistics.median(each) for name, each in times.items()}
 
 
-def _chain(run: Callable[[Array, Array, bool], Array], transposed: bool, x: Array, kernels: list[Array]) -> Array:
+def _chain(run: Callable[..., Array], transposed: bool, x: Array, kernels: list[Array]) -> Array:
     for kernel in kernels:
-        # [rows, out], without growth
-        x = run(x, kernel, transposed) * jnp.asarray(1e-2, x.dtype)
+        # [*batch, rows, out], without growth
+        x = run(x, kernel, transposed, x.dtype) * jnp.asarray(1e-2, x.dtype)
     return x
 
 

@@ -1,11 +1,12 @@
-// Products of a few rows with a large matrix, y = x W, for CPUs: an XLA custom call (jax.ffi).
+// Products of a few rows with a large matrix, y = x W, or with each of a batch of matrices, for CPUs: an XLA custom call
+// (jax.ffi).
 //
 // Such a product is limited by the bandwidth of memory, so that W is read once and in the order in which it lies in
 // memory, by a few streams at a time that the processor prefetches. A general matrix product packs W into blocks first,
 // which for a few rows takes longer than to multiply.
 //
-// Every sum is formed in the same order whatever the number of rows, threads and chunks: the result of a row does not
-// depend on its batch.
+// Sums are formed in an order that depends on the shapes alone: the result of a row does not depend on the other rows,
+// nor on the number of threads.
 
 #include <algorithm>
 #include <atomic>
@@ -44,6 +45,9 @@ constexpr int64_t kMaxRows = 64;
 // Of one row: the smallest number of inputs of a part, the largest number of parts, and columns at a time.
 constexpr int64_t kPart = 128, kMaxParts = 16, kWide = 4096;
 
+// As many products for each thread need not be cut.
+constexpr int64_t kEnough = 4;
+
 struct BFloat16 {
   uint16_t bits;
 };
@@ -61,6 +65,15 @@ inline float Scalar(const BFloat16* p) {
   float value;
   std::memcpy(&value, &wide, sizeof(value));
   return value;
+}
+// Keeps a vector in a register. GCC would read it from memory again for each multiplication, of which loads are then
+// the limit.
+inline void InRegister(Vector& v) {
+#if defined(__x86_64__)
+  __asm__("" : "+v"(v));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(v));
+#endif
 }
 inline Vector Splat(float value) { return value - Vector{}; }
 typedef float Vector4 __attribute__((vector_size(16)));
@@ -171,8 +184,9 @@ void Columns(const float* x, const W* w, float* y, int64_t rows, int64_t inputs,
   static thread_local float sums[kMaxRows * kStride] __attribute__((aligned(64)));
   for (int64_t n = start; n < end; n += kColumns) {
     const int64_t columns = std::min(end - n, kColumns);
+    if (rows == 1) AddAllInputs<1, 16>(x, inputs, w + n, outputs, sums, columns, 0, inputs);
     // All rows use a few rows of W before the next ones are read.
-    for (int64_t k = 0; k < inputs; k += 4) {
+    for (int64_t k = 0; rows > 1 && k < inputs; k += 4) {
       const int64_t to = std::min<int64_t>(inputs, k + 4);
       int64_t b = 0;
       for (; b + kRows <= rows; b += kRows)
@@ -195,10 +209,12 @@ inline void Dots(const float* x, const W* w, float* y, int64_t inputs, int64_t o
     Vector weight[C];
     for (int c = 0; c < C; c++) {
       weight[c] = Load(w + c * inputs + k);
+      InRegister(weight[c]);
       if (Ahead) __builtin_prefetch(w + (c + C) * inputs + k);
     }
     for (int r = 0; r < R; r++) {
       Vector value = Load(x + r * inputs + k);
+      InRegister(value);
       for (int c = 0; c < C; c++) sum[r][c] += value * weight[c];
     }
   }
@@ -243,30 +259,35 @@ void Rows(const float* x, const W* w, float* y, int64_t rows, int64_t inputs, in
 }
 
 template <typename W>
-void Product(ffi::ThreadPool& pool, const float* x, const W* w, float* y, int64_t rows, int64_t inputs,
-             int64_t outputs, bool transposed) {
-  if (rows == 1 && !transposed) return OneRow(pool, x, w, y, inputs, outputs);
-  // Chunks of equal size, at most kColumns wide, as many for each thread; multiples of 16, so that no cache line of y
-  // is written by two threads.
+void Products(ffi::ThreadPool& pool, const float* x, const W* w, float* y, int64_t count, int64_t rows,
+              int64_t inputs, int64_t outputs, bool transposed) {
+  if (count == 1 && rows == 1 && !transposed) return OneRow(pool, x, w, y, inputs, outputs);
+  // Each product is cut into chunks of outputs of equal size, at most kColumns wide, unless there are enough products.
+  // Multiples of 16, so that no cache line of y is written by two threads.
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
   const int64_t turns = (outputs + threads * kColumns - 1) / (threads * kColumns);
-  const int64_t width = (outputs + threads * turns * 16 - 1) / (threads * turns * 16) * 16;
-  ForEach(pool, (outputs + width - 1) / width, [&](int64_t i) {
-    const int64_t start = i * width, end = std::min(outputs, start + width);
-    (transposed ? Rows<W> : Columns<W>)(x, w, y, rows, inputs, outputs, start, end);
+  const int64_t wanted = count < kEnough * threads ? threads * turns : 1;
+  const int64_t width = (outputs + wanted * 16 - 1) / (wanted * 16) * 16;
+  const int64_t chunks = (outputs + width - 1) / width;
+  ForEach(pool, count * chunks, [&](int64_t i) {
+    const int64_t product = i / chunks, start = i % chunks * width, end = std::min(outputs, start + width);
+    (transposed ? Rows<W> : Columns<W>)(x + product * rows * inputs, w + product * inputs * outputs,
+                                        y + product * rows * outputs, rows, inputs, outputs, start, end);
   });
 }
 
+// x [count, rows, inputs], w [count, inputs, outputs] or, transposed, [count, outputs, inputs]; y [count, rows, outputs].
 ffi::Error Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> y,
                bool transposed) {
   const auto shape = x.dimensions();
-  const int64_t rows = shape[0], inputs = shape[1], outputs = y->dimensions()[1];
+  const int64_t count = shape[0], rows = shape[1], inputs = shape[2], outputs = y->dimensions()[2];
+  if (y->element_count() == 0) return ffi::Error::Success();
   if (rows > kMaxRows) return ffi::Error::InvalidArgument("too many rows");
   if (w.element_type() == ffi::F32)
-    Product(pool, x.typed_data(), w.typed_data<float>(), y->typed_data(), rows, inputs, outputs, transposed);
+    Products(pool, x.typed_data(), w.typed_data<float>(), y->typed_data(), count, rows, inputs, outputs, transposed);
   else if (w.element_type() == ffi::BF16)
-    Product(pool, x.typed_data(), static_cast<const BFloat16*>(w.untyped_data()), y->typed_data(), rows, inputs,
-            outputs, transposed);
+    Products(pool, x.typed_data(), static_cast<const BFloat16*>(w.untyped_data()), y->typed_data(), count, rows,
+             inputs, outputs, transposed);
   else
     return ffi::Error::InvalidArgument("weights must be float32 or bfloat16");
   return ffi::Error::Success();

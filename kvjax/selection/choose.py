@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.order import largest
+from kvjax.products import product
 
 Array = jax.Array
 Normalise = Literal["gap", "softmax", "probability", "none"]
@@ -29,7 +30,7 @@ def grouped_logits(query: Array, key: Array, scale: float) -> Array:
     Returns:
       [B, K, G, U] float32.
     """
-    return jnp.einsum("bkgd,bkud->bkgu", query.astype(key.dtype), key, preferred_element_type=jnp.float32) * scale
+    return product(query.astype(key.dtype), key, transposed=True, dtype=jnp.float32) * scale
 
 
 def rank(

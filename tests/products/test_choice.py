@@ -30,8 +30,8 @@ def timings(monkeypatch):
     """Timings are made up; the fixture is the list of those that were asked for."""
     asked = []
 
-    def measure(dtype, transposed, rows):
-        asked.append((dtype, transposed, rows))
+    def measure(dtype, batched, transposed, rows):
+        asked.append((dtype, batched, transposed, rows))
         return {"dot": 10e9, "split": 10.4e9, "native": 10e9 + rows * 1e9}
 
     monkeypatch.setattr(choice, "_measure", measure)
@@ -45,23 +45,29 @@ def form(rows, inputs=1024, outputs=1024, transposed=False, dtype=jnp.float32):
 
 
 def test_the_fastest_form_is_used_if_it_is_faster_by_more_than_noise():
-    assert choice.Entry("float32", False, 1, {"dot": 10.0, "split": 10.4, "native": 10.45}).form == "dot"
-    assert choice.Entry("float32", False, 1, {"dot": 10.0, "split": 11.0, "native": 11.4}).form == "split"
-    assert choice.Entry("float32", False, 1, {"dot": 10.0, "split": 11.0, "native": 11.6}).form == "native"
+    assert choice.Entry("float32", "[in, out]", 1, {"dot": 10.0, "split": 10.4, "native": 10.45}).form == "dot"
+    assert choice.Entry("float32", "[in, out]", 1, {"dot": 10.0, "split": 11.0, "native": 11.4}).form == "split"
+    assert choice.Entry("float32", "[in, out]", 1, {"dot": 10.0, "split": 11.0, "native": 11.6}).form == "native"
 
 
 def test_timings_are_taken_once_and_kept(timings):
     assert [form(rows) for rows in (5, 8, 7)] == ["native"] * 3
     assert form(9, transposed=True) == "native" and form(1, dtype=jnp.bfloat16) == "native"
-    assert timings == [("float32", False, 8), ("float32", True, 16), ("bfloat16", False, 1)]
+    keys = jax.ShapeDtypeStruct((8, 12, 512, 64), jnp.float32)
+    assert choice.form_for(jax.ShapeDtypeStruct((8, 12, 2, 64), jnp.float32), keys, True) == "native"
+    assert timings == [
+        ("float32", False, False, 8), ("float32", False, True, 16), ("bfloat16", False, False, 1),
+        ("float32", True, True, 2),
+    ]  # fmt: skip
     choice.chosen.cache_clear()  # as another process
-    assert form(8) == "native" and len(timings) == 3
+    assert form(8) == "native" and len(timings) == 4
     (path,) = (host.user_cache() / "products").iterdir()
-    assert json.loads(path.read_text())["float32 [in, out] 8"]["native"] == 18e9
+    assert json.loads(path.read_text())["float32 [in, out], 8 rows"]["native"] == 18e9
+    assert "float32 batch of [out, in], 2 rows: native (dot 10.0, split 10.4, native 12.0 GB/s)" in products.explain()
     assert "float32 [out, in], 16 rows: native (dot 10.0, split 10.4, native 26.0 GB/s)" in products.explain()
     path.write_text("{")  # cut off
     choice.chosen.cache_clear()
-    assert form(8) == "native" and len(timings) == 4
+    assert form(8) == "native" and len(timings) == 5
 
 
 def test_a_form_that_is_gone_is_not_used(timings, monkeypatch):
@@ -93,7 +99,7 @@ def test_it_is_measured_while_a_program_is_traced(monkeypatch):
     x, kernel = jnp.ones((2, 512)), jnp.ones((512, 512))
     program = jax.jit(products.product).lower(x, kernel)
     np.testing.assert_allclose(program.compile()(x, kernel), 512.0)
-    entry = choice.chosen("float32", False, 2)
+    entry = choice.chosen("float32", False, False, 2)
     assert set(entry.speeds) == {"dot", "split"} and min(entry.speeds.values()) > 0
     assert program.as_text().count("dot_general") < 4, "no timed program is in the trace"
 

@@ -22,7 +22,7 @@ def operands(rows, inputs, outputs, transposed, dtype="float32"):
 def usable(name, kernel, transposed):
     if reason := FORMS[name].refuses(kernel, transposed):
         pytest.skip(reason)
-    return lambda x, kernel: FORMS[name].run(x, kernel, transposed)
+    return lambda x, kernel: FORMS[name].run(x, kernel, transposed, x.dtype)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["in-out", "out-in"])
@@ -35,11 +35,24 @@ def test_every_form_is_the_product(name, transposed):
             if FORMS[name].refuses(kernel, transposed):
                 continue
             expected = np.asarray(x, np.float64) @ np.asarray(kernel.T if transposed else kernel, np.float64)
-            got = FORMS[name].run(x, kernel, transposed)
+            got = FORMS[name].run(x, kernel, transposed, x.dtype)
             np.testing.assert_allclose(got, expected, atol=1e-6 * inputs, err_msg=f"{rows} x {inputs} x {outputs}")
             compared += 1
     if not compared:
         pytest.skip(FORMS[name].refuses(kernel, transposed))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["in-out", "out-in"])
+@pytest.mark.parametrize("name", ["dot", "native"])
+@pytest.mark.parametrize("batch", [(1, 1), (3,), (2, 40)], ids=str)
+def test_a_batch_of_matrices(name, transposed, batch):
+    rng = np.random.default_rng(len(batch))
+    for rows, inputs, outputs in ((1, 37, 530), (4, 64, 1100), (3, 700, 64)):
+        x = jnp.asarray(rng.standard_normal((*batch, rows, inputs)), jnp.float32)
+        kernel = jnp.asarray(rng.standard_normal((*batch, inputs, outputs)), jnp.float32)
+        stored = jnp.swapaxes(kernel, -1, -2) if transposed else kernel
+        expected = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
+        np.testing.assert_allclose(usable(name, stored, transposed)(x, stored), expected, atol=1e-6 * inputs)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["in-out", "out-in"])
@@ -49,6 +62,8 @@ def test_bfloat16_weights_are_multiplied_in_float32(transposed):
     exact = np.asarray(x, np.float64) @ np.asarray(kernel.T if transposed else kernel, np.float64)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16))
+    wide = FORMS["native"].run(x, kernel, transposed, jnp.float32)
+    np.testing.assert_allclose(wide, exact, atol=1e-4)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["in-out", "out-in"])

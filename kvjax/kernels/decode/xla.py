@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from kvjax.kernels import softmax
 from kvjax.kernels.problem import Attended, Problem, check
+from kvjax.products import product
 
 Array = jax.Array
 
@@ -67,5 +68,5 @@ def _weighted_values(problem: Problem, probability: Array) -> Array:
     # [B, K, G * n, S]
     weight = probability.reshape(batch, kv_heads, group * n, slots).astype(problem.value.dtype)
     # [B, K, G * n, D]
-    output = jnp.einsum("bkqs,bksd->bkqd", weight, problem.value, preferred_element_type=jnp.float32)
+    output = product(weight, problem.value, dtype=jnp.float32)
     return output.reshape(batch, kv_heads, group, n, -1)
