@@ -6,13 +6,23 @@ import platform
 from pathlib import Path
 
 
-def cpu_name() -> str:
-    """Returns the model name of the processor."""
+def _cpu_info() -> dict[str, str]:
+    """Returns what Linux says of the first processor; empty on other systems."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return {}
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+
+
+def cpu_name() -> str:
+    """Returns the name of the processor, with the numbers that tell generations of the same name apart."""
+    info = _cpu_info()
+    if "model name" not in info:
         return platform.processor() or platform.machine()
+    about = [f"{key} {info[key]}" for key in ("cpu family", "model") if key in info]
+    about += ["AVX-512"] * ("avx512f" in info.get("flags", "").split())
+    return f"{info['model name']} ({', '.join(about)})" if about else info["model name"]
 
 
 def processor() -> str:
@@ -20,14 +30,11 @@ def processor() -> str:
 
     Machine code that is kept need not run on another kind, nor be as fast there.
     """
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        about = [
-            line for line in lines if line.startswith(("model name", "cpu family", "model\t", "flags", "Features"))
-        ]
-    except OSError:
-        about = []
-    return hashlib.sha256("".join(dict.fromkeys(about) or cpu_name()).encode()).hexdigest()[:8]
+    info = _cpu_info()
+    kind = (
+        "".join(info.get(key, "") for key in ("model name", "cpu family", "model", "flags", "Features")) or cpu_name()
+    )
+    return hashlib.sha256(kind.encode()).hexdigest()[:8]
 
 
 def cores() -> int:

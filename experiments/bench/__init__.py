@@ -6,6 +6,7 @@
   python -m experiments.bench policies --slots=512
   python -m experiments.bench storages --slots=512
   python -m experiments.bench selections --context=2048,8192,32768
+  python -m experiments.bench products
   python -m experiments.bench link
   python -m experiments.bench stream --slots=512 --tokens=100000 --text=FILE
   python -m experiments.bench prefill --context=2048
@@ -17,8 +18,10 @@ Peers hold the same random weights (--dtype), on all cores, each in its best set
 that are shown (torch.compile, which takes minutes, with --compile); before anything is timed, log-probabilities are
 compared. Everything is warmed up and waited for. Ratios are those of a round, then their median: a machine that slows
 down does so for both. The limit of a decoding step is the bytes that it must move (weights, live keys and values,
-positions, statistics) over the speed at which this machine reads, measured in turns with the rest. `--output` writes
-the figures with what they were measured on, `--plot` draws them.
+positions, statistics) over the speed at which this machine reads, measured in turns with the rest. Sides whose rounds
+differ by more than a half are named: they were disturbed, and their figures are noise. KVJAX_PRODUCTS=fixed in the
+environment leaves out the forms of products that are chosen by machine. `--output` writes the figures with what they
+were measured on, `--plot` draws them.
 
 decode: milliseconds a step, all rows advancing one token. "no policy" attends to the same number of slots without
 choosing any: what the policy itself costs. The peers' full caches begin every round at --context tokens.
@@ -26,6 +29,8 @@ policies: a decoding step of every policy that evicts while decoding, on the sam
 storages: a decoding step under h2o with every storage, and of a full cache with every selection, against dense slots.
 selections: a decoding step of a long context, filled with random keys and values, read whole and by selections, in the
 memory of the device and of the host.
+products: products of 1, 8 and 32 rows (--batch for another number) with weights and with caches, by every form that
+kvjax has and by NumPy and torch: bytes and FLOPs a second, of what memory and XLA's largest product allow.
 link: bytes that a step moves from host memory, and what they take, from shapes alone (InfiniGen's Figures 14 to 16).
 stream: kvjax-tiny under streaming_llm: time a generated token, a tenth at a time, then the first and the last 1,000
 in turns; bytes held; perplexity of a text (a generated story, or --text).

@@ -12,6 +12,7 @@ from absl import flags
 from tabulate import tabulate
 
 import experiments.bench
+import kvjax.products
 from experiments import cli, machine, peers
 from experiments.bench import (
     decode,
@@ -21,7 +22,9 @@ from experiments.bench import (
     link,
     memory,
     prefill,
+    products,
     selections,
+    sides,
     storages,
     stream,
 )
@@ -34,6 +37,7 @@ TASKS = {
     "storages": storages.run,
     "selections": selections.run,
     "link": link.run,
+    "products": products.run,
     "stream": stream.run,
     "prefill": prefill.run,
     "memory": memory.run,
@@ -90,11 +94,14 @@ def main(argv: Sequence[str]) -> int:
         if (path := values[name].value) and not (os.path.isdir(Path(path).parent) and not os.path.isdir(path)):
             raise ConfigError(f"--{name}={path!r} cannot be written: give a file in a folder that exists.")
     environment = machine.environment() | {"peers": peers.versions()}
+    environment["reads_gb_per_second"] = 1e-9 / next(sides.reading())
     print(describe(environment))
     # float32 means float32 on every side: left alone, accelerators multiply it in fewer bits.
     with jax.default_matmul_precision("highest" if values.dtype == "float32" else None):
         rows = TASKS[task](values)
+    environment["forms"] = kvjax.products.explain()
     print(tabulate(rows, headers="keys", floatfmt=",.2f", intfmt=",", tablefmt="github"))
+    print(environment["forms"])
     if values.output:
         result: dict[str, Any] = {"environment": environment, "command": shlex.join(argv[1:]), task: rows}
         Path(values.output).write_text(json.dumps(result, indent=2) + "\n")
@@ -107,10 +114,13 @@ def describe(environment: dict[str, Any]) -> str:
     """One line: what this ran on."""
     platform, device = environment["platform"], environment["device"]
     where = f"{environment['cpu']}, {environment['cores']} cores, {environment['memory_gb']} GB"
+    speed = f"reads {environment['reads_gb_per_second']:.1f} GB/s"
     if platform != "cpu":
         where = f"{environment['devices']} {device}; {where}"
     installed = ", ".join(f"{name} {version}" for name, version in environment["peers"].items() if version)
-    return f"measured on {platform}: {where}; jax {environment['jax']}" + (f", {installed}" if installed else "")
+    return f"measured on {platform}: {where}, {speed}; jax {environment['jax']}" + (
+        f", {installed}" if installed else ""
+    )
 
 
 if __name__ == "__main__":

@@ -142,6 +142,19 @@ def _selections(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def _products(rows: Sequence[Row]) -> Any:
+    """Bytes a second, a panel for every kind of matrix and number of rows."""
+    kinds = list(dict.fromkeys(row["matrices"] for row in rows))
+    counts = list(dict.fromkeys(row["rows"] for row in rows))
+    figure, panels = new_figure(len(kinds), figsize=(5 * len(kinds), 1.2 + 1.1 * len(counts)))
+    for axes, kind in zip(panels[0], kinds, strict=True):
+        own = [row for row in rows if row["matrices"] == kind]
+        shown = [{"name": f"{row['side']}, {row['rows']}", "GB/s": row["GB/s"]} for row in own]
+        _bars(axes, shown, "name", "GB/s")
+        style(axes, kind, "GB/s (median), by form and rows")
+    return figure
+
+
 def _link(rows: Sequence[Row]) -> Any:
     """Time of the link, a panel for every figure."""
     names = [name for name in dict.fromkeys(row["figure"] for row in rows) if name]
@@ -169,6 +182,7 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "policies": _policies,
     "storages": _storages,
     "selections": _selections,
+    "products": _products,
     "link": _link,
     "stream": _stream,
     "prefill": _prefill,

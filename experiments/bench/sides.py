@@ -32,6 +32,7 @@ from kvjax.rope import Rope
 
 Key = TypeVar("Key")
 LLAMA = "llama-12x768"  # as large as OPT-125M, of a family that every peer has
+NOISE = 1.5  # rounds of one side that differ by a larger factor were disturbed
 READ_BYTES = 1 << 30  # of the array that is read to measure a machine: no cache holds it
 
 
@@ -84,6 +85,8 @@ def in_turns(sides: Mapping[Key, Iterator[float]], rounds: int) -> dict[Key, lis
             elapsed = next(sides[name])
             if turn:
                 times[name].append(elapsed)
+    if noisy := [str(name) for name, each in times.items() if max(each) > NOISE * min(each)]:
+        print(f"not quiet: rounds of {', '.join(noisy)} differ by more than a half; their figures are noise")
     return times
 
 

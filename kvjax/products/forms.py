@@ -29,7 +29,7 @@ class Form(NamedTuple):
       refuses: (kernel, transposed) -> why the form cannot be used, or None.
     """
 
-    run: Callable[[Array, Array, bool, DTypeLike], Array]
+    run: Callable[..., Array]
     refuses: Callable[[Shaped, bool], str | None]
 
 

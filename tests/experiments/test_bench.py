@@ -54,6 +54,17 @@ def test_decode(tmp_path, capsys):
     assert "measured on cpu: " in capsys.readouterr().out
 
 
+def test_products(tmp_path, capsys):
+    rows = bench(tmp_path, "products", "--against=none", "--batch=3")
+    assert {row["matrices"] for row in rows} == {
+        f"{kind}, {layout}" for kind in ("weights", "96 heads") for layout in ("[in, out]", "[out, in]")
+    }
+    assert {row["side"] for row in rows} >= {"dot"} and all(row["GB/s"] > 0 and row["rows"] == 3 for row in rows)
+    # Each multiply-add of three rows is six operations on a weight of four bytes.
+    assert rows[0]["GFLOP/s"] == pytest.approx(rows[0]["GB/s"] * 6 / 4)
+    assert "products: fixed" in capsys.readouterr().out
+
+
 def test_selections(tmp_path):
     rows = bench(tmp_path, "selections", "--context=64,128", "--batch=2")
     assert [row["context"] for row in rows] == [64] * 7 + [128] * 7
@@ -137,7 +148,7 @@ def test_the_llama_shape():
     assert config.windows == (None,) * 12
 
 
-def test_sides_take_turns_after_a_round_that_warms_up():
+def test_sides_take_turns_after_a_round_that_warms_up(capsys):
     order = []
 
     def side(name, seconds):
@@ -145,10 +156,11 @@ def test_sides_take_turns_after_a_round_that_warms_up():
             order.append(name)
             yield each
 
-    times = sides.in_turns({"a": side("a", [9, 1, 2]), "b": side("b", [9, 3, 8])}, rounds=2)
+    times = sides.in_turns({"a": side("a", [9, 1, 1.5]), "b": side("b", [9, 3, 8])}, rounds=2)
     assert "".join(order) == "abbaab"
-    assert times == {"a": [1, 2], "b": [3, 8]}
-    assert sides.ratio(times["b"], times["a"]) == 3.5
+    assert times == {"a": [1, 1.5], "b": [3, 8]}
+    assert sides.ratio(times["b"], times["a"]) == pytest.approx((3 + 8 / 1.5) / 2)
+    assert capsys.readouterr().out == "not quiet: rounds of b differ by more than a half; their figures are noise\n"
 
 
 def test_policies(tmp_path, monkeypatch):
