@@ -57,8 +57,9 @@ def full(heads: str):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "heads"), [(name, h) for i, name in enumerate(ALL) for h in ("gqa", ("mha", "mqa")[i % 2])]
+)
 def test_everything_read_is_the_full_cache(name, heads):
     got = score(tiny(heads).model, policies.full(), ALL[name])
     np.testing.assert_allclose(got.logprobs, full(heads).logprobs, atol=3e-5)
@@ -130,7 +131,11 @@ class LServeBySlot(BySlot, selection.LServe):
     pass
 
 
-@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize(
+    ("whole", "by_slot", "more"),
+    [(selection.Quest, QuestBySlot, {}), (selection.LServe, LServeBySlot, {"sub": 2, "every": 3})],
+    ids=["quest", "lserve"],
+)
 @pytest.mark.parametrize(
     ("policy", "block"),
     [
@@ -141,27 +146,22 @@ class LServeBySlot(BySlot, selection.LServe):
     ],
     ids=["full", "compressor", "pages in blocks", "pages afterwards"],
 )
-def test_marks_of_pages_gather_the_slots_that_marks_of_slots_do(policy, block, window, monkeypatch):
+def test_marks_of_pages_gather_the_slots_that_marks_of_slots_do(policy, block, whole, by_slot, more, monkeypatch):
+    """In a layer with a sliding window, and in one without."""
     calls = []
     gather = reading._compact_units
     monkeypatch.setattr(reading, "_compact_units", lambda *a: calls.append(1) or gather(*a))
     model = tiny("gqa").model
-    model = dataclasses.replace(model, config=dataclasses.replace(model.config, windows=(window, None)))
-    for whole, by_slot, more in (
-        (selection.Quest, QuestBySlot, {}),
-        (selection.LServe, LServeBySlot, {"sub": 2, "every": 3}),
-    ):
-        arguments = {"page": 4, "pages": 2, "first_layer": 0, **more}
-        got, expected = (
-            score(model, policy, each(**arguments), record=True, prefill_block=block) for each in (whole, by_slot)
-        )
-        assert len(calls) > 0, "units were gathered"
-        calls.clear()
-        most = got.record.positions.shape[-1]
-        assert (got.record.positions >= 0).any() and (expected.record.positions[..., most:] < 0).all()
-        np.testing.assert_array_equal(got.record.positions, expected.record.positions[..., :most])
-        np.testing.assert_array_equal(got.record.read, expected.record.read)
-        np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=3e-5)
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, windows=(13, None)))
+    arguments = {"page": 4, "pages": 2, "first_layer": 0, **more}
+    got = score(model, policy, whole(**arguments), record=True, prefill_block=block)
+    assert len(calls) > 0, "units were gathered"
+    expected = score(model, policy, by_slot(**arguments), record=True, prefill_block=block)
+    most = got.record.positions.shape[-1]
+    assert (got.record.positions >= 0).any() and (expected.record.positions[..., most:] < 0).all()
+    np.testing.assert_array_equal(got.record.positions, expected.record.positions[..., :most])
+    np.testing.assert_array_equal(got.record.read, expected.record.read)
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=3e-5)
 
 
 @pytest.mark.thorough
@@ -202,7 +202,9 @@ def test_one_trace_however_many_tokens(name, monkeypatch):
 
 # --- guesses and skews ---
 
-BASE = {"vocab_size": 64, "num_layers": 3, "num_heads": 4, "head_dim": 8, "hidden_size": 32, "mlp_size": 48}
+# Two layers: the second guesses. In a model of three, the third guesses from a layer that guesses too.
+BASE = {"vocab_size": 64, "num_layers": 2, "num_heads": 4, "head_dim": 8, "hidden_size": 32, "mlp_size": 48}
+DEEPER = BASE | {"num_layers": 3}
 LEARNED = {
     "max_positions": 64, "learned_positions": True, "norm": "layer", "norm_bias": True, "gated_mlp": False,
     "qkv_bias": True, "out_bias": True, "mlp_bias": True,
@@ -210,9 +212,9 @@ LEARNED = {
 ROTATED = {"max_positions": 512, "rope": Rope(dim=8)}
 CONFIGS = {
     "opt": DecoderConfig(family="opt", num_kv_heads=4, activation="relu", position_offset=2, **BASE, **LEARNED),
-    "gpt2": DecoderConfig(family="gpt2", num_kv_heads=4, activation="gelu_new", **BASE, **LEARNED),
+    "gpt2": DecoderConfig(family="gpt2", num_kv_heads=4, activation="gelu_new", **DEEPER, **LEARNED),
     "learned, gqa": DecoderConfig(family="opt", num_kv_heads=2, activation="relu", **BASE, **LEARNED),
-    "llama": DecoderConfig(family="llama", num_kv_heads=4, **BASE, **ROTATED),
+    "llama": DecoderConfig(family="llama", num_kv_heads=4, **DEEPER, **ROTATED),
     "gqa": DecoderConfig(family="llama", num_kv_heads=2, qkv_bias=True, **BASE, **ROTATED),
     "qwen3": DecoderConfig(family="qwen3", num_kv_heads=2, qk_norm=True, **BASE, **ROTATED),
     "qwen3, mha": DecoderConfig(family="qwen3", num_kv_heads=4, qk_norm=True, qkv_bias=True, **BASE, **ROTATED),
