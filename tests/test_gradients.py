@@ -114,9 +114,10 @@ BITS = Codec(_bits, _to_bits, _from_bits)  # loses nothing, and an integer has n
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("residual", [0, 5])
 @pytest.mark.parametrize(
-    "policy", [policies.h2o(budget=12), policies.snapkv(budget=12, window=4)], ids=lambda p: p.name
+    ("policy", "residual"),
+    [(policies.h2o(budget=12), 5), (policies.snapkv(budget=12, window=4), 0)],
+    ids=["h2o", "snapkv"],
 )
 def test_it_passes_straight_through_codes(policy, residual):
     storage = Storage(key=BITS, value=BITS, residual=residual)

@@ -121,7 +121,7 @@ def test_it_reads_a_book_it_never_saw(tiny, shared_data):
 
 
 def test_more_context_helps(tiny, shared_data, monkeypatch):
-    """In Alice. In Great Expectations the gain is lost in the noise: 0.001, -0.015 and -0.023 bits a byte for 128 windows
+    """In Alice. In Great Expectations the gain is lost in the noise: 0.001, -0.015, -0.023 bits a byte for 128 windows
     with every eighth token, 64 with every fourth and 64 with every eighth."""
     (path,) = (shared_data / "data/lm").rglob("carroll-alice.txt")
     monkeypatch.setattr(card, "GAIN_WINDOWS", 24)

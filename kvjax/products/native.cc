@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -45,6 +46,8 @@ constexpr int64_t kMaxRows = 64;
 // Of one row: the smallest number of inputs of a part, the largest number of parts, and columns at a time.
 constexpr int64_t kPart = 128, kMaxParts = 16, kWide = 4096;
 
+// Rounds of waiting, some 50 microseconds, before a thread gives its processor away.
+constexpr int64_t kSpins = 2000;
 // As many products for each thread need not be cut.
 constexpr int64_t kEnough = 4;
 
@@ -111,7 +114,9 @@ void ForEach(ffi::ThreadPool& pool, int64_t count, const F& work) {
   int64_t helpers = std::min(pool.num_threads(), count) - 1;
   for (int64_t i = 0; i < helpers; i++) pool.Schedule(decltype(run)(run));
   run();
-  while (shared->done.load(std::memory_order_acquire) < count) {
+  for (int64_t spins = 0; shared->done.load(std::memory_order_acquire) < count; spins++) {
+    // A helper that has lost its processor to another thread can have this one.
+    if (spins > kSpins) std::this_thread::yield();
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
