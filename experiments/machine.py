@@ -94,7 +94,7 @@ def environment() -> dict[str, Any]:
         "cores": host.cores(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 1),
         "system": f"{platform.system()} {platform.machine()}",
-        "products": products.setting(),
+        "products": products.explain().splitlines(),
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": None if (changes := _git("status", "--porcelain")) is None else bool(changes),
     }

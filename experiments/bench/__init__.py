@@ -7,6 +7,7 @@
   python -m experiments.bench storages --slots=512
   python -m experiments.bench selections --context=2048,8192,32768
   python -m experiments.bench products
+  python -m experiments.bench forms --policies=h2o,full
   python -m experiments.bench link
   python -m experiments.bench stream --slots=512 --tokens=100000 --text=FILE
   python -m experiments.bench prefill --context=2048
@@ -31,6 +32,7 @@ selections: a decoding step of a long context, filled with random keys and value
 memory of the device and of the host.
 products: products of 1, 8 and 32 rows (--batch for another number) with weights and with caches, by every form that
 kvjax has and by NumPy and torch: bytes and FLOPs a second, of what memory and XLA's largest product allow.
+forms: a decoding step with products in a fixed form and in those that are fastest on this machine.
 link: bytes that a step moves from host memory, and what they take, from shapes alone (InfiniGen's Figures 14 to 16).
 stream: kvjax-tiny under streaming_llm: time a generated token, a tenth at a time, then the first and the last 1,000
 in turns; bytes held; perplexity of a text (a generated story, or --text).

@@ -155,6 +155,11 @@ def _products(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def _forms(rows: Sequence[Row]) -> Any:
+    named = [row | {"side": f"{row['policy']}, {row['products']}"} for row in rows]
+    return _settings(named, "ms/step", "Decoding, by form of products", "milliseconds a step (median)")
+
+
 def _link(rows: Sequence[Row]) -> Any:
     """Time of the link, a panel for every figure."""
     names = [name for name in dict.fromkeys(row["figure"] for row in rows) if name]
@@ -183,6 +188,7 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "storages": _storages,
     "selections": _selections,
     "products": _products,
+    "forms": _forms,
     "link": _link,
     "stream": _stream,
     "prefill": _prefill,

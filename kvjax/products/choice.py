@@ -29,7 +29,7 @@ AUTO, FIXED = "auto", "fixed"
 SETTINGS = (AUTO, FIXED, *FORMS)
 VARIABLE = "KVJAX_PRODUCTS"
 MAX_ROWS = 64  # with more, a product is limited by arithmetic, at which XLA is good
-MIN_WEIGHTS = 1 << 18  # smaller kernels stay in a cache: the fixed form serves
+MIN_WEIGHTS = 1 << 19  # smaller matrices may stay in a cache, where all forms are fast
 # The matrices that are timed: those of an MLP, or the keys of 96 heads; several copies, so that no cache holds them.
 SHAPE, HEADS_SHAPE, COPIES = (768, 3072), (96, 64, 512), 8
 ROUNDS, NOISE = 5, 0.05  # a form must be faster than the ones before it by this share

@@ -287,6 +287,10 @@ ffi::Error Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, 
   const auto shape = x.dimensions();
   const int64_t count = shape[0], rows = shape[1], inputs = shape[2], outputs = y->dimensions()[2];
   if (y->element_count() == 0) return ffi::Error::Success();
+  if (inputs == 0) {
+    std::memset(y->typed_data(), 0, y->element_count() * sizeof(float));
+    return ffi::Error::Success();
+  }
   if (rows > kMaxRows) return ffi::Error::InvalidArgument("too many rows");
   if (w.element_type() == ffi::F32)
     Products(pool, x.typed_data(), w.typed_data<float>(), y->typed_data(), count, rows, inputs, outputs, transposed);

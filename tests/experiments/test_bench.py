@@ -10,7 +10,7 @@ import pytest
 from experiments.bench import decode, every_policy, kernels, memory, sides, storages
 from experiments.bench.__main__ import TASKS, main
 from experiments.peers import PEERS, Work
-from kvjax import policies
+from kvjax import policies, products
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models import shapes
 from kvjax.models.parameters import parameter_count
@@ -63,6 +63,13 @@ def test_products(tmp_path, capsys):
     # Each multiply-add of three rows is six operations on a weight of four bytes.
     assert rows[0]["GFLOP/s"] == pytest.approx(rows[0]["GB/s"] * 6 / 4)
     assert "products: fixed" in capsys.readouterr().out
+
+
+def test_forms(tmp_path):
+    rows = bench(tmp_path, "forms", "--policies=h2o", "--batch=2", "--context=20")
+    assert [(row["products"], row["batch"], row["context"]) for row in rows] == [("fixed", 2, 20), ("auto", 2, 20)]
+    assert rows[0]["times fixed"] == 1.0 and rows[1]["ms/step"] > 0
+    assert products.setting() == "fixed", "as before"
 
 
 def test_selections(tmp_path):

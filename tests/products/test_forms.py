@@ -91,6 +91,12 @@ def test_forms_have_gradients_and_batches(name):
     np.testing.assert_allclose(run(stacked, kernel), stacked @ kernel, atol=1e-4)
 
 
+def test_products_without_inputs_or_outputs():
+    for inputs, outputs in ((0, 5), (5, 0)):
+        x, kernel = operands(2, inputs, outputs, False)
+        np.testing.assert_array_equal(usable("native", kernel, False)(x, kernel), np.zeros((2, outputs)))
+
+
 def test_a_wrong_number_of_rows_is_an_error():
     x, kernel = operands(choice.MAX_ROWS + 1, 32, 32, False)
     run = usable("native", kernel, False)
