@@ -29,7 +29,9 @@ AUTO, FIXED = "auto", "fixed"
 SETTINGS = (AUTO, FIXED, *FORMS)
 VARIABLE = "KVJAX_PRODUCTS"
 MAX_ROWS = 64  # with more, a product is limited by arithmetic, at which XLA is good
-MIN_WEIGHTS = 1 << 19  # smaller matrices may stay in a cache, where all forms are fast
+# Numbers of elements. Smaller matrices may stay in a processor's cache, where all forms are fast, and a timing takes a
+# second or two. A projection is one of many that are as large; a table, or a layer's keys, may be all that there is.
+MIN_PROJECTION, MIN_OTHER = 1 << 19, 1 << 21
 # The matrices that are timed: those of an MLP, or the keys of 96 heads; several copies, so that no cache holds them.
 SHAPE, HEADS_SHAPE, COPIES = (768, 3072), (96, 64, 512), 8
 ROUNDS, NOISE = 5, 0.05  # a form must be faster than the ones before it by this share
@@ -115,7 +117,8 @@ def form_for(x: Shaped, kernel: Shaped, transposed: bool) -> str:
         return fixed
     if setting() != AUTO:
         return setting() if _can(setting(), kernel, transposed) else fixed
-    if kernel.size < MIN_WEIGHTS or kernel.dtype != x.dtype or jax.default_backend() != "cpu":
+    least = MIN_OTHER if transposed or batched else MIN_PROJECTION
+    if kernel.size < least or kernel.dtype != x.dtype or jax.default_backend() != "cpu":
         return fixed
     found = chosen(kernel.dtype.name, batched, transposed, 1 << (rows - 1).bit_length()).form
     return found if _can(found, kernel, transposed) else fixed

@@ -81,7 +81,7 @@ def native_product(x: Array, kernel: Array, transposed: bool, dtype: DTypeLike) 
     *batch, inputs, outputs = kernel.shape[:-2] + (kernel.shape[:-3:-1] if transposed else kernel.shape[-2:])
     count = math.prod(batch)
     # [count, rows, in]
-    rows = x.astype(jnp.float32).reshape(count, -1, inputs)
+    rows = x.astype(jnp.float32).reshape(count, math.prod(x.shape[len(batch) : -1]), inputs)
     result = jax.ShapeDtypeStruct((*rows.shape[:2], outputs), jnp.float32)
     call = jax.ffi.ffi_call(native.TARGET, result, vmap_method="sequential")
     y = call(rows, kernel.reshape(count, *kernel.shape[-2:]), transposed=transposed)

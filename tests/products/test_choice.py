@@ -52,7 +52,7 @@ def test_the_fastest_form_is_used_if_it_is_faster_by_more_than_noise():
 
 def test_timings_are_taken_once_and_kept(timings):
     assert [form(rows) for rows in (5, 8, 7)] == ["native"] * 3
-    assert form(9, transposed=True) == "native" and form(1, dtype=jnp.bfloat16) == "native"
+    assert form(9, 1024, 2048, transposed=True) == "native" and form(1, dtype=jnp.bfloat16) == "native"
     keys = jax.ShapeDtypeStruct((8, 12, 512, 64), jnp.float32)
     assert choice.form_for(jax.ShapeDtypeStruct((8, 12, 2, 64), jnp.float32), keys, True) == "native"
     assert timings == [
@@ -79,6 +79,7 @@ def test_a_form_that_is_gone_is_not_used(timings, monkeypatch):
 def test_where_the_form_is_fixed(timings):
     many, small = choice.MAX_ROWS + 1, {"inputs": 256, "outputs": 256}
     assert [form(many), form(8, **small), form(1, inputs=400, outputs=8)] == ["dot", "dot", "split"]
+    assert form(8) == "native" and form(8, transposed=True) == "dot", "a table is larger"
     with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))):
         assert form(8) == "native"
     mesh = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -95,6 +96,7 @@ def test_where_the_form_is_fixed(timings):
 def test_it_is_measured_while_a_program_is_traced(monkeypatch):
     monkeypatch.setattr(choice, "COPIES", 1)
     monkeypatch.setattr(choice, "SHAPE", (512, 512))
+    monkeypatch.setattr(choice, "MIN_PROJECTION", 1 << 18)
     monkeypatch.setitem(FORMS, "native", FORMS["native"]._replace(refuses=lambda kernel, transposed: "not built here"))
     x, kernel = jnp.ones((2, 512)), jnp.ones((512, 512))
     program = jax.jit(products.product).lower(x, kernel)
