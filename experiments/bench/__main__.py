@@ -58,6 +58,7 @@ def define(values: flags.FlagValues) -> None:
         flags.DEFINE_list(name, default, about, flag_values=values)
 
     several("against", "transformers", f"peers ({', '.join(peers.PEERS)}), with commas between them; or none")
+    several("python", "", "PEER=INTERPRETER: peers that are in an environment of their own, with commas between them")
     several("policies", "h2o", "policies of kvjax, with commas between them; the first is what others are compared to")
     text(
         "shape", None, f"decoder: {decode.LLAMA} or one of kvjax.models.shapes; else opt-125m, where the peers have it"
@@ -95,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     for name in ("output", "plot"):
         if (path := values[name].value) and not (os.path.isdir(Path(path).parent) and not os.path.isdir(path)):
             raise ConfigError(f"--{name}={path!r} cannot be written: give a file in a folder that exists.")
-    environment = machine.environment() | {"peers": peers.versions()}
+    environment = machine.environment() | {"peers": peers.versions(decode.interpreters(values.python))}
     environment["reads_gb_per_second"] = 1e-9 / next(sides.reading())
     print(describe(environment))
     # float32 means float32 on every side: left alone, accelerators multiply it in fewer bits.

@@ -1,5 +1,7 @@
 """Decoding steps: kvjax under a budget, its peers, and the limit that memory sets."""
 
+import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +28,7 @@ from experiments.bench.sides import (
     reading,
     shape,
 )
+from experiments.peers.process import PeerProcess
 from kvjax import policies
 from kvjax.errors import ConfigError
 from kvjax.policies.budget import Fraction
@@ -42,12 +45,8 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     if (values.batch is None) != (not lengths(values)):
         raise ConfigError("give --batch and --context together, or neither for the two standard settings.")
     settings = WORK if values.batch is None else tuple((values.batch, context) for context in lengths(values))
-    if "llama.cpp" in against:
-        if values.batch not in (None, 1) or values.dtype != "float32":
-            raise ConfigError(
-                f"llama.cpp is measured at batch 1 in float32; got --batch={values.batch} --dtype={values.dtype}."
-            )
-        settings = tuple((batch, context) for batch, context in settings if batch == 1)
+    if "llama.cpp" in against and values.dtype != "float32":
+        raise ConfigError(f"llama.cpp is measured in float32; got --dtype={values.dtype}.")
     return [row for batch, context in settings for row in one_setting(values, against, batch, context)]
 
 
@@ -57,6 +56,22 @@ def names_of_peers(against: list[str]) -> list[str]:
     if unknown := [name for name in names if name not in peers.PEERS]:
         raise ConfigError(f"unknown peer {unknown[0]!r}; known peers: {', '.join(peers.PEERS)}, none.")
     return names
+
+
+def interpreters(given: list[str]) -> dict[str, str]:
+    """Returns the interpreter of each peer that --python names.
+
+    Raises:
+      ConfigError: not of the form PEER=PATH, or no such peer or file.
+    """
+    pythons = dict(each.partition("=")[::2] for each in given)
+    for name, path in pythons.items():
+        if name not in peers.PEERS or not os.path.isfile(path):
+            raise ConfigError(
+                f"--python={name}={path} is not valid; give PEER=INTERPRETER, where the peer is one of "
+                f"{', '.join(peers.PEERS)} and the interpreter is a file."
+            )
+    return pythons
 
 
 def shape_for(values: flags.FlagValues, against: list[str]) -> kvjax.models.config.DecoderConfig:
@@ -96,11 +111,12 @@ def one_setting(values: flags.FlagValues, against: list[str], batch: int, contex
     sides[NO_POLICY] = ours(model, unpoliced, policies.full(), few, restart=True, implementation=implementation)
     held[NO_POLICY] = slots
     owner: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    pythons = interpreters(values.python)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if against:
             kvjax.save(model, folder)
         for name in against:
-            peer = peers.PEERS[name].load(folder)
+            peer = stack.enter_context(PeerProcess(name, folder, pythons.get(name)))
             check_same(model, peer, prompt[:1, :64], name, implementation)
             work = peers.Work(prompt, tokens, slots, tuple(built), values.compile)
             for kind, (side, count) in peer.decode(work).items():

@@ -1,5 +1,6 @@
 """A prompt in one shot: with a policy's statistics, without, and by the peers."""
 
+import contextlib
 import functools
 import tempfile
 from collections.abc import Iterator
@@ -9,11 +10,10 @@ import numpy as np
 from absl import flags
 
 import kvjax
-from experiments import peers
-from experiments.bench.decode import check_same, names_of_peers, shape_for
+from experiments.bench.decode import check_same, interpreters, names_of_peers, shape_for
 from experiments.bench.sides import in_turns, lengths, policy_of, random_model, random_prompt, ratio, timed
+from experiments.peers.process import PeerProcess
 from kvjax.cache import Limits
-from kvjax.errors import ConfigError
 from kvjax.prefill import prefill
 
 CONTEXT = 2048
@@ -21,8 +21,6 @@ CONTEXT = 2048
 
 def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     against = names_of_peers(values.against)
-    if "llama.cpp" in against:
-        raise ConfigError("llama.cpp is measured decoding only; give --against=transformers, kvpress or none.")
     return [row for context in lengths(values) or [CONTEXT] for row in one_length(values, against, context)]
 
 
@@ -39,15 +37,14 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
             implementation=values.implementation, limits=Limits(context, 1, shortest=context),
         )  # fmt: skip
         sides[name] = timed(lambda run=run: run().state)  # type: ignore[misc]
-    with tempfile.TemporaryDirectory() as folder:
+    pythons = interpreters(values.python)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if against:
             kvjax.save(model, folder)
         for name in against:
-            peer = peers.PEERS[name].load(folder)
+            peer = stack.enter_context(PeerProcess(name, folder, pythons.get(name)))
             check_same(model, peer, prompt[:1, :64], name, values.implementation)
-            # Weights of attention, which some presses need, exist under eager attention alone.
-            for kind in ("sdpa", "eager"):
-                sides[f"{name}, {kind}"] = peer.prefill(prompt, kind)
+            sides |= {f"{name}, {kind}": side for kind, side in peer.prefill(prompt).items()}
         times = in_turns(sides, values.rounds)
     return [
         {

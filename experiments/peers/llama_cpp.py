@@ -1,10 +1,13 @@
-"""llama.cpp through llama-cpp-python: LLaMA in float32, weights and cache, batch 1, on the CPU.
+"""llama.cpp through llama-cpp-python: LLaMA in float32, weights and cache, on the CPU.
 
-Its wheel from PyPI is built from source, for this processor. Flash attention, and plain attention, are both tried.
+As in its own `llama-batched-bench`, each row is a sequence of its own with its own prompt, and a step is one call with
+a token of every row. Its package is built from source, for this processor. Flash and plain attention are both tried.
 """
 
+import ctypes
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,11 @@ from experiments.peers import Work
 from experiments.peers.transformers import median_of_steps
 from kvjax.errors import ConfigError
 
+TOKENS = 2048  # of a call at most, and
+PIECE = 512  # of one pass through the model: the defaults of llama.cpp's tools
+ROOM = 256  # a cache is padded to a multiple of it
+KINDS = {"plain attention": False, "flash attention": True}
+
 
 class LlamaCpp:
     """A model of a Hugging Face folder, by way of a GGUF file beside it."""
@@ -26,54 +34,101 @@ class LlamaCpp:
             import llama_cpp
         except ImportError as error:
             raise ConfigError(f"benchmarks against llama.cpp need {error.name}; install kvjax[bench-llama].") from None
+        path = Path(folder) / "model.gguf"
+        self.vocabulary = write_gguf(gguf, Path(folder), path)
         self.llama_cpp = llama_cpp
-        self.path = Path(folder) / "model.gguf"
-        self.vocabulary = write_gguf(gguf, Path(folder), self.path)
-
-    def load(self, room: int, flash: bool) -> Any:
-        """A context for `room` tokens."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return self.llama_cpp.Llama(
-            str(self.path), n_ctx=room, n_threads=cores, n_threads_batch=cores, flash_attn=flash, verbose=False,
-            type_k=self.llama_cpp.GGML_TYPE_F32, type_v=self.llama_cpp.GGML_TYPE_F32,
-        )  # fmt: skip
-
-    def logits(self, llama: Any) -> np.ndarray:
-        """[V] float32 of the newest token."""
-        return np.ctypeslib.as_array(self.llama_cpp.llama_get_logits(llama.ctx), shape=(self.vocabulary,))
+        # The library keeps a pointer to the function.
+        self.silent = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(self.silent, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
 
     def logprobs(self, tokens: np.ndarray) -> np.ndarray:
-        """[1, T] -> [1, T - 1] log-probability of each token after the first, a token at a time."""
-        llama, found = self.load(tokens.shape[1], flash=False), []
-        for token, following in zip(tokens[0, :-1].tolist(), tokens[0, 1:].tolist(), strict=True):
-            llama.eval([token])
-            logits = self.logits(llama).astype(np.float64)
-            top = logits.max()
-            found.append(logits[following] - top - np.log(np.exp(logits - top).sum()))
-        return np.asarray([found])
+        """[B, T] -> [B, T - 1] log-probability of each token after the first, a token at a time."""
+        context, found = Context(self, tokens.shape[0], tokens.shape[1]), []
+        for place in range(tokens.shape[1] - 1):
+            logits = context.feed(tokens[:, place : place + 1], place).astype(np.float64)
+            top = logits.max(1, keepdims=True)
+            normalised = logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
+            found.append(np.take_along_axis(normalised, tokens[:, place + 1 : place + 2], 1)[:, 0])
+        return np.stack(found, axis=1)
 
     def decode(self, work: Work) -> dict[str, tuple[Iterator[float], int]]:
         """Sides with and without flash attention, and the slots that a step attends to."""
-        batch, length = work.prompt.shape
-        if batch != 1:
-            raise ConfigError(f"llama.cpp is measured at batch 1; got --batch={batch}.")
-        room = length + work.tokens
-        kinds = {"plain attention": False, "flash attention": True}
-        return {kind: (self._side(work, room, flash), room) for kind, flash in kinds.items()}
+        room = work.prompt.shape[1] + work.tokens
+        return {kind: (self._side(work, room, flash), room) for kind, flash in KINDS.items()}
 
     def _side(self, work: Work, room: int, flash: bool) -> Iterator[float]:
-        llama, length = self.load(room, flash), work.prompt.shape[1]
-        llama.eval(work.prompt[0].tolist())
-        first = int(self.logits(llama).argmax())
+        batch, length = work.prompt.shape
+        context = Context(self, batch, room, flash)
+        first = context.feed(work.prompt, 0).argmax(1)
         while True:
-            llama.n_tokens, token = length, first  # the next call forgets what is beyond
+            context.forget(length)
+            token, place = first, length
 
             def step() -> None:
-                nonlocal token
-                llama.eval([token])
-                token = int(self.logits(llama).argmax())
+                nonlocal token, place
+                token = context.feed(token[:, None], place).argmax(1)
+                place += 1
 
             yield median_of_steps(step, work.tokens)
+
+    def prefill(self, prompt: np.ndarray) -> dict[str, Iterator[float]]:
+        return {kind: self._prefill(prompt, flash) for kind, flash in KINDS.items()}
+
+    def _prefill(self, prompt: np.ndarray, flash: bool) -> Iterator[float]:
+        """Seconds that prompts take until the logits of each row's last token are there."""
+        context = Context(self, prompt.shape[0], prompt.shape[1], flash)
+        while True:
+            context.forget(0)
+            start = time.perf_counter()
+            context.feed(prompt, 0)
+            yield time.perf_counter() - start
+
+
+class Context:
+    """`batch` sequences of up to `room` tokens, each with a cache of its own."""
+
+    def __init__(self, owner: LlamaCpp, batch: int, room: int, flash: bool = False):
+        self.api, self.vocabulary = owner.llama_cpp, owner.vocabulary
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        params = self.api.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = batch * -(-room // ROOM) * ROOM, batch
+        params.n_batch, params.n_ubatch = TOKENS, PIECE
+        params.n_threads = params.n_threads_batch = cores
+        params.flash_attn_type = int(flash)
+        params.type_k = params.type_v = self.api.GGML_TYPE_F32
+        params.kv_unified = False
+        self.context = self.api.llama_init_from_model(owner.model, params)
+        if not self.context:
+            raise ConfigError(f"llama.cpp has made no context of {batch} rows of {room} tokens.")
+        self.batch = self.api.llama_batch_init(TOKENS, 0, 1)
+
+    def forget(self, length: int) -> None:
+        """Removes all tokens from position `length` on."""
+        memory = self.api.llama_get_memory(self.context)
+        self.api.llama_memory_seq_rm(memory, -1, length, -1)
+
+    def feed(self, tokens: np.ndarray, start: int) -> np.ndarray:
+        """Feeds [B, n] token ids at positions `start` on; returns the logits [B, V] after the last one of each row."""
+        rows, count = tokens.shape
+        # [B * n]: row, place
+        entries = [(row, place) for row in range(rows) for place in range(count)]
+        logits = np.empty((rows, self.vocabulary), np.float32)
+        for begin in range(0, len(entries), TOKENS):
+            part = entries[begin : begin + TOKENS]
+            self.batch.n_tokens = len(part)
+            for i, (row, place) in enumerate(part):
+                self.batch.token[i], self.batch.pos[i] = int(tokens[row, place]), start + place
+                self.batch.n_seq_id[i], self.batch.seq_id[i][0] = 1, row
+                self.batch.logits[i] = place == count - 1
+            if status := self.api.llama_decode(self.context, self.batch):
+                raise ConfigError(f"llama.cpp: llama_decode returned {status}.")
+            for i, (row, place) in enumerate(part):
+                if place == count - 1:
+                    found = self.api.llama_get_logits_ith(self.context, i)
+                    logits[row] = np.ctypeslib.as_array(found, shape=(self.vocabulary,))
+        return logits
 
 
 def write_gguf(gguf: Any, folder: Path, path: Path) -> int:

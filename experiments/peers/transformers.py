@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.peers import Work
+from experiments.peers import PLATFORM, Work
 from kvjax.errors import ConfigError
 
 SLOW = 0.1  # seconds a step beyond which a sixteenth of the round is enough
@@ -32,7 +32,9 @@ class Transformers:
             raise ConfigError(f"benchmarks against transformers need {error.name}; install kvjax[bench].") from None
         self.torch, self.transformers = torch, transformers
         transformers.utils.logging.disable_progress_bar()
-        self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"  # the one that kvjax runs on
+        # The one that kvjax runs on; a process of its own is told, so that it need not take a GPU's memory to know.
+        platform = os.environ.get(PLATFORM) or jax.default_backend()
+        self.device = "cuda" if platform == "gpu" else "cpu"
         if hasattr(os, "sched_getaffinity"):
             torch.set_num_threads(len(os.sched_getaffinity(0)))
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval().to(self.device)
@@ -91,7 +93,11 @@ class Transformers:
                 seconds = median_of_steps(step, work.tokens)
             yield seconds
 
-    def prefill(self, tokens: np.ndarray, attention: str) -> Iterator[float]:
+    def prefill(self, prompt: np.ndarray) -> dict[str, Iterator[float]]:
+        """Sides by kind of attention: weights of attention, which some presses need, exist under ``eager`` alone."""
+        return {kind: self._prefill(prompt, kind) for kind in ("sdpa", "eager")}
+
+    def _prefill(self, tokens: np.ndarray, attention: str) -> Iterator[float]:
         """Seconds that a prompt takes in one shot, into a new dynamic cache."""
         model, ids = self.with_attention(attention), self.ids(tokens)
         while True:

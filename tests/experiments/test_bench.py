@@ -9,7 +9,7 @@ import pytest
 
 from experiments.bench import decode, every_policy, kernels, memory, sides, storages
 from experiments.bench.__main__ import TASKS, main
-from experiments.peers import PEERS, Work
+from experiments.peers import PEERS
 from kvjax import policies, products
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models import shapes
@@ -265,15 +265,23 @@ def test_kvpress(tmp_path, capsys):
 
 @needs("llama_cpp", "gguf")
 def test_llama_cpp(tmp_path):
-    rows = bench(tmp_path, "decode", "--against=llama.cpp", "--batch=1", "--context=20")
-    assert [row["side"] for row in rows if row["side"].startswith("llama")] == [
-        "llama.cpp, plain attention", "llama.cpp, flash attention"
-    ]  # fmt: skip
+    for task in ("decode", "prefill"):
+        rows = bench(tmp_path, task, "--against=llama.cpp", "--batch=2", "--context=20")
+        assert [row["side"] for row in rows if row["side"].startswith("llama")] == [
+            "llama.cpp, plain attention", "llama.cpp, flash attention"
+        ]  # fmt: skip
+
+
+@needs("vllm")
+def test_vllm(tmp_path):
+    for task in ("decode", "prefill"):
+        rows = bench(tmp_path, task, "--against=vllm", "--batch=2", "--context=20")
+        assert [row["side"] for row in rows if row["side"].startswith("vllm")] == ["vllm, eager"]
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_that_is_missing_says_what_to_install(name, tmp_path, monkeypatch):
-    for module in ("torch", "kvpress", "llama_cpp"):
+    for module in ("torch", "kvpress", "llama_cpp", "vllm"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
     with pytest.raises(ConfigError, match=r"install kvjax\[bench"):
         PEERS[name].load(str(tmp_path))
@@ -283,15 +291,15 @@ def test_a_peer_that_is_missing_says_what_to_install(name, tmp_path, monkeypatch
     ("arguments", "message"),
     [
         (["sprint"], "unknown benchmark 'sprint'; known benchmarks: decode, policies"),
-        (["decode", "--against=vllm"], "unknown peer 'vllm'; known peers: transformers, kvpress, llama.cpp, none"),
+        (["decode", "--against=mlx"], "unknown peer 'mlx'; known peers: transformers, kvpress, llama.cpp, vllm, none"),
         (["decode", "--against=none", "--batch=1"], "give --batch and --context together"),
         (["decode", "--against=kvpress", "--shape=opt-125m"], "kvpress has no opt .* use --shape=llama-12x768"),
         (["decode", "--against=none", "--policies=h3o"], "unknown policy 'h3o'"),
         (["decode", "--against=none", "--shape=gpt-5"], "unknown model shape 'gpt-5'"),
         (["prefill", "--context=many"], "--context='many' is not valid"),
-        (["prefill", "--against=llama.cpp", "--context=8"], "measured decoding only"),
-        (["decode", "--against=llama.cpp", "--batch=2", "--context=8"], "at batch 1 in float32; got --batch=2"),
-        (["decode", "--against=llama.cpp", "--dtype=bfloat16"], "at batch 1 in float32; got .* --dtype=bfloat16"),
+        (["decode", "--against=llama.cpp", "--dtype=bfloat16"], "in float32; got --dtype=bfloat16"),
+        (["decode", "--python=vllm=/nowhere/python"], "--python=vllm=/nowhere/python is not valid; give PEER="),
+        (["decode", "--python=jax"], "--python=jax= is not valid"),
         (["memory", "--against=kvpress", "--context=8"], "against transformers only"),
         (["kernels", "--grid=12x64"], "--grid='12x64' is not valid"),
         (["decode", "--output=/nowhere/at/all.json"], "cannot be written"),
@@ -306,13 +314,6 @@ def test_what_a_user_can_get_wrong(arguments, message):
 def test_two_sides_that_differ_are_not_timed():
     with pytest.raises(ConfigError, match="the two sides disagree by 2"):
         decode.agree("a peer", np.zeros(3), np.array([0.0, 0.0, 0.002]))
-
-
-def test_llama_cpp_takes_one_row():
-    from experiments.peers.llama_cpp import LlamaCpp
-
-    with pytest.raises(ConfigError, match="batch 1; got --batch=2"):
-        LlamaCpp.decode(object.__new__(LlamaCpp), Work(np.zeros((2, 4), int), 4, 2, ("h2o",), False))
 
 
 def test_a_grid_is_read():
