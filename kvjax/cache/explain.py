@@ -5,6 +5,7 @@ import itertools
 
 import jax
 
+from kvjax import products
 from kvjax.cache.convert import empty
 from kvjax.cache.layout import CacheLayout, Group
 from kvjax.units import size
@@ -13,7 +14,7 @@ from kvjax.units import size
 def explain(layout: CacheLayout) -> str:
     """Describes the slots, bytes and kernels of a layout, with a line for each set of layers that are alike.
 
-    A line below gives the reason why a faster kernel does not run.
+    A line below gives the reason why a faster kernel does not run. On a CPU the forms of products come last.
     """
     lines = [f"{layout.name}: {size(layout.bytes())} of keys and values per row in {layout.dtype}, {_prompt(layout)}"]
     # Groups that are alike are described once, in the order of their first layers.
@@ -28,6 +29,8 @@ def explain(layout: CacheLayout) -> str:
     for attend, reasons in sorted(prompts):
         lines.append(f"  prompts: attention by {attend}")
         lines += [f"    not {reason}" for reason in reasons]
+    if layout.platform == "cpu":
+        lines += [f"  {line}" for line in products.explain().splitlines()]
     return "\n".join(lines)
 
 

@@ -125,6 +125,7 @@ class CacheLayout:
       kv_heads: KV heads of the model.
       head_dim: features of a head.
       dtype: of the model's keys and values.
+      platform: ``cpu``, ``gpu`` or ``tpu``, for reports.
     """
 
     prompt: Phase
@@ -134,6 +135,7 @@ class CacheLayout:
     kv_heads: int
     head_dim: int
     dtype: str
+    platform: str = dataclasses.field(default="cpu", compare=False)
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -106,7 +106,7 @@ def lower(
         decode_budgets.append(tuple(then))
     layout = CacheLayout(
         prompt=tuple(prompt_groups), decode=tuple(decode_groups), block=sizes.block, name=name,
-        kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=str(jnp.dtype(dtype)),
+        kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=str(jnp.dtype(dtype)), platform=platform,
     )  # fmt: skip
     return Lowered(layout, Budgets(tuple(prompt_budgets), tuple(decode_budgets)))
 

@@ -1,7 +1,7 @@
 """Which form a product uses: a fixed rule, or the fastest form on this machine, timed once and kept.
 
-Timings are kept in the user's cache folder, by processor, number of cores and jax version: delete the folder `products`
-there to time again.
+Timings are kept in the user's cache folder, by processor, number of cores and jax version, unless other work disturbed
+them: delete the folder `products` there to time again.
 """
 
 import concurrent.futures
@@ -35,6 +35,7 @@ MIN_PROJECTION, MIN_OTHER = 1 << 19, 1 << 21
 # The matrices that are timed: those of an MLP, or the keys of 96 heads; several copies, so that no cache holds them.
 SHAPE, HEADS_SHAPE, COPIES = (768, 3072), (96, 64, 512), 8
 ROUNDS, NOISE = 5, 0.05  # a form must be faster than the ones before it by this share
+DISTURBED = 1.5  # the median round of a timing that other work has disturbed takes this many times the fastest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +145,10 @@ def chosen(dtype: str, batched: bool, transposed: bool, rows: int) -> Entry:
     if entry.key not in kept:
         # A thread of its own has no trace to which the timed programs would be added, and no mesh.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            measured = thread.submit(_measure, dtype, batched, transposed, rows).result()
+            measured, quiet = thread.submit(_measure, dtype, batched, transposed, rows).result()
         kept = _read(path) | {entry.key: measured}
-        _write(path, kept)
+        if quiet:  # else the next process times again
+            _write(path, kept)
     speeds = kept[entry.key]
     return dataclasses.replace(entry, speeds={name: speeds[name] for name in FORMS if name in speeds})
 
@@ -161,8 +163,13 @@ def explain() -> str:
     return "\n".join(lines)
 
 
-def _measure(dtype: str, batched: bool, transposed: bool, rows: int) -> dict[str, float]:
-    """Returns bytes of matrices per second of every form that can be used, timed in turns."""
+def _measure(dtype: str, batched: bool, transposed: bool, rows: int) -> tuple[dict[str, float], bool]:
+    """Times every form that can be used, in turns.
+
+    Returns:
+      Bytes of matrices per second in the fastest round, which other work has disturbed least, and whether the rounds of
+      every form were alike.
+    """
     *batch, inputs, outputs = HEADS_SHAPE if batched else SHAPE
     # Each second matrix maps back to the shape of x.
     shapes = [(*batch, *pair) for pair in ((inputs, outputs), (outputs, inputs))]
@@ -183,7 +190,8 @@ def _measure(dtype: str, batched: bool, transposed: bool, rows: int) -> dict[str
             if turn:  # the first call compiles
                 times[name].append(time.perf_counter() - start)
     read = sum(kernel.nbytes for kernel in kernels)
-    return {name: read / statistics.median(each) for name, each in times.items()}
+    quiet = all(statistics.median(each) < DISTURBED * min(each) for each in times.values())
+    return {name: read / min(each) for name, each in times.items()}, quiet
 
 
 def _chain(run: Callable[..., Array], transposed: bool, x: Array, kernels: list[Array]) -> Array:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvjax import policies, selection, storage
+from kvjax import policies, products, selection, storage
 from kvjax.attention import Implementation
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.limits import sizes_for
@@ -83,4 +83,5 @@ def test_it_is_the_golden_text():
 
 
 if __name__ == "__main__":
+    products.use("fixed")  # as in all tests
     GOLDEN.write_text(golden())

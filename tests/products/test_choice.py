@@ -32,7 +32,7 @@ def timings(monkeypatch):
 
     def measure(dtype, batched, transposed, rows):
         asked.append((dtype, batched, transposed, rows))
-        return {"dot": 10e9, "split": 10.4e9, "native": 10e9 + rows * 1e9}
+        return {"dot": 10e9, "split": 10.4e9, "native": 10e9 + rows * 1e9}, rows != 64
 
     monkeypatch.setattr(choice, "_measure", measure)
     monkeypatch.setitem(FORMS, "native", FORMS["native"]._replace(refuses=lambda kernel, transposed: None))
@@ -68,6 +68,12 @@ def test_timings_are_taken_once_and_kept(timings):
     path.write_text("{")  # cut off
     choice.chosen.cache_clear()
     assert form(8) == "native" and len(timings) == 5
+
+
+def test_disturbed_timings_are_not_kept(timings):
+    assert form(64) == "native" == form(60) and len(timings) == 1
+    choice.chosen.cache_clear()  # as another process
+    assert form(64) == "native" and len(timings) == 2
 
 
 def test_a_form_that_is_gone_is_not_used(timings, monkeypatch):
@@ -136,6 +142,13 @@ def test_a_compiler_that_fails(monkeypatch, tmp_path):
     assert load().endswith("cannot compile native.cc: native.cc:1: error: not today")
     monkeypatch.setenv("CXX", str(tmp_path / "missing"))
     assert "native.cc was not built" in load()
+
+
+def test_it_is_available_where_there_is_a_compiler():
+    """Otherwise all tests of the native form would be skipped on a machine that could run them."""
+    if not any(map(shutil.which, native.COMPILERS)):
+        pytest.skip("there is no C++ compiler")
+    assert native.load() is None
 
 
 def test_it_is_built_once(monkeypatch):
