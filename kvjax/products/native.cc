@@ -78,6 +78,9 @@ inline void InRegister(Vector& v) {
   __asm__("" : "+w"(v));
 #endif
 }
+// Asks for memory that is read soon, as far as the second-level cache: it can wait for many more lines at a time than
+// the first, and 8 rows then read W at 22 to 24 GB/s instead of 16, where memory allows 26 to 27.
+inline void Ahead(const void* p) { __builtin_prefetch(p, 0, 2); }
 inline Vector Splat(float value) { return value - Vector{}; }
 typedef float Vector4 __attribute__((vector_size(16)));
 typedef float Vector8 __attribute__((vector_size(32)));
@@ -136,7 +139,7 @@ inline void AddInputs(const float* x, int64_t inputs, const W* w, int64_t output
     Vector weight[U];
     for (int u = 0; u < U; u++) {
       weight[u] = Load(w + u * outputs + n);
-      if (R > 1) __builtin_prefetch(w + (u + 2 * U) * outputs + n);
+      Ahead(w + (u + 2 * U) * outputs + n);
     }
     for (int r = 0; r < R; r++) {
       Vector sum = first ? Vector{} : Load(sums + r * kStride + n);
@@ -205,8 +208,8 @@ void Columns(const float* x, const W* w, float* y, int64_t rows, int64_t inputs,
   }
 }
 
-// R rows of y for C outputs: dot products of rows of x with rows of W.
-template <int R, int C, bool Ahead, typename W>
+// R rows of y for C outputs: dot products of rows of x with rows of W. The first rows of x ask for the next ones of W.
+template <int R, int C, bool First, typename W>
 inline void Dots(const float* x, const W* w, float* y, int64_t inputs, int64_t outputs, int64_t from, int64_t to) {
   Vector sum[R][C] = {};
   int64_t k = from;
@@ -215,7 +218,7 @@ inline void Dots(const float* x, const W* w, float* y, int64_t inputs, int64_t o
     for (int c = 0; c < C; c++) {
       weight[c] = Load(w + c * inputs + k);
       InRegister(weight[c]);
-      if (Ahead) __builtin_prefetch(w + (c + C) * inputs + k);
+      if (First) Ahead(w + (c + C) * inputs + k);
     }
     for (int r = 0; r < R; r++) {
       Vector value = Load(x + r * inputs + k);
