@@ -30,8 +30,8 @@ SETTINGS = (AUTO, FIXED, *FORMS)
 VARIABLE = "KVJAX_PRODUCTS"
 MAX_ROWS = 64  # with more, a product is limited by arithmetic, at which XLA is good
 # Numbers of elements. Smaller matrices may stay in a processor's cache, where all forms are fast, and a timing takes a
-# second or two. A projection is one of many that are as large; a table, or a layer's keys, may be all that there is.
-MIN_PROJECTION, MIN_OTHER = 1 << 19, 1 << 21
+# second. A projection, or a layer's keys, are one of many that are as large; a table is the only one.
+MIN_OF_MANY, MIN_TABLE = 1 << 19, 1 << 21
 # The matrices that are timed: those of an MLP, or the keys of 96 heads; several copies, so that no cache holds them.
 SHAPE, HEADS_SHAPE, COPIES = (768, 3072), (96, 64, 512), 8
 ROUNDS, NOISE = 5, 0.05  # a form must be faster than the ones before it by this share
@@ -118,7 +118,7 @@ def form_for(x: Shaped, kernel: Shaped, transposed: bool) -> str:
         return fixed
     if setting() != AUTO:
         return setting() if _can(setting(), kernel, transposed) else fixed
-    least = MIN_OTHER if transposed or batched else MIN_PROJECTION
+    least = MIN_TABLE if transposed and not batched else MIN_OF_MANY
     if kernel.size < least or kernel.dtype != x.dtype or jax.default_backend() != "cpu":
         return fixed
     found = chosen(kernel.dtype.name, batched, transposed, 1 << (rows - 1).bit_length()).form
@@ -173,9 +173,8 @@ def _measure(dtype: str, batched: bool, transposed: bool, rows: int) -> tuple[di
     *batch, inputs, outputs = HEADS_SHAPE if batched else SHAPE
     # Each second matrix maps back to the shape of x.
     shapes = [(*batch, *pair) for pair in ((inputs, outputs), (outputs, inputs))]
-    keys = jax.random.split(jax.random.key(0), 2 * COPIES)
-    # [*batch, in, out] or [*batch, out, in]
-    kernels = [jax.random.normal(key, shapes[(i + transposed) % 2], dtype) for i, key in enumerate(keys)]
+    # [*batch, in, out] or [*batch, out, in]; to draw random numbers would take longer than the timing.
+    kernels = [jnp.full(shapes[(i + transposed) % 2], 1 / (i + 2), dtype) for i in range(2 * COPIES)]
     # [*batch, rows, in]
     x = jnp.ones((*batch, rows, inputs), dtype)
     calls: dict[str, Callable[[], Any]] = {}

@@ -102,7 +102,7 @@ def test_where_the_form_is_fixed(timings):
 def test_it_is_measured_while_a_program_is_traced(monkeypatch):
     monkeypatch.setattr(choice, "COPIES", 1)
     monkeypatch.setattr(choice, "SHAPE", (512, 512))
-    monkeypatch.setattr(choice, "MIN_PROJECTION", 1 << 18)
+    monkeypatch.setattr(choice, "MIN_OF_MANY", 1 << 18)
     monkeypatch.setitem(FORMS, "native", FORMS["native"]._replace(refuses=lambda kernel, transposed: "not built here"))
     x, kernel = jnp.ones((2, 512)), jnp.ones((512, 512))
     program = jax.jit(products.product).lower(x, kernel)
