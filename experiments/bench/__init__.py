@@ -13,16 +13,19 @@
   python -m experiments.bench prefill --context=2048
   python -m experiments.bench memory --context=512,2048,8192
   python -m experiments.bench decode --shape=opt-6.7b --dtype=bfloat16 --batch=64 --context=2048 --tokens=2048
+  python -m experiments.bench device --dtype=bfloat16
+  python -m experiments.bench transfers
   python -m experiments.bench kernels --grid=1024x2048x128 --dtype=bfloat16
 
 Peers hold the same random weights (--dtype), on all cores, each in its best setting, which is looked for among those
 that are shown (torch.compile, which takes minutes, with --compile); before anything is timed, log-probabilities are
 compared. Everything is warmed up and waited for. Ratios are those of a round, then their median: a machine that slows
 down does so for both. The limit of a decoding step is the bytes that it must move (weights, live keys and values,
-positions, statistics) over the speed at which this machine reads, measured in turns with the rest. Sides whose rounds
-differ by more than a half are named: they were disturbed, and their figures are noise. KVJAX_PRODUCTS=fixed in the
-environment leaves out the forms of products that are chosen by machine. `--output` writes the figures with what they
-were measured on, `--plot` draws them.
+positions, statistics) over the speed at which this machine reads, measured in turns with the rest. With --fill no
+prompt is run: caches hold random keys and values, and what does not fit the device is refused before it is made. Sides
+whose rounds differ by more than a half are named: they were disturbed, and their figures are noise.
+KVJAX_PRODUCTS=fixed in the environment leaves out the forms of products that are chosen by machine. `--output` writes
+the figures with what they were measured on, `--plot` draws them.
 
 decode: milliseconds a step, all rows advancing one token. "no policy" attends to the same number of slots without
 choosing any: what the policy itself costs. The peers' full caches begin every round at --context tokens.
@@ -36,8 +39,12 @@ forms: a decoding step with products in a fixed form and in those that are faste
 link: bytes that a step moves from host memory, and what they take, from shapes alone (InfiniGen's Figures 14 to 16).
 stream: kvjax-tiny under streaming_llm: time a generated token, a tenth at a time, then the first and the last 1,000
 in turns; bytes held; perplexity of a text (a generated story, or --text).
-prefill: a prompt in one shot, with a policy's statistics, and without.
+prefill: a prompt in one shot, with a policy's statistics, and without: of the FLOPs a second that a large product
+takes and, of a known device in bfloat16, of what is published (its matrix products alone are counted).
+device: bytes and FLOPs a second of reading, copying and a large product, beside what is published of a known device.
+transfers: bytes a second between a device and the pinned memory of its host.
 memory: bytes held and needed beyond the weights, by length of the context: compiled programs, and the process's peak.
 kernels: attention of one query a head alone, and a layer's whole decoding step under h2o, by every implementation:
-bytes a second, against those of a copy; a shape that stays in a processor's cache can beat it.
+bytes a second, against those of a copy; a shape that stays in a processor's cache can beat it. --kinds chooses among
+attention without and with statistics and the step, --implementation compares one of them with XLA.
 """

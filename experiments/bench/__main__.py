@@ -1,6 +1,6 @@
 """The command line of the benchmarks: flags, one task, a table, JSON and a plot."""
 
-import json
+import contextlib
 import os
 import shlex
 from collections.abc import Sequence
@@ -13,9 +13,10 @@ from tabulate import tabulate
 
 import experiments.bench
 import kvjax.products
-from experiments import cli, machine, peers
+from experiments import cli, machine, peers, results
 from experiments.bench import (
     decode,
+    device,
     every_policy,
     figures,
     forms,
@@ -28,6 +29,7 @@ from experiments.bench import (
     sides,
     storages,
     stream,
+    transfers,
 )
 from kvjax.attention import IMPLEMENTATIONS
 from kvjax.errors import ConfigError
@@ -44,6 +46,8 @@ TASKS = {
     "prefill": prefill.run,
     "memory": memory.run,
     "kernels": kernels.run,
+    "device": device.run,
+    "transfers": transfers.run,
 }
 
 
@@ -73,6 +77,14 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("compile", False, "try torch.compile on transformers' static cache too", flag_values=values)
     text("text", None, "a file to score, for `stream`")
     several("grid", "12x103x64,12x512x64,96x2048x64", "BATCH*HEADSxSLOTSxHEAD_DIM, for `kernels`")
+    several("kinds", ",".join(kernels.KINDS), "attention with statistics `none` or `mass`, and `step`, for `kernels`")
+    about = "a cache of `selections`; may be given several times, and is else every one"
+    flags.DEFINE_multi_string("caches", [], about, flag_values=values)
+    flags.DEFINE_bool(
+        "fill", False, "fill caches with random numbers instead of prompts, for `decode`", flag_values=values
+    )
+    about = "run Pallas kernels interpreted on this machine: their times mean nothing"
+    flags.DEFINE_enum("interpret", "no", ["no", "tpu", "gpu"], about, flag_values=values)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of weights and caches", flag_values=values)
     text("output", None, "also write the figures as JSON to this file")
     text("plot", None, "also draw the figures, as a PNG, to this file")
@@ -100,26 +112,42 @@ def main(argv: Sequence[str]) -> int:
     environment["reads_gb_per_second"] = 1e-9 / next(sides.reading())
     print(describe(environment))
     # float32 means float32 on every side: left alone, accelerators multiply it in fewer bits.
-    with jax.default_matmul_precision("highest" if values.dtype == "float32" else None):
+    with jax.default_matmul_precision("highest" if values.dtype == "float32" else None), interpreting(values.interpret):
         rows = TASKS[task](values)
     environment["forms"] = kvjax.products.explain()
     print(tabulate(rows, headers="keys", floatfmt=",.2f", intfmt=",", tablefmt="github"))
     print(environment["forms"])
     if values.output:
         result: dict[str, Any] = {"environment": environment, "command": shlex.join(argv[1:]), task: rows}
-        Path(values.output).write_text(json.dumps(result, indent=2) + "\n")
+        results.write(Path(values.output), results.to_json(result))
     if values.plot:
         Path(values.plot).write_bytes(figures.draw(task, rows))
     return 0
 
 
+def interpreting(machine: str) -> contextlib.AbstractContextManager[Any]:
+    """Where Pallas kernels run: ``no``, on the device that they are written for; else interpreted on this machine."""
+    if machine == "no":
+        return contextlib.nullcontext()
+    # Pallas takes long to import.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jax.experimental.pallas import tpu as pltpu
+
+    if machine == "tpu":
+        return pltpu.force_tpu_interpret_mode()
+    gpu: Any = plgpu  # older versions have no interpreter
+    if not hasattr(gpu, "InterpretGPUParams"):
+        raise ConfigError(f"--interpret=gpu needs jax 0.11 or newer; this is jax {jax.__version__}.")
+    return gpu.force_gpu_interpret_mode(gpu.InterpretGPUParams())
+
+
 def describe(environment: dict[str, Any]) -> str:
     """One line: what this ran on."""
-    platform, device = environment["platform"], environment["device"]
+    platform, kind = environment["platform"], environment["device"]
     where = f"{environment['cpu']}, {environment['cores']} cores, {environment['memory_gb']} GB"
     speed = f"reads {environment['reads_gb_per_second']:.1f} GB/s"
     if platform != "cpu":
-        where = f"{environment['devices']} {device}; {where}"
+        where = f"{environment['devices']} {kind}; {where}"
     installed = ", ".join(f"{name} {version}" for name, version in environment["peers"].items() if version)
     return f"measured on {platform}: {where}, {speed}; jax {environment['jax']}" + (
         f", {installed}" if installed else ""

@@ -10,7 +10,8 @@ import numpy as np
 from absl import flags
 
 import kvjax
-from experiments import peers
+from experiments import machine, peers
+from experiments.bench.fill import filled_steps
 from experiments.bench.sides import (
     LLAMA,
     attended,
@@ -20,6 +21,7 @@ from experiments.bench.sides import (
     in_turns,
     lengths,
     lowered_for,
+    milliseconds,
     ours,
     policy_of,
     random_model,
@@ -30,7 +32,12 @@ from experiments.bench.sides import (
 )
 from experiments.peers.process import PeerProcess
 from kvjax import policies
+from kvjax.cache import CacheSpec, Limits
+from kvjax.cache.limits import sizes_for
+from kvjax.cache.lowering import lower
 from kvjax.errors import ConfigError
+from kvjax.models.config import DecoderConfig
+from kvjax.policies.base import Policy
 from kvjax.policies.budget import Fraction
 
 WORK = ((1, 512), (8, 2048))  # batch, context: what is measured unless the command line says otherwise
@@ -45,6 +52,8 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     if (values.batch is None) != (not lengths(values)):
         raise ConfigError("give --batch and --context together, or neither for the two standard settings.")
     settings = WORK if values.batch is None else tuple((values.batch, context) for context in lengths(values))
+    if values.fill and against:
+        raise ConfigError("peers read prompts: give --against=none with --fill.")
     if "llama.cpp" in against and values.dtype != "float32":
         raise ConfigError(f"llama.cpp is measured in float32; got --dtype={values.dtype}.")
     return [row for batch, context in settings for row in one_setting(values, against, batch, context)]
@@ -93,23 +102,30 @@ def one_setting(values: flags.FlagValues, against: list[str], batch: int, contex
     rounds, tokens, implementation = values.rounds, values.tokens, values.implementation
     slots = Fraction(values.budget).slots(context, 1)[0] + 1
     config = shape_for(values, against)
+    built = {name: policy_of(name, values.budget) for name in values.policies}
+    if values.fill:
+        check_fits(config, built, batch, context, (rounds + 1) * tokens, values.dtype)
     # Room for every round to continue where the last one stopped, on a learned position table too.
     model = random_model(config, context + (rounds + 1) * tokens + slots, values.dtype)
     prompt = random_prompt(config, batch, context)
-    built = {name: policy_of(name, values.budget) for name in values.policies}
     first = values.policies[0]
 
     sides: dict[str, Iterator[float]] = {"limit": reading()}
     held: dict[str, int] = {}
     for name, policy in built.items():
         lowered = lowered_for(model, policy, batch, context, tokens)
-        sides[name] = ours(model, prompt, policy, tokens, restart=grows(lowered), implementation=implementation)
+        if values.fill:
+            spec = CacheSpec(policy)
+            sides[name] = filled_steps(model, spec, batch, context, tokens, rounds, implementation)
+        else:
+            sides[name] = ours(model, prompt, policy, tokens, restart=grows(lowered), implementation=implementation)
         held[name] = attended(config, lowered, context, tokens)
-    # The same slots, all of them kept: a prompt that leaves room for exactly this run's tokens.
-    few = min(tokens, slots)
-    unpoliced = prompt[:, : slots + 1 - few]
-    sides[NO_POLICY] = ours(model, unpoliced, policies.full(), few, restart=True, implementation=implementation)
-    held[NO_POLICY] = slots
+    if not values.fill:
+        # The same slots, all of them kept: a prompt that leaves room for exactly this run's tokens.
+        few = min(tokens, slots)
+        unpoliced = prompt[:, : slots + 1 - few]
+        sides[NO_POLICY] = ours(model, unpoliced, policies.full(), few, restart=True, implementation=implementation)
+        held[NO_POLICY] = slots
     owner: dict[str, str] = {}
     pythons = interpreters(values.python)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -139,9 +155,7 @@ def one_setting(values: flags.FlagValues, against: list[str], batch: int, contex
             "context": context,
             "side": side,
             "slots": slots,
-            "ms/step": 1e3 * float(np.median(seconds)),
-            "min": 1e3 * float(min(seconds)),
-            "max": 1e3 * float(max(seconds)),
+            **milliseconds(seconds),
             "tokens/s": batch / float(np.median(seconds)),
             f"times {first}": ratio(seconds, times[first]),
             **{f"faster than {peer}": ratio(times[best], seconds) for peer, best in fastest.items()},
@@ -152,6 +166,24 @@ def one_setting(values: flags.FlagValues, against: list[str], batch: int, contex
     speed = f"{1e-9 / float(np.median(a_byte)):.1f} GB/s"
     limits = [row(f"limit of {name}: {speed}", moved * a_byte, held[name], moved) for name, moved in must.items()]
     return [row(name, each, held[name], must.get(name)) for name, each in times.items()] + limits
+
+
+def check_fits(
+    config: DecoderConfig, built: dict[str, Policy], batch: int, context: int, tokens: int, dtype: str
+) -> None:
+    """Checks, before anything is allocated, that weights and all caches at once fit the device.
+
+    Raises:
+      ConfigError: they do not.
+    """
+    prompts = np.full((batch,), context, np.int32)
+    limits = Limits(context, tokens, shortest=context)
+    sizes = sizes_for(prompts, tokens, width=context, block=None, limits=limits, last_fed=True)
+    cache = sum(
+        lower(CacheSpec(each), config, sizes, prompts, dtype=dtype).layout.bytes(batch) for each in built.values()
+    )
+    if not (fit := machine.fit(config, dtype, cache=cache)).fits:
+        raise ConfigError(f"a batch of {batch} rows of {context:,} tokens does not fit: {fit}.")
 
 
 def check_same(model: kvjax.Model, peer: Any, tokens: np.ndarray, name: str, implementation: Any) -> None:

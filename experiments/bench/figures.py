@@ -182,6 +182,28 @@ def _link(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def _device(rows: Sequence[Row]) -> Any:
+    """What was measured, a panel for bytes and one for FLOPs; what is published in grey."""
+    units = list(dict.fromkeys(row["unit"] for row in rows))
+    figure, panels = new_figure(len(units), figsize=(6 * len(units), 2.4))
+    for axes, unit in zip(panels[0], units, strict=True):
+        own = [row for row in rows if row["unit"] == unit]
+        shown = [{"name": row["work"], "rate": row["measured"]} for row in own]
+        if own[0]["published"]:
+            shown.append({"name": "limit, published", "rate": own[0]["published"]})
+        _bars(axes, shown, "name", "rate")
+        style(axes, "The device", f"{unit} (median)")
+    return figure
+
+
+def _transfers(rows: Sequence[Row]) -> Any:
+    figure, panels = new_figure(1, figsize=(7, 1.2 + 0.32 * len(rows)))
+    shown = [{"name": f"{row['direction']}, {row['MB']:,.0f} MB", "GB/s": row["GB/s"]} for row in rows]
+    _bars(panels[0, 0], shown, "name", "GB/s")
+    style(panels[0, 0], "Between device and host", "GB/s (median)")
+    return figure
+
+
 PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "decode": _decode,
     "policies": _policies,
@@ -194,4 +216,6 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "prefill": _prefill,
     "memory": _memory,
     "kernels": _kernels,
+    "device": _device,
+    "transfers": _transfers,
 }

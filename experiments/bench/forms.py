@@ -13,6 +13,7 @@ from experiments.bench.sides import (
     copied,
     in_turns,
     lengths,
+    milliseconds,
     policy_of,
     random_model,
     random_prompt,
@@ -67,9 +68,7 @@ def _one_setting(values: flags.FlagValues, batch: int, context: int, name: str) 
             "context": context,
             "policy": name,
             "products": form,
-            "ms/step": 1e3 * float(np.median(each)),
-            "min": 1e3 * float(min(each)),
-            "max": 1e3 * float(max(each)),
+            **milliseconds(each),
             "times fixed": ratio(each, times["fixed"]),
             "% of the limit": 100 * ratio(must * a_byte, each),
         }

@@ -4,8 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +13,8 @@ import numpy as np
 from absl import flags
 
 from experiments.bench import sides
-from experiments.bench.sides import in_turns, ratio, timed
+from experiments.bench.device import copying
+from experiments.bench.sides import CALLS, in_turns, ratio, timed
 from kvjax import attention, policies
 from kvjax.attention import IMPLEMENTATIONS
 from kvjax.cache import Block, Group, LayerKV, Limits
@@ -27,17 +27,23 @@ from kvjax.models import shapes
 from kvjax.statistics import MASS, Statistic
 
 Array = jax.Array
-# Rows, slots, features, dtype and implementation -> the output, and calls to be timed
-Work = Callable[[int, int, int, str, str], tuple[np.ndarray, Callable[[], Any]]]
+# Rows, slots, features, dtype and implementation -> the output, calls to be timed, and the kernel that runs
+Work = Callable[[int, int, int, str, str], tuple[np.ndarray, Callable[[], Any], str]]
 
-CALLS = 10  # in a row, waited for together: a device that is asked ahead does not wait for Python
 STEP = "h2o, a whole step"
+KINDS = {"none": "none", "mass": "mass", "step": STEP}  # --kinds, and what the rows call them
 SAME = {"float32": 1e-4, "bfloat16": 2e-2}  # largest difference of an output from XLA's; values are about 1
 
 
 def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     shapes = [parse(each) for each in values.grid]
-    return [row for shape in shapes for row in one_shape(*shape, values.dtype, values.rounds)]
+    if unknown := [kind for kind in values.kinds if kind not in KINDS]:
+        raise ConfigError(f"--kinds={unknown[0]!r} is unknown; known kinds: {', '.join(KINDS)}.")
+    # Outputs are compared with XLA's.
+    names = [name for name in IMPLEMENTATIONS if name != "auto"]
+    if values.implementation != "auto":
+        names = list(dict.fromkeys(("xla", values.implementation)))
+    return [row for shape in shapes for row in one_shape(*shape, values.dtype, values.rounds, names, values.kinds)]
 
 
 def parse(text: str) -> tuple[int, int, int]:
@@ -48,16 +54,20 @@ def parse(text: str) -> tuple[int, int, int]:
     return rows, slots, dim
 
 
-def one_shape(rows: int, slots: int, dim: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
+def one_shape(
+    rows: int, slots: int, dim: int, dtype: str, rounds: int, names: Sequence[str], kinds: Sequence[str]
+) -> list[dict[str, Any]]:
     """A row for every implementation and kind of work; and for a copy of as many bytes or more."""
-    works = {"none": attention_work(frozenset()), "mass": attention_work(frozenset({MASS})), STEP: step_work}
+    known = {"none": attention_work(frozenset()), "mass": attention_work(frozenset({MASS})), STEP: step_work}
+    works = {KINDS[kind]: known[KINDS[kind]] for kind in kinds}
     runs: dict[tuple[str, str], Callable[[], Any]] = {}
+    kernels: dict[tuple[str, str], str] = {}
     refused: dict[tuple[str, str], str] = {}
     expected: dict[str, np.ndarray] = {}
-    for name in (name for name in IMPLEMENTATIONS if name != "auto"):
+    for name in names:
         for kind, work in works.items():
             try:
-                output, calls = work(rows, slots, dim, dtype, name)
+                output, calls, kernel = work(rows, slots, dim, dtype, name)
             except Exception as error:  # what a platform cannot run is refused in many ways, by us and by compilers
                 refused[name, kind] = " ".join((type(error).__name__, *str(error).split()))[:100]
                 continue
@@ -67,8 +77,9 @@ def one_shape(rows: int, slots: int, dim: int, dtype: str, rounds: int) -> list[
                 refused[name, kind] = "xla did not run, which it is compared with"
                 continue
             elif not (worst := float(np.abs(output - expected[kind]).max())) < SAME[dtype]:
-                raise ConfigError(f"{name} differs from xla by {worst:.1e}; its time would mean nothing.")
-            runs[name, kind] = calls
+                refused[name, kind] = f"it differs from xla by {worst:.1e}: its time would mean nothing"
+                continue
+            runs[name, kind], kernels[name, kind] = calls, kernel
 
     item = jnp.dtype(dtype).itemsize
     # Keys, values and positions read, a query read and an output written; a statistic written. A step reads and writes
@@ -78,16 +89,17 @@ def one_shape(rows: int, slots: int, dim: int, dtype: str, rounds: int) -> list[
         key: rows * (slots * (2 * dim * item + 4 * lines[key[1]]) + pairs[key[1]] * 2 * dim * item) for key in runs
     }
     # As many bytes, and more than any cache holds, half of them read and half written.
-    copied = max(*moved.values(), sides.READ_BYTES) // 8 * 8
+    copied = max([*moved.values(), sides.READ_BYTES]) // 8 * 8
     turns = {key: timed(each) for key, each in runs.items()} | {("copy", ""): copying(copied // 8)}
     times = in_turns(turns, rounds)
-    a_byte = np.array(times.pop(("copy", ""))) / copied
+    a_byte = np.array(times.pop(("copy", ""))) / CALLS / copied
     common = {"batch*heads": rows, "slots": slots, "head dim": dim, "dtype": dtype}
 
     def row(name: str, statistics: str | None, seconds: Any, size: float) -> dict[str, Any]:
         return common | {
             "implementation": name,
             "statistics": statistics,
+            "kernel": kernels.get((name, statistics or "")),
             "ms": 1e3 * float(np.median(seconds)),
             "MB": size / 1e6,
             "GB/s": 1e-9 * size / float(np.median(seconds)),
@@ -107,7 +119,9 @@ def one_shape(rows: int, slots: int, dim: int, dtype: str, rounds: int) -> list[
 def attention_work(needs: frozenset[Statistic]) -> Work:
     """The attention of one query per head, to be timed."""
 
-    def work(rows: int, slots: int, dim: int, dtype: str, implementation: Any) -> tuple[np.ndarray, Callable[[], Any]]:
+    def work(
+        rows: int, slots: int, dim: int, dtype: str, implementation: Any
+    ) -> tuple[np.ndarray, Callable[[], Any], str]:
         query, key, value = (
             jax.random.normal(jax.random.key(i), (1, rows, n, dim), dtype) for i, n in enumerate((1, slots, slots))
         )
@@ -122,12 +136,14 @@ def attention_work(needs: frozenset[Statistic]) -> Work:
             return attended.output.astype(value.dtype), columns
 
         run = functools.partial(program, query, key, value, jnp.full((1, 1), slots - 1, jnp.int32), position)
-        return np.asarray(run()[0], np.float32), lambda: [run() for _ in range(CALLS)]
+        return np.asarray(run()[0], np.float32), lambda: [run() for _ in range(CALLS)], f"decode/{implementation}"
 
     return work
 
 
-def step_work(rows: int, slots: int, dim: int, dtype: str, implementation: Any) -> tuple[np.ndarray, Callable[[], Any]]:
+def step_work(
+    rows: int, slots: int, dim: int, dtype: str, implementation: Any
+) -> tuple[np.ndarray, Callable[[], Any], str]:
     """A layer's whole decoding step under h2o: append, attend, observe, evict; all slots but one are live."""
     heads = math.gcd(rows, 8)
     batch, group = rows // heads, step_group(rows // heads, heads, slots, dim, dtype, implementation)
@@ -152,7 +168,8 @@ def step_work(rows: int, slots: int, dim: int, dtype: str, implementation: Any) 
             _, *state = step(*state)
         return state
 
-    return np.asarray(output, np.float32), calls
+    kernel = f"step/{group.step}" if group.step else f"decode/{group.attend}"
+    return np.asarray(output, np.float32), calls, kernel
 
 
 def step_group(batch: int, heads: int, slots: int, dim: int, dtype: str, implementation: Any) -> Group:
@@ -167,12 +184,3 @@ def step_group(batch: int, heads: int, slots: int, dim: int, dtype: str, impleme
     assert isinstance(policy, policies.Evict)
     group = Group(policy=policy.traced(), needs=policy.needs, slots=(slots,), decoding=True)
     return Chooser(config, sizes, implementation, jax.default_backend(), dtype).decode(group, heads)
-
-
-def copying(count: int) -> Iterator[float]:
-    """Seconds of reading and writing `count` float32, in place: a new array would be paid for page by page."""
-    copy, array = jax.jit(lambda x: -x, donate_argnums=0), jnp.ones((count,))
-    while True:
-        start = time.perf_counter()
-        array = jax.block_until_ready(copy(array))
-        yield time.perf_counter() - start

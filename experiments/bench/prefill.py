@@ -11,12 +11,24 @@ from absl import flags
 
 import kvjax
 from experiments.bench.decode import check_same, interpreters, names_of_peers, shape_for
-from experiments.bench.sides import in_turns, lengths, policy_of, random_model, random_prompt, ratio, timed
+from experiments.bench.device import multiplying, prompt_flops, published
+from experiments.bench.sides import (
+    in_turns,
+    lengths,
+    milliseconds,
+    policy_of,
+    random_model,
+    random_prompt,
+    ratio,
+    timed,
+)
 from experiments.peers.process import PeerProcess
 from kvjax.cache import Limits
+from kvjax.devices import TERA
 from kvjax.prefill import prefill
 
 CONTEXT = 2048
+PRODUCT = "a large product"
 
 
 def run(values: flags.FlagValues) -> list[dict[str, Any]]:
@@ -30,7 +42,7 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
     config = shape_for(values, against)
     model = random_model(config, context + 1, values.dtype)
     prompt = random_prompt(config, batch, context)
-    sides: dict[str, Iterator[float]] = {}
+    sides: dict[str, Iterator[float]] = {PRODUCT: multiplying(values.dtype)}
     for name in dict.fromkeys(("full", *values.policies)):
         run = functools.partial(
             prefill, model, prompt, policy_of(name, values.budget), max_new_tokens=1,
@@ -46,16 +58,20 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
             check_same(model, peer, prompt[:1, :64], name, values.implementation)
             sides |= {f"{name}, {kind}": side for kind, side in peer.prefill(prompt).items()}
         times = in_turns(sides, values.rounds)
+    an_operation = np.array(times.pop(PRODUCT))
+    work, known = prompt_flops(config, batch, context), published()
+    most = known.flops if known and values.dtype == "bfloat16" else None
     return [
         {
             "batch": batch,
             "context": context,
             "side": name,
-            "ms/prompt": 1e3 * float(np.median(each)),
-            "min": 1e3 * min(each),
-            "max": 1e3 * max(each),
+            **milliseconds(each, "prompt"),
             "tokens/s": batch * context / float(np.median(each)),
             "times full": ratio(each, times["full"]),
+            "TFLOP/s": work / float(np.median(each)) / TERA,
+            "% of a large product": 100 * ratio(work * an_operation, each),
+            "% of published": most and 100 * work / float(np.median(each)) / most,
         }
         for name, each in times.items()
     ]

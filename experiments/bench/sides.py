@@ -4,6 +4,7 @@ Programs are compiled for exactly the sizes that are measured, not for buckets o
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -34,6 +35,8 @@ Key = TypeVar("Key")
 LLAMA = "llama-12x768"  # as large as OPT-125M, of a family that every peer has
 NOISE = 1.5  # rounds of one side that differ by a larger factor were disturbed
 READ_BYTES = 1 << 30  # of the array that is read to measure a machine: no cache holds it
+#: Calls in a row of what takes about a millisecond, so that an accelerator does not wait for Python between them.
+CALLS = 10
 
 
 def shape(name: str) -> DecoderConfig:
@@ -47,9 +50,19 @@ def shape(name: str) -> DecoderConfig:
 
 
 def random_model(config: DecoderConfig, positions: int, dtype: str = "float32") -> kvjax.Model:
-    """Random weights, with room for `positions` positions."""
+    """Random weights, made on the device, with room for `positions` positions.
+
+    All layers have the same shapes: two small programs make a decoder of any depth.
+    """
     config = dataclasses.replace(config, max_positions=positions)
-    return kvjax.Model(config, random_parameters(config, jax.random.key(0), jnp.dtype(dtype)))
+    one = dataclasses.replace(config, num_layers=1, windows=config.windows[:1])
+    make = functools.partial(random_parameters, one, dtype=jnp.dtype(dtype))
+    another = jax.jit(lambda key: make(key)["layer_0"])
+    key = jax.random.key(0)
+    params = jax.jit(make)(key)
+    for index in range(1, config.num_layers):
+        params[f"layer_{index}"] = another(jax.random.fold_in(key, index))
+    return kvjax.Model(config, params)
 
 
 def dtype_of(model: kvjax.Model) -> Any:
@@ -88,6 +101,13 @@ def in_turns(sides: Mapping[Key, Iterator[float]], rounds: int) -> dict[Key, lis
     if noisy := [str(name) for name, each in times.items() if max(each) > NOISE * min(each)]:
         print(f"not quiet: rounds of {', '.join(noisy)} differ by more than a half; their figures are noise")
     return times
+
+
+def milliseconds(times: npt.ArrayLike, of: str = "step") -> dict[str, float]:
+    """Columns of a table: the median of times in seconds, the shortest and the longest, in milliseconds."""
+    seconds = np.asarray(times)
+    middle, least, most = (1e3 * float(each) for each in (np.median(seconds), seconds.min(), seconds.max()))
+    return {f"ms/{of}": middle, "min": least, "max": most}
 
 
 def ratio(times: npt.ArrayLike, others: npt.ArrayLike) -> float:
@@ -159,12 +179,12 @@ def copied(prefilled: Prefilled) -> Prefilled:
     return prefilled._replace(state=jax.tree.map(lambda x: x.copy(), prefilled.state))
 
 
-def timed(run: Callable[[], Any]) -> Iterator[float]:
-    """Seconds of each call, waited for."""
+def timed(run: Callable[[], Any], calls: int = 1) -> Iterator[float]:
+    """Seconds of each of `calls` calls in a row, which are waited for together."""
     while True:
         start = time.perf_counter()
-        jax.block_until_ready(run())
-        yield time.perf_counter() - start
+        jax.block_until_ready([run() for _ in range(calls)])
+        yield (time.perf_counter() - start) / calls
 
 
 def bytes_a_step(model: kvjax.Model, policy: Policy, batch: int, context: int, tokens: int) -> int:
@@ -184,7 +204,8 @@ def reading() -> Iterator[float]:
     side = int((READ_BYTES / 4) ** 0.5)
     matrix, vector = jax.random.normal(jax.random.key(0), (side, side)), jnp.ones((side,))
     programs = [jax.jit(f) for f in (lambda m, v: m.sum(1), lambda m, v: m @ v, lambda m, v: v @ m)]
-    reads = [timed(lambda f=f: f(matrix, vector)) for f in programs]  # type: ignore[misc]
+    calls = 1 if jax.default_backend() == "cpu" else CALLS  # an accelerator reads it in less time than a call takes
+    reads = [timed(lambda f=f: f(matrix, vector), calls) for f in programs]  # type: ignore[misc]
     for each in reads:
         next(each)
     while True:

@@ -4,16 +4,20 @@ import dataclasses
 import importlib.util
 import json
 
+import jax
 import numpy as np
 import pytest
 
-from experiments.bench import decode, every_policy, kernels, memory, sides, storages
+from experiments.bench import decode, device, every_policy, fill, kernels, memory, sides, storages, transfers
 from experiments.bench.__main__ import TASKS, main
 from experiments.peers import PEERS
 from kvjax import policies, products
+from kvjax.cache import CacheSpec, Limits
+from kvjax.devices import DEVICES, Device
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models import shapes
 from kvjax.models.parameters import parameter_count
+from kvjax.prefill import prefill
 
 QUICK = ("--shape=tiny", "--tokens=4", "--rounds=1")
 
@@ -28,6 +32,7 @@ def needs(*modules: str):
 def _quick(small, monkeypatch):
     """The one-layer decoder of `small`, and a machine that is measured by reading little."""
     monkeypatch.setattr(sides, "READ_BYTES", 1 << 16)
+    monkeypatch.setitem(device.SQUARE, "cpu", 64)
 
 
 def bench(tmp_path, *arguments: str) -> list[dict]:
@@ -54,6 +59,35 @@ def test_decode(tmp_path, capsys):
     assert "measured on cpu: " in capsys.readouterr().out
 
 
+def test_decode_from_filled_caches(tmp_path):
+    rows = bench(tmp_path, "decode", "--against=none", "--policies=h2o", "--batch=2", "--context=20", "--fill")
+    assert [row["side"].split(":")[0] for row in rows] == ["h2o", "limit of h2o"]
+    assert rows[0]["slots"] == 5 and rows[0]["% of the limit"] > 0
+
+
+def test_a_filled_cache_is_that_of_a_prompt():
+    """The newest tokens, as many as the budget, in arrays of the same shapes."""
+    config = dataclasses.replace(shapes.by_name("tiny"), num_layers=2, windows=(), max_positions=64)
+    model = sides.random_model(config, 64)
+    for policy, kept in ((policies.h2o(budget=8), 8), (policies.full(), 20)):
+        state, layout = fill.filled(model, CacheSpec(policy), 2, 20, 6)[1:]
+        after = prefill(
+            model, sides.random_prompt(config, 2, 20), policy, max_new_tokens=7, limits=Limits(20, 7, shortest=20)
+        )  # fmt: skip
+        assert layout.decode == after.layout.decode
+        assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, after.state)
+        position = np.sort(state.layers[1][0].position)
+        assert (position[..., -kept:] == np.arange(20 - kept, 20)).all() and (position[..., :-kept] == -1).all()
+
+
+def test_layers_of_a_random_model_differ():
+    params = sides.random_model(dataclasses.replace(shapes.by_name("tiny"), num_layers=3, windows=()), 20).params
+    assert {"layer_0", "layer_1", "layer_2", "embed"} <= set(params) and "layer_3" not in params
+    first, *others = (params[f"layer_{i}"]["mlp"]["up"]["kernel"] for i in range(3))
+    assert all(0.5 < other.std() / first.std() < 2 and (other != first).any() for other in others)
+    assert (others[0] != others[1]).any()
+
+
 def test_products(tmp_path, capsys):
     rows = bench(tmp_path, "products", "--against=none", "--batch=3")
     assert {row["matrices"] for row in rows} == {
@@ -73,9 +107,12 @@ def test_forms(tmp_path):
 
 
 def test_selections(tmp_path):
-    rows = bench(tmp_path, "selections", "--context=64,128", "--batch=2")
-    assert [row["context"] for row in rows] == [64] * 7 + [128] * 7
-    assert len({row["cache"] for row in rows}) == 7
+    rows = bench(tmp_path, "selections", "--context=64", "--batch=2")
+    assert len({row["cache"] for row in rows}) == len(rows) == 8
+    rows += bench(tmp_path, "selections", "--context=64,128", "--caches=quest, on host", "--caches=quest")
+    assert [(row["context"], row["cache"]) for row in rows[8:]] == [
+        (context, cache) for context in (64, 128) for cache in ("quest, on host", "quest")
+    ]
     assert all(min(row["ms/step"], row["full ms/step"], row["faster than full"]) > 0 for row in rows)
 
 
@@ -205,6 +242,43 @@ def test_prefill(tmp_path):
     rows = bench(tmp_path, "prefill", "--against=none", "--policies=h2o", "--context=16")
     assert [row["side"] for row in rows] == ["full", "h2o"]
     assert rows[0]["times full"] == 1.0 and rows[1]["tokens/s"] > 0
+    assert rows[0]["% of a large product"] > 0 and rows[0]["% of published"] is None
+    config = shapes.by_name("tiny")
+    # Of 16 tokens: queries and outputs, keys and values, three matrices of the MLP; one head; 136 pairs of 2 heads.
+    matrices = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 16
+    flops = 2 * (16 * matrices + config.vocab_size * 16 + 136 * 2 * 2 * 8)
+    assert rows[0]["TFLOP/s"] * rows[0]["ms/prompt"] == pytest.approx(flops * 1e-9)
+
+
+def test_flops_of_a_prompt_in_a_window():
+    config = dataclasses.replace(shapes.by_name("tiny"), windows=(3,))
+    whole, short = (device.prompt_flops(each, 2, 10) for each in (shapes.by_name("tiny"), config))
+    # 55 pairs of a query and a key, of which 28 are not seen: two products of two heads of 8, for two rows.
+    assert whole - short == (55 - (1 + 2 + 8 * 3)) * 2 * 2 * 2 * 8 * 2
+
+
+def test_device(tmp_path, monkeypatch):
+    rows = bench(tmp_path, "device")
+    assert [(row["work"], row["unit"], row["published"]) for row in rows] == [
+        ("memory, read", "GB/s", None), ("memory, copied", "GB/s", None), ("product, float32", "TFLOP/s", None)
+    ]  # fmt: skip
+    assert all(row["measured"] > 0 for row in rows)
+    monkeypatch.setitem(DEVICES, jax.devices()[0].device_kind, Device("", 1e9, 2e9, 3e12, "a data sheet"))
+    rows = bench(tmp_path, "device", "--dtype=bfloat16")
+    assert [row["published"] for row in rows] == [2, 2, 3]
+    assert all(row["% of published"] == pytest.approx(100 * row["measured"] / row["published"]) for row in rows)
+
+
+def test_transfers(tmp_path, monkeypatch):
+    monkeypatch.setattr(transfers, "SIZES", (1 << 12, 1 << 16))
+    rows = bench(tmp_path, "transfers")
+    assert [(row["MB"], row["direction"]) for row in rows] == [
+        (size, way) for size in (0.004096, 0.065536) for way in ("pinned_host to device", "device to pinned_host")
+    ]
+    assert all(row["GB/s"] == pytest.approx(row["MB"] / row["us"] * 1e3) for row in rows)
+    monkeypatch.setattr(transfers, "PINNED", "shelf")
+    with pytest.raises(KvjaxError, match="has no memory of the kind shelf: it has device, pinned_host, unpinned_host"):
+        main(["bench", "transfers"])
 
 
 @pytest.mark.thorough
@@ -230,10 +304,35 @@ def test_kernels(tmp_path):
     assert ran["xla", "mass"]["MB"] * 1e6 == ran["xla", "none"]["MB"] * 1e6 + 4 * 16 * 4
     # Positions and the statistic are read and written, and the new pair is
     assert ran["xla", kernels.STEP]["MB"] * 1e6 == pytest.approx(4 * (16 * (2 * 8 * 4 + 16) + 6 * 8 * 4))
+    assert ran["xla", kernels.STEP]["kernel"] == "decode/xla"
     refused = [row for row in rows if not row["GB/s"]]
     # Interpreted kernels are no measure of a platform that cannot run them.
     assert {row["implementation"] for row in refused} >= {"pallas_tpu"}
     assert all(row["not run because"] and row["ms"] is None for row in refused)
+
+
+def test_kernels_of_one_kind(tmp_path):
+    rows = bench(tmp_path, "kernels", "--grid=4x16x8", "--kinds=step", "--implementation=pallas_tpu", "--interpret=tpu")
+    assert [(row["implementation"], row["statistics"], row["kernel"]) for row in rows] == [
+        ("xla", kernels.STEP, "decode/xla"),
+        ("pallas_tpu", kernels.STEP, "step/pallas_tpu"),
+        ("copy", None, None),
+    ]
+    assert all(row["GB/s"] > 0 and row["not run because"] is None for row in rows)
+
+
+def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
+    """And the others are."""
+    right = kernels.attention_work(frozenset())
+
+    def work(rows, slots, dim, dtype, implementation):
+        output, *rest = right(rows, slots, dim, dtype, "xla")
+        return output + (implementation != "xla"), *rest
+
+    monkeypatch.setattr(kernels, "attention_work", lambda needs: work)
+    xla, copy, wrong = kernels.one_shape(4, 16, 8, "float32", 1, ["xla", "pallas_tpu"], ["none"])
+    assert xla["GB/s"] > 0 and copy["implementation"] == "copy"
+    assert wrong["GB/s"] is None and "it differs from xla by 1.0e+00" in wrong["not run because"]
 
 
 @needs("torch", "transformers")
@@ -302,6 +401,9 @@ def test_a_peer_that_is_missing_says_what_to_install(name, tmp_path, monkeypatch
         (["decode", "--python=jax"], "--python=jax= is not valid"),
         (["memory", "--against=kvpress", "--context=8"], "against transformers only"),
         (["kernels", "--grid=12x64"], "--grid='12x64' is not valid"),
+        (["kernels", "--kinds=mass,max"], "--kinds='max' is unknown; known kinds: none, mass, step"),
+        (["selections", "--caches=full"], "--caches='full' is unknown; known caches: full, on host; infinigen; quest"),
+        (["decode", "--fill", "--against=transformers", "--batch=1", "--context=8"], "give --against=none with --fill"),
         (["decode", "--output=/nowhere/at/all.json"], "cannot be written"),
     ],
 )
