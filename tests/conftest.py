@@ -100,9 +100,9 @@ def find_shared() -> Path | None:
 LONG = (
     "test_pretrained.py", "test_slots.py", "test_models.py", "test_fused_step.py", "test_sharding.py", "test_train.py",
     "test_gradients.py", "test_conformance.py", "test_step_tpu.py", "test_generate_tpu.py", "test_heads.py",
-    "test_bench.py", "test_compare.py", "test_properties.py", "test_worked_examples.py", "test_notebook.py",
-    "test_spec_text.py", "test_merge.py", "test_compositions.py", "test_generate.py", "test_refill.py", "test_plan.py",
-    "test_step_gpu.py", "test_prefill_gpu.py", "test_decode_gpu.py",
+    "test_bench.py", "test_accelerator.py", "test_compare.py", "test_properties.py", "test_worked_examples.py",
+    "test_notebook.py", "test_spec_text.py", "test_merge.py", "test_compositions.py", "test_generate.py",
+    "test_refill.py", "test_plan.py", "test_step_gpu.py", "test_prefill_gpu.py", "test_decode_gpu.py",
 )  # fmt: skip
 
 

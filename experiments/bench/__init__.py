@@ -1,5 +1,6 @@
 """Speed and memory, kvjax and its peers side by side in one process: A B B A, medians and ratios.
 
+  python -m experiments.bench accelerator --output=FOLDER
   python -m experiments.bench decode --against=transformers
   python -m experiments.bench decode --against=kvpress,llama.cpp --policies=h2o,knorm --batch=1 --context=512
   python -m experiments.bench decode --against=none --policies=h2o,roco,full
@@ -27,6 +28,13 @@ whose rounds differ by more than a half are named: they were disturbed, and thei
 KVJAX_PRODUCTS=fixed in the environment leaves out the forms of products that are chosen by machine. `--output` writes
 the figures with what they were measured on, `--plot` draws them.
 
+accelerator: what only a GPU or a TPU can say, in eight minutes (--minutes): what the device does at most, a layer's
+decoding step and attention, of a copy's bandwidth, OPT-6.7B's shape, the kernels' tests, prompts, storages, the host
+link, selections, caches in host memory; the most telling first. Each part is another of these commands in a process of
+its own, which may fail or run out of time alone. Its rows are kept in --output, a folder, when it ends: a second call
+with the same folder, code, jax and device does what is missing, then what failed. report.md there has the table of
+experiments/measured with the figures that there are, and the reasons for those that are not. --tiny shows, on any
+machine, that every part runs.
 decode: milliseconds a step, all rows advancing one token. "no policy" attends to the same number of slots without
 choosing any: what the policy itself costs. The peers' full caches begin every round at --context tokens.
 policies: a decoding step of every policy that evicts while decoding, on the same slots, against h2o.

@@ -1,8 +1,10 @@
 """The command line of the benchmarks: flags, one task, a table, JSON and a plot."""
 
 import contextlib
+import faulthandler
 import os
 import shlex
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import experiments.bench
 import kvjax.products
 from experiments import cli, machine, peers, results
 from experiments.bench import (
+    accelerator,
     decode,
     device,
     every_policy,
@@ -49,6 +52,7 @@ TASKS = {
     "device": device.run,
     "transfers": transfers.run,
 }
+ACCELERATOR = "accelerator"  # runs others of these, in processes of their own
 
 
 def define(values: flags.FlagValues) -> None:
@@ -78,7 +82,7 @@ def define(values: flags.FlagValues) -> None:
     text("text", None, "a file to score, for `stream`")
     several("grid", "12x103x64,12x512x64,96x2048x64", "BATCH*HEADSxSLOTSxHEAD_DIM, for `kernels`")
     several("kinds", ",".join(kernels.KINDS), "attention with statistics `none` or `mass`, and `step`, for `kernels`")
-    about = "a cache of `selections`; may be given several times, and is else every one"
+    about = "a cache of `selections` or `storages`; may be given several times, and is else every one"
     flags.DEFINE_multi_string("caches", [], about, flag_values=values)
     flags.DEFINE_bool(
         "fill", False, "fill caches with random numbers instead of prompts, for `decode`", flag_values=values
@@ -86,7 +90,10 @@ def define(values: flags.FlagValues) -> None:
     about = "run Pallas kernels interpreted on this machine: their times mean nothing"
     flags.DEFINE_enum("interpret", "no", ["no", "tpu", "gpu"], about, flag_values=values)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of weights and caches", flag_values=values)
-    text("output", None, "also write the figures as JSON to this file")
+    text("output", None, f"also write the figures as JSON to this file; for `{ACCELERATOR}`, the folder of its results")
+    about = f"that `{ACCELERATOR}` may take; what has not been measured then is left to another call"
+    flags.DEFINE_float("minutes", accelerator.MINUTES, about, 0.0, flag_values=values)
+    flags.DEFINE_bool("tiny", False, "measure arrays of a few kilobytes, to see that a task runs", flag_values=values)
     text("plot", None, "also draw the figures, as a PNG, to this file")
     cli.define_compilation_cache(values)
 
@@ -102,8 +109,13 @@ def main(argv: Sequence[str]) -> int:
         task, *rest = values(argv, known_only=False)[1:] or ["decode"]
     except flags.Error as error:
         raise ConfigError(str(error)) from None
-    if task not in TASKS or rest:
-        raise ConfigError(f"unknown benchmark {' '.join([task, *rest])!r}; known benchmarks: {', '.join(TASKS)}.")
+    if task not in (*TASKS, ACCELERATOR) or rest:
+        known = ", ".join((*TASKS, ACCELERATOR))
+        raise ConfigError(f"unknown benchmark {' '.join([task, *rest])!r}; known benchmarks: {known}.")
+    if task == ACCELERATOR:
+        return accelerator.run(values)
+    if values.tiny:
+        shrink()
     cli.use_compilation_cache(values)
     for name in ("output", "plot"):
         if (path := values[name].value) and not (os.path.isdir(Path(path).parent) and not os.path.isdir(path)):
@@ -123,6 +135,11 @@ def main(argv: Sequence[str]) -> int:
     if values.plot:
         Path(values.plot).write_bytes(figures.draw(task, rows))
     return 0
+
+
+def shrink() -> None:
+    """Arrays and products of nothing but a test: what a machine does at most is not measured."""
+    sides.READ_BYTES, device.SQUARE["cpu"], transfers.SIZES = 1 << 16, 64, (1 << 12, 1 << 16)
 
 
 def interpreting(machine: str) -> contextlib.AbstractContextManager[Any]:
@@ -155,4 +172,6 @@ def describe(environment: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    # A process that is ended because its time is up says where it was.
+    faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
     cli.main(main)

@@ -10,6 +10,7 @@ from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
+from kvjax.errors import ConfigError
 
 DENSE = "h2o, dense"
 
@@ -22,6 +23,10 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     model = random_model(config, context + (rounds + 1) * tokens, values.dtype)
     prompt = random_prompt(config, batch, context)
     specs = combinations(budget)
+    if unknown := [name for name in values.caches if name not in specs]:
+        raise ConfigError(f"--caches={unknown[0]!r} is unknown; known caches: {'; '.join(specs)}.")
+    wanted = {*values.caches, *map(dense_of, values.caches)} or specs
+    specs = {name: spec for name, spec in specs.items() if name in wanted}
     sides = {
         # A full cache has room for one round, and starts again.
         name: ours(model, prompt, spec, tokens, restart=spec.policy.budget is None, implementation="xla")
@@ -40,10 +45,15 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
             "cache": name,
             "MB": held(specs[name]) / 1e6,
             "ms/step": 1e3 * float(np.median(each)),
-            "times dense": ratio(each, times[DENSE if name.startswith("h2o") else "full, dense"]),
+            "times dense": ratio(each, times[dense_of(name)]),
         }
         for name, each in times.items()
     ]
+
+
+def dense_of(name: str) -> str:
+    """What a cache is compared with."""
+    return DENSE if name.startswith("h2o") else "full, dense"
 
 
 def combinations(budget: int) -> dict[str, CacheSpec]:

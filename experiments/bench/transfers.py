@@ -15,7 +15,10 @@ from kvjax.devices import GIGA
 from kvjax.errors import KvjaxError
 from kvjax.memory import DEVICE, PINNED
 
-SIZES = (1 << 20, 1 << 28)  # bytes of an array: one that shows what a transfer takes at least, and one that is large
+SIZES: tuple[int, ...] = (
+    1 << 20,
+    1 << 28,
+)  # bytes of an array: one that shows what a transfer takes at least, and one that is large
 
 
 def run(values: flags.FlagValues) -> list[dict[str, Any]]:

@@ -33,7 +33,14 @@ def machine(request):
 
 @pytest.fixture
 def interpreted(capfd):
-    """Runs TPU kernels on this machine, as a simulated TPU that looks for races between memories and prints them."""
+    """Runs TPU kernels on this machine, as a simulated TPU that looks for races between memories and prints them.
+
+    On a TPU (JAX_PLATFORMS=tpu) they run as they are, and what they are compared with multiplies float32 in full.
+    """
+    if jax.default_backend() == "tpu":
+        with jax.default_matmul_precision("highest"):
+            yield
+        return
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         yield
         jax.effects_barrier()
