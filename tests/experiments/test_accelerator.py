@@ -116,11 +116,11 @@ def test_what_there_is_no_time_for_is_left_to_another_call(fake):
     plan = fakes("first", "hang", "last", seconds=60)
     assert fake.call(plan, minutes=0) == 1
     assert not fake.ran() and (fake.out / "report.md").read_text().count("Not measured: no time was left.") == 3
+    assert fake.call(plan[:1]) == 0
     # The second part is cut short by the whole limit, and not by its own: it did not fail.
-    began = time.monotonic()
-    assert fake.call(plan, minutes=2 / 60) == 1
-    assert time.monotonic() - began < 20
-    assert fake.ran()[0] == "first" and sorted(os.listdir(fake.out / "parts")) == ["first.json"]
+    assert fake.call(plan, minutes=1 / 60) == 1
+    assert os.listdir(fake.out / "parts") == ["first.json"]
+    fake.ran()
     (fake.folder / "quick").touch()
     assert fake.call(plan) == 0
     assert fake.ran() == ["hang", "last"]
@@ -150,12 +150,16 @@ def test_killed_in_the_middle_it_goes_on(fake):
     """Nothing tells the parent that it ends; its child ends too, and a second call has what was measured."""
     plan = fakes("first", "hang", "last")
     driver = f"""
-import sys
+import pathlib
 from absl import flags
+from jax._src import xla_bridge
 from experiments.bench import __main__ as bench, accelerator
 from experiments.bench.accelerator import parts
 accelerator.BENCH = ({str(fake.folder / "fake.py")!r},)
-accelerator.probe = lambda folder, tiny: {ENVIRONMENT!r}
+def probe(folder, tiny):
+    (folder.parent / "holds").write_text(str(xla_bridge.backends_are_initialized()))
+    return {ENVIRONMENT!r}
+accelerator.probe = probe
 parts.of = lambda platform, tiny: [parts.Part(*each) for each in {[tuple(each) for each in plan]!r}]
 values = flags.FlagValues()
 bench.define(values)
@@ -171,6 +175,7 @@ accelerator.run(values)
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     assert began[0].split()[2] == "cuda,cpu", "it must not run on another device"
+    assert text_of(fake.folder / "holds") == "False", "the parent has taken the accelerator"
     child = int(began[0].split()[1])
     wait_for(lambda: not alive(child))
     fake.ran()

@@ -402,6 +402,7 @@ def test_a_peer_that_is_missing_says_what_to_install(name, tmp_path, monkeypatch
         (["memory", "--against=kvpress", "--context=8"], "against transformers only"),
         (["kernels", "--grid=12x64"], "--grid='12x64' is not valid"),
         (["kernels", "--kinds=mass,max"], "--kinds='max' is unknown; known kinds: none, mass, step"),
+        (["storages", "--caches=int8"], "--caches='int8' is unknown; known caches: h2o, dense; h2o, int8"),
         (["selections", "--caches=full"], "--caches='full' is unknown; known caches: full, on host; infinigen; quest"),
         (["decode", "--fill", "--against=transformers", "--batch=1", "--context=8"], "give --against=none with --fill"),
         (["decode", "--output=/nowhere/at/all.json"], "cannot be written"),

@@ -81,7 +81,7 @@ def run(values: flags.FlagValues) -> int:
             results.write(_file(folder, part), results.to_json(outcome))
             print(f"  {outcome['state']} in {outcome['seconds']:.0f} s", flush=True)
             if outcome["reason"]:
-                print("  " + outcome["reason"].strip().splitlines()[-1])
+                print("  " + report.brief(outcome))
             results.write(folder / "report.md", report.write(environment, plan, outcomes()))
         done = outcomes()
         results.write(folder / "report.md", report.write(environment, plan, done))

@@ -69,7 +69,7 @@ def of(platform: str, tiny: bool) -> list[Part]:
             ("kernels", "--kinds=mass,none", "--grid=4x16x8", *interpreted),
         ),
         part(
-            "tests", "The kernels' tests, run by the device", 120,
+            "tests", "The kernels' tests, run by the device", 150,
             ("tests", *tests), ("tests", GPU_TESTS[0]),
         ),
         part(

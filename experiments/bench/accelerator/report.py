@@ -125,11 +125,17 @@ def _measured(figure: Figure, outcome: Outcome | None, kernel: str) -> tuple[str
     if outcome is None:
         return "", None, NOT_RUN
     if not outcome["rows"]:
-        return "", None, f"{outcome['state']}: {_one_line(outcome['reason'])}"
+        return "", None, f"{outcome['state']}: {brief(outcome)}"
     if (found := figure.text(outcome["rows"], kernel)) is not None:
         return *found, ""
     refused = [row["not run because"] for row in outcome["rows"] if row.get("not run because")]
     return "", None, _one_line("; ".join(refused))
+
+
+def brief(outcome: Outcome) -> str:
+    """The line of a reason that says most: the last one of an error, the first one of a part that was stopped."""
+    lines = outcome["reason"].strip().splitlines()
+    return _one_line(lines[0 if outcome.get("stopped") else -1])
 
 
 def _one_line(text: str, size: int = 200) -> str:
