@@ -5,8 +5,8 @@ computes the statistics of a part from the joined log-sum-exps. If all slots are
 attention and statistics in one pass over the keys.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import chex
 import jax
@@ -26,7 +26,7 @@ Implementation = Literal["auto", "xla", "pallas_tpu", "pallas_gpu"]
 IMPLEMENTATIONS = get_args(Implementation)
 
 __all__ = [
-    "IMPLEMENTATIONS", "Attended", "Columns", "Implementation", "Problem", "attend", "attend_and_reduce",
+    "IMPLEMENTATIONS", "Attended", "Columns", "Implementation", "Mapped", "Problem", "attend", "attend_and_reduce",
     "attend_parts", "column_sums", "combine", "count_queries", "count_seen", "problem", "resolve", "ungroup",
 ]  # fmt: skip
 
@@ -233,14 +233,39 @@ def attend_and_reduce(problem: Problem, implementation: Implementation = "auto")
     return Attended(attended.output.astype(jnp.float32), attended.lse), sums | _counts(problem)
 
 
+class Mapped(NamedTuple):
+    """A part whose keys, values or both are held as vectors of other dimensions.
+
+    Attributes:
+      added: [B, K, G, n] float32 added to the logits of all its slots; None = 0.
+      output: what attention over the part returns, [B, K, G, n, D'] float32, and the sum of its probabilities
+        [B, K, G, n] -> [B, K, G, n, D]; None = values are not mapped.
+    """
+
+    added: Array | None = None
+    output: Callable[[Array, Array], Array] | None = None
+
+    def mapped(self, attended: Attended) -> Attended:
+        """Returns attention over the part as that over vectors of D features."""
+        output, lse = attended.output, _lse_of(attended)
+        if self.output is not None:
+            output = self.output(output, jnp.isfinite(lse).astype(jnp.float32))
+        return Attended(output, lse if self.added is None else lse + self.added)
+
+    def own_lse(self, lse: Array) -> Array:
+        """Returns log-sum-exps as they are for the logits of the part's problem, to which nothing is added."""
+        return lse if self.added is None else lse - self.added
+
+
 def attend_parts(
-    problems: Sequence[Problem], implementation: Implementation = "auto"
+    problems: Sequence[Problem], implementation: Implementation = "auto", maps: Sequence[Mapped] | None = None
 ) -> tuple[Array, tuple[Columns, ...]]:
     """Computes attention of one block over all parts, and the statistics of each part's slots.
 
     Args:
       problems: the same queries and statistics over different slots; all values have the same dtype.
       implementation: see `attend_and_reduce`; several parts need ``auto`` or ``xla``.
+      maps: one per part, whose queries, keys and values may have other dimensions; None = no part is mapped.
 
     Returns:
       The output [B, K, G, n, D] in value's dtype, and for each part what `column_sums` returns.
@@ -248,19 +273,22 @@ def attend_parts(
     Raises:
       ConfigError: if the implementation cannot run, with the reason.
     """
-    chex.assert_equal_shape([each.query for each in problems])
+    chex.assert_equal_shape_prefix([each.query for each in problems], 4)
     dtype = problems[0].value.dtype
     chex.assert_type([each.value for each in problems], dtype)
-    if len(problems) == 1:
+    if len(problems) == 1 and maps is None:
         attended, columns = attend_and_reduce(problems[0], implementation)
         return attended.output.astype(dtype), (columns,)
-    combined = combine(*(attend(each, implementation) for each in problems))
+    maps = (Mapped(),) * len(problems) if maps is None else maps
+    combined = combine(*(of.mapped(attend(each, implementation)) for each, of in zip(problems, maps, strict=True)))
     seen = None
     if problems[0].needs_seen:
         # [B, K, n]
         seen = sum((count_seen(each) for each in problems[1:]), start=count_seen(problems[0]))
     lse = _lse_of(combined)
-    columns_of = tuple(column_sums(each, lse, seen, implementation) for each in problems)
+    columns_of = tuple(
+        column_sums(each, of.own_lse(lse), seen, implementation) for each, of in zip(problems, maps, strict=True)
+    )
     return combined.output.astype(dtype), columns_of
 
 

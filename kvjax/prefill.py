@@ -22,7 +22,7 @@ from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
 from kvjax.inputs import check_batch, check_count, check_positions
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import SKEW, Decoder
+from kvjax.models.decoder import SIDES, SKEW, Decoder
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Selection
@@ -275,10 +275,13 @@ def _converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: 
     frequencies = None if rope is None else rope.frequencies(kv.total)
 
     def group(index: int, layer: LayerKV, before: Group, after: Group) -> LayerKV:
-        # [K, D, D] of the group's heads
-        skew = params[f"layer_{index}"]["attention"].get(SKEW)
-        skew = skew if skew is None or after.heads is None else skew[np.asarray(after.heads)]
-        return convert(layer, before, after, Prompt(kv.length, rope, frequencies, skew))
+        own = params[f"layer_{index}"]["attention"]
+        # [K, D, D] and [K or 1, ...], of the group's heads
+        skew, sides = own.get(SKEW), own.get(SIDES)
+        if after.heads is not None:
+            heads = np.asarray(after.heads)
+            skew, sides = jax.tree.map(lambda x: x if x.shape[0] == 1 else x[heads], (skew, sides))
+        return convert(layer, before, after, Prompt(kv.length, rope, frequencies, skew, sides))
 
     return tuple(
         Layer(group(index, *each) for each in zip(layer, before, after, strict=True))

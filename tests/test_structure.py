@@ -40,8 +40,8 @@ LATE = {("storage/__init__.py", "cache"), ("policies/h2o_variants.py", "selectio
 #: Kinds of policies made of others, and the fields that say how a policy is made.
 KINDS = {"Split", "Phases", "WithSelection"}
 FIELDS = {"when", "merge", "chosen", "others", "importance", "scope"}
-#: Pallas's `when`, a tensor's `merge` and a selection's `chosen` are others of the same name.
-OTHER_OWNERS = {"pl", "tensor", "self"}
+#: Pallas's `when`, a side's, a tensor's `merge` and a selection's `chosen` are others of the same name.
+OTHER_OWNERS = {"pl", "side", "tensor", "self"}
 #: Fields that policies had once.
 FORMER = {"then", "mask", "parts", "limits", "most", "shrinks"}
 

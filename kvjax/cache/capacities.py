@@ -74,9 +74,9 @@ def split_stores(
     residual = spec.storage.residual
     if len(stores_of(spec.storage)) == 1:
         return (slots,)
-    exact = min(residual, slots)
+    exact, newest = min(spec.storage.kept_exact, slots), min(residual, slots)
     if branch.decode.budget is not None:
-        # Where the newest tokens may be evicted, all that stays may be encoded.
-        return (slots - exact if newest_stay(spec, branch, budgets) else slots), exact
+        # Where the newest tokens may be evicted, all that stays may be encoded; so may the first ones.
+        return (slots - newest if newest_stay(spec, branch, budgets) else slots), exact
     # A compressor may drop the newest tokens of the prompt. Those that follow stay, and the newest of them are exact.
-    return slots - (exact if branch.prompt.budget is None else min(exact, following)), exact
+    return slots - (exact if branch.prompt.budget is None else min(newest, following)), exact

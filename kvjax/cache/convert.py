@@ -13,6 +13,8 @@ from kvjax.cache.state import EMPTY, Layer, LayerKV, PerSlot, Store
 from kvjax.rope import Rope
 from kvjax.selection.base import Held
 from kvjax.storage import store as held
+from kvjax.storage.base import UNROTATED
+from kvjax.storage.side import Sides
 
 Array = jax.Array
 
@@ -41,6 +43,7 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
             stats=empty_stats(group.needs, group.policy.remembers, shape),
             index=group.selection.init(shape, dim, dtype) if watch is None else watch.start((batch, heads), dim),
             dim=dim,
+            sides=held.empty_sides(group.storage, (batch, heads), dim, dtype) if group.slots else {},
         )
     )
 
@@ -76,18 +79,26 @@ class Prompt(NamedTuple):
       rope: the model's rotary embedding.
       frequencies: of the rows, see `Rope.frequencies`; None without a rotary embedding.
       skew: [K, D, D] of these KV heads, see `kvjax.models.skew`; None = the identity.
+      sides: of a calibration, of these KV heads; None = the storage has none.
     """
 
     length: Array
     rope: Rope | None = None
     frequencies: Array | None = None
     skew: Array | None = None
+    sides: Sides | None = None
 
     def unrotate(self, key: Array, position: Array) -> Array:
         """Returns keys [B, K, S, D] as they were before rotation to `position` [B, K, S], float32."""
         if self.rope is None or self.frequencies is None:
             return key.astype(jnp.float32)
         return self.rope.unrotate(key, position, self.frequencies)
+
+    def rotate(self, key: Array, position: Array) -> Array:
+        """Returns keys [B, K, S, D], which are not rotated, at their positions [B, K, S]."""
+        if self.rope is None or self.frequencies is None:
+            return key
+        return self.rope.rotate(key, position, self.frequencies)
 
 
 def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> LayerKV:
@@ -111,6 +122,7 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
     newest = prompt.length - 1
     index = _index(layer, before, after, prompt)
     per_slot = PerSlot(layer.stats, {name: index.pop(name) for name in after.selection.per_slot})
+    sides = {**(prompt.sides or {}), **layer.sides}
     pieces = []
     start = 0
     for number, (storage, slots) in enumerate(zip(after.stores, after.slots, strict=True)):
@@ -124,12 +136,14 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
             continue
         due = live
         if len(after.slots) > 1:
-            # [B, K, S]: what the residual does not keep exact
+            # [B, K, S]: what does not stay exact
             old = layer.position <= (newest - after.storage.residual)[:, None, None]
+            old &= layer.position >= after.storage.sinks
             due = live & (old if number == 0 else ~old)
         position, own, store = _moved(layer.position, per_slot, layer.stores[0], due, slots, 0)
         if not storage.exact:
-            store = held.encode(storage, store["key"]["exact"], store["value"]["exact"], layer.value.dtype)
+            exact = store["key"]["exact"], store["value"]["exact"]
+            store = held.encode(storage, *exact, layer.value.dtype, sides)
         pieces.append((position, own, held.place(storage, store)))
     positions, owns, stores = zip(*pieces, strict=True)
     # [B, K, S], then [B, K, S, ...]
@@ -177,6 +191,8 @@ def _index(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> dict[
     # [B, K, S] and [B, K, S, D]: one layer of a pool in host memory is on the device at a time.
     position, keys = layer.position, [memory.to_device(store["key"]["exact"]) for store in layer.stores]
     key = keys[0] if len(keys) == 1 else jnp.concatenate(keys, axis=2)
+    if after.storage.frame == UNROTATED:
+        key = prompt.rotate(key, position)
     if not selection.per_slot:
         # [B, K, S] and [B, K, S, D], as they will be after the slots have moved
         order = oldest_first(position, position >= 0, after.capacity)

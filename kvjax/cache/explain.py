@@ -41,7 +41,7 @@ def _prompt(layout: CacheLayout) -> str:
 def _describe(group: Group, layout: CacheLayout) -> str:
     heads = layout.kv_heads if group.heads is None else len(group.heads)
     made = jax.eval_shape(functools.partial(empty, group, 1, layout.kv_heads, layout.head_dim, layout.dtype))
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made.stores))
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((made.stores, made.sides)))
     slots = " + ".join(
         f"{count} {storage.label if storage.apart else 'exact'}"
         for count, storage in zip(group.slots, group.stores, strict=True)

@@ -99,8 +99,8 @@ class Group:
 
 
 def stores_of(storage: Storage) -> tuple[Storage, ...]:
-    """The ways in which a storage holds slots: its own and, where it has a residual, exactly on the device."""
-    return (storage,) if not (storage.apart and storage.residual) else (storage, dense())
+    """The ways in which a storage holds slots: its own and, where some positions stay exact, exactly on the device."""
+    return (storage,) if not (storage.apart and storage.kept_exact) else (storage, dense())
 
 
 #: Per layer, its groups of heads.
@@ -160,7 +160,7 @@ class CacheLayout:
             jax.eval_shape(functools.partial(empty, group, rows, self.kv_heads, self.head_dim, self.dtype))
             for group in self.groups
         ]
-        trees: Any = layers if statistics else [layer.stores for layer in layers]
+        trees: Any = layers if statistics else [(layer.stores, layer.sides) for layer in layers]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))
 
     def explain(self) -> str:

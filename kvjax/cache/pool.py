@@ -12,9 +12,31 @@ from kvjax.cache.state import Block, LayerKV
 from kvjax.memory import HOST, gather
 from kvjax.rope import Rope
 from kvjax.storage import store as held
+from kvjax.storage.base import UNROTATED
+from kvjax.storage.side import Sides
 
 Array = jax.Array
 T = TypeVar("T")
+
+
+class Turn(NamedTuple):
+    """The rotation of keys that are held as they are before it.
+
+    Attributes:
+      rope: the model's rotary embedding.
+      frequencies: of the rows, see `Rope.frequencies`.
+    """
+
+    rope: Rope
+    frequencies: Array
+
+    def forth(self, key: Array, position: Array) -> Array:
+        """Rotates keys [B, K, S, D] to positions [B, K, S]."""
+        return self.rope.rotate(key, position, self.frequencies)
+
+    def back(self, key: Array, position: Array) -> Array:
+        """Inverts `forth`."""
+        return self.rope.unrotate(key, position, self.frequencies).astype(key.dtype)
 
 
 class Pool(NamedTuple):
@@ -28,6 +50,7 @@ class Pool(NamedTuple):
       position: [B, K, S'] int32 of all slots.
       stats: statistic name -> [B, K, S', ...].
       index: the selection's index; arrays with an entry for each slot have one for all slots.
+      sides: what keys and values share, of prompts [B, K, ...] and of a calibration [K, ...].
     """
 
     layer: LayerKV
@@ -35,6 +58,7 @@ class Pool(NamedTuple):
     position: Array
     stats: dict[str, Array]
     index: Any
+    sides: Sides
 
     @property
     def coded(self) -> bool:
@@ -69,34 +93,62 @@ def prompt_pool(key: Array, value: Array, block: Block, group: Group) -> Pool:
     stats = empty_stats(group.needs, group.policy.remembers, shape)
     index: Any = group.selection.init(shape, key.shape[3], key.dtype) if group.selection.in_prompt else {}
     layer = constrain(transient(key, value, block.position, stats, index))
-    return Pool(layer, None, layer.position, layer.stats, layer.index)
+    return Pool(layer, None, layer.position, layer.stats, layer.index, {})
 
 
-def pool_of(layer: LayerKV, key: Array, value: Array, block: Block, group: Group, skew: Array | None = None) -> Pool:
-    """Returns the pool of a layer and the tokens [B, K, n, D] of a block; `skew` as in `kvjax.cache.step.step`."""
+def pool_of(
+    layer: LayerKV,
+    key: Array,
+    value: Array,
+    block: Block,
+    group: Group,
+    *,
+    rotated: Array,
+    skew: Array | None = None,
+    sides: Sides | None = None,
+) -> Pool:
+    """Returns the pool of a layer and the tokens of a block.
+
+    Args:
+      layer: the slots.
+      key: [B, K, n, D] of the tokens, as it is held.
+      value: [B, K, n, D].
+      block: the tokens.
+      group: the storage and the selection.
+      rotated: [B, K, n, D], the keys as selections look at them.
+      skew: see `kvjax.cache.step.step_layer`.
+      sides: see `kvjax.cache.step.step_layer`.
+    """
     if not group.storage.apart:
         # Constrained before attention too: if KV heads are replicated but query heads are not, XLA would otherwise
         # write the cache in parts and gather it at every step.
         layer = constrain(append(layer, key, value, block.position, group.policy.page))
-        return Pool(layer, None, layer.position, layer.stats, layer.index)
+        return Pool(layer, None, layer.position, layer.stats, layer.index, {})
     layer = constrain(layer)
     own = jnp.broadcast_to(block.position[:, None], key.shape[:3])
     new = empty_stats(group.needs, group.policy.remembers, slots_of(key))
     index = layer.index
     if group.selection.per_slot:
-        entries = group.selection.entries(index, key, skew)
+        entries = group.selection.entries(index, rotated, skew)
         joined_up = {name: jnp.concatenate([index[name], own], axis=2) for name, own in entries.items()}
         index = index | joined_up
     stats = {name: jnp.concatenate([leaf, new[name]], axis=2) for name, leaf in layer.stats.items()}
-    return Pool(layer, (key, value), jnp.concatenate([layer.position, own], axis=2), stats, index)
+    position = jnp.concatenate([layer.position, own], axis=2)
+    return Pool(layer, (key, value), position, stats, index, {**(sides or {}), **layer.sides})
 
 
-def decoded(pool: Pool, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def decoded(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Decodes the keys and values [B, K, S_i, D] of each piece.
 
     Keys are rotated as they are stored, which is not at all if ``positions="cache"``. What is in host memory and will
     be gathered is None here: moving it to the device would take the time that gathering saves.
+
+    Args:
+      pool: the slots.
+      group: the storage.
+      whole: whether vectors that are held shorter are decoded to all D features; attention runs on the shorter ones.
     """
+    run = held.decode_side if whole else held.attended_side
     if pool.own is None:
         return (pool.layer.key,), (pool.layer.value,)
 
@@ -104,7 +156,7 @@ def decoded(pool: Pool, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]
         storage = group.stores[number]
         if number == 0 and storage.memories[side] == HOST and group.gathered is not None:
             return None
-        return held.decode_side(storage, pool.layer.stores[number], side, pool.layer.dim, pool.dtype)
+        return run(storage, pool.layer.stores[number], side, pool.layer.dim, pool.dtype, pool.sides)
 
     pieces = [(decode("key", number), decode("value", number)) for number in range(len(group.stores))]
     # A query sees its own block exactly: its tokens are a piece of their own until they are encoded.
@@ -113,7 +165,7 @@ def decoded(pool: Pool, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 def fetched(pool: Pool, group: Group, slots: Array, whole: tuple[Any, Any]) -> tuple[Array, Array]:
-    """Gathers the keys and values [B, K, W, D] of slots [B, K, W] of the first piece.
+    """Gathers the keys and values [B, K, W, D] of slots [B, K, W] of the first piece, for attention.
 
     Args:
       pool: the slots.
@@ -122,16 +174,23 @@ def fetched(pool: Pool, group: Group, slots: Array, whole: tuple[Any, Any]) -> t
       whole: keys and values [B, K, S, D] of the first piece, from `decoded`.
     """
     store, storage = pool.layer.stores[0], group.stores[0]
-    # Keys that were rotated by rank are nowhere else.
-    by_rank = group.policy.positions == "cache"
+    # Keys that were rotated in this step are nowhere else.
+    late = group.policy.positions == "cache" or storage.frame == UNROTATED
 
     def fetch(side: str, x: Any) -> Array:
-        if x is not None and (by_rank or set(store[side]) == {"exact"}):
+        if x is not None and (late or set(store[side]) == {"exact"}):
             return gather(x, slots)
         own: held.Store = {side: {name: gather(part, slots) for name, part in store[side].items()}}
-        return held.decode_side(storage, own, side, pool.layer.dim, pool.dtype)
+        return held.attended_side(storage, own, side, pool.layer.dim, pool.dtype, pool.sides)
 
     return fetch("key", whole[0]), fetch("value", whole[1])
+
+
+def placed(pool: Pool, keys: tuple[Any, ...], turn: Turn | None) -> tuple[Any, ...]:
+    """Rotates the keys [B, K, S_i, D] of each piece to their positions; None = they are as attention takes them."""
+    if turn is None:
+        return keys
+    return tuple(turn.forth(key, at) for key, at in zip(keys, pool.cut(pool.position), strict=True))
 
 
 def run_after_inputs(function: Callable[..., T], pool: Pool, *arguments: Any) -> T:

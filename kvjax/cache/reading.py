@@ -9,12 +9,13 @@ import jax.numpy as jnp
 
 from kvjax import attention
 from kvjax.cache.layout import Group
-from kvjax.cache.pool import Pool, fetched, joined
+from kvjax.cache.pool import Pool, decoded, fetched, joined
 from kvjax.cache.slots import free_slots, write
 from kvjax.cache.state import EMPTY, FAR, Block
 from kvjax.memory import gather
 from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact
+from kvjax.storage import store as held
 
 Array = jax.Array
 
@@ -84,8 +85,10 @@ def read(
     if selection.reads_all:
         return Reading(parts, pool.position, None, index, None)
     slot = _slot(pool, block, group.policy.page)
+    # Selections look at keys of all D features.
+    looked = decoded(pool, group, whole=True)[0] if group.storage.shortened and pool.own is not None else keys
     view = SelectView(
-        position=pool.position, key=None if keys[0] is None else joined(keys), newest=block.newest,
+        position=pool.position, key=None if looked[0] is None else joined(looked), newest=block.newest,
         prompt=block.prompt, slot=slot, layer=block.layer, first=block.position[:, 0], **about,
     )  # fmt: skip
     if not selection.in_prompt and not (group.decoding and n == 1):
@@ -218,18 +221,38 @@ def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight:
       The output [B, H, n, D], and the columns of each statistic for all slots, [B, K, S', ...].
     """
     weights = [None] * len(reading.parts) if log_weight is None else pool.cut(log_weight)
+    # Parts whose vectors are held shorter have queries of their own; see `Dims`.
+    queries, maps = [query] * len(reading.parts), None
+    if pool.own is not None and group.storage.shortened:
+        shorter, first = _mapped(query, pool, group, options["scale"])
+        queries, maps = [shorter, *queries[1:]], (first, *[attention.Mapped()] * (len(queries) - 1))
     problems = [
         attention.problem(
-            query, part.key, part.value, key_position=part.position, needs=group.reports, log_weight=weight, **options
+            own, part.key, part.value, key_position=part.position, needs=group.reports, log_weight=weight, **options
         )
-        for part, weight in zip(reading.parts, weights, strict=True)
+        for own, part, weight in zip(queries, reading.parts, weights, strict=True)
     ]
-    output, columns = attention.attend_parts(problems, group.attend)
+    output, columns = attention.attend_parts(problems, group.attend, maps)
     size = pool.sizes[0]
     if reading.slots is not None:
         columns = ({name: _spread(x, reading.slots, size) for name, x in columns[0].items()}, *columns[1:])
     whole = {name: joined(tuple(each[name] for each in columns)) for name in columns[0]}
     return attention.ungroup(output), whole
+
+
+def _mapped(query: Array, pool: Pool, group: Group, scale: float) -> tuple[Array, attention.Mapped]:
+    """Returns the queries [B, H, n, D'] of the coded slots, whose vectors are shorter, and how these are mapped."""
+    storage, added, output = group.storage, None, None
+    if storage.key.dims is not None:
+        # [B, K, G, n, D] float32
+        grouped = _grouped(query, pool.position).astype(jnp.float32)
+        short, more = storage.key.dims.query(grouped, held.aligned(storage, pool.sides, "key", grouped.ndim))
+        query, added = attention.ungroup(short).astype(query.dtype), more * scale
+    if storage.value.dims is not None:
+        # Of [B, K, G, n, D']
+        side = held.aligned(storage, pool.sides, "value", 5)
+        output = functools.partial(storage.value.dims.output, side=side)
+    return query, attention.Mapped(added, output)
 
 
 def attend_text(query: Array, reading: Reading, pool: Pool, group: Group, **options: Any) -> Any:

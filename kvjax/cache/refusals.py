@@ -6,8 +6,11 @@ import jax.numpy as jnp
 from kvjax.cache.branches import Branch
 from kvjax.cache.limits import Sizes
 from kvjax.cache.spec import CacheSpec
-from kvjax.errors import PolicyError
+from kvjax.errors import PolicyError, StorageError
 from kvjax.memory import HOST
+from kvjax.selection.base import Selection
+from kvjax.storage.base import ROTATED, Storage
+from kvjax.storage.side import PROMPT
 
 
 def check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
@@ -20,15 +23,18 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
 
     Raises:
       PolicyError: they cannot, with the reason and what would work.
+      StorageError: the storage cannot be combined with the rest.
     """
     selection, name = branch.selection, spec.policy.name
     if reason := selection.refuses(spec.policy, spec.storage, positions=branch.decode.positions):
         raise PolicyError(f"policy {name} with selection={selection!r}: {reason}")
-    if spec.storage.apart and spec.storage.residual and max(branch.prompt.page, branch.decode.page) > 1:
+    if spec.storage.apart and spec.storage.kept_exact and max(branch.prompt.page, branch.decode.page) > 1:
         raise PolicyError(
             f"policy {name} with storage={spec.storage!r}: a page is consecutive slots of one store, and a residual "
-            "holds the newest tokens in another; use residual=0."
+            "holds the newest tokens in another (sinks the first ones); use residual=0 and sinks=0."
         )
+    if reason := _refuses_sides(spec.storage, branch, sizes):
+        raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
     if spec.storage.on_host and (reason := _refuses_host(spec, branch, sizes)):
         raise PolicyError(f"policy {name} with storage={spec.storage!r}: {reason}")
     if selection.whole_text:
@@ -45,6 +51,34 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
             f"policy {name}: selection={selection!r} summarises exact keys, which storage={spec.storage.name} no "
             "longer has after a block of the prompt; leave out prefill_block."
         )
+
+
+def _refuses_sides(storage: Storage, branch: Branch, sizes: Sizes) -> str | None:
+    """Returns why what the storage's vectors share, or how they are shortened, does not allow it; None if it does."""
+    if not storage.apart:
+        return None
+    selection = branch.selection
+    if storage.sides_of(PROMPT) and sizes.block is not None:
+        return (
+            "what its vectors share is made from the whole prompt when that ends, so that it goes in in one shot; "
+            "leave out prefill_block."
+        )
+    positions = {policy.positions for policy in (branch.prompt, branch.decode)}
+    if storage.frame == ROTATED and "cache" in positions:
+        return (
+            "keys are held rotated at their positions, and positions='cache' rotates them by rank in each step; use "
+            "positions='original'."
+        )
+    if not storage.shortened:
+        return None
+    if any(policy.merge is not None for policy in (branch.prompt, branch.decode)):
+        return "a merge adds up whole vectors, and this storage holds shorter ones; leave out merge."
+    if type(selection).restore is not Selection.restore:
+        return (
+            f"selection={selection!r} restores keys of all features, and this storage holds shorter ones; use another "
+            "selection, such as kvjax.selection.quest(budget=512)."
+        )
+    return None
 
 
 def _refuses_host(spec: CacheSpec, branch: Branch, sizes: Sizes) -> str | None:

@@ -25,9 +25,13 @@ from kvjax.selection.everything import everything
 from kvjax.storage import dense
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
+from kvjax.storage.dims import LATENT
 
 Array = jax.Array
 Triple = tuple[Any, Any, Any]  # queries, keys and values
+
+#: What a part of a store is counted as; others are parameters.
+KINDS = {"codes": "codes", "exact": "exact", LATENT: "codes"}
 
 
 def replay(
@@ -138,7 +142,7 @@ def read(storage: Storage, layer: LayerKV) -> tuple[Array, Array, Array]:
     if len(ways) != len(layer.stores) or any(map(_differs, ways, layer.stores, [layer.dim] * len(ways))):
         raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
     pieces = [
-        held.decode(each, store, layer.dim, jnp.dtype(jnp.float32))
+        held.decode(each, store, layer.dim, jnp.dtype(jnp.float32), layer.sides)
         for each, store in zip(ways, layer.stores, strict=True)
     ]
     key, value = (jnp.concatenate([x.astype(jnp.float32) for x in each], axis=2) for each in zip(*pieces, strict=True))
@@ -167,21 +171,23 @@ def _triple(name: str, given: Triple) -> Triple:
 
 
 def nbytes(state: KVState | LayerKV) -> int:
-    """Bytes of all stores: codes, their parameters and exact parts; positions and statistics are not counted."""
+    """Bytes of all stores: codes, their parameters, exact parts and what rows share; not positions and statistics."""
     return breakdown(state)["stores"]
 
 
 def breakdown(state: KVState | LayerKV) -> dict[str, int]:
-    """Bytes that are held: of ``codes``, ``parameters`` and ``exact`` parts, together ``stores``; and of the ``rest``.
+    """Bytes that are held: of ``codes``, ``parameters``, ``exact`` parts and ``sides``, and of all these, ``stores``.
 
-    The rest is positions, statistics and the index of a selection. Capacity counts, not what is live.
+    Sides are those of prompts, which each row has. The ``rest`` is positions, statistics and the index of a selection.
+    Capacity counts, not what is live.
     """
     layers = [state] if isinstance(state, LayerKV) else [layer for _, layer in layers_of(state)]
-    found = dict.fromkeys(("codes", "parameters", "exact"), 0)
+    found = dict.fromkeys(("codes", "parameters", "exact", "sides"), 0)
     for layer in layers:
         for path, leaf in jax.tree_util.tree_leaves_with_path(layer.stores):
             part = path[-1].key
-            found[part if part in ("codes", "exact") else "parameters"] += leaf.size * leaf.dtype.itemsize
+            found[KINDS.get(part, "parameters")] += leaf.size * leaf.dtype.itemsize
+        found["sides"] += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layer.sides))
     rest = jax.tree.leaves([(layer.position, layer.stats, layer.index) for layer in layers])
     return found | {"stores": sum(found.values()), "rest": sum(leaf.size * leaf.dtype.itemsize for leaf in rest)}
 

@@ -12,12 +12,20 @@ from kvjax.cache.slots import constrain, forget, free_slots, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
+from kvjax.storage.side import Sides
 
 Array = jax.Array
 
 
 def settle(
-    layer: LayerKV, key: Array, value: Array, position: Array, per_slot: PerSlot, newest: Array, group: Group
+    layer: LayerKV,
+    key: Array,
+    value: Array,
+    position: Array,
+    per_slot: PerSlot,
+    newest: Array,
+    group: Group,
+    sides: Sides,
 ) -> tuple[LayerKV, PerSlot]:
     """Encodes what is due and writes a step's own tokens.
 
@@ -29,6 +37,7 @@ def settle(
       per_slot: leaves [B, K, S + n, ...], after the step was observed.
       newest: [B] int32 newest position of each row, -1 for a row without a token.
       group: which has the storage.
+      sides: what keys and values share.
 
     Returns:
       The layer with its positions and stores, and `per_slot` for the layer's slots.
@@ -54,6 +63,8 @@ def settle(
     # A row without a token in this block changes nothing: its newest position is unknown here, and nothing is due.
     due = (exact_at >= 0) & (exact_at <= (newest - group.storage.residual)[:, None, None])
     due &= (newest >= 0)[:, None, None]
+    if group.storage.sinks:
+        due &= exact_at >= group.storage.sinks
     index = _first(due, min(n, due.shape[2]))
     chosen = jnp.take_along_axis(due, index, axis=2)
     # Where pages are freed as a whole, a token goes where it would have gone before any was.
@@ -65,7 +76,9 @@ def settle(
     def pick(leaf: Array) -> Array:
         return jnp.take_along_axis(leaf, index.reshape(*index.shape, *(1,) * (leaf.ndim - 3)), axis=2)
 
-    coded = _encode(storage, coded, target, pick(keys), pick(values), dtype)
+    # Written to the slots [B, K, m].
+    made = held.encode(storage, pick(keys), pick(values), dtype, sides)
+    coded = jax.tree.map(lambda old, new: write(old, target, new), coded, made)
     coded_at = write(coded_at, target, pick(exact_at))
     coded_own = jax.tree.map(lambda old, new: write(old, target, pick(new)), coded_own, exact_own)
     if len(layer.stores) == 1:
@@ -108,7 +121,9 @@ def free_slots_for(position: Array, own: Array) -> Array:
     return jnp.take_along_axis(free, jnp.maximum(number, 0), axis=2)
 
 
-def recode(storage: Storage, store: Store, changed: Array, key: Array, value: Array, dtype: jnp.dtype) -> Store:
+def recode(
+    storage: Storage, store: Store, changed: Array, key: Array, value: Array, dtype: jnp.dtype, sides: Sides
+) -> Store:
     """Encodes the slots again that a merge has changed.
 
     Args:
@@ -118,8 +133,9 @@ def recode(storage: Storage, store: Store, changed: Array, key: Array, value: Ar
       key: [B, K, S, D] after the merge.
       value: [B, K, S, D].
       dtype: the model's.
+      sides: what keys and values share.
     """
-    new = held.encode(storage, key, value, dtype)
+    new = held.encode(storage, key, value, dtype, sides)
     return jax.tree.map(
         lambda old, made: jnp.where(changed.reshape(*changed.shape, *(1,) * (old.ndim - 3)), made, old), store, new
     )
@@ -131,8 +147,3 @@ def _first(marks: Array, count: int) -> Array:
         slot = jnp.arange(marks.shape[2], dtype=jnp.int32)
         return jnp.minimum(jnp.min(jnp.where(marks, slot, FAR), axis=2, keepdims=True), marks.shape[2] - 1)
     return jnp.argsort(~marks, axis=2, stable=True)[:, :, :count].astype(jnp.int32)
-
-
-def _encode(storage: Storage, store: Store, target: Array, key: Array, value: Array, dtype: jnp.dtype) -> Store:
-    """Encodes keys and values [B, K, m, D], and writes them to the slots [B, K, m]."""
-    return jax.tree.map(lambda old, new: write(old, target, new), store, held.encode(storage, key, value, dtype))

@@ -6,6 +6,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from kvjax.storage.side import Sides
 from kvjax.storage.store import Store
 
 Array = jax.Array
@@ -25,6 +26,8 @@ class LayerKV(flax.struct.PyTreeNode):
       stats: statistic name -> [B, K, S, ...].
       index: the selection's index, leaves [B, K, ...].
       dim: D, the number of features of a head.
+      sides: what the keys, and the values, of a row and KV head share since its prompt ended, leaves [B, K, ...]; {}
+        for a storage without such sides.
     """
 
     position: Array
@@ -32,6 +35,7 @@ class LayerKV(flax.struct.PyTreeNode):
     stats: dict[str, Array]
     index: dict[str, Array]
     dim: int = flax.struct.field(pytree_node=False)
+    sides: Sides = flax.struct.field(default_factory=dict)
 
     @property
     def key(self) -> Array:
@@ -163,5 +167,5 @@ def nbytes(state: KVState, *, statistics: bool = False) -> int:
       statistics: whether to count positions, statistics and indices as well.
     """
     layers = [layer for _, layer in layers_of(state)]
-    trees = layers if statistics else [layer.stores for layer in layers]
+    trees = layers if statistics else [(layer.stores, layer.sides) for layer in layers]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))

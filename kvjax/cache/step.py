@@ -16,13 +16,26 @@ import numpy as np
 from kvjax.cache import evict, fused, reading
 from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.layout import Group
-from kvjax.cache.pool import Pool, decoded, joined, pool_of, prompt_pool, rotated_by_rank, run_after_inputs
+from kvjax.cache.pool import (
+    Pool,
+    Turn,
+    decoded,
+    joined,
+    placed,
+    pool_of,
+    prompt_pool,
+    rotated_by_rank,
+    run_after_inputs,
+)
 from kvjax.cache.settle import recode, settle
 from kvjax.cache.slots import constrain, forget
 from kvjax.cache.state import EMPTY, FAR, Block, Layer, LayerKV, PerSlot, exact_store
 from kvjax.policies.base import View
 from kvjax.rope import Rope
 from kvjax.selection.base import Selection
+from kvjax.storage import store as held
+from kvjax.storage.base import UNROTATED
+from kvjax.storage.side import PROMPT, PromptView, Sides
 
 Array = jax.Array
 
@@ -59,6 +72,7 @@ def step_layer(
     window: int | None = None,
     guess: Array | None = None,
     skew: Array | None = None,
+    sides: Sides | None = None,
 ) -> tuple[Array, Layer, tuple[Seen | None, ...]]:
     """Runs `step` for each group of heads of a layer.
 
@@ -73,6 +87,7 @@ def step_layer(
       window: the layer's sliding window.
       guess: [B, H, n, D] the query that selections choose by if they look ahead, not rotated; None if none does.
       skew: [K, D, D], see `kvjax.models.skew`; None = the identity.
+      sides: of a calibration, leaves [K, ...] or [1, ...]; None = the storage has none.
 
     Returns:
       The output [B, H, n, D], the layer's cache afterwards, and the operands of attention of each group.
@@ -88,16 +103,18 @@ def step_layer(
     order: list[int] = []
     for number, (group, budget) in enumerate(zip(groups, block.budget, strict=True)):
         before = None if layer is None else layer[number]
-        own, guessed, skewed = (query, key, value), guess, skew
+        own, guessed, skewed, shared = (query, key, value), guess, skew, sides
         if group.heads is not None:
             heads = np.asarray(group.heads)
             own = (of_heads(query, heads), key[:, heads], value[:, heads])
             guessed = None if guess is None else of_heads(guess, heads)
             skewed = None if skew is None else skew[heads]
+            shared = jax.tree.map(lambda x: x if x.shape[0] == 1 else x[heads], sides)  # noqa: B023
             order += group.heads
         output, after, seen = step(
-            before, *own, block=block, group=group, budget=budget, rope=rope, window=window, guess=guessed, skew=skewed
-        )
+            before, *own, block=block, group=group, budget=budget, rope=rope, window=window, guess=guessed, skew=skewed,
+            sides=shared,
+        )  # fmt: skip
         outputs.append(output.reshape(batch, own[1].shape[1], -1, n, dim))
         afters.append(after)
         saw.append(seen)
@@ -120,6 +137,7 @@ def step(
     window: int | None = None,
     guess: Array | None = None,
     skew: Array | None = None,
+    sides: Sides | None = None,
 ) -> tuple[Array, LayerKV, Seen | None]:
     """Runs one step of one group of heads.
 
@@ -137,6 +155,7 @@ def step(
       window: the layer's sliding window.
       guess: see `step_layer`.
       skew: see `step_layer`.
+      sides: see `step_layer`.
 
     Returns:
       The output [B, H, n, D], the cache afterwards, and the operands of attention (None if a kernel ran the step).
@@ -145,30 +164,37 @@ def step(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     by_rank, fresh = group.policy.positions == "cache", layer is None
     frequencies = None if rope is None or by_rank else rope.frequencies(block.total)
-    rotate = None
+    rotate, turn, rotated = None, None, key
     if rope is not None and frequencies is not None:
         rotate = functools.partial(rope.rotate, frequencies=frequencies)
-        query, key = (rope.rotate(x, block.position, frequencies) for x in (query, key))
+        query, rotated = (rope.rotate(x, block.position, frequencies) for x in (query, key))
         guess = None if guess is None else rope.rotate(guess, block.position, frequencies)
+        if group.storage.frame == UNROTATED:
+            # Keys that are held as they are before rotation are rotated to their positions in each step.
+            turn = Turn(rope, frequencies)
+    key = rotated if turn is None else key
     if group.step is not None and layer is not None:
         output, after = fused.step(
             layer, query, key, value, group=group, budget=budget, newest=block.newest, scale=scale, window=window
         )
         return output, after, None
-    pool = prompt_pool(key, value, block, group) if layer is None else pool_of(layer, key, value, block, group, skew)
+    if layer is None:
+        pool = prompt_pool(key, value, block, group)
+    else:
+        pool = pool_of(layer, key, value, block, group, rotated=rotated, skew=skew, sides=sides)
     if group.watch is not None:
-        pool = pool._replace(index=_watched(pool, group.watch, query, key, block, skew))
+        pool = pool._replace(index=_watched(pool, group.watch, query, rotated, block, skew))
     options: dict[str, Any] = {
         "query_position": block.position, "scale": scale, "window": window, "causal": fresh, "prompt": block.prompt,
         "group_reduce": group.policy.group_reduce,
     }  # fmt: skip
 
-    def attended(pool: Pool, query: Array) -> tuple[Array, tuple[Any, ...], tuple[Any, ...]]:
-        """Decodes and rotates the operands of attention."""
-        keys, values = decoded(pool, group)
+    def attended(pool: Pool, query: Array, *, whole: bool = False) -> tuple[Array, tuple[Any, ...], tuple[Any, ...]]:
+        """Decodes and rotates the operands of attention; see `decoded`."""
+        keys, values = decoded(pool, group, whole=whole)
         if rope is not None and by_rank:
             query, keys = rotated_by_rank(pool, keys, query, block, rope, fresh)
-        return query, keys, values
+        return query, placed(pool, keys, turn), values
 
     def look(pool: Pool, query: Array) -> tuple[Array, dict[str, Array], Any, Array, Array | None]:
         """Returns the output, the columns, the selection's index, and what was read and chosen (see `Reading`)."""
@@ -195,14 +221,16 @@ def step(
     queries = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     stats = evict.observe(pool.stats, group.needs, columns, queries)
     per_slot = PerSlot(stats, {name: index[name] for name in group.selection.per_slot})
-    after, moved = _evicted(pool, per_slot, block, group, budget)
+    after, moved = _evicted(pool, per_slot, block, group, budget, turn)
     after = after.replace(stats=moved.stats, index=index | moved.index)
     if fresh and group.decode_group is not None:
-        after = convert(after, group, group.decode_group, Prompt(block.prompt, rope, frequencies, skew))
+        made = _prompt_sides(after, query, key, value, block, group.decode_group)
+        after = after.replace(sides=made)
+        after = convert(after, group, group.decode_group, Prompt(block.prompt, rope, frequencies, skew, sides))
     if group.storage.on_host:
         return output, constrain(after), Seen(query, None, read, log_weight, pool.position, chosen)
     # XLA removes this second call unless the caller uses its result.
-    query, keys, _ = attended(pool, query)
+    query, keys, _ = attended(pool, query, whole=True)
     return output, constrain(after), Seen(query, joined(keys), read, log_weight, pool.position, chosen)
 
 
@@ -251,8 +279,27 @@ def _after_reading(pool: Pool, output: Array) -> Array:
     return jnp.concatenate([pool.position[:, :, :size], own], axis=2)
 
 
+def _prompt_sides(after: LayerKV, query: Array, key: Array, value: Array, block: Block, group: Group) -> Sides:
+    """Makes what the keys and values of each row share from its whole prompt.
+
+    Args:
+      after: the prompt's slots after eviction, token i in slot i.
+      query: [B, H, n, D], as attention takes it.
+      key: [B, K, n, D], as it is held.
+      value: [B, K, n, D].
+      block: the prompt's tokens.
+      group: of the decoding phase.
+    """
+    if not group.storage.sides_of(PROMPT):
+        return {}
+    query, exact_key, exact_value = (x.astype(jnp.float32) for x in (query, key, value))
+    grouped = query.reshape(*key.shape[:2], -1, *query.shape[2:])
+    view = PromptView(exact_key, grouped, exact_key, exact_value, block.position, after.position >= 0)
+    return constrain(held.prompt_sides(group.storage, view, value.dtype))
+
+
 def _evicted(
-    pool: Pool, per_slot: PerSlot, block: Block, group: Group, budget: Array | None
+    pool: Pool, per_slot: PerSlot, block: Block, group: Group, budget: Array | None, turn: Turn | None
 ) -> tuple[LayerKV, PerSlot]:
     """Evicts until every head is within its limit, and moves the step's own tokens into the layer.
 
@@ -262,6 +309,7 @@ def _evicted(
       block: the tokens of the step.
       group: the policy and the storage.
       budget: [B] int32 slots per KV head, or None.
+      turn: the rotation of keys that are held as they are before it; or None.
     """
     position, layer, policy, own, stats = pool.position, pool.layer, group.policy, pool.own, per_slot.stats
     if policy.budget is not None:
@@ -270,27 +318,29 @@ def _evicted(
         one = group.evicts_one and tokens == 1 and policy.when == "step"
 
         def choose(pool: Pool, stats: dict[str, Array]) -> Array:
-            return evict.victims(policy, stats, _view(pool, *_held(pool, group), block, group, budget), one=one)
+            view = _view(pool, *_held(pool, group, turn), block, group, budget)
+            return evict.victims(policy, stats, view, one=one)
 
         # [B, K, S'] bool
         victim = run_after_inputs(choose, pool, stats) if policy.reads else choose(pool, stats)
         if policy.merge is not None:
-            key, value = _held(pool, group)
+            key, value = _held(pool, group, turn)
             most = tokens if group.evicts_one else position.shape[2]
             view = _view(pool, key, value, block, group, budget)
             folded = policy.merge.fold(key, value, victim, stats, view, most)
             stats = folded.stats
-            layer, own = _merged(pool, (key, value), (folded.key, folded.value), group)
+            layer, own = _merged(pool, (key, value), (folded.key, folded.value), group, turn)
         position = jnp.where(victim, EMPTY, position)
     per_slot = per_slot.replace(stats=stats)
     if own is not None:
-        return settle(layer, *own, position, per_slot, block.newest, group)
+        return settle(layer, *own, position, per_slot, block.newest, group, pool.sides)
     return layer.replace(position=position), per_slot.replace(stats=forget(per_slot.stats, position))
 
 
-def _held(pool: Pool, group: Group) -> tuple[Any, Any]:
+def _held(pool: Pool, group: Group, turn: Turn | None) -> tuple[Any, Any]:
     """Decodes the keys and values [B, K, S', D] of all slots; None for what is gathered from host memory."""
-    key, value = (None if pieces[0] is None else joined(pieces) for pieces in decoded(pool, group))
+    keys, values = decoded(pool, group, whole=True)
+    key, value = (None if pieces[0] is None else joined(pieces) for pieces in (placed(pool, keys, turn), values))
     return key, value
 
 
@@ -311,7 +361,7 @@ def _view(pool: Pool, key: Any, value: Any, block: Block, group: Group, budget: 
 
 
 def _merged(
-    pool: Pool, old: tuple[Array, Array], new: tuple[Array, Array], group: Group
+    pool: Pool, old: tuple[Array, Array], new: tuple[Array, Array], group: Group, turn: Turn | None
 ) -> tuple[LayerKV, tuple[Array, Array] | None]:
     """Stores merged pairs. A slot that nothing was merged into keeps its bytes.
 
@@ -320,17 +370,21 @@ def _merged(
       old: keys and values [B, K, S', D] before the merge.
       new: keys and values [B, K, S', D] after the merge.
       group: the storage.
+      turn: the rotation of keys that are held as they are before it; or None.
 
     Returns:
       The layer, and keys and values of the step's own tokens.
     """
-    if pool.own is None:
-        return pool.layer.with_exact(*new), None
     # [B, K, S']
     changed = jnp.any((old[0] != new[0]) | (old[1] != new[1]), axis=3)
+    if turn is not None:
+        plain = joined(decoded(pool, group)[0])
+        new = jnp.where(changed[..., None], turn.back(new[0], pool.position), plain), new[1]
+    if pool.own is None:
+        return pool.layer.with_exact(*new), None
     keys, values, marks = (pool.cut(x) for x in (*new, changed))
     stores = tuple(
-        exact_store(key, value) if storage.exact else recode(storage, store, mark, key, value, value.dtype)
+        exact_store(key, value) if storage.exact else recode(storage, store, mark, key, value, value.dtype, pool.sides)
         for storage, store, mark, key, value in zip(
             group.stores, pool.layer.stores, marks[:-1], keys[:-1], values[:-1], strict=True
         )

@@ -20,7 +20,7 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
     Attributes:
       query: [B, K, G, n, D], rotated.
       key: [B, K, S, D], rotated.
-      value: [B, K, S, D].
+      value: [B, K, S, D]; XLA takes values of another number of features than keys.
       query_position: [B, n] int32 absolute positions, ascending; -1 = padding, at the end of a row.
       key_position: [B, K, S] int32; -1 = a slot that no query sees.
       weights: the weight of each query, [B, n] or [B, n, words] float32, one array per statistic.
@@ -110,7 +110,8 @@ def check(problem: Problem) -> None:
     chex.assert_rank([problem.query, problem.key], [5, 4])
     batch, kv_heads, _, n, dim = problem.query.shape
     slots = problem.slots
-    chex.assert_shape([problem.key, problem.value], (batch, kv_heads, slots, dim))
+    chex.assert_shape(problem.key, (batch, kv_heads, slots, dim))
+    chex.assert_shape(problem.value, (batch, kv_heads, slots, None))
     chex.assert_type([problem.query, problem.key, problem.value], float)
     chex.assert_shape(problem.query_position, (batch, n))
     chex.assert_shape(problem.key_position, (batch, kv_heads, slots))

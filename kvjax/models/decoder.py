@@ -8,7 +8,7 @@ returns the output of attention and the updated cache of the layer.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from kvjax.sharding import Params
 Array = jax.Array
 
 SKEW = "skew"  # optional parameter of an attention, [K, D, D]; see `kvjax.models.skew`
+SIDES = "sides"  # optional parameters of an attention, {"key": {part: [K, ...]}, "value": ...}; see `kvjax.calibrate`
 
 
 class Streams(NamedTuple):
@@ -112,6 +113,9 @@ class Attention(nn.Module):
 
             return heads
 
+        def optional(name: str) -> Any:
+            return self.get_variable("params", name) if self.has_variable("params", name) else None
+
         to_query = projection("query", config.num_heads, "query_norm")
         # [B, H, n, D]
         query = to_query(x)
@@ -122,7 +126,7 @@ class Attention(nn.Module):
         output, layer, seen = step_layer(
             layer, query, key, value, block=block, groups=groups, rope=config.rope, window=self.window,
             guess=None if hint is None else to_query(hint),
-            skew=self.get_variable("params", SKEW) if self.has_variable("params", SKEW) else None,
+            skew=optional(SKEW), sides=optional(SIDES),
         )  # fmt: skip
         # [B, n, H * D]
         output = jnp.swapaxes(output, 1, 2).reshape(batch, n, config.num_heads * config.head_dim)

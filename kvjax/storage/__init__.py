@@ -6,9 +6,13 @@ from kvjax.arguments import Registry
 from kvjax.errors import StorageError
 from kvjax.storage.base import Codec, Exact, Storage, round_trip, slots
 from kvjax.storage.dense import dense
+from kvjax.storage.dims import Chain, Dims, chain
 from kvjax.storage.fp8 import Fp8, fp8
 from kvjax.storage.integer import Integer, int2, int4, int8, integer
 from kvjax.storage.packing import pack, unpack
+from kvjax.storage.scaled import Scaled, scaled
+from kvjax.storage.side import PromptView, Samples, Side
+from kvjax.storage.think import ThinK, think
 
 #: Every named storage: the command line, sweeps and conformance tests take the list from here.
 STORAGES: Registry[Storage] = Registry(
@@ -22,6 +26,7 @@ STORAGES: Registry[Storage] = Registry(
         "int2": int2,
         "integer": integer,
         "fp8": fp8,
+        "think": think,
     },
 )
 by_name, accepts = STORAGES.by_name, STORAGES.accepts
@@ -41,6 +46,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "STORAGES", "Codec", "Exact", "Fp8", "Integer", "Storage", "accepts", "breakdown", "by_name", "dense", "fp8",
-    "int2", "int4", "int8", "integer", "nbytes", "pack", "read", "replay", "round_trip", "slots", "unpack",
+    "STORAGES", "Chain", "Codec", "Dims", "Exact", "Fp8", "Integer", "PromptView", "Samples", "Scaled", "Side",
+    "Storage", "ThinK", "accepts", "breakdown", "by_name", "chain", "dense", "fp8", "int2", "int4", "int8", "integer",
+    "nbytes", "pack", "read", "replay", "round_trip", "scaled", "slots", "think", "unpack",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ object.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,16 +17,16 @@ from kvjax.arguments import checked_call, choice_argument, count_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE, HOST, MEMORIES
 from kvjax.storage.rounding import as_stored
+from kvjax.storage.side import Parts, Shapes, Side
 
 Array = jax.Array
-Parts = Mapping[str, Array]  # part -> [..., *shape]
-Shapes = dict[str, tuple[tuple[int, ...], Any]]  # part -> shape and dtype of one vector
 Memory = str | tuple[str, str]  # ``device``, ``host``, or a pair of these for keys and for values
 
 slots = "slots"  # the layout in which each vector is held by itself
 
 LAYOUTS = (slots,)
-FRAMES = ("any",)
+ANY, ROTATED, UNROTATED = "any", "rotated", "unrotated"
+FRAMES = (ANY, ROTATED, UNROTATED)
 
 factory = checked_call(StorageError)  # decorates the factories of storages
 
@@ -35,20 +35,29 @@ class Codec:
     """The form in which one vector is held.
 
     Write a frozen dataclass that inherits from this class, with the parameters as its fields and these functions as its
-    methods, or call ``Codec(parts, encode, decode)``.
+    methods, or call ``Codec(parts, encode, decode, side)``.
 
     Attributes:
       parts: (dim, dtype) -> {name: (shape, dtype)} of one vector, all that is held of it.
       encode: (x [..., dim] float32, side, dtype) -> {name: [..., *shape]}; `dtype` is the model's.
       decode: (parts, side, dim) -> [..., dim] float32; finite where all parts are 0.
+      side: what vectors share, or None. Its parts are given to `encode` and `decode` with axes of size 1, so that they
+        broadcast against vectors.
+      dims: the `kvjax.storage.Dims` that shorten vectors, over which attention runs as they are held; or None.
     """
 
     parts: Callable[[int, Any], Shapes]
     encode: Callable[[Array, Any, Any], Parts]
     decode: Callable[[Parts, Any, int], Array]
+    dims: Any = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Codec":
         return super().__new__(CodecFunctions if cls is Codec else cls)
+
+    @property
+    def side(self) -> Side | None:
+        """What vectors share, or None."""
+        return None
 
     def bytes(self, dim: int, dtype: DTypeLike) -> int:
         """Returns the number of bytes of one vector of `dim` numbers."""
@@ -57,16 +66,19 @@ class Codec:
 
 @dataclasses.dataclass(frozen=True)
 class CodecFunctions(Codec):
-    """A codec made of functions; ``Codec(parts, encode, decode)`` returns one."""
+    """A codec made of functions; ``Codec(parts, encode, decode, side)`` returns one."""
 
     parts: Callable[[int, Any], Shapes]
     encode: Callable[[Array, Any, Any], Parts]
     decode: Callable[[Parts, Any, int], Array]
+    side: Side | None = None
 
     def __post_init__(self) -> None:
         for field in ("parts", "encode", "decode"):
             if not callable(given := getattr(self, field)):
                 raise StorageError(f"Codec: {field}={given!r} must be a function; see kvjax.storage.Codec.")
+        if not (self.side is None or isinstance(self.side, Side)):
+            raise StorageError(f"Codec: side={self.side!r} must be a kvjax.storage.Side, or None.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +105,9 @@ class Storage:
       value: the codec of values.
       layout: ``slots`` holds each vector by itself.
       residual: the number of newest positions that stay exact.
-      frame: ``any`` holds keys rotated by RoPE or not, as the policy's `positions` determine.
+      frame: ``any`` holds keys rotated by RoPE or not, as the policy's `positions` determine; ``rotated`` holds them
+        rotated; ``unrotated`` holds them as they are before, and rotates them to their positions in each step.
+      sinks: the number of first positions that stay exact, until they are evicted.
       memory: where slots are held: ``device``, ``host``, or a pair of these for keys and for values. Exact positions of
         the residual, and all that is not a key or a value, are always on the device.
       name: shown in reports; ignored by comparisons.
@@ -106,9 +120,10 @@ class Storage:
     value: Codec
     layout: str = slots
     residual: int = 0
-    frame: str = "any"
+    frame: str = ANY
     memory: Memory = DEVICE
     name: str = dataclasses.field(default="custom", compare=False)
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, Codec) or not isinstance(self.value, Codec):
@@ -119,9 +134,23 @@ class Storage:
         for field, valid in (("layout", LAYOUTS), ("frame", FRAMES)):
             choice_argument(f"storage {self.name}: {field}", getattr(self, field), valid, error=StorageError)
         object.__setattr__(self, "memory", _memory(self.name, self.memory))
-        object.__setattr__(
-            self, "residual", count_argument(f"storage {self.name}: residual", self.residual, error=StorageError)
-        )
+        for field in ("residual", "sinks"):
+            count = count_argument(f"storage {self.name}: {field}", getattr(self, field), error=StorageError)
+            object.__setattr__(self, field, count)
+        for side, codec, map_back in (("key", self.key, "query"), ("value", self.value, "output")):
+            if codec.dims is not None and getattr(codec.dims, map_back) is None:
+                raise StorageError(f"storage {self.name}: {codec.dims!r} has no `{map_back}`, which {side}s need.")
+        changed = next((codec for codec in (self.key, self.value) if codec.dims is not None), None)
+        if changed is not None and self.frame != ROTATED:
+            raise StorageError(
+                f"storage {self.name}: attention runs on vectors as {changed!r} holds them, so that keys must be "
+                f"rotated already; use frame='{ROTATED}', not {self.frame!r}."
+            )
+        if self.on_host and (changed is not None or self.frame == UNROTATED):
+            raise StorageError(
+                f"storage {self.name}: memory={self.memory!r} holds what is read as it is; keys that are rotated in "
+                "each step, and shorter vectors, are on the device: leave out memory."
+            )
 
     @property
     def exact(self) -> bool:
@@ -148,6 +177,27 @@ class Storage:
         return self.on_host or not self.exact
 
     @property
+    def kept_exact(self) -> int:
+        """The number of positions that stay exact: the newest of the residual, and the first ones."""
+        return self.residual + self.sinks
+
+    @property
+    def sides(self) -> dict[str, Side]:
+        """What keys share and what values share, where they have a side."""
+        return {
+            name: codec.side for name, codec in (("key", self.key), ("value", self.value)) if codec.side is not None
+        }
+
+    def sides_of(self, when: str) -> dict[str, Side]:
+        """Returns those of `sides` that are made at one time, ``prompt`` or ``calibration``."""
+        return {name: side for name, side in self.sides.items() if side.when == when}
+
+    @property
+    def shortened(self) -> bool:
+        """Whether keys or values are held as shorter vectors, over which attention runs."""
+        return self.key.dims is not None or self.value.dims is not None
+
+    @property
     def label(self) -> str:
         """The name, and which of keys and values are in host memory."""
         held = [f"{side}s" for side, memory in self.memories.items() if memory == HOST]
@@ -157,7 +207,9 @@ class Storage:
 
     def on_device(self) -> "Storage":
         """Returns the storage with everything in the device's memory, which changes no result."""
-        return dataclasses.replace(self, memory=DEVICE, residual=0 if self.exact else self.residual)
+        if self.exact:
+            return dataclasses.replace(self, memory=DEVICE, residual=0, sinks=0)
+        return dataclasses.replace(self, memory=DEVICE)
 
     def bytes_per_slot(self, dim: int, dtype: DTypeLike, memory: str | None = None) -> int:
         """Returns the number of bytes of a key and a value of `dim` numbers each.
@@ -188,7 +240,7 @@ def round_trip(codec: Codec, x: Array, side: Any, dtype: DTypeLike) -> Array:
     Args:
       codec: see `Codec`.
       x: [..., dim] float.
-      side: constants that vectors share; None for codecs without any.
+      side: what vectors share, a constant to a gradient; None for codecs without any.
       dtype: the model's dtype.
 
     Returns:

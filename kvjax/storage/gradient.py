@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.storage.base import Codec, Exact, Parts, Shapes, Storage, round_trip
+from kvjax.storage.dims import Chain
+from kvjax.storage.side import Side
 
 Array = jax.Array
 
@@ -23,6 +25,10 @@ class StraightThrough(Codec):
     """
 
     codec: Codec
+
+    @property
+    def side(self) -> Side | None:
+        return self.codec.side
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         return {"decoded": ((dim,), jnp.dtype(dtype))}
@@ -42,5 +48,11 @@ def differentiable(storage: Storage) -> Storage:
     storage = storage.on_device()
     if storage.exact:
         return storage
-    key, value = (c if isinstance(c, Exact) else StraightThrough(c) for c in (storage.key, storage.value))
-    return dataclasses.replace(storage, key=key, value=value)
+    return dataclasses.replace(storage, key=_straight_through(storage.key), value=_straight_through(storage.value))
+
+
+def _straight_through(codec: Codec) -> Codec:
+    if isinstance(codec, Chain):
+        # The map to shorter vectors has a gradient of its own.
+        return dataclasses.replace(codec, codec=_straight_through(codec.codec))
+    return codec if isinstance(codec, Exact) else StraightThrough(codec)

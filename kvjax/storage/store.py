@@ -8,6 +8,8 @@ from jax.typing import DTypeLike
 
 from kvjax import memory
 from kvjax.storage.base import Codec, Exact, Parts, Storage
+from kvjax.storage.dims import Chain
+from kvjax.storage.side import PROMPT, PromptView, Shapes, Sides
 
 Array = jax.Array
 Store = dict[str, Parts]
@@ -39,7 +41,42 @@ def place(storage: Storage, store: Store) -> Store:
     }
 
 
-def encode(storage: Storage, key: Array, value: Array, dtype: DTypeLike) -> Store:
+def empty_sides(storage: Storage, shape: tuple[int, int], dim: int, dtype: DTypeLike) -> Sides:
+    """Makes arrays for the sides that prompts will have: zeros.
+
+    Args:
+      storage: how keys and values are held.
+      shape: (B, K).
+      dim: size of a head.
+      dtype: the model's dtype.
+    """
+    return {name: _zeros(side.parts(dim, dtype), shape) for name, side in storage.sides_of(PROMPT).items()}
+
+
+def prompt_sides(storage: Storage, view: PromptView, dtype: DTypeLike) -> Sides:
+    """Makes the sides of prompts that have ended.
+
+    Args:
+      storage: how keys and values are held.
+      view: the prompts, float32; its `own` is ignored.
+      dtype: the model's dtype.
+    """
+    view = jax.lax.stop_gradient(view)
+    given = {"key": view.key, "value": view.value}
+    dim = view.key.shape[-1]
+    return {
+        name: side.prepared(view._replace(own=given[name]), dim, dtype)
+        for name, side in storage.sides_of(PROMPT).items()
+    }
+
+
+def aligned(storage: Storage, sides: Sides, name: str, ndim: int) -> Parts | None:
+    """Returns the side of keys or values for vectors with `ndim` axes, [B, K, ..., dim]; None without a side."""
+    side = _codecs(storage)[name].side
+    return None if side is None else side.aligned(sides[name], ndim)
+
+
+def encode(storage: Storage, key: Array, value: Array, dtype: DTypeLike, sides: Sides | None = None) -> Store:
     """Encodes the keys and values of n slots.
 
     Args:
@@ -47,16 +84,23 @@ def encode(storage: Storage, key: Array, value: Array, dtype: DTypeLike) -> Stor
       key: [B, K, n, D] float.
       value: [B, K, n, D] float.
       dtype: the model's dtype.
+      sides: what vectors share; None for a storage without sides.
     """
     given = {"key": key, "value": value}
     # Exact vectors are not converted to float32.
     return {
-        name: codec.encode(given[name] if isinstance(codec, Exact) else given[name].astype(jnp.float32), None, dtype)
+        name: codec.encode(
+            given[name] if isinstance(codec, Exact) else given[name].astype(jnp.float32),
+            aligned(storage, sides or {}, name, given[name].ndim),
+            dtype,
+        )
         for name, codec in _codecs(storage).items()
     }
 
 
-def decode(storage: Storage, store: Store, dim: int, dtype: DTypeLike) -> tuple[Array, Array]:
+def decode(
+    storage: Storage, store: Store, dim: int, dtype: DTypeLike, sides: Sides | None = None
+) -> tuple[Array, Array]:
     """Decodes keys and values, [B, K, S, D] each, in `dtype`, on the device.
 
     Args:
@@ -64,13 +108,30 @@ def decode(storage: Storage, store: Store, dim: int, dtype: DTypeLike) -> tuple[
       store: arrays of `empty` or `encode`, with slots moved or not.
       dim: size of a head.
       dtype: the model's dtype.
+      sides: what vectors share; None for a storage without sides.
     """
-    return decode_side(storage, store, "key", dim, dtype), decode_side(storage, store, "value", dim, dtype)
+    key, value = (decode_side(storage, store, name, dim, dtype, sides) for name in ("key", "value"))
+    return key, value
 
 
-def decode_side(storage: Storage, store: Store, side: str, dim: int, dtype: DTypeLike) -> Array:
+def decode_side(
+    storage: Storage, store: Store, side: str, dim: int, dtype: DTypeLike, sides: Sides | None = None
+) -> Array:
     """Decodes keys or values alone, `side` of which is ``key`` or ``value``; see `decode`."""
-    return _decode(_codecs(storage)[side], memory.to_device(store[side]), dim, dtype)
+    codec, parts = _codecs(storage)[side], memory.to_device(store[side])
+    if isinstance(codec, Exact):
+        return parts["exact"]
+    return codec.decode(parts, aligned(storage, sides or {}, side, 4), dim).astype(dtype)
+
+
+def attended_side(
+    storage: Storage, store: Store, side: str, dim: int, dtype: DTypeLike, sides: Sides | None = None
+) -> Array:
+    """Decodes keys or values to what attention runs on: as `decode_side`, or shorter vectors [B, K, S, D']."""
+    codec = _codecs(storage)[side]
+    if isinstance(codec, Chain):
+        return codec.held(memory.to_device(store[side]), dim).astype(dtype)
+    return decode_side(storage, store, side, dim, dtype, sides)
 
 
 def nbytes(storage: Storage, slots: int, dim: int, dtype: DTypeLike) -> int:
@@ -94,7 +155,5 @@ def _codecs(storage: Storage) -> dict[str, Codec]:
     return {"key": storage.key, "value": storage.value}
 
 
-def _decode(codec: Codec, parts: Parts, dim: int, dtype: DTypeLike) -> Array:
-    if isinstance(codec, Exact):
-        return parts["exact"]
-    return codec.decode(parts, None, dim).astype(dtype)
+def _zeros(parts: Shapes, shape: tuple[int, ...]) -> Parts:
+    return {part: jnp.zeros((*shape, *own), each) for part, (own, each) in parts.items()}

@@ -114,7 +114,7 @@ def test_equal_arguments_are_equal_storages():
     assert storage.fp8(np.float32(0.5)) == storage.fp8(scale=0.5) != storage.fp8()
     assert storage.integer(8, value_bits=4) == Storage(key=Integer(8), value=Integer(4))
     assert Codec(len, len, len) == Codec(parts=len, encode=len, decode=len) != Codec(len, len, max)
-    assert set(storage.STORAGES) == {"dense", "int8", "int4", "int2", "integer", "fp8"}
+    assert set(storage.STORAGES) >= {"dense", "int8", "int4", "int2", "integer", "fp8", "think"}
     assert storage.accepts("int4") == {"group", "residual", "memory"}
     assert storage.accepts("dense") == {"residual", "memory"}
     assert storage.dense(memory=["host", "host"]) == storage.dense(memory="host") != storage.dense()
