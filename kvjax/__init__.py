@@ -7,12 +7,15 @@ from kvjax.checkpoint.writer import save
 from kvjax.errors import KvjaxError
 from kvjax.generate import Generation, generate
 from kvjax.likelihood import LogLikelihood, log_likelihood
+from kvjax.models.calibrate import calibrate, calibrated
 from kvjax.models.model import Model
 from kvjax.sampling import Greedy, Sample
 from kvjax.sharding import make_mesh
+from kvjax.storage.calibration import Calibration, load_calibration
 
 __all__ = [
     "CacheSpec",
+    "Calibration",
     "Generation",
     "Greedy",
     "KVState",
@@ -22,8 +25,11 @@ __all__ = [
     "LogLikelihood",
     "Model",
     "Sample",
+    "calibrate",
+    "calibrated",
     "generate",
     "load",
+    "load_calibration",
     "log_likelihood",
     "make_mesh",
     "policies",

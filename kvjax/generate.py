@@ -14,10 +14,11 @@ from kvjax import records
 from kvjax.attention import Implementation
 from kvjax.cache.layout import Phase
 from kvjax.cache.limits import Limits
-from kvjax.cache.spec import CacheSpec
+from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
 from kvjax.inputs import check_count, check_stop
+from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
@@ -27,6 +28,7 @@ from kvjax.sampling import Greedy, Sampler, check_sampling
 from kvjax.selection.base import Selection
 from kvjax.sharding import Params
 from kvjax.storage.base import Storage
+from kvjax.storage.calibration import Calibration
 
 Array = jax.Array
 PAD = -1  # fills the generated tokens of a row after its stop token
@@ -71,6 +73,7 @@ def generate(
     limits: Limits | None = None,
     requests: ArrayLike | None = None,
     record: bool = False,
+    calibration: Calibration | None = None,
 ) -> Generation:
     """Generates tokens after prompts, with a cache that is limited by a policy.
 
@@ -94,12 +97,16 @@ def generate(
       requests: [B] int, the id of each row's request. A sampled token depends on the key, the request's id and the
         token's position, and not on the rest of the batch. None for the row numbers.
       record: whether to record what selections choose; not with a kernel that does a whole step.
+      calibration: of the storage, if it needs one: from `kvjax.calibrate` or `kvjax.load_calibration`.
 
     Raises:
       InputError: if tokens, lengths or options are not valid for the model; before anything is traced.
       PolicyError: if the policy, storage and selection cannot be combined; before anything is traced.
+      StorageError: if the storage cannot be combined with the policy, or has no calibration that fits the model;
+        before anything is traced.
       ConfigError: if an implementation was requested by name that cannot run.
     """
+    model = calibrated(model, as_spec(policy, storage, selection).storage, calibration)
     prefilled = prefill(
         model, tokens, policy, max_new_tokens=max_new_tokens, lengths=lengths, prefill_block=prefill_block,
         implementation=implementation, storage=storage, selection=selection, limits=limits,
@@ -139,8 +146,11 @@ def decode(
 
     Raises:
       InputError: if an option is not valid, or heads that keep every token have too few slots for the new ones.
+      StorageError: if the storage needs a calibration that the model has not; see `kvjax.calibrated`.
     """
     check_sampling(sampler, key)
+    for storage in {group.storage for group in prefilled.layout.groups}:
+        calibrated(model, storage, None)
     key = jax.random.key(0) if key is None else key
     stop_ids = check_stop(stop)
     request = _check_requests(requests, prefilled.logits.shape[0])

@@ -17,6 +17,7 @@ from kvjax.cache.limits import Limits, power_of_two
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
 from kvjax.inputs import check_batch, check_prompt
+from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
@@ -25,6 +26,7 @@ from kvjax.records import Record
 from kvjax.selection.base import Selection
 from kvjax.sharding import Params
 from kvjax.storage.base import Storage
+from kvjax.storage.calibration import Calibration
 from kvjax.storage.gradient import differentiable
 
 Array = jax.Array
@@ -60,11 +62,12 @@ def log_likelihood(
     selection: Selection | None = None,
     limits: Limits | None = None,
     record: bool = False,
+    calibration: Calibration | None = None,
 ) -> LogLikelihood:
     """Scores texts by teacher forcing. The cache evolves as it does in generation.
 
-    The score has a gradient with respect to ``model.params``; it passes straight through the codes of a storage, and
-    which slots are evicted or read is a constant to it.
+    The score has a gradient with respect to ``model.params`` and `calibration`; it passes straight through the codes of
+    a storage, and which slots are evicted or read is a constant to it.
 
     Args:
       model: from `kvjax.load`.
@@ -81,13 +84,16 @@ def log_likelihood(
       selection: see `kvjax.generate`.
       limits: see `kvjax.generate`. All tokens after the prompt are fed to the model here.
       record: whether to record what selections choose; not with a kernel that does a whole step, nor in a gradient.
+      calibration: see `kvjax.generate`.
 
     Raises:
       InputError: if tokens, lengths or options are not valid for the model; before anything is traced.
       PolicyError: if the policy, storage and selection cannot be combined; before anything is traced.
+      StorageError: see `kvjax.generate`.
       ConfigError: if an implementation was requested by name that cannot run.
     """
     spec = as_spec(policy, storage, selection)
+    model = calibrated(model, spec.storage, calibration)
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     prompt = check_prompt(prompt_length, batch.lengths)
     total, width = int(batch.lengths.max()), int(prompt.max())

@@ -21,6 +21,7 @@ from kvjax.cache.lowering import Budgets, lower
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
 from kvjax.inputs import check_batch, check_count, check_positions
+from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES, SKEW, Decoder
 from kvjax.models.model import Model
@@ -28,6 +29,7 @@ from kvjax.policies.base import Policy
 from kvjax.selection.base import Selection
 from kvjax.sharding import Params, PyTree
 from kvjax.storage.base import Storage
+from kvjax.storage.calibration import Calibration
 
 Array = jax.Array
 GroupBudgets = tuple[tuple[Array | None, ...], ...]  # per layer and group of heads
@@ -60,6 +62,7 @@ def prefill(
     storage: Storage | None = None,
     selection: Selection | None = None,
     limits: Limits | None = None,
+    calibration: Calibration | None = None,
 ) -> Prefilled:
     """Runs prompts through the model.
 
@@ -74,12 +77,15 @@ def prefill(
       storage: see `kvjax.generate`.
       selection: see `kvjax.generate`.
       limits: see `kvjax.generate`.
+      calibration: see `kvjax.generate`. Decoding needs it too: give both `kvjax.calibrated` instead.
 
     Raises:
       InputError: see `kvjax.generate`.
       PolicyError: see `kvjax.generate`.
+      StorageError: see `kvjax.generate`.
     """
     spec = as_spec(policy, storage, selection)
+    model = calibrated(model, spec.storage, calibration)
     check_count("max_new_tokens", max_new_tokens)
     batch = check_batch(model.config, tokens, lengths, new_tokens=max_new_tokens)
     # [B]: the last new token is not fed back to the model.
@@ -135,8 +141,10 @@ def prepare(
     Raises:
       InputError: if the batch exceeds the limits, or the model has no rotary positions to place by rank.
       PolicyError: if policy, storage and selection cannot be combined.
+      StorageError: if the storage cannot be combined with the policy, or needs a calibration that the model has not.
       ConfigError: if an implementation was requested by name that cannot run.
     """
+    calibrated(model, spec.storage, None)
     check_positions(model.config, spec.policy.positions)
     if prefill_block is not None:
         check_count("prefill_block", prefill_block)

@@ -24,8 +24,10 @@ from kvjax.generate import Carry
 from kvjax.memory import DEVICE, HOST, PINNED
 from kvjax.models import offload
 from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import SIDES
 from kvjax.models.parameters import parameter_shapes
 from kvjax.sharding import Params, PyTree
+from kvjax.storage.calibration import side_shapes
 
 Array = jax.Array
 POSITION_BYTES = 4  # of the int32 position of a slot
@@ -102,7 +104,7 @@ def decode_shapes(
         made,
         memories(layout.decode, made),
     )
-    params = parameter_shapes(config, dtype)
+    params = _calibrated(parameter_shapes(config, dtype), config, layout, dtype)
     if mesh is not None:
         places = sharding.parameter_shardings(params, mesh, (config.num_heads, config.num_kv_heads))
         params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, places)
@@ -117,6 +119,18 @@ def decode_shapes(
         key=jax.eval_shape(lambda: jax.random.key(0)),
     )
     return Shapes(params, carry)
+
+
+def _calibrated(params: Params, config: DecoderConfig, layout: CacheLayout, dtype: DTypeLike) -> Params:
+    """Adds the shapes of a calibration, where a layer's storage needs one."""
+    params = dict(params)
+    for index, groups in enumerate(layout.decode):
+        # Groups of heads have one storage, or an exact one.
+        found = [side_shapes(group.storage, config.num_kv_heads, config.head_dim, dtype) for group in groups]
+        if sides := next(filter(None, found), None):
+            layer = params[f"layer_{index}"]
+            params[f"layer_{index}"] = {**layer, "attention": {**layer["attention"], SIDES: sides}}
+    return params
 
 
 class AverageSlots(NamedTuple):

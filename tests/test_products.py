@@ -21,6 +21,7 @@ from kvjax.policies import COMBINATORS, HEAD_PLANS, MERGES, POLICIES
 from kvjax.rope import Rope
 from kvjax.selection import SELECTIONS
 from kvjax.storage import STORAGES
+from kvjax.storage.calibration import side_shapes
 
 HEADS, KV_HEADS, DIM, PROMPT, NEW, BLOCK = 4, 2, 8, 48, 8, 16
 CONFIG = DecoderConfig(
@@ -33,7 +34,8 @@ LAYER = 1  # the one whose steps are traced: in the first, a selection that look
 #: Arguments without a default.
 ARGUMENTS = {
     "strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "snapkv": {"window": 4}, "pyramidkv": {"window": 4},
-    "integer": {"bits": 3}, "fp8": {}, "think": {"recent": 4}, "optimal": {"n": 9},
+    "integer": {"bits": 3}, "fp8": {}, "think": {"recent": 4}, "low_rank": {"key_rank": 3, "value_rank": 4},
+    "optimal": {"n": 9},
     "quest": {"page": 4, "budget": 16, "first_layer": 0},
     "infinigen": {"alpha": 4.0, "first_layer": 1, "sinks": 1, "recent": 2},
     "lserve": {"page": 4, "sub": 2, "every": 3, "budget": 16, "first_layer": 0},
@@ -95,14 +97,17 @@ def trace(spec: CacheSpec, block: int | None) -> None:
     lowered = lowered_for(spec, block)
     layout, budgets = lowered.layout, jax.tree.map(jnp.asarray, lowered.budgets)
     row = jax.ShapeDtypeStruct((2,), jnp.int32)
+    shapes = side_shapes(spec.storage, KV_HEADS, DIM, jnp.float32)
+    sides = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def take(layer, row, *, tokens, groups, budget):
         heads = [jnp.zeros((2, count, tokens, DIM)) for count in (HEADS, KV_HEADS, KV_HEADS)]
         position = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (2, tokens))
         given = Block(position=position, prompt=row, total=row, budget=budget).of_layer(LAYER)
         output, layer, _ = step_layer(
-            layer, *heads, block=given, groups=groups[LAYER], rope=CONFIG.rope, guess=heads[0] if tokens == 1 else None
-        )
+            layer, *heads, block=given, groups=groups[LAYER], rope=CONFIG.rope, guess=heads[0] if tokens == 1 else None,
+            sides=sides,
+        )  # fmt: skip
         assert output.shape == (2, HEADS, tokens, DIM)
         return layer
 

@@ -25,6 +25,8 @@ def explain(layout: CacheLayout) -> str:
     for (text, reasons), layers in alike.items():
         lines.append(f"  layers {_ranges(layers)}: {text}")
         lines += [f"    not {reason}" for reason in reasons]
+    if shared := layout.calibration_bytes():
+        lines.append(f"  calibration: {size(shared)} that rows have in common")
     prompts = {(group.attend, group.reasons) for layer in layout.prompt for group in layer}
     for attend, reasons in sorted(prompts):
         lines.append(f"  prompts: attention by {attend}")

@@ -17,6 +17,7 @@ from kvjax.selection.everything import everything
 from kvjax.statistics import Statistic
 from kvjax.storage import dense
 from kvjax.storage.base import Storage
+from kvjax.storage.calibration import side_shapes
 
 Array = jax.Array
 
@@ -162,6 +163,16 @@ class CacheLayout:
         ]
         trees: Any = layers if statistics else [(layer.stores, layer.sides) for layer in layers]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))
+
+    def calibration_bytes(self) -> int:
+        """Returns the bytes of what vectors share from a calibration, which rows have in common."""
+        each = [
+            side_shapes(
+                group.storage, self.kv_heads if group.heads is None else len(group.heads), self.head_dim, self.dtype
+            )
+            for group in self.groups
+        ]
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each))
 
     def explain(self) -> str:
         """Describes each kind of layer in words: its slots, bytes and kernels, and why no faster kernel runs."""

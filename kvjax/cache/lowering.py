@@ -69,6 +69,7 @@ def lower(
       ConfigError: an implementation asked for by name whose attention cannot run.
     """
     name = spec.name
+    spec.storage.bytes_per_slot(config.head_dim, dtype)  # raises where a codec cannot hold such a head
     if spec.storage.residual >= sizes.total:
         # No token becomes old enough to be coded.
         spec = dataclasses.replace(spec, storage=dense())

@@ -25,7 +25,9 @@ from kvjax.selection.everything import everything
 from kvjax.storage import dense
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
+from kvjax.storage.calibration import Calibration, required
 from kvjax.storage.dims import LATENT
+from kvjax.storage.side import Sides
 
 Array = jax.Array
 Triple = tuple[Any, Any, Any]  # queries, keys and values
@@ -44,6 +46,7 @@ def replay(
     *,
     selection: Selection | None = None,
     prefill_block: int | None = None,
+    calibration: Calibration | None = None,
 ) -> tuple[Array, LayerKV]:
     """One layer's prompt and decoding steps, exactly as generation takes them.
 
@@ -56,6 +59,7 @@ def replay(
       rope: rotates queries and keys; None = they are given as attention takes them.
       selection: which slots a decoding query reads; None = all.
       prefill_block: tokens of a block of the prompt; None = in one shot.
+      calibration: of the storage, if it needs one, for one layer; such as `Calibration.of` makes from vectors.
 
     Returns:
       Outputs of the decoding steps [B, H, steps, D], and the layer afterwards.
@@ -63,10 +67,12 @@ def replay(
     Raises:
       InputError: arrays whose shapes do not fit each other.
       PolicyError: a combination that cannot work.
+      StorageError: a storage that cannot be combined with the policy, or that has no calibration that fits.
     """
     prompt, decode = _triple("prompt", prompt), _triple("decode", decode)
     lengths = np.asarray(lengths)
     config = _config(prompt, decode, lengths, rope)
+    sides = _sides(storage, calibration, config, prompt[2].dtype)
     width, steps = prompt[0].shape[2], decode[0].shape[2]
     if prefill_block is not None:
         check_count("prefill_block", prefill_block)
@@ -77,11 +83,14 @@ def replay(
     lowered = lower(spec, config, sizes, lengths, implementation="xla", dtype=prompt[2].dtype)
     if len(lowered.layout.decode[0]) > 1:
         raise InputError(f"policy {spec.policy.name}: its heads are in several groups; replay takes one group.")
-    return _run(prompt, decode, jnp.asarray(lengths, jnp.int32), lowered.budgets, rope=rope, layout=lowered.layout)
+    given = prompt, decode, jnp.asarray(lengths, jnp.int32), lowered.budgets, sides
+    return _run(*given, rope=rope, layout=lowered.layout)
 
 
 @functools.partial(jax.jit, static_argnames=("rope", "layout"))
-def _run(prompt: Triple, decode: Triple, lengths: Array, budgets: Any, *, rope: Rope | None, layout: Any) -> Any:
+def _run(
+    prompt: Triple, decode: Triple, lengths: Array, budgets: Any, sides: Sides, *, rope: Rope | None, layout: Any
+) -> Any:
     before, after = layout.prompt[0][0], layout.decode[0][0]
     width, steps = prompt[0].shape[2], decode[0].shape[2]
     total = lengths + steps
@@ -91,7 +100,7 @@ def _run(prompt: Triple, decode: Triple, lengths: Array, budgets: Any, *, rope: 
         position = start + jnp.arange(own[0].shape[2], dtype=jnp.int32)
         position = jnp.where(position < lengths[:, None], position, -1)
         block = Block(position=position, prompt=lengths, total=total, budget=budgets.prompt).of_layer(0)
-        return step(layer, *own, block=block, group=before, budget=block.budget[0], rope=rope)[1]
+        return step(layer, *own, block=block, group=before, budget=block.budget[0], rope=rope, sides=sides)[1]
 
     if layout.block is None:
         layer = one(None, prompt, 0)
@@ -104,13 +113,13 @@ def _run(prompt: Triple, decode: Triple, lengths: Array, budgets: Any, *, rope: 
         layer = _empty(before, prompt[1])
         layer, _ = jax.lax.scan(lambda layer, inputs: (one(layer, *inputs), None), layer, (blocks, starts))
         frequencies = None if rope is None else rope.frequencies(total)
-        layer = convert(layer, before, after, Prompt(lengths, rope, frequencies))
+        layer = convert(layer, before, after, Prompt(lengths, rope, frequencies, sides=sides))
 
     def body(layer: Any, inputs: tuple[Array, tuple[Array, ...]]) -> tuple[Any, Array]:
         number, own = inputs
         block = Block((lengths + number)[:, None], prompt=lengths, total=total, budget=budgets.decode).of_layer(0)
         own = tuple(x[:, :, None] for x in own)
-        output, layer, _ = step(layer, *own, block=block, group=after, budget=block.budget[0], rope=rope)
+        output, layer, _ = step(layer, *own, block=block, group=after, budget=block.budget[0], rope=rope, sides=sides)
         return layer, output[:, :, 0]
 
     inputs = jnp.arange(steps, dtype=jnp.int32), tuple(jnp.moveaxis(x, 2, 0) for x in decode)
@@ -118,19 +127,36 @@ def _run(prompt: Triple, decode: Triple, lengths: Array, budgets: Any, *, rope: 
     return jnp.moveaxis(outputs, 0, 2), layer
 
 
-def read(storage: Storage, layer: LayerKV) -> tuple[Array, Array, Array]:
+def _sides(storage: Storage, calibration: Calibration | None, config: DecoderConfig, dtype: Any) -> Sides:
+    """Returns what the vectors of the layer share, from a calibration; {} if the storage needs none."""
+    if calibration is None:
+        if required(storage):
+            raise StorageError(
+                f"storage {storage.name} needs a calibration of one layer, such as kvjax.Calibration.of(storage, "
+                "[Samples(...)]) makes; pass calibration=."
+            )
+        return {}
+    calibration.check(storage, 1, config.num_kv_heads, config.head_dim, dtype, config.rope)
+    return calibration.layers[0]
+
+
+def read(
+    storage: Storage, layer: LayerKV, calibration: Calibration | None = None, *, index: int = 0
+) -> tuple[Array, Array, Array]:
     """What a layer holds, as it decodes.
 
     Args:
       storage: how its slots are held.
       layer: from `replay`, or a group of heads of a `KVState`.
+      calibration: of the storage, if it needs one.
+      index: the layer's place in the calibration.
 
     Returns:
       key [B, K, N, D] and value [B, K, N, D] float32, and position [B, K, N] int32, -1 = empty.
 
     Raises:
       InputError: a layer of several groups of heads.
-      StorageError: a storage that the layer is not held in.
+      StorageError: a storage that the layer is not held in, or that needs a calibration.
     """
     if isinstance(layer, tuple):
         if len(layer) != 1:
@@ -141,8 +167,11 @@ def read(storage: Storage, layer: LayerKV) -> tuple[Array, Array, Array]:
         ways = (dense(),)
     if len(ways) != len(layer.stores) or any(map(_differs, ways, layer.stores, [layer.dim] * len(ways))):
         raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
+    if required(ways[0]) and calibration is None:
+        raise StorageError(f"storage {storage.name} needs its calibration to be read; pass calibration=.")
+    sides = {**(calibration.layers[index] if calibration is not None else {}), **layer.sides}
     pieces = [
-        held.decode(each, store, layer.dim, jnp.dtype(jnp.float32), layer.sides)
+        held.decode(each, store, layer.dim, jnp.dtype(jnp.float32), sides)
         for each, store in zip(ways, layer.stores, strict=True)
     ]
     key, value = (jnp.concatenate([x.astype(jnp.float32) for x in each], axis=2) for each in zip(*pieces, strict=True))

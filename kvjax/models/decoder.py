@@ -266,13 +266,8 @@ class Decoder(nn.Module):
             # [B]
             row = jnp.full((batch,), n, jnp.int32)
             block = Block(position=position, prompt=row, total=row, budget=((None,),) * config.num_layers)
-        # [B, n, embed]
-        x = self.embed(tokens)
-        if config.embed_size != config.hidden_size:
-            # [B, n, hidden]
-            x = self.embed_in(x)
-        if config.learned_positions:
-            x = x + self.position_embed(block.position)
+        # [B, n, hidden]
+        x = self.enter(tokens, block)
         after = []
         entered: Array | None = None
         before = x
@@ -306,6 +301,15 @@ class Decoder(nn.Module):
         added = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
         length = added if kv is None else kv.length + added
         return x, KVState(tuple(after), length, prompt=block.prompt, total=block.total, budget=block.budget)
+
+    def enter(self, tokens: Array, block: Block) -> Array:
+        """Embeds tokens [B, n] int32: what enters the first layer, [B, n, hidden]."""
+        # [B, n, embed]
+        x = self.embed(tokens)
+        if self.config.embed_size != self.config.hidden_size:
+            # [B, n, hidden]
+            x = self.embed_in(x)
+        return x + self.position_embed(block.position) if self.config.learned_positions else x
 
     def logits(self, hidden: Array) -> Array:
         """Applies the output head.

@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Any
 from kvjax.arguments import Registry
 from kvjax.errors import StorageError
 from kvjax.storage.base import Codec, Exact, Storage, round_trip, slots
+from kvjax.storage.calibration import Calibration
 from kvjax.storage.dense import dense
 from kvjax.storage.dims import Chain, Dims, chain
 from kvjax.storage.fp8 import Fp8, fp8
 from kvjax.storage.integer import Integer, int2, int4, int8, integer
+from kvjax.storage.low_rank import LowRank, low_rank
 from kvjax.storage.packing import pack, unpack
 from kvjax.storage.scaled import Scaled, scaled
 from kvjax.storage.side import PromptView, Samples, Side
@@ -27,6 +29,7 @@ STORAGES: Registry[Storage] = Registry(
         "integer": integer,
         "fp8": fp8,
         "think": think,
+        "low_rank": low_rank,
     },
 )
 by_name, accepts = STORAGES.by_name, STORAGES.accepts
@@ -46,7 +49,8 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "STORAGES", "Chain", "Codec", "Dims", "Exact", "Fp8", "Integer", "PromptView", "Samples", "Scaled", "Side",
-    "Storage", "ThinK", "accepts", "breakdown", "by_name", "chain", "dense", "fp8", "int2", "int4", "int8", "integer",
-    "nbytes", "pack", "read", "replay", "round_trip", "scaled", "slots", "think", "unpack",
+    "STORAGES", "Calibration", "Chain", "Codec", "Dims", "Exact", "Fp8", "Integer", "LowRank", "PromptView", "Samples",
+    "Scaled", "Side", "Storage", "ThinK", "accepts", "breakdown", "by_name", "chain", "dense", "fp8", "int2", "int4",
+    "int8", "integer", "low_rank", "nbytes", "pack", "read", "replay", "round_trip", "scaled", "slots", "think",
+    "unpack",
 ]  # fmt: skip

@@ -1,0 +1,144 @@
+"""Calibration: what a storage's vectors share, from one pass over a text under full attention."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvjax import memory
+from kvjax.cache.layout import Group
+from kvjax.cache.state import Block
+from kvjax.errors import StorageError
+from kvjax.inputs import check_batch
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import SIDES, Decoder, run_layer
+from kvjax.models.model import Model
+from kvjax.policies.window import full
+from kvjax.sharding import Params
+from kvjax.storage.base import UNROTATED, Storage
+from kvjax.storage.calibration import Calibration, required
+from kvjax.storage.side import Samples
+
+Array = jax.Array
+
+
+def calibrate(model: Model, tokens: ArrayLike, storage: Storage, *, lengths: ArrayLike | None = None) -> Calibration:
+    """Makes the calibration of a storage from a text, in one pass under full attention.
+
+    Layers run one after the other, and each is reduced before the next runs.
+
+    Args:
+      model: from `kvjax.load`.
+      tokens: [B, T] or [T] int, rows padded at the end.
+      storage: what needs it, such as ``kvjax.storage.low_rank(32, 32)``.
+      lengths: [B] int, the number of real tokens of each row; None for T.
+
+    Raises:
+      InputError: invalid tokens.
+      StorageError: a storage that needs no calibration.
+    """
+    if not required(storage):
+        raise StorageError(f"storage {storage.name} needs no calibration; leave it out.")
+    batch = check_batch(model.config, tokens, lengths, new_tokens=0)
+    with model.on_mesh():
+        samples = _samples(model, batch.tokens, batch.lengths, storage)
+        return Calibration.of(storage, samples, model.config.rope, _dtype(model))
+
+
+def calibrated(model: Model, storage: Storage, calibration: Calibration | None) -> Model:
+    """Returns the model with a calibration among its parameters, of which every function that takes a model has one.
+
+    Args:
+      model: from `kvjax.load`.
+      storage: what needs it.
+      calibration: from `calibrate`; None = the model's own, if the storage needs one.
+
+    Raises:
+      StorageError: a storage that needs a calibration and has none, or one that is for another storage or model.
+    """
+    config = model.config
+    shape = (storage, config.num_layers, config.num_kv_heads, config.head_dim, _dtype(model), config.rope)
+    if calibration is None:
+        if not required(storage):
+            return model
+        layers = [model.params[f"layer_{index}"]["attention"].get(SIDES) for index in range(config.num_layers)]
+        if any(layer is None for layer in layers):
+            raise StorageError(
+                f"storage {storage.name} needs a calibration: make it with kvjax.calibrate(model, tokens, storage), or "
+                "load it with kvjax.load_calibration(path), and pass calibration=."
+            )
+        Calibration(tuple(layers), "the model's own", config.rope).check(*shape)
+        return model
+    if not isinstance(calibration, Calibration):
+        raise StorageError(f"calibration={type(calibration).__name__} is not valid; give one from kvjax.calibrate.")
+    calibration.check(*shape)
+    params = dict(model.params)
+    for index, sides in enumerate(calibration.layers):
+        layer = dict(params[f"layer_{index}"])
+        layer["attention"] = {**layer["attention"], SIDES: sides}
+        params[f"layer_{index}"] = layer
+    return dataclasses.replace(model, params=params)
+
+
+def _dtype(model: Model) -> jnp.dtype:
+    return jnp.dtype(model.params["embed"]["tokens"].dtype)
+
+
+def _samples(model: Model, tokens: np.ndarray, lengths: np.ndarray, storage: Storage) -> Iterator[Samples]:
+    """Yields the `Samples` of each layer; of one layer at a time there are keys and values."""
+    config, dtype = model.config, _dtype(model)
+    ids, lengths = model.place((tokens, lengths.astype(np.int32)))
+    block = _block(lengths, width=tokens.shape[1], layers=config.num_layers)
+    x = _enter(model.params, ids, block, config=config)
+    # Keys under positions="cache" are held as they are before rotation; of a whole prompt, ranks are positions.
+    policy = full(positions="original" if config.rope is None else "cache")
+    real = np.asarray(block.position) >= 0
+    for index in range(config.num_layers):
+        params = model.params[f"layer_{index}"]
+        output = run_layer(
+            params, x, None, block.of_layer(index), None, config=config, window=config.windows[index], dtype=dtype,
+            groups=(Group(policy=policy),),
+        )  # fmt: skip
+        (layer,), (seen,) = output.cache, output.seen
+        assert seen is not None
+        key = layer.key if storage.frame == UNROTATED else seen.key
+
+        def flat(heads: Any) -> np.ndarray:
+            """[B, heads, T, D] -> [n, heads, D], without padding."""
+            return np.asarray(jnp.swapaxes(heads, 1, 2), np.float32)[real]
+
+        keys, values = flat(key), flat(layer.value)
+        yield Samples(
+            own=keys, query=flat(seen.query), key=keys, value=values,
+            inputs=np.asarray(output.entered, np.float32)[real], kernels=_kernels(params, config),
+        )  # fmt: skip
+        x = output.x
+
+
+def _kernels(params: Params, config: DecoderConfig) -> dict[str, np.ndarray]:
+    """The projections of keys and values, [hidden, K, D] float32."""
+    shape = (config.hidden_size, config.num_kv_heads, config.head_dim)
+    return {
+        name: np.asarray(memory.to_device(params["attention"][name]["kernel"]), np.float32).reshape(shape)
+        for name in ("key", "value")
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("width", "layers"))
+def _block(lengths: Array, *, width: int, layers: int) -> Block:
+    # [B, T]
+    position = jnp.arange(width, dtype=jnp.int32)
+    position = jnp.where(position < lengths[:, None], position, -1)
+    return Block(position=position, prompt=lengths, total=lengths, budget=((None,),) * layers)
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _enter(params: Params, tokens: Array, block: Block, *, config: DecoderConfig) -> Array:
+    decoder = Decoder(config, params["embed"]["tokens"].dtype)
+    # [B, T, hidden]
+    return cast(Array, decoder.apply({"params": params}, tokens, block, method="enter"))

@@ -1,0 +1,249 @@
+"""Calibrations: what the vectors of each layer share, made once from a text, and kept beside the parameters."""
+
+import ast
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+from safetensors.flax import save_file
+
+from kvjax.errors import StorageError
+from kvjax.rope import Rope
+from kvjax.storage.base import Storage
+from kvjax.storage.side import CALIBRATION, Samples, Sides
+
+Array = jax.Array
+Expected = dict[str, dict[str, tuple[tuple[int, ...], str]]]  # name -> part -> shape and dtype
+
+FORMAT = "kvjax calibration 1"
+
+
+class Calibration(flax.struct.PyTreeNode):
+    """What keys and values of each layer share; `kvjax.calibrate` makes one.
+
+    It is a pytree whose leaves are its arrays, so that gradients reach them and `optax` updates them.
+
+    Attributes:
+      layers: per layer, {"key": {part: [K, *shape]}, "value": {...}}; [1, *shape] of a part that heads share.
+      method: what the arrays are, for messages.
+      rope: the rotary embedding of the model that they were made for; None without one.
+    """
+
+    layers: tuple[Sides, ...]
+    method: str = flax.struct.field(pytree_node=False, default="given")
+    rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def of(
+        cls, storage: Storage, samples: Iterable[Samples], rope: Rope | None = None, dtype: DTypeLike = jnp.float32
+    ) -> "Calibration":
+        """Makes a calibration from vectors that are given.
+
+        Args:
+          storage: what needs it.
+          samples: one `Samples` per layer; its `own` and `name` are ignored.
+          rope: the model's rotary embedding.
+          dtype: the model's.
+
+        Raises:
+          StorageError: a storage that needs no calibration.
+        """
+        sides = required(storage)
+        if not sides:
+            raise StorageError(f"storage {storage.name} needs no calibration; leave it out.")
+        layers = []
+        for given in samples:
+            own = {"key": given.key, "value": given.value}
+            layers.append(
+                {
+                    name: side.prepared(given._replace(own=own[name], name=name), own[name].shape[-1], dtype)
+                    for name, side in sides.items()
+                }
+            )
+        return cls(tuple(layers), method=method_of(storage), rope=rope)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of all arrays with their names."""
+        found = hashlib.sha256()
+        for name, x in sorted(_named(self.layers).items()):
+            found.update(f"{name} {x.dtype} {x.shape}".encode())
+            found.update(np.asarray(x).tobytes())
+        return found.hexdigest()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.layers))
+
+    def save(self, path: str | Path) -> None:
+        """Saves it as a safetensors file, with method, shapes, rotary embedding and hash.
+
+        Args:
+          path: of the file; it is replaced if it exists.
+
+        Raises:
+          StorageError: if the file cannot be written.
+        """
+        about = {"format": FORMAT, "method": self.method, "rope": repr(self.rope), "hash": self.hash}
+        tensors = {name: jnp.asarray(x) for name, x in _named(self.layers).items()}
+        about["shapes"] = json.dumps({name: list(x.shape) for name, x in tensors.items()})
+        try:
+            save_file(tensors, str(path), metadata=about)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"calibration {path} cannot be written: {error}.") from None
+
+    def check(
+        self, storage: Storage, layers: int, kv_heads: int, dim: int, dtype: DTypeLike, rope: Rope | None
+    ) -> None:
+        """Checks that it is for a storage and a model.
+
+        Args:
+          storage: what needs it.
+          layers: of the model.
+          kv_heads: KV heads of a layer.
+          dim: features of a head.
+          dtype: the model's.
+          rope: the model's rotary embedding.
+
+        Raises:
+          StorageError: it is for another storage, another shape, another dtype or another rotary embedding.
+        """
+        expected = expected_parts(storage, kv_heads, dim, dtype)
+        if not expected:
+            raise StorageError(f"storage {storage.name} needs no calibration; leave out calibration={self.method}.")
+        if self.rope != rope:
+            raise StorageError(
+                f"the calibration ({self.method}) was made for {_rope_name(self.rope)}, and the model has "
+                f"{_rope_name(rope)}; make one for this model with kvjax.calibrate."
+            )
+        made = [_shapes(layer) for layer in self.layers]
+        if len(made) != layers or any(each != expected for each in made):
+            mine = next((each for each in made if each != expected), made[0] if made else {})
+            raise StorageError(
+                f"the calibration ({self.method}) has {len(made)} layers of {_text(mine)}; storage {storage.name} and "
+                f"this model need {layers} layers of {_text(expected)}. Make it with kvjax.calibrate for this model "
+                "and storage."
+            )
+
+
+def required(storage: Storage) -> dict[str, Any]:
+    """Returns the sides of a storage that come from a calibration."""
+    return storage.sides_of(CALIBRATION)
+
+
+def method_of(storage: Storage) -> str:
+    """Describes how the calibration of a storage is made."""
+    return ", ".join(f"{name}s: {side!r}" for name, side in required(storage).items())
+
+
+def expected_parts(storage: Storage, kv_heads: int, dim: int, dtype: DTypeLike) -> Expected:
+    """Returns the shapes and dtypes of one layer of the calibration that a storage needs."""
+    return {
+        name: {
+            part: (((1,) if part in side.shared else (kv_heads,)) + tuple(shape), jnp.dtype(each).name)
+            for part, (shape, each) in side.parts(dim, dtype).items()
+        }
+        for name, side in required(storage).items()
+    }
+
+
+def side_shapes(storage: Storage, kv_heads: int, dim: int, dtype: DTypeLike) -> dict[str, dict[str, Any]]:
+    """Returns one layer of the calibration that a storage needs as `jax.ShapeDtypeStruct`; {} if it needs none."""
+    return {
+        name: {part: jax.ShapeDtypeStruct(shape, jnp.dtype(each)) for part, (shape, each) in parts.items()}
+        for name, parts in expected_parts(storage, kv_heads, dim, dtype).items()
+    }
+
+
+def load_calibration(path: str | Path) -> Calibration:
+    """Loads a calibration that `Calibration.save` has saved.
+
+    It is checked against the model and the storage when it is used.
+
+    Args:
+      path: of the file.
+
+    Raises:
+      StorageError: there is no such file, or it is damaged or no calibration.
+    """
+    if not Path(path).is_file():
+        raise StorageError(f"calibration {path} does not exist; make it with kvjax.calibrate(...).save(path).")
+    try:
+        with safe_open(str(path), "flax") as file:
+            about = file.metadata() or {}
+            tensors = {name: jnp.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        if about.get("format") != FORMAT:
+            raise StorageError(f"calibration {path}: its format is {about.get('format')!r}, not {FORMAT!r}.")
+        made = Calibration(_layers(tensors), about["method"], _rope(about["rope"]))
+        shapes = {name: list(x.shape) for name, x in tensors.items()}
+        if shapes != json.loads(about["shapes"]):
+            raise StorageError(f"calibration {path}: its arrays have shapes {shapes}, and it says {about['shapes']}.")
+        if made.hash != about["hash"]:
+            raise StorageError(
+                f"calibration {path} is damaged: its arrays have the hash {made.hash}, and it says {about['hash']}; "
+                "make it again with kvjax.calibrate."
+            )
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, SyntaxError) as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"calibration {path} is not a file of kvjax.calibrate(...).save(path): {error}.") from None
+    return made
+
+
+def _named(layers: Sequence[Sides]) -> dict[str, Array]:
+    """The arrays by names such as ``layer_0.key.basis``."""
+    return {
+        f"layer_{index}.{name}.{part}": x
+        for index, layer in enumerate(layers)
+        for name, parts in layer.items()
+        for part, x in parts.items()
+    }
+
+
+def _layers(tensors: dict[str, Array]) -> tuple[Sides, ...]:
+    """The inverse of `_named`."""
+    layers: dict[int, dict[str, dict[str, Array]]] = {}
+    for full, x in tensors.items():
+        layer, name, part = full.split(".")
+        layers.setdefault(int(layer.removeprefix("layer_")), {}).setdefault(name, {})[part] = x
+    return tuple(layers[index] for index in range(len(layers)))
+
+
+def _rope(text: str) -> Rope | None:
+    """Reads `repr` of a rotary embedding."""
+    if text == "None":
+        return None
+    call = ast.parse(text, mode="eval").body
+    if not isinstance(call, ast.Call) or call.args or ast.unparse(call.func) != "Rope":
+        raise ValueError(f"{text!r} is no rotary embedding")
+    return Rope(**{str(each.arg): ast.literal_eval(each.value) for each in call.keywords})
+
+
+def _rope_name(rope: Rope | None) -> str:
+    return "a model without a rotary embedding" if rope is None else repr(rope)
+
+
+def _shapes(layer: Sides) -> Expected:
+    return {
+        name: {part: (tuple(x.shape), jnp.dtype(x.dtype).name) for part, x in parts.items()}
+        for name, parts in layer.items()
+    }
+
+
+def _text(parts: Expected) -> str:
+    """Shapes as text: ``key.basis [2, 8, 4] float32``."""
+    found = [
+        f"{name}.{part} {list(shape)} {dtype}"
+        for name, own in parts.items()
+        for part, (shape, dtype) in sorted(own.items())
+    ]
+    return ", ".join(found) or "nothing"

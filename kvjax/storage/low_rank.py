@@ -1,0 +1,179 @@
+"""Keys and values in a few principal directions of each head (MatryoshkaKV, arXiv:2410.14731; Palu, 2407.21118)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from kvjax.arguments import choice_argument, count_argument
+from kvjax.errors import StorageError
+from kvjax.storage.base import ROTATED, Codec, Storage, factory
+from kvjax.storage.dims import EXACT, Chain, Dims
+from kvjax.storage.side import CALIBRATION, Samples, Shapes, Side
+
+Array = jax.Array
+Basis = Literal["keys", "weights"]
+
+BASES = ("keys", "weights")
+SMALLEST_INPUT = 1e-6  # added to the mean magnitude of a projection's input, whose root scales its columns
+
+
+@dataclasses.dataclass(frozen=True)
+class PrincipalDirections(Side):
+    """The directions of each KV head in which calibration vectors are largest, [D, rank], and their mean, [D].
+
+    Attributes:
+      rank: the number of directions.
+      center: whether the mean is subtracted.
+      basis: ``keys``: eigenvectors of Σ (x - mean)(x - mean)ᵀ over the calibration vectors, by falling eigenvalue;
+        ``weights``: left singular vectors of the projection, whose columns are scaled by the root of the mean magnitude
+        of its inputs, by falling singular value. The largest entry of each direction is positive.
+    """
+
+    rank: int
+    center: bool = True
+    basis: Basis = "keys"
+    when = CALIBRATION
+
+    def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
+        basis: Shapes = {"basis": ((dim, self.rank), jnp.dtype(dtype))}
+        return basis | {"mean": ((dim,), jnp.dtype(dtype))} if self.center else basis
+
+    def prepare(self, samples: Samples) -> Mapping[str, np.ndarray]:
+        # [n, K, D]
+        x = samples.own.astype(np.float64)
+        mean = x.mean(axis=0)
+        from_vectors = self.basis == "keys"
+        moment = second_moment(x - mean if self.center else x) if from_vectors else weight_moment(samples)
+        basis = {"basis": directions(moment, self.rank)}
+        return basis | {"mean": mean} if self.center else basis
+
+
+def second_moment(x: np.ndarray) -> np.ndarray:
+    """Returns Σ x xᵀ of each KV head, [K, D, D], for x [n, K, D]."""
+    moment: np.ndarray = np.einsum("nkd,nke->kde", x, x)
+    return moment
+
+
+def weight_moment(samples: Samples) -> np.ndarray:
+    """Returns W·diag(s)²·Wᵀ of each KV head, [K, D, D], for a projection W and s² the mean magnitude of its inputs.
+
+    Raises:
+      StorageError: samples without projections.
+    """
+    if samples.inputs is None or samples.name not in samples.kernels:
+        raise StorageError("basis='weights' needs the projections of a model; calibrate with kvjax.calibrate.")
+    # [hidden] and [hidden, K, D]
+    size = np.abs(samples.inputs.astype(np.float64)).mean(axis=0) + SMALLEST_INPUT
+    kernel = samples.kernels[samples.name].astype(np.float64)
+    moment: np.ndarray = np.einsum("h,hkd,hke->kde", size, kernel, kernel)
+    return moment
+
+
+def directions(moment: np.ndarray, rank: int) -> np.ndarray:
+    """Returns eigenvectors by falling eigenvalue, the largest entry of each (of equal ones the first) positive.
+
+    Args:
+      moment: [K, D, D] float64, symmetric.
+      rank: the number of eigenvectors.
+
+    Returns:
+      [K, D, rank] float64.
+    """
+    _, vectors = np.linalg.eigh(moment)
+    vectors = vectors[:, :, ::-1]
+    largest = np.abs(vectors).argmax(axis=1)[:, None]
+    vectors = vectors * np.where(np.take_along_axis(vectors, largest, axis=1) < 0, -1.0, 1.0)
+    return vectors[:, :, :rank]
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank(Dims):
+    """Holds Uᵀ(x - mean): the coordinates of a vector in a few directions, which are the columns of U.
+
+    Attributes:
+      rank: the number of directions, at least 1.
+      center: see `PrincipalDirections`.
+      basis: see `PrincipalDirections`.
+
+    Raises:
+      StorageError: an attribute out of range.
+    """
+
+    rank: int
+    center: bool = True
+    basis: Basis = "keys"
+
+    def __post_init__(self) -> None:
+        rank = count_argument("storage low_rank: rank", self.rank, minimum=1, error=StorageError)
+        object.__setattr__(self, "rank", rank)
+        choice_argument("storage low_rank: center", self.center, (False, True), error=StorageError)
+        choice_argument("storage low_rank: basis", self.basis, BASES, error=StorageError)
+        if self.basis == "weights" and self.center:
+            raise StorageError("storage low_rank: basis='weights' has no mean to subtract; use center=False.")
+
+    @property
+    def side(self) -> Side:
+        return PrincipalDirections(self.rank, self.center, self.basis)
+
+    def dim(self, dim: int) -> int:
+        return self.rank
+
+    def forward(self, x: Array, side: Any) -> Array:
+        # [..., D] and [..., r]
+        x = x - side["mean"].astype(jnp.float32) if self.center else x
+        return _product("...d,...dr->...r", x, side)
+
+    def query(self, q: Array, side: Any) -> tuple[Array, Array]:
+        # [..., r] and [...]
+        short = _product("...d,...dr->...r", q, side)
+        if not self.center:
+            return short, jnp.zeros(q.shape[:-1], jnp.float32)
+        return short, jnp.sum(q * side["mean"].astype(jnp.float32), axis=-1)
+
+    def output(self, weighted: Array, total: Array, side: Any) -> Array:
+        # [..., D]
+        full = _product("...r,...dr->...d", weighted, side)
+        return full + side["mean"].astype(jnp.float32) * total[..., None] if self.center else full
+
+
+def _product(subscripts: str, x: Array, side: Any) -> Array:
+    """Multiplies vectors by the basis [..., D, r], in full float32: GPUs and TPUs would multiply fewer bits."""
+    return jnp.einsum(subscripts, x, side["basis"].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+
+@factory
+def low_rank(
+    key_rank: int,
+    value_rank: int,
+    residual: int = 0,
+    center: bool = True,
+    basis: Basis = "keys",
+    *,
+    key_codec: Codec = EXACT,
+    value_codec: Codec = EXACT,
+) -> Storage:
+    """Holds keys and values in a few principal directions of each head (MatryoshkaKV, arXiv:2410.14731, at its start).
+
+    The directions come from a calibration (`kvjax.calibrate`), of which gradients reach the arrays. Attention runs on
+    what is held, and nothing is expanded to all features of a head.
+
+    Args:
+      key_rank: directions of keys, at most the features of a head.
+      value_rank: directions of values.
+      residual: the number of newest positions that stay exact.
+      center: whether the mean is subtracted.
+      basis: ``keys``: directions of the calibration vectors; ``weights``: of the projections, scaled by their inputs.
+      key_codec: holds the coordinates of keys.
+      value_codec: holds the coordinates of values.
+
+    Raises:
+      StorageError: an argument that is not valid.
+    """
+    key = Chain(LowRank(key_rank, center, basis), key_codec)
+    value = Chain(LowRank(value_rank, center, basis), value_codec)
+    return Storage(key=key, value=value, residual=residual, frame=ROTATED, name=f"low_rank_k{key_rank}v{value_rank}")

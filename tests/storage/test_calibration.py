@@ -1,0 +1,299 @@
+"""Calibrations: low rank's worked cases, files that are damaged or of another model, traces, and gradients."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+import kvjax
+import kvjax.plan
+from kvjax import policies, storage
+from kvjax.cache.replay import _run
+from kvjax.errors import StorageError
+from kvjax.rope import Rope
+from kvjax.storage import Calibration, Integer, Samples
+from kvjax.units import size
+from tests.conformance import replay
+from tests.storage.test_sides import DIM, LENGTHS, examples, given, random  # noqa: F401
+from tests.tiny import random_tokens, tiny
+
+LOW = storage.low_rank(4, 5, residual=2)
+
+
+@pytest.fixture(autouse=True)
+def optimised():
+    """Nothing, instead of the folder's: programs are many, and small."""
+
+
+def samples(seed: int = 0, heads: int = 2, dim: int = DIM) -> Samples:
+    key, value = np.random.default_rng(seed).normal(size=(2, 60, heads, dim)).astype(np.float32)
+    return Samples(own=key, query=None, key=key, value=value)
+
+
+def calibration(held: storage.Storage = LOW, seed: int = 0, rope: Rope | None = None) -> Calibration:
+    return Calibration.of(held, [samples(seed)], rope)
+
+
+@pytest.mark.parametrize("case", [18, 19])
+def test_low_rank(examples, case):  # noqa: F811
+    about, prompt, decode, lengths = given(examples, case)
+    key, value = (examples[f"{case}_{name}_calibration"][:, None] for name in ("key", "value"))
+    held = storage.low_rank(about["key_rank"], about["value_rank"], about["residual"])
+    made = Calibration.of(held, [Samples(own=key, query=None, key=key, value=value)])
+    for name, rank in (("key", about["key_rank"]), ("value", about["value_rank"])):
+        sides = made.layers[0][name]
+        np.testing.assert_allclose(sides["mean"][0], examples[f"{case}_{name}_mean"], atol=1e-6)
+        np.testing.assert_allclose(sides["basis"][0], examples[f"{case}_{name}_basis"][:, :rank], atol=1e-5)
+    out, layer = replay(held, prompt, decode, lengths, calibration=made)
+    np.testing.assert_allclose(out, examples[f"{case}_out"], atol=1e-4)
+    assert layer.stores[0]["key"]["latent"].shape[2:] == (max(lengths) + 8 - about["residual"], about["key_rank"])
+    for row, (name, store) in itertools.product(range(2), layer.stores[0].items()):
+        expected = examples[f"{case}_{name}_latent_{row}_0"]
+        at = np.asarray(layer.position)[row, 0, : store["latent"].shape[2]]
+        assert (at >= 0).sum() == lengths[row] + 8 - about["residual"]
+        np.testing.assert_allclose(store["latent"][row, 0][at >= 0], expected[at[at >= 0]], atol=1e-4)
+
+
+def test_every_direction_is_lossless():
+    held = storage.low_rank(DIM, DIM, residual=2)
+    rope = Rope(dim=DIM)
+    arguments = (*random(3), LENGTHS, policies.h2o(6), rope)
+    plain, _ = replay(storage.dense(), *arguments)
+    output, layer = replay(held, *arguments, calibration=calibration(held, rope=rope))
+    np.testing.assert_allclose(output, plain, atol=1e-4)
+    with pytest.raises(StorageError, match="needs its calibration to be read"):
+        storage.read(held, layer)
+
+
+def test_in_blocks_is_what_is_held_afterwards():
+    """Codes do not depend on the blocks of the prompt; nor do later tokens, once all slots are alike."""
+    arguments = (*random(4), LENGTHS)
+    made = calibration()
+    (_, whole), (_, blocks) = (
+        replay(LOW, *arguments, prefill_block=block, calibration=made) for block in (None, 5)
+    )  # fmt: skip
+    for one, other in zip(
+        storage.read(LOW, whole, made), storage.read(LOW, blocks, made), strict=True
+    ):  # fmt: skip
+        for row, head in np.ndindex(2, 2):
+            orders = [np.argsort(layer.position[row, head], kind="stable") for layer in (whole, blocks)]
+            live = int((np.asarray(whole.position[row, head]) >= 0).sum())
+            np.testing.assert_allclose(
+                np.asarray(one)[row, head][orders[0][-live:]],
+                np.asarray(other)[row, head][orders[1][-live:]],
+                atol=1e-5,
+            )
+
+
+def test_another_calibration_compiles_nothing():
+    arguments = (*random(), LENGTHS)
+    before = _run._cache_size()
+    one, _ = storage.replay(LOW, *arguments, calibration=calibration(seed=1))
+    two, _ = storage.replay(LOW, *arguments, calibration=calibration(seed=2))
+    assert _run._cache_size() == before + 1 and np.abs(one - two).max() > 1e-2
+
+
+def model() -> kvjax.Model:
+    return tiny().model
+
+
+def test_a_pass_over_a_text_is_what_its_vectors_are():
+    """Moments of each layer's own rotated keys, padding left out, from the cache of a prompt."""
+    own, tokens, lengths = model(), random_tokens(2, 40, seed=5), np.array([40, 23])
+    made = kvjax.calibrate(own, tokens, LOW, lengths=lengths)
+    state = kvjax.log_likelihood(own, tokens, policies.full(), prompt_length=lengths, lengths=lengths).state
+    for layer, sides in zip(state.layers, made.layers, strict=True):
+        for name, held in (("key", layer.key), ("value", layer.value)):
+            live = np.asarray(layer.position)[..., None] >= 0
+            x = np.where(live, np.asarray(held, np.float64), 0)
+            mean = x.sum(axis=(0, 2)) / lengths.sum()
+            np.testing.assert_allclose(sides[name]["mean"], mean, atol=1e-5)
+            centred = np.where(live, x - mean[None, :, None], 0)
+            moment = np.einsum("bknd,bkne->kde", centred, centred)
+            basis = np.asarray(sides[name]["basis"], np.float64)
+            # Columns span what holds most: the moment of the coordinates is that of the largest eigenvalues.
+            spread = np.einsum("kdr,kde,kes->krs", basis, moment, basis)
+            rank = basis.shape[2]
+            largest = np.linalg.eigvalsh(moment)[:, ::-1][:, :rank]
+            np.testing.assert_allclose(spread, np.stack([np.diag(each) for each in largest]), atol=1e-3 * largest.max())
+
+
+def test_generation_and_scores_take_it():
+    own, tokens = model(), random_tokens(2, 20, seed=6)
+    dim = own.config.head_dim
+    held = storage.low_rank(dim, dim)
+    made = kvjax.calibrate(own, tokens, held)
+    options = {"max_new_tokens": 6}
+    plain = kvjax.generate(own, tokens, policies.full(), **options)
+    low = kvjax.generate(own, tokens, policies.full(), storage=held, calibration=made, **options)
+    np.testing.assert_array_equal(low.tokens, plain.tokens)
+    np.testing.assert_allclose(low.logprobs, plain.logprobs, atol=1e-4)
+    inside = kvjax.calibrated(own, held, made)
+    again = kvjax.generate(inside, tokens, policies.full(), storage=held, **options)
+    np.testing.assert_array_equal(again.logprobs, low.logprobs)
+    for run in (
+        lambda: kvjax.generate(own, tokens, policies.full(), storage=held, **options),
+        lambda: kvjax.log_likelihood(own, tokens, policies.full(), prompt_length=9, storage=held),
+    ):
+        with pytest.raises(StorageError, match="low_rank_k8v8 needs a calibration: make it with"):
+            run()
+
+
+def test_training_lowers_the_loss():
+    """Gradients reach the directions through the scores of a text (MatryoshkaKV trains them so)."""
+    own, tokens, held = model(), random_tokens(2, 16, seed=7), storage.low_rank(3, 3)
+    made = kvjax.calibrate(own, tokens, held)
+    optimizer = optax.adam(3e-2)
+
+    @jax.jit
+    def update(made, memory):
+        def loss(made):
+            scores = kvjax.log_likelihood(
+                own, tokens, policies.full(), prompt_length=6, storage=held, calibration=made
+            ).logprobs  # fmt: skip
+            return -jnp.mean(scores[:, 6:])
+
+        value, gradient = jax.value_and_grad(loss)(made)
+        change, memory = optimizer.update(gradient, memory)
+        return optax.apply_updates(made, change), memory, value, gradient
+
+    memory, losses = optimizer.init(made), []
+    with jax.numpy_dtype_promotion("standard"):  # for optax
+        for _ in range(6):
+            made, memory, value, gradient = update(made, memory)
+            losses.append(float(value))
+    assert all(float(jnp.abs(x).max()) > 0 for x in jax.tree.leaves(gradient))
+    assert losses[-1] < losses[0] - 1e-3, losses
+
+
+def test_files(tmp_path):
+    made, path = calibration(rope=Rope(dim=DIM, theta=500.0)), tmp_path / "own.safetensors"
+    made.save(path)
+    back = kvjax.load_calibration(path)
+    assert back.method == made.method and back.rope == made.rope and back.hash == made.hash
+    jax.tree.map(np.testing.assert_array_equal, back.layers, made.layers)
+    assert back.nbytes == sum(x.nbytes for x in jax.tree.leaves(made)) == 2 * DIM * (4 + 5) * 4 + 2 * 2 * DIM * 4
+    with safe_open(path, "numpy") as file:
+        about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert json.loads(about["shapes"])["layer_0.key.basis"] == [2, DIM, 4]
+
+    def altered(change: dict, **more) -> None:
+        save_file({**tensors, **change}, path, metadata={**about, **more})
+
+    for write, match in (
+        (
+            lambda: altered({"layer_0.key.basis": tensors["layer_0.key.basis"] + 1}),
+            "is damaged: its arrays have the hash",
+        ),
+        (lambda: altered({"layer_0.key.basis": tensors["layer_0.key.basis"][:1]}), "have shapes .*, and it says"),
+        (lambda: altered({}, rope="open('x')"), "is not a file of kvjax.calibrate"),
+        (lambda: altered({}, format="other"), "its format is 'other'"),
+        (lambda: path.write_bytes(path.read_bytes()[:-9]), "is not a file of kvjax.calibrate"),
+        (lambda: path.write_bytes(b"text"), "is not a file of kvjax.calibrate"),
+        (path.unlink, "does not exist; make it with"),
+    ):
+        write()
+        with pytest.raises(StorageError, match=match):
+            kvjax.load_calibration(path)
+    with pytest.raises(StorageError, match="cannot be written"):
+        made.save(tmp_path / "none" / "own.safetensors")
+
+
+def test_of_another_model_or_storage():
+    """Each error says what the calibration has and what is needed."""
+    prompt, decode = random()
+    good = calibration()
+    one = good.layers[0]
+    for held, made, match in (
+        (storage.low_rank(3, 5), good, r"1 layers of key.basis \[2, 8, 4\] .* need 1 layers of key.basis \[2, 8, 3\]"),
+        (LOW, Calibration((one, one)), r"has 2 layers .* need 1 layers"),
+        (LOW, Calibration(()), r"has 0 layers of nothing; .* need 1 layers of key.basis"),
+        (LOW, Calibration.of(LOW, [samples(heads=1)]), r"key.basis \[1, 8, 4\] .* need .* \[2, 8, 4\]"),
+        (LOW, Calibration.of(LOW, [samples()], dtype=jnp.bfloat16), "bfloat16, .* need .* float32"),
+        (LOW, dataclasses.replace(good, rope=Rope(dim=8)), r"was made for Rope\(.* has a model without a rotary"),
+        (storage.int4(), good, "storage int4 needs no calibration"),
+        (LOW, None, "low_rank_k4v5 needs a calibration of one layer"),
+    ):
+        with pytest.raises(StorageError, match=match):
+            storage.replay(held, prompt, decode, LENGTHS, calibration=made)
+    with pytest.raises(StorageError, match="storage int4 needs no calibration"):
+        kvjax.calibrate(model(), random_tokens(1, 9), storage.int4())
+    with pytest.raises(StorageError, match="calibration=int is not valid"):
+        kvjax.calibrated(model(), LOW, 3)
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: storage.low_rank(0, 4), "rank must be a whole number of at least 1; got 0"),
+        (lambda: storage.low_rank(4, 4, basis="values"), "use 'keys' or 'weights'"),
+        (lambda: storage.low_rank(4, 4, basis="weights"), "use center=False"),
+        (lambda: storage.low_rank(4, 4, key_codec=3), "codec=3 must be a codec without a side"),
+        (lambda: storage.low_rank(9, 4).bytes_per_slot(DIM, "float32"), "would hold 9 of 8 features; hold 1 to 8"),
+        (
+            lambda: storage.replay(
+                LOW,
+                *random(),
+                LENGTHS,
+                policies.streaming_llm(6),
+                Rope(dim=DIM),
+                calibration=calibration(rope=Rope(dim=DIM)),
+            ),
+            "use positions='original'",
+        ),
+    ],
+)
+def test_refused_with_what_is_valid(build, match):
+    with pytest.raises(StorageError, match=match):
+        build()
+
+
+def test_weights_give_the_directions_of_projections():
+    """W diag(s)² Wᵀ of each head, s² the mean magnitude of its inputs."""
+    own, tokens = model(), random_tokens(1, 30, seed=8)
+    held = storage.low_rank(3, 3, center=False, basis="weights")
+    made = kvjax.calibrate(own, tokens, held)
+    inputs = own.params["embed"]["tokens"][np.asarray(tokens)[0]]
+    norm = own.params["layer_0"]["attention_norm"]["scale"]
+    x = np.asarray(inputs, np.float64)
+    x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + own.config.norm_eps) * np.asarray(norm, np.float64)
+    kernel = np.asarray(own.params["layer_0"]["attention"]["key"]["kernel"], np.float64)
+    heads = kernel.reshape(len(kernel), own.config.num_kv_heads, -1)
+    scaled = heads * np.sqrt(np.abs(x).mean(axis=0) + 1e-6)[:, None, None]
+    for head in range(own.config.num_kv_heads):
+        left = np.linalg.svd(scaled[:, head].T)[0][:, :3]
+        left *= np.where(left[np.abs(left).argmax(axis=0), np.arange(3)] < 0, -1, 1)
+        np.testing.assert_allclose(made.layers[0]["key"]["basis"][head], left, atol=1e-4)
+    assert set(made.layers[0]["key"]) == {"basis"}
+
+
+def test_coordinates_in_codes():
+    held = storage.low_rank(6, 6, key_codec=Integer(8, 6), value_codec=Integer(8, 6))
+    exact = storage.low_rank(6, 6)
+    arguments = (*random(9), LENGTHS)
+    output, _ = replay(held, *arguments, calibration=calibration(held))
+    plain, _ = replay(exact, *arguments, calibration=calibration(exact))
+    np.testing.assert_allclose(output, plain, atol=2e-2)
+    assert held.bytes_per_slot(DIM, "float32") == 2 * (6 + 2 * 4) and exact.bytes_per_slot(DIM, "float32") == 2 * 6 * 4
+
+
+def test_plans_count_it():
+    """The compiled program takes the calibration as an argument, and rows have it in common."""
+    config = model().config
+    made = {
+        batch: kvjax.plan.plan(config, policies.full(), batch=batch, prompt_length=8, new_tokens=4, storage=LOW)
+        for batch in (1, 2)
+    }
+    shared = config.num_layers * config.num_kv_heads * DIM * (4 + 5 + 2) * 4
+    plain = kvjax.plan.plan(config, policies.full(), batch=1, prompt_length=8, new_tokens=4)
+    assert made[1].weights == made[2].weights == plain.weights + shared
+    assert made[2].cache == 2 * made[1].cache
+    assert f"calibration: {size(shared)} that rows have in common" in made[1].explain
+    assert all(each.compiled is not None for each in made.values())
