@@ -15,6 +15,7 @@ import pytest
 
 from kvjax import attention, policies, storage
 from kvjax.cache import CacheSpec, Limits, slots
+from kvjax.cache.convert import empty
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.cache.spec import as_spec
@@ -213,3 +214,30 @@ def test_codes_are_held_and_no_decoded_copy_of_the_cache():
     assert memory.temp_size_in_bytes < 1.5 * layer, "one layer is decoded at a time"
     shape = f"u8[{','.join(map(str, codes.shape))}]"
     assert rewrites(executable.as_text(), shape) == []
+
+
+NAMES = {"uint8": "u8", "float32": "f32", "int32": "s32"}
+
+
+def test_blocks_are_written_where_they_lie():
+    """KIVI: nothing that is held is copied, exact tokens included, and keys are encoded under a condition."""
+    spec = CacheSpec(policies.full(), storage.kivi())
+    executable, _ = compile_decode(spec)
+    layout = lowered(spec, 2 * SLOTS, rows=BATCH).layout
+    layer = jax.eval_shape(lambda: empty(layout.groups[0], BATCH, WIDE.num_kv_heads, WIDE.head_dim, jnp.float32))
+    text, memory = executable.as_text(), executable.memory_analysis()
+    for leaf in jax.tree.leaves(layer.stores):
+        assert rewrites(text, f"{NAMES[leaf.dtype.name]}[{','.join(map(str, leaf.shape))}]") == []
+    held = layout.bytes(BATCH)
+    assert held == WIDE.num_layers * storage.nbytes(layer) and memory.alias_size_in_bytes >= held
+    decoded = 2 * layer.position.size * WIDE.head_dim * 4
+    assert memory.temp_size_in_bytes < 1.5 * decoded, "one layer is decoded at a time"
+    assert text.count(" conditional(") >= 2 * WIDE.num_layers, "one of attention, and one of a full block"
+    # Of the arguments, what is beyond another run's is what more slots take.
+    more = lowered(spec, 3 * SLOTS, rows=BATCH).layout
+    shapes = [decode_shapes(WIDE, each, jnp.float32, BATCH, None).carry.state for each in (layout, more)]
+    sizes = [sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) for state in shapes]
+    slots = [each.groups[0].capacity for each in (layout, more)]
+    positions = WIDE.num_layers * BATCH * WIDE.num_kv_heads * 4 * (slots[1] - slots[0])
+    assert sizes[1] - sizes[0] == more.bytes(BATCH) - held + positions
+    assert memory.argument_size_in_bytes >= sizes[0]

@@ -35,7 +35,7 @@ LAYER = 1  # the one whose steps are traced: in the first, a selection that look
 ARGUMENTS = {
     "strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "snapkv": {"window": 4}, "pyramidkv": {"window": 4},
     "integer": {"bits": 3}, "fp8": {}, "think": {"recent": 4}, "low_rank": {"key_rank": 3, "value_rank": 4},
-    "optimal": {"n": 9},
+    "kivi": {"group": 4, "residual": 8}, "optimal": {"n": 9},
     "quest": {"page": 4, "budget": 16, "first_layer": 0},
     "infinigen": {"alpha": 4.0, "first_layer": 1, "sinks": 1, "recent": 2},
     "lserve": {"page": 4, "sub": 2, "every": 3, "budget": 16, "first_layer": 0},
@@ -125,6 +125,13 @@ def trace(spec: CacheSpec, block: int | None) -> None:
     chex.assert_trees_all_equal_shapes_and_dtypes(made, unchanged(layout.decode, budgets.decode, 1))
 
 
+#: Policies under which a row keeps every token that it has decoded.
+APPENDING = {
+    "full", "snapkv", "pyramidkv", "knorm", "keydiff", "adakv", "knorm@cache",
+    "h2o[masked]", "h2o[global]", "h2o[local]",
+}  # fmt: skip
+
+
 def does_not_compose(name: str, held: str, block: int | None) -> bool:
     """What STORAGE.md's table refuses of a policy and a storage."""
     merges, own = "+" in name or name == "razor_attention", STORAGE[held]
@@ -136,6 +143,8 @@ def does_not_compose(name: str, held: str, block: int | None) -> bool:
         # Channels and bases are of rotated keys, of which nothing is whole; prompts in blocks have no end to look from.
         own.shortened and (merges or POLICY[name].positions == "cache"),
         held == "think" and block is not None,
+        # Tokens that were encoded together stay together.
+        held == "kivi" and name not in APPENDING,
     ))  # fmt: skip
 
 

@@ -1,10 +1,11 @@
 """The number of slots that are allocated for each head."""
 
 from kvjax.cache.branches import Branch
-from kvjax.cache.layout import stores_of
+from kvjax.cache.layout import Extent, stores_of
 from kvjax.cache.limits import Sizes, slots_bucket
 from kvjax.cache.spec import CacheSpec
 from kvjax.policies.base import Evict
+from kvjax.storage.layouts import slots as single_slots
 
 
 def capacities(
@@ -80,3 +81,11 @@ def split_stores(
         return (slots - newest if newest_stay(spec, branch, budgets) else slots), exact
     # A compressor may drop the newest tokens of the prompt. Those that follow stay, and the newest of them are exact.
     return slots - (exact if branch.prompt.budget is None else min(newest, following)), exact
+
+
+def extent_of(spec: CacheSpec, branch: Branch, slots: int, sizes: Sizes) -> Extent | None:
+    """Returns what arrays are sized for beyond `slots` slots; None for a storage of single slots."""
+    if spec.storage.layout == single_slots:
+        return None
+    compressed = branch.prompt.budget is not None
+    return Extent(shortest=1 if compressed else sizes.shortest, following=sizes.following, compressed=compressed)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax import memory
+from kvjax.cache import blocks
 from kvjax.cache.layout import Group, Phase
 from kvjax.cache.slots import constrain, empty_stats, forget, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, Layer, LayerKV, PerSlot, Store
@@ -14,6 +15,7 @@ from kvjax.rope import Rope
 from kvjax.selection.base import Held
 from kvjax.storage import store as held
 from kvjax.storage.base import UNROTATED
+from kvjax.storage.layouts import Blocks
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -32,10 +34,16 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
     heads = kv_heads if group.heads is None else len(group.heads)
     shape, dtype = (batch, heads, group.capacity), jnp.dtype(dtype)
     watch = group.watch
-    stores = tuple(
-        held.empty(storage, (batch, heads, slots), dim, dtype)
-        for storage, slots in zip(group.stores, group.slots, strict=True)
-    )
+    stores: tuple[Store, ...]
+    marks: blocks.Marks = {}
+    if group.slots and isinstance(group.storage.layout, Blocks):
+        store, marks = blocks.empty(group, (batch, heads), dim, dtype)
+        stores = (store,)
+    else:
+        stores = tuple(
+            held.empty(storage, (batch, heads, slots), dim, dtype)
+            for storage, slots in zip(group.stores, group.slots, strict=True)
+        )
     return constrain(
         LayerKV(
             position=jnp.full(shape, EMPTY, jnp.int32),
@@ -44,6 +52,7 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
             index=group.selection.init(shape, dim, dtype) if watch is None else watch.start((batch, heads), dim),
             dim=dim,
             sides=held.empty_sides(group.storage, (batch, heads), dim, dtype) if group.slots else {},
+            marks=marks,
         )
     )
 
@@ -123,6 +132,12 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
     index = _index(layer, before, after, prompt)
     per_slot = PerSlot(layer.stats, {name: index.pop(name) for name in after.selection.per_slot})
     sides = {**(prompt.sides or {}), **layer.sides}
+    if isinstance(after.storage.layout, Blocks):
+        if in_place:
+            # Both phases have arrays of the same sizes, since nothing was evicted.
+            return layer.replace(index=dict(per_slot.index) | index)
+        layer, own = blocks.convert(layer, after, per_slot, newest, sides)
+        return layer.replace(stats=own.stats, index=own.index | index)
     pieces = []
     start = 0
     for number, (storage, slots) in enumerate(zip(after.stores, after.slots, strict=True)):

@@ -18,8 +18,24 @@ from kvjax.statistics import Statistic
 from kvjax.storage import dense
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import side_shapes
+from kvjax.storage.layouts import slots
 
 Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extent:
+    """What arrays are sized for beyond the number of slots, where a storage's layout depends on it.
+
+    Attributes:
+      shortest: the least tokens that are held when a prompt ends.
+      following: the most tokens that follow a prompt.
+      compressed: whether a prompt may lose tokens when it ends.
+    """
+
+    shortest: int
+    following: int
+    compressed: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +51,7 @@ class Group:
       selection: which slots a query reads.
       needs: the statistics that are kept, for this policy and for the one that decodes.
       slots: the number of slots of each store; () = as many as the prompt has tokens (one-shot prefill).
+      extent: what else arrays are sized for, if the storage's layout is not of single slots.
       decoding: whether the prompt is over.
       evicts_one: whether a step of one token evicts at most one slot per head.
       attend: the implementation of attention.
@@ -50,6 +67,7 @@ class Group:
     selection: Selection = dataclasses.field(default_factory=everything)
     needs: frozenset[Statistic] = frozenset()
     slots: tuple[int, ...] = ()
+    extent: Extent | None = None
     decoding: bool = False
     evicts_one: bool = True
     attend: Implementation = "xla"
@@ -101,6 +119,8 @@ class Group:
 
 def stores_of(storage: Storage) -> tuple[Storage, ...]:
     """The ways in which a storage holds slots: its own and, where some positions stay exact, exactly on the device."""
+    if storage.layout != slots:
+        return (storage,)
     return (storage,) if not (storage.apart and storage.kept_exact) else (storage, dense())
 
 

@@ -6,7 +6,7 @@ anything is traced, and refuses every combination that cannot work.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from kvjax.attention import Implementation
 from kvjax.cache.branches import Branch, branches_of
-from kvjax.cache.capacities import capacities, newest_stay, split_stores
+from kvjax.cache.capacities import capacities, extent_of, newest_stay, split_stores
 from kvjax.cache.kernels import Chooser
 from kvjax.cache.layout import CacheLayout, Group
 from kvjax.cache.limits import Sizes
@@ -70,8 +70,8 @@ def lower(
     """
     name = spec.name
     spec.storage.bytes_per_slot(config.head_dim, dtype)  # raises where a codec cannot hold such a head
-    if spec.storage.residual >= sizes.total:
-        # No token becomes old enough to be coded.
+    if spec.storage.codes_nothing(sizes.total):
+        # No token becomes old enough to be coded, and no block is filled.
         spec = dataclasses.replace(spec, storage=dense())
     branches = [branch.protecting() for branch in branches_of(spec.policy, spec.selection, config)]
     for branch in branches:
@@ -166,16 +166,20 @@ def _groups(
     early = selection if selection.in_prompt or selection.whole_text else everything()
     watch = selection if selection.watches else None
     needs = branch.decode.needs
-    common: dict[str, Any] = {"heads": heads, "storage": spec.storage}
+    stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following)
+    extent = extent_of(spec, branch, sum(stores), sizes)
     after = Group(
-        policy=branch.decode.traced(), selection=selection, needs=needs,
-        slots=split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following),
-        decoding=True, evicts_one=branch.evicts_one, **common,
+        heads=heads, storage=spec.storage, policy=branch.decode.traced(), selection=selection, needs=needs,
+        slots=stores, extent=extent, decoding=True, evicts_one=branch.evicts_one,
     )  # fmt: skip
     after = kernels.decode(after, own_heads)
+    if extent is not None and extent.compressed and sizes.block is not None:
+        # Blocks are of the tokens that survive the prompt, which are known at its end; until then all are exact.
+        spec, extent = dataclasses.replace(spec, storage=dense()), None
     before = Group(
-        policy=branch.prompt.traced(), selection=early, needs=needs | branch.prompt.needs,
+        heads=heads, storage=spec.storage, policy=branch.prompt.traced(), selection=early,
+        needs=needs | branch.prompt.needs, extent=extent,
         slots=() if sizes.block is None else split_stores(spec, branch, kernels.round_up(prompt), budgets),
-        watch=watch, decode_group=after if sizes.block is None else None, **common,
+        watch=watch, decode_group=after if sizes.block is None else None,
     )  # fmt: skip
     return kernels.prompt(before, own_heads), after

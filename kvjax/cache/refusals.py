@@ -10,6 +10,7 @@ from kvjax.errors import PolicyError, StorageError
 from kvjax.memory import HOST
 from kvjax.selection.base import Selection
 from kvjax.storage.base import ROTATED, Storage
+from kvjax.storage.layouts import Blocks
 from kvjax.storage.side import PROMPT
 
 
@@ -26,6 +27,8 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
       StorageError: the storage cannot be combined with the rest.
     """
     selection, name = branch.selection, spec.policy.name
+    if isinstance(spec.storage.layout, Blocks) and (reason := _refuses_blocks(branch)):
+        raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
     if reason := selection.refuses(spec.policy, spec.storage, positions=branch.decode.positions):
         raise PolicyError(f"policy {name} with selection={selection!r}: {reason}")
     if spec.storage.apart and spec.storage.kept_exact and max(branch.prompt.page, branch.decode.page) > 1:
@@ -77,6 +80,23 @@ def _refuses_sides(storage: Storage, branch: Branch, sizes: Sizes) -> str | None
         return (
             f"selection={selection!r} restores keys of all features, and this storage holds shorter ones; use another "
             "selection, such as kvjax.selection.quest(budget=512)."
+        )
+    return None
+
+
+def _refuses_blocks(branch: Branch) -> str | None:
+    """Returns why blocks of consecutive tokens do not go with a policy or a selection; None if they do."""
+    if any(policy.merge is not None for policy in (branch.prompt, branch.decode)):
+        return "a merge changes tokens that are encoded in blocks; leave out merge, or use a storage of slots."
+    if branch.decode.budget is not None:
+        return (
+            "it evicts tokens of blocks that were encoded together while decoding; use full, a prompt compressor such "
+            "as snapkv, or a storage of slots such as int4."
+        )
+    if not branch.selection.reads_all and branch.selection.budget is None:
+        return (
+            f"selection={branch.selection!r} reads single slots, and blocks are decoded as a whole; leave it out, or "
+            "use a storage of slots such as int4."
         )
     return None
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache import blocks
 from kvjax.cache.convert import Prompt, convert, empty
 from kvjax.cache.layout import Group, stores_of
 from kvjax.cache.limits import Limits, sizes_for
@@ -27,6 +28,7 @@ from kvjax.storage import store as held
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration, required
 from kvjax.storage.dims import LATENT
+from kvjax.storage.layouts import Blocks
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -162,6 +164,8 @@ def read(
         if len(layer) != 1:
             raise InputError(f"the layer has {len(layer)} groups of heads; read one at a time, such as layer[0].")
         layer = layer[0]
+    if isinstance(storage.layout, Blocks) and layer.marks:
+        return _read_blocks(storage, layer)
     ways = stores_of(storage)
     if len(ways) > len(layer.stores):  # a residual that covers every token
         ways = (dense(),)
@@ -175,6 +179,15 @@ def read(
         for each, store in zip(ways, layer.stores, strict=True)
     ]
     key, value = (jnp.concatenate([x.astype(jnp.float32) for x in each], axis=2) for each in zip(*pieces, strict=True))
+    return key, value, layer.position
+
+
+def _read_blocks(storage: Storage, layer: LayerKV) -> tuple[Array, Array, Array]:
+    """`read` of a layer in blocks."""
+    for side in storage.codecs:
+        if set(layer.stores[0][side]) != {*blocks.parts_of(storage, side, layer.dim, "float32"), blocks.EXACT}:
+            raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
+    key, value = (blocks.decode(storage, layer, side, jnp.float32, layer.sides) for side in storage.codecs)
     return key, value, layer.position
 
 

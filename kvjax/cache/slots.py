@@ -191,12 +191,24 @@ def constrain(tree: T) -> T:
     return jax.tree.map(lambda leaf: sharding.constrain(leaf, (*axes, *(None,) * (leaf.ndim - 2))), tree)
 
 
+def after_reading(slots: Array, number: Array) -> Array:
+    """Returns integers as they are, so that XLA computes them after a number that was read.
+
+    XLA ignores optimization barriers on CPUs. It does not see that these minima change nothing.
+
+    Args:
+      slots: int32, at most FAR - 1.
+      number: float, of a shape that broadcasts against `slots`.
+    """
+    return jnp.minimum(slots, jnp.where(jnp.isnan(number), slots, FAR - 1))
+
+
 def longest(position: Array) -> Array:
     """Returns the number of live slots of the fullest head of each row, [B] int32, for positions [B, K, S]."""
     return jnp.max(jnp.sum(position >= 0, axis=2, dtype=jnp.int32), axis=1)
 
 
 __all__ = [
-    "EMPTY", "append", "constrain", "empty_stats", "forget", "free_slots", "longest", "oldest_first", "ranks",
-    "slots_of", "take", "transient", "write",
+    "EMPTY", "after_reading", "append", "constrain", "empty_stats", "forget", "free_slots", "longest", "oldest_first",
+    "ranks", "slots_of", "take", "transient", "write",
 ]  # fmt: skip

@@ -28,6 +28,8 @@ class LayerKV(flax.struct.PyTreeNode):
       dim: D, the number of features of a head.
       sides: what the keys, and the values, of a row and KV head share since its prompt ended, leaves [B, K, ...]; {}
         for a storage without such sides.
+      marks: of a layout of blocks, ``key`` and ``value`` -> [B, K] int32, the number of tokens that are encoded;
+        otherwise {}.
     """
 
     position: Array
@@ -36,6 +38,7 @@ class LayerKV(flax.struct.PyTreeNode):
     index: dict[str, Array]
     dim: int = flax.struct.field(pytree_node=False)
     sides: Sides = flax.struct.field(default_factory=dict)
+    marks: dict[str, Array] = flax.struct.field(default_factory=dict)
 
     @property
     def key(self) -> Array:

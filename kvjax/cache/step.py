@@ -28,8 +28,8 @@ from kvjax.cache.pool import (
     run_after_inputs,
 )
 from kvjax.cache.settle import recode, settle
-from kvjax.cache.slots import constrain, forget
-from kvjax.cache.state import EMPTY, FAR, Block, Layer, LayerKV, PerSlot, exact_store
+from kvjax.cache.slots import after_reading, constrain, forget
+from kvjax.cache.state import EMPTY, Block, Layer, LayerKV, PerSlot, exact_store
 from kvjax.policies.base import View
 from kvjax.rope import Rope
 from kvjax.selection.base import Selection
@@ -267,15 +267,13 @@ def _after_reading(pool: Pool, output: Array) -> Array:
     """Returns the positions [B, K, S'] as they are, those of the step's own tokens after the output [B, H, n, D].
 
     In a step that evicts nothing, no write would depend on what is read. XLA would then copy every store that is read
-    and written in the same step, and it ignores optimization barriers on CPUs. It does not see that these minima
-    change nothing.
+    and written in the same step; see `kvjax.cache.slots.after_reading`.
     """
     batch, kv_heads = pool.position.shape[:2]
     size, n = pool.layer.position.shape[2], output.shape[2]
     # [B, K, n]: one number of each KV head
     number = output.reshape(batch, kv_heads, -1, n, output.shape[3])[:, :, 0, :, 0]
-    own = pool.position[:, :, size:]
-    own = jnp.minimum(own, jnp.where(jnp.isnan(number), own, FAR - 1))
+    own = after_reading(pool.position[:, :, size:], number)
     return jnp.concatenate([pool.position[:, :, :size], own], axis=2)
 
 

@@ -4,17 +4,21 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.arguments import Registry
 from kvjax.errors import StorageError
-from kvjax.storage.base import Codec, Exact, Storage, round_trip, slots
+from kvjax.storage.base import Codec, Exact, Storage, round_trip
 from kvjax.storage.calibration import Calibration
 from kvjax.storage.dense import dense
 from kvjax.storage.dims import Chain, Dims, chain
 from kvjax.storage.fp8 import Fp8, fp8
 from kvjax.storage.integer import Integer, int2, int4, int8, integer
+from kvjax.storage.kivi import Channels, kivi
+from kvjax.storage.layouts import BlockCodec, Blocks, slots
 from kvjax.storage.low_rank import LowRank, low_rank
 from kvjax.storage.packing import pack, unpack
 from kvjax.storage.scaled import Scaled, scaled
 from kvjax.storage.side import PromptView, Samples, Side
 from kvjax.storage.think import ThinK, think
+
+blocks = Blocks  # ``layout=blocks(n)``
 
 #: Every named storage: the command line, sweeps and conformance tests take the list from here.
 STORAGES: Registry[Storage] = Registry(
@@ -30,6 +34,7 @@ STORAGES: Registry[Storage] = Registry(
         "fp8": fp8,
         "think": think,
         "low_rank": low_rank,
+        "kivi": kivi,
     },
 )
 by_name, accepts = STORAGES.by_name, STORAGES.accepts
@@ -49,8 +54,8 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "STORAGES", "Calibration", "Chain", "Codec", "Dims", "Exact", "Fp8", "Integer", "LowRank", "PromptView", "Samples",
-    "Scaled", "Side", "Storage", "ThinK", "accepts", "breakdown", "by_name", "chain", "dense", "fp8", "int2", "int4",
-    "int8", "integer", "low_rank", "nbytes", "pack", "read", "replay", "round_trip", "scaled", "slots", "think",
-    "unpack",
+    "STORAGES", "BlockCodec", "Blocks", "Calibration", "Chain", "Channels", "Codec", "Dims", "Exact", "Fp8", "Integer",
+    "LowRank", "PromptView", "Samples", "Scaled", "Side", "Storage", "ThinK", "accepts", "blocks", "breakdown",
+    "by_name", "chain", "dense", "fp8", "int2", "int4", "int8", "integer", "kivi", "low_rank", "nbytes", "pack", "read",
+    "replay", "round_trip", "scaled", "slots", "think", "unpack",
 ]  # fmt: skip

@@ -16,15 +16,13 @@ from jax.typing import DTypeLike
 from kvjax.arguments import checked_call, choice_argument, count_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE, HOST, MEMORIES
+from kvjax.storage.layouts import BlockCodec, Blocks, slots
 from kvjax.storage.rounding import as_stored
 from kvjax.storage.side import Parts, Shapes, Side
 
 Array = jax.Array
 Memory = str | tuple[str, str]  # ``device``, ``host``, or a pair of these for keys and for values
 
-slots = "slots"  # the layout in which each vector is held by itself
-
-LAYOUTS = (slots,)
 ANY, ROTATED, UNROTATED = "any", "rotated", "unrotated"
 FRAMES = (ANY, ROTATED, UNROTATED)
 
@@ -101,10 +99,11 @@ class Storage:
     """How the slots of a cache hold keys and values.
 
     Attributes:
-      key: the codec of keys.
-      value: the codec of values.
-      layout: ``slots`` holds each vector by itself.
-      residual: the number of newest positions that stay exact.
+      key: the codec of keys, or of their blocks.
+      value: the codec of values, or of their blocks.
+      layout: ``slots`` holds each vector by itself; see `Blocks`.
+      residual: the number of newest positions that stay exact. Of `Blocks` those of keys or values that are encoded
+        one by one.
       frame: ``any`` holds keys rotated by RoPE or not, as the policy's `positions` determine; ``rotated`` holds them
         rotated; ``unrotated`` holds them as they are before, and rotates them to their positions in each step.
       sinks: the number of first positions that stay exact, until they are evicted.
@@ -116,9 +115,9 @@ class Storage:
       StorageError: a field that is not valid.
     """
 
-    key: Codec
-    value: Codec
-    layout: str = slots
+    key: Codec | BlockCodec
+    value: Codec | BlockCodec
+    layout: str | Blocks = slots
     residual: int = 0
     frame: str = ANY
     memory: Memory = DEVICE
@@ -126,13 +125,13 @@ class Storage:
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.key, Codec) or not isinstance(self.value, Codec):
+        kinds = (Codec, BlockCodec) if isinstance(self.layout, Blocks) else Codec
+        if not isinstance(self.key, kinds) or not isinstance(self.value, kinds):
             raise StorageError(
                 f"storage {self.name}: key={self.key!r} and value={self.value!r} must be codecs, such as "
-                "kvjax.storage.Integer(4) or kvjax.storage.Exact()."
+                "kvjax.storage.Integer(4) or kvjax.storage.Exact(); of blocks only with layout=blocks(n)."
             )
-        for field, valid in (("layout", LAYOUTS), ("frame", FRAMES)):
-            choice_argument(f"storage {self.name}: {field}", getattr(self, field), valid, error=StorageError)
+        choice_argument(f"storage {self.name}: frame", self.frame, FRAMES, error=StorageError)
         object.__setattr__(self, "memory", _memory(self.name, self.memory))
         for field in ("residual", "sinks"):
             count = count_argument(f"storage {self.name}: {field}", getattr(self, field), error=StorageError)
@@ -151,6 +150,31 @@ class Storage:
                 f"storage {self.name}: memory={self.memory!r} holds what is read as it is; keys that are rotated in "
                 "each step, and shorter vectors, are on the device: leave out memory."
             )
+        if isinstance(self.layout, Blocks):
+            self._check_blocks(self.layout)
+        elif self.layout != slots:
+            raise StorageError(f"storage {self.name}: layout={self.layout!r} is not valid; use 'slots' or blocks(n).")
+
+    def _check_blocks(self, layout: Blocks) -> None:
+        of_blocks = [codec for codec in self.codecs.values() if isinstance(codec, BlockCodec)]
+        if not of_blocks:
+            raise StorageError(f"storage {self.name}: layout={layout!r} needs a BlockCodec; use layout='slots'.")
+        if len(of_blocks) == 2 and self.residual:
+            raise StorageError(
+                f"storage {self.name}: residual={self.residual} is for single vectors, and keys and values are both "
+                "in blocks; use residual=0."
+            )
+        if self.on_host:
+            raise StorageError(
+                f"storage {self.name}: memory={self.memory!r} is not valid with layout={layout!r}; use 'device'."
+            )
+        for codec in of_blocks:
+            codec.check(layout.size)
+
+    @property
+    def codecs(self) -> dict[str, Codec | BlockCodec]:
+        """The codec of keys and that of values."""
+        return {"key": self.key, "value": self.value}
 
     @property
     def exact(self) -> bool:
@@ -218,9 +242,25 @@ class Storage:
           dim: features of a head.
           dtype: the model's.
           memory: ``device`` or ``host``, to count only what is held there; None = all.
+
+        Of a block this is the share of one token.
         """
-        sides = {"key": self.key, "value": self.value}
-        return sum(sides[side].bytes(dim, dtype) for side, own in self.memories.items() if memory in (None, own))
+        return sum(self.bytes_of(side, dim, dtype) for side, own in self.memories.items() if memory in (None, own))
+
+    def bytes_of(self, side: str, dim: int, dtype: DTypeLike) -> int:
+        """Returns the bytes of a ``key`` or a ``value``; of one in a block its share, rounded up."""
+        codec = self.codecs[side]
+        if isinstance(codec, BlockCodec):
+            assert isinstance(self.layout, Blocks)
+            return -(-codec.bytes(self.layout.size, dim, dtype) // self.layout.size)
+        return codec.bytes(dim, dtype)
+
+    def codes_nothing(self, tokens: int) -> bool:
+        """Returns whether all of a row's `tokens` tokens stay exact."""
+        if isinstance(self.layout, Blocks):
+            late = {True: self.layout.size > tokens, False: self.residual >= tokens}
+            return all(late[isinstance(codec, BlockCodec)] for codec in self.codecs.values())
+        return self.residual >= tokens
 
 
 def _memory(name: str, given: Any) -> Memory:
@@ -234,21 +274,22 @@ def _memory(name: str, given: Any) -> Memory:
     return pair[0] if pair[0] == pair[1] else pair
 
 
-def round_trip(codec: Codec, x: Array, side: Any, dtype: DTypeLike) -> Array:
+def round_trip(codec: Codec | BlockCodec, x: Array, side: Any, dtype: DTypeLike) -> Array:
     """Encodes and decodes; the gradient passes straight through.
 
     Args:
-      codec: see `Codec`.
-      x: [..., dim] float.
+      codec: see `Codec` and `BlockCodec`.
+      x: [..., dim] float; [..., n, dim] of a codec of blocks.
       side: what vectors share, a constant to a gradient; None for codecs without any.
       dtype: the model's dtype.
 
     Returns:
-      [..., dim] float32.
+      float32 of x's shape.
     """
     x = x.astype(jnp.float32)
     parts = codec.encode(jax.lax.stop_gradient(x), side, dtype)
-    return _straight_through(x, jax.lax.stop_gradient(codec.decode(parts, side, x.shape[-1])))
+    sizes = x.shape[-2:] if isinstance(codec, BlockCodec) else x.shape[-1:]
+    return _straight_through(x, jax.lax.stop_gradient(codec.decode(parts, side, *sizes)))
 
 
 @jax.custom_jvp

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from kvjax.storage.base import Codec, Exact, Parts, Shapes, Storage, round_trip
 from kvjax.storage.dims import Chain
+from kvjax.storage.layouts import BlockCodec
 from kvjax.storage.side import Side
 
 Array = jax.Array
@@ -40,6 +41,33 @@ class StraightThrough(Codec):
         return parts["decoded"].astype(jnp.float32)
 
 
+@dataclasses.dataclass(frozen=True)
+class StraightThroughBlocks(BlockCodec):
+    """Holds what another codec of blocks decodes to, as `StraightThrough` does.
+
+    Attributes:
+      codec: encodes and decodes.
+    """
+
+    codec: BlockCodec
+
+    @property
+    def side(self) -> Side | None:
+        return self.codec.side
+
+    def parts(self, tokens: int, dim: int, dtype: DTypeLike) -> Shapes:
+        return {"decoded": ((tokens, dim), jnp.dtype(dtype))}
+
+    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+        return {"decoded": round_trip(self.codec, x, side, dtype).astype(dtype)}
+
+    def decode(self, parts: Parts, side: Any, tokens: int, dim: int) -> Array:
+        return parts["decoded"].astype(jnp.float32)
+
+    def check(self, size: int) -> None:
+        self.codec.check(size)
+
+
 def differentiable(storage: Storage) -> Storage:
     """The storage with gradients that pass straight through its codecs; it takes as many bytes as a dense one.
 
@@ -48,7 +76,11 @@ def differentiable(storage: Storage) -> Storage:
     storage = storage.on_device()
     if storage.exact:
         return storage
-    return dataclasses.replace(storage, key=_straight_through(storage.key), value=_straight_through(storage.value))
+    key, value = (
+        StraightThroughBlocks(codec) if isinstance(codec, BlockCodec) else _straight_through(codec)
+        for codec in (storage.key, storage.value)
+    )
+    return dataclasses.replace(storage, key=key, value=value)
 
 
 def _straight_through(codec: Codec) -> Codec:

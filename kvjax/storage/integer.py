@@ -56,21 +56,8 @@ class Integer(Codec):
         }
 
     def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
-        levels = (1 << self.bits) - 1
-        # [..., groups, g]
-        x = _grouped(x, self.group)
-        # [..., groups, 1]
-        low = jnp.min(x, axis=-1, keepdims=True)
-        # The minimum of 0 and -0 depends on the order of comparison; 0 is stored for both.
-        zero = as_stored(jnp.where(low == 0, 0.0, low), dtype)
-        offset = zero.astype(jnp.float32)
-        width = jnp.maximum(jnp.max(x, axis=-1, keepdims=True) - offset, 0.0)
-        scale = as_stored(divide(width, levels), dtype)
-        # Decoding multiplies by the rounded scale.
-        step = scale.astype(jnp.float32)
-        # [..., groups, g]
-        codes = jnp.clip(jnp.round((x - offset) / jnp.where(step == 0, 1.0, step)), 0, levels)
-        codes = jnp.where(step == 0, 0.0, codes).astype(jnp.uint8)
+        # [..., groups, g], and [..., groups, 1] twice
+        codes, scale, zero = uniform(_grouped(x, self.group), self.bits, dtype, axis=-1)
         return {
             "codes": pack(codes.reshape(*codes.shape[:-2], -1), self.bits),
             "scale": scale[..., 0],
@@ -83,6 +70,42 @@ class Integer(Codec):
         # [..., groups, 1]
         scale, zero = (parts[name].astype(jnp.float32)[..., None] for name in ("scale", "zero"))
         return (zero + scale * codes).reshape(*codes.shape[:-2], dim)
+
+
+def uniform(x: Array, bits: int, dtype: DTypeLike, *, axis: int) -> tuple[Array, Array, Array]:
+    """Codes numbers uniformly between the smallest and the largest along an axis.
+
+    Args:
+      x: float32.
+      bits: bits of a code.
+      dtype: the model's dtype, in which scale and zero are stored.
+      axis: of the numbers that share a scale and a zero.
+
+    Returns:
+      Codes uint8 of x's shape; scale and zero in `dtype`, with 1 number along the axis.
+    """
+    levels = (1 << bits) - 1
+    # [..., 1]
+    low = jnp.min(x, axis=axis, keepdims=True)
+    high = jnp.max(x, axis=axis, keepdims=True)
+    scale, zero = range_as_stored(low, high, levels, dtype)
+    return codes_within(x, scale, zero, levels), scale, zero
+
+
+def range_as_stored(low: Array, high: Array, levels: int, dtype: DTypeLike) -> tuple[Array, Array]:
+    """Returns the scale and the zero of numbers from `low` to `high`, float32, as they are stored in `dtype`."""
+    # The minimum of 0 and -0 depends on the order of comparison; 0 is stored for both.
+    zero = as_stored(jnp.where(low == 0, 0.0, low), dtype)
+    width = jnp.maximum(high - zero.astype(jnp.float32), 0.0)
+    return as_stored(divide(width, levels), dtype), zero
+
+
+def codes_within(x: Array, scale: Array, zero: Array, levels: int) -> Array:
+    """Returns the nearest codes, uint8 from 0 to `levels`, of float32 numbers; 0 where the stored scale is 0."""
+    # Decoding multiplies by the rounded scale.
+    step = scale.astype(jnp.float32)
+    codes = jnp.clip(jnp.round((x - zero.astype(jnp.float32)) / jnp.where(step == 0, 1.0, step)), 0, levels)
+    return jnp.where(step == 0, 0.0, codes).astype(jnp.uint8)
 
 
 def _grouped(x: Array, group: int) -> Array:

@@ -72,7 +72,7 @@ def prompt_sides(storage: Storage, view: PromptView, dtype: DTypeLike) -> Sides:
 
 def aligned(storage: Storage, sides: Sides, name: str, ndim: int) -> Parts | None:
     """Returns the side of keys or values for vectors with `ndim` axes, [B, K, ..., dim]; None without a side."""
-    side = _codecs(storage)[name].side
+    side = storage.codecs[name].side
     return None if side is None else side.aligned(sides[name], ndim)
 
 
@@ -142,8 +142,8 @@ def nbytes(storage: Storage, slots: int, dim: int, dtype: DTypeLike) -> int:
 def warn_if_larger(storage: Storage, dim: int, dtype: DTypeLike) -> None:
     """Warns if a codec takes more bytes than the model's dtype."""
     exact = Exact().bytes(dim, dtype)
-    for name, codec in _codecs(storage).items():
-        if (size := codec.bytes(dim, dtype)) > exact:
+    for name, codec in storage.codecs.items():
+        if (size := storage.bytes_of(name, dim, dtype)) > exact:
             warnings.warn(
                 f"storage {storage.name}: a {name} of {dim} channels takes {size} bytes as {codec!r}, more than the "
                 f"{exact} bytes in {jnp.dtype(dtype).name}.",
@@ -152,7 +152,8 @@ def warn_if_larger(storage: Storage, dim: int, dtype: DTypeLike) -> None:
 
 
 def _codecs(storage: Storage) -> dict[str, Codec]:
-    return {"key": storage.key, "value": storage.value}
+    """Returns the codecs of single vectors."""
+    return {name: codec for name, codec in storage.codecs.items() if isinstance(codec, Codec)}
 
 
 def _zeros(parts: Shapes, shape: tuple[int, ...]) -> Parts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,6 +34,13 @@ class Held(NamedTuple):
 
 
 Codec = Callable[[Array], Held]  # [D] -> what is held of it
+
+
+class Settles(Protocol):
+    """A storage of another layout, which changes a head's keys and values itself."""
+
+    def settle(self, slots: Slots, prompt_is_over: bool) -> None:
+        """Encodes what is due after a step; a prompt is not over while a compressor has yet to choose from it."""
 
 
 class Storage(NamedTuple):
@@ -125,7 +132,7 @@ def _once_each(codec: Codec) -> Codec:
 
 
 def replay(
-    storage: Storage,
+    storage: Storage | Settles,
     prompt: Triple,
     decode: Triple,
     lengths: Array,
@@ -158,7 +165,7 @@ def replay(
     return rows
 
 
-def _row(storage: Storage, tokens: list[Array], n: int, policy: Policy, theta, look, block, fold) -> Row:
+def _row(storage: Storage | Settles, tokens: list[Array], n: int, policy: Policy, theta, look, block, fold) -> Row:
     total, kv_heads, dim = tokens[1].shape
     layer = [Slots(head) for head in empty_heads(kv_heads, dim, policy)]
     budget, gaps, outputs = policy.slots(0, n), [math.inf], []
@@ -196,8 +203,11 @@ def _row(storage: Storage, tokens: list[Array], n: int, policy: Policy, theta, l
         if budget is not None and (stop == n or not policy.at_prompt_end_only):
             evict(heads, policy, budget, n)
         for slots, all_of_them in zip(layer, before, strict=True):
-            _merge(storage, slots, all_of_them, fold)
-            _settle(storage, slots)
+            if isinstance(storage, Storage):
+                _merge(storage, slots, all_of_them, fold)
+                _settle(storage, slots)
+            else:
+                storage.settle(slots, stop >= n or not policy.at_prompt_end_only)
     gaps += [head.evict_gap for head in heads] + [10 * head.above_gap for head in heads]
     output = np.concatenate(outputs)[n:].swapaxes(0, 1)
     return Row(output, layer, min(gaps), min(slots.near for slots in layer))

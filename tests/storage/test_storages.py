@@ -21,6 +21,7 @@ STORAGES = {
     "fp8": storage.fp8(),
     "fp8 fixed": storage.fp8(0.02, residual=1),
 }
+ARRANGED = {"kivi": storage.kivi(2, 4, 8), "kivi, other values": storage.kivi(2, 4, 8, value_bits=4)}
 
 
 def bits_of(x: jax.Array) -> np.ndarray:
@@ -97,9 +98,9 @@ def test_a_codec_that_saves_nothing_is_warned_of():
     assert [each.filename for each in warned] == [__file__]
 
 
-@pytest.mark.parametrize("name", STORAGES)
+@pytest.mark.parametrize("name", STORAGES | ARRANGED)
 def test_storages_are_values(name):
-    own = STORAGES[name]
+    own = (STORAGES | ARRANGED)[name]
     assert eval(repr(own), vars(storage).copy()) == own
     for other in (pickle.loads(pickle.dumps(own)), eval(repr(own), vars(storage).copy())):
         assert other == own and hash(other) == hash(own) and repr(other) == repr(own)
@@ -114,7 +115,7 @@ def test_equal_arguments_are_equal_storages():
     assert storage.fp8(np.float32(0.5)) == storage.fp8(scale=0.5) != storage.fp8()
     assert storage.integer(8, value_bits=4) == Storage(key=Integer(8), value=Integer(4))
     assert Codec(len, len, len) == Codec(parts=len, encode=len, decode=len) != Codec(len, len, max)
-    assert set(storage.STORAGES) >= {"dense", "int8", "int4", "int2", "integer", "fp8", "think"}
+    assert set(storage.STORAGES) >= {"dense", "int8", "int4", "int2", "integer", "fp8", "think", "kivi"}
     assert storage.accepts("int4") == {"group", "residual", "memory"}
     assert storage.accepts("dense") == {"residual", "memory"}
     assert storage.dense(memory=["host", "host"]) == storage.dense(memory="host") != storage.dense()
@@ -138,13 +139,13 @@ def test_equal_arguments_are_equal_storages():
         (lambda: storage.fp8(True), "scale .* got True"),
         (lambda: storage.int4(bits=4), "int4\\(\\).* it accepts group, residual"),
         (lambda: storage.dense(residual=3), "residual=3 is for memory='host'"),
-        (lambda: storage.by_name("int3"), "'int3'; known storages: dense, fp8, int2"),
+        (lambda: storage.by_name("int3"), "'int3'; known storages: dense, fp8, int2, int4, int8, integer, kivi"),
         (lambda: storage.accepts("int3"), "known storages: dense"),
         (lambda: storage.by_name("int8", bits=8), "it accepts group"),
         (lambda: Storage(key=storage.int4(), value=Exact()), "must be codecs, such as"),
         (
             lambda: Storage(key=Exact(), value=Exact(), layout="tiers"),
-            "storage custom: layout='tiers' is not valid; use 'slots'",
+            "storage custom: layout='tiers' is not valid; use 'slots' or blocks",
         ),
         (lambda: Storage(key=Exact(), value=Exact(), frame="turned"), "use 'any'"),
         (lambda: Storage(key=Exact(), value=Exact(), memory="disk", name="mine"), "storage mine: memory='disk'"),

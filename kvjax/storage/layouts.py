@@ -1,0 +1,95 @@
+"""Layouts: how the slots of a store are arranged, where each vector is not held by itself."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvjax.arguments import count_argument
+from kvjax.errors import StorageError
+from kvjax.storage.side import Parts, Shapes, Side
+
+Array = jax.Array
+
+slots = "slots"  # the layout in which each vector is held by itself
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The layout in which blocks of consecutive tokens are encoded together.
+
+    Tokens are counted in order of position. When a row has seen t tokens, the first ⌊t / size⌋ blocks are encoded, and
+    the t mod size newest tokens are exact. A key or value whose codec is of one vector is encoded by its age instead;
+    see `Storage.residual`.
+
+    Attributes:
+      size: the number of tokens of a block.
+
+    Raises:
+      StorageError: a size below 1.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        size = count_argument("blocks: size", self.size, minimum=1, error=StorageError)
+        object.__setattr__(self, "size", size)
+
+
+class BlockCodec:
+    """The form in which a block of n consecutive tokens is held.
+
+    Write a frozen dataclass that inherits from this class, as for a `Codec`, or call
+    ``BlockCodec(parts, encode, decode, side)``.
+
+    Attributes:
+      parts: (n, dim, dtype) -> {name: (shape, dtype)} of one block, all that is held of it.
+      encode: (x [..., n, dim] float32, side, dtype) -> {name: [..., *shape]}; `dtype` is the model's.
+      decode: (parts, side, n, dim) -> [..., n, dim] float32; finite where all parts are 0.
+      side: what vectors share, or None; see `Codec`.
+      dims: None; vectors of a block are held whole.
+    """
+
+    parts: Callable[[int, int, Any], Shapes]
+    encode: Callable[[Array, Any, Any], Parts]
+    decode: Callable[[Parts, Any, int, int], Array]
+    dims: Any = None
+
+    @property
+    def side(self) -> Side | None:
+        """What vectors share, or None."""
+        return None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "BlockCodec":
+        return super().__new__(BlockFunctions if cls is BlockCodec else cls)
+
+    def bytes(self, tokens: int, dim: int, dtype: DTypeLike) -> int:
+        """Returns the number of bytes of a block of `tokens` vectors of `dim` numbers."""
+        shapes = self.parts(tokens, dim, dtype).values()
+        return sum(math.prod(shape) * jnp.dtype(each).itemsize for shape, each in shapes)
+
+    def check(self, size: int) -> None:
+        """Checks a number of tokens of a block.
+
+        Raises:
+          StorageError: the codec does not take blocks of this size.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockFunctions(BlockCodec):
+    """A codec of blocks made of functions; ``BlockCodec(parts, encode, decode, side)`` returns one."""
+
+    parts: Callable[[int, int, Any], Shapes]
+    encode: Callable[[Array, Any, Any], Parts]
+    decode: Callable[[Parts, Any, int, int], Array]
+    side: Side | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("parts", "encode", "decode"):
+            if not callable(given := getattr(self, field)):
+                raise StorageError(f"BlockCodec: {field}={given!r} must be a function; see kvjax.storage.BlockCodec.")
