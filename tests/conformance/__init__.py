@@ -12,7 +12,7 @@ import numpy as np
 from kvjax import storage
 from kvjax.cache import LayerKV
 from kvjax.statistics import popcount
-from kvjax.storage import Storage
+from kvjax.storage import Calibration, Storage
 from tests.reference.replay import Codec, Row
 from tests.reference.step import rotate
 
@@ -119,7 +119,10 @@ def held_in(layer: LayerKV, row: int, head: int, slot: int) -> dict[str, dict[st
     raise IndexError(f"{row=} {head=}: no such slot")
 
 
-def assert_same(output: np.ndarray, layer: LayerKV, rows: list[Row], held: Storage, *, atol: float = 1e-4) -> None:
+def assert_same(
+    output: np.ndarray, layer: LayerKV, rows: list[Row], held: Storage, *, atol: float = 1e-4,
+    calibration: Calibration | None = None, theta: float | None = None,
+) -> None:  # fmt: skip
     """Outputs of the decoding steps, kept positions, statistics, codes and what they decode to.
 
     Args:
@@ -128,11 +131,15 @@ def assert_same(output: np.ndarray, layer: LayerKV, rows: list[Row], held: Stora
       rows: of the reference.
       held: how the layer's slots are held.
       atol: of outputs.
+      calibration: of the storage, if it needs one.
+      theta: base of RoPE's frequencies, for keys that are held as they are before rotation; None = they are not.
     """
     gap, near = (min(getattr(row, name) for row in rows) for name in ("gap", "near"))
     assert gap > CLEAR, f"a choice of the reference is a near-tie ({gap:.1e}): use another seed"
     assert near > TIE, f"a code of the reference is near a tie ({near:.1e} of a step): use another seed"
-    key, value, _ = (np.asarray(x) for x in storage.read(held, layer))
+    key, value, at = (np.asarray(x) for x in storage.read(held, layer, calibration))
+    if theta is not None:
+        key = rotate(key.reshape(-1, key.shape[-1]), at.ravel(), theta).reshape(key.shape)
     for row, expected in enumerate(rows):
         np.testing.assert_allclose(np.asarray(output, np.float64)[row], expected.output, atol=atol, err_msg=f"{row=}")
         for index, slots in enumerate(expected.heads):

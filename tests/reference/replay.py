@@ -44,11 +44,39 @@ class Settles(Protocol):
 
 
 class Storage(NamedTuple):
-    """Codecs of keys and values, and the number of newest positions that stay exact (None: all)."""
+    """Codecs of keys and values, and the numbers of newest (None: all) and of first positions that stay exact.
+
+    With a base of RoPE's frequencies, `turned_back`, keys are coded as they were before rotation.
+    """
 
     key: Codec
     value: Codec
     residual: int | None = 0
+    sinks: int = 0
+    turned_back: float | None = None
+
+
+class PerHead(NamedTuple):
+    """A storage that differs from head to head, as a calibration makes it."""
+
+    heads: Callable[[int], Storage]
+
+
+class Ended(NamedTuple):
+    """One head's prompt."""
+
+    query: Array  # [n, G, D], rotated as the key
+    key: Array  # [n, D]
+    live: Array  # [m] positions that are still held
+
+
+class FromPrompt(NamedTuple):
+    """A storage that each head makes when its prompt, which goes in in one shot, has ended."""
+
+    made: Callable[[Ended], Storage]
+
+
+Given = Storage | Settles | PerHead | FromPrompt
 
 
 @dataclass
@@ -132,7 +160,7 @@ def _once_each(codec: Codec) -> Codec:
 
 
 def replay(
-    storage: Storage | Settles,
+    storage: Given,
     prompt: Triple,
     decode: Triple,
     lengths: Array,
@@ -165,9 +193,10 @@ def replay(
     return rows
 
 
-def _row(storage: Storage | Settles, tokens: list[Array], n: int, policy: Policy, theta, look, block, fold) -> Row:
+def _row(storage: Given, tokens: list[Array], n: int, policy: Policy, theta, look, block, fold) -> Row:
     total, kv_heads, dim = tokens[1].shape
     layer = [Slots(head) for head in empty_heads(kv_heads, dim, policy)]
+    stores = [storage.heads(i) if isinstance(storage, PerHead) else storage for i in range(kv_heads)]
     budget, gaps, outputs = policy.slots(0, n), [math.inf], []
     for start, stop in _blocks(n, total, block):
         if start == n and policy.at_prompt_end_only:
@@ -202,12 +231,16 @@ def _row(storage: Storage | Settles, tokens: list[Array], n: int, policy: Policy
         before = [_tokens(slots) for slots in layer]
         if budget is not None and (stop == n or not policy.at_prompt_end_only):
             evict(heads, policy, budget, n)
-        for slots, all_of_them in zip(layer, before, strict=True):
-            if isinstance(storage, Storage):
-                _merge(storage, slots, all_of_them, fold)
-                _settle(storage, slots)
+        for index, (slots, all_of_them) in enumerate(zip(layer, before, strict=True)):
+            own = stores[index]
+            if isinstance(own, FromPrompt):
+                assert stop == n and start == 0, "a prompt in one shot"
+                own = stores[index] = own.made(Ended(query[:, index], key[:, index], slots.head.position))
+            if isinstance(own, Storage):
+                _merge(own, slots, all_of_them, fold)
+                _settle(own, slots)
             else:
-                storage.settle(slots, stop >= n or not policy.at_prompt_end_only)
+                own.settle(slots, stop >= n or not policy.at_prompt_end_only)
     gaps += [head.evict_gap for head in heads] + [10 * head.above_gap for head in heads]
     output = np.concatenate(outputs)[n:].swapaxes(0, 1)
     return Row(output, layer, min(gaps), min(slots.near for slots in layer))
@@ -281,14 +314,18 @@ def _settle(storage: Storage, slots: Slots) -> None:
     newest = max(slots.exact)  # even if it was evicted
     slots.coded = {p: slots.coded[p] for p in live if p in slots.coded}
     for slot, position in enumerate(live):
-        due = storage.residual is not None and newest - position >= storage.residual
+        due = storage.residual is not None and newest - position >= storage.residual and position >= storage.sinks
         if due and position not in slots.coded:
             _encode(storage, slots, slot)
 
 
 def _encode(storage: Storage, slots: Slots, slot: int) -> None:
     head = slots.head
-    key, value = storage.key(head.key[slot]), storage.value(head.value[slot])
-    slots.coded[int(head.position[slot])] = key, value
+    at = np.array([int(head.position[slot])])
+    own = head.key[slot] if storage.turned_back is None else rotate(head.key[slot][None], -at, storage.turned_back)[0]
+    key, value = storage.key(own), storage.value(head.value[slot])
+    slots.coded[int(at[0])] = key, value
     head.key[slot], head.value[slot] = key.decoded, value.decoded
+    if storage.turned_back is not None:
+        head.key[slot] = rotate(key.decoded[None], at, storage.turned_back)[0]
     slots.near = min(slots.near, key.near, value.near)

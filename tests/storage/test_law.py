@@ -132,7 +132,7 @@ ONE = Case("h2o", ("int2", "dense"), 3, None, "mqa")
 def wrong() -> Iterator[tuple[str, law.Storage, law.Triple]]:
     """Mistakes that one could make."""
     prompt, decode = of_heads(ONE.heads)
-    key, value, residual = ONE.stored
+    key, value, residual, *_ = ONE.stored
 
     def rounded(given: law.Triple) -> law.Triple:
         query, *others = given
