@@ -15,8 +15,11 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.parameters import random_parameters
 from kvjax.prefill import prefill_steps, prepare
 from kvjax.storage import Codec, Storage, fp8, int4, int8
-from tests.tiny import random_tokens, tiny
+from tests.tiny import random_tokens
+from tests.tiny import tiny as tiny_of
 
+# Of one layer: each further one takes as long to compile, and its gradient is made as the first one's is.
+tiny = functools.partial(tiny_of, layers=1)
 TOKENS = random_tokens(2, 40, seed=4)
 LENGTHS = np.array([40, 33])
 
