@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.arguments import Registry
 from kvjax.errors import StorageError
 from kvjax.storage.base import Codec, Exact, Storage, round_trip
+from kvjax.storage.bfp import Bfp, bfp
 from kvjax.storage.calibration import Calibration
 from kvjax.storage.dense import dense
 from kvjax.storage.dims import Chain, Dims, chain
@@ -12,11 +13,16 @@ from kvjax.storage.fp8 import Fp8, fp8
 from kvjax.storage.integer import Integer, int2, int4, int8, integer
 from kvjax.storage.kivi import Channels, kivi
 from kvjax.storage.layouts import BlockCodec, Blocks, slots
+from kvjax.storage.levels import Levels, levels, normal_levels
 from kvjax.storage.low_rank import LowRank, low_rank
+from kvjax.storage.mxfp4 import Mxfp4, mxfp4
 from kvjax.storage.packing import pack, unpack
+from kvjax.storage.permuted import Permuted, permuted
 from kvjax.storage.scaled import Scaled, scaled
 from kvjax.storage.side import PromptView, Samples, Side
+from kvjax.storage.sparse import Sparse, sparse
 from kvjax.storage.think import ThinK, think
+from kvjax.storage.turboquant import TurboQuant, turboquant
 
 blocks = Blocks  # ``layout=blocks(n)``
 
@@ -32,6 +38,10 @@ STORAGES: Registry[Storage] = Registry(
         "int2": int2,
         "integer": integer,
         "fp8": fp8,
+        "bfp": bfp,
+        "mxfp4": mxfp4,
+        "levels": levels,
+        "turboquant": turboquant,
         "think": think,
         "low_rank": low_rank,
         "kivi": kivi,
@@ -54,8 +64,9 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "STORAGES", "BlockCodec", "Blocks", "Calibration", "Chain", "Channels", "Codec", "Dims", "Exact", "Fp8", "Integer",
-    "LowRank", "PromptView", "Samples", "Scaled", "Side", "Storage", "ThinK", "accepts", "blocks", "breakdown",
-    "by_name", "chain", "dense", "fp8", "int2", "int4", "int8", "integer", "kivi", "low_rank", "nbytes", "pack", "read",
-    "replay", "round_trip", "scaled", "slots", "think", "unpack",
+    "STORAGES", "Bfp", "BlockCodec", "Blocks", "Calibration", "Chain", "Channels", "Codec", "Dims", "Exact", "Fp8",
+    "Integer", "Levels", "LowRank", "Mxfp4", "Permuted", "PromptView", "Samples", "Scaled", "Side", "Sparse",
+    "Storage", "ThinK", "TurboQuant", "accepts", "bfp", "blocks", "breakdown", "by_name", "chain", "dense", "fp8",
+    "int2", "int4", "int8", "integer", "kivi", "levels", "low_rank", "mxfp4", "nbytes", "normal_levels", "pack",
+    "permuted", "read", "replay", "round_trip", "scaled", "slots", "sparse", "think", "turboquant", "unpack",
 ]  # fmt: skip

@@ -57,6 +57,17 @@ class Codec:
         """What vectors share, or None."""
         return None
 
+    def encode_without(self, x: Array, left_out: Array, side: Any, dtype: DTypeLike) -> Parts:
+        """Encodes a vector some of whose entries are held elsewhere, so that they should not widen a range.
+
+        Args:
+          x: [..., dim] float32.
+          left_out: [..., dim] bool; what these entries decode to does not matter. They are taken as 0.
+          side: as in `encode`.
+          dtype: the model's.
+        """
+        return self.encode(jnp.where(left_out, 0.0, x), side, dtype)
+
     def bytes(self, dim: int, dtype: DTypeLike) -> int:
         """Returns the number of bytes of one vector of `dim` numbers."""
         return sum(math.prod(shape) * jnp.dtype(each).itemsize for shape, each in self.parts(dim, dtype).values())

@@ -52,6 +52,8 @@ class Fp8(Codec):
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
         # [..., D]
         y = jax.lax.bitcast_convert_type(parts["codes"], E4M3).astype(jnp.float32)
+        # No number is encoded as NaN; an empty slot may hold any bits.
+        y = jnp.where(jnp.isnan(y), 0.0, y)
         scale = jnp.float32(self.scale) if self.scale is not None else parts["scale"].astype(jnp.float32)[..., None]
         return scale * y
 

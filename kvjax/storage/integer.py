@@ -26,6 +26,12 @@ def group_size(dim: int, group: int) -> int:
     return next(size for size in range(min(dim, group), 0, -1) if dim % size == 0)
 
 
+def grouped(x: Array, group: int) -> Array:
+    """Reshapes [..., D] to [..., groups, g], g of `group_size`."""
+    dim = x.shape[-1]
+    return x.reshape(*x.shape[:-1], -1, group_size(dim, group))
+
+
 @dataclasses.dataclass(frozen=True)
 class Integer(Codec):
     """Codes numbers uniformly between the smallest and the largest of each group of channels.
@@ -57,7 +63,23 @@ class Integer(Codec):
 
     def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
         # [..., groups, g], and [..., groups, 1] twice
-        codes, scale, zero = uniform(_grouped(x, self.group), self.bits, dtype, axis=-1)
+        codes, scale, zero = uniform(grouped(x, self.group), self.bits, dtype, axis=-1)
+        return self._parts(codes, scale, zero)
+
+    def encode_without(self, x: Array, left_out: Array, side: Any, dtype: DTypeLike) -> Parts:
+        levels = (1 << self.bits) - 1
+        # [..., groups, g]
+        x, left_out = grouped(x, self.group), grouped(left_out, self.group)
+        # [..., groups, 1]
+        low = jnp.min(jnp.where(left_out, jnp.inf, x), axis=-1, keepdims=True)
+        high = jnp.max(jnp.where(left_out, -jnp.inf, x), axis=-1, keepdims=True)
+        nothing = jnp.all(left_out, axis=-1, keepdims=True)
+        low, high = jnp.where(nothing, 0.0, low), jnp.where(nothing, 0.0, high)
+        scale, zero = range_as_stored(low, high, levels, dtype)
+        # An entry that is left out has the code of the smallest, 0.
+        return self._parts(codes_within(jnp.where(left_out, low, x), scale, zero, levels), scale, zero)
+
+    def _parts(self, codes: Array, scale: Array, zero: Array) -> Parts:
         return {
             "codes": pack(codes.reshape(*codes.shape[:-2], -1), self.bits),
             "scale": scale[..., 0],
@@ -66,7 +88,7 @@ class Integer(Codec):
 
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
         # [..., groups, g]
-        codes = _grouped(unpack(parts["codes"], self.bits, dim), self.group).astype(jnp.float32)
+        codes = grouped(unpack(parts["codes"], self.bits, dim), self.group).astype(jnp.float32)
         # [..., groups, 1]
         scale, zero = (parts[name].astype(jnp.float32)[..., None] for name in ("scale", "zero"))
         return (zero + scale * codes).reshape(*codes.shape[:-2], dim)
@@ -106,12 +128,6 @@ def codes_within(x: Array, scale: Array, zero: Array, levels: int) -> Array:
     step = scale.astype(jnp.float32)
     codes = jnp.clip(jnp.round((x - zero.astype(jnp.float32)) / jnp.where(step == 0, 1.0, step)), 0, levels)
     return jnp.where(step == 0, 0.0, codes).astype(jnp.uint8)
-
-
-def _grouped(x: Array, group: int) -> Array:
-    """Reshapes [..., D] to [..., groups, g]."""
-    dim = x.shape[-1]
-    return x.reshape(*x.shape[:-1], -1, group_size(dim, group))
 
 
 @factory

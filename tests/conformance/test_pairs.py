@@ -29,6 +29,7 @@ from tests.reference import replay
 from tests.reference import selection as looks
 from tests.reference.base import COUNT, MASS, Policy, Ranking
 from tests.reference.step import rotate
+from tests.storage.against import of_reference
 from tests.test_merge import REFERENCES as FOLDS
 
 HEADS, KV_HEADS, DIM, WIDTH, STEPS, BLOCK, THETA = 4, 2, 8, 12, 10, 6, 10_000.0
@@ -121,9 +122,13 @@ CODECS = {
     "int2": replay.integer(2),
     "integer": replay.integer(3, 4),
     "fp8": replay.fp8(),
-}
-FAMILIES = {"int8": "integers", "int4": "integers", "int2": "integers", "integer": "integers", "fp8": "floats"}
-MIXED = (("int8", "fp8"), ("fp8", "int4"), ("int2", "fp8"), ("fp8", "integer"), ("dense", "dense"))
+} | {name: of_reference(storage.by_name(name).key) for name in ("bfp", "mxfp4", "levels", "turboquant")}
+INTEGERS = ("int8", "int4", "int2", "integer", "bfp", "turboquant")
+FAMILIES = dict.fromkeys(INTEGERS, "integers") | dict.fromkeys(("fp8", "mxfp4", "levels"), "floats")
+MIXED = (
+    ("int8", "fp8"), ("fp8", "int4"), ("int2", "fp8"), ("fp8", "integer"), ("mxfp4", "turboquant"), ("bfp", "levels"),
+    ("dense", "dense"),
+)  # fmt: skip
 
 
 def held(codecs: tuple[str, str], residual: int) -> Storage:

@@ -51,18 +51,20 @@ def group_size(dim: int, group: int) -> int:
     return max(size for size in range(1, dim + 1) if dim % size == 0 and size <= group)
 
 
-def encode_integer(x: Array, bits: int, group: int, dtype: str) -> Encoded:
-    """x: [n, D]."""
+def encode_integer(x: Array, bits: int, group: int, dtype: str, kept: Array | None = None) -> Encoded:
+    """x: [n, D]; kept: [n, D], what is coded, or None for everything."""
     most, size, near = 2**bits - 1, group_size(x.shape[-1], group), math.inf
     rows: dict[str, list] = {"codes": [], "scale": [], "zero": []}
-    for vector in x.astype(np.float64).tolist():
+    kept = np.ones(x.shape, bool) if kept is None else kept
+    for vector, coded in zip(x.astype(np.float64).tolist(), kept.tolist(), strict=True):
         codes, scales, zeros = [], [], []
         for start in range(0, len(vector), size):
-            numbers = vector[start : start + size]
-            zero, _ = stored(min(numbers), dtype)
-            scale, tie = stored(max(max(numbers) - zero, 0.0) / most, dtype)
+            numbers, these = vector[start : start + size], coded[start : start + size]
+            own = [number for number, each in zip(numbers, these, strict=True) if each] or [0.0]
+            zero, _ = stored(min(own), dtype)
+            scale, tie = stored(max(max(own) - zero, 0.0) / most, dtype)
             if scale > 0:
-                steps = [(number - zero) / scale for number in numbers]
+                steps = [(number - zero) / scale if each else 0.0 for number, each in zip(numbers, these, strict=True)]
                 inside = [abs(step % 1 - 0.5) for step in steps if 0 < step < most]
                 near = min(near, math.inf if dtype == "float32" else tie, *inside)
                 codes += [max(0, min(round(step), most)) for step in steps]

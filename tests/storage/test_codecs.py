@@ -1,9 +1,6 @@
 """Codecs of one vector: the worked examples, the float64 reference, bounds that hold for any numbers."""
 
-import functools
-import itertools
 import json
-import math
 import os
 import sys
 
@@ -16,9 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from kvjax import storage
-from kvjax.storage import Codec, Exact, Fp8, Integer, pack
+from kvjax.storage import Exact, Fp8, Integer, pack
 from kvjax.storage.rounding import as_stored, divide, nearest
 from tests.reference import codecs as reference
+from tests.storage.against import DTYPES, compare, compiled, draw, encoded, expect
 
 SEARCH = "HYPOTHESIS_EXAMPLES" in os.environ
 EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "40"))
@@ -27,59 +25,10 @@ search = settings(
     phases=list(Phase) if SEARCH else [Phase.generate],
 )  # fmt: skip
 
-MARGIN = 1e-4  # of a step: float32 and float64 round the same way from here on
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-@functools.lru_cache
-def compiled(codec: Codec, dtype: str, dim: int):
-    """x -> parts and what they decode to."""
-
-    @jax.jit
-    def run(x):
-        parts = codec.encode(x, None, jnp.dtype(dtype))
-        return parts, codec.decode(parts, None, dim)
-
-    return run
-
-
-def encoded(codec: Codec, dtype: str, x: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    parts, decoded = compiled(codec, dtype, x.shape[-1])(x)
-    assert decoded.dtype == jnp.float32
-    return {name: np.asarray(part) for name, part in parts.items()}, np.asarray(decoded)
-
 
 def bits_of(x: jax.Array) -> np.ndarray:
     x = np.asarray(x)
     return x.view(f"u{x.dtype.itemsize}")
-
-
-def expect(codec: Codec, dtype: str, x: np.ndarray) -> tuple[reference.Encoded, np.ndarray]:
-    """Parts and decoded numbers by the reference."""
-    if isinstance(codec, Integer):
-        made = reference.encode_integer(x, codec.bits, codec.group, dtype)
-        return made, reference.decode_integer(made.parts, codec.bits, x.shape[-1])
-    made = reference.encode_fp8(x, codec.scale, dtype)
-    return made, reference.decode_fp8(made.parts, codec.scale)
-
-
-def compare(codec: Codec, dtype: str, x: np.ndarray, parts: dict[str, np.ndarray], decoded: np.ndarray) -> None:
-    """Codes are equal, parameters within 2 units in the last place, decoded numbers within 1e-5."""
-    own, dim = {name: np.asarray(part) for name, part in parts.items()}, x.shape[-1]
-    got, back = encoded(codec, dtype, x)
-    assert got.keys() == own.keys() == codec.parts(dim, dtype).keys()
-    for name, part in got.items():
-        shape, kind = codec.parts(dim, dtype)[name]
-        assert part.shape == (*x.shape[:-1], *shape) and part.dtype == kind
-        if name == "codes":
-            np.testing.assert_array_equal(part, own[name])
-        else:
-            unit = 2.0 ** -reference.FORMATS[dtype][0]
-            np.testing.assert_allclose(part.astype(np.float64), own[name], rtol=2 * unit, atol=1e-37)
-    largest = np.abs(decoded).max(axis=-1, keepdims=True)
-    assert np.all(np.abs(back - decoded) <= 1e-5 * largest + 1e-37)
-    held = sum(part.nbytes for part in got.values())
-    assert held == math.prod(x.shape[:-1]) * codec.bytes(dim, dtype)
 
 
 @pytest.mark.parametrize("case", range(6))
@@ -90,17 +39,6 @@ def test_worked_examples(shared_data, case):
     parts = {name: cases[f"{case}_{name}"] for name in codec.parts(about["dim"], about["dtype"])}
     compare(codec, about["dtype"], cases[f"{case}_x"], parts, cases[f"{case}_decoded"])
     assert codec.bytes(about["dim"], about["dtype"]) == about["bytes_per_vector"]
-
-
-def draw(codec: Codec, dtype: str, dim: int, seed: int = 0) -> np.ndarray:
-    """[8, dim] of many magnitudes, no number near a tie; one vector is constant, one zero, one far from zero."""
-    for each in itertools.count(1000 * seed):
-        rng = np.random.default_rng(each)
-        x = rng.normal(size=(8, dim)) * 10.0 ** rng.uniform(-2, 2, (8, 1))
-        x[1], x[2], x[3] = rng.normal(), 0, x[3] + 50
-        x = x.astype(np.float32)
-        if expect(codec, dtype, x)[0].near > MARGIN:
-            return x
 
 
 #: bits, group, dim: groups that do not divide, prime dims, codes that straddle bytes, one group, groups of one.

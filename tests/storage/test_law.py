@@ -15,12 +15,13 @@ from kvjax import policies, storage
 from kvjax.cache import Block, CacheSpec, LayerKV
 from kvjax.cache.state import EMPTY
 from kvjax.cache.step import step
-from kvjax.storage import Codec, Exact, Fp8, Integer, Storage
+from kvjax.storage import Bfp, Codec, Exact, Fp8, Integer, Levels, Mxfp4, Permuted, Sparse, Storage, TurboQuant
 from tests import layers
 from tests.conformance import assert_same, covering, held_in, live, pairs, replay, streams
 from tests.reference import policies as reference
 from tests.reference import replay as law
 from tests.reference.base import Policy
+from tests.storage.against import of_reference
 from tests.test_merge import REFERENCES as MERGES
 
 HEADS = {"mha": 4, "gqa": 2, "mqa": 1}  # KV heads of four query heads
@@ -36,7 +37,17 @@ CODECS = {
     "fp8": (Fp8(), law.fp8()),
     "fp8 fixed": (Fp8(FIXED), law.fp8(FIXED)),
     "dense": (Exact(), law.exact),
-}
+} | {
+    name: (codec, of_reference(codec))
+    for name, codec in {
+        "bfp": Bfp(6, 4),
+        "mxfp4": Mxfp4(4),
+        "levels": Levels(3),
+        "turboquant": TurboQuant(4, 1),
+        "sparse": Sparse(Integer(3, 4), 1),
+        "permuted": Permuted(Sparse(Levels(4), 1), (3, 0, 7, 5, 1, 2, 6, 4)),
+    }.items()
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +115,15 @@ MIXED = (("int8", "fp8"), ("fp8 fixed", "int4"), ("int2", "dense"))
 CASES = covering(
     [Case(*each) for each in itertools.product(OURS, MIXED, (0, 3, TOTAL), (None, BLOCK), HEADS)], Case.covers
 )
+# A step does not know the codec: with the others, policies of three kinds are enough.
+MORE = (("turboquant", "mxfp4"), ("bfp", "permuted"), ("sparse", "levels"))
+CASES += covering(
+    [
+        Case(*each)
+        for each in itertools.product(("full", "h2o", "value_norm(tova)"), MORE, (0, 3), (None, BLOCK), HEADS)
+    ],
+    Case.covers,
+)
 
 
 def describe(case: Case) -> str:
@@ -126,7 +146,7 @@ def test_a_step_is_one_on_what_was_stored(case):
     assert storage.nbytes(layer) == expected
 
 
-ONE = Case("h2o", ("int2", "dense"), 3, None, "mqa")
+ONE = Case("window", ("fp8 fixed", "int4"), 3, None, "mha")
 
 
 def wrong() -> Iterator[tuple[str, law.Storage, law.Triple]]:
@@ -256,8 +276,17 @@ def stepwise(held: Storage, policy: policies.Policy) -> tuple[Steps, Steps]:
     return found[0], found[1]
 
 
-def test_what_an_empty_slot_holds_does_not_matter():
-    plain, spoiled = stepwise(storage.int4(residual=3), OURS["h2o"])
+#: Between them, every kind of part.
+SPOILED = {
+    "int4": storage.int4(residual=3),
+    "floats": Storage(key=Mxfp4(), value=Fp8(), residual=3),
+    "turned": Storage(key=TurboQuant(3), value=Sparse(Bfp(4), 1)),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_an_empty_slot_holds_does_not_matter(name):
+    plain, spoiled = stepwise(SPOILED[name], OURS["h2o"])
     np.testing.assert_array_equal(plain.output, spoiled.output)
     for one, other in zip(plain.layers, spoiled.layers, strict=True):
         np.testing.assert_array_equal(one.position, other.position)

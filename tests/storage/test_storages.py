@@ -20,6 +20,12 @@ STORAGES = {
     "integer": storage.integer(5, 16, key_bits=8, residual=2),
     "fp8": storage.fp8(),
     "fp8 fixed": storage.fp8(0.02, residual=1),
+    "bfp": storage.bfp(6, 8),
+    "mxfp4": storage.mxfp4(residual=5),
+    "levels": storage.levels(2, (-1, -0.3, 0.3, 1)),
+    "turboquant": storage.turboquant(4, 3, key_bits=3),
+    "sparse": storage.sparse(storage.levels(3), 0.2),
+    "permuted": storage.permuted(storage.bfp(8, 4), tuple(range(15, -1, -1))),
 }
 ARRANGED = {"kivi": storage.kivi(2, 4, 8), "kivi, other values": storage.kivi(2, 4, 8, value_bits=4)}
 
@@ -88,8 +94,13 @@ def test_a_store_of_slots(name, dtype):
 
 def test_bytes_of_the_definition():
     """Of a slot of 128 channels in bfloat16, which is 512 bytes."""
-    sizes = [storage.dense(), storage.int8(), storage.int4(), storage.int2(32), storage.fp8(), storage.fp8(1)]
-    assert [each.bytes_per_slot(128, jnp.bfloat16) for each in sizes] == [512, 272, 144, 96, 260, 256]
+    sizes = {
+        storage.dense(): 512, storage.int8(): 272, storage.int4(): 144, storage.int2(32): 96, storage.fp8(): 260,
+        storage.fp8(1): 256, storage.bfp(): 264, storage.mxfp4(): 136, storage.turboquant(4): 132,
+        storage.turboquant(3): 100, storage.turboquant(2): 68, storage.levels(3): 2 * (48 + 4),
+        storage.sparse(storage.levels(3), 0.01): 2 * (48 + 4 + 2 * 3),
+    }  # fmt: skip
+    assert {each: each.bytes_per_slot(128, jnp.bfloat16) for each in sizes} == sizes
 
 
 def test_a_codec_that_saves_nothing_is_warned_of():
@@ -115,7 +126,10 @@ def test_equal_arguments_are_equal_storages():
     assert storage.fp8(np.float32(0.5)) == storage.fp8(scale=0.5) != storage.fp8()
     assert storage.integer(8, value_bits=4) == Storage(key=Integer(8), value=Integer(4))
     assert Codec(len, len, len) == Codec(parts=len, encode=len, decode=len) != Codec(len, len, max)
-    assert set(storage.STORAGES) >= {"dense", "int8", "int4", "int2", "integer", "fp8", "think", "kivi"}
+    assert storage.turboquant(4) == storage.turboquant(2, key_bits=4, value_bits=4) != storage.turboquant(4, seed=1)
+    assert storage.levels(4, storage.normal_levels(4)) == storage.levels(4) == storage.by_name("levels")
+    named = {"dense", "int8", "int4", "int2", "integer", "fp8", "bfp", "mxfp4", "levels", "turboquant", "think", "kivi"}
+    assert set(storage.STORAGES) >= named
     assert storage.accepts("int4") == {"group", "residual", "memory"}
     assert storage.accepts("dense") == {"residual", "memory"}
     assert storage.dense(memory=["host", "host"]) == storage.dense(memory="host") != storage.dense()
@@ -137,10 +151,33 @@ def test_equal_arguments_are_equal_storages():
         (lambda: storage.fp8(float("nan")), "scale .* got nan"),
         (lambda: storage.fp8(1e37), "scale .* got 1e"),
         (lambda: storage.fp8(True), "scale .* got True"),
+        (lambda: storage.bfp(1), "storage bfp: bits must be a whole number from 2 to 8; got 1"),
+        (lambda: storage.bfp(8, 0), "storage bfp: group .* got 0"),
+        (lambda: storage.mxfp4(0.5), "storage mxfp4: group .* got 0.5"),
+        (lambda: storage.levels(9), "storage levels: bits .* from 1 to 8; got 9"),
+        (lambda: storage.levels(2, (-1, 0, 1)), "table must be 4 ascending numbers in .* got \\(-1, 0, 1\\)"),
+        (lambda: storage.levels(1, (1, -1)), "table must be 2 ascending numbers"),
+        (lambda: storage.levels(1, (-1, 2)), "a level must be a number from -1 to 1; got 2"),
+        (lambda: storage.levels(1, 3), "table must be .* got 3"),
+        (lambda: storage.normal_levels(0), "normal_levels: bits .* got 0"),
+        (lambda: storage.turboquant(5), "storage turboquant: bits=5 is not valid; use 2, 3 or 4"),
+        (lambda: storage.turboquant(4.0), "storage turboquant: bits must be a whole number .* got 4.0"),
+        (lambda: storage.turboquant(seed=-1), "storage turboquant: seed .* from 0 to 4294967295; got -1"),
+        (lambda: storage.sparse(Integer(4), 0), "sparse: outliers, unless a share, .* at least 1; got 0"),
+        (lambda: storage.sparse(Integer(4), 1.5), "sparse: outliers must be a number from 0 to 1; got 1.5"),
+        (lambda: storage.sparse(4, 1), "sparse: 4 must be a codec or a storage"),
+        (lambda: storage.sparse(storage.sparse(Integer(4), 1), 1), "has outliers already"),
+        (lambda: storage.sparse(Integer(4), 4).parts(8, jnp.float32), "the 4 smallest and the 4 largest of 8 channels"),
+        (lambda: storage.permuted(Integer(4), (0, 2)), "order must be a permutation .* got \\(0, 2\\)"),
+        (lambda: storage.permuted(Integer(4), 3), "order must be a permutation .* got 3"),
+        (lambda: storage.permuted(Integer(4), (1, 0)).bytes(8, jnp.float32), "order has 2 channels, and a head has 8"),
+        (lambda: storage.Sparse(storage.int4(), 1), "sparse: codec=.* must be a codec"),
+        (lambda: storage.Permuted(storage.think().key, (1, 0)), "permuted: codec=.* and all its channels"),
+        (lambda: storage.sparse(storage.kivi(), 1), "sparse: storage kivi.* holds blocks of tokens"),
         (lambda: storage.int4(bits=4), "int4\\(\\).* it accepts group, residual"),
         (lambda: storage.dense(residual=3), "residual=3 is for memory='host'"),
-        (lambda: storage.by_name("int3"), "'int3'; known storages: dense, fp8, int2, int4, int8, integer, kivi"),
-        (lambda: storage.accepts("int3"), "known storages: dense"),
+        (lambda: storage.by_name("int3"), "'int3'; known storages: bfp, dense, fp8, int2"),
+        (lambda: storage.accepts("int3"), "known storages: bfp, dense"),
         (lambda: storage.by_name("int8", bits=8), "it accepts group"),
         (lambda: Storage(key=storage.int4(), value=Exact()), "must be codecs, such as"),
         (

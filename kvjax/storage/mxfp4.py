@@ -1,0 +1,94 @@
+"""Floating-point numbers of 4 bits with one exponent per group of channels (OCP MX specification, v1.0: MXFP4)."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvjax.arguments import count_argument
+from kvjax.errors import StorageError
+from kvjax.memory import DEVICE
+from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
+from kvjax.storage.exponents import LARGEST_EXPONENT, MANTISSA, MOST_SHIFT, scaled, split
+from kvjax.storage.integer import group_size, grouped
+from kvjax.storage.levels import lookup
+from kvjax.storage.packing import pack, packed_size, unpack
+
+Array = jax.Array
+
+BITS = 4
+GROUP = 32  # channels
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1, by code
+SIGN = 1 << (BITS - 1)
+SPREAD = 2  # ⌊log2⌋ of the largest magnitude
+_EIGHTHS = 3  # magnitudes are compared in units of 2^-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp4(Codec):
+    """Holds e2m1 numbers (sign, 2 bits of exponent, 1 of mantissa) and an exponent per group of channels.
+
+    E = ⌊log2 max|x|⌋ - 2, at least -127, -127 for a group of zeros; a magnitude is that of 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    nearest to min(|x| / 2^E, 6), ties to the even code; the exponent is held as E + 127.
+
+    Attributes:
+      group: channels that share an exponent; the largest divisor of the head size up to it is used.
+    """
+
+    group: int = GROUP
+
+    def __post_init__(self) -> None:
+        group = count_argument("storage mxfp4: group", self.group, minimum=1, error=StorageError)
+        object.__setattr__(self, "group", group)
+
+    def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
+        return {
+            "codes": ((packed_size(dim, BITS),), jnp.dtype(jnp.uint8)),
+            "exponent": ((dim // group_size(dim, self.group),), jnp.dtype(jnp.uint8)),
+        }
+
+    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+        # [..., groups, g]
+        negative, exponent, mantissa = split(grouped(x, self.group))
+        # [..., groups, 1]
+        shared = jnp.maximum(jnp.max(exponent, axis=-1, keepdims=True) - SPREAD, 0)
+        # 8 |x| / 2^E = mantissa / 2^shift, and 16 times |x| / 2^E with a last bit for what is cut off.
+        shift = jnp.clip(shared - jnp.maximum(exponent, 1) + MANTISSA - _EIGHTHS, 0, MOST_SHIFT)
+        eighths = jnp.right_shift(mantissa, shift)
+        doubled = 2 * eighths + (jnp.left_shift(eighths, shift) != mantissa).astype(jnp.int32)
+        # [..., groups, g]
+        codes = jnp.zeros_like(doubled)
+        for code, (low, high) in enumerate(itertools.pairwise(MAGNITUDES)):
+            midpoint = round((low + high) * (1 << _EIGHTHS))
+            # An odd code's upper neighbour is even, and takes the tie.
+            codes += (doubled >= midpoint if code % 2 else doubled > midpoint).astype(jnp.int32)
+        codes = jnp.where(negative, codes | SIGN, codes)
+        codes = codes.reshape(*codes.shape[:-2], -1)
+        return {"codes": pack(codes, BITS), "exponent": shared[..., 0].astype(jnp.uint8)}
+
+    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+        # [..., groups, g]
+        codes = grouped(unpack(parts["codes"], BITS, dim), self.group)
+        y = lookup((*MAGNITUDES, *(-each for each in MAGNITUDES)), codes)
+        # [..., groups, 1]; an empty slot may hold an exponent that no number has
+        exponent = jnp.minimum(parts["exponent"], LARGEST_EXPONENT - SPREAD)[..., None].astype(jnp.int32)
+        x = scaled(y, exponent)
+        return x.reshape(*x.shape[:-2], dim)
+
+
+@factory
+def mxfp4(group: int = GROUP, *, residual: int = 0, memory: Memory = DEVICE) -> Storage:
+    """Holds keys and values as e2m1 numbers of 4 bits with one exponent per group of channels.
+
+    Args:
+      group: channels that share an exponent; the largest divisor of the head size up to it is used.
+      residual: the number of newest positions that stay exact.
+      memory: ``device``, ``host``, or a pair of these for keys and for values.
+
+    Raises:
+      StorageError: an argument out of range.
+    """
+    return Storage(key=Mxfp4(group), value=Mxfp4(group), residual=residual, memory=memory, name="mxfp4")

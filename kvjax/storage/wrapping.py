@@ -1,0 +1,42 @@
+"""What codecs made of codecs have in common."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvjax.errors import StorageError
+from kvjax.storage.base import Codec, Storage
+from kvjax.storage.layouts import BlockCodec
+
+Wrapped = TypeVar("Wrapped", Codec, Storage)
+
+
+def check_codec(name: str, given: Any) -> None:
+    """Refuses anything but a codec of one vector that holds all its channels.
+
+    Raises:
+      StorageError: `given` is none. The message says `name`.
+    """
+    if not isinstance(given, Codec) or given.dims is not None:
+        raise StorageError(
+            f"{name}: codec={given!r} must be a codec of one vector and all its channels, such as "
+            "kvjax.storage.Integer(4)."
+        )
+
+
+def wrap(name: str, given: Wrapped, made: Callable[[Codec], Codec]) -> Wrapped:
+    """Returns the codec that `made` makes of a codec; or a storage, in which it makes those of keys and of values.
+
+    Raises:
+      StorageError: `given` is neither. The message says `name`.
+    """
+    if isinstance(given, Storage):
+        if isinstance(given.key, BlockCodec) or isinstance(given.value, BlockCodec):
+            raise StorageError(f"{name}: storage {given.name} holds blocks of tokens; give one that holds each vector.")
+        key, value = made(given.key), made(given.value)
+        return dataclasses.replace(given, key=key, value=value, name=f"{name}({given.name})")
+    if isinstance(given, Codec):
+        return made(given)
+    raise StorageError(
+        f"{name}: {given!r} must be a codec or a storage, such as kvjax.storage.Integer(4) or kvjax.storage.int4()."
+    )
