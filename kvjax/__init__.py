@@ -8,6 +8,7 @@ from kvjax.errors import KvjaxError
 from kvjax.generate import Generation, generate
 from kvjax.likelihood import LogLikelihood, log_likelihood
 from kvjax.models.calibrate import calibrate, calibrated
+from kvjax.models.compress import compress_kv_heads
 from kvjax.models.model import Model
 from kvjax.sampling import Greedy, Sample
 from kvjax.sharding import make_mesh
@@ -27,6 +28,7 @@ __all__ = [
     "Sample",
     "calibrate",
     "calibrated",
+    "compress_kv_heads",
     "generate",
     "load",
     "load_calibration",

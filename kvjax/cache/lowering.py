@@ -69,13 +69,14 @@ def lower(
       ConfigError: an implementation asked for by name whose attention cannot run.
     """
     name = spec.name
+    spec = dataclasses.replace(spec, storage=spec.storage.bound(config.num_kv_heads))
     spec.storage.bytes_per_slot(config.head_dim, dtype)  # raises where a codec cannot hold such a head
     if spec.storage.codes_nothing(sizes.total):
         # No token becomes old enough to be coded, and no block is filled.
         spec = dataclasses.replace(spec, storage=dense())
     branches = [branch.protecting() for branch in branches_of(spec.policy, spec.selection, config)]
     for branch in branches:
-        check(spec, branch, sizes)
+        check(spec, branch, sizes, config.num_kv_heads)
     prompt_groups: list[tuple[Group, ...]] = []
     decode_groups: list[tuple[Group, ...]] = []
     prompt_budgets: list[tuple[np.ndarray | None, ...]] = []

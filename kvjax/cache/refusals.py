@@ -3,24 +3,27 @@
 import jax
 import jax.numpy as jnp
 
+from kvjax import sharding
 from kvjax.cache.branches import Branch
 from kvjax.cache.limits import Sizes
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError, StorageError
 from kvjax.memory import HOST
+from kvjax.policies.traits import holding_apart
 from kvjax.selection.base import Selection
 from kvjax.storage.base import ROTATED, Storage
 from kvjax.storage.layouts import Blocks
 from kvjax.storage.side import PROMPT
 
 
-def check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
+def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int) -> None:
     """Checks that a policy, a storage and a selection can be combined.
 
     Args:
       spec: has the storage, and the policy's name.
       branch: the policies and the selection of some heads.
       sizes: of the batch.
+      kv_heads: KV heads of the model.
 
     Raises:
       PolicyError: they cannot, with the reason and what would work.
@@ -37,6 +40,8 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes) -> None:
             "holds the newest tokens in another (sinks the first ones); use residual=0 and sinks=0."
         )
     if reason := _refuses_sides(spec.storage, branch, sizes):
+        raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
+    if spec.storage.joint_heads > 1 and (reason := _refuses_joint(spec.storage.joint_heads, branch, kv_heads)):
         raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
     if spec.storage.on_host and (reason := _refuses_host(spec, branch, sizes)):
         raise PolicyError(f"policy {name} with storage={spec.storage!r}: {reason}")
@@ -80,6 +85,35 @@ def _refuses_sides(storage: Storage, branch: Branch, sizes: Sizes) -> str | None
         return (
             f"selection={selection!r} restores keys of all features, and this storage holds shorter ones; use another "
             "selection, such as kvjax.selection.quest(budget=512)."
+        )
+    return None
+
+
+def _refuses_joint(heads: int, branch: Branch, kv_heads: int) -> str | None:
+    """Returns why KV heads that are held together do not go with a policy, a selection or the mesh; None if they do."""
+    if branch.heads is not None:
+        return (
+            f"{heads} KV heads are held together, and the policy treats heads apart; use one policy for all of them, "
+            "such as full() or a window."
+        )
+    for policy in (branch.prompt, branch.decode):
+        if policy.merge is not None:
+            return "a merge changes one head, and heads are held together; leave out merge."
+        if apart := holding_apart(policy):
+            return (
+                f"{heads} KV heads are held together, so that all hold the same positions, and under the policy "
+                f"{apart} each head holds its own; use full(), a window, or tova()."
+            )
+    if not branch.selection.reads_all and branch.selection.budget is None:
+        return (
+            f"selection={branch.selection!r} reads slots of each head, and heads are held together; leave it out, or "
+            "use a storage of single heads such as low_rank."
+        )
+    local = kv_heads // sharding.divided("kv_heads", kv_heads)
+    if local % heads:
+        return (
+            f"{heads} KV heads are held together, and a device of this mesh has {local} of {kv_heads}; use a mesh "
+            "whose axis 'model' does not divide a group of heads."
         )
     return None
 

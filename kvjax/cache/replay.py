@@ -164,16 +164,17 @@ def read(
         if len(layer) != 1:
             raise InputError(f"the layer has {len(layer)} groups of heads; read one at a time, such as layer[0].")
         layer = layer[0]
+    storage = storage.bound(layer.position.shape[1])
+    if required(storage) and calibration is None and not _is_exact(layer):
+        raise StorageError(f"storage {storage.name} needs its calibration to be read; pass calibration=.")
+    sides = {**(calibration.layers[index] if calibration is not None else {}), **layer.sides}
     if isinstance(storage.layout, Blocks) and layer.marks:
-        return _read_blocks(storage, layer)
+        return _read_blocks(storage, layer, sides)
     ways = stores_of(storage)
     if len(ways) > len(layer.stores):  # a residual that covers every token
         ways = (dense(),)
     if len(ways) != len(layer.stores) or any(map(_differs, ways, layer.stores, [layer.dim] * len(ways))):
         raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
-    if required(ways[0]) and calibration is None:
-        raise StorageError(f"storage {storage.name} needs its calibration to be read; pass calibration=.")
-    sides = {**(calibration.layers[index] if calibration is not None else {}), **layer.sides}
     pieces = [
         held.decode(each, store, layer.dim, jnp.dtype(jnp.float32), sides)
         for each, store in zip(ways, layer.stores, strict=True)
@@ -182,12 +183,17 @@ def read(
     return key, value, layer.position
 
 
-def _read_blocks(storage: Storage, layer: LayerKV) -> tuple[Array, Array, Array]:
+def _is_exact(layer: LayerKV) -> bool:
+    """Whether a layer holds no codes."""
+    return len(layer.stores) == 1 and all(set(parts) == {"exact"} for parts in layer.stores[0].values())
+
+
+def _read_blocks(storage: Storage, layer: LayerKV, sides: Sides) -> tuple[Array, Array, Array]:
     """`read` of a layer in blocks."""
     for side in storage.codecs:
         if set(layer.stores[0][side]) != {*blocks.parts_of(storage, side, layer.dim, "float32"), blocks.EXACT}:
             raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
-    key, value = (blocks.decode(storage, layer, side, jnp.float32, layer.sides) for side in storage.codecs)
+    key, value = (blocks.decode(storage, layer, side, jnp.float32, sides) for side in storage.codecs)
     return key, value, layer.position
 
 

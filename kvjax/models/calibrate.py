@@ -44,6 +44,7 @@ def calibrate(model: Model, tokens: ArrayLike, storage: Storage, *, lengths: Arr
     """
     if not required(storage):
         raise StorageError(f"storage {storage.name} needs no calibration; leave it out.")
+    storage = storage.bound(model.config.num_kv_heads)
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     with model.on_mesh():
         samples = _samples(model, batch.tokens, batch.lengths, storage)

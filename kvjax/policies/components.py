@@ -70,6 +70,7 @@ class Importance:
       amount: whether scores are amounts that can be multiplied; False = they only order the slots.
       shared_by_heads: whether the score compares slots across heads, which must then all hold the same positions.
       by_age: whether the score is the position, so that the oldest is evicted first.
+      by_position: whether the score depends on positions alone, so that all heads hold the same.
       reads: which of "key" and "value" `score` reads from the view.
     """
 
@@ -78,6 +79,7 @@ class Importance:
     amount: bool = True
     shared_by_heads: bool = False
     by_age: bool = False
+    by_position: bool = False
     reads: frozenset[str] = frozenset()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Importance":

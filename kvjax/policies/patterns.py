@@ -46,6 +46,7 @@ class Strided(Importance):
     stride: int
     needs = frozenset()
     amount = False
+    by_position = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stride", count_argument("stride", self.stride, minimum=1))
@@ -67,6 +68,7 @@ class LastColumns(Importance):
     columns: int
     needs = frozenset()
     amount = False
+    by_position = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", count_argument("block", self.block, minimum=1))

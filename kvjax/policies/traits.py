@@ -54,7 +54,8 @@ def holding_apart(policy: Policy) -> str | None:
         (
             each.name
             for each in phases(policy)
-            if each.budget is not None and not (each.importance.shared_by_heads or each.importance.by_age)
+            if each.budget is not None
+            and not (each.importance.shared_by_heads or each.importance.by_age or each.importance.by_position)
         ),
         None,
     )

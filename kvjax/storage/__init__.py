@@ -11,6 +11,7 @@ from kvjax.storage.dense import dense
 from kvjax.storage.dims import Chain, Dims, chain
 from kvjax.storage.fp8 import Fp8, fp8
 from kvjax.storage.integer import Integer, int2, int4, int8, integer
+from kvjax.storage.joint import Joint, JointBlocks, cskv, kv_heads
 from kvjax.storage.kivi import Channels, kivi
 from kvjax.storage.layouts import BlockCodec, Blocks, slots
 from kvjax.storage.levels import Levels, levels, normal_levels
@@ -44,6 +45,8 @@ STORAGES: Registry[Storage] = Registry(
         "turboquant": turboquant,
         "think": think,
         "low_rank": low_rank,
+        "cskv": cskv,
+        "kv_heads": kv_heads,
         "kivi": kivi,
     },
 )
@@ -65,8 +68,9 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "STORAGES", "Bfp", "BlockCodec", "Blocks", "Calibration", "Chain", "Channels", "Codec", "Dims", "Exact", "Fp8",
-    "Integer", "Levels", "LowRank", "Mxfp4", "Permuted", "PromptView", "Samples", "Scaled", "Side", "Sparse",
-    "Storage", "ThinK", "TurboQuant", "accepts", "bfp", "blocks", "breakdown", "by_name", "chain", "dense", "fp8",
-    "int2", "int4", "int8", "integer", "kivi", "levels", "low_rank", "mxfp4", "nbytes", "normal_levels", "pack",
-    "permuted", "read", "replay", "round_trip", "scaled", "slots", "sparse", "think", "turboquant", "unpack",
+    "Integer", "Joint", "JointBlocks", "Levels", "LowRank", "Mxfp4", "Permuted", "PromptView", "Samples", "Scaled",
+    "Side", "Sparse", "Storage", "ThinK", "TurboQuant", "accepts", "bfp", "blocks", "breakdown", "by_name", "chain",
+    "cskv", "dense", "fp8", "int2", "int4", "int8", "integer", "kivi", "kv_heads", "levels", "low_rank", "mxfp4",
+    "nbytes", "normal_levels", "pack", "permuted", "read", "replay", "round_trip", "scaled", "slots", "sparse",
+    "think", "turboquant", "unpack",
 ]  # fmt: skip

@@ -42,12 +42,16 @@ class Codec:
       side: what vectors share, or None. Its parts are given to `encode` and `decode` with axes of size 1, so that they
         broadcast against vectors.
       dims: the `kvjax.storage.Dims` that shorten vectors, over which attention runs as they are held; or None.
+      has_gradient: whether a gradient passes through `encode` and `decode`; otherwise it passes straight through both.
+      joint_heads: the number of KV heads whose vectors are held together, and which hold the same positions.
     """
 
     parts: Callable[[int, Any], Shapes]
     encode: Callable[[Array, Any, Any], Parts]
     decode: Callable[[Parts, Any, int], Array]
     dims: Any = None
+    has_gradient: Any = False
+    joint_heads: Any = 1
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Codec":
         return super().__new__(CodecFunctions if cls is Codec else cls)
@@ -67,6 +71,14 @@ class Codec:
           dtype: the model's.
         """
         return self.encode(jnp.where(left_out, 0.0, x), side, dtype)
+
+    def bound(self, kv_heads: int) -> "Codec":
+        """Returns the codec for a layer of `kv_heads` KV heads; parts of a joint one depend on it.
+
+        Raises:
+          StorageError: the codec does not take so many heads.
+        """
+        return self
 
     def bytes(self, dim: int, dtype: DTypeLike) -> int:
         """Returns the number of bytes of one vector of `dim` numbers."""
@@ -210,6 +222,20 @@ class Storage:
         They are appended to the slots before the step attends only if these are exact and on the device.
         """
         return self.on_host or not self.exact
+
+    def bound(self, kv_heads: int) -> "Storage":
+        """Returns the storage for a layer of `kv_heads` KV heads.
+
+        Raises:
+          StorageError: a codec does not take so many heads.
+        """
+        key, value = (codec.bound(kv_heads) for codec in self.codecs.values())
+        return self if (key, value) == (self.key, self.value) else dataclasses.replace(self, key=key, value=value)
+
+    @property
+    def joint_heads(self) -> int:
+        """The number of KV heads whose vectors are held together."""
+        return max(int(codec.joint_heads) for codec in self.codecs.values())
 
     @property
     def kept_exact(self) -> int:

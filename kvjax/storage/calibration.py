@@ -61,6 +61,7 @@ class Calibration(flax.struct.PyTreeNode):
             raise StorageError(f"storage {storage.name} needs no calibration; leave it out.")
         layers = []
         for given in samples:
+            storage.bound(given.key.shape[1])  # raises where groups of heads do not divide the KV heads
             own = {"key": given.key, "value": given.value}
             layers.append(
                 {

@@ -31,6 +31,14 @@ class StraightThrough(Codec):
     def side(self) -> Side | None:
         return self.codec.side
 
+    @property
+    def joint_heads(self) -> int:
+        """See `Codec`."""
+        return int(self.codec.joint_heads)
+
+    def bound(self, kv_heads: int) -> "StraightThrough":
+        return StraightThrough(self.codec.bound(kv_heads))
+
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         return {"decoded": ((dim,), jnp.dtype(dtype))}
 
@@ -55,6 +63,14 @@ class StraightThroughBlocks(BlockCodec):
     def side(self) -> Side | None:
         return self.codec.side
 
+    @property
+    def joint_heads(self) -> int:
+        """See `Codec`."""
+        return int(self.codec.joint_heads)
+
+    def bound(self, kv_heads: int) -> "StraightThroughBlocks":
+        return StraightThroughBlocks(self.codec.bound(kv_heads))
+
     def parts(self, tokens: int, dim: int, dtype: DTypeLike) -> Shapes:
         return {"decoded": ((tokens, dim), jnp.dtype(dtype))}
 
@@ -77,7 +93,9 @@ def differentiable(storage: Storage) -> Storage:
     if storage.exact:
         return storage
     key, value = (
-        StraightThroughBlocks(codec) if isinstance(codec, BlockCodec) else _straight_through(codec)
+        (codec if codec.has_gradient else StraightThroughBlocks(codec))
+        if isinstance(codec, BlockCodec)
+        else _straight_through(codec)
         for codec in (storage.key, storage.value)
     )
     return dataclasses.replace(storage, key=key, value=value)
@@ -87,4 +105,4 @@ def _straight_through(codec: Codec) -> Codec:
     if isinstance(codec, Chain):
         # The map to shorter vectors has a gradient of its own.
         return dataclasses.replace(codec, codec=_straight_through(codec.codec))
-    return codec if isinstance(codec, Exact) else StraightThrough(codec)
+    return codec if isinstance(codec, Exact) or codec.has_gradient else StraightThrough(codec)

@@ -52,12 +52,16 @@ class BlockCodec:
       decode: (parts, side, n, dim) -> [..., n, dim] float32; finite where all parts are 0.
       side: what vectors share, or None; see `Codec`.
       dims: None; vectors of a block are held whole.
+      has_gradient: see `Codec`.
+      joint_heads: see `Codec`.
     """
 
     parts: Callable[[int, int, Any], Shapes]
     encode: Callable[[Array, Any, Any], Parts]
     decode: Callable[[Parts, Any, int, int], Array]
     dims: Any = None
+    has_gradient: Any = False
+    joint_heads: Any = 1
 
     @property
     def side(self) -> Side | None:
@@ -66,6 +70,10 @@ class BlockCodec:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "BlockCodec":
         return super().__new__(BlockFunctions if cls is BlockCodec else cls)
+
+    def bound(self, kv_heads: int) -> "BlockCodec":
+        """Returns the codec for a layer of `kv_heads` KV heads; see `Codec.bound`."""
+        return self
 
     def bytes(self, tokens: int, dim: int, dtype: DTypeLike) -> int:
         """Returns the number of bytes of a block of `tokens` vectors of `dim` numbers."""
