@@ -23,6 +23,7 @@ class ModelConfig:
     shape: a decoder of `kvjax.models.shapes`: for random weights, and for what a model needs before it is loaded.
     dtype: of the weights and the cache; None = float32 on a CPU, bfloat16 elsewhere.
     skew: a file of `experiments.skew`, for selections that guess; None = no skew.
+    calibration: a file of `kvjax.calibrate`, for storages that need one; None = made from a story that is generated.
     host_weights: the share of the layers whose weights are in host memory, 0 to 1.
     """
 
@@ -30,6 +31,7 @@ class ModelConfig:
     shape: OptionalText = None
     dtype: OptionalText = None
     skew: OptionalText = None
+    calibration: OptionalText = None
     host_weights: Number = 0.0
 
 

@@ -10,6 +10,9 @@ from experiments.tasks.story import story
 from kvjax.errors import ConfigError, InputError
 from kvjax.models.model import Model
 
+LONGEST_TOKEN = 16  # characters that a token of a story has at the most, on average
+CALIBRATION_SEED = 2**31 - 1  # of a story
+
 
 def generated_text(characters: int, seed: int = 0) -> str:
     """At least `characters` characters of a story whose people, things and places keep coming back."""
@@ -27,6 +30,14 @@ def opening(model: Model) -> list[int]:
     """What every row begins with: BOS where the model expects it, or nothing."""
     tokenizer = model.tokenizer
     return [tokenizer.bos_id] if tokenizer is not None and tokenizer.adds_bos and tokenizer.bos_id is not None else []
+
+
+def calibration_sample(model: Model, rows: int, width: int) -> np.ndarray:
+    """[rows, width] int32 tokens of a generated story that is no other text of an experiment."""
+    ids = encode(model, generated_text(rows * width * LONGEST_TOKEN, CALIBRATION_SEED))[: rows * width]
+    if ids.size < rows * width:
+        raise InputError(f"a story of {rows * width} tokens is too short by {rows * width - ids.size}.")
+    return ids.reshape(rows, width)
 
 
 def decode(model: Model, ids: np.ndarray) -> str:

@@ -25,6 +25,9 @@ from kvjax.models.model import Model
 from kvjax.models.offload import offload
 from kvjax.models.parameters import parameter_count, random_parameters
 from kvjax.models.skew import skewed
+from kvjax.storage.calibration import required
+
+SAMPLE_ROWS, SAMPLE_TOKENS = 4, 512  # of the story that calibrates storages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +119,8 @@ class Session:
                 # Specs of other names may be equal.
                 if (key, spec.name, spec) not in self._measured:
                     self._measured[key, spec.name, spec] = measure(
-                        model, tokens, spec, prompt_length=prompt_length, new_tokens=config.data.new_tokens,
+                        _calibrated(model, spec, config.model.calibration), tokens, spec,
+                        prompt_length=prompt_length, new_tokens=config.data.new_tokens,
                         prefill_block=config.prefill_block, implementation=config.implementation,
                         repeats=config.repeats, recall=asked,
                     )  # fmt: skip
@@ -139,6 +143,16 @@ def _key(config: ExperimentConfig, *parts: str) -> str:
 def _load(config: ExperimentConfig) -> Model:
     model = _load_plain(config)
     return model if config.model.skew is None else skewed(model, load_skew(config.model.skew).matrices)
+
+
+def _calibrated(model: Model, spec: CacheSpec, path: str | None) -> Model:
+    """The model with the calibration of a storage that needs one."""
+    if not required(spec.storage):
+        return model
+    if path is not None:
+        return kvjax.calibrated(model, spec.storage, kvjax.load_calibration(path))
+    sample = data.calibration_sample(model, SAMPLE_ROWS, min(SAMPLE_TOKENS, model.config.max_positions))
+    return kvjax.calibrated(model, spec.storage, kvjax.calibrate(model, sample, spec.storage))
 
 
 def _load_plain(config: ExperimentConfig) -> Model:

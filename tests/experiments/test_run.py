@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import jax
 import numpy as np
 import pytest
 
+import kvjax
+from experiments import calibrate, data, fields, machine, resolve, run, session
 from experiments import config as configs
-from experiments import data, fields, machine, resolve, run, session
 from experiments.config import DataConfig, PolicyConfig
 from experiments.measure import Measurement
 from kvjax import plan as planning
+from kvjax import storage
 from kvjax.errors import ConfigError, InputError, KvjaxError
 from kvjax.models.model import Model
 from kvjax.models.parameters import parameter_count
@@ -258,3 +261,43 @@ def test_the_generated_text_is_the_same_everywhere():
     assert text == data.generated_text(300) != data.generated_text(300, seed=1)
     assert 300 <= len(text) < 450
     assert text.isascii()
+
+
+def test_a_storage_is_calibrated_by_a_story_or_by_a_file(small, tmp_path):
+    """The file wins; a story is no text of the run, and the same every time."""
+    held = storage.low_rank(8, 8)
+    made = dataclasses.replace(
+        small, policy=PolicyConfig(name="full"), storage="low_rank(key_rank=8, value_rank=8)", baselines=()
+    )
+    (by_story,) = session.Session().run(made).measurements
+    model = session.Session().model(small)
+    (exact,) = session.Session().run(dataclasses.replace(made, storage="dense")).measurements
+    np.testing.assert_allclose(by_story.logprobs, exact.logprobs, atol=1e-4)
+    sample = data.calibration_sample(model, 2, 40)
+    assert sample.shape == (2, 40) and (sample == data.calibration_sample(model, 2, 40)).all()
+    calibration = kvjax.calibrate(model, sample, held)
+    # Directions that hold nothing: keys and values are their means.
+    empty = calibration.replace(
+        layers=jax.tree.map(lambda x: x if x.ndim == 2 else 0 * x, calibration.layers), method="nothing"
+    )  # fmt: skip
+    empty.save(tmp_path / "nothing.safetensors")
+    of_file = dataclasses.replace(made.model, calibration=str(tmp_path / "nothing.safetensors"))
+    (by_file,) = session.Session().run(dataclasses.replace(made, model=of_file)).measurements
+    assert np.abs(by_file.logprobs - exact.logprobs).max() > 1e-4
+
+
+@pytest.mark.parametrize("held", ["low_rank(key_rank=2, value_rank=3)", "cskv(rank=4, window=4)"])
+def test_training_a_calibration(small, tmp_path, monkeypatch, held, capsys):
+    """Its loss falls, and it is saved with what was done."""
+    model = session.Session().model(small)
+    monkeypatch.setattr(kvjax, "load", lambda path, dtype=None: model)
+    output = tmp_path / "made" / "own.safetensors"
+    flags = [f"--storage={held}", f"--output={output}", "--rows=1", "--tokens=16", "--steps=5", "--rate=0.02"]
+    with jax.numpy_dtype_promotion("standard"):
+        calibrate.main(["calibrate", "--model=small", *flags])
+    said = capsys.readouterr().out
+    first, last = (float(x) for x in re.findall(r"from ([\d.]+) to ([\d.]+)\.", said)[0])
+    assert last < first
+    assert "trained for 5 steps" in kvjax.load_calibration(output).method
+    with pytest.raises(ConfigError, match="give --model=FOLDER, --storage="):
+        calibrate.main(["calibrate"])
