@@ -59,8 +59,10 @@ class Newest(selection.Selection):
 def score(name: str, where) -> np.ndarray:
     policy, held, look, block = CASES[name]
     made = held(memory=where) if where != "device" else held(memory="device")
+    # A guess needs a layer before; and layers of which one streams are not alike.
+    layers = LAYERS if look is GUESS or name == "int8 pool" else 1
     return kvjax.log_likelihood(
-        tiny().model, TOKENS, policy, prompt_length=PROMPTS, lengths=ENDS, selection=look, storage=made,
+        tiny(layers=layers).model, TOKENS, policy, prompt_length=PROMPTS, lengths=ENDS, selection=look, storage=made,
         prefill_block=block,
     ).logprobs  # fmt: skip
 
@@ -73,7 +75,7 @@ def test_results_do_not_depend_on_the_memory(name):
 
 
 def test_what_is_generated_and_kept_and_where_it_lies():
-    model, prompts = tiny().model, TOKENS[:, :20]
+    model, prompts = tiny(layers=1).model, TOKENS[:, :20]
     made = [
         kvjax.generate(model, prompts, policies.h2o(8), lengths=PROMPTS, max_new_tokens=9, storage=held)
         for held in (storage.dense(), storage.dense(memory=WHOLE), storage.dense(memory=VALUES))
@@ -87,7 +89,7 @@ def test_what_is_generated_and_kept_and_where_it_lies():
                 p == "host" for p in places
             ]
             assert not any(map(memory.on_host, jax.tree.leaves((layer.position, layer.stats, layer.index))))
-    assert nbytes(made[1].state) == made[1].state.layers[0].key.nbytes * 2 * LAYERS
+    assert nbytes(made[1].state) == made[1].state.layers[0].key.nbytes * 2
 
 
 @pytest.mark.parametrize(
