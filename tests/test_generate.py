@@ -28,7 +28,9 @@ H2O = policies.h2o(budget=0.5)
 
 
 def generate(policy=H2O, **options):
-    return kvjax.generate(tiny().model, PROMPTS, policy, **({"max_new_tokens": NEW, "lengths": LENGTHS} | options))
+    return kvjax.generate(
+        tiny(layers=1).model, PROMPTS, policy, **({"max_new_tokens": NEW, "lengths": LENGTHS} | options)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def test_sampled_rows_do_not_depend_on_their_neighbours_and_keys_survive():
     other = PROMPTS.copy()
     other[0] = (other[0] + 5) % 64
     changed = kvjax.generate(
-        tiny().model, other, H2O, max_new_tokens=NEW, lengths=LENGTHS, sampler=sampler, key=key
+        tiny(layers=1).model, other, H2O, max_new_tokens=NEW, lengths=LENGTHS, sampler=sampler, key=key
     )  # fmt: skip
     np.testing.assert_array_equal(first.tokens[1:], changed.tokens[1:])
     assert (first.tokens[0] != changed.tokens[0]).any()
@@ -104,18 +106,20 @@ def test_sampled_rows_do_not_depend_on_their_neighbours_and_keys_survive():
 
 def test_equal_prompts_are_sampled_differently():
     same = np.repeat(PROMPTS[:1], 3, axis=0)
-    got = kvjax.generate(tiny().model, same, H2O, max_new_tokens=NEW, sampler=Sample(2.0), key=jax.random.key(0))
+    got = kvjax.generate(
+        tiny(layers=1).model, same, H2O, max_new_tokens=NEW, sampler=Sample(2.0), key=jax.random.key(0)
+    )
     assert len({tuple(row) for row in got.tokens}) == 3
 
 
 def test_log_likelihood_of_one_token_and_of_all_prompt():
-    one = kvjax.log_likelihood(tiny().model, [[5]], H2O, prompt_length=1)
-    assert one.logprobs.shape == (1, 0) and kept(one.state, 0) == [[[0], [0]]] * 2
+    one = kvjax.log_likelihood(tiny(layers=1).model, [[5]], H2O, prompt_length=1)
+    assert one.logprobs.shape == (1, 0) and kept(one.state, 0) == [[[0], [0]]]
     full = policies.full()
     tokens = PROMPTS[:1, :12]
-    whole, stepped = (kvjax.log_likelihood(tiny().model, tokens, full, prompt_length=n) for n in (12, 1))
+    whole, stepped = (kvjax.log_likelihood(tiny(layers=1).model, tokens, full, prompt_length=n) for n in (12, 1))
     np.testing.assert_allclose(whole.logprobs, stepped.logprobs, atol=1e-5)
-    longer_than_the_row = kvjax.log_likelihood(tiny().model, tokens, full, prompt_length=99)
+    longer_than_the_row = kvjax.log_likelihood(tiny(layers=1).model, tokens, full, prompt_length=99)
     np.testing.assert_array_equal(whole.logprobs, longer_than_the_row.logprobs)
 
 
@@ -208,7 +212,7 @@ def test_something_that_is_no_policy_is_refused(policy):
 @pytest.mark.parametrize("prompt_length", [0, -1, 2.5, True, "4", [4, 4], [[4], [4], [4]]])
 def test_bad_prompt_lengths_are_refused(prompt_length):
     with pytest.raises(KvjaxError):
-        kvjax.log_likelihood(tiny().model, PROMPTS, H2O, prompt_length=prompt_length)
+        kvjax.log_likelihood(tiny(layers=1).model, PROMPTS, H2O, prompt_length=prompt_length)
 
 
 @pytest.mark.parametrize("options", [{"sampler": "greedy"}, {"sampler": Greedy}, {"sampler": Sample(), "key": 3}])
@@ -219,7 +223,7 @@ def test_what_cannot_sample_is_refused(options):
 
 def test_ranks_and_not_the_text_stretch_rope():
     """RoPE whose frequencies follow the length: in a cache of 13 slots a text of 60 tokens is short."""
-    model = tiny().model
+    model = tiny(layers=1).model
     policy, tokens = policies.streaming_llm(budget=12), random_tokens(2, 60, seed=6)
     stretched = dataclasses.replace(model.config.rope, scaling="dynamic", factor=4.0, original_max_positions=32)
     stretched = dataclasses.replace(model, config=dataclasses.replace(model.config, rope=stretched))
@@ -235,7 +239,7 @@ def test_ranks_and_not_the_text_stretch_rope():
 @pytest.mark.parametrize("then", [policies.window(budget=10), policies.h2o(budget=10)], ids=lambda p: p.name)
 def test_a_row_that_has_ended_keeps_its_slots_when_decoding_has_fewer(then):
     """Another row's token is no step of this one: it holds what its prompt left it, as it does alone."""
-    model = tiny().model
+    model = tiny(layers=1).model
     policy = policies.after_prefill(policies.snapkv(budget=14, window=4), then=then)
     tokens, lengths = random_tokens(2, 30), np.array([20, 30])
     both = kvjax.log_likelihood(model, tokens, policy, prompt_length=20, lengths=lengths)
@@ -250,7 +254,7 @@ def test_a_row_that_has_ended_keeps_its_slots_when_decoding_has_fewer(then):
 
 def stretched(scaling: str) -> kvjax.Model:
     """RoPE of a model that was trained on 32 tokens, stretched."""
-    model = tiny().model
+    model = tiny(layers=1).model
     half = model.config.head_dim // 2
     more = {"factor": 4.0} if scaling == "dynamic" else {
         "short_factor": (1.0,) * half, "long_factor": tuple(1.5 + i for i in range(half)), "attention_factor": 1.1,
@@ -271,7 +275,9 @@ def test_blocks_and_one_shot_have_the_frequencies_of_the_whole_row(scaling):
     for options in ({"prompt_length": ends, "prefill_block": 8}, {"prompt_length": 20}, {"prompt_length": 1}):
         np.testing.assert_allclose(score(**options), whole, atol=2e-5)
     np.testing.assert_allclose(score(slice(1, 2), prompt_length=28)[0], whole[1, :27], atol=2e-5)
-    plain = kvjax.log_likelihood(tiny().model, tokens, policies.full(), prompt_length=ends, lengths=ends).logprobs
+    plain = kvjax.log_likelihood(
+        tiny(layers=1).model, tokens, policies.full(), prompt_length=ends, lengths=ends
+    ).logprobs
     assert np.abs(whole - plain)[0].max() > 1e-2, "the long row is stretched"
 
 
@@ -288,13 +294,13 @@ def test_a_generation_that_crosses_the_trained_length_has_one_set_of_frequencies
 def test_texts_within_the_limits_share_a_scoring_program():
     limits, before = Limits(20, 600), likelihood.score_steps._cache_size()
     for length in (100, 300, 600):
-        kvjax.log_likelihood(tiny().model, random_tokens(1, length), H2O, prompt_length=20, limits=limits)
+        kvjax.log_likelihood(tiny(layers=1).model, random_tokens(1, length), H2O, prompt_length=20, limits=limits)
     assert likelihood.score_steps._cache_size() == before + 1
 
 
 def test_more_tokens_than_there_is_room_for_are_refused():
     limits = Limits(24, 8)
-    begun = prefill(tiny().model, PROMPTS, policies.full(), max_new_tokens=8, lengths=LENGTHS, limits=limits)
+    begun = prefill(tiny(layers=1).model, PROMPTS, policies.full(), max_new_tokens=8, lengths=LENGTHS, limits=limits)
     with pytest.raises(InputError, match="24 tokens are held and 9 are to follow, but the cache has 31 slots"):
-        loop.decode(tiny().model, begun, max_new_tokens=9)
-    assert loop.decode(tiny().model, begun, max_new_tokens=8).tokens.shape == (3, 8)
+        loop.decode(tiny(layers=1).model, begun, max_new_tokens=9)
+    assert loop.decode(tiny(layers=1).model, begun, max_new_tokens=8).tokens.shape == (3, 8)

@@ -26,9 +26,14 @@ def requests() -> list[tuple[np.ndarray, int]]:
     ]
 
 
+def model_for(spec) -> kvjax.Model:
+    """Of two layers where these differ."""
+    return tiny(layers=2 if spec.policy.name == "pyramidkv" else 1).model
+
+
 def begin(spec, prompt, number, sampler):
     """One request alone in a row: its carry and its first token."""
-    model = tiny().model
+    model = model_for(spec)
     begun = prefill(model, prompt[None], spec, max_new_tokens=LIMITS.new_tokens, limits=LIMITS)
     carry, token, _ = first_token(
         begun.logits, begun.state, jnp.array([number], jnp.int32), jax.random.key(9), STOP, sampler=sampler
@@ -51,7 +56,7 @@ def put(carry: Carry, one: Carry, row) -> Carry:
 
 def serve(spec, sampler, asked) -> tuple[dict[int, list[int]], dict[int, kvjax.KVState]]:
     """All requests through `ROWS` rows, a row taking the next one when its own has ended."""
-    model = tiny().model
+    model = model_for(spec)
     waiting = list(enumerate(asked))
     produced: dict[int, list[int]] = {}
     held: dict[int, kvjax.KVState] = {}
@@ -109,7 +114,7 @@ def test_each_request_is_as_it_is_alone(spec, sampler):
     for number, (prompt, wanted) in enumerate(asked):
         # One program serves all of these, whatever their lengths.
         alone = kvjax.generate(
-            tiny().model, prompt, spec, max_new_tokens=wanted, sampler=sampler, key=jax.random.key(9), stop=STOP,
+            model_for(spec), prompt, spec, max_new_tokens=wanted, sampler=sampler, key=jax.random.key(9), stop=STOP,
             limits=LIMITS, requests=[number],
         )  # fmt: skip
         np.testing.assert_array_equal(produced[number], alone.tokens[0, : alone.lengths[0]])

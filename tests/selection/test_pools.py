@@ -197,8 +197,10 @@ def test_bounds_hold_after_pages_were_evicted(name):
             assert (bound >= (query @ own.T).max(axis=1) - 1e-5).all()
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("policy", ["full", "fifo", "lru", "counter", "pages"])
+@pytest.mark.parametrize(
+    ("policy", "heads"),
+    [("full", "mha"), ("fifo", "mqa"), ("lru", "gqa"), ("pages", "mqa"), *(("counter", heads) for heads in HEADS)],
+)
 def test_a_pool_with_room_for_everything_is_the_full_cache(policy, heads):
     """Also with everything read of it."""
     room = 13 + STEPS
