@@ -282,7 +282,7 @@ def attend_parts(
     maps = (Mapped(),) * len(problems) if maps is None else maps
     combined = combine(*(of.mapped(attend(each, implementation)) for each, of in zip(problems, maps, strict=True)))
     seen = None
-    if problems[0].needs_seen:
+    if any(each.needs_seen for each in problems):
         # [B, K, n]
         seen = sum((count_seen(each) for each in problems[1:]), start=count_seen(problems[0]))
     lse = _lse_of(combined)

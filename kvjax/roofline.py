@@ -171,6 +171,9 @@ def average_slots(
             if group.selection.budget is not None:
                 # It hides slots; all of them are kept.
                 kept = limit = None
+            if group.unranked:
+                # What is evicted is held in a low tier, and read.
+                kept = limit = None
             survivors = prompt_length if kept is None else min(int(kept.max()), prompt_length)
             # [steps]: the survivors of the prompt, and the tokens decoded since
             held = seen - prompt_length + survivors

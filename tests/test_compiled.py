@@ -216,6 +216,19 @@ def test_codes_are_held_and_no_decoded_copy_of_the_cache():
     assert rewrites(executable.as_text(), shape) == []
 
 
+def test_what_is_evicted_is_encoded_where_it_will_lie():
+    """MiKV: neither tier is copied, though a victim is read from the one and its slot is written in the same step."""
+    spec = CacheSpec(policies.h2o(budget=SLOTS), storage.mikv())
+    executable, _ = compile_decode(spec)
+    layout = lowered(spec, 2 * SLOTS, rows=BATCH).layout
+    layer = jax.eval_shape(lambda: empty(layout.groups[0], BATCH, WIDE.num_kv_heads, WIDE.head_dim, jnp.float32))
+    for leaf in jax.tree.leaves(layer.stores):
+        shape = f"{NAMES[leaf.dtype.name]}[{','.join(map(str, leaf.shape))}]"
+        assert rewrites(executable.as_text(), shape) == []
+    assert executable.memory_analysis().alias_size_in_bytes >= layout.bytes(BATCH)
+    assert {leaf.shape[2] for leaf in jax.tree.leaves(layer.stats)} == {SLOTS}, "low slots have no statistics"
+
+
 NAMES = {"uint8": "u8", "float32": "f32", "int32": "s32"}
 
 

@@ -36,7 +36,7 @@ ARGUMENTS = {
     "strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "snapkv": {"window": 4}, "pyramidkv": {"window": 4},
     "integer": {"bits": 3}, "fp8": {}, "think": {"recent": 4}, "low_rank": {"key_rank": 3, "value_rank": 4},
     "kivi": {"group": 4, "residual": 8}, "cskv": {"rank": 4, "window": 8}, "kv_heads": {"heads": 2},
-    "optimal": {"n": 9},
+    "mikv": {}, "optimal": {"n": 9},
     "quest": {"page": 4, "budget": 16, "first_layer": 0},
     "infinigen": {"alpha": 4.0, "first_layer": 1, "sinks": 1, "recent": 2},
     "lserve": {"page": 4, "sub": 2, "every": 3, "budget": 16, "first_layer": 0},
@@ -131,6 +131,7 @@ APPENDING = {
     "full", "snapkv", "pyramidkv", "knorm", "keydiff", "adakv", "knorm@cache",
     "h2o[masked]", "h2o[global]", "h2o[local]",
 }  # fmt: skip
+HIDING = {"h2o[masked]", "h2o[global]", "h2o[local]"}
 
 
 #: Under which all heads of a layer hold the same positions.

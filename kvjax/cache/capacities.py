@@ -1,10 +1,14 @@
 """The number of slots that are allocated for each head."""
 
+import functools
+
 from kvjax.cache.branches import Branch
 from kvjax.cache.layout import Extent, stores_of
 from kvjax.cache.limits import Sizes, slots_bucket
 from kvjax.cache.spec import CacheSpec
+from kvjax.errors import PolicyError
 from kvjax.policies.base import Evict
+from kvjax.storage.layouts import Tiers
 from kvjax.storage.layouts import slots as single_slots
 
 
@@ -61,7 +65,7 @@ def newest_stay(spec: CacheSpec, branch: Branch, budgets: list[int | None]) -> b
 
 
 def split_stores(
-    spec: CacheSpec, branch: Branch, slots: int, budgets: list[int | None], following: int = 0
+    spec: CacheSpec, branch: Branch, slots: int, budgets: list[int | None], following: int = 0, low: int = 0
 ) -> tuple[int, ...]:
     """Returns the slots of each store: the encoded ones, and those of the newest tokens, which are exact.
 
@@ -71,7 +75,10 @@ def split_stores(
       slots: the most slots that a head holds between steps.
       budgets: the largest of the batch, for each phase.
       following: the most tokens that follow a prompt while these arrays are in use.
+      low: slots of a low tier.
     """
+    if isinstance(spec.storage.layout, Tiers):
+        return low, slots
     residual = spec.storage.residual
     if len(stores_of(spec.storage)) == 1:
         return (slots,)
@@ -83,8 +90,56 @@ def split_stores(
     return slots - (exact if branch.prompt.budget is None else min(newest, following)), exact
 
 
-def extent_of(spec: CacheSpec, branch: Branch, slots: int, sizes: Sizes) -> Extent | None:
-    """Returns what arrays are sized for beyond `slots` slots; None for a storage of single slots."""
+def low_slots(layout: Tiers, branch: Branch, layer: int, layers: int, sizes: Sizes) -> int:
+    """Returns the slots of a tier that holds all that is evicted of a row, or as many as the layout says."""
+    evicted = most_evicted(branch.prompt, branch.decode, sizes.prompts, sizes.following, layers)[layer]
+    return evicted if layout.low_capacity is None else min(evicted, layout.low_capacity)
+
+
+@functools.lru_cache(maxsize=256)
+def most_evicted(first: Evict, then: Evict, prompts: range, following: int, layers: int) -> tuple[int, ...]:
+    """Returns the most slots of a head that are evicted in each layer.
+
+    Args:
+      first: the policy of the prompt.
+      then: the policy that decodes.
+      prompts: the lengths of prompts.
+      following: the most tokens that follow.
+      layers: the number of layers.
+    """
+
+    def left(policy: Evict, tokens: int, length: int) -> list[int]:
+        """Returns the slots of each layer that stay of `tokens`, under a budget for prompts of `length` tokens."""
+        budget = policy.budget
+        if budget is None:
+            return [tokens] * layers
+        if budget.shared:
+            # A head's share of its layer's slots may be any.
+            return [1] * layers
+        own = budget.slots(length + following if budget.of_text else length, layers)
+        if policy.page > 1:
+            # The newest page has one slot at the least.
+            own = tuple((each // policy.page - 1) * policy.page + 1 for each in own)
+        return [min(each, tokens) if layer >= budget.first_layer else tokens for layer, each in enumerate(own)]
+
+    most = [0] * layers
+    for length in prompts:
+        total = length + following
+        try:
+            if first.when == "step":
+                stays = left(first, total, length)
+            else:
+                kept = [each + following for each in left(first, length, length)]
+                stays = [min(pair) for pair in zip(kept, left(then, total, length), strict=True)]
+        except PolicyError:
+            # The budget does not allow such a prompt, and a batch that has one is refused.
+            continue
+        most = [max(each, total - other) for each, other in zip(most, stays, strict=True)]
+    return tuple(most)
+
+
+def extent_of(spec: CacheSpec, branch: Branch, sizes: Sizes) -> Extent | None:
+    """Returns what arrays are sized for beyond the number of slots; None for a storage of single slots."""
     if spec.storage.layout == single_slots:
         return None
     compressed = branch.prompt.budget is not None

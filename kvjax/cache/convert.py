@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax import memory
-from kvjax.cache import blocks
+from kvjax.cache import blocks, tiers
 from kvjax.cache.layout import Group, Phase
 from kvjax.cache.slots import constrain, empty_stats, forget, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, Layer, LayerKV, PerSlot, Store
@@ -15,7 +15,7 @@ from kvjax.rope import Rope
 from kvjax.selection.base import Held
 from kvjax.storage import store as held
 from kvjax.storage.base import UNROTATED
-from kvjax.storage.layouts import Blocks
+from kvjax.storage.layouts import Blocks, Tiers
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -44,11 +44,12 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
             held.empty(storage, (batch, heads, slots), dim, dtype)
             for storage, slots in zip(group.stores, group.slots, strict=True)
         )
+    ranked = (batch, heads, group.capacity - group.unranked)
     return constrain(
         LayerKV(
             position=jnp.full(shape, EMPTY, jnp.int32),
             stores=stores,
-            stats=empty_stats(group.needs, group.policy.remembers, shape),
+            stats=empty_stats(group.needs, group.policy.remembers, ranked),
             index=group.selection.init(shape, dim, dtype) if watch is None else watch.start((batch, heads), dim),
             dim=dim,
             sides=held.empty_sides(group.storage, (batch, heads), dim, dtype) if group.slots else {},
@@ -137,6 +138,12 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
             # Both phases have arrays of the same sizes, since nothing was evicted.
             return layer.replace(index=dict(per_slot.index) | index)
         layer, own = blocks.convert(layer, after, per_slot, newest, sides)
+        return layer.replace(stats=own.stats, index=own.index | index)
+    if isinstance(after.storage.layout, Tiers):
+        if in_place:
+            layer, own = tiers.resize(layer, after, per_slot)
+        else:
+            layer, own = tiers.convert(layer, after, per_slot, prompt.length, sides)
         return layer.replace(stats=own.stats, index=own.index | index)
     pieces = []
     start = 0

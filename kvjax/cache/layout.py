@@ -18,7 +18,7 @@ from kvjax.statistics import Statistic
 from kvjax.storage import dense
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import side_shapes
-from kvjax.storage.layouts import slots
+from kvjax.storage.layouts import Tiers, slots
 
 Array = jax.Array
 
@@ -102,6 +102,11 @@ class Group:
         return sum(self.slots)
 
     @property
+    def unranked(self) -> int:
+        """The number of slots, the first of all, that the policy does not rank; they have no statistics."""
+        return self.slots[0] if self.slots and isinstance(self.storage.layout, Tiers) else 0
+
+    @property
     def gathered(self) -> int | None:
         """The number of slots that a decoding step gathers from the first store; None = it takes the whole store."""
         width = self.selection.width(self.capacity) if self.decoding else None
@@ -119,6 +124,9 @@ class Group:
 
 def stores_of(storage: Storage) -> tuple[Storage, ...]:
     """The ways in which a storage holds slots: its own and, where some positions stay exact, exactly on the device."""
+    if isinstance(storage.layout, Tiers):
+        low = dataclasses.replace(storage, layout=slots, name=f"{storage.name} low")
+        return low, storage.layout.high
     if storage.layout != slots:
         return (storage,)
     return (storage,) if not (storage.apart and storage.kept_exact) else (storage, dense())

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from kvjax.attention import Implementation
 from kvjax.cache.branches import Branch, branches_of
-from kvjax.cache.capacities import capacities, extent_of, newest_stay, split_stores
+from kvjax.cache.capacities import capacities, extent_of, low_slots, newest_stay, split_stores
 from kvjax.cache.kernels import Chooser
 from kvjax.cache.layout import CacheLayout, Group
 from kvjax.cache.limits import Sizes
@@ -25,6 +25,7 @@ from kvjax.policies.base import Evict, named
 from kvjax.policies.budget import batch_slots
 from kvjax.selection.everything import everything
 from kvjax.storage import dense
+from kvjax.storage.layouts import Blocks, Tiers
 
 
 class Budgets(NamedTuple):
@@ -155,10 +156,15 @@ def _groups(
     kernels: Chooser,
 ) -> tuple[Group, Group]:
     """A group for the prompt and one for decoding; budgets: the largest of the batch, for each phase."""
-    own_heads = config.num_kv_heads if heads is None else len(heads)
+    own_heads, low = config.num_kv_heads if heads is None else len(heads), 0
     if newest_stay(spec, branch, budgets) and max(b or 0 for b in budgets) <= spec.storage.residual:
         # All that stays is among the newest, which are exact.
         spec = dataclasses.replace(spec, storage=dense())
+    if isinstance(spec.storage.layout, Tiers):
+        low = low_slots(spec.storage.layout, branch, layer, config.num_layers, sizes)
+        if not low:
+            # Nothing is ever evicted.
+            spec = dataclasses.replace(spec, storage=spec.storage.layout.high)
     prompt, decode = capacities(spec, branch, budgets, own_heads, sizes)
     whole = branch.selection.dense(layer, config.windows[layer])
     queries = config.num_heads // config.num_kv_heads
@@ -167,20 +173,20 @@ def _groups(
     early = selection if selection.in_prompt or selection.whole_text else everything()
     watch = selection if selection.watches else None
     needs = branch.decode.needs
-    stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following)
-    extent = extent_of(spec, branch, sum(stores), sizes)
+    stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following, low)
+    extent = extent_of(spec, branch, sizes)
     after = Group(
         heads=heads, storage=spec.storage, policy=branch.decode.traced(), selection=selection, needs=needs,
         slots=stores, extent=extent, decoding=True, evicts_one=branch.evicts_one,
     )  # fmt: skip
     after = kernels.decode(after, own_heads)
-    if extent is not None and extent.compressed and sizes.block is not None:
+    if isinstance(spec.storage.layout, Blocks) and branch.prompt.budget is not None and sizes.block is not None:
         # Blocks are of the tokens that survive the prompt, which are known at its end; until then all are exact.
         spec, extent = dataclasses.replace(spec, storage=dense()), None
     before = Group(
         heads=heads, storage=spec.storage, policy=branch.prompt.traced(), selection=early,
         needs=needs | branch.prompt.needs, extent=extent,
-        slots=() if sizes.block is None else split_stores(spec, branch, kernels.round_up(prompt), budgets),
+        slots=() if sizes.block is None else split_stores(spec, branch, kernels.round_up(prompt), budgets, low=low),
         watch=watch, decode_group=after if sizes.block is None else None,
     )  # fmt: skip
     return kernels.prompt(before, own_heads), after

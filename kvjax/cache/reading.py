@@ -201,7 +201,8 @@ def columns_of(chosen: Array | None, pool: Pool, block: Block, group: Group) -> 
       group: the statistics.
     """
     # [B, K, S'] float32
-    one = jnp.zeros(pool.position.shape, jnp.float32) if chosen is None else chosen.astype(jnp.float32)
+    shape = pool.position[:, :, _unranked(pool, group) :].shape
+    one = jnp.zeros(shape, jnp.float32) if chosen is None else chosen.astype(jnp.float32)
     at = (block.newest + 1).astype(jnp.float32)[:, None, None]
     return {s.name: one if s.transform == "chosen" else one * at for s in group.needs if s.of_selection}
 
@@ -218,7 +219,7 @@ def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight:
       options: arguments of `kvjax.attention.problem`.
 
     Returns:
-      The output [B, H, n, D], and the columns of each statistic for all slots, [B, K, S', ...].
+      The output [B, H, n, D], and the columns of each statistic for the slots that are ranked, [B, K, S', ...].
     """
     weights = [None] * len(reading.parts) if log_weight is None else pool.cut(log_weight)
     # Parts whose vectors are held shorter have queries of their own; see `Dims`.
@@ -232,12 +233,21 @@ def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight:
         )
         for own, part, weight in zip(queries, reading.parts, weights, strict=True)
     ]
+    if unranked := 1 if _unranked(pool, group) else 0:
+        # What the policy has evicted has no statistics.
+        problems = [each.without_statistics() for each in problems[:unranked]] + problems[unranked:]
     output, columns = attention.attend_parts(problems, group.attend, maps)
+    columns = columns[unranked:]
     size = pool.sizes[0]
     if reading.slots is not None:
         columns = ({name: _spread(x, reading.slots, size) for name, x in columns[0].items()}, *columns[1:])
     whole = {name: joined(tuple(each[name] for each in columns)) for name in columns[0]}
     return attention.ungroup(output), whole
+
+
+def _unranked(pool: Pool, group: Group) -> int:
+    """Returns the number of slots without statistics, the first of all; none in a prompt's own pool."""
+    return 0 if pool.own is None else group.unranked
 
 
 def _mapped(query: Array, pool: Pool, group: Group, scale: float) -> tuple[Array, attention.Mapped]:

@@ -9,10 +9,11 @@ from kvjax.cache.limits import Sizes
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError, StorageError
 from kvjax.memory import HOST
+from kvjax.policies.heads import Split
 from kvjax.policies.traits import holding_apart
 from kvjax.selection.base import Selection
 from kvjax.storage.base import ROTATED, Storage
-from kvjax.storage.layouts import Blocks
+from kvjax.storage.layouts import Blocks, Tiers
 from kvjax.storage.side import PROMPT
 
 
@@ -31,6 +32,8 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int) -> None:
     """
     selection, name = branch.selection, spec.policy.name
     if isinstance(spec.storage.layout, Blocks) and (reason := _refuses_blocks(branch)):
+        raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
+    if isinstance(spec.storage.layout, Tiers) and (reason := _refuses_tiers(spec, branch)):
         raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
     if reason := selection.refuses(spec.policy, spec.storage, positions=branch.decode.positions):
         raise PolicyError(f"policy {name} with selection={selection!r}: {reason}")
@@ -115,6 +118,21 @@ def _refuses_joint(heads: int, branch: Branch, kv_heads: int) -> str | None:
             f"{heads} KV heads are held together, and a device of this mesh has {local} of {kv_heads}; use a mesh "
             "whose axis 'model' does not divide a group of heads."
         )
+    return None
+
+
+def _refuses_tiers(spec: CacheSpec, branch: Branch) -> str | None:
+    """Returns why what a policy evicts cannot be kept in a second tier; None if it can."""
+    if any(policy.merge is not None for policy in (branch.prompt, branch.decode)):
+        return "a merge folds what is evicted into what stays, and a low tier keeps it; leave out merge."
+    if not branch.selection.reads_all:
+        return (
+            f"selection={branch.selection!r} hides or chooses slots of one tier; leave it out, or use a storage of "
+            "single slots such as int4."
+        )
+    splits = isinstance(spec.policy, Split)
+    if branch.prompt.budget is None and branch.decode.budget is None and not splits:
+        return "it evicts nothing that a low tier could hold; use a policy with a budget, such as h2o(0.2)."
     return None
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import evict, fused, reading
+from kvjax.cache import evict, fused, reading, tiers
 from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.layout import Group
 from kvjax.cache.pool import (
@@ -310,6 +310,7 @@ def _evicted(
       turn: the rotation of keys that are held as they are before it; or None.
     """
     position, layer, policy, own, stats = pool.position, pool.layer, group.policy, pool.own, per_slot.stats
+    unranked, victim = 0 if own is None else group.unranked, None
     if policy.budget is not None:
         tokens = block.position.shape[1]
         # A compressor evicts once, whatever the last block of the prompt brings.
@@ -317,9 +318,10 @@ def _evicted(
 
         def choose(pool: Pool, stats: dict[str, Array]) -> Array:
             view = _view(pool, *_held(pool, group, turn), block, group, budget)
+            view = view._replace(position=view.position[:, :, unranked:]) if unranked else view
             return evict.victims(policy, stats, view, one=one)
 
-        # [B, K, S'] bool
+        # [B, K, S'] bool, of the slots that are ranked
         victim = run_after_inputs(choose, pool, stats) if policy.reads else choose(pool, stats)
         if policy.merge is not None:
             key, value = _held(pool, group, turn)
@@ -328,8 +330,11 @@ def _evicted(
             folded = policy.merge.fold(key, value, victim, stats, view, most)
             stats = folded.stats
             layer, own = _merged(pool, (key, value), (folded.key, folded.value), group, turn)
-        position = jnp.where(victim, EMPTY, position)
+        if not unranked:
+            position = jnp.where(victim, EMPTY, position)
     per_slot = per_slot.replace(stats=stats)
+    if unranked and own is not None:
+        return tiers.settle(layer, *own, position, victim, per_slot, block.newest, group, pool.sides)
     if own is not None:
         return settle(layer, *own, position, per_slot, block.newest, group, pool.sides)
     return layer.replace(position=position), per_slot.replace(stats=forget(per_slot.stats, position))
@@ -338,6 +343,10 @@ def _evicted(
 def _held(pool: Pool, group: Group, turn: Turn | None) -> tuple[Any, Any]:
     """Decodes the keys and values [B, K, S', D] of all slots; None for what is gathered from host memory."""
     keys, values = decoded(pool, group, whole=True)
+    if pool.own is not None and group.unranked:
+        # The policy does not see what it has evicted.
+        pool = pool._replace(position=pool.position[:, :, group.unranked :])
+        keys, values = keys[1:], values[1:]
     key, value = (None if pieces[0] is None else joined(pieces) for pieces in (placed(pool, keys, turn), values))
     return key, value
 

@@ -13,9 +13,10 @@ from kvjax.storage.fp8 import Fp8, fp8
 from kvjax.storage.integer import Integer, int2, int4, int8, integer
 from kvjax.storage.joint import Joint, JointBlocks, cskv, kv_heads
 from kvjax.storage.kivi import Channels, kivi
-from kvjax.storage.layouts import BlockCodec, Blocks, slots
+from kvjax.storage.layouts import BlockCodec, Blocks, Tiers, slots
 from kvjax.storage.levels import Levels, levels, normal_levels
 from kvjax.storage.low_rank import LowRank, low_rank
+from kvjax.storage.mikv import Balance, Halves, mikv
 from kvjax.storage.mxfp4 import Mxfp4, mxfp4
 from kvjax.storage.packing import pack, unpack
 from kvjax.storage.permuted import Permuted, permuted
@@ -26,6 +27,7 @@ from kvjax.storage.think import ThinK, think
 from kvjax.storage.turboquant import TurboQuant, turboquant
 
 blocks = Blocks  # ``layout=blocks(n)``
+tiers = Tiers  # ``layout=tiers(high)``
 
 #: Every named storage: the command line, sweeps and conformance tests take the list from here.
 STORAGES: Registry[Storage] = Registry(
@@ -48,6 +50,7 @@ STORAGES: Registry[Storage] = Registry(
         "cskv": cskv,
         "kv_heads": kv_heads,
         "kivi": kivi,
+        "mikv": mikv,
     },
 )
 by_name, accepts = STORAGES.by_name, STORAGES.accepts
@@ -67,10 +70,10 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "STORAGES", "Bfp", "BlockCodec", "Blocks", "Calibration", "Chain", "Channels", "Codec", "Dims", "Exact", "Fp8",
-    "Integer", "Joint", "JointBlocks", "Levels", "LowRank", "Mxfp4", "Permuted", "PromptView", "Samples", "Scaled",
-    "Side", "Sparse", "Storage", "ThinK", "TurboQuant", "accepts", "bfp", "blocks", "breakdown", "by_name", "chain",
-    "cskv", "dense", "fp8", "int2", "int4", "int8", "integer", "kivi", "kv_heads", "levels", "low_rank", "mxfp4",
-    "nbytes", "normal_levels", "pack", "permuted", "read", "replay", "round_trip", "scaled", "slots", "sparse",
-    "think", "turboquant", "unpack",
+    "STORAGES", "Balance", "Bfp", "BlockCodec", "Blocks", "Calibration", "Chain", "Channels", "Codec", "Dims", "Exact",
+    "Fp8", "Halves", "Integer", "Joint", "JointBlocks", "Levels", "LowRank", "Mxfp4", "Permuted", "PromptView",
+    "Samples", "Scaled", "Side", "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "accepts", "bfp", "blocks",
+    "breakdown", "by_name", "chain", "cskv", "dense", "fp8", "int2", "int4", "int8", "integer", "kivi", "kv_heads",
+    "levels", "low_rank", "mikv", "mxfp4", "nbytes", "normal_levels", "pack", "permuted", "read", "replay",
+    "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant", "unpack",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from kvjax.arguments import checked_call, choice_argument, count_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE, HOST, MEMORIES
-from kvjax.storage.layouts import BlockCodec, Blocks, slots
+from kvjax.storage.layouts import BlockCodec, Blocks, Tiers, slots
 from kvjax.storage.rounding import as_stored
 from kvjax.storage.side import Parts, Shapes, Side
 
@@ -124,7 +124,7 @@ class Storage:
     Attributes:
       key: the codec of keys, or of their blocks.
       value: the codec of values, or of their blocks.
-      layout: ``slots`` holds each vector by itself; see `Blocks`.
+      layout: ``slots`` holds each vector by itself; see `Blocks` and `Tiers`.
       residual: the number of newest positions that stay exact. Of `Blocks` those of keys or values that are encoded
         one by one.
       frame: ``any`` holds keys rotated by RoPE or not, as the policy's `positions` determine; ``rotated`` holds them
@@ -140,7 +140,7 @@ class Storage:
 
     key: Codec | BlockCodec
     value: Codec | BlockCodec
-    layout: str | Blocks = slots
+    layout: str | Blocks | Tiers = slots
     residual: int = 0
     frame: str = ANY
     memory: Memory = DEVICE
@@ -173,10 +173,39 @@ class Storage:
                 f"storage {self.name}: memory={self.memory!r} holds what is read as it is; keys that are rotated in "
                 "each step, and shorter vectors, are on the device: leave out memory."
             )
+        if self.layout == slots:
+            return
+        if not isinstance(self.layout, Blocks | Tiers):
+            raise StorageError(
+                f"storage {self.name}: layout={self.layout!r} is not valid; use 'slots', blocks(n) or tiers(high)."
+            )
+        if self.on_host or self.sinks:
+            raise StorageError(
+                f"storage {self.name}: memory={self.memory!r} and sinks={self.sinks} are not valid with "
+                f"layout={self.layout!r}; use 'device' and 0."
+            )
         if isinstance(self.layout, Blocks):
             self._check_blocks(self.layout)
-        elif self.layout != slots:
-            raise StorageError(f"storage {self.name}: layout={self.layout!r} is not valid; use 'slots' or blocks(n).")
+        else:
+            self._check_tiers(self.layout.high)
+
+    def _check_tiers(self, high: Any) -> None:
+        single = isinstance(high, Storage) and high.layout == slots
+        if not single or high.kept_exact or high.on_host or high.sides or high.frame != ANY:
+            raise StorageError(
+                f"storage {self.name}: high={high!r} must be a storage of single slots on the device, without residual "
+                "and sides; use one such as kvjax.storage.int8()."
+            )
+        if self.exact or self.shortened:
+            raise StorageError(
+                f"storage {self.name}: key={self.key!r} and value={self.value!r} must be codecs of whole vectors, "
+                "other than Exact, for the low tier; use one such as kvjax.storage.Integer(2)."
+            )
+        if self.residual or self.frame != ANY:
+            raise StorageError(
+                f"storage {self.name}: residual={self.residual} and frame={self.frame!r} are not valid with tiers; "
+                "the policy says what stays exact. Leave them out."
+            )
 
     def _check_blocks(self, layout: Blocks) -> None:
         of_blocks = [codec for codec in self.codecs.values() if isinstance(codec, BlockCodec)]
@@ -186,10 +215,6 @@ class Storage:
             raise StorageError(
                 f"storage {self.name}: residual={self.residual} is for single vectors, and keys and values are both "
                 "in blocks; use residual=0."
-            )
-        if self.on_host:
-            raise StorageError(
-                f"storage {self.name}: memory={self.memory!r} is not valid with layout={layout!r}; use 'device'."
             )
         for codec in of_blocks:
             codec.check(layout.size)
@@ -297,6 +322,8 @@ class Storage:
         if isinstance(self.layout, Blocks):
             late = {True: self.layout.size > tokens, False: self.residual >= tokens}
             return all(late[isinstance(codec, BlockCodec)] for codec in self.codecs.values())
+        if isinstance(self.layout, Tiers):
+            return False
         return self.residual >= tokens
 
 

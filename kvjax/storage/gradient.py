@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from kvjax.storage.base import Codec, Exact, Parts, Shapes, Storage, round_trip
 from kvjax.storage.dims import Chain
-from kvjax.storage.layouts import BlockCodec
+from kvjax.storage.layouts import BlockCodec, Tiers
 from kvjax.storage.side import Side
 
 Array = jax.Array
@@ -98,7 +98,10 @@ def differentiable(storage: Storage) -> Storage:
         else _straight_through(codec)
         for codec in (storage.key, storage.value)
     )
-    return dataclasses.replace(storage, key=key, value=value)
+    layout = storage.layout
+    if isinstance(layout, Tiers):
+        layout = dataclasses.replace(layout, high=differentiable(layout.high))
+    return dataclasses.replace(storage, key=key, value=value, layout=layout)
 
 
 def _straight_through(codec: Codec) -> Codec:

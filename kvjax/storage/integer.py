@@ -53,8 +53,12 @@ class Integer(Codec):
             value = count_argument(name, given, minimum=1, maximum=most, error=StorageError)
             object.__setattr__(self, field, value)
 
+    def size(self, dim: int) -> int:
+        """Returns the number of channels of a group."""
+        return group_size(dim, self.group)
+
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
-        groups = dim // group_size(dim, self.group)
+        groups = dim // self.size(dim)
         return {
             "codes": ((packed_size(dim, self.bits),), jnp.dtype(jnp.uint8)),
             "scale": ((groups,), jnp.dtype(dtype)),
@@ -63,13 +67,13 @@ class Integer(Codec):
 
     def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
         # [..., groups, g], and [..., groups, 1] twice
-        codes, scale, zero = uniform(grouped(x, self.group), self.bits, dtype, axis=-1)
+        codes, scale, zero = uniform(self._grouped(x), self.bits, dtype, axis=-1)
         return self._parts(codes, scale, zero)
 
     def encode_without(self, x: Array, left_out: Array, side: Any, dtype: DTypeLike) -> Parts:
         levels = (1 << self.bits) - 1
         # [..., groups, g]
-        x, left_out = grouped(x, self.group), grouped(left_out, self.group)
+        x, left_out = self._grouped(x), self._grouped(left_out)
         # [..., groups, 1]
         low = jnp.min(jnp.where(left_out, jnp.inf, x), axis=-1, keepdims=True)
         high = jnp.max(jnp.where(left_out, -jnp.inf, x), axis=-1, keepdims=True)
@@ -88,10 +92,14 @@ class Integer(Codec):
 
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
         # [..., groups, g]
-        codes = grouped(unpack(parts["codes"], self.bits, dim), self.group).astype(jnp.float32)
+        codes = self._grouped(unpack(parts["codes"], self.bits, dim)).astype(jnp.float32)
         # [..., groups, 1]
         scale, zero = (parts[name].astype(jnp.float32)[..., None] for name in ("scale", "zero"))
         return (zero + scale * codes).reshape(*codes.shape[:-2], dim)
+
+    def _grouped(self, x: Array) -> Array:
+        """Reshapes [..., D] to [..., groups, g]."""
+        return grouped(x, self.size(x.shape[-1]))
 
 
 def uniform(x: Array, bits: int, dtype: DTypeLike, *, axis: int) -> tuple[Array, Array, Array]:

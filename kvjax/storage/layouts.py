@@ -40,6 +40,23 @@ class Blocks:
         object.__setattr__(self, "size", size)
 
 
+@dataclasses.dataclass(frozen=True)
+class Tiers:
+    """The layout in which slots that a policy evicts are encoded into a second tier instead of being dropped.
+
+    The policy's live slots are the high tier, which its budget counts. What it evicts stays in the low tier for ever,
+    in the storage's own codecs. Queries attend to both tiers; low slots have no statistics.
+
+    Attributes:
+      high: the `Storage` of the high tier, of single slots on the device.
+      low_capacity: the number of slots of the low tier, whose oldest entry is lost when it is full; None = there is
+        room for all that is evicted.
+    """
+
+    high: Any
+    low_capacity: int | None = None
+
+
 class BlockCodec:
     """The form in which a block of n consecutive tokens is held.
 

@@ -27,7 +27,12 @@ STORAGES = {
     "sparse": storage.sparse(storage.levels(3), 0.2),
     "permuted": storage.permuted(storage.bfp(8, 4), tuple(range(15, -1, -1))),
 }
-ARRANGED = {"kivi": storage.kivi(2, 4, 8), "kivi, other values": storage.kivi(2, 4, 8, value_bits=4)}
+ARRANGED = {
+    "kivi": storage.kivi(2, 4, 8),
+    "kivi, other values": storage.kivi(2, 4, 8, value_bits=4),
+    "mikv": storage.mikv(2, 4),
+    "mikv, int8": storage.mikv(high=storage.int8(), balance=False, low_capacity=9),
+}
 
 
 def bits_of(x: jax.Array) -> np.ndarray:
@@ -116,7 +121,8 @@ def test_storages_are_values(name):
     for other in (pickle.loads(pickle.dumps(own)), eval(repr(own), vars(storage).copy())):
         assert other == own and hash(other) == hash(own) and repr(other) == repr(own)
     assert Storage(**{**vars(own), "name": "another"}) == own
-    assert Storage(**{**vars(own), "residual": own.residual + 1}) != own
+    other = {"value": Integer(7)} if isinstance(own.layout, storage.Tiers) else {"residual": own.residual + 1}
+    assert Storage(**{**vars(own), **other}) != own
     assert own.exact == (name == "dense")
     assert len(set(STORAGES.values())) == len(STORAGES)
 
@@ -128,7 +134,21 @@ def test_equal_arguments_are_equal_storages():
     assert Codec(len, len, len) == Codec(parts=len, encode=len, decode=len) != Codec(len, len, max)
     assert storage.turboquant(4) == storage.turboquant(2, key_bits=4, value_bits=4) != storage.turboquant(4, seed=1)
     assert storage.levels(4, storage.normal_levels(4)) == storage.levels(4) == storage.by_name("levels")
-    named = {"dense", "int8", "int4", "int2", "integer", "fp8", "bfp", "mxfp4", "levels", "turboquant", "think", "kivi"}
+    named = {
+        "dense",
+        "int8",
+        "int4",
+        "int2",
+        "integer",
+        "fp8",
+        "bfp",
+        "mxfp4",
+        "levels",
+        "turboquant",
+        "think",
+        "kivi",
+        "mikv",
+    }
     assert set(storage.STORAGES) >= named
     assert storage.accepts("int4") == {"group", "residual", "memory"}
     assert storage.accepts("dense") == {"residual", "memory"}
@@ -176,13 +196,13 @@ def test_equal_arguments_are_equal_storages():
         (lambda: storage.sparse(storage.kivi(), 1), "sparse: storage kivi.* holds blocks of tokens"),
         (lambda: storage.int4(bits=4), "int4\\(\\).* it accepts group, residual"),
         (lambda: storage.dense(residual=3), "residual=3 is for memory='host'"),
-        (lambda: storage.by_name("int3"), "'int3'; known storages: bfp, dense, fp8, int2"),
+        (lambda: storage.by_name("int3"), "'int3'; known storages: bfp, cskv, dense, fp8, int2"),
         (lambda: storage.accepts("int3"), "known storages: bfp, dense"),
         (lambda: storage.by_name("int8", bits=8), "it accepts group"),
         (lambda: Storage(key=storage.int4(), value=Exact()), "must be codecs, such as"),
         (
             lambda: Storage(key=Exact(), value=Exact(), layout="tiers"),
-            "storage custom: layout='tiers' is not valid; use 'slots' or blocks",
+            "storage custom: layout='tiers' is not valid; use 'slots', blocks",
         ),
         (lambda: Storage(key=Exact(), value=Exact(), frame="turned"), "use 'any'"),
         (lambda: Storage(key=Exact(), value=Exact(), memory="disk", name="mine"), "storage mine: memory='disk'"),

@@ -1,0 +1,197 @@
+"""Tiers: what a policy evicts is not dropped but encoded into a second store, for ever (see `Tiers`).
+
+The slots of the low tier come first, then those of the high tier, which the policy ranks. Low slots have no statistics;
+queries attend to both.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.layout import Group
+from kvjax.cache.slots import (
+    after_reading,
+    constrain,
+    empty_stats,
+    forget,
+    free_slots,
+    oldest_first,
+    slots_of,
+    take,
+    write,
+)
+from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
+from kvjax.memory import gather
+from kvjax.storage import store as held
+from kvjax.storage.side import Sides
+
+Array = jax.Array
+
+
+def settle(
+    layer: LayerKV,
+    key: Array,
+    value: Array,
+    position: Array,
+    victim: Array | None,
+    per_slot: PerSlot,
+    newest: Array,
+    group: Group,
+    sides: Sides,
+) -> tuple[LayerKV, PerSlot]:
+    """Encodes victims into the low tier and writes a step's own tokens into the high tier.
+
+    Args:
+      layer: the slots before the step.
+      key: [B, K, n, D] of the step's own tokens, as they are held.
+      value: [B, K, n, D].
+      position: [B, K, L + H + n] int32 of the low tier, the high tier and the step's own tokens, before eviction.
+      victim: [B, K, H + n] bool; None if nothing is evicted.
+      per_slot: leaves [B, K, H + n, ...], after the step was observed.
+      newest: [B] int32 newest position of each row, -1 for a row without a token.
+      group: which has the storage.
+      sides: what vectors share.
+
+    Returns:
+      The layer with its positions and stores, and `per_slot` for the slots of the high tier.
+    """
+    key, value, position, per_slot = constrain((key, value, position, per_slot))
+    size, count, n = group.slots[0], group.slots[1], key.shape[2]
+    low, high = layer.stores
+    low_at, ranked_at = position[:, :, :size], position[:, :, size:]
+    high_at, own_at = ranked_at[:, :, :count], ranked_at[:, :, count:]
+    page, before = group.policy.page, high_at
+    if victim is not None:
+        # A victim of each own token, if the budget is that of the step before and slots are freed one by one.
+        most = n if group.evicts_one and group.policy.when == "step" and page == 1 else count + n
+        index, due = _first(victim, ranked_at, most)
+        # [B, K, most, D]
+        keys, values = _victims(layer, key, value, index, due, group, sides)
+        # [B, K, 1]: all tokens before the step are in the high tier, or were demoted
+        seen = newest[:, None, None] + 1 - jnp.sum(own_at >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+        demoted = seen - jnp.sum(high_at >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+        turn = jnp.arange(most, dtype=jnp.int32)
+        # The oldest entry is lost where the tier is full: of more victims than it has slots, all but the newest.
+        due &= turn >= jnp.sum(due, axis=2, keepdims=True) - size
+        target = jnp.where(due, (demoted + turn) % size, size)
+        new = held.encode(group.stores[0], keys, values, value.dtype, sides)
+        low = jax.tree.map(lambda old, made: write(old, target, made), low, new)
+        low_at = write(low_at, target, jnp.take_along_axis(ranked_at, index, axis=2))
+        high_at = jnp.where(victim[:, :, :count], EMPTY, high_at)
+        own_at = jnp.where(victim[:, :, count:], EMPTY, own_at)
+        # XLA would copy the high tier if it could write the step's tokens before it has read the victims.
+        for x in (keys, values):
+            own_at = after_reading(own_at, x[:, :, :1, 0].astype(jnp.float32))
+    # Where pages are freed as a whole, a token goes where it would have gone before any was.
+    free = free_slots(high_at if page == 1 else before, n, page)
+    number = jnp.maximum(jnp.cumsum(own_at >= 0, axis=2) - 1, 0)
+    target = jnp.where(own_at >= 0, jnp.take_along_axis(free, number, axis=2), count)
+    new = held.encode(group.stores[1], key, value, value.dtype, sides)
+    high = jax.tree.map(lambda old, made: write(old, target, made), high, new)
+    high_at = write(high_at, target, own_at)
+    moved = jax.tree.map(lambda leaf: write(leaf[:, :, :count], target, leaf[:, :, count:]), per_slot)
+    layer = layer.replace(position=jnp.concatenate([low_at, high_at], axis=2), stores=(low, high))
+    return layer, moved.replace(stats=forget(moved.stats, high_at))
+
+
+def _first(victim: Array, position: Array, most: int) -> tuple[Array, Array]:
+    """Returns the first `most` victims by position, slots [B, K, most] int32, and whether each is one."""
+    if most == 1:
+        slot = jnp.arange(victim.shape[2], dtype=jnp.int32)
+        found = jnp.min(jnp.where(victim, slot, FAR), axis=2, keepdims=True)
+        return jnp.minimum(found, victim.shape[2] - 1), found < FAR
+    index = oldest_first(position, victim, most).astype(jnp.int32)
+    return index, jnp.take_along_axis(victim, index, axis=2)
+
+
+def _victims(
+    layer: LayerKV, key: Array, value: Array, index: Array, due: Array, group: Group, sides: Sides
+) -> tuple[Array, Array]:
+    """Returns keys and values [B, K, m, D] of the high tier, as it decodes, and of a step's own tokens.
+
+    XLA's CPU backend would read the high tier once for each use of the result, and ignores optimization barriers. What
+    a branch of a condition returns is computed once.
+
+    Args:
+      layer: the slots.
+      key: [B, K, n, D] of the own tokens.
+      value: [B, K, n, D].
+      index: [B, K, m] int32, of the slots of the high tier followed by the own tokens.
+      due: [B, K, m] bool, whether each is evicted.
+      group: which has the storage.
+      sides: what vectors share.
+    """
+    count, storage = group.slots[1], group.stores[1]
+
+    def read(high: Store, index: Array, due: Array) -> tuple[Array, Array]:
+        old = jnp.minimum(index, count - 1)
+        picked: Store = jax.tree.map(lambda leaf: gather(leaf, old), high)
+        return held.decode(storage, picked, layer.dim, value.dtype, sides)
+
+    def in_branch(high: Store, index: Array, due: Array) -> tuple[Array, Array]:
+        zeros = jnp.zeros((*index.shape, layer.dim), value.dtype)
+        found: tuple[Array, Array] = jax.lax.cond(jnp.any(due), read, lambda *_: (zeros, zeros), high, index, due)
+        return found
+
+    decoded = jax.lax.platform_dependent(layer.stores[1], index, due, cpu=in_branch, default=read)
+    new = jnp.maximum(index - count, 0)
+    keys, values = (
+        jnp.where((index < count)[..., None], one, gather(own, new))
+        for one, own in zip(decoded, (key, value), strict=True)
+    )
+    return keys, values
+
+
+def convert(layer: LayerKV, after: Group, per_slot: PerSlot, length: Array, sides: Sides) -> tuple[LayerKV, PerSlot]:
+    """Splits the slots of a one-shot prompt into what stays and what its step has evicted.
+
+    Args:
+      layer: dense, token i in slot i; what was evicted has no position.
+      after: the group of the decoding phase.
+      per_slot: of the layer's slots.
+      length: [B] int32 tokens of each prompt.
+      sides: what vectors share.
+
+    Returns:
+      The layer with its positions and stores, and `per_slot` for the slots of the high tier.
+    """
+    size, count = after.slots
+    exact, dtype = layer.stores[0], layer.value.dtype
+    # [B, K, P]
+    token = jnp.broadcast_to(jnp.arange(layer.position.shape[2], dtype=jnp.int32), layer.position.shape)
+    gone = (token < length[:, None, None]) & (layer.position < 0)
+    total = jnp.sum(gone, axis=2, keepdims=True, dtype=jnp.int32)
+    # [B, K, L]: which victim each slot holds; of more than there are slots, the newest
+    slot = jnp.arange(size, dtype=jnp.int32)
+    victim = slot + (total - 1 - slot) // size * size
+    order = oldest_first(token, gone, token.shape[2])
+    index = jnp.take_along_axis(order, jnp.clip(victim, 0, token.shape[2] - 1), axis=2)
+    low_at = jnp.where(victim >= 0, index, EMPTY).astype(jnp.int32)
+    key, value = exact["key"]["exact"], exact["value"]["exact"]
+    low = held.encode(after.stores[0], gather(key, index), gather(value, index), dtype, sides)
+    live = layer.position >= 0
+    order = oldest_first(layer.position, live, count)
+    high_at = take(jnp.where(live, layer.position, EMPTY), order, count, EMPTY)
+    high = held.encode(after.stores[1], take(key, order, count), take(value, order, count), dtype, sides)
+    moved = jax.tree.map(lambda leaf: take(leaf, order, count), per_slot)
+    layer = layer.replace(position=jnp.concatenate([low_at, high_at], axis=2), stores=(low, high))
+    return layer, _of(after, moved, high_at)
+
+
+def resize(layer: LayerKV, after: Group, per_slot: PerSlot) -> tuple[LayerKV, PerSlot]:
+    """Moves tiers into those of the decoding phase, whose low tier has the same size; see `convert`."""
+    size, count = after.slots
+    low_at, high_at = layer.position[:, :, :size], layer.position[:, :, size:]
+    live = high_at >= 0
+    order = oldest_first(high_at, live, count)
+    high = jax.tree.map(lambda leaf: take(leaf, order, count), layer.stores[1])
+    high_at = take(jnp.where(live, high_at, EMPTY), order, count, EMPTY)
+    moved = jax.tree.map(lambda leaf: take(leaf, order, count), per_slot)
+    layer = layer.replace(position=jnp.concatenate([low_at, high_at], axis=2), stores=(layer.stores[0], high))
+    return layer, _of(after, moved, high_at)
+
+
+def _of(after: Group, per_slot: PerSlot, position: Array) -> PerSlot:
+    """Returns `per_slot` with the statistics of the decoding phase, 0 in empty slots."""
+    per_slot = forget(per_slot, position)
+    fresh = empty_stats(after.needs, after.policy.remembers, slots_of(position))
+    return per_slot.replace(stats={name: per_slot.stats.get(name, new) for name, new in fresh.items()})
