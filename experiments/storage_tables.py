@@ -36,6 +36,8 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "bfp": ("bfp", "bfp(4)"),
     "levels": ("levels(4)", "levels(3)"),
     "low_rank": ("low_rank(64, 64)",),
+    "cskv": ("cskv(64, heads=2)",),
+    "kv_heads": ("kv_heads(2)",),
     "turboquant": ("turboquant(4)", "turboquant(3)", "turboquant(2)"),
 }
 
