@@ -13,6 +13,7 @@ from kvjax.storage.fp8 import Fp8, fp8
 from kvjax.storage.integer import Integer, int2, int4, int8, integer
 from kvjax.storage.joint import Joint, JointBlocks, cskv, kv_heads
 from kvjax.storage.kivi import Channels, kivi
+from kvjax.storage.kvquant import kvquant
 from kvjax.storage.layouts import BlockCodec, Blocks, Tiers, slots
 from kvjax.storage.levels import Levels, levels, normal_levels
 from kvjax.storage.low_rank import LowRank, low_rank
@@ -51,6 +52,7 @@ STORAGES: Registry[Storage] = Registry(
         "kv_heads": kv_heads,
         "kivi": kivi,
         "mikv": mikv,
+        "kvquant": kvquant,
     },
 )
 by_name, accepts = STORAGES.by_name, STORAGES.accepts
@@ -74,6 +76,6 @@ __all__ = [
     "Fp8", "Halves", "Integer", "Joint", "JointBlocks", "Levels", "LowRank", "Mxfp4", "Permuted", "PromptView",
     "Samples", "Scaled", "Side", "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "accepts", "bfp", "blocks",
     "breakdown", "by_name", "chain", "cskv", "dense", "fp8", "int2", "int4", "int8", "integer", "kivi", "kv_heads",
-    "levels", "low_rank", "mikv", "mxfp4", "nbytes", "normal_levels", "pack", "permuted", "read", "replay",
+    "kvquant", "levels", "low_rank", "mikv", "mxfp4", "nbytes", "normal_levels", "pack", "permuted", "read", "replay",
     "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant", "unpack",
 ]  # fmt: skip
