@@ -155,7 +155,7 @@ def kvquant(
       outliers: the share of entries that are held exactly, in (0, 1); of a value, at least the smallest and the
         largest.
       sinks: the number of first positions that stay exact.
-      table: 2^bits ascending levels in [-1, 1] of keys, such as `level_table` fits; None = `normal_levels(bits)`.
+      table: 2^bits ascending levels in [-1, 1] of keys; None = `normal_levels(bits)`.
       value_table: the same of values; None = `table`.
       residual: the number of newest positions that stay exact.
 
