@@ -11,6 +11,7 @@ from experiments import fields, spec_text
 from experiments.fields import Budget, Count, Kernels, Names, Number, OptionalCount, OptionalText, Seed, Text
 from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError, KvjaxError
+from kvjax.models.quantize import WeightCodes
 from kvjax.policies import Policy
 
 DENSE, EVERYTHING = "dense", "everything"  # how slots are held and read unless a config says otherwise
@@ -25,6 +26,7 @@ class ModelConfig:
     skew: a file of `experiments.skew`, for selections that guess; None = no skew.
     calibration: a file of `kvjax.calibrate`, for storages that need one; None = made from a story that is generated.
     host_weights: the share of the layers whose weights are in host memory, 0 to 1.
+    weights: what the projections are quantised to, as text: int8, int4, int4(group=128, head=true); None = nothing.
     """
 
     path: OptionalText = None
@@ -33,6 +35,7 @@ class ModelConfig:
     skew: OptionalText = None
     calibration: OptionalText = None
     host_weights: Number = 0.0
+    weights: OptionalText = None
 
 
 @dataclasses.dataclass
@@ -168,6 +171,16 @@ def build_spec(config: ExperimentConfig) -> CacheSpec:
     """
     storage, selection = (spec_text.build(axis, getattr(config, axis)) for axis in ("storage", "selection"))
     return CacheSpec(build_policy(config.policy), storage, selection)
+
+
+def build_weights(config: ModelConfig) -> WeightCodes | None:
+    """What weights are quantised to.
+
+    Raises:
+      ConfigError: an unknown name, or values that cannot work.
+    """
+    codes: WeightCodes | None = None if config.weights is None else spec_text.build("weights", config.weights)
+    return codes
 
 
 def name_of(config: ExperimentConfig) -> str:

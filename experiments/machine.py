@@ -11,7 +11,7 @@ import jax
 
 from kvjax import host, products, sharding
 from kvjax.models.config import DecoderConfig
-from kvjax.models.parameters import parameter_count
+from kvjax.models.quantize import WeightCodes, parameter_bytes
 
 GB = 1e9
 #: Share of the memory that weights and cache may take; the rest is for activations and everybody else.
@@ -37,17 +37,18 @@ class Fit(NamedTuple):
         )
 
 
-def fit(config: DecoderConfig, dtype: Any, *, cache: int, mesh: str = "") -> Fit:
+def fit(config: DecoderConfig, dtype: Any, *, cache: int, mesh: str = "", codes: WeightCodes | None = None) -> Fit:
     """Compares a model with this machine, before anything is allocated.
 
     Args:
-      dtype: of the weights; cache: bytes of the largest cache that will be held; mesh: as in a config.
+      dtype: of the weights; cache: bytes of the largest cache that will be held; mesh: as in a config; codes: what the
+        weights are quantised to.
 
     Raises:
       ConfigError: a mesh that this machine does not have.
     """
     devices = list(sharding.make_mesh(mesh).devices.flat) if mesh else jax.local_devices()[:1]
-    weights = parameter_count(config) * jax.numpy.dtype(dtype).itemsize
+    weights = parameter_bytes(config, dtype, codes)
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
     if all(limits):
         kind = devices[0].device_kind

@@ -17,9 +17,11 @@ from kvjax.cache import CacheLayout, CacheSpec, Limits
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.checkpoint.huggingface import bundled
+from kvjax.checkpoint.quantized import stored_format
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models import families, shapes
 from kvjax.models.config import DecoderConfig
+from kvjax.models.quantize import WeightCodes
 from kvjax.policies import full
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -40,13 +42,26 @@ def dtype_of(config: ModelConfig, platform: str | None = None) -> Any:
 
 def decoder_config(config: ModelConfig) -> DecoderConfig | None:
     """What the decoder will be, as far as that is known before loading it."""
-    if config.path is not None:
-        folder = Path(config.path) if Path(config.path).is_dir() else bundled(config.path) or Path(config.path)
-        if isinstance(raw := results.read_json(folder / "config.json"), dict):
-            return families.read(raw)
+    if config.path is not None and isinstance(raw := results.read_json(_folder(config.path) / "config.json"), dict):
+        return families.read(raw)
     if config.shape is not None or config.path is None:
         return shapes.by_name(config.shape or "tiny")
     return None
+
+
+def codes_of(config: ModelConfig) -> WeightCodes | None:
+    """What weights will be quantised to, or are in the checkpoint, as far as that is known before loading it."""
+    if (codes := configs.build_weights(config)) is not None or config.path is None:
+        return codes
+    folder = _folder(config.path)
+    if not isinstance(raw := results.read_json(folder / "config.json"), dict):
+        return None
+    form = stored_format(folder, raw)
+    return None if form is None else WeightCodes(form.bits, form.group)
+
+
+def _folder(path: str) -> Path:
+    return Path(path) if Path(path).is_dir() else bundled(path) or Path(path)
 
 
 def specs_of(config: ExperimentConfig) -> list[CacheSpec]:
@@ -95,9 +110,11 @@ def check_fit(config: ExperimentConfig) -> None:
         # A prompt that is given has at most as many tokens as bytes; budgets are for its own length, not yet known.
         layouts = [layout_of(config, CacheSpec(full()), decoder, max(len(config.data.prompt.encode()), 1))]
     cache = max(most_bytes(layout, rows) for layout in layouts)
-    fit = machine.fit(decoder, dtype, cache=cache, mesh=config.mesh)
+    codes = codes_of(config.model)
+    fit = machine.fit(decoder, dtype, cache=cache, mesh=config.mesh, codes=codes)
     if not fit.fits:
-        raise CannotRun(f"{model_name(config.model)} does not fit: in {dtype} {fit}.")
+        held = f"{dtype}, weights {codes.name}," if codes else str(dtype)
+        raise CannotRun(f"{model_name(config.model)} does not fit: in {held} {fit}.")
 
 
 def layout_of(config: ExperimentConfig, spec: CacheSpec, decoder: DecoderConfig, prompt_length: int) -> CacheLayout:

@@ -21,7 +21,7 @@ from absl import flags
 from experiments import cli, fields, machine, plots, report, results
 from experiments import config as configs
 from experiments.config import ExperimentConfig
-from experiments.resolve import CannotRun, decoder_config, dtype_of, specs_of
+from experiments.resolve import CannotRun, codes_of, decoder_config, dtype_of, specs_of
 from experiments.session import Outcome, Session, describe
 from experiments.tasks import score
 from kvjax.errors import ConfigError
@@ -109,6 +109,7 @@ def plan(config: ExperimentConfig, topology: str | None) -> None:
         prefill_block=config.prefill_block,
         implementation=config.implementation,
         host_weights=config.model.host_weights,
+        weights=codes_of(config.model),
     )
     print(planned.table())
 

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 import kvjax
 from experiments import data, fields
-from experiments.config import ExperimentConfig, ModelConfig
+from experiments.config import ExperimentConfig, ModelConfig, build_weights
 from experiments.measure import Measurement, measure
 from experiments.resolve import CannotRun, check_fit, dtype_of, model_name, specs_of
 from experiments.tasks import score
@@ -24,7 +24,9 @@ from kvjax.models import shapes
 from kvjax.models.model import Model
 from kvjax.models.offload import offload
 from kvjax.models.parameters import parameter_count, random_parameters
+from kvjax.models.quantize import WeightCodes, quantize_weights
 from kvjax.models.skew import skewed
+from kvjax.products.quantized import is_quantized
 from kvjax.storage.calibration import required
 
 SAMPLE_ROWS, SAMPLE_TOKENS = 4, 512  # of the story that calibrates storages
@@ -68,7 +70,7 @@ def describe(model: Model, config: ModelConfig) -> str:
     heads = f"{decoder.num_heads} heads" + (
         f" on {decoder.num_kv_heads} KV heads" if decoder.num_kv_heads != decoder.num_heads else ""
     )
-    shape = f"{decoder.num_layers} layers of width {decoder.hidden_size}, {heads}, {size}, {dtype}"
+    shape = f"{decoder.num_layers} layers of width {decoder.hidden_size}, {heads}, {size}, {dtype}{_codes(model)}"
     if config.path is None:
         return (
             f"RANDOM WEIGHTS: no checkpoint was given (--config.model.path=FOLDER), so this is a randomly initialised "
@@ -135,14 +137,27 @@ class Session:
         )
 
 
+def _codes(model: Model) -> str:
+    """What weights are quantised to, in words; empty if they are exact."""
+    leaves = jax.tree.leaves(model.params, is_leaf=is_quantized)
+    if not (matrices := [leaf for leaf in leaves if is_quantized(leaf)]):
+        return ""
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    return f" with projections in {matrices[0].bits}-bit codes ({held / 1e6:,.1f} MB in all)"
+
+
 def _key(config: ExperimentConfig, *parts: str) -> str:
     resolved = fields.to_dict(config)
     return json.dumps([resolved[part] for part in parts])
 
 
 def _load(config: ExperimentConfig) -> Model:
-    model = _load_plain(config)
-    return model if config.model.skew is None else skewed(model, load_skew(config.model.skew).matrices)
+    codes = build_weights(config.model)
+    if config.model.skew is None:
+        return _load_plain(config, codes)
+    # A skew is folded into exact weights.
+    model = skewed(_load_plain(config, None), load_skew(config.model.skew).matrices)
+    return model if codes is None else quantize_weights(model, codes.bits, codes.group, head=codes.head)
 
 
 def _calibrated(model: Model, spec: CacheSpec, path: str | None) -> Model:
@@ -155,12 +170,14 @@ def _calibrated(model: Model, spec: CacheSpec, path: str | None) -> Model:
     return kvjax.calibrated(model, spec.storage, kvjax.calibrate(model, sample, spec.storage))
 
 
-def _load_plain(config: ExperimentConfig) -> Model:
+def _load_plain(config: ExperimentConfig, codes: WeightCodes | None) -> Model:
     mesh = sharding.make_mesh(config.mesh) if config.mesh else None
     dtype = dtype_of(config.model)
     if config.model.path is not None:
         try:
-            return kvjax.load(config.model.path, dtype=dtype, mesh=mesh, host_weights=config.model.host_weights)
+            return kvjax.load(
+                config.model.path, dtype=dtype, mesh=mesh, host_weights=config.model.host_weights, weights=codes
+            )
         except CheckpointError as error:
             if config.model.shape is None or Path(config.model.path).exists():
                 raise
@@ -173,6 +190,8 @@ def _load_plain(config: ExperimentConfig) -> Model:
         heads = (decoder.num_heads, decoder.num_kv_heads)
         placed = sharding.parameter_shardings(jax.eval_shape(init, key), mesh, heads)
     model = Model(decoder, jax.jit(init, out_shardings=placed)(key), mesh=mesh)
+    if codes is not None:
+        model = quantize_weights(model, codes.bits, codes.group, head=codes.head)
     return offload(model, config.model.host_weights)
 
 

@@ -1,4 +1,6 @@
-"""Policies, storages and selections as text: a name, a call, a combination, or a factory in a file of your own.
+"""Policies, storages, selections and quantised weights as text.
+
+A name, a call, a combination, or a factory in a file of your own:
 
 h2o
 h2o_decay(gamma=0.9, recent=16)
@@ -7,6 +9,7 @@ after_prefill(snapkv(window=16), then=roco)
 h2o(merge=d2o(beta=0.5))
 int8(residual=32)
 quest(page=16, budget=512)
+int4(group=128)
 mine.py:loudest(alpha=2)
 """
 
@@ -24,11 +27,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from kvjax.errors import ConfigError, KvjaxError, PolicyError, SelectionError, StorageError
+from kvjax.models.quantize import WEIGHTS, WeightCodes
 from kvjax.policies import COMBINATORS, HEAD_PLANS, MERGES, POLICIES, Merge, Policy
 from kvjax.selection import SELECTIONS, Selection
 from kvjax.storage import STORAGES, Storage
 
-Axis = Literal["policy", "merge", "storage", "selection"]
+Axis = Literal["policy", "merge", "storage", "selection", "weights"]
 Factory = Callable[..., Any]
 
 _FILE = re.compile(r"([^\s(),=]+\.py):(\w+)")  # FILE.py:factory
@@ -70,6 +74,7 @@ REGISTRIES: dict[Axis, Registry] = {
     "selection": Registry(
         Selection, SELECTIONS, {}, ("selection",), "quest(page=16, budget=512)", SelectionError
     ),
+    "weights": Registry(WeightCodes, WEIGHTS, {}, (), "int4(group=128)", ConfigError),
 }  # fmt: skip
 
 
@@ -216,7 +221,7 @@ def _unknown(axis: Axis, name: str, known: Mapping[str, Any]) -> str:
     registry = REGISTRIES[axis]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    plural = {"policy": "policies"}.get(axis, f"{axis}s")
+    plural = {"policy": "policies", "weights": "weights"}.get(axis, f"{axis}s")
     lists = [f"known {plural}: {', '.join(sorted(registry.factories))}"]
     if registry.combinators:
         lists.append(f"combinators: {', '.join(sorted(registry.combinators))}")

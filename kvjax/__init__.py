@@ -10,6 +10,7 @@ from kvjax.likelihood import LogLikelihood, log_likelihood
 from kvjax.models.calibrate import calibrate, calibrated
 from kvjax.models.compress import compress_kv_heads
 from kvjax.models.model import Model
+from kvjax.models.quantize import WeightCodes, quantize_weights
 from kvjax.sampling import Greedy, Sample
 from kvjax.sharding import make_mesh
 from kvjax.storage.calibration import Calibration, load_calibration
@@ -26,6 +27,7 @@ __all__ = [
     "LogLikelihood",
     "Model",
     "Sample",
+    "WeightCodes",
     "calibrate",
     "calibrated",
     "compress_kv_heads",
@@ -35,6 +37,7 @@ __all__ = [
     "log_likelihood",
     "make_mesh",
     "policies",
+    "quantize_weights",
     "save",
     "selection",
     "storage",

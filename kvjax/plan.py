@@ -6,7 +6,6 @@ not be present. No parameters and no cache are allocated.
 
 import contextlib
 import dataclasses
-import math
 import time
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +28,8 @@ from kvjax.generate import decode_steps
 from kvjax.inputs import check_batch, check_count
 from kvjax.memory import DEVICE
 from kvjax.models.config import DecoderConfig
+from kvjax.models.parameters import parameter_count
+from kvjax.models.quantize import WeightCodes, as_weight_codes
 from kvjax.policies.base import Policy
 from kvjax.prefill import prefill_steps
 from kvjax.roofline import Roofline, Shapes, average_slots, decode_shapes, fewest_bytes, local_bytes, roofline
@@ -52,6 +53,7 @@ class Plan:
       prompt_length: the number of tokens of each row's prompt.
       new_tokens: the number of new tokens of each row.
       dtype: of parameters and cache.
+      codes: name of what weights are quantised to, or empty.
       parameters: the total number of elements of the parameters.
       slots: for each group of heads of each layer, the number of slots per head that is allocated for decoding.
       explain: what runs in each layer, and why no faster kernel does; see `CacheLayout.explain`.
@@ -83,6 +85,7 @@ class Plan:
     prompt_length: int
     new_tokens: int
     dtype: str
+    codes: str
     parameters: int
     slots: tuple[int, ...]
     explain: str
@@ -108,6 +111,11 @@ class Plan:
         values = dataclasses.asdict(dataclasses.replace(self, compiled=None))
         del values["compiled"]
         return values | {"slots": list(self.slots)}
+
+    @property
+    def held(self) -> str:
+        """The dtype of the parameters, and what weights are quantised to."""
+        return f"{self.dtype}, weights {self.codes}" if self.codes else self.dtype
 
     def table(self) -> str:
         """Returns a table of the memory that the run needs and has, and of its maximum speed."""
@@ -139,7 +147,7 @@ class Plan:
         low, high = min(self.slots), max(self.slots)
         kept = f"{low}" if low == high else f"{low} to {high}"
         first = (
-            f"{self.parameters / 1e9:.3g}B parameters in {self.dtype}; batch {self.batch}, {self.prompt_length} prompt "
+            f"{self.parameters / 1e9:.3g}B parameters in {self.held}; batch {self.batch}, {self.prompt_length} prompt "
             f"+ {self.new_tokens} new tokens; {kept} slots a head under {self.policy}."
         )
         chosen = " (chosen here: fewest bytes moved)" if self.mesh_chosen else ""
@@ -173,6 +181,7 @@ def plan(
     storage: Storage | None = None,
     selection: Selection | None = None,
     host_weights: float = 0.0,
+    weights: WeightCodes | str | None = None,
 ) -> Plan:
     """Compiles a run ahead of time, and counts its memory and FLOPs.
 
@@ -195,11 +204,12 @@ def plan(
       storage: see `kvjax.generate`.
       selection: see `kvjax.generate`.
       host_weights: see `kvjax.load`.
+      weights: see `kvjax.load`.
 
     Raises:
       KvjaxError: if `kvjax.generate` would raise one, the topology or the mesh is not valid, or libtpu is missing.
     """
-    spec = as_spec(policy, storage, selection)
+    spec, codes = as_spec(policy, storage, selection), as_weight_codes(weights)
     for name, value in (("batch", batch), ("prompt_length", prompt_length), ("new_tokens", new_tokens)):
         check_count(name, value)
     check_batch(config, np.zeros((1, prompt_length), np.int32), None, new_tokens=new_tokens)
@@ -222,7 +232,7 @@ def plan(
     if topology and not mesh_axes:
         unsharded = lowered_on(None, spec)
         slots = average_slots(config, unsharded, prompt_length, new_tokens)
-        axes = fewest_bytes(config, unsharded.layout, dtype, batch, slots, len(targets), host_weights)
+        axes = fewest_bytes(config, unsharded.layout, dtype, batch, slots, len(targets), host_weights, codes)
     mesh = sharding.make_mesh(axes, targets) if axes else None
     count = mesh.size if mesh else 1
     lowered, full_lowered = lowered_on(mesh, spec), lowered_on(mesh, CacheSpec(policies.full()))
@@ -230,15 +240,15 @@ def plan(
     slots = average_slots(config, lowered, prompt_length, new_tokens)
     device = DEVICES[targets[0].device_kind] if topology else local_device(targets[:count])
 
-    shapes = decode_shapes(config, layout, dtype, batch, mesh, host_weights)
+    shapes = decode_shapes(config, layout, dtype, batch, mesh, host_weights, codes)
     step = roofline(config, shapes, slots, device)
-    full_shapes = decode_shapes(config, full_lowered.layout, dtype, batch, mesh, host_weights)
+    full_shapes = decode_shapes(config, full_lowered.layout, dtype, batch, mesh, host_weights, codes)
     full = roofline(config, full_shapes, average_slots(config, full_lowered, prompt_length, new_tokens), device)
-    whole_shapes = decode_shapes(config, layout, dtype, batch, None, host_weights)
+    whole_shapes = decode_shapes(config, layout, dtype, batch, None, host_weights, codes)
     whole = roofline(config, whole_shapes, slots, device)
-    weights, cache = local_bytes(shapes.params, DEVICE), step.cache
+    weight_bytes, cache = local_bytes(shapes.params, DEVICE), step.cache
     # On a CPU, host memory is the device's.
-    arguments = weights + cache + (step.host if targets[0].platform == "cpu" else 0)
+    arguments = weight_bytes + cache + (step.host if targets[0].platform == "cpu" else 0)
 
     start = time.perf_counter()
     compiled, problem = _compile_decode(config, layout, shapes, mesh)
@@ -260,10 +270,11 @@ def plan(
         prompt_length=int(prompt_length),
         new_tokens=int(new_tokens),
         dtype=str(dtype),
-        parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes.params)),
+        codes=codes.name if codes else "",
+        parameters=parameter_count(config),
         slots=tuple(group.capacity for group in layout.groups),
         explain=layout.explain(),
-        weights=weights,
+        weights=weight_bytes,
         cache=cache,
         temporaries=memory and memory.temporaries,
         host=step.host,

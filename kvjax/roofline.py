@@ -6,7 +6,7 @@ runs.
 
 import dataclasses
 import math
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,8 @@ from kvjax.memory import DEVICE, HOST, PINNED
 from kvjax.models import offload
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES
-from kvjax.models.parameters import parameter_shapes
+from kvjax.models.quantize import WeightCodes, held_shapes
+from kvjax.products.quantized import QuantizedMatrix, is_quantized
 from kvjax.sharding import Params, PyTree
 from kvjax.storage.calibration import side_shapes
 
@@ -80,6 +81,7 @@ def decode_shapes(
     batch: int,
     mesh: Mesh | AbstractMesh | None,
     host_weights: float = 0.0,
+    weights: WeightCodes | None = None,
 ) -> Shapes:
     """Returns the shapes of what `kvjax.generate` holds while decoding, without allocating it.
 
@@ -90,6 +92,7 @@ def decode_shapes(
       batch: the number of rows.
       mesh: the mesh, or None for a single device.
       host_weights: see `kvjax.load`.
+      weights: see `kvjax.load`.
     """
 
     def shape(dims: tuple[int, ...], kind: DTypeLike, *axes: str | None, memory: str = DEVICE) -> Array:
@@ -104,7 +107,7 @@ def decode_shapes(
         made,
         memories(layout.decode, made),
     )
-    params = _calibrated(parameter_shapes(config, dtype), config, layout, dtype)
+    params = _calibrated(held_shapes(config, dtype, weights), config, layout, dtype)
     if mesh is not None:
         places = sharding.parameter_shardings(params, mesh, (config.num_heads, config.num_kv_heads))
         params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, places)
@@ -197,16 +200,17 @@ def roofline(config: DecoderConfig, shapes: Shapes, slots: tuple[AverageSlots, .
     """
     state = shapes.carry.state
     batch = state.length.shape[0]
-    matrices = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(shapes.params) if _is_read(config, path)]
+    leaves = jax.tree_util.tree_leaves_with_path(shapes.params, is_leaf=is_quantized)
+    matrices = [leaf for path, leaf in leaves if _is_read(config, path)]
     rows = _local(state.length)[0]
-    # A multiplication and an addition per row and matrix element.
-    flops = 2.0 * rows * sum(math.prod(_local(leaf)) for leaf in matrices if len(leaf.shape) == 2)
+    # A multiplication and an addition per row and matrix element; the decoding of codes is not counted.
+    flops = 2.0 * rows * sum(math.prod(_local_matrix(leaf)) for leaf in matrices if len(leaf.shape) == 2)
     moved, linked = 0.0, 0.0
     for (index, layer), own in zip(layers_of(state), slots, strict=True):
         local_rows, kv_heads, _ = _local(layer.position)
         query = shapes.params[f"layer_{index}"]["attention"]["query"]["kernel"]
         # Two products, QKᵀ and PV, each with a multiplication and an addition per element.
-        flops += 4.0 * local_rows * _local(query)[1] * own.read * layer.position.shape[1] / config.num_kv_heads
+        flops += 4.0 * local_rows * _local_matrix(query)[1] * own.read * layer.position.shape[1] / config.num_kv_heads
         statistics = sum(leaf.dtype.itemsize * math.prod(leaf.shape[3:]) for leaf in jax.tree.leaves(layer.stats))
         slot = _slot_bytes(layer.stores, layer)
         # Every slot that is read, and the new one, which is written; statistics are read and written.
@@ -228,12 +232,12 @@ def roofline(config: DecoderConfig, shapes: Shapes, slots: tuple[AverageSlots, .
     return Roofline(local_bytes(state, DEVICE), host, weights, round(moved), link, round(flops), speed, limit)
 
 
-def _is_read(config: DecoderConfig, path: tuple[jax.tree_util.DictKey, ...]) -> bool:
+def _is_read(config: DecoderConfig, path: tuple[Any, ...]) -> bool:
     """Returns whether a step reads the whole parameter.
 
     It looks up single rows of the position table, and of the token embedding if that is not the output head too.
     """
-    name = tuple(key.key for key in path[-2:])
+    name = sharding.path_names(path[-2:])
     return name != ("position_embed", "table") and (config.tie_embeddings or name != ("embed", "tokens"))
 
 
@@ -257,6 +261,7 @@ def fewest_bytes(
     slots: tuple[AverageSlots, ...],
     count: int,
     host_weights: float = 0.0,
+    weights: WeightCodes | None = None,
 ) -> dict[str, int]:
     """Chooses the mesh on which a device moves the fewest bytes per step, over the host link or else in its memory.
 
@@ -268,6 +273,7 @@ def fewest_bytes(
       slots: from `average_slots`.
       count: the number of devices.
       host_weights: see `kvjax.load`.
+      weights: see `kvjax.load`.
 
     Returns:
       The sizes of the axes ``data`` and ``model``; among equal ones those with the larger ``model``.
@@ -276,7 +282,8 @@ def fewest_bytes(
 
     def moved(model: int) -> tuple[int, int]:
         mesh = AbstractMesh((count // model, model), ("data", "model"))
-        step = roofline(config, decode_shapes(config, layout, dtype, batch, mesh, host_weights), slots, unknown)
+        shapes = decode_shapes(config, layout, dtype, batch, mesh, host_weights, weights)
+        step = roofline(config, shapes, slots, unknown)
         return step.link_moved, step.weights_moved + step.cache_moved
 
     sizes = [model for model in range(count, 0, -1) if count % model == 0]
@@ -287,6 +294,14 @@ def fewest_bytes(
 def _local(leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
     """Returns the shape of an array's part on one device."""
     return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+
+
+def _local_matrix(leaf: jax.Array | jax.ShapeDtypeStruct | QuantizedMatrix) -> tuple[int, ...]:
+    """Returns the shape [in, out] of a matrix's part on one device, or that of another parameter's part."""
+    if not isinstance(leaf, QuantizedMatrix):
+        return _local(leaf)
+    groups, _, outputs = _local(leaf.codes)
+    return groups * leaf.group, outputs
 
 
 def local_bytes(tree: PyTree, memory: str | None = None) -> int:

@@ -46,6 +46,9 @@ PARAMETERS: Mapping[tuple[str, ...], tuple[str | None, ...]] = {
     ("down", "kernel"): ("mlp", "embed"),
 }
 
+#: The parts of a quantised matrix, see `kvjax.products.quantized`. They are divided as the matrix is.
+QUANTIZED = ("codes", "scale", "zero", "order")
+
 
 def make_mesh(axes: str | Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Makes a mesh over the first devices that it needs.
@@ -175,14 +178,24 @@ def parameter_spec(
 
     Args:
       path: the names from the root of the parameter tree, such as ``("layer_3", "attention", "query", "kernel")``. The
-        last two determine the logical axes; see `PARAMETERS`.
+        last two determine the logical axes; see `PARAMETERS`. The parts of a quantised matrix have one name more.
       shape: the shape of the parameter.
       mesh: the mesh.
       head_counts: the number of query heads and of KV heads. A projection is divided between heads, never inside one.
     """
-    axes = PARAMETERS.get(tuple(path[-2:]), (None,) * len(shape))
     counts: dict[str | None, int] = {"heads": head_counts[0], "kv_heads": head_counts[1]}
+    if (axes := PARAMETERS.get(tuple(path[-3:-1]))) and path[-1] in QUANTIZED:
+        # [G, bytes, out], [G, out] or [in]: between heads, and between groups.
+        axes = (None,) * len(shape) if path[-1] == "order" else (axes[0], *(None,) * (len(shape) - 2), axes[1])
+        sizes = [math.gcd(counts.get(axis, size), size) for axis, size in zip(axes, shape, strict=True)]
+        return spec(axes, sizes, mesh)
+    axes = PARAMETERS.get(tuple(path[-2:]), (None,) * len(shape))
     return spec(axes, [counts.get(axis, size) for axis, size in zip(axes, shape, strict=True)], mesh)
+
+
+def path_names(path: Sequence[Any]) -> tuple[str, ...]:
+    """Returns the names of a path of `jax.tree_util`: keys of dicts, and fields of dataclasses."""
+    return tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
 
 
 def parameter_shardings(params: Params, mesh: Mesh | AbstractMesh, head_counts: tuple[int, int]) -> Params:
@@ -197,8 +210,7 @@ def parameter_shardings(params: Params, mesh: Mesh | AbstractMesh, head_counts: 
       A tree of `NamedSharding` with the structure of `params`.
     """
 
-    def place(path: tuple[jax.tree_util.DictKey, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
-        names = [key.key for key in path]
-        return NamedSharding(mesh, parameter_spec(names, leaf.shape, mesh, head_counts))
+    def place(path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+        return NamedSharding(mesh, parameter_spec(path_names(path), leaf.shape, mesh, head_counts))
 
     return jax.tree_util.tree_map_with_path(place, params)

@@ -73,6 +73,7 @@ def define(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_float("budget", 0.2, "fraction of the context", 0.0, 1.0, flag_values=values)
     whole("batch", None, "rows")
+    several("weights", "none", "for `decode`: the first policy with weights quantised to int8, int4, int2 as well")
     several("context", None, "prompt tokens; several, with commas between them, for `memory` and `selections`")
     whole("slots", 512, "budget of every policy, for `policies`, `storages` and `stream`", 64)
     whole("tokens", 128, "new tokens of kvjax a round; a slow peer generates fewer", 2)

@@ -37,6 +37,7 @@ from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
+from kvjax.models.quantize import as_weight_codes
 from kvjax.policies.base import Policy
 from kvjax.policies.budget import Fraction
 
@@ -126,6 +127,15 @@ def one_setting(values: flags.FlagValues, against: list[str], batch: int, contex
         unpoliced = prompt[:, : slots + 1 - few]
         sides[NO_POLICY] = ours(model, unpoliced, policies.full(), few, restart=True, implementation=implementation)
         held[NO_POLICY] = slots
+    codes = {f"{first}, weights {name}": as_weight_codes(name) for name in values.weights if name != "none"}
+    for name, each in codes.items():
+        assert each is not None
+        coded = kvjax.quantize_weights(model, each.bits, each.group)
+        if values.fill:
+            sides[name] = filled_steps(coded, CacheSpec(built[first]), batch, context, tokens, rounds, implementation)
+        else:
+            sides[name] = ours(coded, prompt, built[first], tokens, implementation=implementation)
+        held[name] = held[first]
     owner: dict[str, str] = {}
     pythons = interpreters(values.python)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -143,6 +153,7 @@ def one_setting(values: flags.FlagValues, against: list[str], batch: int, contex
         times = in_turns(sides, rounds)
 
     must = {name: bytes_a_step(model, policy, batch, context, tokens) for name, policy in built.items()}
+    must |= {name: bytes_a_step(model, built[first], batch, context, tokens, each) for name, each in codes.items()}
     a_byte = np.array(times.pop("limit"))
     fastest = {
         name: min((each for each in owner if owner[each] == name), key=lambda each: np.median(times[each]))

@@ -24,6 +24,7 @@ from kvjax.errors import ConfigError
 from kvjax.generate import decode
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import random_parameters
+from kvjax.models.quantize import WeightCodes
 from kvjax.models.shapes import by_name
 from kvjax.policies import evict, low_norm
 from kvjax.policies.base import Policy
@@ -187,11 +188,13 @@ def timed(run: Callable[[], Any], calls: int = 1) -> Iterator[float]:
         yield (time.perf_counter() - start) / calls
 
 
-def bytes_a_step(model: kvjax.Model, policy: Policy, batch: int, context: int, tokens: int) -> int:
-    """The least that a decoding step moves; see `kvjax.roofline.Roofline`."""
+def bytes_a_step(
+    model: kvjax.Model, policy: Policy, batch: int, context: int, tokens: int, codes: WeightCodes | None = None
+) -> int:
+    """The least that a decoding step moves; see `kvjax.roofline.Roofline`. `codes`: what weights are quantised to."""
     config, lowered = model.config, lowered_for(model, policy, batch, context, tokens)
     slots = average_slots(config, lowered, context, tokens)
-    shapes = decode_shapes(config, lowered.layout, dtype_of(model), batch, None)
+    shapes = decode_shapes(config, lowered.layout, dtype_of(model), batch, None, weights=codes)
     step = roofline(config, shapes, slots, Device("", None, None, None, ""))
     return step.weights_moved + step.cache_moved
 

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,16 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from kvjax import sharding
-from kvjax.checkpoint import names, readers
+from kvjax.checkpoint import names, quantized, readers
 from kvjax.checkpoint.readers import Stored
 from kvjax.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer
 from kvjax.checkpoint.writer import save
 from kvjax.errors import CheckpointError, ConfigError
-from kvjax.models import families, offload
+from kvjax.models import families, offload, quantize
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
+from kvjax.models.quantize import WeightCodes, as_weight_codes
+from kvjax.products import QuantizedMatrix
 from kvjax.sharding import PyTree
 
 Array = jax.Array
@@ -56,12 +59,20 @@ FORMATS = (
 
 
 def load(
-    path_or_name: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None, host_weights: float = 0.0
+    path_or_name: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    host_weights: float = 0.0,
+    weights: WeightCodes | str | None = None,
 ) -> Model:
     """Loads a model from a Hugging Face folder or from the hub.
 
     Tensors are read one at a time, converted to the target dtype and moved to their devices. The host therefore needs
-    memory for those parameters that stay on the host and for the largest tensor.
+    memory for those parameters that stay on the host and for the largest tensor. The same holds for weights that are
+    quantised here.
+
+    Weights of GPTQ and AWQ folders (`kvjax.checkpoint.quantized`) stay quantised.
 
     Args:
       path_or_name: a folder with ``config.json`` and weights (safetensors, Flax msgpack, or PyTorch if torch is
@@ -71,33 +82,50 @@ def load(
         ten times slower, and for bfloat16 on GPUs and TPUs.
       mesh: the mesh to shard the parameters over, by `kvjax.sharding.PARAMETERS`; None for the default device.
       host_weights: the share of the layers whose weights stay in host memory, see `kvjax.models.offload`.
+      weights: what the projections are quantised to, ``int8``, ``int4``, ``int2`` or a `kvjax.WeightCodes`; None = as
+        the checkpoint has them.
 
     Raises:
       CheckpointError: if there is no checkpoint, a file is damaged, a tensor holds NaN, or the tensors are not those of
         the configuration. The message lists the tensors concerned.
-      ConfigError: if the family, an option or the dtype is not supported.
+      ConfigError: if the family, an option, the dtype or the format of quantised weights is not supported.
     """
     folder = _locate(path_or_name)
-    target = _dtype(dtype, mesh)
+    target, codes = _dtype(dtype, mesh), as_weight_codes(weights)
+    raw = readers.read_json(folder / "config.json")
     try:
-        config = families.read(readers.read_json(folder / "config.json"))
+        config = families.read(raw)
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
+    form = quantized.stored_format(folder, raw)
+    if form is not None and codes is not None:
+        raise ConfigError(f"{folder} holds {form.bits}-bit weights of {form.method}; leave out weights={codes.name!r}.")
     tokenizer = load_tokenizer(folder, config)
     on_host = offload.host_layers(config.num_layers, host_weights)
     try:
-        stored = _canonical(folder, config, _open(folder))
+        stored = _canonical(folder, config, _open(folder, form))
         config = _untie(config, stored)
+        quantize.check(config, codes)
+        place = _Place(config, mesh, on_host)
         params: dict[str, PyTree] = {}
-        for tensor in _expected(folder, config, stored):
-            parts = tensor.split(
-                stored[tensor.name].read(target, transposed_memory=tensor.out_first and not tensor.fused)
-            )
+        for tensor in _expected(folder, config, stored, form):
+            parts: list[Any]
+            coded = codes is not None and codes.takes(tensor.paths[0])
+            if form is not None and quantized.is_stored(tensor, stored):
+                parts = quantized.read(tensor, stored, form, target)
+            else:
+                # Codes are made of exact weights, whatever the dtype of the model.
+                kind = np.dtype(np.float32) if coded else target
+                parts = tensor.split(
+                    stored[tensor.name].read(kind, transposed_memory=tensor.out_first and not tensor.fused)
+                )
             for path in tensor.paths:
                 node = params
                 for key in path[:-1]:
                     node = node.setdefault(key, {})
-                node[path[-1]] = _place(parts.pop(0), path, config, mesh, on_host)
+                part = parts.pop(0)
+                node[path[-1]] = place.coded(part, path, codes, target) if codes and coded else place(part, path)
+                del part
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror or error}.") from None
     return Model(config, params, tokenizer, mesh)
@@ -153,7 +181,9 @@ def _download(name: str) -> Path:
         files = hub.list_repo_files(name)
         wanted = [f for f in FORMATS if f.file in files or f.index in files][:1]
         weights = [pattern for f in wanted for pattern in (f.file, f.index, f.shards)]
-        return Path(hub.snapshot_download(name, allow_patterns=["config.json", *TOKENIZER_FILES, *weights]))
+        return Path(
+            hub.snapshot_download(name, allow_patterns=["config.json", *quantized.SETTINGS, *TOKENIZER_FILES, *weights])
+        )
     except Exception as error:  # network and hub raise errors of many types
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     try:
@@ -183,12 +213,19 @@ def _dtype(dtype: DTypeLike | None, mesh: Mesh | None) -> np.dtype:
     return found
 
 
-def _open(folder: Path) -> list[Stored]:
+def _open(folder: Path, quantised: quantized.StoredFormat | None) -> list[Stored]:
     """Opens the weights of a folder, in the first format of `FORMATS` that it has.
+
+    Args:
+      folder: the folder.
+      quantised: how it holds quantised weights, whose file may have another name.
 
     Returns:
       Every tensor of the folder.
     """
+    named = quantised and quantised.file and f"{quantised.file}.safetensors"
+    if named and (folder / named).is_file():
+        return list(readers.safetensors(folder / named).values())
     for form in FORMATS:
         if (folder / form.file).is_file():
             return list(form.read(folder / form.file).values())
@@ -245,16 +282,22 @@ def _untie(config: DecoderConfig, stored: dict[str, Stored]) -> DecoderConfig:
     return dataclasses.replace(config, tie_embeddings=False)
 
 
-def _expected(folder: Path, config: DecoderConfig, stored: Mapping[str, Stored]) -> list[names.Tensor]:
-    """Returns the tensors to read.
+def _expected(
+    folder: Path, config: DecoderConfig, stored: Mapping[str, Stored], form: quantized.StoredFormat | None
+) -> list[names.Tensor]:
+    """Returns the tensors to read, in their exact form.
 
     Raises:
       CheckpointError: if a tensor is missing, superfluous or has another shape. The message lists all of them.
     """
     expected = names.tensors(config)
-    wanted = {tensor.name: tensor.shape for tensor in expected}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for tensor in expected:
+        coded = form is not None and quantized.is_stored(tensor, stored)
+        wanted |= form.tensors(tensor, stored) if form and coded else {tensor.name: tensor.shape}
     missing = [name for name in wanted if name not in stored]
-    extra = [stored[name].name for name in stored if name not in wanted]
+    ignored = quantized.zero_biases(stored, wanted) if form else []
+    extra = [stored[name].name for name in stored if name not in wanted and name not in ignored]
     misshapen = [
         f"{name} is {list(stored[name].shape)} instead of {list(shape)}"
         for name, shape in wanted.items()
@@ -276,17 +319,40 @@ def _shorten(items: Sequence[str]) -> str:
     return ", ".join(items[:MAX_LISTED]) + more
 
 
-def _place(
-    array: np.ndarray, path: names.Path, config: DecoderConfig, mesh: Mesh | None, on_host: frozenset[int]
-) -> Array:
-    """Moves a parameter to its devices and waits, so that the host's copy is freed before the next tensor is read."""
-    place: Sharding | None = None
-    if mesh is not None:
-        heads = (config.num_heads, config.num_kv_heads)
-        place = NamedSharding(mesh, sharding.parameter_spec(path, array.shape, mesh, heads))
-    if offload.is_on_host(path, on_host):
-        place = offload.in_host_memory(place)
-    return jax.block_until_ready(jax.device_put(array, place))
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Moves parameters to their devices and waits, so that the host's copy is freed before the next tensor is read.
+
+    Attributes:
+      config: the decoder.
+      mesh: the mesh, or None.
+      on_host: the layers in host memory.
+    """
+
+    config: DecoderConfig
+    mesh: Mesh | None
+    on_host: frozenset[int]
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.config.num_heads, self.config.num_kv_heads
+
+    def __call__(self, part: np.ndarray | QuantizedMatrix, path: names.Path) -> Array | QuantizedMatrix:
+        on_host = offload.is_on_host(path, self.on_host)
+        if isinstance(part, QuantizedMatrix):
+            return quantize.placed(part, path, self.mesh, self.heads, on_host=on_host)
+        place: Sharding | None = None
+        if self.mesh is not None:
+            place = NamedSharding(self.mesh, sharding.parameter_spec(path, part.shape, self.mesh, self.heads))
+        if on_host:
+            place = offload.in_host_memory(place)
+        return jax.block_until_ready(jax.device_put(part, place))
+
+    def coded(self, part: Any, path: names.Path, codes: WeightCodes, dtype: np.dtype) -> QuantizedMatrix:
+        """Quantises a matrix on its devices."""
+        exact: Any = dataclasses.replace(self, on_host=frozenset())(part, path)
+        on_host = offload.is_on_host(path, self.on_host)
+        return quantize.quantized(exact, path, codes, self.mesh, self.heads, dtype, on_host=on_host)
 
 
 __all__ = ["FORMATS", "load", "save"]

@@ -61,13 +61,15 @@ class Tensor:
         array = array.T if self.out_first else array
         if not self.fused and array.flags.c_contiguous:
             return [array]
+        return [own(part) for part in self.split_outputs(array)]
+
+    def split_outputs(self, array: np.ndarray) -> list[np.ndarray]:
+        """Divides what has the tensor's outputs on its last axis: [..., out] -> [..., out] of each parameter."""
         if self.heads:
             # [..., heads, parts, D]
             array = array.reshape(*array.shape[:-1], self.heads, len(self.paths), -1)
-            parts = [array[..., i, :].reshape(shape) for i, shape in enumerate(self.shapes)]
-        else:
-            parts = np.split(array, np.cumsum([shape[-1] for shape in self.shapes])[:-1], axis=-1)
-        return [own(part) for part in parts]
+            return [array[..., i, :].reshape(*array.shape[:-3], -1) for i in range(len(self.paths))]
+        return np.split(array, np.cumsum([shape[-1] for shape in self.shapes])[:-1], axis=-1)
 
     def merge(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Converts parameters to the tensor.
@@ -78,14 +80,17 @@ class Tensor:
         Returns:
           The tensor, contiguous, in the shape `shape`.
         """
+        array = self.merge_outputs(parts)
+        return np.ascontiguousarray(array.T if self.out_first else array)
+
+    def merge_outputs(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Inverts `split_outputs`."""
         if self.heads:
             # each [..., heads, 1, D]
             split = [part.reshape(*part.shape[:-1], self.heads, 1, -1) for part in parts]
             # [..., heads * parts * D]
-            array = np.concatenate(split, axis=-2).reshape(*parts[0].shape[:-1], -1)
-        else:
-            array = np.concatenate(parts, axis=-1) if self.fused else parts[0]
-        return np.ascontiguousarray(array.T if self.out_first else array)
+            return np.concatenate(split, axis=-2).reshape(*parts[0].shape[:-1], -1)
+        return np.concatenate(parts, axis=-1) if self.fused else parts[0]
 
 
 def tensors(config: DecoderConfig) -> list[Tensor]:

@@ -1,9 +1,12 @@
 """Saves and restores parameters and caches with Orbax: each device writes its part, and a save is atomic."""
 
 import dataclasses
+import math
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
@@ -13,7 +16,8 @@ from kvjax.cache.state import KVState, Layer, LayerKV
 from kvjax.errors import CheckpointError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_shapes
-from kvjax.sharding import Params, PyTree
+from kvjax.products.quantized import BYTE, WIDTHS, QuantizedMatrix
+from kvjax.sharding import QUANTIZED, Params, PyTree
 
 MAX_LISTED = 8  # leaves that an error message lists
 MAX_REASON = 200  # characters of Orbax's message that an error quotes
@@ -46,11 +50,12 @@ def restore_params(
     Raises:
       CheckpointError: if the folder is missing or damaged, or the parameters are not those of the decoder.
     """
-    target = parameter_shapes(config)
     saved = _metadata(folder)
+    target = _as_saved(parameter_shapes(config), saved)
     _same_shapes(folder, target, saved)
-    leaves = jax.tree.leaves(saved)
-    types = jax.tree.unflatten(jax.tree.structure(target), [dtype or leaf.dtype for leaf in leaves])
+    types = jax.tree.map(
+        lambda leaf: dtype if dtype and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype, target
+    )
     if mesh is None:
         device = SingleDeviceSharding(jax.devices()[0])
         places = jax.tree.map(lambda leaf: device, target)
@@ -60,6 +65,36 @@ def restore_params(
         lambda leaf, kind, place: jax.ShapeDtypeStruct(leaf.shape, kind, sharding=place), target, types, places
     )
     return _restore(folder, target)
+
+
+def _as_saved(target: Params, saved: PyTree) -> Params:
+    """Returns shapes of parameters in the dtypes that were saved, and quantised where the saved ones are.
+
+    Args:
+      target: shapes of exact parameters.
+      saved: the saved tree. What it has not is returned as it is.
+    """
+
+    def form(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> PyTree:
+        found = saved
+        for name in sharding.path_names(path):
+            found = found.get(name) if isinstance(found, dict) else None
+        if hasattr(found, "dtype"):
+            return jax.ShapeDtypeStruct(leaf.shape, found.dtype)
+        codes = getattr(found.get("codes"), "shape", ()) if isinstance(found, dict) else ()
+        # The number of bits is not saved: it is that with which the codes are those of the matrix's inputs.
+        bits = BYTE * math.prod(codes[:2]) // leaf.shape[0]
+        if found is None or len(codes) != 3 or bits not in WIDTHS:
+            return leaf
+        parts: dict[str, Any] = {
+            name: jax.ShapeDtypeStruct(found[name].shape, found[name].dtype)
+            for name in QUANTIZED
+            if found.get(name) is not None
+        }
+        return QuantizedMatrix(bits=bits, **parts) if len(parts) >= len(QUANTIZED) - 1 else leaf
+
+    found: Params = jax.tree_util.tree_map_with_path(form, target)
+    return found
 
 
 def save_state(folder: str | Path, state: KVState) -> None:

@@ -30,6 +30,8 @@ FLOATS: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+INTEGER = "I32"  # the dtype of packed codes
+READ = FLOATS | {INTEGER: np.dtype(np.int32)}
 #: Bytes per element of the other dtypes, which only buffers and quantised weights have.
 _OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8}
 _OTHERS |= {"U64": 8, "F8_E8M0": 1, "C64": 8}
@@ -73,8 +75,8 @@ class Stored:
         """
         if self.dtype not in FLOATS:
             raise CheckpointError(
-                f"{self.name} in {self.file} is stored as {self.dtype}; kvjax reads {', '.join(FLOATS)}, and no "
-                "quantised weights."
+                f"{self.name} in {self.file} is stored as {self.dtype}; kvjax reads {', '.join(FLOATS)}, and quantised "
+                "weights of folders whose config.json says that they are GPTQ's or AWQ's."
             )
         # Each piece is written to its transposed place, so that the matrix never exists in both memory orders.
         flip = transposed_memory and not self.transposed and len(self.layout) == 2
@@ -89,6 +91,20 @@ class Stored:
             _fill(array, start, converted)
             start += piece.size
         return array.T if self.transposed else array
+
+    def read_integers(self) -> np.ndarray:
+        """Reads a tensor of packed codes, or of indices.
+
+        Raises:
+          CheckpointError: if it is not stored as int32.
+        """
+        if self.dtype != INTEGER:
+            raise CheckpointError(f"{self.name} in {self.file} is stored as {self.dtype}; it must be {INTEGER}.")
+        array, start = aligned(self.layout, READ[INTEGER]), 0
+        for piece in self.pieces():
+            _fill(array, start, piece)
+            start += piece.size
+        return array
 
 
 def _fill(array: np.ndarray, start: int, values: np.ndarray) -> None:
@@ -203,11 +219,11 @@ def safetensors(path: Path) -> dict[str, Stored]:
 
 def _stored(name: str, path: Path, shape: tuple[int, ...], dtype: str, extents: list[tuple[int, int]]) -> Stored:
     """Returns the tensor at the given offsets of a file."""
-    return Stored(name, path.name, shape, dtype, lambda: _from_file(path, FLOATS[dtype], extents))
+    return Stored(name, path.name, shape, dtype, lambda: _from_file(path, READ[dtype], extents))
 
 
-#: Name of a NumPy dtype -> key of `FLOATS`.
-_NUMPY = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+#: Name of a NumPy dtype -> its name in safetensors.
+_NUMPY = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": INTEGER}
 
 
 def flax(path: Path) -> dict[str, Stored]:

@@ -1,21 +1,24 @@
 """Saves a model as a Hugging Face folder, atomically."""
 
+import dataclasses
 import json
 import math
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from kvjax.checkpoint import names, readers
+from kvjax.checkpoint import names, quantized, readers
 from kvjax.errors import CheckpointError
 from kvjax.models import families
 from kvjax.models.model import Model
+from kvjax.products.quantized import is_quantized
 from kvjax.sharding import Params, PyTree
 
 SHARD_BYTES = 5_000_000_000  # maximum size of a safetensors file
@@ -37,6 +40,7 @@ def save(model: Model, folder: str | Path) -> None:
     Args:
       model: the model.
       folder: the folder to write: config.json, safetensors files of at most 5 GB, and the files of the tokenizer.
+        Quantised weights are written in version 2 of GPTQ's format, with scales in their own dtype.
 
     Raises:
       CheckpointError: if the folder contains anything else than a checkpoint or cannot be written, or the parameters
@@ -44,8 +48,12 @@ def save(model: Model, folder: str | Path) -> None:
     """
     folder = Path(folder).expanduser().resolve()
     raw = families.write(model.config)
-    entries = [(tensor, _parts(tensor, model.params)) for tensor in names.tensors(model.config)]
-    raw |= {"dtype": entries[0][1][0].dtype.name, "torch_dtype": entries[0][1][0].dtype.name}
+    found = [(tensor, _parts(tensor, model.params)) for tensor in names.tensors(model.config)]
+    entries = [entry for tensor, parts in found for entry in _entries(tensor, parts)]
+    raw |= {"dtype": entries[0].dtype, "torch_dtype": entries[0].dtype}
+    if matrices := [part for _, parts in found for part in parts if is_quantized(part)]:
+        head = is_quantized(model.params.get("head", {}).get("kernel"))
+        raw["quantization_config"] = quantized.settings(matrices, head=head)
     _check_replaceable(folder)
     staging = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
@@ -62,7 +70,7 @@ def save(model: Model, folder: str | Path) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _parts(tensor: names.Tensor, params: Params) -> list[jax.Array]:
+def _parts(tensor: names.Tensor, params: Params) -> list[Any]:
     """Returns the parameters that a tensor contains, on their devices."""
     parts = []
     for path, shape in zip(tensor.paths, tensor.shapes, strict=True):
@@ -74,32 +82,56 @@ def _parts(tensor: names.Tensor, params: Params) -> list[jax.Array]:
             raise CheckpointError(
                 f"parameter {'/'.join(path)} is {found}, but the model's config says {list(shape)}: nothing was saved."
             )
-        if node.dtype.name not in _DTYPE_NAMES:
-            raise CheckpointError(
-                f"parameter {'/'.join(path)} is {node.dtype.name}; checkpoints hold {', '.join(_DTYPE_NAMES)}."
-            )
+        dtype = node.scale.dtype if is_quantized(node) else node.dtype
+        if dtype not in readers.FLOATS.values():
+            valid = ", ".join(each.name for each in readers.FLOATS.values())
+            raise CheckpointError(f"parameter {'/'.join(path)} is {dtype.name}; checkpoints hold {valid}.")
         parts.append(node)
     return parts
 
 
 #: Name of a NumPy dtype -> name in safetensors.
-_DTYPE_NAMES = {dtype.name: name for name, dtype in readers.FLOATS.items()}
-
-#: A tensor, and the parameters that it contains.
-Entry = tuple[names.Tensor, list[jax.Array]]
+_DTYPE_NAMES = {dtype.name: name for name, dtype in readers.READ.items()}
 
 
-def _size(entry: Entry) -> int:
-    """Returns the size of a tensor in bytes."""
-    tensor, parts = entry
-    return math.prod(tensor.shape) * parts[0].dtype.itemsize
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor of a checkpoint.
+
+    Attributes:
+      name: the name in the file.
+      dtype: the name of its NumPy dtype.
+      shape: the shape in the file.
+      read: returns it, on the host.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+        return math.prod(self.shape) * readers.READ[_DTYPE_NAMES[self.dtype]].itemsize
+
+
+def _entries(tensor: names.Tensor, parts: list[Any]) -> list[Entry]:
+    """Returns the tensors of a file that hold a tensor: itself, or those of its quantised form."""
+    if not is_quantized(parts[0]):
+
+        def read() -> np.ndarray:
+            return tensor.merge([np.asarray(jax.device_get(part)) for part in parts])
+
+        return [Entry(tensor.name, parts[0].dtype.name, tensor.shape, read)]
+    return [Entry(name, each.dtype, each.shape, each.read) for name, each in quantized.written(tensor, parts).items()]
 
 
 def _write_weights(folder: Path, entries: Sequence[Entry]) -> None:
     """Writes one safetensors file, or several and an index."""
     shards: list[list[Entry]] = [[]]
     for entry in entries:
-        if shards[-1] and sum(map(_size, shards[-1])) + _size(entry) > SHARD_BYTES:
+        if shards[-1] and sum(each.size for each in shards[-1]) + entry.size > SHARD_BYTES:
             shards.append([])
         shards[-1].append(entry)
     if len(shards) == 1:
@@ -108,29 +140,28 @@ def _write_weights(folder: Path, entries: Sequence[Entry]) -> None:
     for index, shard in enumerate(shards):
         name = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
         _write_safetensors(folder / name, shard)
-        weight_map |= {tensor.name: name for tensor, _ in shard}
-    index_json = {"metadata": {"total_size": sum(map(_size, entries))}, "weight_map": weight_map}
+        weight_map |= {entry.name: name for entry in shard}
+    index_json = {"metadata": {"total_size": sum(entry.size for entry in entries)}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_safetensors(path: Path, entries: Sequence[Entry]) -> None:
     """Writes one safetensors file. Copies one tensor at a time to the host."""
     # In order of descending element size, every tensor is aligned.
-    entries = sorted(entries, key=lambda entry: -entry[1][0].dtype.itemsize)
+    entries = sorted(entries, key=lambda entry: -entry.size // math.prod(entry.shape))
     header: readers.Json = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for tensor, parts in entries:
-        end = offset + _size((tensor, parts))
-        dtype = _DTYPE_NAMES[parts[0].dtype.name]
-        header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+    for entry in entries:
+        end = offset + entry.size
+        dtype = _DTYPE_NAMES[entry.dtype]
+        header[entry.name] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % HEADER_ALIGNMENT)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(readers.LENGTH_BYTES, "little") + text)
-        for tensor, parts in entries:
-            array = tensor.merge([np.asarray(jax.device_get(part)) for part in parts])
-            file.write(array.reshape(-1).view(np.uint8).data)
+        for entry in entries:
+            file.write(np.ascontiguousarray(entry.read()).reshape(-1).view(np.uint8).data)
 
 
 def _check_replaceable(folder: Path) -> None:

@@ -19,6 +19,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES, Decoder, run_layer
 from kvjax.models.model import Model
 from kvjax.policies.window import full
+from kvjax.products.quantized import dequantize, is_quantized
 from kvjax.sharding import Params
 from kvjax.storage.base import UNROTATED, Storage
 from kvjax.storage.calibration import Calibration, required
@@ -124,10 +125,12 @@ def _samples(model: Model, tokens: np.ndarray, lengths: np.ndarray, storage: Sto
 def _kernels(params: Params, config: DecoderConfig) -> dict[str, np.ndarray]:
     """The projections of keys and values, [hidden, K, D] float32."""
     shape = (config.hidden_size, config.num_kv_heads, config.head_dim)
-    return {
-        name: np.asarray(memory.to_device(params["attention"][name]["kernel"]), np.float32).reshape(shape)
-        for name in ("key", "value")
-    }
+
+    def exact(name: str) -> np.ndarray:
+        kernel = memory.to_device(params["attention"][name]["kernel"])
+        return np.asarray(dequantize(kernel) if is_quantized(kernel) else kernel, np.float32).reshape(shape)
+
+    return {name: exact(name) for name in ("key", "value")}
 
 
 @functools.partial(jax.jit, static_argnames=("width", "layers"))

@@ -84,10 +84,9 @@ def read(name: str, family: Family, raw: Json) -> DecoderConfig:
     Raises:
       ConfigError: see `kvjax.models.families.read`.
     """
-    for key, only in {"quantization_config": None, **family.only}.items():
+    for key, only in family.only.items():
         if raw.get(key) is not None and raw[key] != only:
-            has = "unquantised weights" if only is None else f"{only!r}"
-            raise ConfigError(f"{key} of {name} is {raw[key]!r} in config.json; kvjax has {has} only.")
+            raise ConfigError(f"{key} of {name} is {raw[key]!r} in config.json; kvjax has {only!r} only.")
     types = {field.name: field.type for field in dataclasses.fields(DecoderConfig)}
     fields: Fields = {"family": name, **family.fixed}
     for field, (key, default) in family.keys.items():

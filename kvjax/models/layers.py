@@ -14,7 +14,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from kvjax.models.config import DecoderConfig
-from kvjax.products import product
+from kvjax.products import QuantizedMatrix, product
 
 Array = jax.Array
 
@@ -51,8 +51,10 @@ class Linear(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Maps [..., in] to [..., features]."""
         shape = (x.shape[-1], self.features)
-        # [in, features]
-        kernel = self.param("kernel", nn.initializers.normal(shape[0] ** -0.5), shape, self.dtype)
+        # [in, features]; Flax would compare the arrays of a quantised matrix with this shape
+        kernel: Array | QuantizedMatrix | None = self.get_variable("params", "kernel")
+        if not isinstance(kernel, QuantizedMatrix):
+            kernel = self.param("kernel", nn.initializers.normal(shape[0] ** -0.5), shape, self.dtype)
         # [..., features]
         y = product(x, kernel)
         if self.use_bias:

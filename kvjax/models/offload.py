@@ -6,7 +6,7 @@ layers are there at a time. Embeddings, the last norm and the output head stay o
 
 import dataclasses
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -50,8 +50,8 @@ def in_host_memory(place: Sharding | None) -> Sharding:
 def shapes_with_host_layers(params: Params, layers: frozenset[int]) -> Params:
     """Returns a tree of `jax.ShapeDtypeStruct` with the parameters of some layers in host memory."""
 
-    def place(path: tuple[jax.tree_util.DictKey, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if not is_on_host([key.key for key in path], layers):
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if not is_on_host(sharding.path_names(path), layers):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=in_host_memory(leaf.sharding))
 
@@ -70,8 +70,8 @@ def offload(model: Model, share: float = 1.0) -> Model:
     """
     layers = host_layers(model.config.num_layers, share)
 
-    def move(path: tuple[jax.tree_util.DictKey, ...], leaf: jax.Array) -> jax.Array:
-        if not is_on_host([key.key for key in path], layers):
+    def move(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        if not is_on_host(sharding.path_names(path), layers):
             return leaf
         return jax.device_put(leaf, leaf.sharding.with_memory_kind(memory.PINNED))
 

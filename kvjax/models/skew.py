@@ -23,6 +23,7 @@ from kvjax.inputs import check_batch
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SKEW, Decoder
 from kvjax.models.model import Model
+from kvjax.products.quantized import is_quantized
 from kvjax.sharding import Params
 
 Array = jax.Array
@@ -96,7 +97,8 @@ def skewed(model: Model, skew: ArrayLike, *, fold: bool | None = None) -> Model:
         them at run time.
 
     Raises:
-      InputError: matrices of another shape, or that are not orthogonal; a model that cannot be folded.
+      InputError: matrices of another shape, or that are not orthogonal; a model that cannot be folded, as those with
+        quantised weights cannot.
     """
     config = model.config
     matrices = np.asarray(skew, np.float32)
@@ -112,6 +114,8 @@ def skewed(model: Model, skew: ArrayLike, *, fold: bool | None = None) -> Model:
             "skew cannot be folded: this model rotates or normalises queries and keys after their projections; leave "
             "out fold=True."
         )
+    if fold and any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
+        raise InputError("skew cannot be folded into quantised weights; skew the model first, or give fold=False.")
     params = dict(model.params)
     for index, own in enumerate(jnp.asarray(matrices)):
         layer = dict(params[f"layer_{index}"])

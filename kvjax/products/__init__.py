@@ -16,18 +16,33 @@ from jax.typing import DTypeLike
 
 from kvjax.products.choice import FIXED, MAX_ROWS, Entry, chosen, explain, form_for, setting, use
 from kvjax.products.forms import FORMS
+from kvjax.products.quantized import QuantizedMatrix, quantized_product
 
 Array = jax.Array
 
-__all__ = ["FIXED", "FORMS", "MAX_ROWS", "Entry", "chosen", "explain", "product", "setting", "use"]
+__all__ = [
+    "FIXED",
+    "FORMS",
+    "MAX_ROWS",
+    "Entry",
+    "QuantizedMatrix",
+    "chosen",
+    "explain",
+    "product",
+    "setting",
+    "use",
+]
 
 
-def product(x: Array, kernel: Array, *, transposed: bool = False, dtype: DTypeLike | None = None) -> Array:
+def product(
+    x: Array, kernel: Array | QuantizedMatrix, *, transposed: bool = False, dtype: DTypeLike | None = None
+) -> Array:
     """Multiplies rows by a matrix, or by each matrix of a batch.
 
     Args:
       x: [..., in]; with a batch of matrices [*batch, rows, in].
-      kernel: [in, out] or [*batch, in, out]; if `transposed`, [out, in] or [*batch, out, in].
+      kernel: [in, out] or [*batch, in, out]; if `transposed`, [out, in] or [*batch, out, in]. A `QuantizedMatrix` is
+        [in, out], and decoded when x is known: a program holds decoded only what multiplies the same x.
       transposed: whether each row of the kernel is an output, as in an embedding table.
       dtype: of the result; None for that of x.
 
@@ -35,6 +50,10 @@ def product(x: Array, kernel: Array, *, transposed: bool = False, dtype: DTypeLi
       [..., out].
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    if isinstance(kernel, QuantizedMatrix):
+        assert not transposed, "a quantised matrix is [in, out]"
+        # [..., out]
+        return quantized_product(x, kernel, lambda x, rows: product(x, rows, dtype=dtype))
     form = form_for(x, kernel, transposed)
     if form == "dot":
         # [..., out]

@@ -67,6 +67,8 @@ def folder_with(path: Path, raw: dict[str, Any], seed: int = 0) -> tuple[Decoder
 
 
 def assert_same(actual: Any, expected: Any, dtype: Any = np.float32) -> None:
+    """Equal trees; `dtype`: that the expected one is converted to, None = each leaf has its own."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other).astype(dtype))
+        assert dtype is not None or one.dtype == other.dtype
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other).astype(dtype or other.dtype))

@@ -16,6 +16,7 @@ from kvjax import policies, sharding
 from kvjax.checkpoint import orbax
 from kvjax.checkpoint.huggingface import load, save
 from kvjax.generate import generate
+from kvjax.models.quantize import WeightCodes
 from tests.checkpoint.folders import assert_same, folder_with, raw_config
 
 
@@ -43,6 +44,19 @@ def main(folder: Path) -> None:
     assert_same(orbax.restore_params(folder / "params", config), params)
 
     tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
+    codes = WeightCodes(4, group=4)
+    coded, alone = load(folder / "hf", mesh=mesh, weights=codes), load(folder / "hf", weights=codes)
+    assert_same(coded.params, alone.params, None)
+    places = sharding.parameter_shardings(coded.params, mesh, (config.num_heads, config.num_kv_heads))
+    assert jax.tree.all(jax.tree.map(lambda leaf, place: leaf.sharding == place, coded.params, places))
+    # [G, bytes, out] of [16, 32] and of [32, 16]: divided by outputs, and by groups of inputs.
+    for name, shape in (("up", (4, 2, 8)), ("down", (2, 2, 16))):
+        kernel = coded.params["layer_0"]["mlp"][name]["kernel"]
+        assert {shard.data.shape for shard in kernel.codes.addressable_shards} == {shape}
+    results = [generate(each, tokens, policies.h2o(budget=6), max_new_tokens=4) for each in (coded, alone)]
+    np.testing.assert_array_equal(results[0].tokens, results[1].tokens)
+    np.testing.assert_allclose(results[0].logprobs, results[1].logprobs, atol=1e-4)
+
     state = generate(model, tokens, policies.h2o(budget=6), max_new_tokens=2).state
     orbax.save_state(folder / "state", state)
     for target in (None, state):

@@ -24,9 +24,10 @@ def memory(field):  # not getrusage, whose maximum a process inherits from the o
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
-load(sys.argv[1], dtype=jnp.float32)  # imports and traces, whose memory is not the checkpoint's
+weights = sys.argv[3] if len(sys.argv) > 3 else None
+load(sys.argv[1], dtype=jnp.float32, weights=weights)  # imports and traces, whose memory is not the checkpoint's
 before = memory("VmRSS")
-model = load(sys.argv[2], dtype=jnp.float32)
+model = load(sys.argv[2], dtype=jnp.float32, weights=weights)
 peak = memory("VmHWM") - before
 print(json.dumps({"peak": peak, "model": sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))}))
 """
@@ -42,19 +43,36 @@ def write(folder, kind, family, **sizes):
     return max(array.size for array in found.values()) * 4
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+SIZES = {
+    "hidden_size": 768, "n_embd": 768, "word_embed_proj_dim": 768, "head_dim": 192, "vocab_size": 8000,
+    "intermediate_size": 3072, "ffn_dim": 3072, "n_inner": 3072, "num_hidden_layers": 4, "n_layer": 4,
+}  # fmt: skip
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+
+
+@needs_proc
 @pytest.mark.parametrize(
     ("kind", "family"), [("float32", "llama"), ("bfloat16", "phi3"), ("flax", "opt"), ("float32", "gpt2")]
 )
 def test_peak_memory(kind, family, tmp_path):
-    sizes = {
-        "hidden_size": 768, "n_embd": 768, "word_embed_proj_dim": 768, "head_dim": 192, "vocab_size": 8000,
-        "intermediate_size": 3072, "ffn_dim": 3072, "n_inner": 3072, "num_hidden_layers": 4, "n_layer": 4,
-    }  # fmt: skip
     write(tmp_path / "small", kind, family)
-    largest = write(tmp_path / "large", kind, family, **sizes)
+    largest = write(tmp_path / "large", kind, family, **SIZES)
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large")]
     result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     print(f"{kind} {family}: {result}, largest {largest}, ratio {result['peak'] / (result['model'] + largest):.3f}")
     assert result["model"] > 100e6
     assert result["peak"] < result["model"] + largest + SLACK
+
+
+@needs_proc
+def test_peak_memory_of_weights_that_are_quantised(tmp_path):
+    """Not that of the exact model, which is never held: that of the codes and of one exact matrix."""
+    write(tmp_path / "small", "float32", "llama")
+    largest = write(tmp_path / "large", "float32", "llama", **SIZES)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large"), "int4"]
+    result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    exact = sum(path.stat().st_size for path in (tmp_path / "large").glob("*.safetensors"))
+    print(f"{result}, largest {largest}, exact {exact}")
+    assert result["model"] < exact / 2
+    # Programs for the shapes of the large model are compiled, which takes some megabytes.
+    assert result["peak"] < result["model"] + largest + 3 * SLACK < exact

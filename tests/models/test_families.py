@@ -89,7 +89,6 @@ def test_gemma():
         ("gpt2", {"scale_attn_weights": False}, ["scale_attn_weights", "True"]),
         ("gpt2", {"add_cross_attention": True}, ["add_cross_attention"]),
         ("gemma", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
-        ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config", "unquantised"]),
         ("llama", {"hidden_size": "16"}, ["hidden_size", "'16'"]),
         ("llama", {"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
         ("llama", {"vocab_size": None}, ["vocab_size", "None"]),

@@ -1,0 +1,226 @@
+"""Matrices as integers with a scale and a zero for each group of inputs: the leaf that `product` multiplies by.
+
+W = scale · (code - zero), as GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978) hold weights. Inputs are grouped as in
+FlexGen (arXiv:2303.06865, section 4): those of a group share scale and zero.
+
+Several codes lie in one byte, those of inputs that are far apart in their group, never those of neighbouring outputs.
+The output axis stays the contiguous one, and unpacking shifts whole rows. A reshape of leading axes, which costs
+nothing, makes of them the matrix in its usual order, so that a compiler can fuse shifts, subtraction and scaling into
+what reads the matrix. No byte has codes of two groups, so that both axes can be divided over devices.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from kvjax.sharding import QUANTIZED
+
+Array = jax.Array
+
+BYTE = 8  # bits
+WIDTHS = (2, 4, 8)  # bits of a code, so that whole codes fill a byte
+PARTS = QUANTIZED  # the arrays of a matrix, by the names of their fields
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scale", "zero", "order"], meta_fields=["bits"]
+)
+@dataclasses.dataclass(frozen=True)
+class QuantizedMatrix:
+    """A matrix [in, out] as codes; G groups of g inputs, of which each has its scale and zero for every output.
+
+    Attributes:
+      codes: [G, g · bits / 8, out] uint8. Code c of byte row r, from the lowest bits up, is of input
+        c · g · bits / 8 + r of its group.
+      scale: [G, out], float.
+      zero: [G, out] uint8, the code of 0.
+      order: [in] int32, the input that each row of codes multiplies; None if that is their own order.
+      bits: of a code, one of `WIDTHS`.
+    """
+
+    codes: Array
+    scale: Array
+    zero: Array
+    order: Array | None = None
+    bits: int = 4
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[in, out]."""
+        groups, rows, outputs = self.codes.shape
+        return groups * rows * BYTE // self.bits, outputs
+
+    @property
+    def group(self) -> int:
+        """Inputs of a group."""
+        return self.codes.shape[1] * BYTE // self.bits
+
+
+def is_quantized(leaf: Any) -> bool:
+    """Whether a leaf of a parameter tree is a `QuantizedMatrix`; serves as `is_leaf` of `jax.tree` functions."""
+    return isinstance(leaf, QuantizedMatrix)
+
+
+@functools.lru_cache
+def group_size(inputs: int, group: int | None, bits: int) -> int | None:
+    """Returns the largest size of groups up to `group` that divides the inputs and fills whole bytes, or None.
+
+    Args:
+      inputs: of the matrix.
+      group: the largest size; None = all inputs.
+      bits: of a code.
+    """
+    per_byte = BYTE // bits
+    most = min(inputs, group or inputs) // per_byte * per_byte
+    return next((size for size in range(most, 0, -per_byte) if inputs % size == 0), None)
+
+
+def pack(codes: Array, bits: int, group: int) -> Array:
+    """Packs codes into bytes.
+
+    Args:
+      codes: [in, out] uint8, below 2^bits.
+      bits: of a code.
+      group: inputs of a group.
+
+    Returns:
+      [G, g · bits / 8, out] uint8; see `QuantizedMatrix`.
+    """
+    per_byte = BYTE // bits
+    # [G, codes of a byte, rows, out]
+    split = codes.reshape(-1, per_byte, group // per_byte, codes.shape[-1])
+    packed = split[:, 0]
+    for i in range(1, per_byte):
+        # [G, rows, out]
+        packed = packed | (split[:, i] << (bits * i))
+    return packed
+
+
+def unpack(codes: Array, bits: int) -> Array:
+    """Inverts `pack`: [G, g · bits / 8, out] -> [G, g, out] uint8."""
+    groups, rows, outputs = codes.shape
+    per_byte = BYTE // bits
+    # [per_byte, 1, 1]
+    shifts = (bits * np.arange(per_byte, dtype=np.uint8))[:, None, None]
+    # [G, codes of a byte, rows, out]
+    split = (codes[:, None] >> shifts) & np.uint8((1 << bits) - 1)
+    return split.reshape(groups, per_byte * rows, outputs)
+
+
+def quantize(matrix: Array, bits: int, group: int, dtype: DTypeLike) -> QuantizedMatrix:
+    """Rounds a matrix to codes, uniformly between the smallest and the largest number of each group, and 0.
+
+    scale = (largest - smallest) / (2^bits - 1), rounded to its dtype; zero = -smallest / scale, rounded to nearest;
+    code = W / scale rounded to nearest + zero, at least 0 and at most 2^bits - 1. The error of a weight is at most half
+    a scale, and what rounding the scale adds.
+
+    Args:
+      matrix: [in, out].
+      bits: one of `WIDTHS`.
+      group: inputs of a group; it must divide their number and fill whole bytes, see `group_size`.
+      dtype: of the scales.
+    """
+    # Two programs: in one, XLA may compute codes from scales that are not rounded yet.
+    scale, low = _scales(matrix, bits=bits, group=group, dtype=jnp.dtype(dtype))
+    codes, zero = _codes(matrix, scale, low, bits=bits)
+    return QuantizedMatrix(codes, scale, zero, bits=bits)
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "group", "dtype"))
+def _scales(matrix: Array, *, bits: int, group: int, dtype: jnp.dtype) -> tuple[Array, Array]:
+    # [G, g, out]
+    grouped = matrix.reshape(-1, group, matrix.shape[-1]).astype(jnp.float32)
+    # [G, out]; with 0 among the numbers of a group, the zero is a code
+    low, high = jnp.minimum(jnp.min(grouped, axis=1), 0.0), jnp.maximum(jnp.max(grouped, axis=1), 0.0)
+    levels = (1 << bits) - 1
+    # Each is divided first: their difference may be beyond float32.
+    return (high / levels - low / levels).astype(dtype), low
+
+
+@functools.partial(jax.jit, static_argnames=("bits",))
+def _codes(matrix: Array, scale: Array, low: Array, *, bits: int) -> tuple[Array, Array]:
+    levels, groups = (1 << bits) - 1, scale.shape[0]
+    # [G, out]; a group of zeros, or one too small for its scale's dtype, has scale 0 and decodes to 0
+    step = scale.astype(jnp.float32)
+    step = jnp.where(step == 0, 1.0, step)
+    zero = jnp.clip(jnp.round(-low / step), 0, levels)
+    # [G, g, out]
+    grouped = matrix.reshape(groups, -1, matrix.shape[-1]).astype(jnp.float32)
+    codes = jnp.clip(jnp.round(grouped / step[:, None]) + zero[:, None], 0, levels).astype(jnp.uint8)
+    return pack(codes.reshape(matrix.shape), bits, matrix.shape[0] // groups), zero.astype(jnp.uint8)
+
+
+def dequantize(matrix: QuantizedMatrix, dtype: DTypeLike = jnp.float32) -> Array:
+    """Returns the matrix [in, out], with inputs in their own order.
+
+    Args:
+      matrix: the codes.
+      dtype: of the result, which is computed in float32.
+    """
+    rows = rows_of(matrix, dtype)
+    return rows if matrix.order is None else jnp.zeros_like(rows).at[matrix.order].set(rows)
+
+
+def rows_of(matrix: QuantizedMatrix, dtype: DTypeLike) -> Array:
+    """Returns the matrix [in, out], with inputs in the order of its codes."""
+    # [G, g, out]
+    codes = unpack(matrix.codes, matrix.bits).astype(jnp.float32)
+    zero, scale = (x.astype(jnp.float32)[:, None] for x in (matrix.zero, matrix.scale))
+    # [in, out]
+    return ((codes - zero) * scale).reshape(matrix.shape).astype(dtype)
+
+
+def quantized_product(x: Array, matrix: QuantizedMatrix, multiply: Callable[[Array, Array], Array]) -> Array:
+    """Multiplies rows by a quantised matrix.
+
+    Args:
+      x: [..., in].
+      matrix: [in, out].
+      multiply: the product of rows and a dense matrix.
+
+    Returns:
+      [..., out].
+    """
+    if matrix.order is not None:
+        # [..., in]
+        x = jnp.take(x, matrix.order, axis=-1)
+    # Decoding depends on nothing but codes. A compiler may do it for all matrices at once, or before the loop of all
+    # steps, which takes the memory of the exact weights; so it is made to wait for x.
+    held = (matrix.codes, matrix.zero)
+    codes, zero = jax.lax.platform_dependent(held, x, cpu=_tied_by_value, default=_tied)
+    # [..., out]
+    return multiply(x, rows_of(dataclasses.replace(matrix, codes=codes, zero=zero), x.dtype))
+
+
+def _tied(held: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
+    """Returns arrays, once `x` has been computed."""
+    return jax.lax.optimization_barrier((held, x))[0]
+
+
+def _tied_by_value(held: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
+    """Does the same for XLA's CPU compiler, which drops barriers before it schedules: bytes are given a part of x.
+
+    That part is always 0. XLA, which decides what is computed when, does not see it; the compiler of machine code does.
+    """
+    sign = jnp.signbit(x[(0,) * x.ndim]).astype(jnp.uint8)
+    codes, zero = held
+    return codes ^ (sign >> 1), zero ^ (sign >> 1)
+
+
+def quantized_shape(shape: tuple[int, ...], bits: int, group: int, dtype: DTypeLike) -> QuantizedMatrix:
+    """Returns what `quantize` makes of a matrix [in, out], with `jax.ShapeDtypeStruct` for arrays."""
+    inputs, outputs = shape
+    groups = inputs // group
+    made = {
+        "codes": ((groups, group * bits // BYTE, outputs), jnp.uint8),
+        "scale": ((groups, outputs), dtype),
+        "zero": ((groups, outputs), jnp.uint8),
+    }
+    shapes: dict[str, Any] = {name: jax.ShapeDtypeStruct(*each) for name, each in made.items()}
+    return QuantizedMatrix(bits=bits, **shapes)
