@@ -5,7 +5,8 @@
 Prints a table and writes one folder: config.json, metrics.jsonl, environment.json (the machine, and for every policy
 which kernels ran and why nothing faster), report.md, report.png. A model that this machine cannot hold is planned
 instead of run; --topology=v5e:2x4 plans for a TPU that you do not have. --config.storage=int8 and
---config.selection='quest(page=16, budget=512)' say how the policy's slots are held, and which of them a query reads.
+--config.selection='quest(page=16, budget=512)' say how the policy's slots are held, and which of them a query reads;
+--config.model.weights=int4 holds the projections in codes.
 """
 
 import json

@@ -53,7 +53,7 @@ def product(
     if isinstance(kernel, QuantizedMatrix):
         assert not transposed, "a quantised matrix is [in, out]"
         # [..., out]
-        return quantized_product(x, kernel, lambda x, rows: product(x, rows, dtype=dtype))
+        return quantized_product(x, kernel, lambda x, rows: product(x, rows, dtype=dtype), dtype)
     form = form_for(x, kernel, transposed)
     if form == "dot":
         # [..., out]

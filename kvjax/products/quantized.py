@@ -169,20 +169,27 @@ def dequantize(matrix: QuantizedMatrix, dtype: DTypeLike = jnp.float32) -> Array
 
 def rows_of(matrix: QuantizedMatrix, dtype: DTypeLike) -> Array:
     """Returns the matrix [in, out], with inputs in the order of its codes."""
-    # [G, g, out]
-    codes = unpack(matrix.codes, matrix.bits).astype(jnp.float32)
-    zero, scale = (x.astype(jnp.float32)[:, None] for x in (matrix.zero, matrix.scale))
     # [in, out]
-    return ((codes - zero) * scale).reshape(matrix.shape).astype(dtype)
+    return _scaled(unpack(matrix.codes, matrix.bits), matrix).reshape(matrix.shape).astype(dtype)
 
 
-def quantized_product(x: Array, matrix: QuantizedMatrix, multiply: Callable[[Array, Array], Array]) -> Array:
+def _scaled(codes: Array, matrix: QuantizedMatrix) -> Array:
+    """Converts codes [G, n, out] of a matrix to weights, float32."""
+    zero, scale = (x.astype(jnp.float32)[:, None] for x in (matrix.zero, matrix.scale))
+    # [G, n, out]
+    return (codes.astype(jnp.float32) - zero) * scale
+
+
+def quantized_product(
+    x: Array, matrix: QuantizedMatrix, multiply: Callable[[Array, Array], Array], dtype: DTypeLike
+) -> Array:
     """Multiplies rows by a quantised matrix.
 
     Args:
       x: [..., in].
       matrix: [in, out].
-      multiply: the product of rows and a dense matrix.
+      multiply: the product of rows and a dense matrix, on CPUs.
+      dtype: of the result.
 
     Returns:
       [..., out].
@@ -190,27 +197,48 @@ def quantized_product(x: Array, matrix: QuantizedMatrix, multiply: Callable[[Arr
     if matrix.order is not None:
         # [..., in]
         x = jnp.take(x, matrix.order, axis=-1)
-    # Decoding depends on nothing but codes. A compiler may do it for all matrices at once, or before the loop of all
-    # steps, which takes the memory of the exact weights; so it is made to wait for x.
-    held = (matrix.codes, matrix.zero)
-    codes, zero = jax.lax.platform_dependent(held, x, cpu=_tied_by_value, default=_tied)
+
+    def by_rows(x: Array, matrix: QuantizedMatrix) -> Array:
+        # XLA's CPU compiler writes an operand of a product to memory anyway, and for dense matrices there is a choice.
+        return multiply(x, rows_of(_tied_by_value(matrix, x), x.dtype))
+
     # [..., out]
-    return multiply(x, rows_of(dataclasses.replace(matrix, codes=codes, zero=zero), x.dtype))
+    return jax.lax.platform_dependent(x, matrix, cpu=by_rows, default=functools.partial(by_place, dtype=dtype))
 
 
-def _tied(held: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
-    """Returns arrays, once `x` has been computed."""
-    return jax.lax.optimization_barrier((held, x))[0]
+def by_place(x: Array, matrix: QuantizedMatrix, dtype: DTypeLike) -> Array:
+    """Multiplies by the codes at each place of a byte, [..., in] -> [..., out], and adds up in float32.
+
+    Each operand is made of the bytes by elementwise operations alone, which compilers for accelerators fuse into the
+    product. Of the whole matrix at once, XLA's TPU compiler writes codes and scales to memory, decoded and repeated.
+    """
+    # A compiler may decode all codes before the loop of all steps, as they do not change; so they wait for x.
+    matrix, x = jax.lax.optimization_barrier((matrix, x))
+    groups, rows, _ = matrix.codes.shape
+    per_byte = BYTE // matrix.bits
+    # [..., G, codes of a byte, rows]
+    split = x.reshape(*x.shape[:-1], groups, per_byte, rows)
+    y: Array | None = None
+    for place in range(per_byte):
+        codes = (matrix.codes >> np.uint8(matrix.bits * place)) & np.uint8((1 << matrix.bits) - 1)
+        # [..., out]
+        part = jnp.einsum(
+            "...gr,gro->...o", split[..., place, :], _scaled(codes, matrix).astype(x.dtype),
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        y = part if y is None else y + part
+    assert y is not None
+    return y.astype(dtype)
 
 
-def _tied_by_value(held: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
-    """Does the same for XLA's CPU compiler, which drops barriers before it schedules: bytes are given a part of x.
+def _tied_by_value(matrix: QuantizedMatrix, x: Array) -> QuantizedMatrix:
+    """Returns the matrix, once `x` has been computed: its bytes are given a part of x, which is always 0.
 
-    That part is always 0. XLA, which decides what is computed when, does not see it; the compiler of machine code does.
+    XLA's CPU compiler drops barriers before it decides what is computed when. It would decode all matrices at once, or
+    before the loop of all steps. That the part is 0 only the compiler of machine code sees.
     """
     sign = jnp.signbit(x[(0,) * x.ndim]).astype(jnp.uint8)
-    codes, zero = held
-    return codes ^ (sign >> 1), zero ^ (sign >> 1)
+    return dataclasses.replace(matrix, codes=matrix.codes ^ (sign >> 1), zero=matrix.zero ^ (sign >> 1))
 
 
 def quantized_shape(shape: tuple[int, ...], bits: int, group: int, dtype: DTypeLike) -> QuantizedMatrix:

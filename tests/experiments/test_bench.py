@@ -88,6 +88,13 @@ def test_layers_of_a_random_model_differ():
     assert (others[0] != others[1]).any()
 
 
+def test_decode_with_quantised_weights(tmp_path):
+    rows = bench(tmp_path, "decode", "--against=none", "--policies=h2o", "--weights=int8", "--batch=2", "--context=20")
+    exact, coded = ({row["side"]: row for row in rows}[side] for side in ("h2o", "h2o, weights int8"))
+    assert coded["slots"] == exact["slots"] and coded["MB/step"] < exact["MB/step"]
+    assert any(row["side"].startswith("limit of h2o, weights int8: ") for row in rows)
+
+
 def test_products(tmp_path, capsys):
     rows = bench(tmp_path, "products", "--against=none", "--batch=3")
     assert {row["matrices"] for row in rows} == {

@@ -1,5 +1,7 @@
 """Configs by name, overrides with type checks, and what a wrong one says."""
 
+import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,12 +9,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments import cli, fields
+from experiments import cli, fields, machine
 from experiments import config as configs
-from experiments.config import PolicyConfig
-from experiments.resolve import check_fit, decoder_config, layout_of, specs_of
+from experiments.config import ModelConfig, PolicyConfig
+from experiments.resolve import check_fit, codes_of, decoder_config, layout_of, specs_of
 from kvjax import host
 from kvjax.errors import ConfigError, KvjaxError, PolicyError
+from kvjax.models import shapes
+from kvjax.models.quantize import WeightCodes
 from tests.conftest import ROOT
 
 
@@ -259,3 +263,32 @@ def test_help_lists_configs_and_fields(capsys):
     assert "--config.policy.budget" in shown
     assert "--config.storage" in shown
     assert "--compilation_cache" in shown
+
+
+def test_weights_are_read_as_text():
+    text = "int4(group=128, head=true)"
+    config = parse("--config=h2o_opt30b", f"--config.model.weights={text}")
+    codes = configs.build_weights(config.model)
+    assert (codes, codes.name) == (WeightCodes(4, 128, head=True), text)
+    assert configs.build_weights(parse("--config=h2o_opt30b").model) is None
+    refused = {"int5": "known weights: int2, int4, int8", "int4(size=3)": "size", "int4(group=0)": "group"}
+    for wrong, words in refused.items():
+        with pytest.raises(ConfigError, match=words):
+            configs.build_weights(dataclasses.replace(config.model, weights=wrong))
+
+
+def test_what_fits_counts_codes():
+    """OPT-30B in float32, and in codes of 4 bits with a scale of 32 bits and a zero of 8 for each 64 weights."""
+    decoder = shapes.by_name("opt-30b")
+    exact, coded = (machine.fit(decoder, "float32", cache=0, codes=codes) for codes in (None, WeightCodes(4)))
+    matrices = 48 * 12 * 7168**2
+    assert exact.weights - coded.weights == matrices * (32 - 4) // 8 - matrices // 64 * 5
+
+
+def test_codes_of_a_checkpoint_are_known_before_it_is_loaded(tmp_path):
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    raw = {"model_type": "llama", "quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert codes_of(ModelConfig(path=str(tmp_path))) == WeightCodes(4, 128)
+    assert codes_of(ModelConfig(path="kvjax-tiny")) is None
+    assert codes_of(ModelConfig(path="kvjax-tiny", weights="int8")) == WeightCodes(8)

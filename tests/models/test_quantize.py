@@ -11,13 +11,13 @@ import pytest
 import kvjax
 from kvjax import memory, policies, selection
 from kvjax.errors import ConfigError, InputError
-from kvjax.models import skew
+from kvjax.models import shapes, skew
 from kvjax.models.offload import offload
 from kvjax.models.parameters import parameter_count
 from kvjax.models.quantize import parameter_bytes
 from kvjax.plan import plan
 from kvjax.products.quantized import dequantize, is_quantized
-from tests.test_plan import TINY
+from tests.test_plan import TINY, needs_libtpu
 from tests.tiny import random_tokens, tiny
 
 FLOAT, BYTE = 4, 1
@@ -105,3 +105,15 @@ def test_a_plan_refuses_what_loading_would():
     tied = dataclasses.replace(TINY, tie_embeddings=True)
     with pytest.raises(ConfigError, match="leave out head=True"):
         plan(tied, policies.full(), prompt_length=8, new_tokens=2, weights=kvjax.WeightCodes(head=True))
+
+
+@needs_libtpu
+def test_a_tpu_writes_no_decoded_copy():
+    """At the widths of a model of 1.3 billion parameters: matrices are decoded on chip."""
+    config = dataclasses.replace(shapes.by_name("opt-1.3b"), num_layers=2, windows=(), vocab_size=1024)
+    planned = plan(
+        config, policies.h2o(0.2), batch=4, prompt_length=200, new_tokens=12, topology="v5e:1x1", weights="int4"
+    )
+    matrix = 2048 * 2048 * 2
+    print(f"weights {planned.weights:,}, temporaries {planned.temporaries:,}, the smallest matrix {matrix:,}")
+    assert planned.temporaries < matrix
