@@ -13,7 +13,7 @@ from kvjax.policies.heads import Split
 from kvjax.policies.traits import holding_apart
 from kvjax.selection.base import Selection
 from kvjax.storage.base import ROTATED, Storage
-from kvjax.storage.layouts import Blocks, Tiers
+from kvjax.storage.layouts import BlockCodec, Blocks, Tiers
 from kvjax.storage.side import PROMPT
 
 
@@ -31,7 +31,7 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int) -> None:
       StorageError: the storage cannot be combined with the rest.
     """
     selection, name = branch.selection, spec.policy.name
-    if isinstance(spec.storage.layout, Blocks) and (reason := _refuses_blocks(branch)):
+    if isinstance(spec.storage.layout, Blocks) and (reason := _refuses_blocks(spec, branch, sizes)):
         raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
     if isinstance(spec.storage.layout, Tiers) and (reason := _refuses_tiers(spec, branch)):
         raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
@@ -136,7 +136,7 @@ def _refuses_tiers(spec: CacheSpec, branch: Branch) -> str | None:
     return None
 
 
-def _refuses_blocks(branch: Branch) -> str | None:
+def _refuses_blocks(spec: CacheSpec, branch: Branch, sizes: Sizes) -> str | None:
     """Returns why blocks of consecutive tokens do not go with a policy or a selection; None if they do."""
     if any(policy.merge is not None for policy in (branch.prompt, branch.decode)):
         return "a merge changes tokens that are encoded in blocks; leave out merge, or use a storage of slots."
@@ -150,6 +150,9 @@ def _refuses_blocks(branch: Branch) -> str | None:
             f"selection={branch.selection!r} reads single slots, and blocks are decoded as a whole; leave it out, or "
             "use a storage of slots such as int4."
         )
+    of_prompt = [codec.prompt for codec in spec.storage.codecs.values() if isinstance(codec, BlockCodec)]
+    if sizes.block is not None and any(each is not None for each in of_prompt):
+        return "the blocks of a prompt are encoded together when it ends; leave out prefill_block."
     return None
 
 

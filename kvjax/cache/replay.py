@@ -191,7 +191,8 @@ def _is_exact(layer: LayerKV) -> bool:
 def _read_blocks(storage: Storage, layer: LayerKV, sides: Sides) -> tuple[Array, Array, Array]:
     """`read` of a layer in blocks."""
     for side in storage.codecs:
-        if set(layer.stores[0][side]) != {*blocks.parts_of(storage, side, layer.dim, "float32"), blocks.EXACT}:
+        names = {name for name in layer.stores[0][side] if not name.startswith((blocks.OF_PROMPT, blocks.SHARED))}
+        if names != {*blocks.parts_of(storage, side, layer.dim, "float32"), blocks.EXACT}:
             raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
     key, value = (blocks.decode(storage, layer, side, jnp.float32, sides) for side in storage.codecs)
     return key, value, layer.position
@@ -234,7 +235,7 @@ def breakdown(state: KVState | LayerKV) -> dict[str, int]:
     for layer in layers:
         for path, leaf in jax.tree_util.tree_leaves_with_path(layer.stores):
             part = path[-1].key
-            found[KINDS.get(part, "parameters")] += leaf.size * leaf.dtype.itemsize
+            found[KINDS.get(part.removeprefix(blocks.OF_PROMPT), "parameters")] += leaf.size * leaf.dtype.itemsize
         found["sides"] += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layer.sides))
     rest = jax.tree.leaves([(layer.position, layer.stats, layer.index) for layer in layers])
     return found | {"stores": sum(found.values()), "rest": sum(leaf.size * leaf.dtype.itemsize for leaf in rest)}

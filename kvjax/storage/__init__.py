@@ -10,11 +10,12 @@ from kvjax.storage.calibration import Calibration
 from kvjax.storage.dense import dense
 from kvjax.storage.dims import Chain, Dims, chain
 from kvjax.storage.fp8 import Fp8, fp8
+from kvjax.storage.gear import Gear, gear
 from kvjax.storage.integer import Integer, int2, int4, int8, integer
 from kvjax.storage.joint import Joint, JointBlocks, cskv, kv_heads
 from kvjax.storage.kivi import Channels, kivi
 from kvjax.storage.kvquant import kvquant
-from kvjax.storage.layouts import BlockCodec, Blocks, Tiers, slots
+from kvjax.storage.layouts import BlockCodec, Blocks, SegmentCodec, Tiers, slots
 from kvjax.storage.levels import Levels, levels, normal_levels
 from kvjax.storage.low_rank import LowRank, low_rank
 from kvjax.storage.mikv import Balance, Halves, mikv
@@ -51,6 +52,7 @@ STORAGES: Registry[Storage] = Registry(
         "cskv": cskv,
         "kv_heads": kv_heads,
         "kivi": kivi,
+        "gear": gear,
         "mikv": mikv,
         "kvquant": kvquant,
     },
@@ -73,9 +75,9 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "STORAGES", "Balance", "Bfp", "BlockCodec", "Blocks", "Calibration", "Chain", "Channels", "Codec", "Dims", "Exact",
-    "Fp8", "Halves", "Integer", "Joint", "JointBlocks", "Levels", "LowRank", "Mxfp4", "Permuted", "PromptView",
-    "Samples", "Scaled", "Side", "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "accepts", "bfp", "blocks",
-    "breakdown", "by_name", "chain", "cskv", "dense", "fp8", "int2", "int4", "int8", "integer", "kivi", "kv_heads",
-    "kvquant", "levels", "low_rank", "mikv", "mxfp4", "nbytes", "normal_levels", "pack", "permuted", "read", "replay",
-    "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant", "unpack",
+    "Fp8", "Gear", "Halves", "Integer", "Joint", "JointBlocks", "Levels", "LowRank", "Mxfp4", "Permuted", "PromptView",
+    "Samples", "Scaled", "SegmentCodec", "Side", "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "accepts", "bfp",
+    "blocks", "breakdown", "by_name", "chain", "cskv", "dense", "fp8", "gear", "int2", "int4", "int8", "integer",
+    "kivi", "kv_heads", "kvquant", "levels", "low_rank", "mikv", "mxfp4", "nbytes", "normal_levels", "pack",
+    "permuted", "read", "replay", "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant", "unpack",
 ]  # fmt: skip

@@ -353,14 +353,15 @@ def round_trip(codec: Codec | BlockCodec, x: Array, side: Any, dtype: DTypeLike)
     x = x.astype(jnp.float32)
     parts = codec.encode(jax.lax.stop_gradient(x), side, dtype)
     sizes = x.shape[-2:] if isinstance(codec, BlockCodec) else x.shape[-1:]
-    return _straight_through(x, jax.lax.stop_gradient(codec.decode(parts, side, *sizes)))
+    return straight_through(x, jax.lax.stop_gradient(codec.decode(parts, side, *sizes)))
 
 
 @jax.custom_jvp
-def _straight_through(x: Array, decoded: Array) -> Array:
+def straight_through(x: Array, decoded: Array) -> Array:
+    """Returns what `x` decodes to; the gradient is that of `x`."""
     return decoded
 
 
-@_straight_through.defjvp
+@straight_through.defjvp
 def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     return primals[1], tangents[0]

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.storage.base import Codec, Exact, Parts, Shapes, Storage, round_trip
+from kvjax.storage.base import Codec, Exact, Parts, Shapes, Storage, round_trip, straight_through
 from kvjax.storage.dims import Chain
-from kvjax.storage.layouts import BlockCodec, Tiers
+from kvjax.storage.layouts import BlockCodec, SegmentCodec, Tiers
 from kvjax.storage.side import Side
 
 Array = jax.Array
@@ -82,6 +82,35 @@ class StraightThroughBlocks(BlockCodec):
 
     def check(self, size: int) -> None:
         self.codec.check(size)
+
+    @property
+    def prompt(self) -> SegmentCodec | None:
+        return None if self.codec.prompt is None else StraightThroughSegment(self.codec.prompt)
+
+
+@dataclasses.dataclass(frozen=True)
+class StraightThroughSegment(SegmentCodec):
+    """Holds what another codec of a prompt's blocks decodes to, as `StraightThrough` does.
+
+    Attributes:
+      codec: encodes and decodes.
+    """
+
+    codec: SegmentCodec
+
+    def parts(self, tokens: int, dim: int, dtype: DTypeLike) -> Shapes:
+        return {"decoded": ((tokens, dim), jnp.dtype(dtype))}
+
+    def shared(self, dim: int, dtype: DTypeLike) -> Shapes:
+        return {}
+
+    def encode(self, x: Array, live: Array, dtype: DTypeLike) -> tuple[Parts, Parts]:
+        parts = self.codec.encode(jax.lax.stop_gradient(x), live, dtype)
+        decoded = jax.lax.stop_gradient(self.codec.decode(*parts, *x.shape[-2:]))
+        return {"decoded": straight_through(x, decoded).astype(dtype)}, {}
+
+    def decode(self, parts: Parts, shared: Parts, tokens: int, dim: int) -> Array:
+        return parts["decoded"].astype(jnp.float32)
 
 
 def differentiable(storage: Storage) -> Storage:

@@ -71,6 +71,7 @@ class BlockCodec:
       dims: None; vectors of a block are held whole.
       has_gradient: see `Codec`.
       joint_heads: see `Codec`.
+      prompt: the `SegmentCodec` of the blocks of a prompt, if these are held in another form; or None.
     """
 
     parts: Callable[[int, int, Any], Shapes]
@@ -79,6 +80,11 @@ class BlockCodec:
     dims: Any = None
     has_gradient: Any = False
     joint_heads: Any = 1
+
+    @property
+    def prompt(self) -> "SegmentCodec | None":
+        """The form of the blocks of a prompt, if it is another one."""
+        return None
 
     @property
     def side(self) -> Side | None:
@@ -118,3 +124,22 @@ class BlockFunctions(BlockCodec):
         for field in ("parts", "encode", "decode"):
             if not callable(given := getattr(self, field)):
                 raise StorageError(f"BlockCodec: {field}={given!r} must be a function; see kvjax.storage.BlockCodec.")
+
+
+class SegmentCodec:
+    """The form in which all blocks of a prompt are held, which share some of their parts.
+
+    Write a frozen dataclass that inherits from this class.
+
+    Attributes:
+      parts: (n, dim, dtype) -> {name: (shape, dtype)} of one block of n tokens.
+      shared: (dim, dtype) -> {name: (shape, dtype)} of all blocks of a prompt.
+      encode: (x [..., blocks, n, dim] float32, live [..., blocks] bool, dtype) -> parts {name: [..., blocks, *shape]}
+        and shared parts {name: [..., *shape]}, which do not depend on blocks that are not live.
+      decode: (parts, shared, n, dim) -> [..., blocks, n, dim] float32.
+    """
+
+    parts: Callable[[int, int, Any], Shapes]
+    shared: Callable[[int, Any], Shapes]
+    encode: Callable[[Array, Array, Any], tuple[Parts, Parts]]
+    decode: Callable[[Parts, Parts, int, int], Array]

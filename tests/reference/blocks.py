@@ -80,3 +80,72 @@ def formula(lengths: Array, dim: int, bits: int, group: int, residual: int, widt
             + values * (codes + 2 * width * dim // own) + exact * dim * width
         )  # fmt: skip
     return sizes
+
+
+def backbone(line: Array, size: int, bits: int, outliers: int, dtype: str = "float32") -> tuple[Array, float]:
+    """One channel's tokens, or one token's channels in groups of `size`, as decoded without a correction; how near."""
+    order = sorted(range(len(line)), key=lambda i: (line[i], i))
+    exact, near = {*order[:outliers], *order[-outliers:]}, math.inf
+    sizes = np.sort(line)
+    for at in (outliers, len(line) - outliers):
+        near = min(near, (sizes[at] - sizes[at - 1]) / max(abs(sizes).max(), 1e-9))
+    back = np.array(line, np.float64)
+    for start in range(0, len(line), size):
+        inside = [i for i in range(start, start + size) if i not in exact]
+        if inside:
+            made = codecs.encode_integer(line[None, inside], bits, len(inside), dtype)
+            back[inside] = codecs.decode_integer(made.parts, bits, len(inside))[0]
+            near = min(near, made.near)
+    for i in exact:
+        back[i] = codecs.stored(float(line[i]), dtype)[0]
+    return back, near
+
+
+def corrected(error: Array, rank: int) -> Array:
+    """The best approximation of an error [n, D]."""
+    left, size, right = np.linalg.svd(error, full_matrices=False)
+    return (left[:, :rank] * size[:rank]) @ right[:rank]
+
+
+@dataclass
+class Gear:
+    """Blocks of keys per channel and of values per token, with outliers and corrections of low rank."""
+
+    bits: int
+    block: int
+    group: int
+    outliers: int
+    rank: int
+    decode_rank: int
+    together: bool = True  # False is a mistake: the prompt's blocks are corrected one by one
+    coded: dict[int, int] = field(default_factory=dict)  # by the identity of `Slots`: tokens in blocks
+
+    def settle(self, slots: Slots, prompt_is_over: bool) -> None:
+        head, of_prompt = slots.head, id(slots) not in self.coded
+        start, full = self.coded.get(id(slots), 0), len(slots.head.position) // self.block * self.block
+        step = full - start if of_prompt and self.together else self.block
+        for begin in range(start, full, max(step, 1)):
+            for side, size in ((head.key, None), (head.value, codecs.group_size(head.value.shape[1], self.group))):
+                x = side[begin : begin + step]
+                back = np.zeros_like(x)
+                for first in range(0, len(x), self.block):
+                    part = x[first : first + self.block]
+                    lines = part.T if size is None else part
+                    made = [backbone(line, size or self.block, self.bits, self.outliers) for line in lines]
+                    slots.near = min(slots.near, *(near for _, near in made))
+                    rows = np.array([row for row, _ in made])
+                    back[first : first + self.block] = rows.T if size is None else rows
+                side[begin : begin + step] = back + corrected(x - back, self.rank if of_prompt else self.decode_rank)
+        self.coded[id(slots)] = full
+
+    def bytes(self, prompt: int, total: int, dim: int, width: int = 4) -> int:
+        """Of a row and head."""
+        blocks, first = total // self.block, prompt // self.block
+        codes, index = math.ceil(dim * self.bits / 8), 2 * self.outliers * (width + 1)
+        key = self.block * codes + dim * (2 * width + index)
+        groups = dim // codecs.group_size(dim, self.group)
+        value = self.block * (codes + 2 * width * groups + index)
+        tokens = first * self.rank + (blocks - first) * self.decode_rank
+        segments = self.rank + (blocks - first) * self.decode_rank
+        factors = 2 * width * (tokens * self.block + segments * dim)
+        return blocks * (key + value) + factors + 2 * min(self.block, total) * dim * width

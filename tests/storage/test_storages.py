@@ -30,6 +30,7 @@ STORAGES = {
 ARRANGED = {
     "kivi": storage.kivi(2, 4, 8),
     "kivi, other values": storage.kivi(2, 4, 8, value_bits=4),
+    "gear": storage.gear(2, 8, rank=3),
     "mikv": storage.mikv(2, 4),
     "mikv, int8": storage.mikv(high=storage.int8(), balance=False, low_capacity=9),
 }
@@ -121,7 +122,7 @@ def test_storages_are_values(name):
     for other in (pickle.loads(pickle.dumps(own)), eval(repr(own), vars(storage).copy())):
         assert other == own and hash(other) == hash(own) and repr(other) == repr(own)
     assert Storage(**{**vars(own), "name": "another"}) == own
-    other = {"value": Integer(7)} if isinstance(own.layout, storage.Tiers) else {"residual": own.residual + 1}
+    other = {"residual": own.residual + 1} if own.layout == storage.slots else {"value": Integer(7)}
     assert Storage(**{**vars(own), **other}) != own
     assert own.exact == (name == "dense")
     assert len(set(STORAGES.values())) == len(STORAGES)
@@ -148,6 +149,7 @@ def test_equal_arguments_are_equal_storages():
         "think",
         "kivi",
         "mikv",
+        "gear",
     }
     assert set(storage.STORAGES) >= named
     assert storage.accepts("int4") == {"group", "residual", "memory"}
