@@ -381,7 +381,7 @@ def test_what_composes_is_lowered(policy):
         ),
         (
             lambda: Storage(key=Channels(2, 4), value=storage.Exact(), layout=storage.blocks(4), memory="host"),
-            "memory='host' is not valid with layout=Blocks",
+            "memory='host' and sinks=0 are not valid with layout=Blocks",
         ),
         (lambda: storage.BlockCodec(len, len, 3), "decode=3 must be a function"),
     ],
