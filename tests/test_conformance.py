@@ -15,6 +15,7 @@ import pytest
 
 import kvjax
 from kvjax import policies
+from kvjax.cache import CacheSpec
 from kvjax.policies import POLICIES, Policy
 from kvjax.policies.base import Evict
 from tests.tiny import assert_same_state, evolve, kept, random_tokens, tiny
@@ -163,6 +164,8 @@ def test_generation_evolves_as_log_likelihood_and_is_greedy(run):
         )
 
 
+# One for each kind of statistics: without a program for all, each operation is compiled by itself.
+@pytest.mark.parametrize("run", ["roco", "scissorhands", "pyramidkv", "random"], indirect=True)
 def test_jit_changes_nothing(run):
     with jax.disable_jit():
         plain = kvjax.generate(model(run.name), PROMPTS, run.policy, max_new_tokens=3, lengths=LENGTHS)
@@ -171,6 +174,10 @@ def test_jit_changes_nothing(run):
     np.testing.assert_allclose(plain.logprobs, jitted.logprobs, atol=2e-5)
     for row in range(3):
         assert_same_state(plain.state, jitted.state, row, atol=2e-5)
+
+
+#: Each in arrays of its own, for one row: one policy for each kind of statistics, and the mistakes below.
+ALONE = ("full", "window", "h2o", "tova", "roco", "scissorhands", "snapkv", "keydiff", "evict")
 
 
 def assert_rows_are_computed_alone(policy: Policy, tokens: np.ndarray, scored: kvjax.LogLikelihood) -> None:
@@ -183,6 +190,8 @@ def assert_rows_are_computed_alone(policy: Policy, tokens: np.ndarray, scored: k
     for row, place in ((1, 2), (2, 1)):
         assert_same_state(scored.state, other.state, row, place)
         np.testing.assert_array_equal(scored.logprobs[row], other.logprobs[place])
+    if policy.name not in ALONE:
+        return
     n = int(fed[2])
     alone = kvjax.log_likelihood(model(policy.name), tokens[1, :n], policy, prompt_length=int(LENGTHS[1]))
     assert_same_state(scored.state, alone.state, 1, 0, atol=1e-5)
@@ -217,9 +226,30 @@ def test_a_policy_that_looks_at_its_neighbours_is_noticed(kind):
         assert_rows_are_computed_alone(leaky, tokens, score(leaky, tokens))
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "full" and build(name).when == "step"])
+#: Batches that one program serves: another number of tokens, other lengths, another fraction of these.
+BATCHES = [
+    *((LENGTHS, 24, new_tokens, {}) for new_tokens in (NEW, 2, loop.CHUNK)),
+    (np.array([20, 9, 19]), 20, 5, {"budget": 0.52}),
+]
+
+
+@pytest.mark.parametrize("name", [name for name in BUDGETED if build(name).when == "step"])
+def test_one_layout_however_many_tokens(name):
+    """A program depends on the layout, the width of the prompts and the shapes of the budgets."""
+    found = set()
+    for lengths, width, new_tokens, changes in BATCHES:
+        made = prompts.prepare(
+            model(name), CacheSpec(build(name, **changes)), lengths, lengths + new_tokens - 1, width=width,
+            prefill_block=None, implementation="auto", last_fed=False,
+        )  # fmt: skip
+        leaves, tree = jax.tree.flatten(made.budgets)
+        found.add((made.layout, made.width, tree, *(leaf.shape for leaf in leaves)))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("name", ["h2o", "window", "roco", "scissorhands"])
 def test_one_trace_however_many_tokens(name, monkeypatch):
-    """Another number of tokens, prompts of other lengths and another fraction of these are data."""
+    """The same, counted."""
     chex.clear_trace_counter()
     for module, function, static in (
         (loop, "decode_steps", ("config", "phase", "sampler", "record")),
@@ -227,7 +257,6 @@ def test_one_trace_however_many_tokens(name, monkeypatch):
     ):
         counted = chex.assert_max_traces(getattr(module, function).__wrapped__, n=1)
         monkeypatch.setattr(module, function, jax.jit(counted, static_argnames=static))
-    for new_tokens in (NEW, 2, loop.CHUNK):
-        kvjax.generate(model(name), PROMPTS, build(name), max_new_tokens=new_tokens, lengths=LENGTHS)
-    lengths = np.array([20, 9, 19])
-    kvjax.generate(model(name), PROMPTS[:, :20], build(name, budget=0.52), max_new_tokens=5, lengths=lengths)
+    for lengths, width, new_tokens, changes in BATCHES:
+        policy = build(name, **changes)
+        kvjax.generate(model(name), PROMPTS[:, :width], policy, max_new_tokens=new_tokens, lengths=lengths)

@@ -1,6 +1,7 @@
 """What the conformance tests have in common: which combinations to run, and how a layer compares with the reference."""
 
 import functools
+import heapq
 import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -34,11 +35,18 @@ def covering(candidates: Sequence[T], covers: Callable[[T], set[Pair]]) -> list[
     """A few candidates that together cover what all do: always the first that covers most of what is missing."""
     covered = [covers(each) for each in candidates]
     missing = set().union(*covered)
+    # Numbers that may be too large, since less is missing by now: only the largest one is counted again.
+    most = [(-len(own), i) for i, own in enumerate(covered)]
+    heapq.heapify(most)
     chosen = []
     while missing:
-        best = max(range(len(candidates)), key=lambda i: len(covered[i] & missing))
-        chosen.append(candidates[best])
-        missing -= covered[best]
+        claimed, best = most[0]
+        count = len(covered[best] & missing)
+        if count == -claimed:
+            chosen.append(candidates[best])
+            missing -= covered[best]
+            count = 0
+        heapq.heapreplace(most, (-count, best))
     return chosen
 
 
