@@ -111,19 +111,29 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(config, tmp_path, monkeypatc
     assert events(config, "evaluation") == events(whole, "evaluation")
 
 
+def one_stage(config: TrainConfig, context: int) -> None:
+    """Half the programs to compile."""
+    config.contexts, config.stage_ends = (context,), ()
+    config.mixture = dataclasses.replace(
+        config.mixture, repeat_fraction=(0.5,), invented_fraction=(0.0,), wordy_fraction=(0.5,)
+    )
+
+
 @pytest.mark.thorough
 def test_many_devices_train_the_same_model(config, tmp_path):
+    one_stage(config, 32)
     train.train(config, progress=False)
     many = dataclasses.replace(config, output=str(tmp_path / "many"))
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=6", "JAX_PLATFORMS": "cpu"}
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     subprocess.run(command(many), cwd=ROOT, env=environment, check=True, capture_output=True)
-    # 16 and 8 windows a step are divided among two of six.
+    # 16 windows a step are divided among two of six.
     assert (events(many, "start")[0]["devices"], events(many, "start")[0]["devices_used"]) == (6, 2)
     one, two = losses(config), losses(many)
     np.testing.assert_allclose([two[step] for step in sorted(one)], [one[step] for step in sorted(one)], rtol=2e-4)
 
 
+@pytest.mark.thorough
 def test_the_loss_falls_and_the_export_is_what_was_trained(config):
     folder = train.train(dataclasses.replace(config, steps=40, stage_ends=(20,)), progress=False)
     found = losses(dataclasses.replace(config))
@@ -238,8 +248,8 @@ def test_the_command_line_lists_its_own_configs():
 def test_a_card_says_what_was_trained(config, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "EVALUATION_PROMPTS", 8)
     monkeypatch.setattr(train, "EVALUATION_WINDOWS", 8)
-    config.contexts, config.stage_ends, config.batch_tokens, config.steps = (32, 1024), (2,), 1024, 4
-    config.mixture.repeat_fraction = (0.5, 0.0)
+    one_stage(config, 1024)
+    config.batch_tokens, config.steps = 1024, 4
     first = train.train(config, command="the command", progress=False)
     before = kvjax.load(first, dtype="float32")
     second = dataclasses.replace(config, start=str(first), seed=1, steps=3, output=str(tmp_path / "second"))
