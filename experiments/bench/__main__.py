@@ -127,9 +127,9 @@ def main(argv: Sequence[str]) -> int:
     # float32 means float32 on every side: left alone, accelerators multiply it in fewer bits.
     with jax.default_matmul_precision("highest" if values.dtype == "float32" else None), interpreting(values.interpret):
         rows = TASKS[task](values)
-    environment["forms"] = kvjax.products.explain()
+    environment["products"] = kvjax.products.explain().splitlines()  # with what was timed meanwhile
     print(tabulate(rows, headers="keys", floatfmt=",.2f", intfmt=",", tablefmt="github"))
-    print(environment["forms"])
+    print("\n".join(environment["products"]))
     if values.output:
         result: dict[str, Any] = {"environment": environment, "command": shlex.join(argv[1:]), task: rows}
         results.write(Path(values.output), results.to_json(result))
