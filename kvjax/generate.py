@@ -339,6 +339,14 @@ def _check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
             f"{longest} tokens are held and {max_new_tokens} are to follow, but the cache has {min(room)} slots; give "
             "`prefill` a larger max_new_tokens or larger limits."
         )
+    # Blocks, tiers and segments have arrays for what follows a prompt, however long that was.
+    following = [group.extent.following for group in layout.groups if group.extent is not None]
+    fed = int(np.max(np.asarray(prefilled.state.length) - np.asarray(prefilled.state.prompt))) if following else 0
+    if following and fed + max_new_tokens - 1 > min(following):
+        raise InputError(
+            f"{fed} tokens were decoded and {max_new_tokens} are to follow, but the cache is for {min(following)} "
+            "after a prompt; give `prefill` a larger max_new_tokens or larger limits."
+        )
 
 
 def _check_requests(requests: ArrayLike | None, rows: int) -> np.ndarray:

@@ -229,6 +229,19 @@ def test_what_is_evicted_is_encoded_where_it_will_lie():
     assert {leaf.shape[2] for leaf in jax.tree.leaves(layer.stats)} == {SLOTS}, "low slots have no statistics"
 
 
+def test_segments_are_written_where_they_lie():
+    """ZipCache, whose window is full in every step here: no tier and no window is copied."""
+    spec = CacheSpec(policies.full(), storage.zipcache(window=1))
+    executable, _ = compile_decode(spec)
+    layout = lowered(spec, 2 * SLOTS, rows=BATCH).layout
+    layer = jax.eval_shape(lambda: empty(layout.groups[0], BATCH, WIDE.num_kv_heads, WIDE.head_dim, jnp.float32))
+    for leaf in jax.tree.leaves(layer.stores):
+        if leaf.size > 1024:  # the compiler may copy a few parameters and a window of one token
+            shape = f"{NAMES[leaf.dtype.name]}[{','.join(map(str, leaf.shape))}]"
+            assert rewrites(executable.as_text(), shape) == []
+    assert executable.memory_analysis().alias_size_in_bytes >= layout.bytes(BATCH)
+
+
 NAMES = {"uint8": "u8", "float32": "f32", "int32": "s32"}
 
 

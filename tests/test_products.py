@@ -36,7 +36,7 @@ ARGUMENTS = {
     "strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "snapkv": {"window": 4}, "pyramidkv": {"window": 4},
     "integer": {"bits": 3}, "fp8": {}, "think": {"recent": 4}, "low_rank": {"key_rank": 3, "value_rank": 4},
     "kivi": {"group": 4, "residual": 8}, "mikv": {}, "gear": {"block": 8, "rank": 2},
-    "cskv": {"rank": 4, "window": 8}, "kv_heads": {"heads": 2}, "optimal": {"n": 9},
+    "zipcache": {"window": 8}, "cskv": {"rank": 4, "window": 8}, "kv_heads": {"heads": 2}, "optimal": {"n": 9},
     "quest": {"page": 4, "budget": 16, "first_layer": 0},
     "infinigen": {"alpha": 4.0, "first_layer": 1, "sinks": 1, "recent": 2},
     "lserve": {"page": 4, "sub": 2, "every": 3, "budget": 16, "first_layer": 0},
@@ -153,8 +153,8 @@ def does_not_compose(name: str, held: str, block: int | None) -> bool:
         own.shortened and (merges or POLICY[name].positions == "cache"),
         held == "think" and block is not None,
         # Tokens that were encoded together stay together.
-        held in ("kivi", "cskv", "gear") and name not in APPENDING,
-        held == "gear" and block is not None,
+        held in ("kivi", "cskv", "gear", "zipcache") and name not in APPENDING,
+        held in ("gear", "zipcache") and block is not None,
         # A low tier holds what is evicted, if anything is; its balancer is made from a whole prompt.
         held == "mikv" and (merges or block is not None or name in HIDING or name == "full"),
         # Heads that are held together hold the same positions.

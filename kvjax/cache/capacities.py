@@ -2,13 +2,14 @@
 
 import functools
 
+from kvjax.cache import segments
 from kvjax.cache.branches import Branch
 from kvjax.cache.layout import Extent, stores_of
 from kvjax.cache.limits import Sizes, slots_bucket
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError
 from kvjax.policies.base import Evict
-from kvjax.storage.layouts import Tiers
+from kvjax.storage.layouts import Segments, Tiers
 from kvjax.storage.layouts import slots as single_slots
 
 
@@ -65,7 +66,13 @@ def newest_stay(spec: CacheSpec, branch: Branch, budgets: list[int | None]) -> b
 
 
 def split_stores(
-    spec: CacheSpec, branch: Branch, slots: int, budgets: list[int | None], following: int = 0, low: int = 0
+    spec: CacheSpec,
+    branch: Branch,
+    slots: int,
+    budgets: list[int | None],
+    following: int = 0,
+    low: int = 0,
+    extent: Extent | None = None,
 ) -> tuple[int, ...]:
     """Returns the slots of each store: the encoded ones, and those of the newest tokens, which are exact.
 
@@ -76,7 +83,10 @@ def split_stores(
       budgets: the largest of the batch, for each phase.
       following: the most tokens that follow a prompt while these arrays are in use.
       low: slots of a low tier.
+      extent: what else arrays are sized for.
     """
+    if isinstance(spec.storage.layout, Segments) and extent is not None:
+        return segments.slots(spec.storage.layout, slots, extent)
     if isinstance(spec.storage.layout, Tiers):
         return low, slots
     residual = spec.storage.residual

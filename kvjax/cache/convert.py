@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax import memory
-from kvjax.cache import blocks, tiers
+from kvjax.cache import blocks, segments, tiers
 from kvjax.cache.layout import Group, Phase
 from kvjax.cache.slots import constrain, empty_stats, forget, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, Layer, LayerKV, PerSlot, Store
@@ -15,7 +15,7 @@ from kvjax.rope import Rope
 from kvjax.selection.base import Held
 from kvjax.storage import store as held
 from kvjax.storage.base import UNROTATED
-from kvjax.storage.layouts import Blocks, Tiers
+from kvjax.storage.layouts import Blocks, Segments, Tiers
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -39,6 +39,8 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
     if group.slots and isinstance(group.storage.layout, Blocks):
         store, marks = blocks.empty(group, (batch, heads), dim, dtype)
         stores = (store,)
+    elif group.slots and isinstance(group.storage.layout, Segments):
+        stores = segments.empty(group, (batch, heads), dim, dtype)
     else:
         stores = tuple(
             held.empty(storage, (batch, heads, slots), dim, dtype)
@@ -138,6 +140,10 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
             # Both phases have arrays of the same sizes, since nothing was evicted.
             return layer.replace(index=dict(per_slot.index) | index)
         layer, own = blocks.convert(layer, after, per_slot, newest, sides)
+        return layer.replace(stats=own.stats, index=own.index | index)
+    if isinstance(after.storage.layout, Segments):
+        made = segments.empty(after, slots_of(layer.position)[:2], layer.dim, layer.value.dtype)
+        layer, own = segments.convert(layer, after, per_slot, made, sides)
         return layer.replace(stats=own.stats, index=own.index | index)
     if isinstance(after.storage.layout, Tiers):
         if in_place:

@@ -18,7 +18,7 @@ from kvjax.statistics import Statistic
 from kvjax.storage import dense
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import side_shapes
-from kvjax.storage.layouts import Tiers, slots
+from kvjax.storage.layouts import Segments, Tiers, slots
 
 Array = jax.Array
 
@@ -104,7 +104,19 @@ class Group:
     @property
     def unranked(self) -> int:
         """The number of slots, the first of all, that the policy does not rank; they have no statistics."""
-        return self.slots[0] if self.slots and isinstance(self.storage.layout, Tiers) else 0
+        if not self.slots:
+            return 0
+        if isinstance(self.storage.layout, Segments):
+            # A selection that hides slots looks at the statistics of all.
+            return self.slots[0] + self.slots[1] if self.selection.reads_all else 0
+        return self.slots[0] if isinstance(self.storage.layout, Tiers) else 0
+
+    @property
+    def unranked_stores(self) -> int:
+        """The number of stores, the first of all, whose slots have no statistics."""
+        if not self.slots:
+            return 0
+        return {Tiers: 1, Segments: 2}.get(type(self.storage.layout), 0)
 
     @property
     def gathered(self) -> int | None:
@@ -127,6 +139,8 @@ def stores_of(storage: Storage) -> tuple[Storage, ...]:
     if isinstance(storage.layout, Tiers):
         low = dataclasses.replace(storage, layout=slots, name=f"{storage.name} low")
         return low, storage.layout.high
+    if isinstance(storage.layout, Segments):
+        return storage.layout.high, storage, dense()
     if storage.layout != slots:
         return (storage,)
     return (storage,) if not (storage.apart and storage.kept_exact) else (storage, dense())

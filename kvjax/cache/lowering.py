@@ -172,9 +172,9 @@ def _groups(
     # A prompt is read whole, except by selections that hide slots of it.
     early = selection if selection.in_prompt or selection.whole_text else everything()
     watch = selection if selection.watches else None
-    needs = branch.decode.needs
-    stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following, low)
+    needs = branch.decode.needs | spec.storage.needs
     extent = extent_of(spec, branch, sizes)
+    stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following, low, extent)
     after = Group(
         heads=heads, storage=spec.storage, policy=branch.decode.traced(), selection=selection, needs=needs,
         slots=stores, extent=extent, decoding=True, evicts_one=branch.evicts_one,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import blocks
+from kvjax.cache import blocks, segments
 from kvjax.cache.layout import Group
 from kvjax.cache.slots import append, constrain, empty_stats, longest, ranks, slots_of, transient
 from kvjax.cache.state import Block, LayerKV
@@ -14,7 +14,7 @@ from kvjax.memory import HOST, gather
 from kvjax.rope import Rope
 from kvjax.storage import store as held
 from kvjax.storage.base import UNROTATED
-from kvjax.storage.layouts import Blocks
+from kvjax.storage.layouts import Blocks, Segments
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -77,7 +77,9 @@ class Pool(NamedTuple):
         """The number of slots of each store, and of the step's own tokens."""
         stores = self.layer.stores
         # The arrays of one store may have other sizes than its slots; see `kvjax.cache.blocks`.
-        sizes = [self.layer.position.shape[2]] if len(stores) == 1 else [jax.tree.leaves(x)[0].shape[2] for x in stores]
+        sizes = [self.layer.position.shape[2]]
+        if len(stores) > 1:
+            sizes = [jax.tree.leaves(store["value"])[0].shape[2] for store in stores]
         return (*sizes, *(() if self.own is None else (self.own[0].shape[2],)))
 
     def cut(self, x: Array) -> list[Array]:
@@ -160,6 +162,8 @@ def decoded(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[Any
         storage = group.stores[number]
         if number == 0 and storage.memories[side] == HOST and group.gathered is not None:
             return None
+        if isinstance(group.storage.layout, Segments):
+            return segments.decode(group.storage, pool.layer, number, side, pool.dtype, pool.sides)
         if isinstance(storage.layout, Blocks):
             return blocks.decode(storage, pool.layer, side, pool.dtype, pool.sides)
         return run(storage, pool.layer.stores[number], side, pool.layer.dim, pool.dtype, pool.sides)

@@ -233,7 +233,7 @@ def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight:
         )
         for own, part, weight in zip(queries, reading.parts, weights, strict=True)
     ]
-    if unranked := 1 if _unranked(pool, group) else 0:
+    if unranked := group.unranked_stores if _unranked(pool, group) else 0:
         # What the policy has evicted has no statistics.
         problems = [each.without_statistics() for each in problems[:unranked]] + problems[unranked:]
     output, columns = attention.attend_parts(problems, group.attend, maps)

@@ -13,7 +13,7 @@ from kvjax.policies.heads import Split
 from kvjax.policies.traits import holding_apart
 from kvjax.selection.base import Selection
 from kvjax.storage.base import ROTATED, Storage
-from kvjax.storage.layouts import BlockCodec, Blocks, Tiers
+from kvjax.storage.layouts import BlockCodec, Blocks, Segments, Tiers
 from kvjax.storage.side import PROMPT
 
 
@@ -31,7 +31,7 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int) -> None:
       StorageError: the storage cannot be combined with the rest.
     """
     selection, name = branch.selection, spec.policy.name
-    if isinstance(spec.storage.layout, Blocks) and (reason := _refuses_blocks(spec, branch, sizes)):
+    if isinstance(spec.storage.layout, Blocks | Segments) and (reason := _refuses_blocks(spec, branch, sizes)):
         raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
     if isinstance(spec.storage.layout, Tiers) and (reason := _refuses_tiers(spec, branch)):
         raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import blocks
+from kvjax.cache import blocks, segments
 from kvjax.cache.convert import Prompt, convert, empty
 from kvjax.cache.layout import Group, stores_of
 from kvjax.cache.limits import Limits, sizes_for
@@ -28,7 +28,7 @@ from kvjax.storage import store as held
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration, required
 from kvjax.storage.dims import LATENT
-from kvjax.storage.layouts import Blocks
+from kvjax.storage.layouts import Blocks, Segments
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -170,6 +170,8 @@ def read(
     sides = {**(calibration.layers[index] if calibration is not None else {}), **layer.sides}
     if isinstance(storage.layout, Blocks) and layer.marks:
         return _read_blocks(storage, layer, sides)
+    if isinstance(storage.layout, Segments):
+        return _read_segments(storage, layer, sides)
     ways = stores_of(storage)
     if len(ways) > len(layer.stores):  # a residual that covers every token
         ways = (dense(),)
@@ -195,6 +197,20 @@ def _read_blocks(storage: Storage, layer: LayerKV, sides: Sides) -> tuple[Array,
         if names != {*blocks.parts_of(storage, side, layer.dim, "float32"), blocks.EXACT}:
             raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
     key, value = (blocks.decode(storage, layer, side, jnp.float32, sides) for side in storage.codecs)
+    return key, value, layer.position
+
+
+def _read_segments(storage: Storage, layer: LayerKV, sides: Sides) -> tuple[Array, Array, Array]:
+    """`read` of a layer in segments."""
+    if len(layer.stores) != segments.WINDOW + 1:
+        raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
+    key, value = (
+        jnp.concatenate(
+            [segments.decode(storage, layer, tier, side, jnp.float32, sides) for tier in range(len(layer.stores))],
+            axis=2,
+        )
+        for side in ("key", "value")
+    )
     return key, value, layer.position
 
 

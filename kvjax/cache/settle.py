@@ -7,13 +7,13 @@ once, from its exact numbers, into an empty coded slot. While decoding, that is 
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import blocks
+from kvjax.cache import blocks, segments
 from kvjax.cache.layout import Group
 from kvjax.cache.slots import constrain, forget, free_slots, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
-from kvjax.storage.layouts import Blocks
+from kvjax.storage.layouts import Blocks, Segments
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -46,6 +46,8 @@ def settle(
     """
     if isinstance(group.storage.layout, Blocks):
         return blocks.settle(layer, key, value, position, per_slot, newest, group, sides)
+    if isinstance(group.storage.layout, Segments):
+        return segments.settle(layer, key, value, position, per_slot, group, sides)
     # If KV heads are replicated but query heads are not, XLA would otherwise gather the coded cache at every step.
     key, value, position, per_slot = constrain((key, value, position, per_slot))
     coded_slots, n = group.slots[0], key.shape[2]

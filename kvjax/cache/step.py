@@ -35,6 +35,7 @@ from kvjax.rope import Rope
 from kvjax.selection.base import Selection
 from kvjax.storage import store as held
 from kvjax.storage.base import UNROTATED
+from kvjax.storage.layouts import Tiers
 from kvjax.storage.side import PROMPT, PromptView, Sides
 
 Array = jax.Array
@@ -333,7 +334,7 @@ def _evicted(
         if not unranked:
             position = jnp.where(victim, EMPTY, position)
     per_slot = per_slot.replace(stats=stats)
-    if unranked and own is not None:
+    if unranked and own is not None and isinstance(group.storage.layout, Tiers):
         return tiers.settle(layer, *own, position, victim, per_slot, block.newest, group, pool.sides)
     if own is not None:
         return settle(layer, *own, position, per_slot, block.newest, group, pool.sides)
@@ -346,7 +347,7 @@ def _held(pool: Pool, group: Group, turn: Turn | None) -> tuple[Any, Any]:
     if pool.own is not None and group.unranked:
         # The policy does not see what it has evicted.
         pool = pool._replace(position=pool.position[:, :, group.unranked :])
-        keys, values = keys[1:], values[1:]
+        keys, values = keys[group.unranked_stores :], values[group.unranked_stores :]
     key, value = (None if pieces[0] is None else joined(pieces) for pieces in (placed(pool, keys, turn), values))
     return key, value
 

@@ -15,7 +15,7 @@ from kvjax.storage.integer import Integer, int2, int4, int8, integer
 from kvjax.storage.joint import Joint, JointBlocks, cskv, kv_heads
 from kvjax.storage.kivi import Channels, kivi
 from kvjax.storage.kvquant import kvquant
-from kvjax.storage.layouts import BlockCodec, Blocks, SegmentCodec, Tiers, slots
+from kvjax.storage.layouts import BlockCodec, Blocks, SegmentCodec, Segments, Tiers, slots
 from kvjax.storage.levels import Levels, levels, normal_levels
 from kvjax.storage.low_rank import LowRank, low_rank
 from kvjax.storage.mikv import Balance, Halves, mikv
@@ -27,6 +27,7 @@ from kvjax.storage.side import PromptView, Samples, Side
 from kvjax.storage.sparse import Sparse, sparse
 from kvjax.storage.think import ThinK, think
 from kvjax.storage.turboquant import TurboQuant, turboquant
+from kvjax.storage.zipcache import ChannelRoots, Divided, zipcache
 
 blocks = Blocks  # ``layout=blocks(n)``
 tiers = Tiers  # ``layout=tiers(high)``
@@ -55,6 +56,7 @@ STORAGES: Registry[Storage] = Registry(
         "gear": gear,
         "mikv": mikv,
         "kvquant": kvquant,
+        "zipcache": zipcache,
     },
 )
 by_name, accepts = STORAGES.by_name, STORAGES.accepts
@@ -74,10 +76,11 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "STORAGES", "Balance", "Bfp", "BlockCodec", "Blocks", "Calibration", "Chain", "Channels", "Codec", "Dims", "Exact",
-    "Fp8", "Gear", "Halves", "Integer", "Joint", "JointBlocks", "Levels", "LowRank", "Mxfp4", "Permuted", "PromptView",
-    "Samples", "Scaled", "SegmentCodec", "Side", "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "accepts", "bfp",
-    "blocks", "breakdown", "by_name", "chain", "cskv", "dense", "fp8", "gear", "int2", "int4", "int8", "integer",
-    "kivi", "kv_heads", "kvquant", "levels", "low_rank", "mikv", "mxfp4", "nbytes", "normal_levels", "pack",
-    "permuted", "read", "replay", "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant", "unpack",
+    "STORAGES", "Balance", "Bfp", "BlockCodec", "Blocks", "Calibration", "Chain", "ChannelRoots", "Channels", "Codec",
+    "Dims", "Divided", "Exact", "Fp8", "Gear", "Halves", "Integer", "Joint", "JointBlocks", "Levels", "LowRank",
+    "Mxfp4", "Permuted", "PromptView", "Samples", "Scaled", "SegmentCodec", "Segments", "Side", "Sparse", "Storage",
+    "ThinK", "Tiers", "TurboQuant", "accepts", "bfp", "blocks", "breakdown", "by_name", "chain", "cskv", "dense", "fp8",
+    "gear", "int2", "int4", "int8", "integer", "kivi", "kv_heads", "kvquant", "levels", "low_rank", "mikv", "mxfp4",
+    "nbytes", "normal_levels", "pack", "permuted", "read", "replay", "round_trip", "scaled", "slots", "sparse", "think",
+    "tiers", "turboquant", "unpack", "zipcache",
 ]  # fmt: skip

@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 from kvjax.arguments import checked_call, choice_argument, count_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE, HOST, MEMORIES
-from kvjax.storage.layouts import BlockCodec, Blocks, Tiers, slots
+from kvjax.statistics import COUNT, MASS, Statistic
+from kvjax.storage.layouts import BlockCodec, Blocks, Segments, Tiers, slots
 from kvjax.storage.rounding import as_stored
 from kvjax.storage.side import Parts, Shapes, Side
 
@@ -124,7 +125,7 @@ class Storage:
     Attributes:
       key: the codec of keys, or of their blocks.
       value: the codec of values, or of their blocks.
-      layout: ``slots`` holds each vector by itself; see `Blocks` and `Tiers`.
+      layout: ``slots`` holds each vector by itself; see `Blocks`, `Tiers` and `Segments`.
       residual: the number of newest positions that stay exact. Of `Blocks` those of keys or values that are encoded
         one by one.
       frame: ``any`` holds keys rotated by RoPE or not, as the policy's `positions` determine; ``rotated`` holds them
@@ -140,7 +141,7 @@ class Storage:
 
     key: Codec | BlockCodec
     value: Codec | BlockCodec
-    layout: str | Blocks | Tiers = slots
+    layout: str | Blocks | Tiers | Segments = slots
     residual: int = 0
     frame: str = ANY
     memory: Memory = DEVICE
@@ -148,7 +149,7 @@ class Storage:
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        kinds = (Codec, BlockCodec) if isinstance(self.layout, Blocks) else Codec
+        kinds = (Codec, BlockCodec) if isinstance(self.layout, Blocks | Segments) else Codec
         if not isinstance(self.key, kinds) or not isinstance(self.value, kinds):
             raise StorageError(
                 f"storage {self.name}: key={self.key!r} and value={self.value!r} must be codecs, such as "
@@ -175,7 +176,7 @@ class Storage:
             )
         if self.layout == slots:
             return
-        if not isinstance(self.layout, Blocks | Tiers):
+        if not isinstance(self.layout, Blocks | Tiers | Segments):
             raise StorageError(
                 f"storage {self.name}: layout={self.layout!r} is not valid; use 'slots', blocks(n) or tiers(high)."
             )
@@ -186,8 +187,28 @@ class Storage:
             )
         if isinstance(self.layout, Blocks):
             self._check_blocks(self.layout)
-        else:
+        elif isinstance(self.layout, Tiers):
             self._check_tiers(self.layout.high)
+        else:
+            self._check_segments(self.layout)
+
+    def _check_segments(self, layout: Segments) -> None:
+        tiers = [self, *([] if layout.high is None else [layout.high])]
+        for each in tiers:
+            if not (isinstance(each, Storage) and isinstance(each.key, BlockCodec) and isinstance(each.value, Codec)):
+                raise StorageError(
+                    f"storage {self.name}: a tier of segments holds keys in blocks and values by themselves; got "
+                    f"{each!r}."
+                )
+        if any(each.residual or each.frame != ANY or each.shortened for each in tiers):
+            raise StorageError(
+                f"storage {self.name}: residual, frame and shorter vectors are not valid with segments; leave them out."
+            )
+
+    @property
+    def needs(self) -> frozenset[Statistic]:
+        """The statistics by which the storage chooses how tokens are held."""
+        return frozenset({MASS, COUNT}) if isinstance(self.layout, Segments) else frozenset()
 
     def _check_tiers(self, high: Any) -> None:
         single = isinstance(high, Storage) and high.layout == slots
@@ -313,8 +334,9 @@ class Storage:
         """Returns the bytes of a ``key`` or a ``value``; of one in a block its share, rounded up."""
         codec = self.codecs[side]
         if isinstance(codec, BlockCodec):
-            assert isinstance(self.layout, Blocks)
-            return -(-codec.bytes(self.layout.size, dim, dtype) // self.layout.size)
+            assert isinstance(self.layout, Blocks | Segments)
+            size = self.layout.size if isinstance(self.layout, Blocks) else self.layout.window
+            return -(-codec.bytes(size, dim, dtype) // size)
         return codec.bytes(dim, dtype)
 
     def codes_nothing(self, tokens: int) -> bool:
@@ -322,7 +344,7 @@ class Storage:
         if isinstance(self.layout, Blocks):
             late = {True: self.layout.size > tokens, False: self.residual >= tokens}
             return all(late[isinstance(codec, BlockCodec)] for codec in self.codecs.values())
-        if isinstance(self.layout, Tiers):
+        if isinstance(self.layout, Tiers | Segments):
             return False
         return self.residual >= tokens
 

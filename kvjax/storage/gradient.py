@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from kvjax.storage.base import Codec, Exact, Parts, Shapes, Storage, round_trip, straight_through
 from kvjax.storage.dims import Chain
-from kvjax.storage.layouts import BlockCodec, SegmentCodec, Tiers
+from kvjax.storage.layouts import BlockCodec, SegmentCodec, Segments, Tiers
 from kvjax.storage.side import Side
 
 Array = jax.Array
@@ -129,6 +129,8 @@ def differentiable(storage: Storage) -> Storage:
     )
     layout = storage.layout
     if isinstance(layout, Tiers):
+        layout = dataclasses.replace(layout, high=differentiable(layout.high))
+    if isinstance(layout, Segments) and layout.high is not None:
         layout = dataclasses.replace(layout, high=differentiable(layout.high))
     return dataclasses.replace(storage, key=key, value=value, layout=layout)
 

@@ -28,26 +28,29 @@ class Channels(BlockCodec):
     Attributes:
       bits: bits of a code, 1 to 8.
       group: consecutive tokens that share a zero and a scale per channel; it divides the number of tokens of a block.
+        None = all tokens of a block.
     """
 
     bits: int
-    group: int = GROUP
+    group: int | None = GROUP
 
     def __post_init__(self) -> None:
-        for field, most in (("bits", MOST_BITS), ("group", None)):
+        fields: dict[str, int | None] = {"bits": MOST_BITS, **({} if self.group is None else {"group": None})}
+        for field, most in fields.items():
             name, given = f"storage channels: {field}", getattr(self, field)
             value = count_argument(name, given, minimum=1, maximum=most, error=StorageError)
             object.__setattr__(self, field, value)
 
     def check(self, size: int) -> None:
-        if size % self.group:
+        if self.group is not None and size % self.group:
             raise StorageError(
                 f"storage channels: blocks of {size} tokens cannot be divided into groups of {self.group}; give a "
                 "size that is a multiple of group."
             )
 
     def parts(self, tokens: int, dim: int, dtype: DTypeLike) -> Shapes:
-        parameters = ((tokens // self.group, dim), jnp.dtype(dtype))
+        groups = () if self.group is None else (tokens // self.group,)
+        parameters = ((*groups, dim), jnp.dtype(dtype))
         codes = ((tokens, packed_size(dim, self.bits)), jnp.dtype(jnp.uint8))
         return {"codes": codes, "scale": parameters, "zero": parameters}
 
@@ -55,6 +58,8 @@ class Channels(BlockCodec):
         # [..., groups, g, D], and [..., groups, 1, D] twice
         codes, scale, zero = uniform(self._grouped(x), self.bits, dtype, axis=-2)
         packed = pack(codes.reshape(x.shape), self.bits)
+        if self.group is None:
+            scale, zero = scale[..., 0, :], zero[..., 0, :]
         return {"codes": packed, "scale": scale[..., 0, :], "zero": zero[..., 0, :]}
 
     def decode(self, parts: Parts, side: object, tokens: int, dim: int) -> Array:
@@ -62,12 +67,15 @@ class Channels(BlockCodec):
         codes = unpack(parts["codes"], self.bits, dim)
         # [..., groups, 1, D]
         scale, zero = (parts[name].astype(jnp.float32)[..., None, :] for name in ("scale", "zero"))
+        if self.group is None:
+            scale, zero = scale[..., None, :], zero[..., None, :]
         return (zero + scale * self._grouped(codes).astype(jnp.float32)).reshape(codes.shape)
 
     def _grouped(self, x: Array) -> Array:
         """Reshapes [..., n, D] to [..., groups, g, D]."""
         *leading, tokens, dim = x.shape
-        return x.reshape(*leading, tokens // self.group, self.group, dim)
+        group = tokens if self.group is None else self.group
+        return x.reshape(*leading, tokens // group, group, dim)
 
 
 @factory
@@ -96,12 +104,13 @@ def kivi(
       StorageError: an argument out of range, or a residual that is no multiple of the group.
     """
     residual = count_argument("storage kivi: residual", residual, minimum=1, error=StorageError)
+    group = count_argument("storage kivi: group", group, minimum=1, error=StorageError)
     key = Channels(bits if key_bits is None else key_bits, group)
     value = Integer(bits if value_bits is None else value_bits, group)
-    if residual % key.group:
+    if residual % group:
         raise StorageError(
-            f"storage kivi: residual={residual} must be a multiple of group={key.group}; use "
-            f"{-(-residual // key.group) * key.group}."
+            f"storage kivi: residual={residual} must be a multiple of group={group}; use "
+            f"{-(-residual // group) * group}."
         )
     bits_of = f"{key.bits}" if key.bits == value.bits else f"_k{key.bits}v{value.bits}"
     return Storage(key=key, value=value, layout=Blocks(residual), residual=residual, name=f"kivi{bits_of}")

@@ -57,6 +57,25 @@ class Tiers:
     low_capacity: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """The layout in which tokens are encoded when a segment ends, in two tiers by the attention that they were paid.
+
+    The prompt is a segment, and so is every `window` tokens that follow. When a segment ends, the ⌈ratio·n⌉ of its n
+    tokens with the largest mean attention go to the high tier, for ever, and the others to the low one, which has the
+    storage's own codecs. Until then tokens are exact. Keys of a segment's tier are a block.
+
+    Attributes:
+      high: the `Storage` whose codecs hold the high tier; None in that storage itself.
+      ratio: the share of a segment that goes to the high tier.
+      window: the number of tokens of a segment after the prompt.
+    """
+
+    high: Any
+    ratio: float
+    window: int
+
+
 class BlockCodec:
     """The form in which a block of n consecutive tokens is held.
 

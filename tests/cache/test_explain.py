@@ -42,6 +42,8 @@ def specs() -> dict[str, CacheSpec | Policy]:
         "h2o, int8": CacheSpec(policies.h2o(0.2), storage.int8()),
         "full, int4 with the newest 64 exact": CacheSpec(policies.full(), storage.int4(residual=64)),
         "full, kivi": CacheSpec(policies.full(), storage.kivi()),
+        "full, gear": CacheSpec(policies.full(), storage.gear()),
+        "snapkv, zipcache": CacheSpec(policies.snapkv(0.5), storage.zipcache(window=20)),
         "h2o, mikv": CacheSpec(policies.h2o(0.2), storage.mikv()),
         "full, fp8 of a fixed scale": CacheSpec(policies.full(), storage.fp8(1.0)),
         "full, quest": CacheSpec(policies.full(), selection=selection.quest(budget=128)),

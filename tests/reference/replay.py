@@ -68,12 +68,13 @@ class Ended(NamedTuple):
     query: Array  # [n, G, D], rotated as the key
     key: Array  # [n, D]
     live: Array  # [m] positions that are still held
+    value: Array  # [n, D]
 
 
 class FromPrompt(NamedTuple):
     """A storage that each head makes when its prompt, which goes in in one shot, has ended."""
 
-    made: Callable[[Ended], Storage]
+    made: Callable[[Ended], Storage | Settles]
 
 
 Given = Storage | Settles | PerHead | FromPrompt
@@ -235,7 +236,8 @@ def _row(storage: Given, tokens: list[Array], n: int, policy: Policy, theta, loo
             own = stores[index]
             if isinstance(own, FromPrompt):
                 assert stop == n and start == 0, "a prompt in one shot"
-                own = stores[index] = own.made(Ended(query[:, index], key[:, index], slots.head.position))
+                ended = Ended(query[:, index], key[:, index], slots.head.position, value[:, index])
+                own = stores[index] = own.made(ended)
             if isinstance(own, Storage):
                 _merge(own, slots, all_of_them, fold)
                 _settle(own, slots)

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tests.reference import codecs
 from tests.reference.base import Array, Observed, Policy
+from tests.reference.blocks import channels
 from tests.reference.decoder import _blocks
 from tests.reference.eviction import full
-from tests.reference.replay import Codec, Held, Triple
+from tests.reference.replay import Codec, Ended, FromPrompt, Held, Slots, Triple
 from tests.reference.step import Head, append, attend, empty_heads, evict, observe, rotate
 
 
@@ -148,3 +150,55 @@ def _settle(storage: Mikv, own: Tiered, before: tuple[Array, Array, Array], star
             held = storage.high(side[slot])
             side[slot] = held.decoded
             own.near = min(own.near, held.near)
+
+
+# --- ZipCache ---
+
+
+@dataclass
+class Zip:
+    """One head: two tiers by mean attention, a segment at a time; a storage of `tests.reference.replay`."""
+
+    roots: Array  # [D]
+    high: int
+    low: int
+    ratio: float
+    window: int
+    by: str = "mean"  # "mass" is a mistake
+    ended: int | None = None  # tokens that are coded
+    salient: list[int] = field(default_factory=list)
+
+    def settle(self, slots: Slots, prompt_is_over: bool) -> None:
+        head, live = slots.head, len(slots.head.position)
+        if self.ended is not None and live - self.ended < self.window:
+            return
+        start, self.ended = self.ended or 0, live
+        score = head.stats["mass"] / (head.stats["count"] if self.by == "mean" else 1)
+        inside = list(range(start, live))
+        count = math.ceil(self.ratio * len(inside) - 1e-9)
+        order = sorted(inside, key=lambda i: (score[i], head.position[i]), reverse=True)
+        if 0 < count < len(order):
+            one, other = score[order[count - 1]], score[order[count]]
+            head.evict_gap = min(head.evict_gap, (one - other) / max(one, other))
+        self.salient += sorted(int(head.position[i]) for i in order[:count])
+        for bits, tier in ((self.high, sorted(order[:count])), (self.low, sorted(order[count:]))):
+            if not tier:
+                continue
+            _, _, _, decoded, near = channels(head.key[tier], bits, "float32")
+            dim = len(self.roots)
+            values = codecs.encode_integer(head.value[tier] / self.roots, bits, dim, "float32")
+            head.key[tier] = decoded
+            head.value[tier] = codecs.decode_integer(values.parts, bits, dim) * self.roots
+            slots.near = min(slots.near, near, values.near)
+
+
+def zipped(made: list[Zip], high: int, low: int, ratio: float, window: int, **mistake: str) -> FromPrompt:
+    """ZipCache; what each head makes of its prompt is added to `made`, row by row."""
+
+    def of_head(prompt: Ended) -> Zip:
+        most = np.abs(prompt.value).max(axis=0)
+        roots = np.where(most > 0, np.sqrt(most), 1.0).astype(np.float32).astype(np.float64)
+        made.append(Zip(roots, high, low, ratio, window, **mistake))
+        return made[-1]
+
+    return FromPrompt(of_head)

@@ -31,6 +31,7 @@ ARRANGED = {
     "kivi": storage.kivi(2, 4, 8),
     "kivi, other values": storage.kivi(2, 4, 8, value_bits=4),
     "gear": storage.gear(2, 8, rank=3),
+    "zipcache": storage.zipcache(),
     "mikv": storage.mikv(2, 4),
     "mikv, int8": storage.mikv(high=storage.int8(), balance=False, low_capacity=9),
 }
@@ -150,6 +151,7 @@ def test_equal_arguments_are_equal_storages():
         "kivi",
         "mikv",
         "gear",
+        "zipcache",
     }
     assert set(storage.STORAGES) >= named
     assert storage.accepts("int4") == {"group", "residual", "memory"}
