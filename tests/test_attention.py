@@ -19,8 +19,6 @@ from tests.kernels.cases import Case
 DECAYED = decayed(0.9)
 EVERY = frozenset({MASS, MASS_SQ, COUNT, ABOVE, LAST, DECAYED})
 BATCH, DIM = 3, 8
-# The suite compiles without optimisations for speed; tests that read programs want those that users run.
-OPTIMIZED = {"xla_backend_optimization_level": "3", "xla_llvm_disable_expensive_passes": "False"}
 
 
 @pytest.fixture
@@ -284,7 +282,7 @@ SPLIT = [
 def test_parts_are_the_whole(case, count, monkeypatch):
     """Output, log-sum-exps and every statistic, also with tiles of queries, and where a part has no live slot."""
     monkeypatch.setattr(prefill_xla, "TILE_BYTES", 4 * 8 * 6 * 60)
-    whole, parts, order = split(case.problem(*case.arrays()), count, seed=count)
+    whole, parts, order = split(case.given(), count, seed=count)
 
     @jax.jit
     def run(whole, parts):
@@ -383,7 +381,7 @@ def test_two_parts_take_as_many_products_as_one():
         parts = [problem.only_slots(300), problem]
         return attention.attend_parts(parts)
 
-    text = jax.jit(run).lower(*shapes(1, 500)).compile(OPTIMIZED).as_text()
+    text = jax.jit(run).lower(*shapes(1, 500)).compile().as_text()
     assert len(re.findall(r" dot\(", text)) == 4
 
 
@@ -397,7 +395,7 @@ def test_memory_is_linear_in_the_prompt(op, monkeypatch):
         return getattr(attention, op)(problem, *[lse] * (op == "column_sums"))
 
     lse = jax.ShapeDtypeStruct((1, heads, 1, n), jnp.float32)
-    program = jax.jit(run).lower(lse, *shapes(n, n, heads, heads, 16)).compile(OPTIMIZED)
+    program = jax.jit(run).lower(lse, *shapes(n, n, heads, heads, 16)).compile()
     # A few tiles, and the queries cut into tiles; all scores would be 32 MiB.
     assert program.memory_analysis().temp_size_in_bytes < 6 << 20
 

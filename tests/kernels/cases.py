@@ -88,8 +88,12 @@ class Case:
             causal=self.before == 0 and self.n > 1,
         )  # fmt: skip
 
+    def given(self) -> Problem:
+        """The problem of `arrays`, made by one program, not by dozens of operations that are compiled one by one."""
+        return jax.jit(self.problem)(*self.arrays())
+
     def check(self, implementation, error):
-        problem = self.problem(*self.arrays())
+        problem = self.given()
         # A new program each time: one that was traced for another machine is not used again.
         got = jax.jit(lambda problem: attention.attend_and_reduce(problem, implementation))(problem)
         attended, columns = got
@@ -163,7 +167,8 @@ class PrefillCases:
     def test_a_tie_with_the_uniform_share_is_above_it(self, machine):
         case = Case((24,), 1, 1, 24, 0, 64, jnp.float32, needs=frozenset({ABOVE}))
         (query, key, value), known = case.arrays()
-        problem = case.problem((query, jnp.broadcast_to(key[:, :, :1], key.shape), value), known)
+        key = np.broadcast_to(np.asarray(key)[:, :, :1], key.shape)
+        problem = jax.jit(case.problem)((query, key, value), known)
         _, columns = jax.jit(lambda problem: attention.attend_and_reduce(problem, self.implementation))(problem)
         np.testing.assert_array_equal(columns["above"], np.arange(24, 0, -1)[None, None])
 

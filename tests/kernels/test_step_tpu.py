@@ -1,5 +1,6 @@
 """A whole decoding step in one TPU kernel: interpreted, races detected, against XLA; and by the real TPU compiler."""
 
+import bisect
 import functools
 
 import jax
@@ -18,9 +19,13 @@ from tests.kernels.conftest import needs_libtpu
 from tests.kernels.steps import FUSED, Steps, build, decoding, one_step
 
 
-@pytest.mark.parametrize(("name", "budget"), [*((name, 15) for name in FUSED), ("h2o", 20), ("roco", 22)])
+# The policies that the test below has no tiles of, and two of those.
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [*((name, 15) for name in FUSED if name not in ("h2o", "scissorhands")), ("h2o", 20)],
+)
 def test_a_step_is_that_of_the_cache(interpreted, name, budget):
-    """15 and one slot are whole groups, written inside the kernel; 20 and 22 are not."""
+    """15 and one slot are whole groups, written inside the kernel; 20 and one are not."""
     batch, kv_heads, group, dim = 2, 2, 2, 32
     policy, budgets = build(name, budget), jnp.full((batch,), budget, jnp.int32)
     ours = layer = empty(decoding(policy, budget + 1), batch, kv_heads, dim, jnp.float32)
@@ -43,6 +48,7 @@ def test_a_step_is_that_of_the_cache(interpreted, name, budget):
             np.testing.assert_allclose(ours.stats[stat], column, atol=1e-5, err_msg=stat)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "steps",
     [
@@ -82,22 +88,22 @@ def compiled(topology, shape, dtype, policy):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
 @pytest.mark.parametrize(
-    ("shape", "dtype", "name"),
-    [  # batch, KV heads, group, slots, head size
-        ((8, 8, 4, 528, 128), jnp.bfloat16, "h2o"),
-        ((4, 12, 1, 416, 128), jnp.float32, "roco"),
-        ((2, 4, 8, 8192, 128), jnp.bfloat16, "scissorhands"),
-        ((2, 4, 2, 6000, 256), jnp.float32, "tova"),
-        ((2, 4, 8, 513, 96), jnp.bfloat16, "mean_attention"),
-        ((1, 1, 7, 100, 80), jnp.bfloat16, "window"),
-        ((2, 32, 1, 410, 64), jnp.bfloat16, "h2o_decay"),
-        ((2, 4, 2, 1024, 128), jnp.bfloat16, "strided"),
-        ((2, 4, 2, 1024, 128), jnp.bfloat16, "fixed"),
-        ((2, 4, 2, 1024, 128), jnp.bfloat16, "full"),
-        ((2, 4, 2, 1024, 128), jnp.bfloat16, "ring"),
-        ((2, 4, 2, 1024, 128), jnp.bfloat16, "heavy"),
+    ("topology", "shape", "dtype", "name"),
+    [  # batch, KV heads, group, slots, head size; each shape on one of two generations, and one on both
+        ("v6e:1x1", (8, 8, 4, 528, 128), jnp.bfloat16, "h2o"),
+        ("v5e:1x1", (8, 8, 4, 528, 128), jnp.bfloat16, "h2o"),
+        ("v6e:1x1", (4, 12, 1, 416, 128), jnp.float32, "roco"),
+        ("v5e:1x1", (2, 4, 8, 8192, 128), jnp.bfloat16, "scissorhands"),
+        ("v6e:1x1", (2, 4, 2, 6000, 256), jnp.float32, "tova"),
+        ("v5e:1x1", (2, 4, 8, 513, 96), jnp.bfloat16, "mean_attention"),
+        ("v6e:1x1", (1, 1, 7, 100, 80), jnp.bfloat16, "window"),
+        ("v5e:1x1", (2, 32, 1, 410, 64), jnp.bfloat16, "h2o_decay"),
+        ("v6e:1x1", (2, 4, 2, 1024, 128), jnp.bfloat16, "strided"),
+        ("v5e:1x1", (2, 4, 2, 1024, 128), jnp.bfloat16, "fixed"),
+        ("v6e:1x1", (2, 4, 2, 1024, 128), jnp.bfloat16, "full"),
+        ("v5e:1x1", (2, 4, 2, 1024, 128), jnp.bfloat16, "ring"),
+        ("v6e:1x1", (2, 4, 2, 1024, 128), jnp.bfloat16, "heavy"),
     ],
 )
 def test_the_tpu_compiler_takes_it(topology, shape, dtype, name):
@@ -138,5 +144,6 @@ def test_what_is_said_to_fit_into_a_core_does(shape, dtype, name):
 
     assert fits(512)
     assert not fits(1 << 17)
-    most = max(slots for slots in range(128, 1 << 15, 128) if fits(slots))
+    sizes = range(512, 1 << 17, 128)
+    most = sizes[bisect.bisect_left(sizes, True, key=lambda slots: not fits(slots)) - 1]
     compiled("v5e:1x1", (batch, kv_heads, group, most, dim), dtype, build(name, most - 1))
