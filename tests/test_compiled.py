@@ -32,8 +32,6 @@ loop = importlib.import_module("kvjax.generate")
 BATCH, SLOTS = 2, 512
 # Heads wide enough that a layer's keys outweigh the scores over them.
 WIDE = dataclasses.replace(tiny().model.config, head_dim=32, rope=Rope(dim=32))
-# The suite may compile without optimisations for speed; these tests read what users run.
-OPTIMIZED = {"xla_backend_optimization_level": "3", "xla_llvm_disable_expensive_passes": "False"}
 
 
 def lowered(policy, prompt: int, new_tokens: int = 2, block: int | None = None, config=WIDE, rows: int = 1):
@@ -51,7 +49,7 @@ def compile_decode(policy):
     stop = jax.ShapeDtypeStruct((1,), jnp.int32)
     program = loop.decode_steps.lower(*shapes, stop, 5, config=WIDE, phase=layout.decode, sampler=Greedy())
     store = shapes.carry.state.layers[0].stores[0]
-    return program.compile(OPTIMIZED), next(iter(store["key"].values()))
+    return program.compile(), next(iter(store["key"].values()))
 
 
 def compile_prompt(policy, tokens: int, block: int | None, config):
@@ -63,7 +61,7 @@ def compile_prompt(policy, tokens: int, block: int | None, config):
         parameter_shapes(config), jax.ShapeDtypeStruct((1, tokens), jnp.int32), row, row, budgets.prompt,
         budgets.decode, config=config, layout=made.layout, score=False,
     )  # fmt: skip
-    return program.compile(OPTIMIZED), made.layout
+    return program.compile(), made.layout
 
 
 INSTRUCTION = re.compile(r"^\s*(ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\((.*)$")

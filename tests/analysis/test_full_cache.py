@@ -19,8 +19,6 @@ from tests.tiny import random_tokens, tiny
 
 LENGTHS = np.array([45, 22])
 TOKENS = random_tokens(2, 45, seed=5)
-# The suite may compile without optimisations for speed; this test reads what users run.
-OPTIMIZED = {"xla_backend_optimization_level": "3", "xla_llvm_disable_expensive_passes": "False"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -139,7 +137,7 @@ def test_memory_is_linear(step):
             parameter_shapes(config), *ints, (carry, carry), args, config=config, step=step,
             tile=tile_rows(config.num_heads * width, width),
         )  # fmt: skip
-        return lowered.compile(OPTIMIZED).memory_analysis().temp_size_in_bytes
+        return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(16384) < 4.5 * temporary(4096)
 

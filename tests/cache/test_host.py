@@ -17,7 +17,7 @@ from kvjax.cache.lowering import lower
 from kvjax.cache.state import nbytes
 from kvjax.errors import PolicyError
 from kvjax.rope import Rope
-from tests.test_compiled import OPTIMIZED, computations
+from tests.test_compiled import computations
 from tests.tiny import kept, random_tokens, tiny
 
 loop = importlib.import_module("kvjax.generate")  # the package's attribute of that name is the function
@@ -194,7 +194,7 @@ def program(held, look, prompt=500, layers=4):
     shapes = decode_shapes(config, layout, jnp.float32, 2, None)
     stop = jax.ShapeDtypeStruct((1,), jnp.int32)
     made = loop.decode_steps.lower(*shapes, stop, 5, config=config, phase=layout.decode, sampler=Greedy())
-    return made.compile(OPTIMIZED), shapes.carry.state.layers[0].stores[0]["key"]["exact"]
+    return made.compile(), shapes.carry.state.layers[0].stores[0]["key"]["exact"]
 
 
 @pytest.mark.parametrize(
