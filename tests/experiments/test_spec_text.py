@@ -111,7 +111,7 @@ def test_one_slot_is_not_the_whole_prompt():
         ("policy", "int8", "unknown policy 'int8'"),
         ("policy", "value_norm(strided(stride=2))", "only orders the slots"),
         ("policy", "nowhere.py:mine", "there is no file nowhere.py"),
-        ("storage", "int9", "unknown storage 'int9'; did you mean 'int8'.*known storages: dense, .*FILE.py:factory"),
+        ("storage", "int9", "unknown storage 'int9'; did you mean 'int8'.*known storages: .*dense, .*FILE.py:factory"),
         ("storage", "int8(", "is not a storage's name, a call such as int8"),
         ("storage", "int8(groups=2)", "it accepts group, residual"),
         ("storage", "integer(9)", "bits must be a whole number from 1 to 8"),
