@@ -3,6 +3,7 @@
     python -m experiments.sweep --config=h2o_tiny --sweep=policy.budget=0.1,0.2,0.5 --sweep=policy.name=h2o,window
 
 Any field can be swept: --sweep='storage=dense,int8,int4(residual=32)', --sweep='selection=everything,optimal(64)'.
+Where storages are swept the plot shows quality against the bytes held, otherwise against the budget.
 Results are JSON files in OUTPUT/NAME-sweep/, named by a hash of the resolved config; a rerun does what is missing or
 failed. Values are separated by commas, or by semicolons if there are any: --sweep='mesh=data:2;data:1,model:2'.
 """
@@ -18,7 +19,7 @@ from typing import Any
 from absl import flags
 from tqdm.auto import tqdm
 
-from experiments import cli, fields, machine, plots, report, results
+from experiments import cli, fields, machine, plots, report, results, trades
 from experiments import config as configs
 from experiments.config import ExperimentConfig
 from experiments.session import Session
@@ -156,9 +157,11 @@ def write(folder: Path, base: ExperimentConfig, found: Sequence[report.Row], com
     done = [result for result in found if result["status"] == "ok"]
     paragraphs = list(dict.fromkeys(result[key] for key in ("model", "text") for result in done))
     quality = "perplexity" if any(own_row(result)["perplexity"] is not None for result in done) else "agreement"
-    shown = points(found, quality)
+    storages = any("storage" in result["swept"] for result in found)
+    shown = trades.points(done, quality) if storages else points(found, quality)
     if shown:
-        results.write(folder / "sweep.png", plots.sweep_plot(shown, quality))
+        draw = trades.plot if storages else plots.sweep_plot
+        results.write(folder / "sweep.png", draw(shown, quality))
     failures = [f"Failed, {_what(result)}: {result['error']}" for result in found if result["status"] != "ok"]
     text = report.markdown(f"{base.name}, swept", [*paragraphs, f"`{command}`"], lines, "sweep.png" if shown else None)
     results.write(folder / "sweep.md", "\n".join([text, report.LEGEND, "", *failures, ""]))

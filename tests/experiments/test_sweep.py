@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import session, sweep
+from experiments import session, sweep, trades
 from experiments.config import PolicyConfig
 from kvjax.errors import ConfigError
 
@@ -100,6 +100,25 @@ def test_a_sweep_resumes_and_survives_failures(small, calls, monkeypatch, capsys
     assert retried == [("h2o", 0), ("window", 0), ("h2o", 4)]
     assert again[3]["mark"] == 1
     assert [row["perplexity"] for row in again[2]["rows"]] == [row["perplexity"] for row in found[2]["rows"]]
+
+
+def test_bytes_against_quality_where_storages_are_swept(tmp_path, small):
+    def result(name, storage, held, perplexity, budget=0.5):
+        row = {"policy": name, "budget": budget, "kv_bytes": held, "perplexity": perplexity, "keeps_all": False,
+               "slots": 8, "least_slots": 8}  # fmt: skip
+        config = {"storage": storage, "policy": {"name": name}}
+        return {"status": "ok", "policy": name, "swept": {"storage": storage}, "config": config, "rows": [row]}
+
+    found = [result("h2o", "dense", 800, 3.0), result("h2o", "int8", 400, 3.1), result("full", "int8", 800, 2.5, None)]
+    shown = trades.points(found, "perplexity")
+    assert [tuple(point.values()) for point in shown] == [
+        ("dense", "h2o", 800, 3.0), ("int8", "h2o", 400, 3.1), ("int8", "full", 800, 2.5),
+    ]  # fmt: skip
+    assert trades.points([*found, result("h2o", "int8", 200, 3.5, 0.2)], "perplexity")[-1]["policy"] == "h2o, 20 % (8)"
+    points = [(point["bytes"], point["y"]) for point in shown]
+    assert trades.frontier(points, smaller=True) == [(400, 3.1), (800, 2.5)]
+    assert trades.frontier([(1, 5), (1, 6), (2, 6), (3, 7)], smaller=False) == [(1, 6), (3, 7)]
+    assert trades.plot(shown, "perplexity").startswith(b"\x89PNG")
 
 
 @pytest.mark.thorough

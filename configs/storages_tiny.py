@@ -1,0 +1,24 @@
+"""Every storage under four policies on kvjax's own small model: what a byte buys.
+
+Paper: TurboQuant (arXiv:2504.19874), FlexGen (arXiv:2303.06865), the OCP Microscaling Formats (v1.0) and the policies'
+own; none of them at this scale. A generated story: eight rows of 512 tokens of prompt, 128 scored.
+Hardware: any CPU; ten CPU minutes for the sweep.
+Command: python -m experiments.run --config=storages_tiny
+The sweep, whose plot shows perplexity against the bytes held:
+  python -m experiments.sweep --config=storages_tiny --sweep=policy.name=full,h2o,roco,snapkv \
+    --sweep='storage=dense,int8,int4,int2,fp8,bfp,mxfp4,levels(4),turboquant(4),turboquant(3),turboquant(2)'
+"""
+
+from experiments.config import DataConfig, ExperimentConfig, ModelConfig, PolicyConfig
+
+
+def get_config() -> ExperimentConfig:
+    return ExperimentConfig(
+        name="storages_tiny",
+        model=ModelConfig(path="kvjax-tiny", dtype="float32"),
+        policy=PolicyConfig(name="h2o", budget=0.5),
+        storage="int4",
+        baselines=("full",),
+        data=DataConfig(num_sequences=8, prompt_length=512, new_tokens=128),
+        repeats=1,
+    )
