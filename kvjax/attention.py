@@ -104,7 +104,7 @@ def problem(
         group_reduce=group_reduce,
         causal=causal,
     )
-    check(made)
+    check(made, shorter_values=True)
     if prompt is not None:
         chex.assert_shape(prompt, (batch,))
         chex.assert_type(prompt, jnp.int32)
@@ -140,7 +140,7 @@ def attend(problem: Problem, implementation: Implementation = "auto") -> Attende
     Raises:
       ConfigError: if the implementation is another one.
     """
-    check(problem)
+    check(problem, shorter_values=True)
     return _reference(problem, implementation).attend(problem)
 
 
@@ -187,7 +187,7 @@ def column_sums(
     Returns:
       Statistic name -> [B, K, S] or [B, K, S, words] float32.
     """
-    check(problem)
+    check(problem, shorter_values=True)
     batch, kv_heads, group, n, _ = problem.query.shape
     chex.assert_shape(lse, (batch, kv_heads, group, n))
     if seen is not None:
@@ -198,7 +198,7 @@ def column_sums(
 
 def count_seen(problem: Problem) -> Array:
     """Counts the slots of a part that each query sees: [B, K, n] float32."""
-    check(problem)
+    check(problem, shorter_values=True)
     return _reference(problem, "xla").count_seen(problem)
 
 
@@ -217,7 +217,7 @@ def attend_and_reduce(problem: Problem, implementation: Implementation = "auto")
     Raises:
       ConfigError: if the implementation cannot run, with the reason; see `kvjax.kernels.registry`.
     """
-    check(problem)
+    check(problem, shorter_values=True)
     implementation = resolve(implementation, jax.default_backend())
     kernel = registry.find("decode" if problem.query.shape[3] == 1 else "prefill", implementation).load()
     if implementation == "xla":
@@ -297,7 +297,7 @@ def count_queries(problem: Problem) -> Array:
 
     The queries of each row that are not padding must have consecutive positions.
     """
-    check(problem)
+    check(problem, shorter_values=True)
     # [B, 1, 1]
     newest, queries = problem.newest[:, None, None], problem.num_queries[:, None, None]
     # [B, K, S]: the first and the last position of a query that sees the slot

@@ -417,7 +417,7 @@ def test_what_cannot_run_says_so():
     [
         {"key_position": np.zeros((BATCH, 2, 5), np.int32)},
         {"query_position": np.zeros((BATCH, 4), np.float32)},
-        {"value": np.zeros((BATCH, 2, 12, DIM + 1), np.float32)},
+        {"value": np.zeros((BATCH, 2, 11, DIM), np.float32)},
         {"query": np.zeros((BATCH, 5, 4, DIM), np.float32)},
         {"exempt": np.zeros((BATCH, 2, 12), np.float32)},
         {"band": np.zeros((BATCH, 1), np.int32)},

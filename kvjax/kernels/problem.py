@@ -99,10 +99,14 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
         return self.replace(**{name: x[:, :, :stop] for name, x in arrays.items()}, causal=False)
 
 
-def check(problem: Problem) -> None:
+def check(problem: Problem, *, shorter_values: bool = False) -> None:
     """Checks ranks, shapes and dtypes against the attributes of `Problem`.
 
     This happens while a program is traced and adds nothing to it.
+
+    Args:
+      problem: shapes suffice.
+      shorter_values: whether values may have another number of features than keys.
 
     Raises:
       AssertionError: if an array has a different rank, shape or dtype (chex).
@@ -111,7 +115,7 @@ def check(problem: Problem) -> None:
     batch, kv_heads, _, n, dim = problem.query.shape
     slots = problem.slots
     chex.assert_shape(problem.key, (batch, kv_heads, slots, dim))
-    chex.assert_shape(problem.value, (batch, kv_heads, slots, None))
+    chex.assert_shape(problem.value, (batch, kv_heads, slots, None if shorter_values else dim))
     chex.assert_type([problem.query, problem.key, problem.value], float)
     chex.assert_shape(problem.query_position, (batch, n))
     chex.assert_shape(problem.key_position, (batch, kv_heads, slots))

@@ -45,7 +45,7 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
     Returns:
       The output [B, K, G, n, D] in value's dtype and the log-sum-exps [B, K, G, n]; and what `column_sums` returns.
     """
-    check(problem)
+    check(problem, shorter_values=True)
     # [B, K, n, S]
     mask = softmax.visible(problem)
     # [B, K, G, n, S] and [B, K, G, n]
