@@ -193,6 +193,7 @@ def card(run: Path, license: str) -> tuple[str, bytes]:
         name=config.name.replace("train_", "kvjax-"),
         config=config,
         mixture=config.mixture,
+        layouts=", ".join(config.mixture.layouts),
         decoder=decoder,
         millions=parameter_count(decoder) / 1e6,
         tokens=sum(each.config.steps * each.config.batch_tokens for each in runs) / 1e6,

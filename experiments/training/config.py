@@ -8,6 +8,7 @@ from typing import Any
 from experiments import fields
 from experiments.fields import Count, Counts, Names, Number, Numbers, Seed, Text
 from experiments.tasks import recall
+from experiments.training import layouts
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.rope import Rope
@@ -39,7 +40,10 @@ class MixtureConfig:
     invented_fraction: share of the episodes whose wording is made up (`experiments.tasks.wording`), by stage;
     wordy_fraction: of these, those that put words between a name and its value, the others symbols.
     task_shares: how often each of recall.TASKS is drawn, in their order; of their sum.
-    story_fraction: share of the training text that is generated stories.
+    story_fraction: share of the training text that is generated stories; question_fraction: that is generated passages
+      with questions and answers.
+    layouts: in which lines the texts stand, see `experiments.training.layouts`; each text is there in all of them, and
+      held-out texts are scored in all.
     common_words: the number of the texts' most frequent words that join the nouns of the tasks.
     """
 
@@ -50,6 +54,8 @@ class MixtureConfig:
     wordy_fraction: Numbers = (0.5,)
     task_shares: Numbers = (0.15, 0.2, 0.35, 0.2, 0.1)
     story_fraction: Number = 0.08
+    question_fraction: Number = 0.0
+    layouts: Names = ("wrapped",)
     common_words: Count = 10_000
 
 
@@ -130,6 +136,7 @@ def check(config: TrainConfig) -> None:
             raise ConfigError(f"mixture.{name}={shares} are shares; give numbers from 0 to 1.")
     if list(contexts) != sorted(contexts) or contexts[0] < SHORTEST:
         raise ConfigError(f"contexts={contexts} must ascend from at least {SHORTEST} tokens.")
+    layouts.check(config.mixture.layouts)
     if config.mixture.recall_fraction > 1:
         raise ConfigError(
             f"mixture.recall_fraction={config.mixture.recall_fraction} is a share; give a number from 0 to 1."

@@ -9,13 +9,15 @@ import numpy as np
 import tokenizers
 
 from experiments.tasks import words
+from experiments.tasks.questions import passages
 from experiments.tasks.story import story
+from experiments.training import layouts
 from experiments.training import tokenizer as bpe
 from experiments.training.config import TrainConfig, files
 from experiments.training.mixture import Mixture
 from kvjax.errors import ConfigError
 
-STORY_CHARACTERS = 20_000  # of one generated story, whose people and things are its own
+GENERATED_CHARACTERS = 20_000  # of one generated story, whose people and things are its own, or of some passages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,22 +64,25 @@ def load(config: TrainConfig, folder: Path, *, resume: bool) -> tuple[Mixture, l
     # Each text in both typographies, where there are quotes to tell them apart.
     texts += [curled(text) for text in texts if '"' in text]
     tokenizer = bpe.load(folder) if resume else bpe.train(texts, config.decoder.vocab_size, folder)
+    rng = np.random.default_rng(config.seed)
+    laid_out = [layouts.LAYOUTS[name](text, rng) for name in config.mixture.layouts for text in texts]
 
     def encode(texts: list[str]) -> list[list[int]]:
         return [encoded.ids for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
-    size = sum(map(len, texts))
-    rng = np.random.default_rng(config.seed)
-    stories = [
-        story(rng, words.TRAINING, STORY_CHARACTERS)
-        for _ in range(round(size * config.mixture.story_fraction / STORY_CHARACTERS))
+    size = sum(map(len, laid_out))
+    made = ((story, config.mixture.story_fraction), (passages, config.mixture.question_fraction))
+    generated = [
+        [make(rng, words.TRAINING, GENERATED_CHARACTERS) for _ in range(round(size * share / GENERATED_CHARACTERS))]
+        for make, share in made
     ]
-    tokens = [np.asarray(ids, np.int32) for ids in encode(texts)]
+    tokens = [np.asarray(ids, np.int32) for ids in encode(laid_out)]
     for path, ids in zip(training, tokens, strict=False):
         _check_length(path.name, ids, config)
-    told = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids in encode(stories))])
-    if told.size > config.contexts[-1]:
-        tokens.append(told)
+    for kind in generated:
+        told = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids in encode(kind))])
+        if told.size > config.contexts[-1]:
+            tokens.append(told)
     ends = np.zeros(config.decoder.vocab_size, bool)
     for entry, index in tokenizer.get_vocab().items():
         ends[index] = entry.endswith((".", "!", "?", "Ċ"))
@@ -94,18 +99,21 @@ def load(config: TrainConfig, folder: Path, *, resume: bool) -> tuple[Mixture, l
         task_shares=config.mixture.task_shares,
         seed=config.seed,
     )
-    found = [tokenized(path, tokenizer) for path in held_out]
+    found = [tokenized(path, tokenizer, layout) for path in held_out for layout in config.mixture.layouts]
     for text in found:
         _check_length(text.name, text.tokens, config)
     return mixture, found
 
 
-def tokenized(path: Path, tokenizer: tokenizers.Tokenizer) -> Text:
-    """A file's text under a byte-level tokenizer, without special tokens."""
+def tokenized(path: Path, tokenizer: tokenizers.Tokenizer, layout: str = "wrapped") -> Text:
+    """A file's text, laid out, under a byte-level tokenizer without special tokens."""
     # Such a vocabulary writes every byte as one character.
     bytes_of = {index: len(entry) for entry, index in tokenizer.get_vocab().items()}
-    ids = tokenizer.encode(read(path), add_special_tokens=False).ids
-    return Text(path.name, np.asarray(ids, np.int32), np.asarray([bytes_of[i] for i in ids], np.int32))
+    text = layouts.LAYOUTS[layout](read(path), np.random.default_rng(0))
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return Text(
+        layouts.named(path.name, layout), np.asarray(ids, np.int32), np.asarray([bytes_of[i] for i in ids], np.int32)
+    )
 
 
 def _check_length(name: str, ids: np.ndarray, config: TrainConfig) -> None:
