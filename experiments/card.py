@@ -36,6 +36,7 @@ NEAR = 128  # tokens that the short-sighted comparison sees
 PROMPTS = 128  # of each task
 BUDGET = 0.2
 TASKS = tuple(recall.TASKS)
+POLICIES = ("full", "h2o", "window", "local_only")
 RECIPE = """`{start[command]}`
 
 {config.steps:,} steps of {config.batch_tokens:,} tokens, seed {config.seed}, in {hours:.1f} hours{resumed} on
@@ -120,10 +121,8 @@ def recalled(model: Model) -> dict[str, dict[str, float]]:
         # Under a tokenizer of few bytes a token, a task's facts may not fit.
         with contextlib.suppress(NoRoom):
             asked |= score.make_prompts(RecallConfig(tasks=(task,), prompts=PROMPTS), model, seed=1)
-    chosen = {
-        "full": policies.full(), "h2o": policies.h2o(budget=BUDGET), "window": policies.window(budget=BUDGET),
-        "local_only": policies.local_only(budget=BUDGET),
-    }  # fmt: skip
+    budgets = {name: {} if name == "full" else {"budget": BUDGET} for name in POLICIES}
+    chosen = {name: policies.by_name(name, **budget) for name, budget in budgets.items()}
     by_policy = {name: score.exact_matches(model, asked, policy) for name, policy in chosen.items()}
     return {task: {name: shares[task] for name, shares in by_policy.items()} for task in asked}
 

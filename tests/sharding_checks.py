@@ -104,7 +104,6 @@ _LIST = [
     Case("gqa", "h2o", "data:2,model:4", ragged=True, scored=True, layers=2),
     Case("gqa", "full", "data:4,model:2", ragged=True),
     Case("gqa", "window", "model:2", positions="cache"),
-    Case("gqa", "h2o", "data:1,model:8", prefill_block=8),  # 4 KV heads on 8 devices: replicated
     # A merge moves whole keys: where these are replicated, none may be gathered.
     Case("gqa", "roco", "data:1,model:8", merge="d2o"),
     Case("gqa", "h2o", "data:1,model:8", merge="cam", ragged=True),

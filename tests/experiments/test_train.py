@@ -273,6 +273,7 @@ def test_a_card_says_what_was_trained(config, tmp_path, monkeypatch):
     monkeypatch.setattr(card, "PROMPTS", 2)
     monkeypatch.setattr(card, "WINDOWS", 4)
     monkeypatch.setattr(card, "GAIN_WINDOWS", 1)
+    monkeypatch.setattr(card, "POLICIES", ("full", "window"))
     output = tmp_path / "shown"
     assert card.main(["card", f"--run={second.output}", f"--output={output}"]) == 0
     text = (output / "README.md").read_text()
