@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from kvjax import sharding
 from kvjax.errors import ConfigError
 from kvjax.kernels import registry
+from kvjax.kernels.coded import Coded
 from kvjax.kernels.decode import xla as decode_xla
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.kernels.problem import Attended, Problem, check
@@ -48,8 +49,8 @@ def resolve(implementation: Implementation, platform: str) -> Implementation:
 
 def problem(
     query: Array,
-    key: Array,
-    value: Array,
+    key: Array | Coded,
+    value: Array | Coded,
     *,
     query_position: Array,
     key_position: Array,
@@ -67,8 +68,8 @@ def problem(
 
     Args:
       query: [B, H, n, D], rotated; H is a multiple of K.
-      key: [B, K, S, D], rotated; includes the block's own tokens unless they are another part.
-      value: [B, K, S, D].
+      key: [B, K, S, D], rotated; includes the block's own tokens unless they are another part. XLA takes `Coded` too.
+      value: [B, K, S, D], as `key`.
       query_position: [B, n] int32 absolute positions, ascending; -1 = padding at the end of a row, whose output is 0.
       key_position: [B, K, S] int32; -1 = a slot that is empty or not read.
       scale: factor of the logits; None = D ** -0.5.

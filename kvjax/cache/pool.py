@@ -10,10 +10,12 @@ from kvjax.cache import blocks, segments
 from kvjax.cache.layout import Group
 from kvjax.cache.slots import append, constrain, empty_stats, longest, ranks, slots_of, transient
 from kvjax.cache.state import Block, LayerKV
+from kvjax.kernels.coded import Coded, as_array
 from kvjax.memory import HOST, gather
 from kvjax.rope import Rope
 from kvjax.storage import store as held
-from kvjax.storage.base import UNROTATED
+from kvjax.storage.base import Codec, Exact, Storage
+from kvjax.storage.dims import Chain
 from kvjax.storage.layouts import Blocks, Segments
 from kvjax.storage.side import Sides
 
@@ -144,7 +146,13 @@ def pool_of(
 
 
 def decoded(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Decodes the keys and values [B, K, S_i, D] of each piece.
+    """Decodes the keys and values [B, K, S_i, D] of each piece; see `pieces`."""
+    keys, values = pieces(pool, group, whole=whole)
+    return tuple(map(as_array, keys)), tuple(map(as_array, values))
+
+
+def pieces(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the keys and values [B, K, S_i, D] of each piece: arrays, or `Coded` vectors on the device.
 
     Keys are rotated as they are stored, which is not at all if ``positions="cache"``. What is in host memory and will
     be gathered is None here: moving it to the device would take the time that gathering saves.
@@ -154,11 +162,10 @@ def decoded(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[Any
       group: the storage.
       whole: whether vectors that are held shorter are decoded to all D features; attention runs on the shorter ones.
     """
-    run = held.decode_side if whole else held.attended_side
     if pool.own is None:
         return (pool.layer.key,), (pool.layer.value,)
 
-    def decode(side: str, number: int) -> Any:
+    def piece(side: str, number: int) -> Any:
         storage = group.stores[number]
         if number == 0 and storage.memories[side] == HOST and group.gathered is not None:
             return None
@@ -166,32 +173,47 @@ def decoded(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[Any
             return segments.decode(group.storage, pool.layer, number, side, pool.dtype, pool.sides)
         if isinstance(storage.layout, Blocks):
             return blocks.decode(storage, pool.layer, side, pool.dtype, pool.sides)
-        return run(storage, pool.layer.stores[number], side, pool.layer.dim, pool.dtype, pool.sides)
+        return _piece(storage, pool.layer.stores[number], side, pool, whole)
 
-    pieces = [(decode("key", number), decode("value", number)) for number in range(len(group.stores))]
+    found = [(piece("key", number), piece("value", number)) for number in range(len(group.stores))]
     # A query sees its own block exactly: its tokens are a piece of their own until they are encoded.
-    keys, values = zip(*pieces, pool.own, strict=True)
+    keys, values = zip(*found, pool.own, strict=True)
     return keys, values
 
 
-def fetched(pool: Pool, group: Group, slots: Array, whole: tuple[Any, Any]) -> tuple[Array, Array]:
+def _piece(storage: Storage, store: held.Store, side: str, pool: Pool, whole: bool) -> Any:
+    """Returns the keys or the values of a store whose slots are held each by itself; see `pieces`."""
+    codec, dim = storage.codecs[side], pool.layer.dim
+    shared = held.aligned(storage, pool.sides, side, 4)
+    if isinstance(codec, Chain) and not whole:
+        codec, dim, shared = codec.codec, codec.dims.dim(dim), None
+    if isinstance(codec, Exact) or storage.memories[side] == HOST:
+        run = held.decode_side if whole else held.attended_side
+        return run(storage, store, side, pool.layer.dim, pool.dtype, pool.sides)
+    assert isinstance(codec, Codec)
+    return Coded(parts=store[side], side=shared, codec=codec, dim=dim, dtype=pool.dtype)
+
+
+def fetched(pool: Pool, group: Group, slots: Array, whole: tuple[Any, Any]) -> tuple[Any, Any]:
     """Gathers the keys and values [B, K, W, D] of slots [B, K, W] of the first piece, for attention.
 
     Args:
       pool: the slots.
       group: the storage.
       slots: of the first piece.
-      whole: keys and values [B, K, S, D] of the first piece, from `decoded`.
+      whole: keys and values [B, K, S, D] of the first piece, from `pieces`.
+
+    Returns:
+      Arrays, or `Coded` vectors.
     """
     store, storage = pool.layer.stores[0], group.stores[0]
-    # Keys that were rotated in this step are nowhere else.
-    late = group.policy.positions == "cache" or storage.frame == UNROTATED
 
-    def fetch(side: str, x: Any) -> Array:
-        if x is not None and (late or set(store[side]) == {"exact"}):
+    def fetch(side: str, x: Any) -> Any:
+        # Keys that were rotated in this step are nowhere else.
+        if isinstance(x, Array):
             return gather(x, slots)
         own: held.Store = {side: {name: gather(part, slots) for name, part in store[side].items()}}
-        return held.attended_side(storage, own, side, pool.layer.dim, pool.dtype, pool.sides)
+        return _piece(storage, own, side, pool, whole=False)
 
     return fetch("key", whole[0]), fetch("value", whole[1])
 
@@ -200,7 +222,7 @@ def placed(pool: Pool, keys: tuple[Any, ...], turn: Turn | None) -> tuple[Any, .
     """Rotates the keys [B, K, S_i, D] of each piece to their positions; None = they are as attention takes them."""
     if turn is None:
         return keys
-    return tuple(turn.forth(key, at) for key, at in zip(keys, pool.cut(pool.position), strict=True))
+    return tuple(turn.forth(as_array(key), at) for key, at in zip(keys, pool.cut(pool.position), strict=True))
 
 
 def run_after_inputs(function: Callable[..., T], pool: Pool, *arguments: Any) -> T:
@@ -229,13 +251,13 @@ def run_after_inputs(function: Callable[..., T], pool: Pool, *arguments: Any) ->
 
 
 def rotated_by_rank(
-    pool: Pool, keys: tuple[Array, ...], query: Array, block: Block, rope: Rope, fresh: bool
+    pool: Pool, keys: tuple[Any, ...], query: Array, block: Block, rope: Rope, fresh: bool
 ) -> tuple[Array, tuple[Array, ...]]:
     """Rotates query and keys to their ranks among the live slots of their head (StreamingLLM).
 
     Args:
       pool: the slots.
-      keys: [B, K, S_i, D] of each piece, not rotated.
+      keys: [B, K, S_i, D] of each piece, arrays or `Coded`, not rotated.
       query: [B, H, n, D], not rotated.
       block: the tokens of the step.
       rope: the model's rotary embedding.
@@ -246,5 +268,5 @@ def rotated_by_rank(
     query_rank = jnp.repeat(query_rank, query.shape[1] // pool.position.shape[1], axis=1)
     # Frequencies that depend on a length depend on the largest rank here.
     frequencies = rope.frequencies(longest(pool.position))
-    keys = tuple(rope.rotate(key, rank, frequencies) for key, rank in zip(keys, pool.cut(key_rank), strict=True))
-    return rope.rotate(query, query_rank, frequencies), keys
+    turned = (rope.rotate(as_array(key), rank, frequencies) for key, rank in zip(keys, pool.cut(key_rank), strict=True))
+    return rope.rotate(query, query_rank, frequencies), tuple(turned)

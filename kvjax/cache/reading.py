@@ -12,6 +12,7 @@ from kvjax.cache.layout import Group
 from kvjax.cache.pool import Pool, decoded, fetched, joined
 from kvjax.cache.slots import free_slots, write
 from kvjax.cache.state import EMPTY, FAR, Block
+from kvjax.kernels.coded import Coded, as_array
 from kvjax.memory import gather
 from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact
@@ -29,8 +30,8 @@ class Part(NamedTuple):
       position: [B, K, S] int32; -1 for a slot that is empty or not read.
     """
 
-    key: Array
-    value: Array
+    key: Array | Coded
+    value: Array | Coded
     position: Array
 
 
@@ -71,8 +72,8 @@ def read(
     Args:
       pool: the slots.
       query: [B, H, n, D], rotated.
-      keys: [B, K, S_i, D] of each piece, rotated; None of a pool in host memory that is gathered.
-      values: [B, K, S_i, D] of each piece; None as `keys`.
+      keys: [B, K, S_i, D] of each piece, arrays or `Coded`, rotated; None of a pool in host memory that is gathered.
+      values: [B, K, S_i, D] of each piece, as `keys`.
       block: the tokens of the step.
       group: the selection.
       guess: [B, H, 1, D] the query of a selection that looks ahead, rotated; None = the query itself.
@@ -85,11 +86,12 @@ def read(
     if selection.reads_all:
         return Reading(parts, pool.position, None, index, None)
     slot = _slot(pool, block, group.policy.page)
-    # Selections look at keys of all D features.
+    # Selections look at keys of all D features; of those that do not, XLA removes the decoding.
     looked = decoded(pool, group, whole=True)[0] if group.storage.shortened and pool.own is not None else keys
     view = SelectView(
-        position=pool.position, key=None if looked[0] is None else joined(looked), newest=block.newest,
-        prompt=block.prompt, slot=slot, layer=block.layer, first=block.position[:, 0], **about,
+        position=pool.position, key=None if looked[0] is None else joined(tuple(map(as_array, looked))),
+        newest=block.newest, prompt=block.prompt, slot=slot, layer=block.layer, first=block.position[:, 0],
+        **about,
     )  # fmt: skip
     if not selection.in_prompt and not (group.decoding and n == 1):
         return Reading(parts, pool.position, None, index, view)
@@ -115,7 +117,7 @@ def read(
         if key is None:
             return part
         key = key if rotate is None else rotate(key, part.position)
-        return part._replace(key=jnp.where(chosen[..., None], key.astype(part.key.dtype), part.key))
+        return part._replace(key=jnp.where(chosen[..., None], key.astype(part.key.dtype), as_array(part.key)))
 
     first, chosen_first = parts[0], chosen[:, :, :size]
     if width is None:

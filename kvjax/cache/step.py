@@ -21,6 +21,7 @@ from kvjax.cache.pool import (
     Turn,
     decoded,
     joined,
+    pieces,
     placed,
     pool_of,
     prompt_pool,
@@ -30,6 +31,7 @@ from kvjax.cache.pool import (
 from kvjax.cache.settle import recode, settle
 from kvjax.cache.slots import after_reading, constrain, forget
 from kvjax.cache.state import EMPTY, Block, Layer, LayerKV, PerSlot, exact_store
+from kvjax.kernels.coded import as_array
 from kvjax.policies.base import View
 from kvjax.rope import Rope
 from kvjax.selection.base import Selection
@@ -191,8 +193,8 @@ def step(
     }  # fmt: skip
 
     def attended(pool: Pool, query: Array, *, whole: bool = False) -> tuple[Array, tuple[Any, ...], tuple[Any, ...]]:
-        """Decodes and rotates the operands of attention; see `decoded`."""
-        keys, values = decoded(pool, group, whole=whole)
+        """Returns the operands of attention, with keys rotated; see `pieces`."""
+        keys, values = pieces(pool, group, whole=whole)
         if rope is not None and by_rank:
             query, keys = rotated_by_rank(pool, keys, query, block, rope, fresh)
         return query, placed(pool, keys, turn), values
@@ -232,6 +234,7 @@ def step(
         return output, constrain(after), Seen(query, None, read, log_weight, pool.position, chosen)
     # XLA removes this second call unless the caller uses its result.
     query, keys, _ = attended(pool, query, whole=True)
+    keys = tuple(map(as_array, keys))
     return output, constrain(after), Seen(query, joined(keys), read, log_weight, pool.position, chosen)
 
 

@@ -7,6 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from kvjax.kernels.coded import Coded, as_array
 from kvjax.statistics import Statistic
 
 Array = jax.Array
@@ -19,8 +20,8 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
 
     Attributes:
       query: [B, K, G, n, D], rotated.
-      key: [B, K, S, D], rotated.
-      value: [B, K, S, D]; XLA takes values of another number of features than keys.
+      key: [B, K, S, D], rotated; an array, or `Coded` where the kernel reads codes.
+      value: [B, K, S, D], as `key`; XLA takes values of another number of features than keys.
       query_position: [B, n] int32 absolute positions, ascending; -1 = padding, at the end of a row.
       key_position: [B, K, S] int32; -1 = a slot that no query sees.
       weights: the weight of each query, [B, n] or [B, n, words] float32, one array per statistic.
@@ -36,8 +37,8 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
     """
 
     query: Array
-    key: Array
-    value: Array
+    key: Array | Coded
+    value: Array | Coded
     query_position: Array
     key_position: Array
     weights: tuple[Array, ...] = ()
@@ -83,6 +84,10 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
     def without_statistics(self) -> "Problem":
         """Returns the same problem without statistics."""
         return self.replace(weights=(), statistics=(), counts=())
+
+    def decoded(self) -> "Problem":
+        """Returns the same problem with keys and values as arrays."""
+        return self.replace(key=as_array(self.key), value=as_array(self.value))
 
     def only_queries(self, start: int, stop: int) -> "Problem":
         """Returns the problem of the queries from `start` to before `stop`."""

@@ -82,11 +82,14 @@ def tile_rows(row_scores: int, n: int) -> int:
 def _over_tiles(function: Tile, problem: Problem, *extra: Array) -> tuple[Rows, Sums]:
     """Calls a function on tiles of queries, joins its results for the queries and adds up its sums.
 
+    Codes are decoded before the first tile.
+
     Args:
       function: see `Tile`; its sums have the names of the problem's statistics.
       problem: a problem with any number of queries.
       extra: arrays [B, K, G or 1, n, ...], of which the function receives the part of its queries.
     """
+    problem = problem.decoded()
     batch, kv_heads, group, n, _ = problem.query.shape
     tile = tile_rows(batch * kv_heads * group * problem.slots, n)
     if not problem.causal:
