@@ -38,6 +38,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "low_rank": ("low_rank(64, 64)",),
     "cskv": ("cskv(64, heads=2)",),
     "kv_heads": ("kv_heads(2)",),
+    "minicache": ("minicache(start=0)",),
     "turboquant": ("turboquant(4)", "turboquant(3)", "turboquant(2)"),
 }
 

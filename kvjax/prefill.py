@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.attention import Implementation
+from kvjax.cache import pairs
 from kvjax.cache.convert import Prompt, convert, empty_layers
 from kvjax.cache.layout import CacheLayout, Group, Phase
 from kvjax.cache.limits import Limits, sizes_for
@@ -246,6 +247,7 @@ def prefill_steps(
 
     if layout.block is None:
         kv, last, logprobs = run_block(None, 0, padded[:, :width], padded[:, 1 : width + 1])
+        kv = kv.replace(layers=pairs.merge_prompts(kv.layers, layout.decode))
     else:
         start = empty_layers(layout.prompt, rows, config.num_kv_heads, config.head_dim, decoder.dtype)
         # [B]

@@ -11,6 +11,7 @@ import pytest
 
 from kvjax import policies, storage
 from kvjax.cache import Block, CacheSpec
+from kvjax.cache import pairs as pairs_of_layers
 from kvjax.cache.convert import empty_layers
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
@@ -36,7 +37,8 @@ ARGUMENTS = {
     "strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "snapkv": {"window": 4}, "pyramidkv": {"window": 4},
     "integer": {"bits": 3}, "fp8": {}, "think": {"recent": 4}, "low_rank": {"key_rank": 3, "value_rank": 4},
     "kivi": {"group": 4, "residual": 8}, "mikv": {}, "gear": {"block": 8, "rank": 2},
-    "zipcache": {"window": 8}, "cskv": {"rank": 4, "window": 8}, "kv_heads": {"heads": 2}, "optimal": {"n": 9},
+    "zipcache": {"window": 8}, "cskv": {"rank": 4, "window": 8}, "kv_heads": {"heads": 2},
+    "minicache": {"start": 0}, "optimal": {"n": 9},
     "quest": {"page": 4, "budget": 16, "first_layer": 0},
     "infinigen": {"alpha": 4.0, "first_layer": 1, "sinks": 1, "recent": 2},
     "lserve": {"page": 4, "sub": 2, "every": 3, "budget": 16, "first_layer": 0},
@@ -101,22 +103,26 @@ def trace(spec: CacheSpec, block: int | None) -> None:
     shapes = side_shapes(spec.storage, KV_HEADS, DIM, jnp.float32)
     sides = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    def take(layer, row, *, tokens, groups, budget):
+    def take(layers, row, *, tokens, groups, budget):
         heads = [jnp.zeros((2, count, tokens, DIM)) for count in (HEADS, KV_HEADS, KV_HEADS)]
         position = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (2, tokens))
         given = Block(position=position, prompt=row, total=row, budget=budget).of_layer(LAYER)
+        layer = None if layers is None else pairs_of_layers.lent(layers, LAYER, groups[LAYER])
         output, layer, _ = step_layer(
             layer, *heads, block=given, groups=groups[LAYER], rope=CONFIG.rope, guess=heads[0] if tokens == 1 else None,
             sides=sides,
         )  # fmt: skip
         assert output.shape == (2, HEADS, tokens, DIM)
-        return layer
+        if layers is None:
+            # The other layer of a pair is alike.
+            return pairs_of_layers.merge_prompts((layer,) * CONFIG.num_layers, layout.decode)[LAYER]
+        return pairs_of_layers.returned(layer, layers[LAYER])
 
     def unchanged(phase, budget, tokens):
-        layer = jax.eval_shape(lambda: empty_layers(phase, 2, KV_HEADS, DIM, jnp.float32))[LAYER]
-        after = jax.eval_shape(functools.partial(take, tokens=tokens, groups=phase, budget=budget), layer, row)
-        chex.assert_trees_all_equal_shapes_and_dtypes(layer, after)
-        return layer
+        layers = jax.eval_shape(lambda: empty_layers(phase, 2, KV_HEADS, DIM, jnp.float32))
+        after = jax.eval_shape(functools.partial(take, tokens=tokens, groups=phase, budget=budget), layers, row)
+        chex.assert_trees_all_equal_shapes_and_dtypes(layers[LAYER], after)
+        return layers[LAYER]
 
     if layout.block is not None:
         unchanged(layout.prompt, budgets.prompt, block)
@@ -159,6 +165,8 @@ def does_not_compose(name: str, held: str, block: int | None) -> bool:
         held == "mikv" and (merges or block is not None or name in HIDING or name == "full"),
         # Heads that are held together hold the same positions.
         held in ("cskv", "kv_heads") and name not in ALIKE,
+        # Two layers that are held together hold the same positions, from whole prompts.
+        held == "minicache" and (name not in ("full", *HIDING) or block is not None),
     ))  # fmt: skip
 
 

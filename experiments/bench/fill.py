@@ -10,7 +10,7 @@ import numpy as np
 
 import kvjax
 from experiments.bench.sides import advance, dtype_of
-from kvjax.cache import CacheSpec, KVState, Layer, LayerKV, Limits
+from kvjax.cache import CacheSpec, KVState, Layer, LayerKV, Limits, pairs
 from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.layout import Group
 from kvjax.cache.limits import sizes_for
@@ -52,22 +52,23 @@ def filled(
     layout, row = lowered.layout, jnp.asarray(prompts)
     kv_heads, dim = config.num_kv_heads, config.head_dim
 
-    @functools.partial(jax.jit, static_argnames=("before", "after", "live"))
-    def make(key: jax.Array, before: Group, after: Group, live: int) -> LayerKV:
+    @functools.partial(jax.jit, static_argnames=("before", "live"))
+    def make(key: jax.Array, before: Group, live: int) -> LayerKV:
         # [2, B, K, live, D]
-        pairs = jax.random.normal(key, (2, batch, kv_heads, live, dim), dtype)
+        both = jax.random.normal(key, (2, batch, kv_heads, live, dim), dtype)
         position = jnp.broadcast_to(jnp.arange(context - live, context, dtype=jnp.int32), (batch, live))
         stats = empty_stats(before.needs, before.policy.remembers, (batch, kv_heads, live))
         # Sums of a prompt that a selection would have watched; their values do not change the time of a step.
         sums: Any = {} if before.watch is None else before.watch.start((batch, kv_heads), dim)
-        return convert(transient(pairs[0], pairs[1], position, stats, sums), before, after, Prompt(row))
+        assert before.decode_group is not None
+        return convert(transient(both[0], both[1], position, stats, sums), before, before.decode_group, Prompt(row))
 
     keys = jax.random.split(jax.random.key(0), config.num_layers)
     kept = [context if budget is None else min(int(np.max(budget)), context) for (budget,) in lowered.budgets.prompt]
     layers = tuple(
-        Layer((make(key, before, after, live),))
-        for key, (before,), (after,), live in zip(keys, layout.prompt, layout.decode, kept, strict=True)
+        Layer((make(key, before, live),)) for key, (before,), live in zip(keys, layout.prompt, kept, strict=True)
     )
+    layers = jax.jit(functools.partial(pairs.merge_prompts, phase=layout.decode))(layers)
     budget: Any = jax.tree.map(jnp.asarray, lowered.budgets.decode)
     # Each is an array of its own, which can be donated.
     state = KVState(layers, length=row.copy(), prompt=row.copy(), total=row + tokens, budget=budget)

@@ -9,7 +9,7 @@ from kvjax.cache.limits import Sizes, slots_bucket
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError
 from kvjax.policies.base import Evict
-from kvjax.storage.layouts import Segments, Tiers
+from kvjax.storage.layouts import Pairs, Segments, Tiers
 from kvjax.storage.layouts import slots as single_slots
 
 
@@ -89,6 +89,9 @@ def split_stores(
         return segments.slots(spec.storage.layout, slots, extent)
     if isinstance(spec.storage.layout, Tiers):
         return low, slots
+    if isinstance(spec.storage.layout, Pairs):
+        # A store has a slot at the least, also if no token follows.
+        return slots - following, max(following, 1)
     residual = spec.storage.residual
     if len(stores_of(spec.storage)) == 1:
         return (slots,)

@@ -18,7 +18,7 @@ from kvjax.statistics import Statistic
 from kvjax.storage import dense
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import side_shapes
-from kvjax.storage.layouts import Segments, Tiers, slots
+from kvjax.storage.layouts import Pairs, Segments, Tiers, slots
 
 Array = jax.Array
 
@@ -141,6 +141,8 @@ def stores_of(storage: Storage) -> tuple[Storage, ...]:
         return low, storage.layout.high
     if isinstance(storage.layout, Segments):
         return storage.layout.high, storage, dense()
+    if isinstance(storage.layout, Pairs):
+        return storage, dense()
     if storage.layout != slots:
         return (storage,)
     return (storage,) if not (storage.apart and storage.kept_exact) else (storage, dense())

@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.attention import Implementation
+from kvjax.cache import pairs
 from kvjax.cache.branches import Branch, branches_of
 from kvjax.cache.capacities import capacities, extent_of, low_slots, newest_stay, split_stores
 from kvjax.cache.kernels import Chooser
@@ -25,7 +26,7 @@ from kvjax.policies.base import Evict, named
 from kvjax.policies.budget import batch_slots
 from kvjax.selection.everything import everything
 from kvjax.storage import dense
-from kvjax.storage.layouts import Blocks, Tiers
+from kvjax.storage.layouts import Blocks, Pairs, Tiers
 
 
 class Budgets(NamedTuple):
@@ -77,7 +78,7 @@ def lower(
         spec = dataclasses.replace(spec, storage=dense())
     branches = [branch.protecting() for branch in branches_of(spec.policy, spec.selection, config)]
     for branch in branches:
-        check(spec, branch, sizes, config.num_kv_heads)
+        check(spec, branch, sizes, config.num_kv_heads, config.num_layers)
     prompt_groups: list[tuple[Group, ...]] = []
     decode_groups: list[tuple[Group, ...]] = []
     prompt_budgets: list[tuple[np.ndarray | None, ...]] = []
@@ -165,6 +166,7 @@ def _groups(
         if not low:
             # Nothing is ever evicted.
             spec = dataclasses.replace(spec, storage=spec.storage.layout.high)
+    spec = dataclasses.replace(spec, storage=pairs.of_layer(spec.storage, layer, config.num_layers))
     prompt, decode = capacities(spec, branch, budgets, own_heads, sizes)
     whole = branch.selection.dense(layer, config.windows[layer])
     queries = config.num_heads // config.num_kv_heads
@@ -175,11 +177,17 @@ def _groups(
     needs = branch.decode.needs | spec.storage.needs
     extent = extent_of(spec, branch, sizes)
     stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following, low, extent)
+    if isinstance(spec.storage.layout, Pairs):
+        spec = dataclasses.replace(spec, storage=pairs.with_slots(spec.storage, stores[0]))
     after = Group(
         heads=heads, storage=spec.storage, policy=branch.decode.traced(), selection=selection, needs=needs,
         slots=stores, extent=extent, decoding=True, evicts_one=branch.evicts_one,
     )  # fmt: skip
-    after = kernels.decode(after, own_heads)
+    after = ended = kernels.decode(after, own_heads)
+    if isinstance(spec.storage.layout, Pairs):
+        # A layer's prompt stays as it is until that of the other layer of its pair has ended.
+        spec, extent = dataclasses.replace(spec, storage=dense()), None
+        ended = dataclasses.replace(after, storage=dense(), slots=(after.capacity,), extent=None)
     if isinstance(spec.storage.layout, Blocks) and branch.prompt.budget is not None and sizes.block is not None:
         # Blocks are of the tokens that survive the prompt, which are known at its end; until then all are exact.
         spec, extent = dataclasses.replace(spec, storage=dense()), None
@@ -187,6 +195,6 @@ def _groups(
         heads=heads, storage=spec.storage, policy=branch.prompt.traced(), selection=early,
         needs=needs | branch.prompt.needs, extent=extent,
         slots=() if sizes.block is None else split_stores(spec, branch, kernels.round_up(prompt), budgets, low=low),
-        watch=watch, decode_group=after if sizes.block is None else None,
+        watch=watch, decode_group=ended if sizes.block is None else None,
     )  # fmt: skip
     return kernels.prompt(before, own_heads), after

@@ -10,14 +10,14 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError, StorageError
 from kvjax.memory import HOST
 from kvjax.policies.heads import Split
-from kvjax.policies.traits import holding_apart
+from kvjax.policies.traits import holding_apart, ranking_by_more_than_position
 from kvjax.selection.base import Selection
 from kvjax.storage.base import ROTATED, Storage
-from kvjax.storage.layouts import BlockCodec, Blocks, Segments, Tiers
+from kvjax.storage.layouts import LOWER, BlockCodec, Blocks, Pairs, Segments, Tiers
 from kvjax.storage.side import PROMPT
 
 
-def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int) -> None:
+def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int, layers: int) -> None:
     """Checks that a policy, a storage and a selection can be combined.
 
     Args:
@@ -25,6 +25,7 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int) -> None:
       branch: the policies and the selection of some heads.
       sizes: of the batch.
       kv_heads: KV heads of the model.
+      layers: the number of its layers.
 
     Raises:
       PolicyError: they cannot, with the reason and what would work.
@@ -34,6 +35,10 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int) -> None:
     if isinstance(spec.storage.layout, Blocks | Segments) and (reason := _refuses_blocks(spec, branch, sizes)):
         raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
     if isinstance(spec.storage.layout, Tiers) and (reason := _refuses_tiers(spec, branch)):
+        raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
+    if isinstance(spec.storage.layout, Pairs) and (
+        reason := _refuses_pairs(spec.storage.layout, branch, sizes, layers)
+    ):
         raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
     if reason := selection.refuses(spec.policy, spec.storage, positions=branch.decode.positions):
         raise PolicyError(f"policy {name} with selection={selection!r}: {reason}")
@@ -153,6 +158,42 @@ def _refuses_blocks(spec: CacheSpec, branch: Branch, sizes: Sizes) -> str | None
     of_prompt = [codec.prompt for codec in spec.storage.codecs.values() if isinstance(codec, BlockCodec)]
     if sizes.block is not None and any(each is not None for each in of_prompt):
         return "the blocks of a prompt are encoded together when it ends; leave out prefill_block."
+    return None
+
+
+def _refuses_pairs(layout: Pairs, branch: Branch, sizes: Sizes, layers: int) -> str | None:
+    """Returns why two layers whose prompts are held together do not go with the rest; None if they do."""
+    if branch.heads is not None:
+        return "two layers are held together, and the policy treats heads of a layer apart; use one policy for all."
+    if any(policy.merge is not None for policy in (branch.prompt, branch.decode)):
+        return "a merge changes tokens of one layer, and two are held together; leave out merge."
+    if branch.decode.budget is not None:
+        return (
+            "it evicts tokens of one layer while decoding, and two are held together; use full, a prompt compressor "
+            "that ranks by position, or a storage of single layers such as int4."
+        )
+    budget = branch.prompt.budget
+    if apart := ranking_by_more_than_position(branch.prompt):
+        return (
+            f"two layers are held together, so that both hold the same positions, and under the policy {apart} each "
+            "holds its own; use full, or a prompt compressor that ranks by position."
+        )
+    if budget is not None:
+        pairs = [layer for layer in range(layers) if layout.half(layer, layers) == LOWER]
+        for own in (budget.slots(length, layers) for length in (sizes.prompts[0], sizes.prompts[-1])):
+            for lower in pairs:
+                if own[lower] != own[lower + 1] or budget.first_layer == lower + 1:
+                    return (
+                        f"layers {lower} and {lower + 1} are held together, so that both hold the same positions, and "
+                        "their budgets differ; use the same budget for both."
+                    )
+    if not branch.selection.reads_all and branch.selection.budget is None:
+        return (
+            f"selection={branch.selection!r} reads single slots, and those of two layers are decoded as a whole; leave "
+            "it out, or use a storage of slots such as int4."
+        )
+    if sizes.block is not None:
+        return "two layers are merged when a whole prompt has ended; leave out prefill_block."
     return None
 
 

@@ -1,13 +1,13 @@
 """Storages without a model: the step of generation on queries, keys and values that are given."""
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import blocks, segments
+from kvjax.cache import blocks, pairs, segments
 from kvjax.cache.convert import Prompt, convert, empty
 from kvjax.cache.layout import Group, stores_of
 from kvjax.cache.limits import Limits, sizes_for
@@ -28,14 +28,15 @@ from kvjax.storage import store as held
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration, required
 from kvjax.storage.dims import LATENT
-from kvjax.storage.layouts import Blocks, Segments
+from kvjax.storage.layouts import Blocks, Pairs, Segments
+from kvjax.storage.minicache import DIRECTION
 from kvjax.storage.side import Sides
 
 Array = jax.Array
 Triple = tuple[Any, Any, Any]  # queries, keys and values
 
 #: What a part of a store is counted as; others are parameters.
-KINDS = {"codes": "codes", "exact": "exact", LATENT: "codes"}
+KINDS = {"codes": "codes", "exact": "exact", LATENT: "codes", DIRECTION: "codes"}
 
 
 def replay(
@@ -143,7 +144,12 @@ def _sides(storage: Storage, calibration: Calibration | None, config: DecoderCon
 
 
 def read(
-    storage: Storage, layer: LayerKV, calibration: Calibration | None = None, *, index: int = 0
+    storage: Storage,
+    layer: LayerKV,
+    calibration: Calibration | None = None,
+    *,
+    index: int = 0,
+    lower: LayerKV | None = None,
 ) -> tuple[Array, Array, Array]:
     """What a layer holds, as it decodes.
 
@@ -152,6 +158,7 @@ def read(
       layer: from `replay`, or a group of heads of a `KVState`.
       calibration: of the storage, if it needs one.
       index: the layer's place in the calibration.
+      lower: of the upper layer of a pair that is held together, the layer before it.
 
     Returns:
       key [B, K, N, D] and value [B, K, N, D] float32, and position [B, K, N] int32, -1 = empty.
@@ -160,13 +167,12 @@ def read(
       InputError: a layer of several groups of heads.
       StorageError: a storage that the layer is not held in, or that needs a calibration.
     """
-    if isinstance(layer, tuple):
-        if len(layer) != 1:
-            raise InputError(f"the layer has {len(layer)} groups of heads; read one at a time, such as layer[0].")
-        layer = layer[0]
+    layer = _one_group(layer)
     storage = storage.bound(layer.position.shape[1])
     if required(storage) and calibration is None and not _is_exact(layer):
         raise StorageError(f"storage {storage.name} needs its calibration to be read; pass calibration=.")
+    if isinstance(storage.layout, Pairs):
+        layer = _together(storage, layer, lower)
     sides = {**(calibration.layers[index] if calibration is not None else {}), **layer.sides}
     if isinstance(storage.layout, Blocks) and layer.marks:
         return _read_blocks(storage, layer, sides)
@@ -183,6 +189,34 @@ def read(
     ]
     key, value = (jnp.concatenate([x.astype(jnp.float32) for x in each], axis=2) for each in zip(*pieces, strict=True))
     return key, value, layer.position
+
+
+def _one_group(layer: LayerKV) -> LayerKV:
+    """Returns a group of heads as it is, and a layer's only one.
+
+    Raises:
+      InputError: a layer of several groups of heads.
+    """
+    if not isinstance(layer, tuple):
+        return layer
+    if len(layer) != 1:
+        raise InputError(f"the layer has {len(layer)} groups of heads; read one at a time, such as layer[0].")
+    return cast(LayerKV, layer[0])
+
+
+def _together(storage: Storage, layer: LayerKV, lower: LayerKV | None) -> LayerKV:
+    """Returns a layer of a pair with what is held of it in the lower one.
+
+    Raises:
+      StorageError: the upper layer without the lower one.
+    """
+    if _is_exact(layer) or DIRECTION in layer.stores[0]["key"]:
+        return layer
+    if lower is None:
+        raise StorageError(
+            f"storage {storage.name}: this layer is the upper one of a pair; pass lower=, the layer before it."
+        )
+    return pairs.together(_one_group(lower), layer)
 
 
 def _is_exact(layer: LayerKV) -> bool:
@@ -252,7 +286,8 @@ def breakdown(state: KVState | LayerKV) -> dict[str, int]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(layer.stores):
             part = path[-1].key
             found[KINDS.get(part.removeprefix(blocks.OF_PROMPT), "parameters")] += leaf.size * leaf.dtype.itemsize
-        found["sides"] += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layer.sides))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(layer.sides):
+            found["exact" if path[-1].key == "exact" else "sides"] += leaf.size * leaf.dtype.itemsize
     rest = jax.tree.leaves([(layer.position, layer.stats, layer.index) for layer in layers])
     return found | {"stores": sum(found.values()), "rest": sum(leaf.size * leaf.dtype.itemsize for leaf in rest)}
 

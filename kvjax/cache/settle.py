@@ -7,13 +7,13 @@ once, from its exact numbers, into an empty coded slot. While decoding, that is 
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import blocks, segments
+from kvjax.cache import blocks, pairs, segments
 from kvjax.cache.layout import Group
-from kvjax.cache.slots import constrain, forget, free_slots, write
+from kvjax.cache.slots import constrain, forget, free_slots, free_slots_for, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
-from kvjax.storage.layouts import Blocks, Segments
+from kvjax.storage.layouts import Blocks, Pairs, Segments
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -48,6 +48,8 @@ def settle(
         return blocks.settle(layer, key, value, position, per_slot, newest, group, sides)
     if isinstance(group.storage.layout, Segments):
         return segments.settle(layer, key, value, position, per_slot, group, sides)
+    if isinstance(group.storage.layout, Pairs):
+        return pairs.settle(layer, key, value, position, per_slot, group)
     # If KV heads are replicated but query heads are not, XLA would otherwise gather the coded cache at every step.
     key, value, position, per_slot = constrain((key, value, position, per_slot))
     coded_slots, n = group.slots[0], key.shape[2]
@@ -107,24 +109,6 @@ def settle(
     position = jnp.concatenate([coded_at, exact_at], axis=2)
     moved = jax.tree.map(lambda one, two: jnp.concatenate([one, two], axis=2), coded_own, exact_own)
     return layer.replace(position=position, stores=(coded, exact)), moved.replace(stats=forget(moved.stats, position))
-
-
-def free_slots_for(position: Array, own: Array) -> Array:
-    """Finds an empty slot for each live token.
-
-    Args:
-      position: [B, K, S] int32 of the slots.
-      own: [B, K, n] int32 of the tokens, -1 for one that is not live.
-
-    Returns:
-      [B, K, n] int32; undefined for tokens that are not live.
-    """
-    free = free_slots(position, own.shape[2])
-    if own.shape[2] == 1:
-        return free
-    # The i-th live token takes the i-th free slot.
-    number = jnp.cumsum(own >= 0, axis=2) - 1
-    return jnp.take_along_axis(free, jnp.maximum(number, 0), axis=2)
 
 
 def recode(

@@ -61,6 +61,24 @@ def free_slots(position: Array, count: int, page: int = 1) -> Array:
     return jnp.where(jnp.arange(count) < number, free, capacity)
 
 
+def free_slots_for(position: Array, own: Array) -> Array:
+    """Finds an empty slot for each live token.
+
+    Args:
+      position: [B, K, S] int32 of the slots.
+      own: [B, K, n] int32 of the tokens, -1 for one that is not live.
+
+    Returns:
+      [B, K, n] int32; undefined for tokens that are not live.
+    """
+    free = free_slots(position, own.shape[2])
+    if own.shape[2] == 1:
+        return free
+    # The i-th live token takes the i-th free slot.
+    number = jnp.cumsum(own >= 0, axis=2) - 1
+    return jnp.take_along_axis(free, jnp.maximum(number, 0), axis=2)
+
+
 def _turn(position: Array, page: int) -> Array:
     """Orders slots [B, K, S] by when they are written to: 0 = in a page that is not full, 1 = empty, 2 = live."""
     live = position >= 0
@@ -209,6 +227,7 @@ def longest(position: Array) -> Array:
 
 
 __all__ = [
-    "EMPTY", "after_reading", "append", "constrain", "empty_stats", "forget", "free_slots", "longest", "oldest_first",
+    "EMPTY", "after_reading", "append", "constrain", "empty_stats", "forget", "free_slots", "free_slots_for",
+    "longest", "oldest_first",
     "ranks", "slots_of", "take", "transient", "write",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from kvjax import memory, sharding
+from kvjax.cache import pairs
 from kvjax.cache.layout import Group, Phase, keep_everything
 from kvjax.cache.state import Block, KVState
 from kvjax.cache.state import Layer as LayerCache
@@ -276,7 +277,8 @@ class Decoder(nn.Module):
             hint: Array | None = (
                 entered if x.shape[1] == 1 and any(group.selection.ahead for group in phase[index]) else None
             )
-            arguments = (x, None if kv is None else kv.layers[index], block.of_layer(index))
+            # What two layers hold together is with the lower one.
+            arguments = (x, None if kv is None else pairs.lent(kv.layers, index, phase[index]), block.of_layer(index))
             if self.is_initializing():
                 output = module(*arguments, phase[index], hint)
             else:
@@ -290,7 +292,7 @@ class Decoder(nn.Module):
             # For `kvjax.analysis`; Flax discards it unless the caller makes "intermediates" mutable.
             self.sow("intermediates", f"attention_{index}", output.seen)
             self.sow("intermediates", f"streams_{index}", output.streams)
-            after.append(output.cache)
+            after.append(output.cache if kv is None else pairs.returned(output.cache, kv.layers[index]))
             x, entered = output.x, output.entered
         if config.final_norm:
             x = self.final_norm(x)

@@ -61,6 +61,22 @@ def holding_apart(policy: Policy) -> str | None:
     )
 
 
+def ranking_by_more_than_position(policy: Policy) -> str | None:
+    """Returns the name of the first of its `phases` under which layers may hold different positions, or None.
+
+    Layers of different budgets may too.
+    """
+    return next(
+        (
+            each.name
+            for each in phases(policy)
+            if each.budget is not None
+            and (each.budget.shared or not (each.importance.by_age or each.importance.by_position))
+        ),
+        None,
+    )
+
+
 def splits_heads(policy: Policy) -> bool:
     """Returns whether some heads are under one policy and others under another."""
     return isinstance(policy, Split)

@@ -15,10 +15,11 @@ from kvjax.storage.integer import Integer, int2, int4, int8, integer
 from kvjax.storage.joint import Joint, JointBlocks, cskv, kv_heads
 from kvjax.storage.kivi import Channels, kivi
 from kvjax.storage.kvquant import kvquant
-from kvjax.storage.layouts import BlockCodec, Blocks, SegmentCodec, Segments, Tiers, slots
+from kvjax.storage.layouts import BlockCodec, Blocks, Pairs, SegmentCodec, Segments, Tiers, slots
 from kvjax.storage.levels import Levels, levels, normal_levels
 from kvjax.storage.low_rank import LowRank, low_rank
 from kvjax.storage.mikv import Balance, Halves, mikv
+from kvjax.storage.minicache import Merged, merged_vectors, minicache
 from kvjax.storage.mxfp4 import Mxfp4, mxfp4
 from kvjax.storage.packing import pack, unpack
 from kvjax.storage.permuted import Permuted, permuted
@@ -31,6 +32,7 @@ from kvjax.storage.zipcache import ChannelRoots, Divided, zipcache
 
 blocks = Blocks  # ``layout=blocks(n)``
 tiers = Tiers  # ``layout=tiers(high)``
+pairs = Pairs  # ``layout=pairs(start)``
 
 #: Every named storage: the command line, sweeps and conformance tests take the list from here.
 STORAGES: Registry[Storage] = Registry(
@@ -57,6 +59,7 @@ STORAGES: Registry[Storage] = Registry(
         "mikv": mikv,
         "kvquant": kvquant,
         "zipcache": zipcache,
+        "minicache": minicache,
     },
 )
 by_name, accepts = STORAGES.by_name, STORAGES.accepts
@@ -78,9 +81,9 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "STORAGES", "Balance", "Bfp", "BlockCodec", "Blocks", "Calibration", "Chain", "ChannelRoots", "Channels", "Codec",
     "Dims", "Divided", "Exact", "Fp8", "Gear", "Halves", "Integer", "Joint", "JointBlocks", "Levels", "LowRank",
-    "Mxfp4", "Permuted", "PromptView", "Samples", "Scaled", "SegmentCodec", "Segments", "Side", "Sparse", "Storage",
-    "ThinK", "Tiers", "TurboQuant", "accepts", "bfp", "blocks", "breakdown", "by_name", "chain", "cskv", "dense", "fp8",
-    "gear", "int2", "int4", "int8", "integer", "kivi", "kv_heads", "kvquant", "levels", "low_rank", "mikv", "mxfp4",
-    "nbytes", "normal_levels", "pack", "permuted", "read", "replay", "round_trip", "scaled", "slots", "sparse", "think",
-    "tiers", "turboquant", "unpack", "zipcache",
+    "Merged", "Mxfp4", "Pairs", "Permuted", "PromptView", "Samples", "Scaled", "SegmentCodec", "Segments", "Side",
+    "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "accepts", "bfp", "blocks", "breakdown", "by_name", "chain",
+    "cskv", "dense", "fp8", "gear", "int2", "int4", "int8", "integer", "kivi", "kv_heads", "kvquant", "levels",
+    "low_rank", "merged_vectors", "mikv", "minicache", "mxfp4", "nbytes", "normal_levels", "pack", "pairs", "permuted",
+    "read", "replay", "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant", "unpack", "zipcache",
 ]  # fmt: skip

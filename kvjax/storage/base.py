@@ -17,7 +17,7 @@ from kvjax.arguments import checked_call, choice_argument, count_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE, HOST, MEMORIES
 from kvjax.statistics import COUNT, MASS, Statistic
-from kvjax.storage.layouts import BlockCodec, Blocks, Segments, Tiers, slots
+from kvjax.storage.layouts import BlockCodec, Blocks, Pairs, Segments, Tiers, slots
 from kvjax.storage.rounding import as_stored
 from kvjax.storage.side import Parts, Shapes, Side
 
@@ -45,6 +45,7 @@ class Codec:
       dims: the `kvjax.storage.Dims` that shorten vectors, over which attention runs as they are held; or None.
       has_gradient: whether a gradient passes through `encode` and `decode`; otherwise it passes straight through both.
       joint_heads: the number of KV heads whose vectors are held together, and which hold the same positions.
+      of_pairs: whether the vectors of two layers are held together; only for the layout `Pairs`.
     """
 
     parts: Callable[[int, Any], Shapes]
@@ -53,6 +54,7 @@ class Codec:
     dims: Any = None
     has_gradient: Any = False
     joint_heads: Any = 1
+    of_pairs: Any = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Codec":
         return super().__new__(CodecFunctions if cls is Codec else cls)
@@ -125,7 +127,7 @@ class Storage:
     Attributes:
       key: the codec of keys, or of their blocks.
       value: the codec of values, or of their blocks.
-      layout: ``slots`` holds each vector by itself; see `Blocks`, `Tiers` and `Segments`.
+      layout: ``slots`` holds each vector by itself; see `Blocks`, `Tiers`, `Segments` and `Pairs`.
       residual: the number of newest positions that stay exact. Of `Blocks` those of keys or values that are encoded
         one by one.
       frame: ``any`` holds keys rotated by RoPE or not, as the policy's `positions` determine; ``rotated`` holds them
@@ -141,7 +143,7 @@ class Storage:
 
     key: Codec | BlockCodec
     value: Codec | BlockCodec
-    layout: str | Blocks | Tiers | Segments = slots
+    layout: str | Blocks | Tiers | Segments | Pairs = slots
     residual: int = 0
     frame: str = ANY
     memory: Memory = DEVICE
@@ -174,11 +176,18 @@ class Storage:
                 f"storage {self.name}: memory={self.memory!r} holds what is read as it is; keys that are rotated in "
                 "each step, and shorter vectors, are on the device: leave out memory."
             )
+        of_pairs = [codec for codec in (self.key, self.value) if isinstance(codec, Codec) and codec.of_pairs]
+        if len(of_pairs) != (2 if isinstance(self.layout, Pairs) else 0):
+            raise StorageError(
+                f"storage {self.name}: key={self.key!r} and value={self.value!r} with layout={self.layout!r}: codecs "
+                "of two layers, such as kvjax.storage.Merged(), and layout=pairs() go together."
+            )
         if self.layout == slots:
             return
-        if not isinstance(self.layout, Blocks | Tiers | Segments):
+        if not isinstance(self.layout, Blocks | Tiers | Segments | Pairs):
             raise StorageError(
-                f"storage {self.name}: layout={self.layout!r} is not valid; use 'slots', blocks(n) or tiers(high)."
+                f"storage {self.name}: layout={self.layout!r} is not valid; use 'slots', blocks(n), tiers(high) or "
+                "pairs()."
             )
         if self.on_host or self.sinks:
             raise StorageError(
@@ -189,8 +198,13 @@ class Storage:
             self._check_blocks(self.layout)
         elif isinstance(self.layout, Tiers):
             self._check_tiers(self.layout.high)
-        else:
+        elif isinstance(self.layout, Segments):
             self._check_segments(self.layout)
+        elif self.residual or self.frame != ANY:
+            raise StorageError(
+                f"storage {self.name}: residual={self.residual} and frame={self.frame!r} are not valid with pairs of "
+                "layers, in which all that follows a prompt stays exact; leave them out."
+            )
 
     def _check_segments(self, layout: Segments) -> None:
         tiers = [self, *([] if layout.high is None else [layout.high])]
@@ -344,7 +358,7 @@ class Storage:
         if isinstance(self.layout, Blocks):
             late = {True: self.layout.size > tokens, False: self.residual >= tokens}
             return all(late[isinstance(codec, BlockCodec)] for codec in self.codecs.values())
-        if isinstance(self.layout, Tiers | Segments):
+        if isinstance(self.layout, Tiers | Segments | Pairs):
             return False
         return self.residual >= tokens
 

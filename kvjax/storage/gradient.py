@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from kvjax.storage.base import Codec, Exact, Parts, Shapes, Storage, round_trip, straight_through
 from kvjax.storage.dims import Chain
 from kvjax.storage.layouts import BlockCodec, SegmentCodec, Segments, Tiers
+from kvjax.storage.minicache import Merged
 from kvjax.storage.side import Side
 
 Array = jax.Array
@@ -136,6 +137,8 @@ def differentiable(storage: Storage) -> Storage:
 
 
 def _straight_through(codec: Codec) -> Codec:
+    if isinstance(codec, Merged):
+        return dataclasses.replace(codec, straight=True)
     if isinstance(codec, Chain):
         # The map to shorter vectors has a gradient of its own.
         return dataclasses.replace(codec, codec=_straight_through(codec.codec))

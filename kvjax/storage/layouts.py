@@ -16,6 +16,7 @@ from kvjax.storage.side import Parts, Shapes, Side
 Array = jax.Array
 
 slots = "slots"  # the layout in which each vector is held by itself
+LOWER, UPPER = "lower", "upper"  # the layers of a pair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,44 @@ class Segments:
     high: Any
     ratio: float
     window: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """The layout in which two neighbouring layers hold their prompts together.
+
+    Layers from `start` on are taken in pairs, each with the next one. A last one without a partner, and all before
+    `start`, hold their tokens exactly, and so does every layer those that follow the prompt.
+
+    Attributes:
+      start: the first layer of the first pair; None = half of the model's layers, rounded down.
+
+    Raises:
+      StorageError: a start below 0.
+    """
+
+    start: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.start is not None:
+            object.__setattr__(self, "start", count_argument("pairs: start", self.start, error=StorageError))
+
+    def half(self, layer: int, layers: int) -> str | None:
+        """Returns whether a layer is the ``lower`` or the ``upper`` one of a pair, or None if it is in none.
+
+        Args:
+          layer: its number.
+          layers: the number of layers of the model.
+
+        Raises:
+          StorageError: the model has no layer `start`.
+        """
+        start = layers // 2 if self.start is None else self.start
+        if start >= layers:
+            raise StorageError(f"pairs: start={start} is no layer of this model; give one from 0 to {layers - 1}.")
+        if layer < start or layer >= layers - (layers - start) % 2:
+            return None
+        return UPPER if (layer - start) % 2 else LOWER
 
 
 class BlockCodec:

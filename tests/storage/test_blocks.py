@@ -156,17 +156,18 @@ KIVI_ARRAYS = [f"{side}_{name}" for side in ("key", "value") for name in ("codes
 
 
 def lowered(
-    held: Storage, policy: Any, lengths: np.ndarray, steps: int, *, dim: int = DIM, block: int | None = None
-) -> Lowered:
+    held: Storage, policy: Any, lengths: np.ndarray, steps: int, *, dim: int = DIM, block: int | None = None,
+    layers: int = 1, heads: int = 1, dtype: str = "float32",
+) -> Lowered:  # fmt: skip
     config = DecoderConfig(
-        family="llama", vocab_size=1, hidden_size=dim, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=dim,
-        mlp_size=1, max_positions=4096, rope=None,
+        family="llama", vocab_size=1, hidden_size=dim, num_layers=layers, num_heads=heads, num_kv_heads=heads,
+        head_dim=dim, mlp_size=1, max_positions=4096, rope=None,
     )  # fmt: skip
     width = int(lengths.max())
     limits = Limits(width, max(steps, 1), shortest=int(lengths.min()))
     sizes = sizes_for(lengths, steps, width=width, block=block, limits=limits, last_fed=True)
     spec = policy if isinstance(policy, CacheSpec) else CacheSpec(policy, held)
-    return lower(spec, config, sizes, lengths)
+    return lower(spec, config, sizes, lengths, dtype=dtype)
 
 
 @pytest.mark.parametrize(("dim", "residual"), [(6, 4), (7, 4), (6, 8), (128, 128)])

@@ -33,6 +33,7 @@ ARRANGED = {
     "gear": storage.gear(2, 8, rank=3),
     "zipcache": storage.zipcache(),
     "mikv": storage.mikv(2, 4),
+    "minicache": storage.minicache(2, retained=0.1),
     "mikv, int8": storage.mikv(high=storage.int8(), balance=False, low_capacity=9),
 }
 
@@ -123,7 +124,9 @@ def test_storages_are_values(name):
     for other in (pickle.loads(pickle.dumps(own)), eval(repr(own), vars(storage).copy())):
         assert other == own and hash(other) == hash(own) and repr(other) == repr(own)
     assert Storage(**{**vars(own), "name": "another"}) == own
-    other = {"residual": own.residual + 1} if own.layout == storage.slots else {"value": Integer(7)}
+    of_pairs = isinstance(own.layout, storage.Pairs)
+    other = {"value": storage.Merged(0.1)} if of_pairs else {"value": Integer(7)}
+    other = {"residual": own.residual + 1} if own.layout == storage.slots else other
     assert Storage(**{**vars(own), **other}) != own
     assert own.exact == (name == "dense")
     assert len(set(STORAGES.values())) == len(STORAGES)
