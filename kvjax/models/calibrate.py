@@ -17,6 +17,7 @@ from kvjax.errors import StorageError
 from kvjax.inputs import check_batch
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES, Decoder, run_layer
+from kvjax.models.gradients import gradients
 from kvjax.models.model import Model
 from kvjax.policies.window import full
 from kvjax.products.quantized import dequantize, is_quantized
@@ -97,9 +98,18 @@ def _samples(model: Model, tokens: np.ndarray, lengths: np.ndarray, storage: Sto
     ids, lengths = model.place((tokens, lengths.astype(np.int32)))
     block = _block(lengths, width=tokens.shape[1], layers=config.num_layers)
     x = _enter(model.params, ids, block, config=config)
+    rotated = storage.frame != UNROTATED
+    slopes = None
+    if any(side.gradients for side in required(storage).values()):
+        slopes = gradients(model, x, ids, block, rotated=rotated)
     # Keys under positions="cache" are held as they are before rotation; of a whole prompt, ranks are positions.
     policy = full(positions="original" if config.rope is None else "cache")
     real = np.asarray(block.position) >= 0
+
+    def flat(heads: Any) -> np.ndarray:
+        """[B, heads, T, D] -> [n, heads, D], without padding."""
+        return np.asarray(np.swapaxes(np.asarray(heads, np.float32), 1, 2)[real])
+
     for index in range(config.num_layers):
         params = model.params[f"layer_{index}"]
         output = run_layer(
@@ -108,16 +118,11 @@ def _samples(model: Model, tokens: np.ndarray, lengths: np.ndarray, storage: Sto
         )  # fmt: skip
         (layer,), (seen,) = output.cache, output.seen
         assert seen is not None
-        key = layer.key if storage.frame == UNROTATED else seen.key
-
-        def flat(heads: Any) -> np.ndarray:
-            """[B, heads, T, D] -> [n, heads, D], without padding."""
-            return np.asarray(jnp.swapaxes(heads, 1, 2), np.float32)[real]
-
-        keys, values = flat(key), flat(layer.value)
+        keys, values = flat(seen.key if rotated else layer.key), flat(layer.value)
         yield Samples(
             own=keys, query=flat(seen.query), key=keys, value=values,
             inputs=np.asarray(output.entered, np.float32)[real], kernels=_kernels(params, config),
+            gradients={} if slopes is None else {name: flat(each) for name, each in slopes[index].items()},
         )  # fmt: skip
         x = output.x
 

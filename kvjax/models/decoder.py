@@ -29,6 +29,7 @@ Array = jax.Array
 
 SKEW = "skew"  # optional parameter of an attention, [K, D, D]; see `kvjax.models.skew`
 SIDES = "sides"  # optional parameters of an attention, {"key": {part: [K, ...]}, "value": ...}; see `kvjax.calibrate`
+SHIFT = "shift"  # optional parameters of an attention, added to {"key": [B, K, n, D], "value": ...}, for gradients
 
 
 class Streams(NamedTuple):
@@ -123,6 +124,8 @@ class Attention(nn.Module):
         # [B, K, n, D]
         key = projection("key", config.num_kv_heads, "key_norm")(x)
         value = projection("value", config.num_kv_heads)(x)
+        if (shift := optional(SHIFT)) is not None:
+            key, value = key + shift["key"], value + shift["value"]
         # [B, H, n, D]
         output, layer, seen = step_layer(
             layer, query, key, value, block=block, groups=groups, rope=config.rope, window=self.window,
@@ -294,15 +297,10 @@ class Decoder(nn.Module):
             self.sow("intermediates", f"streams_{index}", output.streams)
             after.append(output.cache if kv is None else pairs.returned(output.cache, kv.layers[index]))
             x, entered = output.x, output.entered
-        if config.final_norm:
-            x = self.final_norm(x)
-        if config.embed_size != config.hidden_size:
-            # [B, n, embed]
-            x = self.embed_out(x)
         # [B]
         added = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
         length = added if kv is None else kv.length + added
-        return x, KVState(tuple(after), length, prompt=block.prompt, total=block.total, budget=block.budget)
+        return self.leave(x), KVState(tuple(after), length, prompt=block.prompt, total=block.total, budget=block.budget)
 
     def enter(self, tokens: Array, block: Block) -> Array:
         """Embeds tokens [B, n] int32: what enters the first layer, [B, n, hidden]."""
@@ -312,6 +310,13 @@ class Decoder(nn.Module):
             # [B, n, hidden]
             x = self.embed_in(x)
         return x + self.position_embed(block.position) if self.config.learned_positions else x
+
+    def leave(self, x: Array) -> Array:
+        """Returns the input of the output head, [B, n, embed], for what leaves the last layer, [B, n, hidden]."""
+        if self.config.final_norm:
+            x = self.final_norm(x)
+        # [B, n, embed]
+        return self.embed_out(x) if self.config.embed_size != self.config.hidden_size else x
 
     def logits(self, hidden: Array) -> Array:
         """Applies the output head.

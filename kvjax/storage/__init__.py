@@ -9,6 +9,7 @@ from kvjax.storage.bfp import Bfp, bfp
 from kvjax.storage.calibration import Calibration
 from kvjax.storage.dense import dense
 from kvjax.storage.dims import Chain, Dims, chain
+from kvjax.storage.fitting import kmeans_levels
 from kvjax.storage.fp8 import Fp8, fp8
 from kvjax.storage.gear import Gear, gear
 from kvjax.storage.integer import Integer, int2, int4, int8, integer
@@ -16,7 +17,7 @@ from kvjax.storage.joint import Joint, JointBlocks, cskv, kv_heads
 from kvjax.storage.kivi import Channels, kivi
 from kvjax.storage.kvquant import kvquant
 from kvjax.storage.layouts import BlockCodec, Blocks, Pairs, SegmentCodec, Segments, Tiers, slots
-from kvjax.storage.levels import Levels, levels, normal_levels
+from kvjax.storage.levels import Levels, levels
 from kvjax.storage.low_rank import LowRank, low_rank
 from kvjax.storage.mikv import Balance, Halves, mikv
 from kvjax.storage.minicache import Merged, merged_vectors, minicache
@@ -26,6 +27,7 @@ from kvjax.storage.permuted import Permuted, permuted
 from kvjax.storage.scaled import Scaled, scaled
 from kvjax.storage.side import PromptView, Samples, Side
 from kvjax.storage.sparse import Sparse, sparse
+from kvjax.storage.tables import normal_levels
 from kvjax.storage.think import ThinK, think
 from kvjax.storage.turboquant import TurboQuant, turboquant
 from kvjax.storage.zipcache import ChannelRoots, Divided, zipcache
@@ -83,7 +85,8 @@ __all__ = [
     "Dims", "Divided", "Exact", "Fp8", "Gear", "Halves", "Integer", "Joint", "JointBlocks", "Levels", "LowRank",
     "Merged", "Mxfp4", "Pairs", "Permuted", "PromptView", "Samples", "Scaled", "SegmentCodec", "Segments", "Side",
     "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "accepts", "bfp", "blocks", "breakdown", "by_name", "chain",
-    "cskv", "dense", "fp8", "gear", "int2", "int4", "int8", "integer", "kivi", "kv_heads", "kvquant", "levels",
-    "low_rank", "merged_vectors", "mikv", "minicache", "mxfp4", "nbytes", "normal_levels", "pack", "pairs", "permuted",
-    "read", "replay", "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant", "unpack", "zipcache",
+    "cskv", "dense", "fp8", "gear", "int2", "int4", "int8", "integer", "kivi", "kmeans_levels", "kv_heads", "kvquant",
+    "levels", "low_rank", "merged_vectors", "mikv", "minicache", "mxfp4", "nbytes", "normal_levels", "pack", "pairs",
+    "permuted", "read", "replay", "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant", "unpack",
+    "zipcache",
 ]  # fmt: skip

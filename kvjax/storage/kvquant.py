@@ -13,11 +13,13 @@ from jax.typing import DTypeLike
 from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import StorageError
 from kvjax.storage.base import UNROTATED, Codec, Parts, Shapes, Storage, factory
-from kvjax.storage.levels import Levels, Table, lookup, nearest_level
+from kvjax.storage.fitting import FITTED, Fit
+from kvjax.storage.levels import Levels
 from kvjax.storage.packing import pack, packed_size, unpack
 from kvjax.storage.rounding import as_stored
 from kvjax.storage.side import CALIBRATION, Samples, Side
 from kvjax.storage.sparse import Sparse, index_dtype
+from kvjax.storage.tables import Table, lookup, nearest_level
 
 Array = jax.Array
 
@@ -28,20 +30,37 @@ ROUNDING = 1e-9  # of a product of two floats that is a whole number on paper
 class Quantiles(Side):
     """Two quantiles of each channel of the calibration vectors, between which all but a share of the entries lie.
 
+    Levels are fitted to the entries between them.
+
     Attributes:
       outliers: the share f; the quantiles are f/2 and 1 - f/2, interpolated linearly.
+      fit: the tables of levels.
     """
 
     outliers: float
+    fit: Fit
     when = CALIBRATION
+    shared = FITTED
+
+    @property
+    def gradients(self) -> bool:
+        """Whether `prepare` looks at gradients; see `Side`."""
+        return self.fit.weighted
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
-        return {"lower": ((dim,), jnp.dtype(jnp.float32)), "upper": ((dim,), jnp.dtype(jnp.float32))}
+        ends = ((dim,), jnp.dtype(jnp.float32))
+        return {"lower": ends, "upper": ends, **self.fit.parts()}
 
     def prepare(self, samples: Samples) -> Mapping[str, np.ndarray]:
-        # [2, K, D]
-        ends = np.quantile(samples.own.astype(np.float64), [self.outliers / 2, 1 - self.outliers / 2], axis=0)
-        return {"lower": ends[0], "upper": ends[1]}
+        x = samples.own.astype(np.float64)
+        # [K, D] each
+        lower, upper = np.quantile(x, [self.outliers / 2, 1 - self.outliers / 2], axis=0)
+        ends = {"lower": lower, "upper": upper}
+        if not self.fit.parts():
+            return ends
+        half = (upper - lower) / 2
+        y = (x - (lower + upper) / 2) / np.where(half == 0, 1.0, half)
+        return ends | self.fit.prepare(y, np.abs(y) <= 1, samples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,27 +74,29 @@ class ChannelLevels(Codec):
     Attributes:
       bits: bits of a code, 1 to 8.
       outliers: the share of the entries that may be held exactly, in (0, 1).
-      table: 2^bits ascending levels in [-1, 1]; None = `normal_levels(bits)`.
+      table: see `Fit`.
+      qnorm: see `Fit`.
     """
 
     bits: int
     outliers: float
-    table: Table | None = None
+    table: Table | str | None = None
+    qnorm: bool = False
 
     def __post_init__(self) -> None:
-        levels = Levels(self.bits, self.table)
+        levels = Levels(self.bits, self.table, self.qnorm)
         object.__setattr__(self, "bits", levels.bits)
         object.__setattr__(self, "table", levels.table)
         object.__setattr__(self, "outliers", _share(self.outliers))
 
     @property
     def side(self) -> Side:
-        return Quantiles(self.outliers)
+        return Quantiles(self.outliers, self.fit)
 
     @property
-    def levels(self) -> Table:
-        """The table, as it is used."""
-        return Levels(self.bits, self.table).levels
+    def fit(self) -> Fit:
+        """How the tables are made."""
+        return Fit(self.bits, self.table, self.qnorm)
 
     def count(self, dim: int) -> int:
         """Returns the number of entries that may be held exactly, of `dim`."""
@@ -99,7 +120,7 @@ class ChannelLevels(Codec):
         index = jnp.sort(jnp.where(size > 1, channel, dim), axis=-1)
         value = jnp.take_along_axis(x, index, axis=-1, mode="fill", fill_value=0)
         outlying = jnp.any(_is_channel(index, dim), axis=-2)
-        codes = jnp.where(outlying, 0, nearest_level(self.levels, y))
+        codes = jnp.where(outlying, 0, nearest_level(self.fit.levels(side), y))
         return {
             "codes": pack(codes, self.bits),
             "index": index.astype(index_dtype(dim)),
@@ -109,7 +130,7 @@ class ChannelLevels(Codec):
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
         middle, half = _range(side)
         # [..., D]
-        rest = middle + half * lookup(self.levels, unpack(parts["codes"], self.bits, dim))
+        rest = middle + half * lookup(self.fit.decoded(side), unpack(parts["codes"], self.bits, dim))
         # [..., c, D]
         own = _is_channel(parts["index"], dim)
         value = jnp.where(own, parts["value"].astype(jnp.float32)[..., None], 0.0)
@@ -140,9 +161,10 @@ def kvquant(
     bits: int = 3,
     outliers: float = 0.01,
     sinks: int = 1,
-    table: Table | None = None,
+    table: Table | str | None = None,
     *,
-    value_table: Table | None = None,
+    value_table: Table | str | None = None,
+    qnorm: bool = False,
     residual: int = 0,
 ) -> Storage:
     """Holds keys by channel and values by token in unequal levels, with outliers beside them (KVQuant, 2401.18079).
@@ -155,8 +177,10 @@ def kvquant(
       outliers: the share of entries that are held exactly, in (0, 1); of a value, at least the smallest and the
         largest.
       sinks: the number of first positions that stay exact.
-      table: 2^bits ascending levels in [-1, 1] of keys; None = `normal_levels(bits)`.
+      table: 2^bits ascending levels in [-1, 1] of keys; None = `normal_levels(bits)`; ``kmeans``: fitted to the keys
+        of each layer by the calibration; ``fisher``: the same, entries weighted by the squared gradients of the loss.
       value_table: the same of values; None = `table`.
+      qnorm: whether levels are decoded so that the mean and the deviation of the calibration stay (Q-Norm).
       residual: the number of newest positions that stay exact.
 
     Raises:
@@ -166,8 +190,8 @@ def kvquant(
     saturates. Nothing is fitted while decoding.
     """
     count_argument("storage kvquant: sinks", sinks, error=StorageError)
-    key = ChannelLevels(bits, outliers, table)
-    value = Sparse(Levels(bits, table if value_table is None else value_table), key.outliers)
+    key = ChannelLevels(bits, outliers, table, qnorm)
+    value = Sparse(Levels(bits, table if value_table is None else value_table, qnorm), key.outliers)
     return Storage(
         key=key, value=value, residual=residual, sinks=sinks, frame=UNROTATED, name=f"kvquant{key.bits}"
     )  # fmt: skip

@@ -14,8 +14,8 @@ from kvjax.memory import DEVICE
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.exponents import LARGEST_EXPONENT, MANTISSA, MOST_SHIFT, scaled, split
 from kvjax.storage.integer import group_size, grouped
-from kvjax.storage.levels import lookup
 from kvjax.storage.packing import pack, packed_size, unpack
+from kvjax.storage.tables import lookup
 
 Array = jax.Array
 

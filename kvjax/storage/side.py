@@ -62,6 +62,8 @@ class Samples(NamedTuple):
       inputs: [n, hidden] float32, what the projections of keys and values multiply; None if it is not known.
       kernels: projections [hidden, K, D] float32, ``key`` and ``value``; empty if they are not known.
       name: ``key`` or ``value``, which of them `own` is.
+      gradients: of the loss of the text, with respect to ``key`` and ``value``, [n, K, D] float32; empty if they are
+        not known.
     """
 
     own: np.ndarray
@@ -71,6 +73,7 @@ class Samples(NamedTuple):
     inputs: np.ndarray | None = None
     kernels: Mapping[str, np.ndarray] = {}
     name: str = "key"
+    gradients: Mapping[str, np.ndarray] = {}
 
 
 class Side:
@@ -87,12 +90,14 @@ class Side:
       when: ``prompt``: made per row and KV head when the row's prompt ends, and constant from then on;
         ``calibration``: made once from a text (`kvjax.calibrate`), per layer and KV head.
       shared: names of the parts that all KV heads of a layer share; only of a calibration.
+      gradients: whether `prepare` looks at the gradients of a calibration.
     """
 
     prepare: Callable[[Any], Mapping[str, Any]]
     parts: Callable[[int, Any], Shapes]
     when: str = PROMPT
     shared: frozenset[str] = frozenset()
+    gradients: Any = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Side":
         return super().__new__(SideFunctions if cls is Side else cls)

@@ -1,6 +1,7 @@
 """Keeps the smallest and the largest entries of each vector exactly (KVQuant, arXiv:2401.18079, section 3.4)."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,11 +12,65 @@ from jax.typing import DTypeLike
 from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import StorageError
 from kvjax.storage.base import Codec, Parts, Shapes
+from kvjax.storage.fitting import FITTED
+from kvjax.storage.levels import VectorTable
 from kvjax.storage.rounding import as_stored
-from kvjax.storage.side import Side
+from kvjax.storage.side import CALIBRATION, Samples, Side
 from kvjax.storage.wrapping import Wrapped, check_codec, wrap
 
 Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TableWithoutOutliers(Side):
+    """Levels that are fitted to the entries of calibration vectors that are no outliers.
+
+    Attributes:
+      table: how they are fitted.
+      outliers: see `Sparse`.
+    """
+
+    table: VectorTable
+    outliers: int | float
+    when = CALIBRATION
+    shared = FITTED
+
+    @property
+    def gradients(self) -> bool:
+        """Whether `prepare` looks at gradients; see `Side`."""
+        return self.table.gradients
+
+    def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
+        return self.table.parts(dim, dtype)
+
+    def prepare(self, samples: Samples) -> Mapping[str, np.ndarray]:
+        dim = samples.own.shape[-1]
+        count = outlier_count(self.outliers, dim)
+        # [n, K, D]
+        order = np.argsort(samples.own, axis=-1, kind="stable")
+        outliers = np.concatenate([order[..., :count], order[..., dim - count :]], axis=-1)
+        left_out = np.zeros(samples.own.shape, bool)
+        np.put_along_axis(left_out, outliers, True, axis=-1)
+        return self.table.fitted(samples, left_out)
+
+
+def outlier_count(outliers: int | float, dim: int) -> int:
+    """Returns the number of smallest, and of largest, entries of `dim` that are outliers.
+
+    Args:
+      outliers: see `Sparse`.
+      dim: entries of a vector.
+
+    Raises:
+      StorageError: all entries would be outliers.
+    """
+    count = max(1, round(outliers * dim / 2)) if isinstance(outliers, float) else outliers
+    if 2 * count >= dim:
+        raise StorageError(
+            f"sparse: outliers={outliers!r} takes the {count} smallest and the {count} largest of {dim} channels; at "
+            "least one must be left."
+        )
+    return count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,24 +101,13 @@ class Sparse(Codec):
 
     @property
     def side(self) -> Side | None:
-        """What vectors share, or None: that of `codec`."""
-        return self.codec.side
+        """What vectors share, or None: that of `codec`. Levels are fitted without outliers."""
+        side = self.codec.side
+        return TableWithoutOutliers(side, self.outliers) if isinstance(side, VectorTable) else side
 
     def count(self, dim: int) -> int:
-        """Returns n for vectors of `dim` numbers.
-
-        Raises:
-          StorageError: all entries would be outliers.
-        """
-        count = self.outliers
-        if isinstance(count, float):
-            count = max(1, round(count * dim / 2))
-        if 2 * count >= dim:
-            raise StorageError(
-                f"sparse: outliers={self.outliers!r} takes the {count} smallest and the {count} largest of {dim} "
-                "channels; at least one must be left."
-            )
-        return count
+        """Returns n for vectors of `dim` numbers; see `outlier_count`."""
+        return outlier_count(self.outliers, dim)
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         count = 2 * self.count(dim)

@@ -20,9 +20,9 @@ from kvjax.errors import StorageError
 from kvjax.memory import DEVICE
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.exponents import BIAS, power_of_two, split
-from kvjax.storage.levels import Table, lookup, nearest_level
 from kvjax.storage.packing import pack, packed_size, unpack
 from kvjax.storage.rounding import as_stored
+from kvjax.storage.tables import Table, lookup, nearest_level
 
 Array = jax.Array
 
