@@ -4,6 +4,7 @@ from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, KVState, LayerKV, Limits
 from kvjax.checkpoint.huggingface import load
 from kvjax.checkpoint.writer import save
+from kvjax.choices import ChoiceScore, score_choices
 from kvjax.errors import KvjaxError
 from kvjax.generate import Generation, generate
 from kvjax.likelihood import LogLikelihood, log_likelihood
@@ -18,6 +19,7 @@ from kvjax.storage.calibration import Calibration, load_calibration
 __all__ = [
     "CacheSpec",
     "Calibration",
+    "ChoiceScore",
     "Generation",
     "Greedy",
     "KVState",
@@ -39,6 +41,7 @@ __all__ = [
     "policies",
     "quantize_weights",
     "save",
+    "score_choices",
     "selection",
     "storage",
 ]

@@ -118,6 +118,26 @@ def put_row(whole: Array, row: Array | int, new: Array) -> Array:
     return _run_where(whole, Space.Host)(put)(whole, new, *start)
 
 
+def take_rows(whole: Array, rows: Array) -> Array:
+    """Copies rows of an array, such as a `KVState`'s for several continuations; the result is in the memory of `whole`.
+
+    Args:
+      whole: [B, ...].
+      rows: [R] int32, from 0 to B - 1; a row may occur several times.
+
+    Returns:
+      [R, ...].
+    """
+
+    def copy(whole: Array, rows: Array) -> Array:
+        inside = tuple(range(1, whole.ndim))
+        numbers = lax.GatherDimensionNumbers(offset_dims=inside, collapsed_slice_dims=(0,), start_index_map=(0,))
+        sizes, mode = (1, *whole.shape[1:]), lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        return lax.gather(whole, rows, numbers, sizes, mode=mode)
+
+    return _run_where(whole, Space.Host)(copy)(whole, rows[:, None])
+
+
 def _gather(x: Array, slots: Array) -> Array:
     """Reads the slots [B, K, W, 1] of x [B, K, S, ...]."""
     numbers = lax.GatherDimensionNumbers(

@@ -348,13 +348,33 @@ def logprobs_of(decoder: BoundDecoder, hidden: Array, targets: Array) -> Array:
     Returns:
       [B, n] float32, log p(target).
     """
+    return over_logits(decoder, hidden, targets, logprob_of)
 
-    def score(x: Array, target: Array) -> Array:
-        # [B, positions, V]
-        logits = decoder.logits(x)
-        # [B, positions]
-        chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+def logprob_of(logits: Array, target: Array) -> Array:
+    """The log-probability of tokens [...] int32 under logits [..., V] float32: [...] float32."""
+    # [...]
+    chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def over_logits(
+    decoder: BoundDecoder, hidden: Array, targets: Array, function: Callable[[Array, Array], PyTree]
+) -> PyTree:
+    """Applies a function to the logits of each position, which exist for `SCORE_ROWS` positions at a time.
+
+    Args:
+      decoder: the decoder.
+      hidden: [B, n, E].
+      targets: [B, n] int32.
+      function: (logits [B, m, V] float32, targets [B, m]) -> a tree of arrays [B, m].
+
+    Returns:
+      The tree, with arrays [B, n].
+    """
+
+    def score(x: Array, target: Array) -> PyTree:
+        return function(decoder.logits(x), target)
 
     n = hidden.shape[1]
     if n <= SCORE_ROWS:
@@ -367,4 +387,4 @@ def logprobs_of(decoder: BoundDecoder, hidden: Array, targets: Array) -> Array:
     y = jnp.pad(targets, ((0, 0), (0, pad))).reshape(hidden.shape[0], parts, SCORE_ROWS).swapaxes(0, 1)
     scores = jax.lax.map(lambda xy: score(*xy), (x, y))
     # [B, n]
-    return scores.swapaxes(0, 1).reshape(hidden.shape[0], -1)[:, :n]
+    return jax.tree.map(lambda each: each.swapaxes(0, 1).reshape(hidden.shape[0], -1)[:, :n], scores)

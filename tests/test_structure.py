@@ -30,7 +30,7 @@ ROOMS = [
     {"cache"},
     {"models", "sampling"},
     {"checkpoint"},
-    {"prefill", "generate", "likelihood", "records"},
+    {"prefill", "generate", "likelihood", "choices", "records"},
     {"presets"},
     {"roofline", "plan", "analysis"},
 ]

@@ -1,0 +1,113 @@
+"""Choices that are scored from copies of one cache: each as it is alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import choices, policies, selection, storage
+from kvjax.cache import CacheSpec, Limits
+from kvjax.errors import InputError
+from kvjax.prefill import prefill, prefill_steps
+from tests.tiny import VOCAB, assert_same_state, kept, random_tokens, tiny
+
+CONTEXTS = random_tokens(3, 24, seed=11)
+LENGTHS = np.array([24, 9, 17])
+#: Ragged, of one token, none, and the same twice.
+CHOICES = [[[5, 9, 2], [7], [5, 9, 2, 40, 1, 8, 30, 2, 2, 11]], [], [[3, 3], list(range(12))]]
+
+SPECS = {
+    "full": CacheSpec(policies.full()),
+    "snapkv": CacheSpec(policies.snapkv(8, window=4)),
+    "phases": CacheSpec(policies.after_prefill(policies.snapkv(0.5, window=2), then=policies.roco(0.5))),
+    "int8": CacheSpec(policies.full(), storage.int8()),
+    "h2o-int8-host": CacheSpec(policies.h2o(10), storage.int8(memory="host")),
+    "optimal": CacheSpec(policies.full(), selection=selection.optimal(6)),
+    "heads": CacheSpec(policies.split_heads([[True, False]], policies.full(), policies.window(9))),
+}
+AT_ONCE = {"full", "snapkv"}
+
+
+@functools.cache
+def alone(name: str, row: int, choice: tuple[int, ...]) -> kvjax.LogLikelihood:
+    text = [*CONTEXTS[row, : LENGTHS[row]], *choice]
+    return kvjax.log_likelihood(tiny(layers=1).model, text, SPECS[name], prompt_length=int(LENGTHS[row]))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_each_choice_is_scored_as_it_is_alone(name):
+    found = kvjax.score_choices(tiny(layers=1).model, CONTEXTS, CHOICES, SPECS[name], lengths=LENGTHS)
+    assert [len(own) for own in found] == [3, 0, 2]
+    for row, own in enumerate(found):
+        for choice, got in zip(CHOICES[row], own, strict=True):
+            expected = np.asarray(alone(name, row, tuple(choice)).logprobs)[0, LENGTHS[row] - 1 :]
+            np.testing.assert_allclose(got.logprobs, expected, atol=2e-5)
+            assert got.total == pytest.approx(expected.sum(), abs=1e-4)
+            assert not got.greedy
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_each_copy_keeps_what_the_choice_alone_keeps(name):
+    """The slots, and in them the keys, values and statistics, after all tokens of a choice but its last."""
+    model, spec = tiny(layers=1).model, SPECS[name]
+    begun = prefill(model, CONTEXTS, spec, max_new_tokens=12, lengths=LENGTHS)
+    assert choices.takes_blocks(begun.layout.decode) == (name in AT_ONCE)
+    rows, own = [0, 2, 0], [CHOICES[0][2], CHOICES[2][1], CHOICES[0][0]]
+    ends = np.array([len(each) for each in own], np.int32)
+    ids = np.zeros((3, 17), np.int32)
+    for place, each in enumerate(own):
+        ids[place, : len(each)] = each
+    state = choices.score_copies(
+        model.params, begun.state, begun.logits, jnp.array(rows), ids, ends, config=model.config,
+        phase=begun.layout.decode, at_once=name in AT_ONCE,
+    )[2]  # fmt: skip
+    for place, (row, choice) in enumerate(zip(rows, own, strict=True)):
+        expected = alone(name, row, tuple(choice[:-1])).state
+        assert kept(state, place) == kept(expected, 0)
+        if spec.storage.exact:
+            assert_same_state(state, expected, place, 0, atol=2e-5)
+
+
+def test_a_greedy_choice_is_recognised():
+    model = tiny(layers=1).model
+    made = kvjax.generate(model, CONTEXTS, policies.full(), max_new_tokens=6, lengths=LENGTHS)
+    best = [[int(t) for t in row] for row in made.tokens]
+    asked = [[row, row[:1], [*row[:5], (row[5] + 1) % VOCAB], [(row[0] + 1) % VOCAB, *row[1:]]] for row in best]
+    for spec in (policies.full(), CacheSpec(policies.full(), storage.int8(residual=64))):
+        found = kvjax.score_choices(model, CONTEXTS, asked, spec, lengths=LENGTHS)
+        assert [[each.greedy for each in own] for own in found] == [[True, True, False, False]] * 3
+        np.testing.assert_allclose([own[0].logprobs for own in found], made.logprobs, atol=2e-5)
+
+
+def test_of_equal_logits_the_lowest_id_is_greedy():
+    logits = jnp.array([[0.0, 2.0, 2.0, 1.0]])
+    assert [bool(choices._score(logits, jnp.array([t]))[1][0]) for t in range(4)] == [False, True, False, False]
+
+
+def test_many_lengths_compile_few_programs():
+    """1,000 choices: one program for prompts and one for each bucket of choices."""
+    model, spec, limits = tiny(layers=1).model, policies.full(), Limits(prompt=32, new_tokens=32)
+    rng = np.random.default_rng(3)
+    jax.clear_caches()
+    for _ in range(25):
+        lengths = rng.integers(1, 33, 8)
+        asked = [[rng.integers(0, VOCAB, rng.integers(1, 33)) for _ in range(5)] for _ in lengths]
+        kvjax.score_choices(model, random_tokens(8, 32), asked, spec, lengths=lengths, limits=limits)
+    assert prefill_steps._cache_size() == 1
+    # Of 1, 9, 17 and 33 tokens.
+    assert choices.score_copies._cache_size() <= 4
+
+
+def test_choices_that_cannot_be_scored():
+    model = tiny(layers=1).model
+    for asked, message in (
+        ([[[1]]], "choices must be 3 lists"),
+        ([[[1], []], [], []], "at least one token"),
+        ([[[0.5]], [], []], "float64"),
+        ([[[VOCAB]], [], []], "outside the model's vocabulary"),
+    ):
+        with pytest.raises(InputError, match=message):
+            kvjax.score_choices(model, CONTEXTS, asked, policies.full(), lengths=LENGTHS)
