@@ -18,8 +18,9 @@ import optax
 from absl import flags
 
 import kvjax
-from experiments import cli, data, spec_text
+from experiments import cli, data
 from experiments.config import DataConfig
+from kvjax import spec_text
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 from kvjax.policies import full

@@ -7,8 +7,9 @@ import dataclasses
 import hashlib
 import json
 
-from experiments import fields, spec_text
+from experiments import fields
 from experiments.fields import Budget, Count, Kernels, Names, Number, OptionalCount, OptionalText, Seed, Text
+from kvjax import spec_text
 from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.quantize import WeightCodes
@@ -41,7 +42,7 @@ class ModelConfig:
 @dataclasses.dataclass
 class PolicyConfig:
     """Attributes:
-    name: a policy as text (`experiments.spec_text`): h2o, roco(guard=4), FILE.py:factory.
+    name: a policy as text (`kvjax.spec_text`): h2o, roco(guard=4), FILE.py:factory.
     budget: slots per KV head (int), or a fraction of each row's prompt (float in (0, 1]).
     recent: as in the policy's factory; None = its default.
     sinks: likewise.
@@ -99,7 +100,7 @@ class ExperimentConfig:
     name: names the results.
     model: what runs.
     policy: what the cache keeps.
-    storage: how the policy's slots are held, as text (`experiments.spec_text`): int4(residual=32), FILE.py:factory.
+    storage: how the policy's slots are held, as text (`kvjax.spec_text`): int4(residual=32), FILE.py:factory.
     selection: which of these slots a query reads, as text: quest(page=16, budget=512), FILE.py:factory.
     baselines: policies to compare with, under the same budget, held as they are and read whole; agreement is measured
       against ``full`` if it is here.

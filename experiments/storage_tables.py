@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import spec_text
-from kvjax import policies
+from kvjax import policies, spec_text
 from kvjax.cache import CacheSpec
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower

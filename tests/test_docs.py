@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments import spec_text
-from kvjax import policies, storage
+from kvjax import policies, spec_text, storage
 from kvjax.cache import Block, Limits
 from kvjax.models.decoder import Decoder
 from kvjax.prefill import prefill

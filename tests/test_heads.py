@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.spec_text import build
 from experiments.training.config import TrainConfig, decoder_config
 from experiments.training.induction import initial_parameters
 from kvjax import analysis, cache, policies
@@ -15,6 +14,7 @@ from kvjax.cache import Limits
 from kvjax.errors import InputError, PolicyError
 from kvjax.plan import plan
 from kvjax.rope import Rope
+from kvjax.spec_text import build
 from tests import layers, reference
 from tests.test_slots import LENGTHS, PROMPTS, TOKENS
 from tests.tiny import random_tokens, tiny

@@ -31,7 +31,7 @@ ROOMS = [
     {"models", "sampling"},
     {"checkpoint"},
     {"prefill", "generate", "likelihood", "choices", "records"},
-    {"presets"},
+    {"presets", "spec_text"},
     {"roofline", "plan", "analysis"},
 ]
 #: Public names that run the cache, found when they are asked for; and a policy that is made of a selection.

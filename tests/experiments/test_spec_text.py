@@ -8,9 +8,9 @@ import pytest
 
 import kvjax
 from experiments import config as configs
-from experiments import fields, resolve, run, spec_text, sweep
+from experiments import fields, resolve, run, sweep
 from experiments.config import PolicyConfig
-from kvjax import policies, selection, storage
+from kvjax import policies, selection, spec_text, storage
 from kvjax.errors import ConfigError, KvjaxError, PolicyError
 from tests.conftest import ROOT
 from tests.tiny import random_tokens, tiny

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import spec_text, storage_tables
-from kvjax import storage
+from experiments import storage_tables
+from kvjax import spec_text, storage
 from kvjax.storage import STORAGES
 from tests.conftest import ROOT
 
