@@ -10,6 +10,7 @@ import numpy as np
 
 Array = jax.Array
 LANES = 64  # counters that a CPU adds to at once, see `_count_in_blocks`
+FEW = 8  # numbers that are found one after the other; more are sorted
 DEPTH = 32  # numbers that each of them counts, at most; below 128
 SIGN = np.uint32(1 << 31)  # the sign bit of a float32
 
@@ -51,6 +52,30 @@ def largest(value: Array, position: Array, count: Array | int, *, in_kernels: bo
     oldest_marked = jax.lax.cond(jnp.any(reached > count), newest_tied, lambda: jnp.zeros_like(threshold))
     # [..., S]
     return (keys > threshold) | (tied & (recency >= oldest_marked))
+
+
+def indices_of_largest(x: Array, count: int) -> Array:
+    """Returns where the largest entries of each vector are, in falling order; of equal entries the first come first.
+
+    Unlike `jax.lax.top_k`, which gathers sharded vectors on some backends, it runs where each vector is.
+
+    Args:
+      x: [..., D] float32, without NaN and without zeros of both signs.
+      count: at most D.
+
+    Returns:
+      [..., count] int32.
+    """
+    if count > FEW:
+        return jnp.argsort(-x, axis=-1, stable=True)[..., :count].astype(jnp.int32)
+    found = jnp.zeros((*x.shape[:-1], 0), jnp.int32)
+    place = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    for _ in range(count):
+        # [..., 1]
+        first = jnp.argmax(x, axis=-1, keepdims=True).astype(jnp.int32)
+        found = jnp.concatenate([found, first], axis=-1)
+        x = jnp.where(place == first, -jnp.inf, x)
+    return found
 
 
 def _ordered_bits(value: Array) -> Array:

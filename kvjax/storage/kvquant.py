@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import StorageError
+from kvjax.order import indices_of_largest
 from kvjax.storage.base import UNROTATED, Codec, Parts, Shapes, Storage, factory
 from kvjax.storage.fitting import FITTED, Fit
 from kvjax.storage.levels import Levels
@@ -116,7 +117,8 @@ class ChannelLevels(Codec):
         # [..., D]
         y = (x - middle) / half
         # [..., c]: of equal ones, the lower channel comes first
-        size, channel = jax.lax.top_k(jnp.abs(y), self.count(dim))
+        channel = indices_of_largest(jnp.abs(y), self.count(dim))
+        size = jnp.take_along_axis(jnp.abs(y), channel, axis=-1)
         index = jnp.sort(jnp.where(size > 1, channel, dim), axis=-1)
         value = jnp.take_along_axis(x, index, axis=-1, mode="fill", fill_value=0)
         outlying = jnp.any(_is_channel(index, dim), axis=-2)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import StorageError
+from kvjax.order import indices_of_largest
 from kvjax.storage.base import Codec, Parts, Shapes
 from kvjax.storage.fitting import FITTED
 from kvjax.storage.levels import VectorTable
@@ -122,8 +123,8 @@ class Sparse(Codec):
         # Comparisons of 0 and -0 differ between operations.
         compared = jnp.where(x == 0, 0.0, x)
         # [..., n] each; of equal numbers the first is taken, which among the largest is the highest channel
-        smallest = jax.lax.top_k(-compared, count)[1]
-        largest = dim - 1 - jax.lax.top_k(compared[..., ::-1], count)[1]
+        smallest = indices_of_largest(-compared, count)
+        largest = dim - 1 - indices_of_largest(compared[..., ::-1], count)
         # [..., 2n]
         index = jnp.sort(jnp.concatenate([smallest, largest], axis=-1), axis=-1)
         value = jnp.take_along_axis(x, index, axis=-1)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import StorageError
+from kvjax.order import indices_of_largest
 from kvjax.storage.base import ROTATED, Codec, Storage, factory
 from kvjax.storage.dims import EXACT, Chain, Dims
 from kvjax.storage.side import PROMPT, PromptView, Shapes, Side
@@ -62,7 +63,7 @@ class QueryDrivenChannels(Side):
         asked = jnp.sum(jnp.where(last, jnp.square(view.query), 0.0), axis=(2, 3))
         held = jnp.sum(jnp.where(live, jnp.square(view.key), 0.0), axis=2)
         # [B, K, D']: of equal ones, the lower channel comes first
-        _, channels = jax.lax.top_k(asked * held, _kept(view.key.shape[-1], self.ratio))
+        channels = indices_of_largest(asked * held, _kept(view.key.shape[-1], self.ratio))
         return {CHANNELS: jnp.sort(channels, axis=-1)}
 
 
