@@ -28,7 +28,7 @@ from kvjax.sampling import Greedy, Sampler, check_sampling
 from kvjax.selection.base import Selection
 from kvjax.sharding import Params
 from kvjax.storage.base import Storage
-from kvjax.storage.calibration import Calibration
+from kvjax.storage.calibration import Calibration, required
 
 Array = jax.Array
 PAD = -1  # fills the generated tokens of a row after its stop token
@@ -129,6 +129,7 @@ def decode(
     progress: bool = False,
     requests: ArrayLike | None = None,
     record: bool = False,
+    calibration: Calibration | None = None,
 ) -> Generation:
     """Generates tokens after prompts that have been prefilled.
 
@@ -143,14 +144,17 @@ def decode(
       progress: see `generate`.
       requests: see `generate`.
       record: see `generate`.
+      calibration: see `generate`; that of the prompts.
 
     Raises:
       InputError: if an option is not valid, or heads that keep every token have too few slots for the new ones.
-      StorageError: if the storage needs a calibration that the model has not; see `kvjax.calibrated`.
+      StorageError: if the storage needs a calibration that the model has not, or the one that is given does not fit.
     """
     check_sampling(sampler, key)
-    for storage in {group.storage for group in prefilled.layout.groups}:
-        calibrated(model, storage, None)
+    storages = {group.storage for group in prefilled.layout.groups}
+    # Layers that hold every token exactly need none.
+    for storage in {storage for storage in storages if required(storage)} or storages:
+        model = calibrated(model, storage, calibration)
     key = jax.random.key(0) if key is None else key
     stop_ids = check_stop(stop)
     request = _check_requests(requests, prefilled.logits.shape[0])

@@ -78,7 +78,7 @@ def prefill(
       storage: see `kvjax.generate`.
       selection: see `kvjax.generate`.
       limits: see `kvjax.generate`.
-      calibration: see `kvjax.generate`. Decoding needs it too: give both `kvjax.calibrated` instead.
+      calibration: see `kvjax.generate`. Decoding needs it too.
 
     Raises:
       InputError: see `kvjax.generate`.

@@ -145,7 +145,7 @@ def stores_of(storage: Storage) -> tuple[Storage, ...]:
         return storage, dense()
     if storage.layout != slots:
         return (storage,)
-    return (storage,) if not (storage.apart and storage.kept_exact) else (storage, dense())
+    return (storage, dense()) if storage.divided else (storage,)
 
 
 #: Per layer, its groups of heads.

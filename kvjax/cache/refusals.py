@@ -42,7 +42,7 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int, layers: 
         raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
     if reason := selection.refuses(spec.policy, spec.storage, positions=branch.decode.positions):
         raise PolicyError(f"policy {name} with selection={selection!r}: {reason}")
-    if spec.storage.apart and spec.storage.kept_exact and max(branch.prompt.page, branch.decode.page) > 1:
+    if spec.storage.divided and max(branch.prompt.page, branch.decode.page) > 1:
         raise PolicyError(
             f"policy {name} with storage={spec.storage!r}: a page is consecutive slots of one store, and a residual "
             "holds the newest tokens in another (sinks the first ones); use residual=0 and sinks=0."
@@ -67,6 +67,11 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int, layers: 
             f"policy {name}: selection={selection!r} summarises exact keys, which storage={spec.storage.name} no "
             "longer has after a block of the prompt; leave out prefill_block."
         )
+
+
+def _reads_some(selection: Selection) -> bool:
+    """Returns whether a selection gathers slots; those that hide slots read all of them."""
+    return not selection.reads_all and selection.budget is None
 
 
 def _refuses_sides(storage: Storage, branch: Branch, sizes: Sizes) -> str | None:
@@ -112,7 +117,7 @@ def _refuses_joint(heads: int, branch: Branch, kv_heads: int) -> str | None:
                 f"{heads} KV heads are held together, so that all hold the same positions, and under the policy "
                 f"{apart} each head holds its own; use full(), a window, or tova()."
             )
-    if not branch.selection.reads_all and branch.selection.budget is None:
+    if _reads_some(branch.selection):
         return (
             f"selection={branch.selection!r} reads slots of each head, and heads are held together; leave it out, or "
             "use a storage of single heads such as low_rank."
@@ -150,10 +155,10 @@ def _refuses_blocks(spec: CacheSpec, branch: Branch, sizes: Sizes) -> str | None
             "it evicts tokens of blocks that were encoded together while decoding; use full, a prompt compressor such "
             "as snapkv, or a storage of slots such as int4."
         )
-    if not branch.selection.reads_all and branch.selection.budget is None:
+    if isinstance(spec.storage.layout, Segments) and _reads_some(branch.selection):
         return (
-            f"selection={branch.selection!r} reads single slots, and blocks are decoded as a whole; leave it out, or "
-            "use a storage of slots such as int4."
+            f"selection={branch.selection!r} reads slots of one store, and tokens of a segment go to two; leave it "
+            "out, or use a storage of slots or blocks such as int4 or kivi."
         )
     of_prompt = [codec.prompt for codec in spec.storage.codecs.values() if isinstance(codec, BlockCodec)]
     if sizes.block is not None and any(each is not None for each in of_prompt):
@@ -187,7 +192,7 @@ def _refuses_pairs(layout: Pairs, branch: Branch, sizes: Sizes, layers: int) -> 
                         f"layers {lower} and {lower + 1} are held together, so that both hold the same positions, and "
                         "their budgets differ; use the same budget for both."
                     )
-    if not branch.selection.reads_all and branch.selection.budget is None:
+    if _reads_some(branch.selection):
         return (
             f"selection={branch.selection!r} reads single slots, and those of two layers are decoded as a whole; leave "
             "it out, or use a storage of slots such as int4."

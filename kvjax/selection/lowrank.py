@@ -78,10 +78,10 @@ class ShadowKV(Selection):
         return dataclasses.replace(self, following=following)
 
     def refuses(self, policy: Policy, storage: Storage | None = None, *, positions: str = "original") -> str | None:
-        if getattr(storage, "residual", 0):
+        if storage is not None and storage.divided:
             return (
                 f"a token is in the slot of its position, and {storage!r} moves tokens to another store when they are "
-                "no longer among its newest; use a storage with residual=0."
+                "no longer among its newest; use a storage with residual=0 and sinks=0."
             )
         return keeps_all(policy) or merges(policy) or rotated_once(positions)
 

@@ -102,10 +102,10 @@ class Pages(Selection):
             )
         if reason := rotated_once(positions):
             return reason
-        if getattr(storage, "residual", 0):
+        if storage is not None and storage.divided:
             return (
                 f"pages are consecutive slots of one store, and {storage!r} moves tokens to another store when they "
-                "are no longer among its newest; use a storage with residual=0."
+                "are no longer among its newest; use a storage with residual=0 and sinks=0."
             )
         return merges(policy)
 

@@ -303,6 +303,11 @@ class Storage:
         return self.residual + self.sinks
 
     @property
+    def divided(self) -> bool:
+        """Whether a token is in one store while it is exact and in another once it is encoded."""
+        return self.layout == slots and self.apart and self.kept_exact > 0
+
+    @property
     def sides(self) -> dict[str, Side]:
         """What keys share and what values share, where they have a side."""
         return {

@@ -12,7 +12,7 @@ Wrapped = TypeVar("Wrapped", Codec, Storage)
 
 
 def check_codec(name: str, given: Any) -> None:
-    """Refuses anything but a codec of one vector that holds all its channels.
+    """Refuses anything but a codec of one vector, of one head, that holds all its channels.
 
     Raises:
       StorageError: `given` is none. The message says `name`.
@@ -21,6 +21,12 @@ def check_codec(name: str, given: Any) -> None:
         raise StorageError(
             f"{name}: codec={given!r} must be a codec of one vector and all its channels, such as "
             "kvjax.storage.Integer(4)."
+        )
+    if given.of_pairs or type(given).bound is not Codec.bound:
+        together = "two layers" if given.of_pairs else "several KV heads"
+        raise StorageError(
+            f"{name}: codec={given!r} holds the vectors of {together} together, and each of them has channels of its "
+            "own; give a codec of one vector, such as kvjax.storage.Integer(4)."
         )
 
 

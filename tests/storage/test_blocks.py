@@ -342,12 +342,53 @@ def test_gradients_pass_straight_through():
         (policies.h2o(0.5), "storage kivi2 with policy h2o: it evicts .* use full, a prompt compressor such as snapkv"),
         (policies.window(0.5, merge=policies.d2o()), "storage kivi2 with policy window: a merge .* leave out merge"),
         (policies.after_prefill(policies.knorm(0.5), then=policies.roco(0.4)), "evicts tokens of blocks"),
-        (CacheSpec(policies.full(), HELD, selection.quest(4, 8)), "selection=.*reads single slots"),
     ],
 )
 def test_what_does_not_compose_is_refused(spec, match):
     with pytest.raises(StorageError, match=match):
         lowered(HELD, spec, LENGTHS, STEPS)
+
+
+@pytest.mark.parametrize(
+    "look", [selection.optimal(3), selection.quest(2, 8, first_layer=0)], ids=lambda look: look.name
+)
+def test_a_selection_reads_slots_of_blocks(look):
+    """What is read of the last step, in numpy, of the cache before it."""
+    prompt, decode = random(2)
+    output, _ = replay(HELD, prompt, decode, LENGTHS, selection=look)
+    earlier = tuple(x[:, :, :-1] for x in decode)
+    key, value, position = (
+        np.asarray(x, np.float64) for x in storage.read(HELD, replay(HELD, prompt, earlier, LENGTHS)[1])
+    )
+    for row, head in np.ndindex(3, 2):
+        count = LENGTHS[row] + STEPS - 1
+        own = [
+            np.concatenate([x[row, head, :count], new[row, head, -1:]])
+            for x, new in ((key, decode[1]), (value, decode[2]))
+        ]
+        exact = np.concatenate([prompt[1][row, head, : LENGTHS[row]], decode[1][row, head]])
+        assert position[row, head, :count].tolist() == list(range(count))
+        query = decode[0][row, 2 * head : 2 * head + 2, -1]
+        logits = query @ own[0].T / np.sqrt(DIM)
+        if look.name == "optimal":
+            share = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+            chosen = np.argsort(share.mean(axis=0)[:-1])[-look.n :]
+        else:
+            # Bounds of each page's exact keys, and the page of the new token.
+            pages = [
+                exact[:count][start : start + look.page]
+                for start in range(0, count // look.page * look.page, look.page)
+            ]
+            bound = np.array([[np.maximum(q * page.min(0), q * page.max(0)).sum() for page in pages] for q in query])
+            best = np.argsort((bound - bound.max(axis=1, keepdims=True)).max(axis=0))[-(max(3, 8 // look.page) - 1) :]
+            chosen = np.concatenate([np.arange(page * look.page, (page + 1) * look.page) for page in best])
+            chosen = np.union1d(chosen, np.arange(count // look.page * look.page, count))
+        read = np.append(chosen, count).astype(int)
+        weight = np.exp(logits[:, read])
+        expected = weight / weight.sum(axis=1, keepdims=True) @ own[1][read]
+        np.testing.assert_allclose(
+            output[row, 2 * head : 2 * head + 2, -1], expected, atol=1e-4, err_msg=f"{row=} {head=}"
+        )
 
 
 @pytest.mark.parametrize(

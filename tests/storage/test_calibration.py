@@ -1,6 +1,7 @@
 """Calibrations: low rank's worked cases, files that are damaged or of another model, traces, and gradients."""
 
 import dataclasses
+import importlib
 import itertools
 import json
 
@@ -17,6 +18,7 @@ import kvjax.plan
 from kvjax import policies, storage
 from kvjax.cache.replay import _run
 from kvjax.errors import StorageError
+from kvjax.prefill import prefill
 from kvjax.rope import Rope
 from kvjax.storage import Calibration, Integer, Samples
 from kvjax.units import size
@@ -24,6 +26,7 @@ from tests.conformance import replay
 from tests.storage.test_sides import DIM, LENGTHS, examples, given, random  # noqa: F401
 from tests.tiny import random_tokens, tiny
 
+decode = importlib.import_module("kvjax.generate").decode
 LOW = storage.low_rank(4, 5, residual=2)
 
 
@@ -135,12 +138,19 @@ def test_generation_and_scores_take_it():
     low = kvjax.generate(own, tokens, policies.full(), storage=held, calibration=made, **options)
     np.testing.assert_array_equal(low.tokens, plain.tokens)
     np.testing.assert_allclose(low.logprobs, plain.logprobs, atol=1e-4)
+    for model in (own, kvjax.calibrated(own, held, made)):
+        first = prefill(own, tokens, policies.full(), storage=held, calibration=made, **options)
+        apart = decode(model, first, calibration=made if model is own else None, **options)
+        np.testing.assert_array_equal(apart.logprobs, low.logprobs)
     inside = kvjax.calibrated(own, held, made)
     again = kvjax.generate(inside, tokens, policies.full(), storage=held, **options)
     np.testing.assert_array_equal(again.logprobs, low.logprobs)
     for run in (
         lambda: kvjax.generate(own, tokens, policies.full(), storage=held, **options),
         lambda: kvjax.log_likelihood(own, tokens, policies.full(), prompt_length=9, storage=held),
+        lambda: decode(
+            own, prefill(own, tokens, policies.full(), storage=held, calibration=made, **options), **options
+        ),
     ):
         with pytest.raises(StorageError, match="low_rank_k8v8 needs a calibration: make it with"):
             run()

@@ -182,6 +182,9 @@ def refused(held, policy=None, **options) -> None:
         (lambda: storage.kv_heads(0), "heads must be a whole number of at least 1; got 0"),
         (lambda: storage.cskv(0), "rank must be a whole number of at least 1; got 0"),
         (lambda: storage.cskv(4, key_codec=Joint(3)), "must be a codec without a side, of latents"),
+        (lambda: storage.sparse(storage.kv_heads(2), 1), "sparse: codec=.*several KV heads together"),
+        (lambda: storage.permuted(Joint(3, 2), (1, 0)), "permuted: codec=.*several KV heads together"),
+        (lambda: storage.sparse(storage.minicache(), 1), "sparse: codec=.*two layers together"),
         (lambda: storage.kv_heads(3).bound(4), "groups of heads=3 do not divide 4 KV heads"),
         (
             lambda: storage.kv_heads(2, 17).bytes_per_slot(8, "float32"),
