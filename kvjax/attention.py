@@ -219,19 +219,48 @@ def attend_and_reduce(problem: Problem, implementation: Implementation = "auto")
       ConfigError: if the implementation cannot run, with the reason; see `kvjax.kernels.registry`.
     """
     check(problem, shorter_values=True)
-    implementation = resolve(implementation, jax.default_backend())
+    return _by_kernel(problem, resolve(implementation, jax.default_backend()))
+
+
+def _by_kernel(
+    problem: Problem, implementation: Implementation, lse: Array | None = None, seen: Array | None = None
+) -> tuple[Attended, Columns]:
+    """Calls a kernel, where all slots are one part, or given the log-sum-exps and counts of slots of the others."""
     kernel = registry.find("decode" if problem.query.shape[3] == 1 else "prefill", implementation).load()
     if implementation == "xla":
         attended, sums = kernel(problem)
     else:
 
-        def run(by_head: dict[str, Any], by_row: dict[str, Any]) -> tuple[Attended, Columns]:
-            return kernel(problem.replace(**by_head, **by_row))
+        def run(by_head: dict[str, Any], by_row: dict[str, Any], others: dict[str, Any]) -> tuple[Attended, Columns]:
+            return kernel(problem.replace(**by_head, **by_row), **others)
 
+        heads = ("batch", "kv_heads")
+        others = {} if lse is None else {"lse": lse, "seen": seen}
         attended, sums = sharding.on_each_device(
-            run, (problem.by_head(), problem.by_row()), (("batch", "kv_heads"), ("batch",)), ("batch", "kv_heads")
+            run, (problem.by_head(), problem.by_row(), others), (heads, ("batch",), heads), heads
         )
     return Attended(attended.output.astype(jnp.float32), attended.lse), sums | _counts(problem)
+
+
+def _by_kernel_and_xla(
+    problems: Sequence[Problem], implementation: Implementation
+) -> tuple[Array, tuple[Columns, ...]]:
+    """Attends to the first part by a kernel and to the others, which have few slots, by XLA; see `attend_parts`."""
+    first, *rest = problems
+    # [B, K, G, n, D] and [B, K, G, n], over the other parts
+    others = combine(*(attend(each, "xla") for each in rest))
+    counts = [count_seen(each) for each in rest]
+    # [B, K, n]
+    seen = sum(counts[1:], start=counts[0])
+    attended, columns = _by_kernel(first, implementation, _lse_of(others), seen)
+    # [B, K, G, n], over all parts
+    lse = _lse_of(attended)
+    # [B, K, G, n, 1]; 0 for a query that sees no slot at all
+    share = jnp.where(jnp.isfinite(_lse_of(others)), jnp.exp(_lse_of(others) - lse), 0.0)[..., None]
+    if first.needs_seen or any(each.needs_seen for each in rest):
+        seen = seen + count_seen(first)
+    own = tuple(column_sums(each, lse, seen, "xla") for each in rest)
+    return attended.output + share * others.output, (columns, *own)
 
 
 class Mapped(NamedTuple):
@@ -265,7 +294,7 @@ def attend_parts(
 
     Args:
       problems: the same queries and statistics over different slots; all values have the same dtype.
-      implementation: see `attend_and_reduce`; several parts need ``auto`` or ``xla``.
+      implementation: see `attend_and_reduce`; of several parts, only the first may be for a kernel, if it is coded.
       maps: one per part, whose queries, keys and values may have other dimensions; None = no part is mapped.
 
     Returns:
@@ -280,6 +309,9 @@ def attend_parts(
     if len(problems) == 1 and maps is None:
         attended, columns = attend_and_reduce(problems[0], implementation)
         return attended.output.astype(dtype), (columns,)
+    if maps is None and isinstance(problems[0].key, Coded) and implementation not in ("auto", "xla"):
+        output, each = _by_kernel_and_xla(problems, implementation)
+        return output.astype(dtype), each
     maps = (Mapped(),) * len(problems) if maps is None else maps
     combined = combine(*(of.mapped(attend(each, implementation)) for each, of in zip(problems, maps, strict=True)))
     seen = None

@@ -55,6 +55,15 @@ class Chooser:
 
     def decode(self, group: Group, kv_heads: int) -> Group:
         """The decoding group with its kernels; kv_heads: of the group."""
+        if any(group.codecs):
+            multiple = registry.slot_multiple(self.implementation, self.dtype.itemsize, coded=True)
+            first = -(-group.slots[0] // multiple) * multiple
+            aligned = self._decode(dataclasses.replace(group, slots=(first, *group.slots[1:])), kv_heads)
+            if aligned.attend != "xla":
+                return aligned
+        return self._decode(group, kv_heads)
+
+    def _decode(self, group: Group, kv_heads: int) -> Group:
         parts = len(group.slots) + 1 if group.storage.apart else 1
         request = self._request(group, kv_heads, tokens=1, slots=group.capacity, parts=parts)
         whole = self._choose("step", request, group)
@@ -102,6 +111,7 @@ class Chooser:
             dtype=self.dtype.name,
             statistics=tuple(sorted(group.reports, key=lambda s: s.name)),
             parts=parts,
+            codecs=group.codecs,
             band=group.selection.whole_text,
             extras=tuple(extras),
         )

@@ -16,7 +16,7 @@ from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
 from kvjax.statistics import Statistic
 from kvjax.storage import dense
-from kvjax.storage.base import Storage
+from kvjax.storage.base import UNROTATED, Codec, Exact, Storage
 from kvjax.storage.calibration import side_shapes
 from kvjax.storage.layouts import Pairs, Segments, Tiers, slots
 
@@ -80,6 +80,19 @@ class Group:
     def stores(self) -> tuple[Storage, ...]:
         """How the slots of each store are held."""
         return stores_of(self.storage)
+
+    @property
+    def codecs(self) -> tuple[Codec | None, Codec | None]:
+        """The codecs of keys and values that attention reads as they are held; None = it reads them decoded.
+
+        Keys that are rotated in each step, and slots that are gathered, are decoded; see `kvjax.cache.pool.pieces`.
+        """
+        storage = self.storage
+        late = self.policy.positions == "cache" or storage.frame == UNROTATED or storage.shortened
+        if storage.layout != slots or late or storage.on_host or not (self.slots and self.selection.reads_all):
+            return None, None
+        key, value = (codec if isinstance(codec, Codec) else None for codec in (storage.key, storage.value))
+        return (None if isinstance(key, Exact) else key), (None if isinstance(value, Exact) else value)
 
     @property
     def reports(self) -> frozenset[Statistic]:

@@ -7,10 +7,12 @@ once, from its exact numbers, into an empty coded slot. While decoding, that is 
 import jax
 import jax.numpy as jnp
 
+from kvjax import sharding
 from kvjax.cache import blocks, pairs, segments
 from kvjax.cache.layout import Group
 from kvjax.cache.slots import constrain, forget, free_slots, free_slots_for, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
+from kvjax.kernels import registry
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
 from kvjax.storage.layouts import Blocks, Pairs, Segments
@@ -86,7 +88,7 @@ def settle(
 
     # Written to the slots [B, K, m].
     made = held.encode(storage, pick(keys), pick(values), dtype, sides)
-    coded = jax.tree.map(lambda old, new: write(old, target, new), coded, made)
+    coded = _write_codes(coded, target, made, group)
     coded_at = write(coded_at, target, pick(exact_at))
     coded_own = jax.tree.map(lambda old, new: write(old, target, pick(new)), coded_own, exact_own)
     if len(layer.stores) == 1:
@@ -109,6 +111,17 @@ def settle(
     position = jnp.concatenate([coded_at, exact_at], axis=2)
     moved = jax.tree.map(lambda one, two: jnp.concatenate([one, two], axis=2), coded_own, exact_own)
     return layer.replace(position=position, stores=(coded, exact)), moved.replace(stats=forget(moved.stats, position))
+
+
+def _write_codes(store: Store, slots: Array, new: Store, group: Group) -> Store:
+    """Writes to slots [B, K, m] of a store; one slot per head by the kernel that reads the codes, if it has its own."""
+    if group.attend != "pallas_tpu" or slots.shape[2] != 1 or not any(group.codecs):
+        return jax.tree.map(lambda old, made: write(old, slots, made), store, new)
+    olds, tree = jax.tree.flatten(store)
+    run = registry.find("append", group.attend).load()
+    heads = ("batch", "kv_heads")
+    arguments = (olds, slots, jax.tree.leaves(new))
+    return jax.tree.unflatten(tree, sharding.on_each_device(run, arguments, (heads,) * 3, heads))
 
 
 def recode(

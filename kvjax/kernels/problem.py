@@ -85,6 +85,10 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
         """Returns the same problem without statistics."""
         return self.replace(weights=(), statistics=(), counts=())
 
+    def arrays(self) -> tuple[Array, Array]:
+        """Returns keys and values as arrays."""
+        return as_array(self.key), as_array(self.value)
+
     def decoded(self) -> "Problem":
         """Returns the same problem with keys and values as arrays."""
         return self.replace(key=as_array(self.key), value=as_array(self.value))

@@ -9,11 +9,15 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax.numpy as jnp
+
 from kvjax.errors import ConfigError
+from kvjax.kernels.coded import Coded
 from kvjax.kernels.problem import Problem
 from kvjax.statistics import Statistic
+from kvjax.storage.base import Codec
 
-Op = Literal["step", "decode", "prefill"]
+Op = Literal["step", "decode", "prefill", "append"]
 Backend = Literal["xla", "pallas_tpu", "pallas_gpu"]
 
 
@@ -32,6 +36,7 @@ class Request:
       dtype: name of the dtype of keys and values, such as ``bfloat16``.
       statistics: all statistics that the policy needs, including counts.
       parts: the number of problems whose attention is combined.
+      codecs: of the keys and values of the first part, which a kernel reads as `Coded`; None = they are arrays.
       band: whether each row has its own window (`Problem.band`).
       extras: what the step does besides append, attend, observe and evict, one entry each, such as ``a merge``.
       trace: the function after attention, (stats, position, columns, newest, budget) -> (stats, position), on [1, K, S]
@@ -48,6 +53,7 @@ class Request:
     dtype: str
     statistics: tuple[Statistic, ...] = ()
     parts: int = 1
+    codecs: tuple[Codec | None, Codec | None] = (None, None)
     band: bool = False
     extras: tuple[str, ...] = ()
     trace: Callable[..., Any] | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -59,10 +65,10 @@ class Kernel:
 
     Attributes:
       op: ``step``, a whole decoding step of a layer; ``decode``, attention of one query per head; ``prefill``,
-        attention of a block of queries.
+        attention of a block of queries; ``append``, the write of one slot per head.
       implementation: ``xla``, ``pallas_tpu`` or ``pallas_gpu``.
-      load: imports and returns the function: ``step``, see `kvjax.kernels.step.arguments.Step`, or
-        ``attend_and_reduce``, which takes a `Problem`.
+      load: imports and returns the function: ``step``, see `kvjax.kernels.step.arguments.Step`;
+        ``attend_and_reduce``, which takes a `Problem`; or ``write``, see `kvjax.kernels.decode.append_tpu`.
       refuses: returns the reason why the kernel cannot run a request, or None.
       slot_multiple: itemsize of keys and values -> the number of slots must be a multiple of this.
     """
@@ -90,6 +96,7 @@ class Choice:
 
 
 GROUP_BYTES = 32  # bytes per feature of the slots that share a memory tile of a TPU, which is written whole
+LANES = 128  # of a TPU, along which codes of one vector after the other lie; tiles are padded to as many
 GPU_SLOTS = 8  # the number of slots that copies into a GPU's shared memory move at once
 
 
@@ -98,7 +105,7 @@ def _attribute(module: str, name: str) -> Callable[[], Callable[..., Any]]:
 
 
 def _kernel(op: Op, implementation: Backend, module: str) -> Kernel:
-    function = _attribute(module, "step" if op == "step" else "attend_and_reduce")
+    function = _attribute(module, {"step": "step", "append": "write"}.get(op, "attend_and_reduce"))
     if implementation == "xla":
         return Kernel(op, implementation, function, lambda request: None, lambda itemsize: 1)
     multiple = _tpu_slots if implementation == "pallas_tpu" else (lambda itemsize: GPU_SLOTS)
@@ -119,6 +126,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel("prefill", "pallas_tpu", "prefill.pallas_tpu"),
     _kernel("prefill", "pallas_gpu", "prefill.pallas_gpu"),
     _kernel("prefill", "xla", "prefill.xla"),
+    _kernel("append", "pallas_tpu", "decode.append_tpu"),
 )
 
 
@@ -159,17 +167,27 @@ def choose(op: Op, implementation: str, request: Request) -> Choice:
     raise ConfigError(f"no kernel takes {request}: {'; '.join(reasons)}.")
 
 
-def slot_multiple(implementation: str, itemsize: int) -> int:
-    """Returns what the number of slots must be a multiple of, so that the kernels of an implementation need no copy."""
+def slot_multiple(implementation: str, itemsize: int, *, coded: bool = False) -> int:
+    """Returns what the number of slots must be a multiple of, so that the kernels of an implementation need no copy.
+
+    Args:
+      implementation: of the kernels.
+      itemsize: of keys and values.
+      coded: whether slots hold codes.
+    """
+    if coded and implementation == "pallas_tpu":
+        return LANES
     return max(kernel.slot_multiple(itemsize) for kernel in KERNELS if kernel.implementation == implementation)
 
 
 def request_of(problem: Problem) -> Request:
     """Returns the request of a problem that is whole on one device."""
     batch, kv_heads, group, tokens, dim = problem.query.shape
+    key, value = (x.codec if isinstance(x, Coded) else None for x in (problem.key, problem.value))
     return Request(
         batch=batch, kv_heads=kv_heads, group=group, tokens=tokens, slots=problem.slots, dim=dim,
-        dtype=str(problem.key.dtype), statistics=problem.statistics, band=problem.band is not None,
+        dtype=str(jnp.dtype(problem.key.dtype)), statistics=problem.statistics, codecs=(key, value),
+        band=problem.band is not None,
     )  # fmt: skip
 
 
@@ -183,14 +201,17 @@ def require(op: Op, implementation: str, problem: Problem) -> None:
         raise ConfigError(f"{op}/{implementation}: {reason}.")
 
 
-def refuses_problem(request: Request, tokens: int | None = None) -> str | None:
+def refuses_problem(request: Request, tokens: int | None = None, *, coded: bool = False) -> str | None:
     """Returns why no Pallas kernel for attention can run a request, or None.
 
     Args:
       request: the request.
       tokens: the number of queries per head that the kernel requires; None = any.
+      coded: whether the kernel reads codes, as the first of several parts.
     """
-    if request.parts > 1:
+    if any(request.codecs) and not coded:
+        return f"it reads keys and values in {request.dtype}, not codes"
+    if request.parts > 1 and not any(request.codecs):
         return f"it attends to one part, not to several parts ({request.parts})"
     if request.band:
         return "it takes one window for all rows, not a band per row"

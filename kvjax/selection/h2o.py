@@ -151,7 +151,7 @@ class Local(Variant):
 
     def attend_text(self, attend: Callable[[Problem], Any], problem: Problem, view: SelectView) -> Array:
         position = problem.key_position
-        key, value = problem.key.astype(jnp.float32), problem.value.astype(jnp.float32)
+        key, value = (x.astype(jnp.float32) for x in problem.arrays())
         recent, heavy = (each[:, None, None] for each in self.shares(view.budget))
 
         def one_query(carry: tuple[Array, Array], inputs: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:

@@ -251,7 +251,7 @@ def test_a_block_bounds_what_is_computed_at_once():
 
 def test_a_name_that_cannot_run_raises():
     with pytest.raises(ConfigError, match=r"implementation='pallas_tpu' cannot run this: .*several parts"):
-        exactly(CacheSpec(policies.h2o(20), storage.int8()), implementation="pallas_tpu", platform="tpu")
+        exactly(CacheSpec(policies.h2o(20), storage.mikv()), implementation="pallas_tpu", platform="tpu")
 
 
 def test_names_are_no_part_of_a_layout():

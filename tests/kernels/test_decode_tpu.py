@@ -1,12 +1,26 @@
 """The decode kernel for TPUs: interpreted, races detected, against float64."""
 
+import functools
+import math
+import re
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax import attention
+from kvjax.devices import topology_devices
 from kvjax.errors import ConfigError
-from kvjax.kernels.decode import pallas_tpu
+from kvjax.kernels import forms
+from kvjax.kernels.coded import Coded
+from kvjax.kernels.decode import append_tpu, coded_tpu, codes_tpu, pallas_tpu
+from kvjax.statistics import MASS
+from kvjax.storage import Fp8, Integer, TurboQuant
 from tests.kernels.cases import DECODE, Case, DecodeCases
+from tests.kernels.codes import CODED
+from tests.kernels.conftest import needs_libtpu
 
 
 @pytest.fixture
@@ -34,3 +48,95 @@ def test_what_cannot_run_says_so():
     two = Case((2,), 1, 1, 2, 8, 64, jnp.float32)
     with pytest.raises(ConfigError, match="decode/pallas_tpu: it takes one query per head, not 2"):
         pallas_tpu.attend_and_reduce(two.problem(*two.arrays()))
+
+
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(coded_tpu, "CHUNK", 128)
+    monkeypatch.setattr(coded_tpu, "TILE_BYTES", 1 << 14)  # of 128 slots of 128 bytes, and of 256 of 64
+
+
+@pytest.mark.parametrize("case", CODED, ids=str)
+def test_of_codes_it_is_that_of_what_they_decode_to(interpreted, monkeypatch, case):
+    small_chunks(monkeypatch)
+    case.check("pallas_tpu", 2e-6, rounded=False)
+
+
+def lines(self, refs, pair, here, group, *, real=codes_tpu.Side.lines):
+    """Takes the zero of integers that are not centred."""
+    scale, zero = real(self, refs, pair, here, group)
+    return scale, zero - scale
+
+
+def in_planes(self, x, planes):
+    """Takes channels in their own order."""
+    return x
+
+
+@pytest.mark.parametrize(("of", "mistake"), [(codes_tpu.Side, lines), (forms.Form, in_planes)])
+def test_a_mistake_with_codes_is_noticed(interpreted, monkeypatch, of, mistake):
+    small_chunks(monkeypatch)
+    monkeypatch.setattr(of, mistake.__name__, mistake)
+    with pytest.raises(AssertionError):
+        CODED[1].check("pallas_tpu", 2e-6, rounded=False)
+
+
+BATCH, KV_HEADS, GROUP, SLOTS, DIM = 8, 8, 4, 8192, 128
+
+
+def compiled(topology, codec):
+    """One query over 8,192 slots and its own token, which is then written to a slot."""
+    mesh = Mesh(np.array(topology_devices(topology)[:1]), ("x",))
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
+    held = {
+        name: array((BATCH, KV_HEADS, SLOTS, *shape), dtype)
+        for name, (shape, dtype) in codec.parts(DIM, jnp.bfloat16).items()
+    }
+    query, own = (array((BATCH, heads, 1, DIM), jnp.bfloat16) for heads in (KV_HEADS * GROUP, KV_HEADS))
+
+    def run(held, query, own, position, at, slot):
+        about = {"query_position": at, "needs": frozenset({MASS})}
+        first, last = (
+            attention.problem(query, key, value, key_position=where, **about)
+            for (key, value), where in (
+                ([Coded(parts=x, codec=codec, dim=DIM, dtype=jnp.dtype(jnp.bfloat16)) for x in held], position),
+                ((own, own), jnp.broadcast_to(at[:, None], (BATCH, KV_HEADS, 1))),
+            )
+        )
+        output, columns = attention.attend_parts([first, last], "pallas_tpu")
+        slot = jnp.where(output[:, :, 0, :, 0] > 0, slot, slot + 1)  # written after it was read
+        made = codec.encode(own.astype(jnp.float32), None, jnp.bfloat16)
+        return output, columns, [
+            dict(zip(x, append_tpu.write(list(x.values()), slot, [made[name] for name in x]), strict=True))
+            for x in held
+        ]  # fmt: skip
+
+    with jax.set_mesh(mesh):
+        return jax.jit(run, donate_argnums=0).lower(
+            [held, held], query, own, array((BATCH, KV_HEADS, SLOTS), jnp.int32), array((BATCH, 1), jnp.int32),
+            array((BATCH, KV_HEADS, 1), jnp.int32),
+        ).compile()  # fmt: skip
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("topology", "codec", "share"),
+    [
+        ("v5e:1x1", Integer(8), 0.56),
+        ("v5e:1x1", Integer(4), 0.33),
+        ("v6e:1x1", Integer(8), 0.56),
+        ("v6e:1x1", Integer(4), 0.33),
+        ("v5e:1x1", Fp8(), 0.56),
+        ("v6e:1x1", TurboQuant(4), 0.33),
+    ],
+    ids=str,
+)
+def test_the_tpu_compiler_keeps_codes_where_they_are(topology, codec, share):
+    """Codes take their bytes of memory and no more, in tiles too; they are read once, and written in place."""
+    program = compiled(topology, codec)
+    memory, exact = program.memory_analysis(), 2 * BATCH * KV_HEADS * SLOTS * DIM * 2
+    held = sum(math.prod(shape) * dtype.itemsize for shape, dtype in codec.parts(DIM, jnp.bfloat16).values())
+    assert memory.alias_size_in_bytes == 2 * BATCH * KV_HEADS * SLOTS * held, "donated, and tiles have no padding"
+    assert memory.alias_size_in_bytes < share * exact
+    codes = re.compile(r"= u8\[8,8,8192,\d+\]\S* (copy|transpose|fusion|scatter|pad|copy-start)\(")
+    assert not codes.findall(program.as_text()), "no operation but the kernels has codes as its result"
+    assert memory.temp_size_in_bytes < exact // 32

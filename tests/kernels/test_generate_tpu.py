@@ -9,12 +9,12 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
-from kvjax import policies
-from kvjax.cache import Limits
+from kvjax import policies, storage
+from kvjax.cache import CacheSpec, Limits
 from kvjax.kernels import registry
 from kvjax.models.shapes import by_name
 from kvjax.plan import plan
-from tests.tiny import tiny
+from tests.tiny import random_tokens, tiny
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'kvjax[tpu]'"
@@ -57,9 +57,36 @@ def test_generation_is_that_of_xla(policy, block):
         np.testing.assert_array_equal(np.sort(ours.position)[..., -slots:], np.sort(theirs.position))
 
 
-def planned(shape: str, topology: str):
-    config = dataclasses.replace(by_name(shape), num_layers=2, windows=())
-    return plan(config, policies.h2o(budget=0.2), batch=64, prompt_length=1984, new_tokens=64, topology=topology)
+@pytest.mark.parametrize("coded", [storage.int4(residual=3), storage.turboquant(4)], ids=lambda coded: coded.name)
+def test_decoding_from_codes_is_that_of_xla(coded):
+    """A kernel reads the codes and another writes them; where keys and values are decoded, XLA does both."""
+    model, tokens = tiny(head_dim=64, layers=1).model, random_tokens(2, 34, seed=4)
+    with pltpu.force_tpu_interpret_mode():
+        got, expected = (
+            kvjax.log_likelihood(
+                model, tokens, CacheSpec(policies.h2o(budget=12), coded), prompt_length=np.array([24, 17]),
+                lengths=np.array([34, 27]), implementation=each,
+            )
+            for each in ("pallas_tpu", "xla")
+        )  # fmt: skip
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=2e-4)
+    ours, theirs = got.state.layers[0], expected.state.layers[0]
+    exact = coded.residual
+    assert ours.position.shape[2] == 128 + exact, "whole tiles"
+    slots = theirs.position.shape[2]
+    np.testing.assert_array_equal(np.sort(ours.position)[..., -slots:], np.sort(theirs.position))
+    np.testing.assert_allclose(np.sort(ours.stats["mass"])[..., -slots:], np.sort(theirs.stats["mass"]), atol=1e-4)
+    for name, mine in ours.stores[0]["key"].items():
+        # The same slots are used in the same order; XLA has fewer in all.
+        other = np.asarray(theirs.stores[0]["key"][name])
+        live = np.asarray(theirs.position[:, :, : other.shape[2]]) >= 0
+        np.testing.assert_array_equal(np.asarray(mine)[:, :, : other.shape[2]][live], other[live])
+
+
+def planned(shape: str, topology: str, held: storage.Storage | None = None):
+    config = dataclasses.replace(by_name(shape), num_layers=2 if held is None else 1, windows=())
+    spec = CacheSpec(policies.h2o(budget=0.2), held or storage.dense())
+    return plan(config, spec, batch=64, prompt_length=1984, new_tokens=64, topology=topology)
 
 
 def cache_moves(made, dim: int) -> list[str]:
@@ -82,6 +109,18 @@ def test_the_decode_loop_moves_no_cache(shape, topology, dim):
     assert not cache_moves(made, dim)
     if dim % 128 == 0:
         assert made.temporaries < made.cache // 50
+
+
+@needs_libtpu
+def test_the_decode_loop_moves_no_codes():
+    """A kernel reads each layer's codes and another writes one slot per head, in the memory where they are."""
+    made = planned("opt-6.7b", "v5e:1x1", storage.int4())
+    text = made.compiled.as_text()
+    assert made.slots == (512,)
+    assert text.count('custom_call_target="tpu_custom_call"') == 2
+    moves = rf"= u8\[\d+,\d+,{made.slots[0]},\d+\]\S* (copy|transpose|fusion|pad|select|scatter|all-gather)\("
+    assert not re.findall(moves, text)
+    assert made.temporaries < made.cache // 10
 
 
 @needs_libtpu

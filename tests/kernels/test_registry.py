@@ -17,6 +17,7 @@ from kvjax.kernels import rank1, registry
 from kvjax.kernels.registry import Choice, Request, choose
 from kvjax.kernels.step import trace as tracing
 from kvjax.statistics import MASS, prompt_tail, recent_above
+from kvjax.storage import Fp8, Integer, Levels, TurboQuant
 from tests.kernels.conftest import needs_libtpu
 from tests.kernels.traces import EVERY_PRIMITIVE, TRACED, policy, trace_of
 
@@ -115,6 +116,22 @@ def test_a_step_is_refused_with_a_reason(backend, changes, reason):
     ("op", "backend", "changes", "reason"),
     [
         ("decode", "pallas_tpu", {"parts": 3}, "it attends to one part, not to several parts (3)"),
+        (
+            "decode", "pallas_tpu", {"parts": 2, "codecs": (Integer(4), Levels(4))},
+            "it reads codes of int2, int4, int8, fp8, turboquant(2) and turboquant(4), not Levels(bits=4, table=None)",
+        ),
+        (
+            "decode", "pallas_tpu", {"parts": 2, "codecs": (Integer(8), None)},
+            "it reads codes of int2, int4, int8, fp8, turboquant(2) and turboquant(4), not vectors in float32",
+        ),
+        (
+            "decode", "pallas_tpu", {"dim": 80, "codecs": (Integer(4), Integer(4))},
+            "it reads vectors of a multiple of 32 bytes of codes, not of 40",
+        ),
+        (
+            "prefill", "pallas_tpu", {"tokens": 9, "codecs": (Integer(4), Integer(4))},
+            "it reads keys and values in float32, not codes",
+        ),
         ("prefill", "pallas_gpu", {"tokens": 9, "parts": 2}, "it attends to one part, not to several parts (2)"),
         ("prefill", "pallas_tpu", {"tokens": 9, "band": True}, "it takes one window for all rows, not a band per row"),
         ("decode", "pallas_gpu", {"dim": 32}, "it takes head sizes of 64 to 256, a multiple of 16, not 32"),
@@ -159,9 +176,16 @@ def test_a_kernel_that_is_not_there_is_named():
         registry.find("step", "xla")
 
 
+@pytest.mark.parametrize("codec", [Integer(2), Integer(4), Integer(8), Fp8(), Fp8(0.5), TurboQuant(4)], ids=str)
+def test_attention_reads_codes(codec):
+    of = request(parts=2, codecs=(codec, codec), dim=128)
+    assert choose("decode", "pallas_tpu", of) == Choice("decode", "pallas_tpu")
+
+
 def test_slots_are_allocated_in_multiples():
     assert [registry.slot_multiple("pallas_tpu", itemsize) for itemsize in (1, 2, 4)] == [32, 16, 8]
-    assert registry.slot_multiple("pallas_gpu", 2) == 8
+    assert registry.slot_multiple("pallas_tpu", 2, coded=True) == 128
+    assert registry.slot_multiple("pallas_gpu", 2) == registry.slot_multiple("pallas_gpu", 2, coded=True) == 8
     assert registry.slot_multiple("xla", 4) == 1
 
 

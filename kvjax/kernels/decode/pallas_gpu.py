@@ -51,7 +51,7 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
     """Like `kvjax.kernels.decode.xla.attend_and_reduce`, without log-sum-exps and gradients; see `refuses`."""
     check(problem)
     registry.require("decode", "pallas_gpu", problem)
-    query, key, value = problem.query, problem.key, problem.value
+    query, (key, value) = problem.query, problem.arrays()
     batch, kv_heads, group, _, dim = query.shape
     pairs, size = batch * kv_heads, problem.slots
     # If there are fewer slots than a tile has, slots that no query sees are inserted before them.

@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.kernels import registry, softmax
+from kvjax.kernels.coded import Coded
+from kvjax.kernels.decode import coded_tpu, codes_tpu
 from kvjax.kernels.problem import Attended, Problem, check
 from kvjax.kernels.softmax import NEGATIVE, transformed
 
@@ -28,14 +30,26 @@ TILE_BYTES = 1 << 20  # bytes of a tile of keys, and of a tile of values; Pallas
 
 def refuses(request: "Request") -> str | None:
     """See `kvjax.kernels.registry.Kernel`."""
-    return registry.refuses_problem(request, tokens=1)
+    if any(request.codecs) and (reason := codes_tpu.refuses_codecs(request)):
+        return reason
+    return registry.refuses_problem(request, tokens=1, coded=True)
 
 
-def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
-    """Like `kvjax.kernels.decode.xla.attend_and_reduce`, without log-sum-exps and gradients; see `refuses`."""
+def attend_and_reduce(
+    problem: Problem, lse: Array | None = None, seen: Array | None = None
+) -> tuple[Attended, dict[str, Array]]:
+    """Like `kvjax.kernels.decode.xla.attend_and_reduce`, without gradients; see `refuses`.
+
+    Args:
+      problem: arrays, of which log-sum-exps are not reported, or codes; see `coded_tpu`.
+      lse: of other parts, if the problem is of codes.
+      seen: of other parts, if the problem is of codes.
+    """
     check(problem)
     registry.require("decode", "pallas_tpu", problem)
     query, key, value = problem.query, problem.key, problem.value
+    if isinstance(key, Coded) or isinstance(value, Coded):
+        return coded_tpu.attend_and_reduce(problem, lse, seen)
     batch, kv_heads, group, _, dim = query.shape
     size, rows = problem.slots, batch * kv_heads
     tile, pairs = tiling(rows, size, dim, key.dtype.itemsize)
@@ -73,18 +87,11 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
         name="attend_one_query",
     )(query.reshape(rows, group, dim), key.reshape(rows, size, dim), value.reshape(rows, size, dim), bias)
     # Transform -> [B, K, S]
-    seen = {
+    found: dict[str, Array] = {
         name: column[:, 0, :size].reshape(batch, kv_heads, size)
         for name, column in zip(transforms, columns, strict=True)
     }
-    sums = {}
-    for statistic, weight in zip(problem.statistics, problem.weights, strict=True):
-        # [B, 1, 1] or [B, 1, 1, words]: the weight of the one query
-        own = weight[:, 0].reshape(batch, 1, 1, *weight.shape[2:])
-        # [B, K, S]
-        column = seen[statistic.transform]
-        sums[statistic.name] = (column if own.ndim == 3 else column[..., None]) * own
-    return Attended(output.reshape(query.shape), None), sums
+    return Attended(output.reshape(query.shape), None), coded_tpu.weighted(problem, found)
 
 
 def tiling(rows: int, size: int, dim: int, itemsize: int) -> tuple[int, int]:

@@ -70,7 +70,8 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
     """
     check(problem)
     registry.require("prefill", "pallas_gpu", problem)
-    query, key, value, statistics = problem.query, problem.key, problem.value, problem.statistics
+    query, statistics = problem.query, problem.statistics
+    key, value = problem.arrays()
     batch, kv_heads, group, n, dim = query.shape
     pairs, size = batch * kv_heads, problem.slots
     whole, above = _slots(size), problem.needs_seen

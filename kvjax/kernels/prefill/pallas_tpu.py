@@ -48,7 +48,7 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
     """
     check(problem)
     registry.require("prefill", "pallas_tpu", problem)
-    query, key, value = problem.query, problem.key, problem.value
+    query, (key, value) = problem.query, problem.arrays()
     batch, kv_heads, group, n, dim = query.shape
     size, rows = problem.slots, batch * kv_heads
     window = problem.window if problem.exempt is None else None
