@@ -138,9 +138,9 @@ def test_generation_and_scores_take_it():
     low = kvjax.generate(own, tokens, policies.full(), storage=held, calibration=made, **options)
     np.testing.assert_array_equal(low.tokens, plain.tokens)
     np.testing.assert_allclose(low.logprobs, plain.logprobs, atol=1e-4)
-    for model in (own, kvjax.calibrated(own, held, made)):
-        first = prefill(own, tokens, policies.full(), storage=held, calibration=made, **options)
-        apart = decode(model, first, calibration=made if model is own else None, **options)
+    for each in (own, kvjax.calibrated(own, held, made)):
+        first = prefill(each, tokens, policies.full(), storage=held, calibration=made, **options)
+        apart = decode(each, first, calibration=made if each is own else None, **options)
         np.testing.assert_array_equal(apart.logprobs, low.logprobs)
     inside = kvjax.calibrated(own, held, made)
     again = kvjax.generate(inside, tokens, policies.full(), storage=held, **options)
