@@ -118,7 +118,8 @@ def test_a_step_is_refused_with_a_reason(backend, changes, reason):
         ("decode", "pallas_tpu", {"parts": 3}, "it attends to one part, not to several parts (3)"),
         (
             "decode", "pallas_tpu", {"parts": 2, "codecs": (Integer(4), Levels(4))},
-            "it reads codes of int2, int4, int8, fp8, turboquant(2) and turboquant(4), not Levels(bits=4, table=None, qnorm=False)",
+            "it reads codes of int2, int4, int8, fp8, turboquant(2) and turboquant(4), not "
+            "Levels(bits=4, table=None, qnorm=False)",
         ),
         (
             "decode", "pallas_tpu", {"parts": 2, "codecs": (Integer(8), None)},
