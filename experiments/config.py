@@ -4,8 +4,6 @@ No postponed annotations here: `config_flags` reads the types themselves.
 """
 
 import dataclasses
-import hashlib
-import json
 
 from experiments import fields
 from experiments.fields import Budget, Count, Kernels, Names, Number, OptionalCount, OptionalText, Seed, Text
@@ -138,12 +136,6 @@ def names() -> list[str]:
 def by_name(name: str) -> ExperimentConfig:
     """See `fields.by_name`."""
     return fields.by_name(name, ExperimentConfig)
-
-
-def digest(config: ExperimentConfig) -> str:
-    """Twelve hex digits that name what would be computed: every field but the output folder."""
-    settings = {key: value for key, value in fields.to_dict(config).items() if key != "output"}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def build_policy(config: PolicyConfig) -> Policy:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from experiments import identity
 from kvjax import host, products, sharding
 from kvjax.models.config import DecoderConfig
 from kvjax.models.quantize import WeightCodes, parameter_bytes
@@ -79,7 +80,7 @@ def _number(path: str, label: str = "") -> int:
 
 
 def environment() -> dict[str, Any]:
-    """What a result depends on in addition to its config: versions, devices, processor, commit."""
+    """What a result depends on in addition to its config: versions, devices, processor, commit, sources."""
     devices = jax.devices()
     return {
         "python": platform.python_version(),
@@ -97,6 +98,7 @@ def environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "products": products.explain().splitlines(),
         "commit": _git("rev-parse", "HEAD"),
+        "code": identity.code(),
         "uncommitted_changes": None if (changes := _git("status", "--porcelain")) is None else bool(changes),
     }
 

@@ -190,8 +190,8 @@ def sweep_plot(points: Sequence[Row], quality: str) -> bytes:
     """A PNG of quality against budget, a line a policy, the full cache dashed.
 
     Args:
-      points: each with ``label`` (its line), ``x``, ``y``, ``full`` (the full cache's quality or None), and in the
-        first one ``x_name`` (the axis).
+      points: each with ``label`` (its line), ``x``, ``y``, ``error`` (the standard deviation of y over seeds, or None),
+        ``full`` (the full cache's quality or None), and in the first one ``x_name`` (the axis).
       quality: ``perplexity`` or ``agreement``.
     """
     shown = {point["label"]: label_of(point["label"]) for point in points}
@@ -206,8 +206,10 @@ def sweep_plot(points: Sequence[Row], quality: str) -> bytes:
     labels = list(dict.fromkeys(point["label"] for point in points))
     color, ends = colors(labels), []
     for label in labels:
-        line = sorted((point["x"], point["y"]) for point in points if point["label"] == label)
-        xs, ys = zip(*line, strict=True)
+        line = sorted((point["x"], point["y"], point["error"] or 0.0) for point in points if point["label"] == label)
+        xs, ys, errors = zip(*line, strict=True)
+        if any(errors):
+            axes.errorbar(xs, ys, errors, fmt="none", color=color[label], lw=1.2, capsize=3, zorder=2)
         axes.plot(xs, ys, "o-", color=color[label], lw=1.8, ms=5.5, mec="white", mew=0.8, clip_on=False, zorder=3)
         ends.append((xs[-1], ys[-1], shown[label], color[label]))
     full = {point["full"] for point in points if point["full"] is not None}

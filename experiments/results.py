@@ -1,20 +1,28 @@
 """Writes results to disk whole or not at all: under a temporary name in the same folder, then renamed."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvjax import host
 from kvjax.errors import ConfigError
+
+UNFINISHED = ".unfinished-"  # begins the names of folders and files that are not whole yet
+PROBE = 1 << 18  # bytes that a folder must take before any work begins
 
 
 @contextlib.contextmanager
 def folder(parent: str | Path, name: str) -> Iterator[tuple[Path, Path]]:
     """A folder that appears under `parent` only when the block ends without an error.
+
+    It is claimed before the block begins: of several processes that ask for one name, each has a folder of its own.
 
     Yields:
       Where to write (hidden, and named as unfinished), and where it will be. A name that is taken gets a number.
@@ -22,17 +30,10 @@ def folder(parent: str | Path, name: str) -> Iterator[tuple[Path, Path]]:
     Raises:
       ConfigError: `parent` cannot be written.
     """
+    parent = Path(parent)
+    make_folder(parent)
+    unfinished, target = _claim(parent, name)
     try:
-        parent = Path(parent)
-        parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".unfinished-{name}-", dir=parent))
-    except OSError as error:
-        raise ConfigError(f"output={str(parent)!r} cannot be written: {error.strerror}.") from None
-    try:
-        unfinished.chmod(0o755)
-        target, number = parent / name, 2
-        while target.exists():
-            target, number = parent / f"{name}-{number}", number + 1
         yield unfinished, target
         os.rename(unfinished, target)
     except BaseException:
@@ -40,16 +41,52 @@ def folder(parent: str | Path, name: str) -> Iterator[tuple[Path, Path]]:
         raise
 
 
+def _claim(parent: Path, name: str) -> tuple[Path, Path]:
+    """Makes the unfinished folder that nobody else has, and returns it and the folder that it will be."""
+    for number in itertools.count(1):
+        target = parent / (name if number == 1 else f"{name}-{number}")
+        unfinished = parent / f"{UNFINISHED}{target.name}"
+        try:
+            unfinished.mkdir()
+        except FileExistsError:
+            continue
+        # Only who has made the unfinished folder makes this target: it cannot appear from here on.
+        if not target.exists():
+            return unfinished, target
+        unfinished.rmdir()
+    raise AssertionError
+
+
+def elsewhere(name: str, error: OSError) -> Path | None:
+    """Where results go that their own folder does not take, for example because a disk is full.
+
+    Args:
+      name: of the folder that is made.
+      error: what went wrong, which is said with the new place.
+
+    Returns:
+      An empty folder under the user's cache folder or the system's temporary one; None if neither can be written.
+    """
+    for parent in (host.user_cache() / "results", Path(tempfile.gettempdir())):
+        with contextlib.suppress(OSError, ConfigError):
+            make_folder(parent)
+            unfinished, target = _claim(parent, name)
+            unfinished.rename(target)
+            print(f"error: results cannot be written: {error}. They go to {target}/ instead.", file=sys.stderr)
+            return target
+    return None
+
+
 def make_folder(path: Path) -> None:
-    """Makes sure, before the work begins, of a folder that is written bit by bit.
+    """Makes sure, before the work begins, of a folder that is written.
 
     Raises:
       ConfigError: it cannot be made or written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(bytes(PROBE))
     except OSError as error:
         raise ConfigError(f"output={str(path)!r} cannot be written: {error.strerror}.") from None
 
@@ -57,7 +94,7 @@ def make_folder(path: Path) -> None:
 def write(path: Path, content: str | bytes) -> None:
     """Writes a whole file or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(prefix=f".unfinished-{path.name}-", dir=path.parent)
+    handle, unfinished = tempfile.mkstemp(prefix=f"{UNFINISHED}{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

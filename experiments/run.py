@@ -4,7 +4,7 @@
 
 Prints a table and writes one folder: config.json, metrics.jsonl, environment.json (the machine, and for every policy
 which kernels ran and why nothing faster), report.md, report.png. A model that this machine cannot hold is planned
-instead of run; --topology=v5e:2x4 plans for a TPU that you do not have. --config.storage=int8 and
+instead of run, with exit status 3; --topology=v5e:2x4 plans for a TPU that you do not have. --config.storage=int8 and
 --config.selection='quest(page=16, budget=512)' say how the policy's slots are held, and which of them a query reads;
 --config.model.weights=int4 holds the projections in codes.
 """
@@ -25,16 +25,20 @@ from experiments.config import ExperimentConfig
 from experiments.resolve import CannotRun, codes_of, decoder_config, dtype_of, specs_of
 from experiments.session import Outcome, Session, describe
 from experiments.tasks import score
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, KvjaxError
+
+ONLY_PLANNED = 3  # the exit status if a run was asked for that this machine, or its disk, has no model for
 
 
 def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = None) -> Path:
     """Runs a config and writes its folder.
 
     Returns:
-      The folder, which is there whole or not at all.
+      The folder, which is there whole or not at all; another one than the config's if that cannot be written when the
+      results are there.
 
     Raises:
+      NotWritten: no folder could be written; the results were printed.
       KvjaxError: something in the config that cannot work; CannotRun: the model is not here or does not fit.
     """
     specs_of(config)
@@ -42,15 +46,45 @@ def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = 
     session = Session()
     print(describe(session.model(config), config.model), flush=True)
     name = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with results.folder(config.output, name) as (folder, target):
-        outcome = session.run(config, progress=progress)
-        write(folder, config, outcome, command)
-        print(outcome.text)
-        print(f"\n{report.table([report.cells(row) for row in outcome.rows()])}\n")
-        for note in outcome.notes:
-            print(f"Note: {note}")
+    outcome = None
+    try:
+        with results.folder(config.output, name) as (folder, target):
+            outcome = session.run(config, progress=progress)
+            show(outcome)
+            write(folder, config, outcome, command)
+    except OSError as error:
+        if outcome is None:
+            raise
+        target = _rescue(name, config, outcome, command, error)
     print(f"Wrote {target}/ (report.md, report.png, metrics.jsonl, config.json, environment.json)")
     return target
+
+
+def show(outcome: Outcome) -> None:
+    """Prints a run's table, before anything is written."""
+    print(outcome.text)
+    print(f"\n{report.table([report.cells(row) for row in outcome.rows()])}\n")
+    for note in outcome.notes:
+        print(f"Note: {note}")
+    sys.stdout.flush()
+
+
+class NotWritten(KvjaxError):
+    """Results for which no folder could be written."""
+
+
+def _rescue(name: str, config: ExperimentConfig, outcome: Outcome, command: str, error: OSError) -> Path:
+    """Writes a run's results to another folder, or prints what metrics.jsonl would have held."""
+    folder = results.elsewhere(name, error)
+    try:
+        if folder is not None:
+            write(folder, config, outcome, command)
+            return folder
+    except OSError:
+        pass
+    for row in outcome.rows():
+        print(json.dumps({"kind": "summary"} | row))
+    raise NotWritten(f"results cannot be written ({error}); they are printed above.") from None
 
 
 def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str) -> None:
@@ -131,6 +165,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{config.name} was not run. {error}\nThis is what it would take:\n", flush=True)
         plan(config, None)
         print(f"For a TPU that is not here: python -m experiments.run --config={config.name} --topology=v5e:2x4")
+        return ONLY_PLANNED
     return 0
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tqdm.auto import tqdm
 
 import kvjax
 from experiments import data, fields
 from experiments.config import ExperimentConfig, ModelConfig, build_weights
 from experiments.measure import Measurement, measure
+from experiments.progress import tracked
 from experiments.resolve import CannotRun, check_fit, dtype_of, model_name, specs_of
 from experiments.tasks import score
 from kvjax import sharding
@@ -104,7 +104,7 @@ class Session:
         """Measures a config's baselines and its policy.
 
         Args:
-          progress: show progress bars; None = if stderr is a terminal.
+          progress: see `experiments.progress.tracked`.
         """
         specs = specs_of(config)
         score.check(config.recall)
@@ -112,12 +112,10 @@ class Session:
         tokens, prompt_length, text = data.load(config.data, model, config.seed)
         asked = score.make_prompts(config.recall, model, config.seed)
         key = _key(config, "model", "mesh", "seed", "data", "recall", "prefill_block", "implementation", "repeats")
-        bar = tqdm(specs, unit="policy", disable=None if progress is None else not progress, leave=False)
         # float32 means float32: left alone, GPUs and TPUs multiply it in fewer bits, and print other digits than CPUs.
         exact = "highest" if dtype_of(config.model) == jnp.float32 else None
         with jax.default_matmul_precision(exact):
-            for spec in bar:
-                bar.set_description(spec.name)
+            for spec in tracked(specs, unit="policy", name=lambda spec: spec.name, show=progress, leave=False):
                 # Specs of other names may be equal.
                 if (key, spec.name, spec) not in self._measured:
                     self._measured[key, spec.name, spec] = measure(

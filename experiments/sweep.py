@@ -4,11 +4,14 @@
 
 Any field can be swept: --sweep='storage=dense,int8,int4(residual=32)', --sweep='selection=everything,optimal(64)'.
 Where storages are swept the plot shows quality against the bytes held, otherwise against the budget.
-Results are JSON files in OUTPUT/NAME-sweep/, named by a hash of the resolved config; a rerun does what is missing or
-failed. Values are separated by commas, or by semicolons if there are any: --sweep='mesh=data:2;data:1,model:2'.
+Results are JSON files in OUTPUT/NAME-sweep/, named by a hash of the resolved config and of the contents of the files
+that it names; called again, it runs what is missing or failed, and everything with --rerun. Results of other code are
+marked. --sweep=seed=0,1,2 gives the mean and the standard deviation over seeds. Values are separated by commas, or by
+semicolons if there are any: --sweep='mesh=data:2;data:1,model:2'.
 """
 
 import itertools
+import shlex
 import sys
 import time
 import traceback
@@ -17,16 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
-from tqdm.auto import tqdm
 
-from experiments import cli, fields, machine, plots, report, results, trades
+from experiments import cli, fields, identity, machine, plots, report, results, seeds, trades
 from experiments import config as configs
 from experiments.config import ExperimentConfig
+from experiments.progress import tracked
 from experiments.session import Session
 from kvjax.errors import ConfigError, KvjaxError
 
 Axis = tuple[str, list[Any]]  # a field and its values
 SOME_FAILED = 1
+COMMIT = 10  # digits of a commit that are shown
+OTHER_CODE = " *"  # marks results that were computed by other code
 _NAMING = ("policy.name", "storage", "selection")  # the fields that a policy's name in reports is made of
 _COLUMNS = dict.fromkeys(_NAMING, "policy") | {"policy.budget": "budget (slots)"}  # of `report.cells`
 
@@ -66,36 +71,62 @@ def product(base: ExperimentConfig, axes: Sequence[Axis]) -> list[tuple[dict[str
 
 
 def sweep(
-    base: ExperimentConfig, axes: Sequence[Axis], *, progress: bool | None = None
+    base: ExperimentConfig, axes: Sequence[Axis], *, rerun: bool = False, progress: bool | None = None
 ) -> tuple[Path, list[report.Row]]:
     """Runs what is missing of a product.
 
     Args:
-      progress: show a progress bar; None = if stderr is a terminal.
+      base: the config whose fields the product sets.
+      axes: fields and their values.
+      rerun: run everything, whether there is a result or not.
+      progress: see `experiments.progress.tracked`.
 
     Returns:
-      The folder, and every combination's result: what it set, status ("ok" or "failed"), and rows or error.
+      The folder, and every combination's result: what it set, status ("ok" or "failed"), and rows or error. Where the
+      folder takes no more results, those that it did not take are in another one, which is the one returned.
+
+    Raises:
+      ConfigError: the folder cannot be written, before anything is run.
     """
     combinations = product(base, axes)
-    folder = Path(base.output) / f"{base.name}-sweep"
+    folder = before = Path(base.output) / f"{base.name}-sweep"
+    results.make_folder(folder)
     session, found = Session(), []
-    bar = tqdm(combinations, unit="run", disable=None if progress is None else not progress)
-    for swept, config in bar:
-        bar.set_description(" ".join(f"{path.split('.')[-1]}={value}" for path, value in swept.items()))
-        path = folder / f"{configs.digest(config)}.json"
-        result = results.read_json(path)
+    for swept, config in tracked(combinations, unit="run", name=lambda each: _named(each[0]), show=progress):
+        name = f"{identity.digest(config)}.json"
+        result = None if rerun else results.read_json(before / name)
         if not isinstance(result, dict) or result.get("status") != "ok":
             result = _attempt(session, config)
-            results.write(path, results.to_json(result | {"swept": swept}))
+            folder = _write(folder, name, results.to_json(result | {"swept": swept}))
         # The file may be of another sweep with the same resolved config.
-        found.append(result | {"swept": swept, "policy": configs.name_of(config), "file": path.name})
+        found.append(result | {"swept": swept, "policy": configs.name_of(config), "file": name})
     return folder, found
+
+
+def _write(folder: Path, name: str, content: str | bytes) -> Path:
+    """Writes a result, if need be to another folder; returns the folder."""
+    try:
+        results.write(folder / name, content)
+        return folder
+    except OSError as error:
+        other = results.elsewhere(folder.name, error)
+        if other is None:
+            print(f"error: {name} cannot be written: {error}.", file=sys.stderr)
+            return folder
+        results.write(other / name, content)
+        return other
+
+
+def _named(swept: dict[str, Any]) -> str:
+    return " ".join(f"{path.split('.')[-1]}={value}" for path, value in swept.items())
 
 
 def _attempt(session: Session, config: ExperimentConfig) -> report.Row:
     """One run's result; an error is a result too. An interruption is not: it ends the sweep."""
     start = time.perf_counter()
-    result: report.Row = {"config": fields.to_dict(config), "environment": machine.environment()}
+    result: report.Row = {
+        "config": fields.to_dict(config), "contents": identity.contents(config), "environment": machine.environment()
+    }  # fmt: skip
     try:
         outcome = session.run(config)
         result["environment"] |= {"explain": outcome.explain()}
@@ -115,22 +146,38 @@ def own_row(result: report.Row) -> report.Row:
 
 
 def cells(found: Sequence[report.Row]) -> list[dict[str, str]]:
-    """One line a combination: what it set, then what came of it."""
+    """One line a combination, all seeds in one: what it set, then what came of it."""
     lines = []
-    for result in found:
-        line = {_COLUMNS.get(path, path.split(".")[-1]): str(value) for path, value in result["swept"].items()}
-        line |= {"policy": result["policy"]} if "policy" in line else {}
-        if result["status"] == "ok":
-            line |= report.cells(own_row(result))
+    for group in seeds.groups(found):
+        done = [result for result in group if result["status"] == "ok"]
+        shown = done[0] if done else group[0]
+        swept = shown["swept"] | ({seeds.SEED: f"{len(done)} seeds"} if len(group) > 1 else {})
+        line = {_COLUMNS.get(path, path.split(".")[-1]): str(value) for path, value in swept.items()}
+        line |= {"policy": shown["policy"]} if "policy" in line else {}
+        if done:
+            line |= seeds.cells([own_row(result) for result in done])
+        if any(_of_other_code(result) for result in done):
+            first = next(iter(line))
+            line[first] += OTHER_CODE
         lines.append(line)
     columns = list(dict.fromkeys(key for line in lines for key in line))
     return [{key: line.get(key, "FAILED" if key == columns[-1] else report.NONE) for key in columns} for line in lines]
 
 
+def _of_other_code(result: report.Row) -> bool:
+    """Whether a result was computed by other sources than these."""
+    return bool(result["environment"].get("code") != identity.code())
+
+
 def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
     """What the plot shows: the budget as it was swept, or the share of the cache where that has no one unit."""
-    done = [(result, own_row(result)) for result in found if result["status"] == "ok"]
-    done = [(result, row) for result, row in done if row[quality] is not None and row["policy"] != "full"]
+    done, spread = [], []
+    for group in seeds.groups([result for result in found if result["status"] == "ok"]):
+        own = [own_row(result) for result in group]
+        if own[0][quality] is None or own[0]["policy"] == "full":
+            continue
+        done.append((group[0], seeds.mean(own)))
+        spread.append(seeds.deviation([row[quality] for row in own]))
     kinds = {type(row["budget"]) for _, row in done}
     if kinds == {float}:
         name, scale = "budget, % of the prompt", lambda row: 100 * row["budget"]
@@ -140,13 +187,15 @@ def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
         name, scale = "KV cache held, % of the full cache", lambda row: 100 * row["kv_bytes"] / row["full_kv_bytes"]
     factor = 100 if quality == "agreement" else 1
     shown = []
-    for result, row in done:
-        others = {path: v for path, v in result["swept"].items() if path not in ("policy.budget", *_NAMING)}
+    for (result, row), error in zip(done, spread, strict=True):
+        named = ("policy.budget", seeds.SEED, *_NAMING)
+        others = {path: v for path, v in result["swept"].items() if path not in named}
         label = " ".join([row["policy"], *(f"{path.split('.')[-1]}={value}" for path, value in others.items())])
         full = next((r[quality] for r in result["rows"] if r["policy"] == "full"), None)
         known = quality == "perplexity" and full is not None
         shown.append({
-            "label": label, "x": scale(row), "x_name": name, "y": factor * row[quality], "full": full if known else None
+            "label": label, "x": scale(row), "x_name": name, "y": factor * row[quality],
+            "error": None if error is None else factor * error, "full": full if known else None,
         })  # fmt: skip
     return shown
 
@@ -161,11 +210,23 @@ def write(folder: Path, base: ExperimentConfig, found: Sequence[report.Row], com
     shown = trades.points(done, quality) if storages else points(found, quality)
     if shown:
         draw = trades.plot if storages else plots.sweep_plot
-        results.write(folder / "sweep.png", draw(shown, quality))
+        folder = _write(folder, "sweep.png", draw(shown, quality))
     failures = [f"Failed, {_what(result)}: {result['error']}" for result in found if result["status"] != "ok"]
+    paragraphs += other_code(found)
     text = report.markdown(f"{base.name}, swept", [*paragraphs, f"`{command}`"], lines, "sweep.png" if shown else None)
-    results.write(folder / "sweep.md", "\n".join([text, report.LEGEND, "", *failures, ""]))
+    _write(folder, "sweep.md", "\n".join([text, report.LEGEND, "", *failures, ""]))
     return lines
+
+
+def other_code(found: Sequence[report.Row]) -> list[str]:
+    """A line about results that were computed by other code, if there are any."""
+    old = [result for result in found if result["status"] == "ok" and _of_other_code(result)]
+    if not old:
+        return []
+    commits = sorted({(result["environment"].get("commit") or "unknown")[:COMMIT] for result in old})
+    of = ", ".join(commits)
+    count = f"{len(old)} of {len(found)} results are of other code (commit {of})"
+    return [f"{OTHER_CODE.strip()} {count}; --rerun computes them anew."]
 
 
 def _what(result: report.Row) -> str:
@@ -175,17 +236,22 @@ def _what(result: report.Row) -> str:
 def main(argv: Sequence[str]) -> int:
     def define(values: flags.FlagValues) -> None:
         flags.DEFINE_multi_string("sweep", [], "FIELD=VALUE,VALUE,...; may be repeated", flag_values=values)
+        flags.DEFINE_bool("rerun", False, "run what there is a result of too", flag_values=values)
 
     base, values = cli.parse(argv, about=__doc__, define=define)
     axes = [parse_axis(text) for text in values.sweep]
-    folder, found = sweep(base, axes)
-    lines = write(folder, base, found, " ".join(["python", "-m", "experiments.sweep", *argv[1:]]))
+    folder, found = sweep(base, axes, rerun=values.rerun)
+    lines = cells(found)
     for about in dict.fromkeys(result["model"] for result in found if result["status"] == "ok"):
         print(about)
     print(f"\n{report.table(lines)}\n")
+    for line in other_code(found):
+        print(line)
     failed = [result for result in found if result["status"] != "ok"]
     for result in failed:
         print(f"failed, {_what(result)}: {result['error']}", file=sys.stderr)
+    # After the table is printed: a full disk must not take it away.
+    write(folder, base, found, shlex.join(["python", "-m", "experiments.sweep", *argv[1:]]))
     print(f"{len(found) - len(failed)} of {len(found)} runs done; results, sweep.md and sweep.png in {folder}/")
     return SOME_FAILED if failed else 0
 

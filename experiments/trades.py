@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from experiments import plots, report
+from experiments import plots, report, seeds
 
 #: One for each storage of a plot, from the largest to the smallest; a policy has a marker.
 STORAGE_COLORS = (
@@ -20,17 +20,23 @@ def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
       quality: ``perplexity`` or ``agreement``.
 
     Returns:
-      ``storage``, ``policy``, ``bytes`` and ``y`` of each.
+      ``storage``, ``policy``, ``bytes`` and ``y`` of each, which is the mean over seeds, and ``error``, the standard
+      deviation of y or None.
     """
-    done = [(result, result["rows"][-1]) for result in found]
-    many = len({row["budget"] for _, row in done if row["budget"] is not None}) > 1
+    rows = [(group[0], [result["rows"][-1] for result in group]) for group in seeds.groups(found)]
+    done = [(result, seeds.mean(own), [row[quality] for row in own]) for result, own in rows]
+    many = len({row["budget"] for _, row, _ in done if row["budget"] is not None}) > 1
     factor, shown = 100 if quality == "agreement" else 1, []
-    for result, row in done:
+    for result, row, values in done:
         if row[quality] is None:
             continue
         name, storage = result["config"]["policy"]["name"], result["config"]["storage"]
         policy = f"{name}, {report.show_budget(row)}" if many and row["budget"] is not None else name
-        shown.append({"storage": storage, "policy": policy, "bytes": row["kv_bytes"], "y": factor * row[quality]})
+        error = seeds.deviation(values)
+        shown.append({
+            "storage": storage, "policy": policy, "bytes": row["kv_bytes"], "y": factor * row[quality],
+            "error": None if error is None else factor * error,
+        })  # fmt: skip
     return shown
 
 
@@ -40,7 +46,7 @@ def plot(points: Sequence[report.Row], quality: str) -> bytes:
     A line joins the caches that no other one beats in both.
 
     Args:
-      points: each with ``storage``, ``policy``, ``bytes`` and ``y``.
+      points: each with ``storage``, ``policy``, ``bytes``, ``y`` and ``error``.
       quality: ``perplexity`` or ``agreement``.
     """
     held: dict[str, list[float]] = {}
@@ -55,6 +61,11 @@ def plot(points: Sequence[report.Row], quality: str) -> bytes:
     unit = {"perplexity": "perplexity (lower is better)", "agreement": "greedy tokens equal, %"}[quality]
     plots.style(axes, f"{unit.split(' (')[0].capitalize()} against bytes", "keys and values held (MB)", unit)
     for point in points:
+        if point["error"]:
+            axes.errorbar(
+                point["bytes"] / 1e6, point["y"], point["error"], fmt="none", color=color[point["storage"]], lw=1,
+                capsize=2, zorder=2,
+            )  # fmt: skip
         axes.plot(
             point["bytes"] / 1e6, point["y"], marker[point["policy"]], color=color[point["storage"]], ms=7,
             mec="white", mew=0.8, zorder=3,

@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,6 +113,7 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
         environment = machine.environment()
         log.write(kind="start", step=start, command=command, devices_used=devices, **environment, sha256=checksums)
         bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if progress is None else not progress)
+        in_log = progress is None and not sys.stderr.isatty()
         since, logged = time.perf_counter(), start
         for step in range(start, config.steps):
             at = stage(config, step)
@@ -130,7 +132,11 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
                 speed = round((done - logged) * config.batch_tokens / (time.perf_counter() - since))
                 since, logged = time.perf_counter(), done
                 log.write(kind="loss", step=done, context=context, **values, tokens_per_second=speed)
-                bar.set_postfix({name: f"{value:.2f}" for name, value in values.items()} | {"tok/s": speed})
+                shown = {name: f"{value:.2f}" for name, value in values.items()} | {"tok/s": speed}
+                bar.set_postfix(shown)
+                if in_log:
+                    losses_now = ", ".join(f"{name} {value}" for name, value in shown.items())
+                    print(f"step {done} of {config.steps}: {losses_now}", file=sys.stderr, flush=True)
             bar.update()
             if done % config.evaluate_every == 0 or last:
                 began = time.perf_counter()

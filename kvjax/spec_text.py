@@ -113,6 +113,11 @@ def accepts(axis: Axis, text: str) -> frozenset[str]:
     return frozenset().union(*(_parameters(factory) for factory in reader.leaves(reader.node)))
 
 
+def files(text: str) -> tuple[str, ...]:
+    """The files of a user's own that a text names."""
+    return tuple(match[1] for match in _FILE.finditer(text))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Reader:
     """Evaluates one text.

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments import cli, fields, machine
+from experiments import cli, fields, identity, machine
 from experiments import config as configs
 from experiments.config import ModelConfig, PolicyConfig
 from experiments.resolve import check_fit, codes_of, decoder_config, layout_of, specs_of
@@ -70,8 +70,8 @@ def test_budget_is_slots_or_a_fraction(text, value):
 
 def test_one_slot_and_the_whole_prompt_are_different_experiments():
     one, whole = (fields.override(configs.by_name("h2o_tiny"), "policy.budget", text) for text in ("1", "1.0"))
-    assert configs.digest(one) != configs.digest(whole)
-    assert configs.digest(one) == configs.digest(fields.override(one, "output", "elsewhere"))
+    assert identity.digest(one) != identity.digest(whole)
+    assert identity.digest(one) == identity.digest(fields.override(one, "output", "elsewhere"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A run writes one whole folder or none, the same numbers every time, and says what it ran on."""
 
 import dataclasses
+import errno
 import json
 import math
 import re
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments import calibrate, data, fields, machine, resolve, run, session
+from experiments import calibrate, data, fields, machine, resolve, results, run, session
 from experiments import config as configs
 from experiments.config import DataConfig, PolicyConfig
 from experiments.measure import Measurement
@@ -166,7 +167,7 @@ def test_a_model_that_does_not_fit_is_planned(monkeypatch, capsys):
 
     monkeypatch.setattr(planning, "plan", plan)
     monkeypatch.setattr(machine, "host_memory", lambda: 10**9)
-    assert run.main(["run", "--config=h2o_opt30b"]) == 0
+    assert run.main(["run", "--config=h2o_opt30b"]) == run.ONLY_PLANNED
     shown = capsys.readouterr().out
     assert "h2o_opt30b was not run" in shown
     assert "119.9 GB for weights" in shown
@@ -301,3 +302,40 @@ def test_training_a_calibration(small, tmp_path, monkeypatch, held, capsys):
     assert "trained for 5 steps" in kvjax.load_calibration(output).method
     with pytest.raises(ConfigError, match="give --model=FOLDER, --storage="):
         calibrate.main(["calibrate"])
+
+
+def test_a_folder_is_claimed_before_the_work_begins(tmp_path):
+    """Runs that begin in the same second have folders of their own, whichever ends first."""
+    with results.folder(tmp_path, "run") as (first, one):
+        with results.folder(tmp_path, "run") as (second, two):
+            (second / "file").write_text("second")
+        (first / "file").write_text("first")
+    assert ((one / "file").read_text(), (two / "file").read_text()) == ("first", "second")
+    with results.folder(tmp_path, "run") as (_, three):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-2", "run-3"] and three.name == "run-3"
+
+
+@pytest.mark.parametrize("nowhere", [False, True])
+def test_a_full_disk_does_not_lose_a_finished_run(small, tmp_path, monkeypatch, capsys, nowhere):
+    outcome = session.Outcome("a model", "a text", [], [measured_as("full", None)], ["words"])
+    monkeypatch.setattr(session.Session, "run", lambda self, config, **settings: outcome)
+    monkeypatch.setattr(run, "describe", lambda *_: "a model")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write = run.write
+
+    def full(folder, *rest):
+        if nowhere or str(folder).startswith(small.output):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(folder, *rest)
+
+    monkeypatch.setattr(run, "write", full)
+    if nowhere:
+        with pytest.raises(run.NotWritten, match=r"No space left on device.*printed above"):
+            run.run(small)
+        assert '{"kind": "summary", "policy": "full"' in capsys.readouterr().out
+        return
+    folder = run.run(small)
+    assert folder.parent == tmp_path / "cache" / "kvjax" / "results"
+    assert {path.name for path in folder.iterdir()} >= FILES
+    assert f"No space left on device. They go to {folder}/ instead" in capsys.readouterr().err

@@ -1,11 +1,13 @@
 """Sweeps: the product of the values, only what is missing, and failures that stop nothing."""
 
+import dataclasses
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
-from experiments import session, sweep, trades
+from experiments import identity, results, session, sweep, trades
 from experiments.config import PolicyConfig
 from kvjax.errors import ConfigError
 
@@ -103,17 +105,22 @@ def test_a_sweep_resumes_and_survives_failures(small, calls, monkeypatch, capsys
 
 
 def test_bytes_against_quality_where_storages_are_swept(tmp_path, small):
-    def result(name, storage, held, perplexity, budget=0.5):
+    def result(name, storage, held, perplexity, budget=0.5, **seed):
         row = {"policy": name, "budget": budget, "kv_bytes": held, "perplexity": perplexity, "keeps_all": False,
                "slots": 8, "least_slots": 8}  # fmt: skip
         config = {"storage": storage, "policy": {"name": name}}
-        return {"status": "ok", "policy": name, "swept": {"storage": storage}, "config": config, "rows": [row]}
+        swept = {"storage": storage, "policy.name": name, "policy.budget": budget} | seed
+        return {"status": "ok", "policy": name, "swept": swept, "config": config, "rows": [row]}
 
     found = [result("h2o", "dense", 800, 3.0), result("h2o", "int8", 400, 3.1), result("full", "int8", 800, 2.5, None)]
     shown = trades.points(found, "perplexity")
     assert [tuple(point.values()) for point in shown] == [
-        ("dense", "h2o", 800, 3.0), ("int8", "h2o", 400, 3.1), ("int8", "full", 800, 2.5),
+        ("dense", "h2o", 800, 3.0, None), ("int8", "h2o", 400, 3.1, None), ("int8", "full", 800, 2.5, None),
     ]  # fmt: skip
+    seeds = [result("h2o", "int8", 400, 3.0 + 0.1 * seed, seed=seed) for seed in range(3)]
+    (point,) = trades.points(seeds, "perplexity")
+    assert (point["y"], point["error"]) == (pytest.approx(3.1), pytest.approx(0.1))
+    assert trades.plot([*shown, point], "perplexity").startswith(b"\x89PNG")
     assert trades.points([*found, result("h2o", "int8", 200, 3.5, 0.2)], "perplexity")[-1]["policy"] == "h2o, 20 % (8)"
     points = [(point["bytes"], point["y"]) for point in shown]
     assert trades.frontier(points, smaller=True) == [(400, 3.1), (800, 2.5)]
@@ -163,6 +170,77 @@ def test_an_unforeseen_error_is_recorded_too_and_an_interruption_is_not(small, m
     assert [path.name for path in folder.iterdir()] == [result["file"]]
 
 
+def test_contents_of_files_and_other_code(small, calls, tmp_path, monkeypatch, capsys):
+    """An edited policy is another result; what other code computed is marked; all is computed again if asked for."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from kvjax.policies import window\n\ndef recent(*, budget):\n    return window(budget=budget, sinks=0)\n"
+    )
+    small.policy = PolicyConfig(name=f"{mine}:recent", budget=8)
+    axes = [("policy.budget", [8])]
+    _, (first,) = sweep.sweep(small, axes)
+    assert sweep.sweep(small, axes)[1][0]["file"] == first["file"] and len(calls) == 2
+    mine.write_text(mine.read_text().replace("sinks=0", "sinks=2"))
+    _, (second,) = sweep.sweep(small, axes)
+    assert second["file"] != first["file"] and list(second["contents"]) == [str(mine)]
+    assert len(calls) == 4
+    sweep.sweep(small, axes, rerun=True)
+    assert len(calls) == 6
+    assert capsys.readouterr().err.count("run 1 of 1: budget=8, ") == 4
+
+    assert not sweep.other_code([second]) and OTHER not in sweep.cells([second])[0]["budget (slots)"]
+    monkeypatch.setattr(identity, "code", lambda: "another")
+    assert sweep.other_code([second]) == [
+        f"* 1 of 1 results are of other code (commit {commit_of(second)}); --rerun computes them anew."
+    ]
+    assert sweep.cells([second])[0]["budget (slots)"].endswith("*")
+
+
+OTHER = sweep.OTHER_CODE
+
+
+def commit_of(result) -> str:
+    return (result["environment"]["commit"] or "unknown")[: sweep.COMMIT]
+
+
+def test_a_mean_over_seeds():
+    def result(seed, perplexity):
+        row = {"policy": "h2o", "perplexity": perplexity, "budget": 0.5, "kv_bytes": 1, "full_kv_bytes": 4,
+               "slots": 8, "least_slots": 8, "keeps_all": False, "agreement": 0.5, "same_until": 2.0, "new_tokens": 4,
+               "prefill_tokens_per_second": 1.0, "decode_tokens_per_second": None,
+               "recall": {"copy": 0.1 * seed}}  # fmt: skip
+        about = {"status": "ok", "policy": "h2o", "environment": {"code": identity.code()}, "rows": [row]}
+        return about | {"swept": {"seed": seed, "policy.budget": 0.5}}
+
+    found = [result(0, 3.0), result(1, 3.2), result(2, 3.4)]
+    (line,) = sweep.cells(found)
+    assert (line["seed"], line["perplexity"], line["copy"]) == ("3 seeds", "3.20 ± 0.20", "10 ± 10 %")
+    assert line["agrees with full"] == "50.0 ± 0.0 %" and line["budget (slots)"] == "50 % (8)"
+    (point,) = sweep.points(found, "perplexity")
+    assert (point["y"], point["error"]) == (pytest.approx(3.2), pytest.approx(0.2))
+    assert sweep.cells(found[:1])[0]["seed"] == "0"
+
+
+def test_a_folder_that_takes_no_results(small, calls, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        sweep.sweep(dataclasses.replace(small, output=str(tmp_path / "file")), [("policy.budget", [4])])
+    assert not calls
+    # The disk is full when the first result is there.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write = results.write
+
+    def full(path, content):
+        if str(path).startswith(small.output):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(results, "write", full)
+    folder, (found,) = sweep.sweep(small, [("policy.budget", [4])])
+    assert str(folder).startswith(str(tmp_path / "cache")) and (folder / found["file"]).is_file()
+    assert f"They go to {folder}/ instead" in capsys.readouterr().err
+
+
 def test_what_the_plot_shows():
     def result(policy, budget, perplexity, **swept):
         rows = [
@@ -175,8 +253,12 @@ def test_what_the_plot_shows():
     shown = sweep.points([result("h2o", 0.1, 5.0), result("window", 0.2, 4.0), {"status": "failed"}], "perplexity")
     assert [(p["label"], p["x"], p["y"], p["full"]) for p in shown] == [("h2o", 10, 5.0, 2.0), ("window", 20, 4.0, 2.0)]
     assert shown[0]["x_name"] == "budget, % of the prompt"
-    shown = sweep.points([result("h2o", 16, 5.0, seed=1)], "perplexity")
-    assert (shown[0]["label"], shown[0]["x"], shown[0]["x_name"]) == ("h2o seed=1", 16, "budget, slots per KV head")
+    shown = sweep.points([result("h2o", 16, 5.0, prefill_block=8)], "perplexity")
+    assert (shown[0]["label"], shown[0]["x"], shown[0]["x_name"]) == (
+        "h2o prefill_block=8",
+        16,
+        "budget, slots per KV head",
+    )
     assert sweep.points([result("h2o", 16, 5.0), result("h2o", 0.5, 5.0)], "perplexity")[0]["x"] == 25
 
 

@@ -5,7 +5,6 @@ This process must not touch the accelerator: on a GPU a part would find its memo
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli, results
+from experiments import cli, identity, results
 from experiments.bench.accelerator import children, marked, report
 from experiments.bench.accelerator import parts as known_parts
 from experiments.bench.accelerator.parts import Part
@@ -148,12 +147,7 @@ def measure(part: Part, seconds: float, folder: Path, environment: dict[str, Any
 
 def digest() -> str:
     """A number for the code of this checkout, whether it is committed or not."""
-    total = hashlib.sha256()
-    for folder in SOURCES:
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in (".py", ".cc"):
-                total.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return total.hexdigest()[:16]
+    return identity.of_sources([ROOT / folder for folder in SOURCES])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,86 @@
+"""What a result depends on: a config's settings, the contents of the files that it names, and this code."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import experiments
+import kvjax
+from experiments import fields
+from experiments.config import ExperimentConfig
+from kvjax import spec_text
+from kvjax.checkpoint.huggingface import bundled
+
+WHOLE = 64 << 20  # bytes up to which all of a file is read; weights beyond are sampled
+SAMPLES, SAMPLE = 64, 64 << 10  # of a larger file, evenly spread, and the bytes of each
+DIGITS = 12  # hex digits of a digest
+CODE = (".py", ".cc")
+
+
+def digest(config: ExperimentConfig) -> str:
+    """Twelve hex digits that name what would be computed.
+
+    They cover every field but the output folder, and the contents of the files that fields name: policies, storages and
+    selections of a user's own, texts, checkpoints, skews and calibrations.
+    """
+    settings = {key: value for key, value in fields.to_dict(config).items() if key != "output"}
+    if found := contents(config):
+        settings["contents"] = found
+    return _hex(json.dumps(settings, sort_keys=True).encode())
+
+
+def contents(config: ExperimentConfig) -> dict[str, str]:
+    """A digest of each file that a config names, by the file's name in the config."""
+    return {str(path): of_file(path) for path in sorted(set(_files(config))) if path.is_file()}
+
+
+def of_file(path: Path) -> str:
+    """A digest of a file's contents; of a large one, of its size and of samples."""
+    status = path.stat()
+    return _of_file(str(path.resolve()), status.st_size, status.st_mtime_ns)
+
+
+@functools.cache
+def code() -> str:
+    """A digest of the sources of kvjax and of experiments."""
+    return of_sources([Path(package.__path__[0]) for package in (kvjax, experiments)])
+
+
+def of_sources(folders: Sequence[Path]) -> str:
+    """A digest of the source files below some folders."""
+    found = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in CODE):
+            found.update(f"{folder.name}/{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:DIGITS]
+
+
+def _files(config: ExperimentConfig) -> Iterator[Path]:
+    for text in (config.policy.name, config.storage, config.selection, *config.baselines):
+        yield from map(Path, spec_text.files(text))
+    yield from (Path(name) for name in (config.data.text, config.model.skew, config.model.calibration) if name)
+    if config.model.path is not None:
+        # As `kvjax.load` looks for it.
+        here = Path(config.model.path)
+        folder = here if here.is_dir() else bundled(config.model.path)
+        if folder is not None:
+            yield from (path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin", ".model"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_file(name: str, size: int, changed: int) -> str:
+    """See `of_file`; a file of this size and of this time of change is read once."""
+    with open(name, "rb") as file:
+        if size <= WHOLE:
+            return _hex(file.read())
+        found = hashlib.sha256(str(size).encode())
+        for number in range(SAMPLES):
+            file.seek(number * (size - SAMPLE) // (SAMPLES - 1))
+            found.update(file.read(SAMPLE))
+    return found.hexdigest()[:DIGITS]
+
+
+def _hex(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:DIGITS]
