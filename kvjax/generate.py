@@ -18,7 +18,7 @@ from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
 from kvjax.inputs import check_count, check_stop
-from kvjax.models.calibrate import calibrated
+from kvjax.models.calibrate import calibrated, with_calibration
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
@@ -151,10 +151,10 @@ def decode(
       StorageError: if the storage needs a calibration that the model has not, or the one that is given does not fit.
     """
     check_sampling(sampler, key)
-    storages = {group.storage for group in prefilled.layout.groups}
-    # Layers that hold every token exactly need none.
-    for storage in {storage for storage in storages if required(storage)} or storages:
-        model = calibrated(model, storage, calibration)
+    held = [[group.storage for group in layer] for layer in prefilled.layout.decode]
+    # Groups of heads that hold every token exactly need none.
+    storages = [next((each for each in layer if required(each)), layer[0]) for layer in held]
+    model = with_calibration(model, storages, calibration)
     key = jax.random.key(0) if key is None else key
     stop_ids = check_stop(stop)
     request = _check_requests(requests, prefilled.logits.shape[0])

@@ -72,7 +72,9 @@ def lower(
     """
     name = spec.name
     spec = dataclasses.replace(spec, storage=spec.storage.bound(config.num_kv_heads))
-    spec.storage.bytes_per_slot(config.head_dim, dtype)  # raises where a codec cannot hold such a head
+    for layer in range(config.num_layers):
+        # Raises where a codec cannot hold such a head.
+        spec.storage.of_layer(layer, config.num_layers).bytes_per_slot(config.head_dim, dtype)
     if spec.storage.codes_nothing(sizes.total):
         # No token becomes old enough to be coded, and no block is filled.
         spec = dataclasses.replace(spec, storage=dense())
@@ -158,6 +160,7 @@ def _groups(
 ) -> tuple[Group, Group]:
     """A group for the prompt and one for decoding; budgets: the largest of the batch, for each phase."""
     own_heads, low = config.num_kv_heads if heads is None else len(heads), 0
+    spec = dataclasses.replace(spec, storage=spec.storage.of_layer(layer, config.num_layers))
     if newest_stay(spec, branch, budgets) and max(b or 0 for b in budgets) <= spec.storage.residual:
         # All that stays is among the newest, which are exact.
         spec = dataclasses.replace(spec, storage=dense())

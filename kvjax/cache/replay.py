@@ -139,7 +139,9 @@ def _sides(storage: Storage, calibration: Calibration | None, config: DecoderCon
                 "[Samples(...)]) makes; pass calibration=."
             )
         return {}
-    calibration.check(storage, 1, config.num_kv_heads, config.head_dim, dtype, config.rope)
+    calibration.check(
+        [storage.of_layer(0, 1)], config.num_kv_heads, config.head_dim, dtype, config.rope
+    )  # fmt: skip
     return calibration.layers[0]
 
 
@@ -168,7 +170,7 @@ def read(
       StorageError: a storage that the layer is not held in, or that needs a calibration.
     """
     layer = _one_group(layer)
-    storage = storage.bound(layer.position.shape[1])
+    storage = storage.bound(layer.position.shape[1]).of_layer(index)
     if required(storage) and calibration is None and not _is_exact(layer):
         raise StorageError(f"storage {storage.name} needs its calibration to be read; pass calibration=.")
     if isinstance(storage.layout, Pairs):

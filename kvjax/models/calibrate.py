@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -64,16 +64,22 @@ def calibrated(model: Model, storage: Storage, calibration: Calibration | None) 
     Raises:
       StorageError: a storage that needs a calibration and has none, or one that is for another storage or model.
     """
+    layers = model.config.num_layers
+    return with_calibration(model, [storage.of_layer(index, layers) for index in range(layers)], calibration)
+
+
+def with_calibration(model: Model, storages: Sequence[Storage], calibration: Calibration | None) -> Model:
+    """Returns what `calibrated` does, for the storage of each layer."""
     config = model.config
-    shape = (storage, config.num_layers, config.num_kv_heads, config.head_dim, _dtype(model), config.rope)
+    shape = (storages, config.num_kv_heads, config.head_dim, _dtype(model), config.rope)
     if calibration is None:
-        if not required(storage):
+        if not any(map(required, storages)):
             return model
         layers = [model.params[f"layer_{index}"]["attention"].get(SIDES) for index in range(config.num_layers)]
         if any(layer is None for layer in layers):
             raise StorageError(
-                f"storage {storage.name} needs a calibration: make it with kvjax.calibrate(model, tokens, storage), or "
-                "load it with kvjax.load_calibration(path), and pass calibration=."
+                f"storage {storages[0].name} needs a calibration: make it with kvjax.calibrate(model, tokens, "
+                "storage), or load it with kvjax.load_calibration(path), and pass calibration=."
             )
         Calibration(tuple(layers), "the model's own", config.rope).check(*shape)
         return model

@@ -42,7 +42,7 @@ def compress_kv_heads(model: Model, calibration: Calibration, heads: int) -> Mod
             f"be folded; generate with storage=kvjax.storage.kv_heads({heads}), which holds one latent of each group."
         )
     dtype = model.params["embed"]["tokens"].dtype
-    calibration.check(held, config.num_layers, config.num_kv_heads, config.head_dim, dtype, config.rope)
+    calibration.check([held] * config.num_layers, config.num_kv_heads, config.head_dim, dtype, config.rope)
     params = dict(model.params)
     for index, sides in enumerate(calibration.layers):
         layer = dict(params[f"layer_{index}"])

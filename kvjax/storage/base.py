@@ -83,6 +83,18 @@ class Codec:
         """
         return self
 
+    def of_layer(self, layer: int, layers: int | None = None) -> "Codec":
+        """Returns the codec of one layer, if layers differ.
+
+        Args:
+          layer: its number.
+          layers: the number of layers of the model; None = not known.
+
+        Raises:
+          StorageError: the codec is for another number of layers.
+        """
+        return self
+
     def bytes(self, dim: int, dtype: DTypeLike) -> int:
         """Returns the number of bytes of one vector of `dim` numbers."""
         return sum(math.prod(shape) * jnp.dtype(each).itemsize for shape, each in self.parts(dim, dtype).values())
@@ -290,6 +302,13 @@ class Storage:
           StorageError: a codec does not take so many heads.
         """
         key, value = (codec.bound(kv_heads) for codec in self.codecs.values())
+        return self if (key, value) == (self.key, self.value) else dataclasses.replace(self, key=key, value=value)
+
+    def of_layer(self, layer: int, layers: int | None = None) -> "Storage":
+        """Returns the storage of one layer; see `Codec.of_layer`."""
+        key, value = (
+            codec.of_layer(layer, layers) if isinstance(codec, Codec) else codec for codec in self.codecs.values()
+        )
         return self if (key, value) == (self.key, self.value) else dataclasses.replace(self, key=key, value=value)
 
     @property

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -60,13 +61,13 @@ class Calibration(flax.struct.PyTreeNode):
         if not sides:
             raise StorageError(f"storage {storage.name} needs no calibration; leave it out.")
         layers = []
-        for given in samples:
+        for index, given in enumerate(samples):
             storage.bound(given.key.shape[1])  # raises where groups of heads do not divide the KV heads
             own = {"key": given.key, "value": given.value}
             layers.append(
                 {
                     name: side.prepared(given._replace(own=own[name], name=name), own[name].shape[-1], dtype)
-                    for name, side in sides.items()
+                    for name, side in required(storage.of_layer(index)).items()
                 }
             )
         return cls(tuple(layers), method=method_of(storage), rope=rope)
@@ -102,14 +103,11 @@ class Calibration(flax.struct.PyTreeNode):
         except (OSError, SafetensorError) as error:
             raise StorageError(f"calibration {path} cannot be written: {error}.") from None
 
-    def check(
-        self, storage: Storage, layers: int, kv_heads: int, dim: int, dtype: DTypeLike, rope: Rope | None
-    ) -> None:
+    def check(self, storages: Sequence[Storage], kv_heads: int, dim: int, dtype: DTypeLike, rope: Rope | None) -> None:
         """Checks that it is for a storage and a model.
 
         Args:
-          storage: what needs it.
-          layers: of the model.
+          storages: of each layer, what needs it; layers whose storage needs none may be anything.
           kv_heads: KV heads of a layer.
           dim: features of a head.
           dtype: the model's.
@@ -118,20 +116,23 @@ class Calibration(flax.struct.PyTreeNode):
         Raises:
           StorageError: it is for another storage, another shape, another dtype or another rotary embedding.
         """
-        expected = expected_parts(storage, kv_heads, dim, dtype)
-        if not expected:
-            raise StorageError(f"storage {storage.name} needs no calibration; leave out calibration={self.method}.")
+        expected = [expected_parts(storage, kv_heads, dim, dtype) for storage in storages]
+        names = ", ".join(dict.fromkeys(storage.name for storage in storages))
+        if not any(expected):
+            raise StorageError(f"storage {names} needs no calibration; leave out calibration={self.method}.")
         if self.rope != rope:
             raise StorageError(
                 f"the calibration ({self.method}) was made for {_rope_name(self.rope)}, and the model has "
                 f"{_rope_name(rope)}; make one for this model with kvjax.calibrate."
             )
         made = [_shapes(layer) for layer in self.layers]
-        if len(made) != layers or any(each != expected for each in made):
-            mine = next((each for each in made if each != expected), made[0] if made else {})
+        both = list(itertools.zip_longest(made, expected, fillvalue={}))
+        wrong = [index for index, (own, needed) in enumerate(both) if needed and own != needed]
+        if wrong or len(made) != len(storages):
+            mine, needed = both[wrong[0] if wrong else 0]
             raise StorageError(
-                f"the calibration ({self.method}) has {len(made)} layers of {_text(mine)}; storage {storage.name} and "
-                f"this model need {layers} layers of {_text(expected)}. Make it with kvjax.calibrate for this model "
+                f"the calibration ({self.method}) has {len(made)} layers of {_text(mine)}; storage {names} and this "
+                f"model need {len(storages)} layers of {_text(needed)}. Make it with kvjax.calibrate for this model "
                 "and storage."
             )
 

@@ -48,6 +48,10 @@ class Dims:
         """What the map is made of, or None."""
         return None
 
+    def of_layer(self, layer: int, layers: int | None = None) -> "Dims":
+        """Returns the map of one layer, if layers differ; see `kvjax.storage.Codec.of_layer`."""
+        return self
+
 
 @dataclasses.dataclass(frozen=True)
 class DimsFunctions(Dims):
@@ -90,6 +94,10 @@ class Chain(Codec):
     @property
     def side(self) -> Side | None:
         return self.dims.side
+
+    def of_layer(self, layer: int, layers: int | None = None) -> "Chain":
+        dims = self.dims.of_layer(layer, layers)
+        return self if dims == self.dims else Chain(dims, self.codec)
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         short = self.dims.dim(dim)

@@ -17,6 +17,7 @@ from kvjax.storage.side import CALIBRATION, Samples, Shapes, Side
 
 Array = jax.Array
 Basis = Literal["keys", "weights"]
+Rank = int | tuple[int, ...]  # of all layers, or one for each
 
 BASES = ("keys", "weights")
 SMALLEST_INPUT = 1e-6  # added to the mean magnitude of a projection's input, whose root scales its columns
@@ -34,13 +35,13 @@ class PrincipalDirections(Side):
         of its inputs, by falling singular value. The largest entry of each direction is positive.
     """
 
-    rank: int
+    rank: Rank
     center: bool = True
     basis: Basis = "keys"
     when = CALIBRATION
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
-        basis: Shapes = {"basis": ((dim, self.rank), jnp.dtype(dtype))}
+        basis: Shapes = {"basis": ((dim, _of_one_layer(self.rank)), jnp.dtype(dtype))}
         return basis | {"mean": ((dim,), jnp.dtype(dtype))} if self.center else basis
 
     def prepare(self, samples: Samples) -> Mapping[str, np.ndarray]:
@@ -49,8 +50,26 @@ class PrincipalDirections(Side):
         mean = x.mean(axis=0)
         from_vectors = self.basis == "keys"
         moment = second_moment(x - mean if self.center else x) if from_vectors else weight_moment(samples)
-        basis = {"basis": directions(moment, self.rank)}
+        basis = {"basis": directions(moment, _of_one_layer(self.rank))}
         return basis | {"mean": mean} if self.center else basis
+
+
+def _of_one_layer(rank: Rank) -> int:
+    """Returns a rank that does not depend on the layer.
+
+    Raises:
+      StorageError: it does.
+    """
+    if isinstance(rank, int):
+        return rank
+    raise StorageError(f"storage low_rank: ranks {rank} are of different layers; see Storage.of_layer.")
+
+
+def _checked(rank: Any) -> Rank:
+    """Returns a rank, or one for each layer, as whole numbers."""
+    if isinstance(rank, list | tuple | np.ndarray) and len(rank):
+        return tuple(count_argument("storage low_rank: rank", each, minimum=1, error=StorageError) for each in rank)
+    return count_argument("storage low_rank: rank", rank, minimum=1, error=StorageError)
 
 
 def second_moment(x: np.ndarray) -> np.ndarray:
@@ -96,7 +115,7 @@ class LowRank(Dims):
     """Holds Uᵀ(x - mean): the coordinates of a vector in a few directions, which are the columns of U.
 
     Attributes:
-      rank: the number of directions, at least 1.
+      rank: the number of directions, at least 1; a tuple with one for each layer.
       center: see `PrincipalDirections`.
       basis: see `PrincipalDirections`.
 
@@ -104,13 +123,12 @@ class LowRank(Dims):
       StorageError: an attribute out of range.
     """
 
-    rank: int
+    rank: Rank
     center: bool = True
     basis: Basis = "keys"
 
     def __post_init__(self) -> None:
-        rank = count_argument("storage low_rank: rank", self.rank, minimum=1, error=StorageError)
-        object.__setattr__(self, "rank", rank)
+        object.__setattr__(self, "rank", _checked(self.rank))
         choice_argument("storage low_rank: center", self.center, (False, True), error=StorageError)
         choice_argument("storage low_rank: basis", self.basis, BASES, error=StorageError)
         if self.basis == "weights" and self.center:
@@ -120,8 +138,18 @@ class LowRank(Dims):
     def side(self) -> Side:
         return PrincipalDirections(self.rank, self.center, self.basis)
 
+    def of_layer(self, layer: int, layers: int | None = None) -> "LowRank":
+        if isinstance(self.rank, int):
+            return self
+        if layers not in (None, len(self.rank)) or layer >= len(self.rank):
+            raise StorageError(
+                f"storage low_rank: there are {len(self.rank)} ranks, and the model has {layers or 'more'} layers; "
+                "give one rank, or one for each layer."
+            )
+        return dataclasses.replace(self, rank=self.rank[layer])
+
     def dim(self, dim: int) -> int:
-        return self.rank
+        return _of_one_layer(self.rank)
 
     def forward(self, x: Array, side: Any) -> Array:
         # [..., D] and [..., r]
@@ -148,8 +176,8 @@ def _product(subscripts: str, x: Array, side: Any) -> Array:
 
 @factory
 def low_rank(
-    key_rank: int,
-    value_rank: int,
+    key_rank: Rank,
+    value_rank: Rank,
     residual: int = 0,
     center: bool = True,
     basis: Basis = "keys",
@@ -163,7 +191,7 @@ def low_rank(
     what is held, and nothing is expanded to all features of a head.
 
     Args:
-      key_rank: directions of keys, at most the features of a head.
+      key_rank: directions of keys, at most the features of a head; a tuple with a number for each layer.
       value_rank: directions of values.
       residual: the number of newest positions that stay exact.
       center: whether the mean is subtracted.
@@ -176,4 +204,7 @@ def low_rank(
     """
     key = Chain(LowRank(key_rank, center, basis), key_codec)
     value = Chain(LowRank(value_rank, center, basis), value_codec)
-    return Storage(key=key, value=value, residual=residual, frame=ROTATED, name=f"low_rank_k{key_rank}v{value_rank}")
+    ranks = (str(rank).replace(" ", "") for rank in (_checked(key_rank), _checked(value_rank)))
+    return Storage(
+        key=key, value=value, residual=residual, frame=ROTATED, name="low_rank_k{}v{}".format(*ranks)
+    )  # fmt: skip

@@ -156,6 +156,30 @@ def test_generation_and_scores_take_it():
             run()
 
 
+def test_ranks_of_their_own_for_each_layer():
+    """The directions of a smaller rank are the first of those of a larger one."""
+    own, tokens = model(), random_tokens(2, 20, seed=6)
+    dim, ranks = own.config.head_dim, ((8, 3), (8, 5))
+    held, whole = storage.low_rank(*ranks), storage.low_rank(dim, dim)
+    made, most = (kvjax.calibrate(own, tokens, each) for each in (held, whole))
+    result = kvjax.generate(own, tokens, policies.full(), max_new_tokens=6, storage=held, calibration=made)
+    for index, layer in enumerate(result.state.layers):
+        for name, rank in zip(("key", "value"), ranks, strict=True):
+            assert layer.stores[0][name]["latent"].shape[3] == rank[index]
+            basis = most.layers[index][name]["basis"][..., : rank[index]]
+            np.testing.assert_array_equal(made.layers[index][name]["basis"], basis)
+    key, _, position = storage.read(held, result.state.layers[1], made, index=1)
+    live = np.asarray(position) >= 0
+    # What is held of the second layer lies in three directions of each head, around the mean.
+    inside = np.asarray(key - made.layers[1]["key"]["mean"][None, :, None])[0, 0][live[0, 0]]
+    assert np.linalg.matrix_rank(inside, tol=1e-4) == 3
+    for wrong in (storage.low_rank((8, 3, 3), 8), storage.low_rank((8,), 8)):
+        with pytest.raises(StorageError, match=r"ranks, and the model has .* layers; give one rank"):
+            kvjax.generate(own, tokens, policies.full(), max_new_tokens=6, storage=wrong, calibration=made)
+    with pytest.raises(StorageError, match=r"see Storage\.of_layer"):
+        held.bytes_per_slot(dim, "float32")
+
+
 def test_training_lowers_the_loss():
     """Gradients reach the directions through the scores of a text (MatryoshkaKV trains them so)."""
     own, tokens, held = model(), random_tokens(2, 16, seed=7), storage.low_rank(3, 3)
