@@ -83,8 +83,8 @@ def _merged(lower: LayerKV, upper: LayerKV, group: Group) -> tuple[LayerKV, Laye
     sides: tuple[dict[str, Any], ...] = ({}, {})
     position = lower.position[:, :, :size]
     for name, codec in codecs_of(group.storage).items():
-        vectors = [each.stores[0][name]["exact"][:, :, :size] for each in (lower, upper)]
-        halves = codec.encode_pair(*(x.astype(jnp.float32) for x in vectors), position, vectors[0].dtype)
+        one, other = (each.stores[0][name]["exact"][:, :, :size] for each in (lower, upper))
+        halves = codec.encode_pair(one.astype(jnp.float32), other.astype(jnp.float32), position, one.dtype)
         for own, also, (parts, side) in zip(stores, sides, halves, strict=True):
             own[name] = parts
             if side:

@@ -36,11 +36,12 @@ def gradients(model: Model, x: Array, tokens: Array, block: Block, *, rotated: b
       rotated: whether with respect to keys after RoPE, or before it.
     """
     config = model.config
-    options = {"config": config, "dtype": x.dtype}
+    dtype = x.dtype
     entered = []
     for index in range(config.num_layers):
         entered.append(x)
-        x = _forward(model.params[f"layer_{index}"], x, None, block.of_layer(index), config.windows[index], **options)
+        own, window = model.params[f"layer_{index}"], config.windows[index]
+        x = _forward(own, x, None, block.of_layer(index), window, config=config, dtype=dtype)
     # [B, T]: the token after each, and whether there is one
     targets = jnp.roll(tokens, -1, axis=1)
     known = jnp.roll(block.position, -1, axis=1) > 0
@@ -53,10 +54,8 @@ def gradients(model: Model, x: Array, tokens: Array, block: Block, *, rotated: b
     )
     found: list[Slopes] = []
     for index in reversed(range(config.num_layers)):
-        own = block.of_layer(index)
-        slope, made = _backward(
-            model.params[f"layer_{index}"], entered.pop(), own, slope, config.windows[index], **options
-        )  # fmt: skip
+        own, window = model.params[f"layer_{index}"], config.windows[index]
+        slope, made = _backward(own, entered.pop(), block.of_layer(index), slope, window, config=config, dtype=dtype)
         if rotated and config.rope is not None:
             # A rotation keeps products, so that gradients turn as keys do.
             made["key"] = config.rope.rotate(made["key"], block.position, config.rope.frequencies(block.total))

@@ -126,7 +126,7 @@ class Calibration(flax.struct.PyTreeNode):
                 f"{_rope_name(rope)}; make one for this model with kvjax.calibrate."
             )
         made = [_shapes(layer) for layer in self.layers]
-        both = list(itertools.zip_longest(made, expected, fillvalue={}))
+        both: list[tuple[Expected, Expected]] = list(itertools.zip_longest(made, expected, fillvalue={}))
         wrong = [index for index, (own, needed) in enumerate(both) if needed and own != needed]
         if wrong or len(made) != len(storages):
             mine, needed = both[wrong[0] if wrong else 0]

@@ -61,12 +61,12 @@ def merged_vectors(lower: Array, upper: Array, t: float) -> MergedVectors:
     sine = jnp.sin(angle)
     chord = sine < SMALLEST_SINE
     divisor = jnp.where(chord, 1.0, sine)
-    weights = (
-        jnp.where(chord, one, jnp.sin(one * angle) / divisor)[..., None] for one in (jnp.float32(1 - t), jnp.float32(t))
-    )
-    # [..., D]
-    between = sum(weight * unit for weight, unit in zip(weights, (low, up), strict=True))
-    size, unit = _polar(between)
+
+    def weighed(unit: Array, share: float) -> Array:
+        """Returns one of the two directions times its weight, [..., D]."""
+        return jnp.where(chord, share, jnp.sin(share * angle) / divisor)[..., None] * unit
+
+    size, unit = _polar(weighed(low, 1 - t) + weighed(up, t))
     return MergedVectors(jnp.where(size[..., None] <= SMALLEST_NORM, up, unit), first, second, angle)
 
 
@@ -170,15 +170,14 @@ class Merged(Codec):
         """
         if self.straight:
             plain = dataclasses.replace(self, straight=False)
-            (first, side), (second, also) = plain.encode_pair(*jax.lax.stop_gradient((lower, upper)), position, dtype)
-            given = ((lower, first, side), (upper, {**first, **second}, {**side, **also}))
-            own, theirs = (
-                straight_through(
-                    x, plain.decode(parts, Originals(self.count, None).aligned(each, x.ndim), x.shape[-1])
-                ).astype(dtype)
-                for x, parts, each in given
-            )
-            return ({DECODED: own}, {}), ({DECODED: theirs}, {})
+            (parts, side), (others, also) = plain.encode_pair(*jax.lax.stop_gradient((lower, upper)), position, dtype)
+            given = ((lower, parts, side), (upper, {**parts, **others}, {**side, **also}))
+            decoded = [
+                plain.decode(own, Originals(self.count, None).aligned(each, x.ndim), x.shape[-1])
+                for x, own, each in given
+            ]
+            held = [{DECODED: straight_through(x, y).astype(dtype)} for (x, *_), y in zip(given, decoded, strict=True)]
+            return (held[0], {}), (held[1], {})
         made = merged_vectors(lower, upper, self.t)
         live = position >= 0
         # Shares are counted on the host, in float64.
@@ -188,11 +187,11 @@ class Merged(Codec):
         order = jnp.argsort(~keeps, axis=2, stable=True)[:, :, : self.count].astype(jnp.int32)
         slot = jnp.where(jnp.take_along_axis(keeps, order, axis=2), order, position.shape[2])
         # [B, K, count, D] each
-        own, theirs = (
+        first, second = (
             {EXACT: as_stored(jnp.take_along_axis(x, order[..., None], axis=2), dtype)} for x in (lower, upper)
         )
-        first = {DIRECTION: as_stored(made.direction, dtype), LENGTH: as_stored(made.lower, dtype)}
-        return (first, {SLOT: slot, **own}), ({LENGTH: as_stored(made.upper, dtype)}, theirs)
+        shared = {DIRECTION: as_stored(made.direction, dtype), LENGTH: as_stored(made.lower, dtype)}
+        return (shared, {SLOT: slot, **first}), ({LENGTH: as_stored(made.upper, dtype)}, second)
 
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
         """Decodes vectors [B, K, n, dim]; of the upper layer with the direction and the slots of the lower one."""
