@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -28,6 +29,9 @@ from kvjax.storage.side import Samples
 
 Array = jax.Array
 
+EMBEDDINGS = 64  # rows of the embedding that a fingerprint looks at
+DIGITS = 16  # of a fingerprint
+
 
 def calibrate(model: Model, tokens: ArrayLike, storage: Storage, *, lengths: ArrayLike | None = None) -> Calibration:
     """Makes the calibration of a storage from a text, in one pass under full attention.
@@ -50,7 +54,8 @@ def calibrate(model: Model, tokens: ArrayLike, storage: Storage, *, lengths: Arr
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     with model.on_mesh():
         samples = _samples(model, batch.tokens, batch.lengths, storage)
-        return Calibration.of(storage, samples, model.config.rope, _dtype(model))
+        made = Calibration.of(storage, samples, model.config.rope, _dtype(model))
+        return made.replace(model=fingerprint(model))
 
 
 def calibrated(model: Model, storage: Storage, calibration: Calibration | None) -> Model:
@@ -86,12 +91,34 @@ def with_calibration(model: Model, storages: Sequence[Storage], calibration: Cal
     if not isinstance(calibration, Calibration):
         raise StorageError(f"calibration={type(calibration).__name__} is not valid; give one from kvjax.calibrate.")
     calibration.check(*shape)
+    if calibration.model is not None and (own := fingerprint(model)) not in (None, calibration.model):
+        raise StorageError(
+            f"the calibration ({calibration.method}) was made for a model with the fingerprint {calibration.model}, "
+            f"and this model has {own}; make one for this model with kvjax.calibrate."
+        )
     params = dict(model.params)
     for index, sides in enumerate(calibration.layers):
         layer = dict(params[f"layer_{index}"])
         layer["attention"] = {**layer["attention"], SIDES: sides}
         params[f"layer_{index}"] = layer
     return dataclasses.replace(model, params=params)
+
+
+def fingerprint(model: Model) -> str | None:
+    """Returns a short hash of a model's configuration, of its first embeddings and of its layers' norms.
+
+    These are the same however the weights are quantised, sharded or offloaded, and whatever their dtype. None in a
+    gradient, whose numbers are not known.
+    """
+    found = hashlib.sha256(repr(model.config).encode())
+    embedded = model.params["embed"]["tokens"][:EMBEDDINGS]
+    norms = [model.params[f"layer_{index}"].get("attention_norm", {}) for index in range(model.config.num_layers)]
+    for x in (embedded, *jax.tree.leaves(norms)):
+        if isinstance(x, jax.core.Tracer):
+            return None
+        # So that it is the same in bfloat16 and in float32.
+        found.update(np.asarray(memory.to_device(x).astype(jnp.bfloat16)).tobytes())
+    return found.hexdigest()[:DIGITS]
 
 
 def _dtype(model: Model) -> jnp.dtype:

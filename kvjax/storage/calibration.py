@@ -36,11 +36,13 @@ class Calibration(flax.struct.PyTreeNode):
       layers: per layer, {"key": {part: [K, *shape]}, "value": {...}}; [1, *shape] of a part that heads share.
       method: what the arrays are, for messages.
       rope: the rotary embedding of the model that they were made for; None without one.
+      model: the fingerprint of that model (`kvjax.models.calibrate.fingerprint`); None = not known.
     """
 
     layers: tuple[Sides, ...]
     method: str = flax.struct.field(pytree_node=False, default="given")
     rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
+    model: str | None = flax.struct.field(pytree_node=False, default=None)
 
     @classmethod
     def of(
@@ -55,7 +57,7 @@ class Calibration(flax.struct.PyTreeNode):
           dtype: the model's.
 
         Raises:
-          StorageError: a storage that needs no calibration.
+          StorageError: a storage that needs no calibration, or samples that are not finite.
         """
         sides = required(storage)
         if not sides:
@@ -64,6 +66,12 @@ class Calibration(flax.struct.PyTreeNode):
         for index, given in enumerate(samples):
             storage.bound(given.key.shape[1])  # raises where groups of heads do not divide the KV heads
             own = {"key": given.key, "value": given.value}
+            for name, x in own.items():
+                if not np.all(np.isfinite(x)):
+                    raise StorageError(
+                        f"storage {storage.name}: {name}s of layer {index} of the calibration have numbers that are "
+                        "infinite or NaN; give another text, or other samples."
+                    )
             layers.append(
                 {
                     name: side.prepared(given._replace(own=own[name], name=name), own[name].shape[-1], dtype)
@@ -87,7 +95,7 @@ class Calibration(flax.struct.PyTreeNode):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.layers))
 
     def save(self, path: str | Path) -> None:
-        """Saves it as a safetensors file, with method, shapes, rotary embedding and hash.
+        """Saves it as a safetensors file, with method, shapes, rotary embedding, hash and the model's fingerprint.
 
         Args:
           path: of the file; it is replaced if it exists.
@@ -97,6 +105,8 @@ class Calibration(flax.struct.PyTreeNode):
         """
         about = {"format": FORMAT, "method": self.method, "rope": repr(self.rope), "hash": self.hash}
         tensors = {name: jnp.asarray(x) for name, x in _named(self.layers).items()}
+        if self.model is not None:
+            about["model"] = self.model
         about["shapes"] = json.dumps({name: list(x.shape) for name, x in tensors.items()})
         try:
             save_file(tensors, str(path), metadata=about)
@@ -185,7 +195,7 @@ def load_calibration(path: str | Path) -> Calibration:
             tensors = {name: jnp.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
         if about.get("format") != FORMAT:
             raise StorageError(f"calibration {path}: its format is {about.get('format')!r}, not {FORMAT!r}.")
-        made = Calibration(_layers(tensors), about["method"], _rope(about["rope"]))
+        made = Calibration(_layers(tensors), about["method"], _rope(about["rope"]), about.get("model"))
         shapes = {name: list(x.shape) for name, x in tensors.items()}
         if shapes != json.loads(about["shapes"]):
             raise StorageError(f"calibration {path}: its arrays have shapes {shapes}, and it says {about['shapes']}.")
@@ -194,6 +204,8 @@ def load_calibration(path: str | Path) -> Calibration:
                 f"calibration {path} is damaged: its arrays have the hash {made.hash}, and it says {about['hash']}; "
                 "make it again with kvjax.calibrate."
             )
+        if reason := _not_finite(tensors):
+            raise StorageError(f"calibration {path} is not finite: {reason}; make it again with kvjax.calibrate.")
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, SyntaxError) as error:
         if isinstance(error, StorageError):
             raise
@@ -218,6 +230,14 @@ def _layers(tensors: dict[str, Array]) -> tuple[Sides, ...]:
         layer, name, part = full.split(".")
         layers.setdefault(int(layer.removeprefix("layer_")), {}).setdefault(name, {})[part] = x
     return tuple(layers[index] for index in range(len(layers)))
+
+
+def _not_finite(tensors: dict[str, Array]) -> str | None:
+    """Returns which array has a number that is infinite or NaN, as text; None if none has."""
+    for name, x in tensors.items():
+        if not isinstance(x, jax.core.Tracer) and not bool(jnp.all(jnp.isfinite(x))):
+            return f"{name} has numbers that are infinite or NaN"
+    return None
 
 
 def _rope(text: str) -> Rope | None:

@@ -218,6 +218,10 @@ def test_files(tmp_path):
         about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     assert json.loads(about["shapes"])["layer_0.key.basis"] == [2, DIM, 4]
 
+    def of_nan() -> Calibration:
+        wrong = made.layers[0]["key"] | {"basis": made.layers[0]["key"]["basis"].at[0, 0, 0].set(jnp.nan)}
+        return dataclasses.replace(made, layers=({**made.layers[0], "key": wrong},))
+
     def altered(change: dict, **more) -> None:
         save_file({**tensors, **change}, path, metadata={**about, **more})
 
@@ -228,6 +232,13 @@ def test_files(tmp_path):
         ),
         (lambda: altered({"layer_0.key.basis": tensors["layer_0.key.basis"][:1]}), "have shapes .*, and it says"),
         (lambda: altered({}, rope="open('x')"), "is not a file of kvjax.calibrate"),
+        (lambda: altered({"layer_0.key.basis": tensors["layer_0.key.basis"].astype(np.float16)}), "is damaged"),
+        (lambda: save_file(dict(list(tensors.items())[1:]), path, metadata=about), "have shapes .*, and it says"),
+        (lambda: altered({"layer_2.key.basis": tensors["layer_0.key.basis"]}), "is not a file of kvjax.calibrate"),
+        (lambda: altered({"basis": tensors["layer_0.key.basis"]}), "is not a file of kvjax.calibrate"),
+        (lambda: save_file(tensors, path), "its format is None"),
+        (lambda: save_file(tensors, path, metadata={"format": about["format"]}), "is not a file of kvjax.calibrate"),
+        (lambda: of_nan().save(path), "is not finite: layer_0.key.basis has numbers that are infinite or NaN"),
         (lambda: altered({}, format="other"), "its format is 'other'"),
         (lambda: path.write_bytes(path.read_bytes()[:-9]), "is not a file of kvjax.calibrate"),
         (lambda: path.write_bytes(b"text"), "is not a file of kvjax.calibrate"),
@@ -259,6 +270,14 @@ def test_of_another_model_or_storage():
             storage.replay(held, prompt, decode, LENGTHS, calibration=made)
     with pytest.raises(StorageError, match="storage int4 needs no calibration"):
         kvjax.calibrate(model(), random_tokens(1, 9), storage.int4())
+    wrong = samples()
+    wrong.value[3, 1, 2] = np.inf
+    with pytest.raises(StorageError, match="values of layer 0 of the calibration have numbers that are infinite"):
+        Calibration.of(LOW, [wrong])
+    made = kvjax.calibrate(model(), random_tokens(1, 9), LOW)
+    other = tiny(seed=1).model
+    with pytest.raises(StorageError, match=r"made for a model with the fingerprint \w+, and this model has \w+"):
+        kvjax.calibrated(other, LOW, made)
     with pytest.raises(StorageError, match="calibration=int is not valid"):
         kvjax.calibrated(model(), LOW, 3)
 
