@@ -13,31 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import evict, fused, reading, tiers
+from kvjax.cache import evict, fused, reading
 from kvjax.cache.convert import Prompt, convert
+from kvjax.cache.finish import finish
 from kvjax.cache.layout import Group
-from kvjax.cache.pool import (
-    Pool,
-    Turn,
-    decoded,
-    joined,
-    pieces,
-    placed,
-    pool_of,
-    prompt_pool,
-    rotated_by_rank,
-    run_after_inputs,
-)
-from kvjax.cache.settle import recode, settle
-from kvjax.cache.slots import after_reading, constrain, forget
-from kvjax.cache.state import EMPTY, Block, Layer, LayerKV, PerSlot, exact_store
+from kvjax.cache.pool import Pool, Turn, joined, pieces, placed, pool_of, prompt_pool, rotated_by_rank, run_after_inputs
+from kvjax.cache.slots import after_reading, constrain
+from kvjax.cache.state import Block, Layer, LayerKV, PerSlot
 from kvjax.kernels.coded import as_array
-from kvjax.policies.base import View
 from kvjax.rope import Rope
 from kvjax.selection.base import Selection
 from kvjax.storage import store as held
 from kvjax.storage.base import UNROTATED
-from kvjax.storage.layouts import Tiers
 from kvjax.storage.side import PROMPT, PromptView, Sides
 
 Array = jax.Array
@@ -224,7 +211,7 @@ def step(
     queries = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     stats = evict.observe(pool.stats, group.needs, columns, queries)
     per_slot = PerSlot(stats, {name: index[name] for name in group.selection.per_slot})
-    after, moved = _evicted(pool, per_slot, block, group, budget, turn)
+    after, moved = finish(pool, per_slot, block, group, budget, turn)
     after = after.replace(stats=moved.stats, index=index | moved.index)
     if fresh and group.decode_group is not None:
         made = _prompt_sides(after, query, key, value, block, group.decode_group)
@@ -234,8 +221,11 @@ def step(
         return output, constrain(after), Seen(query, None, read, log_weight, pool.position, chosen)
     # XLA removes this second call unless the caller uses its result.
     query, keys, _ = attended(pool, query, whole=True)
-    keys = tuple(map(as_array, keys))
-    return output, constrain(after), Seen(query, joined(keys), read, log_weight, pool.position, chosen)
+    return (
+        output,
+        constrain(after),
+        Seen(query, joined(tuple(map(as_array, keys))), read, log_weight, pool.position, chosen),
+    )
 
 
 def _check(layer: LayerKV | None, query: Array, key: Array, value: Array, block: Block, budget: Array | None) -> None:
@@ -298,106 +288,3 @@ def _prompt_sides(after: LayerKV, query: Array, key: Array, value: Array, block:
     grouped = query.reshape(*key.shape[:2], -1, *query.shape[2:])
     view = PromptView(exact_key, grouped, exact_key, exact_value, block.position, after.position >= 0)
     return constrain(held.prompt_sides(group.storage, view, value.dtype))
-
-
-def _evicted(
-    pool: Pool, per_slot: PerSlot, block: Block, group: Group, budget: Array | None, turn: Turn | None
-) -> tuple[LayerKV, PerSlot]:
-    """Evicts until every head is within its limit, and moves the step's own tokens into the layer.
-
-    Args:
-      pool: the slots and the step's own tokens.
-      per_slot: statistics and index of all of them, after the step was observed.
-      block: the tokens of the step.
-      group: the policy and the storage.
-      budget: [B] int32 slots per KV head, or None.
-      turn: the rotation of keys that are held as they are before it; or None.
-    """
-    position, layer, policy, own, stats = pool.position, pool.layer, group.policy, pool.own, per_slot.stats
-    unranked, victim = 0 if own is None else group.unranked, None
-    if policy.budget is not None:
-        tokens = block.position.shape[1]
-        # A compressor evicts once, whatever the last block of the prompt brings.
-        one = group.evicts_one and tokens == 1 and policy.when == "step"
-
-        def choose(pool: Pool, stats: dict[str, Array]) -> Array:
-            view = _view(pool, *_held(pool, group, turn), block, group, budget)
-            view = view._replace(position=view.position[:, :, unranked:]) if unranked else view
-            return evict.victims(policy, stats, view, one=one)
-
-        # [B, K, S'] bool, of the slots that are ranked
-        victim = run_after_inputs(choose, pool, stats) if policy.reads else choose(pool, stats)
-        if policy.merge is not None:
-            key, value = _held(pool, group, turn)
-            most = tokens if group.evicts_one else position.shape[2]
-            view = _view(pool, key, value, block, group, budget)
-            folded = policy.merge.fold(key, value, victim, stats, view, most)
-            stats = folded.stats
-            layer, own = _merged(pool, (key, value), (folded.key, folded.value), group, turn)
-        if not unranked:
-            position = jnp.where(victim, EMPTY, position)
-    per_slot = per_slot.replace(stats=stats)
-    if unranked and own is not None and isinstance(group.storage.layout, Tiers):
-        return tiers.settle(layer, *own, position, victim, per_slot, block.newest, group, pool.sides)
-    if own is not None:
-        return settle(layer, *own, position, per_slot, block.newest, group, pool.sides)
-    return layer.replace(position=position), per_slot.replace(stats=forget(per_slot.stats, position))
-
-
-def _held(pool: Pool, group: Group, turn: Turn | None) -> tuple[Any, Any]:
-    """Decodes the keys and values [B, K, S', D] of all slots; None for what is gathered from host memory."""
-    keys, values = decoded(pool, group, whole=True)
-    if pool.own is not None and group.unranked:
-        # The policy does not see what it has evicted.
-        pool = pool._replace(position=pool.position[:, :, group.unranked :])
-        keys, values = keys[group.unranked_stores :], values[group.unranked_stores :]
-    key, value = (None if pieces[0] is None else joined(pieces) for pieces in (placed(pool, keys, turn), values))
-    return key, value
-
-
-def _view(pool: Pool, key: Any, value: Any, block: Block, group: Group, budget: Array | None) -> View:
-    """Returns what the policy may look at. Which slots go is a constant to a gradient."""
-    assert budget is not None
-    return View(
-        position=pool.position,
-        key=jax.lax.stop_gradient(key),
-        value=jax.lax.stop_gradient(value),
-        newest=block.newest,
-        budget=budget,
-        prompt=block.prompt,
-        layer=block.layer,
-        decoding=group.decoding,
-        heads=group.heads,
-    )
-
-
-def _merged(
-    pool: Pool, old: tuple[Array, Array], new: tuple[Array, Array], group: Group, turn: Turn | None
-) -> tuple[LayerKV, tuple[Array, Array] | None]:
-    """Stores merged pairs. A slot that nothing was merged into keeps its bytes.
-
-    Args:
-      pool: the slots and the step's own tokens.
-      old: keys and values [B, K, S', D] before the merge.
-      new: keys and values [B, K, S', D] after the merge.
-      group: the storage.
-      turn: the rotation of keys that are held as they are before it; or None.
-
-    Returns:
-      The layer, and keys and values of the step's own tokens.
-    """
-    # [B, K, S']
-    changed = jnp.any((old[0] != new[0]) | (old[1] != new[1]), axis=3)
-    if turn is not None:
-        plain = joined(decoded(pool, group)[0])
-        new = jnp.where(changed[..., None], turn.back(new[0], pool.position), plain), new[1]
-    if pool.own is None:
-        return pool.layer.with_exact(*new), None
-    keys, values, marks = (pool.cut(x) for x in (*new, changed))
-    stores = tuple(
-        exact_store(key, value) if storage.exact else recode(storage, store, mark, key, value, value.dtype, pool.sides)
-        for storage, store, mark, key, value in zip(
-            group.stores, pool.layer.stores, marks[:-1], keys[:-1], values[:-1], strict=True
-        )
-    )
-    return pool.layer.replace(stores=stores), (keys[-1], values[-1])

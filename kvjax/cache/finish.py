@@ -1,0 +1,120 @@
+"""The end of a step: evicts, merges, and moves the step's own tokens into the layer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import evict, tiers
+from kvjax.cache.layout import Group
+from kvjax.cache.pool import Pool, Turn, decoded, joined, placed, run_after_inputs
+from kvjax.cache.settle import recode, settle
+from kvjax.cache.slots import forget
+from kvjax.cache.state import EMPTY, Block, LayerKV, PerSlot, exact_store
+from kvjax.policies.base import View
+from kvjax.storage.layouts import Tiers
+
+Array = jax.Array
+
+
+def finish(
+    pool: Pool, per_slot: PerSlot, block: Block, group: Group, budget: Array | None, turn: Turn | None
+) -> tuple[LayerKV, PerSlot]:
+    """Evicts until every head is within its limit, and moves the step's own tokens into the layer.
+
+    Args:
+      pool: the slots and the step's own tokens.
+      per_slot: statistics and index of all of them, after the step was observed.
+      block: the tokens of the step.
+      group: the policy and the storage.
+      budget: [B] int32 slots per KV head, or None.
+      turn: the rotation of keys that are held as they are before it; or None.
+    """
+    position, layer, policy, own, stats = pool.position, pool.layer, group.policy, pool.own, per_slot.stats
+    unranked, victim = 0 if own is None else group.unranked, None
+    if policy.budget is not None:
+        tokens = block.position.shape[1]
+        # A compressor evicts once, whatever the last block of the prompt brings.
+        one = group.evicts_one and tokens == 1 and policy.when == "step"
+
+        def choose(pool: Pool, stats: dict[str, Array]) -> Array:
+            view = _view(pool, *_held(pool, group, turn), block, group, budget)
+            view = view._replace(position=view.position[:, :, unranked:]) if unranked else view
+            return evict.victims(policy, stats, view, one=one)
+
+        # [B, K, S'] bool, of the slots that are ranked
+        victim = run_after_inputs(choose, pool, stats) if policy.reads else choose(pool, stats)
+        if policy.merge is not None:
+            key, value = _held(pool, group, turn)
+            most = tokens if group.evicts_one else position.shape[2]
+            view = _view(pool, key, value, block, group, budget)
+            folded = policy.merge.fold(key, value, victim, stats, view, most)
+            stats = folded.stats
+            layer, own = _merged(pool, (key, value), (folded.key, folded.value), group, turn)
+        if not unranked:
+            position = jnp.where(victim, EMPTY, position)
+    per_slot = per_slot.replace(stats=stats)
+    if unranked and own is not None and isinstance(group.storage.layout, Tiers):
+        return tiers.settle(layer, *own, position, victim, per_slot, block.newest, group, pool.sides)
+    if own is not None:
+        return settle(layer, *own, position, per_slot, block.newest, group, pool.sides)
+    return layer.replace(position=position), per_slot.replace(stats=forget(per_slot.stats, position))
+
+
+def _held(pool: Pool, group: Group, turn: Turn | None) -> tuple[Any, Any]:
+    """Decodes the keys and values [B, K, S', D] of all slots; None for what is gathered from host memory."""
+    keys, values = decoded(pool, group, whole=True)
+    if pool.own is not None and group.unranked:
+        # The policy does not see what it has evicted.
+        pool = pool._replace(position=pool.position[:, :, group.unranked :])
+        keys, values = keys[group.unranked_stores :], values[group.unranked_stores :]
+    key, value = (None if pieces[0] is None else joined(pieces) for pieces in (placed(pool, keys, turn), values))
+    return key, value
+
+
+def _view(pool: Pool, key: Any, value: Any, block: Block, group: Group, budget: Array | None) -> View:
+    """Returns what the policy may look at. Which slots go is a constant to a gradient."""
+    assert budget is not None
+    return View(
+        position=pool.position,
+        key=jax.lax.stop_gradient(key),
+        value=jax.lax.stop_gradient(value),
+        newest=block.newest,
+        budget=budget,
+        prompt=block.prompt,
+        layer=block.layer,
+        decoding=group.decoding,
+        heads=group.heads,
+    )
+
+
+def _merged(
+    pool: Pool, old: tuple[Array, Array], new: tuple[Array, Array], group: Group, turn: Turn | None
+) -> tuple[LayerKV, tuple[Array, Array] | None]:
+    """Stores merged pairs. A slot that nothing was merged into keeps its bytes.
+
+    Args:
+      pool: the slots and the step's own tokens.
+      old: keys and values [B, K, S', D] before the merge.
+      new: keys and values [B, K, S', D] after the merge.
+      group: the storage.
+      turn: the rotation of keys that are held as they are before it; or None.
+
+    Returns:
+      The layer, and keys and values of the step's own tokens.
+    """
+    # [B, K, S']
+    changed = jnp.any((old[0] != new[0]) | (old[1] != new[1]), axis=3)
+    if turn is not None:
+        plain = joined(decoded(pool, group)[0])
+        new = jnp.where(changed[..., None], turn.back(new[0], pool.position), plain), new[1]
+    if pool.own is None:
+        return pool.layer.with_exact(*new), None
+    keys, values, marks = (pool.cut(x) for x in (*new, changed))
+    stores = tuple(
+        exact_store(key, value) if storage.exact else recode(storage, store, mark, key, value, value.dtype, pool.sides)
+        for storage, store, mark, key, value in zip(
+            group.stores, pool.layer.stores, marks[:-1], keys[:-1], values[:-1], strict=True
+        )
+    )
+    return pool.layer.replace(stores=stores), (keys[-1], values[-1])
