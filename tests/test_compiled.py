@@ -6,6 +6,7 @@ Programs are compiled from shapes and read, not run.
 import dataclasses
 import functools
 import importlib
+import math
 import re
 
 import jax
@@ -13,15 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import attention, policies, storage
+from kvjax import attention, policies, products, storage
 from kvjax.cache import CacheSpec, Limits, slots
 from kvjax.cache.convert import empty
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.cache.spec import as_spec
+from kvjax.kernels.decode import coded
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.models.parameters import parameter_shapes
 from kvjax.prefill import prefill_steps
+from kvjax.products import native
 from kvjax.roofline import decode_shapes
 from kvjax.rope import Rope
 from kvjax.sampling import Greedy
@@ -127,6 +130,47 @@ def test_a_copy_of_the_cache_would_be_seen(monkeypatch):
     executable, key = compile_decode(policies.h2o(budget=SLOTS))
     jax.clear_caches()
     assert rewrites(executable.as_text(), shape_of(key))
+
+
+def decoded_copies(text: str, key: jax.ShapeDtypeStruct) -> list[str]:
+    """Float32 arrays of at least as many numbers as a layer's keys, which are coded in `key`, anywhere in a program."""
+    numbers = math.prod(key.shape[:3]) * WIDE.head_dim
+    return [dims for dims in re.findall(r"f32\[([\d,]+)\]", text) if math.prod(map(int, dims.split(","))) >= numbers]
+
+
+@pytest.fixture
+def form():
+    """Sets the form of products, as `kvjax.products.use` does, and how many slots are decoded at once."""
+    before = products.setting(), coded.CHUNK, coded.MOST_AT_ONCE
+
+    def use(name: str, chunk: int, most: int) -> None:
+        coded.CHUNK, coded.MOST_AT_ONCE = chunk, most
+        products.use(name)
+
+    yield use
+    use(*before)
+
+
+@pytest.mark.parametrize("name", ["native", "fixed"])
+@pytest.mark.parametrize("policy", [policies.full(), policies.h2o(SLOTS)], ids=lambda policy: policy.name)
+def test_decoding_holds_codes_and_no_decoded_copy(policy, name, form):
+    if name == "native" and native.load():
+        pytest.skip(native.load())
+    form(name, 64, 128)
+    executable, key = compile_decode(CacheSpec(policy, storage.int8()))
+    text = executable.as_text()
+    assert decoded_copies(text, key) == []
+    assert rewrites(text, f"u8[{','.join(map(str, key.shape))}]") == []
+    assert executable.memory_analysis().temp_size_in_bytes < math.prod(key.shape) * 4 / 2
+    # A product of queries, and one of probabilities; statistics are of the same logits.
+    calls = len(re.findall(rf'custom-call\(.*"{native.CODED_VECTORS}"', text))
+    assert calls == (2 * WIDE.num_layers if name == "native" else 0)
+
+
+def test_a_decoded_copy_would_be_seen(form):
+    form("fixed", 64, 2 * SLOTS)
+    executable, key = compile_decode(CacheSpec(policies.h2o(SLOTS), storage.int8()))
+    assert decoded_copies(executable.as_text(), key)
 
 
 def temporaries(n: int, attend) -> int:

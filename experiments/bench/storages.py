@@ -1,11 +1,23 @@
-"""A decoding step under h2o with every storage, and of a full cache with every selection, against dense slots."""
+"""A decoding step with each storage, under h2o and of a full cache, and with selections of it, against dense slots."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from absl import flags
 
-from experiments.bench.sides import dtype_of, in_turns, ours, random_model, random_prompt, ratio, shape
+from experiments.bench.fill import filled_steps
+from experiments.bench.sides import (
+    dtype_of,
+    in_turns,
+    lengths,
+    milliseconds,
+    ours,
+    random_model,
+    random_prompt,
+    ratio,
+    shape,
+)
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.limits import sizes_for
@@ -18,21 +30,25 @@ DENSE = "h2o, dense"
 def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     """Times in milliseconds per step, and the bytes of keys and values that are held."""
     rounds, tokens, budget = values.rounds, values.tokens, values.slots
-    batch, context = values.batch or 1, values.slots + 1
+    batch, (context, *others) = values.batch or 1, lengths(values) or [budget + 1]
+    if others:
+        raise ConfigError(f"give one --context for `storages`, not {values.context}.")
     config = shape(values.shape or "opt-125m")
     model = random_model(config, context + (rounds + 1) * tokens, values.dtype)
-    prompt = random_prompt(config, batch, context)
     specs = combinations(budget)
     if unknown := [name for name in values.caches if name not in specs]:
         raise ConfigError(f"--caches={unknown[0]!r} is unknown; known caches: {'; '.join(specs)}.")
     wanted = {*values.caches, *map(dense_of, values.caches)} or specs
     specs = {name: spec for name, spec in specs.items() if name in wanted}
-    sides = {
+
+    def side(spec: CacheSpec) -> Iterator[float]:
+        if values.fill:
+            return filled_steps(model, spec, batch, context, tokens, rounds)
         # A full cache has room for one round, and starts again.
-        name: ours(model, prompt, spec, tokens, restart=spec.policy.budget is None, implementation="xla")
-        for name, spec in specs.items()
-    }
-    times = in_turns(sides, rounds)
+        restart = spec.policy.budget is None
+        return ours(model, random_prompt(config, batch, context), spec, tokens, restart=restart, implementation="xla")
+
+    times = in_turns({name: side(spec) for name, spec in specs.items()}, rounds)
 
     def held(spec: CacheSpec) -> int:
         lengths = np.full((batch,), context, np.int32)
@@ -44,7 +60,7 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
         {
             "cache": name,
             "MB": held(specs[name]) / 1e6,
-            "ms/step": 1e3 * float(np.median(each)),
+            **milliseconds(each),
             "times dense": ratio(each, times[dense_of(name)]),
         }
         for name, each in times.items()
@@ -60,9 +76,10 @@ def combinations(budget: int) -> dict[str, CacheSpec]:
     """What is compared, by name."""
     h2o, full = policies.h2o(budget), policies.full()
     made = {DENSE: CacheSpec(h2o)}
-    for held in (storage.int8(), storage.int4(), storage.fp8()):
-        made[f"h2o, {held.name}"] = CacheSpec(h2o, held)
+    storages = (storage.int8(), storage.int4(), storage.fp8(), storage.turboquant(4))
+    made |= {f"h2o, {held.name}": CacheSpec(h2o, held) for held in storages}
     made["full, dense"] = CacheSpec(full)
+    made |= {f"full, {held.name}": CacheSpec(full, held) for held in storages}
     for read in (selection.quest(page=16, budget=max(budget // 4, 48)), selection.optimal(max(budget // 4, 1))):
         made[f"full, {read.name}"] = CacheSpec(full, selection=read)
     return made

@@ -8,6 +8,11 @@ import jax
 from kvjax import products
 from kvjax.cache.convert import empty
 from kvjax.cache.layout import CacheLayout, Group
+from kvjax.kernels.decode import coded
+from kvjax.memory import HOST
+from kvjax.storage.base import UNROTATED, Codec, Exact, Storage
+from kvjax.storage.dims import Chain
+from kvjax.storage.layouts import Blocks, Segments
 from kvjax.units import size
 
 
@@ -52,7 +57,47 @@ def _describe(group: Group, layout: CacheLayout) -> str:
     width = group.selection.width(group.capacity)
     reads += "" if width is None else f" (at most {width} slots)"
     runs = f"a whole step by {group.step}" if group.step else f"attention by {group.attend}"
-    return f"{heads} KV heads of {slots} slots, {size(total)}, {group.policy.name}{reads}; {runs}"
+    return (
+        f"{heads} KV heads of {slots} slots, {size(total)}, {group.policy.name}{reads}; {runs}{_codes(group, layout)}"
+    )
+
+
+def _codes(group: Group, layout: CacheLayout) -> str:
+    """Says how a decoding step reads coded slots; nothing if there are none."""
+    if any(group.codecs) and group.attend != "xla":
+        return "; codes decoded in the kernel"
+    found: dict[str, list[str]] = {"key": [], "value": []}
+    for number, (storage, count) in enumerate(zip(group.stores, group.slots, strict=True)):
+        count = group.gathered if number == 0 and group.gathered is not None else count
+        for side, ways in found.items():
+            if not isinstance(storage.codecs[side], Exact):
+                ways.append(_way(storage, side, count, group, layout))
+    # A store's codec may be exact on one side.
+    keys, values = (" or ".join(dict.fromkeys(ways)) or "read as they are" for ways in found.values())
+    if not any(found.values()):
+        return ""
+    texts = [f"codes {keys}"] if keys == values else [f"keys {keys}", f"values {values}"]
+    ranked = " and ".join(f"{side}s" for side in sorted(group.policy.reads))
+    if ranked:
+        texts.append(f"{ranked} decoded at once for the policy")
+    return "".join(f"; {text}" for text in texts)
+
+
+def _way(storage: Storage, side: str, count: int, group: Group, layout: CacheLayout) -> str:
+    """Says how a step reads the codes of keys or values of one store."""
+    codec = storage.codecs[side]
+    if isinstance(storage.layout, Blocks | Segments) or not isinstance(codec, Codec):
+        return "in blocks, decoded at once"
+    if storage.memories[side] == HOST:
+        return "decoded at once on the device"
+    if side == "key" and (storage.frame == UNROTATED or group.policy.positions == "cache"):
+        return "decoded at once, to be rotated"
+    dim = layout.head_dim
+    if isinstance(codec, Chain):
+        codec, dim = codec.codec, codec.dims.dim(dim)
+    if isinstance(codec, Exact):
+        return "shorter, read as they are"
+    return coded.way(codec, dim, layout.dtype, count, layout.platform)
 
 
 def _ranges(layers: list[int]) -> str:

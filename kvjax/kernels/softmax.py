@@ -5,9 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.coded import as_array
+from kvjax.kernels.decode.coded import product
 from kvjax.kernels.problem import Problem
-from kvjax.products import product
 
 Array = jax.Array
 NEGATIVE = float(jnp.finfo(jnp.float32).min)
@@ -53,7 +52,7 @@ def scores(problem: Problem) -> Array:
     # (jax 0.10.2).
     rows = problem.query.reshape(batch, kv_heads, group * n, dim)
     # [B, K, G * n, S]
-    logits = product(rows, as_array(problem.key), transposed=True, dtype=jnp.float32)
+    logits = product(rows, problem.key, transposed=True, dtype=jnp.float32)
     # [B, K, G, n, S]
     logits = logits.reshape(batch, kv_heads, group, n, -1) * problem.scale
     return logits if problem.log_weight is None else logits + problem.log_weight[:, :, None, None]

@@ -8,13 +8,15 @@ The forms differ in rounding. Where digits must not depend on the machine, fix t
 environment, or `use`.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.products.choice import FIXED, MAX_ROWS, Entry, chosen, explain, form_for, setting, use
+from kvjax.products import native
+from kvjax.products.choice import FIXED, MAX_ROWS, Entry, chosen, explain, form_for, runs_native, setting, use
 from kvjax.products.forms import FORMS
 from kvjax.products.quantized import QuantizedMatrix, quantized_product
 
@@ -29,6 +31,7 @@ __all__ = [
     "chosen",
     "explain",
     "product",
+    "runs_native",
     "setting",
     "use",
 ]
@@ -42,7 +45,8 @@ def product(
     Args:
       x: [..., in]; with a batch of matrices [*batch, rows, in].
       kernel: [in, out] or [*batch, in, out]; if `transposed`, [out, in] or [*batch, out, in]. A `QuantizedMatrix` is
-        [in, out], and decoded when x is known: a program holds decoded only what multiplies the same x.
+        [in, out]. kvjax's own code for CPUs multiplies by its codes; otherwise it is decoded when x is known, so that a
+        program holds decoded only what multiplies the same x.
       transposed: whether each row of the kernel is an output, as in an embedding table.
       dtype: of the result; None for that of x.
 
@@ -53,7 +57,11 @@ def product(
     if isinstance(kernel, QuantizedMatrix):
         assert not transposed, "a quantised matrix is [in, out]"
         # [..., out]
-        return quantized_product(x, kernel, lambda x, rows: product(x, rows, dtype=dtype), dtype)
+        few = 0 < math.prod(x.shape[:-1]) <= MAX_ROWS
+        return quantized_product(
+            x, kernel, lambda x, rows: product(x, rows, dtype=dtype), dtype,
+            native=few and runs_native() and native.load() is None,
+        )  # fmt: skip
     form = form_for(x, kernel, transposed)
     if form == "dot":
         # [..., out]

@@ -112,9 +112,7 @@ def form_for(x: Shaped, kernel: Shaped, transposed: bool) -> str:
     batched = kernel.ndim > 2
     rows = x.shape[-2] if batched else math.prod(x.shape[:-1])
     fixed = "split" if rows == 1 and not (transposed or batched) and _can("split", kernel, False) else "dot"
-    mesh = jax.sharding.get_abstract_mesh()
-    # The compiler cannot divide a custom call over devices.
-    if not 0 < rows <= MAX_ROWS or not (mesh.empty or mesh.size == 1) or setting() == FIXED:
+    if not 0 < rows <= MAX_ROWS or _on_mesh() or setting() == FIXED:
         return fixed
     if setting() != AUTO:
         return setting() if _can(setting(), kernel, transposed) else fixed
@@ -123,6 +121,17 @@ def form_for(x: Shaped, kernel: Shaped, transposed: bool) -> str:
         return fixed
     found = chosen(kernel.dtype.name, batched, transposed, 1 << (rows - 1).bit_length()).form
     return found if _can(found, kernel, transposed) else fixed
+
+
+def runs_native() -> bool:
+    """Whether products with codes use kvjax's own code, where it can be built: no other form reads codes."""
+    return setting() in (AUTO, "native") and not _on_mesh() and jax.default_backend() == "cpu"
+
+
+def _on_mesh() -> bool:
+    """Whether programs are for several devices, over which the compiler cannot divide a custom call."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not (mesh.empty or mesh.size == 1)
 
 
 def _can(form: str, kernel: Shaped, transposed: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Builds native.cc with the machine's C++ compiler, once, and registers it as an XLA custom call.
+"""Builds kvjax's own products with the machine's C++ compiler, once, and registers them as XLA custom calls.
 
 jaxlib brings the headers. The library is kept in the user cache, by source, processor, compiler and version of jaxlib.
 """
@@ -17,8 +17,12 @@ import jax
 
 from kvjax import host
 
-TARGET = "kvjax_product"
-SOURCE = Path(__file__).with_name("native.cc")
+TARGET = "kvjax_product"  # see native.cc
+CODED_VECTORS, CODED_WEIGHTS = "kvjax_coded_vectors", "kvjax_coded_weights"  # see codes.cc
+SYMBOLS = {TARGET: "KvjaxProduct", CODED_VECTORS: "KvjaxCodedVectors", CODED_WEIGHTS: "KvjaxCodedWeights"}
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.cc", "codes.cc"))
+HEADER = Path(__file__).with_name("vectors.h")
+NAMES = " and ".join(source.name for source in SOURCES)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 120  # after which a compiler is given up
@@ -26,7 +30,7 @@ SECONDS = 120  # after which a compiler is given up
 
 @functools.cache
 def load() -> str | None:
-    """Makes the custom call `TARGET` available to programs for CPUs.
+    """Makes the custom calls of `SYMBOLS` available to programs for CPUs.
 
     Returns:
       None, or why it is not available.
@@ -38,16 +42,18 @@ def load() -> str | None:
         library = ctypes.CDLL(str(_built(compiler)))
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
-        return f"{compiler} cannot compile {SOURCE.name}: {next((x for x in lines if 'error' in x), lines[-1])}"
+        return f"{compiler} cannot compile {NAMES}: {next((x for x in lines if 'error' in x), lines[-1])}"
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{SOURCE.name} was not built: {error}"
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.KvjaxProduct), platform="cpu")
+        return f"{NAMES} were not built: {error}"
+    for target, symbol in SYMBOLS.items():
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
     return None
 
 
 def _built(compiler: str) -> Path:
     """Returns the compiled library."""
-    about = (SOURCE.read_text(), " ".join(FLAGS), compiler, host.processor(), importlib.metadata.version("jaxlib"))
+    texts = [path.read_text() for path in (*SOURCES, HEADER)]
+    about = (*texts, " ".join(FLAGS), compiler, host.processor(), importlib.metadata.version("jaxlib"))
     name = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
     folder = host.user_cache() / "native"
     library = folder / f"{name}.so"
@@ -56,7 +62,7 @@ def _built(compiler: str) -> Path:
         # Processes that build it at the same time must not see half of it.
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             output = Path(unfinished) / library.name
-            command = [*compiler.split(), *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(output)]
+            command = [*compiler.split(), *FLAGS, f"-I{jax.ffi.include_dir()}", *map(str, SOURCES), "-o", str(output)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
             output.replace(library)
     return library

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from kvjax.products.codes import weights_product
 from kvjax.sharding import QUANTIZED
 
 Array = jax.Array
@@ -181,7 +182,7 @@ def _scaled(codes: Array, matrix: QuantizedMatrix) -> Array:
 
 
 def quantized_product(
-    x: Array, matrix: QuantizedMatrix, multiply: Callable[[Array, Array], Array], dtype: DTypeLike
+    x: Array, matrix: QuantizedMatrix, multiply: Callable[[Array, Array], Array], dtype: DTypeLike, *, native: bool
 ) -> Array:
     """Multiplies rows by a quantised matrix.
 
@@ -190,6 +191,7 @@ def quantized_product(
       matrix: [in, out].
       multiply: the product of rows and a dense matrix, on CPUs.
       dtype: of the result.
+      native: whether kvjax's own code multiplies by codes on CPUs.
 
     Returns:
       [..., out].
@@ -202,8 +204,16 @@ def quantized_product(
         # XLA's CPU compiler writes an operand of a product to memory anyway, and for dense matrices there is a choice.
         return multiply(x, rows_of(_tied_by_value(matrix, x), x.dtype))
 
+    @jax.custom_jvp
+    def by_codes(x: Array, matrix: QuantizedMatrix) -> Array:
+        y = weights_product(x.reshape(-1, x.shape[-1]), matrix.codes, matrix.scale, matrix.zero, matrix.bits)
+        # [..., out]
+        return y.reshape(*x.shape[:-1], -1).astype(dtype)
+
+    by_codes.defjvp(functools.partial(jax.jvp, by_rows))
     # [..., out]
-    return jax.lax.platform_dependent(x, matrix, cpu=by_rows, default=functools.partial(by_place, dtype=dtype))
+    on_cpu = by_codes if native else by_rows
+    return jax.lax.platform_dependent(x, matrix, cpu=on_cpu, default=functools.partial(by_place, dtype=dtype))
 
 
 def by_place(x: Array, matrix: QuantizedMatrix, dtype: DTypeLike) -> Array:

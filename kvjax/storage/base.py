@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from kvjax.arguments import checked_call, choice_argument, count_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE, HOST, MEMORIES
+from kvjax.products.codes import Affine
 from kvjax.statistics import COUNT, MASS, Statistic
 from kvjax.storage.layouts import BlockCodec, Blocks, Pairs, Segments, Tiers, slots
 from kvjax.storage.rounding import as_stored
@@ -74,6 +75,16 @@ class Codec:
           dtype: the model's.
         """
         return self.encode(jnp.where(left_out, 0.0, x), side, dtype)
+
+    def affine(self, parts: Parts, side: Any, dim: int) -> Affine | None:
+        """Returns vectors as levels of their codes, for products that read codes; None = they can only be decoded.
+
+        Args:
+          parts: [..., *shape] of the vectors.
+          side: as in `decode`.
+          dim: channels of a vector.
+        """
+        return None
 
     def bound(self, kv_heads: int) -> "Codec":
         """Returns the codec for a layer of `kv_heads` KV heads; parts of a joint one depend on it.

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE
+from kvjax.products.codes import SIGNED, Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.exponents import LARGEST_EXPONENT, MANTISSA, scaled, shifted, split
 from kvjax.storage.integer import group_size, grouped
@@ -66,10 +67,17 @@ class Bfp(Codec):
         # [..., groups, g]
         codes = grouped(unpack(parts["codes"], self.bits, dim), self.group).astype(jnp.int32)
         mantissa = ((codes ^ sign) - sign).astype(jnp.float32)
-        # [..., groups, 1]; an empty slot may hold an exponent that no number has
-        exponent = jnp.minimum(parts["exponent"], LARGEST_EXPONENT)[..., None].astype(jnp.int32)
-        x = scaled(mantissa, exponent - self.bits + 2)
+        x = scaled(mantissa, self._exponent(parts)[..., None])
         return x.reshape(*x.shape[:-2], dim)
+
+    def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
+        scale = scaled(jnp.float32(1), self._exponent(parts))
+        return Affine(codes=parts["codes"], scale=scale, bits=self.bits, levels=SIGNED, dim=dim)
+
+    def _exponent(self, parts: Parts) -> Array:
+        """Returns the exponents of the last bits of mantissas, with the bias, [..., groups] int32."""
+        # An empty slot may hold an exponent that no number has.
+        return jnp.minimum(parts["exponent"], LARGEST_EXPONENT).astype(jnp.int32) - self.bits + 2
 
 
 @factory

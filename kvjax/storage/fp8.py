@@ -10,13 +10,14 @@ from jax.typing import DTypeLike
 from kvjax.arguments import number_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE
+from kvjax.products.codes import BYTE, E4M3, Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.rounding import FLOAT32, as_stored, divide, nearest
 
 Array = jax.Array
 
-E4M3 = jnp.float8_e4m3fn
-LARGEST = float(jnp.finfo(E4M3).max)  # 448
+FLOAT8 = jnp.float8_e4m3fn
+LARGEST = float(jnp.finfo(FLOAT8).max)  # 448
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +52,23 @@ class Fp8(Codec):
 
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
         # [..., D]
-        y = jax.lax.bitcast_convert_type(parts["codes"], E4M3).astype(jnp.float32)
+        y = jax.lax.bitcast_convert_type(parts["codes"], FLOAT8).astype(jnp.float32)
         # No number is encoded as NaN; an empty slot may hold any bits.
         y = jnp.where(jnp.isnan(y), 0.0, y)
         scale = jnp.float32(self.scale) if self.scale is not None else parts["scale"].astype(jnp.float32)[..., None]
         return scale * y
 
+    def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
+        scale = parts["scale"][..., None] if self.scale is None else None
+        made = Affine(codes=parts["codes"], scale=scale, bits=BYTE, levels=E4M3, dim=dim)
+        constant = self.scale
+        return made if constant is None else made.within(lambda q: q * constant, lambda a: a * constant)
+
 
 def _codes(y: Array) -> Array:
     """Returns the bits of the nearest e4m3fn numbers, uint8."""
-    y = nearest(jnp.clip(y, -LARGEST, LARGEST), E4M3)
-    return jax.lax.bitcast_convert_type(y.astype(E4M3), jnp.uint8)
+    y = nearest(jnp.clip(y, -LARGEST, LARGEST), FLOAT8)
+    return jax.lax.bitcast_convert_type(y.astype(FLOAT8), jnp.uint8)
 
 
 @factory

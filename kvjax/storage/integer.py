@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE
+from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.packing import MOST_BITS, pack, packed_size, unpack
 from kvjax.storage.rounding import as_stored, divide
@@ -96,6 +97,9 @@ class Integer(Codec):
         # [..., groups, 1]
         scale, zero = (parts[name].astype(jnp.float32)[..., None] for name in ("scale", "zero"))
         return (zero + scale * codes).reshape(*codes.shape[:-2], dim)
+
+    def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
+        return Affine(codes=parts["codes"], scale=parts["scale"], zero=parts["zero"], bits=self.bits, dim=dim)
 
     def _grouped(self, x: Array) -> Array:
         """Reshapes [..., D] to [..., groups, g]."""

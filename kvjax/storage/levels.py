@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE
+from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.fitting import FITTED, Fit
 from kvjax.storage.packing import MOST_BITS, pack, packed_size, unpack
@@ -113,6 +114,10 @@ class Levels(Codec):
         level = lookup(self.fit.decoded(side), unpack(parts["codes"], self.bits, dim))
         offset, width = (parts[name].astype(jnp.float32)[..., None] for name in ("offset", "range"))
         return offset + width * level
+
+    def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
+        scale, zero = parts["range"][..., None], parts["offset"][..., None]
+        return Affine(codes=parts["codes"], scale=scale, zero=zero, bits=self.bits, levels=self.levels, dim=dim)
 
 
 @factory

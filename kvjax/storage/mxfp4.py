@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE
+from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.exponents import LARGEST_EXPONENT, MANTISSA, MOST_SHIFT, scaled, split
 from kvjax.storage.integer import group_size, grouped
@@ -22,6 +23,7 @@ Array = jax.Array
 BITS = 4
 GROUP = 32  # channels
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1, by code
+LEVELS = (*MAGNITUDES, *(-each for each in MAGNITUDES))
 SIGN = 1 << (BITS - 1)
 SPREAD = 2  # ⌊log2⌋ of the largest magnitude
 _EIGHTHS = 3  # magnitudes are compared in units of 2^-3
@@ -72,11 +74,18 @@ class Mxfp4(Codec):
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
         # [..., groups, g]
         codes = grouped(unpack(parts["codes"], BITS, dim), self.group)
-        y = lookup((*MAGNITUDES, *(-each for each in MAGNITUDES)), codes)
-        # [..., groups, 1]; an empty slot may hold an exponent that no number has
-        exponent = jnp.minimum(parts["exponent"], LARGEST_EXPONENT - SPREAD)[..., None].astype(jnp.int32)
-        x = scaled(y, exponent)
+        x = scaled(lookup(LEVELS, codes), _exponent(parts)[..., None])
         return x.reshape(*x.shape[:-2], dim)
+
+    def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
+        scale = scaled(jnp.float32(1), _exponent(parts))
+        return Affine(codes=parts["codes"], scale=scale, bits=BITS, levels=LEVELS, dim=dim)
+
+
+def _exponent(parts: Parts) -> Array:
+    """Returns the exponents of groups, with the bias, [..., groups] int32."""
+    # An empty slot may hold an exponent that no number has.
+    return jnp.minimum(parts["exponent"], LARGEST_EXPONENT - SPREAD).astype(jnp.int32)
 
 
 @factory

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
+from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Parts, Shapes
 from kvjax.storage.side import Side
 from kvjax.storage.wrapping import Wrapped, check_codec, wrap
@@ -58,6 +59,10 @@ class Permuted(Codec):
 
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
         return self.codec.decode(parts, side, dim)[..., np.argsort(self.order)]
+
+    def affine(self, parts: Parts, side: Any, dim: int) -> Affine | None:
+        made, order = self.codec.affine(parts, side, dim), np.array(self.order)
+        return made and made.within(lambda q: q[..., order], lambda a: a[..., np.argsort(order)])
 
 
 def permuted(codec: Wrapped, order: Sequence[int]) -> Wrapped:

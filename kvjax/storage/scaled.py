@@ -7,6 +7,7 @@ import jax
 from jax.typing import DTypeLike
 
 from kvjax.errors import StorageError
+from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Parts, Shapes
 from kvjax.storage.side import Side
 
@@ -43,6 +44,10 @@ class Scaled(Codec):
 
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
         return self.codec.decode(parts, None, dim) / _scale(side)
+
+    def affine(self, parts: Parts, side: Any, dim: int) -> Affine | None:
+        made = self.codec.affine(parts, None, dim)
+        return made and made.within(lambda q: q / _scale(side), lambda a: a / _scale(side))
 
 
 def _scale(side: Any) -> Array:

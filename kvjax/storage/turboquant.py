@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from kvjax.arguments import choice_argument, count_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE
+from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.exponents import BIAS, power_of_two, split
 from kvjax.storage.packing import pack, packed_size, unpack
@@ -170,6 +171,13 @@ class TurboQuant(Codec):
         # [..., D]
         y = lookup(self.levels, unpack(parts["codes"], self.bits, dim))
         return parts["scale"].astype(jnp.float32)[..., None] * turn_back(y, self.seed)
+
+    def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
+        made = Affine(
+            codes=parts["codes"], scale=parts["scale"][..., None], bits=self.bits, levels=self.levels, dim=dim
+        )  # fmt: skip
+        # The transpose of Mᵀ / √D is √D·M / D.
+        return made.within(lambda q: turn(q, self.seed) / dim, lambda a: turn_back(a, self.seed))
 
 
 def _sum_of_squares(x: Array) -> Array:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.products import product
+from kvjax import products
+from kvjax.products import native, product
 from kvjax.products.quantized import WIDTHS, QuantizedMatrix, by_place, dequantize, group_size, pack, quantize, unpack
 from tests.reference.weights import random_codes, rounded
 
@@ -83,6 +84,32 @@ def test_product_is_that_of_the_decoded_matrix(bits, act_order, rows):
     half = product(jnp.asarray(x, jnp.bfloat16), quantized)
     assert half.dtype == jnp.bfloat16
     np.testing.assert_allclose(half.astype(jnp.float32), expected, atol=0.05 * np.abs(expected).max())
+
+
+@pytest.fixture(scope="module")
+def own_code():
+    """Products by kvjax's own code."""
+    if reason := native.load():
+        pytest.skip(reason)
+    before = products.setting()
+    products.use("native")
+    yield
+    products.use(before)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_kvjaxs_own_code_multiplies_by_codes(bits, own_code):
+    for outputs, group, rows in ((1, 8, 1), (77, 24, 3), (200, 48, 8), (64, 96, 64)):
+        coded = quantize(jnp.asarray(matrix(bits, 96, outputs)), bits, group, jnp.float32)
+        x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, 96)), jnp.float32)
+        numbers = np.asarray(dequantize(coded), np.float64)
+        expected = np.asarray(x, np.float64) @ numbers
+        np.testing.assert_allclose(jax.jit(product)(x, coded), expected, atol=1e-4, err_msg=f"{outputs} outputs")
+    assert native.CODED_WEIGHTS in jax.jit(product).lower(x, coded).as_text()
+    assert native.CODED_WEIGHTS not in jax.jit(product).lower(jnp.ones((65, 96)), coded).as_text(), "too many rows"
+    np.testing.assert_array_equal(product(x[3:5], coded), product(x, coded)[3:5])
+    slope = jax.grad(lambda x: jnp.sum(jnp.sin(product(x, coded))))(x)
+    np.testing.assert_allclose(slope, np.cos(expected) @ numbers.T, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import policies, storage
+from kvjax import policies, products, storage
 from kvjax.cache import Block, CacheSpec, LayerKV
 from kvjax.cache.state import EMPTY
 from kvjax.cache.step import step
+from kvjax.kernels.decode import coded
+from kvjax.products import codes, native
 from kvjax.storage import Bfp, Codec, Exact, Fp8, Integer, Levels, Mxfp4, Permuted, Sparse, Storage, TurboQuant
 from tests import layers
 from tests.conformance import assert_same, covering, held_in, live, pairs, replay, streams
@@ -144,6 +146,45 @@ def test_a_step_is_one_on_what_was_stored(case):
             parts = codec.parts(DIM, jnp.dtype("float32")).values()
             expected += slots * sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
     assert storage.nbytes(layer) == expected
+
+
+@pytest.fixture
+def by_codes():
+    """Attention multiplies by codes where kvjax's own code can read them."""
+    if reason := native.load():
+        pytest.skip(reason)
+    before = products.setting()
+    products.use("native")
+    yield
+    products.use(before)
+
+
+#: Of keys and values, codecs whose codes are read.
+READ = (
+    Case("full", ("int8", "fp8"), 0, None, "gqa"),
+    Case("h2o", ("turboquant", "int4"), 3, None, "mqa"),
+    Case("value_norm(tova)", ("int4", "mxfp4"), 0, BLOCK, "mha"),
+    Case("roco", ("fp8 fixed", "int8"), 3, BLOCK, "gqa"),
+)
+
+
+@pytest.mark.parametrize("case", READ, ids=describe)
+def test_a_step_that_multiplies_by_codes_is_the_same(case, by_codes, monkeypatch):
+    read, calls = codes.codes_product, []
+    monkeypatch.setattr(codes, "codes_product", lambda *given, **more: calls.append(0) or read(*given, **more))
+    given = *of_heads(case.heads), LENGTHS, OURS[case.policy]
+    assert_same(*replay(case.held, *given, prefill_block=case.block), case.expected(), case.held)
+    assert calls
+
+
+@pytest.mark.parametrize("case", [READ[0], READ[1]], ids=describe)
+def test_a_step_that_decodes_some_slots_at_a_time_is_the_same(case, monkeypatch):
+    monkeypatch.setattr(coded, "CHUNK", 4)
+    monkeypatch.setattr(coded, "MOST_AT_ONCE", 7)
+    jax.clear_caches()
+    given = *of_heads(case.heads), LENGTHS, OURS[case.policy]
+    assert_same(*replay(case.held, *given, prefill_block=case.block), case.expected(), case.held)
+    jax.clear_caches()
 
 
 ONE = Case("window", ("fp8 fixed", "int4"), 3, None, "mha")

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels import softmax
-from kvjax.kernels.coded import as_array
+from kvjax.kernels.decode.coded import product
 from kvjax.kernels.problem import Attended, Problem, check
-from kvjax.products import product
 
 Array = jax.Array
 
@@ -69,5 +68,5 @@ def _weighted_values(problem: Problem, probability: Array) -> Array:
     # [B, K, G * n, S]
     weight = probability.reshape(batch, kv_heads, group * n, slots).astype(problem.value.dtype)
     # [B, K, G * n, D]
-    output = product(weight, as_array(problem.value), dtype=jnp.float32)
+    output = product(weight, problem.value, dtype=jnp.float32)
     return output.reshape(batch, kv_heads, group, n, -1)

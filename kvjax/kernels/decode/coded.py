@@ -1,0 +1,130 @@
+"""Products of a few rows with keys or values as a cache holds them.
+
+On CPUs kvjax's own code multiplies by the codes. Elsewhere, and where that code cannot run, a loop decodes some slots
+at a time: a decoded copy of a long cache would be written to memory and read again.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvjax import products
+from kvjax.kernels.coded import Coded
+from kvjax.products import codes
+from kvjax.storage.base import Codec
+
+Array = jax.Array
+#: Slots that are decoded at a time: as many of a head for every batch, so that a row's sums depend on no other row.
+CHUNK = 512
+#: Slots of a cache that is decoded at once: a loop of two steps would hold half as much, and the loop costs time.
+MOST_AT_ONCE = 2 * CHUNK
+
+
+def product(x: Array, operand: Array | Coded, *, transposed: bool = False, dtype: DTypeLike | None = None) -> Array:
+    """Multiplies rows by keys (transposed) or values; see `kvjax.products.product`.
+
+    Args:
+      x: [B, K, rows, D] if transposed, else [B, K, rows, S].
+      operand: [B, K, S, D].
+      transposed: whether the result has an entry for each slot.
+      dtype: of the result; None for that of x.
+    """
+    if not isinstance(operand, Coded):
+        return products.product(x, operand, transposed=transposed, dtype=dtype)
+    return _product(x, operand, transposed, x.dtype if dtype is None else jnp.dtype(dtype))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _product(x: Array, operand: Coded, transposed: bool, dtype: jnp.dtype) -> Array:
+    by_chunks = functools.partial(_by_chunks, transposed=transposed, dtype=dtype)
+
+    def by_codes(x: Array, operand: Coded) -> Array:
+        vectors = operand.codec.affine(operand.parts, operand.side, operand.dim)
+        assert vectors is not None
+        return codes.codes_product(x, vectors, transposed=transposed).astype(dtype)
+
+    rows = math.prod(x.shape[2:-1])
+    if rows > products.MAX_ROWS or not products.runs_native() or refuses(operand.codec, operand.dim, operand.dtype):
+        return by_chunks(x, operand)
+    return jax.lax.platform_dependent(x, operand, cpu=by_codes, default=by_chunks)
+
+
+@_product.defjvp
+def _product_jvp(
+    transposed: bool, dtype: jnp.dtype, primals: tuple[Array, Coded], tangents: tuple[Array, Coded]
+) -> tuple[Array, Array]:
+    # A gradient needs all decoded numbers anyway.
+    result: tuple[Array, Array] = jax.jvp(
+        lambda x, operand: products.product(x, operand.decode(), transposed=transposed, dtype=dtype), primals, tangents
+    )
+    return result
+
+
+def way(codec: Codec, dim: int, dtype: DTypeLike, slots: int, platform: str) -> str:
+    """Says how `product` reads codes, for `CacheLayout.explain`.
+
+    Args:
+      codec: see `refuses`.
+      dim: see `refuses`.
+      dtype: see `refuses`.
+      slots: S.
+      platform: ``cpu``, ``gpu`` or ``tpu``.
+    """
+    native = platform == "cpu" and products.runs_native()
+    reason = refuses(codec, dim, dtype) if native else None
+    if native and reason is None:
+        return "multiplied as they are"
+    return (f"decoded {CHUNK} at a time" if slots > MOST_AT_ONCE else "decoded at once") + (
+        "" if reason is None else f" ({reason})"
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def refuses(codec: Codec, dim: int, dtype: DTypeLike) -> str | None:
+    """Returns why the codes of a codec cannot be multiplied by on a CPU, or None.
+
+    Args:
+      codec: of single vectors.
+      dim: their features.
+      dtype: the model's.
+    """
+    reasons: list[str | None] = []
+
+    def ask(parts: dict[str, Array]) -> None:
+        vectors = codec.affine(parts, None, dim)
+        reasons.append("it has no codes with a scale" if vectors is None else codes.refuses(vectors))
+
+    shapes = {
+        name: jax.ShapeDtypeStruct((1, 1, 1, *own), each) for name, (own, each) in codec.parts(dim, dtype).items()
+    }
+    jax.eval_shape(ask, shapes)
+    return reasons[0]
+
+
+def _by_chunks(x: Array, operand: Coded, *, transposed: bool, dtype: jnp.dtype) -> Array:
+    """Decodes and multiplies `CHUNK` slots at a time, unless there are few."""
+    multiply = functools.partial(products.product, transposed=transposed, dtype=dtype)
+    slots = operand.shape[2]
+    if slots <= MOST_AT_ONCE:
+        return multiply(x, operand.decode())
+
+    def step(number: Array, y: Array) -> Array:
+        # The last chunk begins early enough to be whole; what the one before had is left out.
+        own = number * CHUNK
+        start = jnp.minimum(own, slots - CHUNK)
+        # [B, K, CHUNK, D]
+        chunk = operand.of_slots(lambda part: jax.lax.dynamic_slice_in_dim(part, start, CHUNK, axis=2)).decode()
+        if transposed:
+            # [B, K, rows, CHUNK]
+            return jax.lax.dynamic_update_slice_in_dim(y, multiply(x, chunk), start, axis=3)
+        # [B, K, rows, CHUNK]
+        weight = jax.lax.dynamic_slice_in_dim(x, start, CHUNK, axis=3)
+        weight = jnp.where(start + jnp.arange(CHUNK) >= own, weight, jnp.zeros((), x.dtype))
+        # [B, K, rows, D]
+        return y + multiply(weight, chunk)
+
+    shape = (*x.shape[:3], slots if transposed else operand.dim)
+    return jax.lax.fori_loop(0, -(-slots // CHUNK), step, jnp.zeros(shape, dtype))

@@ -1,0 +1,153 @@
+"""Products with coded slots: by kvjax's own code and chunk by chunk, against the decoded numbers of the references."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import products
+from kvjax.kernels.coded import Coded
+from kvjax.kernels.decode import coded
+from kvjax.products import native
+from kvjax.storage import Bfp, Fp8, Integer, Levels, Mxfp4, Permuted, Sparse, TurboQuant
+from kvjax.storage.scaled import Scaled
+from kvjax.storage.side import Side
+from tests.storage import against
+
+B, K = 2, 3
+ORDER = tuple(np.random.default_rng(0).permutation(48).tolist())
+#: Codec and features of a head: one group, several, groups that end within a register, an odd number of features.
+CASES = {
+    "int8": (Integer(8), 64),
+    "int8, an odd head": (Integer(8), 33),
+    "int8, groups of 40": (Integer(8), 80),
+    "int4": (Integer(4), 64),
+    "int4, an odd head": (Integer(4), 33),
+    "int4, groups of 16": (Integer(4, 16), 64),
+    "int2": (Integer(2), 96),
+    "fp8": (Fp8(), 64),
+    "fp8 of a fixed scale, an odd head": (Fp8(0.25), 67),
+    "levels": (Levels(4), 48),
+    "bfp8": (Bfp(8), 64),
+    "bfp4": (Bfp(4, 16), 48),
+    "mxfp4": (Mxfp4(), 64),
+    "turboquant": (TurboQuant(4), 64),
+    "turboquant of 2 bits, turned by a matrix": (TurboQuant(2, 3), 48),
+    "permuted": (Permuted(Integer(4), ORDER), 48),
+}
+
+
+def operands(codec, dim, slots, seed=0):
+    """Coded vectors, and the numbers [B, K, slots, dim] float64 that the reference decodes them to."""
+    x = np.random.default_rng(seed).normal(size=(B * K * slots, dim)).astype(np.float32)
+    parts = jax.tree.map(np.asarray, jax.jit(lambda x: codec.encode(x, None, jnp.dtype("float32")))(x))
+    numbers = against._numbers(codec, parts, dim)
+    held = {name: jnp.asarray(part.reshape(B, K, slots, *part.shape[1:])) for name, part in parts.items()}
+    return Coded(parts=held, codec=codec, dim=dim, dtype=jnp.dtype("float32")), numbers.reshape(B, K, slots, dim)
+
+
+def rows_of(shape, seed=1):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def own_code():
+    """Products by kvjax's own code."""
+    if reason := native.load():
+        pytest.skip(reason)
+    before = products.setting()
+    products.use("native")
+    yield
+    products.use(before)
+
+
+def assert_products(run, operand, numbers, rows):
+    slots, dim = numbers.shape[2:]
+    query, weight = rows_of((B, K, rows, dim)), np.abs(rows_of((B, K, rows, slots)))
+    largest = np.abs(numbers).max()
+    logits = query.astype(np.float64) @ np.swapaxes(numbers, 2, 3)
+    np.testing.assert_allclose(run(query, operand, transposed=True), logits, atol=2e-6 * dim * largest)
+    output = weight.astype(np.float64) @ numbers
+    np.testing.assert_allclose(run(weight, operand), output, atol=1e-6 * slots * largest)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_codes_are_multiplied_as_what_they_decode_to(name, own_code):
+    codec, dim = CASES[name]
+    assert coded.refuses(codec, dim, jnp.dtype("float32")) is None
+    run = jax.jit(coded.product, static_argnames="transposed")
+    for slots, rows in ((1, 1), (70, 3), (2100, 7)):
+        assert_products(run, *operands(codec, dim, slots), rows)
+    text = run.lower(jnp.ones((B, K, 7, dim)), operand := operands(codec, dim, 70)[0], transposed=True).as_text()
+    assert native.CODED_VECTORS in text and operand.shape == (B, K, 70, dim)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4, an odd head", "fp8", "turboquant"])
+@pytest.mark.parametrize("slots", [32, 33, 47])
+def test_chunks_are_multiplied_as_a_whole(name, slots, monkeypatch):
+    monkeypatch.setattr(products, "runs_native", lambda: False)
+    monkeypatch.setattr(coded, "CHUNK", 16)
+    monkeypatch.setattr(coded, "MOST_AT_ONCE", 31)
+    assert_products(jax.jit(coded.product, static_argnames="transposed"), *operands(*CASES[name], slots), 3)
+
+
+def test_a_side_is_applied_to_rows(own_code):
+    codec = Scaled(Integer(8), Side(prepare=lambda view, dim: {}, parts=lambda dim, dtype: {}, when="prompt"))
+    side = {"scale": jnp.asarray(np.random.default_rng(2).uniform(0.5, 2, (B, K, 1, 64)), jnp.float32)}
+    x = jnp.asarray(rows_of((B, K, 40, 64)))
+    operand = Coded(
+        parts=codec.encode(x, side, jnp.float32), side=side, codec=codec, dim=64, dtype=jnp.dtype("float32")
+    )
+    assert_products(coded.product, operand, np.asarray(operand.decode(), np.float64), 2)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_row_depends_on_no_other(name, own_code):
+    operand, _ = operands(*CASES[name], 2100)
+    one = operand.replace(parts={part: x[1:, 2:] for part, x in operand.parts.items()})
+    for transposed, shape in ((True, (B, K, 7, 64)), (False, (B, K, 7, 2100))):
+        x = jnp.asarray(rows_of(shape))
+        whole = coded.product(x, operand, transposed=transposed)
+        np.testing.assert_array_equal(coded.product(x[1:, 2:, 4:6], one, transposed=transposed), whole[1:, 2:, 4:6])
+
+
+def test_gradients_are_those_of_the_decoded_numbers(own_code):
+    operand, _ = operands(Integer(8), 64, 9)
+    x = jnp.asarray(rows_of((B, K, 2, 64)))
+
+    def score(x, scale, by_codes):
+        own = operand.replace(parts=operand.parts | {"scale": scale})
+        y = coded.product(x, own, transposed=True) if by_codes else x @ jnp.swapaxes(own.decode(), 2, 3)
+        return jnp.sum(jnp.sin(y))
+
+    got, expected = (jax.grad(score, (0, 1))(x, operand.parts["scale"], each) for each in (True, False))
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * float(jnp.abs(other).max()))
+
+
+@pytest.mark.parametrize(
+    ("codec", "dim", "reason"),
+    [
+        (Integer(3), 64, "its codes have 3 bits, not 2, 4, 8"),
+        (Integer(8), 67, "groups of 1 channels have a scale for less than 4 bytes"),
+        (Integer(4, 3), 9, "groups of 3 channels do not fill bytes"),
+        (Levels(8), 64, "its codes have 256 levels"),
+        (Sparse(Integer(8), 1), 64, "it has no codes with a scale"),
+    ],
+)
+def test_what_cannot_be_read_is_decoded_with_a_reason(codec, dim, reason, own_code):
+    assert coded.refuses(codec, dim, jnp.dtype("float32")) == reason
+    assert coded.way(codec, dim, "float32", 100, "cpu") == f"decoded at once ({reason})"
+    assert coded.way(codec, dim, "float32", 5000, "cpu") == f"decoded 512 at a time ({reason})"
+    assert coded.way(Integer(8), 64, "float32", 5000, "cpu") == "multiplied as they are"
+
+
+def test_every_code_is_finite(own_code):
+    """Empty slots may hold any bytes, and are multiplied by 0."""
+    parts = {"codes": jnp.arange(256, dtype=jnp.uint8).reshape(1, 1, 4, 64), "scale": jnp.ones((1, 1, 4))}
+    operand = Coded(parts=parts, codec=Fp8(), dim=64, dtype=jnp.dtype("float32"))
+    each = np.asarray(coded.product(jnp.eye(4)[None, None], operand))[0, 0]
+    expected = np.asarray(operand.decode())[0, 0]
+    known = ~np.isnan(np.asarray(jax.lax.bitcast_convert_type(parts["codes"][0, 0], jnp.float8_e4m3fn), np.float32))
+    assert known.sum() == 254 and np.isfinite(each).all()
+    np.testing.assert_array_equal(each[known], expected[known])
