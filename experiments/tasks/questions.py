@@ -33,13 +33,13 @@ class Fact(NamedTuple):
       text: the sentence; {v} stands for what can be wrong in it.
       answer: the right {v}.
       question: asks for it.
-      others: words of the kind of the answer.
+      alternatives: words of the kind of the answer.
     """
 
     text: str
     answer: str
     question: str
-    others: tuple[str, ...]
+    alternatives: tuple[str, ...]
 
 
 def passages(rng: np.random.Generator, words: Words, characters: int) -> str:
@@ -93,7 +93,7 @@ def _question(rng: np.random.Generator, fact: Fact, form: float, kind: float) ->
     def picked(forms: tuple[str, ...]) -> str:
         return forms[int(form * len(forms))]
 
-    wrong = [str(other) for other in rng.permutation(fact.others)[: len(LETTERS) + 1] if other != fact.answer]
+    wrong = [str(other) for other in rng.permutation(fact.alternatives)[: len(LETTERS) + 1] if other != fact.answer]
     if kind < SAID_SHARE:
         right = rng.random() < 0.5
         said = fact.text.format(v=fact.answer if right else wrong[0])

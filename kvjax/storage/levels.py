@@ -115,9 +115,11 @@ class Levels(Codec):
         offset, width = (parts[name].astype(jnp.float32)[..., None] for name in ("offset", "range"))
         return offset + width * level
 
-    def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
-        scale, zero = parts["range"][..., None], parts["offset"][..., None]
-        return Affine(codes=parts["codes"], scale=scale, zero=zero, bits=self.bits, levels=self.levels, dim=dim)
+    def affine(self, parts: Parts, side: Any, dim: int) -> Affine | None:
+        if self.side is not None:  # tables that are data
+            return None
+        scale, zero, levels = parts["range"][..., None], parts["offset"][..., None], tuple(self.fit.decoded(None))
+        return Affine(codes=parts["codes"], scale=scale, zero=zero, bits=self.bits, levels=levels, dim=dim)
 
 
 @factory
