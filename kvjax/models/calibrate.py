@@ -111,13 +111,15 @@ def fingerprint(model: Model) -> str | None:
     gradient, whose numbers are not known.
     """
     found = hashlib.sha256(repr(model.config).encode())
-    embedded = model.params["embed"]["tokens"][:EMBEDDINGS]
     norms = [model.params[f"layer_{index}"].get("attention_norm", {}) for index in range(model.config.num_layers)]
-    for x in (embedded, *jax.tree.leaves(norms)):
-        if isinstance(x, jax.core.Tracer):
-            return None
-        # So that it is the same in bfloat16 and in float32.
-        found.update(np.asarray(memory.to_device(x).astype(jnp.bfloat16)).tobytes())
+    leaves = (model.params["embed"]["tokens"], *jax.tree.leaves(norms))
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return None
+    # The numbers are known while a caller's function is traced, too.
+    with jax.ensure_compile_time_eval():
+        for x in leaves:
+            # So that it is the same in bfloat16 and in float32.
+            found.update(np.asarray(memory.to_device(x)[:EMBEDDINGS].astype(jnp.bfloat16)).tobytes())
     return found.hexdigest()[:DIGITS]
 
 
