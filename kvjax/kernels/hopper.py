@@ -4,6 +4,7 @@ Tensor cores multiply 16-bit numbers exactly, but not float32. A float32 number 
 six largest products of parts give the product to nearly the last bit.
 """
 
+import inspect
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ MATRIX = plgpu.Layout.WGMMA
 PER_ROW, PER_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)  # layouts of one number per row, and per column
 # Lane semantics use the layouts given here. Layout inference, the default of newer jax, fails for these kernels.
 COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+INDEX = (...,) if "idx" in inspect.signature(plgpu.load).parameters else ()  # of all of a reference
 # Shared memory per program if a multiprocessor runs two programs, and if it runs one; excludes what Mosaic uses itself.
 SHARED_BYTES = 109 << 10, 222 << 10
 
@@ -56,6 +58,12 @@ def check_dim(dim: int) -> None:
 def full(shape: tuple[int, ...], fill: float, layout: Any) -> Array:
     """Returns an array in registers that is filled with one number, in the given layout."""
     return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
+
+
+def load(ref: Any, layout: Any) -> Array:
+    """Loads a reference into registers in a layout that need not be the fastest to load."""
+    # Before jax 0.11, an index comes second.
+    return plgpu.load(ref, *INDEX, layout=layout, optimized=False)
 
 
 def along_rows(x: Array, shape: tuple[int, ...]) -> Array:

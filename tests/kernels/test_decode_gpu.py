@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -11,6 +12,7 @@ from kvjax import attention
 from kvjax.errors import ConfigError
 from kvjax.kernels.decode import launch_gpu, pallas_gpu
 from tests.kernels.cases import DECODE, Case, DecodeCases
+from tests.kernels.codes import CODED_GPU
 from tests.kernels.conftest import ON_GPU
 
 pytestmark = pytest.mark.newest  # whose interpreter takes kernels for GPUs
@@ -57,6 +59,26 @@ def test_it_lowers_for_cuda(case, reports):
         assert all("stablehlo.reshape" in line or "@mosaic_gpu" in line for line in touching), (
             "read by the kernel alone"
         )
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in (matmul|add)")
+@pytest.mark.parametrize("case", CODED_GPU, ids=str)
+def test_of_codes_it_is_that_of_what_they_decode_to(machine, monkeypatch, case):
+    monkeypatch.setattr(launch_gpu, "SPAN", 2)
+    monkeypatch.setattr(launch_gpu, "PROGRAMS", 264 if case.case.split else 1)
+    case.check("pallas_gpu", machine, rounded=True)
+
+
+@pytest.mark.parametrize("case", CODED_GPU, ids=str)
+def test_of_codes_it_lowers_for_cuda(case):
+    run = jax.jit(lambda parts: attention.attend_parts(parts, "pallas_gpu"))
+    text = run.trace(case.shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @(mosaic_gpu\w*)", text)) == 1
+    size = case.case.before + case.case.n - case.exact
+    codes = re.compile(rf"tensor<(\d+x)+{size}x\d+xui8>")
+    touching = [line for line in text.splitlines() if codes.search(line) and "func.func" not in line]
+    alone = all("stablehlo.reshape" in line or "@mosaic_gpu" in line for line in touching)
+    assert alone or size < pallas_gpu.TILE, "read by the kernel alone"
 
 
 def test_programs_share_the_slots():

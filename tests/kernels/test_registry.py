@@ -130,6 +130,18 @@ def test_a_step_is_refused_with_a_reason(backend, changes, reason):
             "it reads vectors of a multiple of 32 bytes of codes, not of 40",
         ),
         (
+            "decode", "pallas_gpu", {"codecs": (Integer(4), Integer(8))},
+            "it reads keys and values of one codec, not Integer(bits=4, group=64) and Integer(bits=8, group=64)",
+        ),
+        (
+            "decode", "pallas_gpu", {"codecs": (Levels(4), Levels(4))},
+            "it reads codes of int2, int4, int8, fp8, turboquant(2) and turboquant(4), not Levels(bits=4, table=None)",
+        ),
+        (
+            "decode", "pallas_gpu", {"codecs": (Integer(4, 32), Integer(4, 32))},
+            "it reads codes whose groups have a multiple of 64 channels, not 32",
+        ),
+        (
             "prefill", "pallas_tpu", {"tokens": 9, "codecs": (Integer(4), Integer(4))},
             "it reads keys and values in float32, not codes",
         ),
@@ -179,8 +191,9 @@ def test_a_kernel_that_is_not_there_is_named():
 
 @pytest.mark.parametrize("codec", [Integer(2), Integer(4), Integer(8), Fp8(), Fp8(0.5), TurboQuant(4)], ids=str)
 def test_attention_reads_codes(codec):
-    of = request(parts=2, codecs=(codec, codec), dim=128)
-    assert choose("decode", "pallas_tpu", of) == Choice("decode", "pallas_tpu")
+    for backend in BACKENDS:
+        of = request(parts=2, codecs=(codec, codec), dim=128)
+        assert choose("decode", backend, of) == Choice("decode", backend)
 
 
 def test_slots_are_allocated_in_multiples():

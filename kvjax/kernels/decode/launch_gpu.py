@@ -6,7 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kvjax.kernels.forms import Form
 from kvjax.kernels.hopper import ROWS, SHARED_BYTES, TILE, InParts, operand
+from kvjax.storage.packing import BYTE
 
 WIDE = TILE + 8  # length of a stored row of logits, so that rows lie in different banks
 STAGES = 4  # the largest number of tiles of a program's ring
@@ -23,7 +25,7 @@ class Launch(InParts):
       group: the number of query heads per KV head.
       dim: the number of features of a head.
       size: the number of slots, at least one tile.
-      dtype: of keys and values.
+      dtype: of keys and values, as they are or as they are decoded.
       reports: whether there are statistics to report.
       group_reduce: see `Problem`.
       scale: see `Problem`.
@@ -31,6 +33,7 @@ class Launch(InParts):
       extra: the number of bytes that a program holds in addition.
       stages: the number of tiles of the ring.
       span: the number of tiles of a program.
+      form: how keys and values are decoded; None = they are in `dtype`.
     """
 
     group: int
@@ -44,11 +47,27 @@ class Launch(InParts):
     extra: int = 0
     stages: int = 0
     span: int = 0
+    form: Form | None = None
 
     @property
     def staged(self) -> bool:
         """Whether tiles pass through registers on their way to the tensor cores."""
-        return self.parts > 1 or self.size % 8 > 0
+        return self.parts > 1 or self.size % 8 > 0 or self.form is not None
+
+    @property
+    def planes(self) -> int:
+        """The number of codes of a byte."""
+        return 1 if self.form is None else BYTE // self.form.bits
+
+    @property
+    def columns(self) -> int | None:
+        """The number of features that are decoded to neighbouring columns, and lie apart otherwise; None = all."""
+        return None if self.planes == 1 else TILE // self.planes
+
+    @property
+    def held_lines(self) -> int:
+        """The number of scales and zeros of a slot."""
+        return 0 if self.form is None else self.form.groups * (len(self.form.parts) - 1)
 
     @property
     def rows(self) -> int:
@@ -73,14 +92,20 @@ class Launch(InParts):
     def scratch(self) -> dict[str, Any]:
         """Returns the shared memory and barriers that `pass_gpu.Pass` needs."""
         ring = (self.stages, TILE, self.dim)
+        held: Any = plgpu.SMEM(ring, self.dtype) if self.staged else operand(ring, self.dtype)
+        lines = None
+        if self.form is not None:
+            held = plgpu.SMEM((self.stages, TILE, self.form.size), jnp.uint8)
+            lines = plgpu.SMEM((self.stages, self.held_lines, TILE), self.dtype) if self.held_lines else None
         return {
-            "query_smem": operand((self.parts, self.rows, self.dim), self.part_dtype),
-            "ring": plgpu.SMEM(ring, self.dtype) if self.staged else operand(ring, self.dtype),
-            "part": operand((TILE, self.dim), self.part_dtype) if self.staged else None,
+            "query_smem": operand((self.parts, self.rows, self.dim), self.part_dtype, self.columns),
+            "ring": held,
+            "line_ring": lines,
+            "part": operand((TILE, self.dim), self.part_dtype, self.columns) if self.staged else None,
             # A product may have more rows than a group has heads. The rows of the next tile overwrite the surplus.
             "kept": plgpu.SMEM((self.span * self.group + self.rows, WIDE), jnp.float32),
             "ends_smem": plgpu.SMEM((2, self.rows), jnp.float32),
-            "ready": plgpu.Barrier(num_barriers=self.stages),
+            "ready": plgpu.Barrier(num_arrivals=1 if lines is None else 2, num_barriers=self.stages),
         }
 
     def cut(self, pairs: int) -> "Launch":
@@ -89,7 +114,8 @@ class Launch(InParts):
         Raises:
           ValueError: if one tile does not fit.
         """
-        tile = TILE * self.dim * jnp.dtype(self.dtype).itemsize
+        item = jnp.dtype(self.dtype).itemsize
+        tile = TILE * (self.dim * item if self.form is None else self.form.size + self.held_lines * item)
         fixed = 2 * self.dim * (self.parts * self.rows + self.staged * TILE) + 4 * self.rows * (WIDE + 2) + self.extra
         per_tile = 4 * (TILE * self.lines + self.group * WIDE)
         # As many spans as fill the GPU, of about the same length.

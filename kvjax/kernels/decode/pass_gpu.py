@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper
+from kvjax.kernels.decode import codes_gpu
 from kvjax.kernels.decode.launch_gpu import WIDE, Launch
 from kvjax.kernels.hopper import MATRIX, PER_ROW, TILE, along_columns, along_rows, full
 from kvjax.kernels.softmax import NEGATIVE
@@ -35,14 +36,17 @@ class Pass:
       pair: index of the (row, KV head).
       first: index of the first tile.
       count: the number of tiles.
-      key_ref: [pairs, S, D] keys of all pairs.
-      value_ref: [pairs, S, D] values of all pairs.
+      key_ref: [pairs, S, D] keys of all pairs, or [pairs, S, bytes] codes.
+      value_ref: [pairs, S, D] values of all pairs, or [pairs, S, bytes] codes.
       query_smem: [parts, rows, D] parts of the query, and later the weights of the values.
       ring: [stages, TILE, D] tiles of keys or values.
       part: [TILE, D] part of a tile; None unless tiles pass through registers.
       kept: [span * G + rows, WIDE] logits of all tiles, one row for each tile and query head of the group.
       ends_smem: [2, rows] maximum and reciprocal sum.
       ready: barriers of the ring.
+      line_ring: [stages, lines, TILE] scales, then zeros, of each group of features; None without any.
+      key_lines_ref: [pairs, lines, S] those of keys of all pairs.
+      value_lines_ref: [pairs, lines, S] those of values of all pairs.
     """
 
     launch: Launch
@@ -57,6 +61,9 @@ class Pass:
     kept: Ref
     ends_smem: Ref
     ready: Ref
+    line_ring: Ref = None
+    key_lines_ref: Ref = None
+    value_lines_ref: Ref = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -72,11 +79,13 @@ class Pass:
         for step in range(self.launch.stages):
             self._fetch(jnp.int32(step))
 
-    def softmax(self, bias: Callable[[Array], Array]) -> tuple[Array, Array]:
+    def softmax(self, bias: Callable[[Array], Array], others: Array | None = None) -> tuple[Array, Array]:
         """Computes the logits, and the maximum and the sum of the softmax over all tiles.
 
         Args:
           bias: tile -> [TILE], added to the logits; `NEGATIVE` hides a slot.
+          others: [rows] the log-sum-exps over slots that are not the kernel's, to begin with; `NEGATIVE` for none, and
+            None if no row has any.
 
         Returns:
           The maximum and the sum, [rows] each.
@@ -100,8 +109,10 @@ class Pass:
             weight = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - along_rows(highest, shape)), 0.0)
             return highest, total * jnp.exp(top - highest) + jnp.sum(weight, axis=1)
 
-        nothing = full((launch.rows,), NEGATIVE, PER_ROW), full((launch.rows,), 0.0, PER_ROW)
-        top, total = lax.fori_loop(0, self.count, add_keys, nothing)
+        before = full((launch.rows,), NEGATIVE, PER_ROW), full((launch.rows,), 0.0, PER_ROW)
+        if others is not None:
+            before = others, jnp.where(others > NEGATIVE / 2, 1.0, 0.0)
+        top, total = lax.fori_loop(0, self.count, add_keys, before)
         self.ends_smem[0] = top
         self.ends_smem[1] = _share(total)
         return top, total
@@ -159,12 +170,17 @@ class Pass:
     def _fetch(self, step: Array) -> None:
         """Starts to copy the tile of a step into the ring: first come all tiles of keys, then all tiles of values."""
         slot = lax.rem(step, self.launch.stages)
-        for source, tile in ((self.key_ref, step), (self.value_ref, step - self.count)):
+        for source, lines, tile in (
+            (self.key_ref, self.key_lines_ref, step),
+            (self.value_ref, self.value_lines_ref, step - self.count),
+        ):
 
             @pl.when((tile >= 0) & (tile < self.count))
-            def _(source=source, tile=tile):
-                where = source.at[self.pair, pl.ds(self.start(tile), TILE)]
-                plgpu.copy_gmem_to_smem(where, self.ring.at[slot], self.ready.at[slot])
+            def _(source=source, lines=lines, tile=tile):
+                here = pl.ds(self.start(tile), TILE)
+                plgpu.copy_gmem_to_smem(source.at[self.pair, here], self.ring.at[slot], self.ready.at[slot])
+                if self.line_ring is not None:
+                    plgpu.copy_gmem_to_smem(lines.at[self.pair, :, here], self.line_ring.at[slot], self.ready.at[slot])
 
     def _multiply(self, into: Ref, left: Ref, step: Array, transposed: bool) -> None:
         """Adds the product of `left` and the tile of a step, both in 16-bit parts, and fetches the next tile.
@@ -181,7 +197,19 @@ class Pass:
             return ref.transpose((1, 0)) if transposed else ref
 
         plgpu.barrier_wait(self.ready.at[slot])
-        if launch.staged:
+        if launch.form is not None:
+            lines = None if self.line_ring is None else self.line_ring.at[slot]
+            rests = codes_gpu.decoded(launch.form, self.ring.at[slot], lines)
+            for i in range(launch.parts):
+                for start, rest in rests.items():
+                    leading = hopper.leading(rest) if i < launch.parts - 1 else rest
+                    self.part[:, pl.ds(start, rest.shape[1])] = leading.astype(launch.part_dtype)
+                    rests[start] = rest - leading
+                plgpu.commit_smem()
+                for j in range(launch.parts - i):
+                    plgpu.wgmma(into, left.at[j], turn(self.part))
+                plgpu.wgmma_wait(0)
+        elif launch.staged:
             bits = jnp.dtype(launch.dtype).itemsize * 8
             swizzle = plgpu.find_swizzle(launch.dim * bits)
             # [TILE, D], to be stored in the order that tensor cores read
