@@ -17,7 +17,7 @@ from kvjax import host
 from kvjax.errors import ConfigError, KvjaxError
 
 USAGE_ERROR, INTERRUPTED = 2, 130
-CACHE_FLAG, CACHE_BYTES = "compilation_cache", 4 * 2**30
+CACHE_FLAG = "compilation_cache"
 
 
 class _Parser(flags.ArgumentParser):
@@ -100,7 +100,7 @@ def define_compilation_cache(values: flags.FlagValues) -> None:
 def use_compilation_cache(values: flags.FlagValues) -> None:
     """Keeps compiled programs in a folder, so that the next process does not compile them again.
 
-    The least recently used ones go when the folder holds more than `CACHE_BYTES`. Call it before anything is compiled.
+    Call it before anything is compiled.
     Where $JAX_COMPILATION_CACHE_DIR is set and no folder is given, jax's own settings stay as they are.
 
     Raises:
@@ -112,19 +112,7 @@ def use_compilation_cache(values: flags.FlagValues) -> None:
     if given is not None and given.strip().lower() in ("none", ""):
         jax.config.update("jax_compilation_cache_dir", None)
         return
-    try:
-        folder = Path(given).expanduser() if given is not None else host.user_cache() / "xla" / host.processor()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # jax runs what lies there
-        writable = os.access(folder, os.W_OK)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
-        writable = False
-    if writable:
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
-        # Decoders are one large program among many small ones, which take as long together.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    elif given is not None:
+    if not host.keep_programs(None if given is None else Path(given)) and given is not None:
         raise ConfigError(f"--{CACHE_FLAG}={given!r} cannot be written: give a folder of your own, or none.")
 
 

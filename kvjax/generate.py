@@ -32,6 +32,7 @@ from kvjax.storage.calibration import Calibration, required
 
 Array = jax.Array
 PAD = -1  # fills the generated tokens of a row after its stop token
+UNTIL_EVERY = 8  # tokens after which `until` is asked which rows have ended
 CHUNK = 64  # tokens per call of the decode loop; between calls the host checks for stops and updates the progress bar
 
 
@@ -66,6 +67,7 @@ def generate(
     prefill_block: int | None = None,
     stop: Sequence[int] = (),
     stream: Callable[[np.ndarray], None] | None = None,
+    until: Callable[[np.ndarray], np.ndarray] | None = None,
     progress: bool = False,
     implementation: Implementation = "auto",
     storage: Storage | None = None,
@@ -89,6 +91,8 @@ def generate(
       stop: token ids that end a row. The stop token is part of the result.
       stream: a function that is called after every step with the new token of each row, [B] int32, `PAD` for a row that
         has ended.
+      until: a function that says which rows have ended, [B] bool, from their new tokens so far, [B, n] int32. It is
+        called every `UNTIL_EVERY` tokens at the most; a row may have some tokens beyond its end.
       progress: whether to show a progress bar.
       implementation: of attention and eviction; see `kvjax.attention`.
       storage: how slots are stored, such as ``kvjax.storage.int8()``; None for the model's dtype.
@@ -113,7 +117,7 @@ def generate(
     )  # fmt: skip
     return decode(
         model, prefilled, max_new_tokens=max_new_tokens, sampler=sampler, key=key, stop=stop, stream=stream,
-        progress=progress, requests=requests, record=record,
+        until=until, progress=progress, requests=requests, record=record,
     )  # fmt: skip
 
 
@@ -126,6 +130,7 @@ def decode(
     key: Array | None = None,
     stop: Sequence[int] = (),
     stream: Callable[[np.ndarray], None] | None = None,
+    until: Callable[[np.ndarray], np.ndarray] | None = None,
     progress: bool = False,
     requests: ArrayLike | None = None,
     record: bool = False,
@@ -141,6 +146,7 @@ def decode(
       key: see `generate`.
       stop: see `generate`.
       stream: see `generate`.
+      until: see `generate`.
       progress: see `generate`.
       requests: see `generate`.
       record: see `generate`.
@@ -170,8 +176,11 @@ def decode(
         bar.update()
         if stream:
             stream(produced[0][0][:, 0])
-        while done < max_new_tokens and (not len(stop_ids) or bool(carry.active.any())):
-            steps = min(1 if stream else CHUNK, max_new_tokens - done)
+        may_end = len(stop_ids) > 0 or until is not None
+        while done < max_new_tokens and (not may_end or bool(carry.active.any())):
+            if until is not None:
+                carry = _ended(carry, until(np.concatenate([ids for ids, _ in produced], axis=1)))
+            steps = min(1 if stream else UNTIL_EVERY if until else CHUNK, max_new_tokens - done)
             carry, ids, logprobs, own = decode_steps(
                 model.params, carry, stop_ids, steps, config=model.config, phase=prefilled.layout.decode,
                 sampler=sampler, record=record,
@@ -325,6 +334,12 @@ def _choose(logits: Array, length: Array, request: Array, key: Array, sampler: S
 def _is_active(token: Array, stop: Array) -> Array:
     """Returns whether rows with the newest tokens [B] have not ended: [B] bool. `stop` is [n] int32."""
     return ~jnp.any(token[:, None] == stop[None], axis=1)
+
+
+def _ended(carry: Carry, ended: np.ndarray) -> Carry:
+    """Returns the carry in which rows, [B] bool, have ended."""
+    # The sharding of the rows stays as it is.
+    return carry._replace(active=carry.active & ~jax.device_put(np.asarray(ended, bool), carry.active.sharding))
 
 
 def _check_room(prefilled: Prefilled, max_new_tokens: int) -> None:

@@ -5,6 +5,10 @@ import os
 import platform
 from pathlib import Path
 
+import jax
+
+CACHE_BYTES = 4 * 2**30  # of compiled programs; the least recently used ones go when a folder holds more
+
 
 def _cpu_info() -> dict[str, str]:
     """Returns what Linux says of the first processor; empty on other systems."""
@@ -47,3 +51,29 @@ def user_cache() -> Path:
     named = os.environ.get("XDG_CACHE_HOME", "")
     # A relative path is to be ignored.
     return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "kvjax"
+
+
+def keep_programs(folder: Path | None = None) -> bool:
+    """Keeps compiled programs in a folder, so that the next process does not compile them again.
+
+    Call it before anything is compiled.
+
+    Args:
+      folder: where they are kept; None for the user's cache.
+
+    Returns:
+      Whether the folder can be written; if not, nothing is kept.
+    """
+    try:
+        folder = user_cache() / "xla" / processor() if folder is None else folder.expanduser()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # jax runs what lies there
+        writable = os.access(folder, os.W_OK)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+        writable = False
+    if writable:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+        # Decoders are one large program among many small ones, which take as long together.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return writable

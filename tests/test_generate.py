@@ -69,6 +69,23 @@ def test_streaming_gets_every_token(plain):
     np.testing.assert_array_equal(got.tokens, generate(stop=(stop,)).tokens)
 
 
+def test_rows_end_when_a_function_says_so(plain):
+    """Here after five tokens, which is seen after the first call of the loop; the last row goes on."""
+    seen = []
+
+    def until(ids):
+        seen.append(ids.shape)
+        return np.array([ids.shape[1] >= 5, ids.shape[1] >= 5, False])
+
+    got = generate(until=until)
+    assert seen == [(3, 1), (3, 1 + loop.UNTIL_EVERY)]
+    np.testing.assert_array_equal(got.lengths, [1 + loop.UNTIL_EVERY] * 2 + [NEW])
+    for row, end in enumerate(got.lengths):
+        np.testing.assert_array_equal(got.tokens[row, :end], plain.tokens[row, :end])
+    everywhere = generate(until=lambda ids: np.ones(3, bool))
+    np.testing.assert_array_equal(everywhere.lengths, 1)
+
+
 def test_more_tokens_than_one_call_of_the_loop(plain):
     new = 2 * loop.CHUNK + 5
     got = generate(max_new_tokens=new)

@@ -52,6 +52,7 @@ VALUES: dict[str, object] = {
     **{f"h2o with {name}": policies.h2o(8, merge=make()) for name, make in MERGES.items()},
     "counter that never saturates": policies.counter(8, saturate=None),
     "lru with sinks": policies.lru(8, recent=2, sinks=1),
+    "a fraction, but some slots": policies.h2o(policies.Fraction(0.5, least=8)),
     "a fraction of the text": policies.fifo(policies.TextFraction(0.5)),
     "pages of some layers": policies.from_layer(policies.by_page(policies.h2o(8), page=4), first=2),
     "tova of single heads": policies.tova(8, share_heads=False),
@@ -158,6 +159,7 @@ BUDGETS_BY_HAND = (
     lambda: policies.Fraction(7),
     lambda: policies.Fraction(0),
     lambda: policies.Fraction(NAN),
+    lambda: policies.Fraction(0.5, least=0),
     lambda: policies.Fraction("0.5"),
     lambda: policies.TextFraction(1.5),
     lambda: policies.TextFraction(0),
@@ -265,3 +267,9 @@ def test_norms_are_rounded_to_twelve_bits():
     expected = np.ldexp(np.rint(significand * 2**12), exponent - 12)
     np.testing.assert_array_equal(np.asarray(jax.jit(rounded)(x), np.float64), expected)
     np.testing.assert_array_equal(rounded(jnp.array([0.0, jnp.inf])), [0.0, np.inf])
+
+
+def test_short_prompts_keep_the_least_number_of_slots():
+    budget = policies.Fraction(0.2, least=8)
+    assert [budget.slots(n, 2) for n in (1, 44, 45, 100)] == [(8, 8), (8, 8), (9, 9), (20, 20)]
+    assert budget.value == policies.Fraction(0.2).value == 0.2

@@ -24,6 +24,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
+    "chat_template.jinja",
 )
 #: Families whose texts begin with BOS unless the files of the tokenizer specify otherwise.
 _ADD_BOS = frozenset({"llama", "mistral", "gemma", "opt"})
@@ -52,6 +53,7 @@ class Tokenizer:
     files: Mapping[str, bytes]
     _encode: Callable[[str], list[int]]
     _decode: Callable[[list[int]], str]
+    _token: Callable[[int], str | None]
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Converts a text to token ids.
@@ -88,6 +90,10 @@ class Tokenizer:
         if beyond := [i for i in ids if i >= top or i < PAD]:
             raise InputError(f"token {beyond[0]} is outside the vocabulary of {top}.")
         return self._decode([i for i in ids if 0 <= i < self.size])
+
+    def token(self, number: int) -> str:
+        """Returns the text of a token, also of a special one, as its vocabulary has it; empty if it has none."""
+        return self._token(int(number)) or ""
 
     def save(self, folder: Path) -> None:
         """Writes the files that the tokenizer was made from.
@@ -209,6 +215,7 @@ def _from_backend(
         files=files,
         _encode=lambda text: backend.encode(text, add_special_tokens=False).ids,
         _decode=lambda ids: backend.decode(ids, skip_special_tokens=True),
+        _token=backend.id_to_token,
         **_special_ids(settings, config, bos if bos is not None else token("bos_token"), token("eos_token"), adds),
     )
 
@@ -224,6 +231,7 @@ def _from_sentencepiece(files: dict[str, bytes], settings: Json, config: Decoder
         files=files,
         _encode=backend.encode,
         _decode=backend.decode,
+        _token=lambda number: backend.id_to_piece(number) if number < backend.vocab_size() else None,
         **_special_ids(settings, config, bos, eos, None),
     )
 

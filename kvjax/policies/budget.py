@@ -148,18 +148,21 @@ class Slots(Budget):
 
 @dataclasses.dataclass(frozen=True)
 class Fraction(Budget):
-    """A fraction f of each row's own prompt: max(1, ⌊f·n + 1e-9⌋) slots, computed in float64.
+    """A fraction f of each row's own prompt: max(least, ⌊f·n + 1e-9⌋) slots, computed in float64.
 
     Attributes:
       fraction: in (0, 1].
+      least: slots that are kept of the shortest prompts, at least 1.
 
     Raises:
-      PolicyError: any other fraction.
+      PolicyError: any other fraction or number of slots.
     """
 
     fraction: float
+    least: int = 1
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "least", count_argument("a budget's least", self.least, minimum=1))
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, numbers.Real):
             raise PolicyError(f"budget {self.fraction!r} is not a fraction; {HINT}")
         if not 0 < float(self.fraction) <= 1:  # NaN fails this too
@@ -171,7 +174,7 @@ class Fraction(Budget):
         return True
 
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
-        return (max(1, math.floor(self.fraction * prompt_length + 1e-9)),) * num_layers
+        return (max(self.least, math.floor(self.fraction * prompt_length + 1e-9)),) * num_layers
 
     @property
     def value(self) -> float:

@@ -51,6 +51,7 @@ def test_opt(real, tmp_path):
     assert (tokenizer.bos_id, tokenizer.eos_id) == (2, 2)
     assert (tokenizer.size, tokenizer.vocab_size) == (50265, 50272)
     assert tokenizer.decode([50270]) == ""  # only fills up the table
+    assert (tokenizer.token(2), tokenizer.token(50270)) == ("</s>", "")
 
 
 def test_gpt_neox(real):
@@ -66,6 +67,7 @@ def test_llama_sentencepiece(real):
     assert tokenizer.encode("Hello world", bos=False) == [15043, 3186]
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.size) == (1, 2, 32000)
+    assert (tokenizer.token(1), tokenizer.token(32000)) == ("<s>", "")
 
 
 def test_tokens_beyond_the_model(real, tmp_path):

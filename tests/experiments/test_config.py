@@ -215,7 +215,7 @@ def test_compiled_programs_are_kept(cache_settings, tmp_path, monkeypatch):
     own = Path("kvjax") / "xla" / host.processor()
     assert folder() == str(tmp_path / "xdg" / own)
     assert (tmp_path / "xdg" / own).stat().st_mode & 0o777 == 0o700
-    assert jax.config.jax_compilation_cache_max_size == cli.CACHE_BYTES
+    assert jax.config.jax_compilation_cache_max_size == host.CACHE_BYTES
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification says to ignore it
     monkeypatch.setenv("HOME", str(tmp_path))
