@@ -156,7 +156,7 @@ def decode(
       InputError: if an option is not valid, or heads that keep every token have too few slots for the new ones.
       StorageError: if the storage needs a calibration that the model has not, or the one that is given does not fit.
     """
-    check_sampling(sampler, key)
+    key = check_sampling(sampler, key)
     held = [[group.storage for group in layer] for layer in prefilled.layout.decode]
     # Groups of heads that hold every token exactly need none.
     storages = [next((each for each in layer if required(each)), layer[0]) for layer in held]

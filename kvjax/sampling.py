@@ -46,6 +46,8 @@ class Sample:
       top_k: restricts sampling to the k most probable tokens; None for all tokens.
       top_p: restricts sampling to the smallest set of tokens whose total probability is at least p (nucleus sampling,
         arXiv:1904.09751), after `temperature` and `top_k` are applied; None for all tokens.
+      min_p: restricts sampling to tokens that are at least this many times as probable as the most probable one
+        (arXiv:2407.01082), after `temperature`; None for all tokens.
 
     Raises:
       InputError: if an attribute is out of range.
@@ -54,6 +56,7 @@ class Sample:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
 
     def __post_init__(self) -> None:
         number = isinstance(self.temperature, numbers.Real) and not isinstance(self.temperature, bool)
@@ -61,8 +64,10 @@ class Sample:
             raise InputError(f"temperature must be above 0 (use Greedy() for 0); got {self.temperature!r}.")
         if self.top_k is not None:
             check_count("top_k", self.top_k)
-        if self.top_p is not None and not (isinstance(self.top_p, numbers.Real) and 0 < self.top_p <= 1):
-            raise InputError(f"top_p must be a number in (0, 1], or None for all tokens; got {self.top_p!r}.")
+        for name in ("top_p", "min_p"):
+            p = getattr(self, name)
+            if p is not None and not (isinstance(p, numbers.Real) and not isinstance(p, bool) and 0 < p <= 1):
+                raise InputError(f"{name} must be a number in (0, 1], or None for all tokens; got {p!r}.")
 
     def __call__(self, logits: Array, keys: Array) -> Array:
         """Samples a token for each row.
@@ -88,6 +93,9 @@ class Sample:
         """
         # [B, V]
         logits = logits / self.temperature
+        if self.min_p is not None:
+            least = jnp.max(logits, axis=-1, keepdims=True) + math.log(self.min_p)
+            logits = jnp.where(logits >= least, logits, -jnp.inf)
         if self.top_k is None and self.top_p is None:
             return logits
         # [B, V]: tokens in order of descending logit. A stable sort keeps exactly top_k tokens among ties, those with
@@ -110,17 +118,28 @@ class Sample:
 Sampler = Greedy | Sample
 
 
-def check_sampling(sampler: object, key: object) -> None:
+def check_sampling(sampler: object, key: object) -> Array | None:
     """Checks the sampling arguments of a call.
 
     Args:
       sampler: a sampling method. A callable of another class with the same signature is valid.
-      key: a random key, or None.
+      key: a random key, as an array of keys or as the numbers of one (``jax.random.PRNGKey``); or None.
+
+    Returns:
+      The key as `jax.random.key` makes it, or None.
 
     Raises:
       InputError: if either is something else.
     """
     if isinstance(sampler, type) or not callable(sampler):
         raise InputError(f"sampler must be a sampling method such as Greedy() or Sample(top_p=0.9); got {sampler!r}.")
-    if key is not None and not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        raise InputError(f"key must be a random key, as from jax.random.key(0); got {key!r}.")
+    if key is None:
+        return None
+    if isinstance(key, jax.Array) and key.ndim == 0 and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    if isinstance(key, jax.Array) and key.ndim == 1 and key.dtype == jnp.uint32:
+        try:
+            return jax.random.wrap_key_data(key)
+        except TypeError:  # not as many numbers as a key has
+            pass
+    raise InputError(f"key must be a random key, as from jax.random.key(0); got {key!r}.")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.sampling import Greedy, Sample
+from kvjax.sampling import Greedy, Sample, check_sampling
 
 # Probabilities 0.05, 0.4, 0.15, 0.3, 0.1 in no order.
 P = np.array([0.05, 0.4, 0.15, 0.3, 0.1], np.float32)
@@ -38,6 +38,12 @@ def test_greedy_takes_the_first_of_equals():
         (Sample(top_p=1.0), [0, 1, 2, 3, 4]),
         # After top_k, 0.4 and 0.3 of 0.7: the first alone has 0.571.
         (Sample(top_k=2, top_p=0.5), [1]),
+        # 0.3 is three quarters of 0.4, and 0.15 three eighths; their squares 9 and 9/4 sixteenths of a square.
+        (Sample(min_p=1.0), [1]),
+        (Sample(min_p=0.74), [1, 3]),
+        (Sample(min_p=0.37), [1, 2, 3]),
+        (Sample(min_p=0.37, temperature=0.5), [1, 3]),
+        (Sample(min_p=0.37, top_k=2), [1, 3]),
         (Sample(top_k=2, top_p=0.6), [1, 3]),
         # After temperature 0.5 the squares: 0.16 of 0.285 is 0.561, with 0.09 it is 0.877.
         (Sample(temperature=0.5, top_p=0.6), [1, 3]),
@@ -108,3 +114,13 @@ def test_a_row_uses_its_own_key():
 def test_settings_that_cannot_work(arguments):
     with pytest.raises(InputError):
         Sample(**arguments)
+
+
+def test_a_key_may_be_its_numbers():
+    """As `jax.random.PRNGKey` gives it."""
+    key = check_sampling(Greedy(), jax.random.PRNGKey(7))
+    assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(7)))
+    assert check_sampling(Greedy(), None) is None
+    for wrong in (7, jnp.zeros(3, jnp.uint32), jnp.zeros(2), jax.random.split(jax.random.key(0))):
+        with pytest.raises(InputError, match="key must be a random key"):
+            check_sampling(Greedy(), wrong)

@@ -1,6 +1,7 @@
 """Loads models from Hugging Face folders and from the hub; `kvjax.checkpoint.writer` saves them."""
 
 import dataclasses
+import difflib
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -146,8 +147,20 @@ def _locate(path_or_name: str | Path) -> Path:
     if (own := bundled(name)) is not None:
         return own
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise CheckpointError(f"there is no folder {name}, and this is not a hub id of the form owner/name.")
-    return _download(name)
+        raise CheckpointError(
+            f"there is no folder {name}, and this is not a hub id of the form owner/name.{_near(name)}"
+        )
+    try:
+        return _download(name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_near(name)}") from None
+
+
+def _near(name: str) -> str:
+    """Returns a hint if a name is close to that of a model that kvjax contains."""
+    own = [path.parent.name for path in PRETRAINED.glob("*/config.json")]
+    close = difflib.get_close_matches(name.rpartition("/")[2].lower(), own, n=1)
+    return f" Did you mean {close[0]!r}, which is part of kvjax?" if close else ""
 
 
 def bundled(name: str) -> Path | None:

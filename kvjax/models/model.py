@@ -32,6 +32,20 @@ class Model:
     tokenizer: "Tokenizer | None" = None
     mesh: Mesh | None = None
 
+    def __repr__(self) -> str:
+        """One line: the decoder, its size, and where it is; without the parameters themselves."""
+        config, leaves = self.config, jax.tree.leaves(self.params)
+        heads = f"{config.num_heads} heads on {config.num_kv_heads} KV heads"
+        # Of quantised weights too, whose codes are bytes.
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / 1e6
+        dtypes = "/".join(sorted({str(leaf.dtype) for leaf in leaves}))
+        where = f"mesh {dict(self.mesh.shape)}" if self.mesh is not None else self.platform
+        named = "" if self.tokenizer is None else f", tokenizer of {self.tokenizer.vocab_size:,}"
+        return (
+            f"Model({config.family}, {config.num_layers} layers of width {config.hidden_size}, {heads}, vocabulary of "
+            f"{config.vocab_size:,}, {size:,.1f} MB in {dtypes} on {where}{named})"
+        )
+
     @property
     def platform(self) -> str:
         """The platform of the parameters: ``cpu``, ``gpu`` or ``tpu``."""

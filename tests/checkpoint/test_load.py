@@ -387,6 +387,10 @@ def test_a_model_that_comes_with_kvjax(monkeypatch, tmp_path):
     save_file(found, tmp_path / "pretrained" / "some-model" / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     assert_same(load("some-model").params, params)
+    assert repr(load("some-model")).startswith("Model(llama, ") and len(repr(load("some-model"))) < 240
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match=r"Did you mean 'some-model', which is part of kvjax\?"):
+        load("some-modle")
     assert huggingface.bundled("other-model") is None
     assert huggingface.bundled("../pretrained/some-model") is None
     (tmp_path / "some-model").mkdir()
