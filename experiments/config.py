@@ -4,6 +4,7 @@ No postponed annotations here: `config_flags` reads the types themselves.
 """
 
 import dataclasses
+from typing import Any
 
 from experiments import fields
 from experiments.fields import Budget, Count, Kernels, Names, Number, OptionalCount, OptionalText, Seed, Text
@@ -14,6 +15,8 @@ from kvjax.models.quantize import WeightCodes
 from kvjax.policies import Policy
 
 DENSE, EVERYTHING = "dense", "everything"  # how slots are held and read unless a config says otherwise
+PLAIN: dict[spec_text.Axis, str] = {"storage": DENSE, "selection": EVERYTHING}
+JOINED = " + "  # between the parts of a cache in one text, as in the name of a `CacheSpec`
 
 
 @dataclasses.dataclass
@@ -100,8 +103,8 @@ class ExperimentConfig:
     policy: what the cache keeps.
     storage: how the policy's slots are held, as text (`kvjax.spec_text`): int4(residual=32), FILE.py:factory.
     selection: which of these slots a query reads, as text: quest(page=16, budget=512), FILE.py:factory.
-    baselines: policies to compare with, under the same budget, held as they are and read whole; agreement is measured
-      against ``full`` if it is here.
+    baselines: caches to compare with, under the same budget: a policy, held as it is and read whole, or with a storage
+      and a selection of its own, ``full + int8``; agreement is measured against ``full`` if it is here.
     data: the text.
     recall: the recall tasks.
     mesh: ``data:2,model:4``, or nothing for one device.
@@ -182,10 +185,29 @@ def name_of(config: ExperimentConfig) -> str:
         return build_spec(config).name
     except KvjaxError:
         others = (text for text in (config.storage, config.selection) if text not in (DENSE, EVERYTHING))
-        return " + ".join((config.policy.name, *others))
+        return JOINED.join((config.policy.name, *others))
 
 
-def baseline(config: ExperimentConfig, name: str) -> PolicyConfig:
+def baseline(config: ExperimentConfig, text: str) -> CacheSpec:
+    """A cache to compare with: ``h2o``, or with a storage, a selection or both, ``full + int8 + quest(budget=64)``.
+
+    Its policy has the config's own budget and positions, and is otherwise as the text has it.
+
+    Raises:
+      KvjaxError: as `build_spec`; also a part that is neither a storage nor a selection.
+    """
+    name, *others = (part.strip() for part in text.split(JOINED))
+    found: dict[spec_text.Axis, Any] = {}
+    for part in others:
+        axis = spec_text.axis_of(part, ("storage", "selection"))
+        if axis in found:
+            raise ConfigError(f"{text!r} has two parts that are a {axis}; give one of each.")
+        found[axis] = spec_text.build(axis, part)
+    defaults = {axis: spec_text.build(axis, plain) for axis, plain in PLAIN.items()}
+    return CacheSpec(build_policy(_policy(config, name)), **(defaults | found))
+
+
+def _policy(config: ExperimentConfig, name: str) -> PolicyConfig:
     """A policy to compare with: the same budget and positions, everything else its default."""
     if name == config.policy.name:
         return config.policy

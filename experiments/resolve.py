@@ -74,7 +74,7 @@ def specs_of(config: ExperimentConfig) -> list[CacheSpec]:
     own = configs.build_spec(config)
     for name in dict.fromkeys(config.baselines):
         try:
-            spec = CacheSpec(configs.build_policy(configs.baseline(config, name)))
+            spec = configs.baseline(config, name)
         except KvjaxError as error:
             raise baseline_error(name, error) from None
         if spec.name != own.name:

@@ -14,6 +14,7 @@ mine.py:loudest(alpha=2)
 """
 
 import ast
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -22,7 +23,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -116,6 +117,31 @@ def accepts(axis: Axis, text: str) -> frozenset[str]:
 def files(text: str) -> tuple[str, ...]:
     """The files of a user's own that a text names."""
     return tuple(match[1] for match in _FILE.finditer(text))
+
+
+def axis_of(text: str, among: Sequence[Axis]) -> Axis:
+    """Returns the axis that a text is of, by the name that it begins with.
+
+    Args:
+      text: see this module.
+      among: the axes to choose from; a factory in a file is of the first whose object it makes.
+
+    Raises:
+      ConfigError: it is of none of them.
+    """
+    name = re.match(r"\w*", text)
+    assert name is not None
+    for axis in among:
+        if name[0] in REGISTRIES[axis].names:
+            return axis
+    for axis in among if files(text) else ():
+        with contextlib.suppress(KvjaxError):
+            build(axis, text)
+            return axis
+    known = {each for axis in among for each in REGISTRIES[axis].names}
+    close = difflib.get_close_matches(name[0], known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(known))}."
+    raise ConfigError(f"{text!r} is no {' and no '.join(among)}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,6 +126,8 @@ def test_a_wrong_policy_is_refused_before_anything_is_loaded(policy, message):
         ({"policy.name": "snapkv", "storage": "fp8", "selection": "quest(page=8, budget=64)", "baselines": "none"},
          ["snapkv + fp8 + quest(page=8, budget=64)"]),
         ({"policy.name": "full", "baselines": "full,window"}, ["full", "window"]),
+        ({"baselines": "window + int8, full + quest(budget=64) + fp8"},
+         ["window + int8", "full + fp8 + quest(budget=64)", "h2o"]),
         ({"policy.name": "window", "baselines": "h2o,full"}, ["full", "h2o", "window"]),
     ],
 )  # fmt: skip
@@ -171,6 +173,13 @@ def test_the_name_of_what_cannot_be_built():
 
 def test_a_baseline_that_cannot_take_the_budget_is_named():
     config = fields.override(configs.by_name("h2o_tiny"), "policy.budget", 2)
+    for text, message in (
+        ("h2o + int9", r"'int9' is no storage and no selection; did you mean 'int\d'\?"),
+        ("h2o + zzz", r"'zzz' is no storage and no selection; there are bfp, .*quest"),
+        ("h2o + int8 + fp8", r"has two parts that are a storage; give one of each"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            specs_of(fields.override(configs.by_name("h2o_tiny"), "baselines", text))
     with pytest.raises(PolicyError, match=r"baseline 'window'.*--config\.baselines"):
         specs_of(config)
 
