@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import StorageError
+from kvjax.products.codes import Affine
 from kvjax.storage.base import Parts, Storage, factory
 from kvjax.storage.integer import Integer
 from kvjax.storage.kivi import Channels
@@ -47,6 +48,10 @@ class Divided(Scaled):
 
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
         return self.codec.decode(parts, None, dim) * side[SCALE].astype(jnp.float32)
+
+    def affine(self, parts: Parts, side: Any, dim: int) -> Affine | None:
+        made, scale = self.codec.affine(parts, None, dim), side[SCALE].astype(jnp.float32)
+        return made and made.within(lambda q: q * scale, lambda a: a * scale)
 
 
 @factory
