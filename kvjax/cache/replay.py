@@ -6,6 +6,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from kvjax.cache import blocks, pairs, segments
 from kvjax.cache.convert import Prompt, convert, empty
@@ -280,7 +281,7 @@ def breakdown(state: KVState | LayerKV) -> dict[str, int]:
     """Bytes that are held: of ``codes``, ``parameters``, ``exact`` parts and ``sides``, and of all these, ``stores``.
 
     Sides are those of prompts, which each row has. The ``rest`` is positions, statistics and the index of a selection.
-    Capacity counts, not what is live.
+    Capacity counts, not what is live. See `ratios` for what a cache of as many slots in the model's dtype would hold.
     """
     layers = [state] if isinstance(state, LayerKV) else [layer for _, layer in layers_of(state)]
     found = dict.fromkeys(("codes", "parameters", "exact", "sides"), 0)
@@ -292,6 +293,19 @@ def breakdown(state: KVState | LayerKV) -> dict[str, int]:
             found["exact" if path[-1].key == "exact" else "sides"] += leaf.size * leaf.dtype.itemsize
     rest = jax.tree.leaves([(layer.position, layer.stats, layer.index) for layer in layers])
     return found | {"stores": sum(found.values()), "rest": sum(leaf.size * leaf.dtype.itemsize for leaf in rest)}
+
+
+def ratios(state: KVState | LayerKV, dtype: DTypeLike) -> dict[str, float]:
+    """Bytes that are held over those of as many slots in a dtype: of the ``stores``, and ``with_rest``.
+
+    Args:
+      state: a cache, or one group of heads of a layer.
+      dtype: the model's.
+    """
+    layers = [state] if isinstance(state, LayerKV) else [layer for _, layer in layers_of(state)]
+    exact = sum(2 * layer.position.size * layer.dim * jnp.dtype(dtype).itemsize for layer in layers)
+    found = breakdown(state)
+    return {"stores": found["stores"] / exact, "with_rest": (found["stores"] + found["rest"]) / exact}
 
 
 def _config(prompt: Triple, decode: Triple, lengths: np.ndarray, rope: Rope | None) -> DecoderConfig:

@@ -68,12 +68,12 @@ by_name, accepts = STORAGES.by_name, STORAGES.accepts
 
 
 if TYPE_CHECKING:
-    from kvjax.cache.replay import breakdown, nbytes, read, replay
+    from kvjax.cache.replay import breakdown, nbytes, ratios, read, replay
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `replay`, `read`, `nbytes` and `breakdown` when they are used: the cache is built on this package."""
-    if name in ("breakdown", "nbytes", "read", "replay"):
+    """Imports `replay`, `read`, `nbytes` and others when they are used: the cache is built on this package."""
+    if name in ("breakdown", "nbytes", "ratios", "read", "replay"):
         from kvjax.cache import replay as module
 
         return getattr(module, name)
@@ -87,6 +87,6 @@ __all__ = [
     "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "accepts", "bfp", "blocks", "breakdown", "by_name", "chain",
     "cskv", "dense", "fp8", "gear", "int2", "int4", "int8", "integer", "kivi", "kmeans_levels", "kv_heads", "kvquant",
     "levels", "low_rank", "merged_vectors", "mikv", "minicache", "mxfp4", "nbytes", "normal_levels", "pack", "pairs",
-    "permuted", "read", "replay", "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant", "unpack",
-    "zipcache",
+    "permuted", "ratios", "read", "replay", "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant",
+    "unpack", "zipcache",
 ]  # fmt: skip

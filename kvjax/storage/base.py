@@ -6,8 +6,8 @@ object.
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from kvjax.storage.rounding import as_stored
 from kvjax.storage.side import Parts, Shapes, Side
 
 Array = jax.Array
+T = TypeVar("T")
 Memory = str | tuple[str, str]  # ``device``, ``host``, or a pair of these for keys and for values
 
 ANY, ROTATED, UNROTATED = "any", "rotated", "unrotated"
@@ -396,6 +397,20 @@ class Storage:
         if isinstance(self.layout, Tiers | Segments | Pairs):
             return False
         return self.residual >= tokens
+
+
+def layer_entry(name: str, entries: Sequence[T], layer: int, layers: int | None) -> T:
+    """Returns the entry of a layer, where each has one; see `Codec.of_layer`.
+
+    Raises:
+      StorageError: there are more entries than layers, or fewer. The message says `name`.
+    """
+    if layers not in (None, len(entries)) or layer >= len(entries):
+        raise StorageError(
+            f"storage {name}: {tuple(entries)} are of {len(entries)} layers, and the model has {layers or 'more'}; "
+            "give one for all layers, or one for each."
+        )
+    return entries[layer]
 
 
 def _memory(name: str, given: Any) -> Memory:

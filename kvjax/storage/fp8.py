@@ -5,16 +5,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.arguments import number_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE
 from kvjax.products.codes import BYTE, E4M3, Affine
-from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
+from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory, layer_entry
 from kvjax.storage.rounding import FLOAT32, as_stored, divide, nearest
 
 Array = jax.Array
+
+Scale = float | tuple[float, ...] | None  # of all layers, or one for each
 
 FLOAT8 = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(FLOAT8).max)  # 448
@@ -27,16 +30,20 @@ class Fp8(Codec):
     Subnormal numbers are kept; numbers beyond ±448 after division by the scale saturate.
 
     Attributes:
-      scale: the scale of all vectors, a constant; None = each vector has its own, its largest magnitude / 448.
+      scale: the scale of all vectors, a constant, or a tuple with one for each layer; None = each vector has its own,
+        its largest magnitude / 448.
     """
 
-    scale: float | None = None
+    scale: Scale = None
 
     def __post_init__(self) -> None:
-        if self.scale is not None:
-            least, most = float(FLOAT32.smallest_normal), float(FLOAT32.max) / LARGEST
-            scale = number_argument("storage fp8: scale", self.scale, minimum=least, maximum=most, error=StorageError)
-            object.__setattr__(self, "scale", scale)
+        if isinstance(self.scale, list | tuple | np.ndarray) and len(self.scale):
+            object.__setattr__(self, "scale", tuple(map(_checked, self.scale)))
+        elif self.scale is not None:
+            object.__setattr__(self, "scale", _checked(self.scale))
+
+    def of_layer(self, layer: int, layers: int | None = None) -> "Fp8":
+        return self if not isinstance(self.scale, tuple) else Fp8(layer_entry("fp8", self.scale, layer, layers))
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         codes: Shapes = {"codes": ((dim,), jnp.dtype(jnp.uint8))}
@@ -44,7 +51,7 @@ class Fp8(Codec):
 
     def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
         if self.scale is not None:
-            return {"codes": _codes(divide(x, self.scale))}
+            return {"codes": _codes(divide(x, self._constant))}
         # [...]
         scale = as_stored(divide(jnp.max(jnp.abs(x), axis=-1), LARGEST), dtype)
         scale = jnp.where(scale == 0, jnp.ones((), dtype), scale)
@@ -55,14 +62,27 @@ class Fp8(Codec):
         y = jax.lax.bitcast_convert_type(parts["codes"], FLOAT8).astype(jnp.float32)
         # No number is encoded as NaN; an empty slot may hold any bits.
         y = jnp.where(jnp.isnan(y), 0.0, y)
-        scale = jnp.float32(self.scale) if self.scale is not None else parts["scale"].astype(jnp.float32)[..., None]
+        scale = jnp.float32(self._constant) if self.scale is not None else parts["scale"].astype(jnp.float32)[..., None]
         return scale * y
 
     def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
         scale = parts["scale"][..., None] if self.scale is None else None
         made = Affine(codes=parts["codes"], scale=scale, bits=BYTE, levels=E4M3, dim=dim)
-        constant = self.scale
-        return made if constant is None else made.within(lambda q: q * constant, lambda a: a * constant)
+        if self.scale is None:
+            return made
+        constant = self._constant
+        return made.within(lambda q: q * constant, lambda a: a * constant)
+
+    @property
+    def _constant(self) -> float:
+        if isinstance(self.scale, tuple) or self.scale is None:
+            raise StorageError(f"storage fp8: scales {self.scale} are of different layers; see Storage.of_layer.")
+        return self.scale
+
+
+def _checked(scale: Any) -> float:
+    least, most = float(FLOAT32.smallest_normal), float(FLOAT32.max) / LARGEST
+    return number_argument("storage fp8: scale", scale, minimum=least, maximum=most, error=StorageError)
 
 
 def _codes(y: Array) -> Array:
@@ -72,16 +92,20 @@ def _codes(y: Array) -> Array:
 
 
 @factory
-def fp8(scale: float | None = None, *, residual: int = 0, memory: Memory = DEVICE) -> Storage:
+def fp8(
+    scale: Scale = None, *, value_scale: Scale = None, residual: int = 0, memory: Memory = DEVICE
+) -> Storage:  # fmt: skip
     """Holds keys and values as e4m3fn numbers of 8 bits.
 
     Args:
-      scale: the scale of all vectors, a constant (k_scale and v_scale of serving stacks; 1 = none); None = each vector
-        has its own.
+      scale: the scale of all keys, a constant or a tuple with one for each layer (k_scale of serving stacks; 1 = none);
+        None = each vector has its own.
+      value_scale: the same of values (v_scale); None = `scale`.
       residual: the number of newest positions that stay exact.
       memory: ``device``, ``host``, or a pair of these for keys and for values.
 
     Raises:
       StorageError: an argument out of range.
     """
-    return Storage(key=Fp8(scale), value=Fp8(scale), residual=residual, memory=memory, name="fp8")
+    value = Fp8(scale if value_scale is None else value_scale)
+    return Storage(key=Fp8(scale), value=value, residual=residual, memory=memory, name="fp8")

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import choice_argument, count_argument
 from kvjax.errors import StorageError
-from kvjax.storage.base import ROTATED, Codec, Storage, factory
+from kvjax.storage.base import ROTATED, Codec, Storage, factory, layer_entry
 from kvjax.storage.dims import EXACT, Chain, Dims
 from kvjax.storage.side import CALIBRATION, Samples, Shapes, Side
 
@@ -141,12 +141,7 @@ class LowRank(Dims):
     def of_layer(self, layer: int, layers: int | None = None) -> "LowRank":
         if isinstance(self.rank, int):
             return self
-        if layers not in (None, len(self.rank)) or layer >= len(self.rank):
-            raise StorageError(
-                f"storage low_rank: there are {len(self.rank)} ranks, and the model has {layers or 'more'} layers; "
-                "give one rank, or one for each layer."
-            )
-        return dataclasses.replace(self, rank=self.rank[layer])
+        return dataclasses.replace(self, rank=layer_entry("low_rank", self.rank, layer, layers))
 
     def dim(self, dim: int) -> int:
         return _of_one_layer(self.rank)

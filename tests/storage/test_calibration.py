@@ -174,7 +174,7 @@ def test_ranks_of_their_own_for_each_layer():
     inside = np.asarray(key - made.layers[1]["key"]["mean"][None, :, None])[0, 0][live[0, 0]]
     assert np.linalg.matrix_rank(inside, tol=1e-4) == 3
     for wrong in (storage.low_rank((8, 3, 3), 8), storage.low_rank((8,), 8)):
-        with pytest.raises(StorageError, match=r"ranks, and the model has .* layers; give one rank"):
+        with pytest.raises(StorageError, match=r"layers, and the model has \w+; give one for all layers"):
             kvjax.generate(own, tokens, policies.full(), max_new_tokens=6, storage=wrong, calibration=made)
     with pytest.raises(StorageError, match=r"see Storage\.of_layer"):
         held.bytes_per_slot(dim, "float32")

@@ -137,6 +137,8 @@ def test_bytes_and_sides_are_counted():
     assert counted["exact"] == rows * ((total - 3) * DIM + 3 * 2 * DIM) * 4  # values, and what is recent
     assert storage.nbytes(layer) == counted["stores"] == sum(counted[name] for name in ("sides", "codes", "exact"))
     assert storage.nbytes(layer) == sum(x.nbytes for x in jax.tree.leaves((layer.stores, layer.sides)))
+    ratios, exact = storage.ratios(layer, "float32"), rows * total * 2 * DIM * 4
+    assert ratios == {"stores": counted["stores"] / exact, "with_rest": (counted["stores"] + counted["rest"]) / exact}
 
 
 def test_all_channels_are_the_exact_keys():

@@ -135,6 +135,12 @@ def test_storages_are_values(name):
 def test_equal_arguments_are_equal_storages():
     assert storage.int8() == storage.integer(np.int64(8), 64) == storage.by_name("integer", bits=8)
     assert storage.fp8(np.float32(0.5)) == storage.fp8(scale=0.5) != storage.fp8()
+    by_layer = storage.fp8((0.5, 0.25), value_scale=[0.1, 0.2])
+    assert [by_layer.of_layer(i, 2) for i in (0, 1)] == [
+        storage.fp8(0.5, value_scale=0.1),
+        storage.fp8(0.25, value_scale=0.2),
+    ]
+    assert by_layer.bytes_per_slot(128, "bfloat16") == 256
     assert storage.integer(8, value_bits=4) == Storage(key=Integer(8), value=Integer(4))
     assert Codec(len, len, len) == Codec(parts=len, encode=len, decode=len) != Codec(len, len, max)
     assert storage.turboquant(4) == storage.turboquant(2, key_bits=4, value_bits=4) != storage.turboquant(4, seed=1)
@@ -178,6 +184,9 @@ def test_equal_arguments_are_equal_storages():
         (lambda: storage.fp8(float("nan")), "scale .* got nan"),
         (lambda: storage.fp8(1e37), "scale .* got 1e"),
         (lambda: storage.fp8(True), "scale .* got True"),
+        (lambda: storage.fp8((1.0, 0)), "scale must be a number .* got 0"),
+        (lambda: storage.fp8((1.0, 2.0)).of_layer(0, 3), "are of 2 layers, and the model has 3; give one for all"),
+        (lambda: storage.fp8((1.0, 2.0)).key.encode(jnp.zeros(4), None, "float32"), r"see Storage\.of_layer"),
         (lambda: storage.bfp(1), "storage bfp: bits must be a whole number from 2 to 8; got 1"),
         (lambda: storage.bfp(8, 0), "storage bfp: group .* got 0"),
         (lambda: storage.mxfp4(0.5), "storage mxfp4: group .* got 0.5"),
