@@ -1,5 +1,6 @@
 """The decode kernel for TPUs: interpreted, races detected, against float64."""
 
+import bisect
 import functools
 import math
 import re
@@ -13,10 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kvjax import attention
 from kvjax.devices import topology_devices
 from kvjax.errors import ConfigError
-from kvjax.kernels import forms
+from kvjax.kernels import forms, registry
 from kvjax.kernels.coded import Coded
 from kvjax.kernels.decode import append_tpu, coded_tpu, codes_tpu, pallas_tpu
-from kvjax.statistics import MASS
+from kvjax.kernels.registry import Request
+from kvjax.statistics import ABOVE, MASS
 from kvjax.storage import Fp8, Integer, TurboQuant
 from tests.kernels.cases import DECODE, Case, DecodeCases
 from tests.kernels.codes import CODED
@@ -81,6 +83,34 @@ def test_a_mistake_with_codes_is_noticed(interpreted, monkeypatch, of, mistake):
 
 
 BATCH, KV_HEADS, GROUP, SLOTS, DIM = 8, 8, 4, 8192, 128
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("group", "dim", "codec"), [(71, 64, Integer(4)), (1, 128, Integer(8, 32))], ids=str)
+def test_what_is_said_to_fit_into_a_core_does(group, dim, codec):
+    """The largest number of slots that the registry takes."""
+    request = functools.partial(
+        Request, batch=1, kv_heads=1, group=group, tokens=1, dim=dim, dtype="bfloat16", statistics=(ABOVE, MASS),
+        parts=2, codecs=(codec, codec),
+    )  # fmt: skip
+    sizes = range(128, 1 << 20, 128)
+    refuses = registry.find("decode", "pallas_tpu").refuses
+    most = sizes[bisect.bisect_left(sizes, True, key=lambda slots: refuses(request(slots=slots)) is not None) - 1]
+    assert "MiB of a TPU core's memory, more than 14 MiB" in refuses(request(slots=most + 128))
+    mesh = Mesh(np.array(topology_devices("v5e:1x1")[:1]), ("x",))
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
+    parts = {name: array((1, 1, most, *shape), dtype) for name, (shape, dtype) in codec.parts(dim, "bfloat16").items()}
+    held = Coded(parts=parts, codec=codec, dim=dim, dtype=jnp.dtype("bfloat16"))
+
+    def run(query, held, position, at):
+        problem = attention.problem(
+            query, held, held, query_position=at, key_position=position, needs=frozenset({ABOVE, MASS})
+        )
+        return attention.attend_and_reduce(problem, "pallas_tpu")
+
+    with jax.set_mesh(mesh):
+        query = array((1, group, 1, dim), jnp.bfloat16)
+        jax.jit(run).lower(query, held, array((1, 1, most), jnp.int32), array((1, 1), jnp.int32)).compile()
 
 
 def compiled(topology, codec):

@@ -10,7 +10,8 @@ given the log-sum-exps of these, begins its softmax with them, and reports stati
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +21,19 @@ from jax.experimental.pallas import tpu as pltpu
 from kvjax.kernels import softmax
 from kvjax.kernels.coded import Coded
 from kvjax.kernels.decode.codes_tpu import LANES, Side, side_of
+from kvjax.kernels.forms import form_of
 from kvjax.kernels.problem import Attended, Problem
 from kvjax.kernels.softmax import NEGATIVE, transformed
+
+if TYPE_CHECKING:
+    from kvjax.kernels.registry import Request
 
 Array = jax.Array
 Ref = Any
 
 TILE_BYTES = 1 << 20  # bytes of a tile of codes of keys, and of values; Pallas holds two tiles of each
 CHUNK = 512  # the number of slots that are decoded at once
+HELD_BYTES = 14 << 20  # the largest amount of a core's 16 MiB of memory that is held besides what is computed
 SUBLANES = 8  # rows of a memory tile of float32
 
 
@@ -135,6 +141,22 @@ def tiling(rows: int, size: int, slot_bytes: int) -> tuple[int, int]:
     return size, next(count for count in range(most, 0, -1) if rows % count == 0)
 
 
+def held_bytes(request: "Request") -> int:
+    """Returns the bytes of a core's memory that a program holds: whole lines, and two buffers of tiles."""
+    key, value = (form_of(codec, request.dim) for codec in request.codecs)
+    assert key is not None
+    assert value is not None
+    rows, slot_bytes = request.batch * request.kv_heads, max(key.size, value.size)
+    tile, pairs = tiling(rows, request.slots, slot_bytes)
+    heads, slots = -(-request.group // SUBLANES) * SUBLANES, -(-request.slots // tile) * tile
+    transforms = len({statistic.transform for statistic in request.statistics if statistic.needs_attention})
+    # Logits; and two buffers of visibility and of each column.
+    lines = 4 * slots * (heads + 2 * (1 + transforms))
+    # Scales and zeros have at least two rows of 4 bytes each.
+    parameters = sum(8 * max(form.groups, 2) for form in (key, value))
+    return pairs * (lines + 2 * tile * (key.size + value.size + parameters))
+
+
 def _queries(query: Array, key: Side, heads: int, dtype: Any) -> Array:
     """Returns the queries of each group of channels: [rows, G, D] -> [rows, groups * heads, D], in planes."""
     form = key.form
@@ -232,14 +254,7 @@ def _kernel(
 
     @pl.loop(0, pairs)
     def _(pair):
-        width = min(CHUNK, tile)
-
-        @pl.loop(0, tile // width)
-        def _(index):
-            chunk(pair, pl.multiple_of(index * width, LANES) if width < tile else 0, width)
-
-        if tile % width:
-            chunk(pair, tile // width * width, tile % width)
+        _in_chunks(tile, functools.partial(chunk, pair))
 
     @pl.when(at == tiles - 1)
     def _():
@@ -252,18 +267,35 @@ def _kernel(
             lse_ref[pair] = jnp.broadcast_to(lse, (heads, LANES))
             shares = jnp.concatenate([share] * value.form.groups, axis=0)
             output_ref[pair] = (sum_ref[pair] + zero_ref[pair][:, :1]) * shares
-            if not transforms:
-                return
-            # [G, slots]
-            logits = logits_ref[pair][:group]
-            probability = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - top[:group]), 0.0) * share[:group]
-            reduce = jnp.sum if group_reduce == "mean" else jnp.max
-            # [1, slots]
-            m = reduce(probability, axis=0, keepdims=True)
-            m = m * (1.0 / group) if group_reduce == "mean" else m
-            uniform = uniform_ref[pair][:, :1]
-            for transform, column_ref in zip(transforms, column_refs, strict=True):
-                column_ref[pair] = transformed(transform, m, lambda: uniform)
+
+            def report(start: Array | int, width: int) -> None:
+                """Writes the columns of some slots."""
+                line = pl.ds(start, width)
+                # [G, chunk]
+                logits = logits_ref[pair, :, line][:group]
+                probability = jnp.where(logits > NEGATIVE / 2, jnp.exp(logits - top[:group]), 0.0) * share[:group]
+                reduce = jnp.sum if group_reduce == "mean" else jnp.max
+                # [1, chunk]
+                m = reduce(probability, axis=0, keepdims=True)
+                m = m * (1.0 / group) if group_reduce == "mean" else m
+                for transform, column_ref in zip(transforms, column_refs, strict=True):
+                    column_ref[pair, :, line] = transformed(transform, m, lambda: uniform_ref[pair][:, :1])
+
+            if transforms:
+                _in_chunks(bias_ref.shape[2], report)
+
+
+def _in_chunks(size: int, run: Callable[[Array | int, int], None]) -> None:
+    """Calls a function of the first slot and the number of slots, for each chunk of `size` slots."""
+    whole = size // CHUNK * CHUNK
+    if whole:
+
+        @pl.loop(0, whole // CHUNK)
+        def _(index):
+            run(pl.multiple_of(index * CHUNK, LANES), CHUNK)
+
+    if whole < size:
+        run(whole, size - whole)
 
 
 def _product(one: Array, two: Array, axis: int) -> Array:

@@ -30,8 +30,14 @@ TILE_BYTES = 1 << 20  # bytes of a tile of keys, and of a tile of values; Pallas
 
 def refuses(request: "Request") -> str | None:
     """See `kvjax.kernels.registry.Kernel`."""
-    if any(request.codecs) and (reason := codes_tpu.refuses_codecs(request)):
-        return reason
+    if any(request.codecs):
+        if reason := codes_tpu.refuses_codecs(request):
+            return reason
+        if (held := coded_tpu.held_bytes(request)) > coded_tpu.HELD_BYTES:
+            return (
+                f"{request.group} queries over {request.slots} slots would hold {held / 2**20:.1f} MiB of a TPU core's "
+                f"memory, more than {coded_tpu.HELD_BYTES >> 20} MiB"
+            )
     return registry.refuses_problem(request, tokens=1, coded=True)
 
 
