@@ -140,11 +140,11 @@ def decoded_copies(text: str, key: jax.ShapeDtypeStruct) -> list[str]:
 
 @pytest.fixture
 def form():
-    """Sets the form of products, as `kvjax.products.use` does, and how many slots are decoded at once."""
-    before = products.setting(), coded.CHUNK, coded.MOST_AT_ONCE
+    """Sets the form of products, as `kvjax.products.use` does, and how many slots are decoded at a time."""
+    before = products.setting(), coded.CHUNKS["cpu"]
 
-    def use(name: str, chunk: int, most: int) -> None:
-        coded.CHUNK, coded.MOST_AT_ONCE = chunk, most
+    def use(name: str, chunk: int) -> None:
+        coded.CHUNKS["cpu"] = chunk
         products.use(name)
 
     yield use
@@ -156,7 +156,7 @@ def form():
 def test_decoding_holds_codes_and_no_decoded_copy(policy, name, form):
     if name == "native" and native.load():
         pytest.skip(native.load())
-    form(name, 64, 128)
+    form(name, 64)
     executable, key = compile_decode(CacheSpec(policy, storage.int8()))
     text = executable.as_text()
     assert decoded_copies(text, key) == []
@@ -168,7 +168,7 @@ def test_decoding_holds_codes_and_no_decoded_copy(policy, name, form):
 
 
 def test_a_decoded_copy_would_be_seen(form):
-    form("fixed", 64, 2 * SLOTS)
+    form("fixed", 2 * SLOTS)
     executable, key = compile_decode(CacheSpec(policies.h2o(SLOTS), storage.int8()))
     assert decoded_copies(executable.as_text(), key)
 

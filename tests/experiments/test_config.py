@@ -126,8 +126,6 @@ def test_a_wrong_policy_is_refused_before_anything_is_loaded(policy, message):
         ({"policy.name": "snapkv", "storage": "fp8", "selection": "quest(page=8, budget=64)", "baselines": "none"},
          ["snapkv + fp8 + quest(page=8, budget=64)"]),
         ({"policy.name": "full", "baselines": "full,window"}, ["full", "window"]),
-        ({"baselines": "window + int8, full + quest(budget=64) + fp8"},
-         ["window + int8", "full + fp8 + quest(budget=64)", "h2o"]),
         ({"policy.name": "window", "baselines": "h2o,full"}, ["full", "h2o", "window"]),
     ],
 )  # fmt: skip
@@ -142,6 +140,13 @@ def test_storage_and_selection_are_the_policys_own(overrides, names):
     decoder = decoder_config(config.model)
     for spec in specs:
         assert layout_of(config, spec, decoder, 768).bytes(4) > 0
+
+
+def test_a_baseline_may_have_a_storage_and_a_selection():
+    text = "window + int8, full + quest(budget=64) + fp8, full"
+    config = fields.override(configs.by_name("h2o_tiny"), "baselines", text)
+    names = ["full", "window + int8", "full + fp8 + quest(budget=64)", "h2o"]
+    assert [spec.name for spec in specs_of(config)] == names
 
 
 @pytest.mark.parametrize(

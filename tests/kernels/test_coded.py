@@ -86,8 +86,7 @@ def test_codes_are_multiplied_as_what_they_decode_to(name, own_code):
 @pytest.mark.parametrize("slots", [32, 33, 47])
 def test_chunks_are_multiplied_as_a_whole(name, slots, monkeypatch):
     monkeypatch.setattr(products, "runs_native", lambda: False)
-    monkeypatch.setattr(coded, "CHUNK", 16)
-    monkeypatch.setattr(coded, "MOST_AT_ONCE", 31)
+    monkeypatch.setitem(coded.CHUNKS, "cpu", 15)
     assert_products(jax.jit(coded.product, static_argnames="transposed"), *operands(*CASES[name], slots), 3)
 
 
@@ -138,8 +137,9 @@ def test_gradients_are_those_of_the_decoded_numbers(own_code):
 def test_what_cannot_be_read_is_decoded_with_a_reason(codec, dim, reason, own_code):
     assert coded.refuses(codec, dim, jnp.dtype("float32")) == reason
     assert coded.way(codec, dim, "float32", 100, "cpu") == f"decoded at once ({reason})"
-    assert coded.way(codec, dim, "float32", 5000, "cpu") == f"decoded 512 at a time ({reason})"
+    assert coded.way(codec, dim, "float32", 5000, "cpu") == f"decoded 128 at a time ({reason})"
     assert coded.way(Integer(8), 64, "float32", 5000, "cpu") == "multiplied as they are"
+    assert coded.way(Integer(8), 64, "float32", 5000, "gpu") == "decoded 1024 at a time"
 
 
 def test_every_code_is_finite(own_code):

@@ -179,8 +179,7 @@ def test_a_step_that_multiplies_by_codes_is_the_same(case, by_codes, monkeypatch
 
 @pytest.mark.parametrize("case", [READ[0], READ[1]], ids=describe)
 def test_a_step_that_decodes_some_slots_at_a_time_is_the_same(case, monkeypatch):
-    monkeypatch.setattr(coded, "CHUNK", 4)
-    monkeypatch.setattr(coded, "MOST_AT_ONCE", 7)
+    monkeypatch.setitem(coded.CHUNKS, "cpu", 4)
     jax.clear_caches()
     given = *of_heads(case.heads), LENGTHS, OURS[case.policy]
     assert_same(*replay(case.held, *given, prefill_block=case.block), case.expected(), case.held)
