@@ -87,7 +87,9 @@ def generate(
       lengths: [B] int, the number of real tokens of each row; None for T.
       sampler: how a token is chosen from the logits.
       key: random key for sampling; None for `jax.random.key(0)`.
-      prefill_block: the number of prompt tokens per block; None for the whole prompt in one shot.
+      prefill_block: the number of prompt tokens per block; None for the whole prompt in one shot. Blocks change what is
+        kept: a policy evicts after each block, by what the queries so far have attended to, and later blocks attend to
+        the slots that are left.
       stop: token ids that end a row. The stop token is part of the result.
       stream: a function that is called after every step with the new token of each row, [B] int32, `PAD` for a row that
         has ended.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from kvjax.sharding import PyTree
 Array = jax.Array
 DTYPES = ("float32", "bfloat16", "float16")  # of parameters
 PRETRAINED = Path(__file__).resolve().parent.parent / "pretrained"  # the models that kvjax contains
+ADAPTER = "adapter_config.json"  # of an adapter (PEFT)
 MAX_LISTED = 8  # files that an error message lists
 MAX_REASON = 300  # characters of a library's message that an error quotes
 
@@ -137,7 +139,16 @@ def _locate(path_or_name: str | Path) -> Path:
     path = Path(path_or_name).expanduser()
     if path.is_dir():
         if (path / "config.json").is_file():
+            if (path / ADAPTER).is_file():
+                warnings.warn(
+                    f"{path} holds an adapter ({ADAPTER}), which is not applied: merge it first.", stacklevel=3
+                )
             return path
+        if isinstance(adapter := _adapter(path), dict):
+            raise CheckpointError(
+                f"{path} is an adapter of {adapter.get('base_model_name_or_path', 'another model')} and no model: merge "
+                "the two (merge_and_unload of peft) and give the folder that this makes."
+            )
         raise CheckpointError(
             f"{path} has no config.json, so it is not a Hugging Face checkpoint; it has {_listing(path)}."
         )
@@ -161,6 +172,14 @@ def _near(name: str) -> str:
     own = [path.parent.name for path in PRETRAINED.glob("*/config.json")]
     close = difflib.get_close_matches(name.rpartition("/")[2].lower(), own, n=1)
     return f" Did you mean {close[0]!r}, which is part of kvjax?" if close else ""
+
+
+def _adapter(folder: Path) -> Any:
+    """Returns the settings of an adapter, or None if a folder has none."""
+    try:
+        return json.loads((folder / ADAPTER).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def bundled(name: str) -> Path | None:

@@ -396,3 +396,13 @@ def test_a_model_that_comes_with_kvjax(monkeypatch, tmp_path):
     (tmp_path / "some-model").mkdir()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         load("some-model")
+
+
+def test_adapters_are_said_and_not_applied(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/base"}')
+    with pytest.raises(CheckpointError, match="is an adapter of someone/base and no model: merge the two"):
+        load(tmp_path)
+    _, params, found = folder_with(tmp_path, raw_config("llama"))
+    save_file(found, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"holds an adapter \(adapter_config.json\), which is not applied"):
+        assert_same(load(tmp_path).params, params)
