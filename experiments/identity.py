@@ -11,7 +11,7 @@ import kvjax
 from experiments import fields
 from experiments.config import ExperimentConfig
 from kvjax import spec_text
-from kvjax.checkpoint.huggingface import bundled
+from kvjax.checkpoint.locate import bundled
 
 WHOLE = 64 << 20  # bytes up to which all of a file is read; weights beyond are sampled
 SAMPLES, SAMPLE = 64, 64 << 10  # of a larger file, evenly spread, and the bytes of each

@@ -16,7 +16,7 @@ from kvjax import sharding
 from kvjax.cache import CacheLayout, CacheSpec, Limits
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
-from kvjax.checkpoint.huggingface import bundled
+from kvjax.checkpoint.locate import bundled
 from kvjax.checkpoint.quantized import stored_format
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models import families, shapes

@@ -18,7 +18,7 @@ from experiments.config import RecallConfig
 from experiments.tasks import score
 from experiments.training import corpus, evaluate
 from kvjax import policies
-from kvjax.checkpoint.huggingface import bundled
+from kvjax.checkpoint.locate import bundled
 from kvjax.errors import CheckpointError
 from kvjax.models.decoder import Decoder
 from kvjax.models.parameters import parameter_count

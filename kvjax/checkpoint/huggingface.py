@@ -1,11 +1,8 @@
 """Loads models from Hugging Face folders and from the hub; `kvjax.checkpoint.writer` saves them."""
 
 import dataclasses
-import difflib
-import json
-import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,9 @@ from jax.typing import DTypeLike
 
 from kvjax import sharding
 from kvjax.checkpoint import names, quantized, readers
+from kvjax.checkpoint.locate import FORMATS, listing, locate, shorten
 from kvjax.checkpoint.readers import Stored
-from kvjax.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer
+from kvjax.checkpoint.tokenizer import load_tokenizer
 from kvjax.checkpoint.writer import save
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import families, offload, quantize
@@ -30,35 +28,6 @@ from kvjax.sharding import PyTree
 
 Array = jax.Array
 DTYPES = ("float32", "bfloat16", "float16")  # of parameters
-PRETRAINED = Path(__file__).resolve().parent.parent / "pretrained"  # the models that kvjax contains
-ADAPTER = "adapter_config.json"  # of an adapter (PEFT)
-MAX_LISTED = 8  # files that an error message lists
-MAX_REASON = 300  # characters of a library's message that an error quotes
-
-
-@dataclasses.dataclass(frozen=True)
-class Format:
-    """A format of weights: one file, or an index and several files (shards).
-
-    Attributes:
-      file: name of the only file.
-      index: name of the index, which maps tensors to shards.
-      read: opens a file or a shard: path -> {name: tensor}.
-      shards: glob pattern of the shards.
-    """
-
-    file: str
-    index: str
-    read: Callable[[Path], dict[str, Stored]]
-    shards: str
-
-
-#: The supported formats, in order of preference.
-FORMATS = (
-    Format("model.safetensors", "model.safetensors.index.json", readers.safetensors, "model-*.safetensors"),
-    Format("flax_model.msgpack", "flax_model.msgpack.index.json", readers.flax, "flax_model-*.msgpack"),
-    Format("pytorch_model.bin", "pytorch_model.bin.index.json", readers.pytorch, "pytorch_model-*.bin"),
-)
 
 
 def load(
@@ -93,7 +62,7 @@ def load(
         the configuration. The message lists the tensors concerned.
       ConfigError: if the family, an option, the dtype or the format of quantised weights is not supported.
     """
-    folder = _locate(path_or_name)
+    folder = locate(path_or_name)
     target, codes = _dtype(dtype, mesh), as_weight_codes(weights)
     raw = readers.read_json(folder / "config.json")
     try:
@@ -134,103 +103,6 @@ def load(
     return Model(config, params, tokenizer, mesh)
 
 
-def _locate(path_or_name: str | Path) -> Path:
-    """Returns the folder of a checkpoint, which is downloaded if it is on the hub."""
-    path = Path(path_or_name).expanduser()
-    if path.is_dir():
-        if (path / "config.json").is_file():
-            if (path / ADAPTER).is_file():
-                warnings.warn(
-                    f"{path} holds an adapter ({ADAPTER}), which is not applied: merge it first.", stacklevel=3
-                )
-            return path
-        if isinstance(adapter := _adapter(path), dict):
-            raise CheckpointError(
-                f"{path} is an adapter of {adapter.get('base_model_name_or_path', 'another model')} and no model: merge "
-                "the two (merge_and_unload of peft) and give the folder that this makes."
-            )
-        raise CheckpointError(
-            f"{path} has no config.json, so it is not a Hugging Face checkpoint; it has {_listing(path)}."
-        )
-    if path.exists():
-        raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
-    name = str(path_or_name)
-    if (own := bundled(name)) is not None:
-        return own
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise CheckpointError(
-            f"there is no folder {name}, and this is not a hub id of the form owner/name.{_near(name)}"
-        )
-    try:
-        return _download(name)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{_near(name)}") from None
-
-
-def _near(name: str) -> str:
-    """Returns a hint if a name is close to that of a model that kvjax contains."""
-    own = [path.parent.name for path in PRETRAINED.glob("*/config.json")]
-    close = difflib.get_close_matches(name.rpartition("/")[2].lower(), own, n=1)
-    return f" Did you mean {close[0]!r}, which is part of kvjax?" if close else ""
-
-
-def _adapter(folder: Path) -> Any:
-    """Returns the settings of an adapter, or None if a folder has none."""
-    try:
-        return json.loads((folder / ADAPTER).read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def bundled(name: str) -> Path | None:
-    """Returns the folder of a model that kvjax contains, or None if there is no such model.
-
-    Args:
-      name: name of the model.
-    """
-    folder = PRETRAINED / name
-    return folder if re.fullmatch(r"[\w-]+", name) and (folder / "config.json").is_file() else None
-
-
-def _listing(folder: Path) -> str:
-    """Lists the files of a folder, for a message."""
-    found = sorted(path.name for path in folder.iterdir())
-    return _shorten(found) if found else "no files"
-
-
-def _download(name: str) -> Path:
-    """Downloads the configuration, the tokenizer and the weights (in one format) of a hub repository.
-
-    Without a network, a copy from an earlier download is used.
-    """
-    try:
-        import huggingface_hub as hub
-    except ImportError:
-        raise CheckpointError(
-            f"there is no folder {name}; to look for it on the hub, install huggingface_hub, or give a folder."
-        ) from None
-    try:
-        files = hub.list_repo_files(name)
-        wanted = [f for f in FORMATS if f.file in files or f.index in files][:1]
-        weights = [pattern for f in wanted for pattern in (f.file, f.index, f.shards)]
-        return Path(
-            hub.snapshot_download(name, allow_patterns=["config.json", *quantized.SETTINGS, *TOKENIZER_FILES, *weights])
-        )
-    except Exception as error:  # network and hub raise errors of many types
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    try:
-        path = Path(hub.snapshot_download(name, local_files_only=True))
-        if (path / "config.json").is_file():
-            return path
-    except Exception:  # the message below quotes the first error
-        pass
-    raise CheckpointError(
-        f"{name!r} could not be found: tried the folder {Path(name).absolute()}, which is not there, the hub, which "
-        f"failed ({reason[:MAX_REASON]}), and the copies that earlier downloads left, where it is not. Download it "
-        "elsewhere and give its folder, or check the name and the network."
-    )
-
-
 def _dtype(dtype: DTypeLike | None, mesh: Mesh | None) -> np.dtype:
     """Returns the checked dtype of the parameters, or the default of the platform."""
     if dtype is None:
@@ -269,11 +141,11 @@ def _open(folder: Path, quantised: quantized.StoredFormat | None) -> list[Stored
             if absent := [shard for shard in shards if not (folder / shard).is_file()]:
                 raise CheckpointError(
                     f"{folder} lacks {len(absent)} of the {len(shards)} files that {form.index} names: "
-                    f"{_shorten(absent)}. Was the download interrupted?"
+                    f"{shorten(absent)}. Was the download interrupted?"
                 )
             return [tensor for shard in shards for tensor in form.read(folder / shard).values()]
     valid = ", ".join(name for form in FORMATS for name in (form.file, form.index))
-    raise CheckpointError(f"{folder} has no weights that kvjax reads ({valid}); it has {_listing(folder)}.")
+    raise CheckpointError(f"{folder} has no weights that kvjax reads ({valid}); it has {listing(folder)}.")
 
 
 def _canonical(folder: Path, config: DecoderConfig, found: Sequence[Stored]) -> dict[str, Stored]:
@@ -343,12 +215,6 @@ def _expected(
             f"{config.num_layers} layers, hidden size {config.hidden_size}, {len(wanted)} tensors): {what}."
         )
     return expected
-
-
-def _shorten(items: Sequence[str]) -> str:
-    """Joins the first `MAX_LISTED` items, for a message."""
-    more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
-    return ", ".join(items[:MAX_LISTED]) + more
 
 
 @dataclasses.dataclass(frozen=True)

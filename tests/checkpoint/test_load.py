@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvjax.checkpoint import huggingface, readers
+from kvjax.checkpoint import locate, readers
 from kvjax.checkpoint.huggingface import load
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import families
@@ -382,7 +382,7 @@ def test_pieces_of_any_size_fill_a_transposed_array(piece):
 
 def test_a_model_that_comes_with_kvjax(monkeypatch, tmp_path):
     """Found by its name alone, without a network; a folder of that name in the working directory goes first."""
-    monkeypatch.setattr(huggingface, "PRETRAINED", tmp_path / "pretrained")
+    monkeypatch.setattr(locate, "PRETRAINED", tmp_path / "pretrained")
     _, params, found = folder_with(tmp_path / "pretrained" / "some-model", raw_config("llama"))
     save_file(found, tmp_path / "pretrained" / "some-model" / "model.safetensors")
     monkeypatch.chdir(tmp_path)
@@ -391,8 +391,8 @@ def test_a_model_that_comes_with_kvjax(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match=r"Did you mean 'some-model', which is part of kvjax\?"):
         load("some-modle")
-    assert huggingface.bundled("other-model") is None
-    assert huggingface.bundled("../pretrained/some-model") is None
+    assert locate.bundled("other-model") is None
+    assert locate.bundled("../pretrained/some-model") is None
     (tmp_path / "some-model").mkdir()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         load("some-model")

@@ -1,0 +1,149 @@
+"""Finds the folder of a checkpoint: one that is given, one that is part of kvjax, or one of the hub."""
+
+import dataclasses
+import difflib
+import json
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvjax.checkpoint import quantized, readers
+from kvjax.checkpoint.readers import Stored
+from kvjax.checkpoint.tokenizer import TOKENIZER_FILES
+from kvjax.errors import CheckpointError
+
+PRETRAINED = Path(__file__).resolve().parent.parent / "pretrained"  # the models that kvjax contains
+ADAPTER = "adapter_config.json"  # of an adapter (PEFT)
+MAX_LISTED = 8  # files that an error message lists
+MAX_REASON = 300  # characters of a library's message that an error quotes
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A format of weights: one file, or an index and several files (shards).
+
+    Attributes:
+      file: name of the only file.
+      index: name of the index, which maps tensors to shards.
+      read: opens a file or a shard: path -> {name: tensor}.
+      shards: glob pattern of the shards.
+    """
+
+    file: str
+    index: str
+    read: Callable[[Path], dict[str, Stored]]
+    shards: str
+
+
+#: The supported formats, in order of preference.
+FORMATS = (
+    Format("model.safetensors", "model.safetensors.index.json", readers.safetensors, "model-*.safetensors"),
+    Format("flax_model.msgpack", "flax_model.msgpack.index.json", readers.flax, "flax_model-*.msgpack"),
+    Format("pytorch_model.bin", "pytorch_model.bin.index.json", readers.pytorch, "pytorch_model-*.bin"),
+)
+
+
+def locate(path_or_name: str | Path) -> Path:
+    """Returns the folder of a checkpoint, which is downloaded if it is on the hub."""
+    path = Path(path_or_name).expanduser()
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            if (path / ADAPTER).is_file():
+                warnings.warn(
+                    f"{path} holds an adapter ({ADAPTER}), which is not applied: merge it first.", stacklevel=3
+                )
+            return path
+        if isinstance(adapter := _adapter(path), dict):
+            base = adapter.get("base_model_name_or_path", "another model")
+            raise CheckpointError(
+                f"{path} is an adapter of {base} and no model: merge the two (merge_and_unload of peft) and give the "
+                "folder that this makes."
+            )
+        raise CheckpointError(
+            f"{path} has no config.json, so it is not a Hugging Face checkpoint; it has {listing(path)}."
+        )
+    if path.exists():
+        raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
+    name = str(path_or_name)
+    if (own := bundled(name)) is not None:
+        return own
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise CheckpointError(
+            f"there is no folder {name}, and this is not a hub id of the form owner/name.{_near(name)}"
+        )
+    try:
+        return _download(name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_near(name)}") from None
+
+
+def _near(name: str) -> str:
+    """Returns a hint if a name is close to that of a model that kvjax contains."""
+    own = [path.parent.name for path in PRETRAINED.glob("*/config.json")]
+    close = difflib.get_close_matches(name.rpartition("/")[2].lower(), own, n=1)
+    return f" Did you mean {close[0]!r}, which is part of kvjax?" if close else ""
+
+
+def _adapter(folder: Path) -> Any:
+    """Returns the settings of an adapter, or None if a folder has none."""
+    try:
+        return json.loads((folder / ADAPTER).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def bundled(name: str) -> Path | None:
+    """Returns the folder of a model that kvjax contains, or None if there is no such model.
+
+    Args:
+      name: name of the model.
+    """
+    folder = PRETRAINED / name
+    return folder if re.fullmatch(r"[\w-]+", name) and (folder / "config.json").is_file() else None
+
+
+def listing(folder: Path) -> str:
+    """Lists the files of a folder, for a message."""
+    found = sorted(path.name for path in folder.iterdir())
+    return shorten(found) if found else "no files"
+
+
+def _download(name: str) -> Path:
+    """Downloads the configuration, the tokenizer and the weights (in one format) of a hub repository.
+
+    Without a network, a copy from an earlier download is used.
+    """
+    try:
+        import huggingface_hub as hub
+    except ImportError:
+        raise CheckpointError(
+            f"there is no folder {name}; to look for it on the hub, install huggingface_hub, or give a folder."
+        ) from None
+    try:
+        files = hub.list_repo_files(name)
+        wanted = [f for f in FORMATS if f.file in files or f.index in files][:1]
+        weights = [pattern for f in wanted for pattern in (f.file, f.index, f.shards)]
+        return Path(
+            hub.snapshot_download(name, allow_patterns=["config.json", *quantized.SETTINGS, *TOKENIZER_FILES, *weights])
+        )
+    except Exception as error:  # network and hub raise errors of many types
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    try:
+        path = Path(hub.snapshot_download(name, local_files_only=True))
+        if (path / "config.json").is_file():
+            return path
+    except Exception:  # the message below quotes the first error
+        pass
+    raise CheckpointError(
+        f"{name!r} could not be found: tried the folder {Path(name).absolute()}, which is not there, the hub, which "
+        f"failed ({reason[:MAX_REASON]}), and the copies that earlier downloads left, where it is not. Download it "
+        "elsewhere and give its folder, or check the name and the network."
+    )
+
+
+def shorten(items: Sequence[str]) -> str:
+    """Joins the first `MAX_LISTED` items, for a message."""
+    more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
+    return ", ".join(items[:MAX_LISTED]) + more
