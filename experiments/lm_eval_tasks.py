@@ -1,0 +1,145 @@
+"""Writes tasks of lm-evaluation-harness that need no network: YAML files, and JSON lines beside them.
+
+  python -m experiments.lm_eval_tasks --data=DATA/tasks --output=lm_eval_tasks
+  python -m kvjax.lm_eval --model kvjax --model_args path=kvjax-tiny --include_path lm_eval_tasks \\
+    --tasks kvjax_copa,kvjax_texts,kvjax_passkey
+
+kvjax_copa, kvjax_openbookqa, kvjax_piqa, kvjax_winogrande, kvjax_rte, kvjax_mathqa: multiple choice, of the files in
+--data, see `experiments.tasks.multiple_choice`; without --data these are left out.
+kvjax_texts: perplexity of --texts (with commas between them) or of generated stories, 3,000 characters at a time.
+kvjax_passkey, kvjax_multi_key, kvjax_associative: recall, of prompts of --length tokens of kvjax-tiny.
+"""
+
+import json
+import string
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+import kvjax
+from experiments import cli
+from experiments.config import RecallConfig
+from experiments.tasks import multiple_choice, score
+from experiments.tasks.multiple_choice import Question
+from experiments.tasks.story import story
+from experiments.tasks.words import HELD_OUT
+from kvjax.errors import ConfigError
+
+PREFIX, RECALL = "kvjax_", ("passkey", "multi_key", "associative")
+CHARACTERS = 3_000  # of a text that is scored by itself
+STORIES = 8  # texts where none are given
+#: How lm_eval joins the values of documents.
+AGGREGATIONS = {
+    "word_perplexity": "weighted_perplexity", "byte_perplexity": "weighted_perplexity",
+    "bits_per_byte": "bits_per_byte",
+    "acc": "mean", "acc_norm": "mean", "exact_match": "mean",
+}  # fmt: skip
+
+
+def write_choices(folder: Path, task: str, questions: Sequence[Question]) -> None:
+    """Writes a multiple-choice task.
+
+    Args:
+      folder: which exists.
+      task: its name, without `PREFIX`.
+      questions: at least one. If contexts differ, each choice is a context and its continuation.
+    """
+    several = len(questions[0].contexts) > 1
+    rows = [
+        {"contexts": list(each.contexts), "continuation": each.choices[0], "label": each.label}
+        if several
+        else {"context": each.contexts[0], "choices": list(each.choices), "label": each.label}
+        for each in questions
+    ]
+    fields = (
+        {"doc_to_text": "label", "doc_to_choice": "contexts", "doc_to_target": "continuation"}
+        if several
+        else {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "label"}
+    )
+    metrics = ["acc"] if several else ["acc", "acc_norm"]
+    _write(folder, task, rows, {"output_type": "multiple_choice", **fields}, metrics)
+
+
+def write_texts(folder: Path, task: str, texts: Iterable[str]) -> None:
+    """Writes a task of perplexity; each text is scored by itself."""
+    settings = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}
+    _write(folder, task, [{"text": text} for text in texts], settings, list(AGGREGATIONS)[:3])
+
+
+def write_answers(folder: Path, task: str, asked: Iterable[tuple[str, str]], *, new_tokens: int) -> None:
+    """Writes a task of generation, scored by exact match: contexts and answers. An answer ends with its sentence."""
+    settings = {
+        "output_type": "generate_until", "doc_to_text": "context", "doc_to_target": "answer",
+        "generation_kwargs": {"until": ["\n", "."], "do_sample": False, "max_gen_toks": new_tokens},
+        "filter_list": [
+            {"name": "stripped", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}
+        ],
+    }  # fmt: skip
+    rows = [{"context": context, "answer": answer} for context, answer in asked]
+    _write(folder, task, rows, settings, ["exact_match"])
+
+
+def _write(folder: Path, task: str, rows: list[dict[str, Any]], settings: dict[str, Any], metrics: list[str]) -> None:
+    data = (folder / f"{PREFIX}{task}.jsonl").resolve()
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    config = {
+        "task": PREFIX + task, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test", **settings, "target_delimiter": " ",
+        "metric_list": [
+            {"metric": each, "aggregation": AGGREGATIONS[each], "higher_is_better": AGGREGATIONS[each] == "mean"}
+            for each in metrics
+        ],
+        "metadata": {"version": 1.0},
+    }  # fmt: skip
+    # JSON is YAML.
+    (folder / f"{PREFIX}{task}.yaml").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def recall_prompts(task: str, *, prompts: int, length: int) -> list[tuple[str, str]]:
+    """Contexts of `length` tokens of kvjax-tiny, and their answers."""
+    model = kvjax.load("kvjax-tiny")
+    assert model.tokenizer is not None
+    config = RecallConfig(tasks=(task,), prompts=prompts, length=length, nearest=length // 2, farthest=3 * length // 4)
+    made = score.make_prompts(config, model, seed=0)[task]
+    return [(model.tokenizer.decode(each.tokens), each.text.strip().rstrip(string.punctuation)) for each in made]
+
+
+def pieces(files: Sequence[Path]) -> list[str]:
+    """Files in pieces of `CHARACTERS` characters; generated stories if there are none."""
+    if not files:
+        return [story(np.random.default_rng(seed), HELD_OUT, CHARACTERS) for seed in range(STORIES)]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    return [text[start : start + CHARACTERS] for text in texts for start in range(0, len(text), CHARACTERS)]
+
+
+def main(argv: Sequence[str]) -> int:
+    values = flags.FlagValues()
+    flags.DEFINE_string("data", None, "folder of the multiple-choice tasks", flag_values=values)
+    flags.DEFINE_list("texts", [], "files whose perplexity is a task", flag_values=values)
+    flags.DEFINE_string("output", "lm_eval_tasks", "folder that is written", flag_values=values)
+    flags.DEFINE_integer("length", 512, "tokens of a recall prompt", 128, flag_values=values)
+    flags.DEFINE_integer("prompts", 32, "recall prompts of each task", 1, flag_values=values)
+    if {"--help", "-h"} & set(argv):
+        print(str(__doc__).strip())
+        return 0
+    try:
+        values(argv)
+    except flags.Error as error:
+        raise ConfigError(str(error)) from None
+    folder = Path(values.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    if values.data:
+        for task in multiple_choice.TASKS:
+            write_choices(folder, task, multiple_choice.read(task, Path(values.data)))
+    for task in RECALL:
+        write_answers(folder, task, recall_prompts(task, prompts=values.prompts, length=values.length), new_tokens=16)
+    write_texts(folder, "texts", pieces([Path(file) for file in values.texts]))
+    print(f"wrote {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))} to {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.main(main)

@@ -1,0 +1,28 @@
+"""lm_eval's own command line, with the model ``kvjax``; see docs/lm_eval.md.
+
+python -m kvjax.lm_eval --model kvjax --model_args "path=kvjax-tiny,policy=h2o,budget=0.2" --tasks ...
+"""
+
+import sys
+
+from kvjax.errors import KvjaxError
+
+USAGE_ERROR = 2
+
+
+def main() -> int:
+    """Registers the model and runs lm_eval. Errors of the user are one paragraph."""
+    try:
+        from lm_eval.__main__ import cli_evaluate
+
+        from kvjax.lm_eval.model import KVJaxLM  # noqa: F401 (registers itself)
+
+        cli_evaluate()
+    except (KvjaxError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Model arguments of lm_eval as what kvjax takes."""
+
+import ast
+import importlib.metadata
+from typing import Any
+
+from kvjax import policies, spec_text
+from kvjax.cache.spec import CacheSpec
+from kvjax.errors import ConfigError
+from kvjax.policies import Policy
+from kvjax.policies import budget as budgets
+from kvjax.selection import Selection
+from kvjax.storage import Storage
+
+AUTO_ROWS = 16  # rows of a batch where lm_eval asks for ``auto``
+LEAST_SLOTS = 32  # of the shortest contexts, where a budget is a fraction
+
+
+def spec(
+    policy: str | Policy,
+    budget: Any = None,
+    storage: str | Storage = "dense",
+    selection: str | Selection = "everything",
+    least_slots: int = LEAST_SLOTS,
+) -> CacheSpec:
+    """Builds a spec from texts, see `kvjax.spec_text`, or from what they describe.
+
+    Args:
+      policy: which slots stay.
+      budget: of the policies in the text that take one and are not given theirs there: slots, or a fraction of each
+        context.
+      storage: how slots are held.
+      selection: which slots a query reads.
+      least_slots: slots of contexts of which the fraction is less.
+
+    Raises:
+      KvjaxError: a text that says nothing known, or a combination that cannot work.
+    """
+    if budget is not None and not isinstance(policy, str):
+        raise ConfigError("budget= is for a policy that is given as text; this one has its own.")
+    given = {} if budget is None else {"budget": as_budget(budget, least_slots)}
+
+    def made(axis: spec_text.Axis, value: Any, **given: Any) -> Any:
+        return spec_text.build(axis, value, **given) if isinstance(value, str) else value
+
+    return CacheSpec(made("policy", policy, **given), made("storage", storage), made("selection", selection))
+
+
+def as_budget(budget: Any, least_slots: int) -> policies.Budget | None:
+    """Returns a budget; a fraction keeps `least_slots` of the shortest contexts."""
+    if isinstance(budget, float):
+        return policies.Fraction(budget, least=least_slots)
+    return budgets.as_budget(budget)
+
+
+def rows(batch_size: int | str | None) -> int:
+    """Returns the rows of a batch: a number, or ``auto``, ``auto:4`` and the like for `AUTO_ROWS`.
+
+    Raises:
+      ConfigError: anything else.
+    """
+    text = str(batch_size if batch_size is not None else 1)
+    if text.split(":")[0] == "auto":
+        return AUTO_ROWS
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"batch_size={batch_size!r} is not valid; give a whole number of at least 1, or auto.")
+    return int(text)
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """Reads ``key=value,key=value``, where a comma in brackets or quotes belongs to a value.
+
+    Raises:
+      ConfigError: a part that is not of this form.
+    """
+    parts, depth, quote = [""], 0, ""
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        depth += (char in "([{") - (char in ")]}") if not quote else 0
+        if char == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += char
+    found = {}
+    for part in filter(str.strip, parts):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"model_args: {part.strip()!r} is not of the form key=value.")
+        found[key.strip()] = _value(value.strip())
+    return found
+
+
+def version() -> str:
+    """Returns the version of kvjax that is installed; ``source`` where it is run from a folder."""
+    try:
+        return importlib.metadata.version("kvjax")
+    except importlib.metadata.PackageNotFoundError:
+        return "source"
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

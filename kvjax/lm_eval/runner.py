@@ -1,0 +1,224 @@
+"""Runs many requests of any lengths through few programs: scores of continuations and windows, and generated tokens."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from kvjax.attention import Implementation
+from kvjax.cache.limits import Limits, half_steps, power_of_two
+from kvjax.cache.spec import CacheSpec
+from kvjax.choices import score_choices
+from kvjax.errors import InputError
+from kvjax.generate import generate
+from kvjax.likelihood import log_likelihood
+from kvjax.models.model import Model
+from kvjax.policies.traits import splits_heads
+from kvjax.sampling import Greedy, Sampler
+
+T = TypeVar("T")
+Ids = Sequence[int]
+SMALLEST_CONTEXT, SMALLEST_CHOICE = 16, 16  # tokens that shorter contexts and continuations have arrays for
+
+
+class Pair(NamedTuple):
+    """A continuation to score.
+
+    Attributes:
+      context: token ids, at least one.
+      continuation: token ids, at least one.
+    """
+
+    context: Ids
+    continuation: Ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """A model, a cache and the sizes of batches.
+
+    Attributes:
+      model: from `kvjax.load`.
+      spec: policy, storage and selection.
+      rows: contexts that are processed at once, and continuations that are scored at once.
+      max_length: the most tokens that are fed to the model for one request.
+      rolling_prompt: the share of a window that is its prompt when texts are scored under a cache that changes while
+        decoding, in (0, 1]; the tokens after it are fed one at a time.
+      prefill_block: see `kvjax.generate`.
+      implementation: see `kvjax.generate`.
+    """
+
+    model: Model
+    spec: CacheSpec
+    rows: int = 1
+    max_length: int = 2048
+    rolling_prompt: float = 0.5
+    prefill_block: int | None = None
+    implementation: Implementation = "auto"
+
+    @property
+    def changes(self) -> bool:
+        """Whether a text's score depends on which of its tokens are its prompt."""
+        spec = self.spec
+        evicts = spec.policy.budget is not None or splits_heads(spec.policy)
+        return evicts or spec.storage.apart or not spec.selection.reads_all
+
+    @property
+    def window_length(self) -> int:
+        """The most tokens of a window, whose last token is only scored."""
+        config = self.model.config
+        # `log_likelihood` feeds that token too, and a learned position table may have no position for it.
+        spare = self.changes and config.learned_positions and self.max_length >= config.max_positions
+        return self.max_length - (1 if spare else 0)
+
+    def scores(
+        self, pairs: Sequence[Pair], done: Callable[[int, tuple[float, bool]], None] = lambda index, answer: None
+    ) -> list[tuple[float, bool]]:
+        """Scores continuations. Those of one context are scored from copies of one cache.
+
+        Args:
+          pairs: what to score; contexts are truncated at their beginning to `max_length`.
+          done: called with the index of a pair and its answer.
+
+        Returns:
+          For each pair the log-probability of the continuation in nats, and whether each of its tokens is the most
+          probable one.
+
+        Raises:
+          InputError: a pair without a context or continuation, or a continuation longer than `max_length`.
+        """
+        contexts: dict[tuple[int, ...], list[int]] = {}
+        for index, pair in enumerate(pairs):
+            contexts.setdefault(self._fitting(pair), []).append(index)
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
+        for batch in self._batches(list(contexts.items()), lambda item: len(item[0])):
+            tokens, lengths, limit = self._padded([context for context, _ in batch])
+            asked = [[pairs[index].continuation for index in indices] for _, indices in batch]
+            longest = max(len(each) for own in asked for each in own)
+            made = score_choices(
+                self.model, tokens, asked + [[]] * (len(tokens) - len(batch)), self.spec, lengths=lengths,
+                limits=Limits(prompt=limit, new_tokens=power_of_two(longest, SMALLEST_CHOICE)), **self._options,
+            )  # fmt: skip
+            for (_, indices), own in zip(batch, made, strict=False):
+                for index, score in zip(indices, own, strict=True):
+                    found[index] = (score.total, score.greedy)
+                    done(index, found[index])
+        return found
+
+    def windows(self, windows: Sequence[Pair], done: Callable[[int], None] = lambda index: None) -> list[float]:
+        """Scores windows of texts: the log-probability of each continuation in nats.
+
+        If the cache changes while decoding, the first `rolling_prompt` of a window is its prompt, and the rest is fed
+        one token at a time, as generated text is. Otherwise the result does not depend on it, and a window is fed in
+        one block.
+
+        Args:
+          windows: the pieces of texts, each with the context that it is scored in.
+          done: called with the index of a window.
+        """
+        if not self.changes:
+            return [score for score, _ in self.scores(windows, lambda index, _: done(index))]
+        found = [0.0] * len(windows)
+        texts = [(index, [*self._fitting(pair), *pair.continuation]) for index, pair in enumerate(windows)]
+        for batch in self._batches(texts, lambda item: len(item[1])):
+            tokens, lengths, _ = self._padded([text for _, text in batch])
+            prompt = np.maximum(1, np.floor(lengths * self.rolling_prompt).astype(np.int32))
+            longest, most = (half_steps(int(each.max()), SMALLEST_CONTEXT) for each in (prompt, lengths - prompt))
+            scored = log_likelihood(
+                self.model, tokens, self.spec, prompt_length=prompt, lengths=lengths,
+                limits=Limits(prompt=longest, new_tokens=most), **self._options,
+            )  # fmt: skip
+            logprobs = np.asarray(scored.logprobs, np.float64)
+            for (index, text), row in zip(batch, logprobs, strict=False):
+                # Entry t scores token t + 1.
+                found[index] = float(row[: len(text) - 1][-len(windows[index].continuation) :].sum())
+                done(index)
+        return found
+
+    def texts(
+        self,
+        contexts: Sequence[Ids],
+        *,
+        new_tokens: int,
+        stop: Sequence[int] = (),
+        ended: Callable[[np.ndarray], bool] | None = None,
+        sampler: Sampler = Greedy(),
+        key: Any = None,
+        done: Callable[[int, np.ndarray], None] = lambda index, tokens: None,
+    ) -> list[np.ndarray]:
+        """Generates after each context.
+
+        Args:
+          contexts: token ids; truncated at their beginning so that the new tokens fit `max_length`.
+          new_tokens: the most new tokens.
+          stop: token ids that end a text.
+          ended: whether new tokens [n] contain the end of a text; None = only `stop` does.
+          sampler: see `kvjax.generate`.
+          key: see `kvjax.generate`.
+          done: called with the index of a context and its new tokens.
+
+        Returns:
+          The new tokens of each context, [n] int32, which may go some tokens beyond where `ended` ends it.
+
+        Raises:
+          InputError: an empty context, or no room for one before the new tokens.
+        """
+        room = self.max_length - new_tokens
+        if room < 1:
+            raise InputError(
+                f"{new_tokens} tokens are to be generated, but max_length is {self.max_length}; lower max_gen_toks."
+            )
+        if any(not len(context) for context in contexts):
+            raise InputError("a context has no token; give a text, or a tokenizer that begins texts with BOS.")
+        found: list[np.ndarray] = [np.zeros(0, np.int32)] * len(contexts)
+        cut = [(index, list(context)[-room:]) for index, context in enumerate(contexts)]
+        for batch in self._batches(cut, lambda item: len(item[1])):
+            tokens, lengths, limit = self._padded([context for _, context in batch])
+            spare = len(tokens) - len(batch)
+
+            def until(ids: np.ndarray, count: int = len(batch), spare: int = spare) -> np.ndarray:
+                rows = [ended is not None and ended(row[row >= 0]) for row in ids[:count]]
+                return np.array([*rows, *[True] * spare])
+
+            made = generate(
+                self.model, tokens, self.spec, max_new_tokens=new_tokens, lengths=lengths, stop=stop, sampler=sampler,
+                until=until if ended is not None or spare else None, key=key,
+                requests=[*(index for index, _ in batch), *[0] * spare],
+                limits=Limits(prompt=limit, new_tokens=new_tokens), **self._options,
+            )  # fmt: skip
+            for (index, _), row, length in zip(batch, made.tokens, made.lengths, strict=False):
+                found[index] = row[:length]
+                done(index, found[index])
+        return found
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"prefill_block": self.prefill_block, "implementation": self.implementation}
+
+    def _fitting(self, pair: Pair) -> tuple[int, ...]:
+        """The end of a context that is fed with its continuation, whose last token is not fed."""
+        if not len(pair.context) or not 0 < len(pair.continuation) <= self.max_length:
+            raise InputError(
+                f"a request has {len(pair.context)} tokens of context and {len(pair.continuation)} to score; both need "
+                f"one, and at most max_length={self.max_length} are scored."
+            )
+        return tuple(pair.context)[-(self.max_length + 1 - len(pair.continuation)) :]
+
+    def _batches(self, items: list[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+        """Items of like sizes together, the largest first: what does not fit memory fails at once."""
+        items = sorted(items, key=size, reverse=True)
+        for start in range(0, len(items), self.rows):
+            yield items[start : start + self.rows]
+
+    def _padded(self, texts: Sequence[Ids]) -> tuple[np.ndarray, np.ndarray, int]:
+        """Returns texts as [B, T] int32, their lengths [B] int32, and the bucket of the longest of them.
+
+        B is the number of rows, or a power of two where there are fewer texts; further rows have one token.
+        """
+        rows = min(self.rows, power_of_two(len(texts), 1))
+        lengths = np.ones(rows, np.int32)
+        tokens = np.zeros((rows, max(map(len, texts))), np.int32)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)], lengths[row] = text, len(text)
+        return tokens, lengths, half_steps(int(lengths.max()), SMALLEST_CONTEXT)

@@ -1,0 +1,149 @@
+"""A full cache in lm_eval: to the printed digit the results of lm_eval's own ``--model hf``, without a network."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import lm_eval_tasks
+from experiments.tasks import multiple_choice
+from experiments.tasks.story import story
+from experiments.tasks.words import HELD_OUT
+from kvjax.checkpoint.huggingface import PRETRAINED
+from tests.conftest import ROOT, optimised
+from tests.experiments.test_multiple_choice import EXPECTED
+
+for package in ("lm_eval", "accelerate", "torch", "transformers"):
+    pytest.importorskip(package, reason="parity needs kvjax[bench-lm-eval]")
+
+DOCUMENTS = 6  # of each task
+TINY, STORIES = "kvjax-tiny", "stories"
+#: What stories260K was trained on, so that its perplexity has no more digits than float32.
+CHILDREN = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a "
+    'big red ball. She was very happy. Her mom said, "You can play with it." Lily and her mom played all day. '
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    """Without a network, and without forks of a process that runs JAX."""
+    with pytest.MonkeyPatch.context() as patch, optimised():
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("DISABLE_MULTIPROC", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Tasks over the published files if these are here, else over a few questions of the same forms."""
+    from tests.conftest import find_shared
+
+    folder, shared = tmp_path_factory.mktemp("tasks"), find_shared()
+    data = None if shared is None else shared / "data/tasks"
+    for task, few in EXPECTED.items():
+        found = few if data is None or not data.is_dir() else multiple_choice.read(task, data)
+        lm_eval_tasks.write_choices(folder, task, found[:DOCUMENTS])
+    # The last text is longer than the context of either model.
+    texts = [story(np.random.default_rng(seed), HELD_OUT, size) for seed, size in enumerate((200, 900, 5_000))]
+    lm_eval_tasks.write_texts(folder, f"texts_{TINY}", texts)
+    lm_eval_tasks.write_texts(folder, f"texts_{STORIES}", [CHILDREN, CHILDREN * 8])
+    begun = [(text[:120], "nothing") for text in texts] + [("Once upon a time", "nothing")]
+    lm_eval_tasks.write_answers(folder, "answers", begun, new_tokens=24)
+    return folder
+
+
+def evaluated(model, path, folder, tasks):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    import kvjax.lm_eval.model  # noqa: F401
+
+    return lm_eval.simple_evaluate(
+        model=model, model_args=f"pretrained={path},dtype=float32", tasks=tasks, batch_size=4, device="cpu",
+        bootstrap_iters=0, task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+    )  # fmt: skip
+
+
+def printed(results):
+    from lm_eval.utils import make_table
+
+    return [line for line in make_table(results).splitlines() if "|" in line]
+
+
+@pytest.fixture
+def stories(shared_data, tmp_path):
+    """A SentencePiece tokenizer, of which transformers makes a tokenizer.json that both sides read."""
+    from transformers import LlamaTokenizer
+
+    given, path = shared_data / "data/models/stories260K-hf", tmp_path / "stories"
+    if not given.is_dir():
+        pytest.skip("no stories260K-hf in the shared data folder")
+    LlamaTokenizer.from_pretrained(given, add_bos_token=True, bos_token="<s>", eos_token="</s>").save_pretrained(path)
+    for name in ("config.json", "model.safetensors"):
+        (path / name).write_bytes((given / name).read_bytes())
+    return path
+
+
+@pytest.mark.parametrize("name", [TINY, STORIES])
+def test_a_full_cache_prints_what_transformers_prints(name, folder, request):
+    path = PRETRAINED / TINY if name == TINY else request.getfixturevalue(name)
+    tasks = [f"kvjax_{each}" for each in (*EXPECTED, f"texts_{name}", "answers")]
+    peer, own = (evaluated(model, path, folder, tasks) for model in ("hf", "kvjax"))
+    assert printed(own) == printed(peer)
+    assert len(printed(own)) > len(tasks)
+    for task in tasks:
+        for mine, theirs in zip(own["samples"][task], peer["samples"][task], strict=True):
+            assert mine["doc"] == theirs["doc"]
+            for a, b in zip(mine["filtered_resps"], theirs["filtered_resps"], strict=True):
+                # A score and whether it is greedy, a score, or a text.
+                if isinstance(a, tuple | list):
+                    assert a[0] == pytest.approx(b[0], abs=1e-3) and a[1] == b[1]
+                else:
+                    assert a == (b if isinstance(b, str) else pytest.approx(b, rel=1e-5))
+
+
+def test_the_command_records_what_it_ran_and_needs_no_torch(folder, tmp_path):
+    """A policy with commas and brackets is one argument, and results.json says what it was."""
+    policy = "after_prefill(snapkv(window=16), then=roco)"
+    links = tmp_path / "links"
+    links.mkdir()
+    for entry in (entry for folder in sys.path if folder.endswith("-packages") for entry in Path(folder).iterdir()):
+        if not entry.name.startswith(("torch", "transformers", "accelerate")) and not (links / entry.name).exists():
+            (links / entry.name).symlink_to(entry)
+    program = (
+        f"import runpy, sys; sys.path[:0] = [{str(ROOT)!r}, {str(links)!r}]; "
+        "runpy.run_module('kvjax.lm_eval', run_name='__main__', alter_sys=True)"
+    )
+    done = subprocess.run(
+        [
+            # Without site, whose folders are not on the path then.
+            sys.executable, "-S", "-c", program, "--model", "kvjax", "--include_path", str(folder), "--tasks",
+            f"kvjax_piqa,kvjax_texts_{TINY},kvjax_answers", "--limit", "2", "--batch_size", "2", "--output_path",
+            str(tmp_path / "out"), "--model_args", f"path={TINY},policy={policy},budget=0.2,storage=int8",
+        ],
+        cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    said = json.loads(file.read_text())["config"]
+    assert (said["policy"], said["budget"], said["storage"], said["selection"]) == (policy, 0.2, "int8", "everything")
+    assert said["kvjax_version"] and said["least_slots"] == 32 and 0 < said["kept_of_contexts"] <= 1
+    assert "kvjax_answers" in done.stdout
+
+
+def test_an_unknown_argument_is_one_paragraph(folder):
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "kvjax.lm_eval", "--model", "kvjax", "--include_path", str(folder), "--tasks",
+            "kvjax_piqa", "--model_args", f"path={TINY},polcy=h2o",
+        ],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "does not take 'polcy'; it takes add_bos_token" in done.stderr.splitlines()[-1]

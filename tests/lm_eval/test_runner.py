@@ -1,0 +1,161 @@
+"""Requests of any lengths through few programs: what lm_eval's adapter runs, without lm_eval."""
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import choices, policies, storage
+from kvjax.cache import CacheSpec
+from kvjax.errors import ConfigError, InputError, PolicyError
+from kvjax.lm_eval import options
+from kvjax.lm_eval.runner import Pair, Runner
+from kvjax.prefill import prefill_steps
+from tests.tiny import VOCAB, tiny
+
+FULL = CacheSpec(policies.full())
+H2O = CacheSpec(policies.h2o(policies.Fraction(0.5, least=6)), storage.int8())
+
+
+def runner(spec=FULL, **settings) -> Runner:
+    return Runner(tiny(layers=1).model, spec, **{"rows": 4, "max_length": 40} | settings)
+
+
+def ids(rng, least, most) -> list[int]:
+    return [int(each) for each in rng.integers(0, VOCAB, rng.integers(least, most + 1))]
+
+
+def alone(spec, pair: Pair, max_length=40) -> np.ndarray:
+    """The log-probabilities of a continuation, after as much of its context as fits."""
+    text = [*pair.context, *pair.continuation][-(max_length + 1) :]
+    start = len(text) - len(pair.continuation)
+    scored = kvjax.log_likelihood(tiny(layers=1).model, text, spec, prompt_length=start)
+    return np.asarray(scored.logprobs)[0, start - 1 :]
+
+
+@pytest.mark.parametrize("spec", [FULL, H2O], ids=["full", "h2o-int8"])
+def test_scores_in_the_order_of_the_requests(spec):
+    rng = np.random.default_rng(0)
+    contexts = [ids(rng, 1, 30) for _ in range(5)] + [ids(rng, 45, 50)]
+    # Choices of a context need not follow each other; the last context does not fit.
+    pairs = [Pair(contexts[i], ids(rng, 1, 8)) for i in (0, 1, 2, 0, 5, 3, 4, 1, 0)]
+    seen = {}
+    got = runner(spec).scores(pairs, lambda index, answer: seen.update({index: answer}))
+    assert seen == dict(enumerate(got))
+    for pair, (score, _) in zip(pairs, got, strict=True):
+        assert score == pytest.approx(float(alone(spec, pair).sum()), abs=1e-4)
+
+
+def test_windows_do_not_depend_on_their_prompt_if_the_cache_does_not_change():
+    rng = np.random.default_rng(1)
+    windows = [Pair(ids(rng, 1, 20), ids(rng, 1, 20)) for _ in range(6)]
+    got = runner().windows(windows)
+    np.testing.assert_allclose(got, [alone(FULL, each).sum() for each in windows], atol=1e-4)
+
+
+def test_windows_under_a_cache_that_changes():
+    """The first half is the prompt, and the rest is fed one token at a time."""
+    rng = np.random.default_rng(2)
+    windows = [Pair(ids(rng, 1, 3), ids(rng, 12, 24)) for _ in range(3)]
+    got = runner(H2O).windows(windows)
+    for pair, score in zip(windows, got, strict=True):
+        text = [*pair.context, *pair.continuation]
+        scored = kvjax.log_likelihood(tiny(layers=1).model, text, H2O, prompt_length=len(text) // 2)
+        expected = np.asarray(scored.logprobs)[0, len(pair.context) - 1 :].sum()
+        assert score == pytest.approx(float(expected), abs=1e-4)
+        assert score != pytest.approx(float(alone(FULL, pair).sum()), abs=1e-3)
+
+
+def test_texts():
+    rng = np.random.default_rng(3)
+    contexts = [ids(rng, 1, 20) for _ in range(5)] + [ids(rng, 33, 36)]
+    model = tiny(layers=1).model
+    expected = [kvjax.generate(model, context[-30:], FULL, max_new_tokens=10).tokens[0] for context in contexts]
+    got = runner().texts(contexts, new_tokens=10)
+    np.testing.assert_array_equal(got, expected)
+    # Ends at a token, or a few tokens after a function has seen the end.
+    stop = int(expected[0][2])
+    stopped = runner().texts(contexts, new_tokens=10, stop=[stop])
+    assert [int(row[-1]) == stop or len(row) == 10 for row in stopped] == [True] * 6
+    assert len(stopped[0]) == list(expected[0]).index(stop) + 1
+    assert [len(row) for row in runner().texts(contexts, new_tokens=10, ended=lambda row: len(row) >= 1)] == [1] * 6
+
+
+def test_a_thousand_lengths_run_a_few_programs():
+    """Each bucket of contexts and each of choices has a program, here 16, 24, 32 and 16, 32 tokens."""
+    rng = np.random.default_rng(4)
+    pairs = [Pair(ids(rng, 1, 32), ids(rng, 1, 17)) for _ in range(1_000)]
+    jax.clear_caches()
+    runner(max_length=64, rows=32).scores(pairs)
+    assert prefill_steps._cache_size() <= 3 * 2
+    assert choices.score_copies._cache_size() <= 3 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: runner().scores([Pair([], [1])]), "0 tokens of context"),
+        (lambda: runner().scores([Pair([1], [])]), "0 to score"),
+        (lambda: runner().scores([Pair([1], [1] * 41)]), "max_length=40"),
+        (lambda: runner().texts([[1]], new_tokens=40), "lower max_gen_toks"),
+        (lambda: runner().texts([[]], new_tokens=4), "has no token"),
+    ],
+)
+def test_requests_that_cannot_be_run(call, message):
+    with pytest.raises(InputError, match=message):
+        call()
+
+
+def test_arguments_are_split_where_lm_eval_means_it():
+    text = (
+        "path=a/b, policy=after_prefill(snapkv(window=16), then=roco),budget=0.2,storage=int8,dtype='x,y',flag=True,n=4"
+    )
+    assert options.parsed(text) == {
+        "path": "a/b", "policy": "after_prefill(snapkv(window=16), then=roco)", "budget": 0.2, "storage": "int8",
+        "dtype": "x,y", "flag": True, "n": 4,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="key=value"):
+        options.parsed("path=a,policy")
+
+
+def test_specs_of_arguments():
+    made = options.spec("after_prefill(snapkv(window=16), then=roco)", 0.2, "int8", least_slots=24)
+    budget = policies.Fraction(0.2, least=24)
+    assert made == CacheSpec(
+        policies.after_prefill(policies.snapkv(budget, window=16), then=policies.roco(budget)), storage.int8()
+    )
+    assert options.spec("h2o", 64) == CacheSpec(policies.h2o(64))
+    assert options.spec("full") == FULL
+    assert options.spec(policies.h2o(9)) == CacheSpec(policies.h2o(9))
+    with pytest.raises(ConfigError, match="its own"):
+        options.spec(policies.h2o(9), 0.2)
+    with pytest.raises(PolicyError, match="budget"):
+        options.spec("h2o")
+
+
+def test_batch_sizes():
+    assert [options.rows(each) for each in (None, "8", 4, "auto", "auto:4")] == [1, 8, 4, 16, 16]
+    for wrong in ("0", "many", -1):
+        with pytest.raises(ConfigError, match="batch_size"):
+            options.rows(wrong)
+
+
+def test_scores_are_those_of_transformers():
+    torch = pytest.importorskip("torch", reason="parity needs torch")
+    pytest.importorskip("transformers", reason="parity needs transformers")
+    from kvjax.checkpoint.huggingface import PRETRAINED
+    from tests.models import hf_models
+
+    model = kvjax.load("kvjax-tiny")
+    peer = hf_models.reload(PRETRAINED / "kvjax-tiny")
+    texts = [("The ship left the harbour", [" at dawn.", " with a small crew."]), ("It was", [" the", " a cold day"])]
+    pairs = []
+    for context, endings in texts:
+        own = model.tokenizer.encode(context)
+        pairs += [Pair(own, model.tokenizer.encode(context + each)[len(own) :]) for each in endings]
+    with torch.no_grad():
+        for pair, (score, greedy) in zip(pairs, Runner(model, FULL, rows=2).scores(pairs), strict=True):
+            tokens = np.array([[*pair.context, *pair.continuation]])
+            logprobs = hf_models.log_probabilities(peer, tokens)[0, len(pair.context) - 1 : -1]
+            assert score == pytest.approx(float(logprobs[range(len(logprobs)), pair.continuation].sum()), abs=1e-3)
+            assert greedy == bool((logprobs.argmax(1) == pair.continuation).all())
