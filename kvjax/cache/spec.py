@@ -10,8 +10,8 @@ from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
-from kvjax.storage import dense
 from kvjax.storage.base import Storage
+from kvjax.storage.dense import dense
 
 
 @dataclasses.dataclass(frozen=True)

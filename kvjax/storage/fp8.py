@@ -30,20 +30,14 @@ class Fp8(Codec):
     Subnormal numbers are kept; numbers beyond ±448 after division by the scale saturate.
 
     Attributes:
-      scale: the scale of all vectors, a constant, or a tuple with one for each layer; None = each vector has its own,
-        its largest magnitude / 448.
+      scale: the scale of all vectors, a constant; None = each vector has its own, its largest magnitude / 448.
     """
 
-    scale: Scale = None
+    scale: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.scale, list | tuple | np.ndarray) and len(self.scale):
-            object.__setattr__(self, "scale", tuple(map(_checked, self.scale)))
-        elif self.scale is not None:
+        if self.scale is not None:
             object.__setattr__(self, "scale", _checked(self.scale))
-
-    def of_layer(self, layer: int, layers: int | None = None) -> "Fp8":
-        return self if not isinstance(self.scale, tuple) else Fp8(layer_entry("fp8", self.scale, layer, layers))
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         codes: Shapes = {"codes": ((dim,), jnp.dtype(jnp.uint8))}
@@ -51,7 +45,7 @@ class Fp8(Codec):
 
     def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
         if self.scale is not None:
-            return {"codes": _codes(divide(x, self._constant))}
+            return {"codes": _codes(divide(x, self.scale))}
         # [...]
         scale = as_stored(divide(jnp.max(jnp.abs(x), axis=-1), LARGEST), dtype)
         scale = jnp.where(scale == 0, jnp.ones((), dtype), scale)
@@ -62,22 +56,40 @@ class Fp8(Codec):
         y = jax.lax.bitcast_convert_type(parts["codes"], FLOAT8).astype(jnp.float32)
         # No number is encoded as NaN; an empty slot may hold any bits.
         y = jnp.where(jnp.isnan(y), 0.0, y)
-        scale = jnp.float32(self._constant) if self.scale is not None else parts["scale"].astype(jnp.float32)[..., None]
+        scale = jnp.float32(self.scale) if self.scale is not None else parts["scale"].astype(jnp.float32)[..., None]
         return scale * y
 
     def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
         scale = parts["scale"][..., None] if self.scale is None else None
         made = Affine(codes=parts["codes"], scale=scale, bits=BYTE, levels=E4M3, dim=dim)
-        if self.scale is None:
-            return made
-        constant = self._constant
-        return made.within(lambda q: q * constant, lambda a: a * constant)
+        constant = self.scale
+        return made if constant is None else made.within(lambda q: q * constant, lambda a: a * constant)
 
-    @property
-    def _constant(self) -> float:
-        if isinstance(self.scale, tuple) or self.scale is None:
-            raise StorageError(f"storage fp8: scales {self.scale} are of different layers; see Storage.of_layer.")
-        return self.scale
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Layers(Codec):
+    """`Fp8` with a constant scale of its own for each layer.
+
+    Attributes:
+      scales: of the layers.
+    """
+
+    scales: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scales", tuple(map(_checked, self.scales)))
+
+    def of_layer(self, layer: int, layers: int | None = None) -> Codec:
+        return Fp8(layer_entry("fp8", self.scales, layer, layers))
+
+    def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
+        return Fp8(1.0).parts(dim, dtype)
+
+    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+        raise StorageError(f"storage fp8: scales {self.scales} are of different layers; see Storage.of_layer.")
+
+    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+        raise StorageError(f"storage fp8: scales {self.scales} are of different layers; see Storage.of_layer.")
 
 
 def _checked(scale: Any) -> float:
@@ -89,6 +101,11 @@ def _codes(y: Array) -> Array:
     """Returns the bits of the nearest e4m3fn numbers, uint8."""
     y = nearest(jnp.clip(y, -LARGEST, LARGEST), FLOAT8)
     return jax.lax.bitcast_convert_type(y.astype(FLOAT8), jnp.uint8)
+
+
+def _codec(scale: Any) -> Codec:
+    """Returns the codec for a scale of all layers, or one for each."""
+    return Fp8Layers(tuple(scale)) if isinstance(scale, list | tuple | np.ndarray) and len(scale) else Fp8(scale)
 
 
 @factory
@@ -107,5 +124,6 @@ def fp8(
     Raises:
       StorageError: an argument out of range.
     """
-    value = Fp8(scale if value_scale is None else value_scale)
-    return Storage(key=Fp8(scale), value=value, residual=residual, memory=memory, name="fp8")
+    key = _codec(scale)
+    value = key if value_scale is None else _codec(value_scale)
+    return Storage(key=key, value=value, residual=residual, memory=memory, name="fp8")
