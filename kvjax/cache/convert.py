@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax import memory
-from kvjax.cache import blocks, segments, tiers
+from kvjax.cache import blocks, flush, segment_ends, segments, tiers
 from kvjax.cache.layout import Group, Phase
 from kvjax.cache.slots import constrain, empty_stats, forget, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, Layer, LayerKV, PerSlot, Store
@@ -139,11 +139,11 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
         if in_place:
             # Both phases have arrays of the same sizes, since nothing was evicted.
             return layer.replace(index=dict(per_slot.index) | index)
-        layer, own = blocks.convert(layer, after, per_slot, newest, sides)
+        layer, own = flush.convert(layer, after, per_slot, newest, sides)
         return layer.replace(stats=own.stats, index=own.index | index)
     if isinstance(after.storage.layout, Segments):
         made = segments.empty(after, slots_of(layer.position)[:2], layer.dim, layer.value.dtype)
-        layer, own = segments.convert(layer, after, per_slot, made, sides)
+        layer, own = segment_ends.convert(layer, after, per_slot, made, sides)
         return layer.replace(stats=own.stats, index=own.index | index)
     if isinstance(after.storage.layout, Tiers):
         if in_place:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import sharding
-from kvjax.cache import blocks, pairs, segments
+from kvjax.cache import flush, pairs, segment_ends
 from kvjax.cache.layout import Group
 from kvjax.cache.slots import constrain, forget, free_slots, free_slots_for, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
@@ -47,9 +47,9 @@ def settle(
       The layer with its positions and stores, and `per_slot` for the layer's slots.
     """
     if isinstance(group.storage.layout, Blocks):
-        return blocks.settle(layer, key, value, position, per_slot, newest, group, sides)
+        return flush.settle(layer, key, value, position, per_slot, newest, group, sides)
     if isinstance(group.storage.layout, Segments):
-        return segments.settle(layer, key, value, position, per_slot, group, sides)
+        return segment_ends.settle(layer, key, value, position, per_slot, group, sides)
     if isinstance(group.storage.layout, Pairs):
         return pairs.settle(layer, key, value, position, per_slot, group)
     # If KV heads are replicated but query heads are not, XLA would otherwise gather the coded cache at every step.

@@ -10,7 +10,7 @@ from kvjax.storage.calibration import Calibration
 from kvjax.storage.dense import dense
 from kvjax.storage.dims import Chain, Dims, chain
 from kvjax.storage.fitting import kmeans_levels
-from kvjax.storage.fp8 import Fp8, fp8
+from kvjax.storage.fp8 import Fp8, Fp8Layers, fp8
 from kvjax.storage.gear import Gear, gear
 from kvjax.storage.integer import Integer, int2, int4, int8, integer
 from kvjax.storage.joint import Joint, JointBlocks, cskv, kv_heads
@@ -82,11 +82,11 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "STORAGES", "Balance", "Bfp", "BlockCodec", "Blocks", "Calibration", "Chain", "ChannelRoots", "Channels", "Codec",
-    "Dims", "Divided", "Exact", "Fp8", "Gear", "Halves", "Integer", "Joint", "JointBlocks", "Levels", "LowRank",
-    "Merged", "Mxfp4", "Pairs", "Permuted", "PromptView", "Samples", "Scaled", "SegmentCodec", "Segments", "Side",
-    "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "accepts", "bfp", "blocks", "breakdown", "by_name", "chain",
-    "cskv", "dense", "fp8", "gear", "int2", "int4", "int8", "integer", "kivi", "kmeans_levels", "kv_heads", "kvquant",
-    "levels", "low_rank", "merged_vectors", "mikv", "minicache", "mxfp4", "nbytes", "normal_levels", "pack", "pairs",
-    "permuted", "ratios", "read", "replay", "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant",
-    "unpack", "zipcache",
+    "Dims", "Divided", "Exact", "Fp8", "Fp8Layers", "Gear", "Halves", "Integer", "Joint", "JointBlocks", "Levels",
+    "LowRank", "Merged", "Mxfp4", "Pairs", "Permuted", "PromptView", "Samples", "Scaled", "SegmentCodec", "Segments",
+    "Side", "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "accepts", "bfp", "blocks", "breakdown", "by_name",
+    "chain", "cskv", "dense", "fp8", "gear", "int2", "int4", "int8", "integer", "kivi", "kmeans_levels", "kv_heads",
+    "kvquant", "levels", "low_rank", "merged_vectors", "mikv", "minicache", "mxfp4", "nbytes", "normal_levels", "pack",
+    "pairs", "permuted", "ratios", "read", "replay", "round_trip", "scaled", "slots", "sparse", "think", "tiers",
+    "turboquant", "unpack", "zipcache",
 ]  # fmt: skip

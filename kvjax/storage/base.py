@@ -1,147 +1,29 @@
-"""Storages and codecs: the form in which slots hold keys and values.
+"""Storages: the form in which slots hold keys and values; `kvjax.storage.codec` has that of one vector.
 
 Codecs and storages are frozen dataclasses: equal by value, hashable and picklable, and `repr` evaluates to an equal
 object.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.arguments import checked_call, choice_argument, count_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE, HOST, MEMORIES
-from kvjax.products.codes import Affine
 from kvjax.statistics import COUNT, MASS, Statistic
+from kvjax.storage.checks import ANY, check_layout
+from kvjax.storage.codec import Codec, CodecFunctions, Exact, layer_entry, round_trip, straight_through
 from kvjax.storage.layouts import BlockCodec, Blocks, Pairs, Segments, Tiers, slots
-from kvjax.storage.rounding import as_stored
 from kvjax.storage.side import Parts, Shapes, Side
 
-Array = jax.Array
-T = TypeVar("T")
 Memory = str | tuple[str, str]  # ``device``, ``host``, or a pair of these for keys and for values
 
-ANY, ROTATED, UNROTATED = "any", "rotated", "unrotated"
+ROTATED, UNROTATED = "rotated", "unrotated"
 FRAMES = (ANY, ROTATED, UNROTATED)
 
 factory = checked_call(StorageError)  # decorates the factories of storages
-
-
-class Codec:
-    """The form in which one vector is held.
-
-    Write a frozen dataclass that inherits from this class, with the parameters as its fields and these functions as its
-    methods, or call ``Codec(parts, encode, decode, side)``.
-
-    Attributes:
-      parts: (dim, dtype) -> {name: (shape, dtype)} of one vector, all that is held of it.
-      encode: (x [..., dim] float32, side, dtype) -> {name: [..., *shape]}; `dtype` is the model's.
-      decode: (parts, side, dim) -> [..., dim] float32; finite where all parts are 0.
-      side: what vectors share, or None. Its parts are given to `encode` and `decode` with axes of size 1, so that they
-        broadcast against vectors.
-      dims: the `kvjax.storage.Dims` that shorten vectors, over which attention runs as they are held; or None.
-      has_gradient: whether a gradient passes through `encode` and `decode`; otherwise it passes straight through both.
-      joint_heads: the number of KV heads whose vectors are held together, and which hold the same positions.
-      of_pairs: whether the vectors of two layers are held together; only for the layout `Pairs`.
-    """
-
-    parts: Callable[[int, Any], Shapes]
-    encode: Callable[[Array, Any, Any], Parts]
-    decode: Callable[[Parts, Any, int], Array]
-    dims: Any = None
-    has_gradient: Any = False
-    joint_heads: Any = 1
-    of_pairs: Any = False
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Codec":
-        return super().__new__(CodecFunctions if cls is Codec else cls)
-
-    @property
-    def side(self) -> Side | None:
-        """What vectors share, or None."""
-        return None
-
-    def encode_without(self, x: Array, left_out: Array, side: Any, dtype: DTypeLike) -> Parts:
-        """Encodes a vector some of whose entries are held elsewhere, so that they should not widen a range.
-
-        Args:
-          x: [..., dim] float32.
-          left_out: [..., dim] bool; what these entries decode to does not matter. They are taken as 0.
-          side: as in `encode`.
-          dtype: the model's.
-        """
-        return self.encode(jnp.where(left_out, 0.0, x), side, dtype)
-
-    def affine(self, parts: Parts, side: Any, dim: int) -> Affine | None:
-        """Returns vectors as levels of their codes, for products that read codes; None = they can only be decoded.
-
-        Args:
-          parts: [..., *shape] of the vectors.
-          side: as in `decode`.
-          dim: channels of a vector.
-        """
-        return None
-
-    def bound(self, kv_heads: int) -> "Codec":
-        """Returns the codec for a layer of `kv_heads` KV heads; parts of a joint one depend on it.
-
-        Raises:
-          StorageError: the codec does not take so many heads.
-        """
-        return self
-
-    def of_layer(self, layer: int, layers: int | None = None) -> "Codec":
-        """Returns the codec of one layer, if layers differ.
-
-        Args:
-          layer: its number.
-          layers: the number of layers of the model; None = not known.
-
-        Raises:
-          StorageError: the codec is for another number of layers.
-        """
-        return self
-
-    def bytes(self, dim: int, dtype: DTypeLike) -> int:
-        """Returns the number of bytes of one vector of `dim` numbers."""
-        return sum(math.prod(shape) * jnp.dtype(each).itemsize for shape, each in self.parts(dim, dtype).values())
-
-
-@dataclasses.dataclass(frozen=True)
-class CodecFunctions(Codec):
-    """A codec made of functions; ``Codec(parts, encode, decode, side)`` returns one."""
-
-    parts: Callable[[int, Any], Shapes]
-    encode: Callable[[Array, Any, Any], Parts]
-    decode: Callable[[Parts, Any, int], Array]
-    side: Side | None = None
-
-    def __post_init__(self) -> None:
-        for field in ("parts", "encode", "decode"):
-            if not callable(given := getattr(self, field)):
-                raise StorageError(f"Codec: {field}={given!r} must be a function; see kvjax.storage.Codec.")
-        if not (self.side is None or isinstance(self.side, Side)):
-            raise StorageError(f"Codec: side={self.side!r} must be a kvjax.storage.Side, or None.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Exact(Codec):
-    """Holds the vector itself, in the model's dtype."""
-
-    def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
-        return {"exact": ((dim,), jnp.dtype(dtype))}
-
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
-        # A vector in the model's dtype is held as it is.
-        return {"exact": x if x.dtype == dtype else as_stored(x.astype(jnp.float32), dtype)}
-
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
-        return parts["exact"].astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,70 +95,12 @@ class Storage:
                 f"storage {self.name}: layout={self.layout!r} is not valid; use 'slots', blocks(n), tiers(high) or "
                 "pairs()."
             )
-        if self.on_host or self.sinks:
-            raise StorageError(
-                f"storage {self.name}: memory={self.memory!r} and sinks={self.sinks} are not valid with "
-                f"layout={self.layout!r}; use 'device' and 0."
-            )
-        if isinstance(self.layout, Blocks):
-            self._check_blocks(self.layout)
-        elif isinstance(self.layout, Tiers):
-            self._check_tiers(self.layout.high)
-        elif isinstance(self.layout, Segments):
-            self._check_segments(self.layout)
-        elif self.residual or self.frame != ANY:
-            raise StorageError(
-                f"storage {self.name}: residual={self.residual} and frame={self.frame!r} are not valid with pairs of "
-                "layers, in which all that follows a prompt stays exact; leave them out."
-            )
-
-    def _check_segments(self, layout: Segments) -> None:
-        tiers = [self, *([] if layout.high is None else [layout.high])]
-        for each in tiers:
-            if not (isinstance(each, Storage) and isinstance(each.key, BlockCodec) and isinstance(each.value, Codec)):
-                raise StorageError(
-                    f"storage {self.name}: a tier of segments holds keys in blocks and values by themselves; got "
-                    f"{each!r}."
-                )
-        if any(each.residual or each.frame != ANY or each.shortened for each in tiers):
-            raise StorageError(
-                f"storage {self.name}: residual, frame and shorter vectors are not valid with segments; leave them out."
-            )
+        check_layout(self)
 
     @property
     def needs(self) -> frozenset[Statistic]:
         """The statistics by which the storage chooses how tokens are held."""
         return frozenset({MASS, COUNT}) if isinstance(self.layout, Segments) else frozenset()
-
-    def _check_tiers(self, high: Any) -> None:
-        single = isinstance(high, Storage) and high.layout == slots
-        if not single or high.kept_exact or high.on_host or high.sides or high.frame != ANY:
-            raise StorageError(
-                f"storage {self.name}: high={high!r} must be a storage of single slots on the device, without residual "
-                "and sides; use one such as kvjax.storage.int8()."
-            )
-        if self.exact or self.shortened:
-            raise StorageError(
-                f"storage {self.name}: key={self.key!r} and value={self.value!r} must be codecs of whole vectors, "
-                "other than Exact, for the low tier; use one such as kvjax.storage.Integer(2)."
-            )
-        if self.residual or self.frame != ANY:
-            raise StorageError(
-                f"storage {self.name}: residual={self.residual} and frame={self.frame!r} are not valid with tiers; "
-                "the policy says what stays exact. Leave them out."
-            )
-
-    def _check_blocks(self, layout: Blocks) -> None:
-        of_blocks = [codec for codec in self.codecs.values() if isinstance(codec, BlockCodec)]
-        if not of_blocks:
-            raise StorageError(f"storage {self.name}: layout={layout!r} needs a BlockCodec; use layout='slots'.")
-        if len(of_blocks) == 2 and self.residual:
-            raise StorageError(
-                f"storage {self.name}: residual={self.residual} is for single vectors, and keys and values are both "
-                "in blocks; use residual=0."
-            )
-        for codec in of_blocks:
-            codec.check(layout.size)
 
     @property
     def codecs(self) -> dict[str, Codec | BlockCodec]:
@@ -399,20 +223,6 @@ class Storage:
         return self.residual >= tokens
 
 
-def layer_entry(name: str, entries: Sequence[T], layer: int, layers: int | None) -> T:
-    """Returns the entry of a layer, where each has one; see `Codec.of_layer`.
-
-    Raises:
-      StorageError: there are more entries than layers, or fewer. The message says `name`.
-    """
-    if layers not in (None, len(entries)) or layer >= len(entries):
-        raise StorageError(
-            f"storage {name}: {tuple(entries)} are of {len(entries)} layers, and the model has {layers or 'more'}; "
-            "give one for all layers, or one for each."
-        )
-    return entries[layer]
-
-
 def _memory(name: str, given: Any) -> Memory:
     """Returns a checked memory, one word if keys and values are in the same."""
     pair = (given, given) if isinstance(given, str) else tuple(given) if isinstance(given, list | tuple) else ()
@@ -424,30 +234,7 @@ def _memory(name: str, given: Any) -> Memory:
     return pair[0] if pair[0] == pair[1] else pair
 
 
-def round_trip(codec: Codec | BlockCodec, x: Array, side: Any, dtype: DTypeLike) -> Array:
-    """Encodes and decodes; the gradient passes straight through.
-
-    Args:
-      codec: see `Codec` and `BlockCodec`.
-      x: [..., dim] float; [..., n, dim] of a codec of blocks.
-      side: what vectors share, a constant to a gradient; None for codecs without any.
-      dtype: the model's dtype.
-
-    Returns:
-      float32 of x's shape.
-    """
-    x = x.astype(jnp.float32)
-    parts = codec.encode(jax.lax.stop_gradient(x), side, dtype)
-    sizes = x.shape[-2:] if isinstance(codec, BlockCodec) else x.shape[-1:]
-    return straight_through(x, jax.lax.stop_gradient(codec.decode(parts, side, *sizes)))
-
-
-@jax.custom_jvp
-def straight_through(x: Array, decoded: Array) -> Array:
-    """Returns what `x` decodes to; the gradient is that of `x`."""
-    return decoded
-
-
-@straight_through.defjvp
-def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return primals[1], tangents[0]
+__all__ = [
+    "ANY", "FRAMES", "ROTATED", "UNROTATED", "Codec", "CodecFunctions", "Exact", "Memory", "Parts", "Shapes", "Side",
+    "Storage", "factory", "layer_entry", "round_trip", "straight_through",
+]  # fmt: skip

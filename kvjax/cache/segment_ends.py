@@ -1,0 +1,208 @@
+"""Ends segments: encodes their tokens in two tiers, in a step and when a prompt ends (see `kvjax.cache.segments`)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.blocks import OF_PROMPT
+from kvjax.cache.layout import Group
+from kvjax.cache.segments import HIGH, LOW, WINDOW, regions, salient, storage_of, value_of
+from kvjax.cache.slots import constrain, empty_stats, forget, oldest_first, slots_of, take, write
+from kvjax.cache.state import EMPTY, LayerKV, PerSlot, Store
+from kvjax.memory import gather
+from kvjax.order import largest
+from kvjax.storage.base import Storage
+from kvjax.storage.layouts import BlockCodec, Segments
+from kvjax.storage.side import Sides
+from kvjax.storage.store import aligned
+
+Array = jax.Array
+Own = Mapping[str, Array]  # ``key`` and ``value`` -> [B, K, n, D]
+
+
+def _encoded(storage: Storage, exact: Own, index: Array, known: Array, sides: Sides) -> tuple[Any, Any]:
+    """Encodes some tokens of a segment as one block of keys, and their values.
+
+    Args:
+      storage: of the tier.
+      exact: keys and values [B, K, n, D].
+      index: [B, K, m] int32, the tokens.
+      known: [B, K, m] bool, False beyond the last of them, where the first is repeated: ranges are those of the others.
+      sides: what vectors share.
+    """
+    # [B, K, m]
+    index = jnp.where(known, index, index[:, :, :1])
+    any_token = known[:, :, :1, None]
+    key, value = (jnp.where(any_token, gather(exact[side], index), 0.0) for side in ("key", "value"))
+    dtype = exact["value"].dtype
+    assert isinstance(storage.key, BlockCodec)
+    keys = storage.key.encode(key.astype(jnp.float32), None, dtype)
+    return keys, value_of(storage).encode(value.astype(jnp.float32), aligned(storage, sides, "value", 4), dtype)
+
+
+def _chosen(layout: Segments, stats: Mapping[str, Array], position: Array) -> Array:
+    """Marks the tokens [B, K, n] of a segment that go to the high tier: the largest mean attention."""
+    count = jnp.sum(position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+    # Shares are counted on the host, in float64.
+    most = jnp.asarray([salient(layout, tokens) for tokens in range(position.shape[2] + 1)], jnp.int32)
+    score = stats["mass"] / jnp.maximum(stats["count"], 1)
+    return (position >= 0) & largest(score, position, most[count])
+
+
+def settle(
+    layer: LayerKV,
+    key: Array,
+    value: Array,
+    position: Array,
+    per_slot: PerSlot,
+    group: Group,
+    sides: Sides,
+) -> tuple[LayerKV, PerSlot]:
+    """Writes a step's token into the window, and encodes the window of each row in which it is full.
+
+    Args:
+      layer: the slots before the step.
+      key: [B, K, 1, D] of the step's own token, as it is held.
+      value: [B, K, 1, D].
+      position: [B, K, S + 1] int32 of all slots and of the step's own token.
+      per_slot: an index of all slots and the token, and statistics of these, or of the window and the token alone.
+      group: which has the storage.
+      sides: what vectors share.
+
+    Returns:
+      The layer with its positions and stores, and `per_slot` for its slots.
+    """
+    key, value, position, per_slot = constrain((key, value, position, per_slot))
+    layout = group.storage.layout
+    assert isinstance(layout, Segments)
+    high, low, size = group.slots
+    own = position[:, :, -1:]
+    window_at = position[:, :, high + low : -1]
+    # [B, K, 1]: slots of the window are filled in order
+    count = jnp.sum(window_at >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+    target = jnp.where(own >= 0, count, size)
+    store = layer.stores[WINDOW]
+    exact = {
+        side: write(store[side]["exact"], target, x.astype(store[side]["exact"].dtype))
+        for side, x in (("key", key), ("value", value))
+    }
+    window_at = write(window_at, target, own)
+    # Tiers that are not ranked have no statistics.
+    ranked = not group.unranked
+    narrow, whole = (per_slot.stats, per_slot.index) if not ranked else ({}, per_slot.stats | per_slot.index)
+    narrow = {name: write(leaf[:, :, :-1], target, leaf[:, :, -1:]) for name, leaf in narrow.items()}
+    to = jnp.where(own >= 0, high + low + target, high + low + size)
+    whole = {name: write(leaf[:, :, :-1], to, leaf[:, :, -1:]) for name, leaf in whole.items()}
+    stats = {name: whole[name][:, :, high + low :] if ranked else narrow[name] for name in per_slot.stats}
+    due = (own >= 0) & (count + 1 == size)
+    tiers_at = [position[:, :, :high], position[:, :, high : high + low]]
+    segments = (group.slots[HIGH] - _first(layer, layout, HIGH)) // max(regions(layout, HIGH), 1)
+    stores = list(layer.stores[:WINDOW])
+    if segments:
+        # [B, K, 1]: the number of segments that have ended
+        lives = [jnp.sum(at[:, :, _first(layer, layout, tier) :] >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+                 for tier, at in enumerate(tiers_at)]  # fmt: skip
+        ended = (lives[HIGH] + lives[LOW]) // size
+
+        def end(exact: Own, stats: Any, window_at: Array) -> list[Any]:
+            """Encodes the windows of all rows: per tier the tokens, their block of keys, and their values."""
+            up = _chosen(layout, stats, window_at)
+            made = list[Any]()
+            for tier, marks in ((HIGH, up), (LOW, ~up)):
+                order = oldest_first(window_at, marks, regions(layout, tier)).astype(jnp.int32)
+                own, known = storage_of(group.storage, tier), jnp.ones(order.shape, bool)
+                made.append((order, _encoded(own, exact, order, known, sides)) if order.shape[2] else None)
+            return made
+
+        def nothing(*operands: Any) -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(end, *operands))
+
+        ends = jax.lax.cond(jnp.any(due), end, nothing, exact, stats, window_at)
+        for tier, made in enumerate(ends):
+            if made is None:
+                continue
+            order, (keys, values) = made
+            first, each = _first(layer, layout, tier), regions(layout, tier)
+            number = jnp.where(due, ended, segments)
+            to = jnp.where(due, first + ended * each + jnp.arange(each, dtype=jnp.int32), group.slots[tier])
+            old = stores[tier]
+            stores[tier] = {
+                "key": {
+                    **old["key"],
+                    **{name: write(old["key"][name], number, new[:, :, None]) for name, new in keys.items()},
+                },
+                "value": {name: write(part, to, values[name]) for name, part in old["value"].items()},
+            }
+            tiers_at[tier] = write(tiers_at[tier], to, jnp.take_along_axis(window_at, order, axis=2))
+            start = 0 if tier == HIGH else high
+            to = jnp.where(due, start + to, high + low + size)
+            whole = {name: write(leaf, to, gather(leaf[:, :, high + low :], order)) for name, leaf in whole.items()}
+    window_at = jnp.where(due, EMPTY, window_at)
+    position = jnp.concatenate([*tiers_at, window_at], axis=2)
+    exact_store: Store = {side: {"exact": x} for side, x in exact.items()}
+    layer = layer.replace(position=position, stores=(*stores, exact_store))
+    narrow = forget(narrow, window_at)
+    moved = {name: forget(whole[name], position) if ranked else narrow[name] for name in per_slot.stats}
+    return layer, PerSlot(moved, {name: whole[name] for name in per_slot.index})
+
+
+def _first(layer: LayerKV, layout: Segments, tier: int) -> int:
+    """Returns the slots of the prompt's region of a tier."""
+    store = layer.stores[tier]
+    segments = next(part.shape[2] for name, part in store["key"].items() if not name.startswith(OF_PROMPT))
+    count: int = jax.tree.leaves(store["value"])[0].shape[2]
+    return count - segments * regions(layout, tier)
+
+
+def convert(layer: LayerKV, after: Group, per_slot: PerSlot, made: tuple[Store, ...], sides: Sides) -> Any:
+    """Splits the tokens that a prompt leaves into the two tiers.
+
+    Args:
+      layer: dense.
+      after: the group of the decoding phase.
+      per_slot: of the layer's slots.
+      made: empty stores of `after`.
+      sides: what vectors share.
+
+    Returns:
+      The layer with its positions and stores, and `per_slot` for its slots.
+    """
+    layout = after.storage.layout
+    assert isinstance(layout, Segments)
+    exact = {side: layer.stores[0][side]["exact"] for side in ("key", "value")}
+    live = layer.position >= 0
+    up = _chosen(layout, per_slot.stats, layer.position)
+    stores, positions, moved = list[Store](), [], []
+    whole = per_slot.index if after.unranked else per_slot.stats | per_slot.index
+    for tier, marks in ((HIGH, up), (LOW, live & ~up)):
+        count = after.slots[tier]
+        size = jax.tree.leaves(made[tier]["value"])[0].shape[2]
+        segments = next(part.shape[2] for name, part in made[tier]["key"].items() if not name.startswith(OF_PROMPT))
+        first = size - segments * regions(layout, tier)
+        order = oldest_first(layer.position, marks, first).astype(jnp.int32)
+        order = jnp.pad(order, ((0, 0), (0, 0), (0, first - order.shape[2])))
+        known = jnp.arange(first, dtype=jnp.int32) < jnp.sum(marks, axis=2, keepdims=True, dtype=jnp.int32)
+        keys, values = _encoded(storage_of(after.storage, tier), exact, order, known, sides)
+        pad = ((0, 0), (0, 0), (0, count - first))
+        stores.append({
+            "key": {**made[tier]["key"], **{OF_PROMPT + name: part for name, part in keys.items()}},
+            "value": {name: jnp.pad(part, (*pad, *((0, 0),) * (part.ndim - 3))) for name, part in values.items()},
+        })  # fmt: skip
+        at = jnp.where(known, gather(layer.position, order), EMPTY)
+        positions.append(jnp.pad(at, pad, constant_values=EMPTY))
+        moved.append({name: take(leaf, order, count) for name, leaf in whole.items()})
+    window = jnp.full((*slots_of(layer.position)[:2], layout.window), EMPTY, jnp.int32)
+    position = jnp.concatenate([*positions, window], axis=2)
+    joined = {
+        name: jnp.concatenate(
+            [*(each[name] for each in moved), jnp.zeros((*window.shape, *leaf.shape[3:]), leaf.dtype)], 2
+        )
+        for name, leaf in whole.items()
+    }
+    joined = forget(joined, position)
+    fresh = empty_stats(after.needs, after.policy.remembers, slots_of(position[:, :, after.unranked :]))
+    stats = {name: new if after.unranked else joined.get(name, new) for name, new in fresh.items()}
+    layer = layer.replace(position=position, stores=(*stores, made[WINDOW]))
+    return layer, PerSlot(stats, {name: joined[name] for name in per_slot.index})

@@ -1,0 +1,174 @@
+"""Codecs: the form in which one vector is held."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvjax.errors import StorageError
+from kvjax.products.codes import Affine
+from kvjax.storage.layouts import BlockCodec
+from kvjax.storage.rounding import as_stored
+from kvjax.storage.side import Parts, Shapes, Side
+
+Array = jax.Array
+T = TypeVar("T")
+
+
+class Codec:
+    """The form in which one vector is held.
+
+    Write a frozen dataclass that inherits from this class, with the parameters as its fields and these functions as its
+    methods, or call ``Codec(parts, encode, decode, side)``.
+
+    Attributes:
+      parts: (dim, dtype) -> {name: (shape, dtype)} of one vector, all that is held of it.
+      encode: (x [..., dim] float32, side, dtype) -> {name: [..., *shape]}; `dtype` is the model's.
+      decode: (parts, side, dim) -> [..., dim] float32; finite where all parts are 0.
+      side: what vectors share, or None. Its parts are given to `encode` and `decode` with axes of size 1, so that they
+        broadcast against vectors.
+      dims: the `kvjax.storage.Dims` that shorten vectors, over which attention runs as they are held; or None.
+      has_gradient: whether a gradient passes through `encode` and `decode`; otherwise it passes straight through both.
+      joint_heads: the number of KV heads whose vectors are held together, and which hold the same positions.
+      of_pairs: whether the vectors of two layers are held together; only for the layout `Pairs`.
+    """
+
+    parts: Callable[[int, Any], Shapes]
+    encode: Callable[[Array, Any, Any], Parts]
+    decode: Callable[[Parts, Any, int], Array]
+    dims: Any = None
+    has_gradient: Any = False
+    joint_heads: Any = 1
+    of_pairs: Any = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Codec":
+        return super().__new__(CodecFunctions if cls is Codec else cls)
+
+    @property
+    def side(self) -> Side | None:
+        """What vectors share, or None."""
+        return None
+
+    def encode_without(self, x: Array, left_out: Array, side: Any, dtype: DTypeLike) -> Parts:
+        """Encodes a vector some of whose entries are held elsewhere, so that they should not widen a range.
+
+        Args:
+          x: [..., dim] float32.
+          left_out: [..., dim] bool; what these entries decode to does not matter. They are taken as 0.
+          side: as in `encode`.
+          dtype: the model's.
+        """
+        return self.encode(jnp.where(left_out, 0.0, x), side, dtype)
+
+    def affine(self, parts: Parts, side: Any, dim: int) -> Affine | None:
+        """Returns vectors as levels of their codes, for products that read codes; None = they can only be decoded.
+
+        Args:
+          parts: [..., *shape] of the vectors.
+          side: as in `decode`.
+          dim: channels of a vector.
+        """
+        return None
+
+    def bound(self, kv_heads: int) -> "Codec":
+        """Returns the codec for a layer of `kv_heads` KV heads; parts of a joint one depend on it.
+
+        Raises:
+          StorageError: the codec does not take so many heads.
+        """
+        return self
+
+    def of_layer(self, layer: int, layers: int | None = None) -> "Codec":
+        """Returns the codec of one layer, if layers differ.
+
+        Args:
+          layer: its number.
+          layers: the number of layers of the model; None = not known.
+
+        Raises:
+          StorageError: the codec is for another number of layers.
+        """
+        return self
+
+    def bytes(self, dim: int, dtype: DTypeLike) -> int:
+        """Returns the number of bytes of one vector of `dim` numbers."""
+        return sum(math.prod(shape) * jnp.dtype(each).itemsize for shape, each in self.parts(dim, dtype).values())
+
+
+@dataclasses.dataclass(frozen=True)
+class CodecFunctions(Codec):
+    """A codec made of functions; ``Codec(parts, encode, decode, side)`` returns one."""
+
+    parts: Callable[[int, Any], Shapes]
+    encode: Callable[[Array, Any, Any], Parts]
+    decode: Callable[[Parts, Any, int], Array]
+    side: Side | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("parts", "encode", "decode"):
+            if not callable(given := getattr(self, field)):
+                raise StorageError(f"Codec: {field}={given!r} must be a function; see kvjax.storage.Codec.")
+        if not (self.side is None or isinstance(self.side, Side)):
+            raise StorageError(f"Codec: side={self.side!r} must be a kvjax.storage.Side, or None.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact(Codec):
+    """Holds the vector itself, in the model's dtype."""
+
+    def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
+        return {"exact": ((dim,), jnp.dtype(dtype))}
+
+    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+        # A vector in the model's dtype is held as it is.
+        return {"exact": x if x.dtype == dtype else as_stored(x.astype(jnp.float32), dtype)}
+
+    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+        return parts["exact"].astype(jnp.float32)
+
+
+def layer_entry(name: str, entries: Sequence[T], layer: int, layers: int | None) -> T:
+    """Returns the entry of a layer, where each has one; see `Codec.of_layer`.
+
+    Raises:
+      StorageError: there are more entries than layers, or fewer. The message says `name`.
+    """
+    if layers not in (None, len(entries)) or layer >= len(entries):
+        raise StorageError(
+            f"storage {name}: {tuple(entries)} are of {len(entries)} layers, and the model has {layers or 'more'}; "
+            "give one for all layers, or one for each."
+        )
+    return entries[layer]
+
+
+def round_trip(codec: Codec | BlockCodec, x: Array, side: Any, dtype: DTypeLike) -> Array:
+    """Encodes and decodes; the gradient passes straight through.
+
+    Args:
+      codec: see `Codec` and `BlockCodec`.
+      x: [..., dim] float; [..., n, dim] of a codec of blocks.
+      side: what vectors share, a constant to a gradient; None for codecs without any.
+      dtype: the model's dtype.
+
+    Returns:
+      float32 of x's shape.
+    """
+    x = x.astype(jnp.float32)
+    parts = codec.encode(jax.lax.stop_gradient(x), side, dtype)
+    sizes = x.shape[-2:] if isinstance(codec, BlockCodec) else x.shape[-1:]
+    return straight_through(x, jax.lax.stop_gradient(codec.decode(parts, side, *sizes)))
+
+
+@jax.custom_jvp
+def straight_through(x: Array, decoded: Array) -> Array:
+    """Returns what `x` decodes to; the gradient is that of `x`."""
+    return decoded
+
+
+@straight_through.defjvp
+def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return primals[1], tangents[0]
