@@ -38,7 +38,8 @@ machine, that every part runs.
 decode: milliseconds a step, all rows advancing one token. "no policy" attends to the same number of slots without
 choosing any: what the policy itself costs. The peers' full caches begin every round at --context tokens.
 policies: a decoding step of every policy that evicts while decoding, on the same slots, against h2o.
-storages: a decoding step under h2o with every storage, and of a full cache with every selection, against dense slots.
+storages: a decoding step with storages, under h2o and of a full cache, and of a full cache with selections, against
+dense slots; with --fill of --context tokens of random numbers.
 selections: a decoding step of a long context, filled with random keys and values, read whole and by selections, in the
 memory of the device and of the host.
 products: products of 1, 8 and 32 rows (--batch for another number) with weights and with caches, by every form that

@@ -86,7 +86,10 @@ def define(values: flags.FlagValues) -> None:
     about = "a cache of `selections` or `storages`; may be given several times, and is else every one"
     flags.DEFINE_multi_string("caches", [], about, flag_values=values)
     flags.DEFINE_bool(
-        "fill", False, "fill caches with random numbers instead of prompts, for `decode`", flag_values=values
+        "fill",
+        False,
+        "fill caches with random numbers instead of prompts, for `decode` and `storages`",
+        flag_values=values,
     )
     about = "run Pallas kernels interpreted on this machine: their times mean nothing"
     flags.DEFINE_enum("interpret", "no", ["no", "tpu", "gpu"], about, flag_values=values)
