@@ -6,6 +6,7 @@ Methods are frozen dataclasses, so that they can be static arguments of the deco
 import dataclasses
 import math
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +66,8 @@ class Sample:
         if self.top_k is not None:
             check_count("top_k", self.top_k)
         for name in ("top_p", "min_p"):
-            p = getattr(self, name)
-            if p is not None and not (isinstance(p, numbers.Real) and not isinstance(p, bool) and 0 < p <= 1):
+            p: Any = getattr(self, name)
+            if p is not None and not (isinstance(p, numbers.Real) and not isinstance(p, bool) and 0 < float(p) <= 1):
                 raise InputError(f"{name} must be a number in (0, 1], or None for all tokens; got {p!r}.")
 
     def __call__(self, logits: Array, keys: Array) -> Array:

@@ -85,7 +85,7 @@ def way(codec: Codec, dim: int, dtype: DTypeLike, slots: int, platform: str) -> 
       platform: ``cpu``, ``gpu`` or ``tpu``.
     """
     native = platform == CPU and products.runs_native()
-    reason = refuses(codec, dim, dtype) if native else None
+    reason = refuses(codec, dim, jnp.dtype(dtype)) if native else None
     if native and reason is None:
         return "multiplied as they are"
     chunk = CHUNKS.get(platform, CHUNK)
