@@ -75,10 +75,13 @@ def lower(
     for layer in range(config.num_layers):
         # Raises where a codec cannot hold such a head.
         spec.storage.of_layer(layer, config.num_layers).bytes_per_slot(config.head_dim, dtype)
+    branches = [branch.protecting() for branch in branches_of(spec.policy, spec.selection, config)]
+    if any(branch.decode.budget is not None for branch in branches):
+        # Blocks of which single tokens are evicted are never full.
+        spec = dataclasses.replace(spec, storage=spec.storage.by_age() or spec.storage)
     if spec.storage.codes_nothing(sizes.total):
         # No token becomes old enough to be coded, and no block is filled.
         spec = dataclasses.replace(spec, storage=dense())
-    branches = [branch.protecting() for branch in branches_of(spec.policy, spec.selection, config)]
     for branch in branches:
         check(spec, branch, sizes, config.num_kv_heads, config.num_layers)
     prompt_groups: list[tuple[Group, ...]] = []

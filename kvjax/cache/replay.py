@@ -181,6 +181,8 @@ def read(
         return _read_blocks(storage, layer, sides)
     if isinstance(storage.layout, Segments):
         return _read_segments(storage, layer, sides)
+    if not (layer.marks or _is_exact(layer)):
+        storage = storage.by_age() or storage
     ways = stores_of(storage)
     if len(ways) > len(layer.stores):  # a residual that covers every token
         ways = (dense(),)

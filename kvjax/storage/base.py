@@ -147,6 +147,20 @@ class Storage:
         )
         return self if (key, value) == (self.key, self.value) else dataclasses.replace(self, key=key, value=value)
 
+    def by_age(self) -> "Storage | None":
+        """Returns the storage of blocks whose tokens are encoded one by one instead, when they are as old as a block.
+
+        None if tokens of a block are encoded together, or if there are no blocks.
+        """
+        if not isinstance(self.layout, Blocks):
+            return None
+        key, value = (
+            codec.single if isinstance(codec, BlockCodec) else codec for codec in self.codecs.values()
+        )  # fmt: skip
+        if key is None or value is None:
+            return None
+        return dataclasses.replace(self, key=key, value=value, layout=slots, residual=self.layout.size)
+
     @property
     def joint_heads(self) -> int:
         """The number of KV heads whose vectors are held together."""

@@ -193,6 +193,11 @@ class JointBlocks(BlockCodec):
         """See `Joint`."""
         return self.joint.joint_heads
 
+    @property
+    def single(self) -> Joint | None:
+        """The codec of one vector, whose latents are held by themselves; None for codes of them."""
+        return self.joint if self.codec == EXACT else None
+
     def bound(self, kv_heads: int) -> "JointBlocks":
         """Returns the codec for a number of KV heads; see `Codec.bound`."""
         return dataclasses.replace(self, joint=self.joint.bound(kv_heads))
@@ -240,7 +245,8 @@ def cskv(
 
     Keys are compressed as they are before RoPE, expanded, and rotated to their positions in each step. The newest
     tokens are exact until a window of them is full. The directions are those of the projections, scaled by their
-    inputs, from a calibration (`kvjax.calibrate`), of which gradients reach the arrays.
+    inputs, from a calibration (`kvjax.calibrate`), of which gradients reach the arrays. Under a policy that evicts
+    while decoding, tokens are compressed one by one when they are no longer among the newest `window`.
 
     Args:
       rank: numbers of a latent of keys.

@@ -130,6 +130,7 @@ class BlockCodec:
       has_gradient: see `Codec`.
       joint_heads: see `Codec`.
       prompt: the `SegmentCodec` of the blocks of a prompt, if these are held in another form; or None.
+      single: the codec of one vector that holds the same of each, or None.
     """
 
     parts: Callable[[int, int, Any], Shapes]
@@ -138,6 +139,7 @@ class BlockCodec:
     dims: Any = None
     has_gradient: Any = False
     joint_heads: Any = 1
+    single: Any = None
 
     @property
     def prompt(self) -> "SegmentCodec | None":

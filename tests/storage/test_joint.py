@@ -230,7 +230,16 @@ def test_heads_must_hold_the_same_positions(policy, match):
         refused(storage.kv_heads(2), policy, calibration=calibration())
 
 
-def test_evicting_from_windows_is_refused():
-    made = Calibration(calibration().layers, rope=ROPE)
+def test_windows_of_which_tokens_are_evicted():
+    """Latents are then made one by one, as those of `kv_heads`; codes of a block's latents cannot be."""
+    made, prompts = Calibration(calibration().layers, rope=ROPE), random(9)
+    one, other = (
+        replay(held, *prompts, LENGTHS, policies.window(8), ROPE, calibration=made)
+        for held in (storage.cskv(DIM, 3), storage.kv_heads(2, DIM, residual=3))
+    )
+    np.testing.assert_array_equal(one[0], other[0])
+    np.testing.assert_array_equal(*(storage.read(held, layer, made)[0] for held, layer in (
+        (storage.cskv(DIM, 3), one[1]), (storage.kv_heads(2, DIM, residual=3), other[1])
+    )))  # fmt: skip
     with pytest.raises(StorageError, match="storage cskv with policy window: it evicts tokens of blocks"):
-        refused(storage.cskv(DIM, 4), policies.window(6), calibration=made)
+        refused(storage.cskv(DIM, 4, key_codec=Channels(8, 4)), policies.window(6), calibration=made)
