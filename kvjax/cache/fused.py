@@ -13,9 +13,11 @@ from kvjax import sharding
 from kvjax.cache import evict
 from kvjax.cache.layout import Group
 from kvjax.cache.slots import forget
-from kvjax.cache.state import EMPTY, LayerKV
+from kvjax.cache.state import EMPTY, LayerKV, exact_store
 from kvjax.kernels import registry
+from kvjax.kernels.coded import Coded
 from kvjax.policies.base import View
+from kvjax.storage.store import encode
 
 Array = jax.Array
 
@@ -35,7 +37,7 @@ def step(
     """Feeds one token per row.
 
     Args:
-      layer: a dense layer.
+      layer: dense, or of codes that the kernel reads.
       query: [B, H, 1, D], rotated.
       key: [B, K, 1, D], rotated.
       value: [B, K, 1, D].
@@ -60,11 +62,24 @@ def step(
     )
 
     def run(query, key, value, layer, newest, budget):
-        key, value = key.astype(layer.key.dtype), value.astype(layer.value.dtype)
+        held: tuple[Any, Any]
+        key_codec, value_codec = group.codecs
+        if key_codec is not None and value_codec is not None:
+            store, dtype = layer.stores[0], value.dtype
+            held = (
+                Coded(parts=store["key"], codec=key_codec, dim=dim, dtype=dtype),
+                Coded(parts=store["value"], codec=value_codec, dim=dim, dtype=dtype),
+            )
+            made = encode(group.stores[0], key, value, dtype)
+            encoded = made["key"], made["value"]
+        else:
+            held, encoded = (layer.key, layer.value), None
+            key, value = key.astype(layer.key.dtype), value.astype(layer.value.dtype)
         output, key, value, position, stats = kernel(
-            query, key, value, layer.key, layer.value, layer.position, layer.stats, newest=newest, budget=budget
+            query, key, value, *held, layer.position, layer.stats, newest=newest, budget=budget, encoded=encoded
         )
-        return output, layer.with_exact(key, value).replace(position=position, stats=stats)
+        after = exact_store(key, value) if encoded is None else {"key": key.parts, "value": value.parts}
+        return output, layer.replace(stores=(after,), position=position, stats=stats)
 
     by_head, by_row = ("batch", "kv_heads"), ("batch",)
     budget = jnp.zeros_like(newest) if budget is None else budget

@@ -57,10 +57,12 @@ class Chooser:
         """The decoding group with its kernels; kv_heads: of the group."""
         if any(group.codecs):
             multiple = registry.slot_multiple(self.implementation, self.dtype.itemsize, coded=True)
-            first = -(-group.slots[0] // multiple) * multiple
-            aligned = self._decode(dataclasses.replace(group, slots=(first, *group.slots[1:])), kv_heads)
-            if aligned.attend != "xla":
-                return aligned
+            # A whole step takes an empty slot before it frees one.
+            for first in (group.slots[0] + group.evicts, group.slots[0]):
+                slots = (-(-first // multiple) * multiple, *group.slots[1:])
+                aligned = self._decode(dataclasses.replace(group, slots=slots), kv_heads)
+                if aligned.step is not None or (first == group.slots[0] and aligned.attend != "xla"):
+                    return aligned
         return self._decode(group, kv_heads)
 
     def _decode(self, group: Group, kv_heads: int) -> Group:
@@ -92,7 +94,7 @@ class Chooser:
             extras.append("eviction of whole pages")
         if group.policy.merge is not None:
             extras.append("a merge")
-        if group.storage.apart:
+        if group.storage.apart and not any(group.codecs):
             extras.append(f"storage {group.storage.label}")
         if not group.selection.reads_all:
             extras.append(f"selection {group.selection.name}")

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
 from kvjax import policies, storage
-from kvjax.cache import CacheSpec, Limits
+from kvjax.cache import CacheSpec, Limits, fused
 from kvjax.kernels import registry
 from kvjax.models.shapes import by_name
 from kvjax.plan import plan
@@ -57,30 +57,43 @@ def test_generation_is_that_of_xla(policy, block):
         np.testing.assert_array_equal(np.sort(ours.position)[..., -slots:], np.sort(theirs.position))
 
 
-@pytest.mark.parametrize("coded", [storage.int4(residual=3), storage.turboquant(4)], ids=lambda coded: coded.name)
-def test_decoding_from_codes_is_that_of_xla(coded):
-    """A kernel reads the codes and another writes them; where keys and values are decoded, XLA does both."""
+@pytest.mark.parametrize(
+    ("coded", "whole"), [(storage.int4(residual=3), False), (storage.int4(), True), (storage.turboquant(4), True)],
+    ids=lambda x: getattr(x, "name", str(x)),
+)  # fmt: skip
+def test_decoding_from_codes_is_that_of_xla(interpreted, monkeypatch, coded, whole):
+    """In one kernel, or one that reads codes and one that writes them; XLA decodes keys and values."""
+    steps = []
+    monkeypatch.setattr(fused, "step", lambda *a, step=fused.step, **k: steps.append(1) or step(*a, **k))
     model, tokens = tiny(head_dim=64, layers=1).model, random_tokens(2, 34, seed=4)
-    with pltpu.force_tpu_interpret_mode():
-        got, expected = (
-            kvjax.log_likelihood(
-                model, tokens, CacheSpec(policies.h2o(budget=12), coded), prompt_length=np.array([24, 17]),
-                lengths=np.array([34, 27]), implementation=each,
-            )
-            for each in ("pallas_tpu", "xla")
-        )  # fmt: skip
+    got, expected = (
+        kvjax.log_likelihood(
+            model, tokens, CacheSpec(policies.h2o(budget=12), coded), prompt_length=np.array([24, 17]),
+            lengths=np.array([34, 27]), implementation=each,
+        )
+        for each in ("pallas_tpu", "xla")
+    )  # fmt: skip
+    assert bool(steps) == whole
     np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=2e-4)
     ours, theirs = got.state.layers[0], expected.state.layers[0]
-    exact = coded.residual
-    assert ours.position.shape[2] == 128 + exact, "whole tiles"
-    slots = theirs.position.shape[2]
-    np.testing.assert_array_equal(np.sort(ours.position)[..., -slots:], np.sort(theirs.position))
-    np.testing.assert_allclose(np.sort(ours.stats["mass"])[..., -slots:], np.sort(theirs.stats["mass"]), atol=1e-4)
-    for name, mine in ours.stores[0]["key"].items():
-        # The same slots are used in the same order; XLA has fewer in all.
-        other = np.asarray(theirs.stores[0]["key"][name])
-        live = np.asarray(theirs.position[:, :, : other.shape[2]]) >= 0
-        np.testing.assert_array_equal(np.asarray(mine)[:, :, : other.shape[2]][live], other[live])
+    assert ours.position.shape[2] == 128 + coded.residual, "whole tiles"
+    slots = theirs.stores[0]["key"]["codes"].shape[2]
+
+    def coded_slots(layer, x):
+        """The newest coded slots, oldest first."""
+        position = np.asarray(layer.position)[:, :, : layer.position.shape[2] - coded.residual]
+        order = np.argsort(position, axis=2, kind="stable")[..., -slots:]
+        return np.take_along_axis(np.asarray(x), order.reshape(*order.shape, *(1,) * (x.ndim - 3)), axis=2)
+
+    np.testing.assert_array_equal(np.sort(ours.position)[..., -slots:], np.sort(theirs.position)[..., -slots:])
+    np.testing.assert_allclose(
+        coded_slots(ours, ours.stats["mass"]), coded_slots(theirs, theirs.stats["mass"]), atol=1e-4
+    )
+    live = coded_slots(theirs, theirs.position) >= 0
+    for side, parts in theirs.stores[0].items():
+        for name, x in parts.items():
+            mine = coded_slots(ours, ours.stores[0][side][name])
+            np.testing.assert_array_equal(mine[live], coded_slots(theirs, x)[live])
 
 
 def planned(shape: str, topology: str, held: storage.Storage | None = None):
@@ -113,11 +126,11 @@ def test_the_decode_loop_moves_no_cache(shape, topology, dim):
 
 @needs_libtpu
 def test_the_decode_loop_moves_no_codes():
-    """A kernel reads each layer's codes and another writes one slot per head, in the memory where they are."""
+    """A kernel of the whole step reads each layer's codes, and writes one slot per head where they are."""
     made = planned("opt-6.7b", "v5e:1x1", storage.int4())
     text = made.compiled.as_text()
     assert made.slots == (512,)
-    assert text.count('custom_call_target="tpu_custom_call"') == 2
+    assert text.count('custom_call_target="tpu_custom_call"') == 1
     moves = rf"= u8\[\d+,\d+,{made.slots[0]},\d+\]\S* (copy|transpose|fusion|pad|select|scatter|all-gather)\("
     assert not re.findall(moves, text)
     assert made.temporaries < made.cache // 10

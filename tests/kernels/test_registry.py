@@ -87,6 +87,18 @@ def test_a_policy_that_cannot_be_traced_is_named(name, backend, reason):
         ("pallas_tpu", {"parts": 2}, "it attends to one part, under one window for all rows"),
         ("pallas_tpu", {"trace": None}, "no policy was given that could be traced"),
         (
+            "pallas_tpu", {"parts": 3, "codecs": (Integer(4), Integer(4))},
+            "it attends to one part, under one window for all rows",
+        ),
+        (
+            "pallas_tpu", {"parts": 2, "codecs": (Integer(4), Integer(4)), "slots": 192},
+            "it takes codes of a multiple of 128 slots, not of 192",
+        ),
+        (
+            "pallas_gpu", {"parts": 2, "codecs": (Integer(4), Integer(4))},
+            "it reads keys and values in float32, not codes",
+        ),
+        (
             "pallas_tpu", {"slots": 1 << 17},
             "131072 slots of 4 heads of 64 would hold 92.3 MiB of a TPU core's memory, more than 16 MiB",
         ),

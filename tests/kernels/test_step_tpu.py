@@ -1,7 +1,9 @@
 """A whole decoding step in one TPU kernel: interpreted, races detected, against XLA; and by the real TPU compiler."""
 
 import bisect
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kvjax import storage
 from kvjax.cache.convert import empty
 from kvjax.cache.fused import observe_and_evict
 from kvjax.devices import topology_devices
@@ -69,7 +72,7 @@ def test_a_step_over_several_tiles_is_that_of_the_cache(interpreted, monkeypatch
     steps.run(6)
 
 
-def compiled(topology, shape, dtype, policy):
+def compiled(topology, shape, dtype, policy, held=None):
     """The step's program; the TPU compiler refuses what its vector memory cannot hold."""
     batch, kv_heads, group, size, dim = shape
     mesh = Mesh(np.array(topology_devices(topology)[:1]), ("x",))
@@ -78,6 +81,7 @@ def compiled(topology, shape, dtype, policy):
         return jax.ShapeDtypeStruct(dims, kind, sharding=NamedSharding(mesh, PartitionSpec()))
 
     own = decoding(policy, size, "pallas_tpu")
+    own = own if held is None else dataclasses.replace(own, storage=held)
     layer = jax.eval_shape(functools.partial(empty, own, batch, kv_heads, dim, dtype))
     layer = jax.tree.map(lambda x: array(x.shape, x.dtype), layer)
     query, one = array((batch, kv_heads * group, 1, dim), dtype), array((batch, kv_heads, 1, dim), dtype)
@@ -122,6 +126,38 @@ def test_the_tpu_compiler_takes_it(topology, shape, dtype, name):
 
 @needs_libtpu
 @pytest.mark.parametrize(
+    ("topology", "shape", "dtype", "name", "held"),
+    [  # batch, KV heads, group, slots, head size: what one core takes as a whole
+        ("v5e:1x1", (8, 8, 4, 4096, 128), jnp.bfloat16, "h2o", storage.int4()),
+        ("v6e:1x1", (8, 8, 4, 4096, 128), jnp.bfloat16, "roco", storage.int8()),
+        ("v5e:1x1", (8, 32, 1, 512, 128), jnp.bfloat16, "scissorhands", storage.turboquant(4)),
+        ("v6e:1x1", (2, 4, 8, 1024, 64), jnp.float32, "tova", storage.fp8()),
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)  # fmt: skip
+def test_the_tpu_compiler_takes_codes(topology, shape, dtype, name, held):
+    batch, kv_heads, _, size, dim = shape
+    program = compiled(topology, shape, dtype, build(name, size - 1), held)
+    codes = batch * kv_heads * size * held.bytes_per_slot(dim, dtype)
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= codes, "codes, scales and zeros are where they were"
+    moves = re.compile(rf"= u8\[{batch},{kv_heads},{size},\d+\]\S* (copy|transpose|fusion|scatter|pad)\(")
+    assert not moves.findall(program.as_text()), "no copy of codes"
+    assert memory.temp_size_in_bytes < codes // 2
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("shape", "dtype", "name", "held"),
+    [((2, 8, 4, 128), jnp.bfloat16, "roco", storage.int4()), ((2, 32, 1, 128), jnp.bfloat16, "h2o", storage.int8())],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_what_is_said_to_fit_into_a_core_of_codes_does(shape, dtype, name, held):
+    largest(shape, dtype, name, held)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
     ("shape", "dtype", "name"),
     [  # batch, KV heads, group, head size
         ((2, 32, 1, 128), jnp.bfloat16, "h2o"),
@@ -132,6 +168,11 @@ def test_the_tpu_compiler_takes_it(topology, shape, dtype, name):
 )
 def test_what_is_said_to_fit_into_a_core_does(shape, dtype, name):
     """The largest number of slots that the registry takes; more go through the cache."""
+    largest(shape, dtype, name)
+
+
+def largest(shape, dtype, name, held=None):
+    """Compiles the step with the largest number of slots that the registry takes."""
     batch, kv_heads, group, dim = shape
 
     def fits(slots: int) -> bool:
@@ -139,6 +180,7 @@ def test_what_is_said_to_fit_into_a_core_does(shape, dtype, name):
         request = Request(
             batch=batch, kv_heads=kv_heads, group=group, tokens=1, slots=slots, dim=dim, dtype=jnp.dtype(dtype).name,
             statistics=tuple(sorted(own.needs, key=lambda s: s.name)), trace=functools.partial(observe_and_evict, own),
+            **({} if held is None else {"parts": 2, "codecs": (held.key, held.value)}),
         )  # fmt: skip
         return registry.find("step", "pallas_tpu").refuses(request) is None
 
@@ -146,4 +188,4 @@ def test_what_is_said_to_fit_into_a_core_does(shape, dtype, name):
     assert not fits(1 << 17)
     sizes = range(512, 1 << 17, 128)
     most = sizes[bisect.bisect_left(sizes, True, key=lambda slots: not fits(slots)) - 1]
-    compiled("v5e:1x1", (batch, kv_heads, group, most, dim), dtype, build(name, most - 1))
+    compiled("v5e:1x1", (batch, kv_heads, group, most, dim), dtype, build(name, most - 1), held)

@@ -37,7 +37,7 @@ def write(arrays: list[Array], slots: Array, new: list[Array]) -> list[Array]:
       The arrays. XLA writes those whose numbers of a slot do not fill words of 32 bits, a scale per vector for example,
       and all of them if the slots do not fill tiles.
     """
-    taken = [i for i, x in enumerate(arrays) if _takes(x)]
+    taken = [i for i, x in enumerate(arrays) if takes(x)]
     found = dict(zip(taken, _write([arrays[i] for i in taken], slots, [new[i] for i in taken]), strict=True))
     return [found[i] if i in found else memory.write(x, slots, new[i]) for i, x in enumerate(arrays)]
 
@@ -47,7 +47,8 @@ def refuses(request: "Request") -> str | None:
     return None
 
 
-def _takes(x: Array) -> bool:
+def takes(x: Array) -> bool:
+    """Returns whether the kernel writes an array, and not XLA."""
     return x.ndim == 4 and x.shape[2] % LANES == 0 and x.shape[3] * x.dtype.itemsize % WORD_BYTES == 0
 
 
@@ -59,19 +60,15 @@ def _write(arrays: list[Array], slots: Array, new: list[Array]) -> list[Array]:
     rows = batch * kv_heads
     operands, values, blocks, value_blocks, along = [], [], [], [], []
     for x, one in zip(arrays, new, strict=True):
-        n = x.shape[3]
-        lanes = n % LANES > 0 or x.dtype.itemsize != 1
+        n, lanes = x.shape[3], along_lanes(x)
+        words = words_of(one, lanes)
+        # [rows, words, 1] or [rows, 1, n]
+        words = words.reshape(rows, *words.shape[2:])
         x = x.reshape(rows, size, n)
         if lanes:
-            per_word = WORD_BYTES // x.dtype.itemsize
-            # [rows, words, 1]
-            words = one.reshape(rows, n // per_word, *((per_word,) if per_word > 1 else ()))
-            words = lax.bitcast_convert_type(words, jnp.int32)[..., None]
             operands.append(jnp.swapaxes(x, 1, 2))
             blocks.append(pl.BlockSpec((1, n, LANES), lambda row, slots: (row, 0, _block(slots[row], size, LANES))))
         else:
-            # [rows, 1, n]
-            words = one.reshape(rows, 1, n).astype(jnp.int32)
             operands.append(x)
             blocks.append(pl.BlockSpec((1, PACKED, n), lambda row, slots: (row, _block(slots[row], size, PACKED), 0)))
         values.append(words)
@@ -110,15 +107,41 @@ def _kernel(slots_ref, *refs, along, size):
         along, refs[:count], refs[count : 2 * count], refs[2 * count :], strict=True
     ):
         # [words, lanes]; in words, whose bytes are those of neighbouring rows
-        old, width = old_ref[0], LANES if lanes else PACKED
         # `width` for a slot of no block
-        own = slot - _block(slot, size, width) * width
-        words = pltpu.bitcast(old, jnp.int32)
-        if lanes:
-            here = lax.broadcasted_iota(jnp.int32, words.shape, 1) == own
-            words = jnp.where(here, new_ref[0], words)
-        else:
-            here = lax.broadcasted_iota(jnp.int32, words.shape, 0) == lax.div(own, WORD_BYTES)
-            shift = lax.rem(own, WORD_BYTES) * BYTE
-            words = jnp.where(here, words & ~(0xFF << shift) | (new_ref[0] << shift), words)
-        out_ref[0] = pltpu.bitcast(words, old.dtype)
+        width = LANES if lanes else PACKED
+        out_ref[0] = placed(old_ref[0], new_ref[0], slot - _block(slot, size, width) * width, lanes)
+
+
+def placed(block: Array, new: Array, slot: Array, lanes: bool) -> Array:
+    """Returns a block of slots with one of them replaced.
+
+    Args:
+      block: [n, LANES], or [PACKED, n] of bytes.
+      new: from `words_of`, of one head.
+      slot: index of the slot in the block; none for one after the last.
+      lanes: whether slots are along the lanes.
+    """
+    # [words, lanes]; in words, whose bytes are those of neighbouring rows
+    words = pltpu.bitcast(block, jnp.int32)
+    if lanes:
+        here = lax.broadcasted_iota(jnp.int32, words.shape, 1) == slot
+        words = jnp.where(here, new, words)
+    else:
+        here = lax.broadcasted_iota(jnp.int32, words.shape, 0) == lax.div(slot, WORD_BYTES)
+        shift = lax.rem(slot, WORD_BYTES) * BYTE
+        words = jnp.where(here, words & ~(0xFF << shift) | (new << shift), words)
+    return pltpu.bitcast(words, block.dtype)
+
+
+def along_lanes(x: Array) -> bool:
+    """Returns whether slots of an array [..., S, n] are along the lanes."""
+    return x.shape[-1] % LANES > 0 or x.dtype.itemsize != 1
+
+
+def words_of(new: Array, lanes: bool) -> Array:
+    """Returns the numbers of a slot [B, K, 1, n] as words: [B, K, words, 1] int32, or bytes [B, K, 1, n] as int32."""
+    if not lanes:
+        return new.astype(jnp.int32)
+    per_word = WORD_BYTES // new.dtype.itemsize
+    split = new.reshape(*new.shape[:2], new.shape[3] // per_word, *((per_word,) if per_word > 1 else ()))
+    return lax.bitcast_convert_type(split, jnp.int32)[..., None]

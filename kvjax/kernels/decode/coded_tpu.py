@@ -11,7 +11,7 @@ given the log-sum-exps of these, begins its softmax with them, and reports stati
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,7 @@ def attend_and_reduce(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="attend_one_query_to_codes",
     )(
-        _queries(query.reshape(rows, group, dim), key, heads, keys.dtype), other, uniform, bias,
+        queries(query.reshape(rows, group, dim), key, heads, keys.dtype), other, uniform, bias,
         *key.operands(keys), *value.operands(values),
     )  # fmt: skip
     # Transform -> [B, K, S]
@@ -116,7 +116,7 @@ def attend_and_reduce(
         for name, column in zip(transforms, columns, strict=True)
     }
     attended = Attended(
-        _outputs(output, value, heads, group).reshape(query.shape), total[:, :group, 0].reshape(query.shape[:4])
+        outputs(output, value, heads, group).reshape(query.shape), total[:, :group, 0].reshape(query.shape[:4])
     )
     return attended, weighted(problem, found)
 
@@ -157,7 +157,7 @@ def held_bytes(request: "Request") -> int:
     return pairs * (lines + 2 * tile * (key.size + value.size + parameters))
 
 
-def _queries(query: Array, key: Side, heads: int, dtype: Any) -> Array:
+def queries(query: Array, key: Side, heads: int, dtype: Any) -> Array:
     """Returns the queries of each group of channels: [rows, G, D] -> [rows, groups * heads, D], in planes."""
     form = key.form
     # [rows, G, D]
@@ -170,7 +170,7 @@ def _queries(query: Array, key: Side, heads: int, dtype: Any) -> Array:
     return masked.reshape(masked.shape[0], -1, form.dim)
 
 
-def _outputs(output: Array, value: Side, heads: int, group: int) -> Array:
+def outputs(output: Array, value: Side, heads: int, group: int) -> Array:
     """Returns each channel of its own group: [rows, groups * heads, D] float32, in planes -> [rows, G, D]."""
     form = value.form
     # [rows, groups, G, D]
@@ -204,57 +204,19 @@ def _kernel(
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
         zero_ref[...] = jnp.zeros(zero_ref.shape, jnp.float32)
 
+    running = Running(top_ref, total_ref, sum_ref, zero_ref)
+
     def chunk(pair: Array, start: Array | int, width: int) -> None:
         """Adds some slots of a tile to the running softmax of a pair."""
-        here = pl.ds(start, width)
         first = at * tile + start if tile < bias_ref.shape[2] else start
         line = pl.ds(first if isinstance(first, int) else pl.multiple_of(first, LANES), width)
-        # [groups * heads, D]
-        query = query_ref[pair]
-        # [groups * heads, chunk]
-        products = _product(query, key.numbers(keys["codes"], pair, here, query.dtype), key.channels)
-        total = jnp.sum(query.astype(jnp.float32), axis=1, keepdims=True) if key.form.has_zero else None
-        # [heads, chunk]
-        logits = jnp.zeros((heads, width), jnp.float32)
-        for i in range(key.form.groups):
-            own = slice(i * heads, (i + 1) * heads)
-            scale, zero = key.lines(keys, pair, here, i)
-            logits += products[own] if scale is None else products[own] * scale
-            if zero is not None:
-                assert total is not None
-                logits += zero * total[own]
-        # [1, chunk]
+        operands = (key, keys), (value, values)
         bias = bias_ref[pair, :, line]
-        visible = bias > NEGATIVE / 2
-        # Memory after the last slot may contain NaN.
-        logits = jnp.where(visible, logits * factor + bias, NEGATIVE)
-        logits_ref[pair, :, line] = logits
-        # [heads, 1]
-        before = top_ref[pair][:, :1]
-        top = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-        # [heads, chunk]
-        weight = jnp.where(visible, jnp.exp(logits - top), 0.0)
-        # [heads, 1]
-        shrink = jnp.exp(before - top)
-        total_ref[pair] = total_ref[pair] * shrink + jnp.sum(weight, axis=1, keepdims=True)
-        top_ref[pair] = jnp.broadcast_to(top, (heads, LANES))
-        weights, zeros = [], []
-        for i in range(value.form.groups):
-            scale, zero = value.lines(values, pair, here, i)
-            weights.append(weight if scale is None else jnp.where(visible, weight * scale, 0.0))
-            if zero is not None:
-                zeros.append(jnp.sum(jnp.where(visible, weight * zero, 0.0), axis=1, keepdims=True))
-        # [groups * heads, chunk], then [groups * heads, D] and [groups * heads, 1]
-        stacked = jnp.concatenate(weights, axis=0).astype(query.dtype)
-        numbers = value.numbers(values["codes"], pair, here, query.dtype)
-        shrink = jnp.concatenate([shrink] * value.form.groups, axis=0)
-        sum_ref[pair] = sum_ref[pair] * shrink + _product(stacked, numbers, 1 - value.channels)
-        if zeros:
-            zero_ref[pair] = zero_ref[pair] * shrink + jnp.concatenate(zeros, axis=0)
+        logits_ref[pair, :, line] = add_chunk(query_ref, *operands, running, pair, pl.ds(start, width), bias, factor)
 
     @pl.loop(0, pairs)
     def _(pair):
-        _in_chunks(tile, functools.partial(chunk, pair))
+        in_chunks(tile, functools.partial(chunk, pair))
 
     @pl.when(at == tiles - 1)
     def _():
@@ -282,10 +244,95 @@ def _kernel(
                     column_ref[pair, :, line] = transformed(transform, m, lambda: uniform_ref[pair][:, :1])
 
             if transforms:
-                _in_chunks(bias_ref.shape[2], report)
+                in_chunks(bias_ref.shape[2], report)
 
 
-def _in_chunks(size: int, run: Callable[[Array | int, int], None]) -> None:
+class Running(NamedTuple):
+    """A running softmax of R pairs of a row and a KV head, in memory.
+
+    Attributes:
+      top: [R, heads, lanes] the maximum so far.
+      total: [R, heads, lanes] the sum so far.
+      sum: [R, groups * heads, D] the output times the sum so far, without zeros.
+      zero: [R, groups * heads, lanes] the zeros in the output, times the sum so far.
+    """
+
+    top: Ref
+    total: Ref
+    sum: Ref
+    zero: Ref
+
+
+def add_chunk(
+    query_ref: Ref,
+    keys: tuple[Side, dict[str, Ref]],
+    values: tuple[Side, dict[str, Ref]],
+    running: Running,
+    pair: Array,
+    here: Any,
+    bias: Array,
+    factor: float,
+) -> Array:
+    """Adds some slots to the running softmax of a pair.
+
+    Args:
+      query_ref: [R, groups * heads, D] from `queries`.
+      keys: how keys are decoded, and the blocks of their parts.
+      values: the same of values.
+      running: updated.
+      pair: index of the pair.
+      here: the slots, in the blocks of parts.
+      bias: [1, slots] added to the logits; `NEGATIVE` for slots that are not seen.
+      factor: of the products.
+
+    Returns:
+      The logits [heads, slots] float32.
+    """
+    (key, key_refs), (value, value_refs) = keys, values
+    heads, lanes = running.top.shape[1:]
+    # [groups * heads, D]
+    query = query_ref[pair]
+    # [groups * heads, chunk]
+    products = _product(query, key.numbers(key_refs["codes"], pair, here, query.dtype), key.channels)
+    total = jnp.sum(query.astype(jnp.float32), axis=1, keepdims=True) if key.form.has_zero else None
+    # [heads, chunk]
+    logits = jnp.zeros((heads, bias.shape[1]), jnp.float32)
+    for i in range(key.form.groups):
+        own = slice(i * heads, (i + 1) * heads)
+        scale, zero = key.lines(key_refs, pair, here, i)
+        logits += products[own] if scale is None else products[own] * scale
+        if zero is not None:
+            assert total is not None
+            logits += zero * total[own]
+    visible = bias > NEGATIVE / 2
+    # Memory after the last slot may contain NaN.
+    logits = jnp.where(visible, logits * factor + bias, NEGATIVE)
+    # [heads, 1]
+    before = running.top[pair][:, :1]
+    top = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
+    # [heads, chunk]
+    weight = jnp.where(visible, jnp.exp(logits - top), 0.0)
+    # [heads, 1]
+    shrink = jnp.exp(before - top)
+    running.total[pair] = running.total[pair] * shrink + jnp.sum(weight, axis=1, keepdims=True)
+    running.top[pair] = jnp.broadcast_to(top, (heads, lanes))
+    weights, zeros = [], []
+    for i in range(value.form.groups):
+        scale, zero = value.lines(value_refs, pair, here, i)
+        weights.append(weight if scale is None else jnp.where(visible, weight * scale, 0.0))
+        if zero is not None:
+            zeros.append(jnp.sum(jnp.where(visible, weight * zero, 0.0), axis=1, keepdims=True))
+    # [groups * heads, chunk], then [groups * heads, D] and [groups * heads, 1]
+    stacked = jnp.concatenate(weights, axis=0).astype(query.dtype)
+    numbers = value.numbers(value_refs["codes"], pair, here, query.dtype)
+    shrink = jnp.concatenate([shrink] * value.form.groups, axis=0)
+    running.sum[pair] = running.sum[pair] * shrink + _product(stacked, numbers, 1 - value.channels)
+    if zeros:
+        running.zero[pair] = running.zero[pair] * shrink + jnp.concatenate(zeros, axis=0)
+    return logits
+
+
+def in_chunks(size: int, run: Callable[[Array | int, int], None]) -> None:
     """Calls a function of the first slot and the number of slots, for each chunk of `size` slots."""
     whole = size // CHUNK * CHUNK
     if whole:

@@ -7,12 +7,14 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from kvjax.storage.side import Parts
+
 Array = jax.Array
 Stats = dict[str, Array]  # statistic name -> [B, K, S] float32
 # (stats, positions including the new token [1, K, S], columns by transform, newest [1], budget [1]) of one row
 # -> (stats, positions) after eviction
 Settle = Callable[[Stats, Array, Stats, Array, Array], tuple[Stats, Array]]
-Stepped = tuple[Array, Array, Array, Array, Stats]  # output [B, K, G, D]; key, value, position and stats afterwards
+Stepped = tuple[Array, Any, Any, Array, Stats]  # output [B, K, G, D]; key, value, position and stats afterwards
 
 
 class Step(NamedTuple):
@@ -24,8 +26,8 @@ class Step(NamedTuple):
       query: [B, K, G, D], rotated.
       new_key: [B, K, 1, D], rotated.
       new_value: [B, K, 1, D].
-      key: [B, K, S, D], donated.
-      value: [B, K, S, D], donated.
+      key: [B, K, S, D], donated; an array, or `Coded` where the kernel reads codes.
+      value: [B, K, S, D], as `key`.
       position: [B, K, S] int32; -1 = empty.
       stats: statistic name -> [B, K, S] float32.
       newest: [B] int32 position of each row's token; -1 = a row that has ended, whose slots are unchanged.
@@ -35,13 +37,14 @@ class Step(NamedTuple):
       scale: see `Problem`.
       window: see `Problem`.
       group_reduce: see `Problem`.
+      encoded: the codes of `new_key` and of `new_value`, [B, K, 1, ...] each; None for arrays.
     """
 
     query: Array
     new_key: Array
     new_value: Array
-    key: Array
-    value: Array
+    key: Any
+    value: Any
     position: Array
     stats: Stats
     newest: Array
@@ -51,6 +54,7 @@ class Step(NamedTuple):
     scale: float
     window: int | None
     group_reduce: str
+    encoded: tuple[Parts, Parts] | None = None
 
 
 def check(given: Step) -> None:

@@ -96,6 +96,8 @@ def refuses(request: "Request") -> str | None:
     """See `kvjax.kernels.registry.Kernel`."""
     if reason := trace.refuses(request, "pallas_gpu"):
         return reason
+    if any(request.codecs):
+        return f"it reads keys and values in {request.dtype}, not codes"
     pairs, dtype, stats = request.batch * request.kv_heads, jnp.dtype(request.dtype), len(request.statistics)
     try:
         launch_of(pairs, request.group, request.slots, request.dim, dtype, stats)

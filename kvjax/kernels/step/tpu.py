@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kvjax.kernels.coded import Coded
+from kvjax.kernels.decode import codes_tpu
 from kvjax.kernels.decode.pallas_tpu import LANES, TILE_BYTES, add_tile, product
 from kvjax.kernels.registry import GROUP_BYTES
 from kvjax.kernels.softmax import NEGATIVE, transformed
-from kvjax.kernels.step import trace
+from kvjax.kernels.step import coded_tpu, trace
 from kvjax.kernels.step.arguments import Step, Stepped, takes_step
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ POLICY_LINES = 12  # [K, S] arrays that the compiler holds for a policy's arithm
 @takes_step
 def step(given: Step) -> Stepped:
     """Runs one decoding step of one layer: one token per row."""
+    if isinstance(given.key, Coded):
+        return coded_tpu.step(given)
     query, new_key, new_value, key, value, position, stats, newest, budget, *_ = given
     batch, kv_heads, group, dim = query.shape
     size, item = key.shape[2], key.dtype.itemsize
@@ -103,11 +107,18 @@ def refuses(request: "Request") -> str | None:
     """See `kvjax.kernels.registry.Kernel`."""
     if reason := trace.refuses(request, "pallas_tpu"):
         return reason
-    held = held_bytes(request)
-    if held > HELD_BYTES:
+    if any(request.codecs):
+        if reason := codes_tpu.refuses_codecs(request):
+            return reason
+        if request.slots % LANES:
+            return f"it takes codes of a multiple of {LANES} slots, not of {request.slots}"
+    held, most = held_bytes(request), HELD_BYTES
+    if any(request.codecs):
+        held, most = coded_tpu.held_bytes(request), coded_tpu.HELD_BYTES
+    if held > most:
         return (
             f"{request.slots} slots of {request.kv_heads} heads of {request.dim} would hold {held / 2**20:.1f} MiB of "
-            f"a TPU core's memory, more than {HELD_BYTES >> 20} MiB"
+            f"a TPU core's memory, more than {most >> 20} MiB"
         )
     return None
 

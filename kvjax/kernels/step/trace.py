@@ -29,7 +29,8 @@ def refuses(request: "Request", backend: str) -> str | None:
         return f"it takes one token per row, not {request.tokens}"
     if request.extras:
         return f"it does no more than append, attend, observe and evict, but the step has {', '.join(request.extras)}"
-    if request.parts > 1 or request.band:
+    # The step's own token is apart from coded slots.
+    if request.parts > (2 if any(request.codecs) else 1) or request.band:
         return "it attends to one part, under one window for all rows"
     for statistic in request.statistics:
         if statistic.words:
