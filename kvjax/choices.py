@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from kvjax import memory
 from kvjax.attention import Implementation
 from kvjax.cache.layout import Phase
-from kvjax.cache.limits import Limits, power_of_two
+from kvjax.cache.limits import Limits, half_steps, power_of_two
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
@@ -248,7 +248,7 @@ def _width(longest: int, at_once: bool) -> int:
     """The number of tokens that continuations are padded to, so that few programs serve all lengths."""
     if longest == 1:
         return 1
-    return 1 + power_of_two(longest - 1, FEW_FED if at_once else MANY_FED)
+    return 1 + (half_steps(longest - 1, FEW_FED) if at_once else power_of_two(longest - 1, MANY_FED))
 
 
 def _check_choices(

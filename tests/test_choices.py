@@ -97,8 +97,8 @@ def test_many_lengths_compile_few_programs():
         asked = [[rng.integers(0, VOCAB, rng.integers(1, 33)) for _ in range(5)] for _ in lengths]
         kvjax.score_choices(model, random_tokens(8, 32), asked, spec, lengths=lengths, limits=limits)
     assert prefill_steps._cache_size() == 1
-    # Of 1, 9, 17 and 33 tokens.
-    assert choices.score_copies._cache_size() <= 4
+    # Of 1, 9, 13, 17, 25 and 33 tokens.
+    assert choices.score_copies._cache_size() <= 6
 
 
 def test_choices_that_cannot_be_scored():

@@ -144,6 +144,13 @@ def half_steps(size: int, smallest: int) -> int:
     return 3 * power // 4 if power >= 2 * smallest and power % 4 == 0 and size <= 3 * power // 4 else power
 
 
+def quarter_steps(size: int, smallest: int) -> int:
+    """The least 4·2^k, 5·2^k, 6·2^k or 7·2^k that is at least `size`, and `smallest` at the least."""
+    power = power_of_two(size, smallest)
+    quarters = [part * power // 8 for part in (5, 6, 7, 8)] if power >= 2 * smallest and power % 8 == 0 else [power]
+    return next(each for each in quarters if each >= size)
+
+
 def power_of_two(size: int, smallest: int) -> int:
     """The least power of two that is at least `size`, and `smallest` at the least."""
     return max(smallest, 1 << max(size - 1, 0).bit_length())

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from kvjax.attention import Implementation
-from kvjax.cache.limits import Limits, half_steps, power_of_two
+from kvjax.cache.limits import Limits, power_of_two, quarter_steps
 from kvjax.cache.spec import CacheSpec
 from kvjax.choices import score_choices
 from kvjax.errors import InputError
@@ -92,7 +92,12 @@ class Runner:
         for index, pair in enumerate(pairs):
             contexts.setdefault(self._fitting(pair), []).append(index)
         found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
-        for batch in self._batches(list(contexts.items()), lambda item: len(item[0])):
+
+        def sizes(item: tuple[tuple[int, ...], list[int]]) -> tuple[int, int]:
+            """Contexts of one bucket are together, and among these continuations of like lengths."""
+            return _bucket(len(item[0])), max(len(pairs[index].continuation) for index in item[1])
+
+        for batch in self._batches(list(contexts.items()), sizes):
             tokens, lengths, limit = self._padded([context for context, _ in batch])
             asked = [[pairs[index].continuation for index in indices] for _, indices in batch]
             longest = max(len(each) for own in asked for each in own)
@@ -124,7 +129,7 @@ class Runner:
         for batch in self._batches(texts, lambda item: len(item[1])):
             tokens, lengths, _ = self._padded([text for _, text in batch])
             prompt = np.maximum(1, np.floor(lengths * self.rolling_prompt).astype(np.int32))
-            longest, most = (half_steps(int(each.max()), SMALLEST_CONTEXT) for each in (prompt, lengths - prompt))
+            longest, most = (_bucket(int(each.max())) for each in (prompt, lengths - prompt))
             scored = log_likelihood(
                 self.model, tokens, self.spec, prompt_length=prompt, lengths=lengths,
                 limits=Limits(prompt=longest, new_tokens=most), **self._options,
@@ -205,7 +210,7 @@ class Runner:
             )
         return tuple(pair.context)[-(self.max_length + 1 - len(pair.continuation)) :]
 
-    def _batches(self, items: list[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    def _batches(self, items: list[T], size: Callable[[T], Any]) -> Iterator[list[T]]:
         """Items of like sizes together, the largest first: what does not fit memory fails at once."""
         items = sorted(items, key=size, reverse=True)
         for start in range(0, len(items), self.rows):
@@ -221,4 +226,9 @@ class Runner:
         tokens = np.zeros((rows, max(map(len, texts))), np.int32)
         for row, text in enumerate(texts):
             tokens[row, : len(text)], lengths[row] = text, len(text)
-        return tokens, lengths, half_steps(int(lengths.max()), SMALLEST_CONTEXT)
+        return tokens, lengths, _bucket(int(lengths.max()))
+
+
+def _bucket(length: int) -> int:
+    """The size that contexts are padded to, of four for each power of two: at most a fifth of it is padding."""
+    return quarter_steps(length, SMALLEST_CONTEXT)

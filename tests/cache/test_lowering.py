@@ -8,7 +8,7 @@ import pytest
 
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
-from kvjax.cache.limits import half_steps, power_of_two, prompt_bucket, sizes_for, slots_bucket
+from kvjax.cache.limits import half_steps, power_of_two, prompt_bucket, quarter_steps, sizes_for, slots_bucket
 from kvjax.cache.lowering import lower
 from kvjax.cache.spec import as_spec
 from kvjax.errors import ConfigError, InputError, PolicyError, SelectionError, StorageError
@@ -313,3 +313,9 @@ def test_a_storage_or_selection_of_another_type_is_refused():
             as_spec(given, storage=0)
         with pytest.raises(SelectionError, match="selection=0 is not a Selection"):
             as_spec(given, selection=0)
+
+
+def test_steps_of_a_quarter():
+    sizes = [quarter_steps(n, 16) for n in range(1, 300)]
+    assert sorted(set(sizes)) == [16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320]
+    assert all(each >= n for n, each in enumerate(sizes, 1)) and quarter_steps(3, 8) == 8
