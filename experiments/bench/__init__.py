@@ -16,6 +16,7 @@
   python -m experiments.bench decode --shape=opt-6.7b --dtype=bfloat16 --batch=64 --context=2048 --tokens=2048
   python -m experiments.bench device --dtype=bfloat16
   python -m experiments.bench transfers
+  python -m experiments.bench lm_eval --data=FOLDER --policies=full,h2o --batch=16 --shots=0,5
   python -m experiments.bench kernels --grid=1024x2048x128 --dtype=bfloat16
 
 Peers hold the same random weights (--dtype), on all cores, each in its best setting, which is looked for among those
@@ -56,4 +57,6 @@ memory: bytes held and needed beyond the weights, by length of the context: comp
 kernels: attention of one query a head alone, and a layer's whole decoding step under h2o, by every implementation:
 bytes a second, against those of a copy; a shape that stays in a processor's cache can beat it. --kinds chooses among
 attention without and with statistics and the step, --implementation compares one of them with XLA.
+lm_eval: kvjax-tiny in lm-evaluation-harness, on --questions of the multiple-choice tasks in --data: seconds of an
+evaluation and of the model's part of it, with a full cache and each policy, beside `--model hf` with the same weights.
 """

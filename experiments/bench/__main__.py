@@ -25,6 +25,7 @@ from experiments.bench import (
     forms,
     kernels,
     link,
+    lm_eval,
     memory,
     prefill,
     products,
@@ -34,6 +35,7 @@ from experiments.bench import (
     stream,
     transfers,
 )
+from experiments.tasks import multiple_choice
 from kvjax.attention import IMPLEMENTATIONS
 from kvjax.errors import ConfigError
 
@@ -51,6 +53,7 @@ TASKS = {
     "kernels": kernels.run,
     "device": device.run,
     "transfers": transfers.run,
+    "lm_eval": lm_eval.run,
 }
 ACCELERATOR = "accelerator"  # runs others of these, in processes of their own
 
@@ -91,6 +94,10 @@ def define(values: flags.FlagValues) -> None:
         "fill caches with random numbers instead of prompts, for `decode` and `storages`",
         flag_values=values,
     )
+    text("data", None, "folder of the multiple-choice tasks, for `lm_eval`")
+    several("questions", "copa,piqa,mathqa", f"of {', '.join(multiple_choice.TASKS)}, for `lm_eval`")
+    several("shots", "0", "questions with their answers before each question, for `lm_eval`")
+    whole("documents", 100, "questions of each task, for `lm_eval`")
     about = "run Pallas kernels interpreted on this machine: their times mean nothing"
     flags.DEFINE_enum("interpret", "no", ["no", "tpu", "gpu"], about, flag_values=values)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of weights and caches", flag_values=values)

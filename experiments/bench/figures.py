@@ -204,6 +204,17 @@ def _transfers(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def _lm_eval(rows: Sequence[Row]) -> Any:
+    named = [row | {"name": f"{row['task']}, {row['shots']} shots, {row['side']}"} for row in rows]
+    value, unit = "times as fast", "times as fast as --model hf (median)"
+    if value not in rows[0]:
+        value, unit = "seconds", "seconds of an evaluation (median)"
+    figure, panels = new_figure(1, figsize=(8, 1.2 + 0.32 * len(rows)))
+    _bars(panels[0, 0], named, "name", value, ".2f")
+    style(panels[0, 0], f"lm_eval, {rows[0]['documents']:,} questions, batch {rows[0]['batch']:,}", unit)
+    return figure
+
+
 PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "decode": _decode,
     "policies": _policies,
@@ -218,4 +229,5 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "kernels": _kernels,
     "device": _device,
     "transfers": _transfers,
+    "lm_eval": _lm_eval,
 }

@@ -413,6 +413,8 @@ def test_a_peer_that_is_missing_says_what_to_install(name, tmp_path, monkeypatch
         (["selections", "--caches=full"], "--caches='full' is unknown; known caches: full, on host; infinigen; quest"),
         (["decode", "--fill", "--against=transformers", "--batch=1", "--context=8"], "give --against=none with --fill"),
         (["decode", "--output=/nowhere/at/all.json"], "cannot be written"),
+        (["lm_eval", "--against=none"], "needs --data=FOLDER"),
+        (["lm_eval", "--against=none", "--data=/nowhere"], "there is no file /nowhere/copa"),
     ],
 )
 def test_what_a_user_can_get_wrong(arguments, message):
