@@ -111,13 +111,14 @@ def form_of(codec: Codec | None, dim: int) -> Form | None:
       codec: None = vectors in the model's dtype.
       dim: D.
     """
-    if isinstance(codec, Integer) and codec.bits in WIDTHS and dim * codec.bits % BYTE == 0:
+    # A class of a user's own may decode otherwise.
+    if type(codec) is Integer and codec.bits in WIDTHS and dim * codec.bits % BYTE == 0:
         return Form(codec.bits, dim, codec.size(dim))
-    if isinstance(codec, Fp8):
+    if type(codec) is Fp8:
         if codec.scale is None:
             return Form(BYTE, dim, dim, E4M3, ("codes", "scale"))
         return Form(BYTE, dim, dim, E4M3, ("codes",), constant=codec.scale)
-    if isinstance(codec, TurboQuant) and codec.bits in WIDTHS and dim * codec.bits % BYTE == 0:
+    if type(codec) is TurboQuant and codec.bits in WIDTHS and dim * codec.bits % BYTE == 0:
         return Form(codec.bits, dim, dim, LEVEL, ("codes", "scale"), POSITIVE[codec.bits], codec.seed)
     return None
 

@@ -499,6 +499,10 @@ ffi::Error RunVectors(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer
   const int64_t count = shape[0], slots = shape[1], bytes = shape[2], rows = x.dimensions()[1];
   const int64_t dim = transposed ? x.dimensions()[2] : y->dimensions()[2];
   if (rows > kMaxRows) return ffi::Error::InvalidArgument("too many rows");
+  if (slots == 0) {
+    std::memset(y->typed_data(), 0, y->element_count() * sizeof(float));
+    return ffi::Error::Success();
+  }
   const int64_t group_bytes = bytes / groups;
   const Vectors of{slots, dim, bytes, groups, group_bytes, 8 / bits, (group_bytes + kLanes - 1) / kLanes * kLanes};
   const auto given = [](const auto& buffer) { return buffer.element_count() ? buffer.typed_data() : nullptr; };

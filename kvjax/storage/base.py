@@ -234,7 +234,7 @@ class Storage:
             return all(late[isinstance(codec, BlockCodec)] for codec in self.codecs.values())
         if isinstance(self.layout, Tiers | Segments | Pairs):
             return False
-        return self.residual >= tokens
+        return self.kept_exact >= tokens
 
 
 def _memory(name: str, given: Any) -> Memory:

@@ -69,10 +69,17 @@ class Codec:
 
         Args:
           parts: [..., *shape] of the vectors.
-          side: as in `decode`.
+          side: as in `decode`; may be None while a program is planned, when only shapes matter: a map that needs it
+            reads it when it is called.
           dim: channels of a vector.
         """
         return None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "decode" in vars(cls) and "affine" not in vars(cls):
+            # What is inherited describes how another class decodes.
+            cls.affine = Codec.affine  # type: ignore[method-assign]
 
     def bound(self, kv_heads: int) -> "Codec":
         """Returns the codec for a layer of `kv_heads` KV heads; parts of a joint one depend on it.

@@ -50,8 +50,9 @@ class Divided(Scaled):
         return self.codec.decode(parts, None, dim) * side[SCALE].astype(jnp.float32)
 
     def affine(self, parts: Parts, side: Any, dim: int) -> Affine | None:
-        made, scale = self.codec.affine(parts, None, dim), side[SCALE].astype(jnp.float32)
-        return made and made.within(lambda q: q * scale, lambda a: a * scale)
+        made = self.codec.affine(parts, None, dim)
+        scale = lambda: side[SCALE].astype(jnp.float32)  # noqa: E731
+        return made and made.within(lambda q: q * scale(), lambda a: a * scale())
 
 
 @factory

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax import products
+from kvjax.kernels import forms
 from kvjax.kernels.coded import Coded
 from kvjax.kernels.decode import coded
 from kvjax.products import native
@@ -151,3 +152,26 @@ def test_every_code_is_finite(own_code):
     known = ~np.isnan(np.asarray(jax.lax.bitcast_convert_type(parts["codes"][0, 0], jnp.float8_e4m3fn), np.float32))
     assert known.sum() == 254 and np.isfinite(each).all()
     np.testing.assert_array_equal(each[known], expected[known])
+
+
+class Half(Integer):
+    """Decodes otherwise than the class that it is made of, of which it inherits the rest."""
+
+    def decode(self, parts, side, dim):
+        return super().decode(parts, side, dim) / 2
+
+
+def test_a_codec_that_decodes_otherwise_is_not_read_as_its_base(own_code):
+    whole, _ = operands(Integer(8), 64, 9)
+    half = whole.replace(codec=Half(8))
+    x = rows_of((B, K, 2, 64))
+    both = [np.asarray(coded.product(x, each, transposed=True)) for each in (half, whole)]
+    np.testing.assert_allclose(2 * both[0], both[1], rtol=1e-5, atol=1e-5)
+    assert forms.form_of(Half(8), 64) is None
+    assert Half(8).affine(half.parts, None, 64) is None
+
+
+def test_no_slots_at_all(own_code):
+    empty = operands(Integer(8), 64, 4)[0].of_slots(lambda part: part[:, :, :0])
+    assert coded.product(rows_of((B, K, 2, 64)), empty, transposed=True).shape == (B, K, 2, 0)
+    np.testing.assert_array_equal(coded.product(rows_of((B, K, 2, 0)), empty), np.zeros((B, K, 2, 64)))

@@ -39,3 +39,13 @@ def test_a_block_of_no_tokens_is_refused():
     given = (np.zeros((1, 2, 4, 8), np.float32),) * 3
     with pytest.raises(InputError, match="prefill_block must be a whole number of at least 1; got 0"):
         storage.replay(storage.int8(), given, given, np.array([4]), prefill_block=0)
+
+
+@pytest.mark.parametrize(("sinks", "residual"), [(8, 0), (1, 7), (3, 6)])
+def test_sinks_and_the_newest_may_be_all_there_is(sinks, residual):
+    """Then nothing is coded, and a step is one on exact slots."""
+    held = storage.Storage(key=storage.Integer(4), value=storage.Integer(4), sinks=sinks, residual=residual)
+    rng = np.random.default_rng(0)
+    prompt, new = (tuple(rng.normal(size=(1, 2, n, 8)).astype(np.float32) for _ in range(3)) for n in (6, 2))
+    exact, coded = (storage.replay(each, prompt, new, np.array([6]))[0] for each in (storage.dense(), held))
+    np.testing.assert_array_equal(coded, exact)
