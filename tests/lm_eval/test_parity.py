@@ -13,7 +13,7 @@ from experiments import lm_eval_tasks
 from experiments.tasks import multiple_choice
 from experiments.tasks.story import story
 from experiments.tasks.words import HELD_OUT
-from kvjax.checkpoint.huggingface import PRETRAINED
+from kvjax.checkpoint.locate import PRETRAINED
 from tests.conftest import ROOT, optimised
 from tests.experiments.test_multiple_choice import EXPECTED
 

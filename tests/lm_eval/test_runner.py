@@ -143,7 +143,7 @@ def test_batch_sizes():
 def test_scores_are_those_of_transformers():
     torch = pytest.importorskip("torch", reason="parity needs torch")
     pytest.importorskip("transformers", reason="parity needs transformers")
-    from kvjax.checkpoint.huggingface import PRETRAINED
+    from kvjax.checkpoint.locate import PRETRAINED
     from tests.models import hf_models
 
     model = kvjax.load("kvjax-tiny")
