@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from kvjax.arguments import count_argument
 from kvjax.cache import blocks, pairs, segments
 from kvjax.cache.convert import Prompt, convert, empty
 from kvjax.cache.layout import Group, stores_of
@@ -76,14 +77,14 @@ def replay(
     prompt, decode = _triple("prompt", prompt), _triple("decode", decode)
     lengths = np.asarray(lengths)
     config = _config(prompt, decode, lengths, rope)
+    policy = full() if policy is None else policy
+    spec = CacheSpec(policy, storage, everything() if selection is None else selection)
     sides = _sides(storage, calibration, config, prompt[2].dtype)
     width, steps = prompt[0].shape[2], decode[0].shape[2]
     if prefill_block is not None:
         check_count("prefill_block", prefill_block)
     limits = Limits(width, max(steps, 1), shortest=int(lengths.min()))
     sizes = sizes_for(lengths, steps, width=width, block=prefill_block, limits=limits, last_fed=True)
-    policy = full() if policy is None else policy
-    spec = CacheSpec(policy, storage, everything() if selection is None else selection)
     lowered = lower(spec, config, sizes, lengths, implementation="xla", dtype=prompt[2].dtype)
     if len(lowered.layout.decode[0]) > 1:
         raise InputError(f"policy {spec.policy.name}: its heads are in several groups; replay takes one group.")
@@ -140,10 +141,18 @@ def _sides(storage: Storage, calibration: Calibration | None, config: DecoderCon
                 "[Samples(...)]) makes; pass calibration=."
             )
         return {}
+    _check_type(calibration)
     calibration.check(
         [storage.of_layer(0, 1)], config.num_kv_heads, config.head_dim, dtype, config.rope
     )  # fmt: skip
     return calibration.layers[0]
+
+
+def _check_type(calibration: object) -> None:
+    if not isinstance(calibration, Calibration):
+        raise StorageError(
+            f"calibration must be what kvjax.calibrate or kvjax.load_calibration returns; got {calibration!r}."
+        )
 
 
 def read(
@@ -174,6 +183,9 @@ def read(
     storage = storage.bound(layer.position.shape[1]).of_layer(index)
     if required(storage) and calibration is None and not _is_exact(layer):
         raise StorageError(f"storage {storage.name} needs its calibration to be read; pass calibration=.")
+    if calibration is not None:
+        _check_type(calibration)
+        count_argument("index", index, minimum=0, maximum=len(calibration.layers) - 1, error=StorageError)
     if isinstance(storage.layout, Pairs):
         layer = _together(storage, layer, lower)
     sides = {**(calibration.layers[index] if calibration is not None else {}), **layer.sides}
@@ -271,6 +283,8 @@ def _triple(name: str, given: Triple) -> Triple:
             f"{name} must be query [B, H, n, D], key [B, K, n, D] and value [B, K, n, D]; got "
             f"{', '.join(str(x.shape) for x in arrays) or type(given).__name__}."
         )
+    if any(not jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
+        raise InputError(f"{name} must be of floats; got {', '.join(str(x.dtype) for x in arrays)}.")
     return arrays
 
 

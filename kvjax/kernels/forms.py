@@ -88,13 +88,17 @@ class Form:
         return output * self.constant if self.seed is None else turn_back(output, self.seed)
 
     def in_planes(self, x: Array, planes: int) -> Array:
-        """Orders channels [..., D] by the code of a word of `planes` codes that holds them, then by their word."""
+        """Reorders channels [..., D] plane by plane.
+
+        First come the channels whose code is the first of its word of `planes` codes, then those whose code is the
+        second, and so on.
+        """
         # [..., D / planes, planes]
         split = x.reshape(*x.shape[:-1], -1, planes)
         return jnp.swapaxes(split, -1, -2).reshape(x.shape)
 
     def from_planes(self, x: Array, planes: int) -> Array:
-        """Inverts `in_planes`."""
+        """Inverts `in_planes`: the reordering with as many planes as there are words undoes it."""
         return self.in_planes(x, self.dim // planes)
 
     def members(self, planes: int) -> np.ndarray:

@@ -4,6 +4,7 @@ import ast
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,11 @@ class Calibration(flax.struct.PyTreeNode):
             raise StorageError(f"storage {storage.name} needs no calibration; leave it out.")
         layers = []
         for index, given in enumerate(samples):
+            if given.key.ndim != 3 or not len(given.key) or given.value.shape[:2] != given.key.shape[:2]:
+                raise StorageError(
+                    f"storage {storage.name}: keys and values of layer {index} must be [n, K, D] of at least one "
+                    f"token; got {given.key.shape} and {given.value.shape}."
+                )
             storage.bound(given.key.shape[1])  # raises where groups of heads do not divide the KV heads
             own = {"key": given.key, "value": given.value}
             for name, x in own.items():
@@ -78,6 +84,8 @@ class Calibration(flax.struct.PyTreeNode):
                     for name, side in required(storage.of_layer(index)).items()
                 }
             )
+        if not layers:
+            raise StorageError(f"storage {storage.name}: a calibration needs the samples of at least one layer.")
         return cls(tuple(layers), method=method_of(storage), rope=rope)
 
     @property
@@ -140,11 +148,22 @@ class Calibration(flax.struct.PyTreeNode):
         wrong = [index for index, (own, needed) in enumerate(both) if needed and own != needed]
         if wrong or len(made) != len(storages):
             mine, needed = both[wrong[0] if wrong else 0]
+            if wrong and len(made) == len(storages):
+                # Of parts that both have, those that are equal say nothing.
+                mine, needed = _without(mine, needed), _without(needed, mine)
             raise StorageError(
                 f"the calibration ({self.method}) has {len(made)} layers of {_text(mine)}; storage {names} and this "
                 f"model need {len(storages)} layers of {_text(needed)}. Make it with kvjax.calibrate for this model "
                 "and storage."
             )
+
+
+def _without(parts: Expected, others: Expected) -> Expected:
+    """Returns the parts that are not the same in `others`."""
+    return {
+        name: {part: shape for part, shape in own.items() if others.get(name, {}).get(part) != shape}
+        for name, own in parts.items()
+    }
 
 
 def required(storage: Storage) -> dict[str, Any]:
@@ -195,6 +214,8 @@ def load_calibration(path: str | Path) -> Calibration:
             tensors = {name: jnp.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
         if about.get("format") != FORMAT:
             raise StorageError(f"calibration {path}: its format is {about.get('format')!r}, not {FORMAT!r}.")
+        if missing := [name for name in ("method", "rope", "hash", "shapes") if name not in about]:
+            raise ValueError(f"its header has no {missing[0]!r}")
         made = Calibration(_layers(tensors), about["method"], _rope(about["rope"]), about.get("model"))
         shapes = {name: list(x.shape) for name, x in tensors.items()}
         if shapes != json.loads(about["shapes"]):
@@ -227,8 +248,12 @@ def _layers(tensors: dict[str, Array]) -> tuple[Sides, ...]:
     """The inverse of `_named`."""
     layers: dict[int, dict[str, dict[str, Array]]] = {}
     for full, x in tensors.items():
+        if not re.fullmatch(r"layer_\d+\.\w+\.\w+", full):
+            raise ValueError(f"array {full!r} is not named layer_N.key.PART or layer_N.value.PART")
         layer, name, part = full.split(".")
         layers.setdefault(int(layer.removeprefix("layer_")), {}).setdefault(name, {})[part] = x
+    if missing := set(range(max(layers, default=-1) + 1)) - set(layers):
+        raise ValueError(f"layer_{min(missing)} is missing")
     return tuple(layers[index] for index in range(len(layers)))
 
 

@@ -105,7 +105,13 @@ def _codes(y: Array) -> Array:
 
 def _codec(scale: Any) -> Codec:
     """Returns the codec for a scale of all layers, or one for each."""
-    return Fp8Layers(tuple(scale)) if isinstance(scale, list | tuple | np.ndarray) and len(scale) else Fp8(scale)
+    if isinstance(scale, jax.Array | np.ndarray):
+        scale = np.asarray(scale).tolist()
+    if not isinstance(scale, list | tuple):
+        return Fp8(scale)
+    if not scale or any(isinstance(each, list | tuple) for each in scale):
+        raise StorageError(f"storage fp8: scale must be a number, or one for each layer; got {scale!r}.")
+    return Fp8Layers(tuple(scale))
 
 
 @factory

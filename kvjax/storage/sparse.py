@@ -95,6 +95,8 @@ class Sparse(Codec):
             raise StorageError(f"sparse: codec={self.codec!r} has outliers already; give more of them instead.")
         if isinstance(self.outliers, float | np.floating):
             share = number_argument("sparse: outliers", self.outliers, minimum=0, maximum=1, error=StorageError)
+            if share in (0, 1):
+                raise StorageError(f"sparse: outliers, as a share, must be above 0 and below 1; got {self.outliers!r}.")
             object.__setattr__(self, "outliers", share)
             return
         count = count_argument("sparse: outliers, unless a share,", self.outliers, minimum=1, error=StorageError)

@@ -139,7 +139,7 @@ def test_what_cannot_be_read_is_decoded_with_a_reason(codec, dim, reason, own_co
     assert coded.refuses(codec, dim, jnp.dtype("float32")) == reason
     assert coded.way(codec, dim, "float32", 100, "cpu") == f"decoded at once ({reason})"
     assert coded.way(codec, dim, "float32", 5000, "cpu") == f"decoded 128 at a time ({reason})"
-    assert coded.way(Integer(8), 64, "float32", 5000, "cpu") == "multiplied as they are"
+    assert coded.way(Integer(8), 64, "float32", 5000, "cpu") == "multiplied as they are, by up to 64 rows"
     assert coded.way(Integer(8), 64, "float32", 5000, "gpu") == "decoded 1024 at a time"
 
 

@@ -234,8 +234,11 @@ def test_files(tmp_path):
         (lambda: altered({}, rope="open('x')"), "is not a file of kvjax.calibrate"),
         (lambda: altered({"layer_0.key.basis": tensors["layer_0.key.basis"].astype(np.float16)}), "is damaged"),
         (lambda: save_file(dict(list(tensors.items())[1:]), path, metadata=about), "have shapes .*, and it says"),
-        (lambda: altered({"layer_2.key.basis": tensors["layer_0.key.basis"]}), "is not a file of kvjax.calibrate"),
-        (lambda: altered({"basis": tensors["layer_0.key.basis"]}), "is not a file of kvjax.calibrate"),
+        (
+            lambda: altered({"layer_2.key.basis": tensors["layer_0.key.basis"]}),
+            r"not a file of .*: layer_\d is missing",
+        ),
+        (lambda: altered({"basis": tensors["layer_0.key.basis"]}), "array 'basis' is not named layer_N.key.PART"),
         (lambda: save_file(tensors, path), "its format is None"),
         (lambda: save_file(tensors, path, metadata={"format": about["format"]}), "is not a file of kvjax.calibrate"),
         (lambda: of_nan().save(path), "is not finite: layer_0.key.basis has numbers that are infinite or NaN"),
@@ -268,6 +271,17 @@ def test_of_another_model_or_storage():
     ):
         with pytest.raises(StorageError, match=match):
             storage.replay(held, prompt, decode, LENGTHS, calibration=made)
+    short = samples()
+    flat = short._replace(key=short.key[:, 0], value=short.value[:, 0])
+    none = short._replace(key=short.key[:0], value=short.value[:0])
+    for own, match in (([], "at least one layer"), ([flat], r"must be \[n, K, D\]"), ([none], "at least one token")):
+        with pytest.raises(StorageError, match=match):
+            Calibration.of(LOW, own)
+    _, layer = storage.replay(LOW, prompt, decode, LENGTHS, calibration=good)
+    with pytest.raises(StorageError, match=r"index must be a whole number from 0 to 0; got 3"):
+        storage.read(LOW, layer, good, index=3)
+    with pytest.raises(StorageError, match="calibration must be what"):
+        storage.replay(LOW, prompt, decode, LENGTHS, calibration="a file")
     with pytest.raises(StorageError, match="storage int4 needs no calibration"):
         kvjax.calibrate(model(), random_tokens(1, 9), storage.int4())
     wrong = samples()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax import policies, storage
-from kvjax.errors import InputError
+from kvjax.errors import InputError, KvjaxError
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,14 @@ def test_a_block_of_no_tokens_is_refused():
     given = (np.zeros((1, 2, 4, 8), np.float32),) * 3
     with pytest.raises(InputError, match="prefill_block must be a whole number of at least 1; got 0"):
         storage.replay(storage.int8(), given, given, np.array([4]), prefill_block=0)
+
+
+def test_arguments_of_another_kind_are_refused():
+    given = (np.zeros((1, 2, 4, 8), np.float32),) * 3
+    with pytest.raises(KvjaxError, match=r"storage='int4' is not a Storage"):
+        storage.replay("int4", given, given, np.array([4]))
+    with pytest.raises(InputError, match="prompt must be of floats; got int32"):
+        storage.replay(storage.int8(), tuple(x.astype(np.int32) for x in given), given, np.array([4]))
 
 
 @pytest.mark.parametrize(("sinks", "residual"), [(8, 0), (1, 7), (3, 6)])

@@ -184,6 +184,8 @@ def test_equal_arguments_are_equal_storages():
         (lambda: storage.fp8(float("nan")), "scale .* got nan"),
         (lambda: storage.fp8(1e37), "scale .* got 1e"),
         (lambda: storage.fp8(True), "scale .* got True"),
+        (lambda: storage.fp8(()), "scale must be a number, or one for each layer; got "),
+        (lambda: storage.sparse(Integer(4), 1.0), "sparse: outliers, as a share, must be above 0 and below 1; got 1.0"),
         (lambda: storage.fp8((1.0, 0)), "scale must be a number .* got 0"),
         (lambda: storage.fp8((1.0, 2.0)).of_layer(0, 3), "are of 2 layers, and the model has 3; give one for all"),
         (lambda: storage.fp8((1.0, 2.0)).key.encode(jnp.zeros(4), None, "float32"), r"see Storage\.of_layer"),

@@ -20,12 +20,12 @@ from kvjax.storage.base import Codec
 Array = jax.Array
 CPU = "cpu"
 #: Slots that are decoded at a time on CPUs, where they stay in the processor's caches, and elsewhere, where each step
-#: of a loop is several launches. Of a head they are as many for every batch, so that a row's sums depend on no other.
+#: of a loop is several launches. The number does not depend on the batch, so a row's sums do not depend on other rows.
 #: OPT-125M's shape, int8, batch 8, 8,192 slots, 3 layers, two cores: 76 ms by 128, 110 by 512, 197 by 2,048, 205 at
 #: once, and 65 of exact slots.
 CHUNKS = {CPU: 128}
 CHUNK = 1024
-#: A cache of at most so many chunks is decoded at once: a loop would hold half as much, and costs time.
+#: Caches of up to this many chunks are decoded whole: a loop would only halve the memory, and is slower.
 AT_ONCE = 2
 
 
@@ -87,7 +87,7 @@ def way(codec: Codec, dim: int, dtype: DTypeLike, slots: int, platform: str) -> 
     native = platform == CPU and products.runs_native()
     reason = refuses(codec, dim, jnp.dtype(dtype)) if native else None
     if native and reason is None:
-        return "multiplied as they are"
+        return f"multiplied as they are, by up to {products.MAX_ROWS} rows"
     chunk = CHUNKS.get(platform, CHUNK)
     text = f"decoded {chunk} at a time" if slots > AT_ONCE * chunk else "decoded at once"
     return text if reason is None else f"{text} ({reason})"

@@ -1,9 +1,9 @@
 """Attention of one query per head over a cache of codes, with column statistics, on a TPU (Pallas, Mosaic).
 
 As `kvjax.kernels.decode.pallas_tpu`, but keys and values are codes, which are decoded a chunk of slots at a time, on
-chip. Codes of integers are exact in bfloat16 and enter the matrix products as they are. Each query is there once for
-every group of channels that share a scale, with 0 for all other channels; scales and zeros then multiply logits and
-probabilities, one number per slot.
+chip. Codes of integers are exact in bfloat16 and enter the matrix products as they are. Each query is repeated once
+per group of channels that share a scale, with the channels of all other groups set to 0; scales and zeros then multiply
+logits and probabilities, one number per slot.
 
 The slots are one part of what a query attends to; the tokens of the step, and exact slots, are others. The kernel is
 given the log-sum-exps of these, begins its softmax with them, and reports statistics under the final one.

@@ -3,8 +3,9 @@
 XLA lays an array out so that its tiles have little padding: [B, K, S, n] with n a multiple of 128 as it is written, any
 other n as [B, K, n, S], with slots along the lanes. A kernel takes each array as it lies, so that nothing is copied.
 Scales and zeros always have slots along the lanes, as logits have, and multiply these. Codes with slots along the lanes
-have the bytes of four channels in a 32-bit word, and one code of every word is shifted out at a time: a plane, whose
-channels are apart by the codes of a word. Queries and outputs have their channels in that order.
+have the bytes of four channels in a 32-bit word, and one code of every word is shifted out at a time. The channels
+of all words' first codes are a plane, those of their second codes the next, and so on. Queries and outputs have their
+channels in that order.
 """
 
 import dataclasses
