@@ -287,6 +287,20 @@ def test_a_policy_by_hand_is_combined_like_any_other():
         policies.with_heavy_hitters(Own())
 
 
+def test_a_union_protects_what_either_scope_protects():
+    """Sinks and the newest tokens together are what `Ends` protects."""
+    first, newest = policies.protect_first(2), policies.protect_newest(3)
+    ends, both = (
+        policies.evict(importance=policies.mass, scope=scope, budget=6)
+        for scope in (policies.Ends(recent=3, sinks=2), first | newest)
+    )
+    assert both.protects(6) == 5 and both.keeps_newest(6) == 3
+    got, expected = (layers.run(policy, CASE) for policy in (both, ends))
+    for row, head in itertools.product(ROWS, range(KV_HEADS)):
+        assert got.live(-1, row, head) == expected.live(-1, row, head)
+    np.testing.assert_array_equal(got.output, expected.output)
+
+
 def test_chance_is_drawn_once_a_token_from_layer_head_and_position():
     """Who is left is who drew the most, whatever the row, the batch and the step."""
     got = layers.run(policies.random(budget=6, seed=5), CASE)

@@ -58,6 +58,9 @@ VALUES: dict[str, object] = {
     "tova of single heads": policies.tova(8, share_heads=False),
     "scissorhands of a history": policies.scissorhands(8, history=20),
     "h2o of numpy arguments": policies.h2o_decay(np.int64(8), recent=np.int32(3), gamma=np.float64(0.9)),
+    "a union of scopes": policies.evict(
+        importance=policies.mass, scope=policies.Best(policies.roco(0.5), 0.25) | policies.protect_first(1), budget=0.5
+    ),
     "nested": policies.with_heavy_hitters(policies.value_norm(policies.h2o(0.5, recent=1)), fraction=0.5),
 }
 
@@ -144,6 +147,24 @@ def test_what_a_combination_needs_and_reads():
     assert policies.with_heavy_hitters(policies.value_norm(policies.h2o(8, recent=1))).reads == {"value"}
     assert policies.keydiff(8).reads == {"key"}
     assert policies.roco(8).reads == frozenset()
+
+
+def test_a_union_of_scopes():
+    first, newest, varying = (
+        policies.protect_first(2),
+        policies.protect_newest(8),
+        policies.protect_varying(12, guard=10),
+    )
+    both = first | newest | varying
+    assert both == policies.protect_any(first, newest, policies.everything, first | varying)
+    assert both.needs == {"mass", "mass_sq", "count"}
+    # The ten newest are protected twice; two of the varying ones and the first may be others.
+    assert (both.newest(64), both.count(64)) == (10, 2 + 10 + 2)
+    assert policies.protect_any(newest, policies.everything) == newest
+    assert policies.everything | policies.everything == policies.everything
+    assert (policies.protect_newest() | first).count(64) == 34
+    with pytest.raises(PolicyError, match="protects 14 slots, more than its budget of 13"):
+        policies.evict(importance=policies.mass, scope=both, budget=13)
 
 
 class Misspelt(policies.Importance):
@@ -234,6 +255,9 @@ BUDGETS_BY_HAND = (
         (lambda: policies.Importance(needs=set(), score=len, reads=3), "reads=3 is not valid; give a set"),
         (lambda: policies.evict(importance=policies.Importance(needs={3}, score=len), budget=8), "unknown statistic 3"),
         (lambda: policies.Importance(needs=set(), score=len, reads="key"), "reads='key' is not valid; give a set"),
+        (lambda: policies.protect_any(), "Union: give at least one scope"),
+        (lambda: policies.protect_any(policies.protect_first(2), [3]), r"Union: \[3\] is not a Scope"),
+        (lambda: policies.ring | policies.protect_first(2), "cannot be part of a union"),
         (lambda: policies.Scope(needs=set(), protected=3, count=len), "Scope: protected=3 must be a function"),
         (lambda: policies.Scope(needs=set(), protected=len, count=3), "Scope: count=3 must be a function"),
         (

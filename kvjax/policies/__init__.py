@@ -44,6 +44,7 @@ from kvjax.policies.snapkv import (
     snapkv,
 )
 from kvjax.policies.tova import Last, SharedLast, last, shared_last, tova
+from kvjax.policies.union import Union, protect_any
 from kvjax.policies.window import First, Recency, full, local_only, protect_first, recency, streaming_llm, window
 
 #: Every named policy: the command line, sweeps and conformance tests take the list from here.
@@ -100,12 +101,12 @@ __all__ = [
     "Importance", "KVMerger", "Keep", "KeyDifference", "Last", "LastColumns", "LastFetched", "LowNorm", "Mass",
     "MeanMass", "Merge", "Newest", "ObservationWindow", "OwnBlock", "PerLayer", "Phases", "Policy", "PromptEnd",
     "Pyramid", "Recency", "Ring", "Scope", "Shared", "SharedLast", "Slots", "Split", "Strided", "TextFraction",
-    "TimesAbove", "TimesValueNorm", "Uniform", "Varying", "View", "WithSelection", "accepts", "adakv",
+    "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "WithSelection", "accepts", "adakv",
     "after_prefill", "anchors", "by_name", "by_page", "cam", "compensation", "compress", "counter", "d2o",
-    "decayed_mass", "duo_attention", "everything", "evict", "fifo", "fixed", "from_layer", "full", "h2o", "h2o_decay",
-    "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvmerger", "last", "local_only", "low_norm", "lru",
-    "mass", "mean_attention", "mean_mass", "observation_window_score", "protect_first", "protect_newest",
-    "protect_prompt_end", "protect_varying", "pyramidkv", "random", "razor_attention", "recency", "ring", "roco",
-    "scissorhands", "shared_last", "snapkv", "split_heads", "streaming_llm", "strided", "times_above", "tova",
-    "value_norm", "window", "with_heavy_hitters",
+    "decayed_mass", "duo_attention", "everything", "evict", "fifo", "fixed", "from_layer", "full", "h2o",
+    "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvmerger", "last", "local_only",
+    "low_norm", "lru", "mass", "mean_attention", "mean_mass", "observation_window_score", "protect_any",
+    "protect_first", "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random",
+    "razor_attention", "recency", "ring", "roco", "scissorhands", "shared_last", "snapkv", "split_heads",
+    "streaming_llm", "strided", "times_above", "tova", "value_norm", "window", "with_heavy_hitters",
 ]  # fmt: skip

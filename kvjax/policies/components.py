@@ -104,7 +104,8 @@ class Scope:
     """The slots that may not be evicted, whatever their importance.
 
     Write a frozen dataclass that inherits from this class, or call
-    ``Scope(needs=..., protected=function, count=function)``.
+    ``Scope(needs=..., protected=function, count=function)``. ``one | other`` protects what either of them protects; see
+    `kvjax.policies.Union`.
 
     Attributes:
       needs: the statistics that `protected` reads, by name or as `Statistic`.
@@ -120,6 +121,11 @@ class Scope:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Scope":
         return super().__new__(ScopeFunction if cls is Scope else cls)
+
+    def __or__(self, other: "Scope") -> "Scope":
+        from kvjax.policies.union import protect_any  # a scope made of scopes
+
+        return protect_any(self, other) if isinstance(other, Scope) else NotImplemented
 
     def newest(self, budget: int) -> int:
         """Returns how many of the newest positions are always protected under a budget in slots."""
