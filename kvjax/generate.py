@@ -24,7 +24,7 @@ from kvjax.models.model import Model
 from kvjax.policies.base import Policy
 from kvjax.prefill import Prefilled, bind, prefill
 from kvjax.records import Record
-from kvjax.sampling import Greedy, Sampler, check_sampling
+from kvjax.sampling import Greedy, Sampler, check_sampling, penalised, penalty_of
 from kvjax.selection.base import Selection
 from kvjax.sharding import Params
 from kvjax.storage.base import Storage
@@ -42,8 +42,8 @@ class Generation(NamedTuple):
     Attributes:
       tokens: [B, max_new_tokens] int32, the new tokens; `PAD` after a row's stop token.
       lengths: [B] int32, the number of new tokens of each row, including its stop token.
-      logprobs: [B, max_new_tokens] float32, the log-probability of each token under the model, before temperature; 0
-        where `tokens` is `PAD`.
+      logprobs: [B, max_new_tokens] float32, the log-probability of each token under the model, before temperature and
+        penalties; 0 where `tokens` is `PAD`.
       state: the cache. It does not contain the last token of each row, which is not fed back to the model.
       record: what selections chose, if it was asked for; otherwise None. Its first step feeds the first new token.
     """
@@ -172,8 +172,9 @@ def decode(
     done = 1
     with model.on_mesh(), tqdm(total=max_new_tokens, desc="decode", unit="tok", disable=not progress) as bar:
         carry, first, logprob = first_token(
-            prefilled.logits, prefilled.state, model.place(request), key, stop_ids, sampler=sampler
-        )
+            prefilled.logits, prefilled.state, model.place(request), key, stop_ids,
+            model.place(seen_tokens(prefilled, sampler)), sampler=sampler,
+        )  # fmt: skip
         produced.append((np.asarray(first)[:, None], np.asarray(logprob)[:, None]))
         bar.update()
         if stream:
@@ -212,6 +213,8 @@ class Carry(NamedTuple):
       active: [B] bool, whether the row has not ended.
       request: [B] int32, the id of each row's request.
       key: the random key, which all requests share.
+      seen: [B, V] bool, the tokens that each row's prompt has and those that were generated, if the sampling method has
+        a repetition penalty; otherwise None. A row that takes another request takes that request's.
     """
 
     state: KVState
@@ -219,6 +222,24 @@ class Carry(NamedTuple):
     active: Array
     request: Array
     key: Array
+    seen: Array | None = None
+
+
+def seen_tokens(prefilled: Prefilled, sampler: Sampler) -> np.ndarray | None:
+    """Returns the tokens that each row's prompt has, [B, V] bool on the host; None if the sampler has no penalty.
+
+    Raises:
+      InputError: if the tokens of the prompts are not known.
+    """
+    if penalty_of(sampler) is None:
+        return None
+    if prefilled.tokens is None:
+        raise InputError("a repetition penalty counts the tokens of the prompts, which this Prefilled does not have.")
+    rows, vocabulary = prefilled.logits.shape
+    # [B, V + 1]: padding goes to the last entry
+    seen = np.zeros((rows, vocabulary + 1), bool)
+    np.put_along_axis(seen, np.where(prefilled.tokens < 0, vocabulary, prefilled.tokens), True, axis=1)
+    return seen[:, :-1]
 
 
 # The number of steps taken, the carry, tokens and log-probabilities [B, CHUNK], and the record.
@@ -227,7 +248,14 @@ Loop = tuple[Array, Carry, Array, Array, records.Steps | None]
 
 @functools.partial(jax.jit, static_argnames=("sampler",), donate_argnames=("state",))
 def first_token(
-    logits: Array, state: KVState, request: Array, key: Array, stop: Array, *, sampler: Sampler
+    logits: Array,
+    state: KVState,
+    request: Array,
+    key: Array,
+    stop: Array,
+    seen: Array | None = None,
+    *,
+    sampler: Sampler,
 ) -> tuple[Carry, Array, Array]:
     """Chooses the first new token of each row.
 
@@ -237,14 +265,15 @@ def first_token(
       request: [B] int32, the id of each row's request.
       key: random key.
       stop: [n] int32, token ids that end a row.
+      seen: from `seen_tokens`.
       sampler: the sampling method.
 
     Returns:
       The carry of the decode loop, the tokens [B] int32 and their log-probabilities [B] float32.
     """
     # [B]
-    token, logprob = _choose(logits, state.length, request, key, sampler)
-    return Carry(state, token, _is_active(token, stop), request, key), token, logprob
+    token, logprob = _choose(logits, state.length, request, key, seen, sampler)
+    return Carry(state, token, _is_active(token, stop), request, key, _with_token(seen, token)), token, logprob
 
 
 @functools.partial(jax.jit, static_argnames=("config", "phase", "sampler", "record"), donate_argnames=("carry",))
@@ -298,11 +327,12 @@ def decode_steps(
         # [B, V]
         logits = decoder.logits(x[:, 0])
         # [B]
-        token, logprob = _choose(logits, kv.length, carry.request, carry.key, sampler)
+        token, logprob = _choose(logits, kv.length, carry.request, carry.key, carry.seen, sampler)
         token, logprob = jnp.where(active, token, PAD), jnp.where(active, logprob, 0.0)
         # [B, CHUNK]
         ids, logprobs = ids.at[:, i].set(token), logprobs.at[:, i].set(logprob)
-        carry = carry._replace(state=kv, token=token, active=active & _is_active(token, stop))
+        ongoing = active & _is_active(token, stop)
+        carry = carry._replace(state=kv, token=token, active=ongoing, seen=_with_token(carry.seen, token))
         return i + 1, carry, ids, logprobs, recorded
 
     # [B, CHUNK]
@@ -312,7 +342,9 @@ def decode_steps(
     return jax.lax.while_loop(unfinished, body, loop)[1:]
 
 
-def _choose(logits: Array, length: Array, request: Array, key: Array, sampler: Sampler) -> tuple[Array, Array]:
+def _choose(
+    logits: Array, length: Array, request: Array, key: Array, seen: Array | None, sampler: Sampler
+) -> tuple[Array, Array]:
     """Chooses a token for each row.
 
     Args:
@@ -320,6 +352,7 @@ def _choose(logits: Array, length: Array, request: Array, key: Array, sampler: S
       length: [B] int32, the position of the token to choose.
       request: [B] int32, the id of each row's request.
       key: random key. The key of a row depends on it, on the request and on the position.
+      seen: see `Carry`.
       sampler: the sampling method.
 
     Returns:
@@ -327,10 +360,17 @@ def _choose(logits: Array, length: Array, request: Array, key: Array, sampler: S
     """
     # [B] random keys
     keys = jax.vmap(lambda own, n: jax.random.fold_in(jax.random.fold_in(key, own), n))(request, length)
+    penalty = penalty_of(sampler)
     # [B]
-    token = sampler(logits, keys)
+    token = sampler(logits if seen is None or penalty is None else penalised(logits, seen, penalty), keys)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
     return token, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _with_token(seen: Array | None, token: Array) -> Array | None:
+    """Adds tokens [B], of which `PAD` is none, to those that rows have, [B, V] bool or None."""
+    # A comparison instead of a scatter, for which a mesh might gather the rows.
+    return None if seen is None else seen | (jnp.arange(seen.shape[1], dtype=jnp.int32) == token[:, None])
 
 
 def _is_active(token: Array, stop: Array) -> Array:

@@ -44,11 +44,13 @@ class Prefilled(NamedTuple):
       logits: [B, V] float32, the logits after each row's last prompt token.
       state: the cache.
       layout: the static description of the cache.
+      tokens: [B, T] int32 on the host, the prompts; -1 after a row's last token. None = not known.
     """
 
     logits: Array
     state: KVState
     layout: CacheLayout
+    tokens: np.ndarray | None = None
 
 
 def prefill(
@@ -97,7 +99,9 @@ def prefill(
             implementation=implementation, last_fed=False,
         )  # fmt: skip
         logits, _, state = run_prompts(model, batch.tokens, batch.lengths, total, prepared, score=False)
-    return Prefilled(logits, state, prepared.layout)
+    # [B, T]
+    padding = np.arange(batch.tokens.shape[1]) >= batch.lengths[:, None]
+    return Prefilled(logits, state, prepared.layout, np.where(padding, -1, batch.tokens))
 
 
 class Prepared(NamedTuple):

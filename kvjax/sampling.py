@@ -1,6 +1,8 @@
 """Sampling methods: how the next token is chosen from logits.
 
-Methods are frozen dataclasses, so that they can be static arguments of the decode loop.
+Methods are frozen dataclasses, so that they can be static arguments of the decode loop. They have no state: the tokens
+that a row has so far, which a repetition penalty needs, are part of the loop's carry (`kvjax.generate.Carry`). A method
+of another class takes part in that with a field `repetition_penalty`.
 """
 
 import dataclasses
@@ -19,7 +21,19 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Greedy:
-    """Chooses the most probable token; among equal logits the lowest id."""
+    """Chooses the most probable token; among equal logits the lowest id.
+
+    Attributes:
+      repetition_penalty: see `penalised`; 1 = none.
+
+    Raises:
+      InputError: if an attribute is out of range.
+    """
+
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_penalty(self.repetition_penalty)
 
     def __call__(self, logits: Array, keys: Array | None) -> Array:
         """Chooses a token for each row.
@@ -48,7 +62,8 @@ class Sample:
       top_p: restricts sampling to the smallest set of tokens whose total probability is at least p (nucleus sampling,
         arXiv:1904.09751), after `temperature` and `top_k` are applied; None for all tokens.
       min_p: restricts sampling to tokens that are at least this many times as probable as the most probable one
-        (arXiv:2407.01082), after `temperature`; None for all tokens.
+        (arXiv:2407.01082), after `temperature`; None for all tokens. A token must pass this and `top_p`.
+      repetition_penalty: see `penalised`; applied before everything else; 1 = none.
 
     Raises:
       InputError: if an attribute is out of range.
@@ -58,8 +73,10 @@ class Sample:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        _check_penalty(self.repetition_penalty)
         number = isinstance(self.temperature, numbers.Real) and not isinstance(self.temperature, bool)
         if not (number and self.temperature > 0 and math.isfinite(self.temperature)):
             raise InputError(f"temperature must be above 0 (use Greedy() for 0); got {self.temperature!r}.")
@@ -94,9 +111,13 @@ class Sample:
         """
         # [B, V]
         logits = logits / self.temperature
-        if self.min_p is not None:
-            least = jnp.max(logits, axis=-1, keepdims=True) + math.log(self.min_p)
-            logits = jnp.where(logits >= least, logits, -jnp.inf)
+        if self.min_p is None:
+            return self._filter_ranked(logits)
+        least = jnp.max(logits, axis=-1, keepdims=True) + math.log(self.min_p)
+        return jnp.where(logits >= least, self._filter_ranked(logits), -jnp.inf)
+
+    def _filter_ranked(self, logits: Array) -> Array:
+        """Excludes tokens by `top_k` and `top_p`; [B, V] float32 after the temperature."""
         if self.top_k is None and self.top_p is None:
             return logits
         # [B, V]: tokens in order of descending logit. A stable sort keeps exactly top_k tokens among ties, those with
@@ -114,6 +135,35 @@ class Sample:
             kept &= jnp.cumsum(probability, axis=-1) - probability < self.top_p
         # [B, V], by token
         return jnp.where(jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1), logits, -jnp.inf)
+
+
+def penalised(logits: Array, seen: Array, penalty: float) -> Array:
+    """Divides positive logits of tokens that a row has by a penalty, and multiplies negative ones by it.
+
+    This is the repetition penalty of CTRL (arXiv:1909.05858, section 4.1) as transformers defines it: each token counts
+    once, those of the prompt too.
+
+    Args:
+      logits: [B, V] float32.
+      seen: [B, V] bool, the tokens of each row's prompt and those generated so far.
+      penalty: above 1 makes repetition less likely, below 1 more likely.
+
+    Returns:
+      [B, V] float32.
+    """
+    return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def penalty_of(sampler: object) -> float | None:
+    """Returns the repetition penalty of a sampling method; None if it has none."""
+    penalty = getattr(sampler, "repetition_penalty", 1.0)
+    return None if penalty == 1.0 else penalty
+
+
+def _check_penalty(penalty: Any) -> None:
+    number = isinstance(penalty, numbers.Real) and not isinstance(penalty, bool)
+    if not (number and penalty > 0 and math.isfinite(penalty)):
+        raise InputError(f"repetition_penalty must be a finite number above 0, where 1 is none; got {penalty!r}.")
 
 
 Sampler = Greedy | Sample

@@ -86,6 +86,15 @@ def test_rows_end_when_a_function_says_so(plain):
     np.testing.assert_array_equal(everywhere.lengths, 1)
 
 
+def test_a_high_repetition_penalty_repeats_nothing():
+    """No token of a prompt and none twice, as 64 tokens are more than any row has; of a batch as of a row alone."""
+    got = generate(sampler=Greedy(repetition_penalty=1e6))
+    for row, length in enumerate(LENGTHS):
+        assert len({*PROMPTS[row, :length], *got.tokens[row]}) == len({*PROMPTS[row, :length]}) + NEW
+    # Log-probabilities are the model's own.
+    assert (got.logprobs > -20).all()
+
+
 def test_more_tokens_than_one_call_of_the_loop(plain):
     new = 2 * loop.CHUNK + 5
     got = generate(max_new_tokens=new)

@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax import memory, policies, storage
 from kvjax.cache import CacheSpec, Limits
-from kvjax.generate import CHUNK, Carry, decode_steps, first_token, prefill
+from kvjax.generate import CHUNK, Carry, decode_steps, first_token, prefill, seen_tokens
 from kvjax.sampling import Greedy, Sample
 from tests.tiny import VOCAB, assert_same_state, kept, tiny
 
@@ -36,8 +36,9 @@ def begin(spec, prompt, number, sampler):
     model = model_for(spec)
     begun = prefill(model, prompt[None], spec, max_new_tokens=LIMITS.new_tokens, limits=LIMITS)
     carry, token, _ = first_token(
-        begun.logits, begun.state, jnp.array([number], jnp.int32), jax.random.key(9), STOP, sampler=sampler
-    )
+        begun.logits, begun.state, jnp.array([number], jnp.int32), jax.random.key(9), STOP,
+        model.place(seen_tokens(begun, sampler)), sampler=sampler,
+    )  # fmt: skip
     return carry, int(token[0]), begun.layout
 
 
@@ -96,7 +97,10 @@ def serve(spec, sampler, asked) -> tuple[dict[int, list[int]], dict[int, kvjax.K
     return produced, held
 
 
-@pytest.mark.parametrize("sampler", [Greedy(), Sample(temperature=1.3, top_k=30)], ids=["greedy", "sampled"])
+SAMPLED = Sample(temperature=1.3, top_k=30, repetition_penalty=1.5)
+
+
+@pytest.mark.parametrize("sampler", [Greedy(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "spec",
     [

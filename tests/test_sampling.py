@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.sampling import Greedy, Sample, check_sampling
+from kvjax.generate import seen_tokens
+from kvjax.prefill import Prefilled
+from kvjax.sampling import Greedy, Sample, check_sampling, penalised
 
 # Probabilities 0.05, 0.4, 0.15, 0.3, 0.1 in no order.
 P = np.array([0.05, 0.4, 0.15, 0.3, 0.1], np.float32)
@@ -45,6 +47,8 @@ def test_greedy_takes_the_first_of_equals():
         (Sample(min_p=0.37, temperature=0.5), [1, 3]),
         (Sample(min_p=0.37, top_k=2), [1, 3]),
         (Sample(top_k=2, top_p=0.6), [1, 3]),
+        # 0.7 of all before the third, though 0.82 of the three that min_p leaves.
+        (Sample(min_p=0.37, top_p=0.75), [1, 2, 3]),
         # After temperature 0.5 the squares: 0.16 of 0.285 is 0.561, with 0.09 it is 0.877.
         (Sample(temperature=0.5, top_p=0.6), [1, 3]),
         (Sample(temperature=0.5, top_p=0.55), [1]),
@@ -106,6 +110,10 @@ def test_a_row_uses_its_own_key():
         {"top_k": 0},
         {"top_k": 2.5},
         {"top_k": True},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("nan")},
+        {"repetition_penalty": True},
+        {"repetition_penalty": "high"},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_p": float("nan")},
@@ -114,6 +122,25 @@ def test_a_row_uses_its_own_key():
 def test_settings_that_cannot_work(arguments):
     with pytest.raises(InputError):
         Sample(**arguments)
+
+
+def test_a_repetition_penalty():
+    """As transformers defines it. Tokens count once, however often they are there, and padding does not."""
+    logits = np.random.default_rng(1).standard_normal((2, 9)).astype(np.float32)
+    tokens = np.array([[3, 1, 3, 3], [8, 2, -1, -1]])
+    prefilled = Prefilled(jnp.asarray(logits), None, None, tokens)
+    seen = seen_tokens(prefilled, Greedy(1.7))
+    assert [np.flatnonzero(row).tolist() for row in seen] == [[1, 3], [2, 8]]
+    got = np.asarray(penalised(jnp.asarray(logits), jnp.asarray(seen), 1.7))
+    assert seen_tokens(prefilled, Greedy()) is None
+    with pytest.raises(InputError, match="counts the tokens of the prompts"):
+        seen_tokens(prefilled._replace(tokens=None), Sample(repetition_penalty=0.5))
+    for row, ids in enumerate(tokens):
+        expected = logits[row].astype(np.float64)
+        for token in {*ids.tolist()} - {-1}:
+            expected[token] *= 1.7 if expected[token] < 0 else 1 / 1.7
+        np.testing.assert_allclose(got[row], expected, rtol=1e-6)
+    assert (np.sign(logits[seen]) == 1).any() and (np.sign(logits[seen]) == -1).any()
 
 
 def test_a_key_may_be_its_numbers():
