@@ -19,7 +19,7 @@ from kvjax.checkpoint.readers import Stored
 from kvjax.checkpoint.tokenizer import load_tokenizer
 from kvjax.checkpoint.writer import save
 from kvjax.errors import CheckpointError, ConfigError
-from kvjax.models import families, offload, quantize
+from kvjax.models import families, generation, offload, quantize
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.models.quantize import WeightCodes, as_weight_codes
@@ -44,7 +44,8 @@ def load(
     memory for those parameters that stay on the host and for the largest tensor. The same holds for weights that are
     quantised here.
 
-    Weights of GPTQ and AWQ folders (`kvjax.checkpoint.quantized`) stay quantised.
+    Weights of GPTQ and AWQ folders (`kvjax.checkpoint.quantized`) stay quantised. A generation_config.json is read for
+    `kvjax.generate_text`; see `kvjax.models.generation`.
 
     Args:
       path_or_name: a folder with ``config.json`` and weights (safetensors, Flax msgpack, or PyTorch if torch is
@@ -73,6 +74,7 @@ def load(
     if form is not None and codes is not None:
         raise ConfigError(f"{folder} holds {form.bits}-bit weights of {form.method}; leave out weights={codes.name!r}.")
     tokenizer = load_tokenizer(folder, config)
+    defaults = _generation_config(folder)
     on_host = offload.host_layers(config.num_layers, host_weights)
     try:
         stored = _canonical(folder, config, _open(folder, form))
@@ -100,7 +102,18 @@ def load(
                 del part
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror or error}.") from None
-    return Model(config, params, tokenizer, mesh)
+    return Model(config, params, tokenizer, mesh, defaults)
+
+
+def _generation_config(folder: Path) -> generation.GenerationConfig:
+    """Reads a folder's generation_config.json, if there is one."""
+    path = folder / generation.FILE
+    if not path.is_file():
+        return generation.GenerationConfig()
+    try:
+        return generation.read(readers.read_json(path), path.read_bytes())
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from None
 
 
 def _dtype(dtype: DTypeLike | None, mesh: Mesh | None) -> np.dtype:

@@ -13,6 +13,7 @@ from kvjax.checkpoint import quantized, readers
 from kvjax.checkpoint.readers import Stored
 from kvjax.checkpoint.tokenizer import TOKENIZER_FILES
 from kvjax.errors import CheckpointError
+from kvjax.models.generation import FILE as GENERATION
 
 PRETRAINED = Path(__file__).resolve().parent.parent / "pretrained"  # the models that kvjax contains
 ADAPTER = "adapter_config.json"  # of an adapter (PEFT)
@@ -125,9 +126,8 @@ def _download(name: str) -> Path:
         files = hub.list_repo_files(name)
         wanted = [f for f in FORMATS if f.file in files or f.index in files][:1]
         weights = [pattern for f in wanted for pattern in (f.file, f.index, f.shards)]
-        return Path(
-            hub.snapshot_download(name, allow_patterns=["config.json", *quantized.SETTINGS, *TOKENIZER_FILES, *weights])
-        )
+        settings = ["config.json", GENERATION, *quantized.SETTINGS]
+        return Path(hub.snapshot_download(name, allow_patterns=[*settings, *TOKENIZER_FILES, *weights]))
     except Exception as error:  # network and hub raise errors of many types
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     try:

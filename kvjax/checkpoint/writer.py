@@ -16,7 +16,7 @@ import numpy as np
 
 from kvjax.checkpoint import names, quantized, readers
 from kvjax.errors import CheckpointError
-from kvjax.models import families
+from kvjax.models import families, generation
 from kvjax.models.model import Model
 from kvjax.products.quantized import is_quantized
 from kvjax.sharding import Params, PyTree
@@ -39,7 +39,8 @@ def save(model: Model, folder: str | Path) -> None:
 
     Args:
       model: the model.
-      folder: the folder to write: config.json, safetensors files of at most 5 GB, and the files of the tokenizer.
+      folder: the folder to write: config.json, safetensors files of at most 5 GB, and the files of the tokenizer and
+        of generation that the model was loaded with.
         Quantised weights are written in version 2 of GPTQ's format, with scales in their own dtype.
 
     Raises:
@@ -64,6 +65,8 @@ def save(model: Model, folder: str | Path) -> None:
         _write_weights(staging, entries)
         if model.tokenizer is not None:
             model.tokenizer.save(staging)
+        if model.generation.content is not None:
+            (staging / generation.FILE).write_bytes(model.generation.content)
         (staging / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         _replace(staging, folder)
     finally:

@@ -38,7 +38,7 @@ except ImportError as error:
 
 Answer = tuple[float, bool]
 NEW_TOKENS = 256  # of a generation task that says nothing, as in lm_eval
-SAMPLING = {"do_sample", "temperature", "top_k", "top_p"}
+SAMPLING = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 
 
 @register_model("kvjax")
@@ -213,6 +213,8 @@ class KVJaxLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         found = [""] * len(requests)
+        # As transformers does, whose other defaults lm_eval replaces.
+        penalty = {"repetition_penalty": self.runner.model.generation.sampler.repetition_penalty}
         # Those of the same settings are generated together.
         alike: defaultdict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
@@ -223,7 +225,7 @@ class KVJaxLM(TemplateLM):
                 eos = self._texts.eos_id
                 until = handle_stop_sequences(settings.pop("until", None), None if eos is None else self._text_of(eos))
                 new_tokens, stop_texts = int(settings.pop("max_gen_toks")), [each for each in until if each]
-                stop = sorted({*self.runner.model.config.eos_token_ids, *([] if eos is None else [eos])})
+                stop = sorted({*self.runner.model.eos_token_ids, *([] if eos is None else [eos])})
 
                 def ended(ids: np.ndarray, stop_texts: list[str] = stop_texts) -> bool:
                     text = self.tok_decode(ids)
@@ -241,7 +243,8 @@ class KVJaxLM(TemplateLM):
                 contexts = [self.tok_encode(requests[index].args[0]) for index in indices]
                 self._contexts += map(len, contexts)
                 self.runner.texts(
-                    contexts, new_tokens=new_tokens, stop=stop, sampler=sampler(settings), key=self._key, done=done,
+                    contexts, new_tokens=new_tokens, stop=stop, sampler=sampler(penalty | settings), key=self._key,
+                    done=done,
                     # A stop text may be part of the thoughts before an answer.
                     ended=ended if stop_texts and not self.think_end_token else None,
                 )  # fmt: skip
@@ -309,10 +312,11 @@ def sampler(settings: dict[str, Any]) -> Sampler:
         raise InputError(
             f"generation_kwargs: {other[0]!r} is not known; known: until, max_gen_toks, {sorted(SAMPLING)}."
         )
+    penalty = float(settings.get("repetition_penalty") or 1.0)
     if not settings.get("do_sample"):
-        return Greedy()
-    top_p = settings.get("top_p")
+        return Greedy(penalty)
+    top_p, min_p = (None if (p := settings.get(name)) is None else float(p) for name in ("top_p", "min_p"))
     return Sample(
-        temperature=float(settings.get("temperature") or 1.0), top_k=settings.get("top_k") or None,
-        top_p=None if top_p is None else float(top_p),
+        temperature=float(settings.get("temperature") or 1.0), top_k=settings.get("top_k") or None, top_p=top_p,
+        min_p=min_p, repetition_penalty=penalty,
     )  # fmt: skip

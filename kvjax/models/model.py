@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from kvjax import sharding
 from kvjax.models.config import DecoderConfig
+from kvjax.models.generation import GenerationConfig
 from kvjax.sharding import Params, PyTree
 
 if TYPE_CHECKING:
@@ -25,12 +26,14 @@ class Model:
       params: nested dict of arrays, projections [in, out]; see `kvjax.models.parameters.parameter_shapes`.
       tokenizer: the tokenizer of the checkpoint or None.
       mesh: the mesh that the parameters are sharded over, or None for a single device.
+      generation: what the checkpoint's generation_config.json says.
     """
 
     config: DecoderConfig
     params: Params
     tokenizer: "Tokenizer | None" = None
     mesh: Mesh | None = None
+    generation: GenerationConfig = dataclasses.field(default_factory=GenerationConfig)
 
     def __repr__(self) -> str:
         """One line: the decoder, its size, and where it is; without the parameters themselves."""
@@ -45,6 +48,14 @@ class Model:
             f"Model({config.family}, {config.num_layers} layers of width {config.hidden_size}, {heads}, vocabulary of "
             f"{config.vocab_size:,}, {size:,.1f} MB in {dtypes} on {where}{named})"
         )
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end a text: of generation_config.json, else of config.json, else the tokenizer's EOS."""
+        given = self.generation.eos_token_ids
+        ids = self.config.eos_token_ids if given is None else given
+        eos = None if self.tokenizer is None else self.tokenizer.eos_id
+        return ids or (() if eos is None else (eos,))
 
     @property
     def platform(self) -> str:

@@ -1,0 +1,85 @@
+"""How a checkpoint wants text to be generated: its generation_config.json, as transformers defines it."""
+
+import dataclasses
+from typing import Any
+
+from kvjax.errors import ConfigError, InputError
+from kvjax.sampling import Greedy, Sample, Sampler
+
+Json = dict[str, Any]  # a JSON object
+FILE = "generation_config.json"
+TOP_K = 50  # of a file that asks for sampling and says nothing else, as in transformers
+#: Settings that kvjax does not have, with the value, besides null, that changes nothing.
+_OTHERS: Json = {
+    "num_beams": 1, "penalty_alpha": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0,
+    "no_repeat_ngram_size": 0, "bad_words_ids": None, "sequence_bias": None, "suppress_tokens": None,
+    "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None, "min_length": 0,
+    "min_new_tokens": 0, "exponential_decay_length_penalty": None, "guidance_scale": 1, "stop_strings": None,
+    "watermarking_config": None,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationConfig:
+    """What `kvjax.generate_text` does unless it is told otherwise.
+
+    Attributes:
+      eos_token_ids: token ids that end a text; None = those of the `DecoderConfig`.
+      sampler: how a token is chosen.
+      max_new_tokens: the maximum number of new tokens; None = not set.
+      unsupported: settings of the file that change what transformers generates, and that kvjax does not have.
+      content: the file, which `kvjax.save` writes again; None = there is none.
+    """
+
+    eos_token_ids: tuple[int, ...] | None = None
+    sampler: Sampler = dataclasses.field(default_factory=Greedy)
+    max_new_tokens: int | None = None
+    unsupported: tuple[str, ...] = ()
+    content: bytes | None = dataclasses.field(default=None, repr=False)
+
+
+def read(raw: Json, content: bytes | None = None) -> GenerationConfig:
+    """Reads a generation_config.json. Null, or no value, is transformers' default; `max_length` is not used.
+
+    Args:
+      raw: the parsed file.
+      content: the file.
+
+    Raises:
+      ConfigError: a value that is not valid.
+    """
+    try:
+        sampler = _sampler(raw)
+    except InputError as error:
+        raise ConfigError(f"{FILE}: {error}") from None
+    ids = raw.get("eos_token_id")
+    ids = ids if isinstance(ids, list) or ids is None else [ids]
+    if ids is not None and not all(_is_count(each, 0) for each in ids):
+        raise ConfigError(f"{FILE}: eos_token_id must be a token id, a list of them or null, but is {ids!r}.")
+    most = raw.get("max_new_tokens")
+    if most is not None and not _is_count(most, 1):
+        raise ConfigError(f"{FILE}: max_new_tokens must be a whole number of at least 1 or null, but is {most!r}.")
+    unsupported = tuple(name for name, plain in _OTHERS.items() if raw.get(name) not in (None, plain))
+    return GenerationConfig(None if ids is None else tuple(ids), sampler, most, unsupported, content)
+
+
+def _sampler(raw: Json) -> Sampler:
+    """Returns the sampling method. Without ``do_sample`` only the penalty counts."""
+
+    def given(name: str, default: Any, none: Any = None) -> Any:
+        """Returns a value; `default` for null, and None for the value `none`, which changes nothing."""
+        value = raw.get(name)
+        value = default if value is None else value
+        return None if none is not None and value == none else value
+
+    penalty = given("repetition_penalty", 1.0)
+    if not given("do_sample", False):
+        return Greedy(penalty)
+    return Sample(
+        temperature=given("temperature", 1.0), top_k=given("top_k", TOP_K, none=0), top_p=given("top_p", None, none=1),
+        min_p=given("min_p", None, none=0), repetition_penalty=penalty,
+    )  # fmt: skip
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
