@@ -1,20 +1,20 @@
 """Tokenizers of Hugging Face folders: tokenizer.json, SentencePiece, or vocab.json with merges.txt (GPT-2)."""
 
-import dataclasses
 import json
+import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
+from kvjax.checkpoint import chat
+from kvjax.checkpoint.encoding import Tokenizer
 from kvjax.checkpoint.readers import MAX_REASON, Json, read_json
-from kvjax.errors import CheckpointError, InputError
+from kvjax.errors import CheckpointError
 from kvjax.models.config import DecoderConfig
 
 if TYPE_CHECKING:
     import tokenizers
 
-PAD = -1  # `kvjax.generate.PAD`, which `Tokenizer.decode` skips
 #: The files of a tokenizer, which are copied unchanged when a model is saved.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -24,85 +24,12 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    chat.TEMPLATE_FILE,
 )
 #: Families whose texts begin with BOS unless the files of the tokenizer specify otherwise.
 _ADD_BOS = frozenset({"llama", "mistral", "gemma", "opt"})
 #: Special tokens of byte-level vocabularies, which are not split into bytes.
 _SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<|endoftext|>")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Tokenizer:
-    """Converts text to token ids and back.
-
-    Attributes:
-      size: the number of tokens of the tokenizer.
-      vocab_size: the number of tokens of the model; larger ids are rejected.
-      bos_id: id of the beginning-of-text token, or None.
-      eos_id: id of the end-of-text token, or None.
-      adds_bos: whether texts begin with BOS.
-      files: name -> content of the files that the tokenizer was made from.
-    """
-
-    size: int
-    vocab_size: int
-    bos_id: int | None
-    eos_id: int | None
-    adds_bos: bool
-    files: Mapping[str, bytes]
-    _encode: Callable[[str], list[int]]
-    _decode: Callable[[list[int]], str]
-    _token: Callable[[int], str | None]
-
-    def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Converts a text to token ids.
-
-        Args:
-          text: the text.
-          bos: whether to begin with BOS if `adds_bos`.
-
-        Raises:
-          InputError: if `text` is not a string, or contains a token outside the vocabulary of the model.
-        """
-        if not isinstance(text, str):
-            raise InputError(f"encode() takes a text, but got a {type(text).__name__}.")
-        ids = self._encode(text)
-        if beyond := [i for i in ids if i >= self.vocab_size]:
-            raise InputError(
-                f"the text holds {self._decode([beyond[0]])!r}, token {beyond[0]}, but the model's vocabulary ends at "
-                f"{self.vocab_size - 1}: the tokenizer has tokens that the model was not trained on."
-            )
-        return [self.bos_id, *ids] if bos and self.adds_bos and self.bos_id is not None else ids
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Converts token ids to text, without special tokens.
-
-        Args:
-          ids: the token ids. Padding (`kvjax.generate.PAD`), and ids that the model has but the tokenizer has not, are
-            skipped.
-
-        Raises:
-          InputError: if an id is outside the vocabularies of both the tokenizer and the model.
-        """
-        ids = [int(i) for i in ids]
-        top = max(self.size, self.vocab_size)
-        if beyond := [i for i in ids if i >= top or i < PAD]:
-            raise InputError(f"token {beyond[0]} is outside the vocabulary of {top}.")
-        return self._decode([i for i in ids if 0 <= i < self.size])
-
-    def token(self, number: int) -> str:
-        """Returns the text of a token, also of a special one, as its vocabulary has it; empty if it has none."""
-        return self._token(int(number)) or ""
-
-    def save(self, folder: Path) -> None:
-        """Writes the files that the tokenizer was made from.
-
-        Args:
-          folder: the folder to write to.
-        """
-        for name, content in self.files.items():
-            (Path(folder) / name).write_bytes(content)
 
 
 def load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
@@ -226,10 +153,18 @@ def _from_sentencepiece(files: dict[str, bytes], settings: Json, config: Decoder
 
     backend = sentencepiece.SentencePieceProcessor(model_proto=files["tokenizer.model"])
     bos, eos = (None if i < 0 else i for i in (backend.bos_id(), backend.eos_id()))
+    special = {backend.id_to_piece(i): i for i in range(backend.vocab_size()) if backend.is_control(i)}
+    between = re.compile("(" + "|".join(map(re.escape, special)) + ")") if special else None
+
+    def encode(text: str) -> list[int]:
+        """Special tokens of the text become themselves, as in the other kinds of files; SentencePiece splits them."""
+        parts = [text] if between is None else between.split(text)
+        return [i for part in parts if part for i in ([special[part]] if part in special else backend.encode(part))]
+
     return Tokenizer(
         size=backend.vocab_size(),
         files=files,
-        _encode=backend.encode,
+        _encode=encode,
         _decode=backend.decode,
         _token=lambda number: backend.id_to_piece(number) if number < backend.vocab_size() else None,
         **_special_ids(settings, config, bos, eos, None),
@@ -266,3 +201,6 @@ def _special_ids(
 def _content(token: object) -> str | None:
     """Returns the text of a special token, which is a string or an object in the settings."""
     return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None
+
+
+__all__ = ["TOKENIZER_FILES", "Tokenizer", "load_tokenizer"]

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-import jinja2
 import numpy as np
 from tqdm.auto import tqdm
 
 from kvjax import host
 from kvjax.attention import Implementation
+from kvjax.checkpoint import chat
 from kvjax.checkpoint.huggingface import load
 from kvjax.checkpoint.tokenizer import Tokenizer
 from kvjax.errors import ConfigError, InputError
-from kvjax.lm_eval import chat, options
+from kvjax.lm_eval import options
 from kvjax.lm_eval.runner import Pair, Runner
 from kvjax.models.calibrate import calibrated
 from kvjax.models.model import Model
@@ -262,7 +262,7 @@ class KVJaxLM(TemplateLM):
         source = chat.template(self._texts, self._chat_name)
         try:
             return chat.render(self._texts, source, chat_history, answer=add_generation_prompt)
-        except jinja2.exceptions.TemplateError:
+        except chat.ChatTemplateError:
             others = [each for each in chat_history if each["role"] != "system"]
             return chat.render(self._texts, source, others, answer=add_generation_prompt)
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 from kvjax.checkpoint.tokenizer import load_tokenizer
@@ -68,6 +69,7 @@ def test_llama_sentencepiece(real):
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.size) == (1, 2, 32000)
     assert (tokenizer.token(1), tokenizer.token(32000)) == ("<s>", "")
+    assert tokenizer.encode("<s>Hello</s>", bos=False) == [1, 15043, 2]
 
 
 def test_tokens_beyond_the_model(real, tmp_path):
@@ -120,6 +122,17 @@ def test_post_processor_says_whether_bos_comes_first(tmp_path):
     tokenizer = load_tokenizer(tmp_path, config("llama"))
     assert tokenizer.encode("a b a") == [4, 1, 2, 1]
     assert tokenizer.eos_id == 0
+
+
+def test_batches_are_padded_at_the_end(tmp_path):
+    tiny(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, config("qwen2"))
+    batch = tokenizer.encode_batch(["a b a", "", "b"])
+    assert batch.tokens.tolist() == [[1, 2, 1], [-1, -1, -1], [2, -1, -1]] and batch.tokens.dtype == np.int32
+    assert batch.lengths.tolist() == [3, 0, 1]
+    assert tokenizer.decode_batch(batch.tokens) == ["a b a", "", "b"]
+    with pytest.raises(InputError, match=r"takes texts, but got one; use encode\(\)"):
+        tokenizer.encode_batch("a b")
 
 
 def test_saved_files_are_the_same(real, tmp_path):

@@ -3,15 +3,14 @@
 import json
 
 import pytest
+import tokenizers
 
+from kvjax.checkpoint import chat
 from kvjax.checkpoint.tokenizer import load_tokenizer
 from kvjax.errors import InputError
 from kvjax.models import families
 
-jinja2 = pytest.importorskip("jinja2", reason="chat templates need jinja2, which lm_eval installs")
-tokenizers = pytest.importorskip("tokenizers")
-
-from kvjax.lm_eval import chat  # noqa: E402
+pytest.importorskip("jinja2", reason="chat templates need jinja2: pip install 'kvjax[chat]'")
 
 TEMPLATE = """{{ bos_token }}
 {%- for message in messages %}
@@ -62,14 +61,42 @@ def test_texts_are_those_of_transformers(folder, answer):
     expected = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
         talk, tokenize=False, add_generation_prompt=answer, continue_final_message=not answer
     )
-    assert chat.render(own, chat.template(own), talk, answer=answer) == expected
+    assert own.apply_chat_template(talk, answer=answer) == expected
     assert expected.endswith("<|assistant|>\n" if answer else "It is")
 
 
 def test_a_template_may_refuse_a_role(folder):
     own = loaded(folder)
-    with pytest.raises(jinja2.exceptions.TemplateError, match="unknown role"):
-        chat.render(own, TEMPLATE, [{"role": "tool", "content": "x"}], answer=True)
+    with pytest.raises(chat.ChatTemplateError, match="refuses the conversation: unknown role"):
+        own.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "Hé!"),
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "Hé"}'),
+        ("{{ messages[0] | tojson(ensure_ascii=true) }}", '{"role": "user", "content": "H\\u00e9"}'),
+        ("{% for m in [1, 2] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}{{ x }}", "15"),
+        ("{{ messages.__class__.__mro__ }}", "is unsafe"),
+        ("{{ messages.append(1) }}", "is not safely callable|unsafe"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate"),
+        ("{% for %}", "refuses the conversation"),
+    ],
+)
+def test_what_templates_can_do(folder, source, expected):
+    own, talk = loaded(folder), [{"role": "user", "content": "Hé"}]
+    if "{% for %}" not in source and "unsafe" not in expected and "concatenate" not in expected:
+        assert chat.render(own, source, talk, answer=True, x=5) == expected
+        return
+    with pytest.raises(chat.ChatTemplateError, match=expected):
+        chat.render(own, source, talk, answer=True)
+
+
+@pytest.mark.parametrize("talk", [[], "Hello", ["Hello"], [{"role": "user"}], [{"role": "user", "content": {1}}]])
+def test_what_is_no_conversation(folder, talk):
+    with pytest.raises(InputError, match=r"a conversation must be messages of the form|must be what JSON can hold"):
+        loaded(folder).apply_chat_template(talk)
 
 
 def test_templates_by_name(folder):
