@@ -166,7 +166,7 @@ def decode(
     key = jax.random.key(0) if key is None else key
     stop_ids = check_stop(stop)
     request = _check_requests(requests, prefilled.logits.shape[0])
-    _check_room(prefilled, max_new_tokens)
+    check_room(prefilled, max_new_tokens)
     produced: list[tuple[np.ndarray, np.ndarray]] = []
     recorded: list[tuple[records.Steps | None, int]] = []
     done = 1
@@ -384,7 +384,7 @@ def _ended(carry: Carry, ended: np.ndarray) -> Carry:
     return carry._replace(active=carry.active & ~jax.device_put(np.asarray(ended, bool), carry.active.sharding))
 
 
-def _check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
+def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
     """Checks that the heads that keep every token have slots for all but the last new token, which is not fed."""
     check_count("max_new_tokens", max_new_tokens)
     layout = prefilled.layout

@@ -11,10 +11,12 @@ from kvjax.cache.limits import Limits, power_of_two, quarter_steps
 from kvjax.cache.spec import CacheSpec
 from kvjax.choices import score_choices
 from kvjax.errors import InputError
-from kvjax.generate import generate
+from kvjax.extend import extend
+from kvjax.generate import decode, generate
 from kvjax.likelihood import log_likelihood
 from kvjax.models.model import Model
 from kvjax.policies.traits import splits_heads
+from kvjax.prefill import prefill
 from kvjax.sampling import Greedy, Sampler
 
 T = TypeVar("T")
@@ -181,20 +183,81 @@ class Runner:
         for batch in self._batches(cut, lambda item: len(item[1])):
             tokens, lengths, limit = self._padded([context for _, context in batch])
             spare = len(tokens) - len(batch)
-
-            def until(ids: np.ndarray, count: int = len(batch), spare: int = spare) -> np.ndarray:
-                rows = [ended is not None and ended(row[row >= 0]) for row in ids[:count]]
-                return np.array([*rows, *[True] * spare])
-
             made = generate(
                 self.model, tokens, self.spec, max_new_tokens=new_tokens, lengths=lengths, stop=stop, sampler=sampler,
-                until=until if ended is not None or spare else None, key=key,
+                until=_until(ended, len(batch), spare), key=key,
                 requests=[*(index for index, _ in batch), *[0] * spare],
                 limits=Limits(prompt=limit, new_tokens=new_tokens), **self._options,
             )  # fmt: skip
             for (index, _), row, length in zip(batch, made.tokens, made.lengths, strict=False):
                 found[index] = row[:length]
                 done(index, found[index])
+        return found
+
+    def answers(
+        self,
+        contexts: Sequence[Ids],
+        questions: Sequence[Sequence[Ids]],
+        *,
+        new_tokens: int,
+        stop: Sequence[int] = (),
+        ended: Callable[[np.ndarray], bool] | None = None,
+        done: Callable[[int, int, np.ndarray], None] = lambda context, question, tokens: None,
+    ) -> list[list[np.ndarray]]:
+        """Answers questions about contexts greedily. A context is processed once, before its questions are known.
+
+        Args:
+          contexts: token ids; truncated at their beginning so that question and answer fit `max_length`.
+          questions: for each context its questions, token ids, each at least one.
+          new_tokens: the most new tokens of an answer.
+          stop: see `texts`.
+          ended: see `texts`.
+          done: called with the index of a context, that of a question about it, and the answer's tokens.
+
+        Returns:
+          For each context the answers to its questions, [n] int32, as `texts`.
+
+        Raises:
+          InputError: an empty context or question, or no room for a context before a question and its answer.
+        """
+        if any(not len(context) for context in contexts) or any(not len(each) for own in questions for each in own):
+            raise InputError("a context or a question has no token; give at least one of each.")
+        found: list[list[np.ndarray]] = [[np.zeros(0, np.int32)] * len(own) for own in questions]
+        cut = []
+        for index, (context, own) in enumerate(zip(contexts, questions, strict=True)):
+            longest = max((len(each) for each in own), default=0)
+            if (room := self.max_length - new_tokens - longest) < 1:
+                raise InputError(
+                    f"a question has {longest} tokens and {new_tokens} are to be generated, but max_length is "
+                    f"{self.max_length}; shorten them."
+                )
+            if own:
+                cut.append((index, list(context)[-room:], longest))
+        for batch in self._batches(cut, lambda item: (_bucket(len(item[1])), item[2])):
+            tokens, lengths, limit = self._padded([context for _, context, _ in batch])
+            following = power_of_two(max(longest for *_, longest in batch), SMALLEST_CHOICE) + new_tokens
+            begun = prefill(
+                self.model, tokens, self.spec, max_new_tokens=following, lengths=lengths,
+                limits=Limits(prompt=limit, new_tokens=following), **self._options,
+            )  # fmt: skip
+            asked = [
+                (row, index, number) for row, (index, *_) in enumerate(batch) for number in range(len(questions[index]))
+            ]
+            # Questions of like lengths are answered together.
+            asked.sort(key=lambda each: -len(questions[each[1]][each[2]]))
+            for start in range(0, len(asked), self.rows):
+                part = asked[start : start + self.rows]
+                ids, sizes, _ = self._padded([questions[index][number] for _, index, number in part])
+                spare = len(ids) - len(part)
+                copies = extend(
+                    self.model, begun, ids, lengths=sizes, rows=[*(row for row, *_ in part), *[0] * spare]
+                )  # fmt: skip
+                made = decode(
+                    self.model, copies, max_new_tokens=new_tokens, stop=stop, until=_until(ended, len(part), spare)
+                )  # fmt: skip
+                for (_, index, number), row, length in zip(part, made.tokens, made.lengths, strict=False):
+                    found[index][number] = row[:length]
+                    done(index, number, found[index][number])
         return found
 
     @property
@@ -227,6 +290,20 @@ class Runner:
         for row, text in enumerate(texts):
             tokens[row, : len(text)], lengths[row] = text, len(text)
         return tokens, lengths, _bucket(int(lengths.max()))
+
+
+def _until(
+    ended: Callable[[np.ndarray], bool] | None, count: int, spare: int
+) -> Callable[[np.ndarray], np.ndarray] | None:
+    """What `kvjax.generate` asks which rows have ended: those of which `ended` says so, and the spare ones at the end."""
+    if ended is None and not spare:
+        return None
+
+    def until(ids: np.ndarray) -> np.ndarray:
+        rows = [ended is not None and ended(row[row >= 0]) for row in ids[:count]]
+        return np.array([*rows, *[True] * spare])
+
+    return until
 
 
 def _bucket(length: int) -> int:

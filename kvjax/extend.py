@@ -1,0 +1,141 @@
+"""Continues one cache in several ways: a context is processed once, and questions are fed to copies of its cache."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvjax import memory
+from kvjax.cache.layout import Phase
+from kvjax.cache.limits import half_steps, power_of_two
+from kvjax.cache.state import Block, KVState
+from kvjax.choices import FEW_FED, MANY_FED, takes_blocks, without_step_kernels
+from kvjax.errors import InputError
+from kvjax.generate import check_room
+from kvjax.inputs import check_batch
+from kvjax.models.config import DecoderConfig
+from kvjax.models.model import Model
+from kvjax.prefill import Prefilled, bind
+from kvjax.sharding import Params
+
+Array = jax.Array
+
+
+def extend(
+    model: Model,
+    prefilled: Prefilled,
+    tokens: ArrayLike,
+    *,
+    lengths: ArrayLike | None = None,
+    rows: ArrayLike | None = None,
+) -> Prefilled:
+    """Copies rows of a cache and feeds more tokens to the copies, as if the model had generated them.
+
+    What a policy keeps of the prompt was chosen before these tokens were known. Where nothing is evicted, encoded or
+    left unread while decoding, the tokens are fed in one block, otherwise one at a time.
+
+    Args:
+      model: that of the prompts.
+      prefilled: from `kvjax.prefill.prefill`, whose `max_new_tokens` covers these tokens and those that are generated
+        after them. It is unchanged, and can be extended again.
+      tokens: [R, n] or [n] int, rows padded at the end.
+      lengths: [R] int, the number of real tokens of each row, at least 1; None for n.
+      rows: [R] int, the row of the cache that each row of tokens continues; None for the rows in their order.
+
+    Returns:
+      The copies, from which `kvjax.generate.decode` generates.
+
+    Raises:
+      InputError: tokens, lengths or rows that are not valid, or heads that keep every token have too few slots.
+    """
+    batch = check_batch(model.config, tokens, lengths, new_tokens=0)
+    count, contexts = len(batch.lengths), prefilled.logits.shape[0]
+    source = np.arange(count) if rows is None else np.asarray(rows)
+    valid = source.shape == (count,) and np.issubdtype(source.dtype, np.integer)
+    if not valid or source.min() < 0 or source.max() >= contexts:
+        raise InputError(f"rows must be {count} whole numbers from 0 to {contexts - 1}, one per row; got {rows!r}.")
+    # [R]
+    fed = np.asarray(prefilled.state.length)[source] + batch.lengths
+    if model.config.learned_positions and int(fed.max()) > model.config.max_positions:
+        raise InputError(
+            f"this model's learned position table ends at {model.config.max_positions} tokens, but a context and its "
+            f"continuation have {int(fed.max())}; shorten them."
+        )
+    longest = int(batch.lengths.max())
+    check_room(prefilled, longest + 1)
+    phase = prefilled.layout.decode
+    at_once = takes_blocks(phase)
+    width = half_steps(longest, FEW_FED) if at_once else power_of_two(longest, MANY_FED)
+    # [R, width]
+    ids = np.zeros((count, width), np.int32)
+    ids[:, :longest] = batch.tokens
+    with model.on_mesh():
+        placed = model.place((source.astype(np.int32), ids, batch.lengths))
+        logits, state = feed_copies(
+            model.params, prefilled.state, *placed, config=model.config, at_once=at_once,
+            phase=without_step_kernels(phase) if at_once else phase,
+        )  # fmt: skip
+    return Prefilled(logits, state, prefilled.layout)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "phase", "at_once"))
+def feed_copies(
+    params: Params,
+    state: KVState,
+    rows: Array,
+    tokens: Array,
+    lengths: Array,
+    *,
+    config: DecoderConfig,
+    phase: Phase,
+    at_once: bool,
+) -> tuple[Array, KVState]:
+    """Copies rows of a cache and feeds tokens to each copy.
+
+    Args:
+      params: of the decoder.
+      state: the cache; not donated.
+      rows: [R] int32, the row that each copy is of.
+      tokens: [R, n] int32.
+      lengths: [R] int32, the number of tokens of each, at least 1.
+      config: the decoder.
+      phase: the groups of heads of each layer while decoding.
+      at_once: whether tokens are fed in one block; see `kvjax.choices.takes_blocks`.
+
+    Returns:
+      The logits after the last token of each, [R, V] float32, and the copies.
+    """
+    decoder = bind(config, params)
+    count, width = tokens.shape
+    kv: KVState = jax.tree.map(lambda leaf: memory.take_rows(leaf, rows), state)
+    # [n]
+    at = jnp.arange(width, dtype=jnp.int32)
+
+    def block(position: Array) -> Block:
+        return Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
+
+    if at_once:
+        # [R, n]
+        position = jnp.where(at < lengths[:, None], kv.length[:, None] + at, -1)
+        # [R, n, E]
+        x, kv = decoder.hidden(tokens, kv, block(position), phase)
+        # [R, E]
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        return decoder.logits(last), kv
+
+    def body(number: Array, carry: tuple[KVState, Array]) -> tuple[KVState, Array]:
+        kv, last = carry
+        # [R]
+        active = number < lengths
+        # [R, 1, E]
+        x, kv = decoder.hidden(
+            tokens[:, number][:, None], kv, block(jnp.where(active, kv.length, -1)[:, None]), phase
+        )  # fmt: skip
+        return kv, jnp.where(active[:, None], x[:, 0], last)
+
+    # [R, E]
+    last = jnp.zeros((count, config.embed_size), decoder.dtype)
+    kv, last = jax.lax.fori_loop(0, jnp.max(lengths), body, (kv, last))
+    return decoder.logits(last), kv
