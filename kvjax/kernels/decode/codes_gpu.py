@@ -3,14 +3,18 @@
 A tile of codes is decoded in registers and stored as 16-bit numbers in the order that tensor cores read. Codes of one
 byte belong to neighbouring features, but lie in different registers after they are taken apart: those at the same place
 of their bytes become neighbouring columns, within each block of TILE features, and queries have the same order.
+
+A cache holds the scales of a vector one after the other, a few bytes, fewer than a copy into shared memory moves. Those
+of a tile are neighbours in memory, and are copied as one line. If there are several groups of features, the line passes
+through registers once more, and the scales of a group become a column.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import forms, hopper
 from kvjax.kernels.coded import Coded
@@ -19,12 +23,13 @@ from kvjax.kernels.hopper import MATRIX, PER_ROW, TILE, along_rows
 from kvjax.storage.packing import BYTE
 
 if TYPE_CHECKING:
+    from kvjax.kernels.decode.launch_gpu import Launch
     from kvjax.kernels.registry import Request
 
 Array = jax.Array
 Ref = Any
 
-COPY = 8  # the number of slots of scales and zeros is padded to a multiple, so that a line has whole 16 bytes
+COPY = 8  # the number of scales of a (row, KV head) is padded to a multiple, so that they have whole 16 bytes
 
 
 def refuses_codecs(request: "Request") -> str | None:
@@ -41,7 +46,7 @@ def refuses_codecs(request: "Request") -> str | None:
 
 
 def operands(x: Array | Coded, pairs: int, front: int, form: Form | None) -> list[Array]:
-    """Returns keys or values [pairs, S, D]; or codes [pairs, S, bytes], and scales and zeros [pairs, lines, S].
+    """Returns keys or values [pairs, S, D]; or codes [pairs, S, bytes], scales and zeros, [pairs, S * groups] each.
 
     Args:
       x: [B, K, S, D].
@@ -58,12 +63,27 @@ def operands(x: Array | Coded, pairs: int, front: int, form: Form | None) -> lis
     if not isinstance(x, Coded):
         return [flat(x)]
     assert form is not None
-    names = form.parts[1:]
-    if not names:
-        return [flat(x.parts["codes"])]
-    # [pairs, lines, S]
-    lines = jnp.swapaxes(jnp.concatenate([flat(x.parts[name]) for name in names], axis=2), 1, 2)
-    return [flat(x.parts["codes"]), jnp.pad(lines, ((0, 0), (0, 0), (0, -lines.shape[2] % COPY)))]
+    codes, *lines = (flat(x.parts[name]) for name in form.parts)
+    # [pairs, S * groups]
+    lines = [line.reshape(pairs, -1) for line in lines]
+    if lines and (missing := -lines[0].shape[1] % COPY):
+        lines = [jnp.pad(line, ((0, 0), (0, missing))) for line in lines]
+    return [codes, *lines]
+
+
+def queries(query: Array, launch: "Launch") -> Array:
+    """Returns 16-bit parts of queries as `Pass` takes them: [pairs, G, D] -> [pairs, parts, G padded, D]."""
+    form, group = launch.form, query.shape[1]
+    if form is not None:
+        query = in_blocks(form.query(query.astype(jnp.float32)), launch.planes)
+    parts = jnp.stack(hopper.parts(query.astype(launch.dtype)), axis=1)
+    return jnp.pad(parts, ((0, 0), (0, 0), (0, launch.padded - group), (0, 0)))
+
+
+def outputs(output: Array, launch: "Launch") -> Array:
+    """Returns sums of decoded vectors, [..., D] float32, with their features in order."""
+    form = launch.form
+    return output if form is None else form.output(from_blocks(output, launch.planes))
 
 
 def in_blocks(x: Array, planes: int) -> Array:
@@ -77,13 +97,13 @@ def from_blocks(x: Array, planes: int) -> Array:
     return in_blocks(x, TILE // planes)
 
 
-def decoded(form: Form, codes_smem: Ref, lines_smem: Ref) -> dict[int, Array]:
+def decoded(form: Form, codes_smem: Ref, line: Callable[[int, int], Ref]) -> dict[int, Array]:
     """Decodes a tile in shared memory.
 
     Args:
       form: how codes are decoded.
       codes_smem: [TILE, bytes].
-      lines_smem: [lines, TILE] scales, then zeros, of each group; None if there are none.
+      line: (which of scale and zero, group of features) -> [TILE].
 
     Returns:
       The first of some columns -> [TILE, columns] float32.
@@ -91,17 +111,18 @@ def decoded(form: Form, codes_smem: Ref, lines_smem: Ref) -> dict[int, Array]:
     planes, found = BYTE // form.bits, {}
     width = TILE // planes
 
-    def line(index: int) -> Array:
+    def numbers(name: str, group: int) -> Array | None:
+        if name not in form.parts:
+            return None
         # [TILE], along the rows of [TILE, width]
-        own = plgpu.layout_cast(lines_smem[index], PER_ROW).astype(jnp.float32)
+        own = hopper.load(line(form.parts.index(name) - 1, group), PER_ROW).astype(jnp.float32)
         return along_rows(own, (TILE, width))
 
     for start in range(0, form.size, width):
         # [TILE, width]
         codes = hopper.load(codes_smem.at[:, pl.ds(start, width)], MATRIX).astype(jnp.int32)
         group = start * planes // form.group
-        scale = line(group) if form.has_scale else None
-        zero = line(form.groups + group) if form.has_zero else None
+        scale, zero = numbers("scale", group), numbers("zero", group)
         for plane in range(planes):
             number = _number(form, (codes if plane == 0 else codes >> (form.bits * plane)) & ((1 << form.bits) - 1))
             number = number if scale is None else number * scale

@@ -1,6 +1,7 @@
 """Cuts a decoding problem into programs for a GPU, and determines what each program holds."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ WIDE = TILE + 8  # length of a stored row of logits, so that rows lie in differe
 STAGES = 4  # the largest number of tiles of a program's ring
 PROGRAMS = 2 * 132  # the number of programs that fill a GPU
 SPAN = 4  # the smallest number of tiles for which an additional program pays off
-MOST_TILES = 256  # the largest number of tiles of a program: one copy moves at most this many rows of the bias
+MOST_COPY = 256  # the largest number of numbers along an axis of a copy
+MOST_TILES = MOST_COPY  # the largest number of tiles of a program: one copy moves the bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +67,20 @@ class Launch(InParts):
         return None if self.planes == 1 else TILE // self.planes
 
     @property
-    def held_lines(self) -> int:
-        """The number of scales and zeros of a slot."""
-        return 0 if self.form is None else self.form.groups * (len(self.form.parts) - 1)
+    def line_shape(self) -> tuple[int, int]:
+        """The number of lines of a tile (scales, zeros), and of their numbers.
+
+        There is an additional line if numbers that pass through registers would not fill these otherwise.
+        """
+        if self.form is None:
+            return 0, 0
+        kinds, groups = len(self.form.parts) - 1, self.form.groups
+        return kinds + (groups > 1 and kinds * groups % 2), TILE * groups
+
+    @property
+    def line_copies(self) -> int:
+        """The number of copies of the scales and zeros of a tile."""
+        return 0 if self.form is None else (len(self.form.parts) - 1) * -(-self.line_shape[1] // MOST_COPY)
 
     @property
     def rows(self) -> int:
@@ -93,19 +106,23 @@ class Launch(InParts):
         """Returns the shared memory and barriers that `pass_gpu.Pass` needs."""
         ring = (self.stages, TILE, self.dim)
         held: Any = plgpu.SMEM(ring, self.dtype) if self.staged else operand(ring, self.dtype)
-        lines = None
+        lines = columns = None
         if self.form is not None:
             held = plgpu.SMEM((self.stages, TILE, self.form.size), jnp.uint8)
-            lines = plgpu.SMEM((self.stages, self.held_lines, TILE), self.dtype) if self.held_lines else None
+        if self.form is not None and self.line_copies:
+            lines = plgpu.SMEM((self.stages, *self.line_shape), self.dtype)
+            kinds, groups = self.line_shape[0], self.form.groups
+            columns = plgpu.SMEM((kinds, TILE, groups), self.dtype) if groups > 1 else None
         return {
             "query_smem": operand((self.parts, self.rows, self.dim), self.part_dtype, self.columns),
             "ring": held,
             "line_ring": lines,
+            "line_columns": columns,
             "part": operand((TILE, self.dim), self.part_dtype, self.columns) if self.staged else None,
             # A product may have more rows than a group has heads. The rows of the next tile overwrite the surplus.
             "kept": plgpu.SMEM((self.span * self.group + self.rows, WIDE), jnp.float32),
             "ends_smem": plgpu.SMEM((2, self.rows), jnp.float32),
-            "ready": plgpu.Barrier(num_arrivals=1 if lines is None else 2, num_barriers=self.stages),
+            "ready": plgpu.Barrier(num_arrivals=1 + self.line_copies, num_barriers=self.stages),
         }
 
     def cut(self, pairs: int) -> "Launch":
@@ -115,8 +132,10 @@ class Launch(InParts):
           ValueError: if one tile does not fit.
         """
         item = jnp.dtype(self.dtype).itemsize
-        tile = TILE * (self.dim * item if self.form is None else self.form.size + self.held_lines * item)
+        lines = item * math.prod(self.line_shape)
+        tile = TILE * (self.dim * item if self.form is None else self.form.size) + lines
         fixed = 2 * self.dim * (self.parts * self.rows + self.staged * TILE) + 4 * self.rows * (WIDE + 2) + self.extra
+        fixed += lines
         per_tile = 4 * (TILE * self.lines + self.group * WIDE)
         # As many spans as fill the GPU, of about the same length.
         spans = max(min(PROGRAMS // pairs, self.tiles // SPAN), 1)

@@ -92,13 +92,8 @@ def attend_and_reduce(
     # [pairs, spans, tiles of a span, TILE]
     bias = tiled(bias.astype(jnp.float32).reshape(pairs, size), TILE, NEGATIVE, launch.spans * launch.span)
     bias = bias.reshape(pairs, launch.spans, launch.span, TILE)
-    # [pairs, G, D]
-    rows = query.reshape(pairs, group, dim)
-    if form is not None:
-        rows = codes_gpu.in_blocks(form.query(rows.astype(jnp.float32)), launch.planes)
     # [pairs, parts, G padded, D]
-    parts = jnp.stack(hopper.parts(rows.astype(dtype)), axis=1)
-    parts = jnp.pad(parts, ((0, 0), (0, 0), (0, launch.padded - group), (0, 0)))
+    parts = codes_gpu.queries(query.reshape(pairs, group, dim), launch)
     # [pairs, G]
     others = jnp.full((pairs, group), NEGATIVE) if lse is None else jnp.maximum(lse.reshape(pairs, group), NEGATIVE)
     # [pairs, rows]: spans are joined with the other parts below
@@ -120,9 +115,7 @@ def attend_and_reduce(
     sums = jnp.sum(share, axis=1, keepdims=True) + apart[:, None] * jnp.exp(others[:, None] - highest)
     known = jnp.where(sums > 0, sums, 1.0)
     # [pairs, G, D]
-    output = jnp.sum(output * (share / known)[..., None], axis=1)
-    if form is not None:
-        output = form.output(codes_gpu.from_blocks(output, launch.planes))
+    output = codes_gpu.outputs(jnp.sum(output * (share / known)[..., None], axis=1), launch)
     # [B, K, G, 1]
     lses = jnp.where(sums > 0, highest + jnp.log(known), -jnp.inf).reshape(query.shape[:4])
     attended = Attended(output.reshape(query.shape).astype(dtype if form is None else jnp.float32), lses)
@@ -170,14 +163,13 @@ def _kernel(
 ):  # fmt: skip
     """Processes one span of the slots of one (row, KV head)."""
     # Keys and values, each with its scales and zeros if there are any.
-    held = 4 if launch.held_lines else 2
-    (key_ref, *key_lines), (value_ref, *value_lines) = refs[: held // 2], refs[held // 2 : held]
-    output_ref, ends_ref, *column_refs = refs[held:]
+    held = 1 if launch.form is None else len(launch.form.parts)
+    (key_ref, *key_lines), (value_ref, *value_lines) = refs[:held], refs[held : 2 * held]
+    output_ref, ends_ref, *column_refs = refs[2 * held :]
     pair, span = lax.axis_index("pair"), lax.axis_index("span")
     first = span * launch.span
     count = jnp.minimum(launch.span, launch.tiles - first)
-    if key_lines:
-        scratch |= {"key_lines_ref": key_lines[0], "value_lines_ref": value_lines[0]}
+    scratch |= {"key_lines": tuple(key_lines), "value_lines": tuple(value_lines)}
     tiles = Pass(launch, pair, first, count, key_ref, value_ref, query_smem, **scratch)
     for i in range(launch.parts):
         plgpu.copy_gmem_to_smem(query_ref.at[pair, i], query_smem.at[i, pl.ds(0, launch.padded)], begun)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper
 from kvjax.kernels.decode import codes_gpu
-from kvjax.kernels.decode.launch_gpu import WIDE, Launch
+from kvjax.kernels.decode.launch_gpu import MOST_COPY, WIDE, Launch
 from kvjax.kernels.hopper import MATRIX, PER_ROW, TILE, along_columns, along_rows, full
 from kvjax.kernels.softmax import NEGATIVE
 
@@ -44,9 +44,10 @@ class Pass:
       kept: [span * G + rows, WIDE] logits of all tiles, one row for each tile and query head of the group.
       ends_smem: [2, rows] maximum and reciprocal sum.
       ready: barriers of the ring.
-      line_ring: [stages, lines, TILE] scales, then zeros, of each group of features; None without any.
-      key_lines_ref: [pairs, lines, S] those of keys of all pairs.
-      value_lines_ref: [pairs, lines, S] those of values of all pairs.
+      line_ring: [stages, kinds, TILE * groups] scales and zeros of each group of features; None without any.
+      line_columns: [kinds, TILE, groups] those of the tile in hand; None if there is one group.
+      key_lines: [pairs, S * groups] each, those of keys of all pairs.
+      value_lines: [pairs, S * groups] each, those of values of all pairs.
     """
 
     launch: Launch
@@ -62,8 +63,9 @@ class Pass:
     ends_smem: Ref
     ready: Ref
     line_ring: Ref = None
-    key_lines_ref: Ref = None
-    value_lines_ref: Ref = None
+    line_columns: Ref = None
+    key_lines: tuple[Ref, ...] = ()
+    value_lines: tuple[Ref, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -170,17 +172,30 @@ class Pass:
     def _fetch(self, step: Array) -> None:
         """Starts to copy the tile of a step into the ring: first come all tiles of keys, then all tiles of values."""
         slot = lax.rem(step, self.launch.stages)
+        ready = self.ready.at[slot]
         for source, lines, tile in (
-            (self.key_ref, self.key_lines_ref, step),
-            (self.value_ref, self.value_lines_ref, step - self.count),
+            (self.key_ref, self.key_lines, step),
+            (self.value_ref, self.value_lines, step - self.count),
         ):
 
             @pl.when((tile >= 0) & (tile < self.count))
             def _(source=source, lines=lines, tile=tile):
-                here = pl.ds(self.start(tile), TILE)
-                plgpu.copy_gmem_to_smem(source.at[self.pair, here], self.ring.at[slot], self.ready.at[slot])
-                if self.line_ring is not None:
-                    plgpu.copy_gmem_to_smem(lines.at[self.pair, :, here], self.line_ring.at[slot], self.ready.at[slot])
+                first = self.start(tile)
+                plgpu.copy_gmem_to_smem(source.at[self.pair, pl.ds(first, TILE)], self.ring.at[slot], ready)
+                length = self.launch.line_shape[1]
+                for kind, line in enumerate(lines):
+                    for piece in range(0, length, MOST_COPY):
+                        width = min(MOST_COPY, length - piece)
+                        where = pl.ds(first * (length // TILE) + piece, width)
+                        into = self.line_ring.at[slot, kind, pl.ds(piece, width)]
+                        plgpu.copy_gmem_to_smem(line.at[self.pair, where], into, ready)
+
+    def _line(self, slot: Array) -> Callable[[int, int], Ref]:
+        """Returns (kind, group) -> [TILE], the scales or zeros of a tile in shared memory; see `codes_gpu.decoded`."""
+        if self.line_columns is None:
+            return lambda kind, group: self.line_ring.at[slot, kind]
+        self.line_columns[...] = self.line_ring[slot].reshape(self.line_columns.shape)
+        return lambda kind, group: self.line_columns.at[kind, :, group]
 
     def _multiply(self, into: Ref, left: Ref, step: Array, transposed: bool) -> None:
         """Adds the product of `left` and the tile of a step, both in 16-bit parts, and fetches the next tile.
@@ -198,8 +213,7 @@ class Pass:
 
         plgpu.barrier_wait(self.ready.at[slot])
         if launch.form is not None:
-            lines = None if self.line_ring is None else self.line_ring.at[slot]
-            rests = codes_gpu.decoded(launch.form, self.ring.at[slot], lines)
+            rests = codes_gpu.decoded(launch.form, self.ring.at[slot], self._line(slot))
             for i in range(launch.parts):
                 for start, rest in rests.items():
                     leading = hopper.leading(rest) if i < launch.parts - 1 else rest
