@@ -15,6 +15,7 @@ from kvjax.models.quantize import WeightCodes, quantize_weights
 from kvjax.sampling import Greedy, Sample
 from kvjax.sharding import make_mesh
 from kvjax.storage.calibration import Calibration, load_calibration
+from kvjax.text import TextGeneration, generate_text
 
 __all__ = [
     "CacheSpec",
@@ -29,11 +30,13 @@ __all__ = [
     "LogLikelihood",
     "Model",
     "Sample",
+    "TextGeneration",
     "WeightCodes",
     "calibrate",
     "calibrated",
     "compress_kv_heads",
     "generate",
+    "generate_text",
     "load",
     "load_calibration",
     "log_likelihood",

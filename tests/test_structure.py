@@ -30,7 +30,7 @@ ROOMS = [
     {"cache"},
     {"models", "sampling"},
     {"checkpoint"},
-    {"prefill", "generate", "likelihood", "choices", "extend", "records"},
+    {"prefill", "generate", "likelihood", "choices", "extend", "records", "text"},
     {"presets", "spec_text"},
     {"roofline", "plan", "analysis", "lm_eval"},
 ]

@@ -149,7 +149,7 @@ def _environment() -> "jinja2.Environment":
     class Generation(jinja2.ext.Extension):
         """The block ``generation``, which marks what a model wrote, for training; here it is its contents."""
 
-        tags = frozenset({"generation"})
+        tags = {"generation"}  # noqa: RUF012  # Jinja's type
 
         def parse(self, parser: "jinja2.parser.Parser") -> "list[jinja2.nodes.Node]":
             next(parser.stream)

@@ -1,0 +1,120 @@
+"""Text in and text out: prompts as texts or conversations, of any lengths, and what follows them as texts."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from kvjax.cache.spec import CacheSpec
+from kvjax.checkpoint.chat import Message
+from kvjax.checkpoint.encoding import EncodedBatch, Tokenizer, padded
+from kvjax.errors import InputError
+from kvjax.generate import Generation, generate
+from kvjax.models.generation import FILE
+from kvjax.models.model import Model
+from kvjax.policies.base import Policy
+from kvjax.sampling import Sampler
+
+NEW_TOKENS = 256  # at most, if neither the caller nor the checkpoint says how many
+
+Text = str | Sequence[Message]  # a text or a conversation
+
+
+class TextGeneration(NamedTuple):
+    """The result of `generate_text`.
+
+    Attributes:
+      texts: what was generated after each prompt, without special tokens.
+      generation: the new tokens, their log-probabilities and the cache; see `kvjax.generate`.
+      prompts: the tokens of the prompts.
+    """
+
+    texts: list[str]
+    generation: Generation
+    prompts: EncodedBatch
+
+
+def generate_text(
+    model: Model,
+    texts: Text | Sequence[Text],
+    policy: Policy | CacheSpec,
+    *,
+    max_new_tokens: int | None = None,
+    sampler: Sampler | None = None,
+    stop: Sequence[int] | None = None,
+    key: jax.Array | None = None,
+    template: str | None = None,
+    **options: Any,
+) -> TextGeneration:
+    """Generates text after texts or conversations of any lengths, with a cache that is limited by a policy.
+
+    What is not given is as the checkpoint's generation_config.json says (`kvjax.models.generation`), and where that
+    says nothing, as below. An argument always has precedence.
+
+    Args:
+      model: from `kvjax.load`, with a tokenizer.
+      texts: a text, a conversation, or a sequence of these. A conversation is a sequence of messages such as
+        ``{"role": "user", "content": "Hello"}``, of which the chat template of the tokenizer makes a text; the model's
+        answer follows.
+      policy: which slots the cache keeps, or a `CacheSpec`.
+      max_new_tokens: the maximum number of new tokens per row; None for that of the checkpoint, or else 256.
+      sampler: how a token is chosen from the logits; None for that of the checkpoint, or else greedy.
+      stop: token ids that end a row; None for the model's (`Model.eos_token_ids`), () for none.
+      key: random key for sampling; None for `jax.random.key(0)`.
+      template: the name of the chat template, if there are several; None for the default one.
+      options: further arguments of `kvjax.generate`, such as `storage` and `prefill_block`.
+
+    Raises:
+      InputError: if the model has no tokenizer, or no chat template for a conversation; if something is neither a text
+        nor a conversation, or has no token; and see `kvjax.generate`.
+      KvjaxError: see `kvjax.generate`.
+    """
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise InputError("the model has no tokenizer, which texts need; give token ids to `kvjax.generate`.")
+    items = _items(texts)
+    prompts = padded([_encoded(tokenizer, item, number, template) for number, item in enumerate(items)])
+    defaults = model.generation
+    if sampler is None and defaults.unsupported:
+        named = ", ".join(defaults.unsupported)
+        warnings.warn(f"{FILE} sets {named}, which kvjax does not have: not applied.", stacklevel=2)
+    made = generate(
+        model, prompts.tokens, policy, lengths=prompts.lengths,
+        max_new_tokens=(defaults.max_new_tokens or NEW_TOKENS) if max_new_tokens is None else max_new_tokens,
+        sampler=defaults.sampler if sampler is None else sampler, key=key,
+        stop=model.eos_token_ids if stop is None else stop, **options,
+    )  # fmt: skip
+    found = []
+    for item, prompt, size, new, length in zip(items, *prompts, made.tokens, made.lengths, strict=True):
+        found.append(_following(tokenizer, prompt[:size] if isinstance(item, str) else (), new[:length]))
+    return TextGeneration(found, made, prompts)
+
+
+def _items(texts: Text | Sequence[Text]) -> Sequence[Text]:
+    """Returns the texts and conversations of an argument that may be one of them."""
+    if isinstance(texts, str):
+        return [texts]
+    if not isinstance(texts, Sequence) or not texts:
+        raise InputError(f"texts must be a text, a conversation or a sequence of these; got {texts!r}.")
+    return [texts] if isinstance(texts[0], Mapping) else texts  # type: ignore[return-value,list-item]
+
+
+def _encoded(tokenizer: Tokenizer, item: Text, number: int, template: str | None) -> list[int]:
+    """Returns the token ids of a text or a conversation."""
+    if isinstance(item, str):
+        ids = tokenizer.encode(item)
+    else:
+        ids = tokenizer.encode(tokenizer.apply_chat_template(item, template=template), bos=False)
+    if not ids:
+        raise InputError(f"text {number} is empty, and this tokenizer begins no text with BOS; give it some words.")
+    return ids
+
+
+def _following(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
+    """Returns the text of new tokens after a prompt.
+
+    Some tokenizers write no space before the first token of a text: the text of both, less that of the prompt, has it.
+    """
+    whole, before = tokenizer.decode([*prompt, *new]), tokenizer.decode(prompt)
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)

@@ -1,0 +1,120 @@
+"""Text in and text out, on a random decoder with a tokenizer of a few words."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+import kvjax
+from kvjax import policies
+from kvjax.checkpoint.tokenizer import load_tokenizer
+from kvjax.errors import InputError
+from kvjax.models import generation
+from kvjax.sampling import Greedy, Sample
+from tests.tiny import VOCAB, tiny
+
+H2O = policies.h2o(budget=0.5)
+TEXTS = ["w5 w9 w7 w8 w30", "w6 w11"]
+TEMPLATE = "<s> {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> kvjax.Model:
+    """Words w3 to w61, two roles, and special tokens 0 (pad), 1 (<s>) and 2 (</s>)."""
+    folder = tmp_path_factory.mktemp("words")
+    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, VOCAB - 2)), "user", "system"]
+    backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(words[:3])
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    own = tiny(layers=1).model
+    return dataclasses.replace(own, tokenizer=load_tokenizer(folder, own.config))
+
+
+def with_defaults(model, **raw):
+    return dataclasses.replace(model, generation=generation.read(raw))
+
+
+def test_a_batch_of_texts_is_each_text_by_itself(model):
+    got = kvjax.generate_text(model, TEXTS, H2O, max_new_tokens=7, stop=())
+    assert got.prompts.tokens.tolist() == [[1, 5, 9, 7, 8, 30], [1, 6, 11, -1, -1, -1]]
+    for row, text in enumerate(TEXTS):
+        alone = kvjax.generate_text(model, text, H2O, max_new_tokens=7, stop=())
+        assert got.texts[row] == alone.texts[0]
+        words = [w for i in got.generation.tokens[row] if i > 2 for w in [model.tokenizer.token(i)]]
+        # The space between prompt and answer is part of the answer.
+        assert got.texts[row] == "".join(f" {word}" for word in words)
+    plain = kvjax.generate(model, got.prompts.tokens, H2O, lengths=got.prompts.lengths, max_new_tokens=7)
+    np.testing.assert_array_equal(got.generation.tokens, plain.tokens)
+
+
+def test_what_is_given_wins_over_the_file_and_the_file_over_the_config(model, monkeypatch):
+    asked = {}
+
+    def generate(*args, **options):
+        asked.update(options)
+        return kvjax.Generation(np.array([[9]]), np.array([1]), np.zeros((1, 1)), state=None)
+
+    monkeypatch.setattr("kvjax.text.generate", generate)
+
+    def of(model, **options):
+        assert kvjax.generate_text(model, TEXTS[:1], H2O, prefill_block=4, **options).texts == [" w9"]
+        assert asked["prefill_block"] == 4
+        return asked["max_new_tokens"], asked["sampler"], tuple(asked["stop"])
+
+    assert of(model) == (256, Greedy(), (2,)), "the tokenizer's EOS, as the config has none"
+    said = with_defaults(model, eos_token_id=[4, 5], do_sample=True, top_k=3, max_new_tokens=9)
+    assert of(said) == (9, Sample(top_k=3), (4, 5))
+    config = dataclasses.replace(model, config=dataclasses.replace(model.config, eos_token_ids=(7,)))
+    assert of(config)[2] == (7,)
+    given = {"max_new_tokens": 3, "sampler": Greedy(2.0), "stop": [8]}
+    assert of(said, **given) == (3, Greedy(2.0), (8,))
+    with pytest.warns(UserWarning, match="sets num_beams, which kvjax does not have"):
+        of(with_defaults(model, num_beams=4))
+
+
+def test_a_row_ends_at_eos_which_is_no_text(model):
+    free = kvjax.generate_text(model, TEXTS, H2O, max_new_tokens=7, stop=())
+    third = int(free.generation.tokens[0, 2])
+    got = kvjax.generate_text(with_defaults(model, eos_token_id=third), TEXTS, H2O, max_new_tokens=7)
+    end = free.generation.tokens[0].tolist().index(third) + 1
+    assert got.generation.lengths[0] == end <= 3
+    assert free.texts[0].startswith(got.texts[0])
+
+
+def test_conversations(model):
+    talk = [{"role": "user", "content": "w5 w9"}]
+    one = kvjax.generate_text(model, talk, H2O, max_new_tokens=7, stop=())
+    assert one.prompts.tokens.tolist() == [[1, VOCAB - 2, 5, 9]]
+    assert not one.texts[0].startswith(" ")
+    both = kvjax.generate_text(model, [talk, "w7"], H2O, max_new_tokens=7, stop=())
+    assert both.prompts.tokens[1].tolist() == [1, 7, -1, -1] and both.texts[0] == one.texts[0]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([], "texts must be a text, a conversation or a sequence of these"),
+        (3, "texts must be a text, a conversation"),
+        (["w5", 3], "a conversation must be messages of the form"),
+        ([[{"role": "user"}]], "a conversation must be messages of the form"),
+    ],
+)
+def test_what_is_no_text(model, texts, message):
+    with pytest.raises(InputError, match=message):
+        kvjax.generate_text(model, texts, H2O)
+
+
+def test_a_model_that_cannot_take_texts(model):
+    plain = dataclasses.replace(model, tokenizer=dataclasses.replace(model.tokenizer, adds_bos=False, files={}))
+    with pytest.raises(InputError, match="text 1 is empty"):
+        kvjax.generate_text(plain, ["w5", ""], H2O)
+    with pytest.raises(InputError, match="no chat template, which conversations need"):
+        kvjax.generate_text(plain, [{"role": "user", "content": "w5"}], H2O)
+    with pytest.raises(InputError, match="the model has no tokenizer"):
+        kvjax.generate_text(tiny(layers=1).model, "w5", H2O)
