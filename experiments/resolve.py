@@ -12,7 +12,7 @@ import numpy as np
 from experiments import config as configs
 from experiments import machine, results
 from experiments.config import ExperimentConfig, ModelConfig
-from kvjax import sharding
+from kvjax import sharding, spec_text
 from kvjax.cache import CacheLayout, CacheSpec, Limits
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
@@ -70,17 +70,20 @@ def specs_of(config: ExperimentConfig) -> list[CacheSpec]:
     Raises:
       KvjaxError: a policy, a storage or a selection, a setting of one, or a budget that cannot work.
     """
-    found = {}
     own = configs.build_spec(config)
+    found = {own.name: own}
     for name in dict.fromkeys(config.baselines):
         try:
             spec = configs.baseline(config, name)
         except KvjaxError as error:
             raise baseline_error(name, error) from None
-        if spec.name != own.name:
-            found[spec.name] = spec
-    # The full cache opens every table, also when it is the policy itself.
-    return sorted([*found.values(), own], key=lambda spec: spec.name != "full")
+        if found.get(spec.name, spec) != spec:
+            # Policies of two files may have one name.
+            text = name.partition(configs.JOINED)[0].strip()
+            spec = dataclasses.replace(spec, policy=spec_text.named(spec.policy, text))
+        found.setdefault(spec.name, spec)
+    # The full cache opens every table, also when it is the policy itself, which otherwise ends it.
+    return sorted([*(spec for spec in found.values() if spec is not own), own], key=lambda spec: spec.name != "full")
 
 
 def baseline_error(name: str, error: KvjaxError) -> KvjaxError:

@@ -10,6 +10,7 @@ marked. --sweep=seed=0,1,2 gives the mean and the standard deviation over seeds.
 semicolons if there are any: --sweep='mesh=data:2;data:1,model:2'.
 """
 
+import collections
 import itertools
 import shlex
 import sys
@@ -100,7 +101,19 @@ def sweep(
             folder = _write(folder, name, results.to_json(result | {"swept": swept}))
         # The file may be of another sweep with the same resolved config.
         found.append(result | {"swept": swept, "policy": configs.name_of(config), "file": name})
-    return folder, found
+    return folder, _told_apart(found)
+
+
+def _told_apart(found: list[report.Row]) -> list[report.Row]:
+    """Adds a ``label``: the name of the policy, or its text where policies of two files have one name."""
+    texts = collections.defaultdict(set)
+    for result in found:
+        texts[result["policy"]].add(result["config"]["policy"]["name"])
+    for result in found:
+        name, text = result["policy"], result["config"]["policy"]["name"]
+        _, *others = name.split(configs.JOINED)
+        result["label"] = name if len(texts[name]) == 1 else configs.JOINED.join((text, *others))
+    return found
 
 
 def _write(folder: Path, name: str, content: str | bytes) -> Path:
@@ -140,9 +153,15 @@ def _attempt(session: Session, config: ExperimentConfig) -> report.Row:
     return result | {"seconds": round(time.perf_counter() - start, 3)}
 
 
+def label_of(result: report.Row) -> str:
+    """What tables and plots call the policy of a result."""
+    return str(result.get("label", result["policy"]))
+
+
 def own_row(result: report.Row) -> report.Row:
     """The measurement of the combination's own policy among its baselines."""
-    return next(row for row in result["rows"] if row["policy"] == result["policy"])
+    # A result of older code may have named it otherwise; it is the last.
+    return next((row for row in result["rows"] if row["policy"] == result["policy"]), result["rows"][-1])
 
 
 def cells(found: Sequence[report.Row]) -> list[dict[str, str]]:
@@ -153,9 +172,9 @@ def cells(found: Sequence[report.Row]) -> list[dict[str, str]]:
         shown = done[0] if done else group[0]
         swept = shown["swept"] | ({seeds.SEED: f"{len(done)} seeds"} if len(group) > 1 else {})
         line = {_COLUMNS.get(path, path.split(".")[-1]): str(value) for path, value in swept.items()}
-        line |= {"policy": shown["policy"]} if "policy" in line else {}
         if done:
             line |= seeds.cells([own_row(result) for result in done])
+        line |= {"policy": label_of(shown)} if "policy" in line else {}
         if any(_of_other_code(result) for result in done):
             first = next(iter(line))
             line[first] += OTHER_CODE
@@ -190,7 +209,7 @@ def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
     for (result, row), error in zip(done, spread, strict=True):
         named = ("policy.budget", seeds.SEED, *_NAMING)
         others = {path: v for path, v in result["swept"].items() if path not in named}
-        label = " ".join([row["policy"], *(f"{path.split('.')[-1]}={value}" for path, value in others.items())])
+        label = " ".join([label_of(result), *(f"{path.split('.')[-1]}={value}" for path, value in others.items())])
         full = next((r[quality] for r in result["rows"] if r["policy"] == "full"), None)
         known = quality == "perplexity" and full is not None
         shown.append({

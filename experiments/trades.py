@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from experiments import plots, report, seeds
+from experiments.config import JOINED
 
 #: One for each storage of a plot, from the largest to the smallest; a policy has a marker.
 STORAGE_COLORS = (
@@ -30,7 +31,8 @@ def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
     for result, row, values in done:
         if row[quality] is None:
             continue
-        name, storage = result["config"]["policy"]["name"], result["config"]["storage"]
+        storage = result["config"]["storage"]
+        name = result.get("label", result["config"]["policy"]["name"]).partition(JOINED)[0]
         policy = f"{name}, {report.show_budget(row)}" if many and row["budget"] is not None else name
         error = seeds.deviation(values)
         shown.append({

@@ -1,5 +1,8 @@
 """Policies, storages, selections and quantised weights as text.
 
+What is built is named by its text. A factory in a file is called in it by the name that its policy has, as in
+``evict(name="loudest")``, or else by FILE.py:factory.
+
 A name, a call, a combination, or a factory in a file of your own:
 
 h2o
@@ -21,6 +24,7 @@ import difflib
 import functools
 import importlib.util
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +42,8 @@ Factory = Callable[..., Any]
 
 _FILE = re.compile(r"([^\s(),=]+\.py):(\w+)")  # FILE.py:factory
 _COMBINING = COMBINATORS | {"split_heads": HEAD_PLANS["split_heads"]}
+#: Names that policies of kvjax begin with: ``h2o``, ``adakv[snapkv]``, ``h2o+heavy``.
+_LIBRARY = re.compile(rf"({'|'.join([*POLICIES, *HEAD_PLANS, *COMBINATORS, 'evict', 'compress'])})\b")
 _OBJECTS = (Policy, Merge, Storage, Selection)  # what a file may hold instead of a factory
 
 
@@ -81,7 +87,7 @@ REGISTRIES: dict[Axis, Registry] = {
 
 @functools.lru_cache(maxsize=None, typed=True)  # a budget of 1 slot is not 1.0 of the prompt
 def build(axis: Axis, text: str, **defaults: Any) -> Any:
-    """The policy, storage or selection that a text describes; its name is the text.
+    """The policy, storage or selection that a text describes; for its name see this module.
 
     Args:
       axis: what is built.
@@ -98,8 +104,13 @@ def build(axis: Axis, text: str, **defaults: Any) -> Any:
     if not isinstance(made, registry.kind):
         see = f"{registry.kind.__module__}.{registry.kind.__name__}"
         raise registry.error(f"{axis} {text!r}: its factory returned {made!r}, not a {axis}; see {see}.")
+    return named(made, reader.shown())
+
+
+def named(made: Any, name: str) -> Any:
+    """Returns what was built under another name, which is not part of what two of a kind are compared by."""
     made = copy.copy(made)
-    object.__setattr__(made, "name", text)  # not part of what two of a kind are compared by
+    object.__setattr__(made, "name", name)
     return made
 
 
@@ -154,6 +165,7 @@ class _Reader:
       node: the text, parsed.
       files: the name that stands for FILE.py:factory in `node` -> file and factory.
       defaults: see `build`.
+      names: the same -> the name that a policy of the file has, as they are built.
     """
 
     axis: Axis
@@ -161,6 +173,7 @@ class _Reader:
     node: ast.expr
     files: dict[str, tuple[str, str]]
     defaults: dict[str, Any]
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, axis: Axis, text: str, defaults: dict[str, Any]) -> "_Reader":
@@ -181,6 +194,21 @@ class _Reader:
 
     def made(self, node: ast.expr) -> Any:
         """What a name or a call builds."""
+        built = self.built(node)
+        name = node.func if isinstance(node, ast.Call) else node
+        own = getattr(built, "name", None) if isinstance(built, Policy) else None
+        # A policy of kvjax that a factory passes on, or one without a name, is told from others by its file.
+        if own and isinstance(name, ast.Name) and name.id in self.files and not _LIBRARY.match(own):
+            self.names[name.id] = own
+        return built
+
+    def shown(self) -> str:
+        """The text, with the names of policies in place of their files."""
+        number = itertools.count()
+        return _FILE.sub(lambda match: self.names.get(f"__file{next(number)}", match[0]), self.text)
+
+    def built(self, node: ast.expr) -> Any:
+        """See `made`."""
         factory, call = self.factory(node)
         if isinstance(factory, _OBJECTS):
             if call:

@@ -165,7 +165,7 @@ def test_a_policy_in_a_users_own_file(mine, small, capsys):
 
     small.policy, small.baselines = PolicyConfig(name=name, budget=6), ("full", "window(sinks=2)")
     folder = run.run(small)
-    assert name in (folder / "report.md").read_text()
+    assert "| loudest " in (folder / "report.md").read_text()
     assert "window(sinks=2)" in capsys.readouterr().out
     _, results = sweep.sweep(
         small, [("policy.budget", [5, 6]), ("policy.name", [name, "roco(guard=2)"])], progress=False
@@ -173,6 +173,43 @@ def test_a_policy_in_a_users_own_file(mine, small, capsys):
     assert [result["status"] for result in results] == ["ok"] * 4
     with pytest.raises(ConfigError, match="no factory and no policy of that name"):
         spec_text.build("policy", f"{mine}:quietest", budget=6)
+
+
+NAMED = """
+from kvjax.policies import evict, h2o, mass, protect_newest
+
+def mine(budget, recent=1):
+    return evict(importance=mass, scope=protect_newest(recent), budget=budget, name="my method")
+
+def plain(budget):
+    return evict(importance=mass, budget=budget)
+
+def passed_on(budget):
+    return h2o(budget, recent=3)
+"""
+
+
+def test_reports_use_the_name_that_a_policy_has(tmp_path, small):
+    """A policy of a file that has no name of its own, or that of a policy of kvjax, is told from others by its file."""
+    one, two = tmp_path / "one.py", tmp_path / "two.py"
+    one.write_text(NAMED)
+    two.write_text(NAMED.replace("protect_newest(recent)", "protect_newest(2)"))
+    texts = {
+        f"{one}:mine": "my method",
+        f"{one}:mine(recent=2)": "my method(recent=2)",
+        f"after_prefill(snapkv(window=2), then={one}:mine)": "after_prefill(snapkv(window=2), then=my method)",
+        f"{one}:plain": f"{one}:plain",
+        f"value_norm({one}:passed_on)": f"value_norm({one}:passed_on)",
+    }
+    assert [spec_text.build("policy", text, budget=6).name for text in texts] == list(texts.values())
+    # Two files may give one name: a table has both.
+    small.policy, small.baselines = PolicyConfig(name=f"{one}:mine", budget=6), ("full", f"{two}:mine", f"{one}:mine")
+    assert [spec.name for spec in resolve.specs_of(small)] == ["full", f"{two}:mine", "my method"]
+    found = [{"policy": "my method + int8", "config": {"policy": {"name": f"{file}:mine"}}} for file in (one, two, one)]
+    assert [each["label"] for each in sweep._told_apart(found)] == [
+        f"{one}:mine + int8", f"{two}:mine + int8", f"{one}:mine + int8",
+    ]  # fmt: skip
+    assert [each["label"] for each in sweep._told_apart(found[::2])] == ["my method + int8"] * 2
 
 
 OWN = """
