@@ -102,6 +102,12 @@ def exact_matches(
             if watch is not None:
                 watch(result)
             for row, prompt in zip(result.tokens, part, strict=True):
-                right += model.tokenizer.decode(row).lstrip().startswith(prompt.text.lstrip())
+                right += answers(model, row, prompt)
         found[task] = right / len(made)
     return found
+
+
+def answers(model: Model, tokens: np.ndarray, prompt: Prompt) -> bool:
+    """Whether generated tokens [n] begin with the answer of a prompt."""
+    assert model.tokenizer is not None
+    return bool(model.tokenizer.decode(tokens).lstrip().startswith(prompt.text.lstrip()))

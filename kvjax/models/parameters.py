@@ -1,6 +1,7 @@
 """The parameters of a decoder: their shapes, their number, and random ones."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -21,6 +22,14 @@ def parameter_shapes(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> P
       config: the decoder.
       dtype: of the parameters.
     """
+    # A tree of the caller's own.
+    found: Params = jax.tree.map(lambda leaf: leaf, _traced_shapes(config, jnp.dtype(dtype)))
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def _traced_shapes(config: DecoderConfig, dtype: jnp.dtype) -> Params:
+    """Traces the initialisation, which takes seconds for a decoder of many layers."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     init = Decoder(config, dtype).init
     return jax.eval_shape(lambda key, x: init(key, x)["params"], jax.random.key(0), tokens)

@@ -1,0 +1,62 @@
+"""Measures tables and figures of H2O, RoCo and InfiniGen by name, on a small model, beside the papers' numbers.
+
+    python -m experiments.paper h2o_table6 [--config.model.path=FOLDER]
+    python -m experiments.paper all --fast
+
+Names are those of --list, a paper (h2o, roco, infinigen) or all. Each entry prints what the paper has, what was
+measured, every comparison and a verdict: CONFIRM, CONTRADICT or INCONCLUSIVE. --fast takes few rows, and decides
+nothing. Results, figures and a page of all entries go to --output; measurements are kept below it, in parts/, so that a
+run that is killed goes on where it was, and entries share them. The texts are found in --data.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from experiments import cli
+from experiments.papers import runner
+from experiments.papers.config import PaperConfig
+from experiments.papers.entry import registry
+from experiments.papers.settings import FAST, FULL, Settings, find_data
+from kvjax import products
+
+SOME_FAILED = 1
+CONFIG = "--config=papers"
+OUTPUT = "results/papers"
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_bool("fast", False, "few rows: all entries in a quarter of an hour, no verdict", flag_values=values)
+    flags.DEFINE_bool("list", False, "print the entries and run nothing", flag_values=values)
+    flags.DEFINE_bool("rerun", False, "measure what there is a result of, too", flag_values=values)
+    flags.DEFINE_integer("seed", 0, "of prompts, draws and bootstraps", lower_bound=0, flag_values=values)
+    where = "folder of the texts; else data/ of $KVJAX_SHARED, or of shared/ in or beside the project"
+    flags.DEFINE_string("data", None, where, flag_values=values)
+    flags.DEFINE_string("output", None, f"folder of results; else {OUTPUT}, or {OUTPUT}-fast", flag_values=values)
+
+
+def main(argv: Sequence[str]) -> int:
+    names = [argument for argument in argv[1:] if not argument.startswith("-")]
+    given = [argument for argument in argv[1:] if argument.startswith("-")]
+    config, values = cli.parse([*argv[:1], CONFIG, *given], about=__doc__, define=define, cls=PaperConfig)
+    if values.list:
+        for name, entry in registry().items():
+            print(f"{name}: {entry.question}")
+        return 0
+    runner.entries_of(names)
+    scale = FAST if values.fast else FULL
+    settings = Settings(config.model, find_data(values.data), values.seed, scale)
+    output = Path(values.output or (f"{OUTPUT}-fast" if values.fast else OUTPUT))
+    # Which form of a product is the fastest depends on the machine, and its digits on the form.
+    products.use("fixed")
+    failed = runner.run(names, settings, output, rerun=values.rerun)
+    print(f"Wrote {output}/{runner.PAGE}, and a report, a figure and results of each entry beside it.")
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return SOME_FAILED if failed else 0
+
+
+if __name__ == "__main__":
+    cli.main(main, interrupted="finished measurements were kept; the same command goes on.")

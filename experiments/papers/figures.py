@@ -1,0 +1,86 @@
+"""Figures of entries: lines and bars in panels."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments import plots
+
+MARKERS = "os^Dv<>pX*P"
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One axes of a figure.
+
+    Attributes:
+      title: above it.
+      x: label of the horizontal axis.
+      y: label of the vertical axis.
+      lines: label -> xs and ys.
+      log_x: whether the horizontal axis is logarithmic.
+      log_y: whether the vertical one is.
+    """
+
+    title: str
+    x: str
+    y: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    log_x: bool = False
+    log_y: bool = False
+
+
+def curves(panels: Sequence[Panel]) -> bytes:
+    """Draws lines in panels side by side, a colour and a marker for each label, as a PNG."""
+    labels = list(dict.fromkeys(label for panel in panels for label in panel.lines))
+    color = plots.colors(labels)
+    marker = dict(zip(labels, itertools.cycle(MARKERS), strict=False))
+    figure, axes = plots.new_figure(len(panels), figsize=(4.6 * len(panels), 3.8))
+    for ax, panel in zip(axes[0], panels, strict=True):
+        plots.style(ax, panel.title, panel.x, panel.y)
+        for label, (xs, ys) in panel.lines.items():
+            few = len(xs) <= 16
+            ax.plot(
+                xs, ys, color=color[label], marker=marker[label] if few else None, markersize=4.5, lw=1.6, label=label,
+                ls=(0, (4, 3)) if label == "full" else "-",
+            )  # fmt: skip
+        ax.grid(axis="y", color="#e5e5e5", lw=0.8)
+        if panel.log_x:
+            ax.set_xscale("log")
+        if panel.log_y:
+            ax.set_yscale("log")
+    _legend(axes[0][-1], labels)
+    return plots.png(figure)
+
+
+def bars(title: str, y: str, groups: Mapping[str, Mapping[str, float]]) -> bytes:
+    """Draws bars as a PNG.
+
+    Args:
+      title: above.
+      y: label of the vertical axis.
+      groups: group along the horizontal axis -> label -> height.
+    """
+    labels = list(dict.fromkeys(label for group in groups.values() for label in group))
+    color, width = plots.colors(labels), 0.8 / len(labels)
+    figure, axes = plots.new_figure(1, figsize=(max(5.0, 1.2 * len(groups) + 2), 3.8))
+    ax = axes[0][0]
+    plots.style(ax, title, "", y)
+    for place, label in enumerate(labels):
+        xs = [number + (place - (len(labels) - 1) / 2) * width for number in range(len(groups))]
+        heights = [group.get(label, 0.0) for group in groups.values()]
+        ax.bar(xs, heights, width=0.92 * width, color=color[label], label=label)
+    ax.set_xticks(range(len(groups)), list(groups))
+    _legend(ax, labels)
+    return plots.png(figure)
+
+
+def png(figure: Any) -> bytes:
+    """The bytes of a figure of `kvjax.analysis.plots`."""
+    return plots.png(figure)
+
+
+def _legend(ax: Any, labels: Sequence[str]) -> None:
+    if len(labels) > 1:
+        ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1))

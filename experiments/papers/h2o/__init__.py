@@ -1,0 +1,1 @@
+"""Entries of H2O (arXiv:2306.14048)."""

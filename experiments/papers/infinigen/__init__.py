@@ -1,0 +1,1 @@
+"""Entries of InfiniGen (arXiv:2406.19707)."""

@@ -1,0 +1,105 @@
+"""What a person reads: an entry's report, and the page of all of them."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments import report
+from experiments.papers.entry import Entry
+from experiments.papers.names import PAPERS
+from experiments.papers.verdict import Claim, Judgement, Table, Verdict
+
+INTRODUCTION = """\
+Every table and figure of three papers, by name, with what was measured here and a verdict. CONFIRM: all claims of that
+side hold. CONTRADICT: a claim of that side holds. INCONCLUSIVE: neither, or both, or too few rows. "Better" is said
+where the 95 % interval of a paired bootstrap over at least 32 rows excludes 0, or an exact sign test over at least 128
+prompts rejects equality at 5 %; each entry says how many comparisons it made, and none of the levels is corrected for
+that number. The thresholds were fixed before any run. A model of this size may contradict a paper without the paper
+being wrong: read every verdict as one about this model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """An entry's result.
+
+    Attributes:
+      entry: which.
+      judgement: of its measurements.
+      verdict: by the rule.
+      reason: of the verdict.
+      remarks: lines about the run, such as results of other code.
+    """
+
+    entry: Entry
+    judgement: Judgement
+    verdict: Verdict
+    reason: str
+    remarks: Sequence[str] = ()
+
+    def markdown(self, level: int = 2) -> str:
+        """The report with its figure's file beside it."""
+        image = [f"![{self.entry.name}]({self.entry.name}.png)"] if self.judgement.draw is not None else []
+        title = f"{'#' * level} {self.entry.name}"
+        return "\n\n".join([title, *self._blocks("github", bold="**"), *image]) + "\n"
+
+    def text(self) -> str:
+        """The report as a terminal shows it."""
+        title = f"{self.entry.name}: {self.entry.paper}"
+        return "\n\n".join([f"{title}\n{'=' * len(title)}", *self._blocks("simple")]) + "\n"
+
+    def _blocks(self, style: str, bold: str = "") -> list[str]:
+        entry, judgement = self.entry, self.judgement
+
+        def head(words: str) -> str:
+            return f"{bold}{words}{bold}"
+
+        blocks = [entry.question, f"{head('The paper.')} {entry.published.caption}"]
+        blocks += [report.table([dict(row) for row in entry.published.rows], style)] if entry.published.rows else []
+        blocks += [entry.published.shape] if entry.published.shape else []
+        blocks.append(f"{head('Here.')} {entry.here}")
+        for table in judgement.tables:
+            blocks += [f"{head(table.title)}", _shown(table, style)]
+        for side, claims in (
+            ("CONFIRM needs all of", judgement.confirm),
+            ("CONTRADICT needs one of", judgement.contradict),
+        ):
+            blocks += [f"{head(side)}:\n\n" + "\n".join(map(_claim, claims))] if claims else []
+        if judgement.comparisons:
+            count = len(judgement.comparisons)
+            made = f"{count} comparisons were made" if count > 1 else "One comparison was made"
+            rows = [each.row() for each in judgement.comparisons]
+            blocks += [f"{head(made)}, the first cache against the second:", report.table(rows, style)]
+        blocks.append(f"{head(f'Verdict: {self.verdict.value}')} ({self.reason}).")
+        blocks += [f"Note: {note}" for note in judgement.notes]
+        blocks += [f"{head('Needs')} {entry.needs}"] if entry.needs else []
+        return [*blocks, *self.remarks]
+
+
+def _shown(table: Table, style: str) -> str:
+    return report.table([dict(row) for row in table.rows], style)
+
+
+def _claim(claim: Claim) -> str:
+    found = f" ({claim.found})" if claim.found else ""
+    return f"- {'holds' if claim.holds else 'does not hold'}: {claim.text}{found}"
+
+
+def page(sections: Mapping[str, tuple[Mapping[str, Any], str]], about: Sequence[str]) -> str:
+    """The page of all entries that have been run.
+
+    Args:
+      sections: entry -> its results.json, and its report in Markdown.
+      about: paragraphs about the run.
+    """
+    counts = {each.value: sum(result["verdict"] == each.value for result, _ in sections.values()) for each in Verdict}
+    counted = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    parts = ["# Papers by name", INTRODUCTION, *about, f"{len(sections)} entries: {counted}."]
+    rows = [
+        {"entry": f"[{name}](#{name})", "question": result["question"], "verdict": result["verdict"]}
+        for name, (result, _) in sections.items()
+    ]
+    parts.append(report.table(rows, "github"))
+    for paper, names in PAPERS.items():
+        own = [sections[name][1] for name in names if name in sections]
+        parts += [f"## {paper}", *own] if own else []
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"

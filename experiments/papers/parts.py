@@ -1,0 +1,203 @@
+"""Parts: the measurements that entries ask for. A part that is finished is kept, and shared by all entries.
+
+A part is a frozen dataclass whose fields say all that its result depends on, besides the contents of the files that it
+reads. Its result is a file of arrays named by a digest of both, written whole or not at all: a run that is killed goes
+on at the first part that is missing.
+"""
+
+import dataclasses
+import gc
+import hashlib
+import io
+import json
+import time
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import data, identity, results
+from experiments.config import DataConfig, ExperimentConfig, ModelConfig
+from experiments.papers.settings import MAIN, Settings
+from experiments.resolve import dtype_of
+from experiments.session import Session
+from kvjax.errors import ConfigError
+from kvjax.models.model import Model
+
+Result = Mapping[str, np.ndarray]
+MOST_MAPS = 40_000  # memory maps of compiled programs, of which a process may have 65,530
+ABOUT = "about"  # the entry of a result's file that says what it is
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A measurement.
+
+    Attributes:
+      model: the model that is measured; see `Settings.config`.
+    """
+
+    model: str = MAIN
+
+    def measure(self, lab: "Lab") -> Result:
+        """The result: named arrays.
+
+        Raises:
+          KvjaxError: what is asked for cannot be measured.
+        """
+        raise NotImplementedError
+
+    def files(self, settings: Settings) -> Sequence[Path]:
+        """The files that it reads, besides the model's."""
+        return ()
+
+    @property
+    def name(self) -> str:
+        """One line for progress."""
+        shown = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if f.name != "model"]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cached(Part):
+    """A measurement of a cache.
+
+    Attributes:
+      cache: as text: ``h2o``, ``h2o(recent=40)``, ``full + int8``; see `experiments.config.baseline`.
+      budget: of its policy: slots (int) or a fraction of the prompt (float).
+      block: tokens of a block of the prompt; None = one shot.
+    """
+
+    cache: str
+    budget: int | float
+    block: int | None = None
+
+
+class Lab:
+    """Loads models and texts once, and measures parts or finds them in a folder."""
+
+    def __init__(self, settings: Settings, folder: Path, *, rerun: bool = False) -> None:
+        """Takes a folder of results.
+
+        Args:
+          settings: of the run.
+          folder: of the parts; made if it is not there.
+          rerun: whether to measure everything once more.
+
+        Raises:
+          ConfigError: the folder cannot be written.
+        """
+        results.make_folder(folder)
+        self.settings, self.folder, self.rerun = settings, folder, rerun
+        self.measured: list[Part] = []  # in this process
+        self._session: dict[str, Session] = {}
+        self._found: dict[str, Result] = {}
+
+    def get(self, part: Part) -> Result:
+        """The result of a part, measured if it is not there yet."""
+        name = self.digest(part)
+        if name not in self._found:
+            path = self.folder / f"{name}.npz"
+            found = None if self.rerun else read(path)
+            if found is None:
+                found = self._measure(part, path)
+            self._found[name] = found
+        return self._found[name]
+
+    def has(self, part: Part) -> bool:
+        """Whether a part needs no measurement."""
+        name = self.digest(part)
+        return name in self._found or (not self.rerun and (self.folder / f"{name}.npz").is_file())
+
+    def digest(self, part: Part) -> str:
+        """What names a part's result: its settings, and the contents of its files."""
+        model = ExperimentConfig(model=self.settings.config(part.model), baselines=())
+        files = [*identity.contents(model).values(), *map(identity.of_file, part.files(self.settings))]
+        about = described(part, self.settings) | {"files": files}
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[: identity.DIGITS]
+
+    def _measure(self, part: Part, path: Path) -> Result:
+        start = time.perf_counter()
+        exact = "highest" if dtype_of(self.settings.config(part.model)) == jnp.float32 else None
+        with jax.default_matmul_precision(exact):
+            found = {name: np.asarray(value) for name, value in part.measure(self).items()}
+        about = described(part, self.settings) | {
+            "code": identity.code(), "seconds": round(time.perf_counter() - start, 3)
+        }  # fmt: skip
+        results.write(path, packed(found | {ABOUT: np.asarray(json.dumps(about))}))
+        self.measured.append(part)
+        _forget_programs()
+        return found
+
+    def model(self, name: str = MAIN) -> Model:
+        """A model that a part names."""
+        session = self._session.setdefault(name, Session())
+        return session.model(ExperimentConfig(model=self.config(name), data=_SMALLEST, baselines=()))
+
+    def config(self, name: str = MAIN) -> ModelConfig:
+        """The config of a model that a part names."""
+        return self.settings.config(name)
+
+    def rows(self, part: Part, text: str, rows: int, length: int) -> np.ndarray:
+        """[rows, length] int32 tokens of a text, one row after the other, each with BOS where the model expects it."""
+        model = self.model(part.model)
+        file = str(self.settings.file(text))
+        config = DataConfig(text=file, num_sequences=rows, prompt_length=length - 1, new_tokens=1)
+        return data.load(config, model, self.settings.seed)[0]
+
+    def code_of(self, part: Part) -> str:
+        """The digest of the sources that measured a part."""
+        return json.loads(str(self.get(part).get(ABOUT, "{}"))).get("code", identity.code())
+
+
+# Of the checks before a model is loaded.
+_SMALLEST = DataConfig(num_sequences=1, prompt_length=16, new_tokens=1)
+
+
+def described(part: Part, settings: Settings) -> dict[str, Any]:
+    """All that a part's result depends on but the contents of files."""
+    model = dataclasses.asdict(settings.config(part.model))
+    fields = json.loads(json.dumps(dataclasses.asdict(part)))
+    # Where files are does not matter.
+    model["path"] = Path(model["path"]).name if model["path"] else None
+    return {"part": type(part).__name__, "fields": fields, "model": model, "seed": settings.seed}
+
+
+def packed(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """The bytes of an .npz file."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **dict(arrays))  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def read(path: Path) -> Result | None:
+    """The arrays of an .npz file, or None where there is none or it is damaged."""
+    try:
+        with np.load(path) as file:
+            return dict(file)
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+        return None
+
+
+def check_unique(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Parts in order, each once.
+
+    Raises:
+      ConfigError: something that is no part.
+    """
+    for part in parts:
+        if not isinstance(part, Part):
+            raise ConfigError(f"an entry asks for {part!r}, which is no part.")
+    return tuple(dict.fromkeys(parts))
+
+
+def _forget_programs() -> None:
+    """Lets compiled programs go where they hold too many memory maps."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()

@@ -1,0 +1,88 @@
+"""Caches as text, with arrays that several budgets share."""
+
+import dataclasses
+import math
+
+from experiments import config as configs
+from experiments.config import ExperimentConfig, PolicyConfig
+from experiments.papers.settings import Settings
+from kvjax import spec_text
+from kvjax.cache import CacheSpec
+from kvjax.policies import Budget, Evict, Fraction, Slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Within(Budget):
+    """A budget whose arrays have room for a share of the prompt, so that smaller budgets share one program.
+
+    Attributes:
+      budget: the slots that are kept.
+      share: of the longest prompt, what is allocated at the least.
+    """
+
+    budget: Fraction | Slots
+    share: float
+
+    @property
+    def follows_prompt(self) -> bool:
+        return self.budget.follows_prompt
+
+    def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
+        return self.budget.slots(prompt_length, num_layers)
+
+    def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
+        room = max(1, math.floor(self.share * prompt_lengths[-1] + 1e-9))
+        return tuple(max(each, room) for each in self.budget.largest(prompt_lengths, num_layers))
+
+    @property
+    def value(self) -> int | float:
+        return self.budget.value
+
+
+def exact_spec(cache: str, budget: int | float, seed: int = 0) -> CacheSpec:
+    """The cache that a text describes, with arrays of exactly its budget.
+
+    Args:
+      cache: see `experiments.papers.parts.Cached`.
+      budget: of its policy.
+      seed: of a policy that draws.
+
+    Raises:
+      KvjaxError: no such cache.
+    """
+    policy = cache.split(configs.JOINED)[0].strip()
+    if seed and policy == "random":
+        cache = cache.replace("random", f"random(seed={seed})", 1)
+    return configs.baseline(ExperimentConfig(policy=PolicyConfig(name="full", budget=budget)), cache)
+
+
+def build(cache: str, budget: int | float, settings: Settings, prompt: int) -> CacheSpec:
+    """The cache that a text describes, with arrays for the smallest of the scale's tiers that holds its budget.
+
+    What it computes is that of `exact_spec`.
+
+    Args:
+      cache: see `experiments.papers.parts.Cached`.
+      budget: of its policy.
+      settings: of the run.
+      prompt: tokens of the longest prompt.
+
+    Raises:
+      KvjaxError: no such cache.
+    """
+    spec = exact_spec(cache, budget, settings.seed)
+    own = spec.policy.budget
+    if not isinstance(spec.policy, Evict) or not isinstance(own, Fraction | Slots):
+        return spec
+    slots = own.slots(prompt, 1)[0]
+    tier = next((each for each in settings.scale.tiers if slots <= each * prompt), None)
+    if tier is None:
+        return spec
+    policy = dataclasses.replace(spec.policy, budget=Within(own, tier))
+    object.__setattr__(policy, "name", spec.policy.name)
+    return dataclasses.replace(spec, policy=policy)
+
+
+def takes(cache: str, argument: str) -> bool:
+    """Whether a policy as text has an argument."""
+    return argument in spec_text.accepts("policy", cache)

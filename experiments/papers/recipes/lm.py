@@ -1,0 +1,94 @@
+"""LM: the log-probability of a text's tokens under a cache that evolves as in generation."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+import kvjax
+from experiments.papers.parts import Cached, Lab, Result
+from experiments.papers.recipes import caches
+from experiments.papers.settings import MAIN, Settings
+from experiments.papers.statistics import Comparison, paired_bootstrap
+from kvjax.cache import Limits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LM(Cached):
+    """Scores rows of a text.
+
+    The result has ``logprobs`` [rows, new] float32, of the tokens after the prompts.
+
+    Attributes:
+      text: a key of `TEXTS`.
+      rows: of the text.
+      prompt: tokens of each row's prompt.
+      new: tokens after it.
+    """
+
+    text: str
+    rows: int
+    prompt: int
+    new: int
+
+    def files(self, settings: Settings) -> Sequence[Path]:
+        return (settings.file(self.text),)
+
+    def measure(self, lab: Lab) -> Result:
+        spec = caches.build(self.cache, self.budget, lab.settings, self.prompt)
+        scored = kvjax.log_likelihood(
+            lab.model(self.model), lab.rows(self, self.text, self.rows, self.prompt + self.new), spec,
+            prompt_length=self.prompt, prefill_block=self.block, implementation="auto",
+            limits=Limits(self.prompt, self.new, shortest=self.prompt),
+        )  # fmt: skip
+        # Entry t scores token t + 1.
+        return {"logprobs": np.asarray(scored.logprobs)[:, self.prompt - 1 :]}
+
+
+def lm(
+    settings: Settings,
+    cache: str,
+    budget: int | float,
+    *,
+    text: str = "book",
+    block: int | None = None,
+    prompt: int | None = None,
+    new: int | None = None,
+    rows: int | None = None,
+    model: str = MAIN,
+) -> LM:
+    """A part of the scale's sizes, unless others are given."""
+    scale = settings.scale
+    # The full cache has no budget: one part for all.
+    return LM(
+        model=model, cache=cache, budget=1.0 if cache.startswith("full") else budget, block=block, text=text,
+        rows=rows or scale.rows, prompt=prompt or scale.prompt, new=new or scale.new,
+    )  # fmt: skip
+
+
+def nats(result: Result) -> np.ndarray:
+    """The negative log-likelihood per token of each row, [rows] float64."""
+    return np.asarray(-np.mean(result["logprobs"], axis=1, dtype=np.float64))
+
+
+def perplexity(result: Result) -> float:
+    """exp of the mean negative log-likelihood per token."""
+    return math.exp(float(np.mean(nats(result))))
+
+
+def shown(result: Result) -> str:
+    """The perplexity as a cell."""
+    value = perplexity(result)
+    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
+
+
+def loss(result: Result, full: Result) -> float:
+    """The perplexity above the full cache's, as a share of it."""
+    return math.expm1(float(np.mean(nats(result) - nats(full))))
+
+
+def compare(what: str, one: Result, other: Result, settings: Settings) -> Comparison:
+    """Nats per token of one cache against another, row by row: lower is better."""
+    return paired_bootstrap(f"{what}, nats a token", nats(one), nats(other), seed=settings.seed)

@@ -1,0 +1,1 @@
+"""Entries of RoCo (arXiv:2402.06262)."""

@@ -1,0 +1,130 @@
+"""Runs entries: measures what is missing, judges, prints and writes."""
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import fields, identity, machine, results
+from experiments.papers import page, verdict
+from experiments.papers.entry import Entry, registry
+from experiments.papers.names import NAMES
+from experiments.papers.page import Report
+from experiments.papers.parts import Lab, check_unique
+from experiments.papers.settings import Settings
+from experiments.progress import tracked
+from kvjax.errors import ConfigError, KvjaxError
+
+PARTS = "parts"  # the folder of measurements, below the output
+PAGE = "README.md"
+
+
+def entries_of(names: Sequence[str]) -> list[Entry]:
+    """The entries of some names; ``all`` is every one, and the name of a paper, such as ``h2o``, those of it.
+
+    Raises:
+      ConfigError: no name, or an unknown one.
+    """
+    known = registry()
+    found: dict[str, Entry] = {}
+    for name in names:
+        own = [each for each in known if name in ("all", each, each.split("_")[0])]
+        if not own:
+            close = [each for each in known if name.replace("-", "_") in each]
+            hint = f"did you mean {', '.join(close)}? " if close else ""
+            raise ConfigError(f"unknown entry {name!r}; {hint}--list prints all {len(known)}; all runs them.")
+        found |= {each: known[each] for each in own}
+    if not found:
+        raise ConfigError("give the names of entries, such as h2o_table6, or all; --list prints them.")
+    return [found[name] for name in NAMES if name in found]
+
+
+def run(
+    names: Sequence[str], settings: Settings, output: Path, *, rerun: bool = False, progress: bool | None = None
+) -> list[str]:
+    """Runs entries, prints each as soon as it is done, and writes the page.
+
+    Args:
+      names: see `entries_of`.
+      settings: of the run.
+      output: the folder that is written.
+      rerun: whether to measure what there is a result of, too.
+      progress: see `experiments.progress.tracked`.
+
+    Returns:
+      The names of entries that failed.
+
+    Raises:
+      ConfigError: an unknown name, or a folder that cannot be written.
+    """
+    entries = entries_of(names)
+    lab = Lab(settings, output / PARTS, rerun=rerun)
+    failed = []
+    for entry in entries:
+        try:
+            done = report(entry, lab, progress=progress)
+        except Exception as error:  # whatever it is, the other entries go on
+            failed.append(entry.name)
+            known = isinstance(error, KvjaxError)
+            print(f"\n{entry.name} FAILED: {error if known else traceback.format_exc()}", file=sys.stderr, flush=True)
+            continue
+        print(f"\n{done.text()}", flush=True)
+        write(output, done, settings)
+        # After every entry: a run that is killed leaves a page of those that are done.
+        results.write(output / PAGE, whole_page(output, settings))
+    return failed
+
+
+def report(entry: Entry, lab: Lab, *, progress: bool | None = None) -> Report:
+    """Measures an entry's parts, or finds them, and judges."""
+    parts = check_unique(tuple(entry.parts(lab.settings)))
+    missing = [part for part in parts if not lab.has(part)]
+    for part in tracked(missing, unit="part", name=lambda each: each.name, show=progress, leave=False):
+        lab.get(part)
+    judgement = entry.judge(lab.settings, {part: lab.get(part) for part in parts})
+    trial = lab.settings.scale.trial and not entry.exact
+    found, reason = verdict.conclude(judgement, trial=trial)
+    old = sum(lab.code_of(part) != identity.code() for part in parts)
+    remarks = [f"Note: {old} of {len(parts)} parts were measured by other code; --rerun measures them anew."]
+    return Report(entry, judgement, found, reason, remarks if old else [])
+
+
+def write(output: Path, done: Report, settings: Settings) -> None:
+    """Writes an entry's report, its figure and its results as JSON."""
+    name = done.entry.name
+    about = {"name": name, "question": done.entry.question, "verdict": done.verdict.value, "reason": done.reason}
+    about |= {"settings": dict(settings.described())} | verdict.as_json(done.judgement)
+    if done.judgement.draw is not None:
+        results.write(output / f"{name}.png", done.judgement.draw())
+    results.write(output / f"{name}.md", done.markdown(3))
+    results.write(output / f"{name}.json", results.to_json(about))
+
+
+def whole_page(output: Path, settings: Settings) -> str:
+    """The page of the entries in a folder that were run with these settings."""
+    sections: dict[str, tuple[dict[str, Any], str]] = {}
+    described = json.loads(json.dumps(settings.described()))
+    for name in NAMES:
+        result = results.read_json(output / f"{name}.json")
+        text = output / f"{name}.md"
+        if isinstance(result, dict) and result.get("settings") == described and text.is_file():
+            sections[name] = (result, text.read_text(encoding="utf-8"))
+    return page.page(sections, about(settings))
+
+
+def about(settings: Settings) -> list[str]:
+    """Paragraphs about a run: its model, its sizes and its machine."""
+    made = machine.environment()
+    model, scale = fields.to_dict(settings.model), settings.scale
+    shown = ", ".join(f"{key} {value}" for key, value in model.items() if value)
+    sizes = (
+        f"Texts: {scale.rows} rows of {scale.prompt} + {scale.new} tokens; attention: {scale.look_rows} rows of "
+        f"{scale.length}; recall: {scale.prompts} prompts of {scale.recall}; {scale.questions} questions of a task."
+    )
+    trial = ["**This is a trial of few rows (`--fast`): its verdicts decide nothing.**"] if scale.trial else []
+    where = f"{made['device']} ({made['cpu']}, {made['cores']} cores)"
+    commit = made["commit"] or "unknown"
+    versions = f"jax {made['jax']}, Python {made['python']}, commit {commit}"
+    return [*trial, f"Model: {shown}; seed {settings.seed}. {sizes}", f"On {where}; {versions}."]

@@ -1,0 +1,71 @@
+"""The manifest: every table and figure of the three papers has an entry, and every entry asks for parts."""
+
+import pickle
+import re
+
+import pytest
+
+from experiments import paper
+from experiments.config import ModelConfig
+from experiments.papers.entry import beside, numbers, registry
+from experiments.papers.names import H2O, INFINIGEN, NAMES, ROCO
+from experiments.papers.parts import check_unique
+from experiments.papers.settings import FAST, FULL, TEXTS, Settings
+
+#: Entries that are still to be written.
+MISSING: set[str] = set(NAMES) - {"h2o_table6", "h2o_fig7", "infinigen_fig2"}
+
+
+def test_every_name_has_an_entry():
+    assert (len(H2O), len(ROCO), len(INFINIGEN), len(set(NAMES))) == (19, 15, 21, 55)
+    assert set(registry()) == set(NAMES) - MISSING
+
+
+def test_names_are_those_of_the_definitions(shared_data):
+    page = shared_data / "PAPERS.md"
+    if not page.is_file():
+        pytest.skip("PAPERS.md is not in the shared folder")
+    headings = re.findall(r"^### (.+)$", page.read_text(), re.MULTILINE)
+    assert [name.strip() for heading in headings for name in heading.split(",")] == list(NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(registry()))
+def test_parts_are_equal_each_time(name, tmp_path):
+    for file in TEXTS.values():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    entry = registry()[name]
+    counts = []
+    for scale in (FULL, FAST):
+        settings = Settings(ModelConfig(path="kvjax-tiny"), tmp_path, 0, scale)
+        parts = check_unique(tuple(entry.parts(settings)))
+        assert parts == check_unique(tuple(entry.parts(settings))) == pickle.loads(pickle.dumps(parts))
+        counts.append(len(parts))
+    assert counts[1] <= counts[0], "a trial measures no more"
+    assert entry.question.endswith("?") and entry.published.caption and entry.here
+    assert not entry.published.rows or len({tuple(row) for row in entry.published.rows}) == 1
+
+
+def test_an_entry_from_the_command_line(tmp_path, monkeypatch, capsys):
+    for file in TEXTS.values():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    argv = ["paper", "infinigen_fig2", "--fast", f"--data={tmp_path}", f"--output={tmp_path / 'out'}"]
+    assert paper.main([*argv, "--compilation_cache=none"]) == 0
+    printed = capsys.readouterr().out
+    assert "Verdict: CONFIRM" in printed and "OPT-30B" in printed
+    assert (tmp_path / "out" / "infinigen_fig2.png").read_bytes().startswith(b"\x89PNG")
+    assert paper.main(["paper", "--list"]) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == list(registry())
+
+
+def test_numbers_beside():
+    theirs = numbers("""
+        policy | A | B
+        Full | 1 | 2
+    """)
+    assert theirs == [{"policy": "Full", "A": "1", "B": "2"}]
+    published = type("P", (), {"rows": theirs})
+    rows = beside([{"policy": "full", "x": "3"}, {"policy": "h2o", "x": "4"}], published, {"full": "Full"}, "policy")
+    assert rows[0] == {"policy": "full", "x": "3", "paper: A": "1", "paper: B": "2"}
+    assert rows[1]["paper: A"] == "-"

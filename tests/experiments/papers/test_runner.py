@@ -1,0 +1,149 @@
+"""The spine: parts are kept and shared, a run that is killed ends with the same table, errors are one entry's own."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from experiments.config import ModelConfig
+from experiments.papers import runner
+from experiments.papers.entry import Entry, Published
+from experiments.papers.parts import Lab, Part, read
+from experiments.papers.settings import FAST, FULL, Settings, find_data
+from experiments.papers.statistics import paired_bootstrap
+from experiments.papers.verdict import Claim, Judgement, Table
+from kvjax.errors import ConfigError
+
+MEASURED: list[str] = []  # names of parts, in the order in which they were measured
+KILLED: set[str] = set()  # parts that end the process
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Noise(Part):
+    name_of: str
+    rows: int = 40
+
+    def measure(self, lab):
+        if self.name_of in KILLED:
+            raise KeyboardInterrupt
+        MEASURED.append(self.name_of)
+        seed = [lab.settings.seed, *self.name_of.encode()]
+        return {"value": np.random.default_rng(seed).normal(len(self.name_of), 0.1, self.rows)}
+
+
+def entry(name, *parts):
+    def judge(settings, found):
+        means = {each: found[Noise(name_of=each)]["value"] for each in parts}
+        first, last = means[parts[0]], means[parts[-1]]
+        made = paired_bootstrap(f"{parts[0]} against {parts[-1]}", first, last, seed=settings.seed)
+        return Judgement(
+            [Table("Means", [{"part": each, "mean": f"{value.mean():.6f}"} for each, value in means.items()])],
+            [Claim("the first is lower", made.lower, made.result)],
+            comparisons=[made],
+            draw=lambda: b"PNG",
+        )
+
+    published = Published("Figure 0", [{"part": "a", "mean": "1.00"}])
+    return Entry(
+        name=name, question="Which?", published=published, here="Noise.", judge=judge,
+        parts=lambda settings: [Noise(name_of=each) for each in parts],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def entries(monkeypatch):
+    known = {"h2o_fig1": entry("h2o_fig1", "a", "bb", "ccc"), "roco_fig1": entry("roco_fig1", "a", "dddd")}
+    monkeypatch.setattr(runner, "registry", lambda: known)
+    MEASURED.clear()
+    KILLED.clear()
+    return known
+
+
+def settings(seed=0, scale=FULL):
+    return Settings(ModelConfig(), find_data.__globals__["ROOT"], seed, scale)
+
+
+def files(folder):
+    """What a run wrote, but the page's line about the commit."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_killed_run_ends_with_the_same_table(entries, tmp_path, capsys):
+    assert not runner.run(["all"], settings(), tmp_path / "whole", progress=False)
+    assert MEASURED == ["a", "bb", "ccc", "dddd"], "parts are shared"
+    whole = capsys.readouterr().out
+    for killed in ("a", "bb", "ccc", "dddd"):
+        KILLED.add(killed)
+        with pytest.raises(KeyboardInterrupt):
+            runner.run(["all"], settings(), tmp_path / "killed", progress=False)
+        KILLED.clear()
+    capsys.readouterr()
+    assert not runner.run(["all"], settings(), tmp_path / "killed", progress=False)
+    assert MEASURED == ["a", "bb", "ccc", "dddd"] * 2, "what was finished was not measured again"
+    assert capsys.readouterr().out == whole
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+
+
+def test_report_page_and_json(entries, tmp_path, capsys):
+    runner.run(["h2o", "roco_fig1"], settings(), tmp_path, progress=False)
+    printed = capsys.readouterr().out
+    assert "Verdict: CONFIRM (the first is lower)." in printed and "One comparison was made" in printed
+    page = (tmp_path / "README.md").read_text()
+    for name in entries:
+        about = json.loads((tmp_path / f"{name}.json").read_text())
+        assert about["verdict"] == "CONFIRM" and about["comparisons"][0]["result"] == "lower"
+        assert about["tables"][0]["rows"][0]["part"] == "a"
+        assert f"[{name}](#{name})" in page and f"![{name}]({name}.png)" in page and f"### {name}\n" in page
+        assert (tmp_path / f"{name}.png").read_bytes() == b"PNG"
+    assert page.index("H2O (arXiv") < page.index("### h2o_fig1") < page.index("RoCo (arXiv") < page.index("### roco")
+
+
+def test_seed_and_sizes_name_the_results(entries, tmp_path):
+    runner.run(["h2o"], settings(), tmp_path, progress=False)
+    first = json.loads((tmp_path / "h2o_fig1.json").read_text())
+    runner.run(["h2o"], settings(seed=1), tmp_path, progress=False)
+    assert MEASURED == ["a", "bb", "ccc"] * 2
+    again = json.loads((tmp_path / "h2o_fig1.json").read_text())
+    assert again["tables"] != first["tables"] and again["comparisons"] != first["comparisons"]
+    runner.run(["roco"], settings(seed=1, scale=FAST), tmp_path, progress=False)
+    page = (tmp_path / "README.md").read_text()
+    assert "### roco_fig1" in page and "### h2o_fig1" not in page, "results of other settings are not of this page"
+    assert "would say CONFIRM" in page and "1 INCONCLUSIVE" in page
+
+
+def test_damaged_parts_and_rerun(entries, tmp_path):
+    lab = Lab(settings(), tmp_path)
+    part = Noise(name_of="a")
+    value = lab.get(part)["value"]
+    (file,) = tmp_path.glob("*.npz")
+    file.write_bytes(file.read_bytes()[:-30])
+    assert read(file) is None
+    np.testing.assert_array_equal(Lab(settings(), tmp_path).get(part)["value"], value)
+    assert MEASURED == ["a", "a"]
+    again = Lab(settings(), tmp_path, rerun=True)
+    assert not again.has(part)
+    again.get(part)
+    again.get(part)
+    assert MEASURED == ["a", "a", "a"] and again.code_of(part) == Lab(settings(), tmp_path).code_of(part)
+
+
+def test_an_entry_that_fails_is_alone(entries, tmp_path, capsys):
+    broken = dataclasses.replace(entries["h2o_fig1"], parts=lambda settings: ["no part"])
+    entries["h2o_fig1"] = broken
+    assert runner.run(["all"], settings(), tmp_path, progress=False) == ["h2o_fig1"]
+    assert "h2o_fig1 FAILED: an entry asks for 'no part'" in capsys.readouterr().err
+    assert (tmp_path / "roco_fig1.md").is_file()
+
+
+def test_errors_of_names_and_texts(entries, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"unknown entry 'fig1'; did you mean h2o_fig1, roco_fig1\?"):
+        runner.entries_of(["fig1"])
+    with pytest.raises(ConfigError, match="give the names of entries"):
+        runner.entries_of([])
+    assert [each.name for each in runner.entries_of(["roco_fig1", "h2o"])] == ["h2o_fig1", "roco_fig1"]
+    monkeypatch.setenv("KVJAX_SHARED", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"the texts are not there: .*--data=FOLDER"):
+        find_data(None)
+    with pytest.raises(ConfigError, match=r"there is no file .*great_expectations"):
+        Settings(ModelConfig(), tmp_path).file("book")
