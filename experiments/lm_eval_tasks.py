@@ -5,7 +5,7 @@
     --tasks kvjax_copa,kvjax_texts,kvjax_passkey
 
 kvjax_copa, kvjax_openbookqa, kvjax_piqa, kvjax_winogrande, kvjax_rte, kvjax_mathqa: multiple choice, of the files in
---data, see `experiments.tasks.multiple_choice`; without --data these are left out.
+--data, see `experiments.tasks.multiple_choice`, after --shots examples; without --data these are left out.
 kvjax_texts: perplexity of --texts (with commas between them) or of generated stories, 3,000 characters at a time.
 kvjax_passkey, kvjax_multi_key, kvjax_associative: recall, of prompts of --length tokens of kvjax-tiny.
 """
@@ -39,28 +39,32 @@ AGGREGATIONS = {
 }  # fmt: skip
 
 
-def write_choices(folder: Path, task: str, questions: Sequence[Question]) -> None:
+def write_choices(folder: Path, task: str, questions: Sequence[Question], examples: Sequence[Question] = ()) -> None:
     """Writes a multiple-choice task.
 
     Args:
       folder: which exists.
       task: its name, without `PREFIX`.
       questions: at least one. If contexts differ, each choice is a context and its continuation.
+      examples: that stand before each question.
     """
     several = len(questions[0].contexts) > 1
-    rows = [
-        {"contexts": list(each.contexts), "continuation": each.choices[0], "label": each.label}
-        if several
-        else {"context": each.contexts[0], "choices": list(each.choices), "label": each.label}
-        for each in questions
-    ]
+    rows, shots = (
+        [
+            {"contexts": list(each.contexts), "continuation": each.choices[0], "label": each.label}
+            if several
+            else {"context": each.contexts[0], "choices": list(each.choices), "label": each.label}
+            for each in own
+        ]
+        for own in (questions, examples)
+    )
     fields = (
         {"doc_to_text": "label", "doc_to_choice": "contexts", "doc_to_target": "continuation"}
         if several
         else {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "label"}
     )
     metrics = ["acc"] if several else ["acc", "acc_norm"]
-    _write(folder, task, rows, {"output_type": "multiple_choice", **fields}, metrics)
+    _write(folder, task, rows, {"output_type": "multiple_choice", **fields}, metrics, shots)
 
 
 def write_texts(folder: Path, task: str, texts: Iterable[str]) -> None:
@@ -82,12 +86,24 @@ def write_answers(folder: Path, task: str, asked: Iterable[tuple[str, str]], *, 
     _write(folder, task, rows, settings, ["exact_match"])
 
 
-def _write(folder: Path, task: str, rows: list[dict[str, Any]], settings: dict[str, Any], metrics: list[str]) -> None:
-    data = (folder / f"{PREFIX}{task}.jsonl").resolve()
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def _write(
+    folder: Path,
+    task: str,
+    rows: list[dict[str, Any]],
+    settings: dict[str, Any],
+    metrics: list[str],
+    shots: Sequence[dict[str, Any]] = (),
+) -> None:
+    files = {}
+    for split, own in (("test", rows), ("examples", shots)):
+        if own:
+            data = (folder / f"{PREFIX}{task}{'' if split == 'test' else '_examples'}.jsonl").resolve()
+            data.write_text("".join(json.dumps(row) + "\n" for row in own), encoding="utf-8")
+            files[split] = str(data)
+    few = {"num_fewshot": len(shots), "fewshot_split": "examples", "fewshot_config": {"sampler": "first_n"}}
     config = {
-        "task": PREFIX + task, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test", **settings, "target_delimiter": " ",
+        "task": PREFIX + task, "dataset_path": "json", "dataset_kwargs": {"data_files": files},
+        "test_split": "test", **settings, "target_delimiter": " ", **(few if shots else {}),
         "metric_list": [
             {"metric": each, "aggregation": AGGREGATIONS[each], "higher_is_better": AGGREGATIONS[each] == "mean"}
             for each in metrics
@@ -118,6 +134,7 @@ def pieces(files: Sequence[Path]) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_string("data", None, "folder of the multiple-choice tasks", flag_values=values)
+    flags.DEFINE_integer("shots", 0, "examples before each multiple-choice question", 0, flag_values=values)
     flags.DEFINE_list("texts", [], "files whose perplexity is a task", flag_values=values)
     flags.DEFINE_string("output", "lm_eval_tasks", "folder that is written", flag_values=values)
     flags.DEFINE_integer("length", 512, "tokens of a recall prompt", 128, flag_values=values)
@@ -133,7 +150,8 @@ def main(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if values.data:
         for task in multiple_choice.TASKS:
-            write_choices(folder, task, multiple_choice.read(task, Path(values.data)))
+            examples, questions = multiple_choice.with_examples(task, Path(values.data), values.shots)
+            write_choices(folder, task, questions, examples)
     for task in RECALL:
         write_answers(folder, task, recall_prompts(task, prompts=values.prompts, length=values.length), new_tokens=16)
     write_texts(folder, "texts", pieces([Path(file) for file in values.texts]))
