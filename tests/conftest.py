@@ -111,9 +111,33 @@ LONG = (
 )  # fmt: skip
 
 
+#: Files that the run on the newest jax leaves out, by what they test: jax has no part in it, or other files call the
+#: same functions of jax. A file that is not here has at least one test in that run.
+OTHER_THAN_JAX = {
+    "text in and out": ("checkpoint/test_chat.py", "checkpoint/test_tokenizer.py", "experiments/test_texts.py"),
+    "names, settings and their errors": (
+        "checkpoint/test_generation_config.py", "checkpoint/test_names.py", "experiments/test_config.py",
+        "experiments/test_reading.py", "experiments/test_spec_text.py", "experiments/test_sweep.py",
+        "models/test_families.py", "models/test_shapes.py", "test_inputs.py", "test_policies.py",
+    ),
+    "data made and scored in NumPy": (
+        "experiments/test_mixture.py", "experiments/test_multiple_choice.py", "experiments/test_ngrams.py",
+        "experiments/test_recall.py",
+    ),
+    "reports, pages and plots": (
+        "analysis/test_plots.py", "experiments/test_report.py", "storage/test_page.py", "test_docs.py",
+        "test_notebook.py", "test_structure.py",
+    ),
+    "processes and their memory": (
+        "checkpoint/test_memory.py", "experiments/test_accelerator.py", "experiments/test_peers.py",
+    ),
+}  # fmt: skip
+
+
 def pytest_addoption(parser):
     parser.addoption("--cases", type=int, help="the largest number of cases of a parametrised test")
-    parser.addoption("--tests", type=int, help="the largest number of tests of a file, except those of kernels")
+    parser.addoption("--tests", type=int, help="the largest number of tests of a file, except those of kernels; "
+                     "none of OTHER_THAN_JAX")  # fmt: skip
 
 
 def spread(items: list, most: int) -> list:
@@ -127,6 +151,11 @@ def pytest_collection_modifyitems(config, items):
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
     kept = list(items)
+    if config.getoption("--tests") is not None:
+        left_out = {ROOT / "tests" / name for names in OTHER_THAN_JAX.values() for name in names}
+        if missing := [path for path in left_out if not path.is_file()]:
+            raise pytest.UsageError(f"OTHER_THAN_JAX names files that are not here: {missing}")
+        kept = [item for item in items if item.path not in left_out]
     for option, of in (("--cases", lambda item: getattr(item, "originalname", item.name)), ("--tests", lambda _: "")):
         most = config.getoption(option)
         if most is None:
