@@ -23,6 +23,7 @@ from experiments import cli, fields, plots, results
 from experiments.config import RecallConfig
 from experiments.tasks import recall, score
 from experiments.tasks.prompts import NoRoom, Prompt
+from experiments.tasks.words import AFTERWARDS, HELD_OUT, Words
 from experiments.training import corpus, evaluate
 from experiments.training.config import TrainConfig, files
 from kvjax import policies
@@ -37,6 +38,7 @@ PROMPTS = 128  # of each task
 BUDGET = 0.2
 TASKS = tuple(recall.TASKS)
 POLICIES = ("full", "h2o", "window", "local_only")
+REWORDED = "full, other wordings"  # written after training, see `AFTERWARDS`
 RECIPE = """`{start[command]}`
 
 {config.steps:,} steps of {config.batch_tokens:,} tokens, seed {config.seed}, in {hours:.1f} hours{resumed} on
@@ -116,15 +118,21 @@ def context_gain(model: Model, text: corpus.Text) -> tuple[float, float]:
 
 def recalled(model: Model) -> dict[str, dict[str, float]]:
     """Task -> policy -> share of exact matches: facts 700 to 900 tokens back, held-out words and wordings."""
+    asked, reworded = _prompts(model, HELD_OUT), _prompts(model, AFTERWARDS)
+    budgets = {name: {} if name == "full" else {"budget": BUDGET} for name in POLICIES}
+    chosen = {name: policies.by_name(name, **budget) for name, budget in budgets.items()}
+    by_policy = {name: score.exact_matches(model, asked, policy) for name, policy in chosen.items()}
+    by_policy[REWORDED] = score.exact_matches(model, reworded, chosen["full"])
+    return {task: {name: shares[task] for name, shares in by_policy.items() if task in shares} for task in asked}
+
+
+def _prompts(model: Model, words: Words) -> dict[str, list[Prompt]]:
     asked: dict[str, list[Prompt]] = {}
     for task in TASKS:
         # Under a tokenizer of few bytes a token, a task's facts may not fit.
         with contextlib.suppress(NoRoom):
-            asked |= score.make_prompts(RecallConfig(tasks=(task,), prompts=PROMPTS), model, seed=1)
-    budgets = {name: {} if name == "full" else {"budget": BUDGET} for name in POLICIES}
-    chosen = {name: policies.by_name(name, **budget) for name, budget in budgets.items()}
-    by_policy = {name: score.exact_matches(model, asked, policy) for name, policy in chosen.items()}
-    return {task: {name: shares[task] for name, shares in by_policy.items()} for task in asked}
+            asked |= score.make_prompts(RecallConfig(tasks=(task,), prompts=PROMPTS), model, seed=1, words=words)
+    return asked
 
 
 def curve(runs: Sequence[Run]) -> bytes:

@@ -77,6 +77,7 @@ def make_many(
     encode: Encode,
     bos: list[int],
     seed: int,
+    words: Words = HELD_OUT,
 ) -> list[Prompt]:
     """Prompts for evaluation: held-out words and wordings, generated stories between, distances drawn evenly.
 
@@ -87,7 +88,7 @@ def make_many(
     return [
         make(
             rng, task=task, difficulty=difficulty, length=length, distance=int(rng.integers(nearest, farthest + 1)),
-            words=HELD_OUT, encode=encode, filler=filler(encode, HELD_OUT), bos=bos,
+            words=words, encode=encode, filler=filler(encode, words), bos=bos,
         )
         for _ in range(count)
     ]  # fmt: skip

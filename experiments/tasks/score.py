@@ -10,6 +10,7 @@ from experiments import data
 from experiments.config import RecallConfig
 from experiments.tasks import prompts, recall
 from experiments.tasks.prompts import Prompt
+from experiments.tasks.words import HELD_OUT, Words
 from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import ConfigError
 from kvjax.generate import Generation
@@ -41,7 +42,7 @@ def check(config: RecallConfig) -> None:
         )
 
 
-def make_prompts(config: RecallConfig, model: Model, seed: int) -> dict[str, list[Prompt]]:
+def make_prompts(config: RecallConfig, model: Model, seed: int, words: Words = HELD_OUT) -> dict[str, list[Prompt]]:
     """The prompts of each task, all of one length.
 
     Raises:
@@ -60,7 +61,7 @@ def make_prompts(config: RecallConfig, model: Model, seed: int) -> dict[str, lis
         task: prompts.make_many(
             task, count=config.prompts, length=config.length, nearest=config.nearest, farthest=config.farthest,
             difficulty=recall.DIFFICULTY[task] if config.difficulty is None else config.difficulty,
-            encode=lambda text: tokenizer.encode(text, bos=False), bos=data.opening(model), seed=seed,
+            encode=lambda text: tokenizer.encode(text, bos=False), bos=data.opening(model), seed=seed, words=words,
         )
         for task in config.tasks
     }  # fmt: skip

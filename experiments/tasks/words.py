@@ -168,6 +168,37 @@ TRAINING = Words(
     },
 )
 
+#: Wordings that were written after the model was trained, with the same names and nouns: the card looks at them once,
+#: and nothing is chosen by them.
+AFTERWARDS = dataclasses.replace(
+    HELD_OUT,
+    templates={
+        "passkey": (
+            ("Nobody else may learn the {k}, which is {v}.", "Tell me the {k}, which is"),
+            ("Our {k} has been changed to {v}.", "As we heard, our {k} has been changed to"),
+            ("On the back of the photograph someone had scratched the {k} {v}.", "She needed the {k}"),
+        ),
+        "multi_key": (
+            ("The clerk gave {v} to {n} as {k}, and {n} used {v}.", "The clerk gave it out: {n} used"),
+            ("{n} chose {v} for a {k}.", "Who chose what? {n} chose"),
+            ("Beside the name {n} stood the {k} {v}.", "Beside the name {n} stood the {k}"),
+        ),
+        "associative": (
+            ("{n} turns into {v}.", "{n} turns into"),
+            ("Trade {n} against {v}!", "Trade {n} against"),
+            ("next to {n} lies {v},", "next to {n} lies"),
+        ),
+        "variable": (
+            ("Count {v} as {n}.", "Count {m} as {n}.", "How much is {n}? We count {n} as"),
+            ("{n} costs {v}.", "{n} costs as much as {m}.", "At the till {n} costs"),
+        ),
+        "copy": (
+            ("On the wall was written {v}.", "Below it again was written"),
+            ("The password phrase: {v}.", "Type the password phrase:"),
+        ),
+    },
+)
+
 
 def common_words(texts: Iterable[str], count: int) -> tuple[str, ...]:
     """The `count` most frequent lower-case words of three letters or more, without the held-out ones."""
