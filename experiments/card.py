@@ -21,6 +21,7 @@ from tabulate import tabulate
 import kvjax
 from experiments import cli, fields, plots, results
 from experiments.config import RecallConfig
+from experiments.report import NONE
 from experiments.tasks import recall, score
 from experiments.tasks.prompts import NoRoom, Prompt
 from experiments.tasks.words import AFTERWARDS, HELD_OUT, Words
@@ -180,15 +181,16 @@ def card(run: Path, license: str) -> tuple[str, bytes]:
     if decoder.max_positions < 1024:
         raise ConfigError(f"{run} has a context of {decoder.max_positions} tokens; a card's recall tasks take 1,024.")
     _, held_out = corpus.load(config, run, resume=True)
-    training, _ = files(config)
+    training, kept_out = files(config)
+    as_published = {path.name for path in kept_out}  # the gain takes minutes, and is not asked of other layouts
     texts = []
     for text in held_out:
         bits = evaluate.bits_per_byte(
             model.params, decoder, text, bos=decoder.bos_token_id or 0, context=decoder.max_positions, windows=WINDOWS
         )
-        far, near = context_gain(model, text)
-        texts.append({"held-out text": text.name, "bits a byte": f"{bits:.3f}", "bytes 512 to 1,024": f"{far:.3f}",
-                      f"the same, {NEAR} tokens visible": f"{near:.3f}"})  # fmt: skip
+        gain = (f"{each:.3f}" for each in context_gain(model, text)) if text.name in as_published else (NONE, NONE)
+        columns = ("held-out text", "bits a byte", "bytes 512 to 1,024", f"the same, {NEAR} tokens visible")
+        texts.append(dict(zip(columns, (text.name, f"{bits:.3f}", *gain), strict=True)))
         print(texts[-1], flush=True)
     tasks = [
         {"task": task, "difficulty": recall.DIFFICULTY[task]} | {name: f"{100 * s:.0f} %" for name, s in shares.items()}

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from experiments import fields
-from experiments.fields import Budget, Count, Kernels, Names, Number, OptionalCount, OptionalText, Seed, Text
+from experiments.fields import Budget, Count, Kernels, Names, Number, OptionalCount, OptionalText, Text, Whole
 from kvjax import spec_text
 from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError, KvjaxError
@@ -110,7 +110,8 @@ class ExperimentConfig:
     mesh: ``data:2,model:4``, or nothing for one device.
     prefill_block: tokens of a block of the prompt; None = all of it in one shot.
     implementation: of attention and eviction, auto, xla, pallas_tpu or pallas_gpu; see `kvjax.attention`.
-    repeats: timed repetitions, of which the fastest counts.
+    repeats: timed repetitions, of which the fastest counts; 0 = nothing is timed, and as many caches as there are
+      processors are measured at the same time.
     seed: of random weights, of the generated text and of the recall tasks.
     output: the folder in which a run makes its own.
     """
@@ -126,8 +127,8 @@ class ExperimentConfig:
     mesh: Text = ""
     prefill_block: OptionalCount = None
     implementation: Kernels = "auto"
-    repeats: Count = 3
-    seed: Seed = 0
+    repeats: Whole = 3
+    seed: Whole = 0
     output: Text = "results"
 
 

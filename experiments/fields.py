@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "configs"
 # The kinds of fields: what a value is in Python, and how an error describes what the command line accepts.
 Count = Annotated[int, "a whole number of at least 1"]
 OptionalCount = Annotated[int | None, "a whole number of at least 0, or none"]
-Seed = Annotated[int, "a whole number of at least 0"]
+Whole = Annotated[int, "a whole number of at least 0"]
 Budget = Annotated[int | float, "slots as a whole number (256), or a fraction of the prompt as a decimal (0.2)"]
 Text = Annotated[str, "text"]
 OptionalText = Annotated[str | None, "text, or none"]
@@ -83,7 +83,7 @@ def _budget(text: str) -> int | float:
 KINDS: dict[Any, Callable[[str], Any]] = {
     Count: lambda text: _whole(text, 1),
     OptionalCount: lambda text: None if _is_none(text) else _whole(text, 0),
-    Seed: lambda text: _whole(text, 0),
+    Whole: lambda text: _whole(text, 0),
     Budget: _budget,
     Number: _number,
     Counts: lambda text: tuple(_whole(part, 1) for part in text.split(",")),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.tasks.prompts import Prompt
-from experiments.tasks.score import exact_matches
+from experiments.tasks.score import SPARE_TOKENS, exact_matches
 from kvjax.attention import Implementation
 from kvjax.cache import CacheSpec, KVState, Limits, layers_of, live_slots
 from kvjax.cache.spec import as_spec
@@ -36,9 +36,10 @@ class Measurement:
       keeps_all: whether every token stays in every head.
       logprobs: [rows, new] float32 of the true continuation under teacher forcing; None when there is none.
       tokens: [rows, new] int32, greedy.
-      prefill_rate: prompt tokens a second over all rows, the fastest of the repetitions.
-      decode_rate: the same of new tokens; None where a single new token takes no decoding.
-      compile_seconds: what the first, untimed pass took longer, less where compiled programs were kept from before.
+      prefill_rate: prompt tokens a second over all rows, the fastest of the repetitions; None if there was none.
+      decode_rate: the same of new tokens; also None where a single new token takes no decoding.
+      compile_seconds: what the first, untimed pass took longer, less where compiled programs were kept from before;
+        None without repetitions.
       kv_bytes: of keys and values held while decoding.
       full_kv_bytes: what the full cache would hold.
       explain: which kernels ran, and why no faster one did; see `kvjax.cache.CacheLayout.explain`.
@@ -52,9 +53,9 @@ class Measurement:
     keeps_all: bool
     logprobs: np.ndarray | None
     tokens: np.ndarray
-    prefill_rate: float
+    prefill_rate: float | None
     decode_rate: float | None
-    compile_seconds: float
+    compile_seconds: float | None
     kv_bytes: int
     full_kv_bytes: int
     explain: str
@@ -122,7 +123,7 @@ def measure(
     Args:
       tokens: [rows, prompt_length + new_tokens] int32; [rows, prompt_length] when there is no true continuation.
       implementation: see `kvjax.attention`.
-      repeats: timed repetitions after one that compiles.
+      repeats: timed repetitions after one that compiles; 0 = nothing is timed.
       recall: prompts of each task.
 
     Raises:
@@ -131,6 +132,7 @@ def measure(
     spec = as_spec(policy)
     limits = Limits(prompt=prompt_length, new_tokens=new_tokens, shortest=prompt_length)
     rows = tokens.shape[0]
+    shared: dict[str, Any] = {"limits": limits, "rows": rows}
     prompts = tokens[:, :prompt_length]
     logprobs = None
     if tokens.shape[1] > prompt_length:
@@ -165,13 +167,30 @@ def measure(
         keeps_all=layout.keeps_all,
         logprobs=logprobs,
         tokens=generation.tokens,
-        prefill_rate=rows * prompt_length / min(prefill_times[1:]),
-        decode_rate=rows * steps / min(decode_times[1:]) if steps else None,
-        compile_seconds=prefill_times[0] + decode_times[0] - min(prefill_times[1:]) - min(decode_times[1:]),
+        prefill_rate=rows * prompt_length / min(prefill_times[1:]) if repeats else None,
+        decode_rate=rows * steps / min(decode_times[1:]) if repeats and steps else None,
+        compile_seconds=_longer(prefill_times) + _longer(decode_times) if repeats else None,
         kv_bytes=layout.bytes(rows),
         full_kv_bytes=full_cache_bytes(model.config, rows, prompt_length + steps, itemsize),
         explain=layout.explain(),
-        recall=exact_matches(model, recall, spec, prefill_block=prefill_block, implementation=implementation),
+        recall=exact_matches(
+            model, recall, spec, prefill_block=prefill_block, implementation=implementation,
+            **(shared if _fits(recall, limits) else {}),
+        ),
+    )  # fmt: skip
+
+
+def _longer(times: Sequence[float]) -> float:
+    """How much longer than the fastest of the others the first one took."""
+    return times[0] - min(times[1:])
+
+
+def _fits(recall: Mapping[str, Sequence[Prompt]], limits: Limits) -> bool:
+    """Whether programs for the text serve the recall tasks too: prompts are as long, and answers not longer."""
+    asked = [prompt for made in recall.values() for prompt in made]
+    return all(
+        prompt.tokens.size == limits.prompt and prompt.answer.size + SPARE_TOKENS <= limits.new_tokens
+        for prompt in asked
     )
 
 

@@ -1,6 +1,7 @@
 """Plots of runs and sweeps, drawn without a screen."""
 
 import io
+import itertools
 import re
 import textwrap
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments.measure import Measurement
-from experiments.report import Row, show_bytes
+from experiments.report import Row, short, show_bytes
 
 FULL_COLOR = "#555555"
 #: Okabe and Ito's colours, told apart by colour-blind readers too.
@@ -18,6 +19,8 @@ LABEL_WIDTH = 28  # characters of a line of a label, where it can be broken
 CHARACTER = 0.075  # inches of a character of a label, about
 LINE = 0.19  # inches of a line of a label
 PANEL = 3.3  # inches of a panel whose ratio is 1
+MOST_LINES = 5  # caches whose lines and bars can be told apart in one plot
+ROW = 0.5  # inches of a cache's row
 
 
 def colors(names: Sequence[str]) -> dict[str, str]:
@@ -28,7 +31,7 @@ def colors(names: Sequence[str]) -> dict[str, str]:
 
 def label_of(name: str) -> str:
     """What a plot calls a policy: a file without its folders, a line for each of policy, storage and selection."""
-    parts = re.sub(r"[^\s()=,']*/", "", name).split(" + ")
+    parts = re.sub(r"[^\s()=,']*/", "", short(name)).split(" + ")
     lines = [textwrap.wrap(part, LABEL_WIDTH, break_long_words=False) or [part] for part in parts]
     return "\n+ ".join("\n".join(each) for each in lines)
 
@@ -43,10 +46,10 @@ def new_figure(columns: int, **options: Any) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    width_ratios = options.pop("width_ratios", None)
+    width_ratios, sharey = options.pop("width_ratios", None), options.pop("sharey", False)
     figure = Figure(layout="constrained", **options)
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns, squeeze=False, width_ratios=width_ratios)
+    return figure, figure.subplots(1, columns, squeeze=False, sharey=sharey, width_ratios=width_ratios)
 
 
 def style(axes: Any, title: str, x: str = "", y: str = "") -> None:
@@ -107,8 +110,10 @@ def run_plot(measurements: Sequence[Measurement]) -> bytes:
     """A PNG: what a policy costs in perplexity as the continuation grows, and the cache that each one holds.
 
     Perplexities of one text under two policies differ far less than those of two lengths of it, so they are shown
-    relative to the full cache's where that was measured.
+    relative to the full cache's where that was measured. Of many caches with recall tasks, see `recall_plot`.
     """
+    if len(measurements) > MOST_LINES and any(m.recall for m in measurements):
+        return recall_plot(measurements)
     scored = {m.policy: np.asarray(m.logprobs, np.float64) for m in measurements if m.logprobs is not None}
     color = colors([m.policy for m in measurements])
     recalled = [m for m in measurements if m.recall]
@@ -136,6 +141,40 @@ def run_plot(measurements: Sequence[Measurement]) -> bytes:
     axes.set_ylim(len(share) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
+    return png(figure)
+
+
+def recall_plot(measurements: Sequence[Measurement]) -> bytes:
+    """A PNG with a row for each cache: what it recalls, a bar a task, and the bytes that it holds."""
+    tasks = list(dict.fromkeys(task for m in measurements for task in m.recall))
+    labels = [label_of(m.policy) for m in measurements]
+    height, places = 0.74 / len(tasks), np.arange(len(measurements))
+    figure, panels = new_figure(
+        2, figsize=(2 * PANEL + inches(labels) + 0.6, 1.3 + ROW * len(labels)), sharey=True, width_ratios=(1, 1)
+    )
+    left, right = panels[0]
+    style(left, "Facts found again", "% of questions answered exactly")
+    for number, (task, color) in enumerate(zip(tasks, itertools.cycle(COLORS))):
+        shares = np.array([100 * m.recall.get(task, np.nan) for m in measurements])
+        y = places + (number - (len(tasks) - 1) / 2) * height
+        left.barh(y, shares, height=0.9 * height, color=color, label=task.replace("_", " "))
+        for place, share in zip(y, shares, strict=True):
+            if not np.isnan(share):
+                left.text(share + 2, place, f"{share:.0f}", va="center", fontsize=8)
+    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=len(tasks))
+    left.set_yticks(places, labels)
+    style(right, "Keys and values held", "% of the full cache")
+    held = [100 * m.kv_bytes / m.full_kv_bytes for m in measurements]
+    right.barh(places, held, height=0.5, color=FULL_COLOR)
+    for place, share, m in zip(places, held, measurements, strict=True):
+        right.text(share + 2, place, f"{share:.0f} %  ({show_bytes(m.kv_bytes)})", va="center", fontsize=9)
+    for axes in (left, right):
+        axes.set_xlim(0, 108)
+        axes.set_xticks(range(0, 101, 25))
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    right.set_xlim(0, 150)
+    left.set_ylim(len(labels) - 0.5, -0.5)
     return png(figure)
 
 

@@ -1,12 +1,19 @@
 """Tables and Markdown that runs and sweeps share."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from tabulate import tabulate
 
 Row = dict[str, Any]
+_TABLE = re.compile(r"\(\(\([\d,() ]*\)\)\)")
 NONE = "-"
+
+
+def short(name: str) -> str:
+    """A cache's name without tables of heads: ``razor_attention(...)``."""
+    return _TABLE.sub("(...)", name)
 
 
 def show_budget(row: Row) -> str:
@@ -39,15 +46,15 @@ def _number(value: float | None, form: str) -> str:
 def cells(row: Row) -> dict[str, str]:
     """One measurement as a person reads it."""
     until = row["same_until"]
+    speeds = {f"{phase} tok/s": _number(row[f"{phase}_tokens_per_second"], ",.0f") for phase in ("prefill", "decode")}
     return {
-        "policy": row["policy"],
+        "policy": short(row["policy"]),
         "budget (slots)": show_budget(row),
         "perplexity": _number(row["perplexity"], ",.2f" if (row["perplexity"] or 0) < 1000 else ",.0f"),
         **{task: f"{100 * share:.0f} %" for task, share in row.get("recall", {}).items()},
         "agrees with full": NONE if row["agreement"] is None else f"{100 * row['agreement']:.1f} %",
         "first differs after": NONE if until is None else f"{until:.1f} of {row['new_tokens']}",
-        "prefill tok/s": _number(row["prefill_tokens_per_second"], ",.0f"),
-        "decode tok/s": _number(row["decode_tokens_per_second"], ",.0f"),
+        **(speeds if row["prefill_tokens_per_second"] is not None else {}),
         "KV held": show_bytes(row["kv_bytes"]),
         "of full": f"{100 * row['kv_bytes'] / row['full_kv_bytes']:.1f} %",
     }

@@ -1,8 +1,11 @@
 """Runs configs in one process, and keeps what the next one can use: the model, the text, results already measured."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import json
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,16 +117,22 @@ class Session:
         key = _key(config, "model", "mesh", "seed", "data", "recall", "prefill_block", "implementation", "repeats")
         # float32 means float32: left alone, GPUs and TPUs multiply it in fewer bits, and print other digits than CPUs.
         exact = "highest" if dtype_of(config.model) == jnp.float32 else None
-        with jax.default_matmul_precision(exact):
-            for spec in tracked(specs, unit="policy", name=lambda spec: spec.name, show=progress, leave=False):
-                # Specs of other names may be equal.
-                if (key, spec.name, spec) not in self._measured:
-                    self._measured[key, spec.name, spec] = measure(
-                        _calibrated(model, spec, config.model.calibration), tokens, spec,
-                        prompt_length=prompt_length, new_tokens=config.data.new_tokens,
-                        prefill_block=config.prefill_block, implementation=config.implementation,
-                        repeats=config.repeats, recall=asked,
-                    )  # fmt: skip
+
+        def one(spec: CacheSpec) -> Measurement:
+            with jax.default_matmul_precision(exact):
+                return measure(
+                    _calibrated(model, spec, config.model.calibration), tokens, spec,
+                    prompt_length=prompt_length, new_tokens=config.data.new_tokens,
+                    prefill_block=config.prefill_block, implementation=config.implementation,
+                    repeats=config.repeats, recall=asked,
+                )  # fmt: skip
+
+        # Specs of other names may be equal.
+        missing = [spec for spec in specs if (key, spec.name, spec) not in self._measured]
+        made = _side_by_side(one, missing, at_once=1 if config.repeats else os.cpu_count() or 1)
+        shown = tracked(missing, unit="policy", name=lambda spec: spec.name, show=progress, leave=False)
+        for spec, measurement in zip(shown, made, strict=True):
+            self._measured[key, spec.name, spec] = measurement
         measurements = [self._measured[key, spec.name, spec] for spec in specs]
         rows = "1 row" if len(tokens) == 1 else f"{len(tokens)} rows"
         return Outcome(
@@ -133,6 +142,17 @@ class Session:
             measurements=measurements,
             continuations=[data.decode(model, m.tokens[0][m.tokens[0] >= 0]) for m in measurements],
         )
+
+
+def _side_by_side(
+    one: Callable[[CacheSpec], Measurement], specs: Sequence[CacheSpec], at_once: int
+) -> Iterator[Measurement]:
+    """Measures specs, and yields the results in their order: while programs of one are compiled, others run."""
+    if at_once == 1:
+        yield from map(one, specs)
+        return
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        yield from pool.map(one, specs)
 
 
 def _codes(model: Model) -> str:

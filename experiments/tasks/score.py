@@ -17,7 +17,7 @@ from kvjax.generate import Generation
 from kvjax.models.model import Model
 from kvjax.policies import Policy
 
-ROWS = 16  # prompts that are generated from at once
+ROWS = 16  # prompts that are generated from at once, unless told otherwise
 SPARE_TOKENS = 2  # beyond an answer's own, where a tokenizer splits it otherwise in its context
 
 
@@ -73,12 +73,16 @@ def exact_matches(
     policy: Policy | CacheSpec,
     *,
     watch: Callable[[Generation], None] | None = None,
+    rows: int = ROWS,
+    limits: Limits | None = None,
     **options: Any,
 ) -> dict[str, float]:
     """Task -> share of its prompts that greedy generation under `policy` answers exactly, to the last character.
 
     Args:
       watch: is called with the result of each batch.
+      rows: prompts that are generated from at once.
+      limits: the sizes that programs are compiled for; None for those of these prompts.
       options: for `kvjax.generate`.
 
     Texts are compared, not tokens: tokenizers differ in how they would split an answer that stands alone.
@@ -87,7 +91,7 @@ def exact_matches(
         return {}
     assert model.tokenizer is not None  # `make_prompts` refuses models without
     # One program for all tasks.
-    limits = Limits(
+    limits = limits or Limits(
         prompt=max(prompt.tokens.size for prompt in every),
         new_tokens=max(prompt.answer.size for prompt in every) + SPARE_TOKENS,
         shortest=min(prompt.tokens.size for prompt in every),
@@ -96,8 +100,8 @@ def exact_matches(
     for task, made in asked.items():
         longest = max(prompt.answer.size for prompt in made) + SPARE_TOKENS
         right = 0
-        for start in range(0, len(made), ROWS):
-            part = made[start : start + ROWS]
+        for start in range(0, len(made), rows):
+            part = made[start : start + rows]
             tokens = np.stack([prompt.tokens for prompt in part])
             result = kvjax.generate(model, tokens, policy, max_new_tokens=longest, limits=limits, **options)
             if watch is not None:

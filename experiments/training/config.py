@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import fields
-from experiments.fields import Count, Counts, Names, Number, Numbers, Seed, Text
+from experiments.fields import Count, Counts, Names, Number, Numbers, Text, Whole
 from experiments.tasks import recall
 from experiments.training import layouts
 from kvjax.errors import ConfigError
@@ -110,7 +110,7 @@ class TrainConfig:
     log_every: Count = 10
     start: Text = ""
     new_layers: Counts = ()
-    seed: Seed = 0
+    seed: Whole = 0
     output: Text = "results/train"
 
 

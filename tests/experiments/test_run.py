@@ -83,6 +83,30 @@ def test_a_run_writes_a_whole_folder_and_the_same_numbers_again(small, capsys):
         }
 
 
+def test_without_repetitions_caches_are_measured_side_by_side_and_nothing_is_timed(small, monkeypatch, capsys):
+    run.run(small)
+    small.repeats = 0
+    monkeypatch.setattr(session.os, "cpu_count", lambda: 2)
+    side_by_side = run.run(small)
+    assert "tok/s" not in capsys.readouterr().out.split("Wrote")[1]
+    folders = sorted(side_by_side.parent.iterdir(), key=lambda path: path.stat().st_mtime)
+    for timed, untimed in zip(lines(folders[0]), lines(side_by_side), strict=True):
+        assert untimed == timed | dict.fromkeys(TIMINGS & timed.keys())
+
+
+def test_many_caches_with_recall_tasks_have_a_row_each(monkeypatch):
+    names = ["full", "razor_attention(((1,0),(0,1)))", *"abcd"]
+    made = [dataclasses.replace(measured_as(name, None), recall={"passkey": 0.5, "copy": 1.0}) for name in names]
+    drawn = []
+    monkeypatch.setattr(run.plots, "png", lambda figure: drawn.append(figure) or b"")
+    run.plots.run_plot(made)
+    left, right = drawn[0].axes
+    assert [label.get_text() for label in left.get_yticklabels()] == ["full", "razor_attention(...)", *"abcd"]
+    assert [len(bars) for bars in left.containers] == [6, 6]
+    assert [bar.get_width() for bar in left.containers[0]] == [50.0] * 6
+    assert [bar.get_width() for bar in right.containers[0]] == [100.0] * 6
+
+
 def test_ctrl_c_ends_a_compiling_run_with_one_line(tmp_path):
     command = [sys.executable, "-m", "experiments.run", "--config=h2o_tiny", f"--config.output={tmp_path / 'out'}"]
     process = subprocess.Popen(
