@@ -10,16 +10,22 @@ import numpy as np
 from kvjax import policies
 from kvjax.cache import Block, Group
 from kvjax.cache.convert import empty
+from kvjax.cache.state import LayerKV
 from kvjax.cache.step import step
+from kvjax.storage import Storage, dense
+from kvjax.storage.store import encode
 
 #: The policies that a kernel can trace.
 FUSED = ("window", "h2o", "h2o_decay", "scissorhands", "tova", "mean_attention", "roco", "strided", "fixed")
 
 
-def decoding(policy: policies.Evict, slots: int, implementation: str | None = None) -> Group:
+def decoding(
+    policy: policies.Evict, slots: int, implementation: str | None = None, held: Storage | None = None
+) -> Group:
     """A group that decodes step by step in XLA, or in one kernel."""
     return Group(
-        policy=policy.traced(), needs=policy.needs, slots=(slots,), decoding=True, step=implementation
+        policy=policy.traced(), storage=held or dense(), needs=policy.needs, slots=(slots,), decoding=True,
+        step=implementation,
     )  # fmt: skip
 
 
@@ -50,6 +56,10 @@ class Steps(NamedTuple):
     window: int | None = None
     policy: tuple[tuple[str, str], ...] = ()
     budgets: tuple[int, int] | None = None  # of the two rows; None = the slots but one
+    held: Storage | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.slots}-{self.dim}" + (f"-{self.held.name}" if self.held else "")
 
     def run(self, steps: int, implementation: str = "pallas_tpu") -> None:
         batch, kv_heads, top = 2, 2, self.slots - 1
@@ -61,8 +71,12 @@ class Steps(NamedTuple):
             for head in range(kv_heads):
                 filled[row, head, rng.permutation(self.slots)[:live]] = rng.permutation(live)
         random = lambda *shape: jnp.asarray(rng.normal(size=shape), self.dtype)  # noqa: E731
-        layer = empty(decoding(policy, self.slots), batch, kv_heads, self.dim, self.dtype)
-        layer = layer.with_exact(random(*layer.key.shape), random(*layer.value.shape)).replace(
+        groups = [decoding(policy, self.slots, each, self.held) for each in (None, implementation)]
+        layer = empty(groups[0], batch, kv_heads, self.dim, self.dtype)
+        shape = (*layer.position.shape, self.dim)
+        made = encode(groups[0].storage, random(*shape), random(*shape), jnp.dtype(self.dtype))
+        layer = layer.replace(
+            stores=(made,),
             position=jnp.asarray(filled, jnp.int32),
             stats={
                 s.name: jnp.asarray(np.where(filled >= 0, rng.integers(3, 9, filled.shape), 0), jnp.float32)
@@ -70,10 +84,7 @@ class Steps(NamedTuple):
             },
         )  # fmt: skip
         ours = layer
-        plain, kernel = (
-            jax.jit(functools.partial(one_step, decoding(policy, self.slots, each), window=self.window))
-            for each in (None, implementation)
-        )
+        plain, kernel = (jax.jit(functools.partial(one_step, each, window=self.window)) for each in groups)
         for number in range(steps):
             query = random(batch, kv_heads * self.group, 1, self.dim)
             key, value = (random(batch, kv_heads, 1, self.dim) for _ in range(2))
@@ -83,9 +94,24 @@ class Steps(NamedTuple):
             got, ours = kernel(ours, query, key, value, at[:, None], budgets)
             rounding = 2e-6 if self.dtype == jnp.float32 else 0.02
             np.testing.assert_allclose(np.float32(got), np.float32(expected), atol=rounding)
-            np.testing.assert_array_equal(ours.position, layer.position)
-            live = np.asarray(layer.position) >= 0
-            np.testing.assert_array_equal(ours.key[live], layer.key[live])
-            np.testing.assert_array_equal(ours.value[live], layer.value[live])
-            for stat, column in layer.stats.items():
-                np.testing.assert_allclose(ours.stats[stat], column, rtol=1e-5, atol=1e-5, err_msg=stat)
+            # XLA writes codes where the step's victim was, the kernel where a slot was empty before.
+            one, other = (each if self.held is None else by_position(each) for each in (ours, layer))
+            np.testing.assert_array_equal(one.position, other.position)
+            live = np.asarray(other.position) >= 0
+            for mine, x in zip(jax.tree.leaves(one.stores), jax.tree.leaves(other.stores), strict=True):
+                np.testing.assert_array_equal(mine[live], x[live])
+            for stat, column in other.stats.items():
+                np.testing.assert_allclose(one.stats[stat], column, rtol=1e-5, atol=1e-5, err_msg=stat)
+
+
+def by_position(layer: LayerKV) -> LayerKV:
+    """The layer with its slots in the order of their positions."""
+    order = np.argsort(layer.position, axis=2)
+
+    def ordered(x: jax.Array) -> np.ndarray:
+        return np.take_along_axis(np.asarray(x), order.reshape(*order.shape, *(1,) * (x.ndim - 3)), axis=2)
+
+    return layer.replace(
+        position=ordered(layer.position), stores=jax.tree.map(ordered, layer.stores),
+        stats=jax.tree.map(ordered, layer.stats),
+    )  # fmt: skip

@@ -95,8 +95,12 @@ def test_a_policy_that_cannot_be_traced_is_named(name, backend, reason):
             "it takes codes of a multiple of 128 slots, not of 192",
         ),
         (
-            "pallas_gpu", {"parts": 2, "codecs": (Integer(4), Integer(4))},
-            "it reads keys and values in float32, not codes",
+            "pallas_gpu", {"parts": 2, "codecs": (Integer(4, 32), Integer(4, 32))},
+            "it reads codes whose groups have a multiple of 64 channels, not 32",
+        ),
+        (
+            "pallas_gpu", {"parts": 3, "codecs": (Integer(4), Integer(4))},
+            "it attends to one part, under one window for all rows",
         ),
         (
             "pallas_tpu", {"slots": 1 << 17},
@@ -202,10 +206,11 @@ def test_a_kernel_that_is_not_there_is_named():
 
 
 @pytest.mark.parametrize("codec", [Integer(2), Integer(4), Integer(8), Fp8(), Fp8(0.5), TurboQuant(4)], ids=str)
-def test_attention_reads_codes(codec):
+def test_codes_are_read_by_attention_and_by_a_whole_step(codec):
     for backend in BACKENDS:
-        of = request(parts=2, codecs=(codec, codec), dim=128)
+        of = request(parts=2, codecs=(codec, codec), dim=128, slots=128)
         assert choose("decode", backend, of) == Choice("decode", backend)
+        assert choose("step", backend, of) == Choice("step", backend)
 
 
 def test_slots_are_allocated_in_multiples():

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import policies
+from kvjax import policies, storage
 from kvjax.cache import fused
 from kvjax.cache.convert import empty
 from kvjax.kernels import registry
 from kvjax.kernels.registry import Request
 from kvjax.kernels.step import gpu as step_gpu
+from kvjax.kernels.step.lines_gpu import Lines
 from tests import reference
 from tests.kernels.conftest import ON_GPU
 from tests.kernels.steps import FUSED, Steps, build, decoding, one_step
@@ -34,14 +35,50 @@ STEPS = [
     Steps("heavy", 80, dtype=jnp.bfloat16),
     Steps("mean_attention", 136, dim=96, budgets=(136, 120), dtype=jnp.bfloat16),  # nothing is free at last
 ]
-HARDWARE = [Steps("h2o", 824, 128, 1, jnp.bfloat16), Steps("roco", 2048, 128, 4, jnp.bfloat16)]
+# Codes of one group of channels and of two, in one tile and in two of which the last repeats slots.
+CODED = [
+    Steps("h2o", 64, held=storage.int8()),
+    Steps("roco", 72, dim=128, group=1, dtype=jnp.bfloat16, held=storage.int4()),
+    Steps("h2o", 64, dtype=jnp.bfloat16, policy=(("group_reduce", "max"),), held=storage.fp8()),
+    Steps("full", 72, window=40, dtype=jnp.bfloat16, budgets=(50, 68), held=storage.turboquant(4)),
+]
+HARDWARE = [
+    Steps("h2o", 824, 128, 1, jnp.bfloat16),
+    Steps("roco", 2048, 128, 4, jnp.bfloat16),
+    Steps("roco", 2048, 128, 4, jnp.bfloat16, held=storage.int4()),
+    Steps("h2o", 1024, 64, 8, jnp.bfloat16, held=storage.int8()),
+]
 
 
 # Rows of a product that are not read hold what was in the memory, here NaN.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
-@pytest.mark.parametrize("steps", STEPS, ids=lambda steps: f"{steps.name}-{steps.slots}-{steps.dim}")
+@pytest.mark.parametrize("steps", STEPS, ids=str)
 def test_a_step_is_that_of_the_cache(machine, steps):
     steps.run(3, "pallas_gpu")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+@pytest.mark.parametrize("steps", CODED, ids=str)
+def test_a_step_over_codes_is_that_of_the_cache(machine, steps):
+    steps.run(2, "pallas_gpu")
+
+
+def bias(self, tiles, at, hidden=None, *, real=Lines.bias):
+    """Reads the codes that are in the new token's slot."""
+    return real(self, tiles, at)
+
+
+def settle(self, *args, real=Lines.settle):
+    """Leaves out the own token's probability."""
+    real(self, *args[:-1])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+@pytest.mark.parametrize("mistake", [bias, settle])
+def test_a_mistake_with_codes_is_noticed(machine, monkeypatch, mistake):
+    monkeypatch.setattr(Lines, mistake.__name__, mistake)
+    with pytest.raises(AssertionError):
+        CODED[0].run(1, "pallas_gpu")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -52,7 +89,7 @@ def test_a_step_on_a_mesh_is_that_of_the_cache(machine):
 
 
 @pytest.mark.parametrize("machine", [ON_GPU], indirect=True)
-@pytest.mark.parametrize("steps", HARDWARE, ids=lambda steps: f"{steps.name}-{steps.slots}-{steps.dim}")
+@pytest.mark.parametrize("steps", HARDWARE, ids=str)
 def test_many_steps_are_those_of_the_cache(machine, steps):
     steps.run(40, "pallas_gpu")
 
@@ -75,8 +112,10 @@ def test_slot_for_slot(machine, monkeypatch, name, heads):
     assert steps, "the kernel was traced"
 
 
-def compiled_for_cuda(name: str, batch=64, kv_heads=32, group=1, slots=824, dim=128, dtype=jnp.bfloat16) -> str:
-    group_of = decoding(build(name, slots - 5), slots, "pallas_gpu")
+def compiled_for_cuda(
+    name: str, batch=64, kv_heads=32, group=1, slots=824, dim=128, dtype=jnp.bfloat16, held=None
+) -> str:
+    group_of = decoding(build(name, slots - 5), slots, "pallas_gpu", held)
     layer = jax.eval_shape(functools.partial(empty, group_of, batch, kv_heads, dim, dtype))
     array = jax.ShapeDtypeStruct
     query, one = array((batch, kv_heads * group, 1, dim), dtype), array((batch, kv_heads, 1, dim), dtype)
@@ -98,9 +137,19 @@ def test_it_lowers_for_cuda(name):
     assert not moving, "read and written by the kernel alone"
 
 
-@pytest.mark.parametrize("steps", [*STEPS, *HARDWARE], ids=lambda steps: f"{steps.name}-{steps.slots}-{steps.dim}")
+@pytest.mark.parametrize("steps", [*STEPS, *CODED, *HARDWARE], ids=str)
 def test_every_case_lowers_for_cuda(steps):
-    compiled_for_cuda(steps.name, 64, 32, steps.group, steps.slots, steps.dim, steps.dtype)
+    text = compiled_for_cuda(steps.name, 64, 32, steps.group, steps.slots, steps.dim, steps.dtype, steps.held)
+    if steps.held is None or steps not in HARDWARE:
+        return
+    (kernel,) = re.findall(r"stablehlo.custom_call @mosaic_gpu.*", text)
+    parts = steps.held.key.parts(steps.dim, steps.dtype)
+    written = 2 * len(parts) + 1 + len(build(steps.name, steps.slots - 5).needs)
+    assert kernel.count("#stablehlo.output_operand_alias<") == written
+    whole = re.compile(rf"tensor<(64x32|2048)x({steps.slots}|{steps.slots * 2})x(\d+x)?(ui8|bf16|f32)>")
+    touching = [line for line in text.splitlines() if whole.search(line) and "func.func" not in line]
+    moving = [line for line in touching if not re.search("stablehlo.reshape|@mosaic_gpu|return", line)]
+    assert touching and not moving, "codes, scales and zeros are read and written by the kernel alone"
 
 
 @pytest.mark.parametrize(("name", "group", "dtype"), [("roco", 1, jnp.bfloat16), ("h2o", 3, jnp.float32)])

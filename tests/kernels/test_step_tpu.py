@@ -1,7 +1,6 @@
 """A whole decoding step in one TPU kernel: interpreted, races detected, against XLA; and by the real TPU compiler."""
 
 import bisect
-import dataclasses
 import functools
 import re
 
@@ -64,7 +63,7 @@ def test_a_step_is_that_of_the_cache(interpreted, name, budget):
         Steps("ring", 384),
         Steps("heavy", 384),
     ],
-    ids=lambda steps: f"{steps.name}-{steps.slots}-{steps.dim}",
+    ids=str,
 )
 def test_a_step_over_several_tiles_is_that_of_the_cache(interpreted, monkeypatch, steps):
     monkeypatch.setattr(step_tpu, "TILE_BYTES", 1 << 16)  # of 128 slots, even of fewer bytes
@@ -80,8 +79,7 @@ def compiled(topology, shape, dtype, policy, held=None):
     def array(dims, kind):
         return jax.ShapeDtypeStruct(dims, kind, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    own = decoding(policy, size, "pallas_tpu")
-    own = own if held is None else dataclasses.replace(own, storage=held)
+    own = decoding(policy, size, "pallas_tpu", held)
     layer = jax.eval_shape(functools.partial(empty, own, batch, kv_heads, dim, dtype))
     layer = jax.tree.map(lambda x: array(x.shape, x.dtype), layer)
     query, one = array((batch, kv_heads * group, 1, dim), dtype), array((batch, kv_heads, 1, dim), dtype)

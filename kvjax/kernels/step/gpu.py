@@ -18,20 +18,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper
+from kvjax.kernels.coded import Coded
+from kvjax.kernels.decode import codes_gpu
 from kvjax.kernels.decode.launch_gpu import PROGRAMS, SPAN, WIDE, Launch
 from kvjax.kernels.decode.pass_gpu import Pass, gathered
-from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE
-from kvjax.kernels.rank1 import on_lines
-from kvjax.kernels.softmax import NEGATIVE, transformed
-from kvjax.kernels.step import trace
+from kvjax.kernels.forms import Form, form_of
+from kvjax.kernels.hopper import TILE
+from kvjax.kernels.step import coded_gpu, lines_gpu, trace
 from kvjax.kernels.step.arguments import Step, Stepped, takes_step
+from kvjax.kernels.step.lines_gpu import Lines, length_of, row_of
 
 if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
 
 Array = jax.Array
-COPY = 256  # the largest number of numbers of a copy; a line is padded to whole copies
-COPY_BYTES = 128  # the bytes of a copy are a multiple of this
 MOST_SLOTS = 4096  # 32 numbers of every line per thread, which has about 256 registers
 
 
@@ -46,46 +46,30 @@ def step(given: Step) -> Stepped:
     batch, kv_heads, group, dim = query.shape
     pairs, size = batch * kv_heads, key.shape[2]
     launch = launch_of(
-        pairs, group, size, dim, key.dtype, len(stats), scale=given.scale, group_reduce=given.group_reduce
-    )
-    names, length = tuple(sorted(stats)), _length(size)
+        pairs, group, size, dim, key.dtype, len(stats), scale=given.scale, group_reduce=given.group_reduce,
+        form=form_of(key.codec, dim) if isinstance(key, Coded) else None,
+    )  # fmt: skip
+    if isinstance(key, Coded):
+        return coded_gpu.step(given, launch)
+    names = tuple(sorted(stats))
     # [pairs, parts, G padded, D]
-    parts = jnp.stack(hopper.parts(query.reshape(pairs, group, dim).astype(key.dtype)), axis=1)
-    parts = jnp.pad(parts, ((0, 0), (0, 0), (0, launch.padded - group), (0, 0)))
+    parts = codes_gpu.queries(query.reshape(pairs, group, dim), launch)
     # [pairs, S, D], as references, to which Mosaic writes in place
     kept = [jax.new_ref(x.reshape(pairs, size, dim)) for x in (key, value)]
     # [pairs, S], positions first
     lines = [jax.new_ref(x.reshape(pairs, size)) for x in (position, *(stats[name] for name in names))]
-    scratch = launch.scratch() | {
-        "pair_smem": plgpu.SMEM((2, _row(dim, key.dtype)), key.dtype),
-        "position_smem": plgpu.SMEM((length,), jnp.int32),
-        "column_smem": plgpu.SMEM((length,), jnp.float32),
-        "stat_smem": [plgpu.SMEM((length,), jnp.float32) for _ in names],
-        "begun": plgpu.Barrier(num_arrivals=launch.parts + 2 + len(lines) * (length // COPY)),
-    }
+    scratch = launch.scratch() | lines_gpu.scratch(size, len(names)) | {
+        "pair_smem": plgpu.SMEM((2, row_of(dim, key.dtype)), key.dtype),
+        "begun": plgpu.Barrier(num_arrivals=launch.parts + 2 + lines_gpu.copies(size, len(names))),
+    }  # fmt: skip
     body = functools.partial(
         _kernel, launch=launch, names=names, settle=given.settle, transforms=given.transforms, window=given.window
     )
-    chunks = -(-dim // TILE)
-
-    # plgpu.kernel does the same, but does not accept references before jax 0.11.
-    def kernel(*refs: Any) -> None:
-        pl.run_scoped(functools.partial(body, *refs), collective_axes=(), **scratch)
-
-    (output,) = pl.kernel(
-        kernel,
-        [jax.ShapeDtypeStruct((pairs, launch.padded, chunks * WIDE), jnp.float32)],
-        mesh=plgpu.Mesh(grid=(pairs,), grid_names=("pair",)),
-        compiler_params=COMPILER,
-        name="decode_step",
-    )(
-        parts,
-        *(_rows(x.reshape(pairs, dim).astype(key.dtype)) for x in (new_key, new_value)),
-        newest,
-        budget,
-        *kept,
-        *lines,
-    )
+    outputs = [jax.ShapeDtypeStruct((pairs, launch.padded, -(-dim // TILE) * WIDE), jnp.float32)]
+    (output,) = lines_gpu.run(body, pairs, outputs, scratch)(
+        parts, *(lines_gpu.rows(x.reshape(pairs, dim).astype(key.dtype)) for x in (new_key, new_value)), newest, budget,
+        *kept, *lines,
+    )  # fmt: skip
     key, value = (ref[...].reshape(key.shape) for ref in kept)
     position, *found = (ref[...].reshape(position.shape) for ref in lines)
     output = gathered(output, group, dim).astype(value.dtype).reshape(query.shape)
@@ -96,11 +80,14 @@ def refuses(request: "Request") -> str | None:
     """See `kvjax.kernels.registry.Kernel`."""
     if reason := trace.refuses(request, "pallas_gpu"):
         return reason
+    form = None
     if any(request.codecs):
-        return f"it reads keys and values in {request.dtype}, not codes"
+        if reason := codes_gpu.refuses_codecs(request):
+            return reason
+        form = form_of(request.codecs[0], request.dim)
     pairs, dtype, stats = request.batch * request.kv_heads, jnp.dtype(request.dtype), len(request.statistics)
     try:
-        launch_of(pairs, request.group, request.slots, request.dim, dtype, stats)
+        launch_of(pairs, request.group, request.slots, request.dim, dtype, stats, form=form)
     except ValueError as error:
         return str(error).rstrip(".")
     return None
@@ -116,6 +103,7 @@ def launch_of(
     *,
     scale: float = 1.0,
     group_reduce: str = "mean",
+    form: Form | None = None,
 ) -> Launch:
     """Returns the launch of a step in which each program processes all slots of a (row, KV head) pair.
 
@@ -128,6 +116,7 @@ def launch_of(
       stats: the number of statistics.
       scale: see `Problem`.
       group_reduce: see `Problem`.
+      form: see `Launch`.
 
     Raises:
       ValueError: if a program cannot hold the slots, or if it is faster to share the slots of a pair among programs.
@@ -136,9 +125,11 @@ def launch_of(
         raise ValueError(f"a program takes {TILE} to {MOST_SLOTS} slots, a multiple of 8, not {size}.")
     hopper.check_dim(dim)
     # Lines: positions, probabilities and statistics. Extra bytes: the new pair, and the padding of the lines.
-    padding, lines, dtype = _length(size) - -(-size // TILE) * TILE, 2 + stats, jnp.dtype(dtype)
-    extra = 2 * _row(dim, dtype) * dtype.itemsize + 4 * lines * padding
-    launch = Launch(group, dim, size, dtype, True, group_reduce, scale, lines, extra).cut(pairs)
+    padding, lines, dtype = length_of(size) - -(-size // TILE) * TILE, 2 + stats, jnp.dtype(dtype)
+    pair = row_of(dim, dtype) * dtype.itemsize if form is None else row_of(form.size, jnp.uint8)
+    extra = 2 * pair + 4 * lines * padding
+    scale = scale if form is None else scale * form.factor
+    launch = Launch(group, dim, size, dtype, True, group_reduce, scale, lines, extra, form=form).cut(pairs)
     if launch.spans == 1:
         return launch
     if min(PROGRAMS // pairs, launch.tiles // SPAN) > 1:
@@ -148,62 +139,30 @@ def launch_of(
     raise ValueError(f"{size} slots of {group} x {dim} in {dtype} with {stats} statistics exceed a program's memory.")
 
 
-def _row(dim: int, dtype: Any) -> int:
-    """Returns the number of features, padded to whole copies."""
-    unit = COPY_BYTES // jnp.dtype(dtype).itemsize
-    return -(-dim // unit) * unit
-
-
-def _rows(x: Array) -> Array:
-    """Pads features to whole copies: [pairs, D] -> [pairs, D padded]."""
-    return jnp.pad(x, ((0, 0), (0, _row(x.shape[1], x.dtype) - x.shape[1])))
-
-
-def _length(size: int) -> int:
-    """Returns the length of a line: the number of slots, padded to whole copies."""
-    return -(-size // COPY) * COPY
-
-
 def _kernel(
-    query_ref, new_key_ref, new_value_ref, newest_ref, budget_ref, key_ref, value_ref, position_ref, *refs,
+    query_ref, new_key_ref, new_value_ref, newest_ref, budget_ref, key_ref, value_ref, *refs,
     query_smem, pair_smem, position_smem, column_smem, stat_smem, begun,
     launch, names, settle, transforms, window, **scratch,
 ):  # fmt: skip
     """Processes all slots of one (row, KV head)."""
-    *stat_refs, output_ref = refs
-    size, length = launch.size, _length(launch.size)
+    *line_refs, output_ref = refs
     pair = lax.axis_index("pair")
     row = lax.div(pair, jnp.int32(key_ref.shape[0] // newest_ref.shape[0]))
-    newest, budget = newest_ref[row], budget_ref[row]
-    lines = [(position_ref, position_smem), *zip(stat_refs, stat_smem, strict=True)]
+    lines = Lines(
+        pair, launch.size, newest_ref[row], window, tuple(line_refs), position_smem, column_smem, tuple(stat_smem)
+    )
     tiles = Pass(launch, pair, 0, jnp.int32(launch.tiles), key_ref, value_ref, query_smem, **scratch)
-
     for i in range(launch.parts):
         plgpu.copy_gmem_to_smem(query_ref.at[pair, i], query_smem.at[i, pl.ds(0, launch.padded)], begun)
     for i, new_ref in enumerate((new_key_ref, new_value_ref)):
         plgpu.copy_gmem_to_smem(new_ref.at[pair], pair_smem.at[i], begun)
-
-    @pl.loop(0, length // COPY)
-    def _(at):
-        # For slots beyond the last, copies read zeros and write nothing.
-        piece = pl.ds(at * COPY, COPY)
-        for line_ref, line_smem in lines:
-            plgpu.copy_gmem_to_smem(line_ref.at[pair, piece], line_smem.at[piece], begun)
-
+    lines.read(begun)
     plgpu.barrier_wait(begun)
 
-    # Append
-    # [length]
-    slot = plgpu.broadcasted_iota(jnp.int32, (length,), 0, layout=plgpu.Layout.WG_STRIDED((length,), 2))
-    inside = slot < size
-    position = jnp.where(inside, position_smem[...], -1)
-    # []: `size` if no slot is free; then nothing is written
-    free = jnp.min(jnp.where(inside & (position < 0), slot, size))
-    # In a row that has ended, newest is -1 and the slot stays empty, although the pair is written into it.
-    position = jnp.where(inside & (slot == free), newest, position)
-    position_smem[...] = position
+    # Append; into the slot of a row that has ended too, which stays empty
+    free, position = lines.append()
 
-    @pl.when(free < size)
+    @pl.when(free < launch.size)
     def _():
         for i, cache_ref in enumerate((key_ref, value_ref)):
             plgpu.copy_smem_to_gmem(pair_smem.at[i, pl.ds(0, launch.dim)], cache_ref.at[pair, free])
@@ -213,50 +172,9 @@ def _kernel(
     tiles.begin()
 
     # Attend
-    def seen(position):
-        visible = (position >= 0) & (position <= newest)
-        return visible if window is None else visible & (position > newest - window)
-
-    def bias(at):
-        start = tiles.start(at)
-        # [TILE]
-        at_tile = plgpu.layout_cast(position_smem[pl.ds(start, TILE)], PER_COLUMN)
-        index = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=PER_COLUMN)
-        # The last tile repeats slots of the tile before it; they are hidden.
-        own = start + index >= at * TILE
-        return jnp.where(own & seen(at_tile), 0.0, NEGATIVE)
-
-    top, total = tiles.softmax(bias)
-
-    # Backwards, so that the slots that the last tile repeats are overwritten by their own tile.
-    @pl.loop(0, launch.tiles)
-    def _(back):
-        at = launch.tiles - 1 - back
-        column_smem[pl.ds(tiles.start(at), TILE)] = tiles.column(at)
-        plgpu.commit_smem()
-
+    top, total = tiles.softmax(lambda at: lines.bias(tiles, at))
+    lines.observe(tiles)
     tiles.store(tiles.output(top, total), output_ref.at[pair])
 
-    # Observe and evict
-    # [length]
-    visible = jnp.where(inside & seen(position), 1.0, 0.0)
-    m = jnp.where(visible > 0, column_smem[...], 0.0)
-
-    def uniform() -> Array:
-        return 1.0 / jnp.maximum(jnp.sum(visible), 1.0)
-
-    columns = {each: visible if each == "one" else transformed(each, m, uniform) for each in transforms}
-    stats = {name: line[...] for name, line in zip(names, stat_smem, strict=True)}
-    stats, position = on_lines(settle, length)(stats, position, columns, newest, budget)
-    position_smem[...] = position
-    for name, line_smem in zip(names, stat_smem, strict=True):
-        line_smem[...] = stats[name]
-    plgpu.commit_smem()
-
-    @pl.loop(0, length // COPY)
-    def _(at):
-        piece = pl.ds(at * COPY, COPY)
-        for line_ref, line_smem in lines:
-            plgpu.copy_smem_to_gmem(line_smem.at[piece], line_ref.at[pair, piece])
-
+    lines.settle(settle, names, transforms, position, budget_ref[row])
     plgpu.wait_smem_to_gmem(0)
