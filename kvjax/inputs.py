@@ -1,6 +1,8 @@
 """Checks of the arguments of public functions, on the host, before anything is traced."""
 
+import inspect
 import numbers
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -139,6 +141,30 @@ def check_positions(config: DecoderConfig, positions: str) -> None:
             f"positions='cache' rotates keys to their rank in the cache, but {config.family} has learned positions, "
             "which are added to the embedding; use positions='original'."
         )
+
+
+def warn_beyond_context(config: DecoderConfig, positions: int) -> None:
+    """Warns if a model with RoPE has more positions to tell apart than it was trained with.
+
+    Frequencies that follow the length of a row (dynamic NTK) are for such texts. A learned position table ends, which
+    `check_batch` refuses.
+
+    Args:
+      config: the decoder.
+      positions: the number of positions.
+    """
+    if config.rope is None or config.rope.scaling == "dynamic" or positions <= config.max_positions:
+        return
+    # At the first caller outside of kvjax; the same text each time, so that it is shown once.
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        f"the texts and what follows them are longer than the {config.max_positions:,} tokens of context that this "
+        "model was trained with, beyond which its predictions mean little: shorten them, or use a policy with a budget "
+        "and positions='cache'.",
+        stacklevel=level,
+    )
 
 
 def check_count(name: str, value: object) -> None:

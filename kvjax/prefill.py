@@ -18,10 +18,10 @@ from kvjax.cache import pairs
 from kvjax.cache.convert import Prompt, convert, empty_layers
 from kvjax.cache.layout import CacheLayout, Group, Phase
 from kvjax.cache.limits import Limits, sizes_for
-from kvjax.cache.lowering import Budgets, lower
+from kvjax.cache.lowering import Budgets, lower, most_positions
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
-from kvjax.inputs import check_batch, check_count, check_positions
+from kvjax.inputs import check_batch, check_count, check_positions, warn_beyond_context
 from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES, SKEW, Decoder
@@ -130,7 +130,7 @@ def prepare(
     limits: Limits | None = None,
     last_fed: bool = True,
 ) -> Prepared:
-    """Lowers a spec for a batch, on the current mesh.
+    """Lowers a spec for a batch, on the current mesh. Warns if the model was not trained for so many positions.
 
     Args:
       model: the model.
@@ -160,6 +160,7 @@ def prepare(
         spec, model.config, sizes, prompt, implementation=implementation, platform=model.platform,
         dtype=jax.tree.leaves(model.params)[0].dtype, totals=total,
     )  # fmt: skip
+    warn_beyond_context(model.config, most_positions(lowered, prompt, total, prefill_block))
     return Prepared(lowered.layout, lowered.budgets, sizes.prompt)
 
 

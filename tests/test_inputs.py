@@ -9,8 +9,11 @@ import pytest
 
 import kvjax
 from kvjax import policies
+from kvjax.cache import CacheSpec
+from kvjax.cache.limits import sizes_for
+from kvjax.cache.lowering import lower, most_positions
 from kvjax.errors import InputError, KvjaxError, PolicyError
-from kvjax.inputs import check_batch, check_count
+from kvjax.inputs import check_batch, check_count, warn_beyond_context
 from kvjax.models.parameters import random_parameters
 from tests.tiny import tiny
 
@@ -106,3 +109,40 @@ def test_nothing_is_traced_before_a_refusal(monkeypatch):
         kvjax.generate(tiny().model, tokens, policies.h2o(budget=(4, 4, 4)), max_new_tokens=2)
     with pytest.raises(InputError, match="vocabulary"):
         kvjax.log_likelihood(tiny().model, tokens + 63, policies.full(), prompt_length=2)
+
+
+def positions(policy, block=None, prompt=(20, 9), new=8):
+    lengths = np.array(prompt)
+    sizes = sizes_for(lengths, new, width=max(prompt), block=block, limits=None, last_fed=True)
+    return most_positions(lower(CacheSpec(policy), CONFIG, sizes, lengths), lengths, lengths + new, block)
+
+
+def test_positions_that_rope_tells_apart():
+    """Tokens; or ranks, of a prompt in one shot too."""
+    ranked = {"positions": "cache"}
+    assert positions(policies.h2o(6)) == positions(policies.full(**ranked)) == 28
+    assert positions(policies.h2o(6, **ranked)) == 20
+    assert positions(policies.h2o(6, **ranked), block=4) == 10
+    assert positions(policies.h2o(6, **ranked), block=1, prompt=(6, 3)) == 7
+    assert positions(policies.snapkv(12, window=2, **ranked), block=4) == 20
+    assert positions(policies.snapkv(18, window=2, **ranked), block=4) == 26
+    chosen = policies.split_heads([[1, 0], [0, 0]], policies.h2o(15, **ranked), policies.h2o(6, **ranked))
+    assert positions(chosen, block=4) == 19
+
+
+def test_texts_beyond_the_trained_context_are_said(recwarn):
+    rope = CONFIG.rope
+    for config, said in (
+        (CONFIG, 1),
+        (dataclasses.replace(CONFIG, rope=dataclasses.replace(rope, scaling="dynamic", original_max_positions=512)), 0),
+        (LEARNED, 0),
+    ):
+        recwarn.clear()
+        warn_beyond_context(config, CONFIG.max_positions)
+        assert not recwarn
+        warn_beyond_context(config, CONFIG.max_positions + 1)
+        assert len(recwarn) == said
+    warn_beyond_context(CONFIG, 999)
+    warning = recwarn.pop()
+    assert "longer than the 512 tokens of context that this model was trained with" in str(warning.message)
+    assert warning.filename == __file__

@@ -120,6 +120,33 @@ def lower(
     return Lowered(layout, Budgets(tuple(prompt_budgets), tuple(decode_budgets)))
 
 
+def most_positions(lowered: Lowered, lengths: np.ndarray, totals: np.ndarray, block: int | None) -> int:
+    """Returns the number of positions that RoPE has to tell apart: tokens, or ranks in the cache.
+
+    Args:
+      lowered: from `lower`.
+      lengths: [B] tokens of each row's prompt.
+      totals: [B] tokens that each row will hold in all.
+      block: tokens of a block of the prompt; None = all of it in one shot.
+    """
+    layout, budgets = lowered.layout, lowered.budgets
+    if all(group.policy.positions == "original" for group in layout.groups):
+        return int(totals.max())
+    # A prompt in one shot is attended to before anything is evicted.
+    seen = [lengths] if block is None else []
+    for befores, afters, firsts, thens in zip(layout.prompt, layout.decode, *budgets, strict=True):
+        for before, after, first, then in zip(befores, afters, firsts, thens, strict=True):
+            # What evicts at the end of a prompt has held all of it, and appends afterwards.
+            slots = first if before.evicts else None
+            step = before.policy.when == "step"
+            seen.append(lengths if slots is None or not step else np.minimum(lengths, slots + (block or 0)))
+            if then is not None and after.evicts and after.policy.when == "step":
+                seen.append(np.minimum(totals, then + 1))
+            else:
+                seen.append(totals if slots is None else np.minimum(totals, slots + totals - lengths))
+    return max(int(each.max()) for each in seen)
+
+
 def _budgets(
     branch: Branch, lengths: np.ndarray, totals: np.ndarray, layers: int
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
