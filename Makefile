@@ -8,6 +8,9 @@ ARGS ?=
 # Two processes; the tests are mostly compilation, which is single-threaded. JOBS=0 runs them in one. Files are taken up in
 # the order of tests/conftest.py.
 JOBS ?= 2
+# The TPU compiler, with which tests compile for real TPU topologies without a TPU, has a folder of its own, which
+# tests/conftest.py adds to the path: beside jax it would print errors in every program that finds no TPU, the demo too.
+LIBTPU := sys_platform == 'linux' and platform_machine == 'x86_64'
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
@@ -42,6 +45,8 @@ $(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
 $(VENV)/.test-$(EXTRAS): $(VENV)/.created pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (once; a few minutes)"
 	$(PIP) --editable '.[$(EXTRAS)]'
+	rm -rf $(VENV)/libtpu
+	$(PIP) --no-deps --target $(VENV)/libtpu "libtpu; $(LIBTPU)"
 	@touch $@
 
 clean:

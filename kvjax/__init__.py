@@ -1,6 +1,8 @@
 """kvjax: Hugging Face decoders in JAX under a fixed KV-cache budget."""
 
-from kvjax import policies, selection, storage
+import os
+
+from kvjax import devices, policies, selection, storage
 from kvjax.cache import CacheSpec, KVState, LayerKV, Limits
 from kvjax.checkpoint.huggingface import load
 from kvjax.checkpoint.writer import save
@@ -16,6 +18,11 @@ from kvjax.sampling import Greedy, Sample
 from kvjax.sharding import make_mesh
 from kvjax.storage.calibration import Calibration, load_calibration
 from kvjax.text import TextGeneration, generate_text
+
+# jax says so when it is imported where there is no TPU. With the TPU compiler installed it looks for one all the same,
+# and libtpu would print errors.
+if os.environ.get("TPU_SKIP_MDS_QUERY"):
+    devices.prepare_libtpu()
 
 __all__ = [
     "CacheSpec",

@@ -9,10 +9,17 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import sys
 from pathlib import Path
 
 # With the TPU compiler installed, jax would look for a TPU; a machine with an accelerator may name it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# The TPU compiler, where `make test` has put it. Processes that tests start find it by the variable.
+LIBTPU = Path(sys.prefix) / "libtpu"
+if LIBTPU.is_dir():
+    sys.path.append(str(LIBTPU))
+    os.environ.setdefault("TPU_LIBRARY_PATH", str(LIBTPU / "libtpu" / "libtpu.so"))
 
 # Products in a form that does not depend on the machine's speed; tests/products has the others.
 os.environ.setdefault("KVJAX_PRODUCTS", "fixed")
