@@ -12,7 +12,6 @@ import numpy as np
 
 from kvjax import storage
 from kvjax.cache import LayerKV
-from kvjax.statistics import popcount
 from kvjax.storage import Calibration, Storage
 from tests.reference.replay import Codec, Row
 from tests.reference.step import rotate
@@ -111,6 +110,12 @@ def replay(held: Storage, prompt: Any, decode: Any, *arguments: Any, **options: 
     return run(prompt, decode)
 
 
+def read(held: Storage, layer: LayerKV, calibration: Calibration | None = None) -> list[np.ndarray]:
+    """`storage.read` in one program: each of its operations would be compiled by itself."""
+    found = jax.jit(lambda layer: storage.read(held, layer, calibration), compiler_options=_quick())(layer)
+    return [np.asarray(x) for x in found]
+
+
 def live(layer: LayerKV, row: int, head: int) -> dict[int, int]:
     """Position -> slot, by position."""
     position = np.asarray(layer.position)[row, head]
@@ -145,7 +150,7 @@ def assert_same(
     gap, near = (min(getattr(row, name) for row in rows) for name in ("gap", "near"))
     assert gap > CLEAR, f"a choice of the reference is a near-tie ({gap:.1e}): use another seed"
     assert near > TIE, f"a code of the reference is near a tie ({near:.1e} of a step): use another seed"
-    key, value, at = (np.asarray(x) for x in storage.read(held, layer, calibration))
+    key, value, at = read(held, layer, calibration)
     if theta is not None:
         key = rotate(key.reshape(-1, key.shape[-1]), at.ravel(), theta).reshape(key.shape)
     for row, expected in enumerate(rows):
@@ -175,8 +180,13 @@ def assert_same(
                 np.testing.assert_allclose(got, own, rtol=1e-4, atol=1e-5, err_msg=f"{about} {name}")
 
 
+def set_bits(words: Any) -> np.ndarray:
+    """[..., words] uint16 -> [...]: the number of bits that are set."""
+    return np.unpackbits(np.asarray(words).view(np.uint8), axis=-1).sum(axis=-1)
+
+
 def _statistic(layer: LayerKV, name: str) -> np.ndarray:
     """[B, K, S]: the library's statistic of that name, whose parameters are part of its own."""
     of = layer.stats | layer.index if name == "mass" else layer.stats  # a selection may keep its own
     (found,) = (leaf for own, leaf in of.items() if re.split(r"[(\[]", own)[0] == name)
-    return np.asarray(popcount(found) if found.ndim == 4 else found)
+    return set_bits(found) if found.ndim == 4 else np.asarray(found)

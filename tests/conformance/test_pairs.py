@@ -183,16 +183,22 @@ class Case(NamedTuple):
     positions: str
 
     def covers(self) -> set[Pair]:
-        """A policy meets every family of codecs and the best selection, its kind meets every selection."""
+        """A policy meets both families of codecs and the best selection; its kind meets all else.
+
+        What a policy makes of a block or of positions by rank it makes of dense slots too: `test_slots` has each. What
+        selections, blocks and positions make of a ranking depends on what is ranked by, which is the kind; and a
+        selection looks at decoded keys, however they were encoded.
+        """
         own = [("look", self.look), ("block", self.block), ("positions", self.positions)]
         covered = pairs([*own, ("kind", KIND.get(self.policy, self.policy))])
-        covered |= pairs([*own[1:], ("policy", self.policy)])
         if self.look == "optimal":
             covered |= pairs([own[0], ("policy", self.policy)])
         for name in self.codecs:
             family = FAMILIES.get(name, "dense")
-            covered |= pairs([*own, ("storage", name), ("residual", self.residual)])
-            covered |= pairs([("policy", self.policy), ("family", family)])
+            covered |= pairs([*own, ("family", family), ("residual", self.residual)])
+            covered |= pairs([*own[1:], ("storage", name), ("residual", self.residual)])
+            if family != "dense":
+                covered |= pairs([("policy", self.policy), ("family", family)])
         return covered
 
     @property

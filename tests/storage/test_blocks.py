@@ -21,7 +21,7 @@ from kvjax.errors import StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.storage import Channels, Storage
 from kvjax.storage.gradient import differentiable
-from tests.conformance import CLEAR, TIE, live, replay, streams
+from tests.conformance import CLEAR, TIE, live, read, replay, streams
 from tests.reference import blocks as law
 from tests.reference import policies as reference
 from tests.reference import replay as rows_of
@@ -80,7 +80,7 @@ CASES = [Case("full", 2, None), Case("full", 4, 9), Case("knorm", 1, 5)]
 def compare(output: jax.Array, layer: LayerKV, stored: law.Kivi, rows: list[rows_of.Row]) -> None:
     gap, near = (min(getattr(row, name) for row in rows) for name in ("gap", "near"))
     assert gap > CLEAR and near > TIE, f"a choice or a code of the reference is close ({gap:.1e}, {near:.1e})"
-    key, value, position = (np.asarray(x) for x in storage.read(HELD, layer))
+    key, value, position = read(HELD, layer)
     store = jax.tree.map(np.asarray, layer.stores[0])
     for row, expected in enumerate(rows):
         np.testing.assert_allclose(output[row], expected.output, atol=1e-4, err_msg=f"{row=}")
@@ -135,7 +135,7 @@ def test_the_worked_case(shared_data):
     lengths, steps = examples[f"{case}_lengths"], decode[0].shape[2]
     output, layer = storage.replay(held, prompt, decode, lengths)
     np.testing.assert_allclose(output, examples[f"{case}_out"], atol=1e-4)
-    key, value, _ = (np.asarray(x) for x in storage.read(held, layer))
+    key, value, _ = read(held, layer)
     for row, length in enumerate(lengths):
         own = {name: examples[f"{case}_{name}_{row}_0"] for name in KIVI_ARRAYS}
         for side, decoded in (("key", key), ("value", value)):

@@ -14,7 +14,7 @@ from kvjax.cache import LayerKV
 from kvjax.errors import StorageError
 from kvjax.storage.gear import low_rank_factors
 from kvjax.storage.gradient import differentiable
-from tests.conformance import CLEAR, TIE, replay, streams
+from tests.conformance import CLEAR, TIE, read, replay, streams
 from tests.reference import blocks as law
 from tests.reference import policies as reference
 from tests.reference import replay as rows_of
@@ -54,7 +54,7 @@ def expected(name: str, **mistake: Any) -> list[rows_of.Row]:
 def compare(output: jax.Array, layer: LayerKV, rows: list[rows_of.Row]) -> None:
     gap, near = (min(getattr(row, name) for row in rows) for name in ("gap", "near"))
     assert gap > CLEAR and near > TIE, f"a choice or a code of the reference is close ({gap:.1e}, {near:.1e})"
-    key, value, position = (np.asarray(x) for x in storage.read(HELD, layer))
+    key, value, position = read(HELD, layer)
     for row, own in enumerate(rows):
         for head, slots in enumerate(own.heads):
             count, about = len(slots.head.position), f"{row=} {head=}"

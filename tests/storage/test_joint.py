@@ -16,7 +16,7 @@ from kvjax.rope import Rope
 from kvjax.storage import Calibration, Integer, Joint, Samples
 from kvjax.storage.joint import JointDirections
 from kvjax.storage.kivi import Channels
-from tests.conformance import replay
+from tests.conformance import read, replay
 from tests.storage.test_sides import DIM, LENGTHS, STEPS, examples, random  # noqa: F401
 from tests.tiny import random_tokens, tiny
 
@@ -79,7 +79,7 @@ def test_what_is_held_is_the_projection_of_all_heads(kind):
     prompt, decode = random(3)
     policy = policies.full() if kind == "blocks" else policies.window(9, sinks=1)
     _, layer = replay(held, prompt, decode, LENGTHS, policy, ROPE, calibration=made)
-    found = [np.asarray(x) for x in storage.read(held, layer, made)]
+    found = read(held, layer, made)
     for row in range(2):
         total = LENGTHS[row] + STEPS
         coded = total // window * window if kind == "blocks" else total - residual

@@ -18,7 +18,7 @@ from kvjax.cache import LayerKV
 from kvjax.errors import InputError, StorageError
 from kvjax.prefill import Prefilled
 from kvjax.storage.gradient import differentiable
-from tests.conformance import CLEAR, TIE, live, replay, streams
+from tests.conformance import CLEAR, TIE, live, read, replay, streams
 from tests.reference import policies as reference
 from tests.reference import replay as rows_of
 from tests.reference import tiers as law
@@ -67,7 +67,7 @@ def expected(name: str, **mistake: Any) -> tuple[list[law.Zip], list[rows_of.Row
 def compare(output: jax.Array, layer: LayerKV, made: list[law.Zip], rows: list[rows_of.Row]) -> None:
     gap, near = (min(getattr(row, name) for row in rows) for name in ("gap", "near"))
     assert gap > CLEAR and near > TIE, f"a choice or a code of the reference is close ({gap:.1e}, {near:.1e})"
-    key, value, position = (np.asarray(x) for x in storage.read(HELD, layer))
+    key, value, position = read(HELD, layer)
     size = layer.stores[0]["value"]["codes"].shape[2]
     for row, own in enumerate(rows):
         for head, slots in enumerate(own.heads):
@@ -107,7 +107,7 @@ def test_the_worked_case(shared_data):
     lengths, steps = examples[f"{case}_lengths"], decode[0].shape[2]
     output, layer = storage.replay(held, prompt, decode, lengths)
     np.testing.assert_allclose(output, examples[f"{case}_out"], atol=1e-4)
-    key, value, position = (np.asarray(x) for x in storage.read(held, layer))
+    key, value, position = read(held, layer)
     size = layer.stores[0]["value"]["codes"].shape[2]
     for row, length in enumerate(lengths):
         up = position[row, 0, :size]

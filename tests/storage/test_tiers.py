@@ -22,7 +22,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.rope import Rope
 from kvjax.storage import Codec, Storage
 from kvjax.storage.gradient import differentiable
-from tests.conformance import CLEAR, TIE, replay, streams
+from tests.conformance import CLEAR, TIE, read, replay, streams
 from tests.reference import policies as reference
 from tests.reference import replay as rows_of
 from tests.reference import tiers as law
@@ -107,7 +107,7 @@ CASES = [
 def compare(output: jax.Array, layer: LayerKV, rows: list[law.Row], held: Storage) -> None:
     gap, near = (min(getattr(row, name) for row in rows) for name in ("gap", "near"))
     assert gap > CLEAR and near > TIE, f"a choice or a code of the reference is close ({gap:.1e}, {near:.1e})"
-    key, value, position = (np.asarray(x) for x in storage.read(held, layer))
+    key, value, position = read(held, layer)
     size = jax.tree.leaves(layer.stores[0])[0].shape[2]
     assert all(leaf.shape[2] == position.shape[2] - size for leaf in jax.tree.leaves(layer.stats))
     for row, expected in enumerate(rows):
