@@ -98,7 +98,6 @@ class Case:
 
 
 _LIST = [
-    Case("mha", "h2o", "data:2,model:4"),
     Case("mha", "window", "data:8", ragged=True),
     Case("mha", "h2o", "model:2", prefill_block=5, ragged=True),
     Case("gqa", "h2o", "data:2,model:4", ragged=True, scored=True, layers=2),
@@ -108,12 +107,10 @@ _LIST = [
     Case("gqa", "roco", "data:1,model:8", merge="d2o"),
     Case("gqa", "h2o", "data:1,model:8", merge="cam", ragged=True),
     Case("mqa", "h2o", "data:2,model:4", prefill_block=8, ragged=True, scored=True),  # 1 KV head: replicated
-    Case("gqa", "h2o", "data:2,model:4", ragged=True, storage=int8()),
     Case("gqa", "h2o", "data:1,model:8", prefill_block=8, storage=int8()),  # 4 KV heads on 8 devices: replicated
     Case("mha", "window", "data:4,model:2", ragged=True, storage=int8(residual=4)),
-    Case("gqa", "full", "data:2,model:4", ragged=True, scored=True, selection=quest(4, 12, first_layer=0)),
+    Case("gqa", "full", "data:2,model:4", ragged=True, selection=quest(4, 12, first_layer=0)),
     Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0)),  # 1 KV head: replicated
-    Case("gqa", "full", "data:4,model:2", ragged=True, selection=optimal(6)),
     Case("gqa", "full", "data:1,model:8", selection=optimal(6)),  # 4 KV heads on 8 devices: replicated
     Case(
         "gqa",
