@@ -14,7 +14,7 @@ from kvjax.cache import CacheSpec, Limits
 from kvjax.models.decoder import Decoder
 from kvjax.models.parameters import random_parameters
 from kvjax.prefill import prefill_steps, prepare
-from kvjax.storage import Codec, Storage, fp8, int4, int8
+from kvjax.storage import Codec, Storage, fp8, int4
 from tests.tiny import random_tokens
 from tests.tiny import tiny as tiny_of
 
@@ -35,9 +35,10 @@ def gradient(policy, **options):
     return jax.jit(jax.grad(lambda params: score(params, policy, **options)))(tiny().model.params)
 
 
+#: Who stays has no gradient: one of each kind of statistics, and what reads keys or values.
 POLICIES = [
-    policies.h2o(budget=12), policies.roco(budget=12, guard=3), policies.tova(budget=12), policies.window(budget=9),
-    policies.scissorhands(budget=12, history=9), policies.value_norm(policies.h2o_decay(budget=12)),
+    policies.h2o(budget=12), policies.scissorhands(budget=12, history=9),
+    policies.value_norm(policies.h2o_decay(budget=12)),
     policies.snapkv(budget=12, window=4), policies.keydiff(budget=12), policies.streaming_llm(budget=9),
     policies.h2o(budget=12, merge=policies.anchors()), policies.roco(budget=12, merge=policies.kvmerger(0.1)),
 ]  # fmt: skip
@@ -131,7 +132,7 @@ def test_it_passes_straight_through_codes(policy, residual):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("storage", "near"), [(int8(), 0.02), (int4(residual=5), 0.25), (fp8(), 0.15)], ids=str)
+@pytest.mark.parametrize(("storage", "near"), [(int4(residual=5), 0.25), (fp8(), 0.15)], ids=str)
 def test_a_score_through_codes_and_its_gradient(storage, near):
     policy, way = policies.h2o(budget=16), "then token by token"
     options = WAYS[way]
