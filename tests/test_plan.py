@@ -268,9 +268,9 @@ def test_chosen_mesh_moves_the_fewest_bytes(config, batch, mesh):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("mesh", [{"data": 2, "model": 2}, {"data": 1, "model": 3}])
-def test_given_mesh_is_used_even_if_smaller_than_the_topology(mesh):
-    axes = f"data:{mesh['data']},model:{mesh['model']}"
+def test_given_mesh_is_used_even_if_smaller_than_the_topology():
+    """And if it divides no heads."""
+    mesh, axes = {"data": 1, "model": 3}, "data:1,model:3"
     planned = plan(TINY, H2O, batch=2, prompt_length=200, new_tokens=8, topology="v5e:2x4", mesh_axes=axes)
     assert planned.mesh == mesh
     assert not planned.mesh_chosen
