@@ -27,19 +27,25 @@ from tests.kernels.steps import FUSED, Steps, build, decoding, one_step
     [*((name, 15) for name in FUSED if name not in ("h2o", "scissorhands")), ("h2o", 20)],
 )
 def test_a_step_is_that_of_the_cache(interpreted, name, budget):
-    """15 and one slot are whole groups, written inside the kernel; 20 and one are not."""
+    """15 and one slot are whole groups, written inside the kernel; 20 and one are not.
+
+    The kernel makes the first two steps, into empty slots, and those from two before the first victim on.
+    """
     batch, kv_heads, group, dim = 2, 2, 2, 32
     policy, budgets = build(name, budget), jnp.full((batch,), budget, jnp.int32)
     ours = layer = empty(decoding(policy, budget + 1), batch, kv_heads, dim, jnp.float32)
     plain, kernel = (
         jax.jit(functools.partial(one_step, decoding(policy, budget + 1, each))) for each in (None, "pallas_tpu")
     )
-    for step in range(budget + 8):
+    for step in range(budget + 5):
         keys = jax.random.split(jax.random.key(step), 3)
         query = jax.random.normal(keys[0], (batch, kv_heads * group, 1, dim))
         key, value = (jax.random.normal(k, (batch, kv_heads, 1, dim)) for k in keys[1:])
-        at = jnp.array([step, step if step < budget + 4 else -1], jnp.int32)
+        at = jnp.array([step, step if step < budget + 3 else -1], jnp.int32)
         expected, layer = plain(layer, query, key, value, at[:, None], budgets)
+        if 2 <= step < budget - 2:
+            ours = layer
+            continue
         got, ours = kernel(ours, query, key, value, at[:, None], budgets)
         np.testing.assert_allclose(got, expected, atol=2e-6)
         np.testing.assert_array_equal(ours.position, layer.position)
@@ -68,7 +74,7 @@ def test_a_step_is_that_of_the_cache(interpreted, name, budget):
 def test_a_step_over_several_tiles_is_that_of_the_cache(interpreted, monkeypatch, steps):
     monkeypatch.setattr(step_tpu, "TILE_BYTES", 1 << 16)  # of 128 slots, even of fewer bytes
     assert step_tpu.tile_slots(2, steps.slots, steps.dim, 4) == 128
-    steps.run(6)
+    steps.run(4)
 
 
 def compiled(topology, shape, dtype, policy, held=None):
@@ -159,7 +165,6 @@ def test_what_is_said_to_fit_into_a_core_of_codes_does(shape, dtype, name, held)
     ("shape", "dtype", "name"),
     [  # batch, KV heads, group, head size
         ((2, 32, 1, 128), jnp.bfloat16, "h2o"),
-        ((2, 32, 1, 128), jnp.float32, "roco"),
         ((2, 8, 4, 128), jnp.bfloat16, "roco"),
         ((2, 1, 8, 256), jnp.bfloat16, "roco"),
     ],
