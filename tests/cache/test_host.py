@@ -67,10 +67,14 @@ def score(name: str, where) -> np.ndarray:
     ).logprobs  # fmt: skip
 
 
+#: Values alone are on the host: without a selection, with codes, and with each way of reading some.
+APART = {"full", "window int4", "infinigen in blocks", "quest"}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_results_do_not_depend_on_the_memory(name):
     expected = score(name, "device")
-    for where in (WHOLE, VALUES):
+    for where in (WHOLE, VALUES) if name in APART else (WHOLE,):
         np.testing.assert_allclose(score(name, where), expected, atol=2e-5)
 
 
