@@ -70,22 +70,19 @@ def kept_by_head(state: cache.KVState, split: policies.Split, row: int) -> list[
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_slot_for_slot(name):
+@pytest.mark.parametrize(("name", "block"), [(name, (None, 8)[i % 2]) for i, name in enumerate(CASES)])
+def test_slot_for_slot(name, block):
     policy, expected_policy = CASES[name]
     model = tiny("gqa")
-    for block in (None, 8):
-        got = kvjax.log_likelihood(
-            model.model, TOKENS, policy, prompt_length=PROMPTS, lengths=LENGTHS, prefill_block=block
-        )
-        expected = reference.reference_run(model.params, model.config, TOKENS, expected_policy, PROMPTS, LENGTHS, block)
-        assert expected.evict_gap.min() > 1e-6
-        for row in range(len(PROMPTS)):
-            live = kept_by_head(got.state, policy, row)
-            for index in range(2):
-                for head in range(2):
-                    np.testing.assert_array_equal(live[index][head], expected.kept[index][row][head])
-        np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=5e-5)
+    got = kvjax.log_likelihood(model.model, TOKENS, policy, prompt_length=PROMPTS, lengths=LENGTHS, prefill_block=block)
+    expected = reference.reference_run(model.params, model.config, TOKENS, expected_policy, PROMPTS, LENGTHS, block)
+    assert expected.evict_gap.min() > 1e-6
+    for row in range(len(PROMPTS)):
+        live = kept_by_head(got.state, policy, row)
+        for index in range(2):
+            for head in range(2):
+                np.testing.assert_array_equal(live[index][head], expected.kept[index][row][head])
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=5e-5)
 
 
 ONE_LAYER = layers.Case(
