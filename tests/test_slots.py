@@ -53,6 +53,7 @@ class Case(NamedTuple):
 
 # Every policy and combinator meets one shot and blocks, and two layouts of heads. What a block changes is the prompt's
 # pass, which is the same code for all; a ranking is of each head, or shared as `group_reduce` and `share_heads` say.
+# Other pairs with layouts, blocks and combinators: test_compositions, test_properties and conformance/test_pairs.
 CASES = [
     Case("h2o", {"budget": 0.4}, "gqa", 16),
     Case("h2o", {"budget": (9, 17)}, "mha", None),
