@@ -12,7 +12,7 @@ from kvjax import spec_text
 from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.quantize import WeightCodes
-from kvjax.policies import Policy
+from kvjax.policies import Fraction, Policy
 
 DENSE, EVERYTHING = "dense", "everything"  # how slots are held and read unless a config says otherwise
 PLAIN: dict[spec_text.Axis, str] = {"storage": DENSE, "selection": EVERYTHING}
@@ -67,6 +67,7 @@ class DataConfig:
     num_sequences: rows.
     prompt_length: tokens of each row that are the prompt.
     new_tokens: tokens that are scored, and generated.
+    chunk: tokens of the parts of the continuation whose perplexity is reported by itself; None = no parts.
     """
 
     text: OptionalText = None
@@ -74,6 +75,7 @@ class DataConfig:
     num_sequences: Count = 4
     prompt_length: Count = 256
     new_tokens: Count = 64
+    chunk: OptionalCount = None
 
 
 @dataclasses.dataclass
@@ -96,6 +98,24 @@ class RecallConfig:
 
 
 @dataclasses.dataclass
+class TasksConfig:
+    """Attributes:
+    names: tasks as text (`experiments.tasks.registry`): copa(shots=5), needle(lengths=(256, 512)), FILE.jsonl; none =
+      no task is run.
+    folder: of the published files, with the folders tasks and summarization, or what these hold.
+    questions: the most questions of a task; None = all.
+    rows: questions that are answered at once.
+    least_slots: slots that are kept of contexts of which a budget that is a fraction keeps fewer.
+    """
+
+    names: Names = ()
+    folder: OptionalText = None
+    questions: OptionalCount = None
+    rows: Count = 16
+    least_slots: Count = 32
+
+
+@dataclasses.dataclass
 class ExperimentConfig:
     """Attributes:
     name: names the results.
@@ -107,12 +127,13 @@ class ExperimentConfig:
       and a selection of its own, ``full + int8``; agreement is measured against ``full`` if it is here.
     data: the text.
     recall: the recall tasks.
+    tasks: tasks of local files, and others whose context may be compressed before its question is known.
     mesh: ``data:2,model:4``, or nothing for one device.
     prefill_block: tokens of a block of the prompt; None = all of it in one shot.
     implementation: of attention and eviction, auto, xla, pallas_tpu or pallas_gpu; see `kvjax.attention`.
     repeats: timed repetitions, of which the fastest counts; 0 = nothing is timed, and as many caches as there are
       processors are measured at the same time.
-    seed: of random weights, of the generated text and of the recall tasks.
+    seed: of random weights, of the generated text, of the recall tasks and of generated tasks.
     output: the folder in which a run makes its own.
     """
 
@@ -124,6 +145,7 @@ class ExperimentConfig:
     baselines: Names = ("full",)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     recall: RecallConfig = dataclasses.field(default_factory=RecallConfig)
+    tasks: TasksConfig = dataclasses.field(default_factory=TasksConfig)
     mesh: Text = ""
     prefill_block: OptionalCount = None
     implementation: Kernels = "auto"
@@ -142,8 +164,12 @@ def by_name(name: str) -> ExperimentConfig:
     return fields.by_name(name, ExperimentConfig)
 
 
-def build_policy(config: PolicyConfig) -> Policy:
+def build_policy(config: PolicyConfig, least_slots: int | None = None) -> Policy:
     """The policy that a config describes.
+
+    Args:
+      config: a policy and its settings.
+      least_slots: what a budget that is a fraction keeps of short contexts; None = the fraction.
 
     Raises:
       PolicyError, ConfigError: an unknown policy, a setting that it does not take, or values that cannot work.
@@ -156,18 +182,20 @@ def build_policy(config: PolicyConfig) -> Policy:
         setting = f"policy.{refused[0]}={given[refused[0]]!r}"
         raise ConfigError(f"policy {config.name} does not take {setting}; it takes {', '.join(sorted(accepted))}.")
     taken = {key: value for key, value in given.items() if key in accepted}
+    if least_slots is not None and isinstance(taken.get("budget"), float):
+        taken["budget"] = Fraction(taken["budget"], least=least_slots)
     policy: Policy = spec_text.build("policy", config.name, **taken)
     return policy
 
 
-def build_spec(config: ExperimentConfig) -> CacheSpec:
-    """The policy, the storage and the selection that a config describes.
+def build_spec(config: ExperimentConfig, least_slots: int | None = None) -> CacheSpec:
+    """The policy, the storage and the selection that a config describes. `least_slots`: see `build_policy`.
 
     Raises:
       KvjaxError: as `build_policy`, or the same of a storage or a selection.
     """
     storage, selection = (spec_text.build(axis, getattr(config, axis)) for axis in ("storage", "selection"))
-    return CacheSpec(build_policy(config.policy), storage, selection)
+    return CacheSpec(build_policy(config.policy, least_slots), storage, selection)
 
 
 def build_weights(config: ModelConfig) -> WeightCodes | None:
@@ -189,10 +217,11 @@ def name_of(config: ExperimentConfig) -> str:
         return JOINED.join((config.policy.name, *others))
 
 
-def baseline(config: ExperimentConfig, text: str) -> CacheSpec:
+def baseline(config: ExperimentConfig, text: str, least_slots: int | None = None) -> CacheSpec:
     """A cache to compare with: ``h2o``, or with a storage, a selection or both, ``full + int8 + quest(budget=64)``.
 
-    Its policy has the config's own budget and positions, and is otherwise as the text has it.
+    Its policy has the config's own budget and positions, and is otherwise as the text has it. `least_slots`: see
+    `build_policy`.
 
     Raises:
       KvjaxError: as `build_spec`; also a part that is neither a storage nor a selection.
@@ -205,7 +234,7 @@ def baseline(config: ExperimentConfig, text: str) -> CacheSpec:
             raise ConfigError(f"{text!r} has two parts that are a {axis}; give one of each.")
         found[axis] = spec_text.build(axis, part)
     defaults = {axis: spec_text.build(axis, plain) for axis, plain in PLAIN.items()}
-    return CacheSpec(build_policy(_policy(config, name)), **(defaults | found))
+    return CacheSpec(build_policy(_policy(config, name), least_slots), **(defaults | found))
 
 
 def _policy(config: ExperimentConfig, name: str) -> PolicyConfig:

@@ -1,17 +1,20 @@
 """What a result depends on: a config's settings, the contents of the files that it names, and this code."""
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import experiments
 import kvjax
 from experiments import fields
 from experiments.config import ExperimentConfig
+from experiments.tasks import answering
 from kvjax import spec_text
 from kvjax.checkpoint.locate import bundled
+from kvjax.errors import ConfigError
 
 WHOLE = 64 << 20  # bytes up to which all of a file is read; weights beyond are sampled
 SAMPLES, SAMPLE = 64, 64 << 10  # of a larger file, evenly spread, and the bytes of each
@@ -31,9 +34,20 @@ def digest(config: ExperimentConfig) -> str:
     return _hex(json.dumps(settings, sort_keys=True).encode())
 
 
+def of_answers(config: ExperimentConfig) -> str:
+    """Twelve hex digits that name what answers to tasks depend on besides the cache and the questions."""
+    settings = fields.to_dict(config)
+    parts = [settings[part] for part in ("model", "mesh", "seed", "prefill_block", "implementation")]
+    return _hex(json.dumps([parts, _digests(_of_model(config)), code()], sort_keys=True).encode())
+
+
 def contents(config: ExperimentConfig) -> dict[str, str]:
     """A digest of each file that a config names, by the file's name in the config."""
-    return {str(path): of_file(path) for path in sorted(set(_files(config))) if path.is_file()}
+    return _digests([*_of_model(config), *_of_texts(config)])
+
+
+def _digests(paths: Iterable[Path]) -> dict[str, str]:
+    return {str(path): of_file(path) for path in sorted(set(paths)) if path.is_file()}
 
 
 def of_file(path: Path) -> str:
@@ -57,10 +71,19 @@ def of_sources(folders: Sequence[Path]) -> str:
     return found.hexdigest()[:DIGITS]
 
 
-def _files(config: ExperimentConfig) -> Iterator[Path]:
+def _of_texts(config: ExperimentConfig) -> Iterator[Path]:
+    """What is read, and asked."""
+    if config.data.text:
+        yield Path(config.data.text)
+    with contextlib.suppress(ConfigError):  # is said where tasks are checked
+        yield from answering.files_of(config.tasks)
+
+
+def _of_model(config: ExperimentConfig) -> Iterator[Path]:
+    """The model, and its caches."""
     for text in (config.policy.name, config.storage, config.selection, *config.baselines):
         yield from map(Path, spec_text.files(text))
-    yield from (Path(name) for name in (config.data.text, config.model.skew, config.model.calibration) if name)
+    yield from (Path(name) for name in (config.model.skew, config.model.calibration) if name)
     if config.model.path is not None:
         # As `kvjax.load` looks for it.
         here = Path(config.model.path)

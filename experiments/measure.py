@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.tasks.base import Answer, Asked
 from experiments.tasks.prompts import Prompt
 from experiments.tasks.score import SPARE_TOKENS, exact_matches
 from kvjax.attention import Implementation
@@ -44,6 +45,8 @@ class Measurement:
       full_kv_bytes: what the full cache would hold.
       explain: which kernels ran, and why no faster one did; see `kvjax.cache.CacheLayout.explain`.
       recall: recall task -> share of its prompts answered exactly.
+      asked: task -> its questions.
+      answers: task -> the answers to them.
     """
 
     policy: str
@@ -60,6 +63,8 @@ class Measurement:
     full_kv_bytes: int
     explain: str
     recall: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    asked: Mapping[str, Asked] = dataclasses.field(default_factory=dict)
+    answers: Mapping[str, Sequence[Answer]] = dataclasses.field(default_factory=dict)
 
     @property
     def perplexity(self) -> float | None:
@@ -77,8 +82,25 @@ class Measurement:
         same = np.cumprod(self.tokens == full.tokens, axis=1)
         return float(np.mean(np.sum(same, axis=1)))
 
-    def row(self, full: "Measurement | None") -> dict[str, Any]:
-        """The scalars, for metrics.jsonl and tables."""
+    def by_chunk(self, tokens: int) -> list[float]:
+        """Perplexity of each `tokens` tokens of the continuation, the last of which may be fewer."""
+        if self.logprobs is None:
+            return []
+        loss = -self.logprobs.astype(np.float64)
+        return [math.exp(loss[:, start : start + tokens].mean()) for start in range(0, loss.shape[1], tokens)]
+
+    def scores(self, full: "Measurement | None") -> dict[str, dict[str, Any]]:
+        """Task -> what it is (``about``), its ``scores``, and those that tables of all tasks show (``headline``)."""
+        found = {}
+        for name, each in self.asked.items():
+            others = full.answers.get(name) if full is not None else None
+            scores = each.scores(self.answers[name], others)
+            shown = [score for score in each.headline if score in scores]
+            found[name] = {"about": each.about, "scores": scores, "headline": shown}
+        return found
+
+    def row(self, full: "Measurement | None", chunk: int | None = None) -> dict[str, Any]:
+        """The scalars, for metrics.jsonl and tables; `chunk`: see `by_chunk`."""
         return {
             "policy": self.policy,
             "budget": self.budget,
@@ -95,6 +117,8 @@ class Measurement:
             "kv_bytes": self.kv_bytes,
             "full_kv_bytes": self.full_kv_bytes,
             "recall": dict(self.recall),
+            "tasks": self.scores(full),
+            **({"chunk": chunk, "perplexity_by_chunk": self.by_chunk(chunk)} if chunk else {}),
         }
 
 

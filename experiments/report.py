@@ -1,6 +1,7 @@
 """Tables and Markdown that runs and sweeps share."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,12 +53,58 @@ def cells(row: Row) -> dict[str, str]:
         "budget (slots)": show_budget(row),
         "perplexity": _number(row["perplexity"], ",.2f" if (row["perplexity"] or 0) < 1000 else ",.0f"),
         **{task: f"{100 * share:.0f} %" for task, share in row.get("recall", {}).items()},
+        **{name: f"{score:.2f}" for name, score in headlines(row).items()},
         "agrees with full": NONE if row["agreement"] is None else f"{100 * row['agreement']:.1f} %",
         "first differs after": NONE if until is None else f"{until:.1f} of {row['new_tokens']}",
         **(speeds if row["prefill_tokens_per_second"] is not None else {}),
         "KV held": show_bytes(row["kv_bytes"]),
         "of full": f"{100 * row['kv_bytes'] / row['full_kv_bytes']:.1f} %",
     }
+
+
+def headlines(row: Row) -> dict[str, float]:
+    """The scores of tasks that a table of all tasks shows, by ``TASK: SCORE``."""
+    made = row.get("tasks", {})
+    names = short_names(list(made))
+    return {
+        f"{names[task]}: {score}": each["scores"][score] for task, each in made.items() for score in each["headline"]
+    }  # fmt: skip
+
+
+def short_names(tasks: Sequence[str]) -> dict[str, str]:
+    """Tasks without their folders and settings, where that is enough to tell them apart."""
+    short = {task: task.split("(", 1)[0].rsplit("/", 1)[-1].strip() for task in tasks}
+    again = {name for name, count in Counter(short.values()).items() if count > 1}
+    return {task: task if name in again else name for task, name in short.items()}
+
+
+def task_tables(rows: Sequence[Row]) -> str:
+    """A table for each task in Markdown: a line a policy, a column a score."""
+    parts = []
+    for task, made in (rows[0].get("tasks", {}) if rows else {}).items():
+        columns = list(dict.fromkeys(name for row in rows for name in row["tasks"][task]["scores"]))
+        lines = [
+            {"policy": row["policy"]}
+            | {name: _number(row["tasks"][task]["scores"].get(name), ",.2f") for name in columns}
+            for row in rows
+        ]
+        parts += [f"## {task}", f"{made['about'].capitalize()}.", table(lines, "github")]
+    return "\n\n".join(parts)
+
+
+def chunk_table(rows: Sequence[Row]) -> str:
+    """Perplexity of each part of the continuation in Markdown, if it was asked for: a line a policy."""
+    if not any(row.get("perplexity_by_chunk") for row in rows):
+        return ""
+    lines = [
+        {"policy": row["policy"]}
+        | {
+            f"{1 + place * row['chunk']:,} to {min((place + 1) * row['chunk'], row['new_tokens']):,}": f"{value:,.2f}"
+            for place, value in enumerate(row["perplexity_by_chunk"])
+        }
+        for row in rows
+    ]
+    return f"## Perplexity by new tokens\n\n{table(lines, 'github')}"
 
 
 def table(rows: Sequence[dict[str, str]], style: str = "simple") -> str:
@@ -82,5 +129,6 @@ LEGEND = (
     "the first that is not. *Slots*: live ones of a KV head at the end, the fewest to the most where heads or layers "
     "differ. *tok/s*: over all rows, the fastest repetition, compilation left out. *KV held*: keys and values "
     "allocated while decoding: the budget, and one slot for the newest token where slots are dense; *of full*: their "
-    "share of the full cache's. A recall task's column: prompts of it that greedy generation answers exactly."
+    "share of the full cache's. A recall task's column: prompts of it that greedy generation answers exactly. Scores "
+    "of tasks are shares in percent, but for numbers of tokens; what they mean is in docs/tasks.md."
 )

@@ -64,17 +64,21 @@ def _folder(path: str) -> Path:
     return Path(path) if Path(path).is_dir() else bundled(path) or Path(path)
 
 
-def specs_of(config: ExperimentConfig) -> list[CacheSpec]:
+def specs_of(config: ExperimentConfig, least_slots: int | None = None) -> list[CacheSpec]:
     """Baselines first, then the config's own; each once.
+
+    Args:
+      config: an experiment.
+      least_slots: see `experiments.config.build_policy`.
 
     Raises:
       KvjaxError: a policy, a storage or a selection, a setting of one, or a budget that cannot work.
     """
-    own = configs.build_spec(config)
+    own = configs.build_spec(config, least_slots)
     found = {own.name: own}
     for name in dict.fromkeys(config.baselines):
         try:
-            spec = configs.baseline(config, name)
+            spec = configs.baseline(config, name, least_slots)
         except KvjaxError as error:
             raise baseline_error(name, error) from None
         if found.get(spec.name, spec) != spec:

@@ -6,7 +6,8 @@ Prints a table and writes one folder: config.json, metrics.jsonl, environment.js
 which kernels ran and why nothing faster), report.md, report.png. A model that this machine cannot hold is planned
 instead of run, with exit status 3; --topology=v5e:2x4 plans for a TPU that you do not have. --config.storage=int8 and
 --config.selection='quest(page=16, budget=512)' say how the policy's slots are held, and which of them a query reads;
---config.model.weights=int4 holds the projections in codes.
+--config.model.weights=int4 holds the projections in codes. --config.tasks.names='copa(shots=5),xsum' runs tasks of
+local files (docs/tasks.md); a run that is ended goes on from the answers that there are.
 """
 
 import json
@@ -19,12 +20,12 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from experiments import cli, fields, machine, plots, report, results
+from experiments import cli, fields, heat_maps, machine, plots, report, results
 from experiments import config as configs
 from experiments.config import ExperimentConfig
 from experiments.resolve import CannotRun, codes_of, decoder_config, dtype_of, specs_of
 from experiments.session import Outcome, Session, describe
-from experiments.tasks import score
+from experiments.tasks import answering, score
 from kvjax.errors import ConfigError, KvjaxError
 
 ONLY_PLANNED = 3  # the exit status if a run was asked for that this machine, or its disk, has no model for
@@ -43,6 +44,7 @@ def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = 
     """
     specs_of(config)
     score.check(config.recall)
+    answering.check(config.tasks)
     session = Session()
     print(describe(session.model(config), config.model), flush=True)
     name = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -56,6 +58,7 @@ def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = 
         if outcome is None:
             raise
         target = _rescue(name, config, outcome, command, error)
+    session.finish()
     print(f"Wrote {target}/ (report.md, report.png, metrics.jsonl, config.json, environment.json)")
     return target
 
@@ -100,9 +103,12 @@ def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str
                 loss = (-measurement.logprobs).mean(axis=0)
                 entry = {"kind": "loss", "policy": measurement.policy, "nats_by_token": [float(x) for x in loss]}
                 file.write(json.dumps(entry) + "\n")
-    rows = [report.cells(row) for row in outcome.rows()]
+    summaries = outcome.rows()
+    rows = [report.cells(row) for row in summaries]
     labels = [row["policy"] for row in rows]
     (folder / "report.png").write_bytes(plots.run_plot(outcome.measurements))
+    tables = [each for each in (report.chunk_table(summaries), report.task_tables(summaries)) if each]
+    tables += _write_answers(folder, outcome)
     where = f"{environment['device']} ({environment['cpu']}, {environment['cores']} cores)"
     versions = f"jax {environment['jax']}, Python {environment['python']}, commit {environment['commit'] or 'unknown'}"
     paragraphs = [outcome.model, outcome.text, *(f"Note: {note}" for note in outcome.notes)]
@@ -113,8 +119,43 @@ def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str
         for label, sample in zip(labels, outcome.continuations, strict=True)
     ]
     (folder / "report.md").write_text(
-        "\n".join([text, report.LEGEND, "", "## The first row's greedy continuation", "", *samples, ""])
+        "\n".join(
+            [
+                text,
+                report.LEGEND,
+                "",
+                *(f"{each}\n" for each in tables),
+                "## The first row's greedy continuation",
+                "",
+                *samples,
+                "",
+            ]
+        )
     )
+
+
+def _write_answers(folder: Path, outcome: Outcome) -> list[str]:
+    """Writes the answers to tasks, and a plot of each task over lengths and depths.
+
+    Returns:
+      The plots as Markdown.
+    """
+    shown = []
+    if not (asked := outcome.measurements[0].asked):
+        return []
+    with (folder / "answers.jsonl").open("w", encoding="utf-8") as file:
+        for measurement in outcome.measurements:
+            for task, answers in measurement.answers.items():
+                for number, answer in enumerate(answers):
+                    entry = {"policy": measurement.policy, "task": task, "question": number, **answer}
+                    file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+    for place, (task, each) in enumerate(asked.items(), 1):
+        grids = {m.policy: each.grid(m.answers[task]) for m in outcome.measurements}
+        if found := {policy: grid for policy, grid in grids.items() if grid is not None}:
+            name = f"task-{place}.png"
+            (folder / name).write_bytes(heat_maps.plot(task, found))
+            shown.append(f"![{task}]({name})")
+    return shown
 
 
 def plan(config: ExperimentConfig, topology: str | None) -> None:
@@ -170,4 +211,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    cli.main(main)
+    cli.main(main, "no unfinished result was kept; answers to tasks were, and the same command goes on from them.")

@@ -45,6 +45,8 @@ def cells(rows: Sequence[Row]) -> dict[str, str]:
     for task in rows[0].get("recall", {}):
         share = deviation([row["recall"][task] for row in rows])
         spread[task] = (None if share is None else 100 * share, ".0f", " %")
+    for name in report.headlines(rows[0]):
+        spread[name] = (deviation([report.headlines(row)[name] for row in rows]), ".2f", "")
     for name, (value, form, unit) in spread.items():
         if value is not None and shown.get(name, report.NONE) != report.NONE:
             shown[name] = f"{shown[name].removesuffix(unit)} ± {value:{form}}{unit}"

@@ -1,24 +1,26 @@
 """Runs configs in one process, and keeps what the next one can use: the model, the text, results already measured."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 import kvjax
-from experiments import data, fields
+from experiments import data, fields, identity
 from experiments.config import ExperimentConfig, ModelConfig, build_weights
 from experiments.measure import Measurement, measure
 from experiments.progress import tracked
 from experiments.resolve import CannotRun, check_fit, dtype_of, model_name, specs_of
-from experiments.tasks import score
+from experiments.tasks import answering, score
+from experiments.tasks.journal import FOLDER, Journal
 from kvjax import sharding
 from kvjax.cache import CacheSpec
 from kvjax.checkpoint.skew import load_skew
@@ -32,6 +34,7 @@ from kvjax.models.skew import skewed
 from kvjax.products.quantized import is_quantized
 from kvjax.storage.calibration import required
 
+T = TypeVar("T")
 SAMPLE_ROWS, SAMPLE_TOKENS = 4, 512  # of the story that calibrates storages
 
 
@@ -45,6 +48,7 @@ class Outcome:
       notes: what a reader should know before believing the numbers.
       measurements: one per policy, baselines first.
       continuations: the first row's greedy text under each.
+      chunk: tokens of the parts of the continuation that have a perplexity of their own; None = no parts.
     """
 
     model: str
@@ -52,13 +56,14 @@ class Outcome:
     notes: list[str]
     measurements: list[Measurement]
     continuations: list[str]
+    chunk: int | None = None
 
     @property
     def full(self) -> Measurement | None:
         return next((m for m in self.measurements if m.policy == "full"), None)
 
     def rows(self) -> list[dict[str, Any]]:
-        return [measurement.row(self.full) for measurement in self.measurements]
+        return [measurement.row(self.full, self.chunk) for measurement in self.measurements]
 
     def explain(self) -> dict[str, list[str]]:
         """Policy -> what ran and why nothing faster, in lines."""
@@ -84,9 +89,15 @@ def describe(model: Model, config: ModelConfig) -> str:
 
 
 class Session:
-    """Loads each model and text once, and measures each policy on them once."""
+    """Loads each model and text once, and measures each policy on them once.
 
-    def __init__(self) -> None:
+    Answers to tasks are kept under the output folder as they come, until `finish`.
+    """
+
+    def __init__(self, *, resume: bool = True) -> None:
+        """`resume`: whether answers of a run that was ended are used."""
+        self._resume = resume
+        self._journals: dict[Path, Journal] = {}
         self._model: tuple[str, Model] | None = None
         self._measured: dict[tuple[str, str, CacheSpec], Measurement] = {}
 
@@ -109,29 +120,38 @@ class Session:
         Args:
           progress: see `experiments.progress.tracked`.
         """
-        specs = specs_of(config)
+        specs, task_specs = specs_of(config), specs_of(config, config.tasks.least_slots)
         score.check(config.recall)
+        answering.check(config.tasks)
         model = self.model(config)
         tokens, prompt_length, text = data.load(config.data, model, config.seed)
         asked = score.make_prompts(config.recall, model, config.seed)
-        key = _key(config, "model", "mesh", "seed", "data", "recall", "prefill_block", "implementation", "repeats")
+        tasks, journal = answering.make(config.tasks, model, config.seed), self._journal(config)
+        parts = ("model", "mesh", "seed", "data", "recall", "tasks", "prefill_block", "implementation", "repeats")
+        key = _key(config, *parts)
         # float32 means float32: left alone, GPUs and TPUs multiply it in fewer bits, and print other digits than CPUs.
         exact = "highest" if dtype_of(config.model) == jnp.float32 else None
 
-        def one(spec: CacheSpec) -> Measurement:
+        def one(pair: tuple[CacheSpec, CacheSpec]) -> Measurement:
+            spec, own = pair
+            options: dict[str, Any] = {"prefill_block": config.prefill_block, "implementation": config.implementation}
             with jax.default_matmul_precision(exact):
-                return measure(
-                    _calibrated(model, spec, config.model.calibration), tokens, spec,
-                    prompt_length=prompt_length, new_tokens=config.data.new_tokens,
-                    prefill_block=config.prefill_block, implementation=config.implementation,
-                    repeats=config.repeats, recall=asked,
+                ready = _calibrated(model, spec, config.model.calibration)
+                measured = measure(
+                    ready, tokens, spec, prompt_length=prompt_length, new_tokens=config.data.new_tokens,
+                    repeats=config.repeats, recall=asked, **options,
                 )  # fmt: skip
+                if not tasks:
+                    return measured
+                found = answering.answers(ready, own, tasks, rows=config.tasks.rows, journal=journal, **options)
+            return dataclasses.replace(measured, asked=tasks, answers=found)
 
         # Specs of other names may be equal.
-        missing = [spec for spec in specs if (key, spec.name, spec) not in self._measured]
+        pairs = zip(specs, task_specs, strict=True)
+        missing = [pair for pair in pairs if (key, pair[0].name, pair[0]) not in self._measured]
         made = _side_by_side(one, missing, at_once=1 if config.repeats else os.cpu_count() or 1)
-        shown = tracked(missing, unit="policy", name=lambda spec: spec.name, show=progress, leave=False)
-        for spec, measurement in zip(shown, made, strict=True):
+        shown = tracked(missing, unit="policy", name=lambda pair: pair[0].name, show=progress, leave=False)
+        for (spec, _), measurement in zip(shown, made, strict=True):
             self._measured[key, spec.name, spec] = measurement
         measurements = [self._measured[key, spec.name, spec] for spec in specs]
         rows = "1 row" if len(tokens) == 1 else f"{len(tokens)} rows"
@@ -141,18 +161,35 @@ class Session:
             notes=_notes(model, config, prompt_length, measurements),
             measurements=measurements,
             continuations=[data.decode(model, m.tokens[0][m.tokens[0] >= 0]) for m in measurements],
+            chunk=config.data.chunk,
         )
 
+    def finish(self) -> None:
+        """Removes the answers that were kept: they are part of results now."""
+        for path, journal in self._journals.items():
+            journal.remove()
+            with contextlib.suppress(OSError):  # others may have answers there
+                path.parent.rmdir()
 
-def _side_by_side(
-    one: Callable[[CacheSpec], Measurement], specs: Sequence[CacheSpec], at_once: int
-) -> Iterator[Measurement]:
-    """Measures specs, and yields the results in their order: while programs of one are compiled, others run."""
+    def _journal(self, config: ExperimentConfig) -> Journal:
+        """The answers that there are to the tasks of a config, whatever its policies."""
+        if not config.tasks.names:
+            return Journal(None)
+        path = Path(config.output) / FOLDER / f"{identity.of_answers(config)}.jsonl"
+        if path not in self._journals:
+            if not self._resume:
+                Journal(path).remove()
+            self._journals[path] = Journal(path)
+        return self._journals[path]
+
+
+def _side_by_side(one: Callable[[T], Measurement], items: Sequence[T], at_once: int) -> Iterator[Measurement]:
+    """Measures items, and yields the results in their order: while programs of one are compiled, others run."""
     if at_once == 1:
-        yield from map(one, specs)
+        yield from map(one, items)
         return
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        yield from pool.map(one, specs)
+        yield from pool.map(one, items)
 
 
 def _codes(model: Model) -> str:

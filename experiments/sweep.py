@@ -92,7 +92,7 @@ def sweep(
     combinations = product(base, axes)
     folder = before = Path(base.output) / f"{base.name}-sweep"
     results.make_folder(folder)
-    session, found = Session(), []
+    session, found = Session(resume=not rerun), []
     for swept, config in tracked(combinations, unit="run", name=lambda each: _named(each[0]), show=progress):
         name = f"{identity.digest(config)}.json"
         result = None if rerun else results.read_json(before / name)
@@ -101,6 +101,8 @@ def sweep(
             folder = _write(folder, name, results.to_json(result | {"swept": swept}))
         # The file may be of another sweep with the same resolved config.
         found.append(result | {"swept": swept, "policy": configs.name_of(config), "file": name})
+    if all(result["status"] == "ok" for result in found):
+        session.finish()
     return folder, _told_apart(found)
 
 

@@ -1,1 +1,1 @@
-"""Tasks that tell policies apart: generated, seeded, scored by exact match."""
+"""Tasks that tell caches apart: recall of generated facts, published questions, texts, and questions about contexts."""

@@ -95,6 +95,25 @@ def wordnet() -> Any:
     return loader
 
 
+def check() -> None:
+    """Checks that the libraries are here, before anything is generated.
+
+    Raises:
+      ConfigError: one is not installed.
+    """
+    text_scores(["a"], ["a"])
+
+
+@functools.cache
+def has_wordnet() -> bool:
+    """Whether METEOR can be computed."""
+    try:
+        wordnet()
+    except ConfigError:
+        return False
+    return True
+
+
 def library(name: str) -> ModuleType:
     """A module of the extra `tasks`.
 

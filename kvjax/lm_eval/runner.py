@@ -295,7 +295,7 @@ class Runner:
 def _until(
     ended: Callable[[np.ndarray], bool] | None, count: int, spare: int
 ) -> Callable[[np.ndarray], np.ndarray] | None:
-    """What `kvjax.generate` asks which rows have ended: those of which `ended` says so, and the spare ones at the end."""
+    """Returns the `until` of `kvjax.generate`: `ended` is asked about `count` rows; the spare ones have ended."""
     if ended is None and not spare:
         return None
 

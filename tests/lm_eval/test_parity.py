@@ -9,11 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import kvjax
 from experiments import lm_eval_tasks
-from experiments.tasks import multiple_choice
+from experiments.config import TasksConfig
+from experiments.tasks import answering, multiple_choice
+from experiments.tasks.journal import Journal
 from experiments.tasks.story import story
 from experiments.tasks.words import HELD_OUT
+from kvjax.cache import CacheSpec
 from kvjax.checkpoint.locate import PRETRAINED
+from kvjax.policies import full
 from tests.conftest import ROOT, optimised
 from tests.experiments.test_multiple_choice import EXPECTED
 
@@ -105,6 +110,31 @@ def test_a_full_cache_prints_what_transformers_prints(name, folder, request):
                     assert a[0] == pytest.approx(b[0], abs=1e-3) and a[1] == b[1]
                 else:
                     assert a == (b if isinstance(b, str) else pytest.approx(b, rel=1e-5))
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+def test_tasks_of_experiments_print_what_lm_eval_prints(shots, shared_data, tmp_path):
+    """Accuracy, and accuracy by length, of the same questions after the same examples."""
+    data = shared_data / "data"
+    if not data.is_dir():
+        pytest.skip("no tasks in the shared data folder")
+    for task in multiple_choice.TASKS:
+        examples, questions = multiple_choice.with_examples(task, data, shots)
+        lm_eval_tasks.write_choices(tmp_path, task, questions[:DOCUMENTS], examples)
+    peer = evaluated("hf", PRETRAINED / TINY, tmp_path, [f"kvjax_{task}" for task in multiple_choice.TASKS])
+    model = kvjax.load(TINY, dtype="float32")
+    names = tuple(f"{task}(shots={shots})" for task in multiple_choice.TASKS)
+    asked = answering.make(TasksConfig(names=names, folder=str(data), questions=DOCUMENTS), model, 0)
+    found = answering.answers(model, CacheSpec(full()), asked, rows=4, journal=Journal(None))
+    for task, name in zip(multiple_choice.TASKS, names, strict=True):
+        scores, theirs = asked[name].scores(found[name], None), peer["results"][f"kvjax_{task}"]
+        pairs = {"accuracy": "acc,none", "accuracy by length": "acc_norm,none"}
+        printed = {f"{scores[own] / 100:.4f}": f"{theirs[other]:.4f}" for own, other in pairs.items() if own in scores}
+        assert list(printed) == list(printed.values())
+        assert ("accuracy by length" in scores) == (task != "winogrande")
+        for own, sample in zip(found[name], peer["samples"][f"kvjax_{task}"], strict=True):
+            theirs = [float(each[0]) for each in sample["filtered_resps"]]
+            np.testing.assert_allclose(own["logprobs"], theirs, atol=2e-3)
 
 
 def test_the_command_records_what_it_ran_and_needs_no_torch(folder, tmp_path):

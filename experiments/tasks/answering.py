@@ -1,0 +1,107 @@
+"""Answers the questions of a config's tasks under one cache, and goes on from the answers that there are."""
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from experiments.config import TasksConfig
+from experiments.tasks import registry
+from experiments.tasks.base import Answer, Asked, Setting
+from experiments.tasks.journal import Journal, key_of
+from kvjax.attention import Implementation
+from kvjax.cache import CacheSpec
+from kvjax.errors import ConfigError
+from kvjax.lm_eval.runner import Runner
+from kvjax.models.model import Model
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function in a policy's text, which differs between processes
+
+
+def check(config: TasksConfig) -> None:
+    """Refuses tasks that are not known, and files that are not there, before anything is loaded.
+
+    Raises:
+      ConfigError: see `registry.build`.
+    """
+    files_of(config)
+
+
+def files_of(config: TasksConfig) -> list[Path]:
+    """The files that a config's tasks read, and those that define them.
+
+    Raises:
+      ConfigError: see `registry.build`; or a file is not there.
+    """
+    if config.questions == 0:
+        raise ConfigError("tasks.questions=0 asks nothing; give at least 1, or none for all questions.")
+    folder = None if config.folder is None else Path(config.folder)
+    specs = {name: registry.build(name) for name in config.names}
+    return [path for name, spec in specs.items() for path in (*registry.sources(name), *spec.files(folder))]
+
+
+def make(config: TasksConfig, model: Model, seed: int) -> dict[str, Asked]:
+    """The questions of each task.
+
+    Raises:
+      ConfigError: as `check`; a damaged file, a setting that cannot work, or a model without a tokenizer.
+    """
+    if not config.names:
+        return {}
+    if model.tokenizer is None:
+        raise ConfigError(
+            "tasks are text, and the model has no tokenizer; give --config.model.path=FOLDER, or "
+            "--config.tasks.names=none."
+        )
+    folder = None if config.folder is None else Path(config.folder)
+    setting = Setting(folder, config.questions, seed, model.tokenizer, model.config.max_positions)
+    return {name: registry.build(name).make(setting) for name in config.names}
+
+
+def answers(
+    model: Model,
+    spec: CacheSpec,
+    asked: Mapping[str, Asked],
+    *,
+    rows: int,
+    journal: Journal,
+    prefill_block: int | None = None,
+    implementation: Implementation = "auto",
+    progress: bool | None = None,
+) -> dict[str, list[Answer]]:
+    """The answers to each task's questions, in their order.
+
+    Args:
+      model: with a tokenizer, and with the calibration of a storage that needs one.
+      spec: policy, storage and selection.
+      asked: the questions of each task.
+      rows: questions that are answered at once.
+      journal: has the answers that there are, and is given each new one as soon as it is there.
+      prefill_block: see `kvjax.generate`.
+      implementation: see `kvjax.generate`.
+      progress: whether to show a bar of questions; None = on a terminal.
+    """
+    assert model.tokenizer is not None  # `make` refuses models without
+    options: dict[str, Any] = {"prefill_block": prefill_block, "implementation": implementation}
+    runner = Runner(model, spec, rows=rows, max_length=model.config.max_positions, **options)
+    found = {}
+    for name, each in asked.items():
+        key = key_of(_ADDRESS.sub("", repr(spec)), each.content)
+        known = journal.known(key)
+        wanted = [number for number in range(len(each)) if number not in known]
+        show = sys.stderr.isatty() if progress is None else progress
+        with tqdm(
+            total=len(each), initial=len(known), desc=name, unit="question", disable=not show, leave=False
+        ) as bar:
+
+            def done(number: int, answer: Answer, key: str = key, bar: Any = bar) -> None:
+                journal.add(key, number, answer)
+                bar.update()
+
+            if wanted:
+                each.ask(runner, model.tokenizer, wanted, done)
+        found[name] = [known[number] for number in range(len(each))]
+    return found

@@ -1,0 +1,128 @@
+"""Tasks as text, as configs name them.
+
+copa
+copa(shots=5)
+xsum(article=768, new_tokens=64)
+needle(lengths=(256, 512), depths=5, aware=true)
+questions/multi_news.jsonl(aware=true)
+mine.py:task(count=8)
+
+Values are numbers, words, quoted text, or several of these in parentheses.
+"""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.tasks import multiple_choice, ruler
+from experiments.tasks.jsonl import JsonLines
+from experiments.tasks.needles import FORMS, Needles
+from experiments.tasks.published import SOURCES, Instructions, MultipleChoice, Reconstruction, Summaries
+from experiments.tasks.ruler import Ruler
+from experiments.tasks.spec import TaskSpec
+from kvjax.errors import ConfigError
+
+Factory = Callable[..., TaskSpec]
+TASKS: Mapping[str, Factory] = {
+    **{name: functools.partial(MultipleChoice, name) for name in multiple_choice.TASKS},
+    **{name: functools.partial(Summaries, name) for name in SOURCES},
+    "reconstruction": functools.partial(Reconstruction, "reconstruction"),
+    "alpaca": functools.partial(Instructions, "alpaca"),
+    **{name: functools.partial(Needles, name) for name in FORMS},
+    **{f"ruler_{name}": functools.partial(Ruler, name) for name in ruler.TASKS},
+}
+_CALL = re.compile(r"\s*([^()]+?)\s*(\(.*\))?\s*", re.DOTALL)
+_FILE = re.compile(r"(.+\.py):(\w+)")  # FILE.py:factory
+
+
+def build(text: str) -> TaskSpec:
+    """The task that a text names.
+
+    Raises:
+      ConfigError: an unknown task, a setting that it does not take, or values that cannot work.
+    """
+    match = _CALL.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"task {text!r} is not a name, or a name with settings such as copa(shots=5).")
+    name, settings = match[1], _settings(text, match[2] or "()")
+    factory = _factory(name)
+    try:
+        made = factory(**settings)
+    except TypeError:
+        known = ", ".join(_fields(factory)) or "none"
+        raise ConfigError(
+            f"task {text!r}: {name} does not take {_unknown(factory, settings)}; it takes {known}."
+        ) from None
+    if not isinstance(made, TaskSpec):
+        raise ConfigError(f"task {text!r}: its factory returned {made!r}, not an experiments.tasks.spec.TaskSpec.")
+    return made
+
+
+def sources(text: str) -> list[Path]:
+    """The Python file of a user's own that a text names, if it names one."""
+    match = _CALL.fullmatch(text)
+    own = _FILE.fullmatch(match[1]) if match else None
+    return [Path(own[1])] if own else []
+
+
+def _factory(name: str) -> Factory:
+    if name in TASKS:
+        return TASKS[name]
+    if name.endswith((".jsonl", ".json")):
+        return functools.partial(JsonLines, name)
+    if own := _FILE.fullmatch(name):
+        return _from_file(*own.groups())
+    close = difflib.get_close_matches(name, TASKS, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ConfigError(
+        f"unknown task {name!r}; {hint}known tasks: {', '.join(TASKS)}; or FILE.jsonl, or FILE.py:factory."
+    )
+
+
+def _from_file(path: str, name: str) -> Factory:
+    if not Path(path).is_file():
+        raise ConfigError(f"task {path}:{name}: there is no file {path}.")
+    spec = importlib.util.spec_from_file_location(f"tasks.{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(f"task {path}:{name}: the file has no factory of that name.")
+    factory: Factory = found
+    return factory
+
+
+def _settings(text: str, call: str) -> dict[str, Any]:
+    try:
+        node = ast.parse(f"f{call}", mode="eval").body
+        assert isinstance(node, ast.Call) and not node.args
+        return {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+    except (SyntaxError, ValueError, AssertionError):
+        raise ConfigError(
+            f"task {text!r}: settings are written as in copa(shots=5) or needle(depths=(0, 50))."
+        ) from None
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name):
+        return {"true": True, "false": False, "none": None}.get(node.id, node.id)
+    return ast.literal_eval(node)
+
+
+def _fields(factory: Factory) -> list[str]:
+    """The settings of a task."""
+    inner = factory.func if isinstance(factory, functools.partial) else factory
+    if not dataclasses.is_dataclass(inner):
+        return []
+    return [field.name for field in dataclasses.fields(inner)][1:]
+
+
+def _unknown(factory: Factory, settings: Mapping[str, Any]) -> str:
+    others = [f"{key}={value!r}" for key, value in settings.items() if key not in _fields(factory)]
+    return others[0] if others else f"these values: {settings}"

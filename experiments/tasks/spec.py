@@ -1,0 +1,55 @@
+"""A task as a config names it, before it is made for a model."""
+
+import abc
+from pathlib import Path
+
+from experiments.tasks.base import Asked, Setting
+from kvjax.errors import ConfigError
+
+
+class TaskSpec(abc.ABC):
+    """A task and its settings, as a frozen dataclass."""
+
+    def files(self, folder: Path | None) -> list[Path]:
+        """The files that it reads.
+
+        Raises:
+          ConfigError: one is not there, or `folder` is None and the task has published files.
+        """
+        return []
+
+    @abc.abstractmethod
+    def make(self, setting: Setting) -> Asked:
+        """Reads or generates the questions.
+
+        Raises:
+          ConfigError: a damaged file, or a setting that cannot work.
+        """
+
+
+def room(task: str, new_tokens: int, setting: Setting) -> int:
+    """The tokens that a question may have before an answer of `new_tokens`.
+
+    Raises:
+      ConfigError: there is no room for a question.
+    """
+    left = setting.max_length - new_tokens
+    if left < 2:
+        raise ConfigError(
+            f"task {task}: {new_tokens} new tokens leave no room for a question in the model's {setting.max_length} "
+            "tokens; lower new_tokens."
+        )
+    return left
+
+
+def folder_of(task: str, folder: Path | None) -> Path:
+    """The folder of the published files.
+
+    Raises:
+      ConfigError: it was not given, or there is none.
+    """
+    if folder is None:
+        raise ConfigError(f"task {task} reads published files; give their folder: --config.tasks.folder=FOLDER.")
+    if not folder.is_dir():
+        raise ConfigError(f"tasks.folder={str(folder)!r} is no folder.")
+    return folder
