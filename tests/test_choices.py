@@ -31,22 +31,37 @@ SPECS = {
 AT_ONCE = {"full", "snapkv"}
 
 
+#: The row of each choice's context, and the choice.
+TEXTS = [(row, choice) for row, own in enumerate(CHOICES) for choice in own]
+
+
 @functools.cache
-def alone(name: str, row: int, choice: tuple[int, ...]) -> kvjax.LogLikelihood:
-    text = [*CONTEXTS[row, : LENGTHS[row]], *choice]
-    return kvjax.log_likelihood(tiny(layers=1).model, text, SPECS[name], prompt_length=int(LENGTHS[row]))
+def alone(name: str, fed: int) -> kvjax.LogLikelihood:
+    """Rows of one context and one choice each, of which all tokens but the last `1 - fed` are fed.
+
+    One program for all of them: what a row gives does not depend on its batch, as `test_conformance` has it.
+    """
+    ids = np.zeros((len(TEXTS), 36), np.int32)
+    prompts = np.array([LENGTHS[row] for row, _ in TEXTS])
+    for place, (row, choice) in enumerate(TEXTS):
+        ids[place, : prompts[place] + len(choice)] = [*CONTEXTS[row, : prompts[place]], *choice]
+    ends = prompts + [len(choice) for _, choice in TEXTS] - (1 - fed)
+    return kvjax.log_likelihood(
+        tiny(layers=1).model, ids, SPECS[name], prompt_length=prompts, lengths=ends, limits=Limits(24, 12)
+    )
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_each_choice_is_scored_as_it_is_alone(name):
     found = kvjax.score_choices(tiny(layers=1).model, CONTEXTS, CHOICES, SPECS[name], lengths=LENGTHS)
     assert [len(own) for own in found] == [3, 0, 2]
-    for row, own in enumerate(found):
-        for choice, got in zip(CHOICES[row], own, strict=True):
-            expected = np.asarray(alone(name, row, tuple(choice)).logprobs)[0, LENGTHS[row] - 1 :]
-            np.testing.assert_allclose(got.logprobs, expected, atol=2e-5)
-            assert got.total == pytest.approx(expected.sum(), abs=1e-4)
-            assert not got.greedy
+    logprobs = np.asarray(alone(name, 1).logprobs)
+    for place, got in enumerate(each for own in found for each in own):
+        row, choice = TEXTS[place]
+        expected = logprobs[place, LENGTHS[row] - 1 :][: len(choice)]
+        np.testing.assert_allclose(got.logprobs, expected, atol=2e-5)
+        assert got.total == pytest.approx(expected.sum(), abs=1e-4)
+        assert not got.greedy
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -55,7 +70,8 @@ def test_each_copy_keeps_what_the_choice_alone_keeps(name):
     model, spec = tiny(layers=1).model, SPECS[name]
     begun = prefill(model, CONTEXTS, spec, max_new_tokens=12, lengths=LENGTHS)
     assert choices.takes_blocks(begun.layout.decode) == (name in AT_ONCE)
-    rows, own = [0, 2, 0], [CHOICES[0][2], CHOICES[2][1], CHOICES[0][0]]
+    copies = (2, 4, 0)  # of `TEXTS`
+    rows, own = zip(*(TEXTS[place] for place in copies), strict=True)
     ends = np.array([len(each) for each in own], np.int32)
     ids = np.zeros((3, 17), np.int32)
     for place, each in enumerate(own):
@@ -64,11 +80,11 @@ def test_each_copy_keeps_what_the_choice_alone_keeps(name):
         model.params, begun.state, begun.logits, jnp.array(rows), ids, ends, config=model.config,
         phase=begun.layout.decode, at_once=name in AT_ONCE,
     )[2]  # fmt: skip
-    for place, (row, choice) in enumerate(zip(rows, own, strict=True)):
-        expected = alone(name, row, tuple(choice[:-1])).state
-        assert kept(state, place) == kept(expected, 0)
+    expected = alone(name, 0).state
+    for place, text in enumerate(copies):
+        assert kept(state, place) == kept(expected, text)
         if spec.storage.exact:
-            assert_same_state(state, expected, place, 0, atol=2e-5)
+            assert_same_state(state, expected, place, text, atol=2e-5)
 
 
 def test_a_greedy_choice_is_recognised():
