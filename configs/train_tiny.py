@@ -31,6 +31,7 @@ def get_config() -> TrainConfig:
         ),
         batch_tokens=4096,
         steps=8000,
+        schedule_steps=8000,
         # Low and slow enough for the induction head that training begins with; see experiments/training/induction.py.
         optimizer=OptimizerConfig(
             learning_rate=2.5e-3,

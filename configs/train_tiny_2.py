@@ -22,6 +22,7 @@ def get_config() -> TrainConfig:
         ),
         batch_tokens=4096,
         steps=4500,
+        schedule_steps=4500,
         optimizer=OptimizerConfig(
             learning_rate=2.5e-3, embedding_learning_rate=2.5e-3, warmup_steps=100, decay_steps=(1800,)
         ),

@@ -28,6 +28,7 @@ def get_config() -> TrainConfig:
         ),
         batch_tokens=4096,
         steps=2800,
+        schedule_steps=2800,
         optimizer=OptimizerConfig(
             learning_rate=2.5e-3, embedding_learning_rate=2.5e-3, warmup_steps=100, decay_steps=(1400,)
         ),

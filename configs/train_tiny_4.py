@@ -27,6 +27,7 @@ def get_config() -> TrainConfig:
         ),
         batch_tokens=4096,
         steps=800,
+        schedule_steps=800,
         optimizer=OptimizerConfig(
             learning_rate=2e-3, embedding_learning_rate=2e-3, warmup_steps=50, decay_steps=(650,)
         ),

@@ -1,6 +1,6 @@
 """Trains a small decoder on text files, with recall tasks hidden in them, and exports it as a Hugging Face folder.
 
-    python -m experiments.train --config=train_tiny --config.texts=FILE,FOLDER,... [--config.FIELD=VALUE ...]
+    python -m experiments.train --config=train_nano --config.texts=FILE,FOLDER,... [--config.FIELD=VALUE ...]
 
 Writes one folder: config.json, metrics.jsonl (loss and held-out scores by step), checkpoints/ (Orbax), tokenizer.json,
 and at the end model/. Started again with the same settings it goes on from its last checkpoint, exactly. Data-parallel
@@ -32,7 +32,7 @@ from experiments import cli, fields, machine, results
 from experiments.tasks.prompts import NoRoom, make_many
 from experiments.tasks.recall import DIFFICULTY
 from experiments.training import corpus, evaluate
-from experiments.training.config import BY_STAGE, TrainConfig, check, decoder_config, past, stage
+from experiments.training.config import BY_STAGE, TrainConfig, check, decoder_config, past, scheduled, stage
 from experiments.training.induction import grown, initial_parameters
 from experiments.training.mixture import Kind, Mixture
 from experiments.training.optimizer import optimizer
@@ -83,6 +83,8 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
       ConfigError: settings that cannot work, or an output folder that holds a run with others.
     """
     check(config)
+    changed = config.schedule_steps not in (None, config.steps)
+    config = scheduled(config)
     folder = Path(config.output)
     # As many devices as every stage's windows can be divided among.
     devices = math.gcd(jax.device_count(), *(config.batch_tokens // context for context in config.contexts))
@@ -95,7 +97,7 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
     with jax.set_mesh(mesh), ocp.CheckpointManager((folder / "checkpoints").resolve(), options=options) as manager:
         start = manager.latest_step() or 0
         if start:
-            _check_same_past(config, folder, start)
+            _check_same_past(config, folder, start, scaled=changed)
         before = _start_model(config, folder) if config.start else None
         mixture, held_out = corpus.load(config, folder, resume=bool(start or before))
         checksums = corpus.checksums(config)
@@ -209,8 +211,12 @@ class Log:
             file.write(json.dumps(event) + "\n")
 
 
-def _check_same_past(config: TrainConfig, folder: Path, step: int) -> None:
-    """A run goes on only under settings that would have led to where it is."""
+def _check_same_past(config: TrainConfig, folder: Path, step: int, *, scaled: bool) -> None:
+    """A run goes on only under settings that would have led to where it is.
+
+    Args:
+      scaled: whether the schedule is that of a run of another length.
+    """
     saved = results.read_json(folder / "config.json")
     try:
         before, now = past(fields.from_dict(TrainConfig, saved), step), past(config, step)
@@ -222,6 +228,7 @@ def _check_same_past(config: TrainConfig, folder: Path, step: int) -> None:
         raise ConfigError(
             f"{folder} holds a run at step {step} whose {', '.join(differing)} differ; give its settings to go on with "
             "it, or another --config.output."
+            + (" With --config.schedule_steps=none the schedule does not follow steps." if scaled else "")
         )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import fields
-from experiments.fields import Count, Counts, Names, Number, Numbers, Text, Whole
+from experiments.fields import Count, Counts, Names, Number, Numbers, OptionalCount, Text, Whole
 from experiments.tasks import recall
 from experiments.training import layouts
 from kvjax.errors import ConfigError
@@ -87,6 +87,8 @@ class TrainConfig:
     contexts: tokens of a window, stage by stage, the longest last; stage_ends: the step at which each stage but the
       last ends. Heads that look things up form in time quadratic in the context (arXiv:2511.01033): short ones first.
     batch_tokens: tokens of a step; steps: of the whole run.
+    schedule_steps: the length of a run that stage_ends and the optimizer's warmup_steps, cycle_ends and decay_steps are
+      for: where `steps` is another, they are longer or shorter in proportion. None = they are as they are given.
     evaluate_every, checkpoint_every, log_every: steps between; evaluation is also at the end.
     start: a model of this shape, by whatever `kvjax.load` takes, whose weights and tokenizer the run begins with; "" =
       random weights that hold an induction head, and a tokenizer trained on the texts.
@@ -105,6 +107,7 @@ class TrainConfig:
     stage_ends: Counts = ()
     batch_tokens: Count = 4096
     steps: Count = 3000
+    schedule_steps: OptionalCount = None
     evaluate_every: Count = 250
     checkpoint_every: Count = 100
     log_every: Count = 10
@@ -147,9 +150,10 @@ def check(config: TrainConfig) -> None:
             f"{', '.join(recall.TASKS)}."
         )
     cycles, decays = config.optimizer.cycle_ends, config.optimizer.decay_steps
-    if len(decays) != len(cycles) + 1 or list(cycles) != sorted({*cycles}) or (cycles and cycles[-1] >= config.steps):
+    name, steps = ("schedule_steps", config.schedule_steps) if config.schedule_steps else ("steps", config.steps)
+    if len(decays) != len(cycles) + 1 or list(cycles) != sorted({*cycles}) or (cycles and cycles[-1] >= steps):
         raise ConfigError(
-            f"optimizer.cycle_ends={cycles} must ascend to less than steps={config.steps}, and optimizer.decay_steps="
+            f"optimizer.cycle_ends={cycles} must ascend to less than {name}={steps}, and optimizer.decay_steps="
             f"{decays} be {len(cycles) + 1} numbers, one a cycle."
         )
     if unfit := [context for context in contexts if config.batch_tokens % context]:
@@ -175,6 +179,28 @@ def check(config: TrainConfig) -> None:
             f"decoder.num_layers={shape.num_layers} and decoder.num_heads={shape.num_heads} leave no room for the "
             "induction head that training begins with; give at least 2 layers and 4 heads."
         )
+
+
+def scheduled(config: TrainConfig) -> TrainConfig:
+    """The config with every number of steps as it is in this run; see `TrainConfig.schedule_steps`."""
+    planned, config = config.schedule_steps, dataclasses.replace(config, schedule_steps=None)
+    if not planned:
+        return config
+
+    def scaled(number: int) -> int:
+        return number * config.steps // planned
+
+    optimizer = config.optimizer
+    return dataclasses.replace(
+        config,
+        stage_ends=tuple(map(scaled, config.stage_ends)),
+        optimizer=dataclasses.replace(
+            optimizer,
+            warmup_steps=max(1, scaled(optimizer.warmup_steps)),
+            cycle_ends=tuple(map(scaled, optimizer.cycle_ends)),
+            decay_steps=tuple(max(1, scaled(number)) for number in optimizer.decay_steps),
+        ),
+    )
 
 
 def decoder_config(config: TrainConfig, bos: int) -> DecoderConfig:

@@ -170,6 +170,8 @@ def test_a_run_goes_on_only_under_the_settings_that_led_to_it(config):
     # The decay had begun: a longer plateau would have led elsewhere.
     with pytest.raises(ConfigError, match="whose decays differ"):
         train.train(fields.override(config, "steps", 8), progress=False)
+    with pytest.raises(ConfigError, match="schedule_steps=none the schedule does not follow steps"):
+        train.train(dataclasses.replace(config, steps=8, schedule_steps=4), progress=False)
 
 
 def test_a_longer_run_shares_its_plateau(config):
@@ -197,6 +199,35 @@ def test_learning_rates_warm_up_and_decay():
     config = TrainConfig(steps=100, optimizer=OptimizerConfig(warmup_steps=10, decay_steps=(40,)))
     rate = schedule(config, 2.0)
     assert [float(rate(step)) for step in (0, 5, 10, 60, 80, 100)] == pytest.approx([0, 1, 2, 2, 1, 0])
+
+
+def test_a_schedule_follows_the_number_of_steps(config):
+    config.schedule_steps = STEPS
+    config.optimizer = dataclasses.replace(config.optimizer, cycle_ends=(8,), decay_steps=(4, 2))
+    plain = dataclasses.replace(config, schedule_steps=None)
+    assert training.scheduled(config) == training.scheduled(plain) == plain
+    longer = training.scheduled(fields.override(config, "steps", 5 * STEPS))
+    assert (longer.stage_ends, longer.schedule_steps) == ((25,), None)
+    assert (longer.optimizer.warmup_steps, longer.optimizer.cycle_ends, longer.optimizer.decay_steps) == (
+        15, (40,), (20, 10),
+    )  # fmt: skip
+    one, other = schedule(plain, 1.0), schedule(longer, 1.0)
+    assert [float(other(5 * step)) for step in range(STEPS)] == pytest.approx([float(one(s)) for s in range(STEPS)])
+    # However short, every number is one of a run.
+    for steps in range(1, STEPS):
+        shorter = training.scheduled(fields.override(config, "steps", steps))
+        assert all(0 <= float(schedule(shorter, 1.0)(step)) <= 1 for step in range(steps))
+    # A config's own check is that of the run that it describes.
+    training.check(fields.override(config, "steps", 3))
+    with pytest.raises(ConfigError, match="must ascend to less than schedule_steps=8"):
+        training.check(fields.override(config, "schedule_steps", 8))
+
+
+def test_configs_are_scaled_from_their_own_length():
+    for name in fields.names(TrainConfig):
+        config = fields.by_name(name, TrainConfig)
+        assert config.schedule_steps == config.steps
+        training.check(fields.override(config, "steps", 500))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +268,7 @@ def test_a_text_shorter_than_a_window_is_refused(config, texts, tmp_path, short)
 
 
 def test_the_command_line_lists_its_own_configs():
-    with pytest.raises(ConfigError, match=r"did you mean 'train_tiny'\? known configs: train_tiny"):
+    with pytest.raises(ConfigError, match=r"did you mean 'train_tiny'\? known configs: train_nano, train_tiny"):
         train.main(["train", "--config=train_tinny"])
 
 
