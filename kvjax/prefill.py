@@ -278,14 +278,21 @@ def prefill_steps(
         # [B, E]
         last = jnp.zeros((rows, config.embed_size), decoder.dtype)
         (kv, last), logprobs = jax.lax.scan(body, (kv, last), (starts, *blocks))
-        kv = kv.replace(layers=_converted(kv, layout, config, params))
+        kv = kv.replace(layers=converted(kv, layout, config, params))
         # [B, count * step] or [B, 0]
         logprobs = logprobs.swapaxes(0, 1).reshape(rows, -1)
     return decoder.logits(last), logprobs[:, :width], kv.replace(budget=decode_budget)
 
 
-def _converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: Params) -> tuple[Layer, ...]:
-    """Moves the slots of every group of heads to the arrays of the decoding phase."""
+def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: Params) -> tuple[Layer, ...]:
+    """Moves the slots of every group of heads from the arrays of the blocks of a prompt to those of the decoding phase.
+
+    Args:
+      kv: the cache after the last block.
+      layout: of the cache.
+      config: the decoder.
+      params: of the decoder.
+    """
     rope = config.rope
     frequencies = None if rope is None else rope.frequencies(kv.total)
 

@@ -137,7 +137,7 @@ class Sample:
         return jnp.where(jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1), logits, -jnp.inf)
 
 
-def penalised(logits: Array, seen: Array, penalty: float) -> Array:
+def penalised(logits: Array, seen: Array, penalty: float | Array) -> Array:
     """Divides positive logits of tokens that a row has by a penalty, and multiplies negative ones by it.
 
     This is the repetition penalty of CTRL (arXiv:1909.05858, section 4.1) as transformers defines it: each token counts
@@ -146,7 +146,7 @@ def penalised(logits: Array, seen: Array, penalty: float) -> Array:
     Args:
       logits: [B, V] float32.
       seen: [B, V] bool, the tokens of each row's prompt and those generated so far.
-      penalty: above 1 makes repetition less likely, below 1 more likely.
+      penalty: above 1 makes repetition less likely, below 1 more likely; a number, or [B, 1].
 
     Returns:
       [B, V] float32.

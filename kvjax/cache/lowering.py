@@ -86,38 +86,71 @@ def lower(
         check(spec, branch, sizes, config.num_kv_heads, config.num_layers)
     prompt_groups: list[tuple[Group, ...]] = []
     decode_groups: list[tuple[Group, ...]] = []
-    prompt_budgets: list[tuple[np.ndarray | None, ...]] = []
-    decode_budgets: list[tuple[np.ndarray | None, ...]] = []
     totals = lengths + sizes.following if totals is None else totals
-    resolved = [_budgets(branch, lengths, totals, config.num_layers) for branch in branches]
+    budgets = _all_budgets(branches, lengths, totals, config.num_layers)
     sized = [_largest(branch, config.num_layers, sizes) for branch in branches]
     kernels = Chooser(config, sizes, implementation, platform, dtype)
     for layer in range(config.num_layers):
         before: list[Group] = []
         after: list[Group] = []
-        first: list[np.ndarray | None] = []
-        then: list[np.ndarray | None] = []
-        for branch, budgets, most in zip(branches, resolved, sized, strict=True):
+        for branch, most in zip(branches, sized, strict=True):
             heads = None if branch.heads is None else branch.heads[layer]
             if heads == ():
                 continue
             own = branch.in_layer(layer)
-            limited = [own.selection.budget is not None or each.budget is not None for each in (own.prompt, own.decode)]
+            limited = _limited(own)
             largest = [each[layer] if each and limits else None for each, limits in zip(most, limited, strict=True)]
             early, late = _groups(spec, own, layer, heads, largest, config, sizes, kernels)
             before.append(early)
             after.append(late)
-            for rows, limits, into in zip(budgets, limited, (first, then), strict=True):
-                into.append(rows[layer] if rows is not None and limits else None)
         prompt_groups.append(tuple(before))
         decode_groups.append(tuple(after))
-        prompt_budgets.append(tuple(first))
-        decode_budgets.append(tuple(then))
     layout = CacheLayout(
         prompt=tuple(prompt_groups), decode=tuple(decode_groups), block=sizes.block, name=name,
         kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=str(jnp.dtype(dtype)), platform=platform,
     )  # fmt: skip
-    return Lowered(layout, Budgets(tuple(prompt_budgets), tuple(decode_budgets)))
+    return Lowered(layout, budgets)
+
+
+def budgets_of(spec: CacheSpec, config: DecoderConfig, lengths: np.ndarray, totals: np.ndarray) -> Budgets:
+    """Returns the budgets of rows without lowering: those that `lower` returns with the layout.
+
+    Args:
+      spec: policy, storage and selection, which have been lowered for rows of these lengths.
+      config: of the decoder.
+      lengths: see `lower`.
+      totals: see `lower`.
+
+    Raises:
+      PolicyError: a budget that cannot work for one of the lengths.
+    """
+    branches = [branch.protecting() for branch in branches_of(spec.policy, spec.selection, config)]
+    return _all_budgets(branches, lengths, totals, config.num_layers)
+
+
+def _all_budgets(branches: list[Branch], lengths: np.ndarray, totals: np.ndarray, layers: int) -> Budgets:
+    """Returns the budgets of every layer and branch that has heads in it."""
+    resolved = [_budgets(branch, lengths, totals, layers) for branch in branches]
+    prompt: list[tuple[np.ndarray | None, ...]] = []
+    decode: list[tuple[np.ndarray | None, ...]] = []
+    for layer in range(layers):
+        here = [
+            (rows, _limited(branch.in_layer(layer)))
+            for branch, rows in zip(branches, resolved, strict=True)
+            if branch.heads is None or branch.heads[layer]
+        ]
+        for number, into in enumerate((prompt, decode)):
+            own = [(rows[number], limited[number]) for rows, limited in here]
+            into.append(tuple(rows[layer] if rows is not None and limited else None for rows, limited in own))
+    return Budgets(tuple(prompt), tuple(decode))
+
+
+def _limited(branch: Branch) -> tuple[bool, bool]:
+    """Returns whether the heads of a layer have a number of slots, in the prompt and while decoding."""
+    first, then = (
+        branch.selection.budget is not None or each.budget is not None for each in (branch.prompt, branch.decode)
+    )
+    return first, then
 
 
 def most_positions(lowered: Lowered, lengths: np.ndarray, totals: np.ndarray, block: int | None) -> int:

@@ -42,6 +42,21 @@ def evicting(policy: Policy) -> str | None:
     return next((each.name for each in phases(policy) if each.budget is not None), None)
 
 
+def evicting_in_prompt(policy: Policy) -> str | None:
+    """Returns the name of a policy of some heads that evicts before the prompt has ended; None if there is none.
+
+    What such a policy keeps depends on the blocks that the prompt is divided into.
+    """
+    match policy:
+        case Split():
+            return evicting_in_prompt(policy.chosen) or evicting_in_prompt(policy.others)
+        case Phases():
+            return evicting_in_prompt(policy.prompt)
+        case Evict():
+            return policy.name if policy.budget is not None and policy.when == "step" else None
+    return policy.name
+
+
 def evicting_while_decoding(policy: Policy, *, page: int) -> str | None:
     """Returns the name of the last of its `phases` if it evicts anything but pages of `page` slots while decoding."""
     decode = phases(policy)[-1]

@@ -1,0 +1,129 @@
+"""A prompt that is run block by block, so that rows decode between its blocks."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.convert import empty_layers
+from kvjax.cache.layout import CacheLayout
+from kvjax.cache.lowering import Budgets
+from kvjax.cache.state import Block, KVState
+from kvjax.models.config import DecoderConfig
+from kvjax.models.model import Model
+from kvjax.prefill import GroupBudgets, bind, converted
+from kvjax.sharding import Params
+
+Array = jax.Array
+
+
+class Prompt(NamedTuple):
+    """A checked prompt.
+
+    Attributes:
+      tokens: [n] int32.
+      total: the number of tokens that the row will hold in all.
+      budgets: of one row.
+    """
+
+    tokens: np.ndarray
+    total: int
+    budgets: Budgets
+
+
+class Started(NamedTuple):
+    """Prompts that have been run.
+
+    Attributes:
+      logits: [P, V] float32 after each prompt's last token.
+      state: the cache of the P prompts, in the arrays of the decoding phase.
+    """
+
+    logits: Array
+    state: KVState
+
+
+class _Progress(NamedTuple):
+    """A prompt of which some blocks have been run.
+
+    Attributes:
+      state: the cache, in the arrays of the prompt phase.
+      last: [1, E], the hidden state of the last token.
+    """
+
+    state: KVState
+    last: Array
+
+
+class InBlocks:
+    """A prompt that is run block by block.
+
+    Attributes:
+      step: tokens of a block.
+    """
+
+    def __init__(self, model: Model, layout: CacheLayout, prompt: Prompt):
+        assert layout.block is not None
+        self._model, self._layout, self.step = model, layout, layout.block
+        count = -(-len(prompt.tokens) // layout.block)
+        # [count, 1, step]
+        self._blocks = np.zeros((count, 1, layout.block), np.int32)
+        self._blocks.reshape(-1)[: len(prompt.tokens)] = prompt.tokens
+        self._done, self._decode_budget = 0, prompt.budgets.decode
+        length, total = np.array([len(prompt.tokens)], np.int32), np.array([prompt.total], np.int32)
+        self._progress = _empty(*model.place((length, total, prompt.budgets.prompt)), config=model.config,
+                                layout=layout, dtype=jax.tree.leaves(model.params)[0].dtype.name)  # fmt: skip
+
+    def advance(self) -> Started | None:
+        """Dispatches the next block; returns the prompt's state after the last one."""
+        model, layout = self._model, self._layout
+        tokens = model.place(self._blocks[self._done])
+        start = jnp.int32(self._done * self.step)
+        self._progress = _run_block(model.params, self._progress, tokens, start, config=model.config, layout=layout)
+        self._done += 1
+        if self._done < len(self._blocks):
+            return None
+        budget = model.place(self._decode_budget)
+        return Started(*_ended(model.params, self._progress, budget, config=model.config, layout=layout))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "layout", "dtype"))
+def _empty(
+    length: Array, total: Array, budget: GroupBudgets, *, config: DecoderConfig, layout: CacheLayout, dtype: str
+) -> _Progress:
+    """Allocates the cache of a prompt of `length` tokens, [1] int32, in the arrays of the prompt phase."""
+    layers = empty_layers(layout.prompt, 1, config.num_kv_heads, config.head_dim, dtype)
+    # [1]
+    seen = jnp.zeros((1,), jnp.int32)
+    # [1, E]
+    last = jnp.zeros((1, config.embed_size), dtype)
+    return _Progress(KVState(layers, seen, prompt=length, total=total, budget=budget), last)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "layout"), donate_argnames=("progress",))
+def _run_block(
+    params: Params, progress: _Progress, tokens: Array, start: Array, *, config: DecoderConfig, layout: CacheLayout
+) -> _Progress:
+    """Runs the block of tokens [1, n] int32 whose first position is `start`; `progress` is donated."""
+    state = progress.state
+    # [n]
+    position = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    # [1, n]
+    position = jnp.where(position < state.prompt[:, None], position, -1)
+    block = Block(position=position, prompt=state.prompt, total=state.total, budget=state.budget)
+    # [1, n, E]
+    x, state = bind(config, params).hidden(tokens, state, block, layout.prompt)
+    # [1, E]: of the last token of the block that is of the prompt
+    last = jnp.take_along_axis(x, jnp.sum(position >= 0, axis=1)[:, None, None] - 1, axis=1)[:, 0]
+    return _Progress(state, last)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "layout"))
+def _ended(
+    params: Params, progress: _Progress, decode_budget: GroupBudgets, *, config: DecoderConfig, layout: CacheLayout
+) -> tuple[Array, KVState]:
+    """The logits after the prompt, [1, V] float32, and its cache in the arrays of the decoding phase."""
+    state = progress.state.replace(layers=converted(progress.state, layout, config, params), budget=decode_budget)
+    return bind(config, params).logits(progress.last), state

@@ -1,0 +1,165 @@
+"""Requests before they have a row: their prompts are run ahead, so that a row that becomes free is not kept waiting."""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvjax.serve.blocks import InBlocks, Prompt, Started
+from kvjax.serve.prompts import Prompts
+from kvjax.serve.request import Checked
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request on its way.
+
+    Attributes:
+      id: see `kvjax.serve.Runner.submit`.
+      request: the request.
+      prompt: its prompt; None if it continues a prefix.
+      bucket: the width that the prompt is padded to, 0 without one; None if it is run in blocks.
+      tokens: the new tokens of each chunk.
+      logprobs: their log-probabilities.
+      count: the number of new tokens.
+      ended: whether it has all its tokens, or was cancelled.
+    """
+
+    id: int
+    request: Checked
+    prompt: Prompt | None
+    bucket: int | None
+    tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
+    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    count: int = 0
+    ended: bool = False
+
+    @property
+    def given(self) -> int:
+        """The number of tokens that its row is fed before any is chosen."""
+        prefix = self.request.prefix
+        return 0 if prefix is None or prefix.at_once else len(self.request.tokens)
+
+    @property
+    def left(self) -> int:
+        """The most steps that it may take."""
+        return self.given + self.request.max_new_tokens - self.count
+
+
+@dataclasses.dataclass
+class Ready:
+    """A job whose prompt has been run.
+
+    Attributes:
+      job: the job.
+      started: what its prompt was run with.
+      source: its row of `started`.
+    """
+
+    job: Job
+    started: Started
+    source: int
+
+
+class Intake:
+    """Waiting requests, in the order in which they came.
+
+    Attributes:
+      prompt_tokens: the number of tokens of prompts that have been run.
+    """
+
+    def __init__(self, prompts: Prompts, *, look: int, turn_tokens: int):
+        """Begins without requests.
+
+        Args:
+          prompts: runs prompts.
+          look: the number of waiting requests that the next prompts are chosen from.
+          turn_tokens: the number of tokens of prompts, padding included, after which running rows go on.
+        """
+        self.prompt_tokens = 0
+        self._prompts, self._look, self._turn_tokens = prompts, look, turn_tokens
+        self._waiting: collections.deque[Job] = collections.deque()
+        self._ready: collections.deque[Ready] = collections.deque()
+        self._starting: tuple[Job, InBlocks] | None = None
+        self._block_next, self._spent = True, 0
+
+    def __bool__(self) -> bool:
+        """Whether there is a request without a row."""
+        return bool(self._waiting or self._ready or self._starting)
+
+    def add(self, job: Job) -> None:
+        """Adds a request."""
+        self._waiting.append(job)
+
+    def drop(self, job: Job) -> None:
+        """Forgets a request that was cancelled."""
+        self._waiting = collections.deque(each for each in self._waiting if each is not job)
+        self._ready = collections.deque(each for each in self._ready if each.job is not job)
+        if self._starting is not None and self._starting[0] is job:
+            self._starting = None
+
+    def begin_turn(self) -> None:
+        """Says that the running rows have gone on."""
+        self._spent = 0
+
+    def run(self, wanted: int, *, limited: bool) -> None:
+        """Dispatches prompts until some are ready.
+
+        Args:
+          wanted: how many.
+          limited: whether rows are running, so that the turn's tokens are a limit.
+        """
+        while len(self._ready) < wanted and not (limited and self._spent >= self._turn_tokens):
+            # A block of a long prompt and short prompts take turns, so that neither waits for all of the other.
+            ran = (self._run_block() if self._block_next else 0) or self._run_short() or self._run_block()
+            if not ran:
+                return
+            self._spent += ran
+
+    def take(self) -> Ready | None:
+        """Takes the next job whose prompt has been run."""
+        return self._ready.popleft() if self._ready else None
+
+    def _run_block(self) -> int:
+        """Dispatches the next block of a long prompt; returns the number of its tokens, 0 if there is none."""
+        self._block_next = False
+        if self._starting is None:
+            job = next((job for job in self._next() if job.bucket is None), None)
+            if job is None or job.prompt is None:
+                return 0
+            self._waiting.remove(job)
+            self._starting = job, self._prompts.begin(job.prompt)
+        job, blocks = self._starting
+        if (started := blocks.advance()) is not None:
+            self._ready.append(Ready(job, started, 0))
+            self._starting = None
+            self.prompt_tokens += len(job.request.tokens)
+        return blocks.step
+
+    def _run_short(self) -> int:
+        """Dispatches the first waiting prompt of one shot, and others of its bucket; returns the number of tokens."""
+        self._block_next = True
+        first = next((job for job in self._next() if job.bucket is not None), None)
+        if first is None:
+            return 0
+        bucket = first.bucket
+        assert bucket is not None
+        if first.request.prefix is not None:
+            self._waiting.remove(first)
+            self._ready.append(Ready(first, first.request.prefix.started(first.request.tokens), 0))
+            return 1 + len(first.request.tokens)
+        most = self._prompts.at_once(bucket)
+        others = (job for job in self._next() if job.bucket == bucket and job is not first)
+        jobs = [first, *itertools.islice(others, most - 1)]
+        for job in jobs:
+            self._waiting.remove(job)
+        started = self._prompts.run([job.prompt for job in jobs if job.prompt is not None], bucket)
+        self._ready.extend(Ready(job, started, source) for source, job in enumerate(jobs))
+        self.prompt_tokens += sum(len(job.request.tokens) for job in jobs)
+        return bucket * most
+
+    def _next(self) -> Iterator[Job]:
+        """The waiting requests among which prompts are looked for."""
+        return itertools.islice(self._waiting, self._look)

@@ -1,0 +1,259 @@
+"""The rows that serve requests, and the jitted functions that admit requests to them and decode.
+
+Everything that differs between requests is data of a row: stop tokens, sampling, how many tokens remain. So one program
+decodes all of them, and a row takes another request without a new trace.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import memory
+from kvjax.cache.layout import Phase
+from kvjax.cache.state import Block, KVState
+from kvjax.generate import CHUNK, PAD
+from kvjax.models.config import DecoderConfig
+from kvjax.prefill import BoundDecoder, bind
+from kvjax.serve.sampling import Leaf, Settings, choose
+from kvjax.sharding import Params
+
+Array = jax.Array
+
+
+class Rows(NamedTuple):
+    """The carry of the decode loop. The first dimension of every leaf is the number of rows, R.
+
+    Attributes:
+      state: the cache.
+      token: [R] int32, the token of each row that has not been fed to the model.
+      active: [R] bool, whether the row's request has not ended.
+      remaining: [R] int32, the number of tokens that may still be chosen.
+      fresh: [R] bool, whether `token` was chosen when the request was admitted, and has not been reported.
+      logprob: [R] float32, the log-probability of a fresh token.
+      stop: [R, n] int32, token ids that end the row's request, `PAD` where there are fewer.
+      key: [R] random keys, of each row's request.
+      sampling: the settings of each row's sampler.
+      seen: [R, V] bool, the tokens of each row's prompt, those that are given, and those that were chosen.
+      given: [R, n] int32, tokens that are fed before any is chosen.
+      given_length: [R] int32, how many these are.
+      fed: [R] int32, how many of them have been fed or are in `token`.
+    """
+
+    state: KVState
+    token: Array
+    active: Array
+    remaining: Array
+    fresh: Array
+    logprob: Array
+    stop: Array
+    key: Array
+    sampling: Settings
+    seen: Array
+    given: Array
+    given_length: Array
+    fed: Array
+
+
+class Entry(NamedTuple):
+    """What a request brings to its row.
+
+    Attributes:
+      key: [] random key.
+      number: [] int32, see `kvjax.serve.Request`.
+      max_new_tokens: [] int32.
+      stop: [n] int32, `PAD` where there are fewer.
+      sampling: scalars.
+      seen: [V] bool, see `Rows`.
+      given: [n] int32, see `Rows`.
+      given_length: [] int32.
+    """
+
+    key: Leaf
+    number: Leaf
+    max_new_tokens: Leaf
+    stop: Leaf
+    sampling: Settings
+    seen: Leaf
+    given: Leaf
+    given_length: Leaf
+
+
+class Chunk(NamedTuple):
+    """What a call of `decode_chunk` reports.
+
+    Attributes:
+      tokens: [R, 1 + CHUNK] int32: the token that was chosen when a request was admitted, and those of each step; `PAD`
+        where there is none.
+      logprobs: [R, 1 + CHUNK] float32, their log-probabilities.
+      active: [R] bool, whether each row's request goes on.
+      steps: [] int32, the number of steps taken.
+      row_steps: [R] int32, the number of steps in which each row's request had not ended.
+    """
+
+    tokens: Leaf
+    logprobs: Leaf
+    active: Leaf
+    steps: Leaf
+    row_steps: Leaf
+
+
+@functools.partial(jax.jit, static_argnames=("rows",))
+def empty_rows(state: KVState, entry: Entry, *, rows: int) -> Rows:
+    """Makes rows without requests.
+
+    Args:
+      state: any cache in the arrays of the decoding phase; its content is of no matter.
+      entry: any request.
+      rows: the number of rows.
+    """
+
+    def many(x: Array) -> Array:
+        return jnp.broadcast_to(x, (rows, *x.shape))
+
+    # [R]
+    none, no = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,), bool)
+    held = jax.tree.map(lambda leaf: memory.take_rows(leaf, none), state)
+    return Rows(
+        state=held, token=none, active=no, remaining=none, fresh=no, logprob=jnp.zeros((rows,), jnp.float32),
+        stop=many(entry.stop), key=many(entry.key), sampling=jax.tree.map(many, entry.sampling), seen=many(entry.seen),
+        given=many(entry.given), given_length=none, fed=none,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, donate_argnames=("rows",))
+def admit(rows: Rows, state: KVState, logits: Array, source: Array, row: Array, entry: Entry) -> Rows:
+    """Replaces one row by a request whose prompt has been run.
+
+    Args:
+      rows: the rows; donated.
+      state: the caches of some prompts; not donated.
+      logits: [P, V] float32 after these prompts.
+      source: int32, which of the prompts.
+      row: int32, the row to replace.
+      entry: the request.
+    """
+    # [1] each
+    one = source[None]
+    own: KVState = jax.tree.map(lambda leaf: memory.take_rows(leaf, one), state)
+    key = jax.random.fold_in(entry.key, entry.number)[None]
+    sampling = jax.tree.map(lambda x: x[None], entry.sampling)
+    # [1, V]
+    seen = entry.seen[None]
+    chosen, logprob = choose(memory.take_rows(logits, one), own.length, key, seen, sampling)
+    fresh = entry.given_length[None] == 0
+    token = jnp.where(fresh, chosen, entry.given[:1])
+    remaining = entry.max_new_tokens[None] - fresh.astype(jnp.int32)
+    ended = fresh & ((remaining == 0) | _is_stop(token, entry.stop[None]))
+    new = Rows(
+        state=own, token=token, active=~ended, remaining=remaining, fresh=fresh, logprob=logprob, stop=entry.stop[None],
+        key=key, sampling=sampling, seen=_with_token(seen, token), given=entry.given[None],
+        given_length=entry.given_length[None], fed=jnp.ones((1,), jnp.int32),
+    )  # fmt: skip
+    keys = rows.key.at[row].set(new.key[0])
+    put = functools.partial(jax.tree.map, lambda whole, own: memory.put_row(whole, row, own))
+    replaced: Rows = put(rows._replace(key=()), new._replace(key=()))  # type: ignore[arg-type]
+    return replaced._replace(key=keys)
+
+
+# Steps taken, rows, row-steps [R], tokens and log-probabilities [R, 1 + CHUNK].
+_Loop = tuple[Array, Rows, Array, Array, Array]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "phase", "least"), donate_argnames=("rows",))
+def decode_chunk(
+    params: Params,
+    rows: Rows,
+    going_on: Array,
+    steps: Array,
+    idle: Array,
+    *,
+    config: DecoderConfig,
+    phase: Phase,
+    least: int,
+) -> tuple[Rows, Chunk]:
+    """Decodes until `steps` steps are taken, every request has ended, or enough rows are idle.
+
+    Args:
+      params: of the decoder.
+      rows: the rows; donated.
+      going_on: [R] bool, whether each row's request has not been ended by the host.
+      steps: int32, the most steps, at most `CHUNK`.
+      idle: int32, the number of idle rows at which the loop ends, since there are requests for them.
+      config: the decoder.
+      phase: the groups of heads of each layer.
+      least: the number of row-steps before which idle rows do not end the loop.
+    """
+    decoder = bind(config, params)
+    count = rows.token.shape[0]
+    rows = rows._replace(active=rows.active & going_on)
+
+    def unfinished(loop: _Loop) -> Array:
+        i, rows, row_steps, *_ = loop
+        active = jnp.sum(rows.active, dtype=jnp.int32)
+        refill = (count - active >= idle) & (jnp.sum(row_steps) >= least)
+        return (i < steps) & (active > 0) & ~refill
+
+    def body(loop: _Loop) -> _Loop:
+        i, rows, row_steps, tokens, logprobs = loop
+        active = rows.active
+        state, logits = feed(decoder, rows.state, rows.token, active, phase)
+        # [R] each
+        chosen, logprob = choose(logits, state.length, rows.key, rows.seen, rows.sampling)
+        given = rows.fed < rows.given_length
+        index = jnp.minimum(rows.fed, rows.given.shape[1] - 1)[:, None]
+        token = jnp.where(given, jnp.take_along_axis(rows.given, index, axis=1)[:, 0], chosen)
+        new = active & ~given
+        remaining = rows.remaining - new.astype(jnp.int32)
+        ended = new & ((remaining == 0) | _is_stop(token, rows.stop))
+        # [R, 1 + CHUNK]
+        tokens = tokens.at[:, i + 1].set(jnp.where(new, chosen, PAD))
+        logprobs = logprobs.at[:, i + 1].set(jnp.where(new, logprob, 0.0))
+        row_steps += active.astype(jnp.int32)
+        fed = rows.fed + (active & given).astype(jnp.int32)
+        rows = rows._replace(
+            state=state, token=token, active=active & ~ended, remaining=remaining, fed=fed,
+            seen=_with_token(rows.seen, jnp.where(active, token, PAD)),
+        )  # fmt: skip
+        return i + 1, rows, row_steps, tokens, logprobs
+
+    # [R, 1 + CHUNK]
+    tokens = jnp.full((count, 1 + CHUNK), PAD, jnp.int32).at[:, 0].set(jnp.where(rows.fresh, rows.token, PAD))
+    logprobs = jnp.zeros((count, 1 + CHUNK), jnp.float32).at[:, 0].set(jnp.where(rows.fresh, rows.logprob, 0.0))
+    # [R]
+    none, reported = jnp.zeros((count,), jnp.int32), jnp.zeros_like(rows.fresh)
+    loop = (jnp.int32(0), rows._replace(fresh=reported), none, tokens, logprobs)
+    taken, rows, row_steps, tokens, logprobs = jax.lax.while_loop(unfinished, body, loop)
+    return rows, Chunk(tokens, logprobs, rows.active, taken, row_steps)
+
+
+def feed(decoder: BoundDecoder, state: KVState, token: Array, active: Array, phase: Phase) -> tuple[KVState, Array]:
+    """Feeds one token to each active row.
+
+    Args:
+      decoder: the decoder.
+      state: the cache.
+      token: [R] int32.
+      active: [R] bool; the cache of other rows stays as it is.
+      phase: the groups of heads of each layer.
+
+    Returns:
+      The cache, and the logits after the token, [R, V] float32.
+    """
+    # [R, 1]
+    position = jnp.where(active, state.length, -1)[:, None]
+    block = Block(position=position, prompt=state.prompt, total=state.total, budget=state.budget)
+    # [R, 1, E]
+    x, state = decoder.hidden(jnp.maximum(token, 0)[:, None], state, block, phase)
+    return state, decoder.logits(x[:, 0])
+
+
+def _with_token(seen: Array, token: Array) -> Array:
+    """Adds tokens [R], of which `PAD` is none, to those that rows have, [R, V] bool."""
+    return seen | (jnp.arange(seen.shape[1], dtype=jnp.int32) == token[:, None])
+
+
+def _is_stop(token: Array, stop: Array) -> Array:
+    """Whether tokens [R] are among the stop tokens [R, n] of their rows: [R] bool."""
+    return jnp.any(token[:, None] == stop, axis=1)

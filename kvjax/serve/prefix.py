@@ -1,0 +1,157 @@
+"""States that many requests continue: a context is run and compressed once, and saved, loaded, extended and forked.
+
+A prefix is the cache after some tokens, and the logits after the last of them. What continues it is fed as if the model
+had generated it (`kvjax.extend`): one token at a time, or in one block where that makes no difference but for rounding.
+On one device, a loaded, a forked and a recomputed prefix are equal bit for bit, and so is one that was extended one
+token at a time, in several parts or in one.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvjax import memory
+from kvjax.cache.state import KVState
+from kvjax.choices import takes_blocks
+from kvjax.errors import InputError
+from kvjax.extend import extend
+from kvjax.inputs import check_batch, check_count
+from kvjax.prefill import Prefilled
+from kvjax.serve.blocks import Started
+from kvjax.serve.prompts import Prompts
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prefix:
+    """A state that requests continue.
+
+    Attributes:
+      state: the cache, of one row.
+      logits: [1, V] float32 after the last token.
+      tokens: [n] int32, all tokens so far, including those that were evicted.
+      prompt: how many of them were run as the prompt; the others were fed one at a time.
+      prompts: what it was made by: model, spec and limits.
+    """
+
+    state: KVState
+    logits: Array
+    tokens: np.ndarray
+    prompt: int
+    prompts: Prompts = dataclasses.field(repr=False)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens so far."""
+        return len(self.tokens)
+
+    @property
+    def room(self) -> int:
+        """The number of tokens that may follow, given or generated."""
+        return self.prompts.limits.new_tokens - (self.length - self.prompt)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the tokens that continue it are fed in one block."""
+        return takes_blocks(self.prompts.layout.decode)
+
+    def check(self, prompts: Prompts, following: int) -> None:
+        """Checks that a runner can continue the prefix.
+
+        Args:
+          prompts: of the runner.
+          following: the number of tokens that follow, given and generated.
+
+        Raises:
+          InputError: it is of another model or another spec, or there is no room.
+        """
+        if prompts.model.params is not self.prompts.model.params:
+            raise InputError(
+                "the prefix is of another model; make or load it with Runner.prefix or Runner.load_prefix."
+            )
+        if prompts.layout.decode != self.prompts.layout.decode:
+            raise InputError(
+                f"the prefix was made under {_described(self.prompts)}, and the runner has {_described(prompts)}."
+            )
+        if following > self.room:
+            raise InputError(
+                f"{following} tokens are to follow a prefix that has room for {self.room}; make the prefix with larger "
+                "limits.new_tokens."
+            )
+
+    def extend(self, tokens: ArrayLike) -> "Prefix":
+        """Feeds further tokens; this prefix stays as it is.
+
+        Args:
+          tokens: [n] int.
+
+        Raises:
+          InputError: they are not valid for the model, or there is no room.
+        """
+        ids = check_batch(self.prompts.model.config, tokens, None, new_tokens=1 + self.length).tokens[0]
+        # A token must be left to be chosen.
+        self.check(self.prompts, len(ids) + 1)
+        logits, state, *_ = extend(self.prompts.model, Prefilled(self.logits, self.state, self.prompts.layout), ids)
+        return dataclasses.replace(self, state=state, logits=logits, tokens=np.concatenate([self.tokens, ids]))
+
+    def started(self, tokens: np.ndarray) -> Started:
+        """The state that a request begins with.
+
+        Args:
+          tokens: [n] int32, those of the request; fed here if they are fed in one block.
+        """
+        whole = self.extend(tokens) if self.at_once and len(tokens) else self
+        return Started(whole.logits, whole.state)
+
+    def fork(self, rows: int) -> Prefilled:
+        """Copies the state, for `kvjax.generate.decode`.
+
+        Args:
+          rows: the number of copies.
+        """
+        check_count("rows", rows)
+        with self.prompts.model.on_mesh():
+            logits, state = _rows((self.logits, self.state), np.zeros(rows, np.int32))
+        return Prefilled(logits, state, self.prompts.layout, np.tile(self.tokens, (rows, 1)))
+
+
+def make(prompts: Prompts, tokens: ArrayLike) -> Prefix:
+    """Runs a context.
+
+    Args:
+      prompts: model, spec and limits; `kvjax.serve.Runner.prompts` of the runner that will continue it.
+      tokens: [n] int.
+
+    Raises:
+      InputError: the tokens are not valid for the model, or exceed the limits.
+      PolicyError: the budget cannot work for their number.
+    """
+    model = prompts.model
+    ids = check_batch(model.config, tokens, None, new_tokens=1).tokens[0]
+    prompt = prompts.prompt(ids, prompts.limits.new_tokens)
+    bucket = prompts.bucket(prompt)
+    with model.on_mesh():
+        if bucket is not None:
+            started = prompts.run([prompt], bucket)
+        else:
+            blocks = prompts.begin(prompt)
+            while (ended := blocks.advance()) is None:
+                pass
+            started = ended
+        logits, state = _rows(tuple(started), np.zeros(1, np.int32))
+    return Prefix(state, logits, ids, len(ids), prompts)
+
+
+@jax.jit
+def _rows(tree: Any, rows: Array) -> Any:
+    """Copies rows [R] int32 of every array of a tree."""
+    return jax.tree.map(lambda leaf: memory.take_rows(leaf, rows), tree)
+
+
+def _described(prompts: Prompts) -> str:
+    limits = prompts.limits
+    return f"{prompts.layout.name} with prompts of up to {limits.prompt} tokens and {limits.new_tokens} new ones"

@@ -1,0 +1,177 @@
+"""Runs the prompts of requests: short ones in buckets, several at a time, and long ones block by block.
+
+All of them end in the arrays of one decoding phase, so that any prompt's state can replace any row.
+"""
+
+import jax
+import numpy as np
+
+from kvjax.attention import Implementation
+from kvjax.cache.layout import CacheLayout
+from kvjax.cache.limits import Limits, Sizes, prompt_bucket
+from kvjax.cache.lowering import Budgets, budgets_of, lower
+from kvjax.cache.spec import CacheSpec
+from kvjax.errors import InputError, KvjaxError
+from kvjax.inputs import check_count, check_positions
+from kvjax.models.calibrate import calibrated
+from kvjax.models.model import Model
+from kvjax.policies.traits import evicting_in_prompt
+from kvjax.prefill import prefill_steps
+from kvjax.serve.blocks import InBlocks, Prompt, Started
+
+AUTO = "auto"
+AUTO_BLOCK = 512  # tokens of a block, where blocks do not change what is kept
+AT_ONCE = 512  # tokens of short prompts that are run together, padding included
+
+
+class Prompts:
+    """Runs prompts of a model under a spec.
+
+    Attributes:
+      model: the model, calibrated.
+      spec: policy, storage and selection.
+      limits: what arrays are allocated for.
+      layout: the static description of the cache; its decoding phase is that of every prompt.
+      block: tokens of a block; None if every prompt is run in one shot.
+      one_shot_reason: why prompts are run in one shot, or None.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        spec: CacheSpec,
+        *,
+        limits: Limits,
+        rows: int,
+        prefill_block: int | str | None = AUTO,
+        implementation: Implementation = "auto",
+    ):
+        """Lowers the spec.
+
+        Args:
+          model: from `kvjax.load`.
+          spec: policy, storage and selection.
+          limits: the longest prompt, and the most tokens that follow one.
+          rows: the rows that will decode.
+          prefill_block: tokens of a block of a prompt, as in `kvjax.generate`; None for one shot; ``auto`` for
+            `AUTO_BLOCK` where blocks do not change what is kept or read, otherwise one shot.
+          implementation: see `kvjax.generate`.
+
+        Raises:
+          KvjaxError: a spec that cannot work with this model; see `kvjax.generate`.
+        """
+        if not isinstance(limits, Limits):
+            raise InputError(f"limits must be kvjax.Limits(prompt=1024, new_tokens=256) or the like; got {limits!r}.")
+        check_count("rows", rows)
+        self.model, self.spec, self.limits = calibrated(model, spec.storage, None), spec, limits
+        check_positions(model.config, spec.policy.positions)
+        self._rows, self._implementation = rows, implementation
+        self._layouts: dict[int | None, CacheLayout] = {}
+        self.block, self.one_shot_reason = self._block(prefill_block)
+        self.layout = self._lowered(self._width(min(limits.prompt, self.block or limits.prompt)))
+
+    def _block(self, asked: int | str | None) -> tuple[int | None, str | None]:
+        """The number of tokens of a block, or why there are no blocks."""
+        if asked is None:
+            return None, "prefill_block is None"
+        if asked != AUTO:
+            check_count("prefill_block", asked)
+            block = int(asked)
+        else:
+            if reason := changed_by_blocks(self.spec):
+                return None, reason
+            block = AUTO_BLOCK
+        if block >= self.limits.prompt:
+            return None, f"no prompt is longer than a block of {block} tokens"
+        self.block = block
+        try:
+            self._lowered(None)
+        except KvjaxError as error:
+            if asked != AUTO:
+                raise
+            return None, str(error)
+        return block, None
+
+    def prompt(self, tokens: np.ndarray, new_tokens: int) -> Prompt:
+        """Checks a prompt.
+
+        Args:
+          tokens: [n] int32.
+          new_tokens: the number of tokens that will follow, the last of which is not fed.
+
+        Raises:
+          InputError: it exceeds the limits.
+          PolicyError: the budget cannot work for its length.
+        """
+        limits, length = self.limits, len(tokens)
+        if not limits.shortest <= length <= limits.prompt or new_tokens > limits.new_tokens:
+            raise InputError(
+                f"a prompt of {length} tokens and {new_tokens} new ones do not fit: prompts have "
+                f"{limits.shortest} to {limits.prompt} tokens here, and at most {limits.new_tokens} follow."
+            )
+        total = length + new_tokens - 1
+        budgets = budgets_of(self.spec, self.model.config, np.array([length], np.int32), np.array([total], np.int32))
+        return Prompt(tokens, total, budgets)
+
+    def bucket(self, prompt: Prompt) -> int | None:
+        """The width that a prompt is padded to; None if it is run in blocks."""
+        length = len(prompt.tokens)
+        return None if self.block is not None and length > self.block else self._width(length)
+
+    def at_once(self, bucket: int) -> int:
+        """The number of prompts of a bucket that one program runs. It is fixed: a result does not depend on others."""
+        most = max(1, min(self._rows // 8, AT_ONCE // bucket))
+        return 1 << (most.bit_length() - 1)
+
+    def run(self, prompts: list[Prompt], bucket: int) -> Started:
+        """Dispatches prompts of one bucket, at most `at_once(bucket)`."""
+        rows = [*prompts, *prompts[:1] * (self.at_once(bucket) - len(prompts))]
+        # [P, width]
+        tokens = np.zeros((len(rows), bucket), np.int32)
+        for row, prompt in enumerate(rows):
+            tokens[row, : len(prompt.tokens)] = prompt.tokens
+        lengths = np.array([len(prompt.tokens) for prompt in rows], np.int32)
+        totals = np.array([prompt.total for prompt in rows], np.int32)
+        budgets: Budgets = jax.tree.map(lambda *each: np.concatenate(each), *(prompt.budgets for prompt in rows))
+        model = self.model
+        logits, _, state = prefill_steps(
+            model.params, *model.place((tokens, lengths, totals, budgets.prompt, budgets.decode)),
+            config=model.config, layout=self._lowered(bucket), score=False,
+        )  # fmt: skip
+        return Started(logits, state)
+
+    def begin(self, prompt: Prompt) -> InBlocks:
+        """Begins a prompt that is run block by block."""
+        return InBlocks(self.model, self._lowered(None), prompt)
+
+    def _width(self, length: int) -> int:
+        return min(prompt_bucket(length), self.limits.prompt)
+
+    def _lowered(self, bucket: int | None) -> CacheLayout:
+        """The layout for prompts of a bucket; None: for those in blocks."""
+        if bucket not in self._layouts:
+            limits, model, block = self.limits, self.model, self.block if bucket is None else None
+            sizes = Sizes(
+                rows=self._rows, prompt=limits.prompt if bucket is None else bucket, budget_prompt=limits.prompt,
+                shortest=limits.shortest, following=limits.new_tokens - 1, block=block, rounded=False,
+            )  # fmt: skip
+            with model.on_mesh():
+                layout = lower(
+                    self.spec, model.config, sizes, np.array([limits.prompt], np.int32),
+                    implementation=self._implementation, platform=model.platform,
+                    dtype=jax.tree.leaves(model.params)[0].dtype,
+                ).layout  # fmt: skip
+            others = next(iter(self._layouts.values()), layout)
+            if layout.decode != others.decode:
+                raise AssertionError("the decoding phase depends on how a prompt is run")
+            self._layouts[bucket] = layout
+        return self._layouts[bucket]
+
+
+def changed_by_blocks(spec: CacheSpec) -> str | None:
+    """Why blocks of a prompt change what is kept or read; None if they do not."""
+    if name := evicting_in_prompt(spec.policy):
+        return f"policy {name} evicts after each block of a prompt, so that blocks change what it keeps"
+    if not spec.storage.exact:
+        return f"a block reads the ones before it as storage {spec.storage.name} holds them"
+    return None

@@ -1,0 +1,175 @@
+"""Requests, what comes of them, and the checks of their arguments."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from kvjax.errors import InputError
+from kvjax.inputs import check_batch, check_count, check_stop
+from kvjax.models.config import DecoderConfig
+from kvjax.sampling import Greedy, Sample, Sampler, check_sampling
+
+if TYPE_CHECKING:
+    from kvjax.serve.prefix import Prefix
+
+Reason = Literal["stop", "length", "cancelled"]
+#: Receives the new tokens of a request, a few at a time, and says how many of these end it; None = it goes on.
+Until = Callable[[Sequence[int]], int | None]
+MOST_STOPS = 16  # token ids that end a request; the rows of a batch have arrays of this size
+SEEDS = 1 << 32  # seeds are smaller
+NUMBERS = 1 << 31  # so are numbers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt, and how it is continued.
+
+    Attributes:
+      tokens: token ids of the prompt; of a request with a prefix, those that follow it, possibly none.
+      max_new_tokens: the maximum number of new tokens, at least 1.
+      stop: token ids that end the request, beside those of the runner. The stop token is part of the result.
+      sampler: how a token is chosen from the logits; None for the runner's sampler.
+      seed: the result is that of ``kvjax.generate(key=jax.random.key(seed))``; None for the runner's key.
+      number: the result is that of ``kvjax.generate(requests=[number])``; None for 0 if there is a seed, otherwise for
+        the number of the requests that were submitted before. A sampled token depends on the key, this number and the
+        token's position, and on no other request.
+      prefix: a state that the request continues; see `kvjax.serve.prefix`.
+      until: see `Until`; for ends that are no single token. It is called on the host after every chunk of tokens, and a
+        request may hold its row until the end of the next chunk.
+    """
+
+    tokens: Sequence[int] | np.ndarray
+    max_new_tokens: int
+    stop: int | Sequence[int] = ()
+    sampler: Sampler | None = None
+    seed: int | None = None
+    number: int | None = None
+    prefix: "Prefix | None" = None
+    until: Until | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came of a request.
+
+    Attributes:
+      id: from `Runner.submit`.
+      tokens: [n] int32, the new tokens, including a stop token.
+      logprobs: [n] float32, the log-probability of each token under the model, before temperature.
+      reason: ``stop``: a stop token, or `Request.until`, ended the request; ``length``: it has `max_new_tokens`;
+        ``cancelled``: it was cancelled, and has the tokens that it had then.
+      prompt: the number of its prompt's tokens, those of its prefix included.
+    """
+
+    id: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    reason: Reason
+    prompt: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """New tokens of a request.
+
+    Attributes:
+      id: from `Runner.submit`.
+      tokens: [n] int32, the tokens since the last `Progress` of the request.
+      logprobs: [n] float32.
+      result: the whole result, if these are its last tokens; otherwise None.
+    """
+
+    id: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    result: Result | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """The checked arguments of a request; see `Request`.
+
+    Attributes:
+      tokens: [n] int32.
+      stop: [m] int32.
+    """
+
+    tokens: np.ndarray
+    max_new_tokens: int
+    stop: np.ndarray
+    sampler: Greedy | Sample
+    seed: int | None
+    number: int
+    prefix: "Prefix | None"
+    until: Until | None
+
+
+def check_request(config: DecoderConfig, request: Request, stop: np.ndarray, sampler: Sampler, count: int) -> Checked:
+    """Checks a request, apart from its size.
+
+    Args:
+      config: the decoder.
+      request: the request.
+      stop: [m] int32, token ids that end every request.
+      sampler: of requests that have none.
+      count: the number of requests that were submitted before.
+
+    Raises:
+      InputError: an argument that is not valid for the model.
+    """
+    check_count("max_new_tokens", request.max_new_tokens)
+    own = request.sampler if request.sampler is not None else sampler
+    check_sampler(own)
+    tokens = np.asarray(request.tokens)
+    if request.prefix is None or tokens.size:
+        if tokens.ndim != 1:
+            raise InputError(f"a request's tokens must be [n] token ids; got shape {tokens.shape}.")
+        before = 0 if request.prefix is None else request.prefix.length
+        batch = check_batch(config, tokens, None, new_tokens=request.max_new_tokens + before)
+        tokens = batch.tokens[0]
+    number = request.number if request.number is not None else 0 if request.seed is not None else count
+    return Checked(
+        tokens.astype(np.int32).reshape(-1), request.max_new_tokens, check_stops(stop, request.stop), own,
+        None if request.seed is None else _below("seed", request.seed, SEEDS), _below("number", number, NUMBERS),
+        request.prefix, request.until,
+    )  # fmt: skip
+
+
+def check_sampler(sampler: Sampler) -> None:
+    """Checks that a sampler's settings can be data of a row.
+
+    Raises:
+      InputError: it is neither `Greedy` nor `Sample`.
+    """
+    check_sampling(sampler, None)
+    if not isinstance(sampler, Greedy | Sample):
+        raise InputError(
+            "requests are sampled by kvjax.Greedy or kvjax.Sample, whose settings are data of each row; got "
+            f"{sampler!r}."
+        )
+
+
+def check_stops(shared: np.ndarray, own: int | Sequence[int]) -> np.ndarray:
+    """Returns the token ids that end a request, [m] int32.
+
+    Args:
+      shared: [m] int32, those of every request.
+      own: those of one request.
+
+    Raises:
+      InputError: one is no whole number of at least 0, or there are more than `MOST_STOPS`.
+    """
+    stop = np.union1d(shared, check_stop(own)).astype(np.int32)
+    if stop.size > MOST_STOPS or (stop.size and stop[0] < 0):
+        raise InputError(
+            f"stop must be at most {MOST_STOPS} token ids of at least 0, those of the runner included; got {stop}."
+        )
+    return stop
+
+
+def _below(name: str, value: int, limit: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < limit:
+        raise InputError(f"{name} must be a whole number from 0 to {limit - 1}; got {value!r}.")
+    return int(value)

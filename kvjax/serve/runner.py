@@ -1,0 +1,396 @@
+"""`Runner`: serves many requests through the rows of one batch.
+
+A row whose request has ended takes the next one while the other rows go on. The host reads once a chunk of tokens, and
+runs the prompts of waiting requests while a chunk decodes.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvjax.attention import Implementation
+from kvjax.cache.limits import Limits
+from kvjax.cache.spec import CacheSpec, as_spec
+from kvjax.errors import InputError
+from kvjax.generate import CHUNK, PAD
+from kvjax.inputs import check_count, check_stop
+from kvjax.models.model import Model
+from kvjax.policies.base import Policy
+from kvjax.sampling import Greedy, Sampler, check_sampling
+from kvjax.selection.base import Selection
+from kvjax.serve import loop, saved
+from kvjax.serve import prefix as prefixes
+from kvjax.serve.intake import Intake, Job
+from kvjax.serve.prefix import Prefix
+from kvjax.serve.prompts import AUTO, Prompts
+from kvjax.serve.request import (
+    MOST_STOPS,
+    Progress,
+    Reason,
+    Request,
+    Result,
+    check_request,
+    check_sampler,
+    check_stops,
+)
+from kvjax.serve.sampling import settings
+from kvjax.storage.base import Storage
+
+Array = jax.Array
+TOKENS_PER_READ = CHUNK  # row-steps of a chunk before idle rows end it: the host reads at most once per so many tokens
+TURN_TOKENS = 2048  # tokens of prompts, padding included, that are run between two chunks while rows decode
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What a runner holds.
+
+    Attributes:
+      rows: its rows.
+      running: requests in rows.
+      waiting: requests that have no row yet.
+    """
+
+    rows: int
+    running: int
+    waiting: int
+
+
+@dataclasses.dataclass
+class Counts:
+    """What a runner has done. Rates are quotients of differences of two of these.
+
+    Attributes:
+      requests: requests that have ended, those cancelled included.
+      tokens: new tokens of requests.
+      steps: decoding steps, each of all rows.
+      row_steps: steps times rows.
+      useful_row_steps: steps of rows that had a request which went on.
+      reads: times that the host has waited for the device.
+      prompt_tokens: tokens of prompts that were run.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    steps: int = 0
+    row_steps: int = 0
+    useful_row_steps: int = 0
+    reads: int = 0
+    prompt_tokens: int = 0
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A chunk that has been dispatched, and the jobs of the rows then."""
+
+    chunk: loop.Chunk
+    jobs: list[Job | None]
+
+
+class Runner:
+    """Serves requests through the rows of one batch.
+
+    A request's tokens are those of `kvjax.generate` for its prompt alone: they depend neither on the other requests,
+    nor on the row, nor on when the request is submitted. It is not safe to call from several threads.
+
+    ``for result in runner`` yields results as they come, until every submitted request has ended; requests may be
+    submitted meanwhile.
+
+    Attributes:
+      counts: what has been done so far.
+      prompts: how prompts are run.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        policy: Policy | CacheSpec,
+        *,
+        rows: int,
+        limits: Limits,
+        sampler: Sampler = Greedy(),
+        stop: int | Sequence[int] = (),
+        key: Array | None = None,
+        prefill_block: int | str | None = AUTO,
+        chunk: int = CHUNK,
+        refill: int | None = None,
+        turn_tokens: int = TURN_TOKENS,
+        implementation: Implementation = "auto",
+        storage: Storage | None = None,
+        selection: Selection | None = None,
+    ):
+        """Prepares the programs; nothing is compiled yet.
+
+        Args:
+          model: from `kvjax.load`; calibrated, if the storage needs it (`kvjax.calibrated`).
+          policy: which slots the cache keeps, or a `CacheSpec`.
+          rows: the number of requests that decode at the same time.
+          limits: the longest prompt, and the most new tokens of a request. Of a request with a prefix, the new tokens
+            include those that it gives after the prefix.
+          sampler: of requests that have none of their own.
+          stop: token ids that end every request.
+          key: random key of requests without a seed; None for `jax.random.key(0)`.
+          prefill_block: tokens of a block of a prompt; a prompt of more than one block is run block by block between
+            chunks of tokens. None for one shot; ``auto`` for blocks where they do not change what is kept.
+          chunk: the most steps between two reads of the host, 1 to `CHUNK`.
+          refill: the number of idle rows at which a chunk ends if requests wait; None for an eighth of the rows.
+          turn_tokens: the number of tokens of prompts, padding included, after which the running rows go on.
+          implementation: see `kvjax.generate`.
+          storage: see `kvjax.generate`.
+          selection: see `kvjax.generate`.
+
+        Raises:
+          KvjaxError: arguments that are not valid, or a combination that cannot work; see `kvjax.generate`.
+        """
+        counts = {"rows": rows, "chunk": chunk, "refill": 1 if refill is None else refill, "turn_tokens": turn_tokens}
+        for name, value in counts.items():
+            check_count(name, value)
+        if chunk > CHUNK:
+            raise InputError(f"chunk must be at most {CHUNK} steps; got {chunk}.")
+        check_sampler(sampler)
+        self.prompts = Prompts(
+            model, as_spec(policy, storage, selection), limits=limits, rows=rows, prefill_block=prefill_block,
+            implementation=implementation,
+        )  # fmt: skip
+        self.model = self.prompts.model
+        self.counts = Counts()
+        self._sampler, self._stop = sampler, check_stops(check_stop(stop), ())
+        key = check_sampling(sampler, key)
+        self._key = jax.random.key(0) if key is None else key
+        self._rows_count, self._chunk = rows, chunk
+        self._refill = max(1, rows // 8) if refill is None else min(refill, rows)
+        self._intake = Intake(self.prompts, look=rows, turn_tokens=turn_tokens)
+        self._rows: loop.Rows | None = None
+        self._jobs: list[Job | None] = [None] * rows
+        self._flights: collections.deque[_Flight] = collections.deque()
+        self._alive: dict[int, Job] = {}
+        self._cancelled: list[Job] = []
+        self._submitted = 0
+
+    def submit(self, request: Request) -> int:
+        """Adds a request.
+
+        Args:
+          request: the request.
+
+        Returns:
+          Its id: the number of requests that were submitted before.
+
+        Raises:
+          InputError: it is not valid for the model, or exceeds the limits.
+          PolicyError: the budget cannot work for the length of its prompt.
+        """
+        checked = check_request(self.model.config, request, self._stop, self._sampler, self._submitted)
+        prompt = None
+        if checked.prefix is None:
+            prompt = self.prompts.prompt(checked.tokens, checked.max_new_tokens)
+        else:
+            checked.prefix.check(self.prompts, len(checked.tokens) + checked.max_new_tokens)
+        job = Job(self._submitted, checked, prompt, 0 if prompt is None else self.prompts.bucket(prompt))
+        self._submitted += 1
+        self._alive[job.id] = job
+        self._intake.add(job)
+        return job.id
+
+    def prefix(self, tokens: ArrayLike) -> Prefix:
+        """Runs a context that requests can continue; see `kvjax.serve.prefix.make`."""
+        return prefixes.make(self.prompts, tokens)
+
+    def save_prefix(self, folder: str | Path, prefix: Prefix) -> None:
+        """Saves a context; see `kvjax.serve.saved.save`."""
+        saved.save(folder, prefix)
+
+    def load_prefix(self, folder: str | Path) -> Prefix:
+        """Loads a context that requests can continue; see `kvjax.serve.saved.load`."""
+        return saved.load(folder, self.prompts)
+
+    def cancel(self, number: int) -> bool:
+        """Ends a request; its row is free from the next chunk on. Its result has the tokens that it had.
+
+        Args:
+          number: from `submit`.
+
+        Returns:
+          Whether the request had not ended.
+        """
+        job = self._alive.get(number)
+        if job is None or job.ended:
+            return False
+        job.ended = True
+        self._cancelled.append(job)
+        self._intake.drop(job)
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request has ended, and been reported."""
+        return not self._alive
+
+    @property
+    def load(self) -> Load:
+        """What is held at the moment."""
+        running = sum(job is not None and not job.ended for job in self._jobs)
+        return Load(self._rows_count, running, sum(not job.ended for job in self._alive.values()) - running)
+
+    def explain(self) -> str:
+        """Describes the cache and how prompts are run."""
+        block = self.prompts.block
+        how = f"in blocks of {block} tokens" if block else f"in one shot: {self.prompts.one_shot_reason}"
+        return f"{self.prompts.layout.explain()}\nprompts: {how}"
+
+    def __iter__(self) -> Iterator[Result]:
+        """Yields results until every request has ended."""
+        for progress in self.stream():
+            if progress.result is not None:
+                yield progress.result
+
+    def stream(self) -> Iterator[Progress]:
+        """Yields the new tokens of requests as they come, until every request has ended."""
+        while not self.idle:
+            yield from self.step()
+
+    def step(self) -> list[Progress]:
+        """Runs prompts and one chunk of tokens.
+
+        Returns:
+          The new tokens of each request that has some, and the results of those that have ended.
+        """
+        with self.model.on_mesh():
+            if not self._flights:
+                self._admit()
+                self._dispatch()
+            self._run_prompts()
+            if not self._intake:
+                # No row is refilled: the next chunk need not wait for what this one has produced.
+                self._dispatch_ahead()
+            found = self._read()
+            self.counts.prompt_tokens = self._intake.prompt_tokens
+            if not self._flights:
+                self._admit()
+                self._dispatch()
+        return found
+
+    # Rows.
+
+    def _run_prompts(self) -> None:
+        """Dispatches prompts for the rows that are free, and for those that will be free next."""
+        free = sum(job is None or job.ended for job in self._jobs)
+        self._intake.run(free + self._refill, limited=free < self._rows_count)
+
+    def _admit(self) -> None:
+        """Gives free rows to the jobs that are ready."""
+        self._run_prompts()
+        for row, job in enumerate(self._jobs):
+            if job is not None and not job.ended:
+                continue
+            ready = self._intake.take()
+            self._jobs[row] = None if ready is None else ready.job
+            if ready is None:
+                continue
+            started, entry = ready.started, self._entry(ready.job)
+            if self._rows is None:
+                self._rows = loop.empty_rows(started.state, entry, rows=self._rows_count)
+            self._rows = loop.admit(
+                self._rows, started.state, started.logits, np.int32(ready.source), np.int32(row), entry
+            )
+
+    def _entry(self, job: Job) -> loop.Entry:
+        own = job.request
+        stop = np.full(MOST_STOPS, PAD, np.int32)
+        stop[: len(own.stop)] = own.stop
+        given = np.zeros(self.prompts.limits.new_tokens, np.int32)
+        given[: job.given] = own.tokens[: job.given]
+        # [V]
+        seen = np.zeros(self.model.config.vocab_size, bool)
+        seen[own.tokens] = True
+        if own.prefix is not None:
+            seen[own.prefix.tokens] = True
+        key = self._key if own.seed is None else jax.random.key(own.seed, impl=jax.random.key_impl(self._key))
+        return loop.Entry(
+            key=key, number=np.int32(own.number), max_new_tokens=np.int32(own.max_new_tokens), stop=stop,
+            sampling=settings(own.sampler), seen=seen, given=given, given_length=np.int32(job.given),
+        )  # fmt: skip
+
+    def _dispatch(self) -> None:
+        """Dispatches a chunk if some row has a request."""
+        going_on = np.array([job is not None and not job.ended for job in self._jobs])
+        if self._rows is None or not going_on.any():
+            return
+        self._rows, chunk = loop.decode_chunk(
+            self.model.params, self._rows, going_on, np.int32(self._chunk),
+            np.int32(self._refill if self._intake else self._rows_count + 1), config=self.model.config,
+            phase=self.prompts.layout.decode, least=TOKENS_PER_READ,
+        )  # fmt: skip
+        self._flights.append(_Flight(chunk, list(self._jobs)))
+        self._intake.begin_turn()
+
+    def _dispatch_ahead(self) -> None:
+        """Dispatches the chunk after the one in flight, unless all requests will have ended by then for certain."""
+        if not self._flights:
+            return
+        longest = max(job.left for job in self._jobs if job is not None)
+        if longest > self._chunk * len(self._flights):
+            self._dispatch()
+
+    # Results.
+
+    def _read(self) -> list[Progress]:
+        """Waits for the oldest chunk, and takes its tokens apart."""
+        found = []
+        if self._flights:
+            flight = self._flights.popleft()
+            chunk = jax.device_get(flight.chunk)
+            self.counts.reads += 1
+            self.counts.steps += int(chunk.steps)
+            self.counts.row_steps += int(chunk.steps) * self._rows_count
+            for row, job in enumerate(flight.jobs):
+                if job is None or job.ended:
+                    continue
+                self.counts.useful_row_steps += int(chunk.row_steps[row])
+                new = chunk.tokens[row] != PAD
+                tokens, logprobs = chunk.tokens[row][new], chunk.logprobs[row][new]
+                if (progress := self._progress(job, tokens, logprobs, bool(chunk.active[row]))) is not None:
+                    found.append(progress)
+        for job in self._cancelled:
+            found.append(self._end(job, "cancelled", np.zeros(0, np.int32), np.zeros(0, np.float32)))
+        self._cancelled.clear()
+        return found
+
+    def _progress(self, job: Job, tokens: np.ndarray, logprobs: np.ndarray, active: bool) -> Progress | None:
+        """Adds new tokens to a job."""
+        end = None
+        if job.request.until is not None and tokens.size:
+            end = job.request.until([int(token) for token in tokens])
+        if end is not None:
+            self.counts.useful_row_steps -= max(0, len(tokens) - max(end, 0))
+            tokens, logprobs = tokens[: max(end, 0)], logprobs[: max(end, 0)]
+        self._add(job, tokens, logprobs)
+        if end is None and active:
+            return Progress(job.id, tokens, logprobs, None) if tokens.size else None
+        stopped = end is not None or (tokens.size > 0 and int(tokens[-1]) in job.request.stop)
+        return self._end(job, "stop" if stopped else "length", tokens, logprobs)
+
+    def _add(self, job: Job, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        job.tokens.append(tokens)
+        job.logprobs.append(logprobs)
+        job.count += len(tokens)
+        self.counts.tokens += len(tokens)
+
+    def _end(self, job: Job, reason: Reason, tokens: np.ndarray, logprobs: np.ndarray) -> Progress:
+        job.ended = True
+        del self._alive[job.id]
+        self.counts.requests += 1
+        own = job.request
+        result = Result(
+            id=job.id,
+            tokens=np.concatenate([np.zeros(0, np.int32), *job.tokens]),
+            logprobs=np.concatenate([np.zeros(0, np.float32), *job.logprobs]),
+            reason=reason,
+            prompt=len(own.tokens) + (0 if own.prefix is None else own.prefix.length),
+        )
+        return Progress(job.id, tokens, logprobs, result)

@@ -1,0 +1,102 @@
+"""Sampling of rows that each have settings of their own: `kvjax.sampling` with settings that are data."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.sampling import Greedy, Sample, penalised
+
+Array = jax.Array
+Leaf = Any  # an array of JAX, or of NumPy before a program takes it
+ALL = np.iinfo(np.int32).max  # `top_k` of a row that may take any token
+
+
+class Settings(NamedTuple):
+    """The settings of each row.
+
+    Attributes:
+      penalty: [B] float32, see `kvjax.sampling.penalised`.
+      sampled: [B] bool, whether the row is sampled; otherwise it takes the most probable token.
+      temperature: [B] float32.
+      top_k: [B] int32, `ALL` for all tokens.
+      top_p: [B] float32, infinity for all tokens.
+      min_logit: [B] float32, the least logit relative to the largest one, -infinity for all tokens.
+    """
+
+    penalty: Leaf
+    sampled: Leaf
+    temperature: Leaf
+    top_k: Leaf
+    top_p: Leaf
+    min_logit: Leaf
+
+
+def settings(sampler: Greedy | Sample) -> Settings:
+    """The settings of one row, as NumPy scalars."""
+    own = sampler if isinstance(sampler, Sample) else Sample()
+    return Settings(
+        penalty=np.float32(sampler.repetition_penalty),
+        sampled=np.bool_(isinstance(sampler, Sample)),
+        temperature=np.float32(own.temperature),
+        top_k=np.int32(ALL if own.top_k is None else min(own.top_k, ALL)),
+        top_p=np.float32(np.inf if own.top_p is None else own.top_p),
+        min_logit=np.float32(-np.inf if own.min_p is None else math.log(own.min_p)),
+    )
+
+
+def choose(logits: Array, length: Array, key: Array, seen: Array, rows: Settings) -> tuple[Array, Array]:
+    """Chooses a token for each row, the one that `kvjax.generate` chooses with the row's sampler.
+
+    Args:
+      logits: [B, V] float32.
+      length: [B] int32, the position of the token to choose.
+      key: [B] random keys, of each row's request.
+      seen: [B, V] bool, the tokens that each row has.
+      rows: the settings of each row.
+
+    Returns:
+      The tokens [B] int32 and their log-probabilities [B] float32.
+    """
+    # [B, V]
+    likely = penalised(logits, seen, rows.penalty[:, None])
+    # [B]
+    best = Greedy()(likely, None)
+
+    def draw() -> Array:
+        # [B] random keys
+        keys = jax.vmap(jax.random.fold_in)(key, length)
+        # [B]
+        drawn = jax.vmap(jax.random.categorical)(keys, _filtered(likely, rows)).astype(jnp.int32)
+        return jnp.where(rows.sampled, drawn, best)
+
+    # [B]: nothing is drawn for rows that all take the most probable token
+    token = jax.lax.cond(jnp.any(rows.sampled), draw, lambda: best)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    return token, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _filtered(logits: Array, rows: Settings) -> Array:
+    """Applies temperatures and excludes tokens, as `Sample.filter` does: [B, V] float32, -inf for an excluded token."""
+    # [B, V]
+    logits = logits / rows.temperature[:, None]
+
+    def ranked() -> Array:
+        # [B, V]: tokens in order of descending logit, and the rank of each token
+        order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+        rank = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        # [B, V], by rank
+        kept = rank < rows.top_k[:, None]
+        ordered = jnp.where(kept, jnp.take_along_axis(logits, order, axis=-1), -jnp.inf)
+        probability = jax.nn.softmax(ordered, axis=-1)
+        kept &= jnp.cumsum(probability, axis=-1) - probability < rows.top_p[:, None]
+        # [B, V], by token
+        return jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
+
+    few = rows.sampled & ((rows.top_k < logits.shape[-1]) | (rows.top_p < jnp.inf))
+    # [B, V]: tokens are sorted only if some row needs their ranks.
+    kept = jax.lax.cond(jnp.any(few), ranked, lambda: jnp.ones(logits.shape, bool))
+    least = jnp.max(logits, axis=-1, keepdims=True) + rows.min_logit[:, None]
+    return jnp.where(kept & (logits >= least), logits, -jnp.inf)

@@ -1,0 +1,157 @@
+"""Saves and loads prefixes: the cache with Orbax, and what says whether it is the right one."""
+
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import memory
+from kvjax.cache.convert import empty_layers, memories
+from kvjax.cache.lowering import budgets_of
+from kvjax.cache.state import KVState
+from kvjax.checkpoint import orbax
+from kvjax.errors import CheckpointError
+from kvjax.models.model import Model
+from kvjax.serve.prefix import Prefix
+from kvjax.serve.prompts import Prompts
+
+Array = jax.Array
+ABOUT, ARRAYS, STATE = "prefix.json", "arrays.npz", "state"  # the files of a saved prefix
+FORMAT = 1
+SAMPLED = 1024  # numbers of each parameter that a model is recognised by
+
+
+def save(folder: str | Path, prefix: Prefix) -> None:
+    """Saves a prefix; see `load`. The folder is there whole or not at all.
+
+    Args:
+      folder: a new folder.
+      prefix: the prefix.
+
+    Raises:
+      CheckpointError: the folder exists, or cannot be written.
+    """
+    path = Path(folder).expanduser().resolve()
+    if path.exists():
+        raise CheckpointError(f"{path} exists already; save to a new folder.")
+    about = {
+        "format": FORMAT, "prompt": prefix.prompt, "model": _fingerprint(prefix.prompts.model),
+        "cache": _cache(prefix.prompts), "state": _digest(prefix.state, prefix.logits),
+    }  # fmt: skip
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".unfinished-{path.name}-", dir=path.parent))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror}.") from None
+    try:
+        orbax.save_state(unfinished / STATE, prefix.state)
+        np.savez(unfinished / ARRAYS, tokens=prefix.tokens, logits=np.asarray(prefix.logits))
+        (unfinished / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+        unfinished.chmod(0o755)
+        os.rename(unfinished, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror}.") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def load(folder: str | Path, prompts: Prompts) -> Prefix:
+    """Loads a prefix that `save` has saved.
+
+    Args:
+      folder: the folder.
+      prompts: see `kvjax.serve.prefix.make`; of the same model, spec and limits.
+
+    Raises:
+      CheckpointError: the folder is missing or damaged, or is of another model, spec, or limits.
+    """
+    path = Path(folder).expanduser().resolve()
+    about = _read(path / ABOUT)
+    if about.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a prefix of this version of kvjax: format {about.get('format')!r}.")
+    for name, own in (("model", _fingerprint(prompts.model)), ("cache", _cache(prompts))):
+        if about.get(name) != own:
+            raise CheckpointError(f"{path} was saved with another {name}: {about.get(name)}; this one is {own}.")
+    state = orbax.restore_state(path / STATE, _shapes(prompts), mesh=prompts.model.mesh)
+    layers = jax.tree.map(_move, state.layers, memories(prompts.layout.decode, state.layers))
+    state = state.replace(layers=layers)
+    try:
+        with np.load(path / ARRAYS) as arrays:
+            tokens, logits = arrays["tokens"], jnp.asarray(arrays["logits"])
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path / ARRAYS} is damaged: {error}.") from None
+    if _digest(state, logits) != about.get("state") or len(tokens) != int(state.length[0]):
+        raise CheckpointError(f"{path} is damaged: its arrays are not those that were saved.")
+    return Prefix(state, logits, tokens, int(about["prompt"]), prompts)
+
+
+def _move(leaf: Array, where: str) -> Array:
+    """Moves an array to one of `kvjax.memory.MEMORIES`."""
+    if where == memory.DEVICE:
+        return leaf
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind(memory.PINNED))
+
+
+def _shapes(prompts: Prompts) -> KVState:
+    """The shapes of a state of one row."""
+    model, layout = prompts.model, prompts.layout
+    config, row = model.config, jnp.zeros((1,), jnp.int32)
+    length = np.array([prompts.limits.prompt], np.int32)
+    budgets = budgets_of(prompts.spec, config, length, length + prompts.limits.new_tokens - 1)
+    made = functools.partial(empty_layers, layout.decode, 1, config.num_kv_heads, config.head_dim, layout.dtype)
+    return KVState(
+        layers=jax.eval_shape(made), length=row, prompt=row, total=row,
+        budget=jax.tree.map(lambda _: row, budgets.decode),
+    )  # fmt: skip
+
+
+def _cache(prompts: Prompts) -> dict[str, Any]:
+    """What the arrays of a cache depend on, as JSON has it."""
+    layout = prompts.layout
+    return {
+        # Functions of a user's own policy are printed with their addresses.
+        "spec": re.sub(r" at 0x[0-9a-f]+", "", repr(prompts.spec)),
+        "prompt": prompts.limits.prompt,
+        "new_tokens": prompts.limits.new_tokens,
+        "block": prompts.block,
+        "dtype": layout.dtype,
+        "slots": [[list(group.slots) for group in layer] for layer in layout.decode],
+    }
+
+
+def _fingerprint(model: Model) -> str:
+    """What tells models apart: the configuration, and some numbers of every parameter."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for path, leaf in jax.tree_util.tree_flatten_with_path(model.params)[0]:
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        some = leaf[(0,) * (leaf.ndim - 1)][:SAMPLED] if leaf.ndim else leaf
+        digest.update(np.asarray(some).tobytes())
+    return digest.hexdigest()
+
+
+def _digest(*trees: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(trees):
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no prefix in {path.parent}: {path.name} is missing.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from None
+    if not isinstance(about, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no object.")
+    return about

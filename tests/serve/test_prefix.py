@@ -1,0 +1,126 @@
+"""Prefixes: loaded, forked, extended and recomputed ones are equal bit for bit, and requests continue them."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import policies, selection, storage
+from kvjax.cache import CacheSpec, Limits
+from kvjax.errors import CheckpointError, InputError
+from kvjax.generate import decode
+from kvjax.sampling import Greedy, Sample
+from kvjax.serve import Request, Runner
+from tests.tiny import kept, random_tokens, tiny
+
+LIMITS = Limits(prompt=40, new_tokens=30)
+CONTEXT = random_tokens(1, 40, seed=3)[0]
+QUESTIONS = [[5, 6], [], [7], list(range(10, 30)), [5, 6]]
+SPECS = {
+    "h2o-int8-host": CacheSpec(policies.h2o(0.5), storage.int8(memory="host")),
+    "snapkv-quest": CacheSpec(policies.snapkv(12, window=4), selection=selection.quest(page=4, budget=12)),
+}
+
+
+def runner_for(name, **options):
+    return Runner(tiny(layers=1).model, SPECS[name], **({"rows": 2, "limits": LIMITS} | options))
+
+
+def assert_equal(one, other):
+    """The same bits, in the same memory."""
+    np.testing.assert_array_equal(one.logits, other.logits)
+    leaves = [jax.tree_util.tree_flatten_with_path(each.state)[0] for each in (one, other)]
+    for (path, a), (_, b) in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+        assert a.sharding.memory_kind == b.sharding.memory_kind and a.dtype == b.dtype
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_requests_continue_a_prefix(name, tmp_path):
+    runner = runner_for(name)
+    prefix = runner.prefix(CONTEXT)
+    runner.save_prefix(tmp_path / "context", prefix)
+    # Another process would have another runner.
+    again = runner_for(name)
+    loaded = again.load_prefix(tmp_path / "context")
+    assert_equal(loaded, prefix)
+    assert_equal(again.prefix(CONTEXT), prefix)
+    assert (loaded.length, loaded.prompt, loaded.room) == (40, 40, 30)
+    np.testing.assert_array_equal(loaded.tokens, CONTEXT)
+    samplers = [Greedy(), Sample(top_k=9)]
+    for number, question in enumerate(QUESTIONS):
+        again.submit(Request(tokens=question, max_new_tokens=10, prefix=loaded, sampler=samplers[number % 2], number=7))
+    # Another request in between, which has none.
+    again.submit(Request(tokens=CONTEXT[:9], max_new_tokens=5))
+    found = {result.id: result for result in again}
+    for number, question in enumerate(QUESTIONS):
+        asked = prefix.extend(question) if question else prefix
+        expected = decode(
+            runner.model, asked.fork(1), max_new_tokens=10, sampler=samplers[number % 2], requests=[7]
+        )  # fmt: skip
+        np.testing.assert_array_equal(found[number].tokens, expected.tokens[0])
+        np.testing.assert_allclose(found[number].logprobs, expected.logprobs[0], atol=1e-5)
+        assert found[number].prompt == 40 + len(question)
+    # The prefix is as it was, and was never consumed.
+    assert_equal(loaded, prefix)
+
+
+def test_extended_in_parts_and_at_once():
+    runner = runner_for("h2o-int8-host")
+    prefix, more = runner.prefix(CONTEXT[:20]), [4, 5, 6, 7, 8]
+    parts = prefix.extend(more[:2]).extend(more[2:])
+    whole = prefix.extend(more)
+    assert_equal(parts, whole)
+    assert (whole.length, whole.prompt, whole.room) == (25, 20, 25)
+    forked = whole.fork(3)
+    assert kept(forked.state, 2) == kept(whole.state, 0)
+    # Its slots are those of a text whose first 20 tokens are the prompt.
+    text = [*CONTEXT[:20], *more]
+    scored = kvjax.log_likelihood(runner.model, text, SPECS["h2o-int8-host"], prompt_length=20)
+    assert kept(whole.state, 0) == kept(scored.state, 0)
+
+
+def test_a_context_in_blocks():
+    """It is that of the prompt of a request in blocks."""
+    runner = runner_for("snapkv-quest", prefill_block=16)
+    prefix = runner.prefix(CONTEXT)
+    runner.submit(Request(tokens=CONTEXT, max_new_tokens=8))
+    runner.submit(Request(tokens=[], max_new_tokens=8, prefix=prefix))
+    alone, continued = sorted(runner, key=lambda result: result.id)
+    np.testing.assert_array_equal(alone.tokens, continued.tokens)
+    np.testing.assert_array_equal(alone.logprobs, continued.logprobs)
+
+
+def test_prefixes_that_cannot_be_used(tmp_path):
+    runner = runner_for("h2o-int8-host")
+    prefix = runner.prefix(CONTEXT[:20])
+    with pytest.raises(InputError, match="31 tokens are to follow a prefix that has room for 30"):
+        runner.submit(Request(tokens=[1] * 20, max_new_tokens=11, prefix=prefix))
+    with pytest.raises(InputError, match=r"31 tokens are to follow"):
+        prefix.extend([1] * 30)
+    other = Runner(runner.model, policies.h2o(9), rows=2, limits=LIMITS)
+    with pytest.raises(InputError, match="made under h2o"):
+        other.submit(Request(tokens=[1], max_new_tokens=1, prefix=prefix))
+    another = Runner(tiny(layers=1, seed=1).model, SPECS["h2o-int8-host"], rows=2, limits=LIMITS)
+    with pytest.raises(InputError, match="of another model"):
+        another.submit(Request(tokens=[1], max_new_tokens=1, prefix=prefix))
+    folder = tmp_path / "saved"
+    runner.save_prefix(folder, prefix)
+    with pytest.raises(CheckpointError, match="exists already"):
+        runner.save_prefix(folder, prefix)
+    with pytest.raises(CheckpointError, match="saved with another model"):
+        another.load_prefix(folder)
+    with pytest.raises(CheckpointError, match="saved with another cache"):
+        other.load_prefix(folder)
+    with pytest.raises(CheckpointError, match="there is no prefix in"):
+        runner.load_prefix(tmp_path / "none")
+    about = json.loads((folder / "prefix.json").read_text())
+    (folder / "prefix.json").write_text(json.dumps(about | {"state": "0"}))
+    with pytest.raises(CheckpointError, match="are not those that were saved"):
+        runner.load_prefix(folder)
+    (folder / "prefix.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        runner.load_prefix(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
