@@ -1,4 +1,4 @@
-# make demo: set up and run H2O against a full cache.  make test: set up and run every test.
+# make demo: set up and run seven caches, H2O and the full one among them.  make test: set up and run every test.
 # Nothing outside this folder is touched; PYTHON=... chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 .PHONY: demo test lint format clean
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m experiments.run --config=h2o_tiny $(ARGS)
+	$(BIN)/python -m experiments.run --config=demo_tiny $(ARGS)
 
 test: $(VENV)/.test-$(EXTRAS)
 	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(ARGS)

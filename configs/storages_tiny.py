@@ -2,6 +2,7 @@
 
 Paper: TurboQuant (arXiv:2504.19874), FlexGen (arXiv:2303.06865), the OCP Microscaling Formats (v1.0) and the policies'
 own; none of them at this scale. A generated story: eight rows of 512 tokens of prompt, 128 scored.
+The numbers that follow are of the weights that configs/train_tiny_4.py made.
 Expected perplexity of the story under full: dense 2.996 (31.4 MB), int8 2.997 (8.8), fp8 2.993 (8.3), bfp 2.994 (8.1),
 int4 3.037 (4.9), turboquant in 4, 3, 2 bits 3.048, 3.466, 4.876 (4.4, 3.4, 2.5), mxfp4 3.826 (4.2); under h2o: dense
 3.423 (12.6), int8 3.423 (3.5), turboquant(4) 3.462 (1.8). The rest of the sweep has not been measured yet.

@@ -8,6 +8,7 @@ began with the model of another one (`start`) is told with that one, if its fold
 
 import contextlib
 import json
+import math
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -124,7 +125,7 @@ def recalled(model: Model) -> dict[str, dict[str, float]]:
     chosen = {name: policies.by_name(name, **budget) for name, budget in budgets.items()}
     by_policy = {name: score.exact_matches(model, asked, policy) for name, policy in chosen.items()}
     by_policy[REWORDED] = score.exact_matches(model, reworded, chosen["full"])
-    return {task: {name: shares[task] for name, shares in by_policy.items() if task in shares} for task in asked}
+    return {task: {name: shares.get(task, math.nan) for name, shares in by_policy.items()} for task in asked}
 
 
 def _prompts(model: Model, words: Words) -> dict[str, list[Prompt]]:
@@ -163,7 +164,8 @@ def curve(runs: Sequence[Run]) -> bytes:
         left.axvline(step, color="#dddddd", lw=0.8, zorder=0)
     plots.style(right, "Held-out text", "step", "bits a byte")
     evaluations = [event for event in events if event["kind"] == "evaluation"]
-    names = [name for name in evaluations[-1] if name.endswith(".txt")]
+    # Texts that every run has read, in the lines in which they were published.
+    names = [name for name in evaluations[0] if name.endswith(".txt") and all(name in e for e in evaluations)]
     for name, color in zip(names, plots.COLORS, strict=False):
         right.plot(
             [e["step"] for e in evaluations], [e[name] for e in evaluations], "o-", ms=4, color=color, label=name
@@ -193,9 +195,10 @@ def card(run: Path, license: str) -> tuple[str, bytes]:
         texts.append(dict(zip(columns, (text.name, f"{bits:.3f}", *gain), strict=True)))
         print(texts[-1], flush=True)
     tasks = [
-        {"task": task, "difficulty": recall.DIFFICULTY[task]} | {name: f"{100 * s:.0f} %" for name, s in shares.items()}
+        {"task": task, "difficulty": recall.DIFFICULTY[task]} | {name: _percent(each) for name, each in shares.items()}
         for task, shares in recalled(model).items()
     ]  # fmt: skip
+    print(*tasks, sep="\n", flush=True)
     size = sum(len(corpus.read(path).encode()) for path in training)
     template = (Path(__file__).parent / "card.md").read_text()
     filled = template.format(
@@ -209,7 +212,7 @@ def card(run: Path, license: str) -> tuple[str, bytes]:
         recipes="\n\n".join(each.recipe() for each in runs),
         megabytes=size / 1e6,
         files=", ".join(path.stem for path in training),
-        held_out=", ".join(text.name for text in held_out),
+        held_out=", ".join(path.name for path in kept_out),
         license=license,
         texts=tabulate(texts, headers="keys", tablefmt="github", disable_numparse=True),
         tasks=tabulate(tasks, headers="keys", tablefmt="github", disable_numparse=True),
@@ -225,6 +228,10 @@ def _added(layers: Sequence[int]) -> str:
         return ""
     which, were = ("Layer", "was") if len(layers) == 1 else ("Layers", "were")
     return f" {which} {_listed(layers)} {were} new, and began as the identity."
+
+
+def _percent(share: float) -> str:
+    return NONE if math.isnan(share) else f"{100 * share:.0f} %"
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -179,7 +179,7 @@ AFTERWARDS = dataclasses.replace(
             ("On the back of the photograph someone had scratched the {k} {v}.", "She needed the {k}"),
         ),
         "multi_key": (
-            ("The clerk gave {v} to {n} as {k}, and {n} used {v}.", "The clerk gave it out: {n} used"),
+            ("{n} was given {v} as {k}.", "{n} was given"),
             ("{n} chose {v} for a {k}.", "Who chose what? {n} chose"),
             ("Beside the name {n} stood the {k} {v}.", "Beside the name {n} stood the {k}"),
         ),
