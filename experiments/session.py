@@ -136,7 +136,7 @@ class Session:
             spec, own = pair
             options: dict[str, Any] = {"prefill_block": config.prefill_block, "implementation": config.implementation}
             with jax.default_matmul_precision(exact):
-                ready = _calibrated(model, spec, config.model.calibration)
+                ready = calibrated_for(model, spec, config.model.calibration)
                 measured = measure(
                     ready, tokens, spec, prompt_length=prompt_length, new_tokens=config.data.new_tokens,
                     repeats=config.repeats, recall=asked, **options,
@@ -215,8 +215,8 @@ def _load(config: ExperimentConfig) -> Model:
     return model if codes is None else quantize_weights(model, codes.bits, codes.group, head=codes.head)
 
 
-def _calibrated(model: Model, spec: CacheSpec, path: str | None) -> Model:
-    """The model with the calibration of a storage that needs one."""
+def calibrated_for(model: Model, spec: CacheSpec, path: str | None) -> Model:
+    """The model with the calibration of a storage that needs one: of a file, or made from a generated story."""
     if not required(spec.storage):
         return model
     if path is not None:

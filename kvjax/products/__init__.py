@@ -16,7 +16,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.products import native
-from kvjax.products.choice import FIXED, MAX_ROWS, Entry, chosen, explain, form_for, runs_native, setting, use
+from kvjax.products.choice import (
+    FIXED,
+    MAX_ROWS,
+    Entry,
+    chosen,
+    explain,
+    form_for,
+    runs_native,
+    setting,
+    timings,
+    use,
+    use_timings,
+)
 from kvjax.products.forms import FORMS
 from kvjax.products.quantized import QuantizedMatrix, quantized_product
 
@@ -33,7 +45,9 @@ __all__ = [
     "product",
     "runs_native",
     "setting",
+    "timings",
     "use",
+    "use_timings",
 ]
 
 

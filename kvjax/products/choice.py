@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -69,10 +69,15 @@ class Entry:
         return f"{self.dtype} {self.layout}, {self.rows} rows"
 
 
+Timings = dict[str, dict[str, float]]  # key of an `Entry` -> its speeds
+
+
 class _Process:
     """What this process has decided; a program that is traced once keeps its forms."""
 
     setting: str | None = None
+    given: ClassVar[Timings] = {}
+    used: ClassVar[Timings] = {}
 
 
 def use(setting: str) -> None:
@@ -87,6 +92,22 @@ def use(setting: str) -> None:
     """
     check(setting)
     _Process.setting = setting
+    jax.clear_caches()
+
+
+def timings() -> Timings:
+    """Returns the timings by which this process has chosen forms so far; see `use_timings`."""
+    return dict(_Process.used)
+
+
+def use_timings(given: Timings) -> None:
+    """Chooses forms as another process did, where products must be rounded as there, and forgets traced programs.
+
+    Args:
+      given: from `timings`. What it does not have is timed as ever.
+    """
+    _Process.given = dict(given)
+    chosen.cache_clear()
     jax.clear_caches()
 
 
@@ -150,7 +171,7 @@ def chosen(dtype: str, batched: bool, transposed: bool, rows: int) -> Entry:
     """
     layout = ("batch of " if batched else "") + ("[out, in]" if transposed else "[in, out]")
     path, entry = _path(), Entry(dtype, layout, rows, {})
-    kept = _read(path)
+    kept = _read(path) | _Process.given
     if entry.key not in kept:
         # A thread of its own has no trace to which the timed programs would be added, and no mesh.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
@@ -158,7 +179,7 @@ def chosen(dtype: str, batched: bool, transposed: bool, rows: int) -> Entry:
         kept = _read(path) | {entry.key: measured}
         if quiet:  # else the next process times again
             _write(path, kept)
-    speeds = kept[entry.key]
+    speeds = _Process.used[entry.key] = kept[entry.key]
     return dataclasses.replace(entry, speeds={name: speeds[name] for name in FORMS if name in speeds})
 
 

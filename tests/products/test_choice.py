@@ -20,6 +20,8 @@ def own_machine(monkeypatch, tmp_path):
     """A cache folder and decisions of this test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choice._Process, "setting", "auto")
+    monkeypatch.setattr(choice._Process, "given", {})
+    monkeypatch.setattr(choice._Process, "used", {})
     choice.chosen.cache_clear()
     yield
     choice.chosen.cache_clear()
@@ -74,6 +76,16 @@ def test_disturbed_timings_are_not_kept(timings):
     assert form(64) == "native" == form(60) and len(timings) == 1
     choice.chosen.cache_clear()  # as another process
     assert form(64) == "native" and len(timings) == 2
+
+
+def test_another_process_may_choose_as_this_one_did(timings):
+    assert form(64) == "native"
+    used = products.timings()
+    assert used == {"float32 [in, out], 64 rows": {"dot": 10e9, "split": 10.4e9, "native": 74e9}}
+    products.use_timings({"float32 [in, out], 64 rows": {"dot": 10e9, "split": 30e9, "native": 10e9}})
+    assert form(64) == "split" and len(timings) == 1
+    # What it has not is timed.
+    assert form(8) == "native" and len(timings) == 2 and set(products.timings()) == {*used, "float32 [in, out], 8 rows"}
 
 
 def test_a_form_that_is_gone_is_not_used(timings, monkeypatch):

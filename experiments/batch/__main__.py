@@ -1,0 +1,202 @@
+"""The command line of `experiments.batch`."""
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from tqdm.auto import tqdm
+
+import experiments.batch
+import kvjax.products
+from experiments import cli, fields
+from experiments.batch import requests
+from experiments.batch.journal import Journal
+from experiments.batch.requests import Asked, Defaults
+from experiments.config import DataConfig, ExperimentConfig, build_spec
+from experiments.resolve import check_fit, dtype_of
+from experiments.session import Session, calibrated_for, describe
+from kvjax.cache import Limits
+from kvjax.errors import ConfigError, KvjaxError
+from kvjax.models.model import Model
+from kvjax.serve import Request, Result, Runner
+
+FAILED = 1  # the exit status if some request could not be answered
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+NEW_TOKENS = 256  # at most, if neither the request nor a flag nor the checkpoint says how many
+PRODUCTS = "products"  # the journal's note of how products are rounded
+AHEAD = 2  # requests that wait, for each row
+
+
+def define(values: flags.FlagValues) -> None:
+    """Adds the program's own flags."""
+
+    def text(name: str, about: str) -> None:
+        flags.DEFINE_string(name, None, about, flag_values=values)
+
+    def whole(name: str, default: int | None, about: str) -> None:
+        flags.DEFINE_integer(name, default, about, 1, flag_values=values)
+
+    def number(name: str, about: str) -> None:
+        flags.DEFINE_float(name, None, about, 0.0, flag_values=values)
+
+    text("requests", "the file of requests: a JSON object a line")
+    text("output", "the file of results, which the same command continues after a kill")
+    whole("rows", 32, "requests that are answered at the same time")
+    whole("new_tokens", None, "new tokens of a request that does not say how many; else as the checkpoint says, or 256")
+    whole("longest_prompt", None, "tokens of a prompt at the most; else those of the longest that there is")
+    whole("most_new_tokens", None, "new tokens of a request at the most; else the largest number that there is")
+    number("temperature", "of requests that do not say; 0 takes the most probable token")
+    whole("top_k", None, "of requests that do not say")
+    number("top_p", "of requests that do not say")
+    number("min_p", "of requests that do not say")
+    number("repetition_penalty", "of requests that do not say")
+
+
+def main(argv: Sequence[str]) -> int:
+    config, values = cli.parse(argv, about=str(experiments.batch.__doc__), define=define)
+    for name in ("requests", "output"):
+        if values[name].value is None:
+            raise ConfigError(f"give --{name}=FILE.jsonl.")
+    given = requests.lines(Path(values.requests))
+    if not given:
+        raise ConfigError(f"--requests={values.requests!r} has no line.")
+    config.data, config.baselines = DataConfig(num_sequences=values.rows), ()
+    with Journal(Path(values.output), about(config, values, given)) as journal:
+        if journal.written == len(given):
+            print(f"{values.output} has all {journal.written:,} results already.")
+            return FAILED if journal.failed else 0
+        session = Session()
+        model = session.model(config)
+        print(describe(model, config.model), flush=True)
+        most = values.new_tokens or model.generation.max_new_tokens or NEW_TOKENS
+        defaults = Defaults(most, {name: values[name].value for name in SAMPLING})
+        limits = limits_for(given, model, defaults, values)
+        config.data = DataConfig(num_sequences=values.rows, prompt_length=limits.prompt, new_tokens=limits.new_tokens)
+        check_fit(config)
+        if PRODUCTS in journal.notes:
+            # Products are rounded as in the call that was killed.
+            kvjax.products.use_timings(journal.notes[PRODUCTS])
+        # As in `experiments.run`.
+        exact = "highest" if dtype_of(config.model) == jnp.float32 else None
+        with jax.default_matmul_precision(exact):
+            spec = build_spec(config)
+            runner = Runner(
+                calibrated_for(model, spec, config.model.calibration), spec, rows=values.rows, limits=limits,
+                key=jax.random.key(config.seed), prefill_block=config.prefill_block or "auto",
+                implementation=config.implementation,
+            )  # fmt: skip
+            print(runner.explain().splitlines()[-1], flush=True)
+            start, before = time.perf_counter(), journal.written
+            named = Path(values.requests).name
+            answer(runner, requests.read(given, model, defaults), journal, rows=values.rows, name=named)
+        journal.shorten()
+        seconds = time.perf_counter() - start
+        print(summary(runner, journal.written - before, seconds))
+        print(f"Wrote {values.output}: {journal.written:,} results, of which {journal.failed:,} are errors")
+        return FAILED if journal.failed else 0
+
+
+def about(config: ExperimentConfig, values: flags.FlagValues, given: list[tuple[int, bytes]]) -> dict[str, Any]:
+    """What results depend on."""
+    used = ("model", "policy", "storage", "selection", "mesh", "prefill_block", "implementation", "seed")
+    own = ("rows", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
+    digest = hashlib.sha256(b"\n".join(line for _, line in given)).hexdigest()
+    found = fields.to_dict(config)
+    settings = {name: found[name] for name in used} | {f"--{name}": values[name].value for name in own}
+    return {"requests": digest} | settings
+
+
+def limits_for(given: list[tuple[int, bytes]], model: Model, defaults: Defaults, values: flags.FlagValues) -> Limits:
+    """The sizes for all requests: those of flags, or those of the largest request within the model's positions."""
+    most = model.config.max_positions
+    found: list[Request] = [each.request for each in requests.read(given, model, defaults) if each.request is not None]
+    prompts = [len(request.tokens) for request in found]
+    tokens = [each.max_new_tokens for each in found if isinstance(each.max_new_tokens, int) and each.max_new_tokens > 0]
+
+    def largest(flag: int | None, sizes: list[int]) -> int:
+        return flag or min(max([1, *sizes]), most)
+
+    return Limits(largest(values.longest_prompt, prompts), largest(values.most_new_tokens, tokens))
+
+
+def answer(runner: Runner, asked: Any, journal: Journal, *, rows: int, name: str) -> None:
+    """Answers requests and writes their results.
+
+    Args:
+      runner: answers them.
+      asked: iterator of `Asked`, in order.
+      journal: has some of the results, and takes the others.
+      rows: of the runner.
+      name: of the file of requests, for messages.
+    """
+    running: dict[int, Asked] = {}
+    timings: dict[str, Any] = journal.notes.get(PRODUCTS, {})
+    with tqdm(unit="request", initial=journal.written, disable=None) as bar:
+
+        def put(each: Asked, result: dict[str, Any]) -> None:
+            journal.put(each.index, {"id": each.id} | result)
+            bar.update()
+
+        def refuse(each: Asked, error: str) -> None:
+            print(f"{name}, line {each.line}: {error}", file=sys.stderr, flush=True)
+            put(each, {"error": error})
+
+        waiting = (each for each in asked if each.index not in journal)
+        more = True
+        while more or not runner.idle:
+            while more and runner.load.waiting < AHEAD * rows:
+                each = next(waiting, None)
+                more = each is not None
+                if each is not None:
+                    submit(runner, each, running, refuse)
+            progress = runner.step()
+            if (now := kvjax.products.timings()) != timings:
+                # Before any result that depends on it.
+                timings = now
+                journal.note(PRODUCTS, now)
+            for each in progress:
+                if each.result is not None:
+                    own = running.pop(each.result.id)
+                    put(own, described(own, each.result))
+            journal.sync(often=True)
+
+
+def submit(runner: Runner, each: Asked, running: dict[int, Asked], refuse: Callable[[Asked, str], None]) -> None:
+    """Submits a request, or refuses it."""
+    if each.request is None:
+        return refuse(each, str(each.error))
+    try:
+        running[runner.submit(each.request)] = each
+    except KvjaxError as error:
+        refuse(each, str(error))
+
+
+def described(each: Asked, result: Result) -> dict[str, Any]:
+    """A result as JSON."""
+    tokens = [int(token) for token in result.tokens]
+    text = None
+    if each.text is not None:
+        each.text.finish()
+        text = each.text.text
+    counts = {"prompt_tokens": result.prompt, "new_tokens": len(tokens)}
+    return {"text": text, "tokens": tokens, "reason": result.reason} | counts
+
+
+def summary(runner: Runner, results: int, seconds: float) -> str:
+    """One line: speed, and how well rows were used."""
+    counts = runner.counts
+    useful = 100 * counts.useful_row_steps / max(counts.row_steps, 1)
+    return (
+        f"{results:,} results in {seconds:,.1f} s: {counts.tokens:,} new tokens ({counts.tokens / seconds:,.1f} a "
+        f"second), {useful:.1f} % of {counts.row_steps:,} row-steps useful, {counts.reads:,} reads by the host"
+    )
+
+
+if __name__ == "__main__":
+    cli.main(main, "the same command goes on; no result is lost.")

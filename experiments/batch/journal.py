@@ -1,0 +1,176 @@
+"""Results on disk: in the order of requests, each once, however often the program is killed.
+
+A result is written to the output when all before it are; until then a file beside it, the journal, has it. Both files
+are only appended to, a line at a time, so that a kill leaves at most a part of a line, which is cut off.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from experiments import results
+from kvjax.errors import ConfigError
+
+SYNC_SECONDS = 1.0  # at least, between two calls that make the disk write
+SUFFIX = ".journal"
+
+
+class Journal:
+    """The results of a run.
+
+    Use it as a context manager: at its end everything is on the disk.
+
+    Attributes:
+      written: the number of results that are in the output.
+      failed: how many of them are errors.
+      notes: what `note` has written, by name.
+    """
+
+    def __init__(self, output: Path, about: dict[str, Any]):
+        """Opens the files, and reads what an earlier call has written.
+
+        Args:
+          output: the file of results.
+          about: what the results depend on.
+
+        Raises:
+          ConfigError: the file cannot be written, is in use, or is of other requests or another config.
+        """
+        self._path, self._output_path = output.with_name(output.name + SUFFIX), output
+        existed = self._path.exists()
+        if output.exists() and not existed:
+            raise ConfigError(f"--output={str(output)!r} exists and is of no unfinished run; give another file.")
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            self._journal = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._output = os.open(output, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise ConfigError(f"--output={str(output)!r} cannot be written: {error.strerror}.") from None
+        self._held: dict[int, str] = {}
+        self.written = self.failed = 0
+        self.notes: dict[str, Any] = {}
+        self._synced = time.monotonic()
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise ConfigError(f"--output={str(output)!r} is being written by another process.") from None
+        try:
+            self._recover(about)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self.sync()
+        self.close()
+
+    def __contains__(self, index: int) -> bool:
+        """Whether the result of a request is there."""
+        return index < self.written or index in self._held
+
+    def put(self, index: int, result: dict[str, Any]) -> None:
+        """Writes the result of a request.
+
+        Args:
+          index: the number of requests before it.
+          result: as JSON.
+        """
+        line = _line(result)
+        if index != self.written:
+            _append(self._journal, _line({"index": index, "result": result}))
+            self._held[index] = line
+            return
+        self._write(line)
+        while (line := self._held.pop(self.written, "")) != "":
+            self._write(line)
+
+    def note(self, name: str, value: Any) -> None:
+        """Writes something that the next call must know."""
+        self.notes[name] = value
+        _append(self._journal, _line({"note": name, "value": value}))
+
+    def sync(self, *, often: bool = False) -> None:
+        """Makes the disk write; with `often`, only if some time has passed."""
+        if often and time.monotonic() < self._synced + SYNC_SECONDS:
+            return
+        os.fsync(self._journal)
+        os.fsync(self._output)
+        self._synced = time.monotonic()
+
+    def close(self) -> None:
+        """Closes the files, which ends the lock."""
+        os.close(self._output)
+        os.close(self._journal)
+
+    def shorten(self) -> None:
+        """Leaves of the journal what says that the output is whole."""
+        results.write(self._path, self._path.read_text().split("\n", 1)[0] + "\n")
+
+    def _write(self, line: str) -> None:
+        _append(self._output, line)
+        self.written += 1
+        self.failed += "error" in json.loads(line)
+
+    def _recover(self, about: dict[str, Any]) -> None:
+        """Reads both files, and cuts off what is not whole."""
+        for line in _whole_lines(self._output):
+            self.written += 1
+            self.failed += "error" in json.loads(line)
+        first, *others = _whole_lines(self._journal) or [""]
+        if not first:
+            if self.written:
+                raise ConfigError(f"{self._path} is damaged; give another --output.")
+            _append(self._journal, _line(about))
+            return
+        if (before := json.loads(first)) != json.loads(_line(about)):
+            names = sorted(name for name in before.keys() | about.keys() if before.get(name) != _plain(about.get(name)))
+            raise ConfigError(
+                f"--output={str(self._output_path)!r} is of a run with other {', '.join(names)}; give another file, or "
+                "the same settings."
+            )
+        for line in others:
+            entry = json.loads(line)
+            if "note" in entry:
+                self.notes[entry["note"]] = entry["value"]
+            elif entry["index"] >= self.written:
+                self._held[entry["index"]] = _line(entry["result"])
+        # A kill between two results that were due.
+        while (line := self._held.pop(self.written, "")) != "":
+            self._write(line)
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
+    return json.loads(json.dumps(value))
+
+
+def _append(file: int, line: str) -> None:
+    data = line.encode()
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _whole_lines(file: int) -> list[str]:
+    """The lines of a file that end in a newline; what follows them is cut off."""
+    size = os.fstat(file).st_size
+    content = b""
+    while len(content) < size:
+        content += os.pread(file, size - len(content), len(content))
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < size:
+        os.ftruncate(file, len(whole))
+    # `splitlines` would divide texts at other characters too.
+    return whole.decode().split("\n")[:-1]

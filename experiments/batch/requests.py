@@ -1,0 +1,160 @@
+"""Reads requests: a JSON object a line, each checked by itself."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvjax.errors import ConfigError, InputError, KvjaxError
+from kvjax.models.model import Model
+from kvjax.sampling import Greedy, Sample, Sampler
+from kvjax.serve import Request
+from kvjax.serve.text import TextStream
+
+FIELDS = (
+    "id", "prompt", "max_new_tokens", "stop", "stop_tokens", "temperature", "top_k", "top_p", "min_p",
+    "repetition_penalty", "seed",
+)  # fmt: skip
+MOST_TEXTS = 16  # stop texts of a request
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What requests are that say nothing.
+
+    Attributes:
+      max_new_tokens: see `Request`.
+      sampling: fields of `kvjax.Sample`; None for one that is as the model's generation_config.json says.
+    """
+
+    max_new_tokens: int
+    sampling: Mapping[str, float | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A line of a file of requests.
+
+    Attributes:
+      index: the number of lines before it that are not empty.
+      line: its number in the file, from 1.
+      id: what its result is called.
+      request: what it asks for; None if it cannot be answered.
+      text: makes the text of its tokens; None if the model has no tokenizer.
+      error: why it cannot be answered; None if it can.
+    """
+
+    index: int
+    line: int
+    id: str | int
+    request: Request | None
+    text: TextStream | None = None
+    error: str | None = None
+
+
+def lines(path: Path) -> list[tuple[int, bytes]]:
+    """The lines of a file that are not empty, with their numbers.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--requests={str(path)!r} cannot be read: {error.strerror}.") from None
+    return [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+
+
+def read(given: list[tuple[int, bytes]], model: Model, defaults: Defaults) -> Iterator[Asked]:
+    """Yields the requests of lines, each with the number of its line as `Request.number`.
+
+    Args:
+      given: from `lines`.
+      model: whose tokenizer texts are for.
+      defaults: what requests are that say nothing.
+    """
+    seen: dict[str | int, int] = {}
+    for index, (number, line) in enumerate(given):
+        name: str | int = number
+        try:
+            entry = _object(line)
+            name = _name(entry, number)
+            if name in seen:
+                raise InputError(f"id {name!r} is that of line {seen[name]} too.")
+            seen[name] = number
+            request, text = _request(entry, model, defaults, index)
+            yield Asked(index, number, name, request, text)
+        except KvjaxError as error:
+            yield Asked(index, number, name, None, error=str(error))
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"the line is no JSON: {error}.") from None
+    if not isinstance(entry, dict):
+        raise InputError(f"the line must be a JSON object; got {type(entry).__name__}.")
+    return entry
+
+
+def _name(entry: dict[str, Any], number: int) -> str | int:
+    name = entry.get("id", number)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise InputError(f"id must be a text or a whole number; got {name!r}.")
+    return name
+
+
+def _request(entry: dict[str, Any], model: Model, defaults: Defaults, index: int) -> tuple[Request, TextStream | None]:
+    if unknown := sorted(entry.keys() - set(FIELDS)):
+        raise InputError(f"unknown field {unknown[0]!r}; a request may have {', '.join(FIELDS)}.")
+    prompt: Any = entry.get("prompt")
+    tokenizer = model.tokenizer
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InputError("the model has no tokenizer; give prompt as a list of token ids.")
+        prompt = tokenizer.encode(prompt)
+    elif not _ids(prompt):
+        raise InputError(f"prompt must be a text or a list of token ids; got {_short(prompt)}.")
+    stops = entry.get("stop", [])
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or len(stops) > MOST_TEXTS or not all(isinstance(x, str) and x for x in stops):
+        raise InputError(f"stop must be a text or at most {MOST_TEXTS} texts that are not empty; got {_short(stops)}.")
+    if stops and tokenizer is None:
+        raise InputError("the model has no tokenizer; give stop_tokens instead of stop.")
+    tokens = entry.get("stop_tokens", [])
+    if not _ids(tokens):
+        raise InputError(f"stop_tokens must be a list of token ids; got {_short(tokens)}.")
+    ends = [*tokens, *model.eos_token_ids]
+    text = None if tokenizer is None else TextStream(tokenizer, stops)
+    seed = entry.get("seed")
+    request = Request(
+        tokens=prompt, max_new_tokens=entry.get("max_new_tokens", defaults.max_new_tokens), stop=ends,
+        sampler=_sampler(entry, model, defaults), seed=seed, number=index if seed is None else None,
+        until=None if text is None else text.take,
+    )  # fmt: skip
+    return request, text
+
+
+def _sampler(entry: dict[str, Any], model: Model, defaults: Defaults) -> Sampler:
+    usual = dataclasses.asdict(model.generation.sampler)
+    if isinstance(model.generation.sampler, Greedy):
+        usual["temperature"] = 0
+    own: dict[str, Any] = {}
+    for name, default in defaults.sampling.items():
+        value = entry.get(name, default)
+        if (value := usual.get(name) if value is None else value) is not None:
+            own[name] = value
+    if own["temperature"] == 0:
+        return Greedy(own.get("repetition_penalty", 1.0))
+    return Sample(**own)
+
+
+def _ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

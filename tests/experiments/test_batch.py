@@ -1,0 +1,192 @@
+"""A file of requests in, a file of results out: each once and in order, however often the program is killed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from experiments import fields
+from experiments.batch.__main__ import main
+from experiments.batch.journal import Journal
+from experiments.config import ExperimentConfig
+from experiments.session import Session
+from kvjax import policies
+from kvjax.errors import ConfigError
+from tests.conftest import ROOT, XLA_FLAGS
+
+CONFIG = """
+import dataclasses
+from experiments.config import ExperimentConfig, PolicyConfig
+from kvjax.models import shapes
+from kvjax.rope import Rope
+
+shapes.SHAPES["tiny"] = dataclasses.replace(
+    shapes.SHAPES["tiny"], hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_size=16,
+    embed_size=16, rope=Rope(dim=8), windows=(None,),
+)
+
+
+def get_config():
+    return ExperimentConfig(name="small", policy=PolicyConfig(name="window", budget=8, sinks=2))
+"""
+# A program that is slow enough to be killed while it runs.
+SLOWLY = """
+import time
+from kvjax.serve import Runner
+
+step = Runner.step
+Runner.step = lambda self: (time.sleep(0.02), step(self))[1]
+"""
+COUNT = 60
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a config and requests; nothing stays changed by the config."""
+    from kvjax.models import shapes
+
+    monkeypatch.setitem(shapes.SHAPES, "tiny", shapes.SHAPES["tiny"])
+    rng = np.random.default_rng(3)
+    lines = [
+        {"prompt": rng.integers(1, 200, rng.integers(8, 40)).tolist(), "max_new_tokens": int(rng.integers(1, 60))}
+        | ({"temperature": 0.8, "top_k": 20} if number % 2 else {})
+        | ({"seed": 5, "id": f"seeded {number}"} if number % 5 == 3 else {})
+        for number in range(COUNT)
+    ]
+    (tmp_path / "config.py").write_text(CONFIG)
+    (tmp_path / "slow.py").write_text(CONFIG + SLOWLY)
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def command(folder: Path, output: str, config: str = "config.py", *more: str) -> list[str]:
+    return [
+        "batch", f"--config={folder / config}", f"--requests={folder / 'requests.jsonl'}",
+        f"--output={folder / output}", "--rows=4", *more,
+    ]  # fmt: skip
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.thorough
+def test_killed_and_begun_again(folder, capsys):
+    """Results are those of generate; after a kill the program goes on, and the file is the same byte for byte."""
+    assert main(command(folder, "whole.jsonl")) == 0
+    asked, found = read(folder / "requests.jsonl"), read(folder / "whole.jsonl")
+    assert [each["id"] for each in found] == [each.get("id", number + 1) for number, each in enumerate(asked)]
+    model = Session().model(fields.by_name(str(folder / "config.py"), ExperimentConfig))
+    for number in (0, 1, 3, 8, 13, 59):
+        request, result = asked[number], found[number]
+        sampler = kvjax.Sample(temperature=0.8, top_k=20) if number % 2 else kvjax.Greedy()
+        expected = kvjax.generate(
+            model, request["prompt"], policies.window(8, sinks=2), max_new_tokens=request["max_new_tokens"],
+            sampler=sampler, key=jax.random.key(request.get("seed", 0)),
+            requests=[0 if "seed" in request else number], stop=model.eos_token_ids,
+        )  # fmt: skip
+        assert result["tokens"] == expected.tokens[0, : expected.lengths[0]].tolist()
+        assert (result["prompt_tokens"], result["new_tokens"]) == (len(request["prompt"]), len(result["tokens"]))
+    shown = capsys.readouterr().out
+    assert f"{COUNT} results in" in shown and "% of" in shown
+    # The same command has nothing left to do.
+    assert main(command(folder, "whole.jsonl")) == 0
+    assert "has all 60 results already" in capsys.readouterr().out
+
+    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": XLA_FLAGS, "PYTHONPATH": str(ROOT)}
+    run = [sys.executable, "-m", "experiments.batch", *command(folder, "killed.jsonl", "slow.py")[1:]]
+    enough = random.Random().randint(1, COUNT // 3)
+    child = subprocess.Popen(run, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    try:
+        while child.poll() is None and written(folder / "killed.jsonl") < enough:
+            time.sleep(0.005)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert child.returncode == -signal.SIGKILL and enough <= written(folder / "killed.jsonl") < COUNT
+    assert main(command(folder, "killed.jsonl")) == 0
+    assert (folder / "killed.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
+
+
+def written(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_lines_that_cannot_be_answered(folder, capsys):
+    good = {"prompt": [5, 6, 7], "max_new_tokens": 2}
+    bad = {
+        '{"prompt": [1, 2': "no JSON",
+        "[]": "must be a JSON object; got list",
+        '{"prompt": "text"}': "the model has no tokenizer",
+        '{"prompt": [1, 2, 99999]}': "outside the model's vocabulary",
+        '{"prompt": []}': "at least one token",
+        '{"prompt": [1], "max_tokens": 3}': "unknown field 'max_tokens'",
+        '{"prompt": [1], "max_new_tokens": "3"}': "max_new_tokens must be a whole number",
+        '{"prompt": [1], "top_p": 2, "temperature": 1}': "top_p must be a number in",
+        '{"prompt": [1], "id": 1}': "id 1 is that of line 1 too",
+        '{"prompt": [1], "stop": [""]}': "stop must be a text",
+        '{"prompt": [1], "seed": -1}': "seed must be a whole number",
+    }
+    lines = [json.dumps(good), *bad, "", json.dumps(good)]
+    (folder / "requests.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
+    assert main(command(folder, "results.jsonl", "config.py", "--new_tokens=4")) == 1
+    found, said = read(folder / "results.jsonl"), capsys.readouterr().err
+    assert len(found) == 14 and found[0]["tokens"] == found[12]["tokens"] and "error" in found[13]
+    for number, (message, result) in enumerate(zip(bad.values(), found[1:], strict=False), 2):
+        assert message in result["error"] and f"requests.jsonl, line {number}: " in said
+    # What was wrong then is wrong when it is asked for again.
+    assert main(command(folder, "results.jsonl", "config.py", "--new_tokens=4")) == 1
+    with pytest.raises(ConfigError, match="is of a run with other --new_tokens"):
+        main(command(folder, "results.jsonl", "config.py", "--new_tokens=5"))
+    (folder / "mine.jsonl").write_text("not of this program\n")
+    with pytest.raises(ConfigError, match="exists and is of no unfinished run"):
+        main(command(folder, "mine.jsonl"))
+    with pytest.raises(ConfigError, match="--requests='none' cannot be read"):
+        main(["batch", "--config=h2o_tiny", "--requests=none", "--output=x"])
+    with pytest.raises(ConfigError, match="give --output"):
+        main(["batch", "--config=h2o_tiny", "--requests=none"])
+
+
+def test_the_journal_survives_any_cut(tmp_path, monkeypatch):
+    """Files that end within a line, as a kill leaves them, in any order of results."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    about, results = {"requests": "abc"}, [{"id": i, "text": "é\u2028" * i} for i in range(9)]
+    expected = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in results)
+    chance = random.Random(1)
+    for turn in range(40):
+        output = tmp_path / f"{turn}.jsonl"
+        while True:
+            with Journal(output, about) as journal:
+                missing = [number for number in range(9) if number not in journal]
+                if not missing:
+                    break
+                chance.shuffle(missing)
+                for number in missing[: chance.randint(1, 4)]:
+                    journal.put(number, results[number])
+            torn = chance.choice([output, tmp_path / f"{turn}.jsonl.journal"])
+            content = torn.read_bytes()
+            last = content[:-1].rfind(b"\n") + 1
+            # The journal's first line is there before any result.
+            if content and (torn == output or last):
+                torn.write_bytes(content[: chance.randint(last, len(content))])
+        assert output.read_text() == expected
+        assert journal.written == 9 and journal.failed == 0
+
+
+def test_one_process_at_a_time(tmp_path):
+    output = tmp_path / "results.jsonl"
+    with Journal(output, {}) as journal:
+        journal.note("name", [1])
+        with pytest.raises(ConfigError, match="being written by another process"):
+            Journal(output, {})
+    with Journal(output, {}) as journal:
+        assert journal.notes == {"name": [1]}
