@@ -55,10 +55,12 @@ def problem(
     query_position: Array,
     key_position: Array,
     scale: float | None = None,
+    soft_cap: float | None = None,
     window: int | None = None,
     band: Array | None = None,
     exempt: Array | None = None,
     log_weight: Array | None = None,
+    offset: Array | None = None,
     needs: frozenset[Statistic] = frozenset(),
     group_reduce: str = "mean",
     causal: bool = False,
@@ -73,10 +75,12 @@ def problem(
       query_position: [B, n] int32 absolute positions, ascending; -1 = padding at the end of a row, whose output is 0.
       key_position: [B, K, S] int32; -1 = a slot that is empty or not read.
       scale: factor of the logits; None = D ** -0.5.
+      soft_cap: c, where logits x become c · tanh(x / c); None = they stay as they are.
       window: the number of newest positions that a query sees, itself included; None = all.
       band: [B] int32, a window per row; the smaller of `window` and `band` applies.
       exempt: [B, K, S] bool, whether a slot is seen beyond window and band too.
-      log_weight: [B, K, S] float32 added to the logits: log N for a slot that stands for N tokens.
+      log_weight: [B, K, S] float32 added to the logits after their soft-cap: log N for a slot that stands for N tokens.
+      offset: [B, K, G, n] float32 added to the logits of every slot, before their soft-cap.
       needs: statistics to report; others are not computed.
       group_reduce: ``mean`` or ``max`` over the H / K query heads of a KV head.
       causal: whether the slots are exactly this block in order (one-shot prefill), so that later tiles can be skipped.
@@ -99,8 +103,10 @@ def problem(
         band=band,
         exempt=exempt,
         log_weight=log_weight,
+        offset=offset,
         counts=tuple(sorted(s.name for s in needs if s.transform == "one")),
         scale=dim**-0.5 if scale is None else scale,
+        soft_cap=soft_cap,
         window=window,
         group_reduce=group_reduce,
         causal=causal,
@@ -264,15 +270,13 @@ def _by_kernel_and_xla(
 
 
 class Mapped(NamedTuple):
-    """A part whose keys, values or both are held as vectors of other dimensions.
+    """A part whose values are held as vectors of other dimensions.
 
     Attributes:
-      added: [B, K, G, n] float32 added to the logits of all its slots; None = 0.
       output: what attention over the part returns, [B, K, G, n, D'] float32, and the sum of its probabilities
         [B, K, G, n] -> [B, K, G, n, D]; None = values are not mapped.
     """
 
-    added: Array | None = None
     output: Callable[[Array, Array], Array] | None = None
 
     def mapped(self, attended: Attended) -> Attended:
@@ -280,11 +284,7 @@ class Mapped(NamedTuple):
         output, lse = attended.output, _lse_of(attended)
         if self.output is not None:
             output = self.output(output, jnp.isfinite(lse).astype(jnp.float32))
-        return Attended(output, lse if self.added is None else lse + self.added)
-
-    def own_lse(self, lse: Array) -> Array:
-        """Returns log-sum-exps as they are for the logits of the part's problem, to which nothing is added."""
-        return lse if self.added is None else lse - self.added
+        return Attended(output, lse)
 
 
 def attend_parts(
@@ -319,9 +319,7 @@ def attend_parts(
         # [B, K, n]
         seen = sum((count_seen(each) for each in problems[1:]), start=count_seen(problems[0]))
     lse = _lse_of(combined)
-    columns_of = tuple(
-        column_sums(each, of.own_lse(lse), seen, implementation) for each, of in zip(problems, maps, strict=True)
-    )
+    columns_of = tuple(column_sums(each, lse, seen, implementation) for each in problems)
     return combined.output.astype(dtype), columns_of
 
 

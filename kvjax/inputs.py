@@ -136,7 +136,7 @@ def check_positions(config: DecoderConfig, positions: str) -> None:
     Raises:
       InputError: if positions are by rank in the cache but the model has no rotary embedding.
     """
-    if positions == "cache" and config.rope is None:
+    if positions == "cache" and not config.rotates:
         raise InputError(
             f"positions='cache' rotates keys to their rank in the cache, but {config.family} has learned positions, "
             "which are added to the embedding; use positions='original'."

@@ -293,10 +293,10 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
       config: the decoder.
       params: of the decoder.
     """
-    rope = config.rope
-    frequencies = None if rope is None else rope.frequencies(kv.total)
 
     def group(index: int, layer: LayerKV, before: Group, after: Group) -> LayerKV:
+        rope = config.kind(index).rope
+        frequencies = None if rope is None else rope.frequencies(kv.total)
         own = params[f"layer_{index}"]["attention"]
         # [K, D, D] and [K or 1, ...], of the group's heads
         skew, sides = own.get(SKEW), own.get(SIDES)

@@ -37,7 +37,10 @@ class TestPrefill(cases.PrefillCases):
         monkeypatch.setattr(prefill_xla, "TILE_BYTES", 1 << 16)
 
 
-def naive(query, key, value, query_position, key_position, *, window=None, group_reduce="mean", gamma=0.9):
+def naive(
+    query, key, value, query_position, key_position, *, window=None, group_reduce="mean", gamma=0.9,
+    scale=DIM**-0.5, soft_cap=None, offset=None,
+):  # fmt: skip
     """Loops over rows, heads and queries; POLICIES.md, "Column statistics", word by word."""
     batch, heads, n, dim = query.shape
     kv_heads, size = key.shape[1:3]
@@ -57,7 +60,9 @@ def naive(query, key, value, query_position, key_position, *, window=None, group
                 weights = np.zeros((group, size))
                 for h in range(group):
                     score = key[b, g, sees].astype(np.float64) @ query[b, g * group + h, i].astype(np.float64)
-                    score = np.exp((score - score.max()) / np.sqrt(dim))
+                    score = score * scale + (0 if offset is None else offset[b, g, h, i])
+                    score = score if soft_cap is None else soft_cap * np.tanh(score / soft_cap)
+                    score = np.exp(score - score.max())
                     weights[h, sees] = score / score.sum()
                     output[b, g * group + h, i] = weights[h] @ value[b, g].astype(np.float64)
                 m = weights.mean(axis=0) if group_reduce == "mean" else weights.max(axis=0)
@@ -236,6 +241,23 @@ def test_a_band_is_a_window_per_row(n):
         problem = build(*inputs, band=bands, **options)
         attended, columns = jax.jit(attention.attend_and_reduce)(problem)
         cases.assert_golden(attended.output, columns, problem, 2e-6)
+
+
+@pytest.mark.parametrize("n", [1, 13])
+def test_a_soft_cap_is_of_scaled_logits(n, monkeypatch):
+    """Also of logits to which a number of each query is added, in one part and in two, and in tiles."""
+    monkeypatch.setattr(prefill_xla, "TILE_BYTES", 4 * BATCH * 4 * (20 + n) * 4)
+    inputs = arrays(4, 2, n, 20, queries=(None, (n + 1) // 2, 0))
+    offset = np.random.default_rng(4).standard_normal((BATCH, 2, 2, n)).astype(np.float32)
+    options = {"scale": 0.7, "soft_cap": 1.5, "offset": offset}
+    whole = build(*inputs, **options)
+    query, key, value, query_position, key_position = inputs
+    other = build(query, key[:, :, 9:], value[:, :, 9:], query_position, key_position[:, :, 9:], **options)
+    one, two = jax.jit(lambda *parts: (attention.attend_parts(parts[:1]), attention.attend_parts(parts[1:])))(
+        whole, whole.only_slots(9), other
+    )
+    for output, columns in (one, two):
+        assert_close((attention.ungroup(output), joined(columns, np.arange(20 + n))), naive(*inputs, **options))
 
 
 # Parts of the slots

@@ -14,6 +14,7 @@ ROOMS = [
         "statistics",
         "order",
         "rope",
+        "soft_cap",
         "sharding",
         "devices",
         "units",

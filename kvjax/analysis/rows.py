@@ -64,7 +64,7 @@ def look(
         (seen,) = sown["intermediates"][f"attention_{index}"]
         (streams,) = sown["intermediates"][f"streams_{index}"]
         whole = _whole_layer(seen, groups, width)
-        made = _rows(whole, block.position, config.windows[index])
+        made = _rows(whole, block.position, config, index)
         rows.append(made._replace(selects=_selects(seen, groups), streams=streams, before=before))
         before = streams
     return after, rows
@@ -127,12 +127,13 @@ def _selects(seen: tuple[Seen, ...], groups: tuple[Group, ...]) -> np.ndarray:
     return marks[order] if len(order) else marks
 
 
-def _rows(seen: Seen, query_position: Array, window: int | None) -> Rows:
+def _rows(seen: Seen, query_position: Array, config: DecoderConfig, layer: int) -> Rows:
     """The rows of a layer whose slots are in the order of the text."""
     assert seen.key is not None
     problem = attention.problem(
-        seen.query, seen.key, seen.key, query_position=query_position, key_position=seen.position, window=window,
-        log_weight=seen.log_weight,
+        seen.query, seen.key, seen.key, query_position=query_position, key_position=seen.position,
+        log_weight=seen.log_weight, scale=config.attention_scale, soft_cap=config.attention_soft_cap,
+        window=config.kind(layer).window,
     )  # fmt: skip
     # [B, K, n, T]
     visible = softmax.visible(problem)

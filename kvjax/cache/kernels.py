@@ -115,6 +115,7 @@ class Chooser:
             parts=parts,
             codecs=group.codecs,
             band=group.selection.whole_text,
+            soft_cap=self.config.attention_soft_cap is not None,
             extras=tuple(extras),
         )
 

@@ -78,7 +78,7 @@ def read(
       group: the selection.
       guess: [B, H, 1, D] the query of a selection that looks ahead, rotated; None = the query itself.
       rotate: rotates keys [B, K, W, D] to positions [B, K, W]; None = the model has no rotary embedding.
-      about: ``budget``, ``scale``, ``window`` and ``skew`` of `kvjax.cache.step.step`.
+      about: ``budget``, ``scale``, ``soft_cap``, ``window`` and ``skew`` of `kvjax.cache.step.step`.
     """
     selection, n = group.selection, query.shape[2]
     parts = tuple(map(Part, keys, values, pool.cut(pool.position)))
@@ -226,15 +226,17 @@ def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight:
     weights = [None] * len(reading.parts) if log_weight is None else pool.cut(log_weight)
     # Parts whose vectors are held shorter have queries of their own; see `Dims`.
     queries, maps = [query] * len(reading.parts), None
+    offsets: list[Array | None] = [None] * len(queries)
     if pool.own is not None and group.storage.shortened:
-        shorter, first = _mapped(query, pool, group, options["scale"])
-        queries, maps = [shorter, *queries[1:]], (first, *[attention.Mapped()] * (len(queries) - 1))
+        queries[0], offsets[0], first = _mapped(query, pool, group, options["scale"])
+        maps = (first, *[attention.Mapped()] * (len(queries) - 1))
     problems = [
         attention.problem(
-            own, part.key, part.value, key_position=part.position, needs=group.reports, log_weight=weight, **options
+            own, part.key, part.value, key_position=part.position, needs=group.reports, log_weight=weight,
+            offset=offset, **options,
         )
-        for own, part, weight in zip(queries, reading.parts, weights, strict=True)
-    ]
+        for own, part, weight, offset in zip(queries, reading.parts, weights, offsets, strict=True)
+    ]  # fmt: skip
     if unranked := group.unranked_stores if _unranked(pool, group) else 0:
         # What the policy has evicted has no statistics.
         problems = [each.without_statistics() for each in problems[:unranked]] + problems[unranked:]
@@ -252,19 +254,24 @@ def _unranked(pool: Pool, group: Group) -> int:
     return 0 if pool.own is None else group.unranked
 
 
-def _mapped(query: Array, pool: Pool, group: Group, scale: float) -> tuple[Array, attention.Mapped]:
-    """Returns the queries [B, H, n, D'] of the coded slots, whose vectors are shorter, and how these are mapped."""
-    storage, added, output = group.storage, None, None
+def _mapped(query: Array, pool: Pool, group: Group, scale: float) -> tuple[Array, Array | None, attention.Mapped]:
+    """Returns how a step attends to the coded slots, whose vectors are shorter.
+
+    Returns:
+      The queries [B, H, n, D'], what is added to the logits of each query ([B, K, G, n] float32 or None), and how the
+      values are mapped.
+    """
+    storage, offset, output = group.storage, None, None
     if storage.key.dims is not None:
         # [B, K, G, n, D] float32
         grouped = _grouped(query, pool.position).astype(jnp.float32)
         short, more = storage.key.dims.query(grouped, held.aligned(storage, pool.sides, "key", grouped.ndim))
-        query, added = attention.ungroup(short).astype(query.dtype), more * scale
+        query, offset = attention.ungroup(short).astype(query.dtype), more * scale
     if storage.value.dims is not None:
         # Of [B, K, G, n, D']
         side = held.aligned(storage, pool.sides, "value", 5)
         output = functools.partial(storage.value.dims.output, side=side)
-    return query, attention.Mapped(added, output)
+    return query, offset, attention.Mapped(output)
 
 
 def attend_text(query: Array, reading: Reading, pool: Pool, group: Group, **options: Any) -> Any:

@@ -59,6 +59,8 @@ def step_layer(
     block: Block,
     groups: tuple[Group, ...],
     rope: Rope | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
     window: int | None = None,
     guess: Array | None = None,
     skew: Array | None = None,
@@ -73,7 +75,9 @@ def step_layer(
       value: [B, K, n, D].
       block: the tokens of the step, of this layer.
       groups: the layer's groups of heads.
-      rope: the model's rotary embedding.
+      rope: the layer's rotary embedding.
+      scale: factor of the logits; None for D ** -0.5.
+      soft_cap: of the logits, see `Problem`.
       window: the layer's sliding window.
       guess: [B, H, n, D] the query that selections choose by if they look ahead, not rotated; None if none does.
       skew: [K, D, D], see `kvjax.models.skew`; None = the identity.
@@ -102,8 +106,8 @@ def step_layer(
             shared = jax.tree.map(lambda x: x if x.shape[0] == 1 else x[heads], sides)  # noqa: B023
             order += group.heads
         output, after, seen = step(
-            before, *own, block=block, group=group, budget=budget, rope=rope, window=window, guess=guessed, skew=skewed,
-            sides=shared,
+            before, *own, block=block, group=group, budget=budget, rope=rope, scale=scale, soft_cap=soft_cap,
+            window=window, guess=guessed, skew=skewed, sides=shared,
         )  # fmt: skip
         outputs.append(output.reshape(batch, own[1].shape[1], -1, n, dim))
         afters.append(after)
@@ -124,6 +128,7 @@ def step(
     budget: Array | None = None,
     rope: Rope | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
     window: int | None = None,
     guess: Array | None = None,
     skew: Array | None = None,
@@ -140,8 +145,9 @@ def step(
       block: the tokens of the step.
       group: the policy, storage, selection and kernels.
       budget: [B] int32 slots per KV head; None if the group keeps everything.
-      rope: the model's rotary embedding.
+      rope: the layer's rotary embedding.
       scale: factor of the logits; None for D ** -0.5.
+      soft_cap: of the logits, see `Problem`.
       window: the layer's sliding window.
       guess: see `step_layer`.
       skew: see `step_layer`.
@@ -164,6 +170,7 @@ def step(
             turn = Turn(rope, frequencies)
     key = rotated if turn is None else key
     if group.step is not None and layer is not None:
+        assert soft_cap is None, "kernels of whole steps refuse soft-caps; see `kvjax.kernels.registry`"
         output, after = fused.step(
             layer, query, key, value, group=group, budget=budget, newest=block.newest, scale=scale, window=window
         )
@@ -175,8 +182,8 @@ def step(
     if group.watch is not None:
         pool = pool._replace(index=_watched(pool, group.watch, query, rotated, block, skew))
     options: dict[str, Any] = {
-        "query_position": block.position, "scale": scale, "window": window, "causal": fresh, "prompt": block.prompt,
-        "group_reduce": group.policy.group_reduce,
+        "query_position": block.position, "scale": scale, "soft_cap": soft_cap, "window": window, "causal": fresh,
+        "prompt": block.prompt, "group_reduce": group.policy.group_reduce,
     }  # fmt: skip
 
     def attended(pool: Pool, query: Array, *, whole: bool = False) -> tuple[Array, tuple[Any, ...], tuple[Any, ...]]:
@@ -191,7 +198,7 @@ def step(
         query, keys, values = attended(pool, query)
         chosen = reading.read(
             pool, query, keys, values, block, group, guess=guess, rotate=rotate, budget=budget,
-            scale=scale, window=window, skew=skew,
+            scale=scale, soft_cap=soft_cap, window=window, skew=skew,
         )  # fmt: skip
         if fresh and group.selection.whole_text:
             output, columns = reading.attend_text(query, chosen, pool, group, **options)

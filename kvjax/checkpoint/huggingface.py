@@ -91,7 +91,7 @@ def load(
                 # Codes are made of exact weights, whatever the dtype of the model.
                 kind = np.dtype(np.float32) if coded else target
                 parts = tensor.split(
-                    stored[tensor.name].read(kind, transposed_memory=tensor.out_first and not tensor.fused)
+                    stored[tensor.name].read(kind, transposed_memory=tensor.out_first and not tensor.rearranged)
                 )
             for path in tensor.paths:
                 node = params

@@ -13,6 +13,8 @@ from kvjax.models.families import FAMILIES
 from kvjax.models.family import Names
 from kvjax.models.parameters import parameter_shapes
 
+#: Modules whose outputs are rotated, or that scale what is.
+_ROTATED = {"query", "key", "query_norm", "key_norm"}
 Path = tuple[str, ...]  # the keys of a parameter in the parameter tree
 Shape = tuple[int, ...]
 
@@ -29,6 +31,7 @@ class Tensor:
       out_first: whether the checkpoint stores the projection as [out, in].
       heads: if above 0, the number of heads of a fused tensor that is ordered by head: [heads, parameters, D, ...],
         flattened.
+      neighbours: if above 0, the features of a head, whose rotary pairs are neighbours in the checkpoint; see `Names`.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Tensor:
     shapes: tuple[Shape, ...]
     out_first: bool = False
     heads: int = 0
+    neighbours: int = 0
 
     @property
     def shape(self) -> Shape:
@@ -48,6 +52,11 @@ class Tensor:
         """Whether the tensor contains several parameters."""
         return len(self.paths) > 1
 
+    @property
+    def rearranged(self) -> bool:
+        """Whether outputs are divided, or in another order."""
+        return self.fused or self.neighbours > 0
+
     def split(self, array: np.ndarray) -> list[np.ndarray]:
         """Converts the tensor to parameters; inverts `merge`.
 
@@ -55,11 +64,11 @@ class Tensor:
           array: the tensor, in the shape `shape`.
 
         Returns:
-          The parameters, in the shapes `shapes`. Those of a fused tensor are copies.
+          The parameters, in the shapes `shapes`. Those of a fused or rearranged tensor are copies.
         """
         # [in, out] or [out], a view
         array = array.T if self.out_first else array
-        if not self.fused and array.flags.c_contiguous:
+        if not self.rearranged and array.flags.c_contiguous:
             return [array]
         return [own(part) for part in self.split_outputs(array)]
 
@@ -69,6 +78,10 @@ class Tensor:
             # [..., heads, parts, D]
             array = array.reshape(*array.shape[:-1], self.heads, len(self.paths), -1)
             return [array[..., i, :].reshape(*array.shape[:-3], -1) for i in range(len(self.paths))]
+        if self.neighbours:
+            # [..., D / 2, 2]
+            pairs = array.reshape(*array.shape[:-1], -1, self.neighbours // 2, 2)
+            array = pairs.swapaxes(-1, -2).reshape(array.shape)
         return np.split(array, np.cumsum([shape[-1] for shape in self.shapes])[:-1], axis=-1)
 
     def merge(self, parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -90,7 +103,12 @@ class Tensor:
             split = [part.reshape(*part.shape[:-1], self.heads, 1, -1) for part in parts]
             # [..., heads * parts * D]
             return np.concatenate(split, axis=-2).reshape(*parts[0].shape[:-1], -1)
-        return np.concatenate(parts, axis=-1) if self.fused else parts[0]
+        array = np.concatenate(parts, axis=-1) if self.fused else parts[0]
+        if self.neighbours:
+            # [..., 2, D / 2]
+            halves = array.reshape(*array.shape[:-1], -1, 2, self.neighbours // 2)
+            array = halves.swapaxes(-1, -2).reshape(array.shape)
+        return array
 
 
 def tensors(config: DecoderConfig) -> list[Tensor]:
@@ -101,7 +119,7 @@ def tensors(config: DecoderConfig) -> list[Tensor]:
     """
     names = FAMILIES[config.family].names
     # All layers have the same shapes, so that tracing one of them suffices.
-    one_layer = parameter_shapes(dataclasses.replace(config, num_layers=1, windows=()))
+    one_layer = parameter_shapes(config.one_layer())
     leaves = jax.tree_util.tree_flatten_with_path(one_layer)[0]
     shapes = {tuple(key.key for key in path): leaf.shape for path, leaf in leaves}
     found = _matching(
@@ -152,6 +170,7 @@ def _matching(
                         shapes=tuple(shapes[path] for path in matches),
                         out_first=matches[0][-1] == "kernel" and not (names.in_first and bool(root)),
                         heads=config.num_heads if len(matches) > 1 and names.interleaved else 0,
+                        neighbours=config.head_dim if names.neighbours and _ROTATED & set(matches[0]) else 0,
                     )
                 )
     return found

@@ -183,7 +183,7 @@ def read(
     qweight = part["qweight"].read_integers()
     codes = np.asarray(_codes(qweight, order, bits=form.bits, groups=groups, awq=form.method == AWQ))
     arrays: list[tuple[np.ndarray, ...]] = [(codes, scale, zero)]
-    if tensor.fused:
+    if tensor.rearranged:
         split = (tensor.split_outputs(each) for each in arrays[0])
         arrays = [tuple(map(own, each)) for each in zip(*split, strict=True)]
     made: list[Any] = [dict(zip(QUANTIZED, (*each, order), strict=True)) for each in arrays]

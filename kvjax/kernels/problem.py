@@ -27,10 +27,12 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
       weights: the weight of each query, [B, n] or [B, n, words] float32, one array per statistic.
       band: [B] int32, the number of newest positions that a query of each row sees, itself included; None = all.
       exempt: [B, K, S] bool, whether a slot is seen beyond the window and the band too; None = no slot is.
-      log_weight: [B, K, S] float32 added to the logits; None = 0.
+      log_weight: [B, K, S] float32 added to the logits, after their soft-cap; None = 0.
+      offset: [B, K, G, n] float32 added to the logits of every slot, before their soft-cap; None = 0.
       statistics: the statistics that need attention, sorted by name.
       counts: names of the statistics that count queries, which depend on positions only.
       scale: factor of the logits.
+      soft_cap: c, where logits x become c · tanh(x / c); None = they stay as they are.
       window: the number of newest positions that a query sees, itself included; None = all.
       group_reduce: ``mean`` or ``max`` over the G query heads of a KV head.
       causal: whether the slots are exactly this block in order (S = n), so that no query sees a later slot.
@@ -45,9 +47,11 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
     band: Array | None = None
     exempt: Array | None = None
     log_weight: Array | None = None
+    offset: Array | None = None
     statistics: tuple[Statistic, ...] = flax.struct.field(pytree_node=False, default=())
     counts: tuple[str, ...] = flax.struct.field(pytree_node=False, default=())
     scale: float = flax.struct.field(pytree_node=False)
+    soft_cap: float | None = flax.struct.field(pytree_node=False, default=None)
     window: int | None = flax.struct.field(pytree_node=False, default=None)
     group_reduce: str = flax.struct.field(pytree_node=False, default="mean")
     causal: bool = flax.struct.field(pytree_node=False, default=False)
@@ -74,7 +78,7 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
 
     def by_head(self) -> dict[str, Any]:
         """Returns the arrays [B, K, ...], for `replace`."""
-        names = ("query", "key", "value", "key_position", "exempt", "log_weight")
+        names = ("query", "key", "value", "key_position", "exempt", "log_weight", "offset")
         return {name: getattr(self, name) for name in names}
 
     def by_row(self) -> dict[str, Any]:
@@ -99,12 +103,14 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
             query=self.query[:, :, :, start:stop],
             query_position=self.query_position[:, start:stop],
             weights=tuple(weight[:, start:stop] for weight in self.weights),
+            offset=None if self.offset is None else self.offset[:, :, :, start:stop],
             causal=False,
         )
 
     def only_slots(self, stop: int) -> "Problem":
         """Returns the problem of the slots before `stop`."""
-        arrays = {name: x for name, x in self.by_head().items() if name != "query" and x is not None}
+        of_queries = ("query", "offset")
+        arrays = {name: x for name, x in self.by_head().items() if name not in of_queries and x is not None}
         return self.replace(**{name: x[:, :, :stop] for name, x in arrays.items()}, causal=False)
 
 
@@ -121,7 +127,7 @@ def check(problem: Problem, *, shorter_values: bool = False) -> None:
       AssertionError: if an array has a different rank, shape or dtype (chex).
     """
     chex.assert_rank([problem.query, problem.key], [5, 4])
-    batch, kv_heads, _, n, dim = problem.query.shape
+    batch, kv_heads, group, n, dim = problem.query.shape
     slots = problem.slots
     chex.assert_shape(problem.key, (batch, kv_heads, slots, dim))
     chex.assert_shape(problem.value, (batch, kv_heads, slots, None if shorter_values else dim))
@@ -133,6 +139,7 @@ def check(problem: Problem, *, shorter_values: bool = False) -> None:
         (problem.band, (batch,), jnp.int32),
         (problem.exempt, (batch, kv_heads, slots), bool),
         (problem.log_weight, (batch, kv_heads, slots), jnp.float32),
+        (problem.offset, (batch, kv_heads, group, n), jnp.float32),
     ):
         if optional is not None:
             chex.assert_shape(optional, shape)

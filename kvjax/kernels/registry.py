@@ -38,6 +38,7 @@ class Request:
       parts: the number of problems whose attention is combined.
       codecs: of the keys and values of the first part, which a kernel reads as `Coded`; None = they are arrays.
       band: whether each row has its own window (`Problem.band`).
+      soft_cap: whether the logits have a soft-cap (`Problem.soft_cap`).
       extras: what the step does besides append, attend, observe and evict, one entry each, such as ``a merge``.
       trace: the function after attention, (stats, position, columns, newest, budget) -> (stats, position), on [1, K, S]
         arrays of one row, which the kernel of a step traces. None = unknown.
@@ -55,6 +56,7 @@ class Request:
     parts: int = 1
     codecs: tuple[Codec | None, Codec | None] = (None, None)
     band: bool = False
+    soft_cap: bool = False
     extras: tuple[str, ...] = ()
     trace: Callable[..., Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
@@ -97,6 +99,7 @@ class Choice:
 
 GROUP_BYTES = 32  # bytes per feature of the slots that share a memory tile of a TPU, which is written whole
 LANES = 128  # of a TPU, along which codes of one vector after the other lie; tiles are padded to as many
+NO_SOFT_CAP = "it has no soft-cap of the logits"
 GPU_SLOTS = 8  # the number of slots that copies into a GPU's shared memory move at once
 
 
@@ -187,7 +190,7 @@ def request_of(problem: Problem) -> Request:
     return Request(
         batch=batch, kv_heads=kv_heads, group=group, tokens=tokens, slots=problem.slots, dim=dim,
         dtype=str(jnp.dtype(problem.key.dtype)), statistics=problem.statistics, codecs=(key, value),
-        band=problem.band is not None,
+        band=problem.band is not None, soft_cap=problem.soft_cap is not None,
     )  # fmt: skip
 
 
@@ -215,6 +218,8 @@ def refuses_problem(request: Request, tokens: int | None = None, *, coded: bool 
         return f"it attends to one part, not to several parts ({request.parts})"
     if request.band:
         return "it takes one window for all rows, not a band per row"
+    if request.soft_cap:
+        return NO_SOFT_CAP
     if tokens is not None and request.tokens != tokens:
         return f"it takes one query per head, not {request.tokens}"
     return None

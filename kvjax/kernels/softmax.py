@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.kernels.decode.coded import product
 from kvjax.kernels.problem import Problem
+from kvjax.soft_cap import soft_capped
 
 Array = jax.Array
 NEGATIVE = float(jnp.finfo(jnp.float32).min)
@@ -55,6 +56,8 @@ def scores(problem: Problem) -> Array:
     logits = product(rows, problem.key, transposed=True, dtype=jnp.float32)
     # [B, K, G, n, S]
     logits = logits.reshape(batch, kv_heads, group, n, -1) * problem.scale
+    logits = logits if problem.offset is None else logits + problem.offset[..., None]
+    logits = soft_capped(logits, problem.soft_cap)
     return logits if problem.log_weight is None else logits + problem.log_weight[:, :, None, None]
 
 

@@ -138,7 +138,7 @@ def _samples(model: Model, tokens: np.ndarray, lengths: np.ndarray, storage: Sto
     if any(side.gradients for side in required(storage).values()):
         slopes = gradients(model, x, ids, block, rotated=rotated)
     # Keys under positions="cache" are held as they are before rotation; of a whole prompt, ranks are positions.
-    policy = full(positions="original" if config.rope is None else "cache")
+    policy = full(positions="cache" if config.rotates else "original")
     real = np.asarray(block.position) >= 0
 
     def flat(heads: Any) -> np.ndarray:
@@ -148,7 +148,7 @@ def _samples(model: Model, tokens: np.ndarray, lengths: np.ndarray, storage: Sto
     for index in range(config.num_layers):
         params = model.params[f"layer_{index}"]
         output = run_layer(
-            params, x, None, block.of_layer(index), None, config=config, window=config.windows[index], dtype=dtype,
+            params, x, None, block.of_layer(index), None, config=config, kind=config.kind(index), dtype=dtype,
             groups=(Group(policy=policy),),
         )  # fmt: skip
         (layer,), (seen,) = output.cache, output.seen

@@ -21,9 +21,10 @@ from kvjax.cache.layout import Group, Phase, keep_everything
 from kvjax.cache.state import Block, KVState
 from kvjax.cache.state import Layer as LayerCache
 from kvjax.cache.step import Seen, step_layer
-from kvjax.models.config import DecoderConfig
+from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.layers import Embed, Linear, Mlp, Norm, PositionEmbed
 from kvjax.sharding import Params
+from kvjax.soft_cap import soft_capped
 
 Array = jax.Array
 
@@ -38,8 +39,8 @@ class Streams(NamedTuple):
     Attributes:
       block_input: the residual stream that enters the layer.
       attention_input: what is multiplied by the projections of queries, keys and values.
-      attention_output: the output of attention.
-      mlp_output: the output of the MLP.
+      attention_output: what attention adds to the residual stream.
+      mlp_output: what the MLP adds to it.
     """
 
     block_input: Array
@@ -71,12 +72,12 @@ class Attention(nn.Module):
 
     Attributes:
       config: the decoder.
-      window: the layer's sliding window.
+      kind: what the layer has of its own.
       dtype: of the parameters.
     """
 
     config: DecoderConfig
-    window: int | None
+    kind: LayerKind
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -101,17 +102,20 @@ class Attention(nn.Module):
 
         def projection(name: str, count: int, norm: str | None = None) -> Callable[[Array], Array]:
             linear = Linear(count * config.head_dim, config.qkv_bias, self.dtype, name=name)
-            normalised = Norm(config, rms=True, dtype=self.dtype, name=norm) if norm and config.qk_norm else None
+            joint, of_each = config.qk_norm_form == "joint", count if config.qk_norm_form == "per_head" else None
+            normalised = Norm(config, self.dtype, of_each, name=norm) if norm and config.qk_norm else None
 
             def heads(x: Array) -> Array:
                 # [B, n, heads * D]
                 y = linear(x)
                 # Without this barrier before the reshape, XLA's TPU compiler keeps a transposed copy of the kernel.
                 y = jax.lax.platform_dependent(y, tpu=jax.lax.optimization_barrier, default=lambda y: y)
+                y = normalised(y) if normalised is not None and joint else y
                 # [B, n, heads, D]
                 y = y.reshape(batch, n, count, config.head_dim)
+                y = normalised(y) if normalised is not None and not joint else y
                 # [B, heads, n, D]
-                return jnp.swapaxes(y if normalised is None else normalised(y), 1, 2)
+                return jnp.swapaxes(y, 1, 2)
 
             return heads
 
@@ -128,7 +132,8 @@ class Attention(nn.Module):
             key, value = key + shift["key"], value + shift["value"]
         # [B, H, n, D]
         output, layer, seen = step_layer(
-            layer, query, key, value, block=block, groups=groups, rope=config.rope, window=self.window,
+            layer, query, key, value, block=block, groups=groups, rope=self.kind.rope, window=self.kind.window,
+            scale=config.attention_scale, soft_cap=config.attention_soft_cap,
             guess=None if hint is None else to_query(hint),
             skew=optional(SKEW), sides=optional(SIDES),
         )  # fmt: skip
@@ -144,12 +149,12 @@ class Layer(nn.Module):
 
     Attributes:
       config: the decoder.
-      window: the layer's sliding window.
+      kind: what the layer has of its own.
       dtype: of the parameters.
     """
 
     config: DecoderConfig
-    window: int | None
+    kind: LayerKind
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -158,26 +163,37 @@ class Layer(nn.Module):
     ) -> LayerOutput:
         """Returns the residual stream [B, n, hidden] after the layer, and more; see `Attention`."""
         config = self.config
-        rms = config.norm == "rms"
-        attention_norm = Norm(config, rms, self.dtype, name="attention_norm")
-        mlp_norm = Norm(config, rms, self.dtype, name="mlp_norm")
-        attention = Attention(config, self.window, self.dtype, name="attention")
+        attention = Attention(config, self.kind, self.dtype, name="attention")
         mlp = Mlp(config, self.dtype, name="mlp")
-        before = x
+        norm = functools.partial(Norm, config, self.dtype)
         # [B, n, hidden] all
+        before = x
         if config.norm_position == "post":
             output = attention(x, layer, block, groups, hint)
-            x = attention_norm(x + output.x)
+            x = norm(name="attention_norm")(x + output.x)
             added = mlp(x)
-            x = mlp_norm(x + added)
+            x = norm(name="mlp_norm")(x + added)
+            return output._replace(x=x, streams=Streams(before, output.entered, output.x, added))
+
+        def entering(x: Array, name: str) -> Array:
+            return x if config.norm_position == "output" else norm(name=name)(x)
+
+        def leaving(x: Array, name: str) -> Array:
+            x = x if config.norm_position == "pre" else norm(name=name)(x)
+            return x if config.residual_scale == 1 else x * jnp.asarray(config.residual_scale, x.dtype)
+
+        entered = entering(x, "attention_norm")
+        output = attention(entered, layer, block, groups, hint)
+        first = leaving(output.x, "attention_out_norm")
+        if config.shared_norm:
+            added = mlp(entered)
         else:
-            output = attention(attention_norm(x), layer, block, groups, hint)
-            added = mlp(mlp_norm(x if config.parallel_residual else x + output.x))
-            x = x + output.x + added
-        return output._replace(x=x, streams=Streams(before, output.entered, output.x, added))
+            added = mlp(entering(x if config.parallel_residual else x + first, "mlp_norm"))
+        added = leaving(added, "mlp_out_norm")
+        return output._replace(x=x + first + added, streams=Streams(before, output.entered, first, added))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "window", "dtype", "groups"))
+@functools.partial(jax.jit, static_argnames=("config", "kind", "dtype", "groups"))
 def run_layer(
     params: Params,
     x: Array,
@@ -186,7 +202,7 @@ def run_layer(
     hint: Array | None,
     *,
     config: DecoderConfig,
-    window: int | None,
+    kind: LayerKind,
     dtype: DTypeLike,
     groups: tuple[Group, ...],
 ) -> LayerOutput:
@@ -195,7 +211,7 @@ def run_layer(
     A jitted function inside of a jitted loop is traced and lowered once for all layers that are alike, and inlined by
     the compiler: the first call of OPT-125M's shape takes 0.7 times as long, and 0.6 times with compiled programs kept.
     """
-    module = Layer(config, window, dtype, parent=None)
+    module = Layer(config, kind, dtype, parent=None)
     # Weights in host memory are on the device while their layer runs.
     return cast(LayerOutput, module.apply({"params": memory.to_device(params)}, x, layer, block, groups, hint))
 
@@ -222,9 +238,9 @@ class Decoder(nn.Module):
         if config.embed_size != config.hidden_size:
             self.embed_in = Linear(config.hidden_size, False, dtype)
             self.embed_out = Linear(config.embed_size, False, dtype)
-        self.layers = [Layer(config, window, dtype, name=f"layer_{i}") for i, window in enumerate(config.windows)]
+        self.layers = [Layer(config, config.kind(i), dtype, name=f"layer_{i}") for i in range(config.num_layers)]
         if config.final_norm:
-            self.final_norm = Norm(config, config.norm == "rms", dtype)
+            self.final_norm = Norm(config, dtype)
         if not config.tie_embeddings:
             self.head = Linear(config.vocab_size, config.head_bias, dtype)
 
@@ -289,7 +305,7 @@ class Decoder(nn.Module):
                 params, held = memory.after((self.variables["params"][f"layer_{index}"], arguments[1]), before)
                 before = x
                 output = run_layer(
-                    params, x, held, arguments[2], hint, config=config, window=module.window, dtype=self.dtype,
+                    params, x, held, arguments[2], hint, config=config, kind=module.kind, dtype=self.dtype,
                     groups=phase[index],
                 )  # fmt: skip
             # For `kvjax.analysis`; Flax discards it unless the caller makes "intermediates" mutable.
@@ -327,6 +343,9 @@ class Decoder(nn.Module):
         Returns:
           [..., V] float32.
         """
+        config = self.config
         # [..., V]
-        output = self.embed.attend(hidden) if self.config.tie_embeddings else self.head(hidden)
-        return output.astype(jnp.float32)
+        output = self.embed.attend(hidden) if config.tie_embeddings else self.head(hidden)
+        logits: Array = output.astype(jnp.float32)
+        logits = logits if config.logit_scale == 1 else logits * config.logit_scale
+        return soft_capped(logits, config.logit_soft_cap)

@@ -9,12 +9,13 @@ from kvjax.models import rope_keys
 from kvjax.models.config import DecoderConfig
 from kvjax.models.layers import ACTIVATIONS
 from kvjax.models.rope_keys import Json
+from kvjax.rope import Rope
 
 Fields = dict[str, Any]  # DecoderConfig field -> value
 #: DecoderConfig field -> its key in ``config.json``, and the value that ``transformers`` uses if the key is absent.
 Keys = dict[str, tuple[str, Any]]
 MLP_RATIO = 4  # hidden features of the MLP per feature of the residual stream, if ``config.json`` has no size
-QWEN_FULL_LAYERS = 28  # default of Qwen's max_window_layers: the number of first layers without a sliding window
+FULL, SLIDING = "full_attention", "sliding_attention"  # of ``layer_types``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Names:
       head: name of the output head.
       in_first: whether the matrices of a layer are stored [in, out] (Conv1D in GPT-2).
       interleaved: whether a fused tensor is ordered by head: query, key and value of head 0, then of head 1 (GPT-NeoX).
+      neighbours: whether the rotary embedding turns pairs of neighbouring features (Cohere). In kvjax a pair is half a
+        head apart; the features of queries and keys, whose products are the same in any order, are rearranged.
       buffers: suffixes of tensors that old releases saved and that are not parameters.
     """
 
@@ -41,6 +44,7 @@ class Names:
     head: str = "lm_head"
     in_first: bool = False
     interleaved: bool = False
+    neighbours: bool = False
     buffers: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
 
@@ -54,8 +58,12 @@ class Family:
       fixed: `DecoderConfig` fields that have the same value in every model of the family.
       names: the names of the tensors.
       rope: the keys of the rotary embedding, or None.
-      windows: which layers have the sliding window of ``config.json``: ``all``, ``some`` (Qwen) or None.
+      windows: which layers have the sliding window of ``config.json``: ``all``, ``listed`` for those that
+        ``layer_types`` lists, or None.
       window_default: the sliding window in tokens, or None, if the key is absent from ``config.json``.
+      window_switch: whether layers have it only if ``use_sliding_window`` is true.
+      layer_types: (``model_type``, config.json, number of layers) -> the value of ``layer_types`` if it is absent.
+      ropes: (config.json, fields so far) -> the rotary embedding or None of each layer, if layers differ in it.
       only: options that change the model, each with the only value that kvjax supports.
       finish: (config.json, fields so far) -> further fields, for what `keys` cannot express.
       unfinish: config -> further keys of ``config.json``; the inverse of `finish`.
@@ -68,6 +76,9 @@ class Family:
     rope: rope_keys.RopeKeys | None = rope_keys.DEFAULT
     windows: str | None = None
     window_default: int | None = 4096
+    window_switch: bool = False
+    layer_types: Callable[[str, Json, int], list[str]] = lambda name, raw, layers: [FULL] * layers
+    ropes: Callable[[Json, Fields], tuple[Rope | None, ...]] | None = None
     only: Json = dataclasses.field(default_factory=dict)
     finish: Callable[[Json, Fields], Fields] = lambda raw, fields: {}
     unfinish: Callable[[DecoderConfig], Json] = lambda config: {}
@@ -115,6 +126,9 @@ def read(name: str, family: Family, raw: Json) -> DecoderConfig:
         fields["rope"] = rope_keys.read(name, raw, family.rope, fields["head_dim"], fields["max_positions"])
     if family.windows:
         fields["windows"] = _windows(name, family, raw, fields["num_layers"])
+    if family.ropes is not None:
+        ropes = family.ropes(raw, fields)
+        fields["ropes"] = () if all(rope == fields["rope"] for rope in ropes) else ropes
     return DecoderConfig(**fields)
 
 
@@ -134,10 +148,10 @@ def write(family: Family, config: DecoderConfig) -> Json:
     sliding = [window is not None for window in config.windows]
     if family.windows:
         raw["sliding_window"] = next((window for window in config.windows if window is not None), None)
-    if family.windows == "some":
+    if family.window_switch:
         raw["use_sliding_window"] = any(sliding)
-        raw["max_window_layers"] = sliding.index(True) if any(sliding) else config.num_layers
-        raw["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in sliding]
+    if family.windows == "listed":
+        raw["layer_types"] = [SLIDING if slides else FULL for slides in sliding]
     return raw | family.only | family.unfinish(config)
 
 
@@ -149,7 +163,7 @@ def setting(family: str, raw: Json, key: str, default: object, kind: object) -> 
       raw: the parsed ``config.json``.
       key: the key.
       default: the value if the key is absent.
-      kind: the type of the `DecoderConfig` field: bool, str, float, or another for whole numbers.
+      kind: the type of the `DecoderConfig` field: bool, str, float, float or None, or another for whole numbers.
 
     Raises:
       ConfigError: if the value is not valid for the key.
@@ -165,7 +179,9 @@ def setting(family: str, raw: Json, key: str, default: object, kind: object) -> 
         valid = None if isinstance(value, bool) else "true or false"
     elif kind is str:
         valid = None if isinstance(value, str) else "a name"
-    elif kind is float:
+    elif kind == float | None and value is None:
+        return None
+    elif kind in (float, float | None):
         valid = None if isinstance(value, int | float) and value > 0 and value is not True else "a number above 0"
     elif key.endswith("_token_id"):
         # Some old files have -1 for null.
@@ -190,19 +206,32 @@ def _whole(value: object) -> bool:
 def _windows(name: str, family: Family, raw: Json, num_layers: int) -> tuple[int | None, ...]:
     """Returns the sliding window of each layer in tokens, or None for a layer with full attention."""
     window = setting(name, raw, "sliding_window", family.window_default, int)
+    if family.window_switch and not setting(name, raw, "use_sliding_window", False, bool):
+        window = None
     if family.windows == "all":
         return (window,) * num_layers
-    if not setting(name, raw, "use_sliding_window", False, bool):
-        window = None
-    first, types = raw.get("max_window_layers", QWEN_FULL_LAYERS), raw.get("layer_types")
+    types = raw.get("layer_types")
     if types is None:
-        if not _whole(first):
-            raise ConfigError(f"config.json of {name}: max_window_layers must be a whole number, but is {first!r}.")
-        types = ["full_attention" if i < first or not window else "sliding_attention" for i in range(num_layers)]
-    valid = {"full_attention", "sliding_attention"} if window else {"full_attention"}
+        types = family.layer_types(name, raw, num_layers) if window else [FULL] * num_layers
+    valid = {FULL, SLIDING} if window else {FULL}
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= valid:
+        needs = "use_sliding_window and a sliding_window" if family.window_switch else "a sliding_window"
         raise ConfigError(
             f"config.json of {name}: layer_types must list {' or '.join(sorted(valid))} for each of the {num_layers} "
-            f"layers (sliding ones need use_sliding_window and a sliding_window), but is {types!r}."
+            f"layers (sliding ones need {needs}), but is {types!r}."
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def periodic(period: int) -> Callable[[str, Json, int], list[str]]:
+    """Returns a `Family.layer_types` under which the last layer of each period has full attention.
+
+    Args:
+      period: the number of layers of a period, if ``sliding_window_pattern`` is absent from ``config.json``.
+    """
+
+    def layer_types(name: str, raw: Json, layers: int) -> list[str]:
+        every = setting(name, raw, "sliding_window_pattern", period, int)
+        return [FULL if (i + 1) % every == 0 else SLIDING for i in range(layers)]
+
+    return layer_types

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from kvjax.cache.layout import Group
 from kvjax.cache.state import Block
-from kvjax.models.config import DecoderConfig
+from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.decoder import SHIFT, Decoder, run_layer
 from kvjax.models.model import Model
 from kvjax.policies.window import full
@@ -40,8 +40,8 @@ def gradients(model: Model, x: Array, tokens: Array, block: Block, *, rotated: b
     entered = []
     for index in range(config.num_layers):
         entered.append(x)
-        own, window = model.params[f"layer_{index}"], config.windows[index]
-        x = _forward(own, x, None, block.of_layer(index), window, config=config, dtype=dtype)
+        own, kind = model.params[f"layer_{index}"], config.kind(index)
+        x = _forward(own, x, None, block.of_layer(index), kind, config=config, dtype=dtype)
     # [B, T]: the token after each, and whether there is one
     targets = jnp.roll(tokens, -1, axis=1)
     known = jnp.roll(block.position, -1, axis=1) > 0
@@ -54,11 +54,11 @@ def gradients(model: Model, x: Array, tokens: Array, block: Block, *, rotated: b
     )
     found: list[Slopes] = []
     for index in reversed(range(config.num_layers)):
-        own, window = model.params[f"layer_{index}"], config.windows[index]
-        slope, made = _backward(own, entered.pop(), block.of_layer(index), slope, window, config=config, dtype=dtype)
-        if rotated and config.rope is not None:
+        own, kind = model.params[f"layer_{index}"], config.kind(index)
+        slope, made = _backward(own, entered.pop(), block.of_layer(index), slope, kind, config=config, dtype=dtype)
+        if rotated and kind.rope is not None:
             # A rotation keeps products, so that gradients turn as keys do.
-            made["key"] = config.rope.rotate(made["key"], block.position, config.rope.frequencies(block.total))
+            made["key"] = kind.rope.rotate(made["key"], block.position, kind.rope.frequencies(block.total))
         found.append({name: np.asarray(each, np.float32) for name, each in made.items()})
     return found[::-1]
 
@@ -83,7 +83,7 @@ def _forward(
     x: Array,
     shift: dict[str, Array] | None,
     block: Block,
-    window: int | None,
+    kind: LayerKind,
     *,
     config: DecoderConfig,
     dtype: DTypeLike,
@@ -92,20 +92,20 @@ def _forward(
     if shift is not None:
         params = {**params, "attention": {**params["attention"], SHIFT: shift}}
     return run_layer(
-        params, x, None, block, None, config=config, window=window, dtype=dtype, groups=(Group(policy=full()),)
+        params, x, None, block, None, config=config, kind=kind, dtype=dtype, groups=(Group(policy=full()),)
     ).x
 
 
-@functools.partial(jax.jit, static_argnames=("window", "config", "dtype"))
+@functools.partial(jax.jit, static_argnames=("kind", "config", "dtype"))
 def _backward(
-    params: Params, x: Array, block: Block, slope: Array, window: int | None, *, config: DecoderConfig, dtype: DTypeLike
+    params: Params, x: Array, block: Block, slope: Array, kind: LayerKind, *, config: DecoderConfig, dtype: DTypeLike
 ) -> tuple[Array, dict[str, Array]]:
     """Returns the gradients with respect to what enters a layer, and to its keys and values before RoPE."""
     batch, tokens, _ = x.shape
     zeros = jnp.zeros((batch, config.num_kv_heads, tokens, config.head_dim), x.dtype)
 
     def run(x: Array, shift: dict[str, Array]) -> Array:
-        return _forward(params, x, shift, block, window, config=config, dtype=dtype)
+        return _forward(params, x, shift, block, kind, config=config, dtype=dtype)
 
     _, pull = jax.vjp(run, x, {"key": zeros, "value": zeros})
     entered, made = pull(slope)

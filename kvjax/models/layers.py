@@ -67,30 +67,31 @@ class Norm(nn.Module):
 
     Attributes:
       config: the decoder.
-      rms: whether this is an RMS norm.
       dtype: of the parameters.
+      heads: the number of heads that have a scale each, [heads, features], and no bias; None = one scale [features].
     """
 
     config: DecoderConfig
-    rms: bool
     dtype: DTypeLike = jnp.float32
+    heads: int | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """Normalises [..., features], in the dtype of x."""
-        config, size = self.config, x.shape[-1]
+        """Normalises [..., features], or [..., heads, features], in the dtype of x."""
+        config = self.config
+        shape = x.shape[-1:] if self.heads is None else (self.heads, x.shape[-1])
         # [..., features]
         y = x.astype(jnp.float32)
-        if not self.rms:
+        if config.norm == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + config.norm_eps)
         if not config.norm_affine:
             return y.astype(x.dtype)
-        # [features], so that scale + norm_offset is 1 at initialisation
-        scale = self.param("scale", nn.initializers.constant(1.0 - config.norm_offset), (size,), self.dtype)
+        # [features] or [heads, features], so that scale + norm_offset is 1 at initialisation
+        scale = self.param("scale", nn.initializers.constant(1.0 - config.norm_offset), shape, self.dtype)
         y = y * (scale.astype(jnp.float32) + config.norm_offset)
-        if config.norm_bias and not self.rms:
-            y = y + self.param("bias", nn.initializers.zeros, (size,), self.dtype).astype(jnp.float32)
+        if config.norm_bias and config.norm == "layer" and self.heads is None:
+            y = y + self.param("bias", nn.initializers.zeros, shape, self.dtype).astype(jnp.float32)
         return y.astype(x.dtype)
 
 

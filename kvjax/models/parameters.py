@@ -1,6 +1,5 @@
 """The parameters of a decoder: their shapes, their number, and random ones."""
 
-import dataclasses
 import functools
 import math
 
@@ -42,7 +41,7 @@ def parameter_count(config: DecoderConfig) -> int:
       config: the decoder.
     """
     # All layers have the same shapes, so that tracing one of them suffices.
-    tree = parameter_shapes(dataclasses.replace(config, num_layers=1, windows=()))
+    tree = parameter_shapes(config.one_layer())
     sizes = {name: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(node)) for name, node in tree.items()}
     return sum(sizes.values()) + (config.num_layers - 1) * sizes["layer_0"]
 

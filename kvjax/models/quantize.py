@@ -246,7 +246,7 @@ def parameter_bytes(config: DecoderConfig, dtype: DTypeLike, weights: WeightCode
       weights: see `held_shapes`.
     """
     # All layers have the same shapes, so that tracing one of them suffices.
-    tree = held_shapes(dataclasses.replace(config, num_layers=1, windows=()), dtype, weights)
+    tree = held_shapes(config.one_layer(), dtype, weights)
     sizes = {
         name: sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(node))
         for name, node in tree.items()

@@ -24,16 +24,21 @@ class RopeKeys:
 
     Attributes:
       theta: key of the base of the frequencies, outside ``rope_parameters``.
+      theta_default: that base if the key is absent.
       partial: key of the fraction of a head's features that is rotated; None if the family rotates all of them.
       partial_default: that fraction if the key is absent.
       original_default: the trained context length in tokens if its key is absent from the top level (Phi-3); None for
         ``max_position_embeddings``.
+      local_theta: key of the base in layers with a sliding window, if they have their own (Gemma 3), outside
+        ``rope_parameters``. Inside, each kind of layer then has an object of its own.
     """
 
     theta: str = "rope_theta"
+    theta_default: float = THETA
     partial: str | None = None
     partial_default: float = 1.0
     original_default: int | None = None
+    local_theta: str | None = None
 
 
 DEFAULT = RopeKeys()
@@ -52,6 +57,8 @@ def read(family: str, raw: Json, keys: RopeKeys, head_dim: int, max_positions: i
     Raises:
       ConfigError: if the type is not supported, or a setting is missing or not valid.
     """
+    if keys.local_theta:
+        raw = _of_kind(raw, "full_attention")
     # A file that was saved by an old release and edited for a new one has both keys; transformers reads the old one.
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = raw.get(name) or {}
@@ -86,7 +93,7 @@ def read(family: str, raw: Json, keys: RopeKeys, head_dim: int, max_positions: i
             f"config.json of {family}: {dim} of {head_dim} features of a head are rotated; it must be an even number "
             f"from 2 to {head_dim}."
         )
-    theta = number("rope_theta", THETA, keys.theta)
+    theta = number("rope_theta", keys.theta_default, keys.theta)
     if kind == "default":
         return Rope(dim, theta)
     original = given.get("original_max_position_embeddings") or max_positions
@@ -121,6 +128,28 @@ def read(family: str, raw: Json, keys: RopeKeys, head_dim: int, max_positions: i
         dim, theta, "longrope", original_max_positions=original, short_factor=short, long_factor=long,
         attention_factor=attention,
     )  # fmt: skip
+
+
+def read_local(family: str, raw: Json, keys: RopeKeys, head_dim: int, max_positions: int) -> Rope:
+    """Reads the rotary embedding of layers with a sliding window, if these have their own; see `read`."""
+    assert keys.local_theta is not None
+    own = {key: value for key, value in _of_kind(raw, "sliding_attention").items() if key != "rope_scaling"}
+    rope = read(family, own, RopeKeys(theta=keys.local_theta), head_dim, max_positions)
+    if rope.scaling != "default":
+        raise ConfigError(
+            f"config.json of {family}: the rope of layers with a sliding window is {rope.scaling}; kvjax reads default "
+            "there."
+        )
+    return rope
+
+
+def _of_kind(raw: Json, kind: str) -> Json:
+    """Returns a ``config.json`` whose ``rope_parameters`` are those of one kind of layers."""
+    given = raw.get("rope_parameters")
+    if not isinstance(given, dict) or not {"full_attention", "sliding_attention"} & set(given):
+        # In the old form, which has no such objects, all settings but the base are of layers with full attention.
+        return raw if kind == "full_attention" else raw | {"rope_parameters": None}
+    return raw | {"rope_parameters": given.get(kind)}
 
 
 def write(config: DecoderConfig, rope: Rope, keys: RopeKeys) -> Json:

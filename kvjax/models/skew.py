@@ -84,7 +84,7 @@ def _query_factors(params: Params, tokens: Array, lengths: Array, *, config: Dec
 
 def can_fold(config: DecoderConfig) -> bool:
     """Whether nothing stands between the projections of queries and keys and their product."""
-    return config.rope is None and not config.qk_norm
+    return not config.rotates and not config.qk_norm
 
 
 def skewed(model: Model, skew: ArrayLike, *, fold: bool | None = None) -> Model:

@@ -73,6 +73,7 @@ class SelectView(NamedTuple):
       window: the number of newest positions that a query sees, including its own; None = all.
       first: [B] int32 position of the step's first token, -1 for a row without a token; None = `newest`, in decoding.
       skew: [K, D, D] of the layer, see `kvjax.models.skew`; None = the identity.
+      soft_cap: c, where logits x become c · tanh(x / c); None = they stay as they are.
     """
 
     position: Array
@@ -86,6 +87,7 @@ class SelectView(NamedTuple):
     window: int | None = None
     first: Array | None = None
     skew: Array | None = None
+    soft_cap: float | None = None
 
     @property
     def active(self) -> Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from kvjax.order import largest
 from kvjax.products import product
+from kvjax.soft_cap import soft_capped
 
 Array = jax.Array
 Normalise = Literal["gap", "softmax", "probability", "none"]
@@ -19,18 +20,20 @@ WORD = 32  # slots whose marks are packed into one uint32
 HALVES = (16, 8, 4, 2, 1)  # steps of a binary search in a word
 
 
-def grouped_logits(query: Array, key: Array, scale: float) -> Array:
+def grouped_logits(query: Array, key: Array, scale: float, soft_cap: float | None = None) -> Array:
     """Computes the logits of each query head over the keys, or summaries, of its KV head, as attention does.
 
     Args:
       query: [B, K, G, D].
       key: [B, K, U, D].
       scale: factor.
+      soft_cap: see `SelectView`.
 
     Returns:
       [B, K, G, U] float32.
     """
-    return product(query.astype(key.dtype), key, transposed=True, dtype=jnp.float32) * scale
+    logits = product(query.astype(key.dtype), key, transposed=True, dtype=jnp.float32) * scale
+    return soft_capped(logits, soft_cap)
 
 
 def rank(

@@ -22,6 +22,7 @@ from kvjax.policies.traits import evicting, splits_heads
 from kvjax.selection.base import Columns, Index, Selection, SelectView
 from kvjax.selection.checks import named
 from kvjax.selection.choose import best, softmax
+from kvjax.soft_cap import soft_capped
 from kvjax.statistics import MASS
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ class Local(Variant):
                 visible &= position > at - problem.window
             # [B, K, G, S]
             logits = problem.scale * _product("bkgd,bksd->bkgs", query.astype(jnp.float32), key)
+            logits = soft_capped(logits, problem.soft_cap)
             dense = jax.lax.stop_gradient(softmax(logits, visible[:, :, None]))
             # [B, K, S]
             paid = jnp.mean(dense, axis=2) if problem.group_reduce == "mean" else jnp.max(dense, axis=2)

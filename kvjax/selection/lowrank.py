@@ -134,7 +134,9 @@ class ShadowKV(Selection):
         # [B, K, U]
         candidate = index["ranked"] & view.active
         number = jnp.broadcast_to(jnp.arange(pages, dtype=jnp.int32), candidate.shape)
-        worth = rank(grouped_logits(query, index["landmark"], view.scale), candidate, normalise="softmax", reduce="max")
+        # [B, K, G, U]
+        score = grouped_logits(query, index["landmark"], view.scale, view.soft_cap)
+        worth = rank(score, candidate, normalise="softmax", reduce="max")
         marks = best(jax.lax.stop_gradient(worth), candidate, number, self.chunks)
         return view.visible & self._by_slot(marks, view.position.shape[2])
 

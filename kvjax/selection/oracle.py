@@ -56,7 +56,7 @@ class Optimal(Selection):
     def chosen(self, index: Index, query: Array, view: SelectView) -> Array:
         candidate = view.visible & ~view.new
         # [B, K, G, S]
-        score = grouped_logits(query, view.key, view.scale)
+        score = grouped_logits(query, view.key, view.scale, view.soft_cap)
         # [B, K, S]
         worth = rank(score, candidate, normalise="probability", reduce="mean", visible=view.visible)
         return best(jax.lax.stop_gradient(worth), candidate, view.position, self.n)

@@ -20,6 +20,7 @@ from kvjax.policies.traits import evicting_while_decoding
 from kvjax.selection.base import Held, Index, Selection, SelectView
 from kvjax.selection.checks import merges, named, rotated_once
 from kvjax.selection.choose import best, rank
+from kvjax.soft_cap import soft_capped
 
 if TYPE_CHECKING:
     from kvjax.storage.base import Storage
@@ -81,7 +82,10 @@ class Pages(Selection):
         raise NotImplementedError
 
     def score(self, index: Index, query: Array, scale: float) -> Array:
-        """Computes the score of each page for each query head, [B, K, G, U] float32, for query [B, K, G, D]."""
+        """Computes the score of each page for each query head, [B, K, G, U] float32, for query [B, K, G, D].
+
+        If the model has a soft-cap of its logits, scores are capped as logits are.
+        """
         raise NotImplementedError
 
     @property
@@ -164,7 +168,7 @@ class Pages(Selection):
         position = jnp.where(last.visible & ~last.new & ~newest, last.position, -1)
 
         def best_pages() -> Array:
-            return self._best(index, query, position, view.scale)
+            return self._best(index, query, position, view)
 
         if self.every == 1:
             pages = best_pages()
@@ -177,14 +181,16 @@ class Pages(Selection):
             pages = stands
         return pages, index
 
-    def _best(self, index: Index, query: Array, position: Array, scale: float) -> Array:
+    def _best(self, index: Index, query: Array, position: Array, view: SelectView) -> Array:
         """Marks the pages to choose, [B, K, U] bool, of those whose position [B, K, U] is not -1."""
         candidate, count = position >= 0, self.pages
         if self.first:
             oldest = jnp.min(jnp.where(candidate, position, jnp.iinfo(jnp.int32).max), axis=2, keepdims=True)
             free, count = position == oldest, count - 1
             candidate &= ~free
-        worth = rank(self.score(index, query, scale), candidate, normalise="gap", reduce="max")
+        # [B, K, G, U]
+        score = soft_capped(self.score(index, query, view.scale), view.soft_cap)
+        worth = rank(score, candidate, normalise="gap", reduce="max")
         chosen = best(jax.lax.stop_gradient(worth), candidate, position, count)
         return (chosen | free) if self.first else chosen
 

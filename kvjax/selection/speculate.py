@@ -127,7 +127,7 @@ class InfiniGen(Selection):
         # [B, K, G, c]
         partial = _take(skewed(query, view.skew), index["columns"])
         # [B, K, G, S]
-        score = grouped_logits(partial, index["partial"], view.scale)
+        score = grouped_logits(partial, index["partial"], view.scale, view.soft_cap)
         # [B, K, S]
         worth = jax.lax.stop_gradient(rank(score, candidate, normalise="gap", reduce="max"))
         # [B, K, 1]

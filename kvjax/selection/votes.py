@@ -36,7 +36,7 @@ class TokenSelect(Selection):
       sinks: the number of oldest tokens that are always read.
       recent: the number of newest tokens that are always read, including the new one; at least 1.
       reuse: the least cosine of two queries, of all heads side by side, for which a choice stands; None = never.
-      scaled: whether logits are scaled before the softmax.
+      scaled: whether logits are scaled, and capped where the model caps them, before the softmax.
       first_layer: layers before this one read everything.
       queries: query heads of a KV head; set by `bound`.
 
@@ -99,7 +99,8 @@ class TokenSelect(Selection):
 
         def votes() -> Array:
             # [B, K, G, S]
-            score = grouped_logits(query, view.key, view.scale if self.scaled else 1.0)
+            factors = (view.scale, view.soft_cap) if self.scaled else (1.0, None)
+            score = grouped_logits(query, view.key, *factors)
             # [B, K, S]
             own = rank(score, candidate, normalise="softmax", reduce="mean")
             layer = jnp.where(candidate, jnp.mean(own, axis=1, keepdims=True), -jnp.inf)

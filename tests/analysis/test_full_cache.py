@@ -104,7 +104,8 @@ def test_a_sink_that_hardly_varies():
 
 ARCHITECTURES = {
     "learned positions and a window": {"rope": None, "learned_positions": True, "windows": (None, 7)},
-    "normalised queries": {"qk_norm": True},
+    "normalised queries, capped logits": {"qk_norm": True, "attention_scale": 0.5, "attention_soft_cap": 1.0},
+    "rope in one layer": {"ropes": (None, Rope(dim=8))},
     # Frequencies that depend on the text's length: 22 tokens are within the trained length, 45 are not.
     "dynamic rope": {"rope": Rope(dim=8, scaling="dynamic", factor=4.0, original_max_positions=30)},
 }

@@ -19,10 +19,13 @@ SMALL = {
     "rotary_pct": 0.5, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 
+#: What single families need at these sizes.
+OWN: dict[str, dict[str, Any]] = {"stablelm": {"partial_rotary_factor": 0.5}}
+
 
 def raw_config(family: str, **changes: Any) -> dict[str, Any]:
     """A ``config.json``; keys of other families in it are ignored."""
-    return {"model_type": family, **SMALL, **changes}
+    return {"model_type": family, **SMALL, **OWN.get(family, {}), **changes}
 
 
 def random_params(config: DecoderConfig, seed: int = 0) -> dict[str, Any]:

@@ -85,6 +85,8 @@ def test_a_policy_that_cannot_be_traced_is_named(name, backend, reason):
             "statistic tail[9] is of the prompt's end, and the step is of decoding",
         ),
         ("pallas_tpu", {"parts": 2}, "it attends to one part, under one window for all rows"),
+        ("pallas_tpu", {"soft_cap": True}, "it has no soft-cap of the logits"),
+        ("pallas_gpu", {"soft_cap": True}, "it has no soft-cap of the logits"),
         ("pallas_tpu", {"trace": None}, "no policy was given that could be traced"),
         (
             "pallas_tpu", {"parts": 3, "codecs": (Integer(4), Integer(4))},

@@ -50,6 +50,17 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 SHORT = {"max_position_embeddings": 16}
 PHI3_LONG = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
+GRANITE = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 0.3,
+}  # fmt: skip
+GEMMA = LLAMA | {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 20}
+GEMMA3 = {
+    "layer_types": ["full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 QWEN_SLIDES = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
 CASES = [
@@ -109,6 +120,40 @@ CASES = [
             rope_scaling={"type": "longrope", "short_factor": [1.0, 1.2], "long_factor": [2.0, 3.0]},
         ),
     ),
+    Case("gemma2", "gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}),
+    Case(
+        "gemma2-no-caps-old-keys", "gemma2",
+        GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+        without("layer_types"),
+    ),
+    Case("gemma3", "gemma3_text", GEMMA | GEMMA3),
+    Case(
+        "gemma3-old-keys", "gemma3_text", GEMMA | {"final_logit_softcapping": 4.0},
+        lambda raw: old_keys(
+            rope_theta=500.0, rope_local_base_freq=50.0, rope_scaling={"rope_type": "linear", "factor": 2.0},
+            sliding_window_pattern=2,
+        )(without("layer_types")(raw)),
+    ),
+    Case("starcoder2-window", "starcoder2", LLAMA | {"sliding_window": 7}),
+    Case("starcoder2-no-bias", "starcoder2", LLAMA | {"use_bias": False, "tie_word_embeddings": False}),
+    Case("stablelm", "stablelm", LLAMA),
+    Case("stablelm-parallel-bias", "stablelm", LLAMA | {"use_parallel_residual": True, "use_qkv_bias": True}),
+    Case("phi", "phi", LLAMA | {"num_key_value_heads": 4}),
+    Case(
+        "phi-norms-old-keys", "phi", LLAMA | {"qk_layernorm": True},
+        old_keys(rope_theta=500.0, partial_rotary_factor=0.25),
+    ),
+    Case("olmo2", "olmo2", LLAMA),
+    Case("olmo2-bias", "olmo2", LLAMA | {"attention_bias": True, "num_key_value_heads": 4}),
+    Case("smollm3", "smollm3", LLAMA | {"no_rope_layer_interval": 2}),
+    Case("smollm3-windows", "smollm3", LLAMA | QWEN_SLIDES | {"no_rope_layers": [0, 1], "attention_bias": True}),
+    Case("granite", "granite", LLAMA | GRANITE),
+    Case("cohere", "cohere", LLAMA | {"logit_scale": 0.5}),
+    Case("cohere-norms-bias", "cohere", LLAMA | {"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.3}),
+    Case(
+        "cohere2", "cohere2",
+        LLAMA | {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.5},
+    ),
 ]  # fmt: skip
 
 
@@ -127,7 +172,11 @@ def make(case: Case, folder: Path, **save: Any) -> Any:
                 parameter.copy_(noise * (0.7 if "emb" in name or "wte" in name else 1.5 * parameter.shape[1] ** -0.5))
             else:
                 # a norm's weight is near 1, which Gemma adds itself; a bias near 0
-                centre = float("norm" in name or "ln_" in name) * name.endswith("weight") * (case.family != "gemma")
+                centre = (
+                    float("norm" in name or "ln_" in name)
+                    * name.endswith("weight")
+                    * (not case.family.startswith("gemma"))
+                )
                 parameter.copy_(centre + 0.3 * noise)
     model.save_pretrained(folder, **save)
     path = Path(folder) / "config.json"

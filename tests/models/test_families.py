@@ -14,7 +14,8 @@ LONGROPE = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_write_inverts_read(family):
-    config = families.read(raw_config(family, eos_token_id=[2, 3], tie_word_embeddings=True))
+    tied = "tie_word_embeddings" not in families.FAMILIES[family].only
+    config = families.read(raw_config(family, eos_token_id=[2, 3], tie_word_embeddings=tied))
     assert families.read(families.write(config)) == config
     assert hash(config) == hash(families.read(families.write(config)))
 

@@ -118,12 +118,14 @@ def _tiles(function: Tile, problem: Problem, extra: tuple[Array, ...], tile: int
         _split(problem.query, QUERY_AXIS, tile, more),
         _split(problem.query_position, 1, tile, more, fill=-1),
         tuple(_split(weight, 1, tile, more) for weight in problem.weights),
+        None if problem.offset is None else _split(problem.offset, QUERY_AXIS, tile, more),
         tuple(_split(x, QUERY_AXIS, tile, more) for x in extra),
     )
 
     def body(sums: Sums, inputs: Any) -> tuple[Sums, tuple[Array, ...]]:
-        query, position, weights, own = inputs
-        result, partial = function(problem.replace(query=query, query_position=position, weights=weights), *own)
+        query, position, weights, offset, own = inputs
+        part = problem.replace(query=query, query_position=position, weights=weights, offset=offset)
+        result, partial = function(part, *own)
         return {name: total + partial[name] for name, total in sums.items()}, result
 
     sums, results = jax.lax.scan(body, _zeros(problem), inputs)

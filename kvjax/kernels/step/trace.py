@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from kvjax.kernels import rank1
+from kvjax.kernels import rank1, registry
 
 if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
@@ -32,6 +32,8 @@ def refuses(request: "Request", backend: str) -> str | None:
     # The step's own token is apart from coded slots.
     if request.parts > (2 if any(request.codecs) else 1) or request.band:
         return "it attends to one part, under one window for all rows"
+    if request.soft_cap:
+        return registry.NO_SOFT_CAP
     for statistic in request.statistics:
         if statistic.words:
             return f"statistic {statistic.name} is {statistic.words[0]} words per slot, not one float32"
