@@ -1,6 +1,7 @@
 """Which heads of a model have which policy in which phase."""
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 from kvjax.errors import PolicyError
@@ -10,6 +11,7 @@ from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
 from kvjax.policies.pools import protecting
+from kvjax.policies.reach import in_window, slots_in_window
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
 
@@ -31,12 +33,20 @@ class Branch(NamedTuple):
     evicts_one: bool
     selection: Selection
 
-    def in_layer(self, layer: int) -> "Branch":
-        """Returns the branch with policies that keep everything in layers before those that a budget is for."""
+    def in_layer(self, layer: int, window: int | None) -> "Branch":
+        """Returns the branch with the policies of one layer.
+
+        They keep everything in layers before those that a budget is for. In a layer with a sliding window, tokens that
+        the window has left are evicted first.
+
+        Args:
+          layer: index of the layer.
+          window: the number of newest positions that a query sees, its own included; None = all.
+        """
 
         def own(policy: Evict) -> Evict:
             if policy.budget is None or layer >= policy.budget.first_layer:
-                return policy
+                return policy if window is None else in_window(policy, window)
             return Evict(
                 importance=keep, budget=None, positions=policy.positions, group_reduce=policy.group_reduce,
                 name=policy.name,
@@ -44,6 +54,10 @@ class Branch(NamedTuple):
 
         prompt = own(self.prompt)
         return self._replace(prompt=prompt, decode=prompt if self.decode is self.prompt else own(self.decode))
+
+    def slots_in(self, policy: Evict, slots: int, window: int | None) -> int:
+        """Returns the slots that a layer needs of a budget; see `in_layer`."""
+        return slots if window is None else slots_in_window(slots, window, partial(self.check_slots, policy))
 
     def protecting(self) -> "Branch":
         """Returns the branch with policies that do not evict what the selection always reads, for want of a choice."""

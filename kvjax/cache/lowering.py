@@ -70,7 +70,7 @@ def lower(
       PolicyError: a combination, a budget or a table of heads that cannot work.
       ConfigError: an implementation asked for by name whose attention cannot run.
     """
-    name = spec.name
+    name, windows = spec.name, _windows(spec, config)
     spec = dataclasses.replace(spec, storage=spec.storage.bound(config.num_kv_heads))
     for layer in range(config.num_layers):
         # Raises where a codec cannot hold such a head.
@@ -87,8 +87,8 @@ def lower(
     prompt_groups: list[tuple[Group, ...]] = []
     decode_groups: list[tuple[Group, ...]] = []
     totals = lengths + sizes.following if totals is None else totals
-    budgets = _all_budgets(branches, lengths, totals, config.num_layers)
-    sized = [_largest(branch, config.num_layers, sizes) for branch in branches]
+    budgets = _all_budgets(branches, lengths, totals, windows)
+    sized = [_largest(branch, sizes, windows) for branch in branches]
     kernels = Chooser(config, sizes, implementation, platform, dtype)
     for layer in range(config.num_layers):
         before: list[Group] = []
@@ -97,7 +97,7 @@ def lower(
             heads = None if branch.heads is None else branch.heads[layer]
             if heads == ():
                 continue
-            own = branch.in_layer(layer)
+            own = branch.in_layer(layer, windows[layer])
             limited = _limited(own)
             largest = [each[layer] if each and limits else None for each, limits in zip(most, limited, strict=True)]
             early, late = _groups(spec, own, layer, heads, largest, config, sizes, kernels)
@@ -125,17 +125,25 @@ def budgets_of(spec: CacheSpec, config: DecoderConfig, lengths: np.ndarray, tota
       PolicyError: a budget that cannot work for one of the lengths.
     """
     branches = [branch.protecting() for branch in branches_of(spec.policy, spec.selection, config)]
-    return _all_budgets(branches, lengths, totals, config.num_layers)
+    return _all_budgets(branches, lengths, totals, _windows(spec, config))
 
 
-def _all_budgets(branches: list[Branch], lengths: np.ndarray, totals: np.ndarray, layers: int) -> Budgets:
+def _windows(spec: CacheSpec, config: DecoderConfig) -> tuple[int | None, ...]:
+    """Returns the sliding window of each layer that budgets and evictions follow."""
+    # What a tier or a pair of layers holds is of one order of tokens for all; there, windows only hide tokens.
+    return (None,) * config.num_layers if isinstance(spec.storage.layout, Tiers | Pairs) else config.windows
+
+
+def _all_budgets(
+    branches: list[Branch], lengths: np.ndarray, totals: np.ndarray, windows: tuple[int | None, ...]
+) -> Budgets:
     """Returns the budgets of every layer and branch that has heads in it."""
-    resolved = [_budgets(branch, lengths, totals, layers) for branch in branches]
+    resolved = [_budgets(branch, lengths, totals, windows) for branch in branches]
     prompt: list[tuple[np.ndarray | None, ...]] = []
     decode: list[tuple[np.ndarray | None, ...]] = []
-    for layer in range(layers):
+    for layer, window in enumerate(windows):
         here = [
-            (rows, _limited(branch.in_layer(layer)))
+            (rows, _limited(branch.in_layer(layer, window)))
             for branch, rows in zip(branches, resolved, strict=True)
             if branch.heads is None or branch.heads[layer]
         ]
@@ -181,9 +189,10 @@ def most_positions(lowered: Lowered, lengths: np.ndarray, totals: np.ndarray, bl
 
 
 def _budgets(
-    branch: Branch, lengths: np.ndarray, totals: np.ndarray, layers: int
+    branch: Branch, lengths: np.ndarray, totals: np.ndarray, windows: tuple[int | None, ...]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Returns the slots of the prompt and of decoding, [L, B] int32 each; None where every token is kept."""
+    layers = len(windows)
 
     def slots(policy: Evict) -> np.ndarray | None:
         if branch.selection.budget is not None:
@@ -192,21 +201,31 @@ def _budgets(
             return None
         with named(policy.name):
             counted = totals if policy.budget.of_text else lengths
-            return batch_slots(policy.budget, counted, layers, functools.partial(branch.check_slots, policy))
+            rows = batch_slots(policy.budget, counted, layers, functools.partial(branch.check_slots, policy))
+        own = [
+            [branch.slots_in(policy, int(each), window) for each in row]
+            for row, window in zip(rows, windows, strict=True)
+        ]
+        return np.array(own, np.int32).reshape(rows.shape)
 
     first = slots(branch.prompt)
     return first, first if branch.decode is branch.prompt else slots(branch.decode)
 
 
-def _largest(branch: Branch, layers: int, sizes: Sizes) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+def _largest(
+    branch: Branch, sizes: Sizes, windows: tuple[int | None, ...]
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Returns the slots of each layer that arrays are sized for, of the prompt and of decoding."""
+    layers = len(windows)
 
     def slots(policy: Evict) -> tuple[int, ...] | None:
         if policy.budget is None or branch.selection.budget is not None:  # hides slots and frees none
             return None
         if policy.budget.of_text:
-            return policy.budget.slots(sizes.total, layers)
-        return policy.budget.largest(sizes.prompts, layers)
+            most = policy.budget.slots(sizes.total, layers)
+        else:
+            most = policy.budget.largest(sizes.prompts, layers)
+        return tuple(branch.slots_in(policy, each, window) for each, window in zip(most, windows, strict=True))
 
     return slots(branch.prompt), slots(branch.decode)
 
