@@ -192,9 +192,9 @@ def test_more_tokens_than_there_is_room_for_are_refused(held):
     policy = policies.h2o(4) if held.name.startswith("mikv") else policies.full()
     layout = lowered(held, policy, LENGTHS, 5).layout
     state = types.SimpleNamespace(length=LENGTHS + np.array([0, 2, 0]), prompt=LENGTHS)
-    generate._check_room(Prefilled(None, state, layout), 4)
+    generate.check_room(Prefilled(None, state, layout), 4)
     with pytest.raises(InputError, match="2 tokens were decoded and 5 are to follow, but the cache is for 5"):
-        generate._check_room(Prefilled(None, state, layout), 5)
+        generate.check_room(Prefilled(None, state, layout), 5)
 
 
 @pytest.mark.parametrize(
