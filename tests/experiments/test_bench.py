@@ -70,7 +70,7 @@ def test_a_filled_cache_is_that_of_a_prompt():
     config = dataclasses.replace(shapes.by_name("tiny"), num_layers=2, windows=(), max_positions=64)
     model = sides.random_model(config, 64)
     for policy, kept in ((policies.h2o(budget=8), 8), (policies.full(), 20)):
-        state, layout = fill.filled(model, CacheSpec(policy), 2, 20, 6)[1:]
+        _, state, layout, *_ = fill.filled(model, CacheSpec(policy), 2, 20, 6)
         after = prefill(
             model, sides.random_prompt(config, 2, 20), policy, max_new_tokens=7, limits=Limits(20, 7, shortest=20)
         )  # fmt: skip
