@@ -26,7 +26,7 @@ from kvjax.models import offload
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES
 from kvjax.models.quantize import WeightCodes, held_shapes
-from kvjax.products.quantized import QuantizedMatrix, is_quantized
+from kvjax.products.quantized import MATRIX, QuantizedMatrix, is_quantized
 from kvjax.sharding import Params, PyTree
 from kvjax.storage.calibration import side_shapes
 
@@ -43,7 +43,8 @@ class Roofline:
     Attributes:
       cache: bytes of the KVState on the device.
       host: bytes in host memory: of weights and of keys and values.
-      weights_moved: bytes of weights that a step reads. Tables from which it looks up single rows are not counted.
+      weights_moved: bytes of weights that a step reads. Tables from which it looks up single rows are not counted. Of
+        routed experts, those count that the rows choose on average, if every choice is as likely as any other.
       cache_moved: bytes that a step reads (keys, values and positions of the slots that are read, their statistics,
         and the selection's index of all slots) and writes (statistics and new slots).
       link_moved: bytes that a step moves from host memory to the device: weights, and slots, in arrays of fixed shapes.
@@ -202,9 +203,14 @@ def roofline(config: DecoderConfig, shapes: Shapes, slots: tuple[AverageSlots, .
     batch = state.length.shape[0]
     leaves = jax.tree_util.tree_leaves_with_path(shapes.params, is_leaf=is_quantized)
     matrices = [leaf for path, leaf in leaves if _is_read(config, path)]
+    experts = [leaf for leaf in matrices if len(leaf.shape) > MATRIX]
     rows = _local(state.length)[0]
+    # The shares of the experts that one token goes through, and that are read for all rows.
+    chosen = config.experts_per_token / max(config.num_experts, 1)
+    hit = 1 - (1 - chosen) ** rows
     # A multiplication and an addition per row and matrix element; the decoding of codes is not counted.
-    flops = 2.0 * rows * sum(math.prod(_local_matrix(leaf)) for leaf in matrices if len(leaf.shape) == 2)
+    flops = 2.0 * rows * sum(math.prod(_local_matrix(leaf)) for leaf in matrices if len(leaf.shape) == MATRIX)
+    flops += 2.0 * rows * chosen * sum(math.prod(_local_matrix(leaf)) for leaf in experts)
     moved, linked = 0.0, 0.0
     for (index, layer), own in zip(layers_of(state), slots, strict=True):
         local_rows, kv_heads, _ = _local(layer.position)
@@ -218,7 +224,7 @@ def roofline(config: DecoderConfig, shapes: Shapes, slots: tuple[AverageSlots, .
         # A selection looks at its index of all that is held.
         moved += local_rows * kv_heads * (attended + own.held * _slot_bytes(layer.index, layer))
         linked += local_rows * kv_heads * own.fetched * _fetched_slot_bytes(layer)
-    weights = local_bytes(matrices)
+    weights = local_bytes(matrices) - round((1 - hit) * local_bytes(experts))
     link = round(linked) + local_bytes(shapes.params, HOST)
     seconds = {
         "memory": device.bandwidth and (weights + moved) / device.bandwidth,
@@ -300,8 +306,8 @@ def _local_matrix(leaf: jax.Array | jax.ShapeDtypeStruct | QuantizedMatrix) -> t
     """Returns the shape [in, out] of a matrix's part on one device, or that of another parameter's part."""
     if not isinstance(leaf, QuantizedMatrix):
         return _local(leaf)
-    groups, _, outputs = _local(leaf.codes)
-    return groups * leaf.group, outputs
+    *experts, groups, _, outputs = _local(leaf.codes)
+    return *experts, groups * leaf.group, outputs
 
 
 def local_bytes(tree: PyTree, memory: str | None = None) -> int:

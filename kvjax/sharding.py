@@ -27,7 +27,8 @@ RULES: Mapping[str, str | None] = {
     "embed": None,
 }
 
-#: The last two names of a parameter's path -> the logical axes of its dimensions ([in, out] for a projection).
+#: The last two names of a parameter's path -> the logical axes of its last dimensions ([in, out] for a projection).
+#: Dimensions before these, such as one of experts, are not divided.
 PARAMETERS: Mapping[tuple[str, ...], tuple[str | None, ...]] = {
     ("embed", "tokens"): ("vocab", "embed"),
     ("head", "kernel"): ("embed", "vocab"),
@@ -186,10 +187,12 @@ def parameter_spec(
     counts: dict[str | None, int] = {"heads": head_counts[0], "kv_heads": head_counts[1]}
     if (axes := PARAMETERS.get(tuple(path[-3:-1]))) and path[-1] in QUANTIZED:
         # [G, bytes, out], [G, out] or [in]: between heads, and between groups.
-        axes = (None,) * len(shape) if path[-1] == "order" else (axes[0], *(None,) * (len(shape) - 2), axes[1])
+        own = {"codes": (axes[0], None, axes[1]), "order": (None,)}.get(path[-1], axes)
+        axes = (*(None,) * (len(shape) - len(own)), *own)
         sizes = [math.gcd(counts.get(axis, size), size) for axis, size in zip(axes, shape, strict=True)]
         return spec(axes, sizes, mesh)
-    axes = PARAMETERS.get(tuple(path[-2:]), (None,) * len(shape))
+    axes = PARAMETERS.get(tuple(path[-2:]), ())
+    axes = (*(None,) * (len(shape) - len(axes)), *axes)
     return spec(axes, [counts.get(axis, size) for axis, size in zip(axes, shape, strict=True)], mesh)
 
 

@@ -50,6 +50,7 @@ MODELS = {
     ),
     "gqa": _config(8, 4, tie_embeddings=False, qkv_bias=True, qk_norm=True),
     "mqa": _config(8, 1),
+    "experts": dataclasses.replace(_config(8, 4, tie_embeddings=False), num_experts=4, experts_per_token=2),
 }  # fmt: skip
 
 
@@ -101,7 +102,7 @@ _LIST = [
     Case("mha", "window", "data:8", ragged=True),
     Case("mha", "h2o", "model:2", prefill_block=5, ragged=True),
     Case("gqa", "h2o", "data:2,model:4", ragged=True, scored=True, layers=2),
-    Case("gqa", "full", "data:4,model:2", ragged=True),
+    Case("experts", "full", "data:4,model:2", ragged=True),
     Case("gqa", "window", "model:2", positions="cache"),
     # A merge moves whole keys: where these are replicated, none may be gathered.
     Case("gqa", "roco", "data:1,model:8", merge="d2o"),
@@ -241,6 +242,7 @@ def check(case: Case) -> dict[str, Any]:
     held = jax.tree.leaves([(layer.stores, layer.index) for result in spread for layer in result.state.layers])
     expected_state = [[ROWS // data, kv_heads, *leaf.shape[2:]] for leaf in held]
     layer = model.params["layer_0"]
+    experts = [config.num_experts] if config.num_experts else []
     rows = kv_heads * config.head_dim
     query = config.num_heads // split * config.head_dim
     chosen = {
@@ -248,8 +250,8 @@ def check(case: Case) -> dict[str, Any]:
         "key": (layer["attention"]["key"]["kernel"], [64, rows]),
         "value": (layer["attention"]["value"]["kernel"], [64, rows]),
         "out": (layer["attention"]["out"]["kernel"], [query, 64]),
-        "up": (layer["mlp"]["up"]["kernel"], [64, 128 // split]),
-        "down": (layer["mlp"]["down"]["kernel"], [128 // split, 64]),
+        "up": (layer["mlp"]["up"]["kernel"], [*experts, 64, 128 // split]),
+        "down": (layer["mlp"]["down"]["kernel"], [*experts, 128 // split, 64]),
         "embed": (model.params["embed"]["tokens"], [96 // split, 64]),
         "norm": (layer["attention_norm"]["scale"], [64]),
     }

@@ -14,6 +14,7 @@ from experiments.bench.sides import CALLS, in_turns, reading, timed
 from kvjax.devices import DEVICES, GIGA, TERA, Device
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_shapes
+from kvjax.products.quantized import MATRIX
 
 SQUARE = {"cpu": 1024}  # rows and columns of the product that is measured, by platform
 LARGE = 8192  # elsewhere: 1.1e12 operations on arrays of 128 MiB in bfloat16
@@ -85,12 +86,14 @@ def multiplying(dtype: str) -> Iterator[float]:
 def prompt_flops(config: DecoderConfig, batch: int, context: int) -> int:
     """Floating-point operations of a prompt's matrix products: what a model FLOPs utilisation counts.
 
-    Every token goes through the matrices of all layers, the last one of each row through the output head, and a query
-    attends to itself and the tokens before it, within its window. A multiply-add is two operations. What a policy
-    computes besides is not counted.
+    Every token goes through the matrices of all layers (of experts, those that it chooses), the last one of each row
+    through the output head, and a query attends to itself and the tokens before it, within its window. A multiply-add
+    is two operations. What a policy computes besides is not counted.
     """
     layers = [node for name, node in parameter_shapes(config).items() if name.startswith("layer_")]
-    weights = sum(leaf.size for leaf in jax.tree.leaves(layers) if leaf.ndim == 2)
+    weights = sum(leaf.size for leaf in jax.tree.leaves(layers) if leaf.ndim == MATRIX)
+    experts = sum(leaf.size for leaf in jax.tree.leaves(layers) if leaf.ndim > MATRIX)
+    weights += experts * config.experts_per_token // max(config.num_experts, 1)
     # [T], then its sum for each layer
     seen = np.arange(1, context + 1)
     attended = sum(int(np.minimum(seen, window or context).sum()) for window in config.windows)

@@ -82,6 +82,7 @@ def load(
         quantize.check(config, codes)
         place = _Place(config, mesh, on_host)
         params: dict[str, PyTree] = {}
+        stacks: dict[names.Path, list[Any]] = {}
         for tensor in _expected(folder, config, stored, form):
             parts: list[Any]
             coded = codes is not None and codes.takes(tensor.paths[0])
@@ -98,6 +99,12 @@ def load(
                 for key in path[:-1]:
                     node = node.setdefault(key, {})
                 part = parts.pop(0)
+                if tensor.stack:
+                    entries = stacks.setdefault(path, [])
+                    entries.append(part)
+                    if len(entries) < tensor.stack:
+                        continue
+                    part = _stacked(stacks.pop(path), path)
                 node[path[-1]] = place.coded(part, path, codes, target) if codes and coded else place(part, path)
                 del part
     except OSError as error:
@@ -228,6 +235,17 @@ def _expected(
             f"{config.num_layers} layers, hidden size {config.hidden_size}, {len(wanted)} tensors): {what}."
         )
     return expected
+
+
+def _stacked(entries: list[Any], path: names.Path) -> Any:
+    """Joins the entries of a parameter, each of which was a tensor of its own."""
+    try:
+        return jax.tree.map(lambda *each: np.stack(each), *entries)
+    except ValueError:
+        raise CheckpointError(
+            f"the quantised matrices of {'/'.join(path)} differ in form (some have activation order, or groups of "
+            "another size); kvjax reads experts of one form."
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)

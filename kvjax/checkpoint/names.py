@@ -32,6 +32,9 @@ class Tensor:
       heads: if above 0, the number of heads of a fused tensor that is ordered by head: [heads, parameters, D, ...],
         flattened.
       neighbours: if above 0, the features of a head, whose rotary pairs are neighbours in the checkpoint; see `Names`.
+      stack: if above 0, the number of tensors of which each is one entry of the parameters, as each expert's is: the
+        parameters are [stack, *shape].
+      index: of the entry.
     """
 
     name: str
@@ -40,6 +43,8 @@ class Tensor:
     out_first: bool = False
     heads: int = 0
     neighbours: int = 0
+    stack: int = 0
+    index: int = 0
 
     @property
     def shape(self) -> Shape:
@@ -162,17 +167,22 @@ def _matching(
                 for path in shapes
                 if path[:-1] == tuple(target.split(".")) and (path[-1] == "bias") == (leaf == "bias")
             ]
-            if matches:
-                found.append(
-                    Tensor(
-                        name=f"{prefix}{source}.{leaf}",
-                        paths=tuple((*root, *path) for path in matches),
-                        shapes=tuple(shapes[path] for path in matches),
-                        out_first=matches[0][-1] == "kernel" and not (names.in_first and bool(root)),
-                        heads=config.num_heads if len(matches) > 1 and names.interleaved else 0,
-                        neighbours=config.head_dim if names.neighbours and _ROTATED & set(matches[0]) else 0,
-                    )
-                )
+            if not matches:
+                continue
+            stack = shapes[matches[0]][0] if "*" in source else 0
+            whole = Tensor(
+                name=f"{prefix}{source}.{leaf}",
+                paths=tuple((*root, *path) for path in matches),
+                shapes=tuple(shapes[path][1 if stack else 0 :] for path in matches),
+                out_first=matches[0][-1] == "kernel" and not (names.in_first and bool(root)),
+                heads=config.num_heads if len(matches) > 1 and names.interleaved else 0,
+                neighbours=config.head_dim if names.neighbours and _ROTATED & set(matches[0]) else 0,
+                stack=stack,
+            )
+            found += [
+                dataclasses.replace(whole, name=whole.name.replace("*", str(index)), index=index)
+                for index in range(stack)
+            ] or [whole]
     return found
 
 

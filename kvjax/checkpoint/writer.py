@@ -80,6 +80,7 @@ def _parts(tensor: names.Tensor, params: Params) -> list[Any]:
         node: PyTree = params
         for key in path:
             node = node.get(key) if hasattr(node, "get") else None
+        shape = (tensor.stack, *shape) if tensor.stack else shape
         if node is None or getattr(node, "shape", None) != shape:
             found = "absent" if node is None else f"of shape {list(getattr(node, 'shape', []))}"
             raise CheckpointError(
@@ -124,9 +125,12 @@ def _entries(tensor: names.Tensor, parts: list[Any]) -> list[Entry]:
     if not is_quantized(parts[0]):
 
         def read() -> np.ndarray:
-            return tensor.merge([np.asarray(jax.device_get(part)) for part in parts])
+            own = [part[tensor.index] for part in parts] if tensor.stack else parts
+            return tensor.merge([np.asarray(jax.device_get(part)) for part in own])
 
         return [Entry(tensor.name, parts[0].dtype.name, tensor.shape, read)]
+    if tensor.stack:
+        parts = [jax.tree.map(lambda x: x[tensor.index], part) for part in parts]
     return [Entry(name, each.dtype, each.shape, each.read) for name, each in quantized.written(tensor, parts).items()]
 
 

@@ -31,7 +31,7 @@ class DecoderConfig:
       num_heads: the number of query heads, a multiple of `num_kv_heads`.
       num_kv_heads: the number of KV heads: `num_heads` for multi-head attention, 1 for multi-query attention.
       head_dim: the number of features of a head.
-      mlp_size: the number of hidden features of the MLP.
+      mlp_size: the number of hidden features of the MLP, or of one expert.
       max_positions: the trained context length in tokens. A learned position table ends there; RoPE does not.
       rope: the rotary embedding, or None.
       ropes: per layer, the rotary embedding or None, if layers differ in it (SmolLM3, Gemma 3); an empty tuple means
@@ -51,13 +51,16 @@ class DecoderConfig:
       residual_scale: factor on the output of attention and of the MLP before it is added (Granite).
       activation: Hugging Face name of the MLP's activation function.
       gated_mlp: whether the MLP computes activation(gate) * up instead of activation(up).
+      num_experts: the number of experts of the MLP, of which a router chooses some for each token; 0 = a dense MLP.
+      experts_per_token: the number of experts that each token goes through.
+      normalised_experts: whether the weights of a token's experts are divided by their sum.
       qkv_bias: whether the query, key and value projections have a bias.
       out_bias: whether the output projection of attention has a bias.
       mlp_bias: whether the projections of the MLP have a bias.
       head_bias: whether the output head has a bias.
       qk_norm: whether queries and keys pass through a norm of the kind `norm` before they are rotated.
       qk_norm_form: ``shared`` normalises each head by itself, with one scale [D] for all heads (Qwen3); ``per_head``
-        has a scale for each head and no bias (Cohere); ``joint`` normalises all heads together, [heads * D] (OLMo 2).
+        has a scale for each head and no bias (StableLM); ``joint`` normalises all heads together, [heads * D] (OLMo 2).
       attention_scale: factor of the logits of attention; None = head_dim ** -0.5.
       attention_soft_cap: c, where logits of attention x become c · tanh(x / c) (Gemma 2); None = they stay as they are.
       embed_size: the number of features of the token embedding, which is projected if it differs from `hidden_size`
@@ -98,6 +101,9 @@ class DecoderConfig:
     residual_scale: float = 1.0
     activation: str = "silu"
     gated_mlp: bool = True
+    num_experts: int = 0
+    experts_per_token: int = 0
+    normalised_experts: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -126,6 +132,13 @@ class DecoderConfig:
                 f"windows has {len(self.windows)} entries for {self.num_layers} layers; give one for each, or () for "
                 "none."
             )
+        if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"experts_per_token is {self.experts_per_token} of {self.num_experts} experts; a token goes through 1 "
+                f"to {self.num_experts} of them."
+            )
+        if self.num_experts and (self.mlp_bias or not self.gated_mlp):
+            raise ConfigError("routed experts are gated MLPs without biases; leave out mlp_bias and gated_mlp=False.")
         if len(self.ropes) not in (0, self.num_layers):
             raise ConfigError(
                 f"ropes has {len(self.ropes)} entries for {self.num_layers} layers; give one for each, or () for the "

@@ -22,6 +22,7 @@ from kvjax.cache.state import Block, KVState
 from kvjax.cache.state import Layer as LayerCache
 from kvjax.cache.step import Seen, step_layer
 from kvjax.models.config import DecoderConfig, LayerKind
+from kvjax.models.experts import Experts
 from kvjax.models.layers import Embed, Linear, Mlp, Norm, PositionEmbed
 from kvjax.sharding import Params
 from kvjax.soft_cap import soft_capped
@@ -164,7 +165,7 @@ class Layer(nn.Module):
         """Returns the residual stream [B, n, hidden] after the layer, and more; see `Attention`."""
         config = self.config
         attention = Attention(config, self.kind, self.dtype, name="attention")
-        mlp = Mlp(config, self.dtype, name="mlp")
+        mlp = (Experts if config.num_experts else Mlp)(config, self.dtype, name="mlp")
         norm = functools.partial(Norm, config, self.dtype)
         # [B, n, hidden] all
         before = x

@@ -9,10 +9,10 @@ from kvjax.errors import ConfigError
 from kvjax.models import family
 from kvjax.models.config import DecoderConfig
 from kvjax.models.family import Family, Json
-from kvjax.models.tables import cohere, gemma, layer_norm, llama
+from kvjax.models.tables import cohere, experts, gemma, layer_norm, llama
 
 #: ``model_type`` -> family.
-FAMILIES: dict[str, Family] = layer_norm.FAMILIES | llama.FAMILIES | gemma.FAMILIES | cohere.FAMILIES
+FAMILIES: dict[str, Family] = layer_norm.FAMILIES | llama.FAMILIES | gemma.FAMILIES | cohere.FAMILIES | experts.FAMILIES
 
 _LATENT = (
     "its attention is latent (DeepSeek-V2, arXiv:2405.04434, section 2.1): a token has one compressed vector for all "

@@ -27,7 +27,8 @@ class Names:
         component of the prefix.
       top: modules outside the layers: name in the checkpoint -> name in kvjax.
       layer: modules inside a layer: name in the checkpoint -> name in kvjax, or several names if the checkpoint fuses
-        these modules into one tensor.
+        these modules into one tensor. ``*`` stands for 0, 1, ..., where the checkpoint has a tensor for each entry of a
+        parameter, such as each expert's.
       layers: name of the list of layers.
       head: name of the output head.
       in_first: whether the matrices of a layer are stored [in, out] (Conv1D in GPT-2).

@@ -1,8 +1,8 @@
 """Weights as integers: which matrices of a decoder become codes, and a function that makes them so.
 
 The projections of every layer are quantised by groups of inputs, as FlexGen does (arXiv:2303.06865, section 4), for the
-rows with 4-bit weights of H2O (arXiv:2306.14048, Table 7). Embeddings, norms and biases stay as they are, and so does
-the output head unless it is asked for.
+rows with 4-bit weights of H2O (arXiv:2306.14048, Table 7). Embeddings, norms, biases and the routers of experts stay as
+they are, and so does the output head unless it is asked for.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from kvjax import memory, sharding
 from kvjax.arguments import count_argument
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
+from kvjax.models.experts import ROUTER
 from kvjax.models.model import Model
 from kvjax.models.offload import LAYER, in_host_memory
 from kvjax.models.parameters import parameter_shapes
@@ -67,7 +68,7 @@ class WeightCodes:
 
     def takes(self, path: Sequence[str]) -> bool:
         """Returns whether the parameter of a path from the root of the tree becomes codes."""
-        in_layer = path[0].startswith(LAYER) and path[-1] == "kernel"
+        in_layer = path[0].startswith(LAYER) and path[-1] == "kernel" and path[-2] != ROUTER
         return in_layer or (self.head and tuple(path) == HEAD)
 
     def group_of(self, path: Sequence[str], inputs: int) -> int:
@@ -172,7 +173,7 @@ def quantized(
     """Quantises one matrix.
 
     Args:
-      kernel: [in, out].
+      kernel: [in, out], or [E, in, out] of experts.
       path: its path from the root of the parameter tree.
       weights: how it is quantised.
       mesh: the mesh that it is sharded over.
@@ -183,7 +184,7 @@ def quantized(
     Raises:
       ConfigError: see `WeightCodes.group_of`.
     """
-    group = weights.group_of(path, kernel.shape[0])
+    group = weights.group_of(path, kernel.shape[-2])
     made = quantize(memory.to_device(kernel), weights.bits, group, dtype)
     return placed(made, path, mesh, heads, on_host=on_host)
 
@@ -231,7 +232,7 @@ def held_shapes(config: DecoderConfig, dtype: DTypeLike = jnp.float32, weights: 
         names = sharding.path_names(path)
         if not weights.takes(names):
             return leaf
-        return quantized_shape(leaf.shape, weights.bits, weights.group_of(names, leaf.shape[0]), dtype)
+        return quantized_shape(leaf.shape, weights.bits, weights.group_of(names, leaf.shape[-2]), dtype)
 
     found: Params = jax.tree_util.tree_map_with_path(code, params)
     return found

@@ -25,6 +25,7 @@ from kvjax.sharding import QUANTIZED
 Array = jax.Array
 
 BYTE = 8  # bits
+MATRIX = 2  # dimensions
 WIDTHS = (2, 4, 8)  # bits of a code, so that whole codes fill a byte
 PARTS = QUANTIZED  # the arrays of a matrix, by the names of their fields
 
@@ -35,6 +36,8 @@ PARTS = QUANTIZED  # the arrays of a matrix, by the names of their fields
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatrix:
     """A matrix [in, out] as codes; G groups of g inputs, of which each has its scale and zero for every output.
+
+    The matrices of several experts are one, [E, in, out], whose arrays have the experts before other dimensions.
 
     Attributes:
       codes: [G, g · bits / 8, out] uint8. Code c of byte row r, from the lowest bits up, is of input
@@ -52,15 +55,15 @@ class QuantizedMatrix:
     bits: int = 4
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """[in, out]."""
-        groups, rows, outputs = self.codes.shape
-        return groups * rows * BYTE // self.bits, outputs
+    def shape(self) -> tuple[int, ...]:
+        """[in, out], or [E, in, out]."""
+        *experts, groups, rows, outputs = self.codes.shape
+        return *experts, groups * rows * BYTE // self.bits, outputs
 
     @property
     def group(self) -> int:
         """Inputs of a group."""
-        return self.codes.shape[1] * BYTE // self.bits
+        return self.codes.shape[-2] * BYTE // self.bits
 
 
 def is_quantized(leaf: Any) -> bool:
@@ -122,11 +125,15 @@ def quantize(matrix: Array, bits: int, group: int, dtype: DTypeLike) -> Quantize
     a scale, and what rounding the scale adds.
 
     Args:
-      matrix: [in, out].
+      matrix: [in, out], or [E, in, out], of which one matrix at a time is quantised.
       bits: one of `WIDTHS`.
       group: inputs of a group; it must divide their number and fill whole bytes, see `group_size`.
       dtype: of the scales.
     """
+    if matrix.ndim > MATRIX:
+        experts = [quantize(each, bits, group, dtype) for each in matrix]
+        stacked: QuantizedMatrix = jax.tree.map(lambda *parts: jnp.stack(parts), *experts)
+        return stacked
     # Two programs: in one, XLA may compute codes from scales that are not rounded yet.
     scale, low = _scales(matrix, bits=bits, group=group, dtype=jnp.dtype(dtype))
     codes, zero = _codes(matrix, scale, low, bits=bits)
@@ -158,12 +165,14 @@ def _codes(matrix: Array, scale: Array, low: Array, *, bits: int) -> tuple[Array
 
 
 def dequantize(matrix: QuantizedMatrix, dtype: DTypeLike = jnp.float32) -> Array:
-    """Returns the matrix [in, out], with inputs in their own order.
+    """Returns the matrix [in, out] or [E, in, out], with inputs in their own order.
 
     Args:
       matrix: the codes.
       dtype: of the result, which is computed in float32.
     """
+    if len(matrix.shape) > MATRIX:
+        return jax.vmap(functools.partial(dequantize, dtype=dtype))(matrix)
     rows = rows_of(matrix, dtype)
     return rows if matrix.order is None else jnp.zeros_like(rows).at[matrix.order].set(rows)
 
@@ -252,13 +261,13 @@ def _tied_by_value(matrix: QuantizedMatrix, x: Array) -> QuantizedMatrix:
 
 
 def quantized_shape(shape: tuple[int, ...], bits: int, group: int, dtype: DTypeLike) -> QuantizedMatrix:
-    """Returns what `quantize` makes of a matrix [in, out], with `jax.ShapeDtypeStruct` for arrays."""
-    inputs, outputs = shape
+    """Returns what `quantize` makes of [in, out] or [E, in, out], with `jax.ShapeDtypeStruct` for arrays."""
+    *experts, inputs, outputs = shape
     groups = inputs // group
     made = {
-        "codes": ((groups, group * bits // BYTE, outputs), jnp.uint8),
-        "scale": ((groups, outputs), dtype),
-        "zero": ((groups, outputs), jnp.uint8),
+        "codes": ((*experts, groups, group * bits // BYTE, outputs), jnp.uint8),
+        "scale": ((*experts, groups, outputs), dtype),
+        "zero": ((*experts, groups, outputs), jnp.uint8),
     }
     shapes: dict[str, Any] = {name: jax.ShapeDtypeStruct(*each) for name, each in made.items()}
     return QuantizedMatrix(bits=bits, **shapes)

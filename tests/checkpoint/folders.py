@@ -20,7 +20,11 @@ SMALL = {
 }  # fmt: skip
 
 #: What single families need at these sizes.
-OWN: dict[str, dict[str, Any]] = {"stablelm": {"partial_rotary_factor": 0.5}}
+OWN: dict[str, dict[str, Any]] = {
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "mixtral": {"num_local_experts": 3},
+    "qwen3_moe": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+}
 
 
 def raw_config(family: str, **changes: Any) -> dict[str, Any]:
@@ -41,7 +45,10 @@ def get(params: Any, path: names.Path) -> Any:
 
 def tensors(config: DecoderConfig, params: Any) -> dict[str, np.ndarray]:
     """What a checkpoint of these parameters holds."""
-    return {t.name: t.merge([get(params, path) for path in t.paths]) for t in names.tensors(config)}
+    return {
+        t.name: t.merge([get(params, path)[t.index] if t.stack else get(params, path) for path in t.paths])
+        for t in names.tensors(config)
+    }
 
 
 def flax_tree(found: dict[str, np.ndarray]) -> dict[str, Any]:

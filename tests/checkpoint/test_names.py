@@ -16,18 +16,21 @@ from tests.checkpoint.folders import get, random_params, raw_config
 def test_every_parameter_is_in_one_tensor(family):
     config = families.read(raw_config(family))
     params = random_params(config)
-    covered = []
+    covered: dict[names.Path, int] = {}
+    stacks: dict[names.Path, int] = {}
     for tensor in names.tensors(config):
-        parts = [get(params, path) for path in tensor.paths]
+        parts = [get(params, path)[tensor.index] if tensor.stack else get(params, path) for path in tensor.paths]
         merged = tensor.merge(parts)
         assert merged.shape == tensor.shape
         for part, back in zip(parts, tensor.split(merged), strict=True):
             np.testing.assert_array_equal(part, back)
-        covered += tensor.paths
+        covered |= {path: covered.get(path, 0) + 1 for path in tensor.paths}
+        stacks |= dict.fromkeys(tensor.paths, tensor.stack or 1)
     paths = [
         tuple(key.key for key in path) for path, _ in jax.tree_util.tree_flatten_with_path(parameter_shapes(config))[0]
     ]
     assert sorted(covered) == sorted(paths)
+    assert covered == stacks  # once, or once for each expert
     total = sum(math.prod(tensor.shape) for tensor in names.tensors(config))
     assert total == sum(leaf.size for leaf in jax.tree.leaves(params))
 

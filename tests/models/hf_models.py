@@ -61,6 +61,7 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }
+EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 QWEN_SLIDES = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
 CASES = [
@@ -134,10 +135,24 @@ CASES = [
             sliding_window_pattern=2,
         )(without("layer_types")(raw)),
     ),
+    Case("mixtral", "mixtral", LLAMA | {"num_local_experts": 4}),
+    Case(
+        "mixtral-one-expert-window", "mixtral",
+        LLAMA | {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 7, "num_key_value_heads": 4},
+    ),
+    Case("qwen3_moe", "qwen3_moe", LLAMA | EXPERTS),
+    Case(
+        "qwen3_moe-hub-keys", "qwen3_moe",
+        LLAMA | EXPERTS | {"norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 7},
+        lambda raw: {**without("num_local_experts")(raw), "num_experts": raw["num_local_experts"]},
+    ),
     Case("starcoder2-window", "starcoder2", LLAMA | {"sliding_window": 7}),
     Case("starcoder2-no-bias", "starcoder2", LLAMA | {"use_bias": False, "tie_word_embeddings": False}),
     Case("stablelm", "stablelm", LLAMA),
-    Case("stablelm-parallel-bias", "stablelm", LLAMA | {"use_parallel_residual": True, "use_qkv_bias": True}),
+    Case(
+        "stablelm-parallel-bias-norms", "stablelm",
+        LLAMA | {"use_parallel_residual": True, "use_qkv_bias": True, "qk_layernorm": True},
+    ),
     Case("phi", "phi", LLAMA | {"num_key_value_heads": 4}),
     Case(
         "phi-norms-old-keys", "phi", LLAMA | {"qk_layernorm": True},

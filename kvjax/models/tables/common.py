@@ -36,15 +36,17 @@ QWEN_FULL_LAYERS = 28  # default of Qwen's max_window_layers: the number of firs
 LAYER_NORM = {"norm": "layer", "norm_bias": True, "gated_mlp": False}
 
 LLAMA_TOP = {"embed_tokens": "embed", "norm": "final_norm"}
-LLAMA_ATTENTION: dict[str, str | tuple[str, ...]] = {
+PLAIN_ATTENTION: dict[str, str | tuple[str, ...]] = {
     "input_layernorm": "attention_norm",
     "self_attn.q_proj": "attention.query",
     "self_attn.k_proj": "attention.key",
     "self_attn.v_proj": "attention.value",
     "self_attn.o_proj": "attention.out",
+    "post_attention_layernorm": "mlp_norm",
+}
+LLAMA_ATTENTION = PLAIN_ATTENTION | {
     "self_attn.q_norm": "attention.query_norm",
     "self_attn.k_norm": "attention.key_norm",
-    "post_attention_layernorm": "mlp_norm",
 }
 LLAMA_MLP = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"}
 LLAMA_NAMES = Names("model.", LLAMA_TOP, LLAMA_ATTENTION | LLAMA_MLP)

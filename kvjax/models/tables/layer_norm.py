@@ -3,7 +3,7 @@
 from kvjax.models.config import DecoderConfig
 from kvjax.models.family import Family, Fields, Json, Names, setting
 from kvjax.models.rope_keys import RopeKeys
-from kvjax.models.tables.common import FUSED_QKV, LAYER_NORM, LLAMA_ATTENTION, LLAMA_NAMES, LLAMA_TOP
+from kvjax.models.tables.common import FUSED_QKV, LAYER_NORM, LLAMA_MLP, LLAMA_TOP, PLAIN_ATTENTION
 
 
 def _opt(raw: Json, fields: Fields) -> Fields:
@@ -167,7 +167,7 @@ FAMILIES: dict[str, Family] = {
         names=Names(
             "model.",
             LLAMA_TOP,
-            LLAMA_ATTENTION | {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"},
+            PLAIN_ATTENTION | {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"},
         ),
         windows="all",
         window_default=None,
@@ -185,6 +185,7 @@ FAMILIES: dict[str, Family] = {
             "norm_eps": ("layer_norm_eps", 1e-5),
             "activation": ("hidden_act", "silu"),
             "qkv_bias": ("use_qkv_bias", False),
+            "qk_norm": ("qk_layernorm", False),
             "parallel_residual": ("use_parallel_residual", False),
             # A parallel layer has one norm.
             "shared_norm": ("use_parallel_residual", False),
@@ -193,10 +194,18 @@ FAMILIES: dict[str, Family] = {
             "eos_token_ids": ("eos_token_id", 0),
             "pad_token_id": ("pad_token_id", None),
         },
-        fixed=LAYER_NORM | {"gated_mlp": True},
-        names=LLAMA_NAMES,
+        fixed=LAYER_NORM | {"gated_mlp": True, "qk_norm_form": "per_head"},
+        names=Names(
+            "model.",
+            LLAMA_TOP,
+            PLAIN_ATTENTION
+            | LLAMA_MLP
+            | {
+                "self_attn.q_layernorm.norms.*": "attention.query_norm",
+                "self_attn.k_layernorm.norms.*": "attention.key_norm",
+            },
+        ),
         rope=RopeKeys(partial="partial_rotary_factor", partial_default=0.25),
-        only={"qk_layernorm": False},
     ),
     "phi": Family(
         architecture="PhiForCausalLM",
