@@ -1,6 +1,7 @@
 """Reading and writing config.json, without torch."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -8,6 +9,7 @@ from kvjax.errors import ConfigError
 from kvjax.models import families
 from kvjax.rope import Rope
 from tests.checkpoint.folders import raw_config
+from tests.conftest import ROOT
 
 LONGROPE = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
 
@@ -18,6 +20,14 @@ def test_write_inverts_read(family):
     config = families.read(raw_config(family, eos_token_id=[2, 3], tie_word_embeddings=tied))
     assert families.read(families.write(config)) == config
     assert hash(config) == hash(families.read(families.write(config)))
+
+
+def test_the_page_lists_every_family():
+    page = (ROOT / "docs" / "models.md").read_text()
+    table = page[: page.index("\n## ")]
+    assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE)))) == {
+        *families.FAMILIES, "model_type",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -84,7 +94,18 @@ def test_gemma():
 @pytest.mark.parametrize(
     ("family", "changes", "says"),
     [
-        ("mamba", {}, ["'mamba'", *families.FAMILIES]),
+        ("falcon", {}, ["'falcon'", *families.FAMILIES]),
+        ("mamba", {}, ["'mamba'", "no attention over the tokens before", "supported: opt"]),
+        ("deepseek_v3", {}, ["'deepseek_v3'", "its attention is latent", "one compressed vector"]),
+        ("gemma3", {}, ["images", "gemma3_text"]),
+        ("gemma3_text", {"attn_logit_softcapping": 30.0}, ["attn_logit_softcapping", "30.0", "None only"]),
+        ("gemma2", {"layer_types": ["full_attention"]}, ["layer_types", "2 layers", "need a sliding_window"]),
+        ("gemma2", {"final_logit_softcapping": -1.0}, ["final_logit_softcapping", "above 0"]),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, ["linear"]),
+        ("smollm3", {"no_rope_layers": [1]}, ["no_rope_layers", "2 layers", "[1]"]),
+        ("phi", {"tie_word_embeddings": True}, ["tie_word_embeddings", "False"]),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, ["mlp_only_layers", "[0]"]),
+        ("mixtral", {"num_experts_per_tok": 9}, ["9 of 3 experts"]),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx", "False"]),
         ("gpt2", {"reorder_and_upcast_attn": True}, ["reorder_and_upcast_attn"]),
         ("gpt2", {"scale_attn_weights": False}, ["scale_attn_weights", "True"]),

@@ -9,7 +9,25 @@ from kvjax.models import families, shapes
 from kvjax.models.parameters import parameter_count
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("opt-125m", 125_239_296), ("llama2-7b", 6_738_415_616)])
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("opt-125m", 125_239_296),
+        ("llama2-7b", 6_738_415_616),
+        ("gemma2-9b", 9_241_705_984),
+        ("gemma3-1b", 999_885_952),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("olmo2-7b", 7_298_617_344),
+        ("smollm3-3b", 3_075_098_624),
+        ("granite3-8b", 8_170_848_256),
+        ("starcoder2-3b", 3_030_371_328),
+        ("stablelm-3b", 2_795_443_200),
+        ("phi-2", 2_779_683_840),
+        ("command-r", 34_980_831_232),
+        ("command-r7b", 8_028_033_024),
+    ],
+)
 def test_parameter_counts(name, parameters):
     assert parameter_count(shapes.by_name(name)) == parameters
 
@@ -32,6 +50,14 @@ def test_parameter_counts(name, parameters):
 )  # fmt: skip
 def test_shapes_are_what_the_checkpoints_say(name, raw):
     assert shapes.by_name(name) == families.read(raw)
+
+
+def test_layers_that_differ():
+    gemma = shapes.by_name("gemma3-1b")
+    assert gemma.windows[:7] == (512, 512, 512, 512, 512, None, 512)
+    assert [gemma.kind(layer).rope.theta for layer in (4, 5)] == [1e4, 1e6]
+    smollm = shapes.by_name("smollm3-3b")
+    assert [smollm.kind(layer).rope is None for layer in range(5)] == [False, False, False, True, False]
 
 
 def test_an_unknown_shape_names_the_known_ones():
