@@ -1,5 +1,7 @@
 """Questions that are fed to copies of one cache: each is answered as if the context had been processed for it alone."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -67,6 +69,20 @@ def test_many_questions_about_contexts_of_any_lengths():
     stop = int(found[0][0][1])
     stopped = runner.answers(contexts[:1], questions[:1], new_tokens=5, stop=[stop])[0][0]
     assert list(stopped) == list(found[0][0])[: list(found[0][0]).index(stop) + 1]
+
+
+def test_a_context_and_a_question_fill_the_trained_positions():
+    """Nothing beyond them is asked for: no warning, which texts beyond them cause."""
+    model = tiny(layers=1).model
+    most = model.config.max_positions
+    runner = Runner(model, SPECS["full"], rows=2, max_length=most)
+    contexts = [(CONTEXTS[0].tolist() * most)[: most + 5], CONTEXTS[1, :9].tolist()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (long,), (short,) = runner.answers(contexts, [[QUESTIONS[2]], [QUESTIONS[0]]], new_tokens=3)
+    text = [*contexts[0][-(most - 3 - 2) :], *QUESTIONS[2]]
+    np.testing.assert_array_equal(generate(model, text, SPECS["full"], max_new_tokens=3).tokens[0], long)
+    assert len(short) == 3
 
 
 def test_what_cannot_be_asked():

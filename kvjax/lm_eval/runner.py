@@ -16,7 +16,7 @@ from kvjax.generate import decode, generate
 from kvjax.likelihood import log_likelihood
 from kvjax.models.model import Model
 from kvjax.policies.traits import splits_heads
-from kvjax.prefill import prefill
+from kvjax.prefill import Prefilled, prepare, run_prompts
 from kvjax.sampling import Greedy, Sampler
 
 T = TypeVar("T")
@@ -235,11 +235,7 @@ class Runner:
                 cut.append((index, list(context)[-room:], longest))
         for batch in self._batches(cut, lambda item: (_bucket(len(item[1])), item[2])):
             tokens, lengths, limit = self._padded([context for _, context, _ in batch])
-            following = power_of_two(max(longest for *_, longest in batch), SMALLEST_CHOICE) + new_tokens
-            begun = prefill(
-                self.model, tokens, self.spec, max_new_tokens=following, lengths=lengths,
-                limits=Limits(prompt=limit, new_tokens=following), **self._options,
-            )  # fmt: skip
+            begun = self._begun(tokens, lengths, [longest for *_, longest in batch], new_tokens, limit)
             asked = [
                 (row, index, number) for row, (index, *_) in enumerate(batch) for number in range(len(questions[index]))
             ]
@@ -259,6 +255,24 @@ class Runner:
                     found[index][number] = row[:length]
                     done(index, number, found[index][number])
         return found
+
+    def _begun(
+        self, tokens: np.ndarray, lengths: np.ndarray, questions: Sequence[int], new_tokens: int, limit: int
+    ) -> Prefilled:
+        """Processes contexts, with room for the longest question about each, in tokens, and for an answer."""
+        following = np.ones(len(lengths), np.int32)
+        following[: len(questions)] = questions
+        following += new_tokens
+        limits = Limits(prompt=limit, new_tokens=power_of_two(max(questions), SMALLEST_CHOICE) + new_tokens)
+        # [B]: the last new token is not fed
+        total = lengths + following - 1
+        with self.model.on_mesh():
+            prepared = prepare(
+                self.model, self.spec, lengths, total, width=tokens.shape[1], limits=limits, last_fed=False,
+                **self._options,
+            )  # fmt: skip
+            logits, _, state = run_prompts(self.model, tokens, lengths, total, prepared, score=False)
+        return Prefilled(logits, state, prepared.layout)
 
     @property
     def _options(self) -> dict[str, Any]:
