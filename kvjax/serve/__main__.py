@@ -1,0 +1,164 @@
+"""An HTTP server with OpenAI's API over one model: text and chat completions, whole or as a stream.
+
+  python -m kvjax.serve --model=kvjax-tiny --policy=h2o --budget=0.2
+
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once upon a time"}'
+
+It answers on this machine only, unless --host says otherwise. /health tells what it is doing.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from kvjax import host
+from kvjax.attention import IMPLEMENTATIONS
+from kvjax.cache import Limits
+from kvjax.checkpoint.huggingface import load
+from kvjax.errors import ConfigError, KvjaxError
+from kvjax.lm_eval import options
+from kvjax.models.calibrate import calibrated
+from kvjax.serve.request import Request
+from kvjax.serve.runner import Runner
+from kvjax.sharding import make_mesh
+from kvjax.storage.calibration import load_calibration
+
+USAGE_ERROR = 2
+LOCAL = ("127.0.0.1", "localhost")
+GRACE_SECONDS = 5  # that requests have to end when the server is stopped
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(
+        prog="python -m kvjax.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    add("--model", required=True, help="a folder, the name of a model on the Hugging Face hub, or kvjax-tiny")
+    add("--name", help="what requests call the model; else the last part of --model")
+    add("--policy", default="full", help="which slots the cache keeps, such as h2o or 'roco(guard=4)'")
+    add("--budget", type=_number, help="slots of a head, or a fraction of each prompt")
+    add("--storage", default="dense", help="how slots are held, such as int8")
+    add("--selection", default="everything", help="which slots a query reads, such as 'quest(page=16, budget=512)'")
+    add("--calibration", help="a file of python -m experiments.calibrate, if the storage needs one")
+    add("--dtype", help="of weights and cache")
+    add("--weights", help="what the projections are quantised to, such as int4")
+    add("--mesh", help="devices that share the work, such as data:2,model:4")
+    add("--implementation", default="auto", choices=IMPLEMENTATIONS, help="of attention and eviction")
+    add("--rows", type=int, default=8, help="requests that are answered at the same time")
+    add("--waiting", type=int, default=64, help="requests that may wait beside these; others are told to come again")
+    add("--prompt", type=int, default=2048, help="tokens of a prompt at the most")
+    add("--new-tokens", type=int, default=1024, help="new tokens of a request at the most")
+    add("--prefill-block", type=_block, default="auto", help="tokens of a block of a prompt, none, or auto")
+    add("--chunk", type=int, default=16, help="tokens after which what has come is sent, 1 to 64")
+    add("--prefix", action="append", default=[], metavar="NAME=FOLDER", help="a saved state that requests may continue")
+    add("--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0 = all of this machine's")
+    add("--port", type=int, default=8000)
+    add("--api-key", help="what clients must send as a bearer token; a file's content with @FILE")
+    return made
+
+
+def runner_for(flags: argparse.Namespace) -> Runner:
+    """Loads the model.
+
+    Raises:
+      KvjaxError: a model that cannot be loaded, or settings that cannot work with it.
+    """
+    mesh = make_mesh(flags.mesh) if flags.mesh else None
+    spec = options.spec(flags.policy, flags.budget, flags.storage, flags.selection)
+    model = load(flags.model, dtype=flags.dtype, mesh=mesh, weights=flags.weights)
+    if flags.calibration is not None:
+        model = calibrated(model, spec.storage, load_calibration(flags.calibration))
+    return Runner(
+        model, spec, rows=flags.rows, limits=Limits(prompt=flags.prompt, new_tokens=flags.new_tokens),
+        prefill_block=flags.prefill_block, chunk=flags.chunk, turn_tokens=max(512, flags.prompt // 8),
+        implementation=flags.implementation,
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server until it is interrupted. Errors of the user are one paragraph."""
+    flags = parser().parse_args(argv)
+    try:
+        return serve(flags)
+    except KvjaxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def serve(flags: argparse.Namespace) -> int:
+    """Runs the server.
+
+    Raises:
+      KvjaxError: see `runner_for`; also if a package is missing.
+    """
+    try:
+        import uvicorn
+
+        from kvjax.serve.app import make_app
+    except ImportError as error:
+        raise ConfigError(f"the server needs {error.name}: pip install 'kvjax[serve]'.") from None
+    from kvjax.serve.engine import Engine
+    from kvjax.serve.protocol import Served
+
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        host.keep_programs()
+    if not flags.waiting >= 0:
+        raise ConfigError(f"--waiting must be at least 0; got {flags.waiting}.")
+    runner = runner_for(flags)
+    prefixes = {}
+    for given in flags.prefix:
+        name, equals, folder = given.partition("=")
+        if not equals:
+            raise ConfigError(f"--prefix={given!r} is not of the form NAME=FOLDER.")
+        prefixes[name] = runner.load_prefix(folder)
+    print(f"{runner.model}\n{runner.explain()}", flush=True)
+    print("compiling ...", flush=True)
+    runner.submit(Request(tokens=[0], max_new_tokens=2))
+    list(runner)
+    name = flags.name or Path(flags.model).name
+    limits = runner.prompts.limits
+    served = Served(runner.model, name, prefixes, limits.prompt, limits.new_tokens)
+    local = flags.host in LOCAL
+    app = make_app(
+        Engine(runner, most_waiting=flags.waiting),
+        served,
+        api_key=_secret(flags.api_key),
+        hosts=LOCAL if local else "*",
+    )
+    uvicorn.run(
+        app, host=flags.host, port=flags.port, timeout_graceful_shutdown=GRACE_SECONDS, log_level="info",
+        server_header=False,
+    )  # fmt: skip
+    return 0
+
+
+def _number(text: str) -> Any:
+    """Slots as a whole number, or a fraction with a decimal point."""
+    return float(text) if "." in text else int(text)
+
+
+def _block(text: str) -> Any:
+    return {"auto": "auto", "none": None}[text] if text in ("auto", "none") else int(text)
+
+
+def _secret(given: str | None) -> str | None:
+    """The API key.
+
+    Raises:
+      ConfigError: its file cannot be read.
+    """
+    if given is None or not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"--api-key={given}: {error.strerror}.") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""The HTTP server: OpenAI's completions and chat completions, the list of models, and a page that says how it is.
+
+It is made of Starlette, which is ASGI with routes and little else and has no dependency but anyio, and run by uvicorn.
+Both are pure Python.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvjax.errors import KvjaxError
+from kvjax.serve.answers import Answer, error_event
+from kvjax.serve.engine import Busy, Engine, Piece, Stopped, Ticket
+from kvjax.serve.protocol import ApiError, Call, Served, check_model, parse, read, refused
+
+MOST_BYTES = 16 << 20  # of a body
+RETRY_SECONDS = 1  # after which a client may ask again if the server is busy
+JSON_TYPE = "application/json"
+
+Pieces = asyncio.Queue[tuple[int, Piece | Exception]]
+
+
+def make_app(engine: Engine, served: Served, *, api_key: str | None = None, hosts: Sequence[str] = ("*",)) -> Starlette:
+    """Makes the application.
+
+    Args:
+      engine: runs requests; it is stopped when the application ends.
+      served: what it runs them on.
+      api_key: what clients must send as a bearer token; None for nothing.
+      hosts: names by which the server may be called, so that no web page can reach a local one under its own name.
+    """
+    pages = _Pages(engine, served, api_key)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(engine.stop)
+
+    return Starlette(
+        routes=[
+            Route("/health", pages.health, methods=["GET"]),
+            Route("/v1/models", pages.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", pages.model, methods=["GET"]),
+            Route("/v1/completions", pages.completions, methods=["POST"]),
+            Route("/v1/chat/completions", pages.chat, methods=["POST"]),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
+        exception_handlers={HTTPException: _http_error, ApiError: _api_error, ClientDisconnect: _gone_error},
+        lifespan=lifespan,
+    )
+
+
+class _Pages:
+    """What the routes answer."""
+
+    def __init__(self, engine: Engine, served: Served, api_key: str | None):
+        self._engine, self._served, self._key = engine, served, api_key
+        self._started = time.time()
+
+    async def health(self, request: Request) -> Response:
+        load, counts, error = self._engine.load, self._engine.counts, self._engine.error
+        about = {
+            "status": "ok" if error is None else "failed",
+            "error": None if error is None else str(error),
+            "rows": load.rows,
+            "running": load.running,
+            "waiting": load.waiting,
+            "seconds": round(time.time() - self._started, 1),
+            "requests": counts.requests,
+            "new_tokens": counts.tokens,
+            "prompt_tokens": counts.prompt_tokens,
+            "useful_row_steps": counts.useful_row_steps,
+            "row_steps": counts.row_steps,
+        }
+        return JSONResponse(about, 200 if error is None else 503)
+
+    async def models(self, request: Request) -> Response:
+        self._authorise(request)
+        return JSONResponse({"object": "list", "data": [self._about()]})
+
+    async def model(self, request: Request) -> Response:
+        self._authorise(request)
+        check_model(request.path_params["name"], self._served)
+        return JSONResponse(self._about())
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer("completion", request)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer("chat", request)
+
+    def _about(self) -> dict[str, Any]:
+        return {"id": self._served.name, "object": "model", "created": int(self._started), "owned_by": "kvjax"}
+
+    def _authorise(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._key is not None and not hmac.compare_digest(given.encode(), self._key.encode()):
+            raise ApiError(401, "the API key is missing or wrong.", code="invalid_api_key")
+
+    async def _answer(self, kind: str, request: Request) -> Response:
+        self._authorise(request)
+        # A web page can send other types without asking first.
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
+            raise ApiError(415, f"the body must be of type {JSON_TYPE}.")
+        body = parse(await _content(request))
+        # Tokenizing takes time, in which others are answered.
+        call = await asyncio.to_thread(read, kind, body, self._served)
+        answer, pieces = Answer(call, self._served), Pieces()
+        tickets = self._submit(call, pieces)
+        if call.stream:
+            return _EventStream(self._engine, tickets, answer, pieces)
+        try:
+            await _unless_gone(request.receive, self._collect(answer, pieces))
+        finally:
+            for ticket in tickets:
+                self._engine.cancel(ticket)
+        return JSONResponse(answer.whole())
+
+    def _submit(self, call: Call, pieces: Pieces) -> list[Ticket]:
+        loop = asyncio.get_running_loop()
+
+        def deliver_to(index: int) -> Callable[[Piece | Exception], None]:
+            def deliver(piece: Piece | Exception) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
+
+            return deliver
+
+        asked = [
+            (request, text, deliver_to(index))
+            for index, (request, text) in enumerate(zip(call.requests, call.texts, strict=True))
+        ]
+        try:
+            return self._engine.submit(asked)
+        except Busy as error:
+            raise ApiError(429, f"the server is busy: {error}", code="server_busy") from None
+        except Stopped as error:
+            raise ApiError(503, str(error)) from None
+
+    async def _collect(self, answer: Answer, pieces: Pieces) -> None:
+        """Waits for all choices."""
+        left = len(answer.choices)
+        while left:
+            index, piece = await pieces.get()
+            if isinstance(piece, Exception):
+                raise _told(piece)
+            answer.choices[index].add(piece)
+            left -= piece.result is not None
+
+
+class _EventStream(Response):
+    """Events as they come. Requests are cancelled when the client has gone, or does not take what it is sent."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, engine: Engine, tickets: list[Ticket], answer: Answer, pieces: Pieces):
+        super().__init__()
+        self._engine, self._tickets, self._answer, self._pieces = engine, tickets, answer, pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _unless_gone(receive, self._send(scope, receive, send))
+        except ClientDisconnect:
+            pass
+        finally:
+            for ticket in self._tickets:
+                self._engine.cancel(ticket)
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A request that is refused has a status of its own, so nothing is sent before the first piece.
+        index, piece = await self._pieces.get()
+        if isinstance(piece, Exception):
+            await _response(_told(piece))(scope, receive, send)
+            return
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+        async def write(data: bytes) -> None:
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        await write(self._answer.begin())
+        left = len(self._answer.choices)
+        while True:
+            if isinstance(piece, Exception):
+                await write(error_event(_told(piece).body))
+                break
+            await write(self._answer.part(index, piece))
+            left -= piece.result is not None
+            if not left:
+                await write(self._answer.end())
+                break
+            index, piece = await self._pieces.get()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _unless_gone(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, None]) -> None:
+    """Waits for work; ends it if the client goes.
+
+    Raises:
+      ClientDisconnect: the client has gone.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientDisconnect
+        tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _content(request: Request) -> bytes:
+    """The body.
+
+    Raises:
+      ApiError: it is too large.
+    """
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > MOST_BYTES:
+            raise ApiError(413, f"the body has more than {MOST_BYTES:,} bytes.")
+    return bytes(content)
+
+
+def _told(error: Exception) -> ApiError:
+    """An error of the engine, as the client is told."""
+    if isinstance(error, KvjaxError):
+        return refused(error)
+    return ApiError(503 if isinstance(error, Stopped) else 500, str(error))
+
+
+def _response(error: ApiError) -> Response:
+    headers = {"retry-after": str(RETRY_SECONDS)} if error.status == 429 else {}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(json.dumps(error.body), error.status, headers, JSON_TYPE)
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _response(error)
+
+
+async def _gone_error(_: Request, error: Exception) -> Response:
+    """Nobody reads it."""
+    return Response(status_code=499)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _response(ApiError(error.status_code, error.detail))

@@ -1,0 +1,209 @@
+"""A thread that runs a `Runner`, so that requests can be submitted and cancelled at any time from others."""
+
+import collections
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable
+
+from kvjax.errors import KvjaxError
+from kvjax.serve.request import Progress, Request, Result
+from kvjax.serve.runner import Counts, Load, Runner
+from kvjax.serve.text import TextStream
+
+JOIN_SECONDS = 30.0  # that a chunk may take when the thread is to end
+
+
+class Busy(Exception):
+    """As many requests wait as may."""
+
+
+class Stopped(Exception):
+    """The thread has ended, or an error has ended it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What has come of a request since the last piece.
+
+    Attributes:
+      text: new text; empty without a tokenizer.
+      tokens: new token ids.
+      logprobs: their log-probabilities.
+      result: the whole result, if this is the last piece; otherwise None.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    result: Result | None
+
+
+#: Takes the pieces of a request, or the error that refused it; called by the engine's thread, and must not wait.
+Deliver = Callable[[Piece | Exception], None]
+
+
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    """A request that was submitted.
+
+    Attributes:
+      request: the request.
+      deliver: see `Deliver`.
+      text: makes its text; None for none.
+      id: of the runner; None before the runner has it.
+      open: whether something is still to be delivered.
+    """
+
+    request: Request
+    deliver: Deliver
+    text: TextStream | None = None
+    id: int | None = None
+    open: bool = True
+
+
+class Engine:
+    """Runs a runner in a thread of its own.
+
+    Attributes:
+      error: what has ended the thread; None while all is well.
+    """
+
+    def __init__(self, runner: Runner, *, most_waiting: int):
+        """Starts the thread.
+
+        Args:
+          runner: it must not be used by others any more.
+          most_waiting: the number of requests beyond the runner's rows that are accepted.
+        """
+        self.error: Exception | None = None
+        self._runner, self._most = runner, runner.load.rows + most_waiting
+        self._change = threading.Condition()
+        self._orders: collections.deque[tuple[bool, Ticket]] = collections.deque()  # (whether it is new, the ticket)
+        self._open = 0
+        self._running: dict[int, Ticket] = {}
+        self._stopping = False
+        self._load, self._counts = runner.load, runner.counts
+        self._thread = threading.Thread(target=self._run, name="kvjax-serve", daemon=True)
+        self._thread.start()
+
+    @property
+    def load(self) -> Load:
+        """What the runner held after its last chunk; requests that wait include those that it does not have yet."""
+        with self._change:
+            running = self._load.running
+            return dataclasses.replace(self._load, running=running, waiting=max(0, self._open - running))
+
+    @property
+    def counts(self) -> Counts:
+        """What the runner had done after its last chunk."""
+        return self._counts
+
+    def submit(self, requests: list[tuple[Request, TextStream | None, Deliver]]) -> list[Ticket]:
+        """Adds requests, all of them or none.
+
+        Args:
+          requests: each with what makes its text, or None, and what takes its pieces.
+
+        Raises:
+          Busy: there is no room for all of them.
+          Stopped: the thread has ended.
+        """
+        tickets = [Ticket(request, deliver, text) for request, text, deliver in requests]
+        with self._change:
+            if self._stopping or self.error is not None:
+                raise Stopped(f"the engine has ended: {self.error or 'it was stopped'}")
+            if self._open + len(tickets) > self._most:
+                raise Busy(f"{self._open} requests are running or waiting, and at most {self._most} may.")
+            self._open += len(tickets)
+            self._orders.extend(zip(itertools.repeat(True), tickets, strict=False))
+            self._change.notify()
+        return tickets
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a request, of which nothing is delivered any more. Its row is free after the current chunk."""
+        with self._change:
+            if ticket.open:
+                ticket.open = False
+                self._orders.append((False, ticket))
+                self._change.notify()
+
+    def stop(self) -> None:
+        """Ends the thread; requests that have not ended are told so."""
+        with self._change:
+            self._stopping = True
+            self._change.notify()
+        self._thread.join(JOIN_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                self._turn()
+        except Exception as error:  # whatever it is, clients must not wait for ever
+            self.error = error
+        ended = Stopped(f"the engine has ended: {self.error or 'it was stopped'}")
+        with self._change:
+            self._stopping = True
+            left = [*self._running.values(), *(ticket for new, ticket in self._orders if new)]
+            self._orders.clear()
+            self._running.clear()
+        for ticket in left:
+            self._close(ticket, ended)
+
+    def _wait(self) -> bool:
+        """Waits until there is something to do; returns whether the thread goes on."""
+        with self._change:
+            while not (self._stopping or self._orders) and self._runner.idle:
+                self._change.wait()
+            return not self._stopping
+
+    def _turn(self) -> None:
+        """Takes orders, and runs one chunk."""
+        with self._change:
+            orders = list(self._orders)
+            self._orders.clear()
+        for new, ticket in orders:
+            if new:
+                self._admit(ticket)
+            elif ticket.id is not None:
+                self._runner.cancel(ticket.id)
+        progress = [] if self._runner.idle else self._runner.step()
+        with self._change:
+            self._load, self._counts = self._runner.load, dataclasses.replace(self._runner.counts)
+        for each in progress:
+            self._report(each)
+
+    def _admit(self, ticket: Ticket) -> None:
+        if not ticket.open:
+            self._close(ticket, None)
+            return
+        try:
+            ticket.id = self._runner.submit(ticket.request)
+        except KvjaxError as error:
+            self._close(ticket, error)
+            return
+        self._running[ticket.id] = ticket
+
+    def _report(self, progress: Progress) -> None:
+        ticket = self._running[progress.id]
+        text = ""
+        if ticket.text is not None:
+            if progress.result is not None:
+                ticket.text.finish()
+            text = ticket.text.pop()
+        tokens, logprobs = [int(x) for x in progress.tokens], [float(x) for x in progress.logprobs]
+        piece = Piece(text, tokens, logprobs, progress.result)
+        if progress.result is None:
+            if ticket.open:
+                ticket.deliver(piece)
+            return
+        del self._running[progress.id]
+        self._close(ticket, piece)
+
+    def _close(self, ticket: Ticket, last: Piece | Exception | None) -> None:
+        """Delivers the last piece of a request, and makes room for another."""
+        with self._change:
+            self._open -= 1
+            wanted, ticket.open = ticket.open, False
+        if wanted and last is not None:
+            ticket.deliver(last)

@@ -1,0 +1,333 @@
+"""Requests of OpenAI's API: what their bodies may say, and errors as the API has them.
+
+Source: the API reference at platform.openai.com, "Completions" and "Chat completions". What kvjax cannot do is refused,
+not ignored. Further fields, which the `openai` package sends from ``extra_body``: top_k, min_p, repetition_penalty,
+stop_token_ids, ignore_eos, and prefix, the name of a state that the server was given.
+"""
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvjax.errors import KvjaxError
+from kvjax.models.model import Model
+from kvjax.sampling import Greedy, Sample, Sampler
+from kvjax.serve.prefix import Prefix
+from kvjax.serve.request import SEEDS, Request
+from kvjax.serve.text import TextStream
+
+COMPLETION_TOKENS = 16  # new tokens of a completion that does not say how many, as in OpenAI's API
+MOST_CHOICES, MOST_STOPS = 16, 16  # of a request
+#: Fields that are accepted with a value that changes nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "suffix": ("",), "echo": (False,),
+    "best_of": (1,), "top_logprobs": (0,), "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "store": (False,), "audio": (),
+    "prediction": (), "service_tier": ("auto", "default"), "parallel_tool_calls": (True, False),
+}  # fmt: skip
+#: Fields that say nothing about the result.
+IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+COMMON = {
+    "model", "max_tokens", "temperature", "top_p", "n", "stream", "stream_options", "stop", "seed", "logprobs",
+    "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos",
+}  # fmt: skip
+FIELDS = {"completion": COMMON | {"prompt", "prefix"}, "chat": COMMON | {"messages", "max_completion_tokens"}}
+
+
+class ApiError(Exception):
+    """An error that the client is told.
+
+    Attributes:
+      status: of HTTP.
+      param: the field that is wrong, or None.
+      code: of the API, or None.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of the response."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What a server has.
+
+    Attributes:
+      model: the model.
+      name: what requests call it.
+      prefixes: states that requests may continue, by name.
+      longest_prompt: tokens of a prompt at the most.
+      most_new_tokens: new tokens of a request at the most.
+    """
+
+    model: Model
+    name: str
+    prefixes: Mapping[str, Prefix]
+    longest_prompt: int
+    most_new_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked body.
+
+    Attributes:
+      kind: ``completion`` or ``chat``.
+      requests: one for each choice, of each prompt in turn.
+      texts: what makes the text of each.
+      prompts: the number of prompts.
+      stream: whether the answer is a stream of events.
+      usage: whether the stream ends with the number of tokens.
+      logprobs: whether log-probabilities are told.
+    """
+
+    kind: str
+    requests: list[Request]
+    texts: list[TextStream | None]
+    prompts: int
+    stream: bool
+    usage: bool
+    logprobs: bool
+
+
+def parse(content: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a body.
+
+    Raises:
+      ApiError: it is none.
+    """
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body must be a JSON object; got {type(body).__name__}.")
+    return body
+
+
+def read(kind: str, body: dict[str, Any], served: Served) -> Call:
+    """Checks the body of a request.
+
+    Args:
+      kind: ``completion`` or ``chat``.
+      body: from `parse`.
+      served: the model.
+
+    Raises:
+      ApiError: something that is not valid, or that kvjax does not have.
+    """
+    body = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    for name, values in NEUTRAL.items():
+        if name in body and body.pop(name) not in values:
+            raise ApiError(400, f"{name} is not supported.", param=name, code="unsupported_parameter")
+    if unknown := sorted(body.keys() - FIELDS[kind]):
+        raise ApiError(400, f"unknown field {unknown[0]!r}.", param=unknown[0], code="unknown_parameter")
+    check_model(_of(body, "model", str, served.name), served)
+    logprobs = body.get("logprobs", False)
+    if logprobs not in (False, True) or (kind == "completion" and logprobs is True):
+        raise ApiError(400, "logprobs are those of the chosen tokens only: give 0 (in a chat, true).", param="logprobs")
+    told = logprobs is True or (kind == "completion" and "logprobs" in body and logprobs is not False)
+    stream, options = _of(body, "stream", bool, False), _of(body, "stream_options", dict, {})
+    prefix = _prefix(body, served)
+    prompts = [_conversation(body, served)] if kind == "chat" else _prompts(body, served, prefix)
+    stops, ids = _stops(body, served.model)
+    sampler, tokens = _sampler(body, served.model), _max_tokens(kind, body, served, prefix)
+    choices = _whole(body, "n", 1, 1, MOST_CHOICES)
+    # A request without a seed is like no other.
+    seed = _whole(body, "seed", secrets.randbelow(SEEDS), 0, SEEDS - 1)
+    requests, texts = [], []
+    for prompt in prompts:
+        for number in range(choices):
+            text = None if served.model.tokenizer is None else TextStream(served.model.tokenizer, stops)
+            texts.append(text)
+            requests.append(
+                Request(
+                    tokens=prompt,
+                    max_new_tokens=tokens(prompt),
+                    stop=ids,
+                    sampler=sampler,
+                    seed=seed,
+                    number=number,
+                    prefix=prefix,
+                    until=None if text is None else text.take,
+                )
+            )
+    return Call(kind, requests, texts, len(prompts), stream, bool(options.get("include_usage")), told)
+
+
+def check_model(name: str, served: Served) -> None:
+    """Raises ApiError if a request is for another model."""
+    if name != served.name:
+        raise ApiError(404, f"there is no model {name!r}; this server has {served.name!r}.", param="model",
+                       code="model_not_found")  # fmt: skip
+
+
+def refused(error: KvjaxError) -> ApiError:
+    """A request that the runner has refused, as the client is told."""
+    return ApiError(400, str(error), code="invalid_value")
+
+
+def _prompts(body: dict[str, Any], served: Served, prefix: Prefix | None) -> list[list[int]]:
+    """The prompts of a completion: a text, token ids, or a list of either."""
+    given = body.get("prompt")
+    if isinstance(given, str) or (isinstance(given, list) and given and all(map(_is_id, given))):
+        given = [given]
+    if not isinstance(given, list) or not given or len(given) > MOST_CHOICES:
+        raise ApiError(
+            400, f"prompt must be a text, token ids, or a list of 1 to {MOST_CHOICES} of these.", param="prompt"
+        )
+    tokenizer, found = served.model.tokenizer, []
+    for prompt in given:
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise ApiError(400, "the model has no tokenizer; give token ids.", param="prompt")
+            try:
+                found.append(tokenizer.encode(prompt, bos=prefix is None))
+            except KvjaxError as error:
+                raise ApiError(400, str(error), param="prompt") from None
+        elif isinstance(prompt, list) and all(map(_is_id, prompt)):
+            found.append(prompt)
+        else:
+            raise ApiError(400, f"a prompt must be a text or token ids; got {type(prompt).__name__}.", param="prompt")
+        _check_length(found[-1], served, prefix, "prompt")
+    return found
+
+
+def _conversation(body: dict[str, Any], served: Served) -> list[int]:
+    """The token ids of a conversation, after which the model's answer follows."""
+    messages, tokenizer = body.get("messages"), served.model.tokenizer
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, "messages must be a list of at least one message.", param="messages")
+    if tokenizer is None:
+        raise ApiError(400, "the model has no tokenizer, which conversations need.", param="messages")
+    talk = [_message(each, number) for number, each in enumerate(messages)]
+    try:
+        prompt = tokenizer.encode(tokenizer.apply_chat_template(talk), bos=False)
+    except KvjaxError as error:
+        raise ApiError(400, str(error), param="messages") from None
+    _check_length(prompt, served, None, "messages")
+    return prompt
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+    """A message whose content is one text."""
+    where = f"messages[{number}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ApiError(400, f"{where} must be an object with a role and a content.", param="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        content = None if None in parts else "".join(map(str, parts))
+    if not isinstance(content, str):
+        raise ApiError(400, f"{where}.content must be a text, or parts of type text.", param="messages")
+    return message | {"content": content}
+
+
+def _check_length(prompt: list[int], served: Served, prefix: Prefix | None, param: str) -> None:
+    most = served.longest_prompt if prefix is None else prefix.room - 1
+    if len(prompt) > most:
+        raise ApiError(
+            400, f"the prompt has {len(prompt)} tokens, and at most {most} are accepted.", param=param,
+            code="context_length_exceeded",
+        )  # fmt: skip
+    if not prompt and prefix is None:
+        raise ApiError(400, "the prompt has no token.", param=param)
+
+
+def _prefix(body: dict[str, Any], served: Served) -> Prefix | None:
+    name = _of(body, "prefix", str, None)
+    if name is not None and name not in served.prefixes:
+        raise ApiError(404, f"there is no prefix {name!r}; there are {', '.join(served.prefixes) or 'none'}.",
+                       param="prefix")  # fmt: skip
+    return None if name is None else served.prefixes[name]
+
+
+def _stops(body: dict[str, Any], model: Model) -> tuple[list[str], list[int]]:
+    """The texts and the token ids that end a request."""
+    texts = body.get("stop", [])
+    texts = [texts] if isinstance(texts, str) else texts
+    if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(isinstance(x, str) and x for x in texts):
+        raise ApiError(400, f"stop must be a text or at most {MOST_STOPS} texts, none of them empty.", param="stop")
+    if texts and model.tokenizer is None:
+        raise ApiError(400, "the model has no tokenizer; give stop_token_ids.", param="stop")
+    ids = _of(body, "stop_token_ids", list, [])
+    if not all(map(_is_id, ids)):
+        raise ApiError(400, "stop_token_ids must be token ids.", param="stop_token_ids")
+    return texts, [*ids, *(() if _of(body, "ignore_eos", bool, False) else model.eos_token_ids)]
+
+
+def _sampler(body: dict[str, Any], model: Model) -> Sampler:
+    """The sampling method: what is not said is as in generation_config.json, or else temperature 1."""
+    usual: Sampler = model.generation.sampler if model.generation.content is not None else Sample()
+    settings = dataclasses.asdict(usual)
+    if isinstance(usual, Greedy):
+        settings["temperature"] = 0
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        value = _number(body, name)
+        # What switches a restriction off has another value in the API.
+        off = {"top_p": 1, "top_k": -1, "min_p": 0}.get(name)
+        settings |= {} if value is None else {name: None if value == off else value}
+    try:
+        if settings["temperature"] == 0:
+            return Greedy(settings["repetition_penalty"])
+        return Sample(**settings)
+    except KvjaxError as error:
+        raise ApiError(400, str(error)) from None
+
+
+def _max_tokens(kind: str, body: dict[str, Any], served: Served, prefix: Prefix | None) -> Callable[[list[int]], int]:
+    """The number of new tokens of a request, by its prompt."""
+    names = ("max_completion_tokens", "max_tokens") if kind == "chat" else ("max_tokens",)
+    most = served.most_new_tokens
+    given = next((_whole(body, name, 0, 1, 1 << 31) for name in names if name in body), None)
+    if given is None:
+        usual = COMPLETION_TOKENS if kind == "completion" else served.model.generation.max_new_tokens or most
+        given = min(usual, most)
+
+    def room(prompt: list[int]) -> int:
+        fits = most if prefix is None else prefix.room - len(prompt)
+        if given > fits:
+            raise ApiError(
+                400, f"{given} new tokens are asked for, and at most {fits} can follow here.", param=names[-1],
+                code="context_length_exceeded",
+            )  # fmt: skip
+        return given
+
+    return room
+
+
+def _of(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+    """A field of one type."""
+    value = body.get(name, default)
+    if value is not default and not isinstance(value, kind):
+        raise ApiError(400, f"{name} must be of type {kind.__name__}; got {type(value).__name__}.", param=name)
+    return value
+
+
+def _whole(body: dict[str, Any], name: str, default: int, least: int, most: int) -> int:
+    value = body.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or (name in body and not least <= value <= most):
+        raise ApiError(400, f"{name} must be a whole number from {least} to {most}; got {value!r}.", param=name)
+    return value
+
+
+def _number(body: dict[str, Any], name: str) -> float | None:
+    value = body.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ApiError(400, f"{name} must be a number; got {value!r}.", param=name)
+    return value
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,325 @@
+"""The HTTP server: right answers to many clients at once, and no row is lost whatever clients do."""
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import pytest
+
+import kvjax
+from kvjax import policies
+from kvjax.cache import Limits
+from kvjax.serve import Runner
+
+uvicorn = pytest.importorskip("uvicorn", reason="the server needs kvjax[serve]")
+pytest.importorskip("starlette", reason="the server needs kvjax[serve]")
+from kvjax.serve import app as pages  # noqa: E402
+from kvjax.serve.engine import Engine  # noqa: E402
+from kvjax.serve.protocol import Served  # noqa: E402
+
+WAIT = 300  # seconds, where programs are compiled beside other tests
+LIMITS = Limits(prompt=64, new_tokens=100)
+POLICY = policies.h2o(16)
+TEMPLATE = b"{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}answer:"
+PROMPTS = ["Anna put the red ball", "It was a bright cold day, and the", "Once", "The ship left the harbour and"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """kvjax-tiny's first layer, with a chat template."""
+    whole = kvjax.load("kvjax-tiny")
+    tokenizer = dataclasses.replace(whole.tokenizer, files={**whole.tokenizer.files, "chat_template.jinja": TEMPLATE})
+    config = dataclasses.replace(whole.config, num_layers=1, windows=())
+    return dataclasses.replace(whole, config=config, tokenizer=tokenizer)
+
+
+@dataclasses.dataclass
+class Server:
+    """A server that runs in a thread of this process."""
+
+    port: int
+    runner: Runner
+    engine: Engine
+
+    def ask(self, method, path, body=None, headers=None):
+        """Returns the status, the headers and the body of a response."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
+        with contextlib.closing(connection):
+            content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            given = {"content-type": "application/json"} if content is not None else {}
+            connection.request(method, path, content, given | (headers or {}))
+            response = connection.getresponse()
+            return response.status, response.headers, response.read()
+
+    def complete(self, prompt, **body):
+        """Returns the first choice of a completion."""
+        status, _, content = self.ask("POST", "/v1/completions", {"prompt": prompt, "temperature": 0} | body)
+        assert status == 200, content
+        return json.loads(content)["choices"][0]
+
+    def health(self):
+        return json.loads(self.ask("GET", "/health")[2])
+
+    def begin(self, **body):
+        """A socket on which a request was sent."""
+        content = json.dumps({"prompt": PROMPTS[0], "temperature": 0} | body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT)
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        return connection
+
+    def wait_until_idle(self):
+        deadline = time.monotonic() + WAIT
+        while (held := self.health())["running"] or held["waiting"]:
+            assert time.monotonic() < deadline, held
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def serving(model, *, waiting=300, step=None, **options):
+    """A server of its own; `step` replaces that of its runner, which it is given."""
+    runner = Runner(model, POLICY, rows=4, limits=LIMITS, chunk=8)
+    if step is not None:
+        whole = runner.step
+        runner.step = lambda: step(whole)
+    prefixes = {"anna": runner.prefix(model.tokenizer.encode(PROMPTS[0]))}
+    engine = Engine(runner, most_waiting=waiting)
+    served = Served(model, "tiny", prefixes, LIMITS.prompt, LIMITS.new_tokens)
+    listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+    app = pages.make_app(engine, served, hosts=("localhost", "127.0.0.1"), **options)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        yield Server(listening.getsockname()[1], runner, engine)
+    finally:
+        server.should_exit = True
+        thread.join(WAIT)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with serving(model) as made:
+        made.complete("x", max_tokens=2)  # compiles
+        yield made
+
+
+def alone(model, prompt, tokens, **options):
+    ids = model.tokenizer.encode(prompt)
+    made = kvjax.generate(model, ids, POLICY, max_new_tokens=tokens, limits=LIMITS, **options)
+    return model.tokenizer.decode(made.tokens[0])
+
+
+def test_two_hundred_clients(server, model):
+    """Greedy and sampled, whole and as streams: each answer is that of the request alone."""
+    drawn = {"temperature": 0.9, "top_p": 0.9, "seed": 7}
+    tokens = [5, 20, 33, 60]
+    expected = {}
+    for number, prompt in enumerate(PROMPTS):
+        expected[number, False] = alone(model, prompt, tokens[number])
+        sampler = kvjax.Sample(temperature=0.9, top_p=0.9)
+        expected[number, True] = alone(
+            model, prompt, tokens[number], sampler=sampler, key=jax.random.key(7), requests=[0]
+        )
+
+    def client(number):
+        which, sampled, stream = number % 4, bool(number // 4 % 2), bool(number // 8 % 2)
+        body = {"prompt": PROMPTS[which], "max_tokens": tokens[which], "temperature": 0} | (drawn if sampled else {})
+        status, headers, content = server.ask("POST", "/v1/completions", body | {"stream": stream})
+        assert status == 200
+        if stream:
+            assert headers["content-type"].startswith("text/event-stream")
+            events = [line[6:] for line in content.decode().split("\n\n") if line]
+            assert events.pop() == "[DONE]"
+            choices = [json.loads(event)["choices"][0] for event in events]
+            assert [each["finish_reason"] for each in choices][-1] == "length"
+            text = "".join(each["text"] for each in choices)
+        else:
+            choice = json.loads(content)["choices"][0]
+            text, usage = choice["text"], json.loads(content)["usage"]
+            assert choice["finish_reason"] == "length" and usage["completion_tokens"] == tokens[which]
+        assert text == expected[which, sampled]
+
+    with ThreadPoolExecutor(200) as clients:
+        list(clients.map(client, range(200)))
+    server.wait_until_idle()
+    assert server.health()["status"] == "ok" and not server.runner.load.running
+
+
+def test_the_openai_package(server, model):
+    openai = pytest.importorskip("openai", reason="compares with the client that the server is for")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    assert [each.id for each in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+    whole = client.completions.create(model="tiny", prompt=PROMPTS[1], max_tokens=12, temperature=0, logprobs=0)
+    assert whole.choices[0].text == alone(model, PROMPTS[1], 12)
+    assert len(whole.choices[0].logprobs.token_logprobs) == whole.usage.completion_tokens == 12
+    assert "".join(whole.choices[0].logprobs.tokens) == whole.choices[0].text
+    talk = [
+        {"role": "user", "content": "Where is the ball?"},
+        {"role": "user", "content": [{"type": "text", "text": "?"}]},
+    ]
+    asked = {"model": "tiny", "messages": talk, "max_completion_tokens": 9, "temperature": 2, "seed": 3, "n": 2}
+    said = client.chat.completions.create(**asked, logprobs=True, extra_body={"top_k": 200})
+    assert len(said.choices[1].logprobs.content) == 9 and said.choices[0].message.role == "assistant"
+    parts = list(
+        client.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}, extra_body={"top_k": 200}
+        )
+    )
+    texts = ["", ""]
+    for part in parts[:-1]:
+        texts[part.choices[0].index] += part.choices[0].delta.content or ""
+    assert texts == [choice.message.content for choice in said.choices] and texts[0] != texts[1]
+    assert parts[-1].usage == said.usage and said.usage.completion_tokens == 18
+    prompt = "user: Where is the ball?\nuser: ?\nanswer:"
+    assert said.usage.prompt_tokens == len(model.tokenizer.encode(prompt, bos=False))
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
+        client.completions.create(model="gpt", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+        client.chat.completions.create(**asked, tools=[{"type": "function", "function": {"name": "f"}}])
+    # A stream that the client leaves.
+    with client.completions.create(model="tiny", prompt="x", max_tokens=100, stream=True) as stream:
+        next(iter(stream))
+    server.wait_until_idle()
+
+
+def test_stop_texts_and_prefixes(server, model):
+    whole = server.complete(PROMPTS[3], max_tokens=60)["text"]
+    stop = whole[20:26]
+    stopped = server.complete(PROMPTS[3], max_tokens=60, stop=[stop, "never there"])
+    assert stopped["text"] == whole[: whole.index(stop)] and stopped["finish_reason"] == "stop"
+    continued = server.complete(" into", max_tokens=10, prefix="anna")["text"]
+    ids = model.tokenizer.encode(" into", bos=False)
+    asked = server.runner.prefix(model.tokenizer.encode(PROMPTS[0])).extend(ids)
+    from kvjax.generate import decode
+
+    expected = decode(model, asked.fork(1), max_new_tokens=10)
+    assert continued == model.tokenizer.decode(expected.tokens[0])
+    # Of several prompts, each has its choices.
+    body = {"prompt": [PROMPTS[0], PROMPTS[2]], "max_tokens": 5, "temperature": 0, "n": 2}
+    status, _, content = server.ask("POST", "/v1/completions", body)
+    texts = [choice["text"] for choice in json.loads(content)["choices"]]
+    assert status == 200 and texts[0] == texts[1] == alone(model, PROMPTS[0], 5) and texts[2] == texts[3]
+
+
+LONG = [1] * (LIMITS.prompt + 1)
+BAD = [
+    (b"{", 400, None),
+    (b"[]", 400, None),
+    (b"\xff\xfe", 400, None),
+    (b"[" * 100_000, 400, None),
+    ({}, 400, None),
+    ({"prompt": []}, 400, None),
+    ({"prompt": [[]]}, 400, None),
+    ({"prompt": LONG}, 400, "context_length_exceeded"),
+    ({"prompt": "word " * 500}, 400, "context_length_exceeded"),
+    ({"prompt": "x", "max_tokens": LIMITS.new_tokens + 1}, 400, "context_length_exceeded"),
+    ({"prompt": "x", "max_tokens": 0}, 400, None),
+    ({"prompt": "x", "max_tokens": "7"}, 400, None),
+    ({"prompt": [2048]}, 400, "invalid_value"),
+    ({"prompt": [-1]}, 400, "invalid_value"),
+    ({"prompt": [True]}, 400, None),
+    ({"prompt": ["x", 7]}, 400, None),
+    ({"prompt": "x", "temperature": -1}, 400, None),
+    ({"prompt": "x", "temperature": float("nan")}, 400, None),
+    ({"prompt": "x", "top_p": 0}, 400, None),
+    ({"prompt": "x", "n": 1000}, 400, None),
+    ({"prompt": "x", "seed": 1 << 40}, 400, None),
+    ({"prompt": "x", "stop": [""]}, 400, None),
+    ({"prompt": "x", "stop_token_ids": list(range(40))}, 400, "invalid_value"),
+    ({"prompt": "x", "stream": "yes"}, 400, None),
+    ({"prompt": "x", "logprobs": 5}, 400, None),
+    ({"prompt": "x", "presence_penalty": 0.5}, 400, "unsupported_parameter"),
+    ({"prompt": "x", "wrong": 1}, 400, "unknown_parameter"),
+    ({"prompt": "x", "model": "other"}, 404, "model_not_found"),
+    ({"prompt": "x", "prefix": "none"}, 404, None),
+]
+
+
+def test_malformed_bodies(server):
+    for body, status, code in BAD:
+        found, _, content = server.ask("POST", "/v1/completions", body)
+        error = json.loads(content)["error"]
+        assert (found, error["code"]) == (status, code), (body, error)
+        assert error["message"] and error["type"] in ("invalid_request_error", "not_found_error")
+        if isinstance(body, dict) and "stream" not in body:
+            # A stream that is refused has a status too.
+            assert server.ask("POST", "/v1/completions", body | {"stream": True})[0] == status
+    for messages in (None, [], "x", [{"role": "user"}], [{"role": "user", "content": [{"type": "image_url"}]}], [7]):
+        assert server.ask("POST", "/v1/chat/completions", {"messages": messages})[0] == 400
+    server.wait_until_idle()
+
+
+def test_other_requests(server, monkeypatch):
+    monkeypatch.setattr(pages, "MOST_BYTES", 1000)
+    body = {"prompt": "x"}
+    for expected, method, path, content, headers in (
+        (413, "POST", "/v1/completions", {"prompt": "x" * 1000}, {}),
+        (415, "POST", "/v1/completions", body, {"content-type": "text/plain"}),
+        (405, "GET", "/v1/completions", None, {}),
+        (404, "GET", "/v1/none", None, {}),
+        (404, "GET", "/v1/models/none", None, {}),
+        (400, "GET", "/health", None, {"host": "a-page-of-somebody-else.com"}),
+        (200, "GET", "/health", None, {"host": "localhost:1"}),
+    ):
+        assert server.ask(method, path, content, headers)[0] == expected, path
+
+
+def test_clients_that_go(server, model):
+    """Aborted streams, clients that do not wait, and bodies that never come free their rows."""
+    connections = [server.begin(stream=True, max_tokens=100) for _ in range(6)]
+    assert all(connection.recv(16).startswith(b"HTTP/1.1 200") for connection in connections[:3])
+    connections += [server.begin(max_tokens=100) for _ in range(6)]
+    half = socket.create_connection(("127.0.0.1", server.port))
+    half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                 b"Content-Length: 100\r\n\r\n{")  # fmt: skip
+    for connection in [*connections, half]:
+        connection.close()
+    server.wait_until_idle()
+    assert server.complete(PROMPTS[0], max_tokens=20)["text"] == alone(model, PROMPTS[0], 20)
+
+
+def test_back_pressure(model):
+    """More clients than rows and places to wait are told to come again, and the others are answered."""
+    gate = threading.Event()
+
+    def step(whole):
+        gate.wait(WAIT)
+        return whole()
+
+    with serving(model, waiting=1, step=step, api_key="secret") as server:
+        key = {"authorization": "Bearer secret"}
+        body = {"prompt": "x", "max_tokens": 3}
+        for wrong in ({}, {"authorization": "Bearer wrong"}):
+            assert server.ask("POST", "/v1/completions", body, wrong)[0] == 401
+        with ThreadPoolExecutor(5) as clients:
+            asked = [clients.submit(server.ask, "POST", "/v1/completions", body, key) for _ in range(5)]
+            while server.engine.load.waiting < 5:
+                time.sleep(0.01)
+            status, headers, content = server.ask("POST", "/v1/completions", body, key)
+            assert status == 429 and headers["retry-after"] == "1"
+            assert "at most 5 may" in json.loads(content)["error"]["message"]
+            assert server.ask("GET", "/v1/models", None, key)[0] == 200 and server.health()["waiting"] == 5
+            gate.set()
+            assert [each.result()[0] for each in asked] == [200] * 5
+        server.wait_until_idle()
+
+
+def test_an_engine_that_fails_says_so(model):
+    def step(whole):
+        raise RuntimeError("out of memory")
+
+    with serving(model, step=step) as server:
+        body = {"prompt": "x", "max_tokens": 3}
+        for stream in (True, False):
+            status, _, content = server.ask("POST", "/v1/completions", body | {"stream": stream})
+            assert status == 503 and "out of memory" in json.loads(content)["error"]["message"]
+        status, _, content = server.ask("GET", "/health")
+        assert status == 503 and json.loads(content)["status"] == "failed"
