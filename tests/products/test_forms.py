@@ -117,4 +117,4 @@ def test_the_same_slots_stay(name, case, setting):
     if name == "native" and native.load():
         pytest.skip(native.load())
     setting(name)
-    assert_same(run_library(case, case.blocks[0]), run_reference(case, case.blocks[0]))
+    assert_same(run_library(case, case.block), run_reference(case, case.block))
