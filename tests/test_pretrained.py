@@ -84,8 +84,8 @@ def test_transformers_agrees(tiny):
 
 @pytest.fixture(scope="module")
 def asked(tiny):
-    """As many prompts of each task as fill batches: those that are left over would take a program of their own."""
-    config = RecallConfig(tasks=("passkey", "associative", "variable"), prompts=2 * score.ROWS)
+    """As many prompts of each task as fill a batch: those that are left over would take a program of their own."""
+    config = RecallConfig(tasks=("passkey", "associative", "variable"), prompts=score.ROWS)
     return score.make_prompts(config, tiny, seed=3)
 
 
@@ -100,7 +100,7 @@ def test_what_is_in_the_cache_is_found_and_what_is_not_is_not(tiny, asked, recal
 
 
 def test_word_pairs_are_found(recalled):
-    assert recalled["associative"] >= 0.85  # 94 % of 384 prompts; these are 32, whose share differs by 4 %
+    assert recalled["associative"] >= 0.8  # 94 % of 384 prompts; these are 16, whose share differs by 6 %
 
 
 def test_scoring_in_one_pass_is_generating_greedily(tiny, asked, recalled):
@@ -126,7 +126,7 @@ def test_more_context_helps(tiny, shared_data, monkeypatch):
     (path,) = (shared_data / "data/lm").rglob("carroll-alice.txt")
     monkeypatch.setattr(card, "GAIN_WINDOWS", 24)
     # With 128 tokens each token that is asked for takes a row of its own: some of them tell as much.
-    monkeypatch.setattr(card, "GAIN_STRIDE", 8)
+    monkeypatch.setattr(card, "GAIN_STRIDE", 16)
     tokenizer = tokenizers.Tokenizer.from_file(str(bundled("kvjax-tiny") / "tokenizer.json"))
     far, near = card.context_gain(tiny, corpus.tokenized(path, tokenizer))
     assert far < near - 0.02  # bits a byte

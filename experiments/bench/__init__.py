@@ -17,6 +17,7 @@
   python -m experiments.bench device --dtype=bfloat16
   python -m experiments.bench transfers
   python -m experiments.bench lm_eval --data=FOLDER --policies=full,h2o --batch=16 --shots=0,5
+  python -m experiments.bench serve --policies=h2o --requests=2000 --batch=32 --tokens=1024 --rounds=1
   python -m experiments.bench kernels --grid=1024x2048x128 --dtype=bfloat16
 
 Peers hold the same random weights (--dtype), on all cores, each in its best setting, which is looked for among those
@@ -59,4 +60,8 @@ bytes a second, against those of a copy; a shape that stays in a processor's cac
 attention without and with statistics and the step, --implementation compares one of them with XLA.
 lm_eval: kvjax-tiny in lm-evaluation-harness, on --questions of the multiple-choice tasks in --data: seconds of an
 evaluation and of the model's part of it, with a full cache and each policy, beside `--model hf` with the same weights.
+serve: --requests of mixed lengths (prompts of up to --context tokens, answers of up to --tokens) through --batch rows
+that are refilled and through batches that run to their longest answer: useful tokens a second, useful row-steps, reads
+by the host. With --shape=kvjax-tiny the model is the trained one, which a server of OpenAI's API can run too
+(llama-server, vLLM, python -m kvjax.serve): --servers=NAME=http://HOST:PORT sends it the same requests.
 """

@@ -30,6 +30,7 @@ from experiments.bench import (
     prefill,
     products,
     selections,
+    serve,
     sides,
     storages,
     stream,
@@ -54,6 +55,7 @@ TASKS = {
     "device": device.run,
     "transfers": transfers.run,
     "lm_eval": lm_eval.run,
+    "serve": serve.run,
 }
 ACCELERATOR = "accelerator"  # runs others of these, in processes of their own
 
@@ -98,6 +100,8 @@ def define(values: flags.FlagValues) -> None:
     several("questions", "copa,piqa,mathqa", f"of {', '.join(multiple_choice.TASKS)}, for `lm_eval`")
     several("shots", "0", "questions with their answers before each question, for `lm_eval`")
     whole("documents", 100, "questions of each task, for `lm_eval`")
+    whole("requests", 2000, "requests of mixed lengths, for `serve`")
+    several("servers", "", "NAME=http://HOST:PORT of servers that run the same model, for `serve`")
     about = "run Pallas kernels interpreted on this machine: their times mean nothing"
     flags.DEFINE_enum("interpret", "no", ["no", "tpu", "gpu"], about, flag_values=values)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of weights and caches", flag_values=values)

@@ -1,11 +1,14 @@
 """Decoding steps: kvjax under a budget, its peers, and the limit that memory sets."""
 
 import contextlib
+import dataclasses
 import os
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
@@ -38,8 +41,10 @@ from kvjax.cache.lowering import lower
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.quantize import as_weight_codes
+from kvjax.policies import LowNorm
 from kvjax.policies.base import Policy
 from kvjax.policies.budget import Fraction
+from kvjax.policies.components import Stats, View
 
 WORK = ((1, 512), (8, 2048))  # batch, context: what is measured unless the command line says otherwise
 #: Largest difference in log-probability between two implementations of the same model. In bfloat16 a logit of 10 is off
@@ -205,6 +210,14 @@ def check_same(model: kvjax.Model, peer: Any, tokens: np.ndarray, name: str, imp
     agree(f"{name}, full cache", np.asarray(mine.logprobs), peer.logprobs(tokens), str(dtype_of(model)))
 
 
+@dataclasses.dataclass(frozen=True)
+class ExactNorm(LowNorm):
+    """`low_norm` without its rounding, as `KnormPress` ranks: norms that round to the same number are not a tie."""
+
+    def score(self, stats: Stats, view: View) -> jax.Array:
+        return -jnp.linalg.norm(view.key.astype(jnp.float32), axis=-1)
+
+
 def check_kept(model: kvjax.Model, peer: Any, implementation: Any) -> None:
     """A press that does what a policy does must keep the same slots: then what follows has the same probability.
 
@@ -212,9 +225,8 @@ def check_kept(model: kvjax.Model, peer: Any, implementation: Any) -> None:
     """
     length, budget = 48, 12
     tokens = np.random.default_rng(0).permutation(np.arange(5, model.config.vocab_size))[None, : length + 16]
-    mine = kvjax.log_likelihood(
-        model, tokens, policy_of("knorm", budget), prompt_length=length, implementation=implementation
-    )
+    exact = policies.evict(importance=ExactNorm(), budget=budget)
+    mine = kvjax.log_likelihood(model, tokens, exact, prompt_length=length, implementation=implementation)
     theirs = peer.logprobs_under("knorm", tokens, length, budget + 1)
     agree("kvpress, knorm at every step", np.asarray(mine.logprobs)[:, length - 1 :], theirs, str(dtype_of(model)))
 

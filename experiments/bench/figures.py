@@ -215,6 +215,15 @@ def _lm_eval(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def _serve(rows: Sequence[Row]) -> Any:
+    figure, panels = new_figure(1, figsize=(7, 1.2 + 0.32 * len(rows)))
+    _bars(panels[0, 0], rows, "side", "tokens/s")
+    style(
+        panels[0, 0], f"{rows[0]['requests']:,} requests, {rows[0]['rows']:,} rows", "useful tokens a second (median)"
+    )
+    return figure
+
+
 PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "decode": _decode,
     "policies": _policies,
@@ -230,4 +239,5 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "device": _device,
     "transfers": _transfers,
     "lm_eval": _lm_eval,
+    "serve": _serve,
 }

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.bench import decode, device, every_policy, fill, kernels, memory, sides, storages, transfers
+from experiments.bench import decode, device, every_policy, fill, kernels, memory, serve, sides, storages, transfers
 from experiments.bench.__main__ import TASKS, main
 from experiments.peers import PEERS
 from kvjax import policies, products
@@ -430,6 +430,21 @@ def test_two_sides_that_differ_are_not_timed():
 
 def test_a_grid_is_read():
     assert kernels.parse("12x512x64") == (12, 512, 64)
+
+
+def test_serve(tmp_path):
+    arguments = ("--requests=9", "--batch=2", "--context=12", "--policies=window", "--budget=0.5", "--rounds=1")
+    rows = {row["side"]: row for row in bench(tmp_path, "serve", *arguments)}
+    fixed, refilled = rows["fixed batches"], rows["rows refilled"]
+    asked = serve.requests(9, 12, 4, 64)
+    assert fixed["new tokens"] == refilled["new tokens"] == sum(asked.wanted)
+    # By hand: batches of two run to the longer one of them.
+    steps = sum(max(asked.wanted[i : i + 2]) - 1 for i in range(0, 9, 2))
+    useful = sum(asked.wanted) - 9
+    assert fixed["% of row-steps useful"] == pytest.approx(100 * useful / (2 * steps))
+    assert 0 < refilled["% of row-steps useful"] <= 100 and refilled["times fixed batches"] > 0
+    with pytest.raises(ConfigError, match="is not of the form NAME=http://HOST:PORT"):
+        main(["bench", "serve", *QUICK, *arguments, "--servers=here"])
 
 
 def test_every_task_has_its_lines_in_the_help(capsys):

@@ -20,7 +20,10 @@ Rows = tuple[Any, ...]  # arrays [B, K, G or 1, n, ...] with an entry for each q
 Tile = Callable[..., tuple[Rows, Sums]]  # (problem of a tile, *its `Rows`) -> `Rows` and sums of the tile
 
 TILE_BYTES = 16 << 20  # bytes of the scores of a tile, for all rows and heads; about the last-level cache of a CPU core
-SEGMENTS = 8  # segments of a causal prompt; each uses only the keys before its end, 56 % of the work without segments
+# A causal prompt is cut into segments, each of which uses only the keys before its end: two do 75 % of the work without
+# segments, four 63 %, eight 56 %. Each one is compiled by itself, which takes longer than it saves in a short prompt.
+MIN_SEGMENTS, SEGMENTS = 2, 8
+SEGMENT_QUERIES = 512
 QUERY_AXIS = 3  # the axis of queries in `Rows`
 
 
@@ -94,7 +97,8 @@ def _over_tiles(function: Tile, problem: Problem, *extra: Array) -> tuple[Rows, 
     tile = tile_rows(batch * kv_heads * group * problem.slots, n)
     if not problem.causal:
         return _tiles(function, problem, extra, tile)
-    step = max(tile, -(-n // (SEGMENTS * tile)) * tile)
+    segments = min(max(MIN_SEGMENTS, n // SEGMENT_QUERIES), SEGMENTS)
+    step = max(tile, -(-n // (segments * tile)) * tile)
     results = []
     sums = _zeros(problem)
     for start in range(0, n, step):
