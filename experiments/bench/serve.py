@@ -153,7 +153,8 @@ def fixed(model: Model, spec: CacheSpec, asked: Asked, rows: int, limits: Limits
     start, steps, reads = time.perf_counter(), 0, 0
     for begin in tqdm(range(0, len(asked.prompts), rows), desc=FIXED, disable=None):
         prompts, wanted = asked.prompts[begin : begin + rows], asked.wanted[begin : begin + rows]
-        sizes = np.array([len(prompt) for prompt in prompts] + [1] * (rows - len(prompts)), np.int32)
+        prompts = [*prompts, *[prompts[-1]] * (rows - len(prompts))]  # a last batch has as many rows
+        sizes = np.array([len(prompt) for prompt in prompts], np.int32)
         tokens = np.zeros((rows, int(sizes.max())), np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
