@@ -21,14 +21,17 @@ def parameter_shapes(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> P
       config: the decoder.
       dtype: of the parameters.
     """
-    # A tree of the caller's own.
-    found: Params = jax.tree.map(lambda leaf: leaf, _traced_shapes(config, jnp.dtype(dtype)))
+    # All layers have the same shapes, so that tracing one of them suffices.
+    traced = _traced_shapes(config.one_layer(), jnp.dtype(dtype))
+    layers = {f"layer_{index}": traced["layer_0"] for index in range(config.num_layers)}
+    # Every node is a new one, the caller's own.
+    found: Params = jax.tree.map(lambda leaf: leaf, {**traced, **layers})
     return found
 
 
 @functools.lru_cache(maxsize=16)
 def _traced_shapes(config: DecoderConfig, dtype: jnp.dtype) -> Params:
-    """Traces the initialisation, which takes seconds for a decoder of many layers."""
+    """Traces the initialisation."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     init = Decoder(config, dtype).init
     return jax.eval_shape(lambda key, x: init(key, x)["params"], jax.random.key(0), tokens)
@@ -40,7 +43,6 @@ def parameter_count(config: DecoderConfig) -> int:
     Args:
       config: the decoder.
     """
-    # All layers have the same shapes, so that tracing one of them suffices.
     tree = parameter_shapes(config.one_layer())
     sizes = {name: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(node)) for name, node in tree.items()}
     return sum(sizes.values()) + (config.num_layers - 1) * sizes["layer_0"]
