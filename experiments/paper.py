@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 from absl import flags
 
 from experiments import cli
@@ -20,6 +21,7 @@ from experiments.papers import runner
 from experiments.papers.config import PaperConfig
 from experiments.papers.entry import registry
 from experiments.papers.settings import FAST, FULL, Settings, find_data
+from experiments.resolve import decoder_config
 from kvjax import products
 
 SOME_FAILED = 1
@@ -46,11 +48,15 @@ def main(argv: Sequence[str]) -> int:
             print(f"{name}: {entry.question}")
         return 0
     runner.entries_of(names)
-    scale = FAST if values.fast else FULL
+    decoder = decoder_config(config.model)
+    scale = (FAST if values.fast else FULL).within(decoder.max_positions if decoder else None)
     settings = Settings(config.model, find_data(values.data), values.seed, scale)
     output = Path(values.output or (f"{OUTPUT}-fast" if values.fast else OUTPUT))
     # Which form of a product is the fastest depends on the machine, and its digits on the form.
     products.use("fixed")
+    if values.fast:
+        # Nearly all of a trial is compiling.
+        jax.config.update("jax_disable_most_optimizations", True)
     failed = runner.run(names, settings, output, rerun=values.rerun)
     print(f"Wrote {output}/{runner.PAGE}, and a report, a figure and results of each entry beside it.")
     if failed:

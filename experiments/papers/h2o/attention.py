@@ -1,11 +1,13 @@
-"""H2O, figures of attention: heavy hitters in every layer."""
+"""H2O, Figures 3 and 7: Algorithm 1 by hand, and heavy hitters in every layer."""
 
 from collections.abc import Iterable
+
+import numpy as np
 
 from experiments.papers import figures
 from experiments.papers.entry import Entry, Found, Published
 from experiments.papers.parts import Part
-from experiments.papers.recipes import look
+from experiments.papers.recipes import look, worked
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 
@@ -39,7 +41,40 @@ def _fig7(settings: Settings, found: Found) -> Judgement:
     )
 
 
+def _fig3(settings: Settings, found: Found) -> Judgement:
+    part = worked.algorithm()
+    result = found[part]
+    rows = []
+    for step in range(part.budget + 5):
+        pairs = [(int(t), float(s)) for t, s in zip(result["live"][step], result["score"][step], strict=True) if t >= 0]
+        victim = int(result["evicted"][step])
+        scores = ", ".join(f"{token}: {score:.2f}" for token, score in pairs)
+        evicted = "-" if victim < 0 else str(victim)
+        rows.append({"step": str(step + 1), "accumulated (token: score)": scores, "evicted for good": evicted})
+    same, count = int(np.sum(result["kvjax"] == result["numpy"])), result["kvjax"].size
+    shown = f"{same} of {count} tokens"
+    return Judgement(
+        tables=[Table("The first layer's first head, tokens counted from 0", rows)],
+        confirm=[Claim("kvjax evicts what Algorithm 1 does in every row and head", same == count, shown)],
+        contradict=[Claim("a token is evicted at another step", same < count, shown)],
+        notes=["Worked cases of all policies: tests/test_worked_examples.py."],
+    )
+
+
 ENTRIES = (
+    Entry(
+        name="h2o_fig3",
+        question="What does Algorithm 1 evict, step by step?",
+        published=Published(
+            caption="Figure 3: an example with a budget of 3.",
+            shape="After the fourth step the third token is evicted for good, by its accumulated score.",
+        ),
+        here="A text, token by token, in the first layer with a budget of 3 of which the newest token is protected; "
+        "kvjax beside a loop in NumPy in float64.",
+        parts=lambda settings: [worked.algorithm()],
+        judge=_fig3,
+        exact=True,
+    ),
     Entry(
         name="h2o_fig7",
         question="Are heavy hitters there in every layer?",

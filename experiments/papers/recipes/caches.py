@@ -5,6 +5,7 @@ import math
 
 from experiments import config as configs
 from experiments.config import ExperimentConfig, PolicyConfig
+from experiments.papers import own
 from experiments.papers.settings import Settings
 from kvjax import spec_text
 from kvjax.cache import CacheSpec
@@ -50,7 +51,11 @@ def exact_spec(cache: str, budget: int | float, seed: int = 0) -> CacheSpec:
     Raises:
       KvjaxError: no such cache.
     """
-    policy = cache.split(configs.JOINED)[0].strip()
+    policy, *others = (part.strip() for part in cache.split(configs.JOINED))
+    if policy.startswith(own.PREFIX):
+        return CacheSpec(own.build(policy, own.POLICIES, budget=budget))
+    if others and others[0].startswith(own.PREFIX):
+        return CacheSpec(spec_text.build("policy", policy), selection=own.build(others[0], own.SELECTIONS))
     if seed and policy == "random":
         cache = cache.replace("random", f"random(seed={seed})", 1)
     return configs.baseline(ExperimentConfig(policy=PolicyConfig(name="full", budget=budget)), cache)
@@ -71,14 +76,14 @@ def build(cache: str, budget: int | float, settings: Settings, prompt: int) -> C
       KvjaxError: no such cache.
     """
     spec = exact_spec(cache, budget, settings.seed)
-    own = spec.policy.budget
-    if not isinstance(spec.policy, Evict) or not isinstance(own, Fraction | Slots):
+    given = spec.policy.budget
+    if not isinstance(spec.policy, Evict) or not isinstance(given, Fraction | Slots):
         return spec
-    slots = own.slots(prompt, 1)[0]
+    slots = given.slots(prompt, 1)[0]
     tier = next((each for each in settings.scale.tiers if slots <= each * prompt), None)
     if tier is None:
         return spec
-    policy = dataclasses.replace(spec.policy, budget=Within(own, tier))
+    policy = dataclasses.replace(spec.policy, budget=Within(given, tier))
     object.__setattr__(policy, "name", spec.policy.name)
     return dataclasses.replace(spec, policy=policy)
 

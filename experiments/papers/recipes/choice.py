@@ -18,7 +18,6 @@ from kvjax.cache import Limits
 from kvjax.models.model import Model
 
 ROWS = 16  # contexts that are scored at once
-BETWEEN = "\n\n"  # solved questions
 ROOM = 64  # tokens of the longest answer; questions with longer ones are left out
 TASKS = tuple(multiple_choice.TASKS)
 
@@ -27,7 +26,7 @@ TASKS = tuple(multiple_choice.TASKS)
 class Choice(Cached):
     """Answers multiple-choice questions: of the answers, the one of the largest mean log-probability per token.
 
-    The solved questions before each are the last ones of the file, as many as fit.
+    The solved questions before each are the first ones of `multiple_choice.with_examples`, as many as fit.
 
     The result has ``score`` [questions, answers] float64, the mean log-probabilities, NaN where there are fewer
     answers; ``label`` [questions] int32, the right ones; and ``shots`` [questions] int32, the solved questions.
@@ -45,17 +44,19 @@ class Choice(Cached):
     width: int
 
     def files(self, settings: Settings) -> Sequence[Path]:
-        return (settings.file(f"tasks/{multiple_choice.TASKS[self.task][0]}"),)
+        folder = settings.data / "tasks"
+        names = [None, *(multiple_choice.TRAINING[self.task][:1] if self.task in multiple_choice.TRAINING else ())]
+        return [multiple_choice.path_of(self.task, folder, name) for name in names]
 
     def measure(self, lab: Lab) -> Result:
         model = lab.model(self.model)
-        every = multiple_choice.read(self.task, lab.settings.data / "tasks")
-        solved = [_solved(each) for each in every[len(every) - self.shots :]]
+        examples, every = multiple_choice.with_examples(self.task, lab.settings.data / "tasks", self.shots)
+        solved = [each.example for each in examples]
         asked: list[Question] = []
         contexts: list[list[int]] = []
         answers: list[list[list[int]]] = []
         shots: list[int] = []
-        for question in every[: len(every) - self.shots]:
+        for question in every:
             choices = [_ids(model, f" {choice}") for choice in question.choices]
             shown = [_fitting(model, solved, context, self.width) for context in question.contexts]
             if len(asked) == self.questions:
@@ -142,11 +143,6 @@ def compare(what: str, one: Result, other: Result, full: Result) -> Comparison:
     return sign_test(f"{what}, decided as under full", same(one, full), same(other, full))
 
 
-def _solved(question: Question) -> str:
-    context = question.contexts[question.label if len(question.contexts) > 1 else 0]
-    return f"{context} {question.choices[question.label if len(question.choices) > 1 else 0]}"
-
-
 def _ids(model: Model, text: str) -> list[int]:
     return [int(each) for each in data.encode(model, text)]
 
@@ -154,7 +150,7 @@ def _ids(model: Model, text: str) -> list[int]:
 def _fitting(model: Model, solved: Sequence[str], context: str, width: int) -> tuple[list[int], int] | None:
     """The tokens of a context behind as many solved questions as fit, and their number; None if it does not fit."""
     for number in range(len(solved), -1, -1):
-        text = BETWEEN.join([*solved[len(solved) - number :], context])
+        text = multiple_choice.GAP.join([*solved[:number], context])
         ids = [*data.opening(model), *_ids(model, text)]
         if len(ids) <= width:
             return ids, number

@@ -46,7 +46,12 @@ class Decode(Part):
             }  # fmt: skip
             command = [sys.executable, "-m", "experiments.bench", "decode", "--fill"]
             command += [f"--{name}={given}" for name, given in options.items()]
-            done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
+            environment = dict(os.environ)
+            if lab.settings.scale.trial:
+                # Neither the memory's speed nor that of each form of products is measured.
+                command.append("--tiny")
+                environment["KVJAX_PRODUCTS"] = "fixed"
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
             made = results.read_json(file)
             if done.returncode or made is None:
                 raise KvjaxError(f"{' '.join(command[1:])} failed: {done.stderr.strip()[-2000:]}")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,22 +26,26 @@ class LM(Cached):
       rows: of the text.
       prompt: tokens of each row's prompt.
       new: tokens after it.
+      whole: whether the whole row is fed as one prompt, for caches that look at whole texts.
     """
 
     text: str
     rows: int
     prompt: int
     new: int
+    whole: bool = False
 
     def files(self, settings: Settings) -> Sequence[Path]:
         return (settings.file(self.text),)
 
     def measure(self, lab: Lab) -> Result:
-        spec = caches.build(self.cache, self.budget, lab.settings, self.prompt)
+        total = self.prompt + self.new
+        prompt = total if self.whole else self.prompt
         scored = kvjax.log_likelihood(
-            lab.model(self.model), lab.rows(self, self.text, self.rows, self.prompt + self.new), spec,
-            prompt_length=self.prompt, prefill_block=self.block, implementation="auto",
-            limits=Limits(self.prompt, self.new, shortest=self.prompt),
+            lab.model(self.model), lab.rows(self, self.text, self.rows, total),
+            caches.build(self.cache, self.budget, lab.settings, prompt), prompt_length=prompt,
+            prefill_block=self.block, implementation="auto",
+            limits=None if self.whole else Limits(self.prompt, self.new, shortest=self.prompt),
         )  # fmt: skip
         # Entry t scores token t + 1.
         return {"logprobs": np.asarray(scored.logprobs)[:, self.prompt - 1 :]}
@@ -58,13 +62,15 @@ def lm(
     new: int | None = None,
     rows: int | None = None,
     model: str = MAIN,
+    whole: bool = False,
 ) -> LM:
     """A part of the scale's sizes, unless others are given."""
     scale = settings.scale
-    # The full cache has no budget: one part for all.
+    full = cache.startswith("full")
+    # The full cache has no budget, and blocks do not change what it holds: one part for all.
     return LM(
-        model=model, cache=cache, budget=1.0 if cache.startswith("full") else budget, block=block, text=text,
-        rows=rows or scale.rows, prompt=prompt or scale.prompt, new=new or scale.new,
+        model=model, cache=cache, budget=1.0 if full else budget, block=None if full else block, text=text,
+        rows=rows or scale.rows, prompt=prompt or scale.prompt, new=new or scale.new, whole=whole,
     )  # fmt: skip
 
 
@@ -87,6 +93,16 @@ def shown(result: Result) -> str:
 def loss(result: Result, full: Result) -> float:
     """The perplexity above the full cache's, as a share of it."""
     return math.expm1(float(np.mean(nats(result) - nats(full))))
+
+
+def cells(result: Result, full: Result) -> Mapping[str, str]:
+    """Columns of a table: the perplexity, and what it is above the full cache's."""
+    return {"perplexity": shown(result), "above full": f"{100 * loss(result, full):+.2f} %"}
+
+
+def as_good(one: Comparison) -> bool:
+    """Whether the second cache of a comparison of nats is at least as good as the first, which is not better."""
+    return not one.lower and one.difference >= 0
 
 
 def compare(what: str, one: Result, other: Result, settings: Settings) -> Comparison:

@@ -5,11 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.papers.parts import Lab, Part, Result
 from experiments.papers.settings import Settings
 from kvjax import analysis
+from kvjax.analysis.rows import Rows
+from kvjax.analysis.scan import over_tiles
 from kvjax.models.model import Model
 
 
@@ -48,6 +51,25 @@ def look(
 def by_layer(values: np.ndarray) -> np.ndarray:
     """[L, ...] -> [L] float64: the mean of what is not NaN."""
     return np.asarray(np.nanmean(values.reshape(len(values), -1).astype(np.float64), axis=1))
+
+
+def mass_by_token(model: Model, tokens: np.ndarray) -> np.ndarray:
+    """The attention that each token receives from all queries, [L, B, H, T] float32, in the order of the text."""
+    run = over_tiles(model, tokens, None, _add_mass, lambda *shape: jnp.zeros(shape, jnp.float32))
+    return np.asarray(run.carried)
+
+
+def _add_mass(carry: Any, attention: tuple[Rows]) -> tuple[Any, Any]:
+    (rows,) = attention
+    return carry + jnp.sum(rows.probability, axis=-2), ()
+
+
+def exponent_of(mass: np.ndarray) -> np.ndarray:
+    """The exponents of `kvjax.analysis.accumulated_attention`, of masses [..., T] in any order."""
+    rank = np.log(np.arange(1, mass.shape[-1] + 1))
+    logs = np.log(np.maximum(-np.sort(-mass, axis=-1), np.finfo(np.float32).tiny).astype(np.float64))
+    rank -= rank.mean()
+    return np.asarray(-(logs @ rank) / (rank @ rank))
 
 
 def _sparsity(model: Model, tokens: np.ndarray) -> Result:

@@ -11,6 +11,7 @@ import numpy as np
 
 from experiments.papers.parts import Cached, Lab, Result
 from experiments.papers.recipes import caches
+from experiments.papers.settings import Settings
 from kvjax.cache import Limits
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import Lowered, lower
@@ -81,9 +82,33 @@ def lowered_for(
     return lower(caches.exact_spec(cache, budget), config, sizes, lengths, dtype=dtype)
 
 
-def held_bytes(config: DecoderConfig, cache: str, budget: int | float, prompt: int, new: int) -> int:
-    """Bytes of keys and values per row in float32, as the column ``KV held`` of a run has them."""
-    return lowered_for(config, cache, budget, 1, prompt, new, "float32").layout.bytes(1)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held(Cached):
+    """Counts the bytes of keys and values of a row of the model itself, in float32, as the column ``KV held`` of a run.
+
+    The result has ``bytes``.
+
+    Attributes:
+      prompt: tokens of the prompt.
+      new: tokens after it.
+    """
+
+    prompt: int
+    new: int
+
+    def measure(self, lab: Lab) -> Result:
+        lowered = lowered_for(
+            lab.model(self.model).config, self.cache, self.budget, 1, self.prompt, self.new, "float32"
+        )
+        return {"bytes": np.asarray(lowered.layout.bytes(1), np.float64)}
+
+
+def held(settings: Settings, cache: str, budget: int | float) -> Held:
+    """A part for texts of the scale."""
+    full = cache.startswith("full")
+    return Held(
+        cache=cache, budget=1.0 if full else budget, prompt=settings.scale.prompt, new=settings.scale.new
+    )  # fmt: skip
 
 
 def value(result: Result, name: str) -> float:
@@ -91,9 +116,15 @@ def value(result: Result, name: str) -> float:
     return float(result[name])
 
 
-def largest_batch(one: Result, memory: float) -> int:
-    """The most rows whose cache fits beside the weights, from the result of one row; 0 if the weights do not fit."""
-    return max(0, math.floor((memory - value(one, "weights")) / value(one, "cache")))
+def largest_batch(one: Result, memory: float, weights: float = 1.0) -> int:
+    """The most rows whose cache fits beside the weights; 0 if the weights do not fit.
+
+    Args:
+      one: the result of one row.
+      memory: of the device, in bytes.
+      weights: the share of their bytes that weights take.
+    """
+    return max(0, math.floor((memory - weights * value(one, "weights")) / value(one, "cache")))
 
 
 def _longer(config: DecoderConfig, tokens: int) -> Any:

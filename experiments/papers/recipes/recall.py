@@ -15,7 +15,7 @@ from kvjax.generate import Generation
 #: Distances from the fact to the end of a prompt of 984 tokens, at the least and at the most.
 DISTANCES = {"close": (50, 200), "near": (250, 450), "far": (700, 900)}
 FULL_LENGTH = 984
-ROOM = 90  # tokens that a shorter prompt of a trial leaves before and behind a fact, for other facts and the question
+ROOM = 90  # tokens that a shorter prompt leaves before and behind a fact, for other facts and the question
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,10 +79,11 @@ def recall(
     """A part of the scale's sizes, or of prompts of another length; distances are shares of the length."""
     length = settings.scale.recall if length is None else length
     nearest, farthest = (round(each * length / FULL_LENGTH) for each in DISTANCES[distance])
-    if settings.scale.trial:
+    if length < FULL_LENGTH:
         nearest, farthest = (min(max(each, ROOM), length - ROOM) for each in (nearest, farthest))
+    full = cache.startswith("full")
     return Recall(
-        model=model, cache=cache, budget=1.0 if cache.startswith("full") else budget, block=block, task=task,
+        model=model, cache=cache, budget=1.0 if full else budget, block=None if full else block, task=task,
         prompts=settings.scale.prompts, length=length, nearest=nearest, farthest=farthest, difficulty=difficulty,
     )  # fmt: skip
 

@@ -1,0 +1,95 @@
+"""Every entry judges made-up results: its tables, claims and figure, for any numbers that parts can have."""
+
+import json
+import zlib
+
+import numpy as np
+import pytest
+
+from experiments.config import ModelConfig
+from experiments.papers import page, verdict
+from experiments.papers.entry import registry
+from experiments.papers.parts import check_unique
+from experiments.papers.settings import FAST, TEXTS, Settings
+
+LAYERS, HEADS, VOCAB = 6, 4, 300
+
+
+def _look(part, rng):
+    shape = (LAYERS, part.rows, HEADS)
+    mass = -np.sort(-rng.random((LAYERS, part.length)))
+    return {
+        "sparsity": {"sparsity": rng.random(shape)},
+        "accumulated": {"mass": mass, "exponent": rng.random(shape), "fit": rng.random(shape)},
+        "keys_for_mass": {"keys": rng.integers(1, part.length, (*shape, part.length)).astype(np.uint16)},
+    }[part.measure_name]
+
+
+#: Part -> what it could have measured.
+MADE_UP = {
+    "LM": lambda p, rng: {"logprobs": -rng.random((p.rows, p.new), np.float32) - 2},
+    "Recall": lambda p, rng: {
+        "right": rng.random(p.prompts) < 0.5, "tokens": rng.integers(0, VOCAB, (p.prompts, 9)),
+        "answers": rng.integers(0, VOCAB, (p.prompts, 9)),
+    },
+    "Choice": lambda p, rng: {
+        "score": -rng.random((p.questions, 3)), "label": rng.integers(0, 3, p.questions),
+        "shots": rng.integers(0, 5, p.questions),
+    },
+    "Greedy": lambda p, rng: {"tokens": rng.integers(0, VOCAB, (p.rows, p.new))},
+    "Look": _look,
+    "Plan": lambda p, rng: {name: 1e9 * rng.random() + 1 for name in ("weights", "cache", "moved", "speed", "slots")},
+    "Held": lambda p, rng: {"bytes": np.asarray(1e6 * rng.random() + 1)},
+    "Decode": lambda p, rng: {
+        "side": np.array(p.policies), "milliseconds": rng.random(len(p.policies)) + 1,
+        "slots": np.ones(len(p.policies), np.int32),
+    },
+    "Algorithm": lambda p, rng: {
+        "kvjax": np.zeros((p.rows, 2, p.length)), "numpy": np.zeros((p.rows, 2, p.length)),
+        "live": rng.integers(-1, 9, (p.length, p.budget + 1)), "score": rng.random((p.length, p.budget + 1)),
+        "evicted": rng.integers(-1, 9, p.length),
+    },
+    "Neurons": lambda p, rng: {"active": rng.random((LAYERS, 50), np.float32)},
+    "Removal": lambda p, rng: {
+        **{name: np.asarray(9 + rng.random()) for name in ("before", "after", "random", "removed")},
+        "tuned": 9 + rng.random(len(p.shares)),
+    },
+    "Checkpoints": lambda p, rng: {
+        "exponent": rng.random((len(p.shares), 2)) + 0.1, "overlap": rng.random((len(p.shares), 2))
+    },
+}  # fmt: skip
+
+
+def made_up(part, seed):
+    rng = np.random.default_rng([seed, zlib.crc32(part.name.encode())])
+    return {name: np.asarray(value) for name, value in MADE_UP[type(part).__name__](part, rng).items()}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for file in TEXTS.values():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    return Settings(ModelConfig(path="kvjax-tiny"), folder, 0, FAST)
+
+
+@pytest.mark.parametrize("name", list(registry()))
+def test_judges_whatever_was_measured(name, settings):
+    entry = registry()[name]
+    parts = check_unique(tuple(entry.parts(settings)))
+    if any(type(part).__name__ == "Greedy" for part in parts):
+        pytest.importorskip("rouge_score")
+    found = {part: made_up(part, 0) for part in parts}
+    judgement = entry.judge(settings, found)
+    again = entry.judge(settings, found)
+    made = json.dumps(verdict.as_json(judgement))
+    assert made == json.dumps(verdict.as_json(again)), "the same numbers, the same judgement"
+    assert judgement.tables and all(len({tuple(row) for row in table.rows}) == 1 for table in judgement.tables)
+    what = [each.what for each in judgement.comparisons]
+    assert len(set(what)) == len(what), "two comparisons of one name draw the same numbers"
+    assert not judgement.contradict or judgement.confirm
+    text = page.Report(entry, judgement, *verdict.conclude(judgement, trial=True)).markdown()
+    assert f"## {name}" in text and "**Verdict: " in text and entry.published.caption in text
+    if judgement.draw is not None:
+        assert judgement.draw().startswith(b"\x89PNG")
