@@ -125,14 +125,14 @@ def frequency(model: Model, tokens: np.ndarray) -> np.ndarray:
 
     Active is above 0 where the activation has zeros (ReLU), otherwise among the largest `TOP` of the token's gates.
     """
-    _check(model.params)
+    _check(model)
     with model.on_mesh():
         return np.stack([np.asarray(each) for each in _frequency(model.params, jnp.asarray(tokens), model.config)])
 
 
 def without(model: Model, removed: np.ndarray) -> Model:
     """The model without neurons, [L, neurons] bool."""
-    _check(model.params)
+    _check(model)
     params = dict(model.params)
     for index, own in enumerate(removed):
         # [neurons]
@@ -149,8 +149,10 @@ def without(model: Model, removed: np.ndarray) -> Model:
     return dataclasses.replace(model, params=params)
 
 
-def _check(params: Params) -> None:
-    if any(is_quantized(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_quantized)):
+def _check(model: Model) -> None:
+    if model.config.num_experts:
+        raise ConfigError("neurons are counted in dense MLPs; this model routes tokens to experts.")
+    if any(is_quantized(leaf) for leaf in jax.tree.leaves(model.params, is_leaf=is_quantized)):
         raise ConfigError("neurons are counted on exact weights; leave out --config.model.weights.")
 
 
