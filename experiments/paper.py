@@ -6,7 +6,8 @@
 Names are those of --list, a paper (h2o, roco, infinigen) or all. Each entry prints what the paper has, what was
 measured, every comparison and a verdict: CONFIRM, CONTRADICT or INCONCLUSIVE. --fast takes few rows, and decides
 nothing. Results, figures and a page of all entries go to --output; measurements are kept below it, in parts/, so that a
-run that is killed goes on where it was, and entries share them. The texts are found in --data.
+run that is killed goes on where it was, and entries share them. --page makes the page of what is in --output. The texts
+are found in --data.
 """
 
 import sys
@@ -32,6 +33,7 @@ OUTPUT = "results/papers"
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("fast", False, "few rows: all entries in a quarter of an hour, no verdict", flag_values=values)
     flags.DEFINE_bool("list", False, "print the entries and run nothing", flag_values=values)
+    flags.DEFINE_bool("page", False, "write the page of the results in --output, and run nothing", flag_values=values)
     flags.DEFINE_bool("rerun", False, "measure what there is a result of, too", flag_values=values)
     flags.DEFINE_integer("seed", 0, "of prompts, draws and bootstraps", lower_bound=0, flag_values=values)
     where = "folder of the texts; else data/ of $KVJAX_SHARED, or of shared/ in or beside the project"
@@ -47,11 +49,16 @@ def main(argv: Sequence[str]) -> int:
         for name, entry in registry().items():
             print(f"{name}: {entry.question}")
         return 0
-    runner.entries_of(names)
+    if not values.page:
+        runner.entries_of(names)
     decoder = decoder_config(config.model)
     scale = (FAST if values.fast else FULL).within(decoder.max_positions if decoder else None)
-    settings = Settings(config.model, find_data(values.data), values.seed, scale)
     output = Path(values.output or (f"{OUTPUT}-fast" if values.fast else OUTPUT))
+    if values.page:
+        settings = Settings(config.model, Path(), values.seed, scale)
+        print(f"Wrote {output}/{runner.PAGE}: {len(runner.write_page(output, settings.described()))} entries.")
+        return 0
+    settings = Settings(config.model, find_data(values.data), values.seed, scale)
     # Which form of a product is the fastest depends on the machine, and its digits on the form.
     products.use("fixed")
     if values.fast:

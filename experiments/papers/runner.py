@@ -3,11 +3,11 @@
 import json
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import fields, identity, machine, results
+from experiments import identity, machine, results
 from experiments.papers import page, verdict
 from experiments.papers.entry import Entry, registry
 from experiments.papers.names import NAMES
@@ -73,7 +73,7 @@ def run(
             print(f"\n{entry.name} FAILED: {error if known else traceback.format_exc()}", file=sys.stderr, flush=True)
             continue
         # After every entry: a run that is killed leaves a page of those that are done.
-        results.write(output / PAGE, whole_page(output, settings))
+        write_page(output, settings.described())
     return failed
 
 
@@ -95,36 +95,65 @@ def write(output: Path, done: Report, settings: Settings) -> None:
     """Writes an entry's report, its figure and its results as JSON."""
     name = done.entry.name
     about = {"name": name, "question": done.entry.question, "verdict": done.verdict.value, "reason": done.reason}
-    about |= {"settings": dict(settings.described())} | verdict.as_json(done.judgement)
+    about |= {"settings": dict(settings.described()), "measured": measured_on()} | verdict.as_json(done.judgement)
     if done.judgement.draw is not None:
         results.write(output / f"{name}.png", done.judgement.draw())
     results.write(output / f"{name}.md", done.markdown(3))
     results.write(output / f"{name}.json", results.to_json(about))
 
 
-def whole_page(output: Path, settings: Settings) -> str:
-    """The page of the entries in a folder that were run with these settings."""
+def write_page(output: Path, described: Mapping[str, Any]) -> list[str]:
+    """Writes the page of the entries in a folder that were run with some settings.
+
+    Args:
+      output: the folder of results, in which the page is written.
+      described: see `Settings.described`.
+
+    Returns:
+      The names of the entries on the page.
+    """
+    sections = entries_in(output, described)
+    results.write(output / PAGE, page.page(sections, about(described, sections)))
+    return list(sections)
+
+
+def entries_in(output: Path, described: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:
+    """Entry -> its results and its report, of those in a folder that were run with some settings."""
     sections: dict[str, tuple[dict[str, Any], str]] = {}
-    described = json.loads(json.dumps(settings.described()))
+    wanted = json.loads(json.dumps(described))
     for name in NAMES:
         result = results.read_json(output / f"{name}.json")
         text = output / f"{name}.md"
-        if isinstance(result, dict) and result.get("settings") == described and text.is_file():
+        if isinstance(result, dict) and result.get("settings") == wanted and text.is_file():
             sections[name] = (result, text.read_text(encoding="utf-8"))
-    return page.page(sections, about(settings))
+    return sections
 
 
-def about(settings: Settings) -> list[str]:
-    """Paragraphs about a run: its model, its sizes and its machine."""
+def measured_on() -> dict[str, str]:
+    """The machine and the code of this process."""
     made = machine.environment()
-    model, scale = fields.to_dict(settings.model), settings.scale
-    shown = ", ".join(f"{key} {value}" for key, value in model.items() if value)
+    return {
+        "machine": f"{made['device']} ({made['cpu']}, {made['cores']} cores)",
+        "versions": f"jax {made['jax']}, Python {made['python']}",
+        "commit": made["commit"] or "unknown",
+    }
+
+
+def about(described: Mapping[str, Any], sections: Mapping[str, tuple[Mapping[str, Any], str]]) -> list[str]:
+    """Paragraphs about a run: its model, its sizes and its machines."""
+    scale = described["scale"]
+    shown = ", ".join(f"{key} {value}" for key, value in described["model"].items() if value)
     sizes = (
-        f"Texts: {scale.rows} rows of {scale.prompt} + {scale.new} tokens; attention: {scale.look_rows} rows of "
-        f"{scale.length}; recall: {scale.prompts} prompts of {scale.recall}; {scale.questions} questions of a task."
+        f"Texts: {scale['rows']} rows of {scale['prompt']} + {scale['new']} tokens; attention: {scale['look_rows']} "
+        f"rows of {scale['length']}; recall: {scale['prompts']} prompts of {scale['recall']}; "
+        f"{scale['questions']} questions of a task."
     )
-    trial = ["**This is a trial of few rows (`--fast`): its verdicts decide nothing.**"] if scale.trial else []
-    where = f"{made['device']} ({made['cpu']}, {made['cores']} cores)"
-    commit = made["commit"] or "unknown"
-    versions = f"jax {made['jax']}, Python {made['python']}, commit {commit}"
-    return [*trial, f"Model: {shown}; seed {settings.seed}. {sizes}", f"On {where}; {versions}."]
+    trial = ["**This is a trial of few rows (`--fast`): its verdicts decide nothing.**"] if scale["trial"] else []
+    places: dict[str, list[str]] = {}
+    for name, (result, _) in sections.items():
+        made = result.get("measured", {"machine": "an unknown machine"})
+        places.setdefault(", ".join(made.values()), []).append(name)
+    # Which entries each is of matters only where there are several.
+    several = len(places) > 1
+    ran = [f"On {place}" + (f": {', '.join(names)}." if several else ".") for place, names in places.items()]
+    return [*trial, f"Model: {shown}; seed {described['seed']}. {sizes}", *ran]

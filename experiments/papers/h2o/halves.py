@@ -22,12 +22,18 @@ def _policies(settings: Settings, budget: float) -> tuple[str, ...]:
     return ("full", *ALONE, "h2o", *settings.scale.some(parts, ()))
 
 
+def _asked(settings: Settings) -> tuple[float, ...]:
+    """The budgets under which questions are asked."""
+    return settings.scale.some(BUDGETS, (0.2,))
+
+
 def _parts(settings: Settings) -> Iterable[Part]:
     for budget in BUDGETS:
         yield from (lm.lm(settings, name, budget) for name in _policies(settings, budget))
     for name in ("full", *ALONE, "h2o"):
-        yield recall.recall(settings, name, 0.2)
-        yield from (choice.choice(settings, name, 0.2, task=task) for task in TASKS)
+        for budget in _asked(settings):
+            yield recall.recall(settings, name, budget)
+            yield from (choice.choice(settings, name, budget, task=task) for task in TASKS)
 
 
 def _judge(settings: Settings, found: Found) -> Judgement:
@@ -40,11 +46,12 @@ def _judge(settings: Settings, found: Found) -> Judgement:
             result = found[lm.lm(settings, own, budget)]
             losses[name, budget] = lm.loss(result, full)
             row[f"perplexity at {budget:g}"] = lm.shown(result)
-        if name in ("full", "h2o", *ALONE):
-            row["passkey"] = recall.shown(found[recall.recall(settings, name, 0.2)])
+        for budget in _asked(settings) if name in ("full", "h2o", *ALONE) else ():
+            row[f"passkey at {budget:g}"] = recall.shown(found[recall.recall(settings, name, budget)])
             for task in TASKS:
-                chosen, all_of = (found[choice.choice(settings, each, 0.2, task=task)] for each in (name, "full"))
-                row[task] = f"{100 * choice.accuracy(chosen):.1f}, {100 * choice.agreement(chosen, all_of):.0f} as full"
+                chosen, all_of = (found[choice.choice(settings, each, budget, task=task)] for each in (name, "full"))
+                cell = f"{100 * choice.accuracy(chosen):.1f}, {100 * choice.agreement(chosen, all_of):.0f} as full"
+                row[f"{task} at {budget:g}"] = cell
         rows.append(row)
     better = {}
     for budget in BUDGETS:

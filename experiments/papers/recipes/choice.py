@@ -1,6 +1,7 @@
 """CHOICE: multiple-choice questions after solved ones, each answer scored behind its prompt."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from kvjax.cache import Limits
 from kvjax.models.model import Model
 
 ROWS = 16  # contexts that are scored at once
+STEP = 64  # tokens, of which the width of prompts is a multiple
 ROOM = 64  # tokens of the longest answer; questions with longer ones are left out
 TASKS = tuple(multiple_choice.TASKS)
 
@@ -35,7 +37,7 @@ class Choice(Cached):
       task: of `experiments.tasks.multiple_choice`.
       questions: the number of questions, from the beginning of the file.
       shots: the most solved questions before each.
-      width: tokens of the longest prompt.
+      width: the most tokens of a prompt.
     """
 
     task: str
@@ -68,8 +70,7 @@ class Choice(Cached):
                 contexts.append(ids)
                 answers.append(choices)
                 shots.append(number)
-        spec = caches.build(self.cache, self.budget, lab.settings, self.width)
-        means = self._scores(lab, spec, contexts, answers)
+        means = self._scores(lab, contexts, answers)
         # A question of several contexts has one answer for each of them.
         several = len(asked[0].contexts)
         rows = [[mean for each in means[i : i + several] for mean in each] for i in range(0, len(means), several)]
@@ -79,18 +80,19 @@ class Choice(Cached):
         labels = np.array([each.label for each in asked], np.int32)
         return {"score": score, "label": labels, "shots": np.array(shots[::several], np.int32)}
 
-    def _scores(
-        self, lab: Lab, spec: kvjax.CacheSpec, contexts: list[list[int]], answers: list[list[list[int]]]
-    ) -> list[list[float]]:
+    def _scores(self, lab: Lab, contexts: list[list[int]], answers: list[list[list[int]]]) -> list[list[float]]:
         """The mean log-probability of each answer of each context."""
         rows, means = min(ROWS, self.questions), []
-        limits = Limits(self.width, ROOM + 1)
+        # Padding changes no result.
+        width = min(self.width, STEP * math.ceil(max(map(len, contexts)) / STEP))
+        spec = caches.build(self.cache, self.budget, lab.settings, width)
+        limits = Limits(width, ROOM + 1)
         for start in range(0, len(contexts), rows):
             part = contexts[start : start + rows]
             # The last batch is filled up, so that it has the program of the others.
             filled = [*part, *[part[-1]] * (rows - len(part))]
             lengths = np.array([len(each) for each in filled], np.int32)
-            tokens = np.zeros((rows, self.width), np.int32)
+            tokens = np.zeros((rows, width), np.int32)
             for row, ids in zip(tokens, filled, strict=True):
                 row[: len(ids)] = ids
             choices = [*answers[start : start + rows], *[[]] * (rows - len(part))]

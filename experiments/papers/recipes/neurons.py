@@ -114,8 +114,8 @@ def removal(settings: Settings) -> Removal:
     """A part of the scale's sizes."""
     scale = settings.scale
     return Removal(
-        text="book", source="war", rows=scale.look_rows, length=scale.length,
-        shares=scale.some((0.01, 0.1, 0.4, 1.0), (1.0,)), steps=3 if scale.trial else 150,
+        text="book", source="war", rows=4 * scale.look_rows, length=scale.length // 4,
+        shares=scale.some((0.01, 0.1, 0.4, 1.0), (1.0,)), steps=3 if scale.trial else 50,
         batch=2 if scale.trial else 4,
     )  # fmt: skip
 

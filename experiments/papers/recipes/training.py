@@ -85,8 +85,8 @@ def checkpoints(settings: Settings) -> Checkpoints:
     """A part of the scale's sizes."""
     trial = settings.scale.trial
     return Checkpoints(
-        text="book", source="war", rows=settings.scale.look_rows, length=settings.scale.length // 2,
-        layers=2 if trial else None, count=25 if trial else 1_200, batch=2 if trial else 8,
+        text="book", source="war", rows=settings.scale.look_rows, length=settings.scale.length // 4,
+        layers=2 if trial else None, count=25 if trial else 300, batch=2 if trial else 4,
         shares=(0.04, 0.1, 0.25, 0.5, 1.0),
     )  # fmt: skip
 

@@ -96,6 +96,8 @@ def test_report_page_and_json(entries, tmp_path, capsys):
         assert about["tables"][0]["rows"][0]["part"] == "a"
         assert f"[{name}](#{name})" in page and f"![{name}]({name}.png)" in page and f"### {name}\n" in page
         assert (tmp_path / f"{name}.png").read_bytes() == b"PNG"
+    assert runner.write_page(tmp_path, settings().described()) == list(entries), "from results alone"
+    assert (tmp_path / "README.md").read_text() == page and page.count("\nOn cpu (") == 1
     assert page.index("H2O (arXiv") < page.index("### h2o_fig1") < page.index("RoCo (arXiv") < page.index("### roco")
 
 
