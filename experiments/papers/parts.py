@@ -6,6 +6,7 @@ on at the first part that is missing.
 """
 
 import dataclasses
+import functools
 import gc
 import hashlib
 import io
@@ -20,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import experiments
+import kvjax
 from experiments import identity, results
 from experiments.config import DataConfig, ExperimentConfig, ModelConfig
 from experiments.papers import texts
@@ -31,6 +34,8 @@ from kvjax.models.model import Model
 
 Result = Mapping[str, np.ndarray]
 MOST_MAPS = 40_000  # memory maps of compiled programs, of which a process may have 65,530
+#: What measures, below the folder of experiments; all of kvjax does besides.
+MEASURE = ("papers/recipes", "papers/own.py", "papers/texts.py", "tasks", "training")
 ABOUT = "about"  # the entry of a result's file that says what it is
 
 
@@ -128,7 +133,7 @@ class Lab:
         with jax.default_matmul_precision(exact):
             found = {name: np.asarray(value) for name, value in part.measure(self).items()}
         about = described(part, self.settings) | {
-            "code": identity.code(), "seconds": round(time.perf_counter() - start, 3)
+            "code": code(), "seconds": round(time.perf_counter() - start, 3)
         }  # fmt: skip
         results.write(path, packed(found | {ABOUT: np.asarray(json.dumps(about))}))
         self.measured.append(part)
@@ -149,8 +154,18 @@ class Lab:
         return texts.rows_of(self.model(part.model), self.settings.file(text), rows, length)
 
     def code_of(self, part: Part) -> str:
-        """The digest of the sources that measured a part."""
-        return json.loads(str(self.get(part).get(ABOUT, "{}"))).get("code", identity.code())
+        """The digest of the sources that measured a part; see `code`."""
+        return json.loads(str(self.get(part).get(ABOUT, "{}"))).get("code", code())
+
+
+@functools.cache
+def code() -> str:
+    """A digest of the sources that measure; those that judge can change without them."""
+    here = Path(experiments.__path__[0])
+    folders = [here / name for name in MEASURE if (here / name).is_dir()]
+    files = [here / name for name in MEASURE if (here / name).is_file()]
+    found = [identity.of_sources([Path(kvjax.__path__[0]), *folders]), *map(identity.of_file, files)]
+    return hashlib.sha256(" ".join(found).encode()).hexdigest()[: identity.DIGITS]
 
 
 # Of the checks before a model is loaded.

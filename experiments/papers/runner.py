@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import identity, machine, results
+from experiments import machine, results
 from experiments.papers import page, verdict
 from experiments.papers.entry import Entry, registry
 from experiments.papers.names import NAMES
 from experiments.papers.page import Report
-from experiments.papers.parts import Lab, check_unique
+from experiments.papers.parts import Lab, check_unique, code
 from experiments.papers.settings import Settings
 from experiments.progress import tracked
 from kvjax.errors import ConfigError, KvjaxError
@@ -86,7 +86,7 @@ def report(entry: Entry, lab: Lab, *, progress: bool | None = None) -> Report:
     judgement = entry.judge(lab.settings, {part: lab.get(part) for part in parts})
     trial = lab.settings.scale.trial and not entry.exact
     found, reason = verdict.conclude(judgement, trial=trial)
-    old = sum(lab.code_of(part) != identity.code() for part in parts)
+    old = sum(lab.code_of(part) != code() for part in parts)
     remarks = [f"Note: {old} of {len(parts)} parts were measured by other code; --rerun measures them anew."]
     return Report(entry, judgement, found, reason, remarks if old else [])
 
