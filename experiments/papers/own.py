@@ -10,7 +10,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.errors import ConfigError
-from kvjax.policies import Importance, Policy, View, evict, protect_newest
+from kvjax.policies import (
+    Importance,
+    Policy,
+    View,
+    everything,
+    evict,
+    last,
+    mass,
+    mean_mass,
+    protect_newest,
+    protect_varying,
+    times_above,
+)
 from kvjax.policies.patterns import Uniform
 from kvjax.selection.base import Columns, Index, SelectView
 from kvjax.selection.choose import best, grouped_logits, rank
@@ -40,6 +52,19 @@ def lightest(budget: Any) -> Policy:
 def chance(budget: Any, seed: int = 0) -> Policy:
     """Evicts at random; the newest half of the budget is protected."""
     return evict(importance=Uniform(seed), scope=protect_newest(None), budget=budget, name="chance")
+
+
+def ranked(budget: Any, by: str, protect: str) -> Policy:
+    """Any importance with any scope of RoCo's Table 1.
+
+    Args:
+      budget: see `kvjax.policies.evict`.
+      by: ``mass``, ``mean``, ``above`` or ``last``.
+      protect: ``nothing``, ``window`` (the newest half of the budget) or ``deviation``.
+    """
+    importance = {"mass": mass, "mean": mean_mass, "above": times_above(), "last": last}[by]
+    scope = {"nothing": everything, "window": protect_newest(None), "deviation": protect_varying()}[protect]
+    return evict(importance=importance, scope=scope, budget=budget, name=f"{by}, {protect} protected")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +102,7 @@ def topk_heavy(n: int) -> TopKHeavy:
     return TopKHeavy(n)
 
 
-POLICIES: Mapping[str, Callable[..., Policy]] = {"lightest": lightest, "chance": chance}
+POLICIES: Mapping[str, Callable[..., Policy]] = {"lightest": lightest, "chance": chance, "ranked": ranked}
 SELECTIONS: Mapping[str, Callable[..., TopKHeavy]] = {"topk_heavy": topk_heavy}
 
 

@@ -57,6 +57,53 @@ MADE_UP = {
     "Checkpoints": lambda p, rng: {
         "exponent": rng.random((len(p.shares), 2)) + 0.1, "overlap": rng.random((len(p.shares), 2))
     },
+    "Skewed": lambda p, rng: MADE_UP[type(p.of).__name__](p.of, rng),
+    "Recorded": lambda p, rng: {
+        "logprobs": -rng.random((p.rows, p.new), np.float32) - 2, "share": rng.random(LAYERS),
+        "number": np.array([np.nan, np.nan, *rng.random(LAYERS - 2)]),
+        "capped": np.array([np.nan, np.nan, *rng.random(LAYERS - 2)]), "live": 9 * rng.random(LAYERS) + 1,
+    },
+    "Overlap": lambda p, rng: {name: np.array([np.nan, *rng.random(LAYERS - 1)]) for name in ("overlap", "mass")},
+    "Cosine": lambda p, rng: {"cosine": rng.random((len(p.caches), LAYERS, p.new))},
+    "Jaccard": lambda p, rng: {"jaccard": rng.random((len(p.caches), LAYERS, p.new))},
+    "Deviation": lambda p, rng: {
+        "curve": rng.random((LAYERS, p.late + 1)), "peak": rng.integers(0, p.late, (LAYERS, 9)),
+        "halved": rng.random(LAYERS), "rising": rng.random(LAYERS),
+    },
+    "Kept": lambda p, rng: {"last_seen": rng.integers(p.prompt - 1, p.prompt + p.new, (LAYERS, 2, p.prompt + p.new))},
+    "Likely": lambda p, rng: {"logprobs": -rng.random((p.of.rows, p.of.new), np.float32)},
+    "Prefill": lambda p, rng: {"speed": 1e3 * rng.random() + 1},
+    "Columns": lambda p, rng: {
+        **{name: -np.sort(-rng.dirichlet(np.ones(64), LAYERS)) for name in ("plain", "skewed")},
+        "outlier": rng.random(LAYERS),
+    },
+    "Inputs": lambda p, rng: {
+        name: np.array([np.nan, *rng.random(LAYERS - 1)])
+        for name in ("attention_input", "block_input", "attention_output", "mlp_output")
+    },
+    "Important": lambda p, rng: {
+        "count": 9 * rng.random((len(p.alphas), LAYERS, p.length)) + 1, "first": rng.random(LAYERS)
+    },
+    "Fact": lambda p, rng: {
+        "quiet": rng.integers(0, p.length, (LAYERS, p.prompts, HEADS)), "paid": rng.random((LAYERS, p.prompts, HEADS)),
+        "curve": np.where(np.arange(p.length) > 9, rng.random(p.length), np.nan),
+        "heads": rng.random((LAYERS, HEADS // 2)) < 0.3,
+    },
+    "Guess": lambda p, rng: {
+        "columns": rng.random((2, p.heads, 64)) < 0.3, "expected": rng.random((2, p.heads, 64)) < 0.3,
+        "sums": rng.random(64) + 1, "chosen": rng.random((2, p.heads, 9)) < 0.5, "weight": rng.random((2, p.heads, 9)),
+        "near": np.zeros((2, p.heads, 9), bool),
+    },
+    "Moved": lambda p, rng: {
+        "needed": 1e9 * rng.random(4) + 1, "moved": 1e9 * rng.random(4) + 1, "offloaded": 0.0, "weights": 1e9
+    },
+    "Own": lambda p, rng: {
+        "slots": 9 * rng.random((4, LAYERS)) + 1, "bytes": 1e3 * rng.random(4) + 1, "partial": 1e3 * rng.random() + 1
+    },
+    "Sides": lambda p, rng: {
+        "cache": np.array(p.caches), "milliseconds": rng.random(len(p.caches)) + 1,
+        "full": rng.random(len(p.caches)) + 1,
+    },
 }  # fmt: skip
 
 

@@ -1,0 +1,223 @@
+"""InfiniGen, Figures 12 and 19: along a text, and by its length."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from experiments.papers import figures
+from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.parts import Part, Result
+from experiments.papers.recipes import lm, reading
+from experiments.papers.settings import Settings
+from experiments.papers.statistics import paired_bootstrap
+from experiments.papers.verdict import Claim, Judgement, Table
+
+# Figure 12
+TEXTS = ("book", "wiki")
+PROMPT, CHUNK = 64, 128
+SMALL, LARGE = 38, 102  # slots: the authors' 1.875 % + 1.875 % of 1,024, and a tenth
+DRIFT, FLAT = 0.02, 0.01
+
+
+def chunks(result: Result, settings: Settings) -> np.ndarray:
+    """Nats per token of each row and chunk of the positions of a text, [rows, chunks]; the first has no prompt."""
+    size, prompt = settings.scale.tokens(CHUNK), settings.scale.tokens(PROMPT)
+    ends = np.arange(size - prompt, result["logprobs"].shape[1], size)
+    parts = np.split(-result["logprobs"].astype(np.float64), ends, axis=1)
+    return np.stack([part.mean(axis=1) for part in parts], axis=1)
+
+
+def _along(settings: Settings, cache: str, slots: int, text: str) -> Part:
+    scale = settings.scale
+    prompt, slots = scale.tokens(PROMPT), scale.tokens(slots)
+    sizes = {"text": text, "prompt": prompt, "new": scale.length - prompt}
+    if cache == "infinigen":
+        return reading.with_skew(settings, lm.lm(settings, reading.infinigen(cap=slots), 1.0, **sizes))
+    return lm.lm(settings, cache, slots, **sizes)
+
+
+def _fig12_caches(settings: Settings) -> dict[str, tuple[str, int]]:
+    every = {
+        f"h2o, {SMALL}": ("h2o", SMALL), f"infinigen, {SMALL}": ("infinigen", SMALL), f"h2o, {LARGE}": ("h2o", LARGE),
+        f"window, {SMALL}": ("window", SMALL), f"roco, {SMALL}": ("roco", SMALL),
+    }  # fmt: skip
+    return {name: every[name] for name in settings.scale.some(tuple(every), tuple(every)[:2])}
+
+
+def _fig12_texts(settings: Settings) -> tuple[str, ...]:
+    return settings.scale.some(TEXTS, ("book",))
+
+
+def _fig12_parts(settings: Settings) -> Iterable[Part]:
+    for text in _fig12_texts(settings):
+        yield _along(settings, "full", SMALL, text)
+        yield from (_along(settings, *cache, text) for cache in _fig12_caches(settings).values())
+
+
+def _fig12(settings: Settings, found: Found) -> Judgement:
+    tables, panels, comparisons, confirm, contradict = [], [], [], [], []
+    for text in _fig12_texts(settings):
+        full = chunks(found[_along(settings, "full", SMALL, text)], settings)
+        # [rows, chunks]: logarithms of ratios of perplexities
+        above = {name: chunks(found[_along(settings, *cache, text)], settings) - full
+                 for name, cache in _fig12_caches(settings).items()}  # fmt: skip
+        ratio = {name: np.exp(each.mean(axis=0)) for name, each in above.items()}
+        size, count = settings.scale.tokens(CHUNK), full.shape[1]
+        ends = [size * (i + 1) for i in range(count)]
+        rows = [
+            {"cache": "full, perplexity"}
+            | {f"to {end}": f"{np.exp(full[:, i].mean()):.1f}" for i, end in enumerate(ends)}
+        ]
+        rows += [
+            {"cache": f"{name} slots, ratio"} | {f"to {end}": f"{own[i]:.3f}" for i, end in enumerate(ends)}
+            for name, own in ratio.items()
+        ]  # fmt: skip
+        tables.append(
+            Table(f"{text}: perplexity of the full cache, and ratios to it, by chunks of {size} tokens", rows)
+        )
+        panels.append(figures.Panel(text, "tokens so far", "perplexity, ratio to the full cache's",
+                                    {name: (ends, own.tolist()) for name, own in ratio.items()}))  # fmt: skip
+        third = min(2, count - 2)
+        drift = {name: float(own[-1] - own[third]) for name, own in ratio.items()}
+        h2o, guess = (drift[f"{name}, {SMALL}"] for name in ("h2o", "infinigen"))
+        comparisons += [
+            paired_bootstrap(f"{name} on {text}, last chunk against the third, nats above full", above[name][:, -1],
+                             above[name][:, third], seed=settings.seed)
+            for name in (f"h2o, {SMALL}", f"infinigen, {SMALL}")
+        ]  # fmt: skip
+        confirm += [
+            Claim(
+                f"{text}: h2o's ratio in the last chunk exceeds that in the third by over {DRIFT:.0%}",
+                h2o > DRIFT,
+                f"{h2o:+.1%}",
+            ),
+            Claim(f"{text}: infinigen's by under {FLAT:.0%}", guess < FLAT, f"{guess:+.1%}"),
+        ]
+        contradict.append(Claim(f"{text}: h2o's ratio is flat (within {FLAT:.0%})", abs(h2o) <= FLAT, f"{h2o:+.1%}"))
+    return Judgement(
+        tables=tables, confirm=confirm, contradict=contradict, comparisons=comparisons,
+        notes=[
+            f"h2o and the others hold {SMALL} or {LARGE} slots; infinigen holds everything and reads at most {SMALL} "
+            f"slots and "
+            f"the new one, but everything in the first {reading.FIRST} layers.",
+            f"The first chunk begins after a prompt of {settings.scale.tokens(PROMPT)} tokens.",
+        ],
+        draw=lambda: figures.curves(panels),
+    )  # fmt: skip
+
+
+# Figure 19
+LENGTHS, SLOTS, NEW = (256, 512, 1024), (16, 32, 64), 128
+KEPT = 64
+CACHES = ("h2o", "window", "roco", "infinigen")
+
+
+def _fig19_caches(settings: Settings) -> tuple[str, ...]:
+    return settings.scale.some(CACHES, ("h2o", "infinigen"))
+
+
+def _points(settings: Settings) -> list[tuple[int, int]]:
+    """(length, slots): the longest text by slots, and all lengths by the most slots."""
+    lengths, slots = settings.scale.some(LENGTHS, (512, 1024)), settings.scale.some(SLOTS, (KEPT,))
+    return [*((LENGTHS[-1], each) for each in slots), *((each, KEPT) for each in lengths[:-1])]
+
+
+def _of_length(settings: Settings, cache: str, length: int, slots: int) -> Part:
+    tokens = settings.scale.tokens
+    sizes = {"prompt": tokens(length) - tokens(NEW), "new": tokens(NEW)}
+    if cache == "infinigen":
+        return reading.with_skew(settings, lm.lm(settings, reading.infinigen(cap=tokens(slots)), 1.0, **sizes))
+    return lm.lm(settings, cache, tokens(slots), **sizes)
+
+
+def _fig19_parts(settings: Settings) -> Iterable[Part]:
+    for point in _points(settings):
+        yield from (_of_length(settings, cache, *point) for cache in ("full", *_fig19_caches(settings)))
+
+
+def _fig19(settings: Settings, found: Found) -> Judgement:
+    points, tokens = _points(settings), settings.scale.tokens
+    loss = {
+        (cache, *point): lm.loss(found[_of_length(settings, cache, *point)], found[_of_length(settings, "full",
+                                                                                              *point)])
+        for cache in _fig19_caches(settings) for point in points
+    }  # fmt: skip
+    lengths = sorted({length for length, _ in points})
+    slots = sorted({each for _, each in points})
+    rows, other = (
+        [
+            {"cache": cache} | {f"{tokens(x)} {unit}": f"{loss[key(cache, x)]:+.2%}" for x in xs}
+            for cache in _fig19_caches(settings)
+        ]
+        for xs, unit, key in (
+            (slots, "slots", lambda cache, x: (cache, LENGTHS[-1], x)), (lengths, "tokens", lambda cache, x: (cache, x,
+                                                                                                              KEPT))
+        )
+    )  # fmt: skip
+    growth = {
+        cache: loss[cache, lengths[-1], KEPT] - loss[cache, lengths[0], KEPT] for cache in _fig19_caches(settings)
+    }
+    comparisons = [
+        lm.compare(f"infinigen against h2o, {tokens(length)} tokens, {tokens(each)} slots",
+                   *(found[_of_length(settings, cache, length, each)] for cache in ("infinigen", "h2o")), settings)
+        for length, each in points
+    ]  # fmt: skip
+    shown = ", ".join(f"{cache} {value:+.2%}" for cache, value in growth.items())
+    panels = [
+        figures.Panel(f"{tokens(LENGTHS[-1])} tokens", "slots", "perplexity above the full cache's, %", {
+            cache: ([tokens(x) for x in slots], [100 * loss[cache, LENGTHS[-1], x] for x in slots])
+            for cache in _fig19_caches(settings)
+        }),
+        figures.Panel(f"{tokens(KEPT)} slots", "tokens of the text", "perplexity above the full cache's, %", {
+            cache: ([tokens(x) for x in lengths], [100 * loss[cache, x, KEPT] for x in lengths])
+            for cache in _fig19_caches(settings)
+        }),
+    ]  # fmt: skip
+    return Judgement(
+        tables=[
+            Table(f"(a) Perplexity above the full cache's at {tokens(LENGTHS[-1])} tokens, by slots", rows),
+            Table(f"(b) By the length of the text, {tokens(KEPT)} slots", other),
+        ],
+        confirm=[
+            Claim(f"h2o's ratio to full grows with the length at {tokens(KEPT)} slots (by over {FLAT:.0%})",
+                  growth["h2o"] > FLAT, shown),
+            Claim(f"infinigen's does not (by under {FLAT:.0%})", growth["infinigen"] < FLAT, shown),
+        ],
+        contradict=[Claim(f"h2o's ratio is flat (within {FLAT:.0%})", abs(growth["h2o"]) <= FLAT, shown)],
+        comparisons=comparisons,
+        notes=["Texts of different lengths are different rows: the last tokens of each are scored."],
+        draw=lambda: figures.curves(panels),
+    )  # fmt: skip
+
+
+ENTRIES = (
+    Entry(
+        name="infinigen_fig12",
+        question="Does the loss grow along the sequence?",
+        published=Published(
+            caption="Figure 12: perplexity of WikiText-2 by chunks of 256 tokens, OPT-13B (2048) and Llama-2-13B "
+            "(4096), "
+            "H2O with InfiniGen's amount.",
+            shape="Shape only: InfiniGen on the full cache's line; H2O drifts away with the chunk's number.",
+        ),
+        here="The same on two texts after short prompts, in smaller chunks.",
+        parts=_fig12_parts,
+        judge=_fig12,
+    ),
+    Entry(
+        name="infinigen_fig19",
+        question="Does it hold for long texts?",
+        published=Published(
+            caption="Figure 19: perplexity of WikiText-2, Llama-2-7B-32K: (a) 32768 tokens by relative size, (b) 64 "
+            "tokens "
+            "kept by length.",
+            shape="Shape only: InfiniGen on the full cache's line down to the smallest size; H2O and quantisation "
+            "leave it "
+            "at some size; in (b) H2O's gap widens with the length.",
+        ),
+        here="A book, at lengths up to those of the model.",
+        parts=_fig19_parts,
+        judge=_fig19,
+        needs="a model of 32K positions; `experiments.bench stream` shows speed and bytes at any length.",
+    ),
+)

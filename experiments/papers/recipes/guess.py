@@ -1,0 +1,78 @@
+"""InfiniGen's guess by hand: its columns and its choice on drawn numbers, beside a few lines of NumPy in float64."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.papers.parts import Lab, Part, Result
+from experiments.papers.recipes.reading import ALPHA, FIRST, RATIO
+from kvjax.selection import InfiniGen
+from kvjax.selection.base import Held, SelectView
+
+CLOSE = 1e-5  # scores that are nearer to the threshold than this decide by rounding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Guess(Part):
+    """Draws queries and keys of one layer, makes the index of a prompt, and chooses for one query.
+
+    Columns have unequal sizes, as outlier channels do. The result has ``columns`` [B, K, D] bool, those that kvjax
+    chose, and ``expected`` of NumPy; ``sums`` [D] of the first head; ``chosen`` [B, K, S] bool; ``weight`` [B, K, S],
+    the
+    largest guessed weight of a slot, relative to that of its head's largest, over the query heads; and ``near`` [B,
+    K, S],
+    the slots that are too close to the threshold to say.
+
+    Attributes:
+      heads: KV heads, of two query heads each.
+      slots: tokens of the prompt.
+      alpha: of the threshold.
+      ratio: of the columns.
+    """
+
+    heads: int
+    slots: int = 64
+    alpha: float = ALPHA
+    ratio: float = RATIO
+
+    def measure(self, lab: Lab) -> Result:
+        rng = np.random.default_rng([lab.settings.seed, self.heads])
+        batch, group, dim = 4, 2, 64
+        size = rng.lognormal(0.0, 1.0, (batch, self.heads, 1, dim))
+        key = (rng.normal(size=(batch, self.heads, self.slots, dim)) * size).astype(np.float32)
+        query = (rng.normal(size=(batch, self.heads, group, self.slots, dim)) * size[:, :, None]).astype(np.float32)
+        # No cap, so that the threshold alone decides.
+        selection = InfiniGen(self.alpha, self.ratio, cap=1.0, first_layer=FIRST)
+        shape = (batch, self.heads)
+        real = jnp.ones((batch, self.slots), bool)
+        sums = selection.watch(selection.start(shape, dim), jnp.asarray(query), jnp.asarray(key), real, None)
+        position = jnp.broadcast_to(jnp.arange(self.slots, dtype=jnp.int32), (*shape, self.slots))
+        prompt = jnp.full((batch,), self.slots - 1, jnp.int32)
+        held = Held(position, jnp.asarray(key), prompt, None, lambda each: each)
+        index = selection.build(selection.init((*shape, self.slots), dim, jnp.float32), sums, held)
+        # The last token is the new one, and its query chooses.
+        view = SelectView(
+            position=position, key=jnp.asarray(key), newest=prompt, budget=prompt, prompt=prompt,
+            slot=jnp.full(shape, self.slots - 1, jnp.int32), scale=dim**-0.5, layer=FIRST,
+        )  # fmt: skip
+        chosen = np.asarray(selection.chosen(index, jnp.asarray(query[:, :, :, -1]), view))
+        columns = np.zeros((*shape, dim), bool)
+        np.put_along_axis(columns, np.asarray(index["columns"]), True, axis=-1)
+        # NumPy, in float64.
+        wide_query, wide_key = query.astype(np.float64), key.astype(np.float64)
+        total = np.abs(wide_query).mean(axis=2).sum(axis=2) + np.abs(wide_key).sum(axis=2)
+        count = int(np.ceil(self.ratio * dim - 1e-9))
+        expected = np.zeros_like(columns)
+        np.put_along_axis(expected, np.argsort(-total, axis=-1, kind="stable")[..., :count], True, axis=-1)
+        score = np.einsum("bkgd,bksd->bkgs", wide_query[:, :, :, -1] * expected[:, :, None], wide_key) * dim**-0.5
+        gap = (score - score[..., :-1].max(axis=-1, keepdims=True)).max(axis=2)
+        return {
+            "columns": columns, "expected": expected, "sums": total[0, 0], "chosen": chosen[..., :-1],
+            "weight": np.exp(gap[..., :-1]), "near": np.abs(gap[..., :-1] + self.alpha) < CLOSE,
+        }  # fmt: skip
+
+
+def guess(heads: int) -> Guess:
+    """A part; it has the same size at every scale."""
+    return Guess(heads=heads)

@@ -1,0 +1,162 @@
+"""RoCo, Table 3 and Figure 6: what of the prompt can still be said."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from experiments.papers import figures
+from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.parts import Part, Result
+from experiments.papers.recipes import recall
+from experiments.papers.roco.scopes import BLOCK
+from experiments.papers.roco.summaries import POLICIES
+from experiments.papers.settings import Settings
+from experiments.papers.verdict import Claim, Judgement, Table, at_least
+from experiments.tasks import ngrams
+
+# Table 3
+BUDGETS = (0.2, 0.5, 0.8)
+WORDS = (6, 12)
+COMPARED = ("roco", "h2o")
+
+
+def _copy(settings: Settings, cache: str, budget: float, words: int = 6, distance: str = "near") -> recall.Recall:
+    return recall.recall(settings, cache, budget, task="copy", distance=distance, block=BLOCK, difficulty=words)
+
+
+def _asked(settings: Settings) -> dict[tuple[int, str, float], tuple[str, ...]]:
+    """(words, distance, budget) -> caches."""
+    budgets, every = settings.scale.some(BUDGETS, (0.5,)), settings.scale.some(tuple(POLICIES), COMPARED)
+    asked = {(WORDS[0], "near", b): ("full", *(every if b == 0.5 else COMPARED)) for b in budgets}
+    if not settings.scale.trial:
+        asked[WORDS[1], "near", 0.5] = asked[WORDS[0], "close", 0.2] = ("full", *COMPARED)
+    return asked
+
+
+def _table3_parts(settings: Settings) -> Iterable[Part]:
+    for (words, distance, budget), caches in _asked(settings).items():
+        yield from (_copy(settings, cache, budget, words, distance) for cache in caches)
+
+
+def _rouge_l(result: Result) -> float:
+    """The mean ROUGE-L of answers against the true ones, each cut to the length of the true one."""
+    scores = []
+    for made, true in zip(result["tokens"], result["answers"], strict=True):
+        count = int(np.sum(true >= 0))
+        scores.append(ngrams.token_scores([made[:count]], [true[:count]])["ROUGE-L"])
+    return float(np.mean(scores))
+
+
+def _table3(settings: Settings, found: Found) -> Judgement:
+    asked, tables, comparisons = _asked(settings), [], {}
+    for (words, distance, budget), caches in asked.items():
+        parts = {cache: _copy(settings, cache, budget, words, distance) for cache in caches}
+        title = f"{words} words, {parts['full'].nearest} to {parts['full'].farthest} tokens back, at {budget:g}"
+        tables.append(Table(title, [
+            {"policy": f"{cache} ({POLICIES[cache]})" if cache in POLICIES else cache,
+             "exact": recall.shown(found[part]), "R-L": f"{_rouge_l(found[part]):.1f}"}
+            for cache, part in parts.items()
+        ]))  # fmt: skip
+        what = f"roco against h2o, {words} words, {distance}, at {budget:g}"
+        comparisons[words, distance, budget] = recall.compare(what, *(found[parts[c]] for c in COMPARED))
+    main = [made for (words, distance, _), made in comparisons.items() if (words, distance) == (WORDS[0], "near")]
+    # (words, distance, budget) and cache -> the share of exact answers
+    share = {
+        (key, cache): recall.share(found[_copy(settings, cache, key[2], key[0], key[1])])
+        for key in asked
+        for cache in ("full", *COMPARED)
+    }
+    reduced = {each: value for each, value in share.items() if each[1] != "full"}
+    begins = [key[2] for (key, _), value in reduced.items() if value > 0]
+    best = max(share[key, "full"] for key in asked)
+    nothing = max(reduced.values()) == 0
+    begin = f"the smallest budget with an exact answer is {min(begins):g}" if begins else "no answer is exact"
+    won = [made.higher for made in main]
+    return Judgement(
+        tables=tables,
+        confirm=[Claim("roco is better than h2o at two of three budgets", at_least(won, 2),
+                       f"at {sum(won)} of {len(won)}")],
+        contradict=[Claim("both are equal at 0 %", nothing, begin)],
+        comparisons=list(comparisons.values()),
+        notes=[
+            f"The full cache's best is {best:.0%}. Nothing is reconstructed here."
+            if nothing else f"Of roco and h2o, {begin}; the full cache's best is {best:.0%}.",
+            "A fact is read once, long before it is asked for; the words are drawn at random, so that nothing but the "
+            "cache can tell them.",
+        ],
+    )  # fmt: skip
+
+
+TABLE3 = Published(
+    caption="Table 3: scores in % of CNN/DM documents that the model is asked to reproduce, the prompt evicted; "
+    "L = LLaMa2-7B, W = WizardLM-7B.",
+    rows=numbers("""
+        method | L BLEU | L R-1 | L R-L | W BLEU | W R-1 | W R-L
+        Random | 4.9 | 26.7 | 18.1 | 6.3 | 30.3 | 19.6
+        StreamLLM | 15.1 | 37.6 | 28.5 | 5.3 | 24.7 | 16.3
+        ScissorHands | 16.9 | 45.9 | 33.7 | 17.4 | 48.3 | 33.0
+        H2O | 20.8 | 50.6 | 40.7 | 20.8 | 50.8 | 38.5
+        TOVA | 11.2 | 43.1 | 30.3 | 12.5 | 41.7 | 27.7
+        RoCo | 28.1 | 57.7 | 49.2 | 29.0 | 58.9 | 47.5
+    """),
+)
+
+# Figure 6
+RATE = 0.3
+NAMES = ("full", "roco", "h2o", "window")
+
+
+def _names(settings: Settings, cache: str) -> recall.Recall:
+    return recall.recall(settings, cache, RATE, task="multi_key", block=BLOCK)
+
+
+def _fig6(settings: Settings, found: Found) -> Judgement:
+    results = {cache: found[_names(settings, cache)] for cache in NAMES}
+    part = _names(settings, "roco")
+    rows = [
+        {"policy": f"{cache} ({POLICIES[cache]})" if cache in POLICIES else cache, "exact": recall.shown(result),
+         "R-L": f"{_rouge_l(result):.1f}"}
+        for cache, result in results.items()
+    ]  # fmt: skip
+    made = {other: recall.compare(f"roco against {other}", results["roco"], results[other]) for other in NAMES[2:]}
+    share = {cache: recall.share(result) for cache, result in results.items()}
+    shown = ", ".join(f"{cache} {value:.0%}" for cache, value in share.items())
+    newest = int(RATE * settings.scale.recall)
+    return Judgement(
+        tables=[Table(f"One of four names' numbers, {part.nearest} to {part.farthest} tokens back, at {RATE:g}", rows)],
+        confirm=[
+            Claim("roco answers more than h2o and window", all(each.higher for each in made.values()), shown)
+        ],
+        contradict=[Claim("all of them are at 0 %", max(share[cache] for cache in NAMES[1:]) == 0, shown)],
+        comparisons=list(made.values()),
+        notes=[
+            f"Of the facts {recall.inside(part, newest):.0%} lie inside a window of the whole budget, and "
+            f"{recall.inside(part, newest // 2):.0%} inside h2o's recent half.",
+        ],
+        draw=lambda: figures.bars("Numbers that are still right", "%",
+                                  {cache: {"exact answers": 100 * value} for cache, value in share.items()}),
+    )  # fmt: skip
+
+
+ENTRIES = (
+    Entry(
+        name="roco_table3",
+        question="Is the original text still in the reduced cache?",
+        published=TABLE3,
+        here="Spans of random words hidden in a text, to be continued from their first three; prompts are evicted from "
+        f"while they are read, in blocks of {BLOCK} tokens.",
+        parts=_table3_parts,
+        judge=_table3,
+    ),
+    Entry(
+        name="roco_fig6",
+        question="Does a case study show the same answer as under the full cache?",
+        published=Published(
+            caption="Figure 6: LLaMa2-7B-Chat says which actors began on Broadway.",
+            shape="One example: at a rate of 0.3 RoCo names the same people as the full cache.",
+        ),
+        here="The small model knows no actors: numbers of names that its prompt tells, one of four asked for.",
+        parts=lambda settings: [_names(settings, cache) for cache in NAMES],
+        judge=_fig6,
+    ),
+)

@@ -1,0 +1,218 @@
+"""RoCo, Figure 4 and Table 1: what to protect beside mean attention, and the taxonomy as an ablation."""
+
+from collections.abc import Iterable
+
+from experiments.papers import figures
+from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.parts import Part
+from experiments.papers.recipes import fullref, lm
+from experiments.papers.settings import Settings
+from experiments.papers.verdict import Claim, Judgement, Table, at_least
+
+BLOCK = 8  # tokens that are read between evictions
+
+# Figure 4
+SIZES = (0.1, 0.2, 0.3, 0.5, 0.7)  # of the budget
+SCOPES = ("window", "deviation")
+RATE, LOW = 0.5, 0.2
+OWN = {("window", 0.5): "mean_attention", ("deviation", 0.3): "roco"}  # the sizes that policies have by themselves
+PLAIN = ("h2o", "mean_attention", "roco")
+
+
+def _sizes(settings: Settings) -> tuple[float, ...]:
+    return settings.scale.some(SIZES, (0.3, 0.5))
+
+
+def _cache(settings: Settings, scope: str, size: float) -> str:
+    slots = round(size * int(RATE * settings.scale.prompt))
+    named = {"window": f"mean_attention(recent={slots})", "deviation": f"roco(protect={slots})"}
+    return OWN.get((scope, size), named[scope])
+
+
+def _both(settings: Settings, cache: str, rate: float = RATE) -> tuple[lm.LM, fullref.Greedy]:
+    return lm.lm(settings, cache, rate, block=BLOCK), fullref.greedy(settings, cache, rate, block=BLOCK)
+
+
+def _fig4_parts(settings: Settings) -> Iterable[Part]:
+    for cache in ("full", "h2o"):
+        yield from _both(settings, cache)
+    for scope in SCOPES:
+        for size in _sizes(settings):
+            yield from _both(settings, _cache(settings, scope, size))
+    for cache in settings.scale.some(PLAIN, ()):
+        yield from _both(settings, cache, LOW)
+
+
+def _fig4(settings: Settings, found: Found) -> Judgement:
+    score, text = (found[part] for part in _both(settings, "full"))
+    sizes = _sizes(settings)
+
+    def cells(cache: str, rate: float = RATE) -> dict[str, str]:
+        scored, made = (found[part] for part in _both(settings, cache, rate))
+        shown = fullref.cells(made, text)
+        return {**lm.cells(scored, score), **{name: shown[name] for name in ("R-L", "agrees with full")}}
+
+    def near(scope: str, size: float) -> float:
+        made = found[_both(settings, _cache(settings, scope, size))[1]]
+        return float(fullref.rouge_l(made, text).mean())
+
+    rows = [{"protected": "window (h2o)", "size": "50 %", **cells("h2o")}]
+    rows += [
+        {"protected": scope, "size": f"{100 * size:g} %", **cells(_cache(settings, scope, size))}
+        for scope in SCOPES for size in sizes
+    ]  # fmt: skip
+    tables = [Table(f"At {RATE:g} of the prompt, by what is protected beside mean attention", rows)]
+    curve = {scope: [near(scope, size) for size in sizes] for scope in SCOPES}
+    best = {scope: max(sizes, key=lambda size, scope=scope: near(scope, size)) for scope in SCOPES}
+
+    def compare(what: str, one: str, other: str, rate: float = RATE) -> fullref.Comparison:
+        first, second = (found[_both(settings, cache, rate)[1]] for cache in (one, other))
+        return fullref.compare(what, first, second, text, settings)
+
+    top = compare("best deviation against best window", *(_cache(settings, s, best[s]) for s in SCOPES[::-1]))
+    each = [
+        compare(f"deviation against window of {100 * size:g} %", *(_cache(settings, s, size) for s in SCOPES[::-1]))
+        for size in sizes
+    ]  # fmt: skip
+    comparisons = [top, *each, compare(f"mean_attention against h2o at {RATE:g}", "mean_attention", "h2o")]
+    comparisons.append(
+        lm.compare(
+            f"mean_attention against h2o at {RATE:g}",
+            *(found[_both(settings, c)[0]] for c in ("mean_attention", "h2o")), settings,
+        )
+    )  # fmt: skip
+    if low := settings.scale.some(PLAIN, ()):
+        rows = [{"policy": cache, **cells(cache, LOW)} for cache in low]
+        tables.append(Table(f"At {LOW:g} of the prompt", rows))
+        for one, other in (("mean_attention", "h2o"), ("roco", "mean_attention"), ("roco", "h2o")):
+            comparisons.append(compare(f"{one} against {other} at {LOW:g}", one, other, LOW))
+            pair = (found[_both(settings, c, LOW)[0]] for c in (one, other))
+            comparisons.append(lm.compare(f"{one} against {other} at {LOW:g}", *pair, settings))
+    spread = {scope: max(values) - min(values) for scope, values in curve.items()}
+    worse = [made.lower for made in each]
+    return Judgement(
+        tables=tables,
+        confirm=[
+            Claim("the best deviation is better than the best window in ROUGE-L", top.higher, top.result),
+            Claim(
+                "its spread over sizes is smaller", spread["deviation"] < spread["window"],
+                ", ".join(f"{scope} {value:.1f} points" for scope, value in spread.items()),
+            ),
+        ],
+        contradict=[Claim("the window is better at three of five sizes", at_least(worse, 3), f"at {sum(worse)}")],
+        comparisons=comparisons,
+        notes=[
+            "mean_attention against h2o, both with a window of half the budget, is where H2O's appendix B.2 (averaged "
+            "attention is worse than accumulated) and RoCo's tables (it is better) disagree.",
+        ],
+        draw=lambda: figures.curves([
+            figures.Panel(f"Summaries' stand-in at {RATE:g}", "size of the scope, % of the budget",
+                          "ROUGE-L against the full cache's text",
+                          {scope: ([100 * size for size in sizes], values) for scope, values in curve.items()}),
+        ]),
+    )  # fmt: skip
+
+
+# Table 1
+IMPORTANCES = {"AAS": "mass", "AQAS": "above", "LTAS": "last", "MAS": "mean"}
+PROTECTED = ("nothing", "window", "deviation")
+#: The cells that are policies of kvjax.
+NAMED = {
+    ("AAS", "nothing"): "heavy_only", ("AAS", "window"): "h2o", ("AQAS", "nothing"): "scissorhands(recent=0)",
+    ("AQAS", "window"): "scissorhands", ("LTAS", "nothing"): "tova(share_heads=False)",
+    ("MAS", "nothing"): "mean_attention(recent=0)", ("MAS", "window"): "mean_attention", ("MAS", "deviation"): "roco",
+}  # fmt: skip
+OTHERS = ("random", "window")
+
+
+def _cell(importance: str, scope: str) -> str:
+    made = f"own:ranked(by={IMPORTANCES[importance]!r}, protect={scope!r})"
+    return NAMED.get((importance, scope), made)
+
+
+def _grid(settings: Settings) -> dict[tuple[str, str], lm.LM]:
+    importances = settings.scale.some(tuple(IMPORTANCES), ("AAS", "MAS"))
+    return {
+        (i, scope): lm.lm(settings, _cell(i, scope), LOW, block=BLOCK) for i in importances for scope in PROTECTED
+    }  # fmt: skip
+
+
+def _table1_parts(settings: Settings) -> Iterable[Part]:
+    yield lm.lm(settings, "full", 1.0)
+    yield from (lm.lm(settings, cache, LOW, block=BLOCK) for cache in OTHERS)
+    yield from _grid(settings).values()
+
+
+def _table1(settings: Settings, found: Found) -> Judgement:
+    full, grid = found[lm.lm(settings, "full", 1.0)], _grid(settings)
+    importances = list(dict.fromkeys(importance for importance, _ in grid))
+    rows = [
+        {"importance": importance} | {scope: ", ".join(lm.cells(found[grid[importance, scope]], full).values())
+                                      for scope in PROTECTED}
+        for importance in importances
+    ]  # fmt: skip
+    others = {cache: found[lm.lm(settings, cache, LOW, block=BLOCK)] for cache in OTHERS}
+    plain = [{"policy": "full", **lm.cells(full, full)}]
+    plain += [{"policy": cache, **lm.cells(result, full)} for cache, result in others.items()]
+    comparisons = [
+        lm.compare(
+            f"{importance}: {one} against {other}", *(found[grid[importance, s]] for s in (one, other)), settings
+        )
+        for importance in importances
+        for one, other in (("window", "nothing"), ("deviation", "nothing"), ("deviation", "window"))
+    ]
+    return Judgement(
+        tables=[
+            Table(f"Perplexity at {LOW:g}, and above the full cache's, by importance and what is protected", rows),
+            Table("Without importance", plain),
+        ],
+        comparisons=comparisons,
+        notes=[
+            "The window is half of the budget, the deviation three tenths of it (the 10 newest tokens among these). "
+            "LTAS ranks in each KV head by itself.",
+        ],
+        draw=lambda: figures.bars(
+            "Perplexity above the full cache's", "%",
+            {i: {scope: 100 * lm.loss(found[grid[i, scope]], full) for scope in PROTECTED} for i in importances},
+        ),
+    )  # fmt: skip
+
+
+ENTRIES = (
+    Entry(
+        name="roco_fig4",
+        question="Which scope should be protected beside mean attention, a window or the largest deviation, and how "
+        "sensitive is its size?",
+        published=Published(
+            caption="Figure 4: geometric mean of ROUGE-1/2/L and METEOR of LLaMa2-7B-Chat's CNN/DM summaries against "
+            "the "
+            "full cache's, by size of the scope, at a rate of 0.5.",
+            shape="Shape only: deviation above the window at every size, and flatter.",
+        ),
+        here="Continuations of a book against the full cache's, ROUGE-L, and perplexity; prompts are evicted from "
+        "while "
+        f"they are read, in blocks of {BLOCK} tokens, and eviction goes on while answering.",
+        parts=_fig4_parts,
+        judge=_fig4,
+    ),
+    Entry(
+        name="roco_table1",
+        question="Which importance and which scope does each policy have?",
+        published=Published(
+            caption="Table 1: the taxonomy of policies.",
+            rows=numbers("""
+                policy | importance | scope
+                Random | none | none
+                StreamLLM | none | local window
+                ScissorHands | AQAS | local window
+                H2O | AAS | local window
+                TOVA | LTAS | none
+                RoCo | MAS | standard deviation
+            """),
+            shape="No result.",
+        ),
+        here="The ablation that the paper does not print: every importance with every scope, perplexity of a book.",
+        parts=_table1_parts,
+        judge=_table1,
+    ),
+)
