@@ -164,8 +164,14 @@ class Session:
             chunk=config.data.chunk,
         )
 
-    def finish(self) -> None:
-        """Removes the answers that were kept: they are part of results now."""
+    def finish(self, configs: Sequence[ExperimentConfig] = ()) -> None:
+        """Removes the answers that were kept: they are part of results now.
+
+        Args:
+          configs: those whose answers other processes may have kept.
+        """
+        for config in configs:
+            self._journal(config)
         for path, journal in self._journals.items():
             journal.remove()
             with contextlib.suppress(OSError):  # others may have answers there

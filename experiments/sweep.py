@@ -8,11 +8,17 @@ Results are JSON files in OUTPUT/NAME-sweep/, named by a hash of the resolved co
 that it names; called again, it runs what is missing or failed, and everything with --rerun. Results of other code are
 marked. --sweep=seed=0,1,2 gives the mean and the standard deviation over seeds. Values are separated by commas, or by
 semicolons if there are any: --sweep='mesh=data:2;data:1,model:2'.
+
+Several workers, on machines that share the folder, may be given the same command: each run is claimed by one of them, a
+run of a worker that died is taken over, and the last one writes the report. --shard=2/8 runs every eighth instead, from
+the second on, without claims. docs/clusters.md has recipes for SLURM, Kubernetes, SkyPilot and Ray.
 """
 
 import collections
+import functools
 import itertools
 import shlex
+import signal
 import sys
 import time
 import traceback
@@ -22,11 +28,12 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli, fields, identity, machine, plots, report, results, seeds, trades
+from experiments import cli, fields, identity, machine, plots, report, results, seeds, sharing, trades
 from experiments import config as configs
 from experiments.config import ExperimentConfig
 from experiments.progress import tracked
 from experiments.session import Session
+from experiments.sharing import MISSING, Shard
 from kvjax.errors import ConfigError, KvjaxError
 
 Axis = tuple[str, list[Any]]  # a field and its values
@@ -72,38 +79,60 @@ def product(base: ExperimentConfig, axes: Sequence[Axis]) -> list[tuple[dict[str
 
 
 def sweep(
-    base: ExperimentConfig, axes: Sequence[Axis], *, rerun: bool = False, progress: bool | None = None
+    base: ExperimentConfig,
+    axes: Sequence[Axis],
+    *,
+    rerun: bool = False,
+    shard: Shard | None = None,
+    wait: bool = False,
+    progress: bool | None = None,
 ) -> tuple[Path, list[report.Row]]:
-    """Runs what is missing of a product.
+    """Runs what is missing of a product and is not left to other workers; see `experiments.sharing`.
 
     Args:
       base: the config whose fields the product sets.
       axes: fields and their values.
-      rerun: run everything, whether there is a result or not.
+      rerun: run everything, whether there is a result or not; a result that another worker has written since this call
+        began counts.
+      shard: run these combinations; None = those that this worker can claim.
+      wait: stay until there are results of those that others have claimed too.
       progress: see `experiments.progress.tracked`.
 
     Returns:
-      The folder, and every combination's result: what it set, status ("ok" or "failed"), and rows or error. Where the
-      folder takes no more results, those that it did not take are in another one, which is the one returned.
+      The folder, and every combination's result: what it set, status ("ok", "failed", or "missing" where it is left to
+      another worker), and rows or error. Where the folder takes no more results, those that it did not take are in
+      another one, which is the one returned.
 
     Raises:
       ConfigError: the folder cannot be written, before anything is run.
     """
     combinations = product(base, axes)
-    folder = before = Path(base.output) / f"{base.name}-sweep"
-    results.make_folder(folder)
-    session, found = Session(resume=not rerun), []
-    for swept, config in tracked(combinations, unit="run", name=lambda each: _named(each[0]), show=progress):
-        name = f"{identity.digest(config)}.json"
-        result = None if rerun else results.read_json(before / name)
-        if not isinstance(result, dict) or result.get("status") != "ok":
-            result = _attempt(session, config)
-            folder = _write(folder, name, results.to_json(result | {"swept": swept}))
+    before = Path(base.output) / f"{base.name}-sweep"
+    results.make_folder(before)
+    names = [f"{identity.digest(config)}.json" for _, config in combinations]
+    folder = sharing.Folder(before, names, rerun=rerun)
+    shared, session = sharing.Sharing(folder, shard=shard, wait=wait), Session(resume=not rerun)
+    done: dict[int, report.Row] = {}
+    left = list(range(len(names)))
+    while left:
+        for i in tracked(left, unit="run", name=lambda i: _named(combinations[i][0]), show=progress):
+            swept, config = combinations[i]
+            run = functools.partial(_attempt, session, config, swept)
+            if (result := shared.attempt(i, names[i], run)) is not None:
+                done[i] = result
+        left = [i for i in left if i not in done]
+        if not left or shared.leaves([names[i] for i in left]):
+            break
+    done |= {i: result for i in left if (result := shared.by_others(names[i])) is not None}
+    found = []
+    for i, (name, (swept, config)) in enumerate(zip(names, combinations, strict=True)):
         # The file may be of another sweep with the same resolved config.
-        found.append(result | {"swept": swept, "policy": configs.name_of(config), "file": name})
+        found.append(done.get(i, {"status": MISSING}) | {"swept": swept, "file": name})
+        found[-1]["policy"] = configs.name_of(config) if i in done else None
     if all(result["status"] == "ok" for result in found):
-        session.finish()
-    return folder, _told_apart(found)
+        session.finish([config for _, config in combinations])
+    _told_apart([result for result in found if result["status"] != MISSING])
+    return folder.path, found
 
 
 def _told_apart(found: list[report.Row]) -> list[report.Row]:
@@ -118,25 +147,11 @@ def _told_apart(found: list[report.Row]) -> list[report.Row]:
     return found
 
 
-def _write(folder: Path, name: str, content: str | bytes) -> Path:
-    """Writes a result, if need be to another folder; returns the folder."""
-    try:
-        results.write(folder / name, content)
-        return folder
-    except OSError as error:
-        other = results.elsewhere(folder.name, error)
-        if other is None:
-            print(f"error: {name} cannot be written: {error}.", file=sys.stderr)
-            return folder
-        results.write(other / name, content)
-        return other
-
-
 def _named(swept: dict[str, Any]) -> str:
     return " ".join(f"{path.split('.')[-1]}={value}" for path, value in swept.items())
 
 
-def _attempt(session: Session, config: ExperimentConfig) -> report.Row:
+def _attempt(session: Session, config: ExperimentConfig, swept: dict[str, Any]) -> report.Row:
     """One run's result; an error is a result too. An interruption is not: it ends the sweep."""
     start = time.perf_counter()
     result: report.Row = {
@@ -152,7 +167,7 @@ def _attempt(session: Session, config: ExperimentConfig) -> report.Row:
         result |= {"status": "failed", "error": str(error) if known else f"{type(error).__name__}: {error}"}
         if not known:
             result["traceback"] = traceback.format_exc()
-    return result | {"seconds": round(time.perf_counter() - start, 3)}
+    return result | {"seconds": round(time.perf_counter() - start, 3), "swept": swept}
 
 
 def label_of(result: report.Row) -> str:
@@ -231,11 +246,11 @@ def write(folder: Path, base: ExperimentConfig, found: Sequence[report.Row], com
     shown = trades.points(done, quality) if storages else points(found, quality)
     if shown:
         draw = trades.plot if storages else plots.sweep_plot
-        folder = _write(folder, "sweep.png", draw(shown, quality))
+        folder = sharing.write(folder, "sweep.png", draw(shown, quality))
     failures = [f"Failed, {_what(result)}: {result['error']}" for result in found if result["status"] != "ok"]
     paragraphs += other_code(found)
     text = report.markdown(f"{base.name}, swept", [*paragraphs, f"`{command}`"], lines, "sweep.png" if shown else None)
-    _write(folder, "sweep.md", "\n".join([text, report.LEGEND, "", *failures, ""]))
+    sharing.write(folder, "sweep.md", "\n".join([text, report.LEGEND, "", *failures, ""]))
     return lines
 
 
@@ -258,24 +273,40 @@ def main(argv: Sequence[str]) -> int:
     def define(values: flags.FlagValues) -> None:
         flags.DEFINE_multi_string("sweep", [], "FIELD=VALUE,VALUE,...; may be repeated", flag_values=values)
         flags.DEFINE_bool("rerun", False, "run what there is a result of too", flag_values=values)
+        about = "I/N: run every N-th combination from the I-th on, without claims, as in 2/8"
+        flags.DEFINE_string("shard", None, about, flag_values=values)
+        about = "stay until other workers have done what they claimed, and take over what they leave"
+        flags.DEFINE_bool("wait", False, about, flag_values=values)
 
     base, values = cli.parse(argv, about=__doc__, define=define)
     axes = [parse_axis(text) for text in values.sweep]
-    folder, found = sweep(base, axes, rerun=values.rerun)
+    shard = None if values.shard is None else sharing.parse_shard(values.shard)
+    folder, every = sweep(base, axes, rerun=values.rerun, shard=shard, wait=values.wait)
+    found = [result for result in every if result["status"] != MISSING]
     lines = cells(found)
     for about in dict.fromkeys(result["model"] for result in found if result["status"] == "ok"):
         print(about)
-    print(f"\n{report.table(lines)}\n")
+    if lines:
+        print(f"\n{report.table(lines)}\n")
     for line in other_code(found):
         print(line)
     failed = [result for result in found if result["status"] != "ok"]
     for result in failed:
         print(f"failed, {_what(result)}: {result['error']}", file=sys.stderr)
-    # After the table is printed: a full disk must not take it away.
-    write(folder, base, found, shlex.join(["python", "-m", "experiments.sweep", *argv[1:]]))
-    print(f"{len(found) - len(failed)} of {len(found)} runs done; results, sweep.md and sweep.png in {folder}/")
+    done = f"{len(found) - len(failed)} of {len(every)} runs done"
+    if len(found) < len(every):
+        print(
+            f"{done}, {len(every) - len(found)} left to other workers; results in {folder}/. The last worker writes "
+            "sweep.md and sweep.png; so does the same command once all results are there."
+        )
+    else:
+        # After the table is printed: a full disk must not take it away.
+        write(folder, base, found, shlex.join(["python", "-m", "experiments.sweep", *argv[1:]]))
+        print(f"{done}; results, sweep.md and sweep.png in {folder}/")
     return SOME_FAILED if failed else 0
 
 
 if __name__ == "__main__":
+    # A scheduler's request to end gives the claim up, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     cli.main(main)

@@ -136,7 +136,8 @@ OTHER_THAN_JAX = {
         "test_notebook.py", "test_structure.py",
     ),
     "processes and their memory": (
-        "checkpoint/test_memory.py", "experiments/test_accelerator.py", "experiments/test_peers.py",
+        "checkpoint/test_memory.py", "experiments/test_accelerator.py", "experiments/test_claims.py",
+        "experiments/test_peers.py", "experiments/test_sharing.py",
     ),
 }  # fmt: skip
 
