@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike
 
 from kvjax.attention import Implementation
 from kvjax.cache import pairs
-from kvjax.cache.convert import Prompt, convert, empty_layers
+from kvjax.cache.convert import Prompt, convert
+from kvjax.cache.empty import empty_layers
 from kvjax.cache.layout import CacheLayout, Group, Phase
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import Budgets, lower, most_positions

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from kvjax import sharding
-from kvjax.cache.convert import empty_layers, memories
+from kvjax.cache.empty import empty_layers, memories
 from kvjax.cache.layout import CacheLayout
 from kvjax.cache.lowering import Lowered
 from kvjax.cache.state import KVState, LayerKV, layers_of

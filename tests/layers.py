@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import Block, CacheLayout, CacheSpec, Layer
-from kvjax.cache.convert import Prompt, convert, empty_layers
+from kvjax.cache.convert import Prompt, convert
+from kvjax.cache.empty import empty_layers
 from kvjax.cache.limits import Sizes
 from kvjax.cache.lowering import Lowered, lower
 from kvjax.cache.spec import as_spec

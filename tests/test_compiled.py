@@ -16,7 +16,7 @@ import pytest
 
 from kvjax import attention, policies, products, storage
 from kvjax.cache import CacheSpec, Limits, slots
-from kvjax.cache.convert import empty
+from kvjax.cache.empty import empty
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.cache.spec import as_spec

@@ -13,7 +13,7 @@ import pytest
 
 from kvjax import policies
 from kvjax.cache import Block
-from kvjax.cache.convert import empty
+from kvjax.cache.empty import empty
 from kvjax.cache.step import step
 from kvjax.errors import PolicyError
 from kvjax.policies import MERGES

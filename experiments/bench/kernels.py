@@ -18,7 +18,7 @@ from experiments.bench.sides import CALLS, in_turns, ratio, timed
 from kvjax import attention, policies
 from kvjax.attention import IMPLEMENTATIONS
 from kvjax.cache import Block, Group, LayerKV, Limits
-from kvjax.cache.convert import empty
+from kvjax.cache.empty import empty
 from kvjax.cache.kernels import Chooser
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.step import step as one_step

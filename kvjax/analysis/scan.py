@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.analysis.rows import look
-from kvjax.cache.convert import empty_layers
+from kvjax.cache.empty import empty_layers
 from kvjax.cache.layout import Group
 from kvjax.cache.limits import prompt_bucket
 from kvjax.cache.spec import CacheSpec, as_spec, on_device

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.cache.layout import Extent, Group
+from kvjax.cache.groups import Extent, Group
 from kvjax.cache.slots import write
 from kvjax.cache.state import LayerKV, Store
 from kvjax.storage.base import Parts, Shapes, Storage

@@ -4,7 +4,7 @@ import functools
 
 from kvjax.cache import segments
 from kvjax.cache.branches import Branch
-from kvjax.cache.layout import Extent, stores_of
+from kvjax.cache.groups import Extent, stores_of
 from kvjax.cache.limits import Sizes, slots_bucket
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError

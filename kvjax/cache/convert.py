@@ -1,16 +1,15 @@
-"""Empty slots, and the conversion of slots from one phase to the next."""
+"""The conversion of slots from one phase to the next."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from kvjax import memory
-from kvjax.cache import blocks, flush, segment_ends, segments, tiers
-from kvjax.cache.layout import Group, Phase
-from kvjax.cache.slots import constrain, empty_stats, forget, oldest_first, slots_of, take
-from kvjax.cache.state import EMPTY, Layer, LayerKV, PerSlot, Store
+from kvjax.cache import flush, segment_ends, segments, tiers
+from kvjax.cache.groups import Group
+from kvjax.cache.slots import empty_stats, forget, oldest_first, slots_of, take
+from kvjax.cache.state import EMPTY, LayerKV, PerSlot, Store
 from kvjax.rope import Rope
 from kvjax.selection.base import Held
 from kvjax.storage import store as held
@@ -19,68 +18,6 @@ from kvjax.storage.layouts import Blocks, Segments, Tiers
 from kvjax.storage.side import Sides
 
 Array = jax.Array
-
-
-def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -> LayerKV:
-    """Allocates the empty slots of one group.
-
-    Args:
-      group: of heads.
-      batch: the number of rows.
-      kv_heads: KV heads of the model.
-      dim: features of a head.
-      dtype: of the model's keys and values.
-    """
-    heads = kv_heads if group.heads is None else len(group.heads)
-    shape, dtype = (batch, heads, group.capacity), jnp.dtype(dtype)
-    watch = group.watch
-    stores: tuple[Store, ...]
-    marks: blocks.Marks = {}
-    if group.slots and isinstance(group.storage.layout, Blocks):
-        store, marks = blocks.empty(group, (batch, heads), dim, dtype)
-        stores = (store,)
-    elif group.slots and isinstance(group.storage.layout, Segments):
-        stores = segments.empty(group, (batch, heads), dim, dtype)
-    else:
-        stores = tuple(
-            held.empty(storage, (batch, heads, slots), dim, dtype)
-            for storage, slots in zip(group.stores, group.slots, strict=True)
-        )
-    ranked = (batch, heads, group.capacity - group.unranked)
-    return constrain(
-        LayerKV(
-            position=jnp.full(shape, EMPTY, jnp.int32),
-            stores=stores,
-            stats=empty_stats(group.needs, group.policy.remembers, ranked),
-            index=group.selection.init(shape, dim, dtype) if watch is None else watch.start((batch, heads), dim),
-            dim=dim,
-            sides=held.empty_sides(group.storage, (batch, heads), dim, dtype) if group.slots else {},
-            marks=marks,
-        )
-    )
-
-
-def empty_layers(phase: Phase, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -> tuple[Layer, ...]:
-    """Allocates the empty slots of every group of a phase; see `empty`."""
-    return tuple(Layer(empty(group, batch, kv_heads, dim, dtype) for group in layer) for layer in phase)
-
-
-def memories(phase: Phase, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """Returns the memory of every array of a phase, one of `kvjax.memory.MEMORIES`, as a tree like `layers`."""
-
-    def of_group(group: Group, layer: LayerKV) -> LayerKV:
-        on_device: LayerKV = jax.tree.map(lambda _: memory.DEVICE, layer)
-        return on_device.replace(
-            stores=tuple(
-                {side: dict.fromkeys(parts, storage.memories[side]) for side, parts in store.items()}
-                for storage, store in zip(group.stores, layer.stores, strict=True)
-            )
-        )
-
-    return tuple(
-        Layer(of_group(*each) for each in zip(groups, layer, strict=True))
-        for groups, layer in zip(phase, layers, strict=True)
-    )
 
 
 class Prompt(NamedTuple):

@@ -2,12 +2,13 @@
 
 import functools
 import itertools
+from typing import TYPE_CHECKING
 
 import jax
 
 from kvjax import products
-from kvjax.cache.convert import empty
-from kvjax.cache.layout import CacheLayout, Group
+from kvjax.cache.empty import empty
+from kvjax.cache.groups import Group
 from kvjax.kernels.decode import coded
 from kvjax.memory import HOST
 from kvjax.storage.base import UNROTATED, Codec, Exact, Storage
@@ -15,8 +16,11 @@ from kvjax.storage.dims import Chain
 from kvjax.storage.layouts import Blocks, Segments
 from kvjax.units import size
 
+if TYPE_CHECKING:
+    from kvjax.cache.layout import CacheLayout
 
-def explain(layout: CacheLayout) -> str:
+
+def explain(layout: "CacheLayout") -> str:
     """Describes the slots, bytes and kernels of a layout, with a line for each set of layers that are alike.
 
     A line below gives the reason why a faster kernel does not run. On a CPU the forms of products come last.
@@ -41,11 +45,11 @@ def explain(layout: CacheLayout) -> str:
     return "\n".join(lines)
 
 
-def _prompt(layout: CacheLayout) -> str:
+def _prompt(layout: "CacheLayout") -> str:
     return "the prompt in one shot" if layout.block is None else f"the prompt in blocks of {layout.block}"
 
 
-def _describe(group: Group, layout: CacheLayout) -> str:
+def _describe(group: Group, layout: "CacheLayout") -> str:
     heads = layout.kv_heads if group.heads is None else len(group.heads)
     made = jax.eval_shape(functools.partial(empty, group, 1, layout.kv_heads, layout.head_dim, layout.dtype))
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((made.stores, made.sides)))
@@ -62,7 +66,7 @@ def _describe(group: Group, layout: CacheLayout) -> str:
     )
 
 
-def _codes(group: Group, layout: CacheLayout) -> str:
+def _codes(group: Group, layout: "CacheLayout") -> str:
     """Says how a decoding step reads coded slots; nothing if there are none."""
     if any(group.codecs) and group.attend != "xla":
         return "; codes decoded in the kernel"
@@ -83,7 +87,7 @@ def _codes(group: Group, layout: CacheLayout) -> str:
     return "".join(f"; {text}" for text in texts)
 
 
-def _way(storage: Storage, side: str, count: int, group: Group, layout: CacheLayout) -> str:
+def _way(storage: Storage, side: str, count: int, group: Group, layout: "CacheLayout") -> str:
     """Says how a step reads the codes of keys or values of one store."""
     codec = storage.codecs[side]
     if isinstance(storage.layout, Blocks | Segments) or not isinstance(codec, Codec):

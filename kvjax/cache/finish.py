@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import evict, tiers
-from kvjax.cache.layout import Group
+from kvjax.cache.groups import Group
 from kvjax.cache.pool import Pool, Turn, decoded, joined, placed, run_after_inputs
 from kvjax.cache.settle import recode, settle
 from kvjax.cache.slots import forget

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.blocks import EXACT, OF_PROMPT, PROMPT, SHARED, parts_of, room, slots_of_exact, unit_of
-from kvjax.cache.layout import Group
+from kvjax.cache.groups import Group
 from kvjax.cache.slots import after_reading, constrain, empty_stats, forget, oldest_first, slots_of, take, write
 from kvjax.cache.state import EMPTY, LayerKV, PerSlot
 from kvjax.storage.base import Parts, Storage

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvjax import sharding
 from kvjax.cache import evict
-from kvjax.cache.layout import Group
+from kvjax.cache.groups import Group
 from kvjax.cache.slots import forget
 from kvjax.cache.state import EMPTY, LayerKV, exact_store
 from kvjax.kernels import registry

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from kvjax import attention, sharding
 from kvjax.attention import Implementation
 from kvjax.cache.fused import observe_and_evict
-from kvjax.cache.layout import Group
+from kvjax.cache.groups import Group
 from kvjax.cache.limits import Sizes
 from kvjax.errors import ConfigError
 from kvjax.kernels import platform as pallas_platform

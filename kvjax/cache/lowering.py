@@ -16,8 +16,9 @@ from kvjax.attention import Implementation
 from kvjax.cache import pairs
 from kvjax.cache.branches import Branch, branches_of
 from kvjax.cache.capacities import capacities, extent_of, low_slots, newest_stay, split_stores
+from kvjax.cache.groups import Group
 from kvjax.cache.kernels import Chooser
-from kvjax.cache.layout import CacheLayout, Group
+from kvjax.cache.layout import CacheLayout
 from kvjax.cache.limits import Sizes
 from kvjax.cache.refusals import check
 from kvjax.cache.spec import CacheSpec

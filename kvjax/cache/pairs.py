@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.layout import Group, Phase
+from kvjax.cache.groups import Group, Phase
 from kvjax.cache.slots import constrain, forget, free_slots_for, write
 from kvjax.cache.state import Layer, LayerKV, PerSlot, Store
 from kvjax.storage import dense

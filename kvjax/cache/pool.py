@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import blocks, segments
-from kvjax.cache.layout import Group
+from kvjax.cache.groups import Group
 from kvjax.cache.slots import append, constrain, empty_stats, longest, ranks, slots_of, transient
 from kvjax.cache.state import Block, LayerKV
 from kvjax.kernels.coded import Coded, as_array

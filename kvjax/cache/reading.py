@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import attention
-from kvjax.cache.layout import Group
+from kvjax.cache.groups import Group
 from kvjax.cache.pool import Pool, decoded, fetched, joined
 from kvjax.cache.slots import free_slots, write
 from kvjax.cache.state import EMPTY, FAR, Block

@@ -10,8 +10,9 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
 from kvjax.cache import blocks, pairs, segments
-from kvjax.cache.convert import Prompt, convert, empty
-from kvjax.cache.layout import Group, stores_of
+from kvjax.cache.convert import Prompt, convert
+from kvjax.cache.empty import empty
+from kvjax.cache.groups import Group, stores_of
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.cache.spec import CacheSpec

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.blocks import OF_PROMPT
-from kvjax.cache.layout import Group
+from kvjax.cache.groups import Group
 from kvjax.cache.segments import HIGH, LOW, WINDOW, regions, salient, storage_of, value_of
 from kvjax.cache.slots import constrain, empty_stats, forget, oldest_first, slots_of, take, write
 from kvjax.cache.state import EMPTY, LayerKV, PerSlot, Store

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.cache.blocks import OF_PROMPT
-from kvjax.cache.layout import Extent, Group
+from kvjax.cache.groups import Extent, Group
 from kvjax.cache.state import LayerKV, Store
 from kvjax.storage.base import Codec, Storage
 from kvjax.storage.layouts import BlockCodec, Segments

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kvjax import sharding
 from kvjax.cache import flush, pairs, segment_ends
-from kvjax.cache.layout import Group
+from kvjax.cache.groups import Group
 from kvjax.cache.slots import constrain, forget, free_slots, free_slots_for, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
 from kvjax.kernels import registry

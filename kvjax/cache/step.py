@@ -16,7 +16,7 @@ import numpy as np
 from kvjax.cache import evict, fused, reading
 from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.finish import finish
-from kvjax.cache.layout import Group
+from kvjax.cache.groups import Group
 from kvjax.cache.pool import Pool, Turn, joined, pieces, placed, pool_of, prompt_pool, rotated_by_rank, run_after_inputs
 from kvjax.cache.slots import after_reading, constrain
 from kvjax.cache.state import Block, Layer, LayerKV, PerSlot

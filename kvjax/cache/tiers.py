@@ -7,7 +7,7 @@ queries attend to both.
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.layout import Group
+from kvjax.cache.groups import Group
 from kvjax.cache.slots import (
     after_reading,
     constrain,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.convert import empty_layers
+from kvjax.cache.empty import empty_layers
 from kvjax.cache.layout import CacheLayout
 from kvjax.cache.lowering import Budgets
 from kvjax.cache.state import Block, KVState

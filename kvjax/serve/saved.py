@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import memory
-from kvjax.cache.convert import empty_layers, memories
+from kvjax.cache.empty import empty_layers, memories
 from kvjax.cache.lowering import budgets_of
 from kvjax.cache.state import KVState
 from kvjax.checkpoint import orbax

@@ -13,7 +13,7 @@ import kvjax
 from kvjax import analysis, policies, selection, storage
 from kvjax.analysis import compare, scan
 from kvjax.cache import CacheSpec, KVState
-from kvjax.cache.convert import empty_layers
+from kvjax.cache.empty import empty_layers
 from kvjax.cache.limits import Sizes
 from kvjax.cache.lowering import lower
 from kvjax.cache.spec import as_spec

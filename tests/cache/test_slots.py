@@ -7,7 +7,8 @@ import pytest
 
 from kvjax import cache, policies
 from kvjax.cache import Group, LayerKV, evict, slots
-from kvjax.cache.convert import Prompt, convert, empty
+from kvjax.cache.convert import Prompt, convert
+from kvjax.cache.empty import empty
 from kvjax.cache.state import EMPTY, Layer, exact_store
 from kvjax.statistics import MASS
 

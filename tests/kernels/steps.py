@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.cache import Block, Group
-from kvjax.cache.convert import empty
+from kvjax.cache.empty import empty
 from kvjax.cache.state import LayerKV
 from kvjax.cache.step import step
 from kvjax.storage import Storage, dense

@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax import policies, storage
 from kvjax.cache import fused
-from kvjax.cache.convert import empty
+from kvjax.cache.empty import empty
 from kvjax.kernels import registry
 from kvjax.kernels.registry import Request
 from kvjax.kernels.step import gpu as step_gpu

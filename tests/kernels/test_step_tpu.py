@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax import storage
-from kvjax.cache.convert import empty
+from kvjax.cache.empty import empty
 from kvjax.cache.fused import observe_and_evict
 from kvjax.devices import topology_devices
 from kvjax.kernels import registry

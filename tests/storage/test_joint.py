@@ -210,7 +210,7 @@ def calibration() -> Calibration:
 
 
 def dense_layer():
-    from kvjax.cache.convert import empty
+    from kvjax.cache.empty import empty
     from kvjax.cache.layout import Group
 
     return empty(Group(storage=storage.int8(), slots=(4,)), 1, 2, DIM, "float32")

@@ -1,0 +1,162 @@
+"""Groups of heads: the policy, storage, selection and kernels of some KV heads of one layer."""
+
+import dataclasses
+import functools
+
+from kvjax.attention import Implementation
+from kvjax.policies.base import Evict
+from kvjax.policies.window import full
+from kvjax.selection.base import Selection
+from kvjax.selection.everything import everything
+from kvjax.statistics import Statistic
+from kvjax.storage import dense
+from kvjax.storage.base import UNROTATED, Codec, Exact, Storage
+from kvjax.storage.layouts import Pairs, Segments, Tiers, slots
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extent:
+    """What arrays are sized for beyond the number of slots, where a storage's layout depends on it.
+
+    Attributes:
+      shortest: the least tokens that are held when a prompt ends.
+      following: the most tokens that follow a prompt.
+      compressed: whether a prompt may lose tokens when it ends.
+    """
+
+    shortest: int
+    following: int
+    compressed: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Some KV heads of one layer, which share a policy, a storage, a selection and arrays of one capacity.
+
+    Layers that are alike have equal groups, so that they are traced once.
+
+    Attributes:
+      heads: the model's KV heads that these are; None = all.
+      policy: ranks the slots; without the numbers of its budget.
+      storage: how slots are held.
+      selection: which slots a query reads.
+      needs: the statistics that are kept, for this policy and for the one that decodes.
+      slots: the number of slots of each store; () = as many as the prompt has tokens (one-shot prefill).
+      extent: what else arrays are sized for, if the storage's layout is not of single slots.
+      decoding: whether the prompt is over.
+      evicts_one: whether a step of one token evicts at most one slot per head.
+      attend: the implementation of attention.
+      step: the implementation of a whole decoding step; None = step by step.
+      reasons: why no faster kernel runs.
+      watch: of a prompt, the selection of the decoding phase, if it adds up what the prompt's queries and keys are.
+      decode_group: of a one-shot prompt, the group of the decoding phase, into whose arrays each layer moves its slots.
+    """
+
+    heads: tuple[int, ...] | None = None
+    policy: Evict = dataclasses.field(default_factory=full)
+    storage: Storage = dataclasses.field(default_factory=dense)
+    selection: Selection = dataclasses.field(default_factory=everything)
+    needs: frozenset[Statistic] = frozenset()
+    slots: tuple[int, ...] = ()
+    extent: Extent | None = None
+    decoding: bool = False
+    evicts_one: bool = True
+    attend: Implementation = "xla"
+    step: Implementation | None = None
+    reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    watch: Selection | None = None
+    decode_group: "Group | None" = None
+
+    @property
+    def stores(self) -> tuple[Storage, ...]:
+        """How the slots of each store are held."""
+        return stores_of(self.storage)
+
+    @property
+    def codecs(self) -> tuple[Codec | None, Codec | None]:
+        """The codecs of keys and values that attention reads as they are held; None = it reads them decoded.
+
+        Keys that are rotated in each step, and slots that are gathered, are decoded; see `kvjax.cache.pool.pieces`.
+        """
+        storage = self.storage
+        late = self.policy.positions == "cache" or storage.frame == UNROTATED or storage.shortened
+        if storage.layout != slots or late or storage.on_host or not (self.slots and self.selection.reads_all):
+            return None, None
+        key, value = (codec if isinstance(codec, Codec) else None for codec in (storage.key, storage.value))
+        return (None if isinstance(key, Exact) else key), (None if isinstance(value, Exact) else value)
+
+    @property
+    def reports(self) -> frozenset[Statistic]:
+        """The statistics that attention reports: those that are kept, and what the selection looks at."""
+        return frozenset(s for s in self.needs | self.selection.needs if not s.of_selection)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether slots are ever freed."""
+        return self.policy.budget is not None
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether rows have a number of slots that is data in the state."""
+        return self.evicts or self.selection.budget is not None
+
+    @property
+    def capacity(self) -> int:
+        """Slots of all stores."""
+        return sum(self.slots)
+
+    @property
+    def unranked(self) -> int:
+        """The number of slots, the first of all, that the policy does not rank; they have no statistics."""
+        if not self.slots:
+            return 0
+        if isinstance(self.storage.layout, Segments):
+            # A selection that hides slots looks at the statistics of all.
+            return self.slots[0] + self.slots[1] if self.selection.reads_all else 0
+        return self.slots[0] if isinstance(self.storage.layout, Tiers) else 0
+
+    @property
+    def unranked_stores(self) -> int:
+        """The number of stores, the first of all, whose slots have no statistics."""
+        if not self.slots:
+            return 0
+        return {Tiers: 1, Segments: 2}.get(type(self.storage.layout), 0)
+
+    @property
+    def gathered(self) -> int | None:
+        """The number of slots that a decoding step gathers from the first store; None = it takes the whole store."""
+        width = self.selection.width(self.capacity) if self.decoding else None
+        # A token that is apart from the slots is not gathered.
+        width = width if width is None or not self.storage.apart else width - 1
+        return None if width is None or width >= self.slots[0] else width
+
+    @property
+    def moved(self) -> int:
+        """The number of slots per head that a decoding step moves from host memory; 0 if the slots are not there."""
+        if not self.storage.on_host:
+            return 0
+        return self.slots[0] if self.gathered is None else self.gathered
+
+
+def stores_of(storage: Storage) -> tuple[Storage, ...]:
+    """The ways in which a storage holds slots: its own and, where some positions stay exact, exactly on the device."""
+    if isinstance(storage.layout, Tiers):
+        low = dataclasses.replace(storage, layout=slots, name=f"{storage.name} low")
+        return low, storage.layout.high
+    if isinstance(storage.layout, Segments):
+        return storage.layout.high, storage, dense()
+    if isinstance(storage.layout, Pairs):
+        return storage, dense()
+    if storage.layout != slots:
+        return (storage,)
+    return (storage, dense()) if storage.divided else (storage,)
+
+
+#: Per layer, its groups of heads.
+Phase = tuple[tuple[Group, ...], ...]
+
+
+@functools.cache
+def keep_everything(num_layers: int) -> Phase:
+    """Returns the groups of a prompt in one shot whose tokens are all kept, for a decoder without a layout."""
+    return ((Group(),),) * num_layers
