@@ -84,9 +84,10 @@ def test_transformers_agrees(tiny):
 
 @pytest.fixture(scope="module")
 def asked(tiny):
-    """As many prompts of each task as fill a batch: those that are left over would take a program of their own."""
-    config = RecallConfig(tasks=("passkey", "associative", "variable"), prompts=score.ROWS)
-    return score.make_prompts(config, tiny, seed=3)
+    """As many prompts of each task as fill batches: those that are left over would take a program of their own."""
+    config = RecallConfig(tasks=("passkey", "variable"), prompts=score.ROWS)
+    pairs = RecallConfig(tasks=("associative",), prompts=2 * score.ROWS)
+    return score.make_prompts(config, tiny, seed=3) | score.make_prompts(pairs, tiny, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_what_is_in_the_cache_is_found_and_what_is_not_is_not(tiny, asked, recal
 
 
 def test_word_pairs_are_found(recalled):
-    assert recalled["associative"] >= 0.8  # 94 % of 384 prompts; these are 16, whose share differs by 6 %
+    assert recalled["associative"] >= 0.85  # 94 % of 384 prompts; these are 32, whose share differs by 4 %
 
 
 def test_scoring_in_one_pass_is_generating_greedily(tiny, asked, recalled):

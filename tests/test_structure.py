@@ -42,7 +42,7 @@ LATE = {("storage/__init__.py", "cache"), ("policies/h2o_variants.py", "selectio
 KINDS = {"Split", "Phases", "WithSelection"}
 FIELDS = {"when", "merge", "chosen", "others", "importance", "scope"}
 #: Pallas's `when`, a side's, a tensor's `merge` and a selection's `chosen` are others of the same name.
-OTHER_OWNERS = {"pl", "side", "tensor", "self"}
+OTHER_OWNERS = {"pl", "side", "tensor", "self", "look"}
 #: Fields that policies had once.
 FORMER = {"then", "mask", "parts", "limits", "most", "shrinks"}
 

@@ -43,20 +43,20 @@ class Guess(Part):
         key = (rng.normal(size=(batch, self.heads, self.slots, dim)) * size).astype(np.float32)
         query = (rng.normal(size=(batch, self.heads, group, self.slots, dim)) * size[:, :, None]).astype(np.float32)
         # No cap, so that the threshold alone decides.
-        selection = InfiniGen(self.alpha, self.ratio, cap=1.0, first_layer=FIRST)
+        look = InfiniGen(self.alpha, self.ratio, cap=1.0, first_layer=FIRST)
         shape = (batch, self.heads)
         real = jnp.ones((batch, self.slots), bool)
-        sums = selection.watch(selection.start(shape, dim), jnp.asarray(query), jnp.asarray(key), real, None)
+        sums = look.watch(look.start(shape, dim), jnp.asarray(query), jnp.asarray(key), real, None)
         position = jnp.broadcast_to(jnp.arange(self.slots, dtype=jnp.int32), (*shape, self.slots))
         prompt = jnp.full((batch,), self.slots - 1, jnp.int32)
         held = Held(position, jnp.asarray(key), prompt, None, lambda each: each)
-        index = selection.build(selection.init((*shape, self.slots), dim, jnp.float32), sums, held)
+        index = look.build(look.init((*shape, self.slots), dim, jnp.float32), sums, held)
         # The last token is the new one, and its query chooses.
         view = SelectView(
             position=position, key=jnp.asarray(key), newest=prompt, budget=prompt, prompt=prompt,
             slot=jnp.full(shape, self.slots - 1, jnp.int32), scale=dim**-0.5, layer=FIRST,
         )  # fmt: skip
-        chosen = np.asarray(selection.chosen(index, jnp.asarray(query[:, :, :, -1]), view))
+        chosen = np.asarray(look.chosen(index, jnp.asarray(query[:, :, :, -1]), view))
         columns = np.zeros((*shape, dim), bool)
         np.put_along_axis(columns, np.asarray(index["columns"]), True, axis=-1)
         # NumPy, in float64.
