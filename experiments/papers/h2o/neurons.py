@@ -98,7 +98,7 @@ def _table9(settings: Settings, found: Found) -> Judgement:
         {"": "without as many random ones", "perplexity": f"{random:.2f}"},
     ]
     rows += [
-        {"": f"the first after {part.steps} steps on {100 * share:g} % of the text", "perplexity": f"{each:.2f}"}
+        {"": f"without those, after {part.steps} steps on {100 * share:g} % of the text", "perplexity": f"{each:.2f}"}
         for share, each in zip(part.shares, tuned, strict=True)
     ]
     lost = after - before

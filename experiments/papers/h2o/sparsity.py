@@ -71,6 +71,8 @@ def _judge(settings: Settings, found: Found) -> Judgement:
     sparse_layers, thin = int(np.sum(longest >= 0.95)), int(np.sum(longest < 0.9))
     least = min(float(each.min()) for each in shares.values())
     shown = ", ".join(f"{100 * each:.1f} %" for each in longest)
+    uniform = look.uniform_mass(heavy["book"]["mass"].shape[1])
+    flat = look.top_share({"mass": uniform[None]}, HEAVY)[0]
     return Judgement(
         tables=[
             Table("(a, b) Attention below 1 % of its row's maximum, and accumulated attention", attention),
@@ -94,6 +96,8 @@ def _judge(settings: Settings, found: Found) -> Judgement:
         ],
         comparisons=[cost, *local.values()],
         notes=[
+            f"Where each query attends to all tokens before it alike, the top 20 % hold {100 * flat:.0f} %, and the "
+            f"exponent is {look.exponent_of(uniform):.2f}.",
             "Short rows are less sparse. How often words co-occur, which (b) sets beside accumulated attention, is not "
             "measured. Global statistics are those of the authors' masks, under which the queries of the prompt see no "
             "more than those after it; h2o's prompt is read whole.",

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from experiments.papers import figures
 from experiments.papers.entry import Entry, Found, Published
 from experiments.papers.parts import Part
-from experiments.papers.recipes import training
+from experiments.papers.recipes import look, training
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 
@@ -24,6 +24,7 @@ def _judge(settings: Settings, found: Found) -> Judgement:
          "heaviest 20 % shared with the end": f"{100 * overlap[i].mean():.0f} %"}
         for i, share in enumerate(part.shares)
     ]  # fmt: skip
+    uniform = float(look.exponent_of(look.uniform_mass(part.length)))
     mean = dict(zip(part.shares, exponent.mean(axis=1), strict=True))
     early, half = float(mean[0.1] / mean[1.0]), float(mean[0.5] / mean[1.0])
     lines = {
@@ -37,6 +38,10 @@ def _judge(settings: Settings, found: Found) -> Judgement:
                   f"{early:.2f} of it")
         ],
         contradict=[Claim("at half of the steps it is under half of the last", half < 0.5, f"{half:.2f} of it")],
+        notes=[
+            f"Uniform attention has an exponent of {uniform:.2f}, since early tokens have more queries: an exponent "
+            "near it says nothing about heavy hitters."
+        ],
         draw=lambda: figures.curves(
             [figures.Panel("Exponent of accumulated attention", "% of the steps", "exponent", lines)]
         ),

@@ -72,6 +72,12 @@ def exponent_of(mass: np.ndarray) -> np.ndarray:
     return np.asarray(-(logs @ rank) / (rank @ rank))
 
 
+def uniform_mass(length: int) -> np.ndarray:
+    """The attention that tokens receive where each query attends to all before it alike, [length] float64."""
+    share = 1 / np.arange(1, length + 1)
+    return np.asarray(np.cumsum(share[::-1])[::-1])
+
+
 def _sparsity(model: Model, tokens: np.ndarray) -> Result:
     """``sparsity`` [L, B, H]: the share of attention below 1 % of its row's maximum."""
     return {"sparsity": analysis.sparsity(model, tokens)}
