@@ -94,7 +94,12 @@ def report(entry: Entry, lab: Lab, *, progress: bool | None = None) -> Report:
 def write(output: Path, done: Report, settings: Settings) -> None:
     """Writes an entry's report, its figure and its results as JSON."""
     name = done.entry.name
-    about = {"name": name, "question": done.entry.question, "verdict": done.verdict.value, "reason": done.reason}
+    about: dict[str, Any] = {
+        "name": name,
+        "question": done.entry.question,
+        "verdict": done.verdict.value,
+        "reason": done.reason,
+    }
     about |= {"settings": dict(settings.described()), "measured": measured_on()} | verdict.as_json(done.judgement)
     if done.judgement.draw is not None:
         results.write(output / f"{name}.png", done.judgement.draw())

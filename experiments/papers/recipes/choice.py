@@ -19,7 +19,7 @@ from kvjax.cache import Limits
 from kvjax.models.model import Model
 
 ROWS = 16  # contexts that are scored at once
-STEP = 64  # tokens, of which the width of prompts is a multiple
+STEP = 320  # tokens, of which the width of prompts is a multiple: few programs for tasks of many lengths
 ROOM = 64  # tokens of the longest answer; questions with longer ones are left out
 TASKS = tuple(multiple_choice.TASKS)
 
