@@ -50,17 +50,23 @@ def curves(panels: Sequence[Panel]) -> bytes:
             ax.set_xscale("log")
         if panel.log_y:
             ax.set_yscale("log")
-    _legend(axes[0][-1], labels)
+    same = all(set(panel.lines) == set(labels) for panel in panels)
+    for ax, panel in zip(axes[0], panels, strict=True):
+        if not same and len(panel.lines) > 1:
+            ax.legend(frameon=False, fontsize=8)
+    if same:
+        _legend(axes[0][-1], labels)
     return plots.png(figure)
 
 
-def bars(title: str, y: str, groups: Mapping[str, Mapping[str, float]]) -> bytes:
+def bars(title: str, y: str, groups: Mapping[str, Mapping[str, float]], *, log: bool = False) -> bytes:
     """Draws bars as a PNG.
 
     Args:
       title: above.
       y: label of the vertical axis.
       groups: group along the horizontal axis -> label -> height.
+      log: whether the vertical axis is logarithmic.
     """
     labels = list(dict.fromkeys(label for group in groups.values() for label in group))
     color, width = plots.colors(labels), 0.8 / len(labels)
@@ -72,6 +78,8 @@ def bars(title: str, y: str, groups: Mapping[str, Mapping[str, float]]) -> bytes
         heights = [group.get(label, 0.0) for group in groups.values()]
         ax.bar(xs, heights, width=0.92 * width, color=color[label], label=label)
     ax.set_xticks(range(len(groups)), list(groups))
+    if log:
+        ax.set_yscale("log")
     _legend(ax, labels)
     return plots.png(figure)
 

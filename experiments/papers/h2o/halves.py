@@ -37,14 +37,13 @@ def _parts(settings: Settings) -> Iterable[Part]:
 
 
 def _judge(settings: Settings, found: Found) -> Judgement:
-    rows, comparisons, losses = [], [], {}
-    full = found[lm.lm(settings, "full", 1.0)]
+    rows, comparisons, values = [], [], {}
     for name in _policies(settings, 0.2):
         row = {"policy": f"{name} ({THEIRS[name]})" if name in THEIRS else name}
         for budget in BUDGETS:
             own = _policies(settings, budget)[_policies(settings, 0.2).index(name)]
             result = found[lm.lm(settings, own, budget)]
-            losses[name, budget] = lm.loss(result, full)
+            values[name, budget] = lm.perplexity(result)
             row[f"perplexity at {budget:g}"] = lm.shown(result)
         for budget in _asked(settings) if name in ("full", "h2o", *ALONE) else ():
             row[f"passkey at {budget:g}"] = recall.shown(found[recall.recall(settings, name, budget)])
@@ -92,8 +91,8 @@ def _judge(settings: Settings, found: Found) -> Judgement:
             "is 50 (copa) and 25 (openbookqa)."
         ],
         draw=lambda: figures.bars(
-            "Perplexity above the full cache's", "%",
-            {f"{b:g}": {n: 100 * losses[n, b] for n in _policies(settings, 0.2)[1:]} for b in BUDGETS},
+            "Perplexity by budget", "perplexity",
+            {f"{b:g}": {n: values[n, b] for n in _policies(settings, 0.2)} for b in BUDGETS}, log=True,
         ),
     )  # fmt: skip
 

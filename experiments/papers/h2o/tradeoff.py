@@ -61,7 +61,9 @@ def _fig1(settings: Settings, found: Found) -> Judgement:
     beaten = {name: sum(better[name, b].higher for b in budgets if b in JUDGED) for name in _static(settings)}
     held_bytes = plan.value(found[STATED_PART], "cache")
     lines["full"] = ([0.0, 100.0], [lm.perplexity(full)] * 2)
-    panel = figures.Panel("Perplexity against memory", "KV cache held, % of the full cache", "perplexity", lines)
+    panel = figures.Panel(
+        "Perplexity against memory", "KV cache held, % of the full cache", "perplexity", lines, log_y=True
+    )
     return Judgement(
         tables=[Table(f"Perplexity by budget; the full cache has {lm.shown(full)}", rows)],
         confirm=[

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
 
 from experiments.config import ModelConfig
-from experiments.papers import runner
+from experiments.papers import page, runner
 from experiments.papers.entry import Entry, Published
 from experiments.papers.parts import Lab, Part, read
 from experiments.papers.settings import FAST, FULL, Settings, find_data
@@ -149,3 +150,16 @@ def test_errors_of_names_and_texts(entries, tmp_path, monkeypatch):
         find_data(None)
     with pytest.raises(ConfigError, match=r"there is no file .*great_expectations"):
         Settings(ModelConfig(), tmp_path).file("book")
+
+
+def test_the_measured_page_is_of_its_results():
+    folder = find_data.__globals__["ROOT"] / "experiments" / "measured" / "papers"
+    made = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    assert made and all(result["settings"] == next(iter(made.values()))["settings"] for result in made.values())
+    described = next(iter(made.values()))["settings"]
+    sections = runner.entries_in(folder, described)
+    assert set(sections) == set(made)
+    expected = page.page(sections, runner.about(described, sections))
+    assert (folder / "README.md").read_text() == expected, "python -m experiments.paper --page --output=..."
+    for name in made:
+        assert not re.search(rf"!\[{name}\]", expected) or (folder / f"{name}.png").is_file()
