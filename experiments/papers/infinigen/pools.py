@@ -79,18 +79,17 @@ def _judge(settings: Settings, found: Found) -> Judgement:
         contradict=contradict,
         comparisons=comparisons,
         notes=[
-            "fifo loses the first tokens, which hurts a model whose attention rests on them. The limit is of the "
-            "layers that "
-            "choose; an evicted slot is gone for good, so that every victim is another token. In the released "
-            "simulation lru "
-            "and counter keep choosing the same victim, which may be why the paper has them equal to no limit at all.",
+            "fifo loses the first tokens, which hurts a model whose attention rests on them. The limit is of layers "
+            "that choose; an evicted slot is gone for good, so that every victim is another token. In the released "
+            "simulation lru and counter keep choosing the same victim, which may be why the paper has them equal to no "
+            "limit at all.",
         ],
     )
 
 
 TABLE2 = Published(
-    caption="Table 2: perplexity with a pool limited to 80 % of the cache, 2048 tokens; W = WikiText-2, P = PTB; OPT, and L2 = "
-    "Llama-2.",
+    caption="Table 2: perplexity with a pool limited to 80 % of the cache, 2048 tokens; W = WikiText-2, P = PTB; OPT, "
+    "and L2 = Llama-2.",
     rows=numbers("""
         pool | 6.7B W | 6.7B P | 13B W | 13B P | 30B W | 30B P | L2-7B W | L2-7B P | L2-13B W | L2-13B P
         100% | 11.68 | 13.86 | 10.55 | 12.78 | 10.14 | 12.31 | 5.69 | 22.53 | 5.25 | 31.94

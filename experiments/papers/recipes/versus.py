@@ -106,13 +106,11 @@ def cosine(
 
 
 def jaccard(
-    settings: Settings, cache: str, kind: str, budgets: Sequence[float], *, text: str = "book", prompt: int, new: int
+    settings: Settings, ranked: Mapping[str, str], budget: float, *, text: str = "book", prompt: int, new: int
 ) -> Jaccard:
-    """A part for one policy at several budgets."""
-    named = tuple((cache, budget) for budget in budgets)
-    return Jaccard(
-        caches=named, kinds=(kind,) * len(named), text=text, rows=settings.scale.look_rows, prompt=prompt, new=new
-    )  # fmt: skip
+    """A part for one budget; `ranked` has the cache that is judged by each kind."""
+    named = tuple((cache, budget) for cache in ranked.values())
+    return Jaccard(caches=named, kinds=tuple(ranked), text=text, rows=settings.scale.look_rows, prompt=prompt, new=new)
 
 
 def _cosine(carry: Any, attention: tuple[Rows, ...]) -> tuple[Any, tuple[Array, ...]]:

@@ -30,13 +30,13 @@ def _table4_caches(settings: Settings, slots: int) -> dict[str, fullref.Greedy]:
 
 
 def _table4_parts(settings: Settings) -> Iterable[Part]:
-    for slots in settings.scale.some(SLOTS, SLOTS[1:]):
+    for slots in settings.scale.some(SLOTS, SLOTS[:1]):
         yield from _table4_caches(settings, slots).values()
 
 
 def _table4(settings: Settings, found: Found) -> Judgement:
     tables, confirm, comparisons, better = [], [], [], []
-    for slots in settings.scale.some(SLOTS, SLOTS[1:]):
+    for slots in settings.scale.some(SLOTS, SLOTS[:1]):
         parts, where = _table4_caches(settings, slots), f"{settings.scale.tokens(slots)} slots"
         tables.append(near_table(settings, found, parts, f"Answers of {parts['full'].new} tokens, {where}"))
         made = near(settings, found, parts, where)

@@ -20,7 +20,7 @@ PLAIN = ("h2o", "mean_attention", "roco")
 
 
 def _sizes(settings: Settings) -> tuple[float, ...]:
-    return settings.scale.some(SIZES, (0.3, 0.5))
+    return settings.scale.some(SIZES, (0.5,))
 
 
 def _cache(settings: Settings, scope: str, size: float) -> str:
@@ -130,8 +130,12 @@ def _cell(importance: str, scope: str) -> str:
     return NAMED.get((importance, scope), made)
 
 
+def _others(settings: Settings) -> tuple[str, ...]:
+    return settings.scale.some(OTHERS, OTHERS[1:])
+
+
 def _grid(settings: Settings) -> dict[tuple[str, str], lm.LM]:
-    importances = settings.scale.some(tuple(IMPORTANCES), ("AAS", "MAS"))
+    importances = settings.scale.some(tuple(IMPORTANCES), ("MAS",))
     return {
         (i, scope): lm.lm(settings, _cell(i, scope), LOW, block=BLOCK) for i in importances for scope in PROTECTED
     }  # fmt: skip
@@ -139,7 +143,7 @@ def _grid(settings: Settings) -> dict[tuple[str, str], lm.LM]:
 
 def _table1_parts(settings: Settings) -> Iterable[Part]:
     yield lm.lm(settings, "full", 1.0)
-    yield from (lm.lm(settings, cache, LOW, block=BLOCK) for cache in OTHERS)
+    yield from (lm.lm(settings, cache, LOW, block=BLOCK) for cache in _others(settings))
     yield from _grid(settings).values()
 
 
@@ -151,7 +155,7 @@ def _table1(settings: Settings, found: Found) -> Judgement:
                                       for scope in PROTECTED}
         for importance in importances
     ]  # fmt: skip
-    others = {cache: found[lm.lm(settings, cache, LOW, block=BLOCK)] for cache in OTHERS}
+    others = {cache: found[lm.lm(settings, cache, LOW, block=BLOCK)] for cache in _others(settings)}
     plain = [{"policy": "full", **lm.cells(full, full)}]
     plain += [{"policy": cache, **lm.cells(result, full)} for cache, result in others.items()]
     comparisons = [
