@@ -26,10 +26,14 @@ def _part(settings: Settings, pool: str, limit: float, text: str) -> Part:
     return reading.with_skew(settings, of)
 
 
+def _pools(settings: Settings) -> tuple[str, ...]:
+    return settings.scale.some(POOLS, ("fifo", "counter"))
+
+
 def _runs(settings: Settings) -> dict[tuple[str, float], tuple[str, ...]]:
     """(text, limit) -> pools."""
     texts = settings.scale.some(TEXTS, TEXTS[:1])
-    runs = {(text, LIMIT): ("none", *POOLS) for text in texts}
+    runs = {(text, LIMIT): ("none", *_pools(settings)) for text in texts}
     return runs if settings.scale.trial else runs | {(TEXTS[0], HALF): ("none", *POOLS)}
 
 
@@ -41,24 +45,25 @@ def _parts(settings: Settings) -> Iterable[Part]:
 
 def _judge(settings: Settings, found: Found) -> Judgement:
     rows, confirm, contradict, comparisons = [], [], [], []
+    limited = _pools(settings)
     for (text, limit), pools in _runs(settings).items():
         results = {pool: found[_part(settings, pool, limit, text)] for pool in pools}
-        loss = {pool: lm.loss(results[pool], results["none"]) for pool in POOLS}
+        loss = {pool: lm.loss(results[pool], results["none"]) for pool in limited}
         first = found[streams.important(settings, text=text)]["first"]
         slots = int(limit * settings.scale.length)
         rows.append(
             {"text": text, "pool": f"{limit:.0%}", "none": lm.shown(results["none"])}
-            | {pool: f"{lm.shown(results[pool])} ({loss[pool]:+.2%})" for pool in POOLS}
+            | {pool: f"{lm.shown(results[pool])} ({loss[pool]:+.2%})" for pool in limited}
             | {"evicted by head": str(settings.scale.length - slots),
                "attention on the first token": ", ".join(f"{100 * each:.0f}" for each in first) + " %"}
         )  # fmt: skip
         made = {
             pool: lm.compare(f"{pool} against none, {text}, {limit:.0%}", results[pool], results["none"], settings)
-            for pool in POOLS
+            for pool in limited
         }
         worst = {
             pool: lm.compare(f"fifo against {pool}, {text}, {limit:.0%}", results["fifo"], results[pool], settings)
-            for pool in POOLS[1:]
+            for pool in limited[1:]
         }
         comparisons += [*made.values(), *worst.values()]
         if limit != LIMIT:
@@ -68,7 +73,7 @@ def _judge(settings: Settings, found: Found) -> Judgement:
             Claim(f"{text}: fifo is the worst", all(each.higher for each in worst.values()), shown),
             Claim(
                 f"{text}: lru and counter are within {NEAR:.0%} of none",
-                all(abs(loss[p]) <= NEAR for p in POOLS[1:]),
+                all(abs(loss[p]) <= NEAR for p in limited[1:]),
                 shown,
             ),
         ]

@@ -1,7 +1,9 @@
 """InfiniGen's guess by hand: its columns and its choice on drawn numbers, beside a few lines of NumPy in float64."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -10,6 +12,7 @@ from experiments.papers.recipes.reading import ALPHA, FIRST, RATIO
 from kvjax.selection import InfiniGen
 from kvjax.selection.base import Held, SelectView
 
+Array = jax.Array
 CLOSE = 1e-5  # scores that are nearer to the threshold than this decide by rounding
 
 
@@ -45,20 +48,10 @@ class Guess(Part):
         # No cap, so that the threshold alone decides.
         look = InfiniGen(self.alpha, self.ratio, cap=1.0, first_layer=FIRST)
         shape = (batch, self.heads)
-        real = jnp.ones((batch, self.slots), bool)
-        sums = look.watch(look.start(shape, dim), jnp.asarray(query), jnp.asarray(key), real, None)
-        position = jnp.broadcast_to(jnp.arange(self.slots, dtype=jnp.int32), (*shape, self.slots))
-        prompt = jnp.full((batch,), self.slots - 1, jnp.int32)
-        held = Held(position, jnp.asarray(key), prompt, None, lambda each: each)
-        index = look.build(look.init((*shape, self.slots), dim, jnp.float32), sums, held)
-        # The last token is the new one, and its query chooses.
-        view = SelectView(
-            position=position, key=jnp.asarray(key), newest=prompt, budget=prompt, prompt=prompt,
-            slot=jnp.full(shape, self.slots - 1, jnp.int32), scale=dim**-0.5, layer=FIRST,
-        )  # fmt: skip
-        chosen = np.asarray(look.chosen(index, jnp.asarray(query[:, :, :, -1]), view))
+        taken, marks = _choose(jnp.asarray(query), jnp.asarray(key), selection)
+        chosen = np.asarray(marks)
         columns = np.zeros((*shape, dim), bool)
-        np.put_along_axis(columns, np.asarray(index["columns"]), True, axis=-1)
+        np.put_along_axis(columns, np.asarray(taken), True, axis=-1)
         # NumPy, in float64.
         wide_query, wide_key = query.astype(np.float64), key.astype(np.float64)
         total = np.abs(wide_query).mean(axis=2).sum(axis=2) + np.abs(wide_key).sum(axis=2)
@@ -71,6 +64,24 @@ class Guess(Part):
             "columns": columns, "expected": expected, "sums": total[0, 0], "chosen": chosen[..., :-1],
             "weight": np.exp(gap[..., :-1]), "near": np.abs(gap[..., :-1] + self.alpha) < CLOSE,
         }  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames="selection")
+def _choose(query: Array, key: Array, selection: InfiniGen) -> tuple[Array, Array]:
+    """The columns [B, K, r] of a prompt, and what its last query chooses [B, K, S] of the tokens before it."""
+    batch, heads, slots, dim = key.shape
+    real = jnp.ones((batch, slots), bool)
+    sums = look.watch(look.start((batch, heads), dim), query, key, real, None)
+    position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, heads, slots))
+    newest = jnp.full((batch,), slots - 1, jnp.int32)
+    held = Held(position, key, newest, None, lambda each: each)
+    index = look.build(look.init((batch, heads, slots), dim, jnp.float32), sums, held)
+    # The last token is the new one, and its query chooses.
+    view = SelectView(
+        position=position, key=key, newest=newest, budget=newest, prompt=newest,
+        slot=jnp.full((batch, heads), slots - 1, jnp.int32), scale=dim**-0.5, layer=FIRST,
+    )  # fmt: skip
+    return index["columns"], look.chosen(index, query[:, :, :, -1], view)
 
 
 def guess(heads: int) -> Guess:
