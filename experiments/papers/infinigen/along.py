@@ -38,8 +38,7 @@ def _along(settings: Settings, cache: str, slots: int, text: str) -> Part:
 
 def _fig12_caches(settings: Settings) -> dict[str, tuple[str, int]]:
     every = {
-        f"h2o, {SMALL}": ("h2o", SMALL), f"infinigen, {SMALL}": ("infinigen", SMALL), f"h2o, {LARGE}": ("h2o", LARGE),
-        f"window, {SMALL}": ("window", SMALL), f"roco, {SMALL}": ("roco", SMALL),
+        f"h2o, {SMALL}": ("h2o", SMALL), f"infinigen, {SMALL}": ("infinigen", SMALL), f"h2o, {LARGE}": ("h2o", LARGE)
     }  # fmt: skip
     return {name: every[name] for name in settings.scale.some(tuple(every), tuple(every)[:2])}
 
@@ -97,7 +96,7 @@ def _fig12(settings: Settings, found: Found) -> Judgement:
     return Judgement(
         tables=tables, confirm=confirm, contradict=contradict, comparisons=comparisons,
         notes=[
-            f"h2o and the others hold {SMALL} or {LARGE} slots; infinigen holds everything and reads at most {SMALL} "
+            f"h2o holds {SMALL} or {LARGE} slots; infinigen holds everything and reads at most {SMALL} "
             f"slots and "
             f"the new one, but everything in the first {reading.FIRST} layers.",
             f"The first chunk begins after a prompt of {settings.scale.tokens(PROMPT)} tokens.",
@@ -107,13 +106,9 @@ def _fig12(settings: Settings, found: Found) -> Judgement:
 
 
 # Figure 19
-LENGTHS, SLOTS, NEW = (256, 512, 1024), (16, 32, 64), 128
+LENGTHS, SLOTS, NEW = (256, 512, 1024), (16, 64), 128
 KEPT = 64
-CACHES = ("h2o", "window", "roco", "infinigen")
-
-
-def _fig19_caches(settings: Settings) -> tuple[str, ...]:
-    return settings.scale.some(CACHES, ("h2o", "infinigen"))
+CACHES = ("h2o", "infinigen")
 
 
 def _points(settings: Settings) -> list[tuple[int, int]]:
@@ -132,7 +127,7 @@ def _of_length(settings: Settings, cache: str, length: int, slots: int) -> Part:
 
 def _fig19_parts(settings: Settings) -> Iterable[Part]:
     for point in _points(settings):
-        yield from (_of_length(settings, cache, *point) for cache in ("full", *_fig19_caches(settings)))
+        yield from (_of_length(settings, cache, *point) for cache in ("full", *CACHES))
 
 
 def _fig19(settings: Settings, found: Found) -> Judgement:
@@ -140,23 +135,21 @@ def _fig19(settings: Settings, found: Found) -> Judgement:
     loss = {
         (cache, *point): lm.loss(found[_of_length(settings, cache, *point)], found[_of_length(settings, "full",
                                                                                               *point)])
-        for cache in _fig19_caches(settings) for point in points
+        for cache in CACHES for point in points
     }  # fmt: skip
     lengths = sorted({length for length, _ in points})
     slots = sorted({each for _, each in points})
     rows, other = (
         [
             {"cache": cache} | {f"{tokens(x)} {unit}": f"{loss[key(cache, x)]:+.2%}" for x in xs}
-            for cache in _fig19_caches(settings)
+            for cache in CACHES
         ]
         for xs, unit, key in (
             (slots, "slots", lambda cache, x: (cache, LENGTHS[-1], x)), (lengths, "tokens", lambda cache, x: (cache, x,
                                                                                                               KEPT))
         )
     )  # fmt: skip
-    growth = {
-        cache: loss[cache, lengths[-1], KEPT] - loss[cache, lengths[0], KEPT] for cache in _fig19_caches(settings)
-    }
+    growth = {cache: loss[cache, lengths[-1], KEPT] - loss[cache, lengths[0], KEPT] for cache in CACHES}
     comparisons = [
         lm.compare(f"infinigen against h2o, {tokens(length)} tokens, {tokens(each)} slots",
                    *(found[_of_length(settings, cache, length, each)] for cache in ("infinigen", "h2o")), settings)
@@ -166,11 +159,11 @@ def _fig19(settings: Settings, found: Found) -> Judgement:
     panels = [
         figures.Panel(f"{tokens(LENGTHS[-1])} tokens", "slots", "perplexity above the full cache's, %", {
             cache: ([tokens(x) for x in slots], [100 * loss[cache, LENGTHS[-1], x] for x in slots])
-            for cache in _fig19_caches(settings)
+            for cache in CACHES
         }),
         figures.Panel(f"{tokens(KEPT)} slots", "tokens of the text", "perplexity above the full cache's, %", {
             cache: ([tokens(x) for x in lengths], [100 * loss[cache, x, KEPT] for x in lengths])
-            for cache in _fig19_caches(settings)
+            for cache in CACHES
         }),
     ]  # fmt: skip
     return Judgement(

@@ -10,7 +10,7 @@ from experiments.papers.verdict import Claim, Judgement, Table
 
 # Figure 4
 TEXTS = ("book", "alice")
-POLICIES = ("h2o", "window", "roco", "tova", "random")
+POLICIES = ("h2o", "window", "roco")
 PROMPT, SHARE = 64, 0.1
 MORE, LESS = 0.05, 0.01
 

@@ -9,7 +9,7 @@ from experiments.papers.recipes import lm, reading, streams
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 
-LIMIT, HALF = 0.8, 0.5
+LIMIT = 0.8
 POOLS = ("fifo", "lru", "counter")
 TEXTS = ("wiki", "ptb")
 NEAR = 0.01
@@ -33,8 +33,7 @@ def _pools(settings: Settings) -> tuple[str, ...]:
 def _runs(settings: Settings) -> dict[tuple[str, float], tuple[str, ...]]:
     """(text, limit) -> pools."""
     texts = settings.scale.some(TEXTS, TEXTS[:1])
-    runs = {(text, LIMIT): ("none", *_pools(settings)) for text in texts}
-    return runs if settings.scale.trial else runs | {(TEXTS[0], HALF): ("none", *POOLS)}
+    return {(text, LIMIT): ("none", *_pools(settings)) for text in texts}
 
 
 def _parts(settings: Settings) -> Iterable[Part]:
@@ -66,8 +65,6 @@ def _judge(settings: Settings, found: Found) -> Judgement:
             for pool in limited[1:]
         }
         comparisons += [*made.values(), *worst.values()]
-        if limit != LIMIT:
-            continue
         shown = ", ".join(f"{pool} {value:+.2%}" for pool, value in loss.items())
         confirm += [
             Claim(f"{text}: fifo is the worst", all(each.higher for each in worst.values()), shown),

@@ -13,7 +13,7 @@ from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 
 # Figure 13
-RATIOS, LOW = (0.1, 0.3), 0.1
+RATIOS, LOW = (0.1,), 0.1
 SAME = 0.01  # of an overlap
 
 
@@ -80,9 +80,9 @@ def _fig13(settings: Settings, found: Found) -> Judgement:
 
 
 # Figure 17
-ALPHAS, PLATEAU = (1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0), 5.0
+ALPHAS, PLATEAU = (1.0, 2.0, 4.0, 5.0, 7.0), 5.0
 COLUMNS, AT = (0.1, 0.3, 0.6, 1.0), 4.0  # ratios, and their alpha
-ASKED = (1.0, 5.0)
+ASKED = (5.0,)
 NEAR, OFTEN = 0.01, 0.5
 
 

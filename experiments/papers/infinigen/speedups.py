@@ -100,7 +100,7 @@ KEYS, WEIGHTS = 0.15, 0.025  # shares of the cache and of the parameters
 
 
 def _timed(settings: Settings) -> list[sides.Sides]:
-    return [sides.sides(settings, batch) for batch in settings.scale.some((1, 8), (1,))]
+    return [sides.sides(settings, 1)]
 
 
 def _fig18_parts(settings: Settings) -> Iterable[Part]:

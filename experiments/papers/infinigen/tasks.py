@@ -9,12 +9,11 @@ from experiments.papers.recipes import choice, lm, plan, reading, recall
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 
-SIZES = (0.03, 0.05, 0.1, 0.2, 0.5)
-WIDE = 9.0  # an alpha at which a large cap decides
+SIZES = (0.03, 0.05, 0.1, 0.2)
 BELOW = (0.03, 0.05)  # where eviction is said to fail
 LATE = f"from_layer(h2o, first={reading.FIRST})"  # as InfiniGen, with whole first layers
-STORED = ("full + int8", "full + int4", "full + int2")
-TASKS = ("copa", "openbookqa")
+STORED = ("full + int4", "full + int2")
+TASKS = ("copa",)
 CHOSEN = 0.05
 
 
@@ -22,12 +21,8 @@ def _sizes(settings: Settings) -> tuple[float, ...]:
     return settings.scale.some(SIZES, BELOW)
 
 
-def _alpha(size: float) -> float:
-    return WIDE if size > reading.CAP else reading.ALPHA
-
-
 def _read(settings: Settings, size: float) -> Part:
-    return reading.read(settings, alpha=_alpha(size), cap=size)
+    return reading.read(settings, cap=size)
 
 
 def _stored(settings: Settings) -> tuple[str, ...]:
@@ -36,7 +31,7 @@ def _stored(settings: Settings) -> tuple[str, ...]:
 
 def _asked(settings: Settings, cache: str, size: float) -> Part:
     if cache == "infinigen":
-        return reading.with_skew(settings, recall.recall(settings, reading.infinigen(_alpha(size), cap=size), 1.0))
+        return reading.with_skew(settings, recall.recall(settings, reading.infinigen(cap=size), 1.0))
     return recall.recall(settings, cache, size)
 
 
@@ -58,7 +53,7 @@ def _parts(settings: Settings) -> Iterable[Part]:
         yield from (lm.lm(settings, "h2o", size), _read(settings, size))
     for size in BELOW:
         yield from (_asked(settings, cache, size) for cache in ("h2o", "infinigen"))
-    yield from (lm.lm(settings, LATE, size) for size in settings.scale.some(BELOW, ()))
+    yield from (lm.lm(settings, LATE, size) for size in settings.scale.some(BELOW[1:], ()))
     for cache in ("full", *_stored(settings)):
         yield from (lm.lm(settings, cache, 1.0), plan.held(settings, cache, 1.0))
     for task in _tasks(settings):
@@ -90,9 +85,9 @@ def _judge(settings: Settings, found: Found) -> Judgement:
                 f"infinigen against h2o at {size:g}, passkey", asked["infinigen"], asked["h2o"]
             )
             better[size] = lm.compare(f"infinigen against h2o at {size:g}", own, other, settings)
-        add(f"infinigen({_alpha(size):g}, cap={size:g})", "infinigen", reading.share(own), own, facts["infinigen"])
+        add(f"infinigen({reading.ALPHA:g}, cap={size:g})", "infinigen", reading.share(own), own, facts["infinigen"])
         add(f"h2o({size:g})", "h2o", size, other, facts["h2o"])
-    for size in settings.scale.some(BELOW, ()):
+    for size in settings.scale.some(BELOW[1:], ()):
         add(f"h2o({size:g}) from layer {reading.FIRST} on", "", size, found[lm.lm(settings, LATE, size)])
     held = {c: float(found[plan.held(settings, c, 1.0)]["bytes"]) for c in ("full", *_stored(settings))}
     for cache in _stored(settings):
@@ -108,7 +103,7 @@ def _judge(settings: Settings, found: Found) -> Judgement:
         )
         what = f"infinigen against h2o at {CHOSEN:g}, {task}"
         more.append(choice.compare(what, results["infinigen"], results["h2o"], results["full"]))
-    lines["full"] = ([min(lines["h2o"][0]), 50.0], [lm.perplexity(full)] * 2)
+    lines["full"] = ([min(lines["h2o"][0]), max(lines["quantised"][0])], [lm.perplexity(full)] * 2)
     shown = ", ".join(f"{size:g}: {made.result}" for size, made in better.items())
     recalled = ", ".join(f"{size:g}: {100 * made.difference:+.0f} points" for size, made in answered.items())
     return Judgement(

@@ -8,6 +8,7 @@ from experiments.papers import figures
 from experiments.papers.entry import Entry, Found, Published, numbers
 from experiments.papers.parts import Part
 from experiments.papers.recipes import continuation, fullref
+from experiments.papers.roco.scopes import text_rows
 from experiments.papers.roco.summaries import POLICIES, near, near_table, order_claims
 from experiments.papers.settings import Settings
 from experiments.papers.statistics import paired_bootstrap
@@ -18,7 +19,10 @@ PROMPT, NEW = 64, 384
 
 def _answer(settings: Settings, cache: str, slots: int) -> fullref.Greedy:
     scale = settings.scale
-    return fullref.greedy(settings, cache, scale.tokens(slots), prompt=scale.tokens(PROMPT), new=scale.tokens(NEW))
+    return fullref.greedy(
+        settings, cache, scale.tokens(slots), prompt=scale.tokens(PROMPT), new=scale.tokens(NEW),
+        rows=text_rows(settings),
+    )  # fmt: skip
 
 
 # Table 4
@@ -26,7 +30,8 @@ SLOTS = (200, 100)
 
 
 def _table4_caches(settings: Settings, slots: int) -> dict[str, fullref.Greedy]:
-    return {cache: _answer(settings, cache, slots) for cache in ("full", *POLICIES)}
+    caches = tuple(POLICIES) if slots == SLOTS[0] else ("window", "h2o", "roco")
+    return {cache: _answer(settings, cache, slots) for cache in ("full", *caches)}
 
 
 def _table4_parts(settings: Settings) -> Iterable[Part]:

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterable
 from experiments.papers.entry import Entry, Found, Published, beside, numbers
 from experiments.papers.parts import Part
 from experiments.papers.recipes import blocks, fullref, lm
-from experiments.papers.roco.scopes import RATE
+from experiments.papers.roco.scopes import RATE, text_rows
 from experiments.papers.settings import MAIN, SECOND, Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 
-BLOCKS = (1, 2, 4, 8, 16, 64, None)  # None = one shot
-TEXTS = (1, 8, 16, None)  # whose text is compared with the full cache's
+BLOCKS = (1, 4, 8, 16, 64, None)  # None = one shot
+TEXTS = (1, 8, 16)  # whose text is compared with the full cache's
+TIMED = (1, 8, 16, None)
 SIZES = {MAIN: (768, 128), SECOND: (384, 64)}  # prompt and new tokens
 NEAR, FAR, FAST = 0.01, 0.03, 5.0
 
@@ -24,8 +25,12 @@ def _blocks(settings: Settings) -> tuple[int | None, ...]:
     return settings.scale.some(BLOCKS, (1, 16, None))
 
 
-def _texts(settings: Settings) -> tuple[int | None, ...]:
-    return settings.scale.some(TEXTS, ())
+def _texts(settings: Settings, model: str) -> tuple[int | None, ...]:
+    return settings.scale.some(TEXTS, ()) if model == MAIN else ()
+
+
+def _timed(settings: Settings) -> tuple[int | None, ...]:
+    return settings.scale.some(TIMED, (1, 16))
 
 
 def _lm(settings: Settings, model: str, block: int | None, cache: str = "roco") -> lm.LM:
@@ -33,7 +38,9 @@ def _lm(settings: Settings, model: str, block: int | None, cache: str = "roco") 
 
 
 def _greedy(settings: Settings, model: str, block: int | None, cache: str = "roco") -> fullref.Greedy:
-    return fullref.greedy(settings, cache, RATE, block=block, model=model, **_sizes(settings, model))
+    return fullref.greedy(
+        settings, cache, RATE, block=block, model=model, rows=text_rows(settings), **_sizes(settings, model)
+    )
 
 
 def _speed(settings: Settings, model: str, block: int | None) -> blocks.Prefill:
@@ -45,11 +52,11 @@ def _speed(settings: Settings, model: str, block: int | None) -> blocks.Prefill:
 def _parts(model: str) -> Callable[[Settings], Iterable[Part]]:
     def parts(settings: Settings) -> Iterable[Part]:
         yield _lm(settings, model, None, "full")
-        for block in _blocks(settings):
-            yield from (_lm(settings, model, block), _speed(settings, model, block))
-        if _texts(settings):
+        yield from (_lm(settings, model, block) for block in _blocks(settings))
+        yield from (_speed(settings, model, block) for block in _timed(settings))
+        if _texts(settings, model):
             yield _greedy(settings, model, None, "full")
-        yield from (_greedy(settings, model, block) for block in _texts(settings))
+        yield from (_greedy(settings, model, block) for block in _texts(settings, model))
 
     return parts
 
@@ -61,8 +68,8 @@ def _name(block: int | None) -> str:
 def _judge(model: str, published: Published) -> Callable[[Settings, Found], Judgement]:
     def judge(settings: Settings, found: Found) -> Judgement:
         results = {block: found[_lm(settings, model, block)] for block in _blocks(settings)}
-        speed = {block: float(found[_speed(settings, model, block)]["speed"]) for block in _blocks(settings)}
-        full, texts = found[_lm(settings, model, None, "full")], _texts(settings)
+        speed = {block: float(found[_speed(settings, model, block)]["speed"]) for block in _timed(settings)}
+        full, texts = found[_lm(settings, model, None, "full")], _texts(settings, model)
         rows = []
         for block, result in results.items():
             row = {"block": _name(block), **lm.cells(result, full)}
@@ -73,7 +80,12 @@ def _judge(model: str, published: Published) -> Callable[[Settings, Found], Judg
                 )
                 shown = {name: made[name] for name in shown}
             rows.append(
-                row | shown | {"prompt tokens/s": f"{speed[block]:,.0f}", "speed-up": f"{speed[block] / speed[1]:.1f}x"}
+                row
+                | shown
+                | {
+                    "prompt tokens/s": f"{speed[block]:,.0f}" if block in speed else "-",
+                    "speed-up": f"{speed[block] / speed[1]:.1f}x" if block in speed else "-",
+                }
             )
         cost, one_shot = lm.loss(results[16], results[1]), lm.loss(results[None], results[1])
         comparisons = [

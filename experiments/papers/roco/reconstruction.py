@@ -16,26 +16,26 @@ from experiments.tasks import ngrams
 
 # Table 3
 BUDGETS = (0.2, 0.5, 0.8)
-WORDS = (6, 12)
+WORDS = 6
 COMPARED = ("roco", "h2o")
 
 
-def _copy(settings: Settings, cache: str, budget: float, words: int = 6, distance: str = "near") -> recall.Recall:
-    return recall.recall(settings, cache, budget, task="copy", distance=distance, block=BLOCK, difficulty=words)
+def _copy(settings: Settings, cache: str, budget: float, distance: str = "near") -> recall.Recall:
+    return recall.recall(settings, cache, budget, task="copy", distance=distance, block=BLOCK, difficulty=WORDS)
 
 
-def _asked(settings: Settings) -> dict[tuple[int, str, float], tuple[str, ...]]:
-    """(words, distance, budget) -> caches."""
-    budgets, every = settings.scale.some(BUDGETS, (0.5,)), settings.scale.some(tuple(POLICIES), COMPARED)
-    asked = {(WORDS[0], "near", b): ("full", *(every if b == 0.5 else COMPARED)) for b in budgets}
+def _asked(settings: Settings) -> dict[tuple[str, float], tuple[str, ...]]:
+    """(distance, budget) -> caches; a window of half a prompt has all facts that are near."""
+    asked = {("near", budget): ("full", *COMPARED) for budget in settings.scale.some(BUDGETS, (0.5,))}
     if not settings.scale.trial:
-        asked[WORDS[1], "near", 0.5] = asked[WORDS[0], "close", 0.2] = ("full", *COMPARED)
+        asked["near", 0.2] = ("full", *COMPARED, "window")
+        asked["close", 0.2] = ("full", *COMPARED, "window")
     return asked
 
 
 def _table3_parts(settings: Settings) -> Iterable[Part]:
-    for (words, distance, budget), caches in _asked(settings).items():
-        yield from (_copy(settings, cache, budget, words, distance) for cache in caches)
+    for (distance, budget), caches in _asked(settings).items():
+        yield from (_copy(settings, cache, budget, distance) for cache in caches)
 
 
 def _rouge_l(result: Result) -> float:
@@ -49,25 +49,25 @@ def _rouge_l(result: Result) -> float:
 
 def _table3(settings: Settings, found: Found) -> Judgement:
     asked, tables, comparisons = _asked(settings), [], {}
-    for (words, distance, budget), caches in asked.items():
-        parts = {cache: _copy(settings, cache, budget, words, distance) for cache in caches}
-        title = f"{words} words, {parts['full'].nearest} to {parts['full'].farthest} tokens back, at {budget:g}"
+    for (distance, budget), caches in asked.items():
+        parts = {cache: _copy(settings, cache, budget, distance) for cache in caches}
+        title = f"{WORDS} words, {parts['full'].nearest} to {parts['full'].farthest} tokens back, at {budget:g}"
         tables.append(Table(title, [
             {"policy": f"{cache} ({POLICIES[cache]})" if cache in POLICIES else cache,
              "exact": recall.shown(found[part]), "R-L": f"{_rouge_l(found[part]):.1f}"}
             for cache, part in parts.items()
         ]))  # fmt: skip
-        what = f"roco against h2o, {words} words, {distance}, at {budget:g}"
-        comparisons[words, distance, budget] = recall.compare(what, *(found[parts[c]] for c in COMPARED))
-    main = [made for (words, distance, _), made in comparisons.items() if (words, distance) == (WORDS[0], "near")]
-    # (words, distance, budget) and cache -> the share of exact answers
+        what = f"roco against h2o, {distance}, at {budget:g}"
+        comparisons[distance, budget] = recall.compare(what, *(found[parts[c]] for c in COMPARED))
+    main = [made for (distance, _), made in comparisons.items() if distance == "near"]
+    # (distance, budget) and cache -> the share of exact answers
     share = {
-        (key, cache): recall.share(found[_copy(settings, cache, key[2], key[0], key[1])])
+        (key, cache): recall.share(found[_copy(settings, cache, key[1], key[0])])
         for key in asked
         for cache in ("full", *COMPARED)
     }
     reduced = {each: value for each, value in share.items() if each[1] != "full"}
-    begins = [key[2] for (key, _), value in reduced.items() if value > 0]
+    begins = [key[1] for (key, _), value in reduced.items() if value > 0]
     best = max(share[key, "full"] for key in asked)
     nothing = max(reduced.values()) == 0
     begin = f"the smallest budget with an exact answer is {min(begins):g}" if begins else "no answer is exact"

@@ -6,10 +6,12 @@ from experiments.papers import figures
 from experiments.papers.entry import Entry, Found, Published, numbers
 from experiments.papers.parts import Part
 from experiments.papers.recipes import fullref, lm
+from experiments.papers.recipes.fullref import Comparison
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table, at_least
 
 BLOCK = 8  # tokens that are read between evictions
+ROWS = 32  # of continuations, as many as a comparison needs
 
 # Figure 4
 SIZES = (0.1, 0.2, 0.3, 0.5, 0.7)  # of the budget
@@ -29,45 +31,47 @@ def _cache(settings: Settings, scope: str, size: float) -> str:
     return OWN.get((scope, size), named[scope])
 
 
-def _both(settings: Settings, cache: str, rate: float = RATE) -> tuple[lm.LM, fullref.Greedy]:
-    return lm.lm(settings, cache, rate, block=BLOCK), fullref.greedy(settings, cache, rate, block=BLOCK)
+def text_rows(settings: Settings) -> int:
+    """Rows of continuations."""
+    return min(ROWS, settings.scale.references)
+
+
+def _text(settings: Settings, cache: str) -> fullref.Greedy:
+    return fullref.greedy(settings, cache, RATE, block=BLOCK, rows=text_rows(settings))
+
+
+def _score(settings: Settings, cache: str) -> lm.LM:
+    return lm.lm(settings, cache, LOW, block=BLOCK)
 
 
 def _fig4_parts(settings: Settings) -> Iterable[Part]:
-    for cache in ("full", "h2o"):
-        yield from _both(settings, cache)
+    yield from (_text(settings, cache) for cache in ("full", "h2o"))
     for scope in SCOPES:
-        for size in _sizes(settings):
-            yield from _both(settings, _cache(settings, scope, size))
-    for cache in settings.scale.some(PLAIN, ()):
-        yield from _both(settings, cache, LOW)
+        yield from (_text(settings, _cache(settings, scope, size)) for size in _sizes(settings))
+    yield from (_score(settings, cache) for cache in ("full", *settings.scale.some(PLAIN, ())))
 
 
 def _fig4(settings: Settings, found: Found) -> Judgement:
-    score, text = (found[part] for part in _both(settings, "full"))
-    sizes = _sizes(settings)
+    full, sizes = found[_text(settings, "full")], _sizes(settings)
 
-    def cells(cache: str, rate: float = RATE) -> dict[str, str]:
-        scored, made = (found[part] for part in _both(settings, cache, rate))
-        shown = fullref.cells(made, text)
-        return {**lm.cells(scored, score), **{name: shown[name] for name in ("R-L", "agrees with full")}}
+    def cells(cache: str) -> dict[str, str]:
+        return dict(fullref.cells(found[_text(settings, cache)], full))
 
     def near(scope: str, size: float) -> float:
-        made = found[_both(settings, _cache(settings, scope, size))[1]]
-        return float(fullref.rouge_l(made, text).mean())
+        return float(fullref.rouge_l(found[_text(settings, _cache(settings, scope, size))], full).mean())
 
-    rows = [{"protected": "window (h2o)", "size": "50 %", **cells("h2o")}]
-    rows += [
+    table = [{"protected": "window (h2o)", "size": "50 %", **cells("h2o")}]
+    table += [
         {"protected": scope, "size": f"{100 * size:g} %", **cells(_cache(settings, scope, size))}
         for scope in SCOPES for size in sizes
     ]  # fmt: skip
-    tables = [Table(f"At {RATE:g} of the prompt, by what is protected beside mean attention", rows)]
+    tables = [Table(f"At {RATE:g} of the prompt, by what is protected beside mean attention", table)]
     curve = {scope: [near(scope, size) for size in sizes] for scope in SCOPES}
     best = {scope: max(sizes, key=lambda size, scope=scope: near(scope, size)) for scope in SCOPES}
 
-    def compare(what: str, one: str, other: str, rate: float = RATE) -> fullref.Comparison:
-        first, second = (found[_both(settings, cache, rate)[1]] for cache in (one, other))
-        return fullref.compare(what, first, second, text, settings)
+    def compare(what: str, one: str, other: str) -> Comparison:
+        first, second = (found[_text(settings, cache)] for cache in (one, other))
+        return fullref.compare(what, first, second, full, settings)
 
     top = compare("best deviation against best window", *(_cache(settings, s, best[s]) for s in SCOPES[::-1]))
     each = [
@@ -75,19 +79,14 @@ def _fig4(settings: Settings, found: Found) -> Judgement:
         for size in sizes
     ]  # fmt: skip
     comparisons = [top, *each, compare(f"mean_attention against h2o at {RATE:g}", "mean_attention", "h2o")]
-    comparisons.append(
-        lm.compare(
-            f"mean_attention against h2o at {RATE:g}",
-            *(found[_both(settings, c)[0]] for c in ("mean_attention", "h2o")), settings,
-        )
-    )  # fmt: skip
     if low := settings.scale.some(PLAIN, ()):
-        rows = [{"policy": cache, **cells(cache, LOW)} for cache in low]
-        tables.append(Table(f"At {LOW:g} of the prompt", rows))
-        for one, other in (("mean_attention", "h2o"), ("roco", "mean_attention"), ("roco", "h2o")):
-            comparisons.append(compare(f"{one} against {other} at {LOW:g}", one, other, LOW))
-            pair = (found[_both(settings, c, LOW)[0]] for c in (one, other))
-            comparisons.append(lm.compare(f"{one} against {other} at {LOW:g}", *pair, settings))
+        scored = {cache: found[_score(settings, cache)] for cache in ("full", *low)}
+        shown = [{"policy": cache, **lm.cells(result, scored["full"])} for cache, result in scored.items()]
+        tables.append(Table(f"Perplexity at {LOW:g} of the prompt", shown))
+        comparisons += [
+            lm.compare(f"{one} against {other} at {LOW:g}", scored[one], scored[other], settings)
+            for one, other in (("mean_attention", "h2o"), ("roco", "mean_attention"), ("roco", "h2o"))
+        ]
     spread = {scope: max(values) - min(values) for scope, values in curve.items()}
     worse = [made.lower for made in each]
     return Judgement(
@@ -106,7 +105,7 @@ def _fig4(settings: Settings, found: Found) -> Judgement:
             "attention is worse than accumulated) and RoCo's tables (it is better) disagree.",
         ],
         draw=lambda: figures.curves([
-            figures.Panel(f"Summaries' stand-in at {RATE:g}", "size of the scope, % of the budget",
+            figures.Panel(f"Continuations at {RATE:g}", "size of the scope, % of the budget",
                           "ROUGE-L against the full cache's text",
                           {scope: ([100 * size for size in sizes], values) for scope, values in curve.items()}),
         ]),
