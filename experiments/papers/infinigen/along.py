@@ -96,9 +96,8 @@ def _fig12(settings: Settings, found: Found) -> Judgement:
     return Judgement(
         tables=tables, confirm=confirm, contradict=contradict, comparisons=comparisons,
         notes=[
-            f"h2o holds {SMALL} or {LARGE} slots; infinigen holds everything and reads at most {SMALL} "
-            f"slots and "
-            f"the new one, but everything in the first {reading.FIRST} layers.",
+            f"h2o holds {SMALL} or {LARGE} slots; infinigen holds everything and reads at most {SMALL} slots and the "
+            f"new one, but everything in the first {reading.FIRST} layers.",
             f"The first chunk begins after a prompt of {settings.scale.tokens(PROMPT)} tokens.",
         ],
         draw=lambda: figures.curves(panels),
@@ -189,8 +188,7 @@ ENTRIES = (
         question="Does the loss grow along the sequence?",
         published=Published(
             caption="Figure 12: perplexity of WikiText-2 by chunks of 256 tokens, OPT-13B (2048) and Llama-2-13B "
-            "(4096), "
-            "H2O with InfiniGen's amount.",
+            "(4096), H2O with InfiniGen's amount.",
             shape="Shape only: InfiniGen on the full cache's line; H2O drifts away with the chunk's number.",
         ),
         here="The same on two texts after short prompts, in smaller chunks.",
@@ -202,11 +200,9 @@ ENTRIES = (
         question="Does it hold for long texts?",
         published=Published(
             caption="Figure 19: perplexity of WikiText-2, Llama-2-7B-32K: (a) 32768 tokens by relative size, (b) 64 "
-            "tokens "
-            "kept by length.",
+            "tokens kept by length.",
             shape="Shape only: InfiniGen on the full cache's line down to the smallest size; H2O and quantisation "
-            "leave it "
-            "at some size; in (b) H2O's gap widens with the length.",
+            "leave it at some size; in (b) H2O's gap widens with the length.",
         ),
         here="A book, at lengths up to those of the model.",
         parts=_fig19_parts,

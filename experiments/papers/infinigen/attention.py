@@ -143,8 +143,7 @@ FIG5 = Published(
         1002 | 140
     """),
     shape="Else shape only: a broad histogram in layer 0, a steep one at few keys in layer 18. A prompt of 200 with "
-    "20 % "
-    "would keep 40, fewer than any of these.",
+    "20 % would keep 40, fewer than any of these.",
 )
 
 ENTRIES = (
@@ -153,11 +152,9 @@ ENTRIES = (
         question="Do kept tokens reproduce the attention row of the full cache, chosen for good or anew each step?",
         published=Published(
             caption="Figure 4: cosine similarity of attention rows with the full cache's, OPT-6.7B, 2000 tokens, 200 "
-            "kept, "
-            "by H2O or by an optimal choice of each step.",
+            "kept, by H2O or by an optimal choice of each step.",
             shape="Shape only: both near 1 up to 200; then H2O falls and swings, optimal stays high, except in layer "
-            "0, "
-            "where both fall.",
+            "0, where both fall.",
         ),
         here="Two texts after short prompts, a tenth of the length kept.",
         parts=lambda settings: [_fig4_part(settings, text) for text in _fig4_texts(settings)],

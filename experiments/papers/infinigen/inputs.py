@@ -79,8 +79,7 @@ def _table1(settings: Settings, found: Found) -> Judgement:
 
 TABLE1 = Published(
     caption="Table 1: cosine similarity of tensors of layer i - 1 to the input of block i, mean over layers, one "
-    "sentence "
-    "of 2000 tokens.",
+    "sentence of 2000 tokens.",
     rows=numbers("""
         tensor of layer i - 1 | OPT-6.7B | OPT-13B | OPT-30B | Llama-2-7B | Llama-2-13B
         block input | 0.95 | 0.96 | 0.97 | 0.89 | 0.91

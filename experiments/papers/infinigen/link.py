@@ -90,8 +90,7 @@ def _fig14(settings: Settings, found: Found) -> Judgement:
         comparisons=[made],
         notes=[
             "The first two layers are read whole: a third of this model, a twentieth of OPT-13B. Partial keys stay on "
-            "the "
-            "device. UVM is not modelled. Seconds are what bytes take if nothing overlaps.",
+            "the device. UVM is not modelled. Seconds are what bytes take if nothing overlaps.",
         ],
     )  # fmt: skip
 
@@ -171,8 +170,7 @@ ENTRIES = (
         published=Published(
             caption="Figure 14: seconds of prefill and decoding, OPT-13B, 1920 + 128 tokens, batch 20.",
             shape="InfiniGen is 1.63 to 32.93 times as fast as the others. Shape: UVM longest; UVM + H2O slow in "
-            "prefill, "
-            "fast in decoding; FlexGen > INT4 > H2O > InfiniGen.",
+            "prefill, fast in decoding; FlexGen > INT4 > H2O > InfiniGen.",
         ),
         here="Bytes that each system moves from the host in a step, and the perplexity that it has for them.",
         parts=_fig14_parts,

@@ -204,8 +204,7 @@ ENTRIES = (
         published=_picture(
             "Figure 10: speculation while decoding.",
             "The threshold is the largest score - alpha; e^5 is about 148.4, so that a token left out weighs less "
-            "than 1 % "
-            "of the largest; no result.",
+            "than 1 % of the largest; no result.",
         ),
         here="kvjax's choice by drawn queries and keys, without a cap, beside guessed weights of NumPy.",
         parts=_guesses(1, 2),

@@ -65,8 +65,7 @@ def _fig20(settings: Settings, found: Found) -> Judgement:
         ],
         notes=[
             f"Quiet: the query pays a token of the passkey less than {facts.QUIET:g} divided by the number of tokens "
-            f"that "
-            f"it sees. {part.prompts} prompts, the fact {part.nearest} to {part.farthest} tokens back.",
+            f"that it sees. {part.prompts} prompts, the fact {part.nearest} to {part.farthest} tokens back.",
             "This is why a policy that evicts what is not attended to loses a fact before it is asked for.",
         ],
         draw=lambda: figures.curves([
@@ -82,13 +81,11 @@ ENTRIES = (
         question="Do more queries attend to few keys as texts grow, and can an unimportant key come back?",
         published=Published(
             caption="Figure 20: Llama-3-8B-1048K at up to a million tokens: (a) queries that attend to under 1 % of "
-            "the "
-            "keys, (b) the attention of sampled keys over the last 16K steps.",
+            "the keys, (b) the attention of sampled keys over the last 16K steps.",
             shape="Shape only: (a) the share rises with the length; (b) spikes after thousands of quiet steps.",
         ),
         here="(a) keys that hold 0.9 of the attention, of those that a query sees; (b) the attention that passkeys "
-        "receive "
-        "until they are asked for.",
+        "receive until they are asked for.",
         parts=_fig20_parts,
         judge=_fig20,
         needs="a model and memory for a million tokens; the lengths here end at the model's positions.",

@@ -190,8 +190,7 @@ ENTRIES = (
         question="Is skewing needed?",
         published=Published(
             caption="Figure 13: accuracy of five tasks, OPT-6.7B, a fixed 20 % of the cache read, with and without "
-            "skewing "
-            "(by the scripts: a tenth of the columns, no threshold).",
+            "skewing (by the scripts: a tenth of the columns, no threshold).",
             shape="Shape only: without it far below the full cache, with it near. Llama-2: a small drop without.",
         ),
         here="Perplexity, passkeys, and how many of the chosen slots are among the best.",
@@ -205,8 +204,7 @@ ENTRIES = (
             caption="Figure 17: accuracy on WinoGrande and latency, (a) by alpha at a ratio of 0.3, (b) by ratio at "
             "alpha 4.",
             shape="Shape only: (a) accuracy rises to alpha 4 and is flat beyond, latency keeps rising; (b) accuracy "
-            "is flat "
-            "beyond 0.3, latency flat throughout, memory proportional to the ratio.",
+            "is flat beyond 0.3, latency flat throughout, memory proportional to the ratio.",
         ),
         here="Perplexity, passkeys, slots that are fetched, and bytes of partial keys.",
         parts=_fig17_parts,

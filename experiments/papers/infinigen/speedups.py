@@ -85,8 +85,7 @@ def _fig16(settings: Settings, found: Found) -> Judgement:
 
 FIG16 = Published(
     caption="Figure 16: best or stated speed-up over FlexGen, (a) OPT-13B, batch 8, over lengths, (b) 30B; and the "
-    "mean "
-    "number of important tokens (score above the largest - 4) of OPT-13B.",
+    "mean number of important tokens (score above the largest - 4) of OPT-13B.",
     rows=numbers("""
         what | INT4 | H2O | InfiniGen
         (a) up to | 1.92 | 3.40 | 5.28
@@ -179,13 +178,10 @@ ENTRIES = (
         question="Where does a block's time go?",
         published=Published(
             caption="Figure 18: time of a block of OPT-13B, 2048 tokens, batch 8: ideal (no transfer), FlexGen, INT4, "
-            "H2O, "
-            "InfiniGen.",
+            "H2O, InfiniGen.",
             shape="Data transfer is 96.9 % of FlexGen's time and 91.8 % of H2O's; InfiniGen is 1.52 times as slow as "
-            "ideal, "
-            "the others 3.90 to 18.55 times. Partial query weights are 2.5 % of the parameters, partial keys 15 % of "
-            "the "
-            "cache.",
+            "ideal, the others 3.90 to 18.55 times. Partial query weights are 2.5 % of the parameters, partial keys "
+            "15 % of the cache.",
         ),
         here="Bytes, the times that they take, and steps on this CPU.",
         parts=_fig18_parts,

@@ -125,8 +125,7 @@ def _judge(settings: Settings, found: Found) -> Judgement:
         comparisons=[*better.values(), *answered.values(), *more],
         notes=[
             "Shares of infinigen were measured, in the layers that choose; the first two layers read everything, "
-            "which in a "
-            "model of few layers is much. h2o from layer 2 on has these layers whole, too.",
+            "which in a model of few layers is much. h2o from layer 2 on has these layers whole, too.",
             "Shares of quantised caches are of two bytes per number.",
         ],
         draw=lambda: figures.curves([

@@ -149,8 +149,7 @@ ENTRIES = (
             caption="Figure 2: Jaccard similarity by budget rate, LLaMa2-7B-Chat, answers to 805 AlpacaEval "
             "instructions, nothing protected.",
             shape="MAS is over 0.9 at a rate of 0.3. Else shape only: MAS highest, then LTAS, then AAS, AQAS lowest, "
-            "at "
-            "every rate.",
+            "at every rate.",
         ),
         here="Similarity at every query after prompts of a book.",
         parts=lambda settings: [_fig2_part(settings, rate) for rate in _rates(settings)],

@@ -109,9 +109,7 @@ def _judge(model: str, published: Published) -> Callable[[Settings, Found], Judg
             comparisons=comparisons,
             notes=[
                 "The paper's speed-ups equal the size of the block to the digit: they count steps. Here they are "
-                "measured, "
-                f"{_speed(settings, model, 1).rows} rows at a time; times are the one thing that a seed does not "
-                f"repeat.",
+                f"measured, {_speed(settings, model, 1).rows} rows at a time; a seed does not repeat times.",
             ],
         )  # fmt: skip
 

@@ -95,8 +95,7 @@ ENTRIES = (
         published=Published(
             caption="Figure 5: perplexity of 200 documents of OpenWebText by budget rate.",
             shape="RoCo leads H2O, the second, by 0.2 at a rate of 0.15. Else shape only: RoCo lowest everywhere, the "
-            "gap "
-            "widest at small budgets, Random worst with StreamLLM.",
+            "gap widest at small budgets, Random worst with StreamLLM.",
         ),
         here=f"Three texts; prompts are evicted from while they are read, in blocks of {BLOCK} tokens.",
         parts=_parts,

@@ -188,13 +188,11 @@ ENTRIES = (
         "sensitive is its size?",
         published=Published(
             caption="Figure 4: geometric mean of ROUGE-1/2/L and METEOR of LLaMa2-7B-Chat's CNN/DM summaries against "
-            "the "
-            "full cache's, by size of the scope, at a rate of 0.5.",
+            "the full cache's, by size of the scope, at a rate of 0.5.",
             shape="Shape only: deviation above the window at every size, and flatter.",
         ),
-        here="Continuations of a book against the full cache's, ROUGE-L, and perplexity; prompts are evicted from "
-        "while "
-        f"they are read, in blocks of {BLOCK} tokens, and eviction goes on while answering.",
+        here="Continuations of a book against the full cache's, and perplexity; prompts are evicted from while they "
+        f"are read, in blocks of {BLOCK} tokens, and eviction goes on while answering.",
         parts=_fig4_parts,
         judge=_fig4,
     ),

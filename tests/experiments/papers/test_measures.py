@@ -53,30 +53,30 @@ def scores(m, seen, kind):
 
 
 def test_similarity_of_rows_and_of_top_tokens(lab):
-    own, slots = tiny(), 8
+    own, slots, lab.layers = tiny(layers=1), 8, 1
     part = versus.Jaccard(
         caches=(("heavy_only", slots),) * 4, kinds=KINDS, text="book", rows=ROWS, prompt=PROMPT, new=NEW
     )
     found = lab.get(part)["jaccard"]
     near = lab.get(versus.cosine(lab.settings, [("heavy_only", slots)], text="book", rows=ROWS, prompt=PROMPT, new=NEW))
-    expected = np.zeros((len(KINDS), ROWS, 2, 2, NEW))
-    cosine = np.zeros((ROWS, 2, 4, NEW))
+    expected = np.zeros((len(KINDS), ROWS, 2, NEW))
+    cosine = np.zeros((ROWS, 4, NEW))
     for row, text in enumerate(random_tokens(ROWS, PROMPT + NEW, seed=1)):
         runs = full(own, text), dense(own, text, reference.policies.h2o(slots, recent=0), PROMPT)
-        for layer, head, step in np.ndindex(2, 2, NEW):
+        for head, step in np.ndindex(2, NEW):
             t = PROMPT + step
             for which, kind in enumerate(KINDS):
                 sets = []
                 for run in runs:
-                    m = run.probability[layer, 2 * head : 2 * head + 2, : t + 1, : t + 1].mean(axis=0)
-                    seen = run.seen[layer, head, : t + 1, : t + 1]
+                    m = run.probability[0, 2 * head : 2 * head + 2, : t + 1, : t + 1].mean(axis=0)
+                    seen = run.seen[0, head, : t + 1, : t + 1]
                     sets.append(top(scores(m, seen, kind), seen[t], slots))
-                expected[which, row, layer, head, step] = len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+                expected[which, row, head, step] = len(sets[0] & sets[1]) / len(sets[0] | sets[1])
             for query in (2 * head, 2 * head + 1):
-                p, q = (run.probability[layer, query, t] for run in runs)
-                cosine[row, layer, query, step] = p @ q / np.sqrt((p @ p) * (q @ q))
-    np.testing.assert_allclose(found, expected.mean(axis=(1, 3)), atol=1e-5)
-    np.testing.assert_allclose(near["cosine"][0], cosine.mean(axis=(0, 2)), atol=1e-5)
+                p, q = (run.probability[0, query, t] for run in runs)
+                cosine[row, query, step] = p @ q / np.sqrt((p @ p) * (q @ q))
+    np.testing.assert_allclose(found[:, 0], expected.mean(axis=(1, 2)), atol=1e-5)
+    np.testing.assert_allclose(near["cosine"][0, 0], cosine.mean(axis=(0, 1)), atol=1e-5)
     assert 0.2 < found.mean() < 0.9
 
 
