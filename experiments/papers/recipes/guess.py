@@ -48,7 +48,7 @@ class Guess(Part):
         # No cap, so that the threshold alone decides.
         look = InfiniGen(self.alpha, self.ratio, cap=1.0, first_layer=FIRST)
         shape = (batch, self.heads)
-        taken, marks = _choose(jnp.asarray(query), jnp.asarray(key), selection)
+        taken, marks = _choose(jnp.asarray(query), jnp.asarray(key), look)
         chosen = np.asarray(marks)
         columns = np.zeros((*shape, dim), bool)
         np.put_along_axis(columns, np.asarray(taken), True, axis=-1)
@@ -66,8 +66,8 @@ class Guess(Part):
         }  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames="selection")
-def _choose(query: Array, key: Array, selection: InfiniGen) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnames="look")
+def _choose(query: Array, key: Array, look: InfiniGen) -> tuple[Array, Array]:
     """The columns [B, K, r] of a prompt, and what its last query chooses [B, K, S] of the tokens before it."""
     batch, heads, slots, dim = key.shape
     real = jnp.ones((batch, slots), bool)
