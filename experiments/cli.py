@@ -16,7 +16,7 @@ from experiments.config import ExperimentConfig
 from kvjax import host
 from kvjax.errors import ConfigError, KvjaxError
 
-USAGE_ERROR, INTERRUPTED = 2, 130
+USAGE_ERROR, INTERRUPTED, NOBODY_READS = 2, 130, 141
 CACHE_FLAG = "compilation_cache"
 
 
@@ -136,4 +136,7 @@ def main(program: Callable[[Sequence[str]], int], interrupted: str = "no unfinis
         sys.stderr.flush()
         # At once: threads that still compile would crash an interpreter that is being taken down.
         os._exit(INTERRUPTED)
+    except BrokenPipeError:  # as in `... --help | head`: nobody reads what is printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = NOBODY_READS
     sys.exit(status)
