@@ -24,10 +24,14 @@ def _caches(settings: Settings) -> dict[str, tuple[str, int | float]]:
     return {each: (each, slots) for each in policies} | {"optimal": (f"full + optimal({slots})", 1.0)}
 
 
+def _rows(settings: Settings) -> int:
+    return max(1, settings.scale.look_rows // 2)
+
+
 def _fig4_part(settings: Settings, text: str) -> versus.Cosine:
     prompt = settings.scale.tokens(PROMPT)
     return versus.cosine(
-        settings, tuple(_caches(settings).values()), text=text, rows=settings.scale.look_rows, prompt=prompt,
+        settings, tuple(_caches(settings).values()), text=text, rows=_rows(settings), prompt=prompt,
         new=settings.scale.length - prompt,
     )  # fmt: skip
 
@@ -77,7 +81,7 @@ def _fig4(settings: Settings, found: Found) -> Judgement:
         ],
         contradict=[Claim(f"optimal is less than {LESS:g} above h2o", gap[after:].mean() < LESS, shown)],
         notes=[
-            f"{settings.scale.look_rows} rows of each of {', '.join(_fig4_texts(settings))}; {_slots(settings)} slots.",
+            f"{_rows(settings)} rows of each of {', '.join(_fig4_texts(settings))}; {_slots(settings)} slots.",
         ],
         draw=lambda: figures.curves(panels),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from experiments.papers.recipes import lm, reading, streams
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 
-LIMIT = 0.8
+LIMIT, LENGTH = 0.8, 512
 POOLS = ("fifo", "lru", "counter")
 TEXTS = ("wiki", "ptb")
 NEAR = 0.01
@@ -19,9 +19,10 @@ def _part(settings: Settings, pool: str, limit: float, text: str) -> Part:
     scale = settings.scale
     prompt = scale.tokens(PROMPT)
     kept = "full" if pool == "none" else f"from_layer({pool}, first={reading.FIRST})"
-    slots = int(limit * scale.length)
+    length = scale.tokens(LENGTH)
+    slots = int(limit * length)
     of = lm.lm(
-        settings, reading.infinigen(kept=kept), slots, text=text, prompt=prompt, new=scale.length - prompt
+        settings, reading.infinigen(kept=kept), slots, text=text, prompt=prompt, new=length - prompt
     )  # fmt: skip
     return reading.with_skew(settings, of)
 
@@ -49,11 +50,11 @@ def _judge(settings: Settings, found: Found) -> Judgement:
         results = {pool: found[_part(settings, pool, limit, text)] for pool in pools}
         loss = {pool: lm.loss(results[pool], results["none"]) for pool in limited}
         first = found[streams.important(settings, text=text)]["first"]
-        slots = int(limit * settings.scale.length)
+        length = settings.scale.tokens(LENGTH)
         rows.append(
             {"text": text, "pool": f"{limit:.0%}", "none": lm.shown(results["none"])}
             | {pool: f"{lm.shown(results[pool])} ({loss[pool]:+.2%})" for pool in limited}
-            | {"evicted by head": str(settings.scale.length - slots),
+            | {"evicted by head": str(length - int(limit * length)),
                "attention on the first token": ", ".join(f"{100 * each:.0f}" for each in first) + " %"}
         )  # fmt: skip
         made = {
@@ -106,7 +107,7 @@ ENTRIES = (
         name="infinigen_table2",
         question="Does a pool limit of 80 % of the cache hurt, by victim policy?",
         published=TABLE2,
-        here="The same texts after short prompts, InfiniGen's guesses with each pool.",
+        here=f"The same texts after short prompts, {LENGTH} tokens, InfiniGen's guesses with each pool.",
         parts=_parts,
         judge=_judge,
     ),

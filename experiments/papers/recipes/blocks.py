@@ -13,7 +13,7 @@ from experiments.papers.recipes import caches
 from experiments.papers.settings import MAIN, Settings
 from kvjax.cache import Limits
 
-ROWS, REPEATS = 8, 3
+ROWS, REPEATS = 8, 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,8 @@ from kvjax import spec_text
 from kvjax.cache import CacheSpec
 from kvjax.policies import Budget, Evict, Fraction, Slots
 
+HALF = 0.5  # a tier of its own
+
 
 @dataclasses.dataclass(frozen=True)
 class Within(Budget):
@@ -62,7 +64,7 @@ def exact_spec(cache: str, budget: int | float, seed: int = 0) -> CacheSpec:
 
 
 def build(cache: str, budget: int | float, settings: Settings, prompt: int) -> CacheSpec:
-    """The cache that a text describes, with arrays for the smallest of the scale's tiers that holds its budget.
+    """The cache that a text describes, with arrays for the smallest tier that holds its budget.
 
     What it computes is that of `exact_spec`.
 
@@ -80,7 +82,9 @@ def build(cache: str, budget: int | float, settings: Settings, prompt: int) -> C
     if not isinstance(spec.policy, Evict) or not isinstance(given, Fraction | Slots):
         return spec
     slots = given.slots(prompt, 1)[0]
-    tier = next((each for each in settings.scale.tiers if slots <= each * prompt), None)
+    # Arrays of twice the slots take twice the time; programs matter more in a trial.
+    tiers = settings.scale.tiers if settings.scale.trial else sorted({*settings.scale.tiers, HALF})
+    tier = next((each for each in tiers if slots <= each * prompt), None)
     if tier is None:
         return spec
     policy = dataclasses.replace(spec.policy, budget=Within(given, tier))

@@ -25,12 +25,8 @@ def _copy(settings: Settings, cache: str, budget: float, distance: str = "near")
 
 
 def _asked(settings: Settings) -> dict[tuple[str, float], tuple[str, ...]]:
-    """(distance, budget) -> caches; a window of half a prompt has all facts that are near."""
-    asked = {("near", budget): ("full", *COMPARED) for budget in settings.scale.some(BUDGETS, (0.5,))}
-    if not settings.scale.trial:
-        asked["near", 0.2] = ("full", *COMPARED, "window")
-        asked["close", 0.2] = ("full", *COMPARED, "window")
-    return asked
+    """(distance, budget) -> caches."""
+    return {("near", budget): ("full", *COMPARED) for budget in settings.scale.some(BUDGETS, (0.5,))}
 
 
 def _table3_parts(settings: Settings) -> Iterable[Part]:
