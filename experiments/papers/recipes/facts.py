@@ -18,6 +18,7 @@ from kvjax.analysis.scan import over_tiles
 from kvjax.errors import InputError
 
 Array = jax.Array
+ASKING = 32  # tokens of the question, at the most
 QUIET, LOUD = 0.1, 0.1  # a quiet query pays a token under QUIET / visible, a loud one pays the fact over LOUD
 
 
@@ -25,8 +26,9 @@ QUIET, LOUD = 0.1, 0.1  # a quiet query pays a token under QUIET / visible, a lo
 class Fact(Part):
     """Passkeys, with their answers: what each query after the fact pays the tokens of the passkey.
 
-    The result has ``quiet`` [L, B, H] int32, the most consecutive queries that pay its tokens, on average, under 0.1
-    divided by the number of tokens that they see, before a query that pays them over 0.1 together; ``paid``
+    The result has, for L layers, B prompts and H query heads, ``silent`` [L, B, H] float32, the share of the queries
+    between fact and question that pay its tokens, on average, under 0.1 divided by the number of tokens that they see;
+    ``quiet`` [L, B, H] int32, the most of these in a row, before a query that pays them over 0.1 together; ``paid``
     [L, B, H] float32, the most that a query of the answer pays; ``heads`` [L, K] bool, those that
     `kvjax.analysis.retrieval_heads` finds; and ``curve`` [T], what the queries of the first row pay in the head with
     the longest quiet stretch, NaN before the fact.
@@ -58,15 +60,17 @@ class Fact(Part):
         run = over_tiles(model, tokens, None, _paid, lambda *_: (), jnp.asarray(padded))
         # [L, B, H, T]
         paid = np.asarray(run.queries)
-        quiet = np.zeros(paid.shape[:3], np.int32)
+        quiet, silent = np.zeros(paid.shape[:3], np.int32), np.zeros(paid.shape[:3], np.float32)
         for row, own in enumerate(marks):
             for layer, head in np.ndindex(paid.shape[0], paid.shape[2]):
-                quiet[layer, row, head] = longest_quiet(paid[layer, row, head], own)
+                each = paid[layer, row, head]
+                quiet[layer, row, head] = longest_quiet(each, own)
+                silent[layer, row, head] = np.mean(is_quiet(each[: self.length - ASKING], own))
         best = np.unravel_index(np.argmax(quiet.mean(axis=1)), (quiet.shape[0], quiet.shape[2]))
         last = int(np.flatnonzero(marks[0])[-1])
         curve = np.where(np.arange(paid.shape[3]) > last, paid[best[0], 0, best[1]], np.nan)
         return {
-            "quiet": quiet, "paid": paid[..., self.length - 1 :].max(axis=3), "curve": curve,
+            "silent": silent, "quiet": quiet, "paid": paid[..., self.length - 1 :].max(axis=3), "curve": curve,
             "heads": retrieval_heads(model, draw_from=np.unique(tokens)),
         }  # fmt: skip
 
@@ -96,6 +100,17 @@ def marked(tokens: np.ndarray, answer: np.ndarray, width: int) -> np.ndarray:
     return made
 
 
+def is_quiet(paid: np.ndarray, marks: np.ndarray) -> np.ndarray:
+    """Whether each query after the marked tokens pays them, on average, under `QUIET` / visible, [n] bool.
+
+    Args:
+      paid: [t], what each query pays the marked tokens together.
+      marks: [T] bool, T at least t.
+    """
+    first = int(np.flatnonzero(marks)[-1]) + 1
+    return np.asarray(paid[first:] / marks.sum() < QUIET / np.arange(first + 1, paid.size + 1))
+
+
 def longest_quiet(paid: np.ndarray, marks: np.ndarray) -> int:
     """The most consecutive quiet queries that a loud one follows, at once or later; 0 if there is no loud query.
 
@@ -104,10 +119,10 @@ def longest_quiet(paid: np.ndarray, marks: np.ndarray) -> int:
       marks: [T] bool.
     """
     first = int(np.flatnonzero(marks)[-1]) + 1
-    visible, own = np.arange(first + 1, paid.size + 1), paid[first:]
-    silent, loud = own / marks.sum() < QUIET / visible, own > LOUD
+    own = paid[first:]
+    loud = own > LOUD
     longest = run = pending = 0
-    for hushed, found in zip(silent, loud, strict=True):
+    for hushed, found in zip(is_quiet(paid, marks), loud, strict=True):
         if found:
             longest, pending, run = max(longest, pending), 0, 0
         run = run + 1 if hushed else 0

@@ -85,7 +85,8 @@ MADE_UP = {
         "count": 9 * rng.random((len(p.alphas), LAYERS, p.length)) + 1, "first": rng.random(LAYERS)
     },
     "Fact": lambda p, rng: {
-        "quiet": rng.integers(0, p.length, (LAYERS, p.prompts, HEADS)), "paid": rng.random((LAYERS, p.prompts, HEADS)),
+        **{name: rng.random((LAYERS, p.prompts, HEADS)) for name in ("silent", "paid")},
+        "quiet": rng.integers(0, p.length, (LAYERS, p.prompts, HEADS)),
         "curve": np.where(np.arange(p.length) > 9, rng.random(p.length), np.nan),
         "heads": rng.random((LAYERS, HEADS // 2)) < 0.3,
     },

@@ -145,5 +145,6 @@ def test_facts_and_quiet_queries():
         facts.marked(tokens, np.array([8, 7]), 9)
     marks = np.arange(10) == 1
     paid = np.array([0, 0, 0.2, 0.001, 0.001, 0.05, 0.001, 0.001, 0.001, 0.3])
+    np.testing.assert_array_equal(facts.is_quiet(paid[:7], marks), [0, 1, 1, 0, 1])
     assert facts.longest_quiet(paid, marks) == 3
     assert facts.longest_quiet(np.where(paid > 0.25, 0, paid), marks) == 0, "nobody returns to it"
