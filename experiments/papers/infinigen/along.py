@@ -30,10 +30,9 @@ def chunks(result: Result, settings: Settings) -> np.ndarray:
 def _along(settings: Settings, cache: str, slots: int, text: str) -> Part:
     scale = settings.scale
     prompt, slots = scale.tokens(PROMPT), scale.tokens(slots)
-    sizes = {"text": text, "prompt": prompt, "new": scale.length - prompt}
-    if cache == "infinigen":
-        return reading.with_skew(settings, lm.lm(settings, reading.infinigen(cap=slots), 1.0, **sizes))
-    return lm.lm(settings, cache, slots, **sizes)
+    spec = reading.infinigen(cap=slots) if cache == "infinigen" else cache
+    of = lm.lm(settings, spec, slots, text=text, prompt=prompt, new=scale.length - prompt)
+    return reading.with_skew(settings, of) if cache == "infinigen" else of
 
 
 def _fig12_caches(settings: Settings) -> dict[str, tuple[str, int]]:
@@ -118,10 +117,9 @@ def _points(settings: Settings) -> list[tuple[int, int]]:
 
 def _of_length(settings: Settings, cache: str, length: int, slots: int) -> Part:
     tokens = settings.scale.tokens
-    sizes = {"prompt": tokens(length) - tokens(NEW), "new": tokens(NEW)}
-    if cache == "infinigen":
-        return reading.with_skew(settings, lm.lm(settings, reading.infinigen(cap=tokens(slots)), 1.0, **sizes))
-    return lm.lm(settings, cache, tokens(slots), **sizes)
+    spec = reading.infinigen(cap=tokens(slots)) if cache == "infinigen" else cache
+    of = lm.lm(settings, spec, tokens(slots), prompt=tokens(length) - tokens(NEW), new=tokens(NEW))
+    return reading.with_skew(settings, of) if cache == "infinigen" else of
 
 
 def _fig19_parts(settings: Settings) -> Iterable[Part]:
@@ -151,7 +149,8 @@ def _fig19(settings: Settings, found: Found) -> Judgement:
     growth = {cache: loss[cache, lengths[-1], KEPT] - loss[cache, lengths[0], KEPT] for cache in CACHES}
     comparisons = [
         lm.compare(f"infinigen against h2o, {tokens(length)} tokens, {tokens(each)} slots",
-                   *(found[_of_length(settings, cache, length, each)] for cache in ("infinigen", "h2o")), settings)
+                   found[_of_length(settings, "infinigen", length, each)],
+                   found[_of_length(settings, "h2o", length, each)], settings)
         for length, each in points
     ]  # fmt: skip
     shown = ", ".join(f"{cache} {value:+.2%}" for cache, value in growth.items())

@@ -57,9 +57,8 @@ def _fig13(settings: Settings, found: Found) -> Judgement:
                  "passkey": recall.shown(found[_recalled(settings, ratio, skew)]) if ratio == LOW else "-"}
             )  # fmt: skip
     comparisons = [
-        lm.compare(f"with against without skew, ratio {ratio:g}", *(found[_scored(settings, ratio, s)] for s in (True,
-                                                                                                                 False)),
-                   settings)
+        lm.compare(f"with against without skew, ratio {ratio:g}", found[_scored(settings, ratio, True)],
+                   found[_scored(settings, ratio, False)], settings)
         for ratio in _kept(settings)
     ]  # fmt: skip
     facts = recall.compare(

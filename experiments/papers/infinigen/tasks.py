@@ -62,7 +62,8 @@ def _parts(settings: Settings) -> Iterable[Part]:
 
 def _judge(settings: Settings, found: Found) -> Judgement:
     full = found[lm.lm(settings, "full", 1.0)]
-    rows, lines = [], {"infinigen": ([], []), "h2o": ([], []), "quantised": ([], [])}
+    rows: list[dict[str, str]] = []
+    lines: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ("infinigen", "h2o", "quantised")}
     better, answered = {}, {}
     rows.append({"cache": "full", "share read": "100 %", **lm.cells(full, full),
                  "passkey": recall.shown(found[_asked(settings, "full", 1.0)])})  # fmt: skip

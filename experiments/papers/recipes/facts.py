@@ -66,9 +66,9 @@ class Fact(Part):
                 each = paid[layer, row, head]
                 quiet[layer, row, head] = longest_quiet(each, own)
                 silent[layer, row, head] = np.mean(is_quiet(each[: self.length - ASKING], own))
-        best = np.unravel_index(np.argmax(quiet.mean(axis=1)), (quiet.shape[0], quiet.shape[2]))
+        layer, head = divmod(int(np.argmax(quiet.mean(axis=1))), quiet.shape[2])
         last = int(np.flatnonzero(marks[0])[-1])
-        curve = np.where(np.arange(paid.shape[3]) > last, paid[best[0], 0, best[1]], np.nan)
+        curve = np.where(np.arange(paid.shape[3]) > last, paid[layer, 0, head], np.nan)
         return {
             "silent": silent, "quiet": quiet, "paid": paid[..., self.length - 1 :].max(axis=3), "curve": curve,
             "heads": retrieval_heads(model, draw_from=np.unique(tokens)),

@@ -11,7 +11,7 @@ from experiments.papers.recipes import continuation, fullref
 from experiments.papers.roco.scopes import text_rows
 from experiments.papers.roco.summaries import POLICIES, near, near_table, order_claims
 from experiments.papers.settings import Settings
-from experiments.papers.statistics import paired_bootstrap
+from experiments.papers.statistics import Comparison, paired_bootstrap
 from experiments.papers.verdict import Claim, Judgement, Table
 
 PROMPT, NEW = 64, 384
@@ -40,7 +40,9 @@ def _table4_parts(settings: Settings) -> Iterable[Part]:
 
 
 def _table4(settings: Settings, found: Found) -> Judgement:
-    tables, confirm, comparisons, better = [], [], [], []
+    tables, better = [], []
+    confirm: list[Claim] = []
+    comparisons: list[Comparison] = []
     for slots in settings.scale.some(SLOTS, SLOTS[:1]):
         parts, where = _table4_caches(settings, slots), f"{settings.scale.tokens(slots)} slots"
         tables.append(near_table(settings, found, parts, f"Answers of {parts['full'].new} tokens, {where}"))
@@ -108,7 +110,7 @@ def _table5(settings: Settings, found: Found) -> Judgement:
                          nats(other, slots), seed=settings.seed)
         for slots in WITH for one, other in (("roco", "h2o"), ("h2o", "window"), ("roco", "window"))
     ]  # fmt: skip
-    order = {slots: sorted(JUDGED, key=lambda cache, slots=slots: far[cache, slots]) for slots in WITH}
+    order = {slots: [name for _, name in sorted((far[name, slots], name) for name in JUDGED)] for slots in WITH}
     shown = "; ".join(f"{slots}: {', '.join(names)}" for slots, names in order.items())
     closer = {cache: far[cache, WITH[1]] < far[cache, WITH[0]] for cache in JUDGED}
     return Judgement(

@@ -16,9 +16,10 @@ SIZES = {MAIN: (768, 128), SECOND: (384, 64)}  # prompt and new tokens
 NEAR, FAR, FAST = 0.01, 0.03, 5.0
 
 
-def _sizes(settings: Settings, model: str) -> dict[str, int]:
+def _sizes(settings: Settings, model: str) -> tuple[int, int]:
+    """Tokens of prompts, and new ones."""
     prompt, new = SIZES[model]
-    return {"prompt": settings.scale.tokens(prompt), "new": settings.scale.tokens(new)}
+    return settings.scale.tokens(prompt), settings.scale.tokens(new)
 
 
 def _blocks(settings: Settings) -> tuple[int | None, ...]:
@@ -34,18 +35,20 @@ def _timed(settings: Settings) -> tuple[int | None, ...]:
 
 
 def _lm(settings: Settings, model: str, block: int | None, cache: str = "roco") -> lm.LM:
-    return lm.lm(settings, cache, RATE, block=block, model=model, **_sizes(settings, model))
+    prompt, new = _sizes(settings, model)
+    return lm.lm(settings, cache, RATE, block=block, model=model, prompt=prompt, new=new)
 
 
 def _greedy(settings: Settings, model: str, block: int | None, cache: str = "roco") -> fullref.Greedy:
+    prompt, new = _sizes(settings, model)
     return fullref.greedy(
-        settings, cache, RATE, block=block, model=model, rows=text_rows(settings), **_sizes(settings, model)
+        settings, cache, RATE, block=block, model=model, rows=text_rows(settings), prompt=prompt, new=new
     )
 
 
 def _speed(settings: Settings, model: str, block: int | None) -> blocks.Prefill:
     return blocks.prefill(
-        settings, "roco", RATE, block=block, prompt=_sizes(settings, model)["prompt"], model=model
+        settings, "roco", RATE, block=block, prompt=_sizes(settings, model)[0], model=model
     )  # fmt: skip
 
 

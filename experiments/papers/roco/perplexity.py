@@ -9,6 +9,7 @@ from experiments.papers.recipes import lm
 from experiments.papers.roco.scopes import BLOCK
 from experiments.papers.roco.summaries import POLICIES
 from experiments.papers.settings import Settings
+from experiments.papers.statistics import Comparison
 from experiments.papers.verdict import Claim, Judgement, Table, at_least
 
 TEXTS = ("book", "alice", "wiki")
@@ -40,7 +41,8 @@ def _parts(settings: Settings) -> Iterable[Part]:
 
 
 def _judge(settings: Settings, found: Found) -> Judgement:
-    tables, panels, comparisons = [], [], []
+    tables, panels = [], []
+    comparisons: list[Comparison] = []
     roco, others, gap = [], [], []
     for text in _texts(settings):
         full = found[lm.lm(settings, "full", 1.0, text=text)]
@@ -68,8 +70,10 @@ def _judge(settings: Settings, found: Found) -> Judgement:
         comparisons += made.values()
         roco.append(made["h2o", SMALL].lower)
         others.append(made["h2o", SMALL].higher or made["window", SMALL].higher)
-        apart = [abs(lm.perplexity(results["h2o", r]) - lm.perplexity(results["roco", r])) for r in (SMALL, LARGE)]
-        gap.append((text, *apart))
+        small, large = (
+            abs(lm.perplexity(results["h2o", r]) - lm.perplexity(results["roco", r])) for r in (SMALL, LARGE)
+        )
+        gap.append((text, small, large))
     falling = [small > large for _, small, large in gap]
     return Judgement(
         tables=tables,

@@ -67,7 +67,7 @@ def _fig4(settings: Settings, found: Found) -> Judgement:
     ]  # fmt: skip
     tables = [Table(f"At {RATE:g} of the prompt, by what is protected beside mean attention", table)]
     curve = {scope: [near(scope, size) for size in sizes] for scope in SCOPES}
-    best = {scope: max(sizes, key=lambda size, scope=scope: near(scope, size)) for scope in SCOPES}
+    best = {scope: sizes[values.index(max(values))] for scope, values in curve.items()}
 
     def compare(what: str, one: str, other: str) -> Comparison:
         first, second = (found[_text(settings, cache)] for cache in (one, other))
@@ -159,7 +159,10 @@ def _table1(settings: Settings, found: Found) -> Judgement:
     plain += [{"policy": cache, **lm.cells(result, full)} for cache, result in others.items()]
     comparisons = [
         lm.compare(
-            f"{importance}: {one} against {other}", *(found[grid[importance, s]] for s in (one, other)), settings
+            f"{importance}: {one} against {other}",
+            found[grid[importance, one]],
+            found[grid[importance, other]],
+            settings,
         )
         for importance in importances
         for one, other in (("window", "nothing"), ("deviation", "nothing"), ("deviation", "window"))

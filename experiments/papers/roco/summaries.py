@@ -75,7 +75,10 @@ def _table2_texts(settings: Settings) -> dict[str, dict[str, fullref.Greedy]]:
 
 
 def _table2(settings: Settings, found: Found) -> Judgement:
-    tables, confirm, contradict, comparisons = [], [], [], []
+    tables = []
+    confirm: list[Claim] = []
+    contradict: list[Claim] = []
+    comparisons: list[Comparison] = []
     for text, parts in _table2_texts(settings).items():
         where = {BOOK: "the book", ARTICLES: "XSum articles"}[text]
         count = len(found[parts["full"]]["tokens"])
@@ -166,27 +169,33 @@ TABLE7 = Published(
 )
 
 # Table 8
-SMALL = {"prompt": 384, "new": 64}
+SMALL_PROMPT, SMALL_NEW = 384, 64
 
 
 def _table8_parts(settings: Settings, model: str) -> dict[str, fullref.Greedy]:
-    sizes = {name: settings.scale.tokens(size) for name, size in SMALL.items()}
+    prompt, new = (settings.scale.tokens(size) for size in (SMALL_PROMPT, SMALL_NEW))
     caches = ("full", "window", "h2o", "roco")
     return {
-        cache: fullref.greedy(settings, cache, RATE, block=BLOCK, rows=text_rows(settings), model=model, **sizes)
+        cache: fullref.greedy(
+            settings, cache, RATE, block=BLOCK, rows=text_rows(settings), model=model, prompt=prompt, new=new
+        )
         for cache in caches
     }
 
 
 def _table8(settings: Settings, found: Found) -> Judgement:
-    tables, mean, comparisons = [], {}, []
+    tables = []
+    mean: dict[tuple[str, str], float] = {}
+    comparisons: list[Comparison] = []
     names = {MAIN: "the model (the larger one)", SECOND: "stories260K"}
     for model, name in names.items():
         parts = _table8_parts(settings, model)
         tables.append(near_table(settings, found, parts, f"{name}: continuations of the book at {RATE:g}"))
         comparisons += near(settings, found, parts, name).values()
         full = found[parts["full"]]
-        mean |= {(c, model): fullref.rouge_l(found[part], full).mean() for c, part in parts.items() if c != "full"}
+        mean |= {
+            (c, model): float(fullref.rouge_l(found[part], full).mean()) for c, part in parts.items() if c != "full"
+        }
     caches = [cache for cache in _table8_parts(settings, MAIN) if cache != "full"]
     table = [{"policy": c, **{names[m]: f"{mean[c, m]:.1f}" for m in names}} for c in caches]
     shown = ", ".join(f"{c} {mean[c, MAIN]:.1f} and {mean[c, SECOND]:.1f}" for c in caches)
