@@ -11,12 +11,12 @@ from experiments.papers.verdict import Claim, Judgement, Table
 # Figure 4
 TEXTS = ("book", "alice")
 POLICIES = ("h2o", "window", "roco")
-PROMPT, SHARE = 64, 0.1
+PROMPT, LENGTH, SHARE = 64, 512, 0.1
 MORE, LESS = 0.05, 0.01
 
 
 def _slots(settings: Settings) -> int:
-    return int(SHARE * settings.scale.length)
+    return int(SHARE * settings.scale.tokens(LENGTH))
 
 
 def _caches(settings: Settings) -> dict[str, tuple[str, int | float]]:
@@ -32,7 +32,7 @@ def _fig4_part(settings: Settings, text: str) -> versus.Cosine:
     prompt = settings.scale.tokens(PROMPT)
     return versus.cosine(
         settings, tuple(_caches(settings).values()), text=text, rows=_rows(settings), prompt=prompt,
-        new=settings.scale.length - prompt,
+        new=settings.scale.tokens(LENGTH) - prompt,
     )  # fmt: skip
 
 

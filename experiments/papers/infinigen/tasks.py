@@ -30,9 +30,10 @@ def _stored(settings: Settings) -> tuple[str, ...]:
 
 
 def _asked(settings: Settings, cache: str, size: float) -> Part:
+    length = recall.short(settings)
     if cache == "infinigen":
-        return reading.with_skew(settings, recall.recall(settings, reading.infinigen(cap=size), 1.0))
-    return recall.recall(settings, cache, size)
+        return reading.with_skew(settings, recall.recall(settings, reading.infinigen(cap=size), 1.0, length=length))
+    return recall.recall(settings, cache, size, length=length)
 
 
 def _choice(settings: Settings, cache: str, task: str) -> Part:

@@ -88,6 +88,11 @@ def recall(
     )  # fmt: skip
 
 
+def short(settings: Settings) -> int:
+    """Half the tokens of a prompt, where an entry asks many; all of them in a trial, whose prompts are short."""
+    return settings.scale.recall // (1 if settings.scale.trial else 2)
+
+
 def share(result: Result) -> float:
     """The share of the prompts that are answered exactly."""
     return float(np.mean(result["right"]))

@@ -37,7 +37,7 @@ def _fig1(settings: Settings, found: Found) -> Judgement:
 
 
 # Figure 2
-RATES = (0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
+RATES = (0.1, 0.2, 0.3, 0.4)
 #: RoCo's name of a score -> the policy that ranks by it and protects nothing.
 SCORES = {
     "MAS": "mean_attention(recent=0)", "LTAS": "tova(share_heads=False)", "AAS": "heavy_only",
@@ -51,7 +51,7 @@ def _rates(settings: Settings) -> tuple[float, ...]:
 
 def _fig2_part(settings: Settings, rate: float) -> versus.Jaccard:
     half = settings.scale.length // 2
-    return versus.jaccard(settings, SCORES, rate, prompt=half, new=half // 2)
+    return versus.jaccard(settings, SCORES, rate, prompt=half, new=half // 4)
 
 
 def _fig2(settings: Settings, found: Found) -> Judgement:

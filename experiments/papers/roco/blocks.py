@@ -9,9 +9,9 @@ from experiments.papers.roco.scopes import RATE, text_rows
 from experiments.papers.settings import MAIN, SECOND, Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 
-BLOCKS = (1, 4, 8, 16, 64, None)  # None = one shot
-TEXTS = (1, 8, 16)  # whose text is compared with the full cache's
-TIMED = (1, 8, 16, None)
+BLOCKS = (1, 4, 16, 64, None)  # None = one shot
+TEXTS = (1, 16)  # whose text is compared with the full cache's
+TIMED = (1, 16, None)
 SIZES = {MAIN: (768, 128), SECOND: (384, 64)}  # prompt and new tokens
 NEAR, FAR, FAST = 0.01, 0.03, 5.0
 

@@ -21,7 +21,10 @@ COMPARED = ("roco", "h2o")
 
 
 def _copy(settings: Settings, cache: str, budget: float, distance: str = "near") -> recall.Recall:
-    return recall.recall(settings, cache, budget, task="copy", distance=distance, block=BLOCK, difficulty=WORDS)
+    return recall.recall(
+        settings, cache, budget, task="copy", distance=distance, block=BLOCK, difficulty=WORDS,
+        length=recall.short(settings),
+    )  # fmt: skip
 
 
 def _asked(settings: Settings) -> dict[tuple[str, float], tuple[str, ...]]:
@@ -103,7 +106,7 @@ NAMES = ("full", "roco", "h2o", "window")
 
 
 def _names(settings: Settings, cache: str) -> recall.Recall:
-    return recall.recall(settings, cache, RATE, task="multi_key", block=BLOCK)
+    return recall.recall(settings, cache, RATE, task="multi_key", block=BLOCK, length=recall.short(settings))
 
 
 def _fig6(settings: Settings, found: Found) -> Judgement:
@@ -117,7 +120,7 @@ def _fig6(settings: Settings, found: Found) -> Judgement:
     made = {other: recall.compare(f"roco against {other}", results["roco"], results[other]) for other in NAMES[2:]}
     share = {cache: recall.share(result) for cache, result in results.items()}
     shown = ", ".join(f"{cache} {value:.0%}" for cache, value in share.items())
-    newest = int(RATE * settings.scale.recall)
+    newest = int(RATE * part.length)
     return Judgement(
         tables=[Table(f"One of four names' numbers, {part.nearest} to {part.farthest} tokens back, at {RATE:g}", rows)],
         confirm=[
