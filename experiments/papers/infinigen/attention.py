@@ -44,7 +44,7 @@ def _fig4(settings: Settings, found: Found) -> Judgement:
     names, prompt = list(_caches(settings)), settings.scale.tokens(PROMPT)
     # [caches, L, queries], the mean over the texts
     similar = np.mean([found[_fig4_part(settings, t)]["cosine"] for t in _fig4_texts(settings)], axis=0)
-    after = _slots(settings) - prompt  # the first query that misses something
+    after = max(0, _slots(settings) - prompt)  # the first query that misses something
     tail = settings.scale.tokens(100)
     layers = range(similar.shape[1])
     rows = [
@@ -72,7 +72,7 @@ def _fig4(settings: Settings, found: Found) -> Judgement:
         for title, values in (("layer 0", similar[:, 0]), ("layers from 1 on", similar[:, 1:].mean(axis=1)))
     ]  # fmt: skip
     return Judgement(
-        tables=[Table(f"Mean over queries {_slots(settings)} to {queries[-1]}, and of the last {tail}", rows)],
+        tables=[Table(f"Mean over queries {prompt + after} to {queries[-1]}, and of the last {tail}", rows)],
         confirm=[
             Claim(f"optimal is over {MORE:g} above h2o, mean of the layers from 1 on", gap[after:].mean() > MORE,
                   shown),
