@@ -192,7 +192,7 @@ def golden(problem: Problem):
     logits = np.einsum("bkgtd,bksd->bkgts", query, key) * problem.scale
     if problem.log_weight is not None:
         logits += np.asarray(problem.log_weight, np.float64)[:, :, None, None]
-    weight = np.exp(logits) * seen[:, :, None]
+    weight = np.exp(np.where(seen[:, :, None], logits, -np.inf))
     probability = weight / np.maximum(weight.sum(axis=-1, keepdims=True), 1e-300)
     return np.einsum("bkgts,bksd->bkgtd", probability, value), probability, seen
 

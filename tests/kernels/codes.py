@@ -13,6 +13,8 @@ from kvjax.kernels.coded import Coded
 from kvjax.storage import Codec, Fp8, Integer, TurboQuant
 from tests.kernels.cases import Case, assert_golden
 
+CODE, NUMBER = 255, 1e15  # bytes of codes in empty slots, which are NaN in e4m3, and their scales and zeros
+
 
 @dataclasses.dataclass(frozen=True)
 class CodedCase:
@@ -36,9 +38,14 @@ class CodedCase:
     def made(self, inputs, known, *, rounded: bool) -> tuple[list[Problem], Problem]:
         """The parts, and the problem of all slots as they decode, in float32 or rounded to the model's dtype."""
 
-        def coded(x, codec):
+        def coded(x, codec, position):
+            def spoiled(part):
+                """The part with rubbish in empty slots, which must not matter."""
+                live = (position >= 0).reshape(*position.shape, *(1,) * (part.ndim - 3))
+                return jnp.where(live, part, jnp.asarray(CODE if part.dtype == jnp.uint8 else NUMBER, part.dtype))
+
             made = codec.encode(x.astype(jnp.float32), None, x.dtype)
-            return Coded(parts=made, codec=codec, dim=x.shape[-1], dtype=x.dtype)
+            return Coded(parts=jax.tree.map(spoiled, made), codec=codec, dim=x.shape[-1], dtype=x.dtype)
 
         def decoded(first):
             dtype = first.key.dtype if rounded else jnp.float32
@@ -48,7 +55,9 @@ class CodedCase:
         whole = self.case.problem(inputs, known)
         size = whole.slots - self.exact
         first = whole.only_slots(size)
-        first = first.replace(key=coded(first.key, self.key), value=coded(first.value, self.value or self.key))
+        codecs = {"key": self.key, "value": self.value or self.key}
+        held = {name: coded(getattr(first, name), codec, first.key_position) for name, codec in codecs.items()}
+        first = first.replace(**held)
         plain = decoded(first)
         if not self.exact:
             return [first], plain

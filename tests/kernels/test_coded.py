@@ -91,6 +91,22 @@ def test_chunks_are_multiplied_as_a_whole(name, slots, monkeypatch):
     assert_products(jax.jit(coded.product, static_argnames="transposed"), *operands(*CASES[name], slots), 3)
 
 
+def test_sums_of_chunks_are_float32_whatever_the_dtype(monkeypatch):
+    """In bfloat16, 64 sums that are rounded after each chunk would be off by a few percent."""
+    monkeypatch.setattr(products, "runs_native", lambda: False)
+    monkeypatch.setitem(coded.CHUNKS, "cpu", 4)
+    operand, _ = operands(Integer(8), 64, 256)
+    operand = operand.replace(dtype=jnp.dtype("bfloat16"))
+    weight = jnp.abs(jnp.asarray(rows_of((B, K, 2, 256)), jnp.bfloat16))
+    got = jax.jit(coded.product)(weight, operand)
+    assert got.dtype == jnp.bfloat16
+    numbers = np.asarray(operand.decode(), np.float64)
+    exact = np.asarray(weight, np.float64) @ numbers
+    scale = np.asarray(weight, np.float64) @ np.abs(numbers)
+    # One rounding of the result, and sums in float32.
+    assert (np.abs(np.asarray(got, np.float64) - exact) <= 2.0**-8 * np.abs(exact) + 1e-6 * scale).all()
+
+
 def test_a_side_is_applied_to_rows(own_code):
     codec = Scaled(Integer(8), Side(prepare=lambda view, dim: {}, parts=lambda dim, dtype: {}, when="prompt"))
     side = {"scale": jnp.asarray(np.random.default_rng(2).uniform(0.5, 2, (B, K, 1, 64)), jnp.float32)}

@@ -116,11 +116,11 @@ def refuses(codec: Codec, dim: int, dtype: DTypeLike) -> str | None:
 
 
 def _by_chunks(x: Array, operand: Coded, size: int, transposed: bool, dtype: jnp.dtype) -> Array:
-    """Decodes and multiplies `size` slots at a time, unless there are few."""
-    multiply = functools.partial(products.product, transposed=transposed, dtype=dtype)
+    """Decodes and multiplies `size` slots at a time, unless there are few; sums of chunks are float32."""
     slots = operand.shape[2]
     if slots <= AT_ONCE * size:
-        return multiply(x, operand.decode())
+        return products.product(x, operand.decode(), transposed=transposed, dtype=dtype)
+    multiply = functools.partial(products.product, transposed=transposed, dtype=dtype if transposed else jnp.float32)
 
     def step(number: Array, y: Array) -> Array:
         # The last chunk begins early enough to be whole; what the one before had is left out.
@@ -137,5 +137,6 @@ def _by_chunks(x: Array, operand: Coded, size: int, transposed: bool, dtype: jnp
         # [B, K, rows, D]
         return y + multiply(weight, chunk)
 
-    shape = (*x.shape[:3], slots if transposed else operand.dim)
-    return jax.lax.fori_loop(0, -(-slots // size), step, jnp.zeros(shape, dtype))
+    # [B, K, rows, S] or [B, K, rows, D]
+    y = jnp.zeros((*x.shape[:3], slots), dtype) if transposed else jnp.zeros((*x.shape[:3], operand.dim), jnp.float32)
+    return jax.lax.fori_loop(0, -(-slots // size), step, y).astype(dtype)
