@@ -32,6 +32,7 @@ from kvjax.selection.base import Selection
 from kvjax.sharding import Params, PyTree
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration
+from kvjax.storage.side import rows_of
 
 Array = jax.Array
 GroupBudgets = tuple[tuple[Array | None, ...], ...]  # per layer and group of heads
@@ -300,10 +301,7 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
         frequencies = None if rope is None else rope.frequencies(kv.total)
         own = params[f"layer_{index}"]["attention"]
         # [K, D, D] and [K or 1, ...], of the group's heads
-        skew, sides = own.get(SKEW), own.get(SIDES)
-        if after.heads is not None:
-            heads = np.asarray(after.heads)
-            skew, sides = jax.tree.map(lambda x: x if x.shape[0] == 1 else x[heads], (skew, sides))
+        skew, sides = rows_of((own.get(SKEW), own.get(SIDES)), after.heads)
         return convert(layer, before, after, Prompt(kv.length, rope, frequencies, skew, sides))
 
     return tuple(

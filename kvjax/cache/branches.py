@@ -1,10 +1,10 @@
 """Which heads of a model have which policy in which phase."""
 
 import dataclasses
-from functools import partial
+import functools
 from typing import NamedTuple
 
-from kvjax.errors import PolicyError
+from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.base import Evict, Policy, keep
 from kvjax.policies.h2o_variants import WithSelection
@@ -14,6 +14,7 @@ from kvjax.policies.pools import protecting
 from kvjax.policies.reach import in_window, slots_in_window
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
+from kvjax.storage.base import Storage
 
 
 class Branch(NamedTuple):
@@ -57,7 +58,7 @@ class Branch(NamedTuple):
 
     def slots_in(self, policy: Evict, slots: int, window: int | None) -> int:
         """Returns the slots that a layer needs of a budget; see `in_layer`."""
-        return slots if window is None else slots_in_window(slots, window, partial(self.check_slots, policy))
+        return slots if window is None else slots_in_window(slots, window, functools.partial(self.check_slots, policy))
 
     def protecting(self) -> "Branch":
         """Returns the branch with policies that do not evict what the selection always reads, for want of a choice."""
@@ -130,3 +131,72 @@ def _split(policy: Split, selection: Selection, config: DecoderConfig) -> list[B
             "nothing to choose from; leave it out."
         )
     return branches
+
+
+@functools.lru_cache(maxsize=64)
+def by_head(storage: Storage, layers: int, kv_heads: int) -> tuple[tuple[Storage, ...], ...]:
+    """Returns how each KV head of each layer is held.
+
+    Args:
+      storage: of all.
+      layers: the number of layers.
+      kv_heads: KV heads of a layer.
+
+    Raises:
+      StorageError: a storage for another number of layers or heads.
+    """
+    of_layers = [storage.of_layer(layer, layers) for layer in range(layers)]
+    return tuple(tuple(own.of_head(head, kv_heads) for head in range(kv_heads)) for own in of_layers)
+
+
+def held_alike(branches: list[Branch], storage: Storage, config: DecoderConfig) -> list[Branch]:
+    """Divides branches whose heads a storage holds in different ways, so that those of each are held alike.
+
+    Args:
+      branches: from `branches_of`.
+      storage: of all layers and heads.
+      config: of the decoder.
+
+    Raises:
+      StorageError: a policy or a selection that ranks the heads of a layer together.
+    """
+    held = by_head(storage, config.num_layers, config.num_kv_heads)
+    made = []
+    for branch in branches:
+        # Per layer, the heads that are held alike, in the order of the first of each.
+        kinds: list[list[tuple[int, ...]]] = []
+        for layer, own in enumerate(held):
+            found: dict[Storage, list[int]] = {}
+            for head in range(len(own)) if branch.heads is None else branch.heads[layer]:
+                found.setdefault(own[head], []).append(head)
+            kinds.append([tuple(heads) for heads in found.values()])
+        most = max(map(len, kinds))
+        if most <= 1:
+            made.append(branch)
+            continue
+        _check_apart(branch, storage)
+        for number in range(most):
+            heads = tuple(each[number] if number < len(each) else () for each in kinds)
+            made.append(branch._replace(heads=heads))
+    return made
+
+
+def _check_apart(branch: Branch, storage: Storage) -> None:
+    """Checks that the heads of a layer can be in several groups.
+
+    Raises:
+      StorageError: they cannot.
+    """
+    for policy in (branch.prompt, branch.decode):
+        if policy.importance.shared_by_heads or (policy.budget is not None and policy.budget.shared):
+            raise StorageError(
+                f"storage {storage.name} with policy {policy.name}: it holds the KV heads of a layer in different "
+                "ways, and the policy ranks them together; use the same rank for all heads of a layer, or a policy "
+                "that ranks each head by itself, such as h2o or tova(share_heads=False)."
+            )
+    if not branch.selection.reads_all:
+        raise StorageError(
+            f"storage {storage.name} with selection={branch.selection!r}: it holds the KV heads of a layer in "
+            "different ways, and a selection chooses for all of them; use the same rank for all heads of a layer, or "
+            "leave it out."
+        )

@@ -6,6 +6,7 @@ anything is traced, and refuses every combination that cannot work.
 
 import dataclasses
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.typing import DTypeLike
 
 from kvjax.attention import Implementation
 from kvjax.cache import pairs
-from kvjax.cache.branches import Branch, branches_of
+from kvjax.cache.branches import Branch, branches_of, by_head, held_alike
 from kvjax.cache.capacities import capacities, extent_of, low_slots, newest_stay, split_stores
 from kvjax.cache.groups import Group
 from kvjax.cache.kernels import Chooser
@@ -27,6 +28,7 @@ from kvjax.policies.base import Evict, named
 from kvjax.policies.budget import batch_slots
 from kvjax.selection.everything import everything
 from kvjax.storage import dense
+from kvjax.storage.base import Storage
 from kvjax.storage.layouts import Blocks, Pairs, Tiers
 
 
@@ -73,10 +75,10 @@ def lower(
     """
     name, windows = spec.name, _windows(spec, config)
     spec = dataclasses.replace(spec, storage=spec.storage.bound(config.num_kv_heads))
-    for layer in range(config.num_layers):
+    branches = _branches(spec, config)
+    for held in dict.fromkeys(itertools.chain.from_iterable(_held(spec, config))):
         # Raises where a codec cannot hold such a head.
-        spec.storage.of_layer(layer, config.num_layers).bytes_per_slot(config.head_dim, dtype)
-    branches = [branch.protecting() for branch in branches_of(spec.policy, spec.selection, config)]
+        held.bytes_per_slot(config.head_dim, dtype)
     if any(branch.decode.budget is not None for branch in branches):
         # Blocks of which single tokens are evicted are never full.
         spec = dataclasses.replace(spec, storage=spec.storage.by_age() or spec.storage)
@@ -125,8 +127,18 @@ def budgets_of(spec: CacheSpec, config: DecoderConfig, lengths: np.ndarray, tota
     Raises:
       PolicyError: a budget that cannot work for one of the lengths.
     """
+    return _all_budgets(_branches(spec, config), lengths, totals, _windows(spec, config))
+
+
+def _branches(spec: CacheSpec, config: DecoderConfig) -> list[Branch]:
+    """Returns the policies of heads that are held alike."""
     branches = [branch.protecting() for branch in branches_of(spec.policy, spec.selection, config)]
-    return _all_budgets(branches, lengths, totals, _windows(spec, config))
+    return held_alike(branches, spec.storage, config)
+
+
+def _held(spec: CacheSpec, config: DecoderConfig) -> tuple[tuple[Storage, ...], ...]:
+    """Returns how each KV head of each layer is held."""
+    return by_head(spec.storage, config.num_layers, config.num_kv_heads)
 
 
 def _windows(spec: CacheSpec, config: DecoderConfig) -> tuple[int | None, ...]:
@@ -243,7 +255,7 @@ def _groups(
 ) -> tuple[Group, Group]:
     """A group for the prompt and one for decoding; budgets: the largest of the batch, for each phase."""
     own_heads, low = config.num_kv_heads if heads is None else len(heads), 0
-    spec = dataclasses.replace(spec, storage=spec.storage.of_layer(layer, config.num_layers))
+    spec = dataclasses.replace(spec, storage=_held(spec, config)[layer][0 if heads is None else heads[0]])
     if newest_stay(spec, branch, budgets) and max(b or 0 for b in budgets) <= spec.storage.residual:
         # All that stays is among the newest, which are exact.
         spec = dataclasses.replace(spec, storage=dense())

@@ -1,6 +1,7 @@
 """Storages without a model: the step of generation on queries, keys and values that are given."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -11,13 +12,13 @@ from jax.typing import DTypeLike
 from kvjax.arguments import count_argument
 from kvjax.cache import blocks, pairs, segments
 from kvjax.cache.convert import Prompt, convert
-from kvjax.cache.empty import empty
+from kvjax.cache.empty import empty_layers
 from kvjax.cache.groups import Group, stores_of
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.cache.spec import CacheSpec
-from kvjax.cache.state import Block, KVState, LayerKV, Store, layers_of
-from kvjax.cache.step import step
+from kvjax.cache.state import Block, KVState, Layer, LayerKV, Store, layers_of
+from kvjax.cache.step import step_layer
 from kvjax.errors import InputError, StorageError
 from kvjax.inputs import check_count
 from kvjax.models.config import DecoderConfig
@@ -33,7 +34,7 @@ from kvjax.storage.calibration import Calibration, required
 from kvjax.storage.dims import LATENT
 from kvjax.storage.layouts import Blocks, Pairs, Segments
 from kvjax.storage.minicache import DIRECTION
-from kvjax.storage.side import Sides
+from kvjax.storage.side import Sides, rows_of
 
 Array = jax.Array
 Triple = tuple[Any, Any, Any]  # queries, keys and values
@@ -53,7 +54,7 @@ def replay(
     selection: Selection | None = None,
     prefill_block: int | None = None,
     calibration: Calibration | None = None,
-) -> tuple[Array, LayerKV]:
+) -> tuple[Array, Any]:
     """One layer's prompt and decoding steps, exactly as generation takes them.
 
     Args:
@@ -68,7 +69,8 @@ def replay(
       calibration: of the storage, if it needs one, for one layer; such as `Calibration.of` makes from vectors.
 
     Returns:
-      Outputs of the decoding steps [B, H, steps, D], and the layer afterwards.
+      Outputs of the decoding steps [B, H, steps, D], and the layer afterwards: a `LayerKV`, or a tuple of one for each
+      group of heads if these differ in policy or storage.
 
     Raises:
       InputError: arrays whose shapes do not fit each other.
@@ -87,26 +89,29 @@ def replay(
     limits = Limits(width, max(steps, 1), shortest=int(lengths.min()))
     sizes = sizes_for(lengths, steps, width=width, block=prefill_block, limits=limits, last_fed=True)
     lowered = lower(spec, config, sizes, lengths, implementation="xla", dtype=prompt[2].dtype)
-    if len(lowered.layout.decode[0]) > 1:
-        raise InputError(f"policy {spec.policy.name}: its heads are in several groups; replay takes one group.")
     given = prompt, decode, jnp.asarray(lengths, jnp.int32), lowered.budgets, sides
-    return _run(*given, rope=rope, layout=lowered.layout)
+    output, layer = _run(*given, rope=rope, layout=lowered.layout)
+    return output, layer[0] if len(layer) == 1 else layer
 
 
 @functools.partial(jax.jit, static_argnames=("rope", "layout"))
 def _run(
     prompt: Triple, decode: Triple, lengths: Array, budgets: Any, sides: Sides, *, rope: Rope | None, layout: Any
 ) -> Any:
-    before, after = layout.prompt[0][0], layout.decode[0][0]
+    before, after = layout.prompt[0], layout.decode[0]
     width, steps = prompt[0].shape[2], decode[0].shape[2]
     total = lengths + steps
 
-    def one(layer: LayerKV | None, own: Any, start: Any) -> LayerKV:
+    def take(layer: Layer | None, own: Any, position: Array, budget: Any, groups: tuple[Group, ...]) -> Any:
+        block = Block(position=position, prompt=lengths, total=total, budget=budget).of_layer(0)
+        output, layer, _ = step_layer(layer, *own, block=block, groups=groups, rope=rope, sides=sides)
+        return output, layer
+
+    def one(layer: Layer | None, own: Any, start: Any) -> Layer:
         # [B, n]
         position = start + jnp.arange(own[0].shape[2], dtype=jnp.int32)
         position = jnp.where(position < lengths[:, None], position, -1)
-        block = Block(position=position, prompt=lengths, total=total, budget=budgets.prompt).of_layer(0)
-        return step(layer, *own, block=block, group=before, budget=block.budget[0], rope=rope, sides=sides)[1]
+        return take(layer, own, position, budgets.prompt, before)[1]
 
     if layout.block is None:
         layer = one(None, prompt, 0)
@@ -116,16 +121,18 @@ def _run(
         pad = ((0, 0), (0, 0), (0, -width % size), (0, 0))
         # [blocks, B, heads, size, D] each
         blocks = tuple(jnp.moveaxis(jnp.pad(x, pad).reshape(*x.shape[:2], -1, size, x.shape[3]), 2, 0) for x in prompt)
-        layer = _empty(before, prompt[1])
+        batch, kv_heads, _, dim = prompt[1].shape
+        (layer,) = empty_layers((before,), batch, kv_heads, dim, prompt[1].dtype)
         layer, _ = jax.lax.scan(lambda layer, inputs: (one(layer, *inputs), None), layer, (blocks, starts))
         frequencies = None if rope is None else rope.frequencies(total)
-        layer = convert(layer, before, after, Prompt(lengths, rope, frequencies, sides=sides))
+        layer = Layer(
+            convert(own, first, then, Prompt(lengths, rope, frequencies, sides=rows_of(sides, then.heads)))
+            for own, first, then in zip(layer, before, after, strict=True)
+        )
 
     def body(layer: Any, inputs: tuple[Array, tuple[Array, ...]]) -> tuple[Any, Array]:
         number, own = inputs
-        block = Block((lengths + number)[:, None], prompt=lengths, total=total, budget=budgets.decode).of_layer(0)
-        own = tuple(x[:, :, None] for x in own)
-        output, layer, _ = step(layer, *own, block=block, group=after, budget=block.budget[0], rope=rope, sides=sides)
+        output, layer = take(layer, [x[:, :, None] for x in own], (lengths + number)[:, None], budgets.decode, after)
         return layer, output[:, :, 0]
 
     inputs = jnp.arange(steps, dtype=jnp.int32), tuple(jnp.moveaxis(x, 2, 0) for x in decode)
@@ -163,6 +170,7 @@ def read(
     *,
     index: int = 0,
     lower: LayerKV | None = None,
+    heads: Sequence[int] | None = None,
 ) -> tuple[Array, Array, Array]:
     """What a layer holds, as it decodes.
 
@@ -172,6 +180,7 @@ def read(
       calibration: of the storage, if it needs one.
       index: the layer's place in the calibration.
       lower: of the upper layer of a pair that is held together, the layer before it.
+      heads: the model's KV heads that the layer has, if they are some of them; None = all.
 
     Returns:
       key [B, K, N, D] and value [B, K, N, D] float32, and position [B, K, N] int32, -1 = empty.
@@ -181,7 +190,11 @@ def read(
       StorageError: a storage that the layer is not held in, or that needs a calibration.
     """
     layer = _one_group(layer)
-    storage = storage.bound(layer.position.shape[1]).of_layer(index)
+    if heads is not None and len(heads) != layer.position.shape[1]:
+        raise InputError(
+            f"heads={tuple(heads)} are {len(heads)}, and the layer has {layer.position.shape[1]} KV heads."
+        )
+    storage = storage.bound(layer.position.shape[1]).of_layer(index).of_head(0 if heads is None else heads[0])
     if required(storage) and calibration is None and not _is_exact(layer):
         raise StorageError(f"storage {storage.name} needs its calibration to be read; pass calibration=.")
     if calibration is not None:
@@ -189,7 +202,8 @@ def read(
         count_argument("index", index, minimum=0, maximum=len(calibration.layers) - 1, error=StorageError)
     if isinstance(storage.layout, Pairs):
         layer = _together(storage, layer, lower)
-    sides = {**(calibration.layers[index] if calibration is not None else {}), **layer.sides}
+    shared = {} if calibration is None else calibration.layers[index]
+    sides = {**rows_of(shared, heads), **layer.sides}
     if isinstance(storage.layout, Blocks) and layer.marks:
         return _read_blocks(storage, layer, sides)
     if isinstance(storage.layout, Segments):
@@ -349,7 +363,3 @@ def _config(prompt: Triple, decode: Triple, lengths: np.ndarray, rope: Rope | No
         family="replay", vocab_size=1, hidden_size=heads * dim, num_layers=1, num_heads=heads, num_kv_heads=kv_heads,
         head_dim=dim, mlp_size=1, max_positions=width + steps, rope=rope,
     )  # fmt: skip
-
-
-def _empty(group: Group, key: Array) -> LayerKV:
-    return empty(group, key.shape[0], key.shape[1], key.shape[3], key.dtype)

@@ -25,7 +25,7 @@ from kvjax.rope import Rope
 from kvjax.selection.base import Selection
 from kvjax.storage import store as held
 from kvjax.storage.base import UNROTATED
-from kvjax.storage.side import PROMPT, PromptView, Sides
+from kvjax.storage.side import PROMPT, PromptView, Sides, rows_of
 
 Array = jax.Array
 
@@ -103,7 +103,7 @@ def step_layer(
             own = (of_heads(query, heads), key[:, heads], value[:, heads])
             guessed = None if guess is None else of_heads(guess, heads)
             skewed = None if skew is None else skew[heads]
-            shared = jax.tree.map(lambda x: x if x.shape[0] == 1 else x[heads], sides)  # noqa: B023
+            shared = rows_of(sides, group.heads)
             order += group.heads
         output, after, seen = step(
             before, *own, block=block, group=group, budget=budget, rope=rope, scale=scale, soft_cap=soft_cap,

@@ -14,7 +14,7 @@ from kvjax.errors import StorageError
 from kvjax.memory import DEVICE, HOST, MEMORIES
 from kvjax.statistics import COUNT, MASS, Statistic
 from kvjax.storage.checks import ANY, check_layout
-from kvjax.storage.codec import Codec, CodecFunctions, Exact, layer_entry, round_trip, straight_through
+from kvjax.storage.codec import Codec, CodecFunctions, Exact, entry_of, round_trip, straight_through
 from kvjax.storage.layouts import BlockCodec, Blocks, Pairs, Segments, Tiers, slots
 from kvjax.storage.side import Parts, Shapes, Side
 
@@ -142,10 +142,21 @@ class Storage:
 
     def of_layer(self, layer: int, layers: int | None = None) -> "Storage":
         """Returns the storage of one layer; see `Codec.of_layer`."""
-        key, value = (
-            codec.of_layer(layer, layers) if isinstance(codec, Codec) else codec for codec in self.codecs.values()
-        )
-        return self if (key, value) == (self.key, self.value) else dataclasses.replace(self, key=key, value=value)
+        return self._each("of_layer", layer, layers)
+
+    def of_head(self, head: int, kv_heads: int | None = None) -> "Storage":
+        """Returns the storage of one KV head of a layer; see `Codec.of_head`."""
+        return self._each("of_head", head, kv_heads)
+
+    def _each(self, method: str, *arguments: Any) -> "Storage":
+        """Calls a method of every codec, those of a high tier too."""
+        key, value = (getattr(codec, method)(*arguments) for codec in self.codecs.values())
+        layout = self.layout
+        if isinstance(layout, Tiers) and (high := getattr(layout.high, method)(*arguments)) is not layout.high:
+            layout = dataclasses.replace(layout, high=high)
+        if (key, value, layout) == (self.key, self.value, self.layout):
+            return self
+        return dataclasses.replace(self, key=key, value=value, layout=layout)
 
     def by_age(self) -> "Storage | None":
         """Returns the storage of blocks whose tokens are encoded one by one instead, when they are as old as a block.
@@ -250,5 +261,5 @@ def _memory(name: str, given: Any) -> Memory:
 
 __all__ = [
     "ANY", "FRAMES", "ROTATED", "UNROTATED", "Codec", "CodecFunctions", "Exact", "Memory", "Parts", "Shapes", "Side",
-    "Storage", "factory", "layer_entry", "round_trip", "straight_through",
+    "Storage", "entry_of", "factory", "round_trip", "straight_through",
 ]  # fmt: skip

@@ -70,7 +70,9 @@ class Calibration(flax.struct.PyTreeNode):
                     f"storage {storage.name}: keys and values of layer {index} must be [n, K, D] of at least one "
                     f"token; got {given.key.shape} and {given.value.shape}."
                 )
-            storage.bound(given.key.shape[1])  # raises where groups of heads do not divide the KV heads
+            kv_heads = given.key.shape[1]
+            storage.bound(kv_heads)  # raises where groups of heads do not divide the KV heads
+            storage.of_layer(index).of_head(0, kv_heads)  # raises where ranks are of other heads
             own = {"key": given.key, "value": given.value}
             for name, x in own.items():
                 if not np.all(np.isfinite(x)):

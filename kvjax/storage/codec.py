@@ -101,6 +101,18 @@ class Codec:
         """
         return self
 
+    def of_head(self, head: int, kv_heads: int | None = None) -> "Codec":
+        """Returns the codec of one KV head of a layer, if heads differ; see `of_layer`, which comes first.
+
+        Args:
+          head: its number.
+          kv_heads: the number of KV heads of a layer; None = not known.
+
+        Raises:
+          StorageError: the codec is for another number of heads.
+        """
+        return self
+
     def bytes(self, dim: int, dtype: DTypeLike) -> int:
         """Returns the number of bytes of one vector of `dim` numbers."""
         return sum(math.prod(shape) * jnp.dtype(each).itemsize for shape, each in self.parts(dim, dtype).values())
@@ -138,18 +150,18 @@ class Exact(Codec):
         return parts["exact"].astype(jnp.float32)
 
 
-def layer_entry(name: str, entries: Sequence[T], layer: int, layers: int | None) -> T:
-    """Returns the entry of a layer, where each has one; see `Codec.of_layer`.
+def entry_of(name: str, entries: Sequence[T], index: int, count: int | None, noun: str = "layers") -> T:
+    """Returns the entry of a layer, or of a KV head, where each has one; see `Codec.of_layer` and `Codec.of_head`.
 
     Raises:
-      StorageError: there are more entries than layers, or fewer. The message says `name`.
+      StorageError: there are more entries than layers, or fewer. The message says `name` and `noun`.
     """
-    if layers not in (None, len(entries)) or layer >= len(entries):
+    if count not in (None, len(entries)) or index >= len(entries):
         raise StorageError(
-            f"storage {name}: {tuple(entries)} are of {len(entries)} layers, and the model has {layers or 'more'}; "
-            "give one for all layers, or one for each."
+            f"storage {name}: {tuple(entries)} are of {len(entries)} {noun}, and the model has {count or 'more'}; "
+            f"give one for all {noun}, or one for each."
         )
-    return entries[layer]
+    return entries[index]
 
 
 def round_trip(codec: Codec | BlockCodec, x: Array, side: Any, dtype: DTypeLike) -> Array:

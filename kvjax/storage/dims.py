@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from kvjax.errors import StorageError
 from kvjax.storage.base import Codec, Exact, Parts, Shapes
 from kvjax.storage.side import Side
+from kvjax.storage.wrapping import check_codec
 
 Array = jax.Array
 
@@ -52,6 +53,10 @@ class Dims:
         """Returns the map of one layer, if layers differ; see `kvjax.storage.Codec.of_layer`."""
         return self
 
+    def of_head(self, head: int, kv_heads: int | None = None) -> "Dims":
+        """Returns the map of one KV head of a layer, if heads differ; see `kvjax.storage.Codec.of_head`."""
+        return self
+
 
 @dataclasses.dataclass(frozen=True)
 class DimsFunctions(Dims):
@@ -85,7 +90,8 @@ class Chain(Codec):
     def __post_init__(self) -> None:
         if not isinstance(self.dims, Dims):
             raise StorageError(f"chain: dims={self.dims!r} must be a kvjax.storage.Dims.")
-        if not isinstance(self.codec, Codec) or self.codec.side is not None or isinstance(self.codec, Chain):
+        check_codec("chain", self.codec)
+        if self.codec.side is not None:
             raise StorageError(
                 f"chain: codec={self.codec!r} must be a codec without a side, such as kvjax.storage.Integer(4): it "
                 "holds vectors that have been shortened already."
@@ -96,8 +102,13 @@ class Chain(Codec):
         return self.dims.side
 
     def of_layer(self, layer: int, layers: int | None = None) -> "Chain":
-        dims = self.dims.of_layer(layer, layers)
-        return self if dims == self.dims else Chain(dims, self.codec)
+        return self._of(self.dims.of_layer(layer, layers), self.codec.of_layer(layer, layers))
+
+    def of_head(self, head: int, kv_heads: int | None = None) -> "Chain":
+        return self._of(self.dims.of_head(head, kv_heads), self.codec.of_head(head, kv_heads))
+
+    def _of(self, dims: Dims, codec: Codec) -> "Chain":
+        return self if (dims, codec) == (self.dims, self.codec) else Chain(dims, codec)
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         short = self.dims.dim(dim)

@@ -12,7 +12,7 @@ from kvjax.arguments import number_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE
 from kvjax.products.codes import BYTE, E4M3, Affine
-from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory, layer_entry
+from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, entry_of, factory
 from kvjax.storage.rounding import FLOAT32, as_stored, divide, nearest
 
 Array = jax.Array
@@ -80,7 +80,7 @@ class Fp8Layers(Codec):
         object.__setattr__(self, "scales", tuple(map(_checked, self.scales)))
 
     def of_layer(self, layer: int, layers: int | None = None) -> Codec:
-        return Fp8(layer_entry("fp8", self.scales, layer, layers))
+        return Fp8(entry_of("fp8", self.scales, layer, layers))
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         return Fp8(1.0).parts(dim, dtype)

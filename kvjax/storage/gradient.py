@@ -12,12 +12,13 @@ from kvjax.storage.dims import Chain
 from kvjax.storage.layouts import BlockCodec, SegmentCodec, Segments, Tiers
 from kvjax.storage.minicache import Merged
 from kvjax.storage.side import Side
+from kvjax.storage.wrapping import Wrapping
 
 Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class StraightThrough(Codec):
+class StraightThrough(Wrapping):
     """Holds the numbers that another codec decodes to, in the model's dtype; their gradient is that of the vector.
 
     Codes are integers, through which no gradient passes. What is decoded later is the same number.
@@ -71,6 +72,9 @@ class StraightThroughBlocks(BlockCodec):
 
     def bound(self, kv_heads: int) -> "StraightThroughBlocks":
         return StraightThroughBlocks(self.codec.bound(kv_heads))
+
+    def of_layer(self, layer: int, layers: int | None = None) -> "StraightThroughBlocks":
+        return StraightThroughBlocks(self.codec.of_layer(layer, layers))
 
     def parts(self, tokens: int, dim: int, dtype: DTypeLike) -> Shapes:
         return {"decoded": ((tokens, dim), jnp.dtype(dtype))}

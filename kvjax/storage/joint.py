@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import choice_argument, count_argument
 from kvjax.errors import StorageError
-from kvjax.storage.base import UNROTATED, Codec, Parts, Shapes, Storage, factory
+from kvjax.storage.base import UNROTATED, Codec, Parts, Shapes, Storage, entry_of, factory
 from kvjax.storage.dims import EXACT, LATENT
 from kvjax.storage.layouts import BlockCodec, Blocks
 from kvjax.storage.low_rank import BASES, Basis, directions, second_moment, weight_moment
@@ -19,6 +19,7 @@ from kvjax.storage.side import CALIBRATION, Samples, Side
 
 Array = jax.Array
 Heads = int | str  # KV heads of a group, or ``joint``
+Rank = int | tuple[int, ...]  # of all layers, or one for each
 
 JOINT = "joint"
 
@@ -36,13 +37,13 @@ class JointDirections(Side):
       basis: see `PrincipalDirections`.
     """
 
-    rank: int | None
+    rank: Rank | None
     heads: Heads
     basis: Basis = "keys"
     when = CALIBRATION
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
-        return {"basis": ((dim, dim if self.rank is None else self.rank), jnp.dtype(dtype))}
+        return {"basis": ((dim, _number(self.rank, dim)), jnp.dtype(dtype))}
 
     def prepare(self, samples: Samples) -> Mapping[str, np.ndarray]:
         n, kv_heads, dim = samples.own.shape
@@ -54,7 +55,7 @@ class JointDirections(Side):
             kernel = {name: x.reshape(len(x), *shape) for name, x in samples.kernels.items()}
             moment = weight_moment(samples._replace(kernels=kernel))
         # [K / heads, heads · D, r]
-        basis = directions(moment, dim if self.rank is None else self.rank)
+        basis = directions(moment, _number(self.rank, dim))
         return {"basis": basis.reshape(kv_heads, dim, -1)}
 
 
@@ -65,7 +66,7 @@ class Joint(Codec):
     The heads of a group hold the same positions in the same slots. Vectors are [B, K, ..., D].
 
     Attributes:
-      rank: numbers of a latent; None = D.
+      rank: numbers of a latent, or a tuple with one for each layer; None = D.
       heads: KV heads of a group; ``joint`` = all of a layer.
       basis: see `JointDirections`.
 
@@ -73,15 +74,14 @@ class Joint(Codec):
       StorageError: an attribute that is not valid.
     """
 
-    rank: int | None
+    rank: Rank | None
     heads: Heads = JOINT
     basis: Basis = "keys"
     has_gradient = True
 
     def __post_init__(self) -> None:
         if self.rank is not None:
-            rank = count_argument("storage joint: rank", self.rank, minimum=1, error=StorageError)
-            object.__setattr__(self, "rank", rank)
+            object.__setattr__(self, "rank", _checked(self.rank))
         if isinstance(self.heads, str):
             choice_argument("storage joint: heads", self.heads, (JOINT,), error=StorageError)
         else:
@@ -92,6 +92,11 @@ class Joint(Codec):
     @property
     def side(self) -> Side:
         return JointDirections(self.rank, self.heads, self.basis)
+
+    def of_layer(self, layer: int, layers: int | None = None) -> "Joint":
+        if not isinstance(self.rank, tuple):
+            return self
+        return dataclasses.replace(self, rank=entry_of("joint", self.rank, layer, layers))
 
     def bound(self, kv_heads: int) -> "Joint":
         heads = kv_heads if self.heads == JOINT else int(self.heads)
@@ -114,7 +119,7 @@ class Joint(Codec):
         """
         if self.heads == JOINT:
             raise StorageError("storage joint: its parts depend on the number of KV heads; see Storage.bound.")
-        rank = self._rank(dim)
+        rank = _number(self.rank, dim)
         heads = self.joint_heads
         if rank > heads * dim:
             raise StorageError(
@@ -152,11 +157,26 @@ class Joint(Codec):
         # [B, K / heads, ..., heads · share]
         latent = jnp.moveaxis(split, 2, -2).reshape(batch, kv_heads // self.heads, *middle, -1)
         # [B, K, ..., r]
-        latent = jnp.repeat(latent[..., : self._rank(dim)], self.heads, axis=1)
+        latent = jnp.repeat(latent[..., : _number(self.rank, dim)], self.heads, axis=1)
         return _product("...r,...dr->...d", latent, side)
 
-    def _rank(self, dim: int) -> int:
-        return dim if self.rank is None else self.rank
+
+def _checked(rank: Any) -> Rank:
+    """Returns a rank, or one for each layer, as whole numbers."""
+    if isinstance(rank, list | tuple | np.ndarray) and len(rank):
+        return tuple(count_argument("storage joint: rank", each, minimum=1, error=StorageError) for each in rank)
+    return count_argument("storage joint: rank", rank, minimum=1, error=StorageError)
+
+
+def _number(rank: Rank | None, dim: int) -> int:
+    """Returns the numbers of a latent of one layer.
+
+    Raises:
+      StorageError: ranks of several layers.
+    """
+    if isinstance(rank, tuple):
+        raise StorageError(f"storage joint: ranks {rank} are of different layers; see Storage.of_layer.")
+    return dim if rank is None else rank
 
 
 def _product(subscripts: str, x: Array, side: Any) -> Array:
@@ -202,6 +222,11 @@ class JointBlocks(BlockCodec):
         """Returns the codec for a number of KV heads; see `Codec.bound`."""
         return dataclasses.replace(self, joint=self.joint.bound(kv_heads))
 
+    def of_layer(self, layer: int, layers: int | None = None) -> "JointBlocks":
+        """Returns the codec of one layer; see `Codec.of_layer`."""
+        joint, codec = self.joint.of_layer(layer, layers), self.codec.of_layer(layer, layers)
+        return dataclasses.replace(self, joint=joint, codec=codec)
+
     def check(self, size: int) -> None:
         if isinstance(self.codec, BlockCodec):
             self.codec.check(size)
@@ -233,11 +258,11 @@ def _renamed(part: str) -> str:
 
 @factory
 def cskv(
-    rank: int,
+    rank: Rank,
     window: int = 32,
     heads: Heads = JOINT,
     *,
-    value_rank: int | None = None,
+    value_rank: Rank | None = None,
     key_codec: Codec | BlockCodec = EXACT,
     value_codec: Codec | BlockCodec = EXACT,
 ) -> Storage:
@@ -249,7 +274,7 @@ def cskv(
     while decoding, tokens are compressed one by one when they are no longer among the newest `window`.
 
     Args:
-      rank: numbers of a latent of keys.
+      rank: numbers of a latent of keys, or a tuple with one for each layer.
       window: tokens of a block.
       heads: KV heads that share a latent; ``joint`` = all of a layer.
       value_rank: numbers of a latent of values; None = `rank`.
@@ -259,13 +284,14 @@ def cskv(
     Raises:
       StorageError: an argument that is not valid.
     """
+    window = count_argument("storage cskv: window", window, minimum=1, error=StorageError)
     key = JointBlocks(Joint(rank, heads, "weights"), key_codec)
     value = JointBlocks(Joint(rank if value_rank is None else value_rank, heads, "weights"), value_codec)
     return Storage(key=key, value=value, layout=Blocks(window), frame=UNROTATED, name="cskv")
 
 
 @factory
-def kv_heads(heads: int, rank: int | None = None, residual: int = 0) -> Storage:
+def kv_heads(heads: int, rank: Rank | None = None, residual: int = 0) -> Storage:
     """Holds one latent of several KV heads, of as many numbers as one head has (arXiv:2406.07056).
 
     For models with RoPE, whose keys are expanded and rotated in each step; `kvjax.compress_kv_heads` folds it into the
@@ -273,7 +299,7 @@ def kv_heads(heads: int, rank: int | None = None, residual: int = 0) -> Storage:
 
     Args:
       heads: KV heads that share a latent; a divisor of those of a layer.
-      rank: numbers of a latent; None = those of one head.
+      rank: numbers of a latent, or a tuple with one for each layer; None = those of one head.
       residual: the number of newest positions that stay exact.
 
     Raises:

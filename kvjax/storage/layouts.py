@@ -158,6 +158,14 @@ class BlockCodec:
         """Returns the codec for a layer of `kv_heads` KV heads; see `Codec.bound`."""
         return self
 
+    def of_layer(self, layer: int, layers: int | None = None) -> "BlockCodec":
+        """Returns the codec of one layer, if layers differ; see `Codec.of_layer`."""
+        return self
+
+    def of_head(self, head: int, kv_heads: int | None = None) -> "BlockCodec":
+        """Returns the codec of one KV head of a layer, if heads differ; see `Codec.of_head`."""
+        return self
+
     def bytes(self, tokens: int, dim: int, dtype: DTypeLike) -> int:
         """Returns the number of bytes of a block of `tokens` vectors of `dim` numbers."""
         shapes = self.parts(tokens, dim, dtype).values()

@@ -11,15 +11,16 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import choice_argument, count_argument
 from kvjax.errors import StorageError
-from kvjax.storage.base import ROTATED, Codec, Storage, factory, layer_entry
+from kvjax.storage.base import ROTATED, Codec, Storage, entry_of, factory
 from kvjax.storage.dims import EXACT, Chain, Dims
 from kvjax.storage.side import CALIBRATION, Samples, Shapes, Side
 
 Array = jax.Array
 Basis = Literal["keys", "weights"]
-Rank = int | tuple[int, ...]  # of all layers, or one for each
+Rank = int | tuple[int | tuple[int, ...], ...]  # of all layers; or one for each, or one for each of its KV heads
 
 BASES = ("keys", "weights")
+DEPTH = 2  # of ranks: by layer, and by KV head
 SMALLEST_INPUT = 1e-6  # added to the mean magnitude of a projection's input, whose root scales its columns
 
 
@@ -41,7 +42,7 @@ class PrincipalDirections(Side):
     when = CALIBRATION
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
-        basis: Shapes = {"basis": ((dim, _of_one_layer(self.rank)), jnp.dtype(dtype))}
+        basis: Shapes = {"basis": ((dim, _number(self.rank)), jnp.dtype(dtype))}
         return basis | {"mean": ((dim,), jnp.dtype(dtype))} if self.center else basis
 
     def prepare(self, samples: Samples) -> Mapping[str, np.ndarray]:
@@ -50,25 +51,28 @@ class PrincipalDirections(Side):
         mean = x.mean(axis=0)
         from_vectors = self.basis == "keys"
         moment = second_moment(x - mean if self.center else x) if from_vectors else weight_moment(samples)
-        basis = {"basis": directions(moment, _of_one_layer(self.rank))}
+        basis = {"basis": directions(moment, _number(self.rank))}
         return basis | {"mean": mean} if self.center else basis
 
 
-def _of_one_layer(rank: Rank) -> int:
-    """Returns a rank that does not depend on the layer.
+def _number(rank: Rank) -> int:
+    """Returns a rank of one layer and KV head.
 
     Raises:
-      StorageError: it does.
+      StorageError: it is of several.
     """
     if isinstance(rank, int):
         return rank
-    raise StorageError(f"storage low_rank: ranks {rank} are of different layers; see Storage.of_layer.")
+    raise StorageError(
+        f"storage low_rank: ranks {rank} are of different layers or heads; see Storage.of_layer and Storage.of_head."
+    )
 
 
-def _checked(rank: Any) -> Rank:
-    """Returns a rank, or one for each layer, as whole numbers."""
-    if isinstance(rank, list | tuple | np.ndarray) and len(rank):
-        return tuple(count_argument("storage low_rank: rank", each, minimum=1, error=StorageError) for each in rank)
+def _checked(rank: Any, depth: int = 0) -> Rank:
+    """Returns a rank, one for each layer, or one for each KV head of a layer, as whole numbers."""
+    rank = rank.tolist() if isinstance(rank, np.ndarray) else rank
+    if isinstance(rank, list | tuple) and len(rank) and depth < DEPTH:
+        return tuple(_checked(each, depth + 1) for each in rank)  # type: ignore[misc]
     return count_argument("storage low_rank: rank", rank, minimum=1, error=StorageError)
 
 
@@ -115,9 +119,12 @@ class LowRank(Dims):
     """Holds Uᵀ(x - mean): the coordinates of a vector in a few directions, which are the columns of U.
 
     Attributes:
-      rank: the number of directions, at least 1; a tuple with one for each layer.
+      rank: the number of directions, at least 1; a tuple with one for each layer, or with a tuple for each that has one
+        for each of its KV heads.
       center: see `PrincipalDirections`.
       basis: see `PrincipalDirections`.
+      known: the number of directions of the calibration, of which the first `rank` are used, of one layer whose KV
+        heads differ; None = `rank`.
 
     Raises:
       StorageError: an attribute out of range.
@@ -126,6 +133,7 @@ class LowRank(Dims):
     rank: Rank
     center: bool = True
     basis: Basis = "keys"
+    known: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rank", _checked(self.rank))
@@ -136,37 +144,44 @@ class LowRank(Dims):
 
     @property
     def side(self) -> Side:
-        return PrincipalDirections(self.rank, self.center, self.basis)
+        return PrincipalDirections(self.rank if self.known is None else self.known, self.center, self.basis)
 
     def of_layer(self, layer: int, layers: int | None = None) -> "LowRank":
-        if isinstance(self.rank, int):
+        if isinstance(self.rank, int) or self.known is not None:
             return self
-        return dataclasses.replace(self, rank=layer_entry("low_rank", self.rank, layer, layers))
+        rank = entry_of("low_rank", self.rank, layer, layers)
+        # A calibration has as many directions of each head as the head that uses most of them.
+        return dataclasses.replace(self, rank=rank, known=None if isinstance(rank, int) else max(rank))
+
+    def of_head(self, head: int, kv_heads: int | None = None) -> "LowRank":
+        if isinstance(self.rank, int) or self.known is None:
+            return self
+        return dataclasses.replace(self, rank=entry_of("low_rank", self.rank, head, kv_heads, "KV heads"))
 
     def dim(self, dim: int) -> int:
-        return _of_one_layer(self.rank)
+        return _number(self.rank)
 
     def forward(self, x: Array, side: Any) -> Array:
         # [..., D] and [..., r]
         x = x - side["mean"].astype(jnp.float32) if self.center else x
-        return _product("...d,...dr->...r", x, side)
+        return self._product("...d,...dr->...r", x, side)
 
     def query(self, q: Array, side: Any) -> tuple[Array, Array]:
         # [..., r] and [...]
-        short = _product("...d,...dr->...r", q, side)
+        short = self._product("...d,...dr->...r", q, side)
         if not self.center:
             return short, jnp.zeros(q.shape[:-1], jnp.float32)
         return short, jnp.sum(q * side["mean"].astype(jnp.float32), axis=-1)
 
     def output(self, weighted: Array, total: Array, side: Any) -> Array:
         # [..., D]
-        full = _product("...r,...dr->...d", weighted, side)
+        full = self._product("...r,...dr->...d", weighted, side)
         return full + side["mean"].astype(jnp.float32) * total[..., None] if self.center else full
 
-
-def _product(subscripts: str, x: Array, side: Any) -> Array:
-    """Multiplies vectors by the basis [..., D, r], in full float32: GPUs and TPUs would multiply fewer bits."""
-    return jnp.einsum(subscripts, x, side["basis"].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    def _product(self, subscripts: str, x: Array, side: Any) -> Array:
+        """Multiplies vectors by the basis [..., D, r], in full float32: GPUs and TPUs would multiply fewer bits."""
+        basis = side["basis"] if self.known is None else side["basis"][..., : _number(self.rank)]
+        return jnp.einsum(subscripts, x, basis.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 @factory
@@ -186,7 +201,8 @@ def low_rank(
     what is held, and nothing is expanded to all features of a head.
 
     Args:
-      key_rank: directions of keys, at most the features of a head; a tuple with a number for each layer.
+      key_rank: directions of keys, at most the features of a head; a tuple with a number for each layer, or with a
+        tuple for each that has a number for each KV head. Heads of different ranks have arrays of their own.
       value_rank: directions of values.
       residual: the number of newest positions that stay exact.
       center: whether the mean is subtracted.

@@ -13,13 +13,13 @@ from kvjax.errors import StorageError
 from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Parts, Shapes
 from kvjax.storage.side import Side
-from kvjax.storage.wrapping import Wrapped, check_codec, wrap
+from kvjax.storage.wrapping import Wrapped, Wrapping, check_codec, wrap
 
 Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Permuted(Codec):
+class Permuted(Wrapping):
     """Codes the channels of a vector in a given order; they are decoded in their own.
 
     Attributes:

@@ -10,6 +10,7 @@ from kvjax.errors import StorageError
 from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Parts, Shapes
 from kvjax.storage.side import Side
+from kvjax.storage.wrapping import Wrapping, check_codec
 
 Array = jax.Array
 
@@ -17,7 +18,7 @@ SCALE = "scale"  # the part of a side that multiplies
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled(Codec):
+class Scaled(Wrapping):
     """Encodes x·b and decodes to y/b; see `scaled`.
 
     Attributes:
@@ -29,7 +30,8 @@ class Scaled(Codec):
     side: Side | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.codec, Codec) or self.codec.side is not None:
+        check_codec("scaled", self.codec)
+        if self.codec.side is not None:
             raise StorageError(
                 f"scaled: codec={self.codec!r} must be a codec without a side, such as kvjax.storage.Integer(4)."
             )

@@ -1,8 +1,8 @@
 """Sides: numbers that many vectors share, such as a scale for each channel, and what they are made from."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,21 @@ from kvjax.errors import StorageError
 from kvjax.storage.rounding import as_stored
 
 Array = jax.Array
+T = TypeVar("T")
 Parts = Mapping[str, Array]  # part -> [..., *shape]
 Shapes = dict[str, tuple[tuple[int, ...], Any]]  # part -> shape and dtype
 Sides = Mapping[str, Parts]  # ``key`` and ``value``, where these have a side -> its parts
 
 PROMPT, CALIBRATION = "prompt", "calibration"
 WHEN = (PROMPT, CALIBRATION)
+
+
+def rows_of(tree: T, heads: Sequence[int] | None) -> T:
+    """Returns the rows of some KV heads of arrays [K, ...], None = all; arrays [1, ...], which heads share, stay."""
+    if heads is None:
+        return tree
+    chosen = np.asarray(heads)
+    return cast(T, jax.tree.map(lambda x: x if x.shape[0] == 1 else x[chosen], tree))
 
 
 class PromptView(NamedTuple):

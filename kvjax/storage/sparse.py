@@ -17,7 +17,7 @@ from kvjax.storage.fitting import FITTED
 from kvjax.storage.levels import VectorTable
 from kvjax.storage.rounding import as_stored
 from kvjax.storage.side import CALIBRATION, Samples, Side
-from kvjax.storage.wrapping import Wrapped, check_codec, wrap
+from kvjax.storage.wrapping import Wrapped, Wrapping, check_codec, wrap
 
 Array = jax.Array
 
@@ -75,7 +75,7 @@ def outlier_count(outliers: int | float, dim: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sparse(Codec):
+class Sparse(Wrapping):
     """Holds outliers in the model's dtype beside their channels, and codes the other entries without them.
 
     Outliers are the n smallest and the n largest entries, of equal ones the lower channels being the smaller. They are

@@ -2,13 +2,32 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvjax.errors import StorageError
 from kvjax.storage.base import Codec, Storage
 from kvjax.storage.layouts import BlockCodec
 
 Wrapped = TypeVar("Wrapped", Codec, Storage)
+
+
+class Wrapping(Codec):
+    """A codec of a codec, from which frozen dataclasses inherit.
+
+    Attributes:
+      codec: see `check_codec`.
+    """
+
+    codec: Codec
+
+    def of_layer(self, layer: int, layers: int | None = None) -> Self:
+        return self._of(self.codec.of_layer(layer, layers))
+
+    def of_head(self, head: int, kv_heads: int | None = None) -> Self:
+        return self._of(self.codec.of_head(head, kv_heads))
+
+    def _of(self, codec: Codec) -> Self:
+        return self if codec is self.codec else dataclasses.replace(self, codec=codec)  # type: ignore[type-var]
 
 
 def check_codec(name: str, given: Any) -> None:

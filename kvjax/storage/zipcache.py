@@ -14,6 +14,7 @@ from kvjax.storage.base import Parts, Storage, factory
 from kvjax.storage.integer import Integer
 from kvjax.storage.kivi import Channels
 from kvjax.storage.layouts import Segments
+from kvjax.storage.packing import MOST_BITS
 from kvjax.storage.scaled import SCALE, Scaled
 from kvjax.storage.side import PromptView, Shapes, Side
 
@@ -75,6 +76,8 @@ def zipcache(high: int = 4, low: int = 2, ratio: float = 0.6, window: int = 100)
     """
     ratio = number_argument("storage zipcache: ratio", ratio, minimum=LEAST_RATIO, maximum=1, error=StorageError)
     window = count_argument("storage zipcache: window", window, minimum=1, error=StorageError)
+    for tier_name, bits in (("high", high), ("low", low)):
+        count_argument(f"storage zipcache: {tier_name}", bits, minimum=1, maximum=MOST_BITS, error=StorageError)
     name = f"zipcache{high}_{low}"
 
     def tier(bits: int, best: Storage | None, label: str) -> Storage:

@@ -157,27 +157,41 @@ def test_generation_and_scores_take_it():
 
 
 def test_ranks_of_their_own_for_each_layer():
-    """The directions of a smaller rank are the first of those of a larger one."""
+    """The directions of a smaller rank are the first of those of a larger one, of a layer and of a head."""
     own, tokens = model(), random_tokens(2, 20, seed=6)
-    dim, ranks = own.config.head_dim, ((8, 3), (8, 5))
+    dim, ranks = own.config.head_dim, ((8, (3, 2)), (8, 5))
     held, whole = storage.low_rank(*ranks), storage.low_rank(dim, dim)
     made, most = (kvjax.calibrate(own, tokens, each) for each in (held, whole))
     result = kvjax.generate(own, tokens, policies.full(), max_new_tokens=6, storage=held, calibration=made)
-    for index, layer in enumerate(result.state.layers):
-        for name, rank in zip(("key", "value"), ranks, strict=True):
-            assert layer.stores[0][name]["latent"].shape[3] == rank[index]
-            basis = most.layers[index][name]["basis"][..., : rank[index]]
-            np.testing.assert_array_equal(made.layers[index][name]["basis"], basis)
-    key, _, position = storage.read(held, result.state.layers[1], made, index=1)
-    live = np.asarray(position) >= 0
-    # What is held of the second layer lies in three directions of each head, around the mean.
-    inside = np.asarray(key - made.layers[1]["key"]["mean"][None, :, None])[0, 0][live[0, 0]]
-    assert np.linalg.matrix_rank(inside, tol=1e-4) == 3
-    for wrong in (storage.low_rank((8, 3, 3), 8), storage.low_rank((8,), 8)):
-        with pytest.raises(StorageError, match=r"layers, and the model has \w+; give one for all layers"):
+    shapes = [
+        [
+            tuple(group.stores[0][name]["latent"].shape[i] for name in ("key", "value") for i in (1, 3))
+            for group in layer
+        ]
+        for layer in result.state.layers
+    ]
+    assert shapes == [[(2, 8, 2, 8)], [(1, 3, 1, 5), (1, 2, 1, 5)]], "heads and ranks of keys and values"
+    for index, name, rank in ((0, "key", 8), (0, "value", 8), (1, "key", 3), (1, "value", 5)):
+        basis = most.layers[index][name]["basis"][..., :rank]
+        np.testing.assert_array_equal(made.layers[index][name]["basis"], basis)
+    for head, rank in enumerate((3, 2)):
+        group = result.state.layers[1][head]
+        key, _, position = storage.read(held, group, made, index=1, heads=(head,))
+        live = np.asarray(position) >= 0
+        # What is held of a head lies in as many directions, around the mean.
+        inside = np.asarray(key - made.layers[1]["key"]["mean"][None, head, None])[0, 0][live[0, 0]]
+        assert np.linalg.matrix_rank(inside, tol=1e-4) == rank
+    for wrong, of in (
+        (storage.low_rank((8, 3, 3), 8), "layers"), (storage.low_rank((8,), 8), "layers"),
+        (storage.low_rank((8, (3, 2, 1)), (8, 5)), "KV heads"),
+    ):  # fmt: skip
+        with pytest.raises(StorageError, match=rf"{of}, and the model has \w+; give one for all {of}"):
             kvjax.generate(own, tokens, policies.full(), max_new_tokens=6, storage=wrong, calibration=made)
-    with pytest.raises(StorageError, match=r"see Storage\.of_layer"):
-        held.bytes_per_slot(dim, "float32")
+    with pytest.raises(StorageError, match="are of 3 KV heads, and the model has 2"):
+        kvjax.calibrate(own, tokens, storage.low_rank(8, (8, (3, 2, 1))))
+    for part in (held, held.of_layer(1)):
+        with pytest.raises(StorageError, match=r"see Storage\.of_layer and Storage\.of_head"):
+            part.bytes_per_slot(dim, "float32")
 
 
 def test_training_lowers_the_loss():
@@ -300,9 +314,11 @@ def test_of_another_model_or_storage():
     ("build", "match"),
     [
         (lambda: storage.low_rank(0, 4), "rank must be a whole number of at least 1; got 0"),
+        (lambda: storage.low_rank(4, ((3, (2, 1)),)), r"rank must be a whole number of at least 1; got \(2, 1\)"),
+        (lambda: storage.low_rank((), 4), r"rank must be a whole number of at least 1; got \(\)"),
         (lambda: storage.low_rank(4, 4, basis="values"), "use 'keys' or 'weights'"),
         (lambda: storage.low_rank(4, 4, basis="weights"), "use center=False"),
-        (lambda: storage.low_rank(4, 4, key_codec=3), "codec=3 must be a codec without a side"),
+        (lambda: storage.low_rank(4, 4, key_codec=3), "codec=3 must be a codec of one vector"),
         (lambda: storage.low_rank(9, 4).bytes_per_slot(DIM, "float32"), "would hold 9 of 8 features; hold 1 to 8"),
         (
             lambda: storage.replay(

@@ -17,6 +17,7 @@ from kvjax.storage import Calibration, Integer, Joint, Samples
 from kvjax.storage.joint import JointDirections
 from kvjax.storage.kivi import Channels
 from tests.conformance import read, replay
+from tests.storage.test_blocks import lowered
 from tests.storage.test_sides import DIM, LENGTHS, STEPS, examples, random  # noqa: F401
 from tests.tiny import random_tokens, tiny
 
@@ -172,6 +173,19 @@ def test_heads_that_are_alike_become_one():
     assert np.abs(rough - plain).max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    "make", [lambda rank: storage.cskv(rank, 4, value_rank=6), lambda rank: storage.kv_heads(2, rank)]
+)
+def test_ranks_of_their_own_for_each_layer(make):
+    """Bytes and calibrations of each layer are those of its rank."""
+    made = {rank: lowered(make(rank), policies.full(), LENGTHS, STEPS, layers=2, heads=2) for rank in (4, 6, (4, 6))}
+    found = {rank: (each.layout.bytes(), each.layout.calibration_bytes()) for rank, each in made.items()}
+    assert found[4, 6] == tuple((one + other) // 2 for one, other in zip(found[4], found[6], strict=True))
+    weights = {"inputs": np.ones((50, 12)), "kernels": dict.fromkeys(("key", "value"), np.ones((12, 2, DIM)))}
+    own = Calibration.of(make((4, 6)), [samples()._replace(**weights)] * 2)
+    assert [layer["key"]["basis"].shape for layer in own.layers] == [(2, DIM, 4), (2, DIM, 6)]
+
+
 def refused(held, policy=None, **options) -> None:
     storage.replay(held, *random(), LENGTHS, policy or policies.full(), ROPE, **options)
 
@@ -181,6 +195,10 @@ def refused(held, policy=None, **options) -> None:
     [
         (lambda: storage.kv_heads(0), "heads must be a whole number of at least 1; got 0"),
         (lambda: storage.cskv(0), "rank must be a whole number of at least 1; got 0"),
+        (lambda: storage.cskv(4, 0), "storage cskv: window must be a whole number of at least 1; got 0"),
+        (lambda: storage.cskv((4, 0)), "rank must be a whole number of at least 1; got 0"),
+        (lambda: storage.cskv((4, 3)).of_layer(0, 3), "are of 2 layers, and the model has 3; give one for all"),
+        (lambda: storage.kv_heads(2, (4, 3)).bytes_per_slot(8, "float32"), r"see Storage\.of_layer"),
         (lambda: storage.cskv(4, key_codec=Joint(3)), "must be a codec without a side, of latents"),
         (lambda: storage.sparse(storage.kv_heads(2), 1), "sparse: codec=.*several KV heads together"),
         (lambda: storage.permuted(Joint(3, 2), (1, 0)), "permuted: codec=.*several KV heads together"),

@@ -202,7 +202,7 @@ def test_more_tokens_than_there_is_room_for_are_refused(held):
     [
         (lambda: storage.zipcache(ratio=0), "storage zipcache: ratio must be a number from 1e-06 to 1; got 0"),
         (lambda: storage.zipcache(window=0), "storage zipcache: window must be a whole number of at least 1; got 0"),
-        (lambda: storage.zipcache(high=9), "bits must be a whole number from 1 to 8; got 9"),
+        (lambda: storage.zipcache(high=9), "storage zipcache: high must be a whole number from 1 to 8; got 9"),
         (lambda: lowered(HELD, policies.full(), LENGTHS, STEPS, block=4), "leave out prefill_block"),
         (lambda: lowered(HELD, policies.h2o(0.5), LENGTHS, STEPS), "storage zipcache4.2 with policy h2o: it evicts"),
         (

@@ -1,5 +1,6 @@
 """Storages: values that compare, print and pickle, the arrays of slots, a user's own codec, what is refused."""
 
+import functools
 import pickle
 import warnings
 
@@ -35,6 +36,15 @@ ARRANGED = {
     "mikv": storage.mikv(2, 4),
     "minicache": storage.minicache(2, retained=0.1),
     "mikv, int8": storage.mikv(high=storage.int8(), balance=False, low_capacity=9),
+}
+
+
+#: Codecs that are made of a codec.
+WRAPPERS = {
+    "sparse": functools.partial(storage.sparse, outliers=1),
+    "permuted": functools.partial(storage.permuted, order=(1, 0)),
+    "scaled": functools.partial(storage.scaled, side=storage.Balance()),
+    "chain": functools.partial(storage.chain, storage.ThinK()),
 }
 
 
@@ -210,6 +220,11 @@ def test_equal_arguments_are_equal_storages():
         (lambda: storage.permuted(Integer(4), 3), "order must be a permutation .* got 3"),
         (lambda: storage.permuted(Integer(4), (1, 0)).bytes(8, jnp.float32), "order has 2 channels, and a head has 8"),
         (lambda: storage.Sparse(storage.int4(), 1), "sparse: codec=.* must be a codec"),
+        *(
+            (functools.partial(wrap, made.key), f"{name}: codec={type(made.key).__name__}.* holds the vectors of {of}")
+            for name, wrap in WRAPPERS.items()
+            for made, of in ((storage.kv_heads(2), "several KV heads"), (storage.minicache(), "two layers"))
+        ),
         (lambda: storage.Permuted(storage.think().key, (1, 0)), "permuted: codec=.* and all its channels"),
         (lambda: storage.sparse(storage.kivi(), 1), "sparse: storage kivi.* holds blocks of tokens"),
         (lambda: storage.int4(bits=4), "int4\\(\\).* it accepts group, residual"),
@@ -234,3 +249,11 @@ def test_refused_with_what_is_valid(build, match):
     with pytest.raises(StorageError, match=match) as caught:
         build()
     assert isinstance(caught.value, KvjaxError) and "\n" not in str(caught.value)
+
+
+def test_codecs_of_codecs_differ_by_layer_as_these_do():
+    by_layer, own = storage.fp8((1.0, 2.0)).key, storage.Fp8(2.0)
+    for wrap in WRAPPERS.values():
+        assert wrap(by_layer).of_layer(1, 2) == wrap(own)
+        assert wrap(own).of_layer(1, 2) == wrap(own).of_head(0, 2) == wrap(own)
+    assert storage.mikv(high=storage.fp8((1.0, 2.0))).of_layer(1, 2).layout.high == storage.fp8(2.0)
