@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from kvjax import sharding
+from kvjax.cache import pairs
 from kvjax.cache.empty import empty_layers, memories
 from kvjax.cache.layout import CacheLayout
 from kvjax.cache.lowering import Lowered
@@ -29,6 +30,7 @@ from kvjax.models.quantize import WeightCodes, held_shapes
 from kvjax.products.quantized import MATRIX, QuantizedMatrix, is_quantized
 from kvjax.sharding import Params, PyTree
 from kvjax.storage.calibration import side_shapes
+from kvjax.storage.layouts import UPPER
 
 Array = jax.Array
 POSITION_BYTES = 4  # of the int32 position of a slot
@@ -45,8 +47,8 @@ class Roofline:
       host: bytes in host memory: of weights and of keys and values.
       weights_moved: bytes of weights that a step reads. Tables from which it looks up single rows are not counted. Of
         routed experts, those count that the rows choose on average, if every choice is as likely as any other.
-      cache_moved: bytes that a step reads (keys, values and positions of the slots that are read, their statistics,
-        and the selection's index of all slots) and writes (statistics and new slots).
+      cache_moved: bytes that a step reads (keys, values and positions of the slots that are read, what these share,
+        their statistics, and the selection's index of all slots) and writes (statistics and new slots).
       link_moved: bytes that a step moves from host memory to the device: weights, and slots, in arrays of fixed shapes.
       flops: floating-point operations of the matrix products, where a multiply-add counts as two.
       tokens_per_second: of the whole batch on the whole mesh; None if the speed of the device is unknown.
@@ -144,11 +146,13 @@ class AverageSlots(NamedTuple):
       held: the number of live slots.
       read: the number of slots that a step reads.
       fetched: the number of slots that a step moves from host memory, if they are there.
+      lent: whether a step also reads what the layer before it holds for both; see `kvjax.cache.pairs`.
     """
 
     held: float
     read: float
     fetched: float = 0.0
+    lent: bool = False
 
 
 def average_slots(
@@ -186,7 +190,8 @@ def average_slots(
             width = None if group.selection.ranks_by_keys else group.selection.width(group.capacity)
             read = held if width is None else np.minimum(held, width)
             read = read if window is None else np.minimum(read, window)
-            slots.append(AverageSlots(float(np.mean(held)), float(np.mean(read)), float(group.moved)))
+            lent = pairs.half_of(group) == UPPER
+            slots.append(AverageSlots(float(np.mean(held)), float(np.mean(read)), float(group.moved), lent))
     return tuple(slots)
 
 
@@ -212,17 +217,23 @@ def roofline(config: DecoderConfig, shapes: Shapes, slots: tuple[AverageSlots, .
     flops = 2.0 * rows * sum(math.prod(_local_matrix(leaf)) for leaf in matrices if len(leaf.shape) == MATRIX)
     flops += 2.0 * rows * chosen * sum(math.prod(_local_matrix(leaf)) for leaf in experts)
     moved, linked = 0.0, 0.0
+    before: LayerKV | None = None
     for (index, layer), own in zip(layers_of(state), slots, strict=True):
+        assert before is not None or not own.lent
+        # What two layers share is held once, and read by both.
+        read = pairs.together(before, layer) if own.lent and before is not None else layer
+        before = layer
         local_rows, kv_heads, _ = _local(layer.position)
         query = shapes.params[f"layer_{index}"]["attention"]["query"]["kernel"]
         # Two products, QKᵀ and PV, each with a multiplication and an addition per element.
         flops += 4.0 * local_rows * _local_matrix(query)[1] * own.read * layer.position.shape[1] / config.num_kv_heads
         statistics = sum(leaf.dtype.itemsize * math.prod(leaf.shape[3:]) for leaf in jax.tree.leaves(layer.stats))
-        slot = _slot_bytes(layer.stores, layer)
+        slot = _slot_bytes(read.stores, layer)
         # Every slot that is read, and the new one, which is written; statistics are read and written.
         attended = own.read * (slot + POSITION_BYTES + 2 * statistics) + slot + POSITION_BYTES
         # A selection looks at its index of all that is held.
-        moved += local_rows * kv_heads * (attended + own.held * _slot_bytes(layer.index, layer))
+        shared = sum(math.prod(leaf.shape[2:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(read.sides))
+        moved += local_rows * kv_heads * (attended + shared + own.held * _slot_bytes(layer.index, layer))
         linked += local_rows * kv_heads * own.fetched * _fetched_slot_bytes(layer)
     weights = local_bytes(matrices) - round((1 - hit) * local_bytes(experts))
     link = round(linked) + local_bytes(shapes.params, HOST)

@@ -13,8 +13,12 @@ import pytest
 import kvjax
 from kvjax import policies, storage
 from kvjax.cache import CacheSpec, Limits
+from kvjax.cache.limits import sizes_for
+from kvjax.cache.lowering import lower
+from kvjax.devices import Device
 from kvjax.errors import StorageError
 from kvjax.prefill import prefill
+from kvjax.roofline import average_slots, decode_shapes, roofline
 from kvjax.storage import Merged, merged_vectors
 from tests.storage.test_blocks import lowered
 from tests.tiny import random_tokens, tiny
@@ -238,3 +242,23 @@ def test_a_model_without_a_pair_is_dense():
     assert CacheSpec(policies.full(), storage.minicache()).name == "full + minicache"
     layout = lowered(storage.minicache(), policies.full(), np.array([10]), 3, layers=1).layout
     assert layout.decode[0][0].storage.exact
+
+
+def test_a_step_reads_what_a_pair_shares_in_both_layers():
+    """By hand, from the bytes of the layout: directions, and slots of originals, are held once and read twice."""
+    config = tiny(layers=LAYERS).model.config
+    rows, heads, dim, tokens = 2, config.num_kv_heads, config.head_dim, 12
+    prompts = np.full(rows, tokens)
+    sizes = sizes_for(prompts, 1, width=tokens, block=None, limits=Limits(tokens, 1, shortest=tokens), last_fed=True)
+    made = lower(CacheSpec(policies.full(), HELD), config, sizes, prompts, implementation="xla")
+    slots = average_slots(config, made, tokens, 2)
+    assert [each.held for each in slots] == [tokens + 1] * LAYERS
+    shapes = decode_shapes(config, made.layout, "float32", rows, None)
+    step = roofline(config, shapes, slots, Device("", None, None, None, ""))
+    again = rows * heads * 2 * 4 * (tokens * dim + math.ceil(HELD.key.retained * tokens))
+    exact, merged = 2 * dim * 4, 2 * (dim + 1) * 4
+    # The slot that is written, of the average size, and the positions of all.
+    new = [exact, *[(tokens * merged + exact) / (tokens + 1)] * 2, exact]
+    rest = rows * heads * sum(each + 4 * (tokens + 2) for each in new)
+    assert step.cache_moved == round(made.layout.bytes(rows) + again + rest)
+    assert step.cache == made.layout.bytes(rows, statistics=True) + 3 * 4 * rows, "and three lengths of each row"
