@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from ml_collections import config_flags
 
 from experiments import fields
 from experiments.config import ExperimentConfig
-from kvjax import host
+from kvjax import host, processes
 from kvjax.errors import ConfigError, KvjaxError
 
 USAGE_ERROR, INTERRUPTED, NOBODY_READS = 2, 130, 141
 CACHE_FLAG = "compilation_cache"
+DISTRIBUTED, COORDINATOR, COUNT, NUMBER = "distributed", "coordinator_address", "num_processes", "process_id"
 
 
 class _Parser(flags.ArgumentParser):
@@ -64,6 +66,7 @@ def parse(
     values = flags.FlagValues()
     define(values)
     define_compilation_cache(values)
+    define_processes(values)
     if {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
         print(_help(about, values, cls))
         raise SystemExit(0)
@@ -87,6 +90,7 @@ def parse(
         raise ConfigError(str(error).removeprefix("flag ")) from None
     if rest[1:]:
         raise ConfigError(f"unexpected argument {rest[1]!r}; every setting is of the form --config.FIELD=VALUE.")
+    start_processes(values)
     use_compilation_cache(values)
     return values.config, values
 
@@ -116,6 +120,30 @@ def use_compilation_cache(values: flags.FlagValues) -> None:
         raise ConfigError(f"--{CACHE_FLAG}={given!r} cannot be written: give a folder of your own, or none.")
 
 
+def define_processes(values: flags.FlagValues) -> None:
+    """Adds the flags that `start_processes` reads."""
+    about = "join the processes that SLURM, a Cloud TPU slice, Open MPI or Kubernetes has started with this command"
+    flags.DEFINE_bool(DISTRIBUTED, False, about, flag_values=values)
+    about = "HOST:PORT of the first of several processes, where the environment does not say it"
+    flags.DEFINE_string(COORDINATOR, None, about, flag_values=values)
+    flags.DEFINE_integer(COUNT, None, "number of processes, likewise", flag_values=values)
+    flags.DEFINE_integer(NUMBER, None, "number of this process, from 0, likewise", flag_values=values)
+
+
+def start_processes(values: flags.FlagValues) -> None:
+    """Joins the other processes, if there are any; all but the first print nothing on stdout from here on.
+
+    Raises:
+      ConfigError: see `kvjax.processes.initialize`.
+    """
+    given = [values[name].value for name in (COORDINATOR, COUNT, NUMBER)]
+    if not values[DISTRIBUTED].value and given == [None] * 3:
+        return
+    processes.initialize(*given)
+    if not processes.is_first():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, until the process ends
+
+
 def _help(about: str, values: flags.FlagValues, cls: type) -> str:
     settings = [f"  --config.{path}: {fields.kind_of(path, cls).__metadata__[0]}" for path in fields.leaves(cls)]
     own = [f"  --{name}: {values[name].help}" for name in values]
@@ -130,6 +158,13 @@ def main(program: Callable[[Sequence[str]], int], interrupted: str = "no unfinis
     except KvjaxError as error:
         print(f"error: {error}", file=sys.stderr)
         status = USAGE_ERROR
+        if processes.count() > 1:
+            processes.leave(status)  # the others may never come to the end that JAX would wait for
+    except Exception:
+        if processes.count() > 1:
+            traceback.print_exc()
+            processes.leave(1)
+        raise
     except KeyboardInterrupt:
         print(f"\ninterrupted: {interrupted}", file=sys.stderr)
         sys.stdout.flush()

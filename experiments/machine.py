@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from experiments import identity
-from kvjax import host, products, sharding
+from kvjax import host, processes, products, sharding
 from kvjax.models.config import DecoderConfig
 from kvjax.models.quantize import WeightCodes, parameter_bytes
 
@@ -50,11 +51,18 @@ def fit(config: DecoderConfig, dtype: Any, *, cache: int, mesh: str = "", codes:
     """
     devices = list(sharding.make_mesh(mesh).devices.flat) if mesh else jax.local_devices()[:1]
     weights = parameter_bytes(config, dtype, codes)
-    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
+    # A process knows the memory of its own devices.
+    here = [device for device in devices if device.process_index == processes.number()]
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in here]
     if all(limits):
-        kind = devices[0].device_kind
-        return Fit(weights, cache, sum(limits), f"{len(devices)} {kind}s" if len(devices) > 1 else f"the {kind}")
-    return Fit(weights, cache, host_memory(), "this machine's free memory")
+        kind, least = devices[0].device_kind, int(processes.from_all(np.int64(min(limits, default=0))).min())
+        return Fit(
+            weights, cache, least * len(devices), f"{len(devices)} {kind}s" if len(devices) > 1 else f"the {kind}"
+        )
+    # All processes come to the same answer.
+    every = processes.from_all(np.int64(host_memory()))
+    where = "this machine's free memory" if len(every) == 1 else f"the free memory of {len(every)} processes"
+    return Fit(weights, cache, int(every.min()) * len(every), where)
 
 
 def host_memory() -> int:
@@ -92,6 +100,7 @@ def environment() -> dict[str, Any]:
         "platform": devices[0].platform,
         "device": devices[0].device_kind,
         "devices": len(devices),
+        "processes": processes.count(),
         "cpu": host.cpu_name(),
         "cores": host.cores(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 1),

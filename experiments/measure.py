@@ -14,6 +14,7 @@ import numpy as np
 from experiments.tasks.base import Answer, Asked
 from experiments.tasks.prompts import Prompt
 from experiments.tasks.score import SPARE_TOKENS, exact_matches
+from kvjax import processes
 from kvjax.attention import Implementation
 from kvjax.cache import CacheSpec, KVState, Limits, layers_of, live_slots
 from kvjax.cache.spec import as_spec
@@ -220,4 +221,5 @@ def _fits(recall: Mapping[str, Sequence[Prompt]], limits: Limits) -> bool:
 
 def _live(state: KVState) -> np.ndarray:
     """The number of live slots of every KV head of every row and layer."""
-    return np.concatenate([np.asarray(live_slots(group)).ravel() for _, group in layers_of(state)])
+    found: list[np.ndarray] = processes.to_host([live_slots(group) for _, group in layers_of(state)])
+    return np.concatenate([live.ravel() for live in found])

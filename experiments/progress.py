@@ -7,6 +7,8 @@ from typing import TypeVar
 
 from tqdm.auto import tqdm
 
+from kvjax import processes
+
 T = TypeVar("T")
 
 
@@ -19,10 +21,12 @@ def tracked(
       items: what is worked on.
       unit: what an item is.
       name: of an item.
-      show: whether to say anything; None = a bar on a terminal, and elsewhere a line when an item is done.
+      show: whether to say anything; None = a bar on a terminal, and elsewhere a line when an item is done. Of several
+        processes the first one says it.
       leave: whether the bar stays.
     """
     terminal = sys.stderr.isatty()
+    show = show if processes.is_first() else False
     bar = tqdm(items, unit=unit, disable=not (show or (show is None and terminal)), leave=leave)
     for number, item in enumerate(bar):
         bar.set_description(name(item))

@@ -26,17 +26,18 @@ from experiments.config import ExperimentConfig
 from experiments.resolve import CannotRun, codes_of, decoder_config, dtype_of, specs_of
 from experiments.session import Outcome, Session, describe
 from experiments.tasks import answering, score
+from kvjax import processes
 from kvjax.errors import ConfigError, KvjaxError
 
 ONLY_PLANNED = 3  # the exit status if a run was asked for that this machine, or its disk, has no model for
 
 
 def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = None) -> Path:
-    """Runs a config and writes its folder.
+    """Runs a config and writes its folder. Of several processes, all run it, and the first one writes.
 
     Returns:
       The folder, which is there whole or not at all; another one than the config's if that cannot be written when the
-      results are there.
+      results are there. In other processes than the first, the config's.
 
     Raises:
       NotWritten: no folder could be written; the results were printed.
@@ -47,6 +48,9 @@ def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = 
     answering.check(config.tasks)
     session = Session()
     print(describe(session.model(config), config.model), flush=True)
+    if not processes.is_first():
+        session.run(config, progress=progress)
+        return Path(config.output)
     name = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     outcome = None
     try:

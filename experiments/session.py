@@ -21,7 +21,7 @@ from experiments.progress import tracked
 from experiments.resolve import CannotRun, check_fit, dtype_of, model_name, specs_of
 from experiments.tasks import answering, score
 from experiments.tasks.journal import FOLDER, Journal
-from kvjax import sharding
+from kvjax import processes, sharding
 from kvjax.cache import CacheSpec
 from kvjax.checkpoint.skew import load_skew
 from kvjax.errors import CheckpointError
@@ -149,7 +149,9 @@ class Session:
         # Specs of other names may be equal.
         pairs = zip(specs, task_specs, strict=True)
         missing = [pair for pair in pairs if (key, pair[0].name, pair[0]) not in self._measured]
-        made = _side_by_side(one, missing, at_once=1 if config.repeats else os.cpu_count() or 1)
+        # Several processes must run the same programs in the same order.
+        alone = bool(config.repeats) or processes.count() > 1
+        made = _side_by_side(one, missing, at_once=1 if alone else os.cpu_count() or 1)
         shown = tracked(missing, unit="policy", name=lambda pair: pair[0].name, show=progress, leave=False)
         for (spec, _), measurement in zip(shown, made, strict=True):
             self._measured[key, spec.name, spec] = measurement
@@ -179,7 +181,8 @@ class Session:
 
     def _journal(self, config: ExperimentConfig) -> Journal:
         """The answers that there are to the tasks of a config, whatever its policies."""
-        if not config.tasks.names:
+        # Several processes must ask the same questions together, whatever a file has when each of them looks.
+        if not config.tasks.names or processes.count() > 1:
             return Journal(None)
         path = Path(config.output) / FOLDER / f"{identity.of_answers(config)}.jsonl"
         if path not in self._journals:
@@ -233,6 +236,7 @@ def calibrated_for(model: Model, spec: CacheSpec, path: str | None) -> Model:
 
 def _load_plain(config: ExperimentConfig, codes: WeightCodes | None) -> Model:
     mesh = sharding.make_mesh(config.mesh) if config.mesh else None
+    processes.check_mesh(mesh)
     dtype = dtype_of(config.model)
     if config.model.path is not None:
         try:

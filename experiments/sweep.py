@@ -34,6 +34,7 @@ from experiments.config import ExperimentConfig
 from experiments.progress import tracked
 from experiments.session import Session
 from experiments.sharing import MISSING, Shard
+from kvjax import processes
 from kvjax.errors import ConfigError, KvjaxError
 
 Axis = tuple[str, list[Any]]  # a field and its values
@@ -279,6 +280,8 @@ def main(argv: Sequence[str]) -> int:
         flags.DEFINE_bool("wait", False, about, flag_values=values)
 
     base, values = cli.parse(argv, about=__doc__, define=define)
+    if processes.count() > 1:
+        raise ConfigError("a sweep's workers share runs, not a model: leave out --distributed and the like.")
     axes = [parse_axis(text) for text in values.sweep]
     shard = None if values.shard is None else sharing.parse_shard(values.shard)
     folder, every = sweep(base, axes, rerun=values.rerun, shard=shard, wait=values.wait)

@@ -4,7 +4,7 @@
 
 Writes one folder: config.json, metrics.jsonl (loss and held-out scores by step), checkpoints/ (Orbax), tokenizer.json,
 and at the end model/. Started again with the same settings it goes on from its last checkpoint, exactly. Data-parallel
-over all devices.
+over all devices, of all processes (docs/clusters.md).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from experiments.training.config import BY_STAGE, TrainConfig, check, decoder_co
 from experiments.training.induction import grown, initial_parameters
 from experiments.training.mixture import Kind, Mixture
 from experiments.training.optimizer import optimizer
-from kvjax import sharding
+from kvjax import processes, sharding
 from kvjax.checkpoint.huggingface import load, save
 from kvjax.checkpoint.tokenizer import load_tokenizer
 from kvjax.errors import ConfigError, KvjaxError
@@ -89,6 +89,7 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
     # As many devices as every stage's windows can be divided among.
     devices = math.gcd(jax.device_count(), *(config.batch_tokens // context for context in config.contexts))
     mesh = sharding.make_mesh({"data": devices})
+    processes.check_mesh(mesh)
     everywhere, by_row = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data")))
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2, save_interval_steps=config.checkpoint_every, cleanup_tmp_directories=True
@@ -98,8 +99,10 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
         start = manager.latest_step() or 0
         if start:
             _check_same_past(config, folder, start, scaled=changed)
-        before = _start_model(config, folder) if config.start else None
-        mixture, held_out = corpus.load(config, folder, resume=bool(start or before))
+        with processes.first_before_others():
+            before = _start_model(config, folder) if config.start else None
+            # The first process writes the tokenizer.
+            mixture, held_out = corpus.load(config, folder, resume=bool(start or before or not processes.is_first()))
         checksums = corpus.checksums(config)
         decoder = decoder_config(config, mixture.bos)
 
@@ -107,10 +110,12 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
         def begin(params: Any) -> TrainState:
             return TrainState.create(apply_fn=Decoder(decoder).apply, params=params, tx=optimizer(config))
 
-        state = begin(before.params if before else initial_parameters(decoder, jax.random.key(config.seed)))
+        initial = before.params if before else initial_parameters(decoder, jax.random.key(config.seed))
+        state = begin(jax.tree.map(lambda leaf: processes.put(leaf, everywhere), initial))
         if start:
             state = manager.restore(start, args=ocp.args.StandardRestore(state))
-        results.write(folder / "config.json", results.to_json(fields.to_dict(config)))
+        if processes.is_first():
+            results.write(folder / "config.json", results.to_json(fields.to_dict(config)))
         log = Log(folder / "metrics.jsonl", start)
         environment = machine.environment()
         log.write(kind="start", step=start, command=command, devices_used=devices, **environment, sha256=checksums)
@@ -124,10 +129,12 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
                 step, config.batch_tokens // context, context,
                 **{name: getattr(config.mixture, name)[at] for name in BY_STAGE},
             )  # fmt: skip
-            state, losses = train_step(state, *jax.device_put(batch, by_row), config.mixture.answer_weight)
+            placed = [processes.put(each, by_row) for each in batch]
+            state, losses = train_step(state, *placed, config.mixture.answer_weight)
             done, last = step + 1, step + 1 == config.steps
             if done % config.log_every == 0 or last:
                 # NaN of a kind is a kind that this batch does not have.
+                losses = processes.to_host(losses)
                 values = {name: float(value) for name, value in losses.items() if not np.isnan(value)}
                 if not np.isfinite(losses["total"]):
                     raise Diverged(f"the loss is {losses['total']} at step {done}; lower optimizer.learning_rate.")
@@ -148,8 +155,9 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
                 since += time.perf_counter() - began
             manager.save(done, args=ocp.args.StandardSave(state), force=last)
         bar.close()
-    params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.bfloat16), state.params)
-    save(Model(decoder, params, load_tokenizer(folder, decoder)), folder / "model")
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), processes.to_host(state.params))
+    if processes.is_first():
+        save(Model(decoder, params, load_tokenizer(folder, decoder)), folder / "model")
     return folder / "model"
 
 
@@ -197,16 +205,20 @@ class Diverged(KvjaxError):
 
 
 class Log:
-    """JSON lines, one an event; those of steps that are about to be repeated are dropped."""
+    """JSON lines, one an event; those of steps that are about to be repeated are dropped. The first process writes."""
 
     def __init__(self, path: Path, start: int):
+        self.path = path if processes.is_first() else None
+        if self.path is None:
+            return
         lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
         results.write(
             path, "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start)
         )
-        self.path = path
 
     def write(self, **event: Any) -> None:
+        if self.path is None:
+            return
         with self.path.open("a") as file:
             file.write(json.dumps(event) + "\n")
 

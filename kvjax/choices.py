@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax import memory
+from kvjax import memory, processes
 from kvjax.attention import Implementation
 from kvjax.cache.layout import Phase
 from kvjax.cache.limits import Limits, half_steps, power_of_two
@@ -129,7 +129,7 @@ def score_choices(
                 model.params, state, logits, *model.place((sources, ids, ends)), config=model.config, phase=phase,
                 at_once=at_once,
             )  # fmt: skip
-            logprobs, best = np.asarray(scores), np.asarray(greedy)
+            logprobs, best = processes.to_host((scores, greedy))
             for place, (row, number) in enumerate(part):
                 found[row][number] = ChoiceScore(logprobs[place, : ends[place]], bool(best[place]))
     return [[each for each in own if each is not None] for own in found]

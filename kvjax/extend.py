@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax import memory
+from kvjax import memory, processes
 from kvjax.cache.layout import Phase
 from kvjax.cache.limits import half_steps, power_of_two
 from kvjax.cache.state import Block, KVState
@@ -57,7 +57,7 @@ def extend(
     if not valid or source.min() < 0 or source.max() >= contexts:
         raise InputError(f"rows must be {count} whole numbers from 0 to {contexts - 1}, one per row; got {rows!r}.")
     # [R]
-    fed = np.asarray(prefilled.state.length)[source] + batch.lengths
+    fed = processes.to_host(prefilled.state.length)[source] + batch.lengths
     if model.config.learned_positions and int(fed.max()) > model.config.max_positions:
         raise InputError(
             f"this model's learned position table ends at {model.config.max_positions} tokens, but a context and its "

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
-from kvjax import records
+from kvjax import processes, records
 from kvjax.attention import Implementation
 from kvjax.cache.layout import Phase
 from kvjax.cache.limits import Limits
@@ -175,12 +175,13 @@ def decode(
             prefilled.logits, prefilled.state, model.place(request), key, stop_ids,
             model.place(seen_tokens(prefilled, sampler)), sampler=sampler,
         )  # fmt: skip
-        produced.append((np.asarray(first)[:, None], np.asarray(logprob)[:, None]))
+        first, logprob = processes.to_host((first, logprob))
+        produced.append((first[:, None], logprob[:, None]))
         bar.update()
         if stream:
             stream(produced[0][0][:, 0])
         may_end = len(stop_ids) > 0 or until is not None
-        while done < max_new_tokens and (not may_end or bool(carry.active.any())):
+        while done < max_new_tokens and (not may_end or bool(processes.to_host(carry.active).any())):
             if until is not None:
                 carry = _ended(carry, until(np.concatenate([ids for ids, _ in produced], axis=1)))
             steps = min(1 if stream else UNTIL_EVERY if until else CHUNK, max_new_tokens - done)
@@ -189,7 +190,8 @@ def decode(
                 sampler=sampler, record=record,
             )  # fmt: skip
             recorded.append((own, steps))
-            produced.append((np.asarray(ids)[:, :steps], np.asarray(logprobs)[:, :steps]))
+            ids, logprobs = processes.to_host((ids, logprobs))
+            produced.append((ids[:, :steps], logprobs[:, :steps]))
             if stream:
                 stream(produced[-1][0][:, 0])
             done += steps
@@ -381,7 +383,7 @@ def _is_active(token: Array, stop: Array) -> Array:
 def _ended(carry: Carry, ended: np.ndarray) -> Carry:
     """Returns the carry in which rows, [B] bool, have ended."""
     # The sharding of the rows stays as it is.
-    return carry._replace(active=carry.active & ~jax.device_put(np.asarray(ended, bool), carry.active.sharding))
+    return carry._replace(active=carry.active & ~processes.put(np.asarray(ended, bool), carry.active.sharding))
 
 
 def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
@@ -394,7 +396,8 @@ def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
         for before, after in zip(layer, then, strict=True)
         if not (before.evicts or after.evicts)
     ]
-    longest = int(np.asarray(prefilled.state.length).max()) if room else 0
+    length, prompt = processes.to_host((prefilled.state.length, prefilled.state.prompt))
+    longest = int(length.max()) if room else 0
     if room and longest + max_new_tokens - 1 > min(room):
         raise InputError(
             f"{longest} tokens are held and {max_new_tokens} are to follow, but the cache has {min(room)} slots; give "
@@ -402,7 +405,7 @@ def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
         )
     # Blocks, tiers and segments have arrays for what follows a prompt, however long that was.
     following = [group.extent.following for group in layout.groups if group.extent is not None]
-    fed = int(np.max(np.asarray(prefilled.state.length) - np.asarray(prefilled.state.prompt))) if following else 0
+    fed = int(np.max(length - prompt)) if following else 0
     if following and fed + max_new_tokens - 1 > min(following):
         raise InputError(
             f"{fed} tokens were decoded and {max_new_tokens} are to follow, but the cache is for {min(following)} "

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
-from kvjax import records
+from kvjax import processes, records
 from kvjax.attention import Implementation
 from kvjax.cache.layout import Phase
 from kvjax.cache.limits import Limits, power_of_two
@@ -137,7 +137,8 @@ def log_likelihood(
     if differentiated:
         return LogLikelihood(jnp.where(known, scores[:, : total - 1], 0.0), state)
     # On the host, because XLA would compile a program for every length of the slice.
-    return LogLikelihood(jnp.asarray(np.where(known, np.asarray(scores)[:, : total - 1], np.float32(0))), state, made)
+    whole = processes.to_host(scores)[:, : total - 1]
+    return LogLikelihood(jnp.asarray(np.where(known, whole, np.float32(0))), state, made)
 
 
 @functools.partial(

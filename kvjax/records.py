@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import processes
 from kvjax.cache.layout import CacheLayout, Group, Phase
 from kvjax.memory import HOST
 
@@ -150,7 +151,7 @@ def _layer(seen: tuple[Any, ...], groups: tuple[Group, ...], active: Array, widt
 def joined(parts: list[tuple[Steps | None, int]], layout: CacheLayout) -> Record | None:
     """Joins the records of several calls, each with its number of steps, on the host; None if nothing was recorded."""
     host = [
-        jax.tree.map(lambda leaf, taken=taken: np.asarray(leaf)[:taken], steps)
+        jax.tree.map(lambda leaf, taken=taken: leaf[:taken], processes.to_host(steps))
         for steps, taken in parts
         if steps is not None
     ]

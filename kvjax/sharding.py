@@ -84,9 +84,11 @@ def make_mesh(axes: str | Mapping[str, int], devices: Sequence[jax.Device] | Non
 
 
 def one_device_mesh() -> Mesh:
-    """Returns the mesh of the default device alone: shapes need one to say that they are in host memory."""
+    """Returns the mesh of this process's default device alone: shapes need one to say that they are in host memory."""
     axes = sorted({axis for axis in RULES.values() if axis})
-    return Mesh(np.asarray(jax.devices()[:1]).reshape((1,) * len(axes)), axes, axis_types=(AxisType.Auto,) * len(axes))
+    return Mesh(
+        np.asarray(jax.local_devices()[:1]).reshape((1,) * len(axes)), axes, axis_types=(AxisType.Auto,) * len(axes)
+    )
 
 
 def _parse(text: str) -> dict[str, int]:

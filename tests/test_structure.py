@@ -16,6 +16,7 @@ ROOMS = [
         "rope",
         "soft_cap",
         "sharding",
+        "processes",
         "devices",
         "units",
         "arguments",

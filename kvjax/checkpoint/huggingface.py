@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
-from kvjax import sharding
-from kvjax.checkpoint import names, quantized, readers
+from kvjax import processes, sharding
+from kvjax.checkpoint import names, quantized, readers, shards
 from kvjax.checkpoint.locate import FORMATS, listing, locate, shorten
 from kvjax.checkpoint.readers import Stored
 from kvjax.checkpoint.tokenizer import load_tokenizer
@@ -44,6 +44,9 @@ def load(
     memory for those parameters that stay on the host and for the largest tensor. The same holds for weights that are
     quantised here.
 
+    Where the mesh spans several processes (`kvjax.processes`), each reads the bytes of its own shards; of GPTQ and AWQ
+    folders, all.
+
     Weights of GPTQ and AWQ folders (`kvjax.checkpoint.quantized`) stay quantised. A generation_config.json is read for
     `kvjax.generate_text`; see `kvjax.models.generation`.
 
@@ -61,9 +64,20 @@ def load(
     Raises:
       CheckpointError: if there is no checkpoint, a file is damaged, a tensor holds NaN, or the tensors are not those of
         the configuration. The message lists the tensors concerned.
-      ConfigError: if the family, an option, the dtype or the format of quantised weights is not supported.
+      ConfigError: if the family, an option, the dtype or the format of quantised weights is not supported, or the mesh
+        leaves out a process.
     """
-    folder = locate(path_or_name)
+    if mesh is None:
+        return _load(locate(path_or_name), dtype, mesh, host_weights, weights)
+    processes.check_mesh(mesh)
+    with processes.together(f"loading {path_or_name}"):
+        return _load(locate(path_or_name), dtype, mesh, host_weights, weights)
+
+
+def _load(
+    folder: Path, dtype: DTypeLike | None, mesh: Mesh | None, host_weights: float, weights: WeightCodes | str | None
+) -> Model:
+    """See `load`."""
     target, codes = _dtype(dtype, mesh), as_weight_codes(weights)
     raw = readers.read_json(folder / "config.json")
     try:
@@ -78,7 +92,7 @@ def load(
     on_host = offload.host_layers(config.num_layers, host_weights)
     try:
         stored = _canonical(folder, config, _open(folder, form))
-        config = _untie(config, stored)
+        config = _untie(config, stored, everywhere=mesh is not None)
         quantize.check(config, codes)
         place = _Place(config, mesh, on_host)
         params: dict[str, PyTree] = {}
@@ -91,9 +105,12 @@ def load(
             else:
                 # Codes are made of exact weights, whatever the dtype of the model.
                 kind = np.dtype(np.float32) if coded else target
-                parts = tensor.split(
-                    stored[tensor.name].read(kind, transposed_memory=tensor.out_first and not tensor.rearranged)
-                )
+                if mesh is not None and processes.count() > 1:
+                    parts = [*shards.read(tensor, stored[tensor.name], kind, place.of_tensor(tensor))]
+                else:
+                    whole = stored[tensor.name].read(kind, transposed_memory=tensor.out_first and not tensor.rearranged)
+                    parts = [*tensor.split(whole)]
+                    del whole
             for path in tensor.paths:
                 node = params
                 for key in path[:-1]:
@@ -183,10 +200,15 @@ def _canonical(folder: Path, config: DecoderConfig, found: Sequence[Stored]) -> 
     return stored
 
 
-def _untie(config: DecoderConfig, stored: dict[str, Stored]) -> DecoderConfig:
+def _untie(config: DecoderConfig, stored: dict[str, Stored], *, everywhere: bool) -> DecoderConfig:
     """Handles an output head that is stored although the configuration ties it to the embedding.
 
     Removes the head from `stored` if it is equal to the embedding. Otherwise the head is used, as in transformers.
+
+    Args:
+      config: the configuration.
+      stored: the tensors by name.
+      everywhere: whether all processes load the model, of which each then compares some of the rows.
 
     Returns:
       The configuration, untied in the second case.
@@ -195,7 +217,11 @@ def _untie(config: DecoderConfig, stored: dict[str, Stored]) -> DecoderConfig:
     if not config.tie_embeddings or head is None or embedding is None or head.shape != embedding.shape:
         return config
     native = readers.FLOATS.get(embedding.dtype, np.dtype(np.float32))
-    if np.array_equal(embedding.read(native), head.read(native)):
+    number, count = (processes.number(), processes.count()) if everywhere else (0, 1)
+    rows = number * head.shape[0] // count, (number + 1) * head.shape[0] // count
+    one, other = (each.read_block([[rows], [(0, head.shape[1])]], native) for each in (embedding, head))
+    equal = np.array_equal(one, other)
+    if processes.from_all(equal).all() if everywhere else equal:
         del stored[names.embedding_and_head(config.family)[1]]
         return config
     warnings.warn(
@@ -266,16 +292,28 @@ class _Place:
     def heads(self) -> tuple[int, int]:
         return self.config.num_heads, self.config.num_kv_heads
 
-    def __call__(self, part: np.ndarray | QuantizedMatrix, path: names.Path) -> Array | QuantizedMatrix:
-        on_host = offload.is_on_host(path, self.on_host)
+    def __call__(self, part: np.ndarray | QuantizedMatrix | shards.Shards, path: names.Path) -> Array | QuantizedMatrix:
         if isinstance(part, QuantizedMatrix):
+            on_host = offload.is_on_host(path, self.on_host)
             return quantize.placed(part, path, self.mesh, self.heads, on_host=on_host)
+        if isinstance(part, shards.Shards):
+            place = self.of(path, part.whole)
+            assert place is not None
+            return jax.block_until_ready(part.assemble(place))
+        return jax.block_until_ready(jax.device_put(part, self.of(path, part.shape)))
+
+    def of(self, path: names.Path, shape: names.Shape) -> Sharding | None:
+        """Returns the sharding of a parameter; None for the default device."""
         place: Sharding | None = None
         if self.mesh is not None:
-            place = NamedSharding(self.mesh, sharding.parameter_spec(path, part.shape, self.mesh, self.heads))
-        if on_host:
-            place = offload.in_host_memory(place)
-        return jax.block_until_ready(jax.device_put(part, place))
+            place = NamedSharding(self.mesh, sharding.parameter_spec(path, shape, self.mesh, self.heads))
+        return offload.in_host_memory(place) if offload.is_on_host(path, self.on_host) else place
+
+    def of_tensor(self, tensor: names.Tensor) -> list[Sharding]:
+        """Returns the shardings of a tensor's parameters on the mesh."""
+        stack = (tensor.stack,) if tensor.stack else ()
+        found = [self.of(path, (*stack, *shape)) for path, shape in zip(tensor.paths, tensor.shapes, strict=True)]
+        return [place for place in found if place is not None]
 
     def coded(self, part: Any, path: names.Path, codes: WeightCodes, dtype: np.dtype) -> QuantizedMatrix:
         """Quantises a matrix on its devices."""

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from kvjax import sharding
+from kvjax import processes, sharding
 from kvjax.cache.state import KVState, Layer, LayerKV
 from kvjax.errors import CheckpointError
 from kvjax.models.config import DecoderConfig
@@ -57,7 +57,7 @@ def restore_params(
         lambda leaf: dtype if dtype and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype, target
     )
     if mesh is None:
-        device = SingleDeviceSharding(jax.devices()[0])
+        device = SingleDeviceSharding(jax.local_devices()[0])
         places = jax.tree.map(lambda leaf: device, target)
     else:
         places = sharding.parameter_shardings(target, mesh, (config.num_heads, config.num_kv_heads))
@@ -138,7 +138,7 @@ def restore_state(folder: str | Path, target: KVState | None = None, *, mesh: Me
         _same_shapes(folder, target, saved)
 
     def place(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        where: Sharding = SingleDeviceSharding(jax.devices()[0])
+        where: Sharding = SingleDeviceSharding(jax.local_devices()[0])
         if mesh is not None:
             axes = ("batch", "kv_heads", *(None,) * (len(leaf.shape) - 2))[: len(leaf.shape)]
             where = NamedSharding(mesh, sharding.spec(axes, leaf.shape, mesh))
@@ -167,7 +167,8 @@ def _saved_group(folder: str | Path, saved: dict[str, PyTree]) -> LayerKV:
 def _save(folder: str | Path, tree: PyTree) -> None:
     """Saves a tree of arrays."""
     path = Path(folder).expanduser().resolve()
-    if path.exists():
+    # Another process may look when the first one has begun to write.
+    if processes.from_first(path.exists()):
         raise CheckpointError(f"{path} exists already; save to a new folder.")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, tree)

@@ -7,7 +7,8 @@ therefore never exists in memory in both dtypes.
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvjax.checkpoint.msgpack import msgpack_arrays
 from kvjax.errors import CheckpointError
 
 Json = dict[str, Any]  # a JSON object
+Range = tuple[int, int]  # from the first index to before the last
 PIECE = 1 << 20  # elements per piece
 MAX_REASON = 200  # characters of a library's message, or of a header's entry, that an error quotes
 ZIP_MAGIC = b"PK\x03\x04"  # first bytes of a zip archive
@@ -46,7 +48,7 @@ class Stored:
       file: name of the file, for messages.
       layout: shape of the stored array.
       dtype: name of the stored dtype; a key of `FLOATS` if kvjax can read it.
-      pieces: returns the elements in order, as one-dimensional arrays.
+      pieces: returns the elements of ranges of flat indices in order, as one-dimensional arrays.
       transposed: whether the tensor is the transpose of the stored array (kernels of Flax).
     """
 
@@ -54,7 +56,7 @@ class Stored:
     file: str
     layout: tuple[int, ...]
     dtype: str
-    pieces: Callable[[], Iterator[np.ndarray]]
+    pieces: Callable[[Iterable[Range]], Iterator[np.ndarray]]
     transposed: bool = False
 
     @property
@@ -73,16 +75,33 @@ class Stored:
           CheckpointError: if the stored dtype is not a floating-point one, or an element is NaN, infinite or out of the
             range of `dtype`.
         """
+        return self.read_block([[(0, size)] for size in self.shape], dtype, transposed_memory=transposed_memory)
+
+    def read_block(
+        self, ranges: Sequence[Sequence[Range]], dtype: np.dtype, *, transposed_memory: bool = False
+    ) -> np.ndarray:
+        """Reads a part of the tensor, and no other bytes.
+
+        Args:
+          ranges: for each axis, the indices that are read, as ranges in ascending order.
+          dtype: see `read`.
+          transposed_memory: see `read`.
+
+        Raises:
+          CheckpointError: see `read`.
+        """
         if self.dtype not in FLOATS:
             raise CheckpointError(
                 f"{self.name} in {self.file} is stored as {self.dtype}; kvjax reads {', '.join(FLOATS)}, and quantised "
                 "weights of folders whose config.json says that they are GPTQ's or AWQ's."
             )
+        ranges = ranges[::-1] if self.transposed else ranges
+        layout = tuple(sum(stop - start for start, stop in each) for each in ranges)
         # Each piece is written to its transposed place, so that the matrix never exists in both memory orders.
-        flip = transposed_memory and not self.transposed and len(self.layout) == 2
-        array = aligned(self.layout[::-1], dtype).T if flip else aligned(self.layout, dtype)
+        flip = transposed_memory and not self.transposed and len(layout) == 2
+        array = aligned(layout[::-1], dtype).T if flip else aligned(layout, dtype)
         start = 0
-        for piece in self.pieces():
+        for piece in self.pieces(_flat(ranges, self.layout)):
             with np.errstate(over="ignore"):
                 converted = piece.astype(dtype, copy=False)
             if not np.isfinite(converted).all():
@@ -101,7 +120,7 @@ class Stored:
         if self.dtype != INTEGER:
             raise CheckpointError(f"{self.name} in {self.file} is stored as {self.dtype}; it must be {INTEGER}.")
         array, start = aligned(self.layout, READ[INTEGER]), 0
-        for piece in self.pieces():
+        for piece in self.pieces([(0, math.prod(self.layout))]):
             _fill(array, start, piece)
             start += piece.size
         return array
@@ -130,26 +149,68 @@ def _fill(array: np.ndarray, start: int, values: np.ndarray) -> None:
         start, values = start + count, values[count:]
 
 
-def _from_file(path: Path, dtype: np.dtype, extents: list[tuple[int, int]]) -> Iterator[np.ndarray]:
-    """Yields the elements of an array, piece by piece. Reads the file instead of mapping it, to keep no pages.
+def _flat(ranges: Sequence[Sequence[Range]], layout: Sequence[int]) -> Iterator[Range]:
+    """Yields the flat indices of a part of an array: ranges in ascending order that do not touch.
+
+    Args:
+      ranges: for each axis, see `Stored.read_block`.
+      layout: the shape of the array.
+    """
+
+    def of_axes(ranges: Sequence[Sequence[Range]], layout: Sequence[int]) -> Iterator[Range]:
+        if not layout:
+            yield 0, 1
+            return
+        inner, size = list(of_axes(ranges[1:], layout[1:])), math.prod(layout[1:])
+        for first, last in ranges[0]:
+            if inner == [(0, size)]:
+                yield first * size, last * size
+                continue
+            for index in range(first, last):
+                yield from ((index * size + start, index * size + stop) for start, stop in inner)
+
+    begun: Range | None = None
+    for start, stop in of_axes(ranges, layout):
+        if begun is not None and begun[1] == start:
+            begun = begun[0], stop
+            continue
+        if begun is not None:
+            yield begun
+        begun = start, stop
+    if begun is not None:
+        yield begun
+
+
+def _from_file(
+    path: Path, dtype: np.dtype, extents: list[tuple[int, int]], ranges: Iterable[Range]
+) -> Iterator[np.ndarray]:
+    """Yields elements of an array, piece by piece. Reads the file instead of mapping it, to keep no pages.
 
     Args:
       path: the file.
       dtype: of the elements.
       extents: the offset and the size in bytes of each chunk of the array.
+      ranges: of flat indices, in ascending order.
     """
-    with path.open("rb") as file:
-        for offset, size in extents:
-            file.seek(offset)
-            remaining = size // dtype.itemsize
-            while remaining:
-                wanted = min(remaining, PIECE) * dtype.itemsize
-                data = file.read(wanted)
-                if len(data) < wanted:
-                    raise CheckpointError(f"{path} ended while it was read: is it still being written?")
-                remaining -= wanted // dtype.itemsize
-                # [elements]
-                yield np.frombuffer(data, np.uint8).view(dtype)
+    # Without a buffer, which would read more than is asked for.
+    with path.open("rb", buffering=0) as file:
+        for start, stop in ranges:
+            begin, end, before = start * dtype.itemsize, stop * dtype.itemsize, 0
+            for offset, size in extents:
+                first, last = max(begin - before, 0), min(end - before, size)
+                for at in range(first, last, PIECE * dtype.itemsize):
+                    yield _exactly(file.fileno(), path, offset + at, min(PIECE * dtype.itemsize, last - at)).view(dtype)
+                before += size
+
+
+def _exactly(file: int, path: Path, offset: int, size: int) -> np.ndarray:
+    """Reads bytes of an open file: [size] uint8."""
+    data = os.pread(file, size, offset)
+    while len(data) < size:
+        if not (more := os.pread(file, size - len(data), offset + len(data))):
+            raise CheckpointError(f"{path} ended while it was read: is it still being written?")
+        data += more
+    return np.frombuffer(data, np.uint8)
 
 
 def read_json(path: Path) -> Json:
@@ -219,7 +280,7 @@ def safetensors(path: Path) -> dict[str, Stored]:
 
 def _stored(name: str, path: Path, shape: tuple[int, ...], dtype: str, extents: list[tuple[int, int]]) -> Stored:
     """Returns the tensor at the given offsets of a file."""
-    return Stored(name, path.name, shape, dtype, lambda: _from_file(path, READ[dtype], extents))
+    return Stored(name, path.name, shape, dtype, lambda ranges: _from_file(path, READ[dtype], extents, ranges))
 
 
 #: Name of a NumPy dtype -> its name in safetensors.
@@ -291,15 +352,16 @@ def pytorch(path: Path) -> dict[str, Stored]:
     if not isinstance(tensors, Mapping) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
         raise CheckpointError(f"{path} must hold a dict of tensors by name.")
 
-    def pieces(tensor: torch.Tensor) -> Iterator[np.ndarray]:
+    def pieces(tensor: torch.Tensor, ranges: Iterable[Range]) -> Iterator[np.ndarray]:
         # [elements]
         flat = tensor.detach().reshape(-1)
-        for start in range(0, flat.numel(), PIECE):
-            piece = flat[start : start + PIECE]
-            if piece.dtype == torch.bfloat16:
-                yield piece.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-            else:
-                yield piece.numpy()
+        for begin, end in ranges:
+            for start in range(begin, end, PIECE):
+                piece = flat[start : min(start + PIECE, end)]
+                if piece.dtype == torch.bfloat16:
+                    yield piece.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+                else:
+                    yield piece.numpy()
 
     return {
         name: Stored(
@@ -307,7 +369,7 @@ def pytorch(path: Path) -> dict[str, Stored]:
             path.name,
             tuple(tensor.shape),
             _NUMPY.get(str(tensor.dtype).removeprefix("torch."), str(tensor.dtype)),
-            lambda tensor=tensor: pieces(tensor),  # type: ignore[misc]
+            lambda ranges, tensor=tensor: pieces(tensor, ranges),  # type: ignore[misc]
         )
         for name, tensor in tensors.items()
     }

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from kvjax import sharding
+from kvjax import processes, sharding
 from kvjax.models.config import DecoderConfig
 from kvjax.models.generation import GenerationConfig
 from kvjax.sharding import Params, PyTree
@@ -83,6 +83,6 @@ class Model:
             if self.mesh is None:
                 return jax.numpy.asarray(x)
             axes = ("batch", *(None,) * (x.ndim - 1))
-            return jax.device_put(x, NamedSharding(self.mesh, sharding.spec(axes, x.shape, self.mesh)))
+            return processes.put(x, NamedSharding(self.mesh, sharding.spec(axes, x.shape, self.mesh)))
 
         return jax.tree.map(put, batch)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
-from kvjax import memory, sharding
+from kvjax import memory, processes, sharding
 from kvjax.arguments import count_argument
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
@@ -208,7 +208,7 @@ def placed(
         where: Sharding | None = None
         if mesh is not None:
             where = NamedSharding(mesh, sharding.parameter_spec((*path, name), part.shape, mesh, heads))
-        parts[name] = jax.device_put(part, in_host_memory(where) if on_host else where)
+        parts[name] = processes.put(part, in_host_memory(where) if on_host else where)
     return jax.block_until_ready(QuantizedMatrix(bits=matrix.bits, **parts))
 
 
