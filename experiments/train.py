@@ -120,7 +120,7 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
         environment = machine.environment()
         log.write(kind="start", step=start, command=command, devices_used=devices, **environment, sha256=checksums)
         bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if progress is None else not progress)
-        in_log = progress is None and not sys.stderr.isatty()
+        in_log = progress is None and not sys.stderr.isatty() and processes.is_first()
         since, logged = time.perf_counter(), start
         for step in range(start, config.steps):
             at = stage(config, step)

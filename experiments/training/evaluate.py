@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments.tasks.prompts import Prompt
 from experiments.training.corpus import Text
+from kvjax import processes
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 
@@ -29,6 +30,7 @@ def _score(params: Any, tokens: Array, config: DecoderConfig) -> tuple[Array, Ar
 def log_probabilities(params: Any, rows: np.ndarray, config: DecoderConfig) -> tuple[np.ndarray, np.ndarray]:
     """Scores all but the first token of rows [N, T + 1]: log-probability, whether it is the likeliest; [N, T] each."""
     parts = [_score(params, rows[start : start + ROWS], config) for start in range(0, len(rows), ROWS)]
+    parts = processes.to_host(parts)
     return np.concatenate([logprob for logprob, _ in parts]), np.concatenate([best for _, best in parts])
 
 

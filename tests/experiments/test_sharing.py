@@ -190,6 +190,19 @@ def test_every_command_of_the_page_is_one(monkeypatch):
     assert len(asked) == 7
 
 
+def test_commands_of_several_processes(monkeypatch):
+    joined, text = [], PAGE.replace("\\\n", " ")
+    monkeypatch.setattr(cli.processes, "initialize", lambda *given: joined.append(given))
+    monkeypatch.setattr(cli, "use_compilation_cache", lambda values: None)
+    commands = re.findall(r"-m experiments\.run (.*)", text)
+    meshes = [cli.parse(["run", *shlex.split(each.strip(' "&'))], about="")[0].mesh for each in commands]
+    assert meshes == ["data:2,model:8"] * 2 + ["data:2"] * 2
+    assert joined == [(None, None, None)] * 2 + [("localhost:1234", 2, number) for number in (1, 0)]
+    # Without a flag nothing is joined.
+    cli.parse(["run", "--config=h2o_tiny"], about="")
+    assert len(joined) == 4
+
+
 def test_the_page():
     for document in map(yaml.safe_load, blocks("yaml")):
         assert document.get("kind") == "Job" or set(document) >= {"run", "num_nodes", "resources"}
