@@ -129,6 +129,7 @@ class ExperimentConfig:
     recall: the recall tasks.
     tasks: tasks of local files, and others whose context may be compressed before its question is known.
     mesh: ``data:2,model:4``, or nothing for one device.
+    rules: over which axes of the mesh dimensions are divided where not as in `kvjax.Rules`: mlp=model,vocab=none.
     prefill_block: tokens of a block of the prompt; None = all of it in one shot.
     implementation: of attention and eviction, auto, xla, pallas_tpu or pallas_gpu; see `kvjax.attention`.
     repeats: timed repetitions, of which the fastest counts; 0 = nothing is timed, and as many caches as there are
@@ -147,6 +148,7 @@ class ExperimentConfig:
     recall: RecallConfig = dataclasses.field(default_factory=RecallConfig)
     tasks: TasksConfig = dataclasses.field(default_factory=TasksConfig)
     mesh: Text = ""
+    rules: Text = ""
     prefill_block: OptionalCount = None
     implementation: Kernels = "auto"
     repeats: Whole = 3

@@ -37,7 +37,7 @@ def digest(config: ExperimentConfig) -> str:
 def of_answers(config: ExperimentConfig) -> str:
     """Twelve hex digits that name what answers to tasks depend on besides the cache and the questions."""
     settings = fields.to_dict(config)
-    parts = [settings[part] for part in ("model", "mesh", "seed", "prefill_block", "implementation")]
+    parts = [settings[part] for part in ("model", "mesh", "rules", "seed", "prefill_block", "implementation")]
     return _hex(json.dumps([parts, _digests(_of_model(config)), code()], sort_keys=True).encode())
 
 

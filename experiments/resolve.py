@@ -1,6 +1,5 @@
 """What a config comes to before anything is loaded: specs, decoder, layouts, and whether the machine can hold them."""
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from kvjax.models import families, shapes
 from kvjax.models.config import DecoderConfig
 from kvjax.models.quantize import WeightCodes
 from kvjax.policies import full
+from kvjax.rules import Rules
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -135,8 +135,9 @@ def layout_of(config: ExperimentConfig, spec: CacheSpec, decoder: DecoderConfig,
         lengths, new_tokens - 1, width=prompt_length, block=config.prefill_block,
         limits=Limits(prompt_length, new_tokens, shortest=prompt_length), last_fed=False,
     )  # fmt: skip
-    mesh = sharding.make_mesh(config.mesh) if config.mesh else None
-    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+    rules = Rules.parse(config.rules)
+    mesh = sharding.fit(sharding.make_mesh(config.mesh), decoder.num_kv_heads, rules) if config.mesh else None
+    with sharding.on_mesh(mesh, rules):
         return lower(
             spec, decoder, sizes, lengths, implementation=config.implementation, platform=jax.default_backend(),
             dtype=dtype_of(config.model),

@@ -28,6 +28,7 @@ from experiments.session import Outcome, Session, describe
 from experiments.tasks import answering, score
 from kvjax import processes
 from kvjax.errors import ConfigError, KvjaxError
+from kvjax.rules import Rules
 
 ONLY_PLANNED = 3  # the exit status if a run was asked for that this machine, or its disk, has no model for
 
@@ -185,6 +186,7 @@ def plan(config: ExperimentConfig, topology: str | None) -> None:
         new_tokens=config.data.new_tokens,
         dtype=dtype_of(config.model, "tpu" if topology else None),
         mesh_axes=config.mesh,
+        rules=Rules.parse(config.rules),
         topology=topology,
         prefill_block=config.prefill_block,
         implementation=config.implementation,

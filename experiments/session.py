@@ -32,6 +32,7 @@ from kvjax.models.parameters import parameter_count, random_parameters
 from kvjax.models.quantize import WeightCodes, quantize_weights
 from kvjax.models.skew import skewed
 from kvjax.products.quantized import is_quantized
+from kvjax.rules import Rules, using
 from kvjax.storage.calibration import required
 
 T = TypeVar("T")
@@ -107,7 +108,7 @@ class Session:
         Raises:
           CannotRun: it does not fit, or its shape is known and its checkpoint is not to be had.
         """
-        key = _key(config, "model", "mesh", "seed")
+        key = _key(config, "model", "mesh", "rules", "seed")
         if self._model is None or self._model[0] != key:
             check_fit(config)
             self._model = None
@@ -127,7 +128,9 @@ class Session:
         tokens, prompt_length, text = data.load(config.data, model, config.seed)
         asked = score.make_prompts(config.recall, model, config.seed)
         tasks, journal = answering.make(config.tasks, model, config.seed), self._journal(config)
-        parts = ("model", "mesh", "seed", "data", "recall", "tasks", "prefill_block", "implementation", "repeats")
+        parts = (
+            "model", "mesh", "rules", "seed", "data", "recall", "tasks", "prefill_block", "implementation", "repeats",
+        )  # fmt: skip
         key = _key(config, *parts)
         # float32 means float32: left alone, GPUs and TPUs multiply it in fewer bits, and print other digits than CPUs.
         exact = "highest" if dtype_of(config.model) == jnp.float32 else None
@@ -235,14 +238,15 @@ def calibrated_for(model: Model, spec: CacheSpec, path: str | None) -> Model:
 
 
 def _load_plain(config: ExperimentConfig, codes: WeightCodes | None) -> Model:
-    mesh = sharding.make_mesh(config.mesh) if config.mesh else None
+    mesh, rules = sharding.make_mesh(config.mesh) if config.mesh else None, Rules.parse(config.rules)
     processes.check_mesh(mesh)
     dtype = dtype_of(config.model)
     if config.model.path is not None:
         try:
             return kvjax.load(
-                config.model.path, dtype=dtype, mesh=mesh, host_weights=config.model.host_weights, weights=codes
-            )
+                config.model.path, dtype=dtype, mesh=mesh, rules=rules, host_weights=config.model.host_weights,
+                weights=codes,
+            )  # fmt: skip
         except CheckpointError as error:
             if config.model.shape is None or Path(config.model.path).exists():
                 raise
@@ -252,9 +256,10 @@ def _load_plain(config: ExperimentConfig, codes: WeightCodes | None) -> Model:
     key = jax.random.key(config.seed)
     placed = None
     if mesh is not None:
-        heads = (decoder.num_heads, decoder.num_kv_heads)
-        placed = sharding.parameter_shardings(jax.eval_shape(init, key), mesh, heads)
-    model = Model(decoder, jax.jit(init, out_shardings=placed)(key), mesh=mesh)
+        mesh = sharding.fit(mesh, decoder.num_kv_heads, rules)
+        with using(rules):
+            placed = sharding.parameter_shardings(jax.eval_shape(init, key), mesh)
+    model = Model(decoder, jax.jit(init, out_shardings=placed)(key), mesh=mesh, rules=rules)
     if codes is not None:
         model = quantize_weights(model, codes.bits, codes.group, head=codes.head)
     return offload(model, config.model.host_weights)

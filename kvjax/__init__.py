@@ -14,6 +14,7 @@ from kvjax.models.calibrate import calibrate, calibrated
 from kvjax.models.compress import compress_kv_heads
 from kvjax.models.model import Model
 from kvjax.models.quantize import WeightCodes, quantize_weights
+from kvjax.rules import Rules
 from kvjax.sampling import Greedy, Sample
 from kvjax.sharding import make_mesh
 from kvjax.storage.calibration import Calibration, load_calibration
@@ -36,6 +37,7 @@ __all__ = [
     "Limits",
     "LogLikelihood",
     "Model",
+    "Rules",
     "Sample",
     "TextGeneration",
     "WeightCodes",

@@ -17,6 +17,7 @@ from kvjax.errors import ConfigError
 from kvjax.kernels import registry
 from kvjax.kernels.coded import Coded
 from kvjax.kernels.decode import xla as decode_xla
+from kvjax.kernels.prefill import devices
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.kernels.problem import Attended, Problem, check
 from kvjax.statistics import Statistic
@@ -234,7 +235,7 @@ def _by_kernel(
     """Calls a kernel, where all slots are one part, or given the log-sum-exps and counts of slots of the others."""
     kernel = registry.find("decode" if problem.query.shape[3] == 1 else "prefill", implementation).load()
     if implementation == "xla":
-        attended, sums = kernel(problem)
+        attended, sums = devices.attend_and_reduce(problem, kernel)
     else:
 
         def run(by_head: dict[str, Any], by_row: dict[str, Any], others: dict[str, Any]) -> tuple[Attended, Columns]:

@@ -109,13 +109,13 @@ def score_choices(
     with model.on_mesh():
         prepared = prepare(
             model, spec, batch.lengths, total, width=batch.width, prefill_block=prefill_block, limits=limits,
-            implementation=implementation,
+            implementation=implementation, pad_rows=True,
         )  # fmt: skip
         logits, _, state = run_prompts(model, batch.tokens, batch.lengths, total, prepared, score=False)
         phase = prepared.layout.decode
         at_once = takes_blocks(phase)
         phase = without_step_kernels(phase) if at_once else phase
-        rows = len(asked)
+        rows = prepared.rows
         for start in range(0, len(pairs), rows):
             part = pairs[start : start + rows]
             most = max(len(asked[row][number]) for row, number in part)

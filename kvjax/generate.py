@@ -44,7 +44,8 @@ class Generation(NamedTuple):
       lengths: [B] int32, the number of new tokens of each row, including its stop token.
       logprobs: [B, max_new_tokens] float32, the log-probability of each token under the model, before temperature and
         penalties; 0 where `tokens` is `PAD`.
-      state: the cache. It does not contain the last token of each row, which is not fed back to the model.
+      state: the cache. It does not contain the last token of each row, which is not fed back to the model. On a mesh,
+        rows without a token may follow those of the batch; see `Model.rows_on_mesh`.
       record: what selections chose, if it was asked for; otherwise None. Its first step feeds the first new token.
     """
 
@@ -165,7 +166,8 @@ def decode(
     model = with_calibration(model, storages, calibration)
     key = jax.random.key(0) if key is None else key
     stop_ids = check_stop(stop)
-    request = _check_requests(requests, prefilled.logits.shape[0])
+    rows = prefilled.num_rows
+    request = np.pad(_check_requests(requests, rows), (0, prefilled.logits.shape[0] - rows))
     check_room(prefilled, max_new_tokens)
     produced: list[tuple[np.ndarray, np.ndarray]] = []
     recorded: list[tuple[records.Steps | None, int]] = []
@@ -176,7 +178,7 @@ def decode(
             model.place(seen_tokens(prefilled, sampler)), sampler=sampler,
         )  # fmt: skip
         first, logprob = processes.to_host((first, logprob))
-        produced.append((first[:, None], logprob[:, None]))
+        produced.append((first[:rows, None], logprob[:rows, None]))
         bar.update()
         if stream:
             stream(produced[0][0][:, 0])
@@ -191,7 +193,7 @@ def decode(
             )  # fmt: skip
             recorded.append((own, steps))
             ids, logprobs = processes.to_host((ids, logprobs))
-            produced.append((ids[:, :steps], logprobs[:, :steps]))
+            produced.append((ids[:rows, :steps], logprobs[:rows, :steps]))
             if stream:
                 stream(produced[-1][0][:, 0])
             done += steps
@@ -202,7 +204,7 @@ def decode(
     # [B, max_new_tokens]
     ids = np.pad(ids, pad, constant_values=PAD)
     lengths = np.asarray(np.sum(ids != PAD, axis=1), np.int32)
-    made = records.joined(recorded, prefilled.layout)
+    made = records.joined(recorded, prefilled.layout, rows)
     return Generation(ids, lengths, np.pad(logprobs, pad), carry.state, made)
 
 
@@ -275,7 +277,9 @@ def first_token(
     """
     # [B]
     token, logprob = _choose(logits, state.length, request, key, seen, sampler)
-    return Carry(state, token, _is_active(token, stop), request, key, _with_token(seen, token)), token, logprob
+    # A row without a prompt is padding.
+    active = _is_active(token, stop) & (state.length > 0)
+    return Carry(state, token, active, request, key, _with_token(seen, token)), token, logprob
 
 
 @functools.partial(jax.jit, static_argnames=("config", "phase", "sampler", "record"), donate_argnames=("carry",))
@@ -382,8 +386,9 @@ def _is_active(token: Array, stop: Array) -> Array:
 
 def _ended(carry: Carry, ended: np.ndarray) -> Carry:
     """Returns the carry in which rows, [B] bool, have ended."""
+    ended = np.pad(np.asarray(ended, bool), (0, carry.active.shape[0] - len(ended)))
     # The sharding of the rows stays as it is.
-    return carry._replace(active=carry.active & ~processes.put(np.asarray(ended, bool), carry.active.sharding))
+    return carry._replace(active=carry.active & ~processes.put(ended, carry.active.sharding))
 
 
 def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:

@@ -106,7 +106,7 @@ def log_likelihood(
     with model.on_mesh(), tqdm(total=total, desc="score", unit="tok", disable=not progress) as bar:
         prepared = prepare(
             model, spec, prompt, batch.lengths, width=width if steps else batch.width, prefill_block=prefill_block,
-            limits=limits, implementation=implementation,
+            limits=limits, implementation=implementation, pad_rows=True,
         )  # fmt: skip
         _, scores, state = run_prompts(model, batch.tokens, prompt, batch.lengths, prepared, score=True)
         bar.update(width)
@@ -117,9 +117,9 @@ def log_likelihood(
             # [B, size]
             scores = jnp.pad(scores, ((0, 0), (0, size - scores.shape[1])))
             # [B, size]
-            ids = np.zeros((len(prompt), size), np.int32)
-            ids[:, :total] = batch.tokens
-            ids, ends = model.place((ids, batch.lengths))
+            ids = np.zeros((prepared.rows, size), np.int32)
+            ids[: len(prompt), :total] = batch.tokens
+            ids, ends = model.place((ids, np.pad(batch.lengths, (0, prepared.rows - len(prompt)))))
         most = records.STEPS if record else SCORE_ROWS
         for start in range(0, steps, most):
             count = min(most, steps - start)
@@ -131,13 +131,14 @@ def log_likelihood(
             if progress:
                 jax.block_until_ready(scores)
             bar.update(count)
-    made = records.joined(recorded, prepared.layout)
+    rows = len(prompt)
+    made = records.joined(recorded, prepared.layout, rows)
     # [B, total - 1]
     known = np.arange(1, total) < batch.lengths[:, None]
     if differentiated:
-        return LogLikelihood(jnp.where(known, scores[:, : total - 1], 0.0), state)
+        return LogLikelihood(jnp.where(known, scores[:rows, : total - 1], 0.0), state)
     # On the host, because XLA would compile a program for every length of the slice.
-    whole = processes.to_host(scores)[:, : total - 1]
+    whole = processes.to_host(scores)[:rows, : total - 1]
     return LogLikelihood(jnp.asarray(np.where(known, whole, np.float32(0))), state, made)
 
 

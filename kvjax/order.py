@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import across
+
 Array = jax.Array
 LANES = 64  # counters that a CPU adds to at once, see `_count_in_blocks`
 FEW = 8  # numbers that are found one after the other; more are sorted
@@ -30,11 +32,14 @@ def largest(value: Array, position: Array, count: Array | int, *, in_kernels: bo
     """
     # [..., S]
     live = position >= 0
+    if across.current().traced:
+        return live & (value == value)
+    on_several = bool(across.current().slots)
     # [..., 1]
     count = jnp.broadcast_to(jnp.asarray(count, jnp.float32), (*value.shape[:-1], 1))
     # [..., S]
     keys = jnp.where(live, _ordered_bits(value), 0)
-    by_rows = in_kernels or value.shape[-1] < LANES * DEPTH
+    by_rows = in_kernels or on_several or value.shape[-1] < LANES * DEPTH
     # [..., 1]
     threshold, reached = _threshold(keys, count, by_rows)
 
@@ -49,7 +54,11 @@ def largest(value: Array, position: Array, count: Array | int, *, in_kernels: bo
         return _threshold(recency, remaining, by_rows)[0]
 
     # [..., 1]: usually exactly `count` keys are at or above the threshold, and then every tied slot is marked.
-    oldest_marked = jax.lax.cond(jnp.any(reached > count), newest_tied, lambda: jnp.zeros_like(threshold))
+    oldest_marked = (
+        newest_tied()  # devices that add up their counts take the same branches
+        if on_several
+        else jax.lax.cond(jnp.any(reached > count), newest_tied, lambda: jnp.zeros_like(threshold))
+    )
     # [..., S]
     return (keys > threshold) | (tied & (recency >= oldest_marked))
 
@@ -133,7 +142,7 @@ def _count(mask: Array) -> Array:
     float32 is exact below 2²⁴ and twice as fast to sum as int32 on CPUs.
     """
     # [..., 1]
-    return jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.float32)
+    return across.sum_over_slots(jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.float32))
 
 
 def _count_on_platform(mask: Array) -> Array:

@@ -4,7 +4,6 @@ The program is the decode loop of `kvjax.generate`. It is compiled for this mach
 not be present. No parameters and no cache are allocated.
 """
 
-import contextlib
 import dataclasses
 import time
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import DTypeLike
 from tabulate import tabulate
 
@@ -33,6 +32,7 @@ from kvjax.models.quantize import WeightCodes, as_weight_codes
 from kvjax.policies.base import Policy
 from kvjax.prefill import prefill_steps
 from kvjax.roofline import Roofline, Shapes, average_slots, decode_shapes, fewest_bytes, local_bytes, roofline
+from kvjax.rules import Rules, using
 from kvjax.sampling import Greedy
 from kvjax.selection.base import Selection
 from kvjax.storage.base import Storage
@@ -58,7 +58,10 @@ class Plan:
       slots: for each group of heads of each layer, the number of slots per head that is allocated for decoding.
       explain: what runs in each layer, and why no faster kernel does; see `CacheLayout.explain`.
       weights: bytes of the parameters on the device, from shapes.
+      weights_even: bytes of the parameters on a device if they were divided evenly over those that share a row.
       cache: bytes of the KVState on the device, from shapes.
+      cache_even: bytes of the KVState on a device if it were divided evenly, without padding.
+      rows: the number of rows of arrays; those after the batch's are padding.
       host: bytes of parameters, keys and values in host memory, from shapes.
       temporaries: bytes of scratch memory of the decode program; None if it did not compile for lack of memory.
       other: bytes of the program itself, of tokens and of the padding of layouts; None as above.
@@ -90,7 +93,10 @@ class Plan:
     slots: tuple[int, ...]
     explain: str
     weights: int
+    weights_even: int
     cache: int
+    cache_even: int
+    rows: int
     host: int
     temporaries: int | None
     other: int | None
@@ -117,13 +123,20 @@ class Plan:
         """The dtype of the parameters, and what weights are quantised to."""
         return f"{self.dtype}, weights {self.codes}" if self.codes else self.dtype
 
+    @property
+    def _padding(self) -> str:
+        """Says how many rows are padding; nothing if none is."""
+        return "" if self.rows == self.batch else f" ({self.rows - self.batch} of {self.rows} rows are padding)"
+
     def table(self) -> str:
         """Returns a table of the memory that the run needs and has, and of its maximum speed."""
         least, full, step = "" if self.temporaries is not None else "at least ", self.full, self.step
         full_total = self.weights + full.cache
         rows = [
             ("weights", size(self.weights), size(self.weights)),
+            ("weights, times the even split", _times(self.weights, self.weights_even), "-"),
             ("cache, statistics included", size(self.cache), size(full.cache)),
+            ("cache, times the even split", f"{_times(self.cache, self.cache_even)}{self._padding}", "-"),
             ("temporaries", size(self.temporaries), "-"),
             ("program, tokens, padding", size(self.other), "-"),
             ("total to decode", least + size(self.total), f"at least {size(full_total)}"),
@@ -141,6 +154,8 @@ class Plan:
             ("roofline", _speed(step), _speed(full)),
         ]
         left_out = {"total to prefill"} if self.prefill_total is None else set()
+        if max(self.mesh.values()) == 1:
+            left_out |= {"weights, times the even split", "cache, times the even split"}
         left_out |= set() if self.host or full.host else {"in host memory", "over the host link per step"}
         rows = [row for row in rows if row[0] not in left_out]
         axes = ",".join(f"{axis}:{count}" for axis, count in self.mesh.items())
@@ -182,6 +197,7 @@ def plan(
     selection: Selection | None = None,
     host_weights: float = 0.0,
     weights: WeightCodes | str | None = None,
+    rules: Rules | None = None,
 ) -> Plan:
     """Compiles a run ahead of time, and counts its memory and FLOPs.
 
@@ -205,6 +221,7 @@ def plan(
       selection: see `kvjax.generate`.
       host_weights: see `kvjax.load`.
       weights: see `kvjax.load`.
+      rules: see `kvjax.load`.
 
     Raises:
       KvjaxError: if `kvjax.generate` would raise one, the topology or the mesh is not valid, or libtpu is missing.
@@ -221,41 +238,51 @@ def plan(
         limits=Limits(prompt_length, new_tokens, shortest=prompt_length), last_fed=False,
     )  # fmt: skip
 
-    def lowered_on(mesh: Mesh | None, spec: CacheSpec) -> Lowered:
+    def lowered_on(mesh: Mesh | AbstractMesh | None, spec: CacheSpec) -> Lowered:
         """Lowers a spec with `mesh` as the current mesh."""
-        with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        rows = sharding.padded_rows(batch, mesh, rules)
+        with sharding.on_mesh(mesh, rules):
             return lower(
-                spec, config, sizes, prompts, implementation=implementation, platform=targets[0].platform, dtype=dtype
-            )
+                spec, config, dataclasses.replace(sizes, rows=rows), np.resize(prompts, rows),
+                implementation=implementation, platform=targets[0].platform, dtype=dtype,
+            )  # fmt: skip
 
     axes: str | dict[str, int] = mesh_axes
+    unsharded = lowered_on(None, spec)
     if topology and not mesh_axes:
-        unsharded = lowered_on(None, spec)
         slots = average_slots(config, unsharded, prompt_length, new_tokens)
-        axes = fewest_bytes(config, unsharded.layout, dtype, batch, slots, len(targets), host_weights, codes)
-    mesh = sharding.make_mesh(axes, targets) if axes else None
+        axes = fewest_bytes(
+            config, lambda mesh: lowered_on(mesh, spec).layout, dtype, batch, slots, len(targets), host_weights, codes,
+            rules,
+        )  # fmt: skip
+    mesh = sharding.fit(sharding.make_mesh(axes, targets), config.num_kv_heads, rules) if axes else None
     count = mesh.size if mesh else 1
     lowered, full_lowered = lowered_on(mesh, spec), lowered_on(mesh, CacheSpec(policies.full()))
     layout = lowered.layout
     slots = average_slots(config, lowered, prompt_length, new_tokens)
     device = DEVICES[targets[0].device_kind] if topology else local_device(targets[:count])
 
-    shapes = decode_shapes(config, layout, dtype, batch, mesh, host_weights, codes)
+    with using(rules or Rules()):
+        rows = sharding.padded_rows(batch, mesh, rules)
+        shapes = decode_shapes(config, layout, dtype, rows, mesh, host_weights, codes)
+        full_shapes = decode_shapes(config, full_lowered.layout, dtype, rows, mesh, host_weights, codes)
+        whole_shapes = decode_shapes(config, unsharded.layout, dtype, batch, None, host_weights, codes)
     step = roofline(config, shapes, slots, device)
-    full_shapes = decode_shapes(config, full_lowered.layout, dtype, batch, mesh, host_weights, codes)
     full = roofline(config, full_shapes, average_slots(config, full_lowered, prompt_length, new_tokens), device)
-    whole_shapes = decode_shapes(config, layout, dtype, batch, None, host_weights, codes)
     whole = roofline(config, whole_shapes, slots, device)
     weight_bytes, cache = local_bytes(shapes.params, DEVICE), step.cache
+    # Rows are divided over the devices of the other axes.
+    copies = sharding.padded_rows(1, mesh, rules)
     # On a CPU, host memory is the device's.
     arguments = weight_bytes + cache + (step.host if targets[0].platform == "cpu" else 0)
 
     start = time.perf_counter()
-    compiled, problem = _compile_decode(config, layout, shapes, mesh)
-    memory, prefill_memory = _Memory.of(compiled), None
-    if prefill:
-        program, prefill_problem = _compile_prefill(config, lowered, shapes, mesh, prompt_length)
-        prefill_memory, problem = _Memory.of(program), problem or prefill_problem
+    with sharding.on_mesh(mesh, rules):
+        compiled, problem = _compile_decode(config, layout, shapes)
+        memory, prefill_memory = _Memory.of(compiled), None
+        if prefill:
+            program, prefill_problem = _compile_prefill(config, lowered, shapes, mesh, prompt_length)
+            prefill_memory, problem = _Memory.of(program), problem or prefill_problem
     seconds = time.perf_counter() - start
 
     needed = memory.total if memory else arguments
@@ -275,7 +302,10 @@ def plan(
         slots=tuple(group.capacity for group in layout.groups),
         explain=layout.explain(),
         weights=weight_bytes,
+        weights_even=-(-local_bytes(whole_shapes.params, DEVICE) * copies // count),
         cache=cache,
+        cache_even=-(-whole.cache // count),
+        rows=rows,
         temporaries=memory and memory.temporaries,
         host=step.host,
         other=memory and memory.total - memory.temporaries - arguments,
@@ -310,13 +340,13 @@ def _dtype(dtype: DTypeLike | None, platform: str) -> jnp.dtype:
 
 
 def _compile_decode(
-    config: DecoderConfig, layout: CacheLayout, shapes: Shapes, mesh: Mesh | None
+    config: DecoderConfig, layout: CacheLayout, shapes: Shapes
 ) -> tuple[jax.stages.Compiled | None, str]:
     """Compiles the decode loop; see `_compile`."""
     stop = jax.ShapeDtypeStruct((len(config.eos_token_ids),), jnp.int32)
     steps = jax.ShapeDtypeStruct((), jnp.int32)
     options = {"config": config, "phase": layout.decode, "sampler": Greedy()}
-    return _compile(decode_steps, mesh, shapes.params, shapes.carry, stop, steps, **options)
+    return _compile(decode_steps, shapes.params, shapes.carry, stop, steps, **options)
 
 
 def _compile_prefill(
@@ -328,15 +358,13 @@ def _compile_prefill(
     tokens = jax.ShapeDtypeStruct((*row.shape, prompt_length), jnp.int32, sharding=place)
     budgets = jax.tree.map(lambda _: row, lowered.budgets)
     return _compile(
-        prefill_steps, mesh, shapes.params, tokens, row, row, budgets.prompt, budgets.decode, config=config,
+        prefill_steps, shapes.params, tokens, row, row, budgets.prompt, budgets.decode, config=config,
         layout=lowered.layout, score=False,
     )  # fmt: skip
 
 
-def _compile(
-    function: _Jitted, mesh: Mesh | None, *arguments: Any, **options: Any
-) -> tuple[jax.stages.Compiled | None, str]:
-    """Compiles a jitted function for arguments of the given shapes.
+def _compile(function: _Jitted, *arguments: Any, **options: Any) -> tuple[jax.stages.Compiled | None, str]:
+    """Compiles a jitted function for arguments of the given shapes, on the mesh in force.
 
     Returns:
       The program and an empty string, or None and the message of the compiler if the device has too little memory.
@@ -344,14 +372,13 @@ def _compile(
     Raises:
       KvjaxError: if the compiler fails for another reason.
     """
-    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
-        lowered = function.lower(*arguments, **options)
-        try:
-            return lowered.compile(), ""
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise KvjaxError(f"the compiler rejects this program: {str(error).splitlines()[0].strip()}") from None
-            return None, str(error).splitlines()[0].strip()
+    lowered = function.lower(*arguments, **options)
+    try:
+        return lowered.compile(), ""
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise KvjaxError(f"the compiler rejects this program: {str(error).splitlines()[0].strip()}") from None
+        return None, str(error).splitlines()[0].strip()
 
 
 class _Memory(NamedTuple):
@@ -380,6 +407,11 @@ class _Memory(NamedTuple):
 def _below(needed: float, memory: float | None) -> bool | None:
     """Returns whether `needed` bytes fit into a memory, or None if its size is unknown."""
     return None if memory is None else bool(needed <= memory)
+
+
+def _times(held: int, even: int) -> str:
+    """Formats a share of the even split."""
+    return f"{held / max(even, 1):.3f}"
 
 
 def _yes(answer: bool | None, condition: str = "") -> str:

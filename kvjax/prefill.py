@@ -20,6 +20,7 @@ from kvjax.cache.empty import empty_layers
 from kvjax.cache.layout import CacheLayout, Group, Phase
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import Budgets, lower, most_positions
+from kvjax.cache.slots import constrain
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
 from kvjax.inputs import check_batch, check_count, check_positions, warn_beyond_context
@@ -43,16 +44,24 @@ class Prefilled(NamedTuple):
     """The result of a prefill, from which decoding starts.
 
     Attributes:
-      logits: [B, V] float32, the logits after each row's last prompt token.
+      logits: [B, V] float32, the logits after each row's last prompt token. On a mesh, rows without a token may follow
+        those of the batch; see `Model.rows_on_mesh`.
       state: the cache.
       layout: the static description of the cache.
       tokens: [B, T] int32 on the host, the prompts; -1 after a row's last token. None = not known.
+      rows: the number of rows that are not padding; the first of all. None = all.
     """
 
     logits: Array
     state: KVState
     layout: CacheLayout
     tokens: np.ndarray | None = None
+    rows: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows that are not padding."""
+        return self.logits.shape[0] if self.rows is None else self.rows
 
 
 def prefill(
@@ -98,12 +107,14 @@ def prefill(
     with model.on_mesh():
         prepared = prepare(
             model, spec, batch.lengths, total, width=batch.width, prefill_block=prefill_block, limits=limits,
-            implementation=implementation, last_fed=False,
+            implementation=implementation, last_fed=False, pad_rows=True,
         )  # fmt: skip
         logits, _, state = run_prompts(model, batch.tokens, batch.lengths, total, prepared, score=False)
+    rows = len(batch.lengths)
     # [B, T]
     padding = np.arange(batch.tokens.shape[1]) >= batch.lengths[:, None]
-    return Prefilled(logits, state, prepared.layout, np.where(padding, -1, batch.tokens))
+    known = np.pad(np.where(padding, -1, batch.tokens), ((0, prepared.rows - rows), (0, 0)), constant_values=-1)
+    return Prefilled(logits, state, prepared.layout, known, rows)
 
 
 class Prepared(NamedTuple):
@@ -113,11 +124,13 @@ class Prepared(NamedTuple):
       layout: the static description of the cache.
       budgets: the number of slots that each row may keep.
       width: the number of tokens that prompts are padded to.
+      rows: the number of rows of arrays; those after the batch's have no token.
     """
 
     layout: CacheLayout
     budgets: Budgets
     width: int
+    rows: int
 
 
 def prepare(
@@ -131,6 +144,7 @@ def prepare(
     implementation: Implementation,
     limits: Limits | None = None,
     last_fed: bool = True,
+    pad_rows: bool = False,
 ) -> Prepared:
     """Lowers a spec for a batch, on the current mesh. Warns if the model was not trained for so many positions.
 
@@ -144,6 +158,7 @@ def prepare(
       implementation: see `kvjax.generate`.
       limits: see `kvjax.generate`.
       last_fed: see `kvjax.cache.limits.sizes_for`.
+      pad_rows: whether arrays have rows without a token where the mesh does not divide those of the batch.
 
     Raises:
       InputError: if the batch exceeds the limits, or the model has no rotary positions to place by rank.
@@ -155,6 +170,9 @@ def prepare(
     check_positions(model.config, spec.policy.positions)
     if prefill_block is not None:
         check_count("prefill_block", prefill_block)
+    rows = model.rows_on_mesh(len(prompt)) if pad_rows else len(prompt)
+    # A row without a token has the budget of the first one, and holds nothing.
+    prompt, total = (np.concatenate([each, np.repeat(each[:1], rows - len(each))]) for each in (prompt, total))
     sizes = sizes_for(
         prompt, int(np.max(total - prompt)), width=width, block=prefill_block, limits=limits, last_fed=last_fed
     )
@@ -163,7 +181,7 @@ def prepare(
         dtype=jax.tree.leaves(model.params)[0].dtype, totals=total,
     )  # fmt: skip
     warn_beyond_context(model.config, most_positions(lowered, prompt, total, prefill_block))
-    return Prepared(lowered.layout, lowered.budgets, sizes.prompt)
+    return Prepared(lowered.layout, lowered.budgets, sizes.prompt, rows)
 
 
 def run_prompts(
@@ -180,13 +198,15 @@ def run_prompts(
       score: whether to compute the log-probabilities of the prompt's tokens.
 
     Returns:
-      As `prefill_steps`.
+      As `prefill_steps`, for all rows of arrays.
     """
     width = prepared.width + (1 if score else 0)
+    rows = len(tokens)
     # [B, width]
-    ids = np.zeros((len(tokens), width), np.int32)
+    ids = np.zeros((prepared.rows, width), np.int32)
     given = min(width, tokens.shape[1])
-    ids[:, :given] = tokens[:, :given]
+    ids[:rows, :given] = tokens[:, :given]
+    lengths, total = (np.pad(each, (0, prepared.rows - rows)) for each in (lengths, total))
     place = model.place
     return prefill_steps(
         model.params, *place((ids, lengths, total.astype(np.int32), prepared.budgets.prompt, prepared.budgets.decode)),
@@ -302,7 +322,8 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
         own = params[f"layer_{index}"]["attention"]
         # [K, D, D] and [K or 1, ...], of the group's heads
         skew, sides = rows_of((own.get(SKEW), own.get(SIDES)), after.heads)
-        return convert(layer, before, after, Prompt(kv.length, rope, frequencies, skew, sides))
+        made = convert(layer, before, after, Prompt(kv.length, rope, frequencies, skew, sides))
+        return constrain(made, slots=True) if after.slot_axes else made
 
     return tuple(
         Layer(group(index, *each) for each in zip(layer, before, after, strict=True))

@@ -148,10 +148,16 @@ def _layer(seen: tuple[Any, ...], groups: tuple[Group, ...], active: Array, widt
     return jax.tree.map(lambda leaf: leaf[:, order], whole) if len(order) else whole
 
 
-def joined(parts: list[tuple[Steps | None, int]], layout: CacheLayout) -> Record | None:
-    """Joins the records of several calls, each with its number of steps, on the host; None if nothing was recorded."""
+def joined(parts: list[tuple[Steps | None, int]], layout: CacheLayout, rows: int) -> Record | None:
+    """Joins the records of several calls, each with its number of steps, on the host; None if nothing was recorded.
+
+    Args:
+      parts: the records.
+      layout: of the cache.
+      rows: the number of rows, which others of the arrays may follow.
+    """
     host = [
-        jax.tree.map(lambda leaf, taken=taken: leaf[:taken], processes.to_host(steps))
+        jax.tree.map(lambda leaf, taken=taken: leaf[:taken, :, :rows], processes.to_host(steps))
         for steps, taken in parts
         if steps is not None
     ]

@@ -6,6 +6,7 @@ runs.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -17,9 +18,10 @@ from jax.typing import DTypeLike
 from kvjax import sharding
 from kvjax.cache import pairs
 from kvjax.cache.empty import empty_layers, memories
+from kvjax.cache.groups import Group
 from kvjax.cache.layout import CacheLayout
 from kvjax.cache.lowering import Lowered
-from kvjax.cache.state import KVState, LayerKV, layers_of
+from kvjax.cache.state import KVState, Layer, LayerKV, layers_of
 from kvjax.devices import Device
 from kvjax.generate import Carry
 from kvjax.memory import DEVICE, HOST, PINNED
@@ -28,6 +30,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES
 from kvjax.models.quantize import WeightCodes, held_shapes
 from kvjax.products.quantized import MATRIX, QuantizedMatrix, is_quantized
+from kvjax.rules import Rules, using
 from kvjax.sharding import Params, PyTree
 from kvjax.storage.calibration import side_shapes
 from kvjax.storage.layouts import UPPER
@@ -105,14 +108,23 @@ def decode_shapes(
         return cast(Array, jax.ShapeDtypeStruct(dims, kind, sharding=place))
 
     made = jax.eval_shape(lambda: empty_layers(layout.decode, batch, config.num_kv_heads, config.head_dim, dtype))
-    held = jax.tree.map(
-        lambda x, where: shape(x.shape, x.dtype, "batch", "kv_heads", *(None,) * (len(x.shape) - 2), memory=where),
-        made,
-        memories(layout.decode, made),
+
+    def of_group(group: Group, layer: LayerKV, where: LayerKV) -> LayerKV:
+        axes = ("batch", "kv_heads", "slots") if group.slot_axes else ("batch", "kv_heads")
+        found: LayerKV = jax.tree.map(
+            lambda x, memory: shape(x.shape, x.dtype, *axes, *(None,) * (len(x.shape) - len(axes)), memory=memory),
+            layer,
+            where,
+        )
+        return found
+
+    held = tuple(
+        Layer(of_group(*each) for each in zip(*layers, strict=True))
+        for layers in zip(layout.decode, made, memories(layout.decode, made), strict=True)
     )
     params = _calibrated(held_shapes(config, dtype, weights), config, layout, dtype)
     if mesh is not None:
-        places = sharding.parameter_shardings(params, mesh, (config.num_heads, config.num_kv_heads))
+        places = sharding.parameter_shardings(params, mesh)
         params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, places)
     params = offload.shapes_with_host_layers(params, offload.host_layers(config.num_layers, host_weights))
     row = shape((batch,), jnp.int32, "batch")
@@ -223,10 +235,20 @@ def roofline(config: DecoderConfig, shapes: Shapes, slots: tuple[AverageSlots, .
         # What two layers share is held once, and read by both.
         read = pairs.together(before, layer) if own.lent and before is not None else layer
         before = layer
-        local_rows, kv_heads, _ = _local(layer.position)
+        local_rows, kv_heads, local_slots = _local(layer.position)
+        # The share of the slots that is on a device.
+        share = local_slots / max(layer.position.shape[2], 1)
+        own = own._replace(held=own.held * share, read=own.read * share)
         query = shapes.params[f"layer_{index}"]["attention"]["query"]["kernel"]
+        # Query features that attend on a device: all of its KV heads, where slots are divided.
+        group = config.num_heads // config.num_kv_heads
+        features = (
+            kv_heads * group * config.head_dim
+            if share < 1
+            else _local_matrix(query)[1] * layer.position.shape[1] / config.num_kv_heads
+        )
         # Two products, QKᵀ and PV, each with a multiplication and an addition per element.
-        flops += 4.0 * local_rows * _local_matrix(query)[1] * own.read * layer.position.shape[1] / config.num_kv_heads
+        flops += 4.0 * local_rows * features * own.read
         statistics = sum(leaf.dtype.itemsize * math.prod(leaf.shape[3:]) for leaf in jax.tree.leaves(layer.stats))
         slot = _slot_bytes(read.stores, layer)
         # Every slot that is read, and the new one, which is written; statistics are read and written.
@@ -272,40 +294,47 @@ def _fetched_slot_bytes(layer: LayerKV) -> float:
 
 def fewest_bytes(
     config: DecoderConfig,
-    layout: CacheLayout,
+    layout_on: Callable[[AbstractMesh], CacheLayout],
     dtype: DTypeLike,
     batch: int,
     slots: tuple[AverageSlots, ...],
     count: int,
     host_weights: float = 0.0,
     weights: WeightCodes | None = None,
+    rules: Rules | None = None,
 ) -> dict[str, int]:
     """Chooses the mesh on which a device moves the fewest bytes per step, over the host link or else in its memory.
 
     Args:
       config: the decoder.
-      layout: the static description of the cache.
+      layout_on: a mesh -> the static description of the cache.
       dtype: of parameters and cache.
       batch: the number of rows.
       slots: from `average_slots`.
       count: the number of devices.
       host_weights: see `kvjax.load`.
       weights: see `kvjax.load`.
+      rules: see `kvjax.load`.
 
     Returns:
-      The sizes of the axes ``data`` and ``model``; among equal ones those with the larger ``model``.
+      The sizes of the axes, ``data``, ``model`` and where it is needed ``context``, see `kvjax.sharding.fit_sizes`;
+      among equal ones those with the smaller ``data``.
     """
     unknown = Device("", None, None, None, "")
 
+    def axes_of(model: int) -> dict[str, int]:
+        return sharding.fit_sizes({"data": count // model, "model": model}, config.num_kv_heads, rules)
+
     def moved(model: int) -> tuple[int, int]:
-        mesh = AbstractMesh((count // model, model), ("data", "model"))
-        shapes = decode_shapes(config, layout, dtype, batch, mesh, host_weights, weights)
-        step = roofline(config, shapes, slots, unknown)
+        sizes = axes_of(model)
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        with using(rules or Rules()):
+            rows = sharding.padded_rows(batch, mesh, rules)
+            shapes = decode_shapes(config, layout_on(mesh), dtype, rows, mesh, host_weights, weights)
+            step = roofline(config, shapes, slots, unknown)
         return step.link_moved, step.weights_moved + step.cache_moved
 
-    sizes = [model for model in range(count, 0, -1) if count % model == 0]
-    model = min(sizes, key=moved)
-    return {"data": count // model, "model": model}
+    return axes_of(min((model for model in range(count, 0, -1) if count % model == 0), key=moved))
 
 
 def _local(leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:

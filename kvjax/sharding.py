@@ -1,14 +1,16 @@
-"""Sharding of parameters and caches over a mesh, by one table of logical axes."""
+"""Sharding of parameters and caches over a mesh, by the rules in force; see `kvjax.rules.Rules`."""
 
+import itertools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.errors import ConfigError
+from kvjax.meshes import fit, fit_sizes, make_mesh, on_mesh, one_device_mesh, padded_rows
+from kvjax.rules import Rules, rules
 
 Array = jax.Array
 Axes = Sequence[str | None]
@@ -16,29 +18,19 @@ Params = Mapping[str, Any]  # nested dict of parameters, whose leaves are arrays
 PyTree = Any  # a tree of arrays
 R = TypeVar("R")
 
-#: Logical axis -> mesh axis, or None for a replicated axis. Heads, MLP features and the vocabulary are divided over
-#: ``model`` (tensor parallelism), the rows of a batch over ``data``.
-RULES: Mapping[str, str | None] = {
-    "batch": "data",
-    "kv_heads": "model",
-    "heads": "model",
-    "mlp": "model",
-    "vocab": "model",
-    "embed": None,
-}
-
 #: The last two names of a parameter's path -> the logical axes of its last dimensions ([in, out] for a projection).
 #: Dimensions before these, such as one of experts, are not divided.
 PARAMETERS: Mapping[tuple[str, ...], tuple[str | None, ...]] = {
     ("embed", "tokens"): ("vocab", "embed"),
+    ("position_embed", "table"): (None, "embed"),
     ("head", "kernel"): ("embed", "vocab"),
     ("head", "bias"): ("vocab",),
     ("query", "kernel"): ("embed", "heads"),
     ("query", "bias"): ("heads",),
-    ("key", "kernel"): ("embed", "kv_heads"),
-    ("key", "bias"): ("kv_heads",),
-    ("value", "kernel"): ("embed", "kv_heads"),
-    ("value", "bias"): ("kv_heads",),
+    ("key", "kernel"): ("embed", "heads"),
+    ("key", "bias"): ("heads",),
+    ("value", "kernel"): ("embed", "heads"),
+    ("value", "bias"): ("heads",),
     ("out", "kernel"): ("heads", "embed"),
     ("gate", "kernel"): ("embed", "mlp"),
     ("gate", "bias"): ("mlp",),
@@ -50,74 +42,40 @@ PARAMETERS: Mapping[tuple[str, ...], tuple[str | None, ...]] = {
 #: The parts of a quantised matrix, see `kvjax.products.quantized`. They are divided as the matrix is.
 QUANTIZED = ("codes", "scale", "zero", "order")
 
-
-def make_mesh(axes: str | Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Makes a mesh over the first devices that it needs.
-
-    Args:
-      axes: the size of each axis, as ``"data:2,model:4"`` or ``{"data": 2, "model": 4}``. A missing axis has size 1.
-      devices: the devices to choose from; None for all devices of the process.
-
-    Returns:
-      A mesh with the axes ``data`` and ``model``.
-
-    Raises:
-      ConfigError: if an axis is neither ``data`` nor ``model``, a size is not a whole number of at least 1, or there
-        are too few devices.
-    """
-    sizes = _parse(axes) if isinstance(axes, str) else dict(axes)
-    known = sorted({axis for axis in RULES.values() if axis})
-    if unknown := sorted(set(sizes) - set(known)):
-        raise ConfigError(
-            f"mesh axis {unknown[0]!r} is unknown; valid axes: {', '.join(known)}, as in 'data:2,model:4'."
-        )
-    devices = list(jax.devices() if devices is None else devices)
-    needed = math.prod(sizes.values())
-    if needed > len(devices):
-        raise ConfigError(f"mesh {axes!r} needs {needed} devices, but there are {len(devices)}.")
-    sizes = {axis: sizes.get(axis, 1) for axis in known}
-    shape, names, kinds = tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes)
-    if needed < len(devices):
-        # jax.make_mesh arranges devices along the interconnect, which it knows for whole machines only.
-        return Mesh(np.asarray(devices[:needed]).reshape(shape), names, axis_types=kinds)
-    return jax.make_mesh(shape, names, kinds, devices=devices)
-
-
-def one_device_mesh() -> Mesh:
-    """Returns the mesh of this process's default device alone: shapes need one to say that they are in host memory."""
-    axes = sorted({axis for axis in RULES.values() if axis})
-    return Mesh(
-        np.asarray(jax.local_devices()[:1]).reshape((1,) * len(axes)), axes, axis_types=(AxisType.Auto,) * len(axes)
-    )
-
-
-def _parse(text: str) -> dict[str, int]:
-    """Parses ``"data:2,model:4"``."""
-    sizes = {}
-    for part in text.split(","):
-        axis, _, size = part.partition(":")
-        if not size.strip().isdigit() or int(size) < 1:
-            raise ConfigError(f"mesh {text!r} is not of the form 'data:2,model:4' (each size a whole number from 1).")
-        sizes[axis.strip()] = int(size)
-    return sizes
+#: The weights' dimension that is divided last, over what is left.
+LAST = "embed"
+#: Of the even share of the weights: norms and biases are held whole.
+MOST = 1.03
 
 
 def spec(axes: Axes, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns the partition of an array with the given logical axes.
+    """Returns the partition of an array with the given logical axes, by the rules in force.
 
-    A dimension that the size of its mesh axis does not divide is replicated. For example, one KV head on four devices
-    or a vocabulary of 50,257 is held whole by each device.
+    A dimension is divided over those of its mesh axes that no dimension before it uses and whose sizes divide it; of
+    several such choices, into the most parts. For example, one KV head on four devices is held whole by each device.
+    The width of the model, ``embed``, is divided last, so that a matrix whose other dimension does not divide, such as
+    a vocabulary of 50,257, is divided along its width.
 
     Args:
-      axes: the logical axis of each dimension, a key of `RULES` or None.
+      axes: the logical axis of each dimension, a field of `Rules` or None.
       shape: the size of each dimension.
       mesh: the mesh.
     """
-    names = []
-    for axis, size in zip(axes, shape, strict=True):
-        name = RULES[axis] if axis else None
-        names.append(name if name in mesh.shape and size % mesh.shape[name] == 0 else None)
-    return PartitionSpec(*names)
+    names: list[tuple[str, ...]] = [()] * len(shape)
+    used: set[str] = set()
+    for number in sorted(range(len(shape)), key=lambda number: axes[number] == LAST):
+        if (axis := axes[number]) is not None:
+            open_axes = [name for name in rules().of(axis) if name in mesh.shape and name not in used]
+            names[number] = _most_parts(open_axes, shape[number], mesh)
+            used.update(names[number])
+    return PartitionSpec(*((each if len(each) > 1 else each[0]) if each else None for each in names))
+
+
+def _most_parts(axes: Sequence[str], size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Returns those of some mesh axes that divide a dimension of `size` into the most parts."""
+    choices = [own for count in range(len(axes), -1, -1) for own in itertools.combinations(axes, count)]
+    sizes = [math.prod(mesh.shape[axis] for axis in own) for own in choices]
+    return choices[max(range(len(choices)), key=lambda i: sizes[i] if size % sizes[i] == 0 else 0)]
 
 
 def constrain(x: Array, axes: Axes) -> Array:
@@ -144,8 +102,55 @@ def divided(axis: str, size: int) -> int:
       size: its size.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    name = RULES[axis]
-    return 1 if mesh.empty or spec((axis,), (size,), mesh)[0] is None else mesh.shape[name]
+    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in mesh_axes(axis, size, mesh))
+
+
+def mesh_axes(axis: str, size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Returns the mesh axes that a dimension is divided over.
+
+    Args:
+      axis: the logical axis of the dimension.
+      size: its size.
+      mesh: the mesh.
+    """
+    (names,) = spec((axis,), (size,), mesh)
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+
+
+def left_over(axis: str, kv_heads: int) -> tuple[tuple[str, ...], int]:
+    """Returns the axes of the current mesh that divide ``slots`` or ``tokens``, and the number of parts.
+
+    Args:
+      axis: the logical axis.
+      kv_heads: KV heads of the arrays, which are divided first.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return (), 1
+    used = {*mesh_axes("kv_heads", kv_heads, mesh), *rules().batch}
+    axes = tuple(name for name in rules().of(axis) if mesh.shape.get(name, 1) > 1 and name not in used)
+    return axes, math.prod(mesh.shape[name] for name in axes)
+
+
+def constrain_heads(x: Array, heads: int, *, enters: bool = False) -> Array:
+    """Constrains features of whole heads to where the cache has these heads.
+
+    A projection may be divided inside a head. Its product is then gathered, instead of its weights.
+
+    Args:
+      x: [B, n, heads * D], the product of a projection, or what enters one.
+      heads: the number of heads, of queries or of keys and values.
+      enters: whether x enters a projection.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    of_weights = spec(("batch", None, "heads"), x.shape, mesh)
+    of_heads = spec(("batch", None, "kv_heads"), (*x.shape[:2], heads), mesh)
+    if of_weights == of_heads:
+        return x
+    first, then = (of_heads, of_weights) if enters else (of_weights, of_heads)
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, first), then)
 
 
 def on_each_device(
@@ -174,9 +179,7 @@ def on_each_device(
     return jax.shard_map(function, mesh=mesh, in_specs=placed, out_specs=results, check_vma=False)(*arguments)
 
 
-def parameter_spec(
-    path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractMesh, head_counts: tuple[int, int]
-) -> PartitionSpec:
+def parameter_spec(path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Returns the partition of a parameter.
 
     Args:
@@ -184,18 +187,17 @@ def parameter_spec(
         last two determine the logical axes; see `PARAMETERS`. The parts of a quantised matrix have one name more.
       shape: the shape of the parameter.
       mesh: the mesh.
-      head_counts: the number of query heads and of KV heads. A projection is divided between heads, never inside one.
     """
-    counts: dict[str | None, int] = {"heads": head_counts[0], "kv_heads": head_counts[1]}
-    if (axes := PARAMETERS.get(tuple(path[-3:-1]))) and path[-1] in QUANTIZED:
-        # [G, bytes, out], [G, out] or [in]: between heads, and between groups.
-        own = {"codes": (axes[0], None, axes[1]), "order": (None,)}.get(path[-1], axes)
-        axes = (*(None,) * (len(shape) - len(own)), *own)
-        sizes = [math.gcd(counts.get(axis, size), size) for axis, size in zip(axes, shape, strict=True)]
-        return spec(axes, sizes, mesh)
-    axes = PARAMETERS.get(tuple(path[-2:]), ())
-    axes = (*(None,) * (len(shape) - len(axes)), *axes)
-    return spec(axes, [counts.get(axis, size) for axis, size in zip(axes, shape, strict=True)], mesh)
+    axes: tuple[str | None, ...]
+    if (of_matrix := PARAMETERS.get(tuple(path[-3:-1]))) and path[-1] in QUANTIZED:
+        # [G, bytes, out], [G, out] or [in]: between groups, and between outputs.
+        axes = {"codes": (of_matrix[0], None, of_matrix[1]), "order": (None,)}.get(path[-1], of_matrix)
+    else:
+        axes = PARAMETERS.get(tuple(path[-2:]), ())
+    if more := len(shape) - len(axes):
+        # Experts run on each device's part of their hidden features, see `kvjax.models.experts`.
+        axes = (*(None,) * more, *(None if axis == LAST else axis for axis in axes))
+    return spec(axes, shape, mesh)
 
 
 def path_names(path: Sequence[Any]) -> tuple[str, ...]:
@@ -203,19 +205,49 @@ def path_names(path: Sequence[Any]) -> tuple[str, ...]:
     return tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
 
 
-def parameter_shardings(params: Params, mesh: Mesh | AbstractMesh, head_counts: tuple[int, int]) -> Params:
+def parameter_shardings(params: Params, mesh: Mesh | AbstractMesh) -> Params:
     """Returns the sharding of every parameter.
 
     Args:
       params: a parameter tree of arrays or of `jax.ShapeDtypeStruct`.
       mesh: the mesh.
-      head_counts: see `parameter_spec`.
 
     Returns:
       A tree of `NamedSharding` with the structure of `params`.
     """
 
     def place(path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
-        return NamedSharding(mesh, parameter_spec(path_names(path), leaf.shape, mesh, head_counts))
+        return NamedSharding(mesh, parameter_spec(path_names(path), leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(place, params)
+
+
+def warn_of_copies(params: Params, mesh: Mesh | None, given: Rules | None = None) -> None:
+    """Warns if a device holds more than `MOST` times its even share of the weights.
+
+    Args:
+      params: the arrays, where they are on the mesh.
+      mesh: the mesh, or None.
+      given: the rules; None for the defaults.
+    """
+    if mesh is None:
+        return
+    parts = mesh.size // padded_rows(1, mesh, given)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    held = {path: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for path, x in leaves}
+    even = sum(x.size * x.dtype.itemsize for _, x in leaves) / parts
+    if sum(held.values()) > MOST * even:
+        whole = max((path for path, x in leaves if x.sharding.is_fully_replicated), key=held.__getitem__, default=())
+        largest = f"; {'/'.join(path_names(whole))} is the largest that no axis divides" if whole else ""
+        warnings.warn(
+            f"a device of mesh {dict(mesh.shape)} holds {sum(held.values()) / even:.2f} times its even share of the "
+            f"weights{largest}.",
+            stacklevel=3,
+        )
+
+
+__all__ = [
+    "PARAMETERS", "QUANTIZED", "Params", "PyTree", "constrain", "constrain_heads", "divided", "fit", "fit_sizes",
+    "left_over", "make_mesh", "mesh_axes", "on_each_device", "on_mesh", "one_device_mesh", "padded_rows",
+    "parameter_shardings", "parameter_spec", "path_names", "spec", "warn_of_copies",
+]  # fmt: skip

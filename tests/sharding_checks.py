@@ -70,6 +70,8 @@ class Case:
       storage: see `CacheSpec`.
       selection: see `CacheSpec`.
       layers: of the model. A second is spread as the first is, and takes as long to compile.
+      parts: of the slots of each head, on as many devices.
+      rows: of the batch.
     """
 
     model: str
@@ -83,6 +85,8 @@ class Case:
     storage: Storage = dataclasses.field(default_factory=dense)
     selection: Selection = dataclasses.field(default_factory=everything)
     layers: int = 1
+    parts: int = 1
+    rows: int = ROWS
 
     @property
     def config(self) -> DecoderConfig:
@@ -99,7 +103,7 @@ class Case:
 
 
 _LIST = [
-    Case("mha", "window", "data:8", ragged=True),
+    Case("mha", "window", "data:8", ragged=True, rows=7),
     Case("mha", "h2o", "model:2", prefill_block=5, ragged=True),
     Case("gqa", "h2o", "data:2,model:4", ragged=True, scored=True, layers=2),
     Case("experts", "full", "data:4,model:2", ragged=True),
@@ -107,8 +111,10 @@ _LIST = [
     # A merge moves whole keys: where these are replicated, none may be gathered.
     Case("gqa", "roco", "data:1,model:8", merge="d2o"),
     Case("gqa", "h2o", "data:1,model:8", merge="cam", ragged=True),
-    Case("mqa", "h2o", "data:2,model:4", prefill_block=8, ragged=True, scored=True),  # 1 KV head: replicated
-    Case("gqa", "h2o", "data:1,model:8", prefill_block=8, storage=int8()),  # 4 KV heads on 8 devices: replicated
+    # KV heads that the devices do not divide: slots are divided.
+    Case("mqa", "h2o", "data:2,model:4", prefill_block=8, ragged=True, scored=True, parts=4),
+    Case("gqa", "h2o", "data:1,model:8", prefill_block=8, storage=int8(), parts=8),
+    Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, scored=True, parts=2),
     Case("mha", "window", "data:4,model:2", ragged=True, storage=int8(residual=4)),
     Case("gqa", "full", "data:2,model:4", ragged=True, selection=quest(4, 12, first_layer=0)),
     Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0)),  # 1 KV head: replicated
@@ -150,7 +156,7 @@ def parameters(config: DecoderConfig) -> Any:
 
 def run(model: Model, case: Case, tokens: np.ndarray, text: np.ndarray) -> list[Any]:
     """Returns the result of `generate` and, for a scored case, that of `log_likelihood`."""
-    lengths = np.asarray(LENGTHS if case.ragged else [WIDTH] * ROWS)
+    lengths = np.asarray(LENGTHS if case.ragged else [WIDTH] * ROWS)[: case.rows]
     options = {"prefill_block": case.prefill_block}
     found = [kvjax.generate(model, tokens, case.spec(), max_new_tokens=NEW, lengths=lengths, **options)]
     if case.scored:
@@ -159,18 +165,23 @@ def run(model: Model, case: Case, tokens: np.ndarray, text: np.ndarray) -> list[
     return found
 
 
-def slots(state: Any) -> list[np.ndarray]:
-    """Returns the sorted positions of each layer: the tokens that were kept, whatever their slots."""
-    return [np.sort(np.asarray(layer.position), axis=2) for layer in state.layers]
+def slots(state: Any, rows: int) -> list[np.ndarray]:
+    """Returns the positions of each layer in the order of rows, heads and positions, whatever their slots."""
+    found = [np.sort(np.asarray(layer.position)[:rows], axis=2) for layer in state.layers]
+    return [position[position >= 0] for position in found]
 
 
-def contents(state: Any, storage: Storage) -> list[np.ndarray]:
-    """Returns the decoded keys and values and the statistics of the live slots of each layer, in the order of slots."""
+def contents(state: Any, storage: Storage, rows: int) -> list[np.ndarray]:
+    """Returns the decoded keys and values and the statistics of the live slots, in the order of `slots`."""
     found = []
     for layer in state.layers:
         key, value, position = read(storage, layer)
-        live = np.asarray(position) >= 0
-        found += [np.asarray(leaf)[live] for leaf in (key, value, *jax.tree.leaves(layer.stats))]
+        at = np.asarray(position)[:rows]
+        order = np.argsort(at, axis=2)
+        live = np.take_along_axis(at, order, axis=2) >= 0
+        for leaf in (key, value, *jax.tree.leaves(layer.stats)):
+            own = np.asarray(leaf)[:rows]
+            found.append(np.take_along_axis(own, order.reshape(*order.shape, *(1,) * (own.ndim - 3)), axis=2)[live])
     return found
 
 
@@ -217,11 +228,11 @@ def decode_program(case: Case, config: DecoderConfig, mesh: Any, scale: int) -> 
     full_rows = np.full((ROWS,), scale * WIDTH, np.int32)
     limits = Limits(scale * WIDTH, scale * NEW)
     sizes = sizes_for(full_rows, scale * NEW - 1, width=scale * WIDTH, block=None, limits=limits, last_fed=False)
-    with jax.set_mesh(mesh):
+    with sharding.on_mesh(mesh):
         layout = lower(case.spec(scale * 10), config, sizes, full_rows).layout
     shapes = decode_shapes(config, layout, jnp.float32, ROWS, mesh)
     stop, steps = jax.ShapeDtypeStruct((0,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    with jax.set_mesh(mesh):
+    with sharding.on_mesh(mesh):
         lowered = decode_steps.lower(*shapes, stop, steps, config=config, phase=layout.decode, sampler=Greedy())
     return shapes.carry.state, lowered.compile()
 
@@ -229,22 +240,24 @@ def decode_program(case: Case, config: DecoderConfig, mesh: Any, scale: int) -> 
 def check(case: Case) -> dict[str, Any]:
     config = case.config
     rng = np.random.default_rng(2)
-    tokens, text = (rng.integers(0, config.vocab_size, (ROWS, n)) for n in (WIDTH, WIDTH + NEW))
+    tokens, text = (rng.integers(0, config.vocab_size, (ROWS, n))[: case.rows] for n in (WIDTH, WIDTH + NEW))
     params = parameters(config)
     alone = run(Model(config, params), case, tokens, text)
     mesh = sharding.make_mesh(case.mesh)
-    placed = sharding.parameter_shardings(params, mesh, (config.num_heads, config.num_kv_heads))
+    placed = sharding.parameter_shardings(params, mesh)
     model = Model(config, jax.device_put(params, placed), mesh=mesh)
     spread = run(model, case, tokens, text)
 
     data, split = mesh.shape["data"], mesh.shape["model"]
     kv_heads = config.num_kv_heads // split if config.num_kv_heads % split == 0 else config.num_kv_heads
     held = jax.tree.leaves([(layer.stores, layer.index) for result in spread for layer in result.state.layers])
-    expected_state = [[ROWS // data, kv_heads, *leaf.shape[2:]] for leaf in held]
+    expected_state = [[ROWS // data, kv_heads, leaf.shape[2] // case.parts, *leaf.shape[3:]] for leaf in held]
     layer = model.params["layer_0"]
     experts = [config.num_experts] if config.num_experts else []
-    rows = kv_heads * config.head_dim
-    query = config.num_heads // split * config.head_dim
+    # Weights are divided inside of a head too, and over the slots' devices.
+    split *= mesh.shape.get("context", 1)
+    rows = config.num_kv_heads * config.head_dim // split
+    query = config.num_heads * config.head_dim // split
     chosen = {
         "query": (layer["attention"]["query"]["kernel"], [64, query]),
         "key": (layer["attention"]["key"]["kernel"], [64, rows]),
@@ -258,7 +271,7 @@ def check(case: Case) -> dict[str, Any]:
 
     # What crosses between devices is settled before what the suite leaves out, the optimisation of machine code.
     state, compiled = decode_program(case, config, mesh, 1)
-    larger_state, larger = decode_program(case, config, mesh, 3)
+    larger_state, larger = decode_program(case, config, mesh, 4)
     position, more_shape = state.layers[0].position, larger_state.layers[0].position.shape
     assert more_shape[2] > 2 * position.shape[2]
     assert isinstance(position.sharding, NamedSharding)
@@ -268,20 +281,24 @@ def check(case: Case) -> dict[str, Any]:
     return {
         "tokens_equal": bool(np.array_equal(alone[0].tokens, spread[0].tokens)),
         "slots_equal": all(
-            np.array_equal(x, y) for a, b in both for x, y in zip(slots(a.state), slots(b.state), strict=True)
+            np.array_equal(x, y)
+            for a, b in both
+            for x, y in zip(slots(a.state, case.rows), slots(b.state, case.rows), strict=True)
         ),
         "logprob_error": max(difference(a.logprobs, b.logprobs) for a, b in both),
         "cache_error": max(
             difference(x, y)
             for a, b in both
-            for x, y in zip(contents(a.state, case.storage), contents(b.state, case.storage), strict=True)
+            for x, y in zip(
+                contents(a.state, case.storage, case.rows), contents(b.state, case.storage, case.rows), strict=True
+            )
         ),
         "code_step": max((step for a, _ in both for step in steps(a.state)), default=0.0),
         "state_shards": [shards(leaf) for leaf in held],
         "expected_state_shards": expected_state,
         "parameter_shards": {name: shards(array) for name, (array, _) in chosen.items()},
         "expected_parameter_shards": {name: shape for name, (_, shape) in chosen.items()},
-        "heads_divided": kv_heads < config.num_kv_heads or split == 1,
+        "heads_divided": kv_heads < config.num_kv_heads or split == 1 or case.parts > 1,
         "collectives": moved,
         "largest_collective": max(moved.values(), default=0),
         "growing_collectives": {shape: size for shape, size in more_moved.items() if shape not in moved},

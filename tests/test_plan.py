@@ -257,8 +257,9 @@ def collective_elements(text: str) -> list[int]:
     ("config", "batch", "mesh"),
     [
         (TINY, 1, {"data": 1, "model": 8}),
-        (GROUPED, 64, {"data": 2, "model": 4}),  # a cache larger than the weights is not held twice
-        (dataclasses.replace(TINY, num_kv_heads=1), 64, {"data": 8, "model": 1}),
+        # A cache larger than the weights is not held twice, nor are these: slots are divided too.
+        (GROUPED, 64, {"data": 1, "model": 4, "context": 2}),
+        (dataclasses.replace(TINY, num_kv_heads=1), 64, {"data": 1, "model": 1, "context": 8}),
     ],
 )
 def test_chosen_mesh_moves_the_fewest_bytes(config, batch, mesh):
@@ -270,10 +271,14 @@ def test_chosen_mesh_moves_the_fewest_bytes(config, batch, mesh):
 @needs_libtpu
 def test_given_mesh_is_used_even_if_smaller_than_the_topology():
     """And if it divides no heads."""
-    mesh, axes = {"data": 1, "model": 3}, "data:1,model:3"
+    mesh, axes = {"data": 1, "model": 1, "context": 3}, "data:1,model:3"
     planned = plan(TINY, H2O, batch=2, prompt_length=200, new_tokens=8, topology="v5e:2x4", mesh_axes=axes)
     assert planned.mesh == mesh
     assert not planned.mesh_chosen
+    # Three devices divide no dimension of the weights.
+    assert planned.weights == 3 * planned.weights_even
+    assert planned.cache < 1.05 * planned.cache_even
+    assert "weights, times the even split" in planned.table()
 
 
 @needs_libtpu

@@ -2,7 +2,7 @@
 
 python -m experiments.batch --config=h2o_tiny --requests=FILE.jsonl --output=FILE.jsonl [--config.FIELD=VALUE ...]
 
-Model, policy, storage, selection, mesh, prefill_block, implementation and seed are those of the config, as in
+Model, policy, storage, selection, mesh, rules, prefill_block, implementation and seed are those of the config, as in
 `experiments.run`; what it compares and measures is not used. Each line of the requests is an object:
 
   {"prompt": "Once upon a time", "max_new_tokens": 64, "stop": ["\\n\\n"], "id": "a-1", "temperature": 0.7, "seed": 3}

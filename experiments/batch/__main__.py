@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
 
 def about(config: ExperimentConfig, values: flags.FlagValues, given: list[tuple[int, bytes]]) -> dict[str, Any]:
     """What results depend on."""
-    used = ("model", "policy", "storage", "selection", "mesh", "prefill_block", "implementation", "seed")
+    used = ("model", "policy", "storage", "selection", "mesh", "rules", "prefill_block", "implementation", "seed")
     own = ("rows", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
     digest = hashlib.sha256(b"\n".join(line for _, line in given)).hexdigest()
     found = fields.to_dict(config)

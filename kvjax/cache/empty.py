@@ -48,7 +48,8 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
             dim=dim,
             sides=held.empty_sides(group.storage, (batch, heads), dim, dtype) if group.slots else {},
             marks=marks,
-        )
+        ),
+        slots=bool(group.slot_axes),
     )
 
 

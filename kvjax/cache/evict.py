@@ -37,6 +37,20 @@ def victims(policy: Evict, stats: dict[str, Array], view: View, *, one: bool) ->
     Returns:
       [B, K, S] bool.
     """
+    priority, limit = ranking(policy, stats, view)
+    if policy.page > 1:
+        return page_victims(priority, view.position, limit, policy.page)
+    return (one_victim if one else all_victims)(priority, view.position, limit)
+
+
+def ranking(policy: Evict, stats: dict[str, Array], view: View) -> tuple[Array, Array]:
+    """Returns the priority of each slot, [B, K, S] float32, and the slots or pages of a head, [B, K or 1, 1] int32.
+
+    Args:
+      policy: one that has a budget.
+      stats: statistic name -> [B, K, S, ...].
+      view: the slots.
+    """
     # [B, K, S]; NaN, which a policy may return, would escape the limit
     priority = policy.priority(stats, view)
     priority = jnp.where(jnp.isnan(priority), -jnp.inf, priority)
@@ -44,11 +58,7 @@ def victims(policy: Evict, stats: dict[str, Array], view: View, *, one: bool) ->
     limit = policy.limit(stats, view)
     # A row without tokens in this block is unchanged, even if the policy that decodes has a smaller budget.
     counts = view.newest >= 0 if policy.when == "step" else view.at_prompt_end
-    if policy.page > 1:
-        limit = jnp.where(counts[:, None, None], limit // policy.page, FAR)
-        return page_victims(priority, view.position, limit, policy.page)
-    limit = jnp.where(counts[:, None, None], limit, FAR)
-    return (one_victim if one else all_victims)(priority, view.position, limit)
+    return priority, jnp.where(counts[:, None, None], limit // policy.page if policy.page > 1 else limit, FAR)
 
 
 def one_victim(priority: Array, position: Array, limit: Array) -> Array:

@@ -61,6 +61,7 @@ def _describe(group: Group, layout: "CacheLayout") -> str:
     width = group.selection.width(group.capacity)
     reads += "" if width is None else f" (at most {width} slots)"
     runs = f"a whole step by {group.step}" if group.step else f"attention by {group.attend}"
+    runs += f", slots over {'+'.join(group.slot_axes)}" if group.slot_axes else ""
     return (
         f"{heads} KV heads of {slots} slots, {size(total)}, {group.policy.name}{reads}; {runs}{_codes(group, layout)}"
     )

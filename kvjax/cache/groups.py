@@ -47,7 +47,8 @@ class Group:
       evicts_one: whether a step of one token evicts at most one slot per head.
       attend: the implementation of attention.
       step: the implementation of a whole decoding step; None = step by step.
-      reasons: why no faster kernel runs.
+      slot_axes: the mesh axes that slots are divided over; () = each device has all slots of its heads.
+      reasons: why no faster kernel runs, and why slots are not divided.
       watch: of a prompt, the selection of the decoding phase, if it adds up what the prompt's queries and keys are.
       decode_group: of a one-shot prompt, the group of the decoding phase, into whose arrays each layer moves its slots.
     """
@@ -63,6 +64,7 @@ class Group:
     evicts_one: bool = True
     attend: Implementation = "xla"
     step: Implementation | None = None
+    slot_axes: tuple[str, ...] = ()
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     watch: Selection | None = None
     decode_group: "Group | None" = None

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import warnings
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax import attention, sharding
 from kvjax.attention import Implementation
+from kvjax.cache import context
 from kvjax.cache.fused import observe_and_evict
 from kvjax.cache.groups import Group
 from kvjax.cache.limits import Sizes
@@ -55,6 +57,9 @@ class Chooser:
 
     def decode(self, group: Group, kv_heads: int) -> Group:
         """The decoding group with its kernels; kv_heads: of the group."""
+        group = self._over_devices(group, kv_heads)
+        if group.slot_axes:
+            return group
         if any(group.codecs):
             multiple = registry.slot_multiple(self.implementation, self.dtype.itemsize, coded=True)
             # A whole step takes an empty slot before it frees one.
@@ -74,18 +79,43 @@ class Chooser:
             whole = dataclasses.replace(whole, reasons=(*whole.reasons, THROUGH_DEVICE))
         if whole.op == "step":
             return dataclasses.replace(group, step=whole.implementation, attend=whole.implementation)
-        return dataclasses.replace(group, attend=whole.implementation, reasons=whole.reasons)
+        return dataclasses.replace(group, attend=whole.implementation, reasons=(*group.reasons, *whole.reasons))
+
+    def _over_devices(self, group: Group, kv_heads: int) -> Group:
+        """Divides slots over devices if the mesh has axes for them and nothing needs all slots on one device."""
+        axes, parts = sharding.left_over("slots", kv_heads)
+        if not axes:
+            return group
+        over = f"slots over {'+'.join(axes)}, {parts} devices"
+        if reason := context.refuses(group, kv_heads, self.config.head_dim):
+            text = f"{over}, each of which holds them all: {reason}"
+            warnings.warn(f"policy {group.policy.name}: not {text}.", stacklevel=2)
+            return dataclasses.replace(group, reasons=(text,))
+        if self.asked not in ("auto", "xla"):
+            raise ConfigError(
+                f"implementation={self.asked!r} cannot run this: {over}, which attention by XLA alone combines. Use "
+                "'auto' or 'xla', or a mesh whose axis model divides the KV heads and which has no axis context."
+            )
+        slots = (-(-group.slots[0] // parts) * parts,)
+        return dataclasses.replace(
+            group, slots=slots, slot_axes=axes, attend="xla", step=None,
+            reasons=(f"pallas: {over}",) if self.implementation != "xla" else (),
+        )  # fmt: skip
 
     def prompt(self, group: Group, kv_heads: int) -> Group:
         """The prompt's group with its kernel."""
         one_shot = self.sizes.block is None
+        if not one_shot:
+            group = self._over_devices(group, kv_heads)
+            if group.slot_axes:
+                return group
         tokens = self.sizes.prompt if one_shot else self.sizes.block
         assert tokens is not None
         parts = len(group.slots) + 1 if group.storage.apart and not one_shot else 1
         slots = tokens if one_shot else group.capacity
         request = self._request(group, kv_heads, tokens=tokens, slots=slots, parts=parts)
         choice = self._choose("prefill" if tokens > 1 else "decode", request, group)
-        return dataclasses.replace(group, attend=choice.implementation, reasons=choice.reasons)
+        return dataclasses.replace(group, attend=choice.implementation, reasons=(*group.reasons, *choice.reasons))
 
     def _request(self, group: Group, kv_heads: int, *, tokens: int, slots: int, parts: int) -> Request:
         divided = sharding.divided("kv_heads", kv_heads)

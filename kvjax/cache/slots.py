@@ -203,10 +203,15 @@ def forget(tree: T, position: Array) -> T:
     return jax.tree.map(clear, tree)
 
 
-def constrain(tree: T) -> T:
-    """Constrains the sharding of arrays [B, K, ...] on the current mesh to that of the cache."""
-    axes = ("batch", "kv_heads")
-    return jax.tree.map(lambda leaf: sharding.constrain(leaf, (*axes, *(None,) * (leaf.ndim - 2))), tree)
+def constrain(tree: T, *, slots: bool = False) -> T:
+    """Constrains the sharding of arrays [B, K, ...] on the current mesh to that of the cache.
+
+    Args:
+      tree: the arrays.
+      slots: whether they are arrays [B, K, S, ...] whose slots are divided; see `Group.slot_axes`.
+    """
+    axes = ("batch", "kv_heads", "slots") if slots else ("batch", "kv_heads")
+    return jax.tree.map(lambda leaf: sharding.constrain(leaf, (*axes, *(None,) * (leaf.ndim - len(axes)))), tree)
 
 
 def after_reading(slots: Array, number: Array) -> Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import evict, fused, reading
+from kvjax.cache import context, evict, fused, reading
 from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.finish import finish
 from kvjax.cache.groups import Group
@@ -35,7 +35,8 @@ class Seen(NamedTuple):
 
     Attributes:
       query: [B, H, n, D], rotated.
-      key: [B, K, S, D], rotated; None for a pool in host memory, whose keys XLA would move even if they are not used.
+      key: [B, K, S, D], rotated; None for slots on several devices, and for a pool in host memory, whose keys XLA would
+        move even if they are not used.
       position: [B, K, S] int32; -1 for a slot that is empty or not read.
       log_weight: [B, K, S] float32 added to the logits, or None.
       held: [B, K, S] int32; -1 for a slot that is empty.
@@ -175,6 +176,14 @@ def step(
             layer, query, key, value, group=group, budget=budget, newest=block.newest, scale=scale, window=window
         )
         return output, after, None
+    if group.slot_axes and layer is not None:
+        output, after = context.step(
+            layer, query, key, value, block=block, group=group, budget=budget, rope=rope, scale=scale,
+            soft_cap=soft_cap, window=window,
+        )  # fmt: skip
+        own = jnp.broadcast_to(block.position[:, None], key.shape[:3])
+        read = jnp.concatenate([layer.position, own], axis=2)
+        return output, after, Seen(query, None, read, None, read)
     if layer is None:
         pool = prompt_pool(key, value, block, group)
     else:
@@ -224,13 +233,15 @@ def step(
         made = _prompt_sides(after, query, key, value, block, group.decode_group)
         after = after.replace(sides=made)
         after = convert(after, group, group.decode_group, Prompt(block.prompt, rope, frequencies, skew, sides))
+    # The slots of a prompt in one shot are in the arrays of the decoding phase.
+    divided = fresh and group.decode_group is not None and bool(group.decode_group.slot_axes)
     if group.storage.on_host:
-        return output, constrain(after), Seen(query, None, read, log_weight, pool.position, chosen)
+        return output, constrain(after, slots=divided), Seen(query, None, read, log_weight, pool.position, chosen)
     # XLA removes this second call unless the caller uses its result.
     query, keys, _ = attended(pool, query, whole=True)
     return (
         output,
-        constrain(after),
+        constrain(after, slots=divided),
         Seen(query, joined(tuple(map(as_array, keys))), read, log_weight, pool.position, chosen),
     )
 

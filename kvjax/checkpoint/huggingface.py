@@ -24,6 +24,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.models.quantize import WeightCodes, as_weight_codes
 from kvjax.products import QuantizedMatrix
+from kvjax.rules import Rules, using
 from kvjax.sharding import PyTree
 
 Array = jax.Array
@@ -35,6 +36,7 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
+    rules: Rules | None = None,
     host_weights: float = 0.0,
     weights: WeightCodes | str | None = None,
 ) -> Model:
@@ -56,7 +58,10 @@ def load(
         ``facebook/opt-125m``. An existing folder has precedence.
       dtype: of the parameters: float32, bfloat16 or float16. None for float32 on CPUs, where narrower weights decode
         ten times slower, and for bfloat16 on GPUs and TPUs.
-      mesh: the mesh to shard the parameters over, by `kvjax.sharding.PARAMETERS`; None for the default device.
+      mesh: the mesh to shard the parameters over, by `kvjax.sharding.PARAMETERS`; None for the default device. If its
+        axis ``model`` does not divide the KV heads, the model has a mesh of the same devices that also divides slots;
+        see `kvjax.sharding.fit`.
+      rules: over which axes of the mesh each dimension is divided; None for the defaults of `kvjax.Rules`.
       host_weights: the share of the layers whose weights stay in host memory, see `kvjax.models.offload`.
       weights: what the projections are quantised to, ``int8``, ``int4``, ``int2`` or a `kvjax.WeightCodes`; None = as
         the checkpoint has them.
@@ -68,14 +73,19 @@ def load(
         leaves out a process.
     """
     if mesh is None:
-        return _load(locate(path_or_name), dtype, mesh, host_weights, weights)
+        return _load(locate(path_or_name), dtype, mesh, rules or Rules(), host_weights, weights)
     processes.check_mesh(mesh)
     with processes.together(f"loading {path_or_name}"):
-        return _load(locate(path_or_name), dtype, mesh, host_weights, weights)
+        return _load(locate(path_or_name), dtype, mesh, rules or Rules(), host_weights, weights)
 
 
 def _load(
-    folder: Path, dtype: DTypeLike | None, mesh: Mesh | None, host_weights: float, weights: WeightCodes | str | None
+    folder: Path,
+    dtype: DTypeLike | None,
+    mesh: Mesh | None,
+    rules: Rules,
+    host_weights: float,
+    weights: WeightCodes | str | None,
 ) -> Model:
     """See `load`."""
     target, codes = _dtype(dtype, mesh), as_weight_codes(weights)
@@ -84,6 +94,7 @@ def _load(
         config = families.read(raw)
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
+    mesh = None if mesh is None else sharding.fit(mesh, config.num_kv_heads, rules)
     form = quantized.stored_format(folder, raw)
     if form is not None and codes is not None:
         raise ConfigError(f"{folder} holds {form.bits}-bit weights of {form.method}; leave out weights={codes.name!r}.")
@@ -94,7 +105,7 @@ def _load(
         stored = _canonical(folder, config, _open(folder, form))
         config = _untie(config, stored, everywhere=mesh is not None)
         quantize.check(config, codes)
-        place = _Place(config, mesh, on_host)
+        place = _Place(mesh, on_host)
         params: dict[str, PyTree] = {}
         stacks: dict[names.Path, list[Any]] = {}
         for tensor in _expected(folder, config, stored, form):
@@ -122,11 +133,13 @@ def _load(
                     if len(entries) < tensor.stack:
                         continue
                     part = _stacked(stacks.pop(path), path)
-                node[path[-1]] = place.coded(part, path, codes, target) if codes and coded else place(part, path)
+                with using(rules):
+                    node[path[-1]] = place.coded(part, path, codes, target) if codes and coded else place(part, path)
                 del part
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror or error}.") from None
-    return Model(config, params, tokenizer, mesh, defaults)
+    sharding.warn_of_copies(params, mesh, rules)
+    return Model(config, params, tokenizer, mesh, defaults, rules)
 
 
 def _generation_config(folder: Path) -> generation.GenerationConfig:
@@ -279,23 +292,16 @@ class _Place:
     """Moves parameters to their devices and waits, so that the host's copy is freed before the next tensor is read.
 
     Attributes:
-      config: the decoder.
       mesh: the mesh, or None.
       on_host: the layers in host memory.
     """
 
-    config: DecoderConfig
     mesh: Mesh | None
     on_host: frozenset[int]
 
-    @property
-    def heads(self) -> tuple[int, int]:
-        return self.config.num_heads, self.config.num_kv_heads
-
     def __call__(self, part: np.ndarray | QuantizedMatrix | shards.Shards, path: names.Path) -> Array | QuantizedMatrix:
         if isinstance(part, QuantizedMatrix):
-            on_host = offload.is_on_host(path, self.on_host)
-            return quantize.placed(part, path, self.mesh, self.heads, on_host=on_host)
+            return quantize.placed(part, path, self.mesh, on_host=offload.is_on_host(path, self.on_host))
         if isinstance(part, shards.Shards):
             place = self.of(path, part.whole)
             assert place is not None
@@ -306,7 +312,7 @@ class _Place:
         """Returns the sharding of a parameter; None for the default device."""
         place: Sharding | None = None
         if self.mesh is not None:
-            place = NamedSharding(self.mesh, sharding.parameter_spec(path, shape, self.mesh, self.heads))
+            place = NamedSharding(self.mesh, sharding.parameter_spec(path, shape, self.mesh))
         return offload.in_host_memory(place) if offload.is_on_host(path, self.on_host) else place
 
     def of_tensor(self, tensor: names.Tensor) -> list[Sharding]:
@@ -319,7 +325,7 @@ class _Place:
         """Quantises a matrix on its devices."""
         exact: Any = dataclasses.replace(self, on_host=frozenset())(part, path)
         on_host = offload.is_on_host(path, self.on_host)
-        return quantize.quantized(exact, path, codes, self.mesh, self.heads, dtype, on_host=on_host)
+        return quantize.quantized(exact, path, codes, self.mesh, dtype, on_host=on_host)
 
 
 __all__ = ["FORMATS", "load", "save"]

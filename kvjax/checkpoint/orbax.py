@@ -60,7 +60,7 @@ def restore_params(
         device = SingleDeviceSharding(jax.local_devices()[0])
         places = jax.tree.map(lambda leaf: device, target)
     else:
-        places = sharding.parameter_shardings(target, mesh, (config.num_heads, config.num_kv_heads))
+        places = sharding.parameter_shardings(target, mesh)
     target = jax.tree.map(
         lambda leaf, kind, place: jax.ShapeDtypeStruct(leaf.shape, kind, sharding=place), target, types, places
     )

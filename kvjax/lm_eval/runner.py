@@ -296,9 +296,10 @@ class Runner:
     def _padded(self, texts: Sequence[Ids]) -> tuple[np.ndarray, np.ndarray, int]:
         """Returns texts as [B, T] int32, their lengths [B] int32, and the bucket of the longest of them.
 
-        B is the number of rows, or a power of two where there are fewer texts; further rows have one token.
+        B is the number of rows, or a power of two where there are fewer texts, and a multiple of the rows that a mesh
+        divides; further rows have one token.
         """
-        rows = min(self.rows, power_of_two(len(texts), 1))
+        rows = self.model.rows_on_mesh(min(self.rows, power_of_two(len(texts), 1)))
         lengths = np.ones(rows, np.int32)
         tokens = np.zeros((rows, max(map(len, texts))), np.int32)
         for row, text in enumerate(texts):

@@ -111,6 +111,7 @@ class Attention(nn.Module):
                 y = linear(x)
                 # Without this barrier before the reshape, XLA's TPU compiler keeps a transposed copy of the kernel.
                 y = jax.lax.platform_dependent(y, tpu=jax.lax.optimization_barrier, default=lambda y: y)
+                y = sharding.constrain_heads(y, count)
                 y = normalised(y) if normalised is not None and joint else y
                 # [B, n, heads, D]
                 y = y.reshape(batch, n, count, config.head_dim)
@@ -140,6 +141,7 @@ class Attention(nn.Module):
         )  # fmt: skip
         # [B, n, H * D]
         output = jnp.swapaxes(output, 1, 2).reshape(batch, n, config.num_heads * config.head_dim)
+        output = sharding.constrain_heads(output, config.num_heads, enters=True)
         # [B, n, hidden]
         output = Linear(config.hidden_size, config.out_bias, self.dtype, name="out")(output)
         return LayerOutput(output, layer, seen, x)

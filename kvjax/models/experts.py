@@ -150,22 +150,22 @@ def _on_mesh(run: Callable[..., Array], x: Array, chosen: Array, weight: Array, 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return run(x, chosen, weight, kernels)
-    axis = sharding.RULES["mlp"]
 
     def place(path: tuple[Any, ...], leaf: Array) -> PartitionSpec:
         name, *part = sharding.path_names(path)
-        # No heads are divided here.
-        return sharding.parameter_spec(("mlp", name, "kernel", *part), leaf.shape, mesh, (1, 1))
+        return sharding.parameter_spec(("mlp", name, "kernel", *part), leaf.shape, mesh)
 
     places = jax.tree_util.tree_map_with_path(place, kernels)
     # Of all three matrices the hidden features are divided, or of none.
-    divided = axis in mesh.shape and all(axis in each for each in jax.tree.leaves(places))
+    axes = {tuple(name for name in each if name is not None) for each in jax.tree.leaves(places)}
+    divided = axes.pop() if len(axes) == 1 else ()
     places = places if divided else jax.tree.map(lambda _: PartitionSpec(), kernels)
     rows = sharding.spec(("batch", None, None), x.shape, mesh)
 
     def parts(*arguments: Any) -> Array:
         total = run(*arguments)
-        return jax.lax.psum(total, axis) if divided else total
+        # Of a pair (names of axes,), or of axes that divide the features together.
+        return jax.lax.psum(total, divided[0]) if divided else total
 
     own = (rows, rows, rows, places)
     return jax.shard_map(parts, mesh=mesh, in_specs=own, out_specs=rows, check_vma=False)(x, chosen, weight, kernels)

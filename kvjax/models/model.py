@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from kvjax import processes, sharding
 from kvjax.models.config import DecoderConfig
 from kvjax.models.generation import GenerationConfig
+from kvjax.rules import Rules, using
 from kvjax.sharding import Params, PyTree
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Model:
       tokenizer: the tokenizer of the checkpoint or None.
       mesh: the mesh that the parameters are sharded over, or None for a single device.
       generation: what the checkpoint's generation_config.json says.
+      rules: over which axes of the mesh each dimension is divided.
     """
 
     config: DecoderConfig
@@ -34,6 +36,7 @@ class Model:
     tokenizer: "Tokenizer | None" = None
     mesh: Mesh | None = None
     generation: GenerationConfig = dataclasses.field(default_factory=GenerationConfig)
+    rules: Rules = dataclasses.field(default_factory=Rules)
 
     def __repr__(self) -> str:
         """One line: the decoder, its size, and where it is; without the parameters themselves."""
@@ -66,8 +69,12 @@ class Model:
         return next(iter(leaf.devices())).platform if placed else jax.default_backend()
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
-        """Returns a context in which `mesh` is the current mesh; one that does nothing if there is no mesh."""
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        """Returns a context in which `mesh` and `rules` are in force; one that does nothing if there is no mesh."""
+        return sharding.on_mesh(self.mesh, self.rules)
+
+    def rows_on_mesh(self, rows: int) -> int:
+        """Returns the number of rows of arrays for a batch of `rows` rows; see `kvjax.sharding.padded_rows`."""
+        return sharding.padded_rows(rows, self.mesh, self.rules)
 
     def place(self, batch: PyTree) -> PyTree:
         """Moves arrays to the devices, with the rows divided over the mesh axis ``data``.
@@ -83,6 +90,7 @@ class Model:
             if self.mesh is None:
                 return jax.numpy.asarray(x)
             axes = ("batch", *(None,) * (x.ndim - 1))
-            return processes.put(x, NamedSharding(self.mesh, sharding.spec(axes, x.shape, self.mesh)))
+            with using(self.rules):
+                return processes.put(x, NamedSharding(self.mesh, sharding.spec(axes, x.shape, self.mesh)))
 
         return jax.tree.map(put, batch)

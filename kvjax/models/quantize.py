@@ -140,13 +140,12 @@ def quantize_weights(model: Model, bits: int = 4, group: int | None = GROUP, *, 
     check(model.config, weights)
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise ConfigError("the weights of this model are quantised already; load exact ones.")
-    heads = (model.config.num_heads, model.config.num_kv_heads)
 
     def code(path: tuple[Any, ...], leaf: Array) -> PyTree:
         names = sharding.path_names(path)
         if not weights.takes(names):
             return leaf
-        return quantized(leaf, names, weights, model.mesh, heads, leaf.dtype, on_host=memory.on_host(leaf))
+        return quantized(leaf, names, weights, model.mesh, leaf.dtype, on_host=memory.on_host(leaf))
 
     return dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(code, model.params))
 
@@ -165,7 +164,6 @@ def quantized(
     path: Sequence[str],
     weights: WeightCodes,
     mesh: Mesh | None,
-    heads: tuple[int, int],
     dtype: DTypeLike,
     *,
     on_host: bool = False,
@@ -177,7 +175,6 @@ def quantized(
       path: its path from the root of the parameter tree.
       weights: how it is quantised.
       mesh: the mesh that it is sharded over.
-      heads: see `kvjax.sharding.parameter_spec`.
       dtype: of the scales.
       on_host: whether the result is in host memory.
 
@@ -186,11 +183,11 @@ def quantized(
     """
     group = weights.group_of(path, kernel.shape[-2])
     made = quantize(memory.to_device(kernel), weights.bits, group, dtype)
-    return placed(made, path, mesh, heads, on_host=on_host)
+    return placed(made, path, mesh, on_host=on_host)
 
 
 def placed(
-    matrix: QuantizedMatrix, path: Sequence[str], mesh: Mesh | None, heads: tuple[int, int], *, on_host: bool = False
+    matrix: QuantizedMatrix, path: Sequence[str], mesh: Mesh | None, *, on_host: bool = False
 ) -> QuantizedMatrix:
     """Moves the parts of a quantised matrix to where they lie on a mesh.
 
@@ -198,7 +195,6 @@ def placed(
       matrix: the matrix; its parts may be NumPy arrays.
       path: its path from the root of the parameter tree.
       mesh: the mesh, or None for a single device.
-      heads: see `kvjax.sharding.parameter_spec`.
       on_host: whether they lie in host memory.
     """
     parts: dict[str, Any] = {}
@@ -207,7 +203,7 @@ def placed(
             continue
         where: Sharding | None = None
         if mesh is not None:
-            where = NamedSharding(mesh, sharding.parameter_spec((*path, name), part.shape, mesh, heads))
+            where = NamedSharding(mesh, sharding.parameter_spec((*path, name), part.shape, mesh))
         parts[name] = processes.put(part, in_host_memory(where) if on_host else where)
     return jax.block_until_ready(QuantizedMatrix(bits=matrix.bits, **parts))
 

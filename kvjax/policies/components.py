@@ -27,7 +27,7 @@ class View(NamedTuple):
       prompt: [B] int32 tokens of each row's prompt.
       layer: index of the layer, a number or int32.
       decoding: whether the prompt is over.
-      heads: the model's indices of these KV heads; None = all, in order.
+      heads: the model's indices of these KV heads, a tuple or [K] int32; None = all, in order.
     """
 
     position: Array
@@ -38,7 +38,7 @@ class View(NamedTuple):
     prompt: Array
     layer: Array | int
     decoding: bool
-    heads: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | Array | None = None
 
     @property
     def live(self) -> Array:

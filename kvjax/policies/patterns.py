@@ -8,7 +8,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.arguments import count_argument
 from kvjax.errors import PolicyError
@@ -126,7 +125,7 @@ class Uniform(Importance):
             return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, head), position))
 
         # [K]
-        head = jnp.arange(view.position.shape[1]) if view.heads is None else np.asarray(view.heads)
+        head = jnp.arange(view.position.shape[1]) if view.heads is None else jnp.asarray(view.heads)
         return jax.vmap(jax.vmap(jax.vmap(draw, (None, 0)), (0, 0)), (None, 0))(
             jnp.asarray(head, jnp.int32), jnp.maximum(view.position, 0)
         )

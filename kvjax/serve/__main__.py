@@ -22,6 +22,7 @@ from kvjax.checkpoint.huggingface import load
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.lm_eval import options
 from kvjax.models.calibrate import calibrated
+from kvjax.rules import Rules
 from kvjax.serve.request import Request
 from kvjax.serve.runner import Runner
 from kvjax.sharding import make_mesh
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", help="of weights and cache")
     add("--weights", help="what the projections are quantised to, such as int4")
     add("--mesh", help="devices that share the work, such as data:2,model:4")
+    add("--rules", default="", help="over which axes of the mesh dimensions are divided, such as mlp=model")
     add("--implementation", default="auto", choices=IMPLEMENTATIONS, help="of attention and eviction")
     add("--rows", type=int, default=8, help="requests that are answered at the same time")
     add("--waiting", type=int, default=64, help="requests that may wait beside these; others are told to come again")
@@ -70,7 +72,7 @@ def runner_for(flags: argparse.Namespace) -> Runner:
     """
     mesh = make_mesh(flags.mesh) if flags.mesh else None
     spec = options.spec(flags.policy, flags.budget, flags.storage, flags.selection)
-    model = load(flags.model, dtype=flags.dtype, mesh=mesh, weights=flags.weights)
+    model = load(flags.model, dtype=flags.dtype, mesh=mesh, rules=Rules.parse(flags.rules), weights=flags.weights)
     if flags.calibration is not None:
         model = calibrated(model, spec.storage, load_calibration(flags.calibration))
     return Runner(

@@ -129,7 +129,7 @@ class Runner:
         Args:
           model: from `kvjax.load`; calibrated, if the storage needs it (`kvjax.calibrated`).
           policy: which slots the cache keeps, or a `CacheSpec`.
-          rows: the number of requests that decode at the same time.
+          rows: the number of requests that decode at the same time; rounded up to what a mesh divides.
           limits: the longest prompt, and the most new tokens of a request. Of a request with a prefix, the new tokens
             include those that it gives after the prefix.
           sampler: of requests that have none of their own.
@@ -153,6 +153,8 @@ class Runner:
         if chunk > CHUNK:
             raise InputError(f"chunk must be at most {CHUNK} steps; got {chunk}.")
         check_sampler(sampler)
+        # Each device has as many rows.
+        rows = model.rows_on_mesh(rows)
         self.prompts = Prompts(
             model, as_spec(policy, storage, selection), limits=limits, rows=rows, prefill_block=prefill_block,
             implementation=implementation,

@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
     save_file(found, folder / "hf/model.safetensors")
     model = load(folder / "hf", mesh=mesh)
     assert model.mesh is mesh
-    places = sharding.parameter_shardings(params, mesh, (config.num_heads, config.num_kv_heads))
+    places = sharding.parameter_shardings(params, mesh)
 
     def check(tree):
         assert_same(tree, params)
@@ -47,7 +47,7 @@ def main(folder: Path) -> None:
     codes = WeightCodes(4, group=4)
     coded, alone = load(folder / "hf", mesh=mesh, weights=codes), load(folder / "hf", weights=codes)
     assert_same(coded.params, alone.params, None)
-    places = sharding.parameter_shardings(coded.params, mesh, (config.num_heads, config.num_kv_heads))
+    places = sharding.parameter_shardings(coded.params, mesh)
     assert jax.tree.all(jax.tree.map(lambda leaf, place: leaf.sharding == place, coded.params, places))
     # [G, bytes, out] of [16, 32] and of [32, 16]: divided by outputs, and by groups of inputs.
     for name, shape in (("up", (4, 2, 8)), ("down", (2, 2, 16))):

@@ -66,7 +66,7 @@ class Fact(Part):
                 each = paid[layer, row, head]
                 quiet[layer, row, head] = longest_quiet(each, own)
                 silent[layer, row, head] = np.mean(is_quiet(each[: self.length - ASKING], own))
-        layer, head = divmod(int(np.argmax(quiet.mean(axis=1))), quiet.shape[2])
+        layer, head = divmod(int(np.argmax(quiet.mean(axis=1))), paid.shape[2])
         last = int(np.flatnonzero(marks[0])[-1])
         curve = np.where(np.arange(paid.shape[3]) > last, paid[layer, 0, head], np.nan)
         return {

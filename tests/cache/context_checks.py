@@ -1,0 +1,190 @@
+"""Runs one layer with and without a mesh that divides its slots, for tests/cache/test_context.py, on eight devices.
+
+Prints one line of JSON for each case whose name is an argument.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import policies, sharding, storage
+from kvjax.cache import Block, CacheSpec, Layer
+from kvjax.cache.empty import empty
+from kvjax.cache.groups import Group
+from kvjax.cache.limits import Sizes
+from kvjax.cache.lowering import lower
+from kvjax.cache.spec import as_spec
+from kvjax.cache.step import step_layer
+from kvjax.models.config import DecoderConfig
+from kvjax.policies import POLICIES, Policy
+from kvjax.rope import Rope
+from kvjax.storage import Storage, dense
+from tests import conftest, layers  # noqa: F401, conftest sets how programs are compiled
+
+LENGTHS, STEPS, BUDGET = np.array([24, 6, 14, 17]), 14, 12
+ROWS, KV_HEADS, GROUP, DIM = len(LENGTHS), 2, 2, 4
+MANY = 1024  # slots, of which each device has more than numbers that a collective may move
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A cache of one layer on a mesh.
+
+    Attributes:
+      policy: slots -> which of them stay.
+      mesh: see `kvjax.make_mesh`.
+      storage: how they are held.
+      block: tokens of a block of the prompt; None = in one shot.
+      heads: query heads and KV heads.
+      divided: the mesh axes that slots are divided over.
+    """
+
+    policy: Callable[[int], Policy]
+    mesh: str = "data:2,model:2,context:2"
+    storage: Storage = dataclasses.field(default_factory=dense)
+    block: int | None = None
+    heads: tuple[int, int] = (KV_HEADS * GROUP, KV_HEADS)
+    divided: tuple[str, ...] = ("context",)
+
+    def spec(self, budget: int = BUDGET) -> CacheSpec:
+        """The cache, of `budget` slots if that limits it."""
+        return CacheSpec(self.policy(budget), self.storage)
+
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "snapkv": {"window": 4}, "pyramidkv": {"window": 4},
+}  # fmt: skip
+
+
+def registered(name: str) -> Callable[[int], Policy]:
+    """A registered policy of a number of slots."""
+    return lambda budget: policies.by_name(
+        name, **({} if name == "full" else {"budget": budget}), **ARGUMENTS.get(name, {})
+    )
+
+
+h2o, full = registered("h2o"), registered("full")
+CASES = {
+    # Tova's mean over heads would move one number per slot between devices that have some of the heads.
+    **{name: Case(registered(name), "data:2,context:2" if name == "tova" else Case.mesh) for name in POLICIES},
+    "context of 8": Case(h2o, "context:8"),
+    "all in context": Case(full, "context:8"),
+    "one KV head": Case(h2o, "model:4", heads=(4, 1), divided=("model",)),
+    "in blocks": Case(h2o, "data:2,model:1,context:4", block=5),
+    "ranks in blocks": Case(registered("streaming_llm"), "data:2,model:1,context:4", block=5),
+    "roco in blocks": Case(policies.roco, "data:4,model:1,context:2", block=5),
+    "smaller while decoding": Case(
+        lambda budget: policies.after_prefill(policies.snapkv(budget + 4, window=4), then=h2o(budget - 3))
+    ),
+    "int8": Case(h2o, storage=storage.int8()),
+    "int4": Case(full, "model:2,context:4", storage=storage.int4()),
+    "fp8": Case(policies.tova, "context:4", storage=storage.fp8()),
+    "mxfp4": Case(full, storage=storage.mxfp4()),
+    "parts of heads": Case(
+        lambda budget: policies.split_heads([[True, False, False, False]], full(budget), h2o(budget)),
+        "data:2,model:2", heads=(4, 4), divided=("model",),
+    ),
+}  # fmt: skip
+
+
+def difference(case: Case) -> dict[str, Any]:
+    """Compares a run on the mesh with one on a single device."""
+    total = int(LENGTHS.max()) + STEPS
+    streams = layers.random_streams(range(ROWS), total, heads=case.heads, dim=DIM)
+    ends = LENGTHS + np.array([STEPS, STEPS, STEPS - 5, 0])
+    given = layers.Case(streams, LENGTHS, ends, block=case.block, rope=Rope(dim=DIM))
+    alone = layers.run(case.spec(), given)
+    mesh = sharding.make_mesh(case.mesh)
+    with sharding.on_mesh(mesh):
+        spread = layers.run(case.spec(), given)
+    rows, heads = range(ROWS), range(case.heads[1])
+    return {
+        "output": float(np.abs(alone.output - spread.output).max()),
+        "positions_equal": all(
+            alone.live(step, row, head) == spread.live(step, row, head)
+            for step in range(STEPS + 1) for row in rows for head in heads
+        ),
+        "divided": [group.slot_axes for group in spread.layout.decode[-1]],
+        "reasons": [group.reasons for group in spread.layout.decode[-1]],
+    }  # fmt: skip
+
+
+def step_program(spec: CacheSpec, mesh: Any, heads: tuple[int, int]) -> tuple[Layer, Any]:
+    """Compiles a decoding step of a cache of about `MANY` slots on a mesh; returns its shapes and the program."""
+    config = DecoderConfig(
+        family="llama", vocab_size=2, hidden_size=heads[0] * DIM, num_layers=1, num_heads=heads[0],
+        num_kv_heads=heads[1], head_dim=DIM, mlp_size=1, max_positions=4096, rope=Rope(dim=DIM),
+    )  # fmt: skip
+    lengths = np.full(ROWS, MANY + 50)
+    sizes = Sizes(ROWS, MANY + 50, MANY + 50, MANY + 50, 60, None, rounded=False)
+    with sharding.on_mesh(mesh):
+        (groups,) = lower(as_spec(spec), config, sizes, lengths).layout.decode
+
+        def shaped(x: Any, *axes: str) -> Any:
+            names = (*axes, *(None,) * (x.ndim - len(axes)))
+            place = jax.sharding.NamedSharding(mesh, sharding.spec(names, x.shape, mesh))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+        def held(group: Group) -> Any:
+            made = jax.eval_shape(lambda: empty(group, ROWS, heads[1], DIM, jnp.float32))
+            axes = ("batch", "kv_heads", "slots") if group.slot_axes else ("batch", "kv_heads")
+            return jax.tree.map(lambda x: shaped(x, *axes), made)
+
+        layer = Layer(map(held, groups))
+        q, kv = (shaped(jax.ShapeDtypeStruct((ROWS, n, 1, DIM), jnp.float32), "batch") for n in heads)
+        row = shaped(jax.ShapeDtypeStruct((ROWS,), jnp.int32), "batch")
+        at = shaped(jax.ShapeDtypeStruct((ROWS, 1), jnp.int32), "batch")
+
+        def run(layer, query, key, value, at, row):
+            budget = tuple(row if group.has_budget else None for group in groups)
+            block = Block(position=at, prompt=row, total=row, budget=budget, layer=jnp.int32(0))
+            return step_layer(layer, query, key, value, block=block, groups=groups, rope=config.rope)[:2]
+
+        program = jax.jit(run, donate_argnums=0).lower(layer, q, kv, kv, at, row).compile()
+    return layer, program
+
+
+PATTERN = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+
+
+def collectives(text: str) -> list[int]:
+    """The number of elements of the results of each collective of compiled HLO."""
+    return [
+        max(math.prod(int(n) for n in dims.split(",") if n) for _, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1]))
+        for match in PATTERN.finditer(text)
+    ]
+
+
+def moved(case: Case, devices: Any = None) -> dict[str, Any]:
+    """Counts the collectives of a step that is compiled for these devices, or for those of the process."""
+    mesh = sharding.make_mesh(case.mesh, devices)
+    layer, program = step_program(case.spec(MANY), mesh, case.heads)
+    local = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(layer)]
+    parts = layer[0].position.sharding.shard_shape(layer[0].position.shape)
+    found = collectives(program.as_text())
+    return {
+        "collectives": found,
+        "local_slots": parts[2],
+        "local_rows": parts[0] * parts[1],
+        "copied": program.memory_analysis().alias_size_in_bytes < sum(local),
+    }
+
+
+def main() -> None:
+    assert len(jax.devices()) == 8, jax.devices()
+    jax.config.update("jax_enable_compilation_cache", False)
+    for name in sys.argv[1:]:
+        case = CASES[name]
+        print(json.dumps({"name": name} | difference(case) | moved(case)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""A cache whose slots are divided over devices equals one on a single device, and moves little between them.
+
+Eight simulated devices exist only if XLA is told before jax starts, so one subprocess (`python -m
+tests.cache.context_checks`) runs every case and prints a line of JSON each; the tests here read them.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from kvjax import devices, policies, selection, storage
+from kvjax.cache import CacheSpec, context
+from kvjax.cache.groups import Group
+from kvjax.policies import POLICIES, Importance
+from tests.cache import context_checks
+from tests.cache.context_checks import CASES
+from tests.conftest import ROOT, XLA_FLAGS
+
+#: Cases that run here; every other one runs by its name, and is like one of these.
+RUN = (
+    "scissorhands", "tova", "ranks in blocks", "one KV head", "roco in blocks", "smaller while decoding", "int8",
+    "parts of heads",
+)  # fmt: skip
+#: Searches for a threshold, which adds up counts of one number per head in rounds.
+SEARCHES = ("roco in blocks", "smaller while decoding")
+
+
+@pytest.fixture(scope="session")
+def results(request) -> dict[str, dict]:
+    """What was found in each case that a test of this run asks for."""
+    here = [item for item in request.session.items if item.path.name == "test_context.py"]
+    asked = {item.callspec.params["name"] for item in here if "results" in item.fixturenames}
+    flags = XLA_FLAGS + " --xla_force_host_platform_device_count=8"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.cache.context_checks", *(name for name in RUN if name in asked)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line.pop("name"): line for line in lines}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_equals_one_device(results, name):
+    """Outputs, and which positions every head holds after every step, of ragged rows that end at different times."""
+    result = results[name]
+    assert result["output"] < 1e-5, result
+    assert result["positions_equal"], result
+    assert result["divided"] == [list(CASES[name].divided)] * len(result["divided"]), result
+
+
+@pytest.mark.parametrize("name", [name for name in RUN if name not in SEARCHES])
+def test_two_collectives(results, name):
+    """A compiled step has two at the most, none of one number per slot, and updates the cache in place."""
+    result = results[name]
+    assert len(result["collectives"]) <= 2 * len(result["divided"]), result
+    assert max(result["collectives"], default=0) < result["local_rows"] * result["local_slots"], result
+    assert not result["copied"]
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_searches_do_not_grow_with_the_slots(results, name):
+    result = results[name]
+    assert max(result["collectives"], default=0) < result["local_rows"] * result["local_slots"], result
+
+
+def _group(policy=None, **given) -> Group:
+    spec = CacheSpec(policy or policies.h2o(8))
+    return Group(policy=spec.policy.traced(), needs=spec.policy.needs, slots=(8,), decoding=True, **given)
+
+
+def _by_slot(stats, view):
+    return jax.lax.broadcasted_iota("float32", view.position.shape, 2)
+
+
+@pytest.mark.parametrize(
+    ("group", "reason"),
+    [
+        (_group(), None),
+        (_group(policies.full()), None),
+        (_group(policies.roco(8)), None),
+        (_group(policies.streaming_llm(8)), None),
+        (_group(policies.h2o(8, positions="cache")), "ranks all slots"),
+        (_group(policies.h2o(8, merge=policies.d2o())), "merge"),
+        (_group(policies.by_page(policies.h2o(8), page=2)), "pages"),
+        (_group(selection=selection.quest(4, 8)), "quest"),
+        (_group(storage=storage.int4(memory="host")), "host"),
+        (_group(storage=storage.kivi(2, 2, 4)), "stores, or in a block"),
+        (_group(policies.evict(importance=policies.key_difference, budget=8)), "compares slots with each other"),
+        # The order of slots has no meaning, so that no rank may depend on it.
+        (_group(policies.evict(importance=Importance(needs=set(), score=_by_slot), budget=8)), "by iota"),
+    ],
+    ids=lambda value: value.policy.name if isinstance(value, Group) else None,
+)  # fmt: skip
+def test_what_is_not_divided_is_said(group, reason):
+    found = context.refuses(group, 2, 8)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
+@pytest.mark.parametrize("name", ["h2o", "int8"])
+def test_two_collectives_on_tpu(name):
+    """The TPU compiler splits none of the two, and adds none."""
+    case = CASES[name]
+    found = context_checks.moved(case, devices.topology_devices("v5e:2x4"))
+    assert len(found["collectives"]) == 2, found
+    assert max(found["collectives"]) < found["local_rows"] * found["local_slots"]
+    assert not found["copied"]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_which_policies_are_divided(name):
+    spec = CASES[name].spec()
+    decode = spec.policy if spec.policy.when == "step" else policies.full()
+    found = context.refuses(_group(decode), 2, 8)
+    assert found is None
