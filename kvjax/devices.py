@@ -37,6 +37,7 @@ class Device:
       flops: peak FLOP/s for dense bfloat16 products, or for float32 if the device was measured; None if unknown.
       source: where the numbers come from.
       link: bytes/s from host memory to the device; None if there is no link or its speed is unknown.
+      interconnect: bytes/s from a device to the others in one direction, over all of its links; None if unknown.
     """
 
     kind: str
@@ -45,9 +46,12 @@ class Device:
     flops: float | None
     source: str
     link: float | None = None
+    interconnect: float | None = None
 
 
-def _tpu(kind: str, usable: float, bandwidth: float, flops: float, page: str, cores: int = 1) -> Device:
+def _tpu(
+    kind: str, usable: float, bandwidth: float, flops: float, interconnect: float, page: str, cores: int = 1
+) -> Device:
     """Returns one entry of `DEVICES` for a TPU.
 
     Args:
@@ -55,14 +59,20 @@ def _tpu(kind: str, usable: float, bandwidth: float, flops: float, page: str, co
       usable: memory that a program can use on one device, in GiB.
       bandwidth: memory bandwidth of a chip, in GB/s.
       flops: peak bfloat16 rate of a chip, in TFLOP/s.
+      interconnect: bandwidth of a chip's links to other chips, both directions together, in GB/s.
       page: the page of Google's documentation that the numbers come from.
       cores: the number of devices per chip.
     """
     source = f"cloud.google.com/tpu/docs/{page}; usable memory as the TPU compiler reports it; host link assumed"
-    return Device(kind, usable * GIB, bandwidth * GIGA / cores, flops * TERA / cores, source, PCIE_3 / cores)
+    return Device(
+        kind, usable * GIB, bandwidth * GIGA / cores, flops * TERA / cores, source, PCIE_3 / cores,
+        interconnect * GIGA / 2 / cores,
+    )  # fmt: skip
 
 
-def _nvidia(kind: str, memory: float, bandwidth: float, flops: float, link: float) -> Device:
+def _nvidia(
+    kind: str, memory: float, bandwidth: float, flops: float, link: float, nvlink: float | None = None
+) -> Device:
     """Returns one entry of `DEVICES` for a GPU.
 
     Args:
@@ -71,8 +81,11 @@ def _nvidia(kind: str, memory: float, bandwidth: float, flops: float, link: floa
       bandwidth: memory bandwidth, in GB/s.
       flops: peak rate of dense bfloat16 products, in TFLOP/s.
       link: of the PCI Express generation of the product, in bytes/s.
+      nvlink: bandwidth of NVLink, both directions together, in GB/s; None without it.
     """
-    return Device(kind, memory * GIGA, bandwidth * GIGA, flops * TERA, "NVIDIA's data sheet of the product", link)
+    source = "NVIDIA's data sheet of the product"
+    others = nvlink and nvlink * GIGA / 2
+    return Device(kind, memory * GIGA, bandwidth * GIGA, flops * TERA, source, link, others)
 
 
 #: Peak numbers by ``device_kind``. The usable memory of a TPU is smaller than its nominal size (v4 32 GiB, v5e 16 GB,
@@ -81,16 +94,16 @@ def _nvidia(kind: str, memory: float, bandwidth: float, flops: float, link: floa
 DEVICES: dict[str, Device] = {
     device.kind: device
     for device in (
-        _tpu("TPU v4", 30.75, 1200, 275, "v4"),
-        _tpu("TPU v5 lite", 15.75, 819, 197, "v5e"),
-        _tpu("TPU v5", 95.73, 2765, 459, "v5p"),
-        _tpu("TPU v6 lite", 31.24, 1638, 918, "v6e"),
-        _tpu("TPU7x", 94.74, 7380, 2307, "tpu7x", cores=2),
-        _nvidia("NVIDIA A100-SXM4-40GB", 40, 1555, 312, PCIE_4),
-        _nvidia("NVIDIA A100-SXM4-80GB", 80, 2039, 312, PCIE_4),
-        _nvidia("NVIDIA H100 80GB HBM3", 80, 3350, 989, PCIE_5),
+        _tpu("TPU v4", 30.75, 1200, 275, 600, "v4"),
+        _tpu("TPU v5 lite", 15.75, 819, 197, 400, "v5e"),
+        _tpu("TPU v5", 95.73, 2765, 459, 1200, "v5p"),
+        _tpu("TPU v6 lite", 31.24, 1638, 918, 800, "v6e"),
+        _tpu("TPU7x", 94.74, 7380, 2307, 1200, "tpu7x", cores=2),
+        _nvidia("NVIDIA A100-SXM4-40GB", 40, 1555, 312, PCIE_4, 600),
+        _nvidia("NVIDIA A100-SXM4-80GB", 80, 2039, 312, PCIE_4, 600),
+        _nvidia("NVIDIA H100 80GB HBM3", 80, 3350, 989, PCIE_5, 900),
         _nvidia("NVIDIA H100 PCIe", 80, 2000, 756, PCIE_5),
-        _nvidia("NVIDIA H200", 141, 4800, 989, PCIE_5),
+        _nvidia("NVIDIA H200", 141, 4800, 989, PCIE_5, 900),
     )
 }
 

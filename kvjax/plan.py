@@ -198,6 +198,7 @@ def plan(
     host_weights: float = 0.0,
     weights: WeightCodes | str | None = None,
     rules: Rules | None = None,
+    compiles: bool = True,
 ) -> Plan:
     """Compiles a run ahead of time, and counts its memory and FLOPs.
 
@@ -222,6 +223,8 @@ def plan(
       host_weights: see `kvjax.load`.
       weights: see `kvjax.load`.
       rules: see `kvjax.load`.
+      compiles: False to count from shapes alone, in a second or two. What only a compiler knows is then None, and
+        `total` the bytes of parameters and cache.
 
     Raises:
       KvjaxError: if `kvjax.generate` would raise one, the topology or the mesh is not valid, or libtpu is missing.
@@ -278,9 +281,9 @@ def plan(
 
     start = time.perf_counter()
     with sharding.on_mesh(mesh, rules):
-        compiled, problem = _compile_decode(config, layout, shapes)
+        compiled, problem = _compile_decode(config, layout, shapes) if compiles else (None, "")
         memory, prefill_memory = _Memory.of(compiled), None
-        if prefill:
+        if prefill and compiles:
             program, prefill_problem = _compile_prefill(config, lowered, shapes, mesh, prompt_length)
             prefill_memory, problem = _Memory.of(program), problem or prefill_problem
     seconds = time.perf_counter() - start

@@ -37,7 +37,7 @@ ROOMS = [
     {"checkpoint"},
     {"prefill", "generate", "likelihood", "choices", "extend", "records", "text"},
     {"presets", "spec_text"},
-    {"roofline", "plan", "analysis", "lm_eval", "serve"},
+    {"roofline", "plan", "capacity", "analysis", "lm_eval", "serve"},
 ]
 #: Public names that run the cache, found when they are asked for; and a policy that is made of a selection.
 LATE = {("storage/__init__.py", "cache"), ("policies/h2o_variants.py", "selection")}
