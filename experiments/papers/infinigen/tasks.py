@@ -146,8 +146,8 @@ ENTRIES = (
             shape="Shape only: below 10 % InfiniGen leads and the others drop; above it InfiniGen is about as the full "
             "cache, sometimes slightly over.",
         ),
-        here="Perplexity, passkeys in prompts of half the usual length, and choices. The skew is found from another text; guesses are of 0.3 of the "
-        "columns.",
+        here="Perplexity, passkeys in prompts of half the usual length, and choices. The skew is found from another "
+        "text; guesses are of 0.3 of the columns.",
         parts=_parts,
         judge=_judge,
     ),

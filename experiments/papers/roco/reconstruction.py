@@ -142,8 +142,8 @@ ENTRIES = (
         name="roco_table3",
         question="Is the original text still in the reduced cache?",
         published=TABLE3,
-        here="Spans of random words hidden in a text, to be continued from their first three; prompts of half the usual "
-        f"length are evicted from while they are read, in blocks of {BLOCK} tokens.",
+        here="Spans of random words hidden in a text, to be continued from their first three; prompts of half the "
+        f"usual length are evicted from while they are read, in blocks of {BLOCK} tokens.",
         parts=_table3_parts,
         judge=_table3,
     ),
@@ -154,8 +154,8 @@ ENTRIES = (
             caption="Figure 6: LLaMa2-7B-Chat says which actors began on Broadway.",
             shape="One example: at a rate of 0.3 RoCo names the same people as the full cache.",
         ),
-        here="The small model knows no actors: numbers of names that its prompt of half the usual length tells, one of four "
-        "asked for.",
+        here="The small model knows no actors: numbers of names that its prompt, of half the usual length, tells; one "
+        "of four is asked for.",
         parts=lambda settings: [_names(settings, cache) for cache in NAMES],
         judge=_fig6,
     ),
