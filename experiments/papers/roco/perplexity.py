@@ -87,7 +87,10 @@ def _judge(settings: Settings, found: Found) -> Judgement:
                   f"on {sum(others)}"),
         ],
         comparisons=comparisons,
-        notes=["random is left out of the figure: its perplexities are of another order."],
+        notes=[
+            "random is left out of the figure: its perplexities are of another order.",
+            "wiki is far from what the model was trained on, and its full cache need not be the best one there.",
+        ],
         draw=lambda: figures.curves(panels),
     )  # fmt: skip
 
