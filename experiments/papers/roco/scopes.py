@@ -180,6 +180,7 @@ def _table1(settings: Settings, found: Found) -> Judgement:
         draw=lambda: figures.bars(
             "Perplexity above the full cache's", "%",
             {i: {scope: 100 * lm.loss(found[grid[i, scope]], full) for scope in PROTECTED} for i in importances},
+            log=True,
         ),
     )  # fmt: skip
 
