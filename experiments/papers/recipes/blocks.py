@@ -13,7 +13,7 @@ from experiments.papers.recipes import caches
 from experiments.papers.settings import MAIN, Settings
 from kvjax.cache import Limits
 
-ROWS, REPEATS = 8, 2
+REPEATS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,7 @@ def prefill(
     settings: Settings, cache: str, budget: float, *, block: int | None, prompt: int, model: str = MAIN
 ) -> Prefill:
     """A part."""
-    rows = settings.scale.rows if settings.scale.trial else ROWS
     return Prefill(
-        model=model, cache=cache, budget=budget, block=block, text="book", rows=min(rows, ROWS), prompt=prompt,
+        model=model, cache=cache, budget=budget, block=block, text="book", rows=settings.scale.rows, prompt=prompt,
         repeats=1 if settings.scale.trial else REPEATS,
     )  # fmt: skip
