@@ -2,11 +2,10 @@
 
 Paper: TurboQuant (arXiv:2504.19874), FlexGen (arXiv:2303.06865), the OCP Microscaling Formats (v1.0) and the policies'
 own; none of them at this scale. A generated story: eight rows of 512 tokens of prompt, 128 scored.
-The numbers that follow are of the weights that configs/train_tiny_4.py made.
-Expected perplexity of the story under full: dense 2.996 (31.4 MB), int8 2.997 (8.8), fp8 2.993 (8.3), bfp 2.994 (8.1),
-int4 3.037 (4.9), turboquant in 4, 3, 2 bits 3.048, 3.466, 4.876 (4.4, 3.4, 2.5), mxfp4 3.826 (4.2); under h2o: dense
-3.423 (12.6), int8 3.423 (3.5), turboquant(4) 3.462 (1.8). The rest of the sweep has not been measured yet.
-Hardware: any CPU; ten CPU minutes for the sweep.
+Expected perplexity of the story under full: dense 3.050 (31.4 MB), int8 3.050 (8.8), fp8 3.064 (8.3), bfp 3.050 (8.1),
+int4 3.060 (4.9), turboquant in 4, 3, 2 bits 3.125, 3.448, 5.047 (4.4, 3.4, 2.5), mxfp4 3.439 (4.2); under h2o: dense
+3.567 (12.6), int8 3.564 (3.5), int4 3.565 (2.0), turboquant(4) 3.681 (1.8). experiments/measured/README.md has all.
+Hardware: any CPU; ten CPU minutes for the sweep. Nothing is timed (repeats=0).
 Command: python -m experiments.run --config=storages_tiny
 The sweep, whose plot shows perplexity against the bytes held:
   python -m experiments.sweep --config=storages_tiny --sweep=policy.name=full,h2o,roco,snapkv \
@@ -24,5 +23,5 @@ def get_config() -> ExperimentConfig:
         storage="int4",
         baselines=("full",),
         data=DataConfig(num_sequences=8, prompt_length=512, new_tokens=128),
-        repeats=1,
+        repeats=0,
     )
