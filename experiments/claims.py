@@ -63,25 +63,31 @@ def this_worker() -> Worker:
     with contextlib.suppress(OSError):  # not on Linux
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
-    return Worker(host, f"{host} {boot} {namespace}", os.getpid(), _started(os.getpid()) or "")
+    _, started = _status(os.getpid()) or ("", "")
+    return Worker(host, f"{host} {boot} {namespace}", os.getpid(), started)
 
 
-def _started(pid: int) -> str | None:
-    """When a process of this machine was started, in the system's own unit; None if it is dead."""
+def _status(pid: int) -> tuple[str, str] | None:
+    """The state of a process of this machine and when it was started, as Linux says; None where that is not known."""
     try:
         # After the name, which may contain anything: the state, and 19 entries later the time of the start.
         after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if after[0] in "ZX" else after[19]
+        return after[0], after[19]
     except (OSError, IndexError):
-        if Path("/proc/self/stat").exists():
-            return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
         return None
+
+
+def _lives(worker: Worker) -> bool:
+    """Whether a process of this machine lives."""
+    if (status := _status(worker.pid)) is not None:
+        return status[0] not in "ZX" and status[1] == worker.started
+    try:
+        os.kill(worker.pid, 0)
+    except ProcessLookupError:
+        return False
     except OSError:
         pass  # a process of somebody else
-    return ""
+    return True
 
 
 class Claim:
@@ -183,7 +189,7 @@ class Claims:
         contents, now = _contents(path), time.monotonic()
         owner = _owner(contents)
         if owner is not None and owner.machine == self._worker.machine:
-            return Life.ALIVE if _started(owner.pid) == owner.started else Life.DEAD
+            return Life.ALIVE if _lives(owner) else Life.DEAD
         # Also where there is no file yet: its owner may be about to write it, or have died before.
         before, since, changed = self._seen.get(path, (contents, now, False))
         if contents != before:
