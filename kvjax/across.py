@@ -50,7 +50,7 @@ def current() -> Across:
 
 
 def sum_over_slots(total: Array) -> Array:
-    """Adds the sums [..., 1] of the slots of all devices to the sum of this device's slots."""
+    """Adds the sums of the slots of all devices to the sums [..., n] of this device's slots."""
     axes = current().slots
     return jax.lax.psum(total, axes) if axes else total
 

@@ -114,7 +114,7 @@ _LIST = [
     # KV heads that the devices do not divide: slots are divided.
     Case("mqa", "h2o", "data:2,model:4", prefill_block=8, ragged=True, scored=True, parts=4),
     Case("gqa", "h2o", "data:1,model:8", prefill_block=8, storage=int8(), parts=8),
-    Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, scored=True, parts=2),
+    Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2),
     Case("mha", "window", "data:4,model:2", ragged=True, storage=int8(residual=4)),
     Case("gqa", "full", "data:2,model:4", ragged=True, selection=quest(4, 12, first_layer=0)),
     Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0)),  # 1 KV head: replicated

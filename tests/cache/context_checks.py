@@ -84,7 +84,7 @@ CASES = {
     "smaller while decoding": Case(
         lambda budget: policies.after_prefill(policies.snapkv(budget + 4, window=4), then=h2o(budget - 3))
     ),
-    "int8": Case(h2o, storage=storage.int8()),
+    "int8": Case(registered("scissorhands"), storage=storage.int8()),
     "int4": Case(full, "model:2,context:4", storage=storage.int4()),
     "fp8": Case(policies.tova, "context:4", storage=storage.fp8()),
     "mxfp4": Case(full, storage=storage.mxfp4()),

@@ -1,0 +1,123 @@
+"""What devices that share the slots of a head tell each other in a step, and where its tokens go."""
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import attention
+from kvjax.attention import Attended
+from kvjax.cache import evict
+from kvjax.cache.groups import Group
+from kvjax.cache.slots import free_slots
+from kvjax.cache.state import EMPTY, FAR
+from kvjax.policies.base import View
+
+Array = jax.Array
+
+
+def gathered(here: attention.Problem, axes: tuple[str, ...]) -> tuple[list[Attended], Array, Array, Array]:
+    """Gathers what each device knows of its slots, in one collective.
+
+    Returns:
+      Attention over the slots of each device; the number of slots that each query sees [B, K, n] float32, and that are
+      live [B, K, 1] int32, on all devices; and the number of empty slots of each device, [C, B, K, 1] int32.
+    """
+    part = attention.attend(here, "xla")
+    assert part.lse is not None
+    batch, kv_heads, group, n, dim = part.output.shape
+    position = here.key_position
+    flat = (batch, kv_heads, -1)
+    # Of no more than 2²⁴ slots, float32 counts exactly.
+    counts = [
+        attention.count_seen(here),
+        live_slots(position).astype(jnp.float32),
+        empty_slots(position).astype(jnp.float32),
+    ]
+    # [C, B, K, G * n * (D + 1) + n + 2] float32
+    packed = jnp.concatenate([part.output.reshape(flat), part.lse.reshape(flat), *counts], axis=2)
+    every = jax.lax.all_gather(packed, axes)
+    ends = [group * n * dim, group * n * (dim + 1), group * n * (dim + 1) + n, group * n * (dim + 1) + n + 1]
+    output, lse, seen, live, empty = jnp.split(every, ends, axis=3)
+    parts = [
+        Attended(one.reshape(part.output.shape), two.reshape(part.lse.shape))
+        for one, two in zip(output, lse, strict=True)
+    ]
+    return parts, jnp.sum(seen, axis=0), jnp.sum(live, axis=0).astype(jnp.int32), empty.astype(jnp.int32)
+
+
+def live_slots(position: Array) -> Array:
+    """Counts the live slots [B, K, S] of each head: [B, K, 1] int32."""
+    return jnp.sum(position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+
+
+def empty_slots(position: Array) -> Array:
+    """Counts the empty slots [B, K, S] of each head: [B, K, 1] int32."""
+    return jnp.sum(position < 0, axis=2, keepdims=True, dtype=jnp.int32)
+
+
+def lowest_position(group: Group, stats: dict[str, Array], view: View, total: Array, axes: tuple[str, ...]) -> Array:
+    """Returns the position that is evicted in each head, [B, K, 1] int32, -1 where none is, in one collective.
+
+    Args:
+      group: the policy.
+      stats: of this device's slots, and of the step's own token.
+      view: the same slots.
+      total: [B, K, 1] int32 live slots on all devices, with the step's own token.
+      axes: that slots are divided over.
+    """
+    priority, limit = evict.ranking(group.policy, stats, view)
+    live = view.live
+    # [B, K, 1]: of this device's slots
+    lowest = jnp.min(jnp.where(live, priority, jnp.inf), axis=2, keepdims=True)
+    oldest = jnp.min(jnp.where(live & (priority == lowest), view.position, FAR), axis=2, keepdims=True)
+    # [C, B, K, 2] int32, of which the first are the bits of floats
+    bits = jax.lax.bitcast_convert_type(lowest, jnp.int32)
+    every = jax.lax.all_gather(jnp.concatenate([bits, oldest], axis=2), axes)
+    priorities = jax.lax.bitcast_convert_type(every[..., :1], jnp.float32)
+    # [B, K, 1]: of equal ones the oldest
+    tied = priorities == jnp.min(priorities, axis=0)
+    found = jnp.min(jnp.where(tied, every[..., 1:], FAR), axis=0)
+    return jnp.where((total > limit) & (found < FAR), found, EMPTY)
+
+
+def place_of(position: Array, own: Array, victim: Array, free: Array, axes: tuple[str, ...]) -> Array:
+    """Returns the slot of this device that the step's own token is written to, [B, K, 1] int32.
+
+    It is the victim's slot, or an empty one where no token is evicted; otherwise S, where writes are dropped: on other
+    devices, and where the token itself is evicted.
+
+    Args:
+      position: [B, K, S] int32 of this device.
+      own: [B, K, 1] int32 of the token, -1 = a row without one.
+      victim: [B, K, 1] int32, from `lowest_position`.
+      free: [C, B, K, 1] int32 empty slots of each device.
+      axes: that slots are divided over.
+    """
+    size = position.shape[2]
+    slot = jnp.arange(size, dtype=jnp.int32)
+    evicted = jnp.min(jnp.where(position == victim, slot, size), axis=2, keepdims=True)
+    return jnp.where(victim >= 0, evicted, places(position, own >= 0, free, axes))
+
+
+def places(position: Array, stays: Array, free: Array, axes: tuple[str, ...]) -> Array:
+    """Returns the empty slots of this device that the step's own tokens are written to, [B, K, n] int32.
+
+    The tokens fill the empty slots of the devices one after the other. S, where writes are dropped, stands for a token
+    that is written on another device or not at all.
+
+    Args:
+      position: [B, K, S] int32 of this device.
+      stays: [B, K, n] bool, the tokens to write.
+      free: [C, B, K, 1] int32 empty slots of each device.
+      axes: that slots are divided over.
+    """
+    size, n = position.shape[2], stays.shape[2]
+    me = jax.lax.axis_index(axes)
+    # [B, K, 1]: the empty slots of the devices before this one, and of this one
+    before = jnp.sum(jnp.where(jnp.arange(len(free))[:, None, None, None] < me, free, 0), axis=0)
+    mine = jax.lax.dynamic_index_in_dim(free, me, keepdims=False)
+    # [B, K, n]: the number of each token among those that stay, on this device
+    number = jnp.cumsum(stays, axis=2, dtype=jnp.int32) - 1 - before
+    slots = free_slots(position, n)
+    if n > 1:
+        slots = jnp.take_along_axis(slots, jnp.clip(number, 0, n - 1), axis=2)
+    return jnp.where(stays & (number >= 0) & (number < mine), slots, size)
