@@ -75,7 +75,7 @@ def optimised():
 
 
 #: Tests that read what the compiler made, or compile for devices that are absent: their programs are not kept.
-READ_PROGRAMS = {"test_compiled.py", "test_plan.py", "kernels"}
+READ_PROGRAMS = {"test_compiled.py", "test_context.py", "test_plan.py", "kernels"}
 
 
 def kept_programs() -> Path:
@@ -111,11 +111,10 @@ LONG = (
     "test_gradients.py", "test_notebook.py", "test_prefill_tpu.py", "test_fused_step.py", "test_joint.py",
     "test_kvquant.py", "test_gear.py", "test_segments.py", "test_worked_examples.py", "test_offload.py",
     "test_pools.py", "test_generate_tpu.py", "test_bench.py", "test_quantized.py", "test_shared_law.py",
-    "test_calibration.py", "test_tiers.py", "test_blocks.py", "test_accelerator.py",
-    "test_processes.py", "test_docs.py",
-    "test_compositions.py", "test_properties.py", "test_choices.py", "test_attention.py", "test_compiled.py",
-    "test_plan.py", "test_heads.py", "test_parity.py", "test_reading.py", "test_spec_text.py", "test_step_gpu.py",
-    "test_prefill_gpu.py", "test_decode_gpu.py",
+    "test_calibration.py", "test_tiers.py", "test_blocks.py", "test_accelerator.py", "test_docs.py",
+    "test_compositions.py", "test_context.py", "test_properties.py", "test_choices.py", "test_attention.py",
+    "test_compiled.py", "test_plan.py", "test_heads.py", "test_parity.py", "test_reading.py", "test_spec_text.py",
+    "test_step_gpu.py", "test_prefill_gpu.py", "test_decode_gpu.py",
 )  # fmt: skip
 
 
