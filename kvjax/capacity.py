@@ -1,7 +1,7 @@
 """The largest batch that fits on a mesh with a cache, prefill included, and what its tokens cost.
 
 Weights and cache are counted from the shapes of the whole model. Scratch memory and collectives are known to a compiler
-alone, and grow by the same amount with every layer: programs of two and of three layers are compiled, and extrapolated.
+alone, and grow by the same amount with every layer: programs of three and of four layers are compiled, and extrapolated.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.plan import Plan, plan
 from kvjax.policies.base import Policy
 
-DEPTHS = (2, 3)  # layers of the programs that are compiled
+DEPTHS = (3, 4)  # layers of the programs that are compiled
 #: The search ends when the smallest batch known not to fit exceeds the answer by at most this share.
 PRECISION = 0.02
 ROUNDS = 12  # of the search, each of which compiles four programs

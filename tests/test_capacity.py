@@ -1,4 +1,4 @@
-"""The largest batch that fits: what two and three layers need, extrapolated, is what the whole model needs."""
+"""The largest batch that fits: what three and four layers need, extrapolated, is what the whole model needs."""
 
 import dataclasses
 import functools
