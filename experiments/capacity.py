@@ -5,8 +5,8 @@ python -m experiments.capacity --config=h2o_opt30b --topology=v5e:2x4 --config.b
 For the full cache, the baselines and the config's own policy: the largest batch that fits into the memory of every
 device, prompts included, to within 2 %; which of prompt and decoding needs more; bytes of weights and cache; the
 collectives of a decoding step; the largest number of tokens a second that memory, arithmetic, the host link and the
-interconnect allow; and, with a price of a chip's hour, dollars for a million new tokens. Nothing is allocated: three- and
-four-layer programs are compiled for the topology, or for this machine, and extrapolated.
+interconnect allow; and, with a price of a chip's hour, dollars for a million new tokens. Nothing is allocated: programs
+of three and of four layers are compiled for the topology, or for this machine, and extrapolated.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The largest batch that fits on a mesh with a cache, prefill included, and what its tokens cost.
 
 Weights and cache are counted from the shapes of the whole model. Scratch memory and collectives are known to a compiler
-alone, and grow by the same amount with every layer: programs of three and of four layers are compiled, and extrapolated.
+alone, and grow by the same amount with every layer: programs of three and of four layers are compiled and extrapolated.
 """
 
 import dataclasses
