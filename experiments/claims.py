@@ -86,7 +86,7 @@ def _lives(worker: Worker) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # a process of somebody else
+        pass  # a process of another user
     return True
 
 
@@ -94,7 +94,7 @@ class Claim:
     """A claim that this process has. While it is a context, others see that it lives."""
 
     def __init__(self, path: Path | None, owner: Worker) -> None:
-        """Writes the first sign of life into the folder of a claim; None = nobody else is told."""
+        """Writes the first heartbeat into the folder of a claim; None = the claim is not shared."""
         self._path, self._ended, self._beats = path, threading.Event(), 0
         if path is not None:
             self._file = path / uuid.uuid4().hex
@@ -169,7 +169,7 @@ class Claims:
         return claim
 
     def holder(self, name: str) -> tuple[Life, Worker | None]:
-        """Whether somebody has a claim on a name, and who that is, if it is known. Without a claim it is ``DEAD``."""
+        """Returns the state of the claim on a name, and its worker if that is known. Without a claim it is ``DEAD``."""
         lives = [(self._life(path), path) for _, path in self._claims(name)]
         for wanted in (Life.ALIVE, Life.UNKNOWN):
             for life, path in lives:

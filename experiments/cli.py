@@ -17,7 +17,7 @@ from experiments.config import ExperimentConfig
 from kvjax import host, processes
 from kvjax.errors import ConfigError, KvjaxError
 
-USAGE_ERROR, INTERRUPTED, NOBODY_READS = 2, 130, 141
+USAGE_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 CACHE_FLAG = "compilation_cache"
 DISTRIBUTED, COORDINATOR, COUNT, NUMBER = "distributed", "coordinator_address", "num_processes", "process_id"
 
@@ -160,6 +160,9 @@ def main(program: Callable[[Sequence[str]], int], interrupted: str = "no unfinis
         status = USAGE_ERROR
         if processes.count() > 1:
             processes.leave(status)  # the others may never come to the end that JAX would wait for
+    except BrokenPipeError:  # as in `... --help | head`, which ends before everything is printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = PIPE_CLOSED
     except Exception:
         if processes.count() > 1:
             traceback.print_exc()
@@ -171,7 +174,4 @@ def main(program: Callable[[Sequence[str]], int], interrupted: str = "no unfinis
         sys.stderr.flush()
         # At once: threads that still compile would crash an interpreter that is being taken down.
         os._exit(INTERRUPTED)
-    except BrokenPipeError:  # as in `... --help | head`: nobody reads what is printed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = NOBODY_READS
     sys.exit(status)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvjax.cache.spec import CacheSpec
-from kvjax.devices import TOPOLOGIES, Device, topology_devices
+from kvjax.devices import topology_devices
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.plan import Plan, plan
@@ -23,9 +23,6 @@ DEPTHS = (3, 4)  # layers of the programs that are compiled
 PRECISION = 0.02
 ROUNDS = 12  # of the search, each of which compiles four programs
 MOST = 1 << 16  # rows
-#: Google's list prices in US dollars for an hour of a chip, on demand, in the cheapest region of the United States, in
-#: the middle of 2025 (cloud.google.com/tpu/pricing). Give `price` for another offer.
-PRICES = {"v4": 3.22, "v5e": 1.20, "v5p": 4.20, "v6e": 2.70}
 SECONDS_PER_HOUR, MILLION = 3600, 1e6
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8, "f64": 8}
 COLLECTIVE = re.compile(
@@ -136,7 +133,7 @@ def capacity(
       new_tokens: the number of new tokens of each row.
       mesh_axes: see `kvjax.plan.plan`. If empty, the mesh on which the largest batch moves the fewest bytes per step.
       topology: see `kvjax.plan.plan`.
-      price: US dollars for an hour of a chip; None for that of `PRICES`, if the topology has one.
+      price: US dollars for an hour of a chip, of your own offer; None to leave costs out.
       options: further arguments of `kvjax.plan.plan`, such as `dtype`, `weights` and `prefill_block`.
 
     Raises:
@@ -268,7 +265,7 @@ def _result(found: Need, rows: int, topology: str | None, price: float | None) -
         limit = max(times, key=times.__getitem__)
         step = times[limit]
     tokens = rows / step if step and rows else None
-    cost = _hourly(whole, device, topology, price)
+    cost = _hourly(whole, topology, price)
     return Capacity(
         policy=whole.policy, target=whole.target, mesh=whole.mesh, batch=rows,
         binds="prefill" if found.prefill > found.decode else "decode", memory=int(device.memory or 0),
@@ -279,14 +276,10 @@ def _result(found: Need, rows: int, topology: str | None, price: float | None) -
     )  # fmt: skip
 
 
-def _hourly(whole: Plan, device: Device, topology: str | None, price: float | None) -> float | None:
+def _hourly(whole: Plan, topology: str | None, price: float | None) -> float | None:
     """Returns the price of an hour of all chips of a mesh."""
-    if topology is None:
+    if topology is None or price is None:
         return price
-    family = topology.split(":")[0]
-    assert family in TOPOLOGIES
-    if price is None and (price := PRICES.get(family)) is None:
-        return None
     devices = topology_devices(topology)
     chips = len({tuple(getattr(each, "coords", (index,))) for index, each in enumerate(devices)})
     return price * chips * math.prod(whole.mesh.values()) / len(devices)

@@ -50,7 +50,7 @@ class Device:
 
 
 def _tpu(
-    kind: str, usable: float, bandwidth: float, flops: float, interconnect: float, page: str, cores: int = 1
+    kind: str, usable: float, bandwidth: float, flops: float, interconnect: float | None, page: str, cores: int = 1
 ) -> Device:
     """Returns one entry of `DEVICES` for a TPU.
 
@@ -59,14 +59,14 @@ def _tpu(
       usable: memory that a program can use on one device, in GiB.
       bandwidth: memory bandwidth of a chip, in GB/s.
       flops: peak bfloat16 rate of a chip, in TFLOP/s.
-      interconnect: bandwidth of a chip's links to other chips, both directions together, in GB/s.
+      interconnect: bandwidth of a chip's links to other chips, both directions together, in GB/s; None if unknown.
       page: the page of Google's documentation that the numbers come from.
       cores: the number of devices per chip.
     """
     source = f"cloud.google.com/tpu/docs/{page}; usable memory as the TPU compiler reports it; host link assumed"
     return Device(
         kind, usable * GIB, bandwidth * GIGA / cores, flops * TERA / cores, source, PCIE_3 / cores,
-        interconnect * GIGA / 2 / cores,
+        interconnect and interconnect * GIGA / 2 / cores,
     )  # fmt: skip
 
 
@@ -94,11 +94,11 @@ def _nvidia(
 DEVICES: dict[str, Device] = {
     device.kind: device
     for device in (
-        _tpu("TPU v4", 30.75, 1200, 275, 600, "v4"),
+        _tpu("TPU v4", 30.75, 1200, 275, None, "v4"),
         _tpu("TPU v5 lite", 15.75, 819, 197, 400, "v5e"),
         _tpu("TPU v5", 95.73, 2765, 459, 1200, "v5p"),
         _tpu("TPU v6 lite", 31.24, 1638, 918, 800, "v6e"),
-        _tpu("TPU7x", 94.74, 7380, 2307, 1200, "tpu7x", cores=2),
+        _tpu("TPU7x", 94.74, 7380, 2307, None, "tpu7x", cores=2),
         _nvidia("NVIDIA A100-SXM4-40GB", 40, 1555, 312, PCIE_4, 600),
         _nvidia("NVIDIA A100-SXM4-80GB", 80, 2039, 312, PCIE_4, 600),
         _nvidia("NVIDIA H100 80GB HBM3", 80, 3350, 989, PCIE_5, 900),

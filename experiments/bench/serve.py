@@ -87,7 +87,7 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
         if not equals or urllib.parse.urlsplit(url).scheme != "http":
             raise ConfigError(f"--servers={given!r} is not of the form NAME=http://HOST:PORT.")
         sides[name] = lambda some, url=url: served(url, some, rows)  # type: ignore[misc]
-    # Of every length, so that everything is compiled.
+    # Requests of every length, so that every program is compiled before the timing.
     few = min(len(asked.prompts), 2 * rows)
     for side in sides.values():
         side(Asked([*asked.prompts[:few], max(asked.prompts, key=len)], [*asked.wanted[:few], most]))

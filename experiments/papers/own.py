@@ -1,4 +1,4 @@
-"""Policies and selections that a paper's experiment needs and nobody would use: ``own:lightest`` in a cache's text."""
+"""Policies and selections that only a paper's experiment needs: ``own:lightest`` in a cache's text."""
 
 import ast
 import dataclasses

@@ -306,3 +306,10 @@ def test_codes_of_a_checkpoint_are_known_before_it_is_loaded(tmp_path):
     assert codes_of(ModelConfig(path=str(tmp_path))) == WeightCodes(4, 128)
     assert codes_of(ModelConfig(path="kvjax-tiny")) is None
     assert codes_of(ModelConfig(path="kvjax-tiny", weights="int8")) == WeightCodes(8)
+
+
+def test_a_closed_pipe_is_no_error():
+    """As in `... --help | head`."""
+    program = "from experiments import cli\ndef fail(_):\n    raise BrokenPipeError\ncli.main(fail)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -111,7 +111,7 @@ def _fig18(settings: Settings, found: Found) -> Judgement:
     own, part = found[moved.own(settings, reading.RATIO)], moved.moved(SHAPE, 8, PROMPT, NEW)
     size = moved_bytes(settings, found, part)
     keys = float(own["partial"]) / float(own["bytes"][0])
-    # Of a layer's 12 squares of the hidden size one is that of queries; embeddings are the rest.
+    # A layer's weights are 12 hidden_size**2, of which the queries' projection is one; the rest are embeddings.
     config = shapes.by_name(SHAPE)
     weights = 2 * reading.RATIO * config.num_layers * config.hidden_size**2 / float(found[part]["weights"])
     ideal = seconds(found, part, 0.0)

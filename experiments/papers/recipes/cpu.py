@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +15,29 @@ from experiments import results
 from experiments.papers.parts import Lab, Part, Result
 from experiments.papers.settings import ROOT, Settings
 from kvjax.errors import KvjaxError
+
+
+def bench(lab: Lab, task: str, options: Mapping[str, Any], *flags: str) -> list[dict[str, Any]]:
+    """Runs a task of `experiments.bench` in a process of its own, and returns its rows.
+
+    Raises:
+      KvjaxError: it fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{task}.json"
+        command = [sys.executable, "-m", "experiments.bench", task, *flags, f"--output={file}"]
+        command += [f"--{name}={given}" for name, given in options.items()]
+        environment = dict(os.environ)
+        if lab.settings.scale.trial:
+            # Neither the memory's speed nor that of each form of products is measured.
+            command.append("--tiny")
+            environment["KVJAX_PRODUCTS"] = "fixed"
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        made = results.read_json(file)
+    if done.returncode or made is None:
+        raise KvjaxError(f"{' '.join(command[1:])} failed: {done.stderr.strip()[-2000:]}")
+    rows: list[dict[str, Any]] = made[task]
+    return rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,24 +63,11 @@ class Decode(Part):
     rounds: int
 
     def measure(self, lab: Lab) -> Result:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "decode.json"
-            options = {
-                "against": "none", "policies": ",".join(self.policies), "shape": self.shape, "batch": self.batch,
-                "context": self.context, "tokens": self.tokens, "rounds": self.rounds, "output": file,
-            }  # fmt: skip
-            command = [sys.executable, "-m", "experiments.bench", "decode", "--fill"]
-            command += [f"--{name}={given}" for name, given in options.items()]
-            environment = dict(os.environ)
-            if lab.settings.scale.trial:
-                # Neither the memory's speed nor that of each form of products is measured.
-                command.append("--tiny")
-                environment["KVJAX_PRODUCTS"] = "fixed"
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-            made = results.read_json(file)
-            if done.returncode or made is None:
-                raise KvjaxError(f"{' '.join(command[1:])} failed: {done.stderr.strip()[-2000:]}")
-        rows = [row for row in made["decode"] if row["side"] in self.policies]
+        options = {
+            "against": "none", "policies": ",".join(self.policies), "shape": self.shape, "batch": self.batch,
+            "context": self.context, "tokens": self.tokens, "rounds": self.rounds,
+        }  # fmt: skip
+        rows = [row for row in bench(lab, "decode", options, "--fill") if row["side"] in self.policies]
         return {
             "side": np.array([row["side"] for row in rows]),
             "milliseconds": np.array([row["ms/step"] for row in rows], np.float64),

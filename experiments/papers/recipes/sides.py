@@ -1,18 +1,12 @@
 """CPU: decoding steps of `experiments.bench selections`, a full cache beside what selections read of it."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import numpy as np
 
-from experiments import results
 from experiments.papers.parts import Lab, Part, Result
-from experiments.papers.settings import ROOT, Settings
-from kvjax.errors import KvjaxError
+from experiments.papers.recipes.cpu import bench
+from experiments.papers.settings import Settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,24 +33,11 @@ class Sides(Part):
     rounds: int
 
     def measure(self, lab: Lab) -> Result:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "selections.json"
-            options = {
-                "shape": self.shape, "batch": self.batch, "context": self.context, "tokens": self.tokens,
-                "rounds": self.rounds, "output": file,
-            }  # fmt: skip
-            command = [sys.executable, "-m", "experiments.bench", "selections"]
-            command += [f"--{name}={given}" for name, given in options.items()]
-            command += [f"--caches={cache}" for cache in self.caches]
-            environment = dict(os.environ)
-            if lab.settings.scale.trial:
-                command.append("--tiny")
-                environment["KVJAX_PRODUCTS"] = "fixed"
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-            made = results.read_json(file)
-            if done.returncode or made is None:
-                raise KvjaxError(f"{' '.join(command[1:])} failed: {done.stderr.strip()[-2000:]}")
-        rows = made["selections"]
+        options = {
+            "shape": self.shape, "batch": self.batch, "context": self.context, "tokens": self.tokens,
+            "rounds": self.rounds,
+        }  # fmt: skip
+        rows = bench(lab, "selections", options, *(f"--caches={cache}" for cache in self.caches))
         return {
             "cache": np.array([row["cache"] for row in rows]),
             "milliseconds": np.array([row["ms/step"] for row in rows], np.float64),

@@ -93,7 +93,7 @@ def follow(logits: np.ndarray, length: int, budget: int, recent: int) -> tuple[n
         steps["live"][query, : len(live)] = live
         steps["score"][query, : len(live)] = [score[token] for token in live]
         if len(live) > budget:
-            # Of equal scores the older position.
+            # The older position is evicted if scores are equal.
             victim = min((token for token in live if token <= query - recent), key=lambda token: (score[token], token))
             live.remove(victim)
             steps["evicted"][query] = victim
