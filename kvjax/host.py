@@ -1,8 +1,11 @@
 """This machine's processor and the user's folder for caches."""
 
+import contextlib
 import hashlib
 import os
 import platform
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -44,6 +47,38 @@ def processor() -> str:
 def cores() -> int:
     """Returns the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Others:
+    """What other processes used while something was timed; see `watch`.
+
+    Attributes:
+      share: of the time of the processors that this process may use, 0 to 1; 0 where the system does not say.
+    """
+
+    share: float = 0.0
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[Others]:
+    """Finds out how busy others keep this process's processors meanwhile."""
+    others = Others()
+    start, before = time.perf_counter(), _others_seconds()
+    yield others
+    if before is not None and (after := _others_seconds()) is not None:
+        others.share = max(0.0, after - before) / (cores() * (time.perf_counter() - start))
+
+
+def _others_seconds() -> float | None:
+    """Returns the CPU seconds of others on this process's processors so far, as Linux counts them."""
+    try:
+        mine = {f"cpu{i}" for i in os.sched_getaffinity(0)}
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+    except (OSError, AttributeError):
+        return None
+    # User, nice, system, idle, waiting for input or output, interrupts, soft interrupts, taken by a host.
+    busy = sum(sum(map(int, line[1:4])) + sum(map(int, line[6:9])) for line in lines if line[:1] and line[0] in mine)
+    return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def user_cache() -> Path:

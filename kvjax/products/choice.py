@@ -1,12 +1,13 @@
 """Which form a product uses: a fixed rule, or the fastest form on this machine, timed once and kept.
 
-Timings are kept in the user's cache folder, by processor, number of cores and jax version, unless other work disturbed
-them: delete the folder `products` there to time again.
+Timings are kept in the user's cache folder, by processor, number of cores, jax version and the forms' code, unless
+other work disturbed them: delete the folder `products` there to time again.
 """
 
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
@@ -15,13 +16,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 
 from kvjax import host
 from kvjax.errors import ConfigError
+from kvjax.products import forms, native, scenes
 from kvjax.products.forms import FORMS, Shaped
 
 Array = jax.Array
@@ -32,10 +34,10 @@ MAX_ROWS = 64  # with more, a product is limited by arithmetic, at which XLA is 
 # Numbers of elements. Smaller matrices may stay in a processor's cache, where all forms are fast, and a timing takes a
 # second. A projection, or a layer's keys, are one of many that are as large; a table is the only one.
 MIN_OF_MANY, MIN_TABLE = 1 << 19, 1 << 21
-# The matrices that are timed: those of an MLP, or the keys of 96 heads; several copies, so that no cache holds them.
-SHAPE, HEADS_SHAPE, COPIES = (768, 3072), (96, 64, 512), 8
 ROUNDS, NOISE = 5, 0.05  # a form must be faster than the ones before it by this share
-DISTURBED = 1.5  # the median round of a timing that other work has disturbed takes this many times the fastest
+# A timing was disturbed by other work if its median round takes this many times the fastest, or if others used this
+# share of the processors: a steady load makes all rounds alike.
+DISTURBED, MAX_OTHERS = 1.5, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Entry:
 
     @property
     def form(self) -> str:
-        """The chosen form."""
-        best = "dot"
+        """The chosen form: the one without a timing, `fixed_form`, unless another is faster by more than noise."""
+        best = fixed_form(self.rows, self.layout == "[in, out]", "split" in self.speeds)
         for name, speed in self.speeds.items():
             if speed > (1 + NOISE) * self.speeds[best]:
                 best = name
@@ -67,6 +69,24 @@ class Entry:
     def key(self) -> str:
         """The name of the timing in the file."""
         return f"{self.dtype} {self.layout}, {self.rows} rows"
+
+    @classmethod
+    def of(cls, key: str, speeds: dict[str, float]) -> Self:
+        """Returns the timing of a name in the file."""
+        kind, rows = key.removesuffix(" rows").rsplit(", ", 1)
+        dtype, layout = kind.split(" ", 1)
+        return cls(dtype, layout, int(rows), speeds)
+
+
+def fixed_form(rows: int, weights: bool, can_split: bool) -> str:
+    """Returns the form that is used without a timing.
+
+    Args:
+      rows: the number of rows.
+      weights: whether there is one matrix, [in, out].
+      can_split: whether the form ``split`` can be used.
+    """
+    return "split" if rows == 1 and weights and can_split else "dot"
 
 
 Timings = dict[str, dict[str, float]]  # key of an `Entry` -> its speeds
@@ -115,7 +135,7 @@ def check(setting: str) -> None:
     """Raises ConfigError if a setting is not valid; see `use`."""
     if setting not in SETTINGS:
         raise ConfigError(f"unknown form of products {setting!r}; give one of {', '.join(SETTINGS)}.")
-    if setting == "native" and (reason := FORMS["native"].refuses(jax.ShapeDtypeStruct(SHAPE, jnp.float32), False)):
+    if setting == "native" and (reason := FORMS["native"].refuses(jax.ShapeDtypeStruct((1, 1), jnp.float32), False)):
         raise ConfigError(f"the form native of products is not available: {reason}.")
 
 
@@ -132,7 +152,8 @@ def form_for(x: Shaped, kernel: Shaped, transposed: bool) -> str:
     """Returns the name of the form for operands, on the current mesh; see `kvjax.products.product`."""
     batched = kernel.ndim > 2
     rows = x.shape[-2] if batched else math.prod(x.shape[:-1])
-    fixed = "split" if rows == 1 and not (transposed or batched) and _can("split", kernel, False) else "dot"
+    weights = not (transposed or batched)
+    fixed = fixed_form(rows, weights, weights and _can("split", kernel, False))
     if not 0 < rows <= MAX_ROWS or _on_mesh() or setting() == FIXED:
         return fixed
     if setting() != AUTO:
@@ -189,7 +210,7 @@ def explain() -> str:
     kept = _read(_path()) if setting() == AUTO else {}
     for key, speeds in sorted(kept.items()):
         each = ", ".join(f"{name} {speed / 1e9:.1f}" for name, speed in speeds.items())
-        lines.append(f"  {key}: {Entry('', '', 0, speeds).form} ({each} GB/s)")
+        lines.append(f"  {key}: {Entry.of(key, speeds).form} ({each} GB/s)")
     return "\n".join(lines)
 
 
@@ -197,41 +218,38 @@ def _measure(dtype: str, batched: bool, transposed: bool, rows: int) -> tuple[di
     """Times every form that can be used, in turns.
 
     Returns:
-      Bytes of matrices per second in the fastest round, which other work has disturbed least, and whether the rounds of
-      every form were alike.
+      Bytes of matrices per second in the fastest round, which other work has disturbed least, and whether the machine
+      was quiet.
     """
-    *batch, inputs, outputs = HEADS_SHAPE if batched else SHAPE
-    # Each second matrix maps back to the shape of x.
-    shapes = [(*batch, *pair) for pair in ((inputs, outputs), (outputs, inputs))]
-    # [*batch, in, out] or [*batch, out, in]; to draw random numbers would take longer than the timing.
-    kernels = [jnp.full(shapes[(i + transposed) % 2], 1 / (i + 2), dtype) for i in range(2 * COPIES)]
-    # [*batch, rows, in]
-    x = jnp.ones((*batch, rows, inputs), dtype)
+    x, kernels, program = scenes.scene(dtype, batched, transposed, rows)
     calls: dict[str, Callable[[], Any]] = {}
     for name, form in FORMS.items():
-        if form.refuses(kernels[0], transposed) is None:
-            calls[name] = functools.partial(jax.jit(functools.partial(_chain, form.run, transposed)), x, kernels)
+        if all(form.refuses(kernel, transposed) is None for kernel in kernels):
+            calls[name] = functools.partial(jax.jit(functools.partial(program, form.run)), x, kernels)
+    for call in calls.values():
+        jax.block_until_ready(call())  # compiles
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(ROUNDS + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            if turn:  # the first call compiles
+    with host.watch() as others:
+        for _ in range(ROUNDS):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                jax.block_until_ready(call())
                 times[name].append(time.perf_counter() - start)
     read = sum(kernel.nbytes for kernel in kernels)
-    quiet = all(statistics.median(each) < DISTURBED * min(each) for each in times.values())
-    return {name: read / min(each) for name, each in times.items()}, quiet
-
-
-def _chain(run: Callable[..., Array], transposed: bool, x: Array, kernels: list[Array]) -> Array:
-    for kernel in kernels:
-        # [*batch, rows, out], without growth
-        x = run(x, kernel, transposed, x.dtype) * jnp.asarray(1e-2, x.dtype)
-    return x
+    alike = all(statistics.median(each) < DISTURBED * min(each) for each in times.values())
+    return {name: read / min(each) for name, each in times.items()}, alike and others.share < MAX_OTHERS
 
 
 def _path() -> Path:
-    return host.user_cache() / "products" / f"{host.processor()}-{host.cores()}-jax-{jax.__version__}.json"
+    name = f"{host.processor()}-{host.cores()}-jax-{jax.__version__}-{_code()}.json"
+    return host.user_cache() / "products" / name
+
+
+@functools.cache
+def _code() -> str:
+    """Returns a digest of what is timed: the forms, and the programs around them."""
+    files = (*native.SOURCES, native.HEADER, Path(forms.__file__), Path(scenes.__file__))
+    return hashlib.sha256("\n".join(file.read_text() for file in files).encode()).hexdigest()[:8]
 
 
 def _read(path: Path) -> dict[str, dict[str, float]]:

@@ -1,8 +1,11 @@
 """Which form is used where, what is kept of timings, and what is said where there is no compiler."""
 
+import functools
 import json
 import shutil
 import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +14,14 @@ import pytest
 
 from kvjax import host, products
 from kvjax.errors import ConfigError
-from kvjax.products import choice, native
+from kvjax.products import choice, native, scenes
 from kvjax.products.forms import FORMS
 
 
 @pytest.fixture(autouse=True)
 def own_machine(monkeypatch, tmp_path):
     """A cache folder and decisions of this test's own."""
+    native.load()  # once, in the folder that all tests share
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choice._Process, "setting", "auto")
     monkeypatch.setattr(choice._Process, "given", {})
@@ -47,9 +51,14 @@ def form(rows, inputs=1024, outputs=1024, transposed=False, dtype=jnp.float32):
 
 
 def test_the_fastest_form_is_used_if_it_is_faster_by_more_than_noise():
-    assert choice.Entry("float32", "[in, out]", 1, {"dot": 10.0, "split": 10.4, "native": 10.45}).form == "dot"
-    assert choice.Entry("float32", "[in, out]", 1, {"dot": 10.0, "split": 11.0, "native": 11.4}).form == "split"
-    assert choice.Entry("float32", "[in, out]", 1, {"dot": 10.0, "split": 11.0, "native": 11.6}).form == "native"
+    eight = functools.partial(choice.Entry.of, "float32 batch of [in, out], 8 rows")
+    assert eight({"dot": 10.0, "split": 10.4, "native": 10.45}).form == "dot"
+    assert eight({"dot": 10.0, "split": 11.0, "native": 11.4}).form == "split"
+    assert eight({"dot": 10.0, "split": 11.0, "native": 11.6}).form == "native"
+    one = functools.partial(choice.Entry.of, "float32 [in, out], 1 rows")
+    assert one({"dot": 10.4, "split": 10.0, "native": 10.45}).form == "split", "the form without a timing"
+    assert one({"dot": 10.6, "split": 10.0, "native": 10.7}).form == "dot"
+    assert one({"dot": 10.0}).form == "dot"
 
 
 def test_timings_are_taken_once_and_kept(timings):
@@ -112,8 +121,8 @@ def test_where_the_form_is_fixed(timings):
 
 
 def test_it_is_measured_while_a_program_is_traced(monkeypatch):
-    monkeypatch.setattr(choice, "COPIES", 1)
-    monkeypatch.setattr(choice, "SHAPE", (512, 512))
+    for name, value in {"LAYERS": 1, "WIDTH": 512, "INNER": 512}.items():
+        monkeypatch.setattr(scenes, name, value)
     monkeypatch.setattr(choice, "MIN_OF_MANY", 1 << 18)
     monkeypatch.setitem(FORMS, "native", FORMS["native"]._replace(refuses=lambda kernel, transposed: "not built here"))
     x, kernel = jnp.ones((2, 512)), jnp.ones((512, 512))
@@ -122,6 +131,34 @@ def test_it_is_measured_while_a_program_is_traced(monkeypatch):
     entry = choice.chosen("float32", False, False, 2)
     assert set(entry.speeds) == {"dot", "split"} and min(entry.speeds.values()) > 0
     assert program.as_text().count("dot_general") < 4, "no timed program is in the trace"
+
+
+@pytest.mark.parametrize("kind", [(False, False), (False, True), (True, False), (True, True)])
+def test_forms_are_timed_in_programs_that_use_them(kind, monkeypatch):
+    small = {"WIDTH": 8, "INNER": 16, "ROWS_OF_TABLE": 24, "HEADS": (3, 8, 4), "LAYERS": 2, "TABLES": 2, "CACHES": 2}
+    for name, value in small.items():
+        monkeypatch.setattr(scenes, name, value)
+    x, kernels, program = scenes.scene("float32", *kind, 2)
+    asked = []
+
+    def run(x, kernel, transposed, dtype):
+        asked.append(transposed)
+        return FORMS["dot"].run(x, kernel, transposed, dtype)
+
+    y = program(run, x, kernels)
+    assert y.shape == x.shape and y.dtype == x.dtype and np.isfinite(y).all()
+    # Of keys and values, one kind is read by the form that is timed.
+    assert asked == [kind[1]] * (len(kernels) // 2 if kind[0] else len(kernels))
+
+
+def test_others_work_is_noticed():
+    busy = "import time; print(flush=True); end = time.time() + 5\nwhile time.time() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()  # it has begun
+        with host.watch() as others:
+            time.sleep(0.3)
+        other.kill()
+    assert sys.platform != "linux" or others.share > 0.3 / host.cores()
 
 
 def test_settings_are_checked(monkeypatch):
@@ -165,6 +202,7 @@ def test_it_is_available_where_there_is_a_compiler():
 
 def test_it_is_built_once(monkeypatch):
     compiler = shutil.which("c++") or pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))  # in a quarter of the time
     library = native._built(compiler)
     assert library.parent == host.user_cache() / "native" and list(library.parent.iterdir()) == [library]
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("it is built already"))
