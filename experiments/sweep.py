@@ -3,7 +3,8 @@
     python -m experiments.sweep --config=h2o_tiny --sweep=policy.budget=0.1,0.2,0.5 --sweep=policy.name=h2o,window
 
 Any field can be swept: --sweep='storage=dense,int8,int4(residual=32)', --sweep='selection=everything,optimal(64)'.
-Where storages are swept the plot shows quality against the bytes held, otherwise against the budget.
+Where storages are swept the plot shows quality against the bytes held, otherwise against the budget; if dense is one of
+them, sweep.md and costs.json have what each of the others costs against it, text by text (seed by seed).
 Results are JSON files in OUTPUT/NAME-sweep/, named by a hash of the resolved config and of the contents of the files
 that it names; called again, it runs what is missing or failed, and everything with --rerun. Results of other code are
 marked. --sweep=seed=0,1,2 gives the mean and the standard deviation over seeds. Values are separated by commas, or by
@@ -251,7 +252,12 @@ def write(folder: Path, base: ExperimentConfig, found: Sequence[report.Row], com
     failures = [f"Failed, {_what(result)}: {result['error']}" for result in found if result["status"] != "ok"]
     paragraphs += other_code(found)
     text = report.markdown(f"{base.name}, swept", [*paragraphs, f"`{command}`"], lines, "sweep.png" if shown else None)
-    sharing.write(folder, "sweep.md", "\n".join([text, report.LEGEND, "", *failures, ""]))
+    parts = [text, report.LEGEND, "", *failures, ""]
+    if costs := trades.costs(done):
+        parts += ["## Against exact slots", "", report.table(list(map(trades.cost_cells, costs)), "github"), ""]
+        made = {"environment": machine.environment(), "command": command, "text": paragraphs, "costs": costs}
+        sharing.write(folder, "costs.json", results.to_json(made))
+    sharing.write(folder, "sweep.md", "\n".join(parts))
     return lines
 
 
@@ -291,6 +297,8 @@ def main(argv: Sequence[str]) -> int:
         print(about)
     if lines:
         print(f"\n{report.table(lines)}\n")
+    if costs := trades.costs([result for result in found if result["status"] == "ok"]):
+        print(f"Against exact slots:\n\n{report.table(list(map(trades.cost_cells, costs)))}\n")
     for line in other_code(found):
         print(line)
     failed = [result for result in found if result["status"] != "ok"]
