@@ -25,7 +25,7 @@ from kvjax.storage.side import CALIBRATION, Samples, Sides
 Array = jax.Array
 Expected = dict[str, dict[str, tuple[tuple[int, ...], str]]]  # name -> part -> shape and dtype
 
-FORMAT = "kvjax calibration 1"
+FORMAT = "kvjax calibration 2"
 
 
 class Calibration(flax.struct.PyTreeNode):
@@ -92,12 +92,14 @@ class Calibration(flax.struct.PyTreeNode):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of all arrays with their names."""
-        found = hashlib.sha256()
-        for name, x in sorted(_named(self.layers).items()):
-            found.update(f"{name} {x.dtype} {x.shape}".encode())
-            found.update(np.asarray(x).tobytes())
-        return found.hexdigest()
+        """SHA-256 of all arrays with their names, and of all that a file says of them."""
+        return _hash(_named(self.layers), self._about())
+
+    def _about(self) -> dict[str, str]:
+        """What a file says of the arrays, but for the hash."""
+        about = {"format": FORMAT, "method": self.method, "rope": repr(self.rope)}
+        about["shapes"] = json.dumps({name: list(x.shape) for name, x in _named(self.layers).items()})
+        return about if self.model is None else about | {"model": self.model}
 
     @property
     def nbytes(self) -> int:
@@ -113,13 +115,10 @@ class Calibration(flax.struct.PyTreeNode):
         Raises:
           StorageError: if the file cannot be written.
         """
-        about = {"format": FORMAT, "method": self.method, "rope": repr(self.rope), "hash": self.hash}
         tensors = {name: jnp.asarray(x) for name, x in _named(self.layers).items()}
-        if self.model is not None:
-            about["model"] = self.model
-        about["shapes"] = json.dumps({name: list(x.shape) for name, x in tensors.items()})
+        about = self._about()
         try:
-            save_file(tensors, str(path), metadata=about)
+            save_file(tensors, str(path), metadata=about | {"hash": _hash(tensors, about)})
         except (OSError, SafetensorError) as error:
             raise StorageError(f"calibration {path} cannot be written: {error}.") from None
 
@@ -206,7 +205,7 @@ def load_calibration(path: str | Path) -> Calibration:
       path: of the file.
 
     Raises:
-      StorageError: there is no such file, or it is damaged or no calibration.
+      StorageError: there is no such file, it is damaged or was changed, it is of an older format, or no calibration.
     """
     if not Path(path).is_file():
         raise StorageError(f"calibration {path} does not exist; make it with kvjax.calibrate(...).save(path).")
@@ -215,17 +214,21 @@ def load_calibration(path: str | Path) -> Calibration:
             about = file.metadata() or {}
             tensors = {name: jnp.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
         if about.get("format") != FORMAT:
-            raise StorageError(f"calibration {path}: its format is {about.get('format')!r}, not {FORMAT!r}.")
+            raise StorageError(
+                f"calibration {path}: its format is {about.get('format')!r}, not {FORMAT!r}; make it again with "
+                "kvjax.calibrate."
+            )
         if missing := [name for name in ("method", "rope", "hash", "shapes") if name not in about]:
             raise ValueError(f"its header has no {missing[0]!r}")
         made = Calibration(_layers(tensors), about["method"], _rope(about["rope"]), about.get("model"))
         shapes = {name: list(x.shape) for name, x in tensors.items()}
         if shapes != json.loads(about["shapes"]):
             raise StorageError(f"calibration {path}: its arrays have shapes {shapes}, and it says {about['shapes']}.")
-        if made.hash != about["hash"]:
+        said = about.pop("hash")
+        if (own := _hash(tensors, about)) != said:
             raise StorageError(
-                f"calibration {path} is damaged: its arrays have the hash {made.hash}, and it says {about['hash']}; "
-                "make it again with kvjax.calibrate."
+                f"calibration {path} is damaged or was changed: its arrays and its header have the hash {own}, and it "
+                f"says {said}; make it again with kvjax.calibrate."
             )
         if reason := _not_finite(tensors):
             raise StorageError(f"calibration {path} is not finite: {reason}; make it again with kvjax.calibrate.")
@@ -244,6 +247,15 @@ def _named(layers: Sequence[Sides]) -> dict[str, Array]:
         for name, parts in layer.items()
         for part, x in parts.items()
     }
+
+
+def _hash(tensors: dict[str, Array], about: dict[str, str]) -> str:
+    """SHA-256 of arrays with their names, and of what a file says of them."""
+    found = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name, x in sorted(tensors.items()):
+        found.update(f"{name} {x.dtype} {x.shape}".encode())
+        found.update(np.asarray(x).tobytes())
+    return found.hexdigest()
 
 
 def _layers(tensors: dict[str, Array]) -> tuple[Sides, ...]:

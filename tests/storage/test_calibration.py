@@ -242,10 +242,16 @@ def test_files(tmp_path):
     for write, match in (
         (
             lambda: altered({"layer_0.key.basis": tensors["layer_0.key.basis"] + 1}),
-            "is damaged: its arrays have the hash",
+            "is damaged or was changed: its arrays and its header have the hash",
         ),
         (lambda: altered({"layer_0.key.basis": tensors["layer_0.key.basis"][:1]}), "have shapes .*, and it says"),
         (lambda: altered({}, rope="open('x')"), "is not a file of kvjax.calibrate"),
+        (lambda: altered({}, rope=repr(Rope(dim=DIM, theta=501.0))), "is damaged or was changed"),
+        (lambda: altered({}, rope="None"), "is damaged or was changed"),
+        (lambda: altered({}, method=f"{about['method']} "), "is damaged or was changed"),
+        (lambda: altered({}, model="another"), "is damaged or was changed"),
+        (lambda: altered({}, note="of another"), "is damaged or was changed"),
+        (lambda: altered({}, format="kvjax calibration 1"), "its format is 'kvjax calibration 1', .* make it again"),
         (lambda: altered({"layer_0.key.basis": tensors["layer_0.key.basis"].astype(np.float16)}), "is damaged"),
         (lambda: save_file(dict(list(tensors.items())[1:]), path, metadata=about), "have shapes .*, and it says"),
         (
