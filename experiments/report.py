@@ -17,6 +17,12 @@ def short(name: str) -> str:
     return _TABLE.sub("(...)", name)
 
 
+def own_row(result: Row) -> Row:
+    """The row of a result's own policy among its baselines: the last one, except for the full cache, which is first."""
+    # A result of older code may have named it otherwise; it is the last.
+    return next((row for row in result["rows"] if row["policy"] == result["policy"]), result["rows"][-1])
+
+
 def show_budget(row: Row) -> str:
     """The budget and the slots that heads hold: ``20 % (51)``, ``256``, ``51 to 895``, ``all (895)``.
 

@@ -177,12 +177,6 @@ def label_of(result: report.Row) -> str:
     return str(result.get("label", result["policy"]))
 
 
-def own_row(result: report.Row) -> report.Row:
-    """The measurement of the combination's own policy among its baselines."""
-    # A result of older code may have named it otherwise; it is the last.
-    return next((row for row in result["rows"] if row["policy"] == result["policy"]), result["rows"][-1])
-
-
 def cells(found: Sequence[report.Row]) -> list[dict[str, str]]:
     """One line a combination, all seeds in one: what it set, then what came of it."""
     lines = []
@@ -192,7 +186,7 @@ def cells(found: Sequence[report.Row]) -> list[dict[str, str]]:
         swept = shown["swept"] | ({seeds.SEED: f"{len(done)} seeds"} if len(group) > 1 else {})
         line = {_COLUMNS.get(path, path.split(".")[-1]): str(value) for path, value in swept.items()}
         if done:
-            line |= seeds.cells([own_row(result) for result in done])
+            line |= seeds.cells([report.own_row(result) for result in done])
         line |= {"policy": label_of(shown)} if "policy" in line else {}
         if any(_of_other_code(result) for result in done):
             first = next(iter(line))
@@ -211,7 +205,7 @@ def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
     """What the plot shows: the budget as it was swept, or the share of the cache where that has no one unit."""
     done, spread = [], []
     for group in seeds.groups([result for result in found if result["status"] == "ok"]):
-        own = [own_row(result) for result in group]
+        own = [report.own_row(result) for result in group]
         if own[0][quality] is None or own[0]["policy"] == "full":
             continue
         done.append((group[0], seeds.mean(own)))
@@ -243,7 +237,7 @@ def write(folder: Path, base: ExperimentConfig, found: Sequence[report.Row], com
     lines = cells(found)
     done = [result for result in found if result["status"] == "ok"]
     paragraphs = list(dict.fromkeys(result[key] for key in ("model", "text") for result in done))
-    quality = "perplexity" if any(own_row(result)["perplexity"] is not None for result in done) else "agreement"
+    quality = "perplexity" if any(report.own_row(result)["perplexity"] is not None for result in done) else "agreement"
     storages = any("storage" in result["swept"] for result in found)
     shown = trades.points(done, quality) if storages else points(found, quality)
     if shown:

@@ -19,14 +19,14 @@ def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
     """What the plot shows.
 
     Args:
-      found: results of a sweep that were measured; of each the last row is that of the combination's own policy.
+      found: results of a sweep that were measured.
       quality: ``perplexity`` or ``agreement``.
 
     Returns:
       ``storage``, ``policy``, ``bytes`` and ``y`` of each, which is the mean over seeds, and ``error``, the standard
       deviation of y or None.
     """
-    rows = [(group[0], [result["rows"][-1] for result in group]) for group in seeds.groups(found)]
+    rows = [(group[0], [report.own_row(result) for result in group]) for group in seeds.groups(found)]
     done = [(result, seeds.mean(own), [row[quality] for row in own]) for result, own in rows]
     many = len({row["budget"] for _, row, _ in done if row["budget"] is not None}) > 1
     factor, shown = 100 if quality == "agreement" else 1, []
