@@ -65,6 +65,7 @@ def problem(
     needs: frozenset[Statistic] = frozenset(),
     group_reduce: str = "mean",
     causal: bool = False,
+    grows: bool = False,
     prompt: Array | None = None,
 ) -> Problem:
     """Builds the problem of a block of new tokens, each of which attends to the live slots at or before its position.
@@ -85,6 +86,7 @@ def problem(
       needs: statistics to report; others are not computed.
       group_reduce: ``mean`` or ``max`` over the H / K query heads of a KV head.
       causal: whether the slots are exactly this block in order (one-shot prefill), so that later tiles can be skipped.
+      grows: whether rows may use a small part of the slots; see `Problem`.
       prompt: [B] int32 tokens of each row's prompt, for statistics of its end; None = it ends with this block.
 
     Raises:
@@ -108,6 +110,7 @@ def problem(
         counts=tuple(sorted(s.name for s in needs if s.transform == "one")),
         scale=dim**-0.5 if scale is None else scale,
         soft_cap=soft_cap,
+        grows=grows,
         window=window,
         group_reduce=group_reduce,
         causal=causal,

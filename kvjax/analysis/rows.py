@@ -138,9 +138,10 @@ def _rows(seen: Seen, query_position: Array, config: DecoderConfig, layer: int) 
     # [B, K, n, T]
     visible = softmax.visible(problem)
     # [B, K, n, T]
-    held = softmax.visible(problem.replace(key_position=seen.held))
+    of_held = problem.replace(key_position=seen.held)
+    held = softmax.visible(of_held)
     # [B, K, G, n, T]
-    logits = softmax.scores(problem)
+    logits = softmax.scores(of_held)
     # [B, K, G, n, T]
     probability, _ = softmax.probabilities(logits, visible)
     assert seen.choice is not None

@@ -11,6 +11,7 @@ from kvjax.cache.empty import empty
 from kvjax.cache.groups import Group
 from kvjax.kernels.decode import coded
 from kvjax.memory import HOST
+from kvjax.products.slots import reads_used_slots
 from kvjax.storage.base import UNROTATED, Codec, Exact, Storage
 from kvjax.storage.dims import Chain
 from kvjax.storage.layouts import Blocks, Segments
@@ -60,11 +61,20 @@ def _describe(group: Group, layout: "CacheLayout") -> str:
     reads = "" if group.selection.reads_all else f", reads {group.selection.name}"
     width = group.selection.width(group.capacity)
     reads += "" if width is None else f" (at most {width} slots)"
-    runs = f"a whole step by {group.step}" if group.step else f"attention by {group.attend}"
+    runs = f"a whole step by {group.step}" if group.step else f"attention by {group.attend}{_used(group, layout)}"
     runs += f", slots over {'+'.join(group.slot_axes)}" if group.slot_axes else ""
     return (
         f"{heads} KV heads of {slots} slots, {size(total)}, {group.policy.name}{reads}; {runs}{_codes(group, layout)}"
     )
+
+
+def _used(group: Group, layout: "CacheLayout") -> str:
+    """Says whether attention leaves out what a row has not used of its slots; see `kvjax.products.slots`."""
+    grows = group.storage.exact and not group.evicts
+    if not grows or layout.platform != "cpu" or group.attend != "xla":
+        return ""
+    query, cache = (jax.ShapeDtypeStruct((1, n, layout.head_dim), layout.dtype) for n in (1, group.capacity))
+    return " over the slots in use" if reads_used_slots(query, cache) else ""
 
 
 def _codes(group: Group, layout: "CacheLayout") -> str:

@@ -233,7 +233,7 @@ def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight:
     problems = [
         attention.problem(
             own, part.key, part.value, key_position=part.position, needs=group.reports, log_weight=weight,
-            offset=offset, **options,
+            offset=offset, grows=not group.evicts, **options,
         )
         for own, part, weight, offset in zip(queries, reading.parts, weights, offsets, strict=True)
     ]  # fmt: skip

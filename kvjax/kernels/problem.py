@@ -36,6 +36,7 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
       window: the number of newest positions that a query sees, itself included; None = all.
       group_reduce: ``mean`` or ``max`` over the G query heads of a KV head.
       causal: whether the slots are exactly this block in order (S = n), so that no query sees a later slot.
+      grows: whether slots are never freed, so that rows may use a small part of what is allocated, the first slots.
     """
 
     query: Array
@@ -55,6 +56,7 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
     window: int | None = flax.struct.field(pytree_node=False, default=None)
     group_reduce: str = flax.struct.field(pytree_node=False, default="mean")
     causal: bool = flax.struct.field(pytree_node=False, default=False)
+    grows: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
     def slots(self) -> int:

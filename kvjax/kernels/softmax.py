@@ -46,14 +46,27 @@ def count_seen(mask: Array) -> Array:
     return jnp.sum(mask, axis=-1, dtype=jnp.float32)
 
 
+def used_slots(problem: Problem) -> Array | None:
+    """Returns the number of slots up to the last one that a query sees, [B, K] int32, where a product needs no others.
+
+    None for a tile of queries; and where one query reads slots that are mostly in use, which XLA does as fast.
+    """
+    group, n = problem.query.shape[2:4]
+    if n > 1 or (group == 1 and not problem.grows):
+        return None
+    slot = jnp.arange(1, problem.slots + 1, dtype=jnp.int32)
+    # [B, K]
+    return jnp.max(jnp.where(visible(problem)[:, :, 0], slot, 0), axis=2)
+
+
 def scores(problem: Problem) -> Array:
-    """Computes the logits, [B, K, G, n, S] float32."""
+    """Computes the logits, [B, K, G, n, S] float32; of one query, they may be wrong for slots that it does not see."""
     batch, kv_heads, group, n, dim = problem.query.shape
     # [B, K, G * n, D]: group and query are one dimension. With two, XLA's CPU compiler transposes a copy of the keys
     # (jax 0.10.2).
     rows = problem.query.reshape(batch, kv_heads, group * n, dim)
     # [B, K, G * n, S]
-    logits = product(rows, problem.key, transposed=True, dtype=jnp.float32)
+    logits = product(rows, problem.key, transposed=True, dtype=jnp.float32, used=used_slots(problem))
     # [B, K, G, n, S]
     logits = logits.reshape(batch, kv_heads, group, n, -1) * problem.scale
     logits = logits if problem.offset is None else logits + problem.offset[..., None]

@@ -31,6 +31,7 @@ from kvjax.products.choice import (
 )
 from kvjax.products.forms import FORMS
 from kvjax.products.quantized import QuantizedMatrix, quantized_product
+from kvjax.products.slots import reads_used_slots, slots_product
 
 Array = jax.Array
 
@@ -52,7 +53,12 @@ __all__ = [
 
 
 def product(
-    x: Array, kernel: Array | QuantizedMatrix, *, transposed: bool = False, dtype: DTypeLike | None = None
+    x: Array,
+    kernel: Array | QuantizedMatrix,
+    *,
+    transposed: bool = False,
+    dtype: DTypeLike | None = None,
+    used: Array | None = None,
 ) -> Array:
     """Multiplies rows by a matrix, or by each matrix of a batch.
 
@@ -63,6 +69,9 @@ def product(
         program holds decoded only what multiplies the same x.
       transposed: whether each row of the kernel is an output, as in an embedding table.
       dtype: of the result; None for that of x.
+      used: [*batch] int32, of the keys (transposed) or values [*batch, S, D] of a cache: the number of slots, the first
+        ones, whose products matter. If transposed, the result for others may be any finite number; otherwise x is 0 for
+        them. None = all slots.
 
     Returns:
       [..., out].
@@ -75,6 +84,12 @@ def product(
         return quantized_product(
             x, kernel, lambda x, rows: product(x, rows, dtype=dtype), dtype,
             native=few and runs_native() and native.load() is None,
+        )  # fmt: skip
+    if used is not None and reads_used_slots(x, kernel):
+        # [*batch, rows, S] or [*batch, rows, D]
+        return jax.lax.platform_dependent(
+            x, kernel, used, cpu=lambda x, kernel, used: slots_product(x, kernel, used, transposed, dtype),
+            default=lambda x, kernel, _: FORMS["dot"].run(x, kernel, transposed, dtype),
         )  # fmt: skip
     form = form_for(x, kernel, transposed)
     if form == "dot":

@@ -6,7 +6,7 @@
 // which for a few rows takes longer than to multiply.
 //
 // Sums are formed in an order that depends on the shapes alone: the result of a row does not depend on the other rows,
-// nor on the number of threads.
+// nor on the number of threads. Those of the vectors of a cache do not depend on the number of its slots either.
 
 #include <algorithm>
 #include <cstdint>
@@ -41,6 +41,9 @@ constexpr int64_t kPart = 128, kMaxParts = 16, kWide = 4096;
 
 // As many products for each thread need not be cut.
 constexpr int64_t kEnough = 4;
+// Of the vectors of a cache: slots that one thread takes at a time, and columns whose sums are in registers.
+constexpr int64_t kSlots = 256;
+constexpr int kVectors = 4;
 
 // Adds x[:, :U] W[:U] to R rows of sums; x has a row stride of `inputs`, W of `outputs`.
 template <int R, int U, typename W>
@@ -224,7 +227,120 @@ ffi::Error Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, 
   return ffi::Error::Success();
 }
 
+// Adds x[:, :slots] W to R rows of y, for V vectors of columns; x has a row stride of `inputs`, W and y of `dim`.
+template <int R, int V, typename W>
+inline void AddSlots(const float* x, int64_t inputs, const W* w, int64_t dim, float* y, int64_t slots) {
+  Vector sum[R][V] = {};
+  for (int64_t s = 0; s < slots; s++) {
+    Vector value[V];
+    for (int v = 0; v < V; v++) {
+      value[v] = Load(w + s * dim + v * kLanes);
+      InRegister(value[v]);
+    }
+    for (int r = 0; r < R; r++) {
+      const Vector factor = Splat(x[r * inputs + s]);
+      for (int v = 0; v < V; v++) sum[r][v] += factor * value[v];
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    for (int v = 0; v < V; v++) *reinterpret_cast<Vector*>(y + r * dim + v * kLanes) = sum[r][v];
+  }
+}
+
+template <int R, typename W>
+void AddSlotsOfRows(const float* x, int64_t inputs, const W* w, int64_t dim, float* y, int64_t slots) {
+  int64_t n = 0;
+  for (; n + kVectors * kLanes <= dim; n += kVectors * kLanes)
+    AddSlots<R, kVectors>(x, inputs, w + n, dim, y + n, slots);
+  for (; n + kLanes <= dim; n += kLanes) AddSlots<R, 1>(x, inputs, w + n, dim, y + n, slots);
+  for (; n < dim; n++) {
+    for (int r = 0; r < R; r++) {
+      float total = 0;
+      for (int64_t s = 0; s < slots; s++) total = __builtin_fmaf(x[r * inputs + s], Scalar(w + s * dim + n), total);
+      y[r * dim + n] = total;
+    }
+  }
+}
+
+// y = x W, W [slots, dim], for the first slots of W; x has a row stride of `inputs`.
+template <typename W>
+void SumOfSlots(const float* x, int64_t inputs, const W* w, int64_t dim, float* y, int64_t rows, int64_t slots) {
+  int64_t b = 0;
+  for (; b + kRows <= rows; b += kRows) AddSlotsOfRows<kRows>(x + b * inputs, inputs, w, dim, y + b * dim, slots);
+  for (; b + 2 <= rows; b += 2) AddSlotsOfRows<2>(x + b * inputs, inputs, w, dim, y + b * dim, slots);
+  if (b < rows) AddSlotsOfRows<1>(x + b * inputs, inputs, w, dim, y + b * dim, slots);
+}
+
+// Products with the first `used` slots of each of `count` caches w [count, slots, dim]; the others are not read.
+template <typename W>
+void SlotProducts(ffi::ThreadPool& pool, const float* x, const W* w, const int32_t* used, float* y, int64_t count,
+                  int64_t rows, int64_t slots, int64_t dim, bool transposed) {
+  // Parts of the same slots whatever the number of threads, whose sums are added up in their order.
+  const int64_t parts = (slots + kSlots - 1) / kSlots;
+  const auto end = [&](int64_t i) { return std::clamp<int64_t>(used[i], 0, slots); };
+  if (transposed) {
+    // y [count, rows, slots], 0 for a slot that is not used
+    return ForEach(pool, count * parts, [&](int64_t i) {
+      const int64_t product = i / parts, start = i % parts * kSlots, stop = std::min(slots, start + kSlots);
+      const int64_t live = std::clamp(end(product), start, stop);
+      float* own = y + product * rows * slots;
+      Rows<W>(x + product * rows * dim, w + product * slots * dim, own, rows, dim, slots, start, live);
+      for (int64_t b = 0; b < rows; b++) std::memset(own + b * slots + live, 0, (stop - live) * sizeof(float));
+    });
+  }
+  // y [count, rows, dim]
+  std::vector<float> sums(parts > 1 ? count * (parts - 1) * rows * dim : 0);
+  const auto sums_of = [&](int64_t product, int64_t part) {
+    return part == 0 ? y + product * rows * dim : sums.data() + (product * (parts - 1) + part - 1) * rows * dim;
+  };
+  ForEach(pool, count * parts, [&](int64_t i) {
+    const int64_t product = i / parts, part = i % parts, start = part * kSlots;
+    const int64_t live = std::min(end(product), start + kSlots) - start;
+    if (live <= 0 && part > 0) return;
+    SumOfSlots<W>(x + product * rows * slots + start, slots, w + (product * slots + start) * dim, dim,
+                  sums_of(product, part), rows, std::max<int64_t>(live, 0));
+  });
+  for (int64_t product = 0; product < count; product++) {
+    float* own = sums_of(product, 0);
+    for (int64_t part = 1; part * kSlots < end(product); part++) {
+      const float* more = sums_of(product, part);
+      for (int64_t i = 0; i < rows * dim; i++) own[i] += more[i];
+    }
+  }
+}
+
+// w [count, slots, dim], used [count]; x [count, rows, slots] and y [count, rows, dim], or, transposed,
+// x [count, rows, dim] and y [count, rows, slots].
+ffi::Error RunSlots(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> used,
+                    ffi::ResultBuffer<ffi::F32> y, bool transposed) {
+  const auto shape = w.dimensions();
+  const int64_t count = shape[0], slots = shape[1], dim = shape[2], rows = x.dimensions()[1];
+  if (y->element_count() == 0) return ffi::Error::Success();
+  if (slots == 0 || dim == 0) {
+    std::memset(y->typed_data(), 0, y->element_count() * sizeof(float));
+    return ffi::Error::Success();
+  }
+  if (w.element_type() == ffi::F32)
+    SlotProducts(pool, x.typed_data(), w.typed_data<float>(), used.typed_data(), y->typed_data(), count, rows, slots,
+                 dim, transposed);
+  else if (w.element_type() == ffi::BF16)
+    SlotProducts(pool, x.typed_data(), static_cast<const BFloat16*>(w.untyped_data()), used.typed_data(),
+                 y->typed_data(), count, rows, slots, dim, transposed);
+  else
+    return ffi::Error::InvalidArgument("a cache must be float32 or bfloat16");
+  return ffi::Error::Success();
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxSlots, RunSlots,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("transposed"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxProduct, Run,
                               ffi::Ffi::Bind()

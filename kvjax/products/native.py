@@ -17,9 +17,14 @@ import jax
 
 from kvjax import host
 
-TARGET = "kvjax_product"  # see native.cc
+TARGET, SLOTS = "kvjax_product", "kvjax_slots"  # see native.cc
 CODED_VECTORS, CODED_WEIGHTS = "kvjax_coded_vectors", "kvjax_coded_weights"  # see codes.cc
-SYMBOLS = {TARGET: "KvjaxProduct", CODED_VECTORS: "KvjaxCodedVectors", CODED_WEIGHTS: "KvjaxCodedWeights"}
+SYMBOLS = {
+    TARGET: "KvjaxProduct",
+    SLOTS: "KvjaxSlots",
+    CODED_VECTORS: "KvjaxCodedVectors",
+    CODED_WEIGHTS: "KvjaxCodedWeights",
+}
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.cc", "codes.cc"))
 HEADER = Path(__file__).with_name("vectors.h")
 NAMES = " and ".join(source.name for source in SOURCES)

@@ -29,7 +29,14 @@ CHUNK = 1024
 AT_ONCE = 2
 
 
-def product(x: Array, operand: Array | Coded, *, transposed: bool = False, dtype: DTypeLike | None = None) -> Array:
+def product(
+    x: Array,
+    operand: Array | Coded,
+    *,
+    transposed: bool = False,
+    dtype: DTypeLike | None = None,
+    used: Array | None = None,
+) -> Array:
     """Multiplies rows by keys (transposed) or values; see `kvjax.products.product`.
 
     Args:
@@ -37,9 +44,11 @@ def product(x: Array, operand: Array | Coded, *, transposed: bool = False, dtype
       operand: [B, K, S, D].
       transposed: whether the result has an entry for each slot.
       dtype: of the result; None for that of x.
+      used: [B, K] int32, the number of slots, the first ones of each head, whose products matter. If transposed, the
+        result for others may be any finite number; otherwise x is 0 for them. None = all slots.
     """
     if not isinstance(operand, Coded):
-        return products.product(x, operand, transposed=transposed, dtype=dtype)
+        return products.product(x, operand, transposed=transposed, dtype=dtype, used=used)
     return _product(x, operand, transposed, x.dtype if dtype is None else jnp.dtype(dtype))
 
 

@@ -68,5 +68,5 @@ def _weighted_values(problem: Problem, probability: Array) -> Array:
     # [B, K, G * n, S]
     weight = probability.reshape(batch, kv_heads, group * n, slots).astype(problem.value.dtype)
     # [B, K, G * n, D]
-    output = product(weight, problem.value, dtype=jnp.float32)
+    output = product(weight, problem.value, dtype=jnp.float32, used=softmax.used_slots(problem))
     return output.reshape(batch, kv_heads, group, n, -1)

@@ -1,0 +1,77 @@
+"""Products with the slots of a cache that are in use, by kvjax's own code for CPUs; see native.cc.
+
+A row of a batch often uses a part of the slots that are allocated for it. The others are not read.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvjax.products import native
+from kvjax.products.choice import MAX_ROWS, runs_native
+from kvjax.products.forms import NATIVE_DTYPES, Shaped, dot
+
+Array = jax.Array
+#: Numbers of each cache that `slots_product` pays for, whatever the number of caches, on which nothing may depend.
+MIN_CACHE = 1 << 12
+
+
+def reads_used_slots(x: Shaped, cache: Shaped) -> bool:
+    """Whether `slots_product` runs, and is worth it.
+
+    Args:
+      x: [*batch, rows, D or S].
+      cache: [*batch, S, D].
+    """
+    *_, slots, dim = cache.shape
+    few = 0 < x.shape[-2] <= MAX_ROWS and slots * dim >= MIN_CACHE
+    return few and cache.dtype.name in NATIVE_DTYPES and runs_native() and native.load() is None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def slots_product(x: Array, cache: Array, used: Array, transposed: bool, dtype: DTypeLike) -> Array:
+    """Multiplies rows by the first slots of each of a batch of caches. Sums are float32.
+
+    The result is the same, bit for bit, for any number of slots, of caches and of threads.
+
+    Args:
+      x: [*batch, rows, D] if transposed, else [*batch, rows, S].
+      cache: [*batch, S, D].
+      used: [*batch] int32, the number of slots that are multiplied; x is taken as 0 for the others.
+      transposed: whether the result has an entry for each slot, 0 for one that is not used.
+      dtype: of the result.
+
+    Returns:
+      [*batch, rows, S] if transposed, else [*batch, rows, D].
+    """
+    *batch, slots, dim = cache.shape
+    count, (rows, inputs) = math.prod(batch), x.shape[-2:]
+    result = jax.ShapeDtypeStruct((count, rows, slots if transposed else dim), jnp.float32)
+    call = jax.ffi.ffi_call(native.SLOTS, result, vmap_method="sequential")
+    y = call(
+        x.astype(jnp.float32).reshape(count, rows, inputs), cache.reshape(count, slots, dim), used.reshape(count),
+        transposed=transposed,
+    )  # fmt: skip
+    # [*batch, rows, S or D]
+    return y.reshape(*batch, rows, -1).astype(dtype)
+
+
+@slots_product.defjvp
+def _slots_jvp(
+    transposed: bool, dtype: DTypeLike, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
+    (x, cache, used), (dx, dcache, _) = primals, tangents
+    # [*batch, 1, S]
+    live = (jnp.arange(cache.shape[-2], dtype=jnp.int32) < used[..., None])[..., None, :]
+
+    def masked(rows: Array) -> Array:
+        return jnp.where(live, rows, jnp.zeros((), rows.dtype))
+
+    if transposed:
+        tangent = masked(dot(dx, cache, True, dtype) + dot(x, dcache, True, dtype))
+    else:
+        tangent = dot(masked(dx), cache, False, dtype) + dot(masked(x), dcache, False, dtype)
+    return slots_product(x, cache, used, transposed, dtype), tangent

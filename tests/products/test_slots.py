@@ -1,0 +1,126 @@
+"""Products with the slots of a cache that are in use: the others are not read, and change no bit of a result."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import policies, products
+from kvjax.cache import Limits
+from kvjax.products import choice, native, slots
+from kvjax.products.forms import dot
+from kvjax.products.slots import slots_product
+from kvjax.serve import Request, Runner
+from tests.tiny import random_tokens, tiny
+
+if native.load():
+    pytest.skip(native.load(), allow_module_level=True)
+
+SHAPES = [(1, 37, 24), (2, 960, 64), (7, 513, 80), (9, 600, 3)]  # rows, slots, features
+IDS = ["values", "keys"]
+
+
+def operands(rows, count, dim, transposed, dtype="float32"):
+    """Rows, three caches whose unused slots are NaN, and how many slots they use: none, some and all."""
+    rng = np.random.default_rng(count)
+    used = np.array([0, count // 2 + 1, count], np.int32)
+    cache = rng.standard_normal((3, count, dim))
+    cache[np.arange(count) >= used[:, None]] = np.nan
+    x = rng.standard_normal((3, rows, dim if transposed else count))
+    return jnp.asarray(x, jnp.float32), jnp.asarray(cache, dtype), jnp.asarray(used)
+
+
+def run(x, cache, used, transposed):
+    return np.asarray(slots_product(x, cache, used, transposed, jnp.float32))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=IDS)
+def test_the_first_slots_are_multiplied_and_no_others_are_read(transposed):
+    for rows, count, dim in SHAPES:
+        for dtype in ("float32", "bfloat16"):
+            x, cache, used = operands(rows, count, dim, transposed, dtype)
+            got = run(x, cache, used, transposed)
+            for number, live in enumerate(np.asarray(used)):
+                one, own = np.asarray(x[number], np.float64), np.asarray(cache[number, :live], np.float64)
+                expected = one @ own.T if transposed else one[:, :live] @ own
+                expected = np.pad(expected, ((0, 0), (0, count - live))) if transposed else expected
+                np.testing.assert_allclose(got[number], expected, atol=1e-6 * count, err_msg=f"{rows} {count} {dim}")
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=IDS)
+def test_no_bit_depends_on_what_else_there_is(transposed):
+    """On the number of slots that are allocated, of caches, and of rows."""
+    x, cache, used = operands(7, 700, 80, transposed)
+    whole = run(x, cache, used, transposed)
+    live = int(used[1])
+    np.testing.assert_array_equal(run(x[1:2], cache[1:2], used[1:2], transposed)[0], whole[1])
+    np.testing.assert_array_equal(run(x[:, 2:5], cache, used, transposed), whole[:, 2:5])
+    short = run(x if transposed else x[..., :live], cache[:, :live], jnp.minimum(used, live), transposed)[1]
+    np.testing.assert_array_equal(short, whole[1, :, :live] if transposed else whole[1])
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=IDS)
+def test_gradients(transposed):
+    x, cache, used = operands(2, 40, 16, transposed)
+    cache = jnp.nan_to_num(cache)
+    live = (jnp.arange(40) < used[:, None]).astype(jnp.float32)[:, None]
+
+    def plain(x, cache):
+        return dot(x, cache, True, jnp.float32) * live if transposed else dot(x * live, cache, False, jnp.float32)
+
+    def gradient(function):
+        return jax.grad(lambda x, cache: jnp.sum(jnp.sin(function(x, cache))), (0, 1))(x, cache)
+
+    own = gradient(lambda x, cache: slots_product(x, cache, used, transposed, jnp.float32))
+    for got, expected in zip(own, gradient(plain), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.fixture
+def used_slots(monkeypatch):
+    """Attention reads the slots in use, of caches of any size."""
+    before = choice.setting()
+    monkeypatch.setattr(slots, "MIN_CACHE", 1)
+    products.use("native")
+    yield
+    products.use(before)
+
+
+PROMPT, NEW = random_tokens(1, 9, seed=1)[0], 6
+
+
+def test_attention_does_not_depend_on_the_allocated_slots(used_slots):
+    """Nor on the batch: the same tokens and log-probabilities, bit for bit."""
+    model = tiny(layers=1).model
+    # Other products are of other numbers of rows, and rounded by them.
+    batch = np.stack([PROMPT, random_tokens(1, 9, seed=2)[0]])
+    few, many = (
+        kvjax.generate(model, batch, policies.full(), max_new_tokens=NEW, limits=Limits(prompt=9, new_tokens=room))
+        for room in (NEW, 400)
+    )
+    np.testing.assert_array_equal(few.tokens, many.tokens)
+    np.testing.assert_array_equal(few.logprobs, many.logprobs)
+    products.use("fixed")
+    plain = kvjax.generate(model, batch, policies.full(), max_new_tokens=NEW)
+    np.testing.assert_array_equal(plain.tokens, few.tokens)
+    np.testing.assert_allclose(plain.logprobs, few.logprobs, atol=1e-5)
+
+
+def test_a_request_does_not_depend_on_its_neighbours(used_slots):
+    """A short request has the same bits alone and beside a long one, by one program."""
+    limits, found, compiled = Limits(prompt=40, new_tokens=60), [], []
+    listener = lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None  # noqa: E731
+    for others in ([60], [], [17, 33]):
+        runner = Runner(tiny(layers=1).model, policies.full(), rows=4, limits=limits)
+        number = runner.submit(Request(tokens=PROMPT, max_new_tokens=NEW))
+        for tokens in others:
+            runner.submit(Request(tokens=random_tokens(1, 30, seed=tokens)[0], max_new_tokens=tokens))
+        found += [result for result in runner if result.id == number]
+        if len(found) == 1:
+            jax.monitoring.register_event_duration_secs_listener(listener)
+    jax.monitoring.unregister_event_duration_listener(listener)
+    assert not compiled
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0].tokens, other.tokens)
+        np.testing.assert_array_equal(found[0].logprobs, other.logprobs)
