@@ -21,6 +21,7 @@ from tabulate import tabulate
 
 from experiments import cli
 from experiments.resolve import codes_of, decoder_config, dtype_of, specs_of
+from kvjax import processes
 from kvjax.capacity import Capacity, capacity
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.units import si, size
@@ -38,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
         flags.DEFINE_string("output", None, "a file for the results as JSON", flag_values=values)
 
     config, values = cli.parse(argv, about=__doc__, define=define)
+    processes.check_single("experiments.capacity")
     jax.config.update("jax_compilation_cache_dir", None)  # programs for a device that is not here are not read again
     decoder = decoder_config(config.model)
     if decoder is None:

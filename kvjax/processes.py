@@ -84,6 +84,41 @@ def check_mesh(mesh: Mesh | None) -> None:
         raise ConfigError(f"mesh {dict(mesh.shape)} has no device of {absent} of the {count()} processes; {advice}.")
 
 
+def shares(tree: PyTree) -> bool:
+    """Returns whether some array of a tree is spread over several processes."""
+    return any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in jax.tree.leaves(tree))
+
+
+def check_alone(tree: PyTree, what: str) -> None:
+    """Checks that one process has all of the arrays that something for one process is given.
+
+    Args:
+      tree: of arrays, such as the parameters of a model.
+      what: the thing, for the message, such as ``calibrate``.
+
+    Raises:
+      ConfigError: if some array is spread over several processes.
+    """
+    if shares(tree):
+        raise ConfigError(
+            f"{what} is for a model that is in one process, and this one is spread over {count()}; start one process "
+            "by itself for it, without the flags that join others."
+        )
+
+
+def check_single(what: str) -> None:
+    """Checks that no other processes were joined.
+
+    Args:
+      what: is a program of one process, for the message.
+
+    Raises:
+      ConfigError: if there are several processes.
+    """
+    if count() > 1:
+        raise ConfigError(f"{what} is a program of one process, and {count()} were joined; leave the flags out.")
+
+
 def put(x: ArrayLike, place: Sharding | None) -> jax.Array:
     """Moves an array to devices, of which some may belong to other processes.
 

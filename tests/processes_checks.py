@@ -24,13 +24,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 import kvjax
 from experiments import cli, run, train
 from experiments.config import DataConfig, ExperimentConfig, ModelConfig, PolicyConfig, build_spec
-from kvjax import processes
+from kvjax import analysis, policies, processes, storage
 from kvjax.cache import Limits
 from kvjax.checkpoint import orbax
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.rope import Rope
+from kvjax.serve import Runner
 from tests import conftest  # noqa: F401, it sets how programs are compiled
 
 ROWS, PROMPT, NEW = 4, 12, 5
@@ -73,7 +74,7 @@ def experiment(folder: Path, mesh: str, count: int) -> ExperimentConfig:
 
 
 def everything(folder: Path, axes: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Loads, generates, scores, trains, saves, restores and runs an experiment.
+    """Loads, generates, scores, trains, saves in both formats, restores and runs an experiment.
 
     Returns:
       Numbers about this process, and arrays that are the same for any number of processes.
@@ -106,6 +107,7 @@ def everything(folder: Path, axes: str) -> tuple[dict[str, Any], dict[str, np.nd
         state = TrainState.create(apply_fn=Decoder(CONFIG).apply, params=model.params, tx=optax.sgd(0.1))
         saved = folder / f"orbax-{count}"
         orbax.save_params(saved, model.params)
+        kvjax.save(model, folder / f"saved-{count}")
         state, losses = train.train_step(state, *batch, 1.0)
         restored = orbax.restore_params(saved, CONFIG, mesh=mesh)
     about["restored"] = all(a.sharding == b.sharding for a, b in zip(jax.tree.leaves(restored), leaves, strict=True))
@@ -120,9 +122,20 @@ def everything(folder: Path, axes: str) -> tuple[dict[str, Any], dict[str, np.nd
     return about, arrays
 
 
-def errors() -> list[str]:
-    """What is said where processes do not agree."""
+def errors(folder: Path, axes: str) -> list[str]:
+    """What is said where processes do not agree, and where one process is needed."""
     found = []
+    model, text = kvjax.load(folder / "model", mesh=kvjax.make_mesh(axes)), np.ones((1, 8), np.int32)
+    for call in (
+        lambda: Runner(model, policies.full(), rows=1, limits=Limits(prompt=8, new_tokens=1)),
+        lambda: kvjax.calibrate(model, text, storage.low_rank(4, 4)),
+        lambda: analysis.sparsity(model, text),
+        lambda: kvjax.save(model, folder / "text"),
+    ):
+        try:
+            call()
+        except KvjaxError as error:
+            found.append(str(error))
     try:
         processes.check_mesh(None)
     except ConfigError as error:
@@ -145,7 +158,7 @@ def main(argv: list[str]) -> None:
     about["silent"] = sys.stdout.name == os.devnull
     about["wide"] = bool((processes.from_all(2**40 + processes.number()) == 2**40 + np.arange(processes.count())).all())
     every = processes.from_all(np.asarray([about[name] for name in sorted(about)], np.int64))
-    said = errors()
+    said = errors(Path(folder), axes)
     if processes.is_first():
         count = processes.count()
         np.savez(Path(folder) / f"found-{count}.npz", **arrays)

@@ -101,8 +101,19 @@ def test_an_experiment_ends_with_one_folder(several, alone, folder):
     assert json.loads((other / "environment.json").read_text())["processes"] == count
 
 
+def test_a_saved_folder_is_that_of_one_process(several, folder):
+    count, _, _ = several
+    saved, expected = folder / f"saved-{count}", folder / "model"
+    assert sorted(path.name for path in saved.iterdir()) == sorted(path.name for path in expected.iterdir())
+    for path in expected.iterdir():
+        assert (saved / path.name).read_bytes() == path.read_bytes(), path.name
+
+
 def test_errors_are_of_all(several):
     count, found, _ = several
-    without_mesh, of_another = found["errors"]
+    *alone, of_file, without_mesh, of_another = found["errors"]
+    for error, what in zip(alone, ("serving with a Runner", "kvjax.calibrate", "kvjax.analysis"), strict=True):
+        assert error.startswith(f"{what} is for a model that is in one process, and this one is spread over {count};")
+    assert "text is a file" in of_file
     assert f"{count} processes share a model on a mesh; give a mesh of all {count} devices" in without_mesh
     assert of_another == f"reading failed in process 1 of {count}, whose message says why."

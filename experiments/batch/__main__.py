@@ -21,6 +21,7 @@ from experiments.batch.requests import Asked, Defaults
 from experiments.config import DataConfig, ExperimentConfig, build_spec
 from experiments.resolve import check_fit, dtype_of
 from experiments.session import Session, calibrated_for, describe
+from kvjax import processes
 from kvjax.cache import Limits
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.model import Model
@@ -60,6 +61,7 @@ def define(values: flags.FlagValues) -> None:
 
 def main(argv: Sequence[str]) -> int:
     config, values = cli.parse(argv, about=str(experiments.batch.__doc__), define=define)
+    processes.check_single("experiments.batch")
     for name in ("requests", "output"):
         if values[name].value is None:
             raise ConfigError(f"give --{name}=FILE.jsonl.")

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import processes
 from kvjax.analysis.rows import look
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.layout import Group
@@ -27,6 +28,7 @@ from kvjax.prefill import prepare, run_prompts
 
 # (the layer's carry, the layer's rows in each run, *arguments) -> (the carry, a result for each query)
 Step = Callable[..., tuple[Any, Any]]
+ANALYSIS = "kvjax.analysis"  # for messages
 STEPS = 64  # decoding steps of one call; texts of any length share its program
 
 
@@ -59,7 +61,11 @@ def over_tiles(model: Model, tokens: Any, lengths: Any, step: Step, start: Calla
         have dimensions [B, K, G or 1, ...].
       start: (B, K, G, T) -> the carry that each layer starts with, leaves [B, K, G or 1, ..., T].
       args: arrays and numbers, which are not compiled in.
+
+    Raises:
+      ConfigError: a model that is spread over several processes.
     """
+    processes.check_alone(model.params, ANALYSIS)
     config = model.config
     batch = check_batch(config, tokens, lengths, new_tokens=0)
     ids = _padded(batch.tokens)
@@ -137,8 +143,10 @@ def over_steps(
 
     Raises:
       InputError: no token follows any prompt; what `log_likelihood` raises.
+      ConfigError: a model that is spread over several processes.
       PolicyError: a policy that cannot work.
     """
+    processes.check_alone(model.params, ANALYSIS)
     config = model.config
     # What attention saw of a pool in host memory is not kept, and is the same as of one on the device.
     specs = tuple(on_device(as_spec(policy)) for policy in policies)

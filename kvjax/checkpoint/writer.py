@@ -1,5 +1,7 @@
 """Saves a model as a Hugging Face folder, atomically."""
 
+import collections
+import contextlib
 import dataclasses
 import json
 import math
@@ -14,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax import processes
 from kvjax.checkpoint import names, quantized, readers
 from kvjax.errors import CheckpointError
 from kvjax.models import families, generation
@@ -37,6 +40,9 @@ def save(model: Model, folder: str | Path) -> None:
     Writes to a hidden folder next to the target and renames it at the end, so that the target is either complete or
     unchanged. An existing checkpoint is replaced.
 
+    A model that is spread over several processes (`kvjax.processes`) is saved by all of them together: each calls this,
+    one tensor after the other is collected, and the first process writes.
+
     Args:
       model: the model.
       folder: the folder to write: config.json, safetensors files of at most 5 GB, and the files of the tokenizer and
@@ -46,6 +52,7 @@ def save(model: Model, folder: str | Path) -> None:
     Raises:
       CheckpointError: if the folder contains anything else than a checkpoint or cannot be written, or the parameters
         are not those of the configuration.
+      KvjaxError: in the other processes, if the first one cannot write.
     """
     folder = Path(folder).expanduser().resolve()
     raw = families.write(model.config)
@@ -55,6 +62,29 @@ def save(model: Model, folder: str | Path) -> None:
     if matrices := [part for _, parts in found for part in parts if is_quantized(part)]:
         head = is_quantized(model.params.get("head", {}).get("kernel"))
         raw["quantization_config"] = quantized.settings(matrices, head=head)
+    files = _files(entries)
+    pending = collections.deque(entry for own in files.values() for entry in own)
+    shared = processes.shares(model.params)
+    with processes.together(f"saving {folder}") if shared else contextlib.nullcontext():
+        try:
+            if processes.is_first() or not shared:
+                _write(model, folder, raw, files, lambda: pending.popleft().read())
+        finally:
+            # Every process takes part in reading what is spread over them, also if the first one has failed.
+            while shared and pending:
+                pending.popleft().read()
+
+
+def _write(model: Model, folder: Path, raw: readers.Json, files: "Files", read_next: Callable[[], np.ndarray]) -> None:
+    """Writes the files of a checkpoint.
+
+    Args:
+      model: see `save`.
+      folder: see `save`.
+      raw: what config.json contains.
+      files: of the weights.
+      read_next: returns the tensors of `files`, in their order.
+    """
     _check_replaceable(folder)
     staging = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
@@ -62,7 +92,7 @@ def save(model: Model, folder: str | Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}.") from None
     try:
-        _write_weights(staging, entries)
+        _write_weights(staging, files, read_next)
         if model.tokenizer is not None:
             model.tokenizer.save(staging)
         if model.generation.content is not None:
@@ -126,7 +156,7 @@ def _entries(tensor: names.Tensor, parts: list[Any]) -> list[Entry]:
 
         def read() -> np.ndarray:
             own = [part[tensor.index] for part in parts] if tensor.stack else parts
-            return tensor.merge([np.asarray(jax.device_get(part)) for part in own])
+            return tensor.merge([processes.to_host(part) for part in own])
 
         return [Entry(tensor.name, parts[0].dtype.name, tensor.shape, read)]
     if tensor.stack:
@@ -134,28 +164,37 @@ def _entries(tensor: names.Tensor, parts: list[Any]) -> list[Entry]:
     return [Entry(name, each.dtype, each.shape, each.read) for name, each in quantized.written(tensor, parts).items()]
 
 
-def _write_weights(folder: Path, entries: Sequence[Entry]) -> None:
-    """Writes one safetensors file, or several and an index."""
+Files = dict[str, list[Entry]]  # name of a file -> what it contains, in order
+
+
+def _files(entries: Sequence[Entry]) -> Files:
+    """Divides tensors among safetensors files: one, or several."""
     shards: list[list[Entry]] = [[]]
     for entry in entries:
         if shards[-1] and sum(each.size for each in shards[-1]) + entry.size > SHARD_BYTES:
             shards.append([])
         shards[-1].append(entry)
-    if len(shards) == 1:
-        return _write_safetensors(folder / "model.safetensors", shards[0])
-    weight_map: dict[str, str] = {}
-    for index, shard in enumerate(shards):
-        name = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
-        _write_safetensors(folder / name, shard)
-        weight_map |= {entry.name: name for entry in shard}
-    index_json = {"metadata": {"total_size": sum(entry.size for entry in entries)}, "weight_map": weight_map}
+    # In order of descending element size, every tensor is aligned.
+    ordered = [sorted(shard, key=lambda entry: -entry.size // math.prod(entry.shape)) for shard in shards]
+    if len(ordered) == 1:
+        return {"model.safetensors": ordered[0]}
+    return {f"model-{index + 1:05}-of-{len(ordered):05}.safetensors": own for index, own in enumerate(ordered)}
+
+
+def _write_weights(folder: Path, files: Files, read_next: Callable[[], np.ndarray]) -> None:
+    """Writes one safetensors file, or several and an index; see `_write`."""
+    for name, own in files.items():
+        _write_safetensors(folder / name, own, read_next)
+    if len(files) == 1:
+        return
+    weight_map = {entry.name: name for name, own in files.items() for entry in own}
+    size = sum(entry.size for own in files.values() for entry in own)
+    index_json = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_safetensors(path: Path, entries: Sequence[Entry]) -> None:
+def _write_safetensors(path: Path, entries: Sequence[Entry], read_next: Callable[[], np.ndarray]) -> None:
     """Writes one safetensors file. Copies one tensor at a time to the host."""
-    # In order of descending element size, every tensor is aligned.
-    entries = sorted(entries, key=lambda entry: -entry.size // math.prod(entry.shape))
     header: readers.Json = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -167,8 +206,8 @@ def _write_safetensors(path: Path, entries: Sequence[Entry]) -> None:
     text += b" " * (-len(text) % HEADER_ALIGNMENT)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(readers.LENGTH_BYTES, "little") + text)
-        for entry in entries:
-            file.write(np.ascontiguousarray(entry.read()).reshape(-1).view(np.uint8).data)
+        for _ in entries:
+            file.write(np.ascontiguousarray(read_next()).reshape(-1).view(np.uint8).data)
 
 
 def _check_replaceable(folder: Path) -> None:

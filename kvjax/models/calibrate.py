@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax import memory
+from kvjax import memory, processes
 from kvjax.cache.layout import Group
 from kvjax.cache.state import Block
 from kvjax.errors import StorageError
@@ -47,9 +47,11 @@ def calibrate(model: Model, tokens: ArrayLike, storage: Storage, *, lengths: Arr
     Raises:
       InputError: invalid tokens.
       StorageError: a storage that needs no calibration.
+      ConfigError: a model that is spread over several processes.
     """
     if not required(storage):
         raise StorageError(f"storage {storage.name} needs no calibration; leave it out.")
+    processes.check_alone(model.params, "kvjax.calibrate")
     storage = storage.bound(model.config.num_kv_heads)
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     with model.on_mesh():
@@ -88,6 +90,7 @@ def with_calibration(model: Model, storages: Sequence[Storage], calibration: Cal
             )
         Calibration(tuple(layers), "the model's own", config.rope).check(*shape)
         return model
+    processes.check_alone(model.params, f"storage {storages[0].name}, which has a calibration,")
     if not isinstance(calibration, Calibration):
         raise StorageError(f"calibration={type(calibration).__name__} is not valid; give one from kvjax.calibrate.")
     calibration.check(*shape)

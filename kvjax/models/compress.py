@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import memory
+from kvjax import memory, processes
 from kvjax.errors import StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES, SKEW
@@ -33,7 +33,9 @@ def compress_kv_heads(model: Model, calibration: Calibration, heads: int) -> Mod
     Raises:
       StorageError: a number of heads that does not divide the model's, a calibration that does not fit, or a model
         whose keys are rotated or normalised after their projection.
+      ConfigError: a model that is spread over several processes.
     """
+    processes.check_alone(model.params, "compress_kv_heads")
     config = model.config
     held = kv_heads(heads).bound(config.num_kv_heads)
     if not can_fold(config):

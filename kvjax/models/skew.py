@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax import memory
+from kvjax import memory, processes
 from kvjax.cache.state import Block
 from kvjax.errors import InputError
 from kvjax.inputs import check_batch
@@ -45,7 +45,9 @@ def find_skew(model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = No
 
     Raises:
       InputError: invalid tokens, or fewer queries than features of a head.
+      ConfigError: a model that is spread over several processes.
     """
+    processes.check_alone(model.params, "find_skew")
     config = model.config
     batch = check_batch(config, tokens, lengths, new_tokens=0)
     group = config.num_heads // config.num_kv_heads
@@ -99,7 +101,9 @@ def skewed(model: Model, skew: ArrayLike, *, fold: bool | None = None) -> Model:
     Raises:
       InputError: matrices of another shape, or that are not orthogonal; a model that cannot be folded, as those with
         quantised weights cannot.
+      ConfigError: a model that is spread over several processes.
     """
+    processes.check_alone(model.params, "a skew")
     config = model.config
     matrices = np.asarray(skew, np.float32)
     shape = (config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)

@@ -6,6 +6,7 @@ All of them end in the arrays of one decoding phase, so that any prompt's state 
 import jax
 import numpy as np
 
+from kvjax import processes
 from kvjax.attention import Implementation
 from kvjax.cache.layout import CacheLayout
 from kvjax.cache.limits import Limits, Sizes, prompt_bucket
@@ -58,11 +59,13 @@ class Prompts:
           implementation: see `kvjax.generate`.
 
         Raises:
-          KvjaxError: a spec that cannot work with this model; see `kvjax.generate`.
+          KvjaxError: a spec that cannot work with this model; see `kvjax.generate`; or a model that is spread over
+            several processes.
         """
         if not isinstance(limits, Limits):
             raise InputError(f"limits must be kvjax.Limits(prompt=1024, new_tokens=256) or the like; got {limits!r}.")
         check_count("rows", rows)
+        processes.check_alone(model.params, "serving with a Runner")
         self.model, self.spec, self.limits = calibrated(model, spec.storage, None), spec, limits
         check_positions(model.config, spec.policy.positions)
         self._rows, self._implementation = rows, implementation
