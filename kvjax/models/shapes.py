@@ -96,6 +96,7 @@ SHAPES: dict[str, DecoderConfig] = {
     "opt-13b": _opt(5120, 40, 40),
     "opt-30b": _opt(7168, 48, 56),
     "opt-66b": _opt(9216, 64, 72),
+    "opt-175b": _opt(12_288, 96, 96),
     "llama2-7b": _llama(4096, 32, 32, 11_008),
     "llama2-13b": _llama(5120, 40, 40, 13_824),
     "llama2-70b": _llama(8192, 80, 64, 28_672, num_kv_heads=8),
@@ -111,6 +112,11 @@ SHAPES: dict[str, DecoderConfig] = {
     "gemma3-1b": _of(
         "gemma3_text", vocab_size=262_144, hidden_size=1152, intermediate_size=6912, num_attention_heads=4,
         num_key_value_heads=1, sliding_window=512, max_position_embeddings=32_768,
+    ),
+    "qwen2-72b": _of(
+        "qwen2", vocab_size=152_064, hidden_size=8192, intermediate_size=29_568, num_hidden_layers=80,
+        num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=131_072, rope_theta=1_000_000.0,
+        rms_norm_eps=1e-5, bos_token_id=151_643, eos_token_id=151_643,
     ),
     "mixtral-8x7b": _of("mixtral", max_position_embeddings=32_768),
     "qwen3-30b-a3b": _of(

@@ -13,7 +13,10 @@ from kvjax.models.parameters import parameter_count
     ("name", "parameters"),
     [
         ("opt-125m", 125_239_296),
+        ("opt-175b", 174_604_468_224),
         ("llama2-7b", 6_738_415_616),
+        ("llama2-70b", 68_976_648_192),
+        ("qwen2-72b", 72_706_203_648),
         ("gemma2-9b", 9_241_705_984),
         ("gemma3-1b", 999_885_952),
         ("mixtral-8x7b", 46_702_792_704),
