@@ -3,14 +3,17 @@
 python -m experiments.capacity --config=h2o_opt30b --topology=v5e:2x4 --config.baselines='full,h2o + int8'
 
 For the full cache, the baselines and the config's own policy: the largest batch that fits into the memory of every
-device, prompts included, to within 2 %; which of prompt and decoding needs more; bytes of weights and cache; the
-collectives of a decoding step; the largest number of tokens a second that memory, arithmetic, the host link and the
-interconnect allow; and, with a price of a chip's hour, dollars for a million new tokens. Nothing is allocated: programs
-of three and of four layers are compiled for the topology, or for this machine, and extrapolated.
+device, prompts included, to within 2 %; which of prompt and decoding needs more; bytes of weights and cache; what a
+decoding step exchanges between devices, moves from host memory and reads of experts, and how long these take; the
+largest number of tokens a second that memory, arithmetic, the host link and the interconnect allow; and dollars for a
+million new tokens, by --price or by the dated table of experiments/prices.toml. Nothing is allocated: programs of three
+and of four layers are compiled for the topology, or for this machine, and extrapolated. GPUs (--topology=h100:8) are
+planned from shapes alone. --output keeps the results as JSON, and --page=FOLDER makes the page of those in a folder.
 """
 
-import json
+import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,85 +22,116 @@ import jax
 from absl import flags
 from tabulate import tabulate
 
-from experiments import cli
-from experiments.resolve import codes_of, decoder_config, dtype_of, specs_of
-from kvjax import processes
+from experiments import capacity_page, cli, machine, prices, results
+from experiments.config import ExperimentConfig
+from experiments.resolve import codes_of, decoder_config, dtype_of, model_name, specs_of
 from kvjax.capacity import Capacity, capacity
 from kvjax.errors import ConfigError, KvjaxError
-from kvjax.units import si, size
+from kvjax.targets import find_target
+from kvjax.units import size
 
-HEADERS = (
-    "cache", "mesh", "largest batch", "binds", "weights", "cache bytes", "needed", "collectives", "tokens/s at most",
-    "limit", "$ per million",
-)  # fmt: skip
+PROGRAM, CONFIG = "python -m experiments.capacity", "--config=capacity"
+#: Flags that do not change a result.
+SILENT = ("--output", "--compilation_cache")
 
 
 def main(argv: Sequence[str]) -> int:
     def define(values: flags.FlagValues) -> None:
-        flags.DEFINE_string("topology", None, "a TPU, e.g. v5e:2x4; else this machine", flag_values=values)
-        flags.DEFINE_float("price", None, "US dollars for an hour of a chip", lower_bound=0.0, flag_values=values)
+        where = "a TPU, e.g. v5e:2x4, or GPUs of one machine, e.g. h100:8; else this machine"
+        flags.DEFINE_string("topology", None, where, flag_values=values)
+        about = "US dollars for an hour of a chip; else that of experiments/prices.toml, if it has the device"
+        flags.DEFINE_float("price", None, about, lower_bound=0.0, flag_values=values)
         flags.DEFINE_string("output", None, "a file for the results as JSON", flag_values=values)
+        flags.DEFINE_string(
+            "page", None, "write the page of the results in a folder, and plan nothing", flag_values=values
+        )
 
-    config, values = cli.parse(argv, about=__doc__, define=define)
-    processes.check_single("experiments.capacity")
+    given = list(argv) if any(each.startswith("--config=") for each in argv) else [*argv[:1], CONFIG, *argv[1:]]
+    page = any(each.startswith("--page") for each in argv)
+    config, values = cli.parse(given if page else argv, about=__doc__, define=define)
+    if values.page:
+        print(f"Wrote {capacity_page.write(Path(values.page))}.")
+        return 0
     jax.config.update("jax_compilation_cache_dir", None)  # programs for a device that is not here are not read again
-    decoder = decoder_config(config.model)
-    if decoder is None:
-        raise ConfigError(f"{config.model.path} is not here; name its --config.model.shape.")
+    kept = dict(described(config, values), command=command(argv), caches=[], refused={})
+    start = time.process_time()
     found: list[Capacity] = []
-    refused: list[str] = []
     for spec in specs_of(config):
         print(f"{spec.name} ...", file=sys.stderr, flush=True)
         try:
-            found.append(
-                capacity(
-                    decoder,
-                    spec,
-                    prompt_length=config.data.prompt_length,
-                    new_tokens=config.data.new_tokens,
-                    mesh_axes=config.mesh,
-                    topology=values.topology,
-                    price=values.price,
-                    dtype=dtype_of(config.model, "tpu" if values.topology else None),
-                    prefill_block=config.prefill_block,
-                    implementation=config.implementation,
-                    host_weights=config.model.host_weights,
-                    weights=codes_of(config.model),
-                )
-            )
+            found.append(planned(config, spec, values.topology, kept["price"], found[-1] if found else None))
+            kept["caches"].append(found[-1].as_dict())
         except KvjaxError as error:
             if values.topology is None and not found:
                 raise
-            refused.append(f"{spec.name}: {error}")
+            kept["refused"][spec.name] = str(error)
+        kept["cpu_seconds"] = time.process_time() - start
+        if values.output and found:
+            # After every cache: what is killed leaves those that are done.
+            results.write(Path(values.output), results.to_json(kept))
     if not found:
-        raise ConfigError("; ".join(refused))
-    print(table(found))
-    for line in refused:
-        print(f"not planned: {line}")
-    seconds = sum(each.compile_seconds for each in found)
+        raise ConfigError("; ".join(f"{name}: {reason}" for name, reason in kept["refused"].items()))
+    rows = capacity_page.rows(kept["caches"])
+    print(tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True))
+    for name, reason in kept["refused"].items():
+        print(f"not planned: {name}: {reason}")
     print(
-        f"{config.name}, {config.data.prompt_length} + {config.data.new_tokens} tokens, {found[0].target}; bytes of "
-        f"one device of {size(found[0].memory)}; compiled in {seconds:.0f} s."
+        f"{kept['model']}, {kept['prompt_length']} + {kept['new_tokens']} tokens, {kept['dtype']}, {found[0].target}; "
+        f"bytes of one device of {size(found[0].memory)}; {sum(each.programs for each in found)} programs, "
+        f"{kept['cpu_seconds'] / 60:.1f} CPU minutes."
     )
-    if values.output:
-        Path(values.output).write_text(json.dumps([each.as_dict() for each in found], indent=2) + "\n")
+    print(capacity_page.price_line(kept["price"]))
     return 0
 
 
-def table(found: Sequence[Capacity]) -> str:
-    """A row for each cache."""
+def planned(
+    config: ExperimentConfig, spec: Any, topology: str | None, price: dict[str, Any] | None, like: Capacity | None
+) -> Capacity:
+    """Finds the largest batch of one cache."""
+    decoder = decoder_config(config.model)
+    assert decoder is not None
+    return capacity(
+        decoder,
+        spec,
+        prompt_length=config.data.prompt_length,
+        new_tokens=config.data.new_tokens,
+        mesh_axes=config.mesh,
+        topology=topology,
+        price=price["amount"] if price else None,
+        like=like,
+        dtype=dtype_of(config.model, find_target(topology).platform),
+        prefill_block=config.prefill_block,
+        implementation=config.implementation,
+        host_weights=config.model.host_weights,
+        weights=codes_of(config.model),
+    )
 
-    def row(each: Capacity) -> tuple[Any, ...]:
-        axes = ",".join(f"{name}:{count}" for name, count in each.mesh.items())
-        cost = "" if each.dollars_per_million is None else f"{each.dollars_per_million:.3g}"
-        speed = "" if each.tokens_per_second is None else f"{each.tokens_per_second:,.0f}"
-        asked = f"{each.collectives.number:.0f}, {si(each.collectives.moved, 'B')}" if each.collectives.number else ""
-        return (
-            each.policy, axes, f"{each.batch:,}", each.binds, size(each.weights), size(each.cache),
-            size(max(each.decode, each.prefill)), asked, speed, each.limit or "", cost,
-        )  # fmt: skip
 
-    return tabulate([row(each) for each in found], headers=HEADERS, tablefmt="github", disable_numparse=True)
+def described(config: ExperimentConfig, values: flags.FlagValues) -> dict[str, Any]:
+    """What all results of a run have in common, as JSON values.
+
+    Raises:
+      ConfigError: a checkpoint that is not here, of which no shape is named.
+    """
+    if decoder_config(config.model) is None:
+        raise ConfigError(f"{config.model.path} is not here; name its --config.model.shape.")
+    target, price = find_target(values.topology), None
+    if values.price is not None:
+        price = {"amount": values.price, "currency": "USD", "source": "--price"}
+    elif target.device and (listed := prices.table().get(target.device.kind)):
+        price = listed.as_dict()
+    codes = codes_of(config.model)
+    return {
+        "config": config.name, "model": model_name(config.model), "prompt_length": config.data.prompt_length,
+        "new_tokens": config.data.new_tokens, "prefill_block": config.prefill_block,
+        "dtype": str(dtype_of(config.model, target.platform)), "weights": codes and codes.name,
+        "topology": values.topology, "price": price, "environment": machine.compilers(),
+    }  # fmt: skip
+
+
+def command(argv: Sequence[str]) -> str:
+    """The command that gives the same results."""
+    return shlex.join([*PROGRAM.split(), *(each for each in argv[1:] if not each.startswith(SILENT))])
 
 
 if __name__ == "__main__":

@@ -112,6 +112,13 @@ def environment() -> dict[str, Any]:
     }
 
 
+def compilers() -> dict[str, Any]:
+    """What a program that is compiled and not run depends on in addition to its config."""
+    own = environment()
+    names = ("python", "kvjax", "jax", "jaxlib", "commit", "code", "uncommitted_changes")
+    return {name: own[name] for name in names} | {"libtpu": _version("libtpu")}
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

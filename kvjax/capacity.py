@@ -1,46 +1,32 @@
 """The largest batch that fits on a mesh with a cache, prefill included, and what its tokens cost.
 
-Weights and cache are counted from the shapes of the whole model. Scratch memory and collectives are known to a compiler
-alone, and grow by the same amount with every layer: programs of three and of four layers are compiled and extrapolated.
+See `kvjax.need` for how bytes are counted. Bytes beyond the weights are nearly in proportion to the rows, so that the
+search needs two batches, often one.
 """
 
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvjax.cache.spec import CacheSpec
-from kvjax.devices import topology_devices
+from kvjax.cache.spec import CacheSpec, as_spec
+from kvjax.collectives import Collectives
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
+from kvjax.need import Need, Run, without_merges
 from kvjax.plan import Plan, plan
 from kvjax.policies.base import Policy
+from kvjax.targets import find_target
 
-DEPTHS = (3, 4)  # layers of the programs that are compiled
-#: The search ends when the smallest batch known not to fit exceeds the answer by at most this share.
+#: The search ends when no batch that is larger by more than this share can fit.
 PRECISION = 0.02
-ROUNDS = 12  # of the search, each of which compiles four programs
+#: Of the largest batch whose weights and cache fit: where the search begins if nothing is known of its scratch memory.
+FIRST = 0.4
+ROUNDS = 12  # of the search
+LEAST = 0.5  # of the mean need of a row: the smallest slope that the search believes
 MOST = 1 << 16  # rows
 SECONDS_PER_HOUR, MILLION = 3600, 1e6
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8, "f64": 8}
-COLLECTIVE = re.compile(
-    r"= (?P<shape>[^=]*?) (?P<kind>all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-)
-ARRAY = re.compile(r"\b([a-z]+[0-9]*)\[([\d,]*)\]")
-
-
-class Collectives(NamedTuple):
-    """The collectives of a decode step.
-
-    Attributes:
-      number: how many there are.
-      moved: bytes that a device sends: those of the result, twice for an all-reduce.
-    """
-
-    number: float
-    moved: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,20 +38,27 @@ class Capacity:
       target: the machine or the topology.
       mesh: axis name -> size.
       batch: rows; 0 if not even one for each part of the data axis fits.
-      binds: ``prefill`` or ``decode``, which needs more memory.
+      binds: ``prefill`` or ``decode``, which needs more memory; ``shapes`` if nothing was compiled, because no compiler
+        for the devices is here. The batch is then an upper bound: no scratch memory was counted.
       memory: bytes of the device.
       weights: bytes of the parameters.
       cache: bytes of the cache of this batch.
       decode: bytes that decoding needs in all.
       prefill: bytes that the prompts need in all.
       host: bytes in host memory.
-      collectives: of a decode step.
-      step_seconds: of a decode step, the largest of the roofline and of the collectives' time, as if both overlapped;
-        None if the speed of the device is unknown.
-      limit: what that is: ``memory``, ``compute``, ``host link`` or ``collectives``.
+      moved: bytes that a decode step reads and writes in the device's memory.
+      link: bytes that a decode step moves from host memory.
+      experts: of each layer; 0 for a dense MLP.
+      experts_read: of these, how many a decode step reads on average.
+      collectives: of a decode step; None if nothing was compiled.
+      merging: those that a policy's merges add; None for a policy without, or if nothing was compiled.
+      seconds: the least time of a decode step by ``memory``, ``compute``, ``host link`` and ``collectives``, as known.
+      step_seconds: the largest of these, as if they overlapped; None if the speed of the device is unknown.
+      limit: which of them that is.
       tokens_per_second: of the whole mesh; None as above.
       dollars_per_million: of new tokens, while decoding; None without a price.
-      compile_seconds: wall time of compiling the programs of this batch; several batches are tried.
+      programs: the number of programs that were compiled.
+      compile_seconds: wall time of compiling them.
     """
 
     policy: str
@@ -79,38 +72,33 @@ class Capacity:
     decode: int
     prefill: int
     host: int
-    collectives: Collectives
+    moved: int
+    link: int
+    experts: int
+    experts_read: float
+    collectives: Collectives | None
+    merging: Collectives | None
+    seconds: dict[str, float]
     step_seconds: float | None
     limit: str | None
     tokens_per_second: float | None
     dollars_per_million: float | None
+    programs: int
     compile_seconds: float
+
+    @property
+    def scratch_per_row(self) -> float:
+        """Bytes beyond weights and cache, of the phase that needs more memory, for each row."""
+        return (max(self.decode, self.prefill) - self.weights - self.cache) / max(self.batch, 1)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all attributes as JSON values."""
-        return dataclasses.asdict(self) | {"collectives": self.collectives._asdict()}
-
-
-class Need(NamedTuple):
-    """What a batch needs.
-
-    Attributes:
-      decode: bytes, to decode.
-      prefill: bytes, to run the prompts.
-      collectives: of a decode step.
-      whole: the plan of the whole model, without what only a compiler knows.
-      seconds: wall time of compilation.
-    """
-
-    decode: int
-    prefill: int
-    collectives: Collectives
-    whole: Plan
-    seconds: float
+        asked = {name: each and each._asdict() for name, each in self._asked.items()}
+        return dataclasses.asdict(self) | asked
 
     @property
-    def most(self) -> int:
-        return max(self.decode, self.prefill)
+    def _asked(self) -> dict[str, Collectives | None]:
+        return {"collectives": self.collectives, "merging": self.merging}
 
 
 def capacity(
@@ -122,6 +110,7 @@ def capacity(
     mesh_axes: str = "",
     topology: str | None = None,
     price: float | None = None,
+    like: Capacity | None = None,
     **options: Any,
 ) -> Capacity:
     """Finds the largest batch that fits, to within 2 %.
@@ -134,152 +123,147 @@ def capacity(
       mesh_axes: see `kvjax.plan.plan`. If empty, the mesh on which the largest batch moves the fewest bytes per step.
       topology: see `kvjax.plan.plan`.
       price: US dollars for an hour of a chip, of your own offer; None to leave costs out.
+      like: the result for another cache of the same run, whose scratch memory says where the search begins.
       options: further arguments of `kvjax.plan.plan`, such as `dtype`, `weights` and `prefill_block`.
 
     Raises:
       KvjaxError: as `kvjax.plan.plan`; for a device whose memory is unknown.
     """
-    run = Run(config, functools.partial(
-        plan, policy=policy, prompt_length=prompt_length, new_tokens=new_tokens, topology=topology, **options
-    ))  # fmt: skip
-    unit, axes = 1, mesh_axes
-    for _ in range(2):  # the best mesh depends on the batch, and the batch on the mesh
-        one = run.shapes(unit, axes)
-        if one.device.memory is None:
-            raise ConfigError(f"the memory of {one.device.kind} is unknown; name a topology.")
-        memory, unit = one.device.memory, one.mesh.get("data", 1)
-        some = run.shapes(unit, axes)
-        largest = min(int((memory - some.weights) // max(some.cache, 1)), MOST // unit)
-        if mesh_axes or largest < 1:
-            break
-        mesh = run.shapes(largest * unit, "").mesh
-        axes = ",".join(f"{name}:{size}" for name, size in mesh.items())
-    found, fits = _largest(lambda rows: run.need(rows, axes), unit, largest, memory)
-    return _result(found, fits * unit, topology, price)
+    spec = as_spec(policy, options.pop("storage", None), options.pop("selection", None))
+    planned = functools.partial(
+        plan, policy=spec, prompt_length=prompt_length, new_tokens=new_tokens, topology=topology, **options
+    )
+    shapes = functools.partial(planned, config, compiles=False)
+    one, units = _mesh(shapes, mesh_axes)
+    axes, memory = _axes(one), float(one.device.memory or 0)
+    if find_target(topology).devices is None:
+        return _result(
+            shapes(batch=max(units, 1) * one.rows, mesh_axes=axes), None, units * one.rows, None, topology, price
+        )
+    run = Run(config, planned, axes, one)
+    first = int(FIRST * units)
+    if like is not None:
+        first = int((memory - one.weights) // (one.cache + like.scratch_per_row * one.rows))
+    found, fits = _largest(run.need, one.rows, units, memory, one.weights, first)
+    rows = fits * one.rows
+    merging = None
+    if without_merges(spec.policy) != spec.policy:
+        plain = dataclasses.replace(spec, policy=without_merges(spec.policy))
+        other = run.collectives(found.rows, policy=plain)
+        merging = Collectives(*(own - less for own, less in zip(found.collectives, other, strict=True)))
+    return _result(shapes(batch=found.rows, mesh_axes=axes), found, rows, merging, topology, price)
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A run whose batch is open.
+def _mesh(shapes: Callable[..., Plan], mesh_axes: str) -> tuple[Plan, int]:
+    """Chooses the mesh.
 
-    Attributes:
-      config: the decoder.
-      plan: `kvjax.plan.plan` with everything but the decoder, the batch and the mesh.
+    Args:
+      shapes: plans a batch on a mesh from shapes alone.
+      mesh_axes: see `capacity`.
+
+    Returns:
+      The plan of one row on the mesh, and how many times as many rows as its arrays have fit without scratch memory.
     """
-
-    config: DecoderConfig
-    plan: Callable[..., Plan]
-
-    def shapes(self, batch: int, axes: str) -> Plan:
-        """Plans without compiling."""
-        return self.plan(self.config, batch=batch, mesh_axes=axes, compiles=False)
-
-    def need(self, batch: int, axes: str) -> Need:
-        """Counts what a batch needs, from programs of few layers."""
-        layers = self.config.num_layers
-        depths = DEPTHS if layers > max(DEPTHS) else (layers,)
-        whole = self.shapes(batch, axes)
-        few = [
-            self.plan(shallow_config(self.config, depth), batch=batch, mesh_axes=axes, prefill=True) for depth in depths
-        ]
-        seconds = sum(each.compile_seconds for each in few)
-        if any(each.problem for each in few):
-            beyond = 2 * int(whole.device.memory or 0)  # the compiler does not say how much it would take
-            return Need(beyond, beyond, Collectives(0, 0), whole, seconds)
-        held = whole.weights + whole.cache
-        totals = [[each.total - each.weights - each.cache for each in few]]
-        totals.append([(each.prefill_total or 0) - each.weights - each.cache for each in few])
-        decode, prefill = (held + max(0, round(_line(each, depths, layers))) for each in totals)
-        counted = [collectives(each.compiled.as_text() or "") for each in few if each.compiled]
-        own = (_line(each, depths, layers) for each in zip(*counted, strict=True))
-        return Need(decode, prefill, Collectives(*own), whole, seconds)
+    one = shapes(batch=1, mesh_axes=mesh_axes)
+    if one.device.memory is None:
+        raise ConfigError(f"the memory of {one.device.kind} is unknown; name a topology.")
+    units = _units(one)
+    for _ in range(2):  # the best mesh depends on the batch, and the batch on the mesh
+        if mesh_axes or units < 1 or math.prod(one.mesh.values()) == 1:
+            break
+        best = shapes(batch=units * one.rows, mesh_axes="")
+        if best.mesh == one.mesh:
+            break
+        one = shapes(batch=1, mesh_axes=_axes(best))
+        units = _units(one)
+    return one, max(0, units)
 
 
-def shallow_config(config: DecoderConfig, depth: int) -> DecoderConfig:
-    """Returns a decoder of the same widths with the first layers alone."""
-    return dataclasses.replace(config, num_layers=depth, windows=config.windows[:depth], ropes=config.ropes[:depth])
+def _units(one: Plan) -> int:
+    """Returns how many times the rows of a plan's arrays fit, without scratch memory."""
+    return min(int(((one.device.memory or 0) - one.weights) // max(one.cache, 1)), MOST // one.rows)
 
 
-def collectives(text: str) -> Collectives:
-    """Counts the collectives of a compiled decode loop, whose body is one step."""
-    count, moved = 0, 0
-    for match in COLLECTIVE.finditer(text):
-        sizes = [
-            BYTES.get(kind, 4) * math.prod(int(n) for n in dims.split(",") if n)
-            for kind, dims in ARRAY.findall(match["shape"])
-        ]
-        # An asynchronous one returns its operand too; the result is the larger.
-        count, moved = count + 1, moved + max(sizes, default=0) * (2 if match["kind"] == "all-reduce" else 1)
-    return Collectives(count, moved)
+def _axes(plan: Plan) -> str:
+    return ",".join(f"{name}:{size}" for name, size in plan.mesh.items())
 
 
-def _line(values: Any, depths: tuple[int, ...], layers: int) -> float:
-    """Extrapolates from the values at `depths` to a number of layers."""
-    first, *rest = values
-    if not rest:
-        return float(first)
-    slope = (rest[-1] - first) / (depths[-1] - depths[0])
-    return float(rest[-1] + (layers - depths[-1]) * slope)
-
-
-def _largest(need: Callable[[int], Need], unit: int, largest: int, memory: float) -> tuple[Need, int]:
+def _largest(
+    need: Callable[[int, Need | None], Need], unit: int, most: int, memory: float, weights: int, first: int
+) -> tuple[Need, int]:
     """Searches for the largest number of units of rows that fits.
 
     Args:
-      need: rows -> what they need.
+      need: rows, and what another batch needs if that is known -> what they need.
       unit: rows are multiples of it.
-      largest: the number of units beyond which weights and cache alone do not fit.
+      most: the number of units beyond which weights and cache alone do not fit.
       memory: bytes of a device.
+      weights: bytes that do not depend on the rows.
+      first: the number of units to begin with.
+
+    Returns:
+      What that number needs, or one unit if nothing fits, and the number.
     """
-    if largest < 1:
-        return need(unit), 0
-    low, high = 0, largest + 1
-    best, guess = None, largest
-    seen: list[tuple[int, int]] = []  # units, and bytes that they need
+    if most < 1:
+        return need(unit, None), 0
+    low, high, guess = 0, most + 1, min(max(first, 1), most)
+    best, found = None, None
+    before, then = 0, float(weights)  # the last number of units, and what it needs
     for _ in range(ROUNDS):
-        found = need(guess * unit)
-        seen = [*seen, (guess, found.most)][-2:]
+        found = need(guess * unit, found)
+        slope = max((found.most - then) / (guess - before), (found.most - weights) / guess * LEAST)
+        exact = guess + (memory - found.most) / max(slope, 1e-9)
+        before, then = guess, found.most
         if found.most <= memory:
             low, best = guess, found
         else:
             high = guess
-        margin = max(1, int(PRECISION * high))
-        if high - low <= margin:
+        if high - low <= max(1, int(PRECISION * high)) or (low == guess and int(exact) <= guess * (1 + PRECISION)):
             break
-        # Bytes grow about linearly with the rows: from the last two, or from the weights alone.
-        (first, least), (second, most) = seen if len(seen) == 2 else [(0, found.whole.weights), *seen]
-        exact = first + (memory - least) * (second - first) / (most - least) if most != least else 0.0
-        # Between the two, and where the line meets the memory, on the side that is still open.
-        guess = int(exact) if int(exact) > low else low + margin
-        guess = guess if low < guess < high else (low + high) // 2
-    return (best, low) if best else (need(unit), 0)
+        # From above, less shrinks than is in proportion to the rows.
+        aim = int(exact) if low == guess else int(exact * (1 - PRECISION / 4))
+        guess = aim if low < aim < high else (low + high) // 2
+    return (best, low) if best else (found if found and found.rows == unit else need(unit, found), 0)
 
 
-def _result(found: Need, rows: int, topology: str | None, price: float | None) -> Capacity:
-    whole, device = found.whole, found.whole.device
-    speed, limit, step = whole.step.tokens_per_second, whole.step.limit, None
-    if speed:
-        times = {str(limit): whole.batch / speed}
-        if device.interconnect:
-            times["collectives"] = found.collectives.moved / device.interconnect
-        limit = max(times, key=times.__getitem__)
-        step = times[limit]
+def _result(
+    whole: Plan, found: Need | None, rows: int, merging: Collectives | None, topology: str | None, price: float | None
+) -> Capacity:
+    """Puts a result together.
+
+    Args:
+      whole: the plan of the batch, or of the fewest rows, from shapes alone.
+      found: what it needs; None if nothing was compiled.
+      rows: of the largest batch; 0 if nothing fits.
+      merging: see `Capacity`.
+      topology: see `capacity`.
+      price: see `capacity`.
+    """
+    device, seconds = whole.device, whole.step.seconds(whole.device)
+    if found and device.interconnect and found.collectives.moved:
+        seconds["collectives"] = found.collectives.moved / device.interconnect
+    limit = max(seconds, key=seconds.__getitem__) if "memory" in seconds else None
+    step = seconds[limit] if limit else None
     tokens = rows / step if step and rows else None
-    cost = _hourly(whole, topology, price)
+    hourly = None if price is None else price * _chips(whole, topology)
+    held = whole.weights + whole.cache
+    decode, prefill = (round(held + each) for each in ((found.decode, found.prefill) if found else (0, 0)))
     return Capacity(
         policy=whole.policy, target=whole.target, mesh=whole.mesh, batch=rows,
-        binds="prefill" if found.prefill > found.decode else "decode", memory=int(device.memory or 0),
-        weights=whole.weights, cache=whole.cache, decode=found.decode, prefill=found.prefill, host=whole.host,
-        collectives=found.collectives, step_seconds=step, limit=limit, tokens_per_second=tokens,
-        dollars_per_million=cost / SECONDS_PER_HOUR / tokens * MILLION if cost and tokens else None,
-        compile_seconds=found.seconds,
+        binds="shapes" if found is None else "prefill" if prefill > decode else "decode",
+        memory=int(device.memory or 0), weights=whole.weights, cache=whole.cache, decode=decode, prefill=prefill,
+        host=whole.host, moved=whole.step.weights_moved + whole.step.cache_moved, link=whole.step.link_moved,
+        experts=whole.step.experts, experts_read=whole.step.experts_read,
+        collectives=found and found.collectives, merging=merging, seconds=seconds, step_seconds=step, limit=limit,
+        tokens_per_second=tokens,
+        dollars_per_million=hourly / SECONDS_PER_HOUR / tokens * MILLION if hourly is not None and tokens else None,
+        programs=found.programs if found else 0, compile_seconds=found.seconds if found else 0.0,
     )  # fmt: skip
 
 
-def _hourly(whole: Plan, topology: str | None, price: float | None) -> float | None:
-    """Returns the price of an hour of all chips of a mesh."""
-    if topology is None or price is None:
-        return price
-    devices = topology_devices(topology)
-    chips = len({tuple(getattr(each, "coords", (index,))) for index, each in enumerate(devices)})
-    return price * chips * math.prod(whole.mesh.values()) / len(devices)
+def _chips(whole: Plan, topology: str | None) -> float:
+    """Returns the number of chips of the mesh; one machine has one price."""
+    if topology is None:
+        return 1.0
+    target = find_target(topology)
+    return target.chips * math.prod(whole.mesh.values()) / target.size

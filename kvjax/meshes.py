@@ -25,21 +25,30 @@ def make_mesh(axes: str | Mapping[str, int], devices: Sequence[jax.Device] | Non
     Raises:
       ConfigError: if an axis is unknown, a size is not a whole number of at least 1, or there are too few devices.
     """
-    sizes = _parse(axes) if isinstance(axes, str) else dict(axes)
-    if unknown := sorted(set(sizes) - set(AXES)):
-        raise ConfigError(
-            f"mesh axis {unknown[0]!r} is unknown; valid axes: {', '.join(AXES)}, as in 'data:2,model:4'."
-        )
     devices = list(jax.devices() if devices is None else devices)
+    sizes = _sizes(axes, len(devices))
     needed = math.prod(sizes.values())
-    if needed > len(devices):
-        raise ConfigError(f"mesh {axes!r} needs {needed} devices, but there are {len(devices)}.")
-    sizes = {axis: sizes.get(axis, 1) for axis in AXES if axis != "context" or axis in sizes}
     shape, names, kinds = tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes)
     if needed < len(devices):
         # jax.make_mesh arranges devices along the interconnect, which it knows for whole machines only.
         return Mesh(np.asarray(devices[:needed]).reshape(shape), names, axis_types=kinds)
     return jax.make_mesh(shape, names, kinds, devices=devices)
+
+
+def abstract_mesh(axes: str | Mapping[str, int], count: int, kv_heads: int, given: Rules | None = None) -> AbstractMesh:
+    """Makes a mesh of devices that are not here, for shapes alone, on which a cache is divided evenly.
+
+    Args:
+      axes: see `make_mesh`.
+      count: the number of devices.
+      kv_heads: see `fit_sizes`.
+      given: see `fit_sizes`.
+
+    Raises:
+      ConfigError: see `make_mesh`.
+    """
+    sizes = fit_sizes(_sizes(axes, count), kv_heads, given)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 def one_device_mesh() -> Mesh:
@@ -114,6 +123,19 @@ def on_mesh(mesh: Mesh | AbstractMesh | None, given: Rules | None = None) -> Ite
     current = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
     with using(given or Rules()), current:
         yield
+
+
+def _sizes(axes: str | Mapping[str, int], count: int) -> dict[str, int]:
+    """Returns the size of each axis of a mesh of at most `count` devices."""
+    sizes = _parse(axes) if isinstance(axes, str) else dict(axes)
+    if unknown := sorted(set(sizes) - set(AXES)):
+        raise ConfigError(
+            f"mesh axis {unknown[0]!r} is unknown; valid axes: {', '.join(AXES)}, as in 'data:2,model:4'."
+        )
+    needed = math.prod(sizes.values())
+    if needed > count:
+        raise ConfigError(f"mesh {axes!r} needs {needed} devices, but there are {count}.")
+    return {axis: sizes.get(axis, 1) for axis in AXES if axis != "context" or axis in sizes}
 
 
 def _parse(text: str) -> dict[str, int]:

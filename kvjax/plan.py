@@ -21,7 +21,8 @@ from kvjax.cache.layout import CacheLayout
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import Lowered, lower
 from kvjax.cache.spec import CacheSpec, as_spec
-from kvjax.devices import DEVICES, Device, local_device, topology_devices
+from kvjax.collectives import Collectives, collectives
+from kvjax.devices import Device, local_device
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generate import decode_steps
 from kvjax.inputs import check_batch, check_count
@@ -36,6 +37,7 @@ from kvjax.rules import Rules, using
 from kvjax.sampling import Greedy
 from kvjax.selection.base import Selection
 from kvjax.storage.base import Storage
+from kvjax.targets import find_target
 from kvjax.units import si, size
 
 
@@ -73,6 +75,7 @@ class Plan:
       problem: the message of the compiler if the memory does not suffice, otherwise empty.
       flops_per_token: FLOPs of the whole mesh per new token of one row.
       bytes_per_token: bytes that the whole mesh moves per new token of one row.
+      collectives: of a decode step; None if it did not compile.
       step: the roofline of a decode step under the policy.
       full: the roofline of a decode step with a full cache.
       compile_seconds: the wall time of compilation.
@@ -107,6 +110,7 @@ class Plan:
     problem: str
     flops_per_token: float
     bytes_per_token: float
+    collectives: Collectives | None
     step: Roofline
     full: Roofline
     compile_seconds: float
@@ -116,7 +120,8 @@ class Plan:
         """Returns all attributes except the program, as JSON values."""
         values = dataclasses.asdict(dataclasses.replace(self, compiled=None))
         del values["compiled"]
-        return values | {"slots": list(self.slots)}
+        asked = self.collectives and self.collectives._asdict()
+        return values | {"slots": list(self.slots), "collectives": asked}
 
     @property
     def held(self) -> str:
@@ -127,6 +132,23 @@ class Plan:
     def _padding(self) -> str:
         """Says how many rows are padding; nothing if none is."""
         return "" if self.rows == self.batch else f" ({self.rows - self.batch} of {self.rows} rows are padding)"
+
+    @property
+    def _asked(self) -> str:
+        """Formats the collectives of a step, and how long their bytes take."""
+        if self.collectives is None:
+            return "-"
+        number, moved = self.collectives
+        return f"{number:.0f}, {_in_time(moved, self.device.interconnect)}"
+
+    def _linked(self, step: Roofline) -> str:
+        """Formats the bytes that a step moves from the host, and how long they take."""
+        return _in_time(step.link_moved, self.device.link) if step.link_moved else size(0)
+
+    @staticmethod
+    def _experts(step: Roofline) -> str:
+        """Formats how many experts of a layer are read."""
+        return f"{step.experts_read:.3g} of {step.experts}"
 
     def table(self) -> str:
         """Returns a table of the memory that the run needs and has, and of its maximum speed."""
@@ -143,17 +165,25 @@ class Plan:
             ("total to prefill", size(self.prefill_total), "-"),
             ("in host memory", size(self.host), size(full.host)),
             ("memory", size(self.device.memory), size(self.device.memory)),
-            ("fits", _yes(self.fits), _yes(_below(full_total, self.device.memory), "before temporaries")),
+            (
+                "fits",
+                _yes(self.fits, "" if self.compiled else "before temporaries"),
+                _yes(_below(full_total, self.device.memory), "before temporaries"),
+            ),
             (
                 "moved per step",
                 size(step.weights_moved + step.cache_moved),
                 size(full.weights_moved + full.cache_moved),
             ),
-            ("over the host link per step", size(step.link_moved), size(full.link_moved)),
+            ("over the host link per step", self._linked(step), self._linked(full)),
+            ("collectives per step", self._asked, "-"),
+            ("experts of a layer read per step", self._experts(step), self._experts(full)),
             ("computed per step", si(step.flops, "FLOP"), si(full.flops, "FLOP")),
             ("roofline", _speed(step), _speed(full)),
         ]
         left_out = {"total to prefill"} if self.prefill_total is None else set()
+        left_out |= set() if self.collectives and self.collectives.number else {"collectives per step"}
+        left_out |= set() if step.experts else {"experts of a layer read per step"}
         if max(self.mesh.values()) == 1:
             left_out |= {"weights, times the even split", "cache, times the even split"}
         left_out |= set() if self.host or full.host else {"in host memory", "over the host link per step"}
@@ -199,6 +229,7 @@ def plan(
     weights: WeightCodes | str | None = None,
     rules: Rules | None = None,
     compiles: bool = True,
+    decode: bool = True,
 ) -> Plan:
     """Compiles a run ahead of time, and counts its memory and FLOPs.
 
@@ -214,7 +245,8 @@ def plan(
       dtype: of parameters and cache; None for float32 on a CPU and bfloat16 elsewhere.
       mesh_axes: the sizes of the axes, such as ``"data:2,model:4"``. If empty, one local device, or all devices of the
         topology, on the mesh where each device moves the fewest bytes per step.
-      topology: a TPU topology such as ``"v5e:2x4"``, which needs the libtpu wheel but no TPU; None for this machine.
+      topology: a TPU topology such as ``"v5e:2x4"``, which needs the libtpu wheel but no TPU; the number of GPUs of a
+        machine, such as ``"h100:8"``, which is planned from shapes alone; None for this machine.
       prefill: whether to compile the prefill as well.
       prefill_block: see `kvjax.generate`.
       implementation: see `kvjax.generate`.
@@ -225,6 +257,7 @@ def plan(
       rules: see `kvjax.load`.
       compiles: False to count from shapes alone, in a second or two. What only a compiler knows is then None, and
         `total` the bytes of parameters and cache.
+      decode: False to leave out the decode program, where only the prefill's is asked for.
 
     Raises:
       KvjaxError: if `kvjax.generate` would raise one, the topology or the mesh is not valid, or libtpu is missing.
@@ -233,8 +266,8 @@ def plan(
     for name, value in (("batch", batch), ("prompt_length", prompt_length), ("new_tokens", new_tokens)):
         check_count(name, value)
     check_batch(config, np.zeros((1, prompt_length), np.int32), None, new_tokens=new_tokens)
-    targets = topology_devices(topology) if topology else jax.devices()
-    dtype = _dtype(dtype, targets[0].platform)
+    target = find_target(topology)
+    dtype, compiles = _dtype(dtype, target.platform), compiles and target.devices is not None
     prompts = np.full((batch,), prompt_length, np.int32)
     sizes = sizes_for(
         prompts, new_tokens - 1, width=prompt_length, block=prefill_block,
@@ -247,7 +280,7 @@ def plan(
         with sharding.on_mesh(mesh, rules):
             return lower(
                 spec, config, dataclasses.replace(sizes, rows=rows), np.resize(prompts, rows),
-                implementation=implementation, platform=targets[0].platform, dtype=dtype,
+                implementation=implementation, platform=target.platform, dtype=dtype,
             )  # fmt: skip
 
     axes: str | dict[str, int] = mesh_axes
@@ -255,15 +288,19 @@ def plan(
     if topology and not mesh_axes:
         slots = average_slots(config, unsharded, prompt_length, new_tokens)
         axes = fewest_bytes(
-            config, lambda mesh: lowered_on(mesh, spec).layout, dtype, batch, slots, len(targets), host_weights, codes,
+            config, lambda mesh: lowered_on(mesh, spec).layout, dtype, batch, slots, target.size, host_weights, codes,
             rules,
         )  # fmt: skip
-    mesh = sharding.fit(sharding.make_mesh(axes, targets), config.num_kv_heads, rules) if axes else None
+    mesh: Mesh | AbstractMesh | None = None
+    if axes and target.devices:
+        mesh = sharding.fit(sharding.make_mesh(axes, target.devices), config.num_kv_heads, rules)
+    elif axes:
+        mesh = sharding.abstract_mesh(axes, target.size, config.num_kv_heads, rules)
     count = mesh.size if mesh else 1
     lowered, full_lowered = lowered_on(mesh, spec), lowered_on(mesh, CacheSpec(policies.full()))
     layout = lowered.layout
     slots = average_slots(config, lowered, prompt_length, new_tokens)
-    device = DEVICES[targets[0].device_kind] if topology else local_device(targets[:count])
+    device = target.device or local_device(jax.devices()[:count])
 
     with using(rules or Rules()):
         rows = sharding.padded_rows(batch, mesh, rules)
@@ -277,11 +314,11 @@ def plan(
     # Rows are divided over the devices of the other axes.
     copies = sharding.padded_rows(1, mesh, rules)
     # On a CPU, host memory is the device's.
-    arguments = weight_bytes + cache + (step.host if targets[0].platform == "cpu" else 0)
+    arguments = weight_bytes + cache + (step.host if target.platform == "cpu" else 0)
 
     start = time.perf_counter()
     with sharding.on_mesh(mesh, rules):
-        compiled, problem = _compile_decode(config, layout, shapes) if compiles else (None, "")
+        compiled, problem = _compile_decode(config, layout, shapes) if compiles and decode else (None, "")
         memory, prefill_memory = _Memory.of(compiled), None
         if prefill and compiles:
             program, prefill_problem = _compile_prefill(config, lowered, shapes, mesh, prompt_length)
@@ -291,7 +328,7 @@ def plan(
     needed = memory.total if memory else arguments
     peak = max(needed, prefill_memory.total if prefill_memory else 0)
     return Plan(
-        target=f"TPU {topology}" if topology else f"this machine ({device.kind})",
+        target=target.name if topology else f"{target.name} ({device.kind})",
         device=device,
         mesh=dict(mesh.shape) if mesh else {"data": 1, "model": 1},
         mesh_chosen=bool(topology and not mesh_axes and count > 1),
@@ -319,6 +356,7 @@ def plan(
         problem=problem,
         flops_per_token=whole.flops / batch,
         bytes_per_token=(step.weights_moved + step.cache_moved) * count / batch,
+        collectives=collectives(compiled.as_text() or "") if compiled else None,
         step=step,
         full=full,
         compile_seconds=seconds,
@@ -353,7 +391,7 @@ def _compile_decode(
 
 
 def _compile_prefill(
-    config: DecoderConfig, lowered: Lowered, shapes: Shapes, mesh: Mesh | None, prompt_length: int
+    config: DecoderConfig, lowered: Lowered, shapes: Shapes, mesh: Mesh | AbstractMesh | None, prompt_length: int
 ) -> tuple[jax.stages.Compiled | None, str]:
     """Compiles the prefill; see `_compile`."""
     row = shapes.carry.token
@@ -410,6 +448,11 @@ class _Memory(NamedTuple):
 def _below(needed: float, memory: float | None) -> bool | None:
     """Returns whether `needed` bytes fit into a memory, or None if its size is unknown."""
     return None if memory is None else bool(needed <= memory)
+
+
+def _in_time(moved: float, speed: float | None) -> str:
+    """Formats bytes, and how long they take where the speed is known."""
+    return f"{size(moved)}, {1e3 * moved / speed:.3g} ms" if speed else size(moved)
 
 
 def _times(held: int, even: int) -> str:

@@ -56,6 +56,8 @@ class Roofline:
       flops: floating-point operations of the matrix products, where a multiply-add counts as two.
       tokens_per_second: of the whole batch on the whole mesh; None if the speed of the device is unknown.
       limit: the slowest of ``memory``, ``compute`` and ``host link``; None if unknown.
+      experts: of each layer; 0 for a dense MLP.
+      experts_read: those of a layer that the rows of a device choose, on average as above.
     """
 
     cache: int
@@ -66,6 +68,21 @@ class Roofline:
     flops: int
     tokens_per_second: float | None
     limit: str | None
+    experts: int
+    experts_read: float
+
+    def seconds(self, device: Device) -> dict[str, float]:
+        """Returns the least seconds of a step by ``memory``, ``compute`` and ``host link``, of those that it uses.
+
+        Args:
+          device: the device.
+        """
+        used = {
+            "memory": (self.weights_moved + self.cache_moved, device.bandwidth),
+            "compute": (self.flops, device.flops),
+            "host link": (self.link_moved, device.link),
+        }
+        return {name: amount / speed for name, (amount, speed) in used.items() if amount and speed}
 
 
 class Shapes(NamedTuple):
@@ -259,16 +276,16 @@ def roofline(config: DecoderConfig, shapes: Shapes, slots: tuple[AverageSlots, .
         linked += local_rows * kv_heads * own.fetched * _fetched_slot_bytes(layer)
     weights = local_bytes(matrices) - round((1 - hit) * local_bytes(experts))
     link = round(linked) + local_bytes(shapes.params, HOST)
-    seconds = {
-        "memory": device.bandwidth and (weights + moved) / device.bandwidth,
-        "compute": device.flops and flops / device.flops,
-        "host link": device.link and link / device.link,
-    }
-    known = {name: value for name, value in seconds.items() if value}
-    limit = max(known, key=known.__getitem__) if "memory" in known else None
-    speed = batch / known[limit] if limit else None
     host = local_bytes((shapes.params, state), HOST)
-    return Roofline(local_bytes(state, DEVICE), host, weights, round(moved), link, round(flops), speed, limit)
+    step = Roofline(
+        local_bytes(state, DEVICE), host, weights, round(moved), link, round(flops), None, None, config.num_experts,
+        hit * config.num_experts,
+    )  # fmt: skip
+    known = step.seconds(device)
+    if "memory" not in known:
+        return step
+    limit = max(known, key=known.__getitem__)
+    return dataclasses.replace(step, tokens_per_second=batch / known[limit], limit=limit)
 
 
 def _is_read(config: DecoderConfig, path: tuple[Any, ...]) -> bool:

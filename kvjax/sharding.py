@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.meshes import fit, fit_sizes, make_mesh, on_mesh, one_device_mesh, padded_rows
+from kvjax.meshes import abstract_mesh, fit, fit_sizes, make_mesh, on_mesh, one_device_mesh, padded_rows
 from kvjax.rules import Rules, rules
 
 Array = jax.Array
@@ -247,7 +247,7 @@ def warn_of_copies(params: Params, mesh: Mesh | None, given: Rules | None = None
 
 
 __all__ = [
-    "PARAMETERS", "QUANTIZED", "Params", "PyTree", "constrain", "constrain_heads", "divided", "fit", "fit_sizes",
-    "left_over", "make_mesh", "mesh_axes", "on_each_device", "on_mesh", "one_device_mesh", "padded_rows",
+    "PARAMETERS", "QUANTIZED", "Params", "PyTree", "abstract_mesh", "constrain", "constrain_heads", "divided", "fit",
+    "fit_sizes", "left_over", "make_mesh", "mesh_axes", "on_each_device", "on_mesh", "one_device_mesh", "padded_rows",
     "parameter_shardings", "parameter_spec", "path_names", "spec", "warn_of_copies",
 ]  # fmt: skip

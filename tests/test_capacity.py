@@ -3,15 +3,19 @@
 import dataclasses
 import functools
 import importlib.util
+import json
+from types import SimpleNamespace
 
 import pytest
 
 from kvjax import capacity as capacities
 from kvjax import devices, policies
-from kvjax.capacity import Collectives, Need, Run, capacity, collectives
+from kvjax.capacity import capacity
+from kvjax.collectives import Collectives, collectives
 from kvjax.errors import ConfigError
+from kvjax.need import Need, Run, without_merges
 from kvjax.plan import plan
-from tests.test_plan import TINY
+from tests.test_plan import GROUPED, TINY
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'kvjax[tpu]'"
@@ -22,14 +26,40 @@ DEEP = dataclasses.replace(TINY, num_layers=6, windows=())
 @needs_libtpu
 def test_few_layers_tell_what_all_need():
     options = {"policy": policies.h2o(budget=63), "prompt_length": 256, "new_tokens": 64, "topology": "v5e:2x2"}
-    mesh = "data:2,model:2"
-    found = Run(DEEP, functools.partial(plan, **options)).need(8, mesh)
-    whole = plan(DEEP, batch=8, mesh_axes=mesh, prefill=True, **options)
-    assert (found.whole.weights, found.whole.cache) == (whole.weights, whole.cache)
-    assert found.decode == pytest.approx(whole.total, rel=0.02)
-    assert found.prefill == pytest.approx(whole.prefill_total, rel=0.02)
-    counted = collectives(whole.compiled.as_text())
-    assert found.collectives == pytest.approx(counted) and counted.number > 0
+    run, mesh = functools.partial(plan, **options), "data:2,model:2"
+    found = Run(DEEP, run, mesh, run(DEEP, batch=1, mesh_axes=mesh, compiles=False)).need(8)
+    whole = run(DEEP, batch=8, mesh_axes=mesh, prefill=True)
+    assert found.held == whole.weights + whole.cache
+    assert found.held + found.decode == pytest.approx(whole.total, rel=0.02)
+    assert found.held + found.prefill == pytest.approx(whole.prefill_total, rel=0.02)
+    assert found.collectives == pytest.approx(tuple(whole.collectives)) and whole.collectives.number > 0
+
+
+def test_another_batch_compiles_what_may_bind():
+    """Layers of 10 bytes; a step takes 5 a row and layer, and the prompts 20 a row; 2 collectives a layer, 1 beside."""
+    asked = []
+
+    def few(config, *, batch, mesh_axes, decode, prefill):
+        assert mesh_axes == "model:2"
+        asked.append((config.num_layers, batch, decode, prefill))
+        layers = config.num_layers
+        return SimpleNamespace(
+            weights=10 * layers, cache=batch * layers, total=11 * layers + batch * (6 * layers if decode else 0),
+            prefill_total=10 * layers + batch * (layers + 20) if prefill else None, problem="", compile_seconds=1.0,
+            collectives=Collectives(2 * layers + 1, batch * layers) if decode else None,
+        )  # fmt: skip
+
+    one = SimpleNamespace(weights=60, cache=6, rows=1, device=SimpleNamespace(memory=1e9))
+    run = Run(DEEP, few, "model:2", one)
+    found = run.need(4)
+    assert asked == [(3, 4, True, True), (4, 4, True, True)]
+    assert found == Need(4, 60 + 24, 6 + 5 * 4 * 6, 20 * 4, Collectives(13, 24), 4, 2.0)
+    asked.clear()
+    found = run.need(8, found)
+    assert asked == [(3, 8, True, False), (4, 8, True, False)]
+    # The prompts' bytes are in proportion to the rows.
+    assert found == Need(8, 60 + 48, 6 + 5 * 8 * 6, 20 * 8, Collectives(13, 48), 6, 4.0)
+    assert run.collectives(2) == Collectives(13, 12)
 
 
 @functools.cache
@@ -37,29 +67,41 @@ def planned():
     return plan(TINY, policies.full(), batch=6, prompt_length=8, new_tokens=8, compiles=False)
 
 
-def need(rows):
+def need(rows, before=None):
     """Of a run with 100 bytes of weights, whose prompts take more than decoding."""
-    whole = dataclasses.replace(planned(), weights=100)
-    return Need(100 + 3 * rows, 120 + 4 * rows, Collectives(0, 0), whole, 1.0)
+    programs = before.programs if before else 0
+    return Need(rows, 100 + 2 * rows, 1 * rows, 20 + 2 * rows, Collectives(0, 0), programs + 1, 1.0)
+
+
+def result(found, rows=6, whole=None, price=None):
+    return capacities._result(whole or planned(), found, rows, None, None, price)
 
 
 def test_speed_and_price():
-    found = capacities._result(need(6), 6, None, 2.0)
+    found = result(need(6), price=2.0)
     assert (found.batch, found.binds) == (6, "prefill")
     assert found.tokens_per_second == pytest.approx(6 / found.step_seconds)
     assert found.dollars_per_million == pytest.approx(2.0 / 3600 / found.tokens_per_second * 1e6)
     # 2 bytes a row over an interconnect of 1 byte a second take longer than all else.
-    device = dataclasses.replace(need(6).whole.device, interconnect=1.0)
-    slow = need(6)._replace(collectives=Collectives(1, 12.0), whole=dataclasses.replace(need(6).whole, device=device))
-    found = capacities._result(slow, 6, None, None)
+    device = dataclasses.replace(planned().device, interconnect=1.0)
+    slow = need(6)._replace(collectives=Collectives(1, 12.0))
+    found = result(slow, whole=dataclasses.replace(planned(), device=device))
     assert (found.step_seconds, found.limit, found.dollars_per_million) == (12.0, "collectives", None)
+    assert json.loads(json.dumps(found.as_dict()))["collectives"] == {"number": 1, "moved": 12.0}
 
 
-def test_a_search_ends_at_the_largest_number_of_rows():
-    for memory, unit, expected in ((1_000, 1, 220), (1_000, 8, 27), (123, 1, 0), (124, 1, 1)):
-        found, units = capacities._largest(need, unit, int((memory - 100) // (3 * unit)), memory)
-        assert units <= expected <= max(units * (1 + capacities.PRECISION), units + 1), (memory, unit)
-        assert units == 0 or found.most <= memory
+@pytest.mark.parametrize(("memory", "unit", "expected"), [(1_000, 1, 220), (1_000, 8, 27), (123, 1, 0), (124, 1, 1)])
+@pytest.mark.parametrize("first", [1, 5, 10_000])
+def test_a_search_ends_at_the_largest_number_of_rows(memory, unit, expected, first):
+    most = int((memory - 100) // (2 * unit))
+    found, units = capacities._largest(need, unit, most, memory, 100, first)
+    assert units <= expected <= max(units * (1 + capacities.PRECISION), units + 1)
+    assert units == 0 or found.most <= memory
+    assert found.rows == max(units, 1) * unit
+
+
+def test_a_search_that_begins_near_the_end_takes_one_batch():
+    assert capacities._largest(need, 1, 450, 1_000, 100, 218)[0].programs == 1
 
 
 def test_collectives_are_counted():
@@ -75,3 +117,24 @@ def test_a_device_of_unknown_memory_is_refused(monkeypatch):
     monkeypatch.setattr(devices, "host_memory", lambda: None)
     with pytest.raises(ConfigError, match=r"the memory of .* is unknown; name a topology"):
         capacity(TINY, policies.full(), prompt_length=8, new_tokens=8)
+
+
+def test_gpus_are_planned_from_shapes():
+    """Weights and cache of an eighth of the heads fill a GPU; one machine of eight costs eight times as much."""
+    found = capacity(GROUPED, policies.full(), prompt_length=3000, new_tokens=100, topology="h100:8", price=2.0)
+    assert (found.binds, found.collectives, found.programs) == ("shapes", None, 0)
+    assert found.mesh["model"] * found.mesh["data"] * found.mesh.get("context", 1) == 8
+    each = found.cache / found.batch
+    assert found.weights + found.cache <= found.memory < found.weights + each * found.batch * 1.01
+    assert found.dollars_per_million == pytest.approx(8 * 2.0 / 3600 / found.tokens_per_second * 1e6)
+    with pytest.raises(ConfigError, match="1 to 8 GPUs"):
+        plan(TINY, policies.full(), prompt_length=8, new_tokens=8, topology="h200:9")
+
+
+def test_merges_are_left_out():
+    plain = policies.h2o(budget=63)
+    merging = policies.h2o(budget=63, merge=policies.d2o())
+    assert without_merges(merging) == plain == without_merges(plain)
+    compressor = policies.snapkv(budget=64)
+    both = policies.after_prefill(compressor, then=merging)
+    assert without_merges(both) == policies.after_prefill(compressor, then=plain)

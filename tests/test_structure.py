@@ -21,6 +21,7 @@ ROOMS = [
         "sharding",
         "processes",
         "devices",
+        "targets",
         "units",
         "arguments",
         "memory",
@@ -37,7 +38,7 @@ ROOMS = [
     {"checkpoint"},
     {"prefill", "generate", "likelihood", "choices", "extend", "records", "text"},
     {"presets", "spec_text"},
-    {"roofline", "plan", "capacity", "analysis", "lm_eval", "serve"},
+    {"roofline", "collectives", "plan", "need", "capacity", "analysis", "lm_eval", "serve"},
 ]
 #: Public names that run the cache, found when they are asked for; and a policy that is made of a selection.
 LATE = {("storage/__init__.py", "cache"), ("policies/h2o_variants.py", "selection")}
