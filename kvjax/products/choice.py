@@ -34,7 +34,7 @@ MAX_ROWS = 64  # with more, a product is limited by arithmetic, at which XLA is 
 # Numbers of elements. Smaller matrices may stay in a processor's cache, where all forms are fast, and a timing takes a
 # second. A projection, or a layer's keys, are one of many that are as large; a table is the only one.
 MIN_OF_MANY, MIN_TABLE = 1 << 19, 1 << 21
-ROUNDS, NOISE = 5, 0.05  # a form must be faster than the ones before it by this share
+ROUNDS, NOISE = 9, 0.03  # a form must be faster than the ones before it by this share
 # A timing was disturbed by other work if its median round takes this many times the fastest, or if others used this
 # share of the processors: a steady load makes all rounds alike.
 DISTURBED, MAX_OTHERS = 1.5, 0.1
@@ -218,8 +218,8 @@ def _measure(dtype: str, batched: bool, transposed: bool, rows: int) -> tuple[di
     """Times every form that can be used, in turns.
 
     Returns:
-      Bytes of matrices per second in the fastest round, which other work has disturbed least, and whether the machine
-      was quiet.
+      Bytes of matrices per second, and whether the machine was quiet. The first form's are those of its fastest round,
+      the others' follow by the median ratio of a round: the speed of memory may change from one round to the next.
     """
     x, kernels, program = scenes.scene(dtype, batched, transposed, rows)
     calls: dict[str, Callable[[], Any]] = {}
@@ -237,7 +237,9 @@ def _measure(dtype: str, batched: bool, transposed: bool, rows: int) -> tuple[di
                 times[name].append(time.perf_counter() - start)
     read = sum(kernel.nbytes for kernel in kernels)
     alike = all(statistics.median(each) < DISTURBED * min(each) for each in times.values())
-    return {name: read / min(each) for name, each in times.items()}, alike and others.share < MAX_OTHERS
+    first = next(iter(times.values()))
+    ratios = {name: statistics.median(a / b for a, b in zip(first, each, strict=True)) for name, each in times.items()}
+    return {name: ratio * read / min(first) for name, ratio in ratios.items()}, alike and others.share < MAX_OTHERS
 
 
 def _path() -> Path:
