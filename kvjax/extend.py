@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from kvjax import memory, processes
 from kvjax.cache.layout import Phase
 from kvjax.cache.limits import half_steps, power_of_two
-from kvjax.cache.state import Block, KVState
+from kvjax.cache.state import EMPTY, Block, KVState, Layer, LayerKV
 from kvjax.choices import FEW_FED, MANY_FED, takes_blocks, without_step_kernels
 from kvjax.errors import InputError
 from kvjax.generate import check_room
@@ -45,13 +45,14 @@ def extend(
       rows: [R] int, the row of the cache that each row of tokens continues; None for the rows in their order.
 
     Returns:
-      The copies, from which `kvjax.generate.decode` generates.
+      The copies, from which `kvjax.generate.decode` generates. On a mesh that does not divide them, rows without a
+      token follow; see `Prefilled`.
 
     Raises:
       InputError: tokens, lengths or rows that are not valid, or heads that keep every token have too few slots.
     """
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
-    count, contexts = len(batch.lengths), prefilled.logits.shape[0]
+    count, contexts = len(batch.lengths), prefilled.num_rows
     source = np.arange(count) if rows is None else np.asarray(rows)
     valid = source.shape == (count,) and np.issubdtype(source.dtype, np.integer)
     if not valid or source.min() < 0 or source.max() >= contexts:
@@ -68,16 +69,20 @@ def extend(
     phase = prefilled.layout.decode
     at_once = takes_blocks(phase)
     width = half_steps(longest, FEW_FED) if at_once else power_of_two(longest, MANY_FED)
-    # [R, width]
-    ids = np.zeros((count, width), np.int32)
-    ids[:, :longest] = batch.tokens
+    # One row is no more work for each device than a row of padding.
+    padding = model.rows_on_mesh(count) - count if count > 1 else 0
+    # [R + padding, width]
+    ids = np.zeros((count + padding, width), np.int32)
+    ids[:count, :longest] = batch.tokens
+    # [R + padding]
+    copied, lengths = (np.pad(each.astype(np.int32), (0, padding)) for each in (source, batch.lengths))
     with model.on_mesh():
-        placed = model.place((source.astype(np.int32), ids, batch.lengths))
+        placed = model.place((copied, ids, lengths))
         logits, state = feed_copies(
             model.params, prefilled.state, *placed, config=model.config, at_once=at_once,
             phase=without_step_kernels(phase) if at_once else phase,
         )  # fmt: skip
-    return Prefilled(logits, state, prefilled.layout)
+    return Prefilled(logits, state, prefilled.layout, rows=count)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "phase", "at_once"))
@@ -99,7 +104,7 @@ def feed_copies(
       state: the cache; not donated.
       rows: [R] int32, the row that each copy is of.
       tokens: [R, n] int32.
-      lengths: [R] int32, the number of tokens of each, at least 1.
+      lengths: [R] int32, the number of tokens of each; 0 for a row of padding, which holds nothing afterwards.
       config: the decoder.
       phase: the groups of heads of each layer while decoding.
       at_once: whether tokens are fed in one block; see `kvjax.choices.takes_blocks`.
@@ -110,6 +115,12 @@ def feed_copies(
     decoder = bind(config, params)
     count, width = tokens.shape
     kv: KVState = jax.tree.map(lambda leaf: memory.take_rows(leaf, rows), state)
+    # [R]
+    real = lengths > 0
+    kv = kv.replace(
+        length=jnp.where(real, kv.length, 0),
+        layers=tuple(Layer(_emptied(group, real) for group in layer) for layer in kv.layers),
+    )
     # [n]
     at = jnp.arange(width, dtype=jnp.int32)
 
@@ -122,7 +133,7 @@ def feed_copies(
         # [R, n, E]
         x, kv = decoder.hidden(tokens, kv, block(position), phase)
         # [R, E]
-        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         return decoder.logits(last), kv
 
     def body(number: Array, carry: tuple[KVState, Array]) -> tuple[KVState, Array]:
@@ -139,3 +150,8 @@ def feed_copies(
     last = jnp.zeros((count, config.embed_size), decoder.dtype)
     kv, last = jax.lax.fori_loop(0, jnp.max(lengths), body, (kv, last))
     return decoder.logits(last), kv
+
+
+def _emptied(layer: LayerKV, real: Array) -> LayerKV:
+    """Returns slots without those of the rows that are not real, [B] bool."""
+    return layer.replace(position=jnp.where(real[:, None, None], layer.position, EMPTY))

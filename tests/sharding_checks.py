@@ -21,10 +21,12 @@ from kvjax import policies, sharding
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
+from kvjax.extend import extend
 from kvjax.generate import decode_steps
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.models.parameters import random_parameters
+from kvjax.prefill import Prefilled, prefill
 from kvjax.roofline import decode_shapes
 from kvjax.rope import Rope
 from kvjax.sampling import Greedy
@@ -165,6 +167,13 @@ def run(model: Model, case: Case, tokens: np.ndarray, text: np.ndarray) -> list[
     return found
 
 
+def copies(model: Model, case: Case, tokens: np.ndarray) -> Prefilled:
+    """Returns copies of some rows, to which tokens have been fed; a mesh does not divide their number."""
+    lengths = np.asarray(LENGTHS[: case.rows])
+    begun = prefill(model, tokens, case.spec(), max_new_tokens=NEW, lengths=lengths)
+    return extend(model, begun, tokens[:3, :4], lengths=[4, 1, 3], rows=[6, 0, 6])
+
+
 def slots(state: Any, rows: int) -> list[np.ndarray]:
     """Returns the positions of each layer in the order of rows, heads and positions, whatever their slots."""
     found = [np.sort(np.asarray(layer.position)[:rows], axis=2) for layer in state.layers]
@@ -247,6 +256,15 @@ def check(case: Case) -> dict[str, Any]:
     placed = sharding.parameter_shardings(params, mesh)
     model = Model(config, jax.device_put(params, placed), mesh=mesh)
     spread = run(model, case, tokens, text)
+    copied: dict[str, Any] = {}
+    if case.rows < ROWS:
+        one, other = copies(Model(config, params), case, tokens), copies(model, case, tokens)
+        copied = {
+            "error": difference(one.logits, other.logits[:3]),
+            "rows": [one.num_rows, other.num_rows],
+            "shards": shards(other.logits),
+            "lengths": [each.state.length.tolist() for each in (one, other)],
+        }
 
     data, split = mesh.shape["data"], mesh.shape["model"]
     kv_heads = config.num_kv_heads // split if config.num_kv_heads % split == 0 else config.num_kv_heads
@@ -279,6 +297,7 @@ def check(case: Case) -> dict[str, Any]:
     local = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state)]
     both = list(zip(alone, spread, strict=True))
     return {
+        "copies": copied,
         "tokens_equal": bool(np.array_equal(alone[0].tokens, spread[0].tokens)),
         "slots_equal": all(
             np.array_equal(x, y)

@@ -16,7 +16,7 @@ import pytest
 from kvjax import sharding
 from kvjax.errors import ConfigError
 from tests.conftest import XLA_FLAGS
-from tests.sharding_checks import CASES, MODELS
+from tests.sharding_checks import CASES, MODELS, ROWS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,6 +49,16 @@ def test_equals_one_device(results, name):
 def test_state_is_spread(results, name):
     result = results[name]
     assert result["state_shards"] == result["expected_state_shards"]
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.rows < ROWS])
+def test_copies_are_spread(results, name):
+    """Three copies on eight devices are three rows of eight, the others of which hold nothing."""
+    found = results[name]["copies"]
+    assert found["error"] < 1e-5, found
+    assert found["rows"] == [3, 3] and found["shards"][0] == 1, found
+    alone, spread = found["lengths"]
+    assert spread == [*alone, *[0] * 5], found
 
 
 @pytest.mark.parametrize("name", CASES)
