@@ -17,10 +17,12 @@ from kvjax.errors import CheckpointError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_shapes
 from kvjax.products.quantized import BYTE, WIDTHS, QuantizedMatrix
+from kvjax.rules import Rules, using
 from kvjax.sharding import QUANTIZED, Params, PyTree
 
 MAX_LISTED = 8  # leaves that an error message lists
 MAX_REASON = 200  # characters of Orbax's message that an error quotes
+SLOTS = 2  # the dimension of an array of slots
 
 
 def save_params(folder: str | Path, params: Params) -> None:
@@ -110,15 +112,18 @@ def save_state(folder: str | Path, state: KVState) -> None:
     _save(folder, state)
 
 
-def restore_state(folder: str | Path, target: KVState | None = None, *, mesh: Mesh | None = None) -> KVState:
+def restore_state(
+    folder: str | Path, target: KVState | None = None, *, mesh: Mesh | None = None, rules: Rules | None = None
+) -> KVState:
     """Restores a cache that `save_state` has saved.
 
     Args:
       folder: the folder.
       target: a cache of the same structure and shapes, of arrays or of `jax.ShapeDtypeStruct`; needed if a layer holds
         all of its keys in a code. None for the structure that was saved.
-      mesh: the mesh to shard the cache over, rows over ``data`` and KV heads over ``model``; None for the default
-        device.
+      mesh: the mesh to shard the cache over; None for the default device. Arrays of a target on this mesh are divided
+        as these are; others by the rules, their slots only if these were divided when the cache was saved.
+      rules: see `kvjax.load`; None for the defaults.
 
     Raises:
       CheckpointError: if the folder is missing or damaged, does not hold a cache, or its shapes differ from the target.
@@ -137,14 +142,27 @@ def restore_state(folder: str | Path, target: KVState | None = None, *, mesh: Me
     else:
         _same_shapes(folder, target, saved)
 
-    def place(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    by_slot = {name for name, leaf in _by_name(saved).items() if _slots_divided(leaf)}
+
+    def place(path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         where: Sharding = SingleDeviceSharding(jax.local_devices()[0])
-        if mesh is not None:
-            axes = ("batch", "kv_heads", *(None,) * (len(leaf.shape) - 2))[: len(leaf.shape)]
-            where = NamedSharding(mesh, sharding.spec(axes, leaf.shape, mesh))
+        given = getattr(leaf, "sharding", None)
+        if mesh is not None and isinstance(given, NamedSharding) and given.mesh == mesh:
+            where = NamedSharding(mesh, given.spec)
+        elif mesh is not None:
+            axes = ("batch", "kv_heads", "slots" if _name(path) in by_slot else None, *(None,) * len(leaf.shape))
+            where = NamedSharding(mesh, sharding.spec(axes[: len(leaf.shape)], leaf.shape, mesh))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-    return _restore(folder, jax.tree.map(place, target))
+    with using(rules or Rules()):
+        placed = jax.tree_util.tree_map_with_path(place, target)
+    return _restore(folder, placed)
+
+
+def _slots_divided(saved: Any) -> bool:
+    """Returns whether the third dimension of an array, [B, K, S, ...], was divided when it was saved."""
+    spec = getattr(saved.sharding, "partition_spec", None) or ()
+    return len(spec) > SLOTS and spec[SLOTS] is not None
 
 
 def _saved_group(folder: str | Path, saved: dict[str, PyTree]) -> LayerKV:
@@ -206,15 +224,20 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path} is not a complete Orbax checkpoint ({type(error).__name__}: {reason}).")
 
 
+def _name(path: tuple[Any, ...]) -> str:
+    """Returns the name of a path of `jax.tree_util`, which a tree and its metadata have in common."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _by_name(tree: PyTree) -> dict[str, Any]:
+    """Returns the leaves of a tree by their names."""
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def _same_shapes(folder: str | Path, target: PyTree, saved: PyTree) -> None:
     """Raises a CheckpointError that lists the leaves in which two trees differ, if there are any."""
 
-    def shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-        """Returns path -> shape."""
-        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-        return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
-
-    wanted, found = shapes(target), shapes(saved)
+    wanted, found = ({name: tuple(leaf.shape) for name, leaf in _by_name(tree).items()} for tree in (target, saved))
     wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     if wrong:
         first = [

@@ -81,7 +81,8 @@ def load(folder: str | Path, prompts: Prompts) -> Prefix:
     for name, own in (("model", _fingerprint(prompts.model)), ("cache", _cache(prompts))):
         if about.get(name) != own:
             raise CheckpointError(f"{path} was saved with another {name}: {about.get(name)}; this one is {own}.")
-    state = orbax.restore_state(path / STATE, _shapes(prompts), mesh=prompts.model.mesh)
+    model = prompts.model
+    state = orbax.restore_state(path / STATE, _shapes(prompts), mesh=model.mesh, rules=model.rules)
     layers = jax.tree.map(_move, state.layers, memories(prompts.layout.decode, state.layers))
     state = state.replace(layers=layers)
     try:

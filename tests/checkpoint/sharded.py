@@ -57,13 +57,21 @@ def main(folder: Path) -> None:
     np.testing.assert_array_equal(results[0].tokens, results[1].tokens)
     np.testing.assert_allclose(results[0].logprobs, results[1].logprobs, atol=1e-4)
 
-    state = generate(model, tokens, policies.h2o(budget=6), max_new_tokens=2).state
+    # Slots are divided too, and are again where the state is restored, also on another mesh.
+    slots = sharding.make_mesh("data:2,model:2,context:2")
+    state = generate(load(folder / "saved", mesh=slots), tokens, policies.h2o(budget=6), max_new_tokens=2).state
+    position = state.layers[0].position
+    assert position.sharding.shard_shape(position.shape) == (1, 2, position.shape[2] // 2)
     orbax.save_state(folder / "state", state)
-    for target in (None, state):
-        again = orbax.restore_state(folder / "state", target, mesh=mesh)
+    on_host = jax.device_get(state)
+    for target, where in ((None, slots), (state, slots), (jax.eval_shape(lambda: state), slots), (state, mesh)):
+        again = orbax.restore_state(folder / "state", target, mesh=where)
         assert jax.tree.structure(again) == jax.tree.structure(state)
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(state))
-        assert {shard.data.shape[:2] for shard in again.layers[0].key.addressable_shards} == {(1, 1)}
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), on_host)
+        for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+            assert where is mesh or one.sharding.is_equivalent_to(other.sharding, one.ndim), (one.sharding, other)
+    # Four KV heads on four devices: each has all slots of one.
+    assert {x.data.shape for x in again.layers[0].position.addressable_shards} == {(1, 1, position.shape[2])}
     alone = orbax.restore_state(folder / "state")
     assert len(alone.length.devices()) == 1
 
