@@ -10,6 +10,10 @@ Command: python -m experiments.run --config=storages_tiny
 The sweep, whose plot shows perplexity against the bytes held:
   python -m experiments.sweep --config=storages_tiny --sweep=policy.name=full,h2o,roco,snapkv \
     --sweep='storage=dense,int8,int4,int2,fp8,bfp,mxfp4,levels(4),turboquant(4),turboquant(3),turboquant(2)'
+What each costs against exact slots, over texts, with recall:
+  python -m experiments.sweep --config=storages_tiny --config.data.num_sequences=32 --config.recall.nearest=100 \
+    --config.recall.tasks=passkey,multi_key,associative --sweep=seed=0,1,2,3 --sweep=policy.name=full,h2o \
+    --sweep='storage=dense;int8;int4;integer(4, key_bits=5);int4(residual=32)'
 """
 
 from experiments.config import DataConfig, ExperimentConfig, ModelConfig, PolicyConfig
