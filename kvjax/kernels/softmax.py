@@ -46,13 +46,18 @@ def count_seen(mask: Array) -> Array:
     return jnp.sum(mask, axis=-1, dtype=jnp.float32)
 
 
-def used_slots(problem: Problem) -> Array | None:
-    """Returns the number of slots up to the last one that a query sees, [B, K] int32, where a product needs no others.
+def leaves_out_slots(problem: Problem) -> bool:
+    """Whether products on CPUs leave out the slots after the last one that is seen.
 
-    None for a tile of queries; and where one query reads slots that are mostly in use, which XLA does as fast.
+    Not for a tile of queries; nor where one query reads slots that are mostly in use, which XLA does as fast.
     """
     group, n = problem.query.shape[2:4]
-    if n > 1 or (group == 1 and not problem.grows):
+    return n == 1 and (group > 1 or problem.grows)
+
+
+def used_slots(problem: Problem) -> Array | None:
+    """Returns the number of slots up to the last one that a query sees, [B, K] int32; None to read all slots."""
+    if not leaves_out_slots(problem):
         return None
     slot = jnp.arange(1, problem.slots + 1, dtype=jnp.int32)
     # [B, K]

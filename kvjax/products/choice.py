@@ -250,7 +250,7 @@ def _path() -> Path:
 @functools.cache
 def _code() -> str:
     """Returns a digest of what is timed: the forms, and the programs around them."""
-    files = (*native.SOURCES, native.HEADER, Path(forms.__file__), Path(scenes.__file__))
+    files = (*native.SOURCES, *native.HEADERS, Path(forms.__file__), Path(scenes.__file__))
     return hashlib.sha256("\n".join(file.read_text() for file in files).encode()).hexdigest()[:8]
 
 

@@ -18,16 +18,18 @@ import jax
 from kvjax import host
 
 TARGET, SLOTS = "kvjax_product", "kvjax_slots"  # see native.cc
+ATTEND = "kvjax_attend"  # see attend.cc
 CODED_VECTORS, CODED_WEIGHTS = "kvjax_coded_vectors", "kvjax_coded_weights"  # see codes.cc
 SYMBOLS = {
     TARGET: "KvjaxProduct",
     SLOTS: "KvjaxSlots",
+    ATTEND: "KvjaxAttend",
     CODED_VECTORS: "KvjaxCodedVectors",
     CODED_WEIGHTS: "KvjaxCodedWeights",
 }
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.cc", "codes.cc"))
-HEADER = Path(__file__).with_name("vectors.h")
-NAMES = " and ".join(source.name for source in SOURCES)
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.cc", "attend.cc", "codes.cc"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "slots.h"))
+NAMES = ", ".join(source.name for source in SOURCES)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 120  # after which a compiler is given up
@@ -57,7 +59,7 @@ def load() -> str | None:
 
 def _built(compiler: str) -> Path:
     """Returns the compiled library."""
-    texts = [path.read_text() for path in (*SOURCES, HEADER)]
+    texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
     about = (*texts, " ".join(FLAGS), compiler, host.processor(), importlib.metadata.version("jaxlib"))
     name = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
     folder = host.user_cache() / "native"

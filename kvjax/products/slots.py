@@ -1,4 +1,4 @@
-"""Products with the slots of a cache that are in use, by kvjax's own code for CPUs; see native.cc.
+"""Products with the slots of a cache that are in use, by kvjax's own code for CPUs; see native.cc and attend.cc.
 
 A row of a batch often uses a part of the slots that are allocated for it. The others are not read.
 """
@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.products import native
@@ -75,3 +76,57 @@ def _slots_jvp(
     else:
         tangent = dot(masked(dx), cache, False, dtype) + dot(masked(x), dcache, False, dtype)
     return slots_product(x, cache, used, transposed, dtype), tangent
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
+def attend_slots(query: Array, key: Array, value: Array, seen: Array, used: Array, scale: float) -> tuple[Array, Array]:
+    """Attends to the first slots of each of a batch of caches, in float32.
+
+    The result is the same, bit for bit, for any number of slots, of caches and of threads.
+
+    Args:
+      query: [*batch, rows, D].
+      key: [*batch, S, D].
+      value: [*batch, S, D], of the dtype of keys.
+      seen: [*batch, S] bool, whether the rows see each slot.
+      used: [*batch] int32, the number of slots up to the last one that is seen.
+      scale: factor of the logits.
+
+    Returns:
+      The output [*batch, rows, D] and the log-sum-exps [*batch, rows], float32; 0 and -inf where no slot is seen.
+    """
+    *batch, slots, dim = key.shape
+    count, rows = math.prod(batch), query.shape[-2]
+    results = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((count, rows, dim), (count, rows)))
+    call = jax.ffi.ffi_call(native.ATTEND, results, vmap_method="sequential")
+    output, lse = call(
+        query.astype(jnp.float32).reshape(count, rows, dim), key.reshape(count, slots, dim),
+        value.reshape(count, slots, dim), seen.reshape(count, slots), used.reshape(count), scale=np.float32(scale),
+    )  # fmt: skip
+    # [*batch, rows, D] and [*batch, rows]
+    return output.reshape(*batch, rows, dim), lse.reshape(*batch, rows)
+
+
+@attend_slots.defjvp
+def _attend_jvp(
+    scale: float, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    query, key, value, seen, _ = primals
+    # [*batch, 1, S]
+    mask = seen[..., None, :]
+
+    def plain(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+        # [*batch, rows, S]
+        logits = jnp.where(mask, scale * dot(query, key, True, jnp.float32), jnp.finfo(jnp.float32).min)
+        # [*batch, rows, 1]
+        top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+        # [*batch, rows, S]
+        weight = jnp.where(mask, jnp.exp(logits - top), 0.0)
+        # [*batch, rows, 1]
+        total = jnp.sum(weight, axis=-1, keepdims=True)
+        known = jnp.where(total > 0, total, 1.0)
+        lse = jnp.where(total > 0, top + jnp.log(known), -jnp.inf)
+        return dot(weight / known, value.astype(jnp.float32), False, jnp.float32), lse[..., 0]
+
+    result: tuple[tuple[Array, Array], tuple[Array, Array]] = jax.jvp(plain, (query, key, value), tangents[:3])
+    return result

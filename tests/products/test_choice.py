@@ -188,9 +188,9 @@ def test_a_compiler_that_fails(monkeypatch, tmp_path):
     broken.write_text("#!/bin/sh\necho native.cc:1: error: not today >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    assert load().endswith("cannot compile native.cc and codes.cc: native.cc:1: error: not today")
+    assert load().endswith("cannot compile native.cc, attend.cc, codes.cc: native.cc:1: error: not today")
     monkeypatch.setenv("CXX", str(tmp_path / "missing"))
-    assert "native.cc and codes.cc were not built" in load()
+    assert "native.cc, attend.cc, codes.cc were not built" in load()
 
 
 def test_it_is_available_where_there_is_a_compiler():

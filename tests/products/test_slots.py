@@ -10,7 +10,7 @@ from kvjax import policies, products
 from kvjax.cache import Limits
 from kvjax.products import choice, native, slots
 from kvjax.products.forms import dot
-from kvjax.products.slots import slots_product
+from kvjax.products.slots import attend_slots, slots_product
 from kvjax.serve import Request, Runner
 from tests.tiny import random_tokens, tiny
 
@@ -73,6 +73,58 @@ def test_gradients(transposed):
         return jax.grad(lambda x, cache: jnp.sum(jnp.sin(function(x, cache))), (0, 1))(x, cache)
 
     own = gradient(lambda x, cache: slots_product(x, cache, used, transposed, jnp.float32))
+    for got, expected in zip(own, gradient(plain), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def attention(rows, count, dim, dtype="float32"):
+    """Queries, keys and values whose unused slots are NaN, and the slots that are seen: none, some and the last one."""
+    query, key, used = operands(rows, count, dim, True, dtype)
+    seen = np.random.default_rng(dim).random((3, count)) < 0.7
+    seen[np.arange(3), np.asarray(used) - 1] = True
+    seen &= np.arange(count) < np.asarray(used)[:, None]
+    return 3 * query, key, key[..., ::-1], jnp.asarray(seen), used
+
+
+def test_attention_is_that_of_the_slots_that_are_seen():
+    for rows, count, dim in SHAPES:
+        for dtype in ("float32", "bfloat16"):
+            query, key, value, seen, used = attention(rows, count, dim, dtype)
+            output, lse = attend_slots(query, key, value, seen, used, 0.5)
+            np.testing.assert_array_equal(output[0], 0)
+            np.testing.assert_array_equal(lse[0], -np.inf)
+            for number in (1, 2):
+                own = np.asarray(seen[number])
+                keys, values = (np.asarray(x[number], np.float64)[own] for x in (key, value))
+                logits = 0.5 * np.asarray(query[number], np.float64) @ keys.T
+                weight = np.exp(logits - logits.max(axis=1, keepdims=True))
+                total = weight.sum(axis=1, keepdims=True)
+                np.testing.assert_allclose(output[number], weight / total @ values, atol=2e-5)
+                np.testing.assert_allclose(lse[number], (np.log(total) + logits.max(1, keepdims=True))[:, 0], rtol=2e-6)
+
+
+def test_no_bit_of_attention_depends_on_what_else_there_is():
+    query, key, value, seen, used = attention(7, 700, 80)
+    whole, live = attend_slots(query, key, value, seen, used, 0.1), int(used[1])
+    short = attend_slots(
+        query[1:2, 2:5], key[1:2, :live], value[1:2, :live], seen[1:2, :live], used[1:2], 0.1
+    )  # fmt: skip
+    for one, other in zip(whole, short, strict=True):
+        np.testing.assert_array_equal(one[1, 2:5], other[0])
+
+
+def test_gradients_of_attention():
+    query, key, value, seen, used = attention(2, 40, 16)
+    key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
+
+    def plain(query, key, value):
+        logits = jnp.where(seen[:, None], 0.5 * dot(query, key, True, jnp.float32), -1e30)
+        return dot(jnp.where(seen[:, None], jax.nn.softmax(logits), 0.0), value, False, jnp.float32)
+
+    def gradient(function):
+        return jax.grad(lambda *x: jnp.sum(jnp.sin(function(*x))), (0, 1, 2))(query, key, value)
+
+    own = gradient(lambda *x: attend_slots(*x, seen, used, 0.5)[0])
     for got, expected in zip(own, gradient(plain), strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
 

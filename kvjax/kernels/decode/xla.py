@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels import softmax
+from kvjax.kernels.coded import Coded
 from kvjax.kernels.decode.coded import product
 from kvjax.kernels.problem import Attended, Problem, check
+from kvjax.products.slots import attend_slots, reads_used_slots
 
 Array = jax.Array
 
@@ -46,6 +48,10 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
       The output [B, K, G, n, D] in value's dtype and the log-sum-exps [B, K, G, n]; and what `column_sums` returns.
     """
     check(problem, shorter_values=True)
+    if _in_one_pass(problem):
+        # [B, K, G, n, D] and [B, K, G, n]
+        output, lse = jax.lax.platform_dependent(problem, cpu=_attend_slots, default=_attend_whole)
+        return Attended(output, lse), {}
     # [B, K, n, S]
     mask = softmax.visible(problem)
     # [B, K, G, n, S] and [B, K, G, n]
@@ -55,6 +61,31 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
     # [B, K, n]
     share = 1 / jnp.maximum(softmax.count_seen(mask), 1) if problem.needs_seen else None
     return Attended(output, lse), softmax.column_sums(problem, probability, share)
+
+
+def _in_one_pass(problem: Problem) -> bool:
+    """Whether attention is that of `kvjax.products.slots.attend_slots` on CPUs, which reports no statistics."""
+    key, value = problem.key, problem.value
+    if isinstance(key, Coded) or isinstance(value, Coded) or (key.shape, key.dtype) != (value.shape, value.dtype):
+        return False
+    if problem.statistics or any(x is not None for x in (problem.soft_cap, problem.log_weight, problem.offset)):
+        return False
+    return softmax.leaves_out_slots(problem) and reads_used_slots(problem.query[:, :, :, 0], key)
+
+
+def _attend_slots(problem: Problem) -> tuple[Array, Array]:
+    used = softmax.used_slots(problem)
+    assert used is not None
+    # [B, K, G, D] and [B, K, S]: of the one query of each head
+    query, seen = problem.query[:, :, :, 0], softmax.visible(problem)[:, :, 0]
+    output, lse = attend_slots(query, problem.key, problem.value, seen, used, problem.scale)
+    return output[:, :, :, None].astype(problem.value.dtype), lse[..., None]
+
+
+def _attend_whole(problem: Problem) -> tuple[Array, Array]:
+    attended = attend(problem)
+    assert attended.lse is not None
+    return attended.output.astype(problem.value.dtype), attended.lse
 
 
 def count_seen(problem: Problem) -> Array:

@@ -1,0 +1,167 @@
+// Attention of one query per head over the slots of a cache that are in use, for CPUs: an XLA custom call (jax.ffi).
+//
+// Logits, their softmax and the sum of the values are computed for some slots at a time, which stay in the first-level
+// cache, so that keys and values are read once and nothing else is written to memory.
+//
+// Every sum is formed in an order that depends on the slots alone, and not on how many are allocated, on the other rows
+// of a batch, or on the number of threads.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <type_traits>
+
+#include "slots.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+// Below this, exp(x) is no normal number.
+constexpr float kLeast = -87.0f;
+
+// exp(x) for x <= 0, to 1e-7 of it, without branches. Cody and Waite: x = n log 2 + r.
+inline float Exp(float x) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: its sum with n is rounded to a whole number
+  x = x < kLeast ? kLeast : x;
+  const float n = (x * 1.44269504f + magic) - magic;
+  const float r = __builtin_fmaf(n, -1.42860677e-6f, __builtin_fmaf(n, -0.693145752f, x));
+  float sum = 1.0f / 5040;
+  sum = __builtin_fmaf(sum, r, 1.0f / 720);
+  sum = __builtin_fmaf(sum, r, 1.0f / 120);
+  sum = __builtin_fmaf(sum, r, 1.0f / 24);
+  sum = __builtin_fmaf(sum, r, 1.0f / 6);
+  sum = __builtin_fmaf(sum, r, 0.5f);
+  sum = __builtin_fmaf(sum, r, 1.0f);
+  sum = __builtin_fmaf(sum, r, 1.0f);
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof(power));
+  return sum * power;
+}
+
+// What one row has found in a part of the slots.
+struct Found {
+  float top, total;
+};
+
+// Logits x [kSlots] become weights exp(x - top), 0 for a slot that is not seen. Loops over lanes become vectors.
+inline Found Weights(float* x, const float* seen, int64_t slots, float scale) {
+  float tops[kLanes], totals[kLanes];
+  for (int j = 0; j < kLanes; j++) tops[j] = kLowest, totals[j] = 0;
+  for (int64_t s = 0; s < slots; s += kLanes) {
+    for (int j = 0; j < kLanes; j++) {
+      const float logit = seen[s + j] > 0 ? x[s + j] * scale : kLowest;
+      x[s + j] = logit;
+      tops[j] = logit > tops[j] ? logit : tops[j];
+    }
+  }
+  float top = tops[0];
+  for (int j = 1; j < kLanes; j++) top = tops[j] > top ? tops[j] : top;
+  for (int64_t s = 0; s < slots; s += kLanes) {
+    for (int j = 0; j < kLanes; j++) {
+      const float weight = seen[s + j] * Exp(x[s + j] - top);
+      x[s + j] = weight;
+      totals[j] += weight;
+    }
+  }
+  float total = totals[0];
+  for (int j = 1; j < kLanes; j++) total += totals[j];
+  return {top, total};
+}
+
+template <typename W>
+struct Cache {
+  const float* query;    // [count, rows, dim]
+  const W *key, *value;  // [count, slots, dim]
+  const bool* seen;      // [count, slots]
+  const int32_t* used;   // [count]
+  float *output, *lse;   // [count, rows, dim] and [count, rows]
+  int64_t count, rows, slots, dim;
+  float scale;
+};
+
+template <typename W>
+void Attend(ffi::ThreadPool& pool, const Cache<W>& cache) {
+  const int64_t count = cache.count, rows = cache.rows, slots = cache.slots, dim = cache.dim;
+  const int64_t parts = (slots + kSlots - 1) / kSlots;
+  const auto end = [&](int64_t i) { return std::clamp<int64_t>(cache.used[i], 0, slots); };
+  const std::unique_ptr<float[]> sums(new float[count * parts * rows * dim]);
+  const std::unique_ptr<Found[]> found(new Found[count * parts * rows]);
+  ForEach(pool, count * parts, [&](int64_t i) {
+    const int64_t product = i / parts, start = i % parts * kSlots;
+    const int64_t size = std::min(end(product), start + kSlots) - start;
+    if (size <= 0) return;
+    // Whole vectors: there are as many logits beyond the last slot that are not seen.
+    static thread_local float weights[kMaxRows * kSlots] __attribute__((aligned(64)));
+    float marks[kSlots] = {};
+    for (int64_t s = 0; s < size; s++) marks[s] = cache.seen[product * slots + start + s] ? 1.0f : 0.0f;
+    const int64_t whole = (size + kLanes - 1) / kLanes * kLanes;
+    const int64_t first = product * slots + start;
+    (AreKeys(dim) ? AnyKeys<W> : Rows<W>)(cache.query + product * rows * dim, cache.key + first * dim, weights, rows,
+                                          dim, kSlots, 0, size);
+    for (int64_t r = 0; r < rows; r++) {
+      float* own = weights + r * kSlots;
+      std::fill(own + size, own + whole, 0.0f);
+      found[i * rows + r] = Weights(own, marks, whole, cache.scale);
+    }
+    SumOfSlots<W>(weights, kSlots, cache.value + first * dim, dim, sums.get() + i * rows * dim, rows, size);
+  });
+  for (int64_t product = 0; product < count; product++) {
+    const int64_t own = (end(product) + kSlots - 1) / kSlots;
+    for (int64_t r = 0; r < rows; r++) {
+      const Found* of = found.get() + product * parts * rows + r;
+      float top = kLowest, total = 0;
+      for (int64_t part = 0; part < own; part++) top = std::max(top, of[part * rows].top);
+      float* y = cache.output + (product * rows + r) * dim;
+      std::fill(y, y + dim, 0.0f);
+      for (int64_t part = 0; part < own; part++) {
+        const float share = Exp(of[part * rows].top - top);
+        const float* more = sums.get() + ((product * parts + part) * rows + r) * dim;
+        total += share * of[part * rows].total;
+        for (int64_t n = 0; n < dim; n++) y[n] += share * more[n];
+      }
+      const float factor = total > 0 ? 1 / total : 0;
+      for (int64_t n = 0; n < dim; n++) y[n] *= factor;
+      cache.lse[product * rows + r] = total > 0 ? top + std::log(total) : -std::numeric_limits<float>::infinity();
+    }
+  }
+}
+
+// query [count, rows, dim], key and value [count, slots, dim], seen [count, slots], used [count]: the number of slots up
+// to the last one that is seen; output [count, rows, dim] and the log-sum-exps of the logits, lse [count, rows].
+ffi::Error RunAttend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+                     ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> used, ffi::ResultBuffer<ffi::F32> output,
+                     ffi::ResultBuffer<ffi::F32> lse, float scale) {
+  const auto shape = key.dimensions();
+  const int64_t rows = query.dimensions()[1];
+  if (rows > kMaxRows) return ffi::Error::InvalidArgument("too many rows");
+  const auto run = [&](auto* type) {
+    using W = std::remove_pointer_t<decltype(type)>;
+    Attend<W>(pool, {query.typed_data(), static_cast<const W*>(key.untyped_data()),
+                     static_cast<const W*>(value.untyped_data()), seen.typed_data(), used.typed_data(),
+                     output->typed_data(), lse->typed_data(), shape[0], rows, shape[1], shape[2], scale});
+    return ffi::Error::Success();
+  };
+  if (key.element_type() == ffi::F32 && value.element_type() == ffi::F32) return run(static_cast<float*>(nullptr));
+  if (key.element_type() == ffi::BF16 && value.element_type() == ffi::BF16)
+    return run(static_cast<BFloat16*>(nullptr));
+  return ffi::Error::InvalidArgument("keys and values must be float32 or bfloat16");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxAttend, RunAttend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("scale"));
