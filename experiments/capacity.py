@@ -7,8 +7,10 @@ device, prompts included, to within 2 %; which of prompt and decoding needs more
 decoding step exchanges between devices, moves from host memory and reads of experts, and how long these take; the
 largest number of tokens a second that memory, arithmetic, the host link and the interconnect allow; and dollars for a
 million new tokens, by --price or by the dated table of experiments/prices.toml. Nothing is allocated: programs of three
-and of four layers are compiled for the topology, or for this machine, and extrapolated. GPUs (--topology=h100:8) are
-planned from shapes alone. --output keeps the results as JSON, and --page=FOLDER makes the page of those in a folder.
+and of four layers are compiled for the topology, or for this machine, and extrapolated; of a TPU, programs of all
+layers that are slightly too large correct them, since the compiler says how much these need. GPUs (h100:8) are
+planned from shapes alone. --verify compiles all layers for the very batches that are found. --output keeps the results
+as JSON, and --page=FOLDER makes the page of those in a folder.
 """
 
 import shlex
@@ -41,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
         flags.DEFINE_string("topology", None, where, flag_values=values)
         about = "US dollars for an hour of a chip; else that of experiments/prices.toml, if it has the device"
         flags.DEFINE_float("price", None, about, lower_bound=0.0, flag_values=values)
+        flags.DEFINE_bool("verify", False, "compile all layers for every batch that was found", flag_values=values)
         flags.DEFINE_string("output", None, "a file for the results as JSON", flag_values=values)
         flags.DEFINE_string(
             "page", None, "write the page of the results in a folder, and plan nothing", flag_values=values
@@ -59,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     for spec in specs_of(config):
         print(f"{spec.name} ...", file=sys.stderr, flush=True)
         try:
-            found.append(planned(config, spec, values.topology, kept["price"], found[-1] if found else None))
+            found.append(planned(config, spec, values, kept["price"], found[-1] if found else None))
             kept["caches"].append(found[-1].as_dict())
         except KvjaxError as error:
             if values.topology is None and not found:
@@ -85,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def planned(
-    config: ExperimentConfig, spec: Any, topology: str | None, price: dict[str, Any] | None, like: Capacity | None
+    config: ExperimentConfig, spec: Any, values: flags.FlagValues, price: dict[str, Any] | None, like: Capacity | None
 ) -> Capacity:
     """Finds the largest batch of one cache."""
     decoder = decoder_config(config.model)
@@ -96,10 +99,11 @@ def planned(
         prompt_length=config.data.prompt_length,
         new_tokens=config.data.new_tokens,
         mesh_axes=config.mesh,
-        topology=topology,
+        topology=values.topology,
         price=price["amount"] if price else None,
         like=like,
-        dtype=dtype_of(config.model, find_target(topology).platform),
+        verify=values.verify,
+        dtype=dtype_of(config.model, find_target(values.topology).platform),
         prefill_block=config.prefill_block,
         implementation=config.implementation,
         host_weights=config.model.host_weights,

@@ -12,15 +12,20 @@ from kvjax.units import size
 PAGE = "README.md"
 INTRODUCTION = """\
 The largest batch that fits into every device with five caches, prompts included, and what its tokens would cost. No
-device was here: programs of three and of four layers were compiled by the TPU's own compiler and extrapolated to all
-layers, and batches were searched to within 2 %. GPUs have no compiler here: their rows are from shapes alone, without
-scratch memory and without what GPUs exchange, and their batches are upper bounds (marked by "at most").
+device was here.
 
 Bytes are those of one device. "Needs" is what prompts or decoding take, whichever is more, and which of both; tokens a
 second are an upper bound, of the whole mesh while it decodes, as if memory, arithmetic, host link and interconnect were
 busy at the same time, and "limit" is the slowest of them. Dollars are for a million new tokens at that speed, at the
 price above each table. Every row of a table is a result of the command above it, which `--config.baselines` and
 `--config.policy.name` cut down to one."""
+COMPILED = """\
+TPUs: their own compiler compiled programs of three and of four layers, and prompts through all layers for batches that
+are slightly too large, of which it says how much memory they need. Batches were searched to within 2 %; "fits" in the
+column "compiled whole" means that prompts through all layers were compiled for the very batch."""
+SHAPES = """\
+GPUs have no compiler here: their rows are from shapes alone, without scratch memory and without what GPUs exchange, and
+their batches are upper bounds (marked by "at most")."""
 
 
 def write(folder: Path) -> Path:
@@ -38,7 +43,14 @@ def page(folder: Path) -> str:
     found = [each for path in sorted(folder.glob("*.json")) if (each := results.read_json(path))]
     found.sort(key=lambda each: (each["caches"][0]["weights"] * _count(each["caches"][0]), each["topology"] or ""))
     versions = sorted({_versions(each["environment"]) for each in found})
-    head = ["# Capacities", INTRODUCTION, f"Compiled with {'; '.join(versions)}."]
+    shapes = {each["caches"][0]["binds"] == "shapes" for each in found}
+    head = [
+        "# Capacities",
+        INTRODUCTION,
+        *([COMPILED] if False in shapes else []),
+        *([SHAPES] if True in shapes else []),
+    ]
+    head += [f"With {'; '.join(versions)}."]
     return "\n\n".join([*head, *(section(each) for each in found)]) + "\n"
 
 
@@ -87,6 +99,7 @@ def _row(each: Mapping[str, Any], most: int) -> dict[str, str]:
         "of full": f"{each['batch'] / most:.2f}" if most else "",
         "cache bytes": size(each["cache"]),
         "needs": "" if shapes else f"{size(max(each['decode'], each['prefill']))}, {each['binds']}",
+        "compiled whole": "fits" if each.get("verified") else "",
         "collectives": _exchanged(each["collectives"], seconds.get("collectives")),
         "of merges": _exchanged(each["merging"], None),
         "from host": _in_time(each["link"], seconds.get("host link")),

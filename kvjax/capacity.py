@@ -14,7 +14,7 @@ from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.collectives import Collectives
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
-from kvjax.need import Need, Run, without_merges
+from kvjax.need import DEPTHS, Need, Run, without_merges
 from kvjax.plan import Plan, plan
 from kvjax.policies.base import Policy
 from kvjax.targets import find_target
@@ -26,6 +26,10 @@ FIRST = 0.4
 ROUNDS = 12  # of the search
 LEAST = 0.5  # of the mean need of a row: the smallest slope that the search believes
 MOST = 1 << 16  # rows
+#: The first program of all layers is of a batch that is larger by this share than what few layers say.
+ABOVE = 0.04
+#: A program that needs more than the memory by at most this share says how many rows would fit.
+NEAR = 0.05
 SECONDS_PER_HOUR, MILLION = 3600, 1e6
 
 
@@ -57,6 +61,7 @@ class Capacity:
       limit: which of them that is.
       tokens_per_second: of the whole mesh; None as above.
       dollars_per_million: of new tokens, while decoding; None without a price.
+      verified: whether the prefill of all layers was compiled for this batch, and fits.
       programs: the number of programs that were compiled.
       compile_seconds: wall time of compiling them.
     """
@@ -83,6 +88,7 @@ class Capacity:
     limit: str | None
     tokens_per_second: float | None
     dollars_per_million: float | None
+    verified: bool
     programs: int
     compile_seconds: float
 
@@ -111,6 +117,7 @@ def capacity(
     topology: str | None = None,
     price: float | None = None,
     like: Capacity | None = None,
+    verify: bool = False,
     **options: Any,
 ) -> Capacity:
     """Finds the largest batch that fits, to within 2 %.
@@ -124,6 +131,8 @@ def capacity(
       topology: see `kvjax.plan.plan`.
       price: US dollars for an hour of a chip, of your own offer; None to leave costs out.
       like: the result for another cache of the same run, whose scratch memory says where the search begins.
+      verify: whether to compile all layers for the batch that was found too, which takes minutes; else it is between
+        those of programs that were refused, of which the compiler of TPUs says how much they need.
       options: further arguments of `kvjax.plan.plan`, such as `dtype`, `weights` and `prefill_block`.
 
     Raises:
@@ -144,14 +153,20 @@ def capacity(
     first = int(FIRST * units)
     if like is not None:
         first = int((memory - one.weights) // (one.cache + like.scratch_per_row * one.rows))
-    found, fits = _largest(run.need, one.rows, units, memory, one.weights, first)
+    refined = None
+    if units and find_target(topology).platform == "tpu" and config.num_layers > max(DEPTHS):
+        refined = _refined(run, min(max(first, 1), units), memory, verify)
+    if refined is None:
+        refined = (*_largest(run.need, one.rows, units, memory, one.weights, first), False)
+    found, fits, verified = refined
     rows = fits * one.rows
     merging = None
     if without_merges(spec.policy) != spec.policy:
         plain = dataclasses.replace(spec, policy=without_merges(spec.policy))
         other = run.collectives(found.rows, policy=plain)
         merging = Collectives(*(own - less for own, less in zip(found.collectives, other, strict=True)))
-    return _result(shapes(batch=found.rows, mesh_axes=axes), found, rows, merging, topology, price)
+    result = _result(shapes(batch=found.rows, mesh_axes=axes), found, rows, merging, topology, price)
+    return dataclasses.replace(result, verified=verified)
 
 
 def _mesh(shapes: Callable[..., Plan], mesh_axes: str) -> tuple[Plan, int]:
@@ -226,6 +241,55 @@ def _largest(
     return (best, low) if best else (found if found and found.rows == unit else need(unit, found), 0)
 
 
+def _refined(run: Run, first: int, memory: float, verify: bool) -> tuple[Need, int, bool] | None:
+    """Searches from a batch of which few layers say how many rows may fit, by prefill programs of all layers.
+
+    Args:
+      run: the run.
+      first: the number of units of rows of the programs of few layers.
+      memory: bytes of a device.
+      verify: see `capacity`.
+
+    Returns:
+      What the largest batch needs, its units of rows, and whether all layers were compiled for it; None if the compiler
+      does not say how much memory a program needs that it refuses.
+    """
+    unit, weights = run.one.rows, run.one.weights
+    found = run.need(first * unit)
+    # Decoding grows evenly with the layers, so that few tell how many rows it has room for.
+    room = int(first * (memory - weights) / max(found.held + found.decode - weights, 1))
+    start = max(1, min(room, int(first * (memory - weights) / max(found.most - weights, 1))))
+    low, high, guess = 0, max(room, 1) + 1, min(start + max(1, round(start * ABOVE)), max(room, 1))
+    before, then, programs = 0, float(weights), found.programs
+    needs: dict[int, float] = {}  # units -> bytes of those that fit
+
+    def answer(units: int, used: float) -> tuple[Need, int, bool]:
+        rows = max(units, 1) * unit
+        held = run.held(rows)
+        return found.scaled(rows)._replace(held=held, prefill=used - held, programs=programs), units, units in needs
+
+    for _ in range(ROUNDS):
+        used = run.whole(guess * unit)
+        if used is None:
+            return None
+        programs += 1
+        slope = max((used - then) / (guess - before), (used - weights) / guess * LEAST)
+        exact = guess + (memory - used) / slope
+        before, then = guess, used
+        if used <= memory:
+            low, needs[guess] = guess, used
+        else:
+            high = guess
+            if used <= memory * (1 + NEAR) and not verify and int(exact) > low:
+                return answer(int(exact), used + slope * (int(exact) - guess))
+        if high - low <= max(1, int(PRECISION * high)) or (low == guess and exact <= guess * (1 + PRECISION)):
+            break
+        # What is slightly too large is refused within seconds.
+        aim = int(exact) if verify else math.ceil(exact * (1 + PRECISION))
+        guess = aim if low < aim < high else (low + high) // 2
+    return answer(low, needs.get(low, then))
+
+
 def _result(
     whole: Plan, found: Need | None, rows: int, merging: Collectives | None, topology: str | None, price: float | None
 ) -> Capacity:
@@ -256,6 +320,7 @@ def _result(
         experts=whole.step.experts, experts_read=whole.step.experts_read,
         collectives=found and found.collectives, merging=merging, seconds=seconds, step_seconds=step, limit=limit,
         tokens_per_second=tokens,
+        verified=False,
         dollars_per_million=hourly / SECONDS_PER_HOUR / tokens * MILLION if hourly is not None and tokens else None,
         programs=found.programs if found else 0, compile_seconds=found.seconds if found else 0.0,
     )  # fmt: skip

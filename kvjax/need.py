@@ -1,10 +1,13 @@
 """What a batch needs of a device: counted from the shapes of the whole model, and from programs of few layers.
 
 Weights and cache are counted from shapes. Scratch memory and collectives are known to a compiler alone, and grow by the
-same amount with every layer: programs of three and of four layers are compiled and extrapolated.
+same amount with every layer: programs of three and of four layers are compiled and extrapolated. The order in which
+the compiler runs the evictions of all layers, while prompts go in, is known from a program of all layers alone. That of
+TPUs says within seconds how much memory a program would take that is too large.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +20,9 @@ DEPTHS = (3, 4)  # layers of the programs that are compiled
 PHASES = ("decode", "prefill")
 #: A phase that needs less than this share of what the other one needs is not compiled again for another batch.
 CLOSE = 0.9
+#: What the compiler of TPUs says of a program that is too large, arguments and results included.
+USED = re.compile(r"(?:Used |HLO temporaries \()([\d.]+)([KMG])\)? (?:of|exceeds)")
+UNITS = {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30}
 P = TypeVar("P", bound=Policy)
 
 
@@ -94,9 +100,7 @@ class Run:
         seconds = (known.seconds if known else 0.0) + sum(each.compile_seconds for each in few)
         scratch = {phase: getattr(known, phase) if known else 0.0 for phase in PHASES}
         for phase in phases:
-            scratch[phase] = self._beyond(
-                [each.total if phase == "decode" else each.prefill_total for each in few], few
-            )
+            scratch[phase] = self._beyond(phase, few)
         asked = known.collectives if known else Collectives(0, 0)
         if "decode" in phases:
             asked = self._collectives(few)
@@ -108,6 +112,17 @@ class Run:
             [self._few(depth, rows, decode=True, prefill=False, **options) for depth in self._depths]
         )
 
+    def whole(self, rows: int) -> float | None:
+        """Returns the bytes of the prefill program of all layers; None if the compiler does not say how many.
+
+        A program that fits is compiled to its end, which takes minutes; one that does not is refused within seconds.
+        """
+        made = self.plan(self.config, batch=rows, mesh_axes=self.axes, decode=False, prefill=True)
+        if made.problem:
+            used = USED.search(made.problem)
+            return float(used[1]) * UNITS[used[2]] if used else None
+        return float(made.prefill_total or 0)
+
     @property
     def _depths(self) -> tuple[int, ...]:
         """The number of layers of each program."""
@@ -117,12 +132,15 @@ class Run:
     def _few(self, depth: int, rows: int, **options: Any) -> Plan:
         return self.plan(shallow_config(self.config, depth), batch=rows, mesh_axes=self.axes, **options)
 
-    def _beyond(self, totals: Sequence[int | None], few: Sequence[Plan]) -> float:
+    def _beyond(self, phase: str, few: Sequence[Plan]) -> float:
         """Returns the bytes of a program of the whole model beyond weights and cache."""
         if any(each.problem for each in few):
             # The compiler does not say how much it would take.
             return 2 * float(self.one.device.memory or 0)
-        return max(0.0, self._line([(total or 0) - p.weights - p.cache for total, p in zip(totals, few, strict=True)]))
+        totals = [(each.total if phase == "decode" else each.prefill_total or 0) for each in few]
+        beyond = [total - each.weights - each.cache for total, each in zip(totals, few, strict=True)]
+        # Of few layers, one may need less than the other by the order that the compiler has chosen.
+        return max(0.0, self._line(beyond), *beyond)
 
     def _collectives(self, few: Sequence[Plan]) -> Collectives:
         counted = [each.collectives for each in few if each.collectives]

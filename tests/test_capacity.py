@@ -36,7 +36,7 @@ def test_few_layers_tell_what_all_need():
 
 
 def test_another_batch_compiles_what_may_bind():
-    """Layers of 10 bytes; a step takes 5 a row and layer, and the prompts 20 a row; 2 collectives a layer, 1 beside."""
+    """Layers of 1,000 bytes; a step takes 600 a row and layer, prompts 20 a row; 2 collectives a layer and another."""
     asked = []
 
     def few(config, *, batch, mesh_axes, decode, prefill):
@@ -44,22 +44,60 @@ def test_another_batch_compiles_what_may_bind():
         asked.append((config.num_layers, batch, decode, prefill))
         layers = config.num_layers
         return SimpleNamespace(
-            weights=10 * layers, cache=batch * layers, total=11 * layers + batch * (6 * layers if decode else 0),
-            prefill_total=10 * layers + batch * (layers + 20) if prefill else None, problem="", compile_seconds=1.0,
+            weights=1000 * layers, cache=batch * layers, total=1001 * layers + batch * (601 * layers if decode else 0),
+            prefill_total=1000 * layers + batch * (layers + 20) if prefill else None, problem="", compile_seconds=1.0,
             collectives=Collectives(2 * layers + 1, batch * layers) if decode else None,
         )  # fmt: skip
 
-    one = SimpleNamespace(weights=60, cache=6, rows=1, device=SimpleNamespace(memory=1e9))
+    one = SimpleNamespace(weights=6000, cache=6, rows=1, device=SimpleNamespace(memory=1e9))
     run = Run(DEEP, few, "model:2", one)
     found = run.need(4)
     assert asked == [(3, 4, True, True), (4, 4, True, True)]
-    assert found == Need(4, 60 + 24, 6 + 5 * 4 * 6, 20 * 4, Collectives(13, 24), 4, 2.0)
+    assert found == Need(4, 6000 + 24, 6 + 600 * 4 * 6, 20 * 4, Collectives(13, 24), 4, 2.0)
     asked.clear()
     found = run.need(8, found)
     assert asked == [(3, 8, True, False), (4, 8, True, False)]
     # The prompts' bytes are in proportion to the rows.
-    assert found == Need(8, 60 + 48, 6 + 5 * 8 * 6, 20 * 8, Collectives(13, 48), 6, 4.0)
+    assert found == Need(8, 6000 + 48, 6 + 600 * 8 * 6, 20 * 8, Collectives(13, 48), 6, 4.0)
     assert run.collectives(2) == Collectives(13, 12)
+
+
+def test_few_layers_that_need_less_with_each_do_not_shrink():
+    run = Run(DEEP, None, "", SimpleNamespace(device=SimpleNamespace(memory=1e9)))
+
+    def few(layers, beyond):
+        return SimpleNamespace(weights=10 * layers, cache=2 * layers, problem="", prefill_total=12 * layers + beyond)
+
+    assert run._beyond("prefill", [few(3, 100), few(4, 60)]) == 100
+    assert run._beyond("prefill", [few(3, 60), few(4, 70)]) == 90
+    assert run._beyond("prefill", [few(3, 60), SimpleNamespace(problem="too little memory")]) == 2e9
+
+
+@pytest.mark.parametrize("first", [1, 50, 400])
+@pytest.mark.parametrize("verify", [False, True])
+def test_programs_of_all_layers_correct_few(first, verify):
+    """100 bytes of weights, 4 a row and 20 for the prompts: of 1,000 bytes, 220 rows. Few layers need 3 a row."""
+    asked = []
+
+    def programs(config, *, batch, mesh_axes, decode, prefill):
+        layers = config.num_layers
+        if layers < DEEP.num_layers:
+            return SimpleNamespace(
+                weights=0, cache=0, total=batch, prefill_total=batch, problem="", compile_seconds=1.0,
+                collectives=Collectives(layers, batch),
+            )  # fmt: skip
+        assert prefill and not decode
+        asked.append(batch)
+        used = 120 + 4 * batch
+        problem = f"the memory required for HLO temporaries ({used / 1024:.4f}K) exceeds available HBM (0.98K)."
+        return SimpleNamespace(problem=problem if used > 1_000 else "", prefill_total=used)
+
+    run = Run(DEEP, programs, "", SimpleNamespace(weights=100, cache=2, rows=1))
+    found, rows, sure = capacities._refined(run, first, 1_000, verify)
+    assert rows <= 220 <= rows * (1 + capacities.PRECISION)
+    assert found.most == pytest.approx(120 + 4 * rows, rel=0.001) and found.rows == rows
+    assert sure == (rows in asked) and sure >= verify and len(asked) <= 4
+    assert found.programs == 4 + len(asked) and found.collectives == pytest.approx((6, rows))
 
 
 @functools.cache

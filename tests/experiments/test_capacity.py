@@ -7,7 +7,9 @@ import pytest
 from experiments import capacity, capacity_page, prices
 from kvjax.devices import DEVICES
 from kvjax.errors import ConfigError
+from tests.conftest import ROOT
 
+MEASURED = ROOT / "experiments" / "measured" / "capacity"
 ARGUMENTS = ["capacity", "--config=capacity", "--config.model.shape=tiny", "--topology=h100:2"]
 
 
@@ -43,3 +45,7 @@ def test_a_price_of_ones_own(tmp_path, capsys):
     assert "1.50 USD for an hour of a chip, by --price." in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"h100:9.*1 to 8 GPUs"):
         capacity.main([*ARGUMENTS[:-1], "--topology=h100:9"])
+
+
+def test_the_page_is_of_the_results():
+    assert (MEASURED / "README.md").read_text() == capacity_page.page(MEASURED)
