@@ -2,7 +2,7 @@
 
 Paper: H2O (arXiv:2306.14048) and RoCo (arXiv:2402.06262), each at a budget of 20 %, beside the full cache, int8, and
 H2O in int8. The papers state throughput on other systems; what is here is a bound from shapes and compiled programs.
-Expected batches, times and dollars: experiments/measured/capacity/README.md has those of eight decoders.
+Expected batches, times and dollars: experiments/measured/capacity/README.md has those of seven decoders.
 Hardware: none; two CPU cores for ten minutes, and the libtpu wheel for TPUs.
 Command: python -m experiments.capacity --config=capacity --topology=v5e:2x4 --config.model.shape=opt-30b
 The plan of one batch of one of the caches:
