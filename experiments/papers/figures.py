@@ -48,6 +48,11 @@ def curves(panels: Sequence[Panel]) -> bytes:
         ax.grid(axis="y", color="#e5e5e5", lw=0.8)
         if panel.log_x:
             ax.set_xscale("log")
+            low, high = ax.get_xlim()
+            if high < 30 * low:
+                # Under a decade and a half powers of ten are few, and labels of all minor ticks overlap.
+                ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+                ax.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
         if panel.log_y:
             ax.set_yscale("log")
     same = all(set(panel.lines) == set(labels) for panel in panels)
