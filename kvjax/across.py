@@ -55,6 +55,50 @@ def sum_over_slots(total: Array) -> Array:
     return jax.lax.psum(total, axes) if axes else total
 
 
+def max_over_slots(most: Array) -> Array:
+    """Returns the maximum over the slots of all devices, of the maxima [..., n] of this device's slots."""
+    axes = current().slots
+    return jax.lax.pmax(most, axes) if axes else most
+
+
+def min_over_slots(least: Array) -> Array:
+    """Returns the minimum over the slots of all devices, of the minima [..., n] of this device's slots."""
+    axes = current().slots
+    return jax.lax.pmin(least, axes) if axes else least
+
+
+def softmax_of_all(weight: Array, top: Array, total: Array) -> Array:
+    """Returns a softmax over the slots of all devices.
+
+    Args:
+      weight: [..., S] float32, the softmax over this device's slots.
+      top: [..., n] float32, which is subtracted from the logits of this device's slots.
+      total: [..., n] float32, the sum of the exponentials of the differences.
+    """
+    axes = current().slots
+    if not axes:
+        return weight
+    # [C, 2, ..., n], in one collective
+    tops, totals = jnp.moveaxis(jax.lax.all_gather(jnp.stack([top, total]), axes), 1, 0)
+    highest = jnp.max(jnp.where(totals > 0, tops, -jnp.inf), axis=0)
+    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
+    whole = jnp.sum(jnp.where(totals > 0, totals * jnp.exp(tops - highest), 0.0), axis=0)
+    own = jnp.where(total > 0, total * jnp.exp(top - highest), 0.0)
+    return weight * (own / jnp.where(whole > 0, whole, 1.0))
+
+
+def gathered(x: Array) -> Array:
+    """Gathers the arrays [...] of all devices that have the slots of a head: [C, ...]."""
+    return jax.lax.all_gather(x, current().slots)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A context in which arrays are taken for whole ones: each device looks at its own slots."""
+    with devices(_HERE):
+        yield
+
+
 def mean_over_heads(x: Array) -> Array:
     """Returns the mean over all KV heads of a layer: [B, K, S] -> [B, 1, S]."""
     mean = jnp.mean(x, axis=1, keepdims=True)

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import across
+from kvjax.compaction import compact
 
 Array = jax.Array
 LANES = 64  # counters that a CPU adds to at once, see `_count_in_blocks`
 FEW = 8  # numbers that are found one after the other; more are sorted
 DEPTH = 32  # numbers that each of them counts, at most; below 128
 BITS, DIGIT = 32, 4  # of a key, and those that a round finds of keys on several devices
+CANDIDATES = 1024  # slots that each of several devices names, at most; of more, a threshold is searched
 SIGN = np.uint32(1 << 31)  # the sign bit of a float32
 
 
@@ -36,6 +38,8 @@ def largest(value: Array, position: Array, count: Array | int, *, in_kernels: bo
     if across.current().traced:
         return live & (value == value)
     on_several = bool(across.current().slots)
+    if on_several and isinstance(count, int) and count <= CANDIDATES:
+        return _largest_by_candidates(value, position, count)
     # [..., 1]
     count = jnp.broadcast_to(jnp.asarray(count, jnp.float32), (*value.shape[:-1], 1))
     # [..., S]
@@ -62,6 +66,66 @@ def largest(value: Array, position: Array, count: Array | int, *, in_kernels: bo
     )
     # [..., S]
     return (keys > threshold) | (tied & (recency >= oldest_marked))
+
+
+def lowest(value: Array, position: Array, keep: Array, most: int) -> Array:
+    """Marks live slots of several devices until `keep` are left, the smallest values first; of equal ones the older.
+
+    Each device names `most` of its own, in one collective.
+
+    Args:
+      value: [B, K, S] float32; see `largest`.
+      position: [B, K, S] int32; see `largest`.
+      keep: int32 that broadcasts against [B, K, 1].
+      most: the most slots of all devices that are marked.
+
+    Returns:
+      [B, K, S] bool.
+    """
+    # Larger for an older slot.
+    age = jnp.where(position >= 0, np.iinfo(np.int32).max - 1 - position, -1)
+    return _largest_by_candidates(-value, age, most, keep)
+
+
+def _largest_by_candidates(value: Array, position: Array, most: int, keep: Array | None = None) -> Array:
+    """Marks the largest values of several devices: each names those of its own that may be among them.
+
+    Args:
+      value: [B, K, S] float32; see `largest`.
+      position: [B, K, S] int32; see `largest`.
+      most: the number of slots to mark.
+      keep: int32 that broadcasts against [B, K, 1]: as many live slots are left and the others marked, at most `most`;
+        None = `most` are marked.
+
+    Returns:
+      [B, K, S] bool.
+    """
+    live = position >= 0
+    width = min(most, value.shape[2])
+    with across.alone():
+        mine = largest(value, position, width, in_kernels=False)
+    # [B, K, W]
+    slots, valid = compact(mine, width)
+    held = jnp.where(valid, jnp.take_along_axis(position, slots, axis=2), -1)
+    bits = jax.lax.bitcast_convert_type(jnp.take_along_axis(value, slots, axis=2), jnp.int32)
+    number = jnp.sum(live, axis=2, keepdims=True, dtype=jnp.int32)
+    # [C, B, K, 2 * W + 1]
+    every = across.gathered(jnp.concatenate([bits, held, number], axis=2))
+    count: Array | int = most if keep is None else jnp.maximum(jnp.sum(every[..., 2 * width :], axis=0) - keep, 0)
+    # [B, K, C * W]
+    bits, held = (
+        jnp.moveaxis(part, 0, 2).reshape(*value.shape[:2], -1)
+        for part in (every[..., :width], every[..., width : 2 * width])
+    )
+    values = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    with across.alone():
+        chosen = largest(values, held, count, in_kernels=False)
+    # [B, K, 1]: the last that is marked
+    least = jnp.min(jnp.where(chosen, values, jnp.inf), axis=2, keepdims=True)
+    last = chosen & (values == least)
+    oldest = jnp.min(jnp.where(last, held, np.iinfo(np.int32).max), axis=2, keepdims=True)
+    beyond = (value > least) | ((value == least) & (position >= oldest))
+    return live & beyond & jnp.any(chosen, axis=2, keepdims=True)
 
 
 def indices_of_largest(x: Array, count: int) -> Array:

@@ -20,7 +20,7 @@ from kvjax.cache.empty import empty_layers
 from kvjax.cache.layout import CacheLayout, Group, Phase
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import Budgets, lower, most_positions
-from kvjax.cache.slots import constrain
+from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
 from kvjax.inputs import check_batch, check_count, check_positions, warn_beyond_context
@@ -323,7 +323,7 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
         # [K, D, D] and [K or 1, ...], of the group's heads
         skew, sides = rows_of((own.get(SKEW), own.get(SIDES)), after.heads)
         made = convert(layer, before, after, Prompt(kv.length, rope, frequencies, skew, sides))
-        return constrain(made, slots=True) if after.slot_axes else made
+        return constrain_slots(made) if after.slot_axes else made
 
     return tuple(
         Layer(group(index, *each) for each in zip(layer, before, after, strict=True))

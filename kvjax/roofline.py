@@ -21,6 +21,7 @@ from kvjax.cache.empty import empty_layers, memories
 from kvjax.cache.groups import Group
 from kvjax.cache.layout import CacheLayout
 from kvjax.cache.lowering import Lowered
+from kvjax.cache.slots import axes_of, divided
 from kvjax.cache.state import KVState, Layer, LayerKV, layers_of
 from kvjax.devices import Device
 from kvjax.generate import Carry
@@ -127,11 +128,9 @@ def decode_shapes(
     made = jax.eval_shape(lambda: empty_layers(layout.decode, batch, config.num_kv_heads, config.head_dim, dtype))
 
     def of_group(group: Group, layer: LayerKV, where: LayerKV) -> LayerKV:
-        axes = ("batch", "kv_heads", "slots") if group.slot_axes else ("batch", "kv_heads")
+        counts = divided(layer) if group.slot_axes else jax.tree.map(lambda _: 2, layer)
         found: LayerKV = jax.tree.map(
-            lambda x, memory: shape(x.shape, x.dtype, *axes, *(None,) * (len(x.shape) - len(axes)), memory=memory),
-            layer,
-            where,
+            lambda x, count, memory: shape(x.shape, x.dtype, *axes_of(x, count), memory=memory), layer, counts, where
         )
         return found
 

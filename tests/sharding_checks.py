@@ -119,8 +119,8 @@ _LIST = [
     Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2),
     Case("mha", "window", "data:4,model:2", ragged=True, storage=int8(residual=4)),
     Case("gqa", "full", "data:2,model:4", ragged=True, selection=quest(4, 12, first_layer=0)),
-    Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0)),  # 1 KV head: replicated
-    Case("gqa", "full", "data:1,model:8", selection=optimal(6)),  # 4 KV heads on 8 devices: replicated
+    Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0), parts=4),
+    Case("gqa", "full", "data:1,model:8", selection=optimal(6), parts=8),
     Case(
         "gqa",
         "full",

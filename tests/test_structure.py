@@ -16,6 +16,7 @@ ROOMS = [
         "rope",
         "soft_cap",
         "across",
+        "compaction",
         "meshes",
         "rules",
         "sharding",

@@ -5,6 +5,8 @@ its first tokens, as many as `LayerKV.marks` says; those after them are exact, t
 E entries. How many are encoded may differ between keys and values and between rows.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -32,7 +34,7 @@ def unit_of(storage: Storage, side: str) -> int:
     return storage.layout.size if isinstance(storage.codecs[side], BlockCodec) else 1
 
 
-def room(storage: Storage, side: str, slots: int, extent: Extent) -> tuple[int, int]:
+def room(storage: Storage, side: str, slots: int, extent: Extent, parts: int = 1) -> tuple[int, int]:
     """Returns the number of units of tokens that can be encoded, and the number of exact tokens.
 
     Args:
@@ -40,6 +42,8 @@ def room(storage: Storage, side: str, slots: int, extent: Extent) -> tuple[int, 
       side: ``key`` or ``value``.
       slots: the most tokens of a head.
       extent: what arrays are sized for.
+      parts: the number of devices that slots are divided over. A coded unit is where its slots are, and every slot may
+        be coded.
     """
     unit = unit_of(storage, side)
     codec = storage.codecs[side]
@@ -50,9 +54,20 @@ def room(storage: Storage, side: str, slots: int, extent: Extent) -> tuple[int, 
         return max((end + extent.following) // unit - end // unit for end in ends), min(unit, slots)
     if isinstance(codec, BlockCodec):
         return slots // unit, min(unit, slots)
+    if parts > 1:
+        return slots, min(storage.residual, slots)
     # A compressor may drop the newest tokens of the prompt, so that all that it leaves is encoded.
     least = slots - extent.following if extent.compressed else 0
     return max(slots - storage.residual, least, 0), min(storage.residual, slots)
+
+
+def multiple(storage: Storage) -> int:
+    """Returns what divides the slots of a device, so that no block and no round of exact entries is on two devices."""
+    exact = [
+        unit_of(storage, side) if isinstance(codec, BlockCodec) else storage.residual
+        for side, codec in storage.codecs.items()
+    ]
+    return math.lcm(*(max(each, 1) for each in exact))
 
 
 def empty(group: Group, shape: tuple[int, int], dim: int, dtype: DTypeLike) -> tuple[Store, Marks]:
@@ -68,7 +83,7 @@ def empty(group: Group, shape: tuple[int, int], dim: int, dtype: DTypeLike) -> t
     warn_if_larger(storage, dim, dtype)
     assert group.extent is not None
     for side, codec in storage.codecs.items():
-        units, exact = room(storage, side, group.capacity, group.extent)
+        units, exact = room(storage, side, group.capacity, group.extent, group.slot_parts)
         parts = parts_of(storage, side, dim, dtype)
         coded = {name: jnp.zeros((*shape, units, *own), each) for name, (own, each) in parts.items()}
         if isinstance(codec, BlockCodec) and codec.prompt is not None:
@@ -131,8 +146,9 @@ def decode(storage: Storage, layer: LayerKV, side: str, dtype: DTypeLike, sides:
             whole = jnp.pad(coded, ((0, 0), (0, 0), (0, slots - units * unit), (0, 0)))
     if exact.shape[2] == 0:
         return whole
-    # Slots beyond the last are dropped.
-    return write(whole, slots_of_exact(layer.marks[side], exact.shape[2]), exact.astype(dtype))
+    # Slots beyond the last are dropped, and so are those of devices before this one.
+    at = slots_of_exact(layer.marks[side], exact.shape[2])
+    return write(whole, jnp.where(at < 0, slots, at), exact.astype(dtype))
 
 
 def _from_prompt(codec: SegmentCodec, parts: Parts, unit: int, whole: Array) -> Array:

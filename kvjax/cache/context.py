@@ -7,29 +7,34 @@ lowest of all is evicted, and the step's token takes its place, on that device.
 """
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from kvjax import across, attention, sharding
-from kvjax.cache import evict, exchange, slotwise
+from kvjax.cache import arrange, choosing, evict, exchange, placing, slotwise
+from kvjax.cache.choosing import Looked, Rows
 from kvjax.cache.groups import Group
+from kvjax.cache.leaving import leaving
+from kvjax.cache.placing import Own
 from kvjax.cache.pool import Pool, pieces
-from kvjax.cache.slots import empty_stats, forget, write
+from kvjax.cache.slots import AXES, divided, empty_stats
 from kvjax.cache.state import EMPTY, Block, LayerKV
 from kvjax.kernels.coded import as_array
+from kvjax.order import CANDIDATES
 from kvjax.policies.base import View
 from kvjax.policies.components import Everything
 from kvjax.policies.window import First
 from kvjax.rope import Rope
-from kvjax.storage import store as held
 from kvjax.storage.base import UNROTATED
+from kvjax.storage.layouts import BlockCodec, Blocks
 from kvjax.storage.layouts import slots as single_slots
 
 Array = jax.Array
-HEADS = ("batch", "kv_heads")
+HEADS = AXES[:2]
 
 
 def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
@@ -43,14 +48,20 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
     storage, policy = group.storage, group.policy
     if storage.on_host:
         return f"storage {storage.label} is in host memory"
-    if storage.layout != single_slots or len(group.slots) != 1:
-        return f"storage {storage.label} holds a token in one of several stores, or in a block"
+    if isinstance(storage.layout, Blocks):
+        # While a policy evicts, tokens of blocks are held one by one, or all of them.
+        if policy.budget is not None or not group.selection.reads_all:
+            return f"storage {storage.label} holds a token in a block, and slots are evicted or chosen"
+        if any(isinstance(codec, BlockCodec) and codec.prompt is not None for codec in storage.codecs.values()):
+            return f"storage {storage.label} holds blocks of a prompt that share something"
+    elif storage.layout != single_slots:
+        return f"storage {storage.label} holds a token in one of several tiers"
     if storage.sides or storage.shortened or storage.frame == UNROTATED or storage.joint_heads > 1:
         return f"storage {storage.label} holds vectors that share something, or that attention changes first"
     if policy.positions != "original" and not _known_ranks(group):
         return f"positions={policy.positions!r} ranks all slots of a head in each step"
-    if not group.selection.reads_all:
-        return f"selection {group.selection.name} chooses among all slots"
+    if not group.selection.reads_all and (reason := _not_chosen(group)):
+        return reason
     if policy.merge is not None:
         return f"the merge of {policy.name} compares what is evicted with all slots"
     if policy.page > 1:
@@ -60,25 +71,20 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
     return slotwise.reason(policy, group.needs, group.heads, kv_heads, dim) or None
 
 
+def _not_chosen(group: Group) -> str | None:
+    """Returns why a selection cannot choose among slots of several devices, or None if it can."""
+    if not group.selection.over_devices:
+        return f"selection {group.selection.name} chooses among all slots"
+    if group.policy.positions != "original" or any(s.of_selection for s in group.needs):
+        return f"selection {group.selection.name} is observed, or chooses among keys that are rotated in each step"
+    return None
+
+
 def _known_ranks(group: Group) -> bool:
     """Returns whether positions alone say what is held, and so the rank of each slot: the first and the newest."""
     policy = group.policy
     first = isinstance(policy.scope, First | Everything)
     return first and policy.importance.by_age and group.evicts_one and policy.when == "step" and policy.merge is None
-
-
-class Rows(NamedTuple):
-    """What a step knows of its rows; see `Block`.
-
-    Attributes:
-      position: [B, n] int32.
-      prompt: [B] int32.
-      budget: [B] int32 slots per KV head; zeros if the group keeps everything.
-    """
-
-    position: Array
-    prompt: Array
-    budget: Array
 
 
 def step(
@@ -94,7 +100,7 @@ def step(
     scale: float,
     soft_cap: float | None,
     window: int | None,
-) -> tuple[Array, LayerKV]:
+) -> tuple[Array, LayerKV, Looked | None]:
     """Runs a step of one group of heads.
 
     Args:
@@ -111,7 +117,7 @@ def step(
       window: the layer's sliding window.
 
     Returns:
-      The output [B, H, n, D], and the layer afterwards.
+      The output [B, H, n, D], the layer afterwards, and which slots are read; None if all are.
     """
     batch, kv_heads, n, dim = key.shape
     mesh = jax.sharding.get_abstract_mesh()
@@ -123,14 +129,16 @@ def step(
     def specs(tree: Any, *names: str) -> Any:
         return jax.tree.map(lambda leaf: sharding.spec(names, leaf.shape[: len(names)], mesh), tree)
 
-    by_head, by_slot = specs(key, *HEADS), specs(layer, *HEADS, "slots")
+    by_head = specs(key, *HEADS)
+    by_slot = jax.tree.map(lambda leaf, count: specs(leaf, *AXES[:count]), layer, divided(layer))
     run = functools.partial(_step, group=group, axes=axes, rope=rope, scale=scale, soft_cap=soft_cap, window=window)
     number = jnp.zeros((), jnp.int32) if block.layer is None else block.layer
-    output, after = jax.shard_map(
+    looks = Looked(by_slot.position, by_slot.position) if choosing.chooses(group, n) else None
+    output, after, looked = jax.shard_map(
         run, mesh=mesh, in_specs=(by_head, by_head, by_head, by_slot, specs(rows, "batch"), PartitionSpec()),
-        out_specs=(by_head, by_slot), check_vma=False,
+        out_specs=(by_head, by_slot, looks), check_vma=False,
     )(grouped, key, value, layer, rows, number)  # fmt: skip
-    return attention.ungroup(output), after
+    return attention.ungroup(output), after, looked
 
 
 def _step(
@@ -147,46 +155,81 @@ def _step(
     scale: float,
     soft_cap: float | None,
     window: int | None,
-) -> tuple[Array, LayerKV]:
+) -> tuple[Array, LayerKV, Looked | None]:
     """Runs `step` on one device, for its rows, heads and slots; the step's own tokens are on every device."""
     batch, kv_heads, size = layer.position.shape
     n = key.shape[2]
     newest = jnp.max(rows.position, axis=1)
     # [B, K, n]
     own_position = jnp.broadcast_to(rows.position[:, None], (batch, kv_heads, n))
-    fresh = empty_stats(group.needs, group.policy.remembers, (batch, kv_heads, n))
+    own = Own(key, value, own_position, empty_stats(group.needs, group.policy.remembers, (batch, kv_heads, n)))
+    several = len(layer.stores) > 1
+    sizes = [jax.tree.leaves(store)[0].shape[2] for store in layer.stores] if several else [size]
+    in_blocks = isinstance(group.storage.layout, Blocks)
+    if in_blocks:
+        # Slots count from this device's first one.
+        offset = jax.lax.axis_index(axes.slots) * size
+        layer = layer.replace(marks={name: mark - offset for name, mark in layer.marks.items()})
+    # [B, K, S_i] of each store
+    positions = arrange.separated(layer.position, sizes)
     pool = Pool(layer, (key, value), jnp.concatenate([layer.position, own_position], axis=2), {}, {}, {})
     keys, values = pieces(pool, group)
     stored = [as_array(each) for each in keys], [as_array(each) for each in values]
     query = attention.ungroup(query)
     if rope is not None and group.policy.positions == "cache":
-        query, keys = _rotated_by_rank(query, stored[0], (layer.position, own_position), rows, group, rope)
-    here, own = (
+        query, keys = _rotated_by_rank(query, stored[0], (*positions, own_position), rows, group, rope)
+    read, choice = positions, None
+    if choosing.chooses(group, n):
+        choice = choosing.choose(
+            layer, stored[0], own, query, rows, number, group, axes, scale=scale, soft_cap=soft_cap, window=window
+        )
+        layer, read = layer.replace(index=choice.index), choice.positions
+        (key_0, value_0), keys, values = choice.fetched(pool, group, keys, values), list(keys), list(values)
+        keys[0], values[0] = key_0, value_0
+    problems = [
         attention.problem(
             query, each, other, key_position=position, query_position=rows.position,
             needs=group.reports, scale=scale, soft_cap=soft_cap, window=window, prompt=rows.prompt,
             group_reduce=group.policy.group_reduce,
         )
-        for each, other, position in zip(keys, values, (layer.position, own_position), strict=True)
-    )  # fmt: skip
-    parts, seen, live, free = exchange.gathered(here, axes.slots)
-    combined = attention.combine(*parts, attention.attend(own, "xla"))
+        for each, other, position in zip(keys, values, (*read, own_position), strict=True)
+    ]  # fmt: skip
+    # What leaves the residual leaves an empty slot, whether it is encoded or evicted.
+    goes = leaving(positions[1], newest, n, group.storage) if several else None
+    free = [exchange.empty_slots(each) for each in positions]
+    if goes is not None:
+        free[1] += jnp.sum(goes.position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+    more = None if goes is None else goes.vectors(layer.stores[1])
+    if in_blocks:
+        more = placing.older(layer.position, newest, group.storage).astype(jnp.float32)
+    live = exchange.live_slots(layer.position)
+    told = exchange.gathered(problems[:-1], live, jnp.concatenate(free, axis=2), axes.slots, more)
+    combined = attention.combine(*told.parts, attention.attend(problems[-1], "xla"))
     lse = combined.lse
     assert lse is not None
-    seen = seen + attention.count_seen(own)
+    seen = told.seen + attention.count_seen(problems[-1])
+    columns = [attention.column_sums(each, lse, seen, "xla") for each in problems]
+    if choice is not None:
+        columns[0] = choice.spread(columns[0], sizes[0])
+    looked = None if choice is None else choice.looked
     zeros = {s.name: jnp.zeros((), jnp.float32) for s in group.needs if s.of_selection}
     queries = jnp.sum(rows.position >= 0, axis=1, dtype=jnp.int32)
 
-    def observed(problem: attention.Problem, stats: dict[str, Array]) -> dict[str, Array]:
-        columns = attention.column_sums(problem, lse, seen, "xla")
-        none = {name: jnp.broadcast_to(zero, problem.key_position.shape) for name, zero in zeros.items()}
-        return evict.observe(stats, group.needs, columns | none, queries)
+    def observed(columns: Sequence[dict[str, Array]], position: Array, stats: dict[str, Array]) -> dict[str, Array]:
+        whole = {name: jnp.concatenate([each[name] for each in columns], axis=2) for name in columns[0]}
+        none = {name: jnp.broadcast_to(zero, position.shape) for name, zero in zeros.items()}
+        return evict.observe(stats, group.needs, whole | none, queries)
 
-    stats, own_stats = observed(here, layer.stats), observed(own, fresh)
+    layer = layer.replace(stats=observed(columns[:-1], layer.position, layer.stats))
+    own = own._replace(stats=observed(columns[-1:], own_position, own.stats))
     output = combined.output.astype(value.dtype)
+    if in_blocks:
+        after = placing.in_blocks(layer, own, told, newest, group, offset)
+        marks = {name: mark + offset for name, mark in after.marks.items()}
+        return output, after.replace(marks=marks), looked
+    moves = placing.Moves(layer, own, goes, told.more, told.free, newest, group, axes.slots)
     if group.policy.budget is None:
-        target = exchange.places(layer.position, own_position >= 0, free, axes.slots)
-        return output, _written(layer, stats, key, value, own_position, own_stats, target, group)
+        return output, moves.without_evictions(), looked
     # The step's own tokens count once, on the first device.
     first = jax.lax.axis_index(axes.slots) == 0
     counted = jnp.where(first, own_position, EMPTY)
@@ -196,27 +239,21 @@ def _step(
         jax.lax.stop_gradient(jnp.concatenate(stored[1], axis=2)),
         newest, rows.budget, rows.prompt, number, group.decoding, _heads(group, kv_heads, axes.heads),
     )  # fmt: skip
-    both = {name: jnp.concatenate([stats[name], own_stats[name]], axis=2) for name in stats}
+    both = {name: jnp.concatenate([layer.stats[name], own.stats[name]], axis=2) for name in own.stats}
     with across.devices(axes):
         if n == 1 and group.evicts_one and group.policy.when == "step":
-            total = live + (newest >= 0).astype(jnp.int32)[:, None, None]
-            lowest = exchange.lowest_position(group, both, view, total, axes.slots)
-            target = exchange.place_of(layer.position, own_position, lowest, free, axes.slots)
-            return output, _written(layer, stats, key, value, own_position, own_stats, target, group)
-        victim = evict.victims(group.policy, both, view, one=False)
+            total = told.live + (newest >= 0).astype(jnp.int32)[:, None, None]
+            lowest, bits = exchange.lowest_position(group, both, view, total, axes.slots, moves.packed())
+            return output, moves.with_eviction(lowest, bits), looked
+        # A budget that stays as it is frees a slot for each token of the step.
+        most = n if group.evicts_one and group.policy.when == "step" and n <= CANDIDATES else None
+        victim = evict.victims(group.policy, both, view, one=False, most=most)
     position = jnp.where(victim[:, :, :size], EMPTY, layer.position)
-    # [C, B, K, n + 1]: which own tokens stay, as the first device knows, and the number of empty slots
-    stays = (counted >= 0) & ~victim[:, :, size:]
-    gathered = jax.lax.all_gather(
-        jnp.concatenate([stays.astype(jnp.int32), exchange.empty_slots(position)], axis=2), axes.slots
-    )
-    target = exchange.places(position, gathered[0, :, :, :n] > 0, gathered[:, :, :, n:], axes.slots)
-    layer = layer.replace(position=position)
-    return output, _written(layer, forget(stats, position), key, value, own_position, own_stats, target, group)
+    return output, moves.after_evictions(position, (counted >= 0) & ~victim[:, :, size:]), looked
 
 
 def _rotated_by_rank(
-    query: Array, keys: list[Array], positions: tuple[Array, Array], rows: Rows, group: Group, rope: Rope
+    query: Array, keys: list[Array], positions: tuple[Array, ...], rows: Rows, group: Group, rope: Rope
 ) -> tuple[Array, tuple[Array, ...]]:
     """Rotates queries and keys to their ranks among the live slots of their head, on all devices.
 
@@ -224,8 +261,8 @@ def _rotated_by_rank(
 
     Args:
       query: [B, H, n, D], not rotated.
-      keys: [B, K, S, D] of this device's slots and of the step's own tokens, not rotated.
-      positions: [B, K, S] int32 of both.
+      keys: [B, K, S_i, D] of each of this device's stores and of the step's own tokens, not rotated.
+      positions: [B, K, S_i] int32 of each.
       rows: the rows.
       group: the policy.
       rope: the layer's rotary embedding.
@@ -260,24 +297,3 @@ def _heads(group: Group, kv_heads: int, axes: tuple[str, ...]) -> tuple[int, ...
     if group.heads is None:
         return first + jnp.arange(kv_heads, dtype=jnp.int32)
     return jax.lax.dynamic_slice_in_dim(jnp.asarray(group.heads, jnp.int32), first, kv_heads)
-
-
-def _written(
-    layer: LayerKV,
-    stats: dict[str, Array],
-    key: Array,
-    value: Array,
-    own_position: Array,
-    own_stats: dict[str, Array],
-    target: Array,
-    group: Group,
-) -> LayerKV:
-    """Writes the step's own tokens to slots [B, K, n] of this device."""
-    storage, (store,) = group.storage, layer.stores
-    made = held.encode(storage, key, value, value.dtype)
-    store = jax.tree.map(lambda old, new: write(old, target, new), store, made)
-    return layer.replace(
-        position=write(layer.position, target, own_position),
-        stores=(store,),
-        stats={name: write(old, target, own_stats[name]) for name, old in stats.items()},
-    )

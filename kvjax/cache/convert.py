@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import memory
-from kvjax.cache import flush, segment_ends, segments, tiers
+from kvjax.cache import arrange, flush, segment_ends, segments, tiers
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import empty_stats, forget, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, LayerKV, PerSlot, Store
@@ -89,15 +89,17 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
             layer, own = tiers.convert(layer, after, per_slot, prompt.length, sides)
         return layer.replace(stats=own.stats, index=own.index | index)
     pieces = []
-    start = 0
+    # Of each store of the prompt's phase that is the same store afterwards, or of its only one.
+    sizes = [jax.tree.leaves(store)[0].shape[2] for store in layer.stores] if in_place else [layer.position.shape[2]]
+    of_stores = arrange.separated(layer.position, sizes, layer.parts)
+    leaves, tree = jax.tree.flatten(per_slot)
+    split = [arrange.separated(leaf, sizes, layer.parts) for leaf in leaves]
+    owns = [jax.tree.unflatten(tree, own) for own in zip(*split, strict=True)] or [per_slot] * len(sizes)
     for number, (storage, slots) in enumerate(zip(after.stores, after.slots, strict=True)):
         if in_place:
             # From each store into the same store.
-            source = layer.stores[number]
-            size = jax.tree.leaves(source)[0].shape[2]
-            mine = live[:, :, start : start + size]
-            pieces.append(_moved(layer.position, per_slot, source, mine, slots, start))
-            start += size
+            own_at = of_stores[number]
+            pieces.append(_moved(own_at, owns[number], layer.stores[number], own_at >= 0, slots))
             continue
         due = live
         if len(after.slots) > 1:
@@ -105,39 +107,34 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
             old = layer.position <= (newest - after.storage.residual)[:, None, None]
             old &= layer.position >= after.storage.sinks
             due = live & (old if number == 0 else ~old)
-        position, own, store = _moved(layer.position, per_slot, layer.stores[0], due, slots, 0)
+        position, own, store = _moved(layer.position, per_slot, layer.stores[0], due, slots)
         if not storage.exact:
             exact = store["key"]["exact"], store["value"]["exact"]
             store = held.encode(storage, *exact, layer.value.dtype, sides)
         pieces.append((position, own, held.place(storage, store)))
-    positions, owns, stores = zip(*pieces, strict=True)
+    positions, moves, stores = zip(*pieces, strict=True)
     # [B, K, S], then [B, K, S, ...]
-    position = jnp.concatenate(positions, axis=2)
-    moved: PerSlot = forget(jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=2), *owns), position)
+    position = arrange.joined(positions, after.parts)
+    moved: PerSlot = forget(jax.tree.map(lambda *leaves: arrange.joined(leaves, after.parts), *moves), position)
     fresh = empty_stats(after.needs, after.policy.remembers, slots_of(position))
     stats = {name: moved.stats.get(name, new) for name, new in fresh.items()}
-    return layer.replace(position=position, stores=stores, stats=stats, index=moved.index | index)
+    return layer.replace(
+        position=position, stores=stores, stats=stats, index=moved.index | index, parts=after.parts
+    )  # fmt: skip
 
 
-def _moved(
-    position: Array, per_slot: PerSlot, source: Store, mine: Array, slots: int, start: int
-) -> tuple[Array, PerSlot, Store]:
+def _moved(position: Array, per_slot: PerSlot, source: Store, mine: Array, slots: int) -> tuple[Array, PerSlot, Store]:
     """Moves some slots of one store, oldest first, into `slots` slots.
 
     Args:
-      position: [B, K, S] int32 of all stores.
-      per_slot: of all stores.
+      position: [B, K, S] int32 of the store.
+      per_slot: of the store.
       source: the store.
-      mine: [B, K, size] bool, the slots of this store to move.
+      mine: [B, K, S] bool, the slots to move.
       slots: the number of slots of the result.
-      start: the store's first slot in `position`.
     """
-    end = start + mine.shape[2]
-    # [B, K, size]
-    position = position[:, :, start:end]
     order = oldest_first(position, mine, slots)
-    own = jax.tree.map(lambda leaf: take(leaf[:, :, start:end], order, slots), per_slot)
-    store = jax.tree.map(lambda leaf: take(leaf, order, slots), source)
+    own, store = jax.tree.map(lambda leaf: take(leaf, order, slots), (per_slot, source))
     return take(jnp.where(mine, position, EMPTY), order, slots, EMPTY), own, store
 
 

@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from kvjax import memory
 from kvjax.cache import blocks, segments
 from kvjax.cache.groups import Group, Phase
-from kvjax.cache.slots import constrain, empty_stats
+from kvjax.cache.slots import constrain, constrain_slots, empty_stats
 from kvjax.cache.state import EMPTY, Layer, LayerKV, Store
 from kvjax.storage import store as held
 from kvjax.storage.layouts import Blocks, Segments
@@ -39,18 +39,17 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
             for storage, slots in zip(group.stores, group.slots, strict=True)
         )
     ranked = (batch, heads, group.capacity - group.unranked)
-    return constrain(
-        LayerKV(
-            position=jnp.full(shape, EMPTY, jnp.int32),
-            stores=stores,
-            stats=empty_stats(group.needs, group.policy.remembers, ranked),
-            index=group.selection.init(shape, dim, dtype) if watch is None else watch.start((batch, heads), dim),
-            dim=dim,
-            sides=held.empty_sides(group.storage, (batch, heads), dim, dtype) if group.slots else {},
-            marks=marks,
-        ),
-        slots=bool(group.slot_axes),
+    layer = LayerKV(
+        position=jnp.full(shape, EMPTY, jnp.int32),
+        stores=stores,
+        stats=empty_stats(group.needs, group.policy.remembers, ranked),
+        index=group.selection.init(shape, dim, dtype) if watch is None else watch.start((batch, heads), dim),
+        dim=dim,
+        parts=group.parts,
+        sides=held.empty_sides(group.storage, (batch, heads), dim, dtype) if group.slots else {},
+        marks=marks,
     )
+    return constrain_slots(layer) if group.slot_axes else constrain(layer)
 
 
 def empty_layers(phase: Phase, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -> tuple[Layer, ...]:

@@ -1,7 +1,11 @@
 """What devices that share the slots of a head tell each other in a step, and where its tokens go."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax import attention
 from kvjax.attention import Attended
@@ -14,34 +18,61 @@ from kvjax.policies.base import View
 Array = jax.Array
 
 
-def gathered(here: attention.Problem, axes: tuple[str, ...]) -> tuple[list[Attended], Array, Array, Array]:
+class Told(NamedTuple):
+    """What the devices tell each other before a step's attention is complete.
+
+    Attributes:
+      parts: attention over the slots of each device.
+      seen: [B, K, n] float32, the number of slots that each query sees on all devices.
+      live: [B, K, 1] int32, the number of live slots on all devices.
+      free: [C, B, K, m] int32, the number of empty slots of each store of each device.
+      more: [B, K, ...] float32, the sum over all devices of what was given, or None.
+    """
+
+    parts: list[Attended]
+    seen: Array
+    live: Array
+    free: Array
+    more: Array | None
+
+
+def gathered(
+    here: Sequence[attention.Problem], live: Array, free: Array, axes: tuple[str, ...], more: Array | None = None
+) -> Told:
     """Gathers what each device knows of its slots, in one collective.
 
-    Returns:
-      Attention over the slots of each device; the number of slots that each query sees [B, K, n] float32, and that are
-      live [B, K, 1] int32, on all devices; and the number of empty slots of each device, [C, B, K, 1] int32.
+    Args:
+      here: attention to each of this device's stores.
+      live: [B, K, 1] int32 live slots of this device, read or not.
+      free: [B, K, m] int32 empty slots of each store.
+      axes: that slots are divided over.
+      more: [B, K, ...] float32 to be added up.
     """
-    part = attention.attend(here, "xla")
+    part = attention.combine(*(attention.attend(each, "xla") for each in here))
     assert part.lse is not None
-    batch, kv_heads, group, n, dim = part.output.shape
-    position = here.key_position
+    batch, kv_heads = part.output.shape[:2]
     flat = (batch, kv_heads, -1)
     # Of no more than 2²⁴ slots, float32 counts exactly.
-    counts = [
-        attention.count_seen(here),
-        live_slots(position).astype(jnp.float32),
-        empty_slots(position).astype(jnp.float32),
+    packed = [
+        part.output.reshape(flat),
+        part.lse.reshape(flat),
+        sum(map(attention.count_seen, here), start=jnp.float32(0)),
+        live.astype(jnp.float32),
+        free.astype(jnp.float32),
+        *(() if more is None else (more.reshape(flat),)),
     ]
-    # [C, B, K, G * n * (D + 1) + n + 2] float32
-    packed = jnp.concatenate([part.output.reshape(flat), part.lse.reshape(flat), *counts], axis=2)
-    every = jax.lax.all_gather(packed, axes)
-    ends = [group * n * dim, group * n * (dim + 1), group * n * (dim + 1) + n, group * n * (dim + 1) + n + 1]
-    output, lse, seen, live, empty = jnp.split(every, ends, axis=3)
+    # [C, B, K, G * n * (D + 1) + n + 1 + m + ...] float32
+    every = jax.lax.all_gather(jnp.concatenate(packed, axis=2), axes)
+    ends = np.cumsum([each.shape[2] for each in packed])[:-1].tolist()
+    output, lse, seen, held, empty, *added = jnp.split(every, ends, axis=3)
     parts = [
         Attended(one.reshape(part.output.shape), two.reshape(part.lse.shape))
         for one, two in zip(output, lse, strict=True)
     ]
-    return parts, jnp.sum(seen, axis=0), jnp.sum(live, axis=0).astype(jnp.int32), empty.astype(jnp.int32)
+    return Told(
+        parts, jnp.sum(seen, axis=0), jnp.sum(held, axis=0).astype(jnp.int32), empty.astype(jnp.int32),
+        None if more is None else jnp.sum(added[0], axis=0).reshape(more.shape),
+    )  # fmt: skip
 
 
 def live_slots(position: Array) -> Array:
@@ -54,7 +85,9 @@ def empty_slots(position: Array) -> Array:
     return jnp.sum(position < 0, axis=2, keepdims=True, dtype=jnp.int32)
 
 
-def lowest_position(group: Group, stats: dict[str, Array], view: View, total: Array, axes: tuple[str, ...]) -> Array:
+def lowest_position(
+    group: Group, stats: dict[str, Array], view: View, total: Array, axes: tuple[str, ...], more: Array
+) -> tuple[Array, Array]:
     """Returns the position that is evicted in each head, [B, K, 1] int32, -1 where none is, in one collective.
 
     Args:
@@ -63,20 +96,21 @@ def lowest_position(group: Group, stats: dict[str, Array], view: View, total: Ar
       view: the same slots.
       total: [B, K, 1] int32 live slots on all devices, with the step's own token.
       axes: that slots are divided over.
+      more: [B, K, m] int32 to be added up over all devices, the second result.
     """
     priority, limit = evict.ranking(group.policy, stats, view)
     live = view.live
     # [B, K, 1]: of this device's slots
     lowest = jnp.min(jnp.where(live, priority, jnp.inf), axis=2, keepdims=True)
     oldest = jnp.min(jnp.where(live & (priority == lowest), view.position, FAR), axis=2, keepdims=True)
-    # [C, B, K, 2] int32, of which the first are the bits of floats
+    # [C, B, K, 2 + m] int32, of which the first are the bits of floats
     bits = jax.lax.bitcast_convert_type(lowest, jnp.int32)
-    every = jax.lax.all_gather(jnp.concatenate([bits, oldest], axis=2), axes)
+    every = jax.lax.all_gather(jnp.concatenate([bits, oldest, more], axis=2), axes)
     priorities = jax.lax.bitcast_convert_type(every[..., :1], jnp.float32)
     # [B, K, 1]: of equal ones the oldest
     tied = priorities == jnp.min(priorities, axis=0)
-    found = jnp.min(jnp.where(tied, every[..., 1:], FAR), axis=0)
-    return jnp.where((total > limit) & (found < FAR), found, EMPTY)
+    found = jnp.min(jnp.where(tied, every[..., 1:2], FAR), axis=0)
+    return jnp.where((total > limit) & (found < FAR), found, EMPTY), jnp.sum(every[..., 2:], axis=0)
 
 
 def place_of(position: Array, own: Array, victim: Array, free: Array, axes: tuple[str, ...]) -> Array:

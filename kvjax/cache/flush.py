@@ -1,7 +1,7 @@
 """Writes blocks: encodes the tokens that fill them, when a step or a prompt ends (see `kvjax.cache.blocks`)."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kvjax.cache.blocks import EXACT, OF_PROMPT, PROMPT, SHARED, parts_of, room, slots_of_exact, unit_of
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import after_reading, constrain, empty_stats, forget, oldest_first, slots_of, take, write
-from kvjax.cache.state import EMPTY, LayerKV, PerSlot
+from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot
 from kvjax.storage.base import Parts, Storage
 from kvjax.storage.layouts import BlockCodec, SegmentCodec
 from kvjax.storage.side import Sides
@@ -17,6 +17,21 @@ from kvjax.storage.store import aligned
 
 Array = jax.Array
 T = TypeVar("T")
+
+
+BEYOND = FAR - 1  # above every slot; see `after_reading`
+
+
+class Others(NamedTuple):
+    """What is known of the slots of all devices, where slots are divided; numbers count from the first slot of one.
+
+    Attributes:
+      held: [B, K, 1] int32, the number of tokens before the step.
+      old: [B, K, 1] int32, the number of tokens that are no longer in the residual after it.
+    """
+
+    held: Array
+    old: Array
 
 
 def settle(
@@ -28,24 +43,46 @@ def settle(
     newest: Array,
     group: Group,
     sides: Sides,
+    others: Others | None = None,
 ) -> tuple[LayerKV, PerSlot]:
-    """Writes a step's own tokens and encodes what is due; see `kvjax.cache.settle.settle`."""
-    key, value, position, per_slot = constrain((key, value, position, per_slot))
+    """Writes a step's own tokens and encodes what is due; see `kvjax.cache.settle.settle`.
+
+    Args:
+      layer: the slots before the step. Of slots that are divided over devices those of one device, which is also where
+        the numbers of `others` and of `LayerKV.marks` count from; they are below 0 where they are on another device.
+      key: [B, K, n, D] of the step's own tokens.
+      value: [B, K, n, D].
+      position: [B, K, S + n] int32.
+      per_slot: leaves [B, K, S + n, ...].
+      newest: [B] int32.
+      group: which has the storage.
+      sides: what keys and values share.
+      others: what is known of all slots, if they are divided; None = these are all slots.
+    """
+    if others is None:
+        key, value, position, per_slot = constrain((key, value, position, per_slot))
     size, n = layer.position.shape[2], key.shape[2]
     own = position[:, :, size:]
     # [B, K, 1]
     held = jnp.sum(position[:, :, :size] >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+    held = held if others is None else others.held
     count = jnp.sum(own >= 0, axis=2, keepdims=True, dtype=jnp.int32)
     # [B, K, n]: the slot of each token; out of bounds, where writes are dropped, for padding
-    at = jnp.where(own >= 0, held + jnp.arange(n, dtype=jnp.int32), size)
-    position = write(position[:, :, :size], at, own)
-    per_slot = jax.tree.map(lambda leaf: write(leaf[:, :, :size], at, leaf[:, :, size:]), per_slot)
+    end = size if others is None else BEYOND
+    at = jnp.where(own >= 0, held + jnp.arange(n, dtype=jnp.int32), end)
+    # An index below 0 is out of bounds too.
+    here = at if others is None else jnp.where(at < 0, size, at)
+    position = write(position[:, :, :size], here, own)
+    per_slot = jax.tree.map(lambda leaf: write(leaf[:, :, :size], here, leaf[:, :, size:]), per_slot)
     store, marks = {}, {}
     for side, x in (("key", key), ("value", value)):
         mark = layer.marks[side][..., None]
-        coded = _coded(group.storage, side, position, held + count, newest, mark)
+        if others is None or isinstance(group.storage.codecs[side], BlockCodec):
+            coded = _coded(group.storage, side, position, held + count, newest, mark)
+        else:
+            coded = jnp.where((newest >= 0)[:, None, None], others.old, mark)
         first = layer.marks[PROMPT][..., None] if PROMPT in layer.marks else 0
-        store[side] = _flushed(group.storage, side, layer.stores[0][side], x, held, at, mark, coded, size, first, sides)
+        store[side] = _flushed(group.storage, side, layer.stores[0][side], x, held, at, mark, coded, end, first, sides)
         marks[side] = coded[..., 0]
     return layer.replace(position=position, stores=(store,), marks=layer.marks | marks), per_slot
 
@@ -78,7 +115,7 @@ def _flushed(
     at: Array,
     mark: Array,
     coded: Array,
-    size: int,
+    end: int,
     first: Array | int,
     sides: Sides,
 ) -> Parts:
@@ -90,10 +127,10 @@ def _flushed(
       parts: of the layer.
       x: [B, K, n, D] of the step's own tokens.
       held: [B, K, 1] int32, the number of live slots before the step.
-      at: [B, K, n] int32, the slots of the step's own tokens; `size` for padding.
+      at: [B, K, n] int32, the slots of the step's own tokens; `end` for padding.
       mark: [B, K, 1] int32.
       coded: [B, K, 1] int32.
-      size: the number of slots.
+      end: a number that is above that of every token's slot.
       first: [B, K, 1] int32 tokens in blocks of the prompt that are held apart, or 0.
       sides: what vectors share.
     """
@@ -129,10 +166,10 @@ def _flushed(
         new, read = encode(old, x) if unit == 1 else _if_any(due, encode, old, x)
         # XLA would copy the exact tokens if it could write the new ones before it has read those that are due.
         at = after_reading(at, read)
-        target = jnp.where(due, number - first // unit, units)
+        target = jnp.where(due & (number >= 0), number - first // unit, units)
         others = {name: write(part, target, new[name]) for name, part in others.items()}
     if entries:
-        stays = (at >= coded) & (at < size)
+        stays = (at >= coded) & (at < end)
         old = write(old, jnp.where(stays, at % entries, entries), x)
     return {**parts, **others, EXACT: old}
 
@@ -180,7 +217,7 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, newest: Array, side
     for side in storage.codecs:
         # [B, K, W, D]
         x = take(layer.stores[0][side][EXACT], order, order.shape[2])
-        units, entries = room(storage, side, size, after.extent)
+        units, entries = room(storage, side, size, after.extent, after.slot_parts)
         coded = _coded(storage, side, position, held, newest, jnp.zeros_like(held))
         codec, unit = storage.codecs[side], unit_of(storage, side)
         if isinstance(codec, BlockCodec) and codec.prompt is not None:

@@ -48,6 +48,7 @@ class Group:
       attend: the implementation of attention.
       step: the implementation of a whole decoding step; None = step by step.
       slot_axes: the mesh axes that slots are divided over; () = each device has all slots of its heads.
+      slot_parts: the number of devices that slots are divided over.
       reasons: why no faster kernel runs, and why slots are not divided.
       watch: of a prompt, the selection of the decoding phase, if it adds up what the prompt's queries and keys are.
       decode_group: of a one-shot prompt, the group of the decoding phase, into whose arrays each layer moves its slots.
@@ -65,6 +66,7 @@ class Group:
     attend: Implementation = "xla"
     step: Implementation | None = None
     slot_axes: tuple[str, ...] = ()
+    slot_parts: int = 1
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     watch: Selection | None = None
     decode_group: "Group | None" = None
@@ -101,6 +103,11 @@ class Group:
     def has_budget(self) -> bool:
         """Whether rows have a number of slots that is data in the state."""
         return self.evicts or self.selection.budget is not None
+
+    @property
+    def parts(self) -> int:
+        """See `LayerKV.parts`."""
+        return self.slot_parts if len(self.slots) > 1 else 1
 
     @property
     def capacity(self) -> int:

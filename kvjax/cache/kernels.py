@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from kvjax import attention, sharding
 from kvjax.attention import Implementation
-from kvjax.cache import context
+from kvjax.cache import blocks, context
 from kvjax.cache.fused import observe_and_evict
 from kvjax.cache.groups import Group
 from kvjax.cache.limits import Sizes
@@ -18,6 +18,7 @@ from kvjax.kernels import platform as pallas_platform
 from kvjax.kernels import registry
 from kvjax.kernels.registry import Choice, Op, Request
 from kvjax.models.config import DecoderConfig
+from kvjax.storage.layouts import Blocks
 
 #: Why ``auto`` on a GPU, which means XLA, does not try the Pallas kernels for it.
 ONLY_BY_NAME = "pallas_gpu: its kernels run only if they are asked for by name, implementation='pallas_gpu'"
@@ -96,9 +97,13 @@ class Chooser:
                 f"implementation={self.asked!r} cannot run this: {over}, which attention by XLA alone combines. Use "
                 "'auto' or 'xla', or a mesh whose axis model divides the KV heads and which has no axis context."
             )
-        slots = (-(-group.slots[0] // parts) * parts,)
+        # No page and no block is on two devices.
+        multiple = parts * group.selection.unit
+        if isinstance(group.storage.layout, Blocks):
+            multiple = parts * blocks.multiple(group.storage)
+        slots = tuple(-(-size // multiple) * multiple for size in group.slots)
         return dataclasses.replace(
-            group, slots=slots, slot_axes=axes, attend="xla", step=None,
+            group, slots=slots, slot_axes=axes, slot_parts=parts, attend="xla", step=None,
             reasons=(f"pallas: {over}",) if self.implementation != "xla" else (),
         )  # fmt: skip
 

@@ -244,7 +244,7 @@ def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight:
     columns = columns[unranked:]
     size = pool.sizes[0]
     if reading.slots is not None:
-        columns = ({name: _spread(x, reading.slots, size) for name, x in columns[0].items()}, *columns[1:])
+        columns = ({name: spread(x, reading.slots, size) for name, x in columns[0].items()}, *columns[1:])
     whole = {name: joined(tuple(each[name] for each in columns)) for name in columns[0]}
     return attention.ungroup(output), whole
 
@@ -286,7 +286,7 @@ def attend_text(query: Array, reading: Reading, pool: Pool, group: Group, **opti
     return attention.ungroup(output), {s.name: jnp.zeros_like(pool.stats[s.name], jnp.float32) for s in group.needs}
 
 
-def _spread(column: Array, slots: Array, size: int) -> Array:
+def spread(column: Array, slots: Array, size: int) -> Array:
     """Scatters columns [B, K, W, ...] of the slots [B, K, W] that were read to [B, K, size, ...], 0 elsewhere."""
     place = jax.vmap(jax.vmap(lambda into, at, new: into.at[at].set(new, mode="drop", unique_indices=True)))
     return place(jnp.zeros((*column.shape[:2], size, *column.shape[3:]), column.dtype), slots, column)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
-from kvjax.cache import blocks, pairs, segments
+from kvjax.cache import arrange, blocks, pairs, segments
 from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.groups import Group, stores_of
@@ -219,7 +219,9 @@ def read(
         held.decode(each, store, layer.dim, jnp.dtype(jnp.float32), sides)
         for each, store in zip(ways, layer.stores, strict=True)
     ]
-    key, value = (jnp.concatenate([x.astype(jnp.float32) for x in each], axis=2) for each in zip(*pieces, strict=True))
+    key, value = (
+        arrange.joined([x.astype(jnp.float32) for x in each], layer.parts) for each in zip(*pieces, strict=True)
+    )
     return key, value, layer.position
 
 

@@ -1,6 +1,6 @@
 """Slots: finds empty ones, writes and moves them, and orders them by position."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ from kvjax.statistics import Statistic
 
 Array = jax.Array
 T = TypeVar("T")
+
+EXACT = "exact"  # the part of tokens that are not encoded
+AXES = ("batch", "kv_heads", "slots")  # logical axes of the first dimensions of an array of slots
 
 
 def slots_of(key: Array) -> tuple[int, int, int]:
@@ -203,15 +206,35 @@ def forget(tree: T, position: Array) -> T:
     return jax.tree.map(clear, tree)
 
 
-def constrain(tree: T, *, slots: bool = False) -> T:
-    """Constrains the sharding of arrays [B, K, ...] on the current mesh to that of the cache.
+def constrain(tree: T) -> T:
+    """Constrains the sharding of arrays [B, K, ...] on the current mesh to that of the cache."""
+    return jax.tree.map(lambda leaf: sharding.constrain(leaf, axes_of(leaf, 2)), tree)
 
-    Args:
-      tree: the arrays.
-      slots: whether they are arrays [B, K, S, ...] whose slots are divided; see `Group.slot_axes`.
-    """
-    axes = ("batch", "kv_heads", "slots") if slots else ("batch", "kv_heads")
-    return jax.tree.map(lambda leaf: sharding.constrain(leaf, (*axes, *(None,) * (leaf.ndim - len(axes)))), tree)
+
+def constrain_slots(layer: LayerKV) -> LayerKV:
+    """Constrains the sharding of a layer whose slots are divided over devices; see `Group.slot_axes`."""
+    made: LayerKV = jax.tree.map(
+        lambda leaf, count: sharding.constrain(leaf, axes_of(leaf, count)), layer, divided(layer)
+    )
+    return made
+
+
+def divided(layer: LayerKV) -> LayerKV:
+    """Returns the number of `AXES` that divide each array of a layer whose slots are divided over devices."""
+
+    def count(path: tuple[Any, ...], leaf: Array) -> int:
+        names = sharding.path_names(path)
+        # Every device has the exact tokens that wait until their block is full, and what a head has once.
+        once = names[0] in ("sides", "marks") or (bool(layer.marks) and names[-1] == EXACT)
+        return 2 if once else 3
+
+    found: LayerKV = jax.tree_util.tree_map_with_path(count, layer)
+    return found
+
+
+def axes_of(leaf: Array, count: int) -> tuple[str | None, ...]:
+    """Returns the logical axes of an array of which the first `count` of `AXES` divide it."""
+    return (*AXES[:count], *(None,) * (leaf.ndim - count))
 
 
 def after_reading(slots: Array, number: Array) -> Array:
@@ -232,7 +255,7 @@ def longest(position: Array) -> Array:
 
 
 __all__ = [
-    "EMPTY", "after_reading", "append", "constrain", "empty_stats", "forget", "free_slots", "free_slots_for",
-    "longest", "oldest_first",
-    "ranks", "slots_of", "take", "transient", "write",
+    "EMPTY", "after_reading", "append", "axes_of", "constrain", "constrain_slots", "divided", "empty_stats",
+    "forget", "free_slots", "free_slots_for", "longest", "oldest_first", "ranks", "slots_of", "take", "transient",
+    "write",
 ]  # fmt: skip

@@ -17,8 +17,8 @@ FAR = jnp.iinfo(jnp.int32).max
 class LayerKV(flax.struct.PyTreeNode):
     """The slots of one group of KV heads of one layer.
 
-    The slots of several stores (coded, then exact) follow each other in `position` and `stats`. An empty slot may hold
-    any key and value; its statistics are 0.
+    The slots of several stores (coded, then exact) follow each other in `position` and `stats`, on each device where
+    slots are divided. An empty slot may hold any key and value; its statistics are 0.
 
     Attributes:
       position: [B, K, S] int32 absolute token position, -1 = empty. Live positions of a head are distinct.
@@ -26,6 +26,7 @@ class LayerKV(flax.struct.PyTreeNode):
       stats: statistic name -> [B, K, S, ...].
       index: the selection's index, leaves [B, K, ...].
       dim: D, the number of features of a head.
+      parts: the number of devices that the slots of several stores are divided over; see `kvjax.cache.arrange`.
       sides: what the keys, and the values, of a row and KV head share since its prompt ended, leaves [B, K, ...]; {}
         for a storage without such sides.
       marks: of a layout of blocks, ``key`` and ``value`` -> [B, K] int32, the number of tokens that are encoded;
@@ -37,6 +38,7 @@ class LayerKV(flax.struct.PyTreeNode):
     stats: dict[str, Array]
     index: dict[str, Array]
     dim: int = flax.struct.field(pytree_node=False)
+    parts: int = flax.struct.field(pytree_node=False, default=1)
     sides: Sides = flax.struct.field(default_factory=dict)
     marks: dict[str, Array] = flax.struct.field(default_factory=dict)
 

@@ -18,8 +18,8 @@ from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.finish import finish
 from kvjax.cache.groups import Group
 from kvjax.cache.pool import Pool, Turn, joined, pieces, placed, pool_of, prompt_pool, rotated_by_rank, run_after_inputs
-from kvjax.cache.slots import after_reading, constrain
-from kvjax.cache.state import Block, Layer, LayerKV, PerSlot
+from kvjax.cache.slots import after_reading, constrain, constrain_slots
+from kvjax.cache.state import EMPTY, Block, Layer, LayerKV, PerSlot
 from kvjax.kernels.coded import as_array
 from kvjax.rope import Rope
 from kvjax.selection.base import Selection
@@ -177,13 +177,17 @@ def step(
         )
         return output, after, None
     if group.slot_axes and layer is not None:
-        output, after = context.step(
+        output, after, looked = context.step(
             layer, query, key, value, block=block, group=group, budget=budget, rope=rope, scale=scale,
             soft_cap=soft_cap, window=window,
         )  # fmt: skip
         own = jnp.broadcast_to(block.position[:, None], key.shape[:3])
-        read = jnp.concatenate([layer.position, own], axis=2)
-        return output, after, Seen(query, None, read, None, read)
+        all_slots = jnp.concatenate([layer.position, own], axis=2)
+        if looked is None:
+            return output, after, Seen(query, None, all_slots, None, all_slots)
+        read = jnp.concatenate([jnp.where(looked.read, layer.position, EMPTY), own], axis=2)
+        chosen = jnp.pad(looked.chosen, ((0, 0), (0, 0), (0, own.shape[2])))
+        return output, after, Seen(query, None, read, None, all_slots, chosen)
     if layer is None:
         pool = prompt_pool(key, value, block, group)
     else:
@@ -235,13 +239,14 @@ def step(
         after = convert(after, group, group.decode_group, Prompt(block.prompt, rope, frequencies, skew, sides))
     # The slots of a prompt in one shot are in the arrays of the decoding phase.
     divided = fresh and group.decode_group is not None and bool(group.decode_group.slot_axes)
+    after = constrain_slots(after) if divided else constrain(after)
     if group.storage.on_host:
-        return output, constrain(after, slots=divided), Seen(query, None, read, log_weight, pool.position, chosen)
+        return output, after, Seen(query, None, read, log_weight, pool.position, chosen)
     # XLA removes this second call unless the caller uses its result.
     query, keys, _ = attended(pool, query, whole=True)
     return (
         output,
-        constrain(after, slots=divided),
+        after,
         Seen(query, joined(tuple(map(as_array, keys))), read, log_weight, pool.position, chosen),
     )
 

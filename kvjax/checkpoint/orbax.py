@@ -141,6 +141,7 @@ def restore_state(
         )
     else:
         _same_shapes(folder, target, saved)
+        _same_parts(folder, target, saved)
 
     by_slot = {name for name, leaf in _by_name(saved).items() if _slots_divided(leaf)}
 
@@ -157,6 +158,26 @@ def restore_state(
     with using(rules or Rules()):
         placed = jax.tree_util.tree_map_with_path(place, target)
     return _restore(folder, placed)
+
+
+def _parts(saved: dict[str, PyTree]) -> int:
+    """Returns `LayerKV.parts` of a saved group of heads."""
+    place = saved["position"].sharding
+    if len(saved["stores"]) == 1 or not _slots_divided(saved["position"]):
+        return 1
+    sizes, axes = dict(zip(place.axis_names, map(int, place.shape), strict=True)), place.partition_spec[SLOTS]
+    return math.prod(sizes[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+
+
+def _same_parts(folder: str | Path, target: KVState, saved: PyTree) -> None:
+    """Raises a CheckpointError if the slots of several stores are arranged for another number of devices."""
+    for layer, own in zip(saved["layers"], target.layers, strict=True):
+        for group, wanted in zip(layer, own, strict=True):
+            if (parts := _parts(group)) != wanted.parts:
+                raise CheckpointError(
+                    f"{folder} holds slots of several stores that were divided over {parts} devices, expected "
+                    f"{wanted.parts}; restore it without a target, or onto as many devices."
+                )
 
 
 def _slots_divided(saved: Any) -> bool:
@@ -179,6 +200,7 @@ def _saved_group(folder: str | Path, saved: dict[str, PyTree]) -> LayerKV:
         stats=saved.get("stats", {}),
         index=saved.get("index", {}),
         dim=stores[-1]["key"]["exact"].shape[-1],
+        parts=_parts(saved),
     )
 
 

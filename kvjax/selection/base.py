@@ -133,6 +133,8 @@ class Selection:
         `always_units` exist, so that a step looks at one mark of each unit.
       shared_by_heads: whether all KV heads of a layer read the same positions.
       watches: whether `build` needs the sums of `watch`.
+      over_devices: whether slots may be divided over devices. A method is then given the slots of one device, and
+        reduces over all by `kvjax.across`; arrays of the index have an entry for each slot or each unit, or for none.
       per_slot: the names of arrays of the index that have an entry for each slot, [B, K, S, ...]. They move with the
         slots; an empty slot may have any entry.
     """
@@ -148,6 +150,7 @@ class Selection:
     unit: int = 1
     shared_by_heads: bool = False
     watches: bool = False
+    over_devices: bool = False
     per_slot: frozenset[str] = frozenset()
 
     @property

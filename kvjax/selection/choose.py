@@ -8,6 +8,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from kvjax import across
+from kvjax.compaction import compact
 from kvjax.order import largest
 from kvjax.products import product
 from kvjax.soft_cap import soft_capped
@@ -15,9 +17,6 @@ from kvjax.soft_cap import soft_capped
 Array = jax.Array
 Normalise = Literal["gap", "softmax", "probability", "none"]
 Reduce = Literal["max", "mean"]
-
-WORD = 32  # slots whose marks are packed into one uint32
-HALVES = (16, 8, 4, 2, 1)  # steps of a binary search in a word
 
 
 def grouped_logits(query: Array, key: Array, scale: float, soft_cap: float | None = None) -> Array:
@@ -55,7 +54,7 @@ def rank(
     among = candidate[:, :, None]
     match normalise:
         case "gap":
-            top = jnp.max(jnp.where(among, score, -jnp.inf), axis=-1, keepdims=True)
+            top = across.max_over_slots(jnp.max(jnp.where(among, score, -jnp.inf), axis=-1, keepdims=True))
             # The comparison makes the maximum 0 even if a compiler fuses scaling and subtraction into one rounding.
             score = jnp.where(score >= top, 0.0, score - top)
         case "softmax":
@@ -80,7 +79,7 @@ def softmax(score: Array, mask: Array) -> Array:
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     weight = jnp.exp(jnp.where(mask, score - top, -jnp.inf))
     total = jnp.sum(weight, axis=-1, keepdims=True)
-    return weight / jnp.where(total > 0, total, 1.0)
+    return across.softmax_of_all(weight / jnp.where(total > 0, total, 1.0), top, total)
 
 
 def best(worth: Array, candidate: Array, position: Array, count: Array | int) -> Array:
@@ -117,38 +116,4 @@ def mark_ends(position: Array, new: Array, oldest: int, newest: int) -> Array:
     return marks
 
 
-def compact(mask: Array, width: int) -> tuple[Array, Array]:
-    """Gathers the slots that a mask marks, ascending, into arrays of `width`.
-
-    Args:
-      mask: [B, K, S] bool; must not mark more than `width` slots of a head.
-      width: W.
-
-    Returns:
-      slots: [B, K, W] int32, in bounds everywhere.
-      valid: [B, K, W] bool, False after the last marked slot.
-    """
-    batch, kv_heads, size = mask.shape
-    words = -(-size // WORD)
-    # [B, K, words, WORD]
-    marks = jnp.pad(mask, ((0, 0), (0, 0), (0, words * WORD - size))).reshape(batch, kv_heads, words, WORD)
-    # [B, K, words] uint32: mark i is bit i
-    word = jnp.sum(marks.astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32), axis=3, dtype=jnp.uint32)
-    # [B, K, words]: marks of each word, and up to its end. Running sums over all slots would be far slower on a CPU.
-    marked = jax.lax.population_count(word).astype(jnp.int32)
-    until = jnp.cumsum(marked, axis=2)
-    # [B, K, W]: the word that holds the i-th mark, and the number of marks before it in that word
-    number = jnp.arange(width, dtype=jnp.int32)
-    found = jax.vmap(jax.vmap(lambda ends: jnp.searchsorted(ends, number, side="right").astype(jnp.int32)))(until)
-    holder = jnp.minimum(found, words - 1)
-    left = number - jnp.take_along_axis(until - marked, holder, axis=2)
-    bits = jnp.take_along_axis(word, holder, axis=2)
-    # [B, K, W]: the bit of that mark in its word
-    bit = jnp.zeros_like(holder)
-    for half in HALVES:
-        low = (bits >> bit.astype(jnp.uint32)) & jnp.uint32((1 << half) - 1)
-        below = jax.lax.population_count(low).astype(jnp.int32)
-        above = left >= below
-        left = jnp.where(above, left - below, left)
-        bit = jnp.where(above, bit + half, bit)
-    return jnp.minimum(holder * WORD + bit, size - 1), number < until[:, :, -1:]
+__all__ = ["Normalise", "Reduce", "best", "compact", "grouped_logits", "mark_ends", "rank", "softmax"]

@@ -37,6 +37,7 @@ class Optimal(Selection):
     first_layer: int = 0
     name = "optimal"
     ranks_by_keys = True
+    over_devices = True
 
     def __post_init__(self) -> None:
         with named(self.name):

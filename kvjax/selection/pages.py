@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from kvjax import across
 from kvjax.arguments import count_argument
 from kvjax.policies.base import Policy
 from kvjax.policies.traits import evicting_while_decoding
@@ -52,6 +53,7 @@ class Pages(Selection):
     every: int = 1
     first: bool = False
     first_layer: int = 2
+    over_devices = True
 
     def __post_init__(self) -> None:
         with named(self.name):
@@ -174,7 +176,13 @@ class Pages(Selection):
             pages = best_pages()
         else:
             due = (index["steps"] % self.every == 0) & view.active[:, 0]
-            fresh = jax.lax.cond(jnp.any(due), best_pages, lambda: jnp.zeros(position.shape, bool))
+            # Devices that have slots of a head choose together, whatever rows others have.
+            together = bool(across.current().slots)
+            fresh = (
+                best_pages()
+                if together
+                else jax.lax.cond(jnp.any(due), best_pages, lambda: jnp.zeros(position.shape, bool))
+            )
             stands = jnp.where(due[..., None], fresh | newest, index["stands"])
             steps = jnp.where(view.active[:, 0], index["steps"] + 1, index["steps"])
             index = index | {"stands": stands, "steps": steps}
@@ -186,6 +194,7 @@ class Pages(Selection):
         candidate, count = position >= 0, self.pages
         if self.first:
             oldest = jnp.min(jnp.where(candidate, position, jnp.iinfo(jnp.int32).max), axis=2, keepdims=True)
+            oldest = across.min_over_slots(oldest)
             free, count = position == oldest, count - 1
             candidate &= ~free
         # [B, K, G, U]

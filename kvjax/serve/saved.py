@@ -118,6 +118,7 @@ def _shapes(prompts: Prompts) -> KVState:
 def _cache(prompts: Prompts) -> dict[str, Any]:
     """What the arrays of a cache depend on, as JSON has it."""
     layout = prompts.layout
+    parts = [[group.parts for group in layer] for layer in layout.decode]
     return {
         # Functions of a user's own policy are printed with their addresses.
         "spec": re.sub(r" at 0x[0-9a-f]+", "", repr(prompts.spec)),
@@ -126,6 +127,8 @@ def _cache(prompts: Prompts) -> dict[str, Any]:
         "block": prompts.block,
         "dtype": layout.dtype,
         "slots": [[list(group.slots) for group in layer] for layer in layout.decode],
+        # On how many devices the slots of several stores are.
+        **({"parts": parts} if any(each > 1 for layer in parts for each in layer) else {}),
     }
 
 

@@ -21,11 +21,13 @@ from kvjax.cache.empty import empty
 from kvjax.cache.groups import Group
 from kvjax.cache.limits import Sizes
 from kvjax.cache.lowering import lower
+from kvjax.cache.slots import AXES, divided
 from kvjax.cache.spec import as_spec
 from kvjax.cache.step import step_layer
 from kvjax.models.config import DecoderConfig
 from kvjax.policies import POLICIES, Policy
 from kvjax.rope import Rope
+from kvjax.selection import Selection, everything, lserve, optimal, quest, retrieval
 from kvjax.storage import Storage, dense
 from tests import conftest, layers  # noqa: F401, conftest sets how programs are compiled
 
@@ -42,6 +44,7 @@ class Case:
       policy: slots -> which of them stay.
       mesh: see `kvjax.make_mesh`.
       storage: how they are held.
+      selection: which of them a query reads.
       block: tokens of a block of the prompt; None = in one shot.
       heads: query heads and KV heads.
       divided: the mesh axes that slots are divided over.
@@ -50,13 +53,14 @@ class Case:
     policy: Callable[[int], Policy]
     mesh: str = "data:2,model:2,context:2"
     storage: Storage = dataclasses.field(default_factory=dense)
+    selection: Selection = dataclasses.field(default_factory=everything)
     block: int | None = None
     heads: tuple[int, int] = (KV_HEADS * GROUP, KV_HEADS)
     divided: tuple[str, ...] = ("context",)
 
     def spec(self, budget: int = BUDGET) -> CacheSpec:
         """The cache, of `budget` slots if that limits it."""
-        return CacheSpec(self.policy(budget), self.storage)
+        return CacheSpec(self.policy(budget), self.storage, self.selection)
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -71,6 +75,7 @@ def registered(name: str) -> Callable[[int], Policy]:
     )
 
 
+CHANNELS = storage.Channels(2, 2)
 h2o, full = registered("h2o"), registered("full")
 CASES = {
     # Tova's mean over heads would move one number per slot between devices that have some of the heads.
@@ -88,6 +93,28 @@ CASES = {
     "int4": Case(full, "model:2,context:4", storage=storage.int4()),
     "fp8": Case(policies.tova, "context:4", storage=storage.fp8()),
     "mxfp4": Case(full, storage=storage.mxfp4()),
+    "residual": Case(h2o, storage=storage.int8(residual=4)),
+    "residual, all": Case(full, "data:2,context:4", storage=storage.int4(residual=5)),
+    "residual in blocks": Case(h2o, "data:2,model:1,context:4", block=5, storage=storage.int8(residual=3)),
+    "residual beyond the budget": Case(policies.tova, "data:2,context:2", storage=storage.int8(residual=20)),
+    "residual by ranks": Case(registered("streaming_llm"), storage=storage.int8(residual=4)),
+    "first and newest": Case(
+        registered("scissorhands"), storage=dataclasses.replace(storage.int8(residual=2), sinks=2)
+    ),
+    "first alone": Case(h2o, storage=dataclasses.replace(storage.int8(), sinks=3)),
+    "kivi by age": Case(h2o, storage=storage.kivi(2, 2, 4)),
+    "kivi": Case(full, "data:2,context:2", storage=storage.kivi(2, 2, 4)),
+    "kivi in blocks": Case(full, "context:2", block=5, storage=storage.kivi(4, 2, 4)),
+    "blocks of both": Case(
+        full, storage=storage.Storage(key=CHANNELS, value=CHANNELS, layout=storage.blocks(2), name="blocks of both")
+    ),
+    "optimal": Case(h2o, "data:2,context:4", selection=optimal(5)),
+    "optimal, residual": Case(full, storage=storage.int8(residual=4), selection=optimal(5)),
+    "quest": Case(full, "data:2,context:4", selection=quest(4, 12, first_layer=0)),
+    "quest in blocks": Case(full, block=5, selection=quest(2, 8, first_layer=0)),
+    "lserve": Case(full, "context:2", selection=lserve(4, 2, 3, budget=12, first_layer=0)),
+    "retrieval": Case(full, selection=retrieval(4, 12)),
+    "quest of codes": Case(registered("snapkv"), storage=storage.int8(), selection=quest(4, 12, first_layer=0)),
     "parts of heads": Case(
         lambda budget: policies.split_heads([[True, False, False, False]], full(budget), h2o(budget)),
         "data:2,model:2", heads=(4, 4), divided=("model",),
@@ -106,39 +133,58 @@ def difference(case: Case) -> dict[str, Any]:
     with sharding.on_mesh(mesh):
         spread = layers.run(case.spec(), given)
     rows, heads = range(ROWS), range(case.heads[1])
+
+    def read(run: layers.Run) -> list[np.ndarray]:
+        """The positions that each step could see, in order, and how many of them were chosen."""
+        sorted_positions = [np.sort(each, axis=3) for each in run.read]
+        counts = [each.sum(axis=3) for each in run.chosen if each is not None]
+        return [*(each[each >= 0] for each in sorted_positions), *counts]
+
     return {
         "output": float(np.abs(alone.output - spread.output).max()),
         "positions_equal": all(
             alone.live(step, row, head) == spread.live(step, row, head)
             for step in range(STEPS + 1) for row in rows for head in heads
         ),
+        "read_equal": all(np.array_equal(*each) for each in zip(read(alone), read(spread), strict=True)),
         "divided": [group.slot_axes for group in spread.layout.decode[-1]],
         "reasons": [group.reasons for group in spread.layout.decode[-1]],
     }  # fmt: skip
 
 
-def step_program(spec: CacheSpec, mesh: Any, heads: tuple[int, int]) -> tuple[Layer, Any]:
-    """Compiles a decoding step of a cache of about `MANY` slots on a mesh; returns its shapes and the program."""
+def groups_of(spec: CacheSpec, heads: tuple[int, int]) -> tuple[DecoderConfig, tuple[Group, ...]]:
+    """A decoder, and the groups of a cache of about `MANY` slots on the mesh in force."""
     config = DecoderConfig(
         family="llama", vocab_size=2, hidden_size=heads[0] * DIM, num_layers=1, num_heads=heads[0],
         num_kv_heads=heads[1], head_dim=DIM, mlp_size=1, max_positions=4096, rope=Rope(dim=DIM),
     )  # fmt: skip
     lengths = np.full(ROWS, MANY + 50)
     sizes = Sizes(ROWS, MANY + 50, MANY + 50, MANY + 50, 60, None, rounded=False)
+    (groups,) = lower(as_spec(spec), config, sizes, lengths).layout.decode
+    return config, groups
+
+
+def held(group: Group, kv_heads: int) -> Any:
+    """The shapes of the arrays of a group."""
+    return jax.eval_shape(lambda: empty(group, ROWS, kv_heads, DIM, jnp.float32))
+
+
+def step_program(spec: CacheSpec, mesh: Any, heads: tuple[int, int]) -> tuple[Layer, Any]:
+    """Compiles a decoding step of a cache of about `MANY` slots on a mesh; returns its shapes and the program."""
     with sharding.on_mesh(mesh):
-        (groups,) = lower(as_spec(spec), config, sizes, lengths).layout.decode
+        config, groups = groups_of(spec, heads)
 
         def shaped(x: Any, *axes: str) -> Any:
             names = (*axes, *(None,) * (x.ndim - len(axes)))
             place = jax.sharding.NamedSharding(mesh, sharding.spec(names, x.shape, mesh))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-        def held(group: Group) -> Any:
-            made = jax.eval_shape(lambda: empty(group, ROWS, heads[1], DIM, jnp.float32))
-            axes = ("batch", "kv_heads", "slots") if group.slot_axes else ("batch", "kv_heads")
-            return jax.tree.map(lambda x: shaped(x, *axes), made)
+        def placed(group: Group) -> Any:
+            made = held(group, heads[1])
+            counts = divided(made) if group.slot_axes else jax.tree.map(lambda _: 2, made)
+            return jax.tree.map(lambda x, count: shaped(x, *AXES[:count]), made, counts)
 
-        layer = Layer(map(held, groups))
+        layer = Layer(map(placed, groups))
         q, kv = (shaped(jax.ShapeDtypeStruct((ROWS, n, 1, DIM), jnp.float32), "batch") for n in heads)
         row = shaped(jax.ShapeDtypeStruct((ROWS,), jnp.int32), "batch")
         at = shaped(jax.ShapeDtypeStruct((ROWS, 1), jnp.int32), "batch")
@@ -170,7 +216,10 @@ def moved(case: Case, devices: Any = None) -> dict[str, Any]:
     local = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(layer)]
     parts = layer[0].position.sharding.shard_shape(layer[0].position.shape)
     found = collectives(program.as_text())
+    whole = [held(group, case.heads[1]) for group in groups_of(case.spec(MANY), case.heads)[1]]
+    even = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(whole)) / mesh.size
     return {
+        "uneven": sum(local) / even,
         "collectives": found,
         "local_slots": parts[2],
         "local_rows": parts[0] * parts[1],

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from kvjax import policies, sharding
+from kvjax import policies, sharding, storage
 from kvjax.checkpoint import orbax
 from kvjax.checkpoint.huggingface import load, save
 from kvjax.generate import generate
@@ -59,7 +59,10 @@ def main(folder: Path) -> None:
 
     # Slots are divided too, and are again where the state is restored, also on another mesh.
     slots = sharding.make_mesh("data:2,model:2,context:2")
-    state = generate(load(folder / "saved", mesh=slots), tokens, policies.h2o(budget=6), max_new_tokens=2).state
+    held = storage.int8(residual=2)
+    state = generate(
+        load(folder / "saved", mesh=slots), tokens, policies.h2o(budget=6), storage=held, max_new_tokens=2
+    ).state
     position = state.layers[0].position
     assert position.sharding.shard_shape(position.shape) == (1, 2, position.shape[2] // 2)
     orbax.save_state(folder / "state", state)

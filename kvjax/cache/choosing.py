@@ -1,0 +1,134 @@
+"""What a step reads of the slots of one device, if a selection chooses among the slots of several devices."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import across
+from kvjax.cache import arrange, exchange
+from kvjax.cache.groups import Group
+from kvjax.cache.placing import Own
+from kvjax.cache.pool import Pool, fetched
+from kvjax.cache.reading import spread
+from kvjax.cache.state import EMPTY, LayerKV
+from kvjax.memory import gather
+from kvjax.selection.base import SelectView
+from kvjax.selection.choose import compact
+
+Array = jax.Array
+
+
+class Rows(NamedTuple):
+    """What a step knows of its rows; see `Block`.
+
+    Attributes:
+      position: [B, n] int32.
+      prompt: [B] int32.
+      budget: [B] int32 slots per KV head; zeros if the group keeps everything.
+    """
+
+    position: Array
+    prompt: Array
+    budget: Array
+
+
+class Looked(NamedTuple):
+    """Which slots a step reads.
+
+    Attributes:
+      read: [B, K, S] bool.
+      chosen: [B, K, S] bool, without those that are always read.
+    """
+
+    read: Array
+    chosen: Array
+
+
+class Choice(NamedTuple):
+    """The slots of this device that a step reads.
+
+    Attributes:
+      positions: [B, K, S_i] int32 of each store, -1 = empty or not read; of the first store [B, K, W] if slots of it
+        are gathered.
+      slots: [B, K, W] int32, the slots that are gathered; S_0 = none. None = the whole store is read.
+      index: of the selection, with the step's token.
+      looked: of this device's slots.
+    """
+
+    positions: list[Array]
+    slots: Array | None
+    index: dict[str, Array]
+    looked: Looked
+
+    def fetched(self, pool: Pool, group: Group, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Returns the keys and values of the first store that are read, from those of each store."""
+        if self.slots is None:
+            return keys[0], values[0]
+        inside = jnp.minimum(self.slots, self.looked.read.shape[2] - 1)
+        return fetched(pool, group, inside, (keys[0], values[0]))
+
+    def spread(self, columns: dict[str, Array], size: int) -> dict[str, Array]:
+        """Returns the columns of the first store's slots, 0 where they are not read."""
+        if self.slots is None:
+            return columns
+        return {name: spread(x, self.slots, size) for name, x in columns.items()}
+
+
+def chooses(group: Group, tokens: int) -> bool:
+    """Returns whether a selection chooses what a step of `tokens` tokens reads."""
+    return not group.selection.reads_all and group.decoding and tokens == 1
+
+
+def choose(
+    layer: LayerKV,
+    keys: list[Array],
+    own: Own,
+    query: Array,
+    rows: Rows,
+    number: Array,
+    group: Group,
+    axes: across.Across,
+    **about: Any,
+) -> Choice:
+    """Chooses the slots to read.
+
+    Args:
+      layer: of this device.
+      keys: [B, K, S_i, D] of each store and of the step's own token, rotated.
+      own: the step's own token.
+      query: [B, H, 1, D], rotated.
+      rows: the rows.
+      number: int32 index of the layer.
+      group: the selection.
+      axes: that slots and heads are divided over.
+      about: ``scale``, ``soft_cap`` and ``window`` of `kvjax.cache.step.step`.
+    """
+    selection, size, newest = group.selection, layer.position.shape[2], jnp.max(rows.position, axis=1)
+    sizes = [key.shape[2] for key in keys[:-1]]
+    first_store = arrange.separated(layer.position, sizes)[0]
+    slot = jnp.full(first_store.shape[:2], sizes[0], jnp.int32)
+    if selection.unit > 1:
+        # Pages must know which of them the token goes to.
+        free = jax.lax.all_gather(exchange.empty_slots(first_store), axes.slots)
+        slot = exchange.places(first_store, own.position >= 0, free, axes.slots)[:, :, 0]
+    # The step's own token counts once, on the first device.
+    counted = jnp.where(jax.lax.axis_index(axes.slots) == 0, own.position, EMPTY)
+    view = SelectView(
+        position=jnp.concatenate([layer.position, counted], axis=2), key=jnp.concatenate(keys, axis=2), newest=newest,
+        budget=rows.budget, prompt=rows.prompt, slot=slot, layer=number, first=rows.position[:, 0], **about,
+    )  # fmt: skip
+    index = selection.write(layer.index, keys[-1], slot, newest >= 0)
+    # [B, K, G, D]
+    by = query.reshape(*first_store.shape[:2], -1, *query.shape[2:])[:, :, :, -1]
+    with across.devices(axes):
+        chosen, index = selection.choose(index, by, view)
+        mask = (chosen | selection.always(index, view))[:, :, :size]
+    positions = arrange.separated(jnp.where(mask, layer.position, EMPTY), sizes)
+    looked = Looked(mask, chosen[:, :, :size])
+    width = selection.width(group.capacity)
+    if width is None or width >= sizes[0]:
+        return Choice(positions, None, index, looked)
+    slots, valid = compact(arrange.separated(mask, sizes)[0], width)
+    positions[0] = jnp.where(valid, gather(first_store, slots), EMPTY)
+    return Choice(positions, jnp.where(valid, slots, sizes[0]), index, looked)
