@@ -102,7 +102,6 @@ CASES = {
         registered("scissorhands"), storage=dataclasses.replace(storage.int8(residual=2), sinks=2)
     ),
     "first alone": Case(h2o, storage=dataclasses.replace(storage.int8(), sinks=3)),
-    "kivi by age": Case(h2o, storage=storage.kivi(2, 2, 4)),
     "kivi": Case(full, "data:2,context:2", storage=storage.kivi(2, 2, 4)),
     "kivi in blocks": Case(full, "context:2", block=5, storage=storage.kivi(4, 2, 4)),
     "blocks of both": Case(

@@ -23,13 +23,13 @@ from tests.conftest import ROOT, XLA_FLAGS
 
 #: Cases that run here; every other one runs by its name, and is like one of these.
 RUN = (
-    "tova", "ranks in blocks", "one KV head", "roco in blocks", "int8", "parts of heads", "residual", "kivi by age",
+    "tova", "ranks in blocks", "one KV head", "roco in blocks", "int8", "parts of heads", "residual", "kivi",
     "optimal, residual", "quest",
 )  # fmt: skip
 #: Searches for a threshold, which adds up counts of one number per head in rounds.
 SEARCHES = ("roco in blocks",)
 #: Collectives of a step; 2 where it is not said.
-COLLECTIVES = {"optimal, residual": 3, "quest": 4}
+COLLECTIVES = {"kivi": 1, "optimal, residual": 3, "quest": 4}
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +94,7 @@ def _by_slot(stats, view):
         (_group(selection=selection.quest(4, 8)), None),
         (_group(selection=selection.infinigen(cap=4)), "infinigen"),
         (_group(storage=storage.int4(memory="host")), "host"),
-        (_group(storage=storage.kivi(2, 2, 4)), "tiers, or in a block"),
+        (_group(storage=storage.kivi(2, 2, 4)), "in a block"),
         (_group(policies.evict(importance=policies.key_difference, budget=8)), "compares slots with each other"),
         # The order of slots has no meaning, so that no rank may depend on it.
         (_group(policies.evict(importance=Importance(needs=set(), score=_by_slot), budget=8)), "by iota"),
