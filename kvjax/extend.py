@@ -49,7 +49,8 @@ def extend(
       token follow; see `Prefilled`.
 
     Raises:
-      InputError: tokens, lengths or rows that are not valid, or heads that keep every token have too few slots.
+      InputError: tokens, lengths or rows that are not valid, or heads that evict nothing while decoding have too few
+        slots.
     """
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     count, contexts = len(batch.lengths), prefilled.num_rows

@@ -15,7 +15,7 @@ from kvjax.attention import Implementation
 from kvjax.cache.layout import Phase
 from kvjax.cache.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
-from kvjax.cache.state import Block, KVState
+from kvjax.cache.state import Block, KVState, live_slots
 from kvjax.errors import InputError
 from kvjax.inputs import check_count, check_stop
 from kvjax.models.calibrate import calibrated, with_calibration
@@ -156,7 +156,8 @@ def decode(
       calibration: see `generate`; that of the prompts.
 
     Raises:
-      InputError: if an option is not valid, or heads that keep every token have too few slots for the new ones.
+      InputError: if an option is not valid, or heads that evict nothing while decoding have too few slots for
+        the new tokens.
       StorageError: if the storage needs a calibration that the model has not, or the one that is given does not fit.
     """
     key = check_sampling(sampler, key)
@@ -392,22 +393,31 @@ def _ended(carry: Carry, ended: np.ndarray) -> Carry:
 
 
 def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
-    """Checks that the heads that keep every token have slots for all but the last new token, which is not fed."""
+    """Checks that heads that evict nothing while decoding have slots for all new tokens but the last, which is not fed.
+
+    Args:
+      prefilled: the prompts' cache, which other tokens may have followed.
+      max_new_tokens: the number of tokens that are to follow.
+
+    Raises:
+      InputError: there are too few slots, or `max_new_tokens` is below 1.
+    """
     check_count("max_new_tokens", max_new_tokens)
-    layout = prefilled.layout
-    room = [
-        after.capacity
-        for layer, then in zip(layout.prompt, layout.decode, strict=True)
-        for before, after in zip(layer, then, strict=True)
-        if not (before.evicts or after.evicts)
-    ]
-    length, prompt = processes.to_host((prefilled.state.length, prefilled.state.prompt))
-    longest = int(length.max()) if room else 0
-    if room and longest + max_new_tokens - 1 > min(room):
-        raise InputError(
-            f"{longest} tokens are held and {max_new_tokens} are to follow, but the cache has {min(room)} slots; give "
-            "`prefill` a larger max_new_tokens or larger limits."
-        )
+    layout, state = prefilled.layout, prefilled.state
+    length, prompt = processes.to_host((state.length, state.prompt))
+    capacities, held = [], []
+    for index, groups in enumerate(zip(layout.prompt, layout.decode, strict=True)):
+        for number, (before, after) in enumerate(zip(*groups, strict=True)):
+            if not after.evicts:
+                capacities.append(after.capacity)
+                # A compressor leaves fewer than the row's tokens.
+                held.append(live_slots(state.layers[index][number]) if before.evicts else length)
+    for capacity, slots in zip(capacities, processes.to_host(held), strict=True):
+        if int(slots.max()) + max_new_tokens - 1 > capacity:
+            raise InputError(
+                f"{int(slots.max())} tokens are held and {max_new_tokens} are to follow, but the cache has {capacity} "
+                "slots; give `prefill` a larger max_new_tokens or larger limits."
+            )
     # Blocks, tiers and segments have arrays for what follows a prompt, however long that was.
     following = [group.extent.following for group in layout.groups if group.extent is not None]
     fed = int(np.max(length - prompt)) if following else 0

@@ -5,6 +5,9 @@ import warnings
 import numpy as np
 import pytest
 
+from kvjax import policies
+from kvjax.cache.limits import Limits
+from kvjax.cache.state import live_slots
 from kvjax.errors import InputError
 from kvjax.extend import extend
 from kvjax.generate import decode, generate
@@ -91,6 +94,13 @@ def test_what_cannot_be_asked():
         extend(model, begun("full"), ids, lengths=lengths, rows=[0, 1, 3])
     with pytest.raises(InputError, match="give `prefill` a larger max_new_tokens"):
         extend(model, begun("full", new_tokens=2), np.zeros((1, 300), np.int32))
+    # What a compressor leaves of a prompt may be short, but nothing is evicted afterwards.
+    limits = Limits(prompt=CONTEXTS.shape[1], new_tokens=4, shortest=int(LENGTHS.min()))
+    made = prefill(model, CONTEXTS, policies.snapkv(8, window=4), max_new_tokens=4, lengths=LENGTHS, limits=limits)
+    with pytest.raises(InputError, match="8 tokens are held and 5 are to follow, but the cache has 11 slots"):
+        decode(model, made, max_new_tokens=5)
+    later = decode(model, made, max_new_tokens=4).state
+    assert (live_slots(later.layers[0][0]) == 11).all()
     runner = Runner(model, SPECS["full"], max_length=8)
     with pytest.raises(InputError, match="a question has 6 tokens and 2 are to be generated, but max_length is 8"):
         runner.answers([[1, 2]], [[QUESTIONS[0]]], new_tokens=2)
