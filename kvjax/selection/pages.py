@@ -165,9 +165,9 @@ class Pages(Selection):
     def choose_units(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Index]:
         count = next(leaf.shape[2] for name, leaf in index.items() if name != "steps")
         newest = self.always_units(count, view)
-        # [B, K, U]: every page but the newest is full or empty, so that its last slot is its newest
+        # [B, K, U]: a page's last slot is its newest, and in the newest page it is empty or the step's own
         last = view._replace(position=_fitted(view.position[:, :, self.page - 1 :: self.page], count, -1))
-        position = jnp.where(last.visible & ~last.new & ~newest, last.position, -1)
+        position = jnp.where(last.visible & ~last.new, last.position, -1)
 
         def best_pages() -> Array:
             return self._best(index, query, position, view)
