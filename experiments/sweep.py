@@ -4,7 +4,7 @@
 
 Any field can be swept: --sweep='storage=dense,int8,int4(residual=32)', --sweep='selection=everything,optimal(64)'.
 Where storages are swept the plot shows quality against the bytes held, otherwise against the budget; if dense is one of
-them, sweep.md and costs.json have what each of the others costs against it, text by text (seed by seed).
+them, sweep.md has what each of the others costs against it, text by text (seed by seed). sweep.json has the numbers.
 Results are JSON files in OUTPUT/NAME-sweep/, named by a hash of the resolved config and of the contents of the files
 that it names; called again, it runs what is missing or failed, and everything with --rerun. Results of other code are
 marked. --sweep=seed=0,1,2 gives the mean and the standard deviation over seeds. Values are separated by commas, or by
@@ -43,6 +43,7 @@ SOME_FAILED = 1
 COMMIT = 10  # digits of a commit that are shown
 OTHER_CODE = " *"  # marks results that were computed by other code
 _NAMING = ("policy.name", "storage", "selection")  # the fields that a policy's name in reports is made of
+_NUMBERS = ("budget", "perplexity", "agreement", "same_until", "recall", "kv_bytes", "full_kv_bytes")  # in sweep.json
 _COLUMNS = dict.fromkeys(_NAMING, "policy") | {"policy.budget": "budget (slots)"}  # of `report.cells`
 
 
@@ -233,7 +234,7 @@ def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
 
 
 def write(folder: Path, base: ExperimentConfig, found: Sequence[report.Row], command: str) -> list[dict[str, str]]:
-    """Writes sweep.md and sweep.png over the combinations of this call; returns the table's lines."""
+    """Writes sweep.md, sweep.json and sweep.png over the combinations of this call; returns the table's lines."""
     lines = cells(found)
     done = [result for result in found if result["status"] == "ok"]
     paragraphs = list(dict.fromkeys(result[key] for key in ("model", "text") for result in done))
@@ -249,9 +250,13 @@ def write(folder: Path, base: ExperimentConfig, found: Sequence[report.Row], com
     parts = [text, report.LEGEND, "", *failures, ""]
     if costs := trades.costs(done):
         parts += ["## Against exact slots", "", report.table(list(map(trades.cost_cells, costs)), "github"), ""]
-        made = {"environment": machine.environment(), "command": command, "text": paragraphs, "costs": costs}
-        sharing.write(folder, "costs.json", results.to_json(made))
     sharing.write(folder, "sweep.md", "\n".join(parts))
+    rows = [{**result["swept"], **{name: report.own_row(result).get(name) for name in _NUMBERS}} for result in done]
+    numbers = {
+        "environment": machine.environment(), "command": command, "about": paragraphs, "failed": failures,
+        "points": rows, "costs": costs,
+    }  # fmt: skip
+    sharing.write(folder, "sweep.json", results.to_json(numbers))
     return lines
 
 

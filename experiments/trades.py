@@ -10,7 +10,8 @@ from experiments.config import DENSE, JOINED
 #: One for each storage of a plot, from the largest to the smallest; a policy has a marker.
 STORAGE_COLORS = (
     "#000000", "#0072B2", "#56B4E9", "#009E73", "#8FBC3F", "#E69F00", "#D55E00", "#A0522D", "#CC79A7", "#9467BD",
-    "#7F7F7F", "#17BECF",
+    "#7F7F7F", "#17BECF", "#1A3A5C", "#5B2A86", "#B8860B", "#2E8B57", "#FF9896", "#AEC7E8", "#98DF8A", "#C5B0D5",
+    "#8C1C13", "#BCBD22", "#556B2F", "#F0A0FF",
 )  # fmt: skip
 MARKERS = "os^Dv<>pX*P"
 
@@ -59,11 +60,11 @@ def costs(found: Sequence[report.Row]) -> list[report.Row]:
       of perplexity is that over all tokens; ``error`` is the standard error over texts, None of one text.
     """
     found = [result for result in found if "storage" in result["swept"]]
-    dense = {repr(_but_storage(each)): each["rows"][-1] for each in found if each["swept"]["storage"] == DENSE}
+    dense = {repr(_but_storage(each)): report.own_row(each) for each in found if each["swept"]["storage"] == DENSE}
     made = []
     for group in seeds.groups(found):
         pairs = [
-            (result["rows"][-1], dense[repr(_but_storage(result))])
+            (report.own_row(result), dense[repr(_but_storage(result))])
             for result in group
             if result["swept"]["storage"] != DENSE and repr(_but_storage(result)) in dense
         ]

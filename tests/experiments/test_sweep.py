@@ -86,6 +86,10 @@ def test_a_sweep_resumes_and_survives_failures(small, calls, monkeypatch, capsys
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert "Failed, policy.budget=0, policy.name=h2o: policy h2o: budget 0" in (folder / "sweep.md").read_text()
 
+    numbers = json.loads((folder / "sweep.json").read_text())
+    assert [point["policy.name"] for point in numbers["points"]] == ["h2o", "window"]
+    assert numbers["points"][0]["perplexity"] == found[2]["rows"][-1]["perplexity"]
+
     # Again: what is done stays, what failed is tried, what is new or lost is run.
     calls.clear()
     (folder / found[2]["file"]).write_text('{"status": "ok", "ro')
@@ -126,6 +130,17 @@ def test_bytes_against_quality_where_storages_are_swept(tmp_path, small):
     full = result("full", "dense", 900, 2.4, None)
     full["rows"] += result("window", "dense", 400, 4.0)["rows"]
     assert trades.points([full], "perplexity")[0]["y"] == 2.4
+    exact = [result("h2o", "dense", 800, 2.9 + 0.2 * seed, seed=seed) for seed in range(2)]
+    for each, share in zip([*seeds[:2], *exact], (0.5, 0.75, 0.5, 1.0), strict=True):
+        each["rows"][0]["recall"] = {"passkey": share, "copy": 0.5}
+    (cost,) = trades.costs([*seeds, *exact])
+    # Text by text: ln(3.0 / 2.9) and ln(3.1 / 3.1), and 0 and -25 points; the third has no exact slots.
+    assert trades.cost_cells(cost) == {
+        "storage": "int8", "policy": "h2o", "budget": "0.5", "texts": "2", "bytes, of exact": "50.0 %",
+        "perplexity": "+1.71 ± 1.70 %", "passkey": "-12.5 ± 12.5 %", "copy": "+0.0 ± 0.0 %", "all": "-6.2 ± 6.2 %",
+    }  # fmt: skip
+    assert trades.cost_cells(trades.costs(found)[0])["perplexity"] == "+3.33 %"
+    assert trades.costs(seeds) == []
     points = [(point["bytes"], point["y"]) for point in shown]
     assert trades.frontier(points, smaller=True) == [(400, 3.1), (800, 2.5)]
     assert trades.frontier([(1, 5), (1, 6), (2, 6), (3, 7)], smaller=False) == [(1, 6), (3, 7)]
