@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import storage
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import lower
-from kvjax.roofline import decode_shapes
+from kvjax.devices import Device
+from kvjax.roofline import average_slots, decode_shapes, roofline
 from kvjax.sampling import Greedy
 from tests.storage import every
 
@@ -31,26 +33,31 @@ def size(tree) -> int:
 
 
 def program(name: str):
-    """The layout, the shapes of a decoding loop, and its program."""
+    """The layout, the shapes of a decoding loop, its program, and its roofline."""
     # Both layers of a pair; others are alike.
     config = CONFIG if name == "minicache" else dataclasses.replace(CONFIG, num_layers=1, windows=())
     lengths = np.full((ROWS,), PROMPT)
     sizes = sizes_for(lengths, NEW - 1, width=PROMPT, block=None, limits=Limits(PROMPT, NEW), last_fed=False)
-    layout = lower(every.spec(name), config, sizes, lengths, dtype=DTYPE).layout
+    made = lower(every.spec(name), config, sizes, lengths, dtype=DTYPE)
+    layout = made.layout
     shapes = decode_shapes(config, layout, DTYPE, ROWS, None)
     stop, steps = jax.ShapeDtypeStruct((0,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     lowered = loop.decode_steps.lower(*shapes, stop, steps, config=config, phase=layout.decode, sampler=Greedy())
-    return layout, shapes, lowered.compile().memory_analysis()
+    step = roofline(config, shapes, average_slots(config, made, PROMPT, NEW), Device("none", None, None, None, ""))
+    return layout, shapes, lowered.compile().memory_analysis(), step
 
 
 @pytest.mark.filterwarnings("ignore:storage .*takes:UserWarning")
 @pytest.mark.parametrize("name", every.HELD)
 def test_a_program_takes_what_the_layout_says(name):
-    layout, shapes, memory = program(name)
-    layers = shapes.carry.state.layers
+    layout, shapes, memory, step = program(name)
+    state = shapes.carry.state
+    layers = state.layers
     held = size([(layer.stores, layer.sides) for groups in layers for layer in groups])
-    assert layout.bytes(ROWS) == held
-    assert layout.bytes(ROWS, statistics=True) == size(layers)
+    assert layout.bytes(ROWS) == storage.nbytes(state) == held
+    assert layout.bytes(ROWS, statistics=True) == held + storage.breakdown(state)["rest"] == size(layers)
+    # A plan takes its bytes of a cache from here.
+    assert step.cache == size(state)
     # All of the cache is donated, and nothing else is an argument but the parameters and the number of steps.
     assert memory.alias_size_in_bytes == size(shapes.carry)
     assert memory.argument_size_in_bytes == size(shapes.carry) + size(shapes.params) + 4
