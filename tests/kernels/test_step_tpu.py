@@ -136,6 +136,7 @@ def test_the_tpu_compiler_takes_it(topology, shape, dtype, name):
         ("v6e:1x1", (8, 8, 4, 4096, 128), jnp.bfloat16, "roco", storage.int8()),
         ("v5e:1x1", (8, 32, 1, 512, 128), jnp.bfloat16, "scissorhands", storage.turboquant(4)),
         ("v6e:1x1", (2, 4, 8, 1024, 64), jnp.float32, "tova", storage.fp8()),
+        ("v5e:1x1", (2, 7, 1, 1280, 128), jnp.bfloat16, "h2o", storage.int8()),  # OPT-30B's heads on eight devices
     ],
     ids=lambda x: getattr(x, "name", None),
 )  # fmt: skip

@@ -109,7 +109,7 @@ def step(given: Step) -> Stepped:
             ],
             scratch_shapes=[
                 pltpu.VMEM((kv_heads, group, padded), jnp.float32),
-                pltpu.VMEM((kv_heads, padded), jnp.float32),
+                pltpu.VMEM((kv_heads, 1, padded), jnp.float32),
                 pltpu.VMEM((kv_heads, heads, LANES), jnp.float32),
                 pltpu.VMEM((kv_heads, heads, LANES), jnp.float32),
                 pltpu.VMEM(out.shape[1:], jnp.float32),
@@ -227,7 +227,7 @@ def _kernel(
         visible = (position >= 0) & (position <= newest)
         visible = visible if window is None else visible & (position > newest - window)
         bias_ref[...] = jnp.full(bias_ref.shape, NEGATIVE, jnp.float32)
-        bias_ref[:, :size] = jnp.where(visible, 0.0, NEGATIVE)
+        bias_ref[:, 0, :size] = jnp.where(visible, 0.0, NEGATIVE)
         for head in range(kv_heads):
             slot_ref[head] = jnp.min(free(position[head : head + 1], slot[:1]))
         own = own_ref[...]
@@ -246,7 +246,8 @@ def _kernel(
         def chunk(start: Array | int, width: int) -> None:
             first = at * tile + start if tile < size else start
             line = pl.ds(first if isinstance(first, int) else pl.multiple_of(first, LANES), width)
-            bias = bias_ref[pl.ds(head, 1), line]
+            # [1, width]: a dimension of its own, as heads that are no multiple of 8 cannot be indexed in rows of tiles.
+            bias = bias_ref[head, :, line]
             logits = add_chunk(query_ref, keys, values, running, head, pl.ds(start, width), bias, factor)
             logits_ref[head, :, line] = logits[:group]
 
