@@ -58,7 +58,7 @@ class Choice(NamedTuple):
 
     positions: list[Array]
     slots: Array | None
-    index: dict[str, Array]
+    index: Any
     looked: Looked
 
     def fetched(self, pool: Pool, group: Group, keys: Any, values: Any) -> tuple[Any, Any]:

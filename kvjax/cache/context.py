@@ -184,8 +184,8 @@ def _step(
             layer, stored[0], own, query, rows, number, group, axes, scale=scale, soft_cap=soft_cap, window=window
         )
         layer, read = layer.replace(index=choice.index), choice.positions
-        (key_0, value_0), keys, values = choice.fetched(pool, group, keys, values), list(keys), list(values)
-        keys[0], values[0] = key_0, value_0
+        first_key, first_value = choice.fetched(pool, group, keys, values)
+        keys, values = (first_key, *keys[1:]), (first_value, *values[1:])
     problems = [
         attention.problem(
             query, each, other, key_position=position, query_position=rows.position,

@@ -313,8 +313,9 @@ def nbytes(state: KVState | LayerKV) -> int:
 def breakdown(state: KVState | LayerKV) -> dict[str, int]:
     """Bytes that are held: of ``codes``, ``parameters``, ``exact`` parts and ``sides``, and of all these, ``stores``.
 
-    Sides are those of prompts, which each row has. The ``rest`` is positions, statistics and the index of a selection.
-    Capacity counts, not what is live. See `ratios` for what a cache of as many slots in the model's dtype would hold.
+    Sides are those of prompts, which each row has. The ``rest`` is positions, statistics, the index of a selection and
+    the marks of blocks. Capacity counts, not what is live. See `ratios` for what a cache of as many slots in the
+    model's dtype would hold.
     """
     layers = [state] if isinstance(state, LayerKV) else [layer for _, layer in layers_of(state)]
     found = dict.fromkeys(("codes", "parameters", "exact", "sides"), 0)
@@ -324,7 +325,7 @@ def breakdown(state: KVState | LayerKV) -> dict[str, int]:
             found[KINDS.get(part.removeprefix(blocks.OF_PROMPT), "parameters")] += leaf.size * leaf.dtype.itemsize
         for path, leaf in jax.tree_util.tree_leaves_with_path(layer.sides):
             found["exact" if path[-1].key == "exact" else "sides"] += leaf.size * leaf.dtype.itemsize
-    rest = jax.tree.leaves([(layer.position, layer.stats, layer.index) for layer in layers])
+    rest = jax.tree.leaves([(layer.position, layer.stats, layer.index, layer.marks) for layer in layers])
     return found | {"stores": sum(found.values()), "rest": sum(leaf.size * leaf.dtype.itemsize for leaf in rest)}
 
 

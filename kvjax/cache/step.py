@@ -186,8 +186,8 @@ def step(
         if looked is None:
             return output, after, Seen(query, None, all_slots, None, all_slots)
         read = jnp.concatenate([jnp.where(looked.read, layer.position, EMPTY), own], axis=2)
-        chosen = jnp.pad(looked.chosen, ((0, 0), (0, 0), (0, own.shape[2])))
-        return output, after, Seen(query, None, read, None, all_slots, chosen)
+        choice = jnp.pad(looked.chosen, ((0, 0), (0, 0), (0, own.shape[2])))
+        return output, after, Seen(query, None, read, None, all_slots, choice)
     if layer is None:
         pool = prompt_pool(key, value, block, group)
     else:
