@@ -139,7 +139,7 @@ class Run:
             return 2 * float(self.one.device.memory or 0)
         totals = [(each.total if phase == "decode" else each.prefill_total or 0) for each in few]
         beyond = [total - each.weights - each.cache for total, each in zip(totals, few, strict=True)]
-        # Of few layers, one may need less than the other by the order that the compiler has chosen.
+        # The compiler orders operations anew for each depth, so that a deeper program may need less.
         return max(0.0, self._line(beyond), *beyond)
 
     def _collectives(self, few: Sequence[Plan]) -> Collectives:

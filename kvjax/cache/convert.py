@@ -89,7 +89,7 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
             layer, own = tiers.convert(layer, after, per_slot, prompt.length, sides)
         return layer.replace(stats=own.stats, index=own.index | index)
     pieces = []
-    # Of each store of the prompt's phase that is the same store afterwards, or of its only one.
+    # The number of slots per store. The phase before has a single store unless both phases have the same stores.
     sizes = [jax.tree.leaves(store)[0].shape[2] for store in layer.stores] if in_place else [layer.position.shape[2]]
     of_stores = arrange.separated(layer.position, sizes, layer.parts)
     leaves, tree = jax.tree.flatten(per_slot)

@@ -106,7 +106,7 @@ inline Vector SumPairs(Vector a, Vector b) {
 #endif
 }
 
-// y[:kLanes] = x Wᵀ of one row, for `count` of kLanes keys of V vectors each (0: as many as `inputs` has); 0 for others.
+// y[:count] = x Wᵀ of one row, for at most kLanes keys of V vectors each (V = 0: `inputs` says how many).
 template <int V, typename W>
 inline void KeysOfRow(const float* x, const W* w, float* y, int64_t inputs, int64_t count) {
   const int64_t vectors = V ? V : inputs / kLanes;

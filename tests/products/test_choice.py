@@ -147,7 +147,7 @@ def test_forms_are_timed_in_programs_that_use_them(kind, monkeypatch):
 
     y = program(run, x, kernels)
     assert y.shape == x.shape and y.dtype == x.dtype and np.isfinite(y).all()
-    # Of keys and values, one kind is read by the form that is timed.
+    # In attention the form under test multiplies only the keys or only the values; XLA multiplies the others.
     assert asked == [kind[1]] * (len(kernels) // 2 if kind[0] else len(kernels))
 
 

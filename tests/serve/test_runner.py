@@ -129,8 +129,9 @@ def test_blocks_are_only_where_they_change_nothing(monkeypatch):
 def test_no_program_is_compiled_after_the_first_requests():
     first, *others = requests()
     runner = runner_for("h2o")
-    for request in (first, Request(tokens=first.tokens[:9], max_new_tokens=3)):
-        runner.submit(request)
+    # A prompt of each bucket, and a sampled and a greedy request: also if no test before this one has compiled them.
+    for length, sampler in zip((9, LONGEST), SAMPLERS, strict=True):
+        runner.submit(Request(tokens=np.resize(first.tokens, length), max_new_tokens=3, sampler=sampler))
     assert len(list(runner)) == 2
     compiled = []
     listener = lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None  # noqa: E731
