@@ -2,8 +2,8 @@
 # Nothing outside this folder is touched; PYTHON=... chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 VENV ?= .venv
-# torch and transformers are the peers that parity tests compare with; `make test EXTRAS=test` does without them.
-EXTRAS ?= test,bench
+# torch, transformers and lm_eval are the peers that parity tests compare with; `make test EXTRAS=test` does without them.
+EXTRAS ?= test,bench-lm-eval
 ARGS ?=
 # Two processes; the tests are mostly compilation, which is single-threaded. JOBS=0 runs them in one. Files are taken up in
 # the order of tests/conftest.py.
