@@ -53,6 +53,16 @@ def test_a_stop_token_ends_its_row_and_leaves_its_cache(plain):
     assert_same_state(got.state, shorter.state, 1)
 
 
+def test_a_result_is_printed_in_one_screen(plain):
+    state = plain.state
+    printed = repr(plain)
+    assert len(printed) < 2_000 and repr(state) in printed and "\n" not in repr(state)
+    slots = state.layers[0].position.shape[2]
+    assert f"rows: {len(plain.tokens)}, slots per KV head: {slots:,}, keys and values: " in repr(state)
+    described = jax.tree.map(lambda leaf: leaf.dtype, state)
+    assert repr(described) == f"KVState({len(state.layers)} layers)"
+
+
 def test_stopping_at_the_first_token_and_everywhere(plain):
     stops = tuple(int(t) for t in plain.tokens[:, 0])
     got = generate(stop=stops)

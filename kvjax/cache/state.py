@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.storage.side import Sides
 from kvjax.storage.store import Store
+from kvjax.units import size
 
 Array = jax.Array
 EMPTY = -1
@@ -125,6 +126,18 @@ class KVState(flax.struct.PyTreeNode):
     prompt: Array
     total: Array
     budget: Any
+
+    def __repr__(self) -> str:
+        """One line, since results of `generate` are printed. Leaves need not be arrays."""
+        shapes = [getattr(layer.position, "shape", ()) for _, layer in layers_of(self)]
+        if not shapes or any(len(shape) != 3 for shape in shapes):
+            return f"KVState({len(self.layers)} layers)"
+        slots = sorted({shape[2] for shape in shapes})
+        held = " to ".join(f"{each:,}" for each in dict.fromkeys((slots[0], slots[-1])))
+        return (
+            f"KVState({len(self.layers)} layers, rows: {shapes[0][0]}, slots per KV head: {held}, "
+            f"keys and values: {size(nbytes(self))})"
+        )
 
 
 class Block(flax.struct.PyTreeNode):
