@@ -129,7 +129,7 @@ class KVState(flax.struct.PyTreeNode):
 
     def __repr__(self) -> str:
         """One line, since results of `generate` are printed. Leaves need not be arrays."""
-        shapes = [getattr(layer.position, "shape", ()) for _, layer in layers_of(self)]
+        shapes: list[tuple[int, ...]] = [getattr(layer.position, "shape", ()) for _, layer in layers_of(self)]
         if not shapes or any(len(shape) != 3 for shape in shapes):
             return f"KVState({len(self.layers)} layers)"
         slots = sorted({shape[2] for shape in shapes})
