@@ -160,16 +160,19 @@ class Run(NamedTuple):
         return sorted(position[position >= 0].tolist())
 
 
-def run(policy: Policy | CacheSpec, case: Case, *, implementation: Any = "xla") -> Run:
-    """Each row's prompt, and then its own next tokens one by one, until the longest has ended."""
+def run(policy: Policy | CacheSpec, case: Case, *, implementation: Any = "xla", sides: Any = None) -> Run:
+    """Each row's prompt, and then its own next tokens one by one, until the longest has ended.
+
+    `sides` are those of a calibration, if the storage needs one.
+    """
     layout, budgets = lowered(policy, case, implementation)
     prompts, ends = (np.asarray(x, np.int32) for x in (case.prompts, case.ends))
     width, steps = case.room
     first, decoded, layers, read, chosen = jax.tree.map(
         np.asarray,
         program(
-            Streams(*map(jnp.asarray, case.streams)), prompts, ends, budgets.prompt, budgets.decode, layout=layout,
-            width=width, steps=steps, rope=case.rope, window=case.window,
+            Streams(*map(jnp.asarray, case.streams)), prompts, ends, budgets.prompt, budgets.decode, sides,
+            layout=layout, width=width, steps=steps, rope=case.rope, window=case.window,
         ),
     )  # fmt: skip
     output = np.zeros_like(case.streams.query)
@@ -180,7 +183,7 @@ def run(policy: Policy | CacheSpec, case: Case, *, implementation: Any = "xla") 
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "width", "steps", "rope", "window"))
-def program(streams, prompts, ends, budget, decode_budget, *, layout, width, steps, rope, window):
+def program(streams, prompts, ends, budget, decode_budget, sides, *, layout, width, steps, rope, window):
     """Outputs of the prompts [B, H, T', D] and steps [steps, B, H, D]; `layers`, `read` and `chosen` of `Run`."""
     before, after = layout.prompt[-1], layout.decode[-1]
     rows = len(prompts)
@@ -194,7 +197,9 @@ def program(streams, prompts, ends, budget, decode_budget, *, layout, width, ste
         ]
         block = Block(position=position, prompt=prompts, total=ends, budget=budget).of_layer(len(layout.decode) - 1)
         guess = tokens[0] if any(group.selection.ahead for group in groups) else None
-        return step_layer(layer, *tokens, block=block, groups=groups, rope=rope, window=window, guess=guess)
+        return step_layer(
+            layer, *tokens, block=block, groups=groups, rope=rope, window=window, guess=guess, sides=sides
+        )
 
     size = layout.block or width
     starts = jnp.arange(0, width, size, dtype=jnp.int32)
@@ -213,7 +218,7 @@ def program(streams, prompts, ends, budget, decode_budget, *, layout, width, ste
         layer, outputs = jax.lax.scan(body, layer, position)
         # [blocks, B, H, n, D] -> [B, H, T', D]
         first = jnp.moveaxis(outputs, 0, 2).reshape(*outputs.shape[1:3], -1, outputs.shape[4])
-        about = Prompt(prompts, rope, None if rope is None else rope.frequencies(ends))
+        about = Prompt(prompts, rope, None if rope is None else rope.frequencies(ends), sides=sides)
         layer = Layer(convert(*each, about) for each in zip(layer, before, after, strict=True))
 
     def decode(layer, number):

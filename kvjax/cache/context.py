@@ -19,17 +19,16 @@ from kvjax.cache import arrange, choosing, evict, exchange, placing, slotwise
 from kvjax.cache.choosing import Looked, Rows
 from kvjax.cache.groups import Group
 from kvjax.cache.leaving import leaving
+from kvjax.cache.operands import Common, operands, problems
 from kvjax.cache.placing import Own
-from kvjax.cache.pool import Pool, pieces
+from kvjax.cache.pool import Pool
 from kvjax.cache.slots import AXES, divided, empty_stats
 from kvjax.cache.state import EMPTY, Block, LayerKV
-from kvjax.kernels.coded import as_array
 from kvjax.order import CANDIDATES
 from kvjax.policies.base import View
 from kvjax.policies.components import Everything
 from kvjax.policies.window import First
 from kvjax.rope import Rope
-from kvjax.storage.base import UNROTATED
 from kvjax.storage.layouts import BlockCodec, Blocks
 from kvjax.storage.layouts import slots as single_slots
 
@@ -56,8 +55,8 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
             return f"storage {storage.label} holds blocks of a prompt that share something"
     elif storage.layout != single_slots:
         return f"storage {storage.label} holds a token in one of several tiers"
-    if storage.sides or storage.shortened or storage.frame == UNROTATED or storage.joint_heads > 1:
-        return f"storage {storage.label} holds vectors that share something, or that attention changes first"
+    if kv_heads // sharding.divided("kv_heads", kv_heads) % storage.joint_heads:
+        return f"storage {storage.label} holds {storage.joint_heads} heads together, which are on several devices"
     if policy.positions != "original" and not _known_ranks(group):
         return f"positions={policy.positions!r} ranks all slots of a head in each step"
     if not group.selection.reads_all and (reason := _not_chosen(group)):
@@ -97,6 +96,7 @@ def step(
     group: Group,
     budget: Array | None,
     rope: Rope | None,
+    common: Common,
     scale: float,
     soft_cap: float | None,
     window: int | None,
@@ -112,6 +112,7 @@ def step(
       group: see `kvjax.cache.step.step`.
       budget: [B] int32 or None.
       rope: the layer's rotary embedding.
+      common: what the vectors of all slots share.
       scale: of the logits.
       soft_cap: of the logits.
       window: the layer's sliding window.
@@ -131,13 +132,14 @@ def step(
 
     by_head = specs(key, *HEADS)
     by_slot = jax.tree.map(lambda leaf, count: specs(leaf, *AXES[:count]), layer, divided(layer))
+    shared = Common(specs(common.sides, "kv_heads"), specs(common.frequencies, "batch"))
     run = functools.partial(_step, group=group, axes=axes, rope=rope, scale=scale, soft_cap=soft_cap, window=window)
     number = jnp.zeros((), jnp.int32) if block.layer is None else block.layer
     looks = Looked(by_slot.position, by_slot.position) if choosing.chooses(group, n) else None
     output, after, looked = jax.shard_map(
-        run, mesh=mesh, in_specs=(by_head, by_head, by_head, by_slot, specs(rows, "batch"), PartitionSpec()),
+        run, mesh=mesh, in_specs=(by_head, by_head, by_head, by_slot, specs(rows, "batch"), shared, PartitionSpec()),
         out_specs=(by_head, by_slot, looks), check_vma=False,
-    )(grouped, key, value, layer, rows, number)  # fmt: skip
+    )(grouped, key, value, layer, rows, common, number)  # fmt: skip
     return attention.ungroup(output), after, looked
 
 
@@ -147,6 +149,7 @@ def _step(
     value: Array,
     layer: LayerKV,
     rows: Rows,
+    common: Common,
     number: Array,
     *,
     group: Group,
@@ -172,28 +175,22 @@ def _step(
         layer = layer.replace(marks={name: mark - offset for name, mark in layer.marks.items()})
     # [B, K, S_i] of each store
     positions = arrange.separated(layer.position, sizes)
-    pool = Pool(layer, (key, value), jnp.concatenate([layer.position, own_position], axis=2), {}, {}, {})
-    keys, values = pieces(pool, group)
-    stored = [as_array(each) for each in keys], [as_array(each) for each in values]
-    query = attention.ungroup(query)
-    if rope is not None and group.policy.positions == "cache":
-        query, keys = _rotated_by_rank(query, stored[0], (*positions, own_position), rows, group, rope)
+    sides = {**common.sides, **layer.sides}
+    pool = Pool(layer, (key, value), jnp.concatenate([layer.position, own_position], axis=2), {}, {}, sides)
+    held = operands(pool, attention.ungroup(query), (*positions, own_position), rows, group, rope, common)
     read, choice = positions, None
     if choosing.chooses(group, n):
         choice = choosing.choose(
-            layer, stored[0], own, query, rows, number, group, axes, scale=scale, soft_cap=soft_cap, window=window
-        )
+            layer, held.stored[0], own, held.query, rows, number, group, axes, scale=scale, soft_cap=soft_cap,
+            window=window,
+        )  # fmt: skip
         layer, read = layer.replace(index=choice.index), choice.positions
-        first_key, first_value = choice.fetched(pool, group, keys, values)
-        keys, values = (first_key, *keys[1:]), (first_value, *values[1:])
-    problems = [
-        attention.problem(
-            query, each, other, key_position=position, query_position=rows.position,
-            needs=group.reports, scale=scale, soft_cap=soft_cap, window=window, prompt=rows.prompt,
-            group_reduce=group.policy.group_reduce,
-        )
-        for each, other, position in zip(keys, values, (*read, own_position), strict=True)
-    ]  # fmt: skip
+        first_key, first_value = choice.fetched(pool, group, held.keys, held.values)
+        held = held._replace(keys=(first_key, *held.keys[1:]), values=(first_value, *held.values[1:]))
+    parts, maps = problems(
+        held, (*read, own_position), pool, group, query_position=rows.position, scale=scale, soft_cap=soft_cap,
+        window=window, prompt=rows.prompt,
+    )  # fmt: skip
     # What leaves the residual leaves an empty slot, whether it is encoded or evicted.
     goes = leaving(positions[1], newest, n, group.storage) if several else None
     free = [exchange.empty_slots(each) for each in positions]
@@ -203,12 +200,12 @@ def _step(
     if in_blocks:
         more = placing.older(layer.position, newest, group.storage).astype(jnp.float32)
     live = exchange.live_slots(layer.position)
-    told = exchange.gathered(problems[:-1], live, jnp.concatenate(free, axis=2), axes.slots, more)
-    combined = attention.combine(*told.parts, attention.attend(problems[-1], "xla"))
+    told = exchange.gathered(parts[:-1], maps[:-1], live, jnp.concatenate(free, axis=2), axes.slots, more)
+    combined = attention.combine(*told.parts, attention.attend(parts[-1], "xla"))
     lse = combined.lse
     assert lse is not None
-    seen = told.seen + attention.count_seen(problems[-1])
-    columns = [attention.column_sums(each, lse, seen, "xla") for each in problems]
+    seen = told.seen + attention.count_seen(parts[-1])
+    columns = [attention.column_sums(each, lse, seen, "xla") for each in parts]
     if choice is not None:
         columns[0] = choice.spread(columns[0], sizes[0])
     looked = None if choice is None else choice.looked
@@ -224,10 +221,10 @@ def _step(
     own = own._replace(stats=observed(columns[-1:], own_position, own.stats))
     output = combined.output.astype(value.dtype)
     if in_blocks:
-        after = placing.in_blocks(layer, own, told, newest, group, offset)
+        after = placing.in_blocks(layer, own, told, newest, group, offset, sides)
         marks = {name: mark + offset for name, mark in after.marks.items()}
         return output, after.replace(marks=marks), looked
-    moves = placing.Moves(layer, own, goes, told.more, told.free, newest, group, axes.slots)
+    moves = placing.Moves(layer, own, goes, told.more, told.free, newest, group, axes.slots, sides)
     if group.policy.budget is None:
         return output, moves.without_evictions(), looked
     # The step's own tokens count once, on the first device.
@@ -235,8 +232,8 @@ def _step(
     counted = jnp.where(first, own_position, EMPTY)
     view = View(
         jnp.concatenate([layer.position, counted], axis=2),
-        jax.lax.stop_gradient(jnp.concatenate(stored[0], axis=2)),
-        jax.lax.stop_gradient(jnp.concatenate(stored[1], axis=2)),
+        jax.lax.stop_gradient(jnp.concatenate(held.stored[0], axis=2)),
+        jax.lax.stop_gradient(jnp.concatenate(held.stored[1], axis=2)),
         newest, rows.budget, rows.prompt, number, group.decoding, _heads(group, kv_heads, axes.heads),
     )  # fmt: skip
     both = {name: jnp.concatenate([layer.stats[name], own.stats[name]], axis=2) for name in own.stats}
@@ -250,37 +247,6 @@ def _step(
         victim = evict.victims(group.policy, both, view, one=False, most=most)
     position = jnp.where(victim[:, :, :size], EMPTY, layer.position)
     return output, moves.after_evictions(position, (counted >= 0) & ~victim[:, :, size:]), looked
-
-
-def _rotated_by_rank(
-    query: Array, keys: list[Array], positions: tuple[Array, ...], rows: Rows, group: Group, rope: Rope
-) -> tuple[Array, tuple[Array, ...]]:
-    """Rotates queries and keys to their ranks among the live slots of their head, on all devices.
-
-    What is held are the first positions, which the scope protects, and the newest; see `_known_ranks`.
-
-    Args:
-      query: [B, H, n, D], not rotated.
-      keys: [B, K, S_i, D] of each of this device's stores and of the step's own tokens, not rotated.
-      positions: [B, K, S_i] int32 of each.
-      rows: the rows.
-      group: the policy.
-      rope: the layer's rotary embedding.
-    """
-    sinks = group.policy.scope.count(0)
-    # [B]: the tokens before the step, those that are held of them, and those that are not
-    before = jnp.maximum(rows.position[:, 0], 0)
-    kept = jnp.minimum(before, rows.budget)
-    gone = (before - kept)[:, None, None]
-    frequencies = rope.frequencies(kept + jnp.sum(rows.position >= 0, axis=1, dtype=jnp.int32))
-
-    def rank(position: Array) -> Array:
-        return jnp.where(position < sinks, position, position - gone)
-
-    turned = (rope.rotate(key, rank(at), frequencies) for key, at in zip(keys, positions, strict=True))
-    # [B, H, n]
-    own = jnp.broadcast_to(rank(rows.position[:, None]), query.shape[:3])
-    return rope.rotate(query, own, frequencies), tuple(turned)
 
 
 def _heads(group: Group, kv_heads: int, axes: tuple[str, ...]) -> tuple[int, ...] | Array | None:

@@ -37,18 +37,24 @@ class Told(NamedTuple):
 
 
 def gathered(
-    here: Sequence[attention.Problem], live: Array, free: Array, axes: tuple[str, ...], more: Array | None = None
+    here: Sequence[attention.Problem],
+    maps: Sequence[attention.Mapped],
+    live: Array,
+    free: Array,
+    axes: tuple[str, ...],
+    more: Array | None = None,
 ) -> Told:
     """Gathers what each device knows of its slots, in one collective.
 
     Args:
       here: attention to each of this device's stores.
+      maps: of each, whose vectors may have other dimensions.
       live: [B, K, 1] int32 live slots of this device, read or not.
       free: [B, K, m] int32 empty slots of each store.
       axes: that slots are divided over.
       more: [B, K, ...] float32 to be added up.
     """
-    part = attention.combine(*(attention.attend(each, "xla") for each in here))
+    part = attention.combine(*(of.mapped(attention.attend(each, "xla")) for each, of in zip(here, maps, strict=True)))
     assert part.lse is not None
     batch, kv_heads = part.output.shape[:2]
     flat = (batch, kv_heads, -1)

@@ -13,6 +13,7 @@ from kvjax.cache.slots import forget, write
 from kvjax.cache.state import EMPTY, LayerKV, PerSlot
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
+from kvjax.storage.side import Sides
 
 Array = jax.Array
 Stats = dict[str, Array]
@@ -46,6 +47,7 @@ class Moves(NamedTuple):
       newest: [B] int32 newest position of each row.
       group: the policy and the storage.
       axes: that slots are divided over.
+      sides: what keys and values share.
     """
 
     layer: LayerKV
@@ -56,6 +58,7 @@ class Moves(NamedTuple):
     newest: Array
     group: Group
     axes: tuple[str, ...]
+    sides: Sides
 
     def packed(self) -> Array:
         """Returns what is known of this device's leaving tokens, [B, K, m] int32, to be added up over all devices."""
@@ -184,7 +187,7 @@ class Moves(NamedTuple):
           at: [B, K, n] int32, the exact slots; R for none.
         """
         layer, own, (coded, exact) = self.layer, self.own, self.layer.stores
-        made = held.encode(self.group.stores[0], leaves.key, leaves.value, own.value.dtype)
+        made = held.encode(self.group.stores[0], leaves.key, leaves.value, own.value.dtype, self.sides)
         coded = jax.tree.map(lambda old, new: write(old, into, new), coded, made)
         exact = {
             side: {"exact": write(exact[side]["exact"], at, x.astype(exact[side]["exact"].dtype))}
@@ -205,7 +208,7 @@ class Moves(NamedTuple):
     def _written(self, position: Array, target: Array, own: Own, stats: Stats) -> LayerKV:
         """Writes the step's own tokens to slots [B, K, n] of this device's only store."""
         (store,) = self.layer.stores
-        made = held.encode(self.group.storage, own.key, own.value, own.value.dtype)
+        made = held.encode(self.group.storage, own.key, own.value, own.value.dtype, self.sides)
         return self.layer.replace(
             position=write(position, target, own.position),
             stores=(jax.tree.map(lambda old, new: write(old, target, new), store, made),),
@@ -248,7 +251,9 @@ def older(position: Array, newest: Array, storage: Storage) -> Array:
     return jnp.sum(old, axis=2, keepdims=True, dtype=jnp.int32)
 
 
-def in_blocks(layer: LayerKV, own: Own, told: Told, newest: Array, group: Group, offset: Array) -> LayerKV:
+def in_blocks(
+    layer: LayerKV, own: Own, told: Told, newest: Array, group: Group, offset: Array, sides: Sides
+) -> LayerKV:
     """Writes the step's own tokens to a layer in blocks, which are where the slots of their tokens are.
 
     Every device has the exact tokens that wait until their block is full; the one that has the block encodes it.
@@ -260,6 +265,7 @@ def in_blocks(layer: LayerKV, own: Own, told: Told, newest: Array, group: Group,
       newest: [B] int32 newest position of each row.
       group: has the storage.
       offset: int32, this device's first slot.
+      sides: what keys and values share.
     """
     assert told.more is not None
     old = told.more.astype(jnp.int32) + older(own.position, newest, group.storage) - offset
@@ -268,5 +274,5 @@ def in_blocks(layer: LayerKV, own: Own, told: Told, newest: Array, group: Group,
         {name: jnp.concatenate([leaf, own.stats[name]], axis=2) for name, leaf in layer.stats.items()}, {}
     )
     others = flush.Others(told.live - offset, old)
-    after, moved = flush.settle(layer, own.key, own.value, position, per_slot, newest, group, {}, others)
+    after, moved = flush.settle(layer, own.key, own.value, position, per_slot, newest, group, sides, others)
     return after.replace(stats=moved.stats)

@@ -228,7 +228,7 @@ def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight:
     queries, maps = [query] * len(reading.parts), None
     offsets: list[Array | None] = [None] * len(queries)
     if pool.own is not None and group.storage.shortened:
-        queries[0], offsets[0], first = _mapped(query, pool, group, options["scale"])
+        queries[0], offsets[0], first = mapped(query, pool, group, options["scale"])
         maps = (first, *[attention.Mapped()] * (len(queries) - 1))
     problems = [
         attention.problem(
@@ -254,8 +254,14 @@ def _unranked(pool: Pool, group: Group) -> int:
     return 0 if pool.own is None else group.unranked
 
 
-def _mapped(query: Array, pool: Pool, group: Group, scale: float) -> tuple[Array, Array | None, attention.Mapped]:
+def mapped(query: Array, pool: Pool, group: Group, scale: float) -> tuple[Array, Array | None, attention.Mapped]:
     """Returns how a step attends to the coded slots, whose vectors are shorter.
+
+    Args:
+      query: [B, H, n, D], rotated.
+      pool: the slots.
+      group: the storage.
+      scale: of the logits.
 
     Returns:
       The queries [B, H, n, D'], what is added to the logits of each query ([B, K, G, n] float32 or None), and how the

@@ -17,6 +17,7 @@ from kvjax.cache import context, evict, fused, reading
 from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.finish import finish
 from kvjax.cache.groups import Group
+from kvjax.cache.operands import Common
 from kvjax.cache.pool import Pool, Turn, joined, pieces, placed, pool_of, prompt_pool, rotated_by_rank, run_after_inputs
 from kvjax.cache.slots import after_reading, constrain, constrain_slots
 from kvjax.cache.state import EMPTY, Block, Layer, LayerKV, PerSlot
@@ -178,8 +179,9 @@ def step(
         return output, after, None
     if group.slot_axes and layer is not None:
         output, after, looked = context.step(
-            layer, query, key, value, block=block, group=group, budget=budget, rope=rope, scale=scale,
-            soft_cap=soft_cap, window=window,
+            layer, query, key, value, block=block, group=group, budget=budget, rope=rope,
+            common=Common(sides or {}, None if turn is None else turn.frequencies), scale=scale, soft_cap=soft_cap,
+            window=window,
         )  # fmt: skip
         own = jnp.broadcast_to(block.position[:, None], key.shape[:3])
         all_slots = jnp.concatenate([layer.position, own], axis=2)

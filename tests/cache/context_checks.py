@@ -28,7 +28,8 @@ from kvjax.models.config import DecoderConfig
 from kvjax.policies import POLICIES, Policy
 from kvjax.rope import Rope
 from kvjax.selection import Selection, everything, lserve, optimal, quest, retrieval
-from kvjax.storage import Storage, dense
+from kvjax.storage import Samples, Storage, dense
+from kvjax.storage.side import CALIBRATION
 from tests import conftest, layers  # noqa: F401, conftest sets how programs are compiled
 
 LENGTHS, STEPS, BUDGET = np.array([24, 6, 14, 17]), 14, 12
@@ -76,6 +77,26 @@ def registered(name: str) -> Callable[[int], Policy]:
 
 
 CHANNELS = storage.Channels(2, 2)
+LESS = 3  # slots by which a budget is smaller while decoding
+#: Policies of each kind that a storage may go with.
+KINDS: dict[str, Callable[[int], Policy]] = {
+    "full": registered("full"), "h2o": registered("h2o"), "roco": registered("roco"), "snapkv": registered("snapkv"),
+    "less": lambda budget: policies.after_prefill(policies.snapkv(budget, window=4), then=policies.h2o(budget - LESS)),
+    "newest": lambda budget: policies.compress(importance=policies.recency, budget=budget, name="newest"),
+}  # fmt: skip
+MESHES = {
+    "full": "data:2,model:2,context:2", "h2o": "data:2,context:4", "roco": "data:2,model:2,context:2",
+    "snapkv": "model:2,context:4", "less": "data:2,context:2", "newest": "context:8",
+}  # fmt: skip
+EVICTS = ("full", "h2o", "roco", "snapkv", "less")
+#: Storages whose vectors share something, are changed before attention or are held in tiers; and their policies.
+SHARING: dict[str, tuple[Storage, tuple[str, ...]]] = {
+    "think": (storage.think(0.4, 4, 3), EVICTS),
+    "think codes": (storage.think(0.5, 4, 0, codec=storage.Integer(4)), EVICTS),
+    "low_rank": (storage.low_rank(2, 3, 2), EVICTS),
+    "low_rank codes": (storage.low_rank(3, 2, value_codec=storage.Integer(8), center=False), EVICTS),
+    "kvquant": (storage.kvquant(3, 0.2, 1, "kmeans", residual=2, qnorm=True), EVICTS),
+}
 h2o, full = registered("h2o"), registered("full")
 CASES = {
     # Tova's mean over heads would move one number per slot between devices that have some of the heads.
@@ -114,11 +135,37 @@ CASES = {
     "lserve": Case(full, "context:2", selection=lserve(4, 2, 3, budget=12, first_layer=0)),
     "retrieval": Case(full, selection=retrieval(4, 12)),
     "quest of codes": Case(registered("snapkv"), storage=storage.int8(), selection=quest(4, 12, first_layer=0)),
+    **{
+        f"{name} {kind}": Case(KINDS[kind], MESHES[kind], storage=own)
+        for name, (own, kinds) in SHARING.items() for kind in kinds
+    },
+    "kvquant in blocks": Case(h2o, "data:2,model:1,context:4", block=5, storage=storage.kvquant(4, 0.2, 2)),
+    "kvquant by ranks": Case(registered("streaming_llm"), storage=storage.kvquant(3, 0.2, 1)),
+    "kv_heads": Case(policies.tova, "data:2,context:4", storage=storage.kv_heads(2, residual=2)),
+    "kv_heads apart": Case(full, heads=(8, 4), storage=storage.kv_heads(2)),
+    "cskv": Case(full, "data:2,context:4", storage=storage.cskv(4, 3)),
+    "cskv in blocks": Case(full, heads=(8, 4), block=5, storage=storage.cskv(4, 4, 2, key_codec=CHANNELS)),
+    "cskv, newest": Case(KINDS["newest"], "context:8", storage=storage.cskv(3, 2)),
+    "cskv by age": Case(registered("streaming_llm"), "data:2,context:4", storage=storage.cskv(4, 3)),
+    "optimal of latents": Case(h2o, "data:2,context:4", storage=storage.low_rank(3, 3, 2), selection=optimal(5)),
+    "optimal, unrotated": Case(h2o, storage=storage.kvquant(4, 0.2, 1), selection=optimal(5)),
     "parts of heads": Case(
         lambda budget: policies.split_heads([[True, False, False, False]], full(budget), h2o(budget)),
         "data:2,model:2", heads=(4, 4), divided=("model",),
     ),
 }  # fmt: skip
+
+
+def sides_of(case: Case) -> Any:
+    """What keys and values share by a calibration with random vectors; None if the storage has no such sides."""
+    held = case.storage.bound(case.heads[1])
+    if not held.sides_of(CALIBRATION):
+        return None
+    rng = np.random.default_rng(3)
+    key, value = rng.normal(size=(2, 60, case.heads[1], DIM)).astype(np.float32)
+    kernels = {name: rng.normal(size=(12, case.heads[1], DIM)) for name in ("key", "value")}
+    samples = Samples(own=key, query=None, key=key, value=value, inputs=rng.normal(size=(60, 12)), kernels=kernels)
+    return storage.Calibration.of(held, [samples], Rope(dim=DIM)).layers[0]
 
 
 def difference(case: Case) -> dict[str, Any]:
@@ -127,10 +174,11 @@ def difference(case: Case) -> dict[str, Any]:
     streams = layers.random_streams(range(ROWS), total, heads=case.heads, dim=DIM)
     ends = LENGTHS + np.array([STEPS, STEPS, STEPS - 5, 0])
     given = layers.Case(streams, LENGTHS, ends, block=case.block, rope=Rope(dim=DIM))
-    alone = layers.run(case.spec(), given)
+    sides = sides_of(case)
+    alone = layers.run(case.spec(), given, sides=sides)
     mesh = sharding.make_mesh(case.mesh)
     with sharding.on_mesh(mesh):
-        spread = layers.run(case.spec(), given)
+        spread = layers.run(case.spec(), given, sides=sides)
     rows, heads = range(ROWS), range(case.heads[1])
 
     def read(run: layers.Run) -> list[np.ndarray]:
@@ -172,6 +220,7 @@ def step_program(spec: CacheSpec, mesh: Any, heads: tuple[int, int]) -> tuple[La
     """Compiles a decoding step of a cache of about `MANY` slots on a mesh; returns its shapes and the program."""
     with sharding.on_mesh(mesh):
         config, groups = groups_of(spec, heads)
+        sides = sides_of(Case(lambda _: spec.policy, storage=spec.storage, heads=heads))
 
         def shaped(x: Any, *axes: str) -> Any:
             names = (*axes, *(None,) * (x.ndim - len(axes)))
@@ -188,12 +237,13 @@ def step_program(spec: CacheSpec, mesh: Any, heads: tuple[int, int]) -> tuple[La
         row = shaped(jax.ShapeDtypeStruct((ROWS,), jnp.int32), "batch")
         at = shaped(jax.ShapeDtypeStruct((ROWS, 1), jnp.int32), "batch")
 
-        def run(layer, query, key, value, at, row):
+        def run(layer, query, key, value, at, row, sides):
             budget = tuple(row if group.has_budget else None for group in groups)
             block = Block(position=at, prompt=row, total=row, budget=budget, layer=jnp.int32(0))
-            return step_layer(layer, query, key, value, block=block, groups=groups, rope=config.rope)[:2]
+            return step_layer(layer, query, key, value, block=block, groups=groups, rope=config.rope, sides=sides)[:2]
 
-        program = jax.jit(run, donate_argnums=0).lower(layer, q, kv, kv, at, row).compile()
+        shared = jax.tree.map(lambda x: shaped(x, "kv_heads"), sides)
+        program = jax.jit(run, donate_argnums=0).lower(layer, q, kv, kv, at, row, shared).compile()
     return layer, program
 
 

@@ -24,12 +24,13 @@ from tests.conftest import ROOT, XLA_FLAGS
 #: Cases that run here; every other one runs by its name, and is like one of these.
 RUN = (
     "tova", "ranks in blocks", "one KV head", "roco in blocks", "int8", "parts of heads", "residual", "kivi",
-    "optimal, residual", "quest",
+    "optimal, residual", "quest", "think h2o", "low_rank codes less", "kvquant in blocks", "kv_heads", "cskv in blocks",
+    "optimal of latents",
 )  # fmt: skip
 #: Searches for a threshold, which adds up counts of one number per head in rounds.
-SEARCHES = ("roco in blocks",)
+SEARCHES = ("roco in blocks", "low_rank codes less")
 #: Collectives of a step; 2 where it is not said.
-COLLECTIVES = {"kivi": 1, "optimal, residual": 3, "quest": 4}
+COLLECTIVES = {"kivi": 1, "optimal, residual": 3, "quest": 4, "cskv in blocks": 1, "optimal of latents": 4}
 
 
 @pytest.fixture(scope="session")
@@ -104,6 +105,16 @@ def _by_slot(stats, view):
 def test_what_is_not_divided_is_said(group, reason):
     found = context.refuses(group, 2, 8)
     assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(("heads", "divided"), [(2, False), (1, True)])
+def test_heads_that_are_held_together_are_on_one_device(heads, divided):
+    """Each device decodes its slots, for which it needs the latents of all heads of a pair."""
+    mesh = jax.sharding.AbstractMesh((1, 2, 2), ("data", "model", "context"))
+    group = _group(storage=storage.kv_heads(heads).bound(2))
+    with jax.sharding.use_abstract_mesh(mesh):
+        found = context.refuses(group, 2, 8)
+    assert found is None if divided else "2 heads together" in found
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
