@@ -1,5 +1,6 @@
 """The machine: what a result was measured on, and whether a model fits it."""
 
+import gc
 import importlib.metadata
 import os
 import platform
@@ -18,6 +19,7 @@ from kvjax.models.quantize import WeightCodes, parameter_bytes
 GB = 1e9
 #: Share of the memory that weights and cache may take; the rest is for activations and everybody else.
 USABLE = 0.9
+MOST_MAPS = 40_000  # memory maps of a process, of which Linux allows 65,530; without any the compiler crashes
 
 
 class Fit(NamedTuple):
@@ -76,6 +78,14 @@ def host_memory() -> int:
         if ceiling := _number(limit):
             free.append(max(ceiling - _number(used), 0))
     return min(total, *free)
+
+
+def forget_programs() -> None:
+    """Lets compiled programs go if this process has too many memory maps: each program holds some."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def _number(path: str, label: str = "") -> int:

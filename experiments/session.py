@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import kvjax
-from experiments import data, fields, identity
+from experiments import data, fields, identity, machine
 from experiments.config import ExperimentConfig, ModelConfig, build_weights
 from experiments.measure import Measurement, measure
 from experiments.progress import tracked
@@ -121,6 +121,7 @@ class Session:
         Args:
           progress: see `experiments.progress.tracked`.
         """
+        machine.forget_programs()  # of the runs before, of which a sweep may have hundreds
         specs, task_specs = specs_of(config), specs_of(config, config.tasks.least_slots)
         score.check(config.recall)
         answering.check(config.tasks)

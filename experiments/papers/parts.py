@@ -7,7 +7,6 @@ on at the first part that is missing.
 
 import dataclasses
 import functools
-import gc
 import hashlib
 import io
 import json
@@ -23,7 +22,7 @@ import numpy as np
 
 import experiments
 import kvjax
-from experiments import identity, results
+from experiments import identity, machine, results
 from experiments.config import DataConfig, ExperimentConfig, ModelConfig
 from experiments.papers import texts
 from experiments.papers.settings import MAIN, Settings
@@ -33,7 +32,6 @@ from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 
 Result = Mapping[str, np.ndarray]
-MOST_MAPS = 40_000  # memory maps of compiled programs, of which a process may have 65,530
 #: What measures, below the folder of experiments; all of kvjax does besides.
 MEASURE = ("papers/recipes", "papers/own.py", "papers/texts.py", "tasks", "training")
 ABOUT = "about"  # the entry of a result's file that says what it is
@@ -137,7 +135,7 @@ class Lab:
         }  # fmt: skip
         results.write(path, packed(found | {ABOUT: np.asarray(json.dumps(about))}))
         self.measured.append(part)
-        _forget_programs()
+        machine.forget_programs()
         return found
 
     def model(self, name: str = MAIN) -> Model:
@@ -207,11 +205,3 @@ def check_unique(parts: Sequence[Part]) -> tuple[Part, ...]:
         if not isinstance(part, Part):
             raise ConfigError(f"an entry asks for {part!r}, which is no part.")
     return tuple(dict.fromkeys(parts))
-
-
-def _forget_programs() -> None:
-    """Lets compiled programs go where they hold too many memory maps."""
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
-        jax.clear_caches()
-        gc.collect()

@@ -45,6 +45,20 @@ def measured_as(policy: str, budget: int | None) -> Measurement:
     )  # fmt: skip
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="memory maps are read from Linux's /proc")
+def test_a_session_of_many_runs_does_not_use_up_the_memory_maps(small, monkeypatch):
+    """A sweep of 57 storages and policies once ended in a segmentation fault of the compiler."""
+    program = jax.jit(lambda x: x + 1)
+    program(1)
+    runs = session.Session()
+    runs.run(small)
+    assert program._cache_size() == 1, "kept while there is room"
+    monkeypatch.setattr(machine, "MOST_MAPS", 0)
+    first = runs.run(dataclasses.replace(small, seed=1))
+    assert program._cache_size() == 0
+    assert [m.kv_bytes for m in first.measurements] and program(1) == 2
+
+
 def test_a_run_writes_a_whole_folder_and_the_same_numbers_again(small, capsys):
     folder = run.run(small, command="the command")
     shown = capsys.readouterr().out
