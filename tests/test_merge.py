@@ -193,7 +193,7 @@ def test_a_row_alone():
 def test_many_pairs_go_in_tiles(monkeypatch):
     policy = window(ROOM, policies.d2o())
     whole = layers.run(policy, CASE)
-    monkeypatch.setattr("kvjax.policies.merge.TILE", 4)
+    monkeypatch.setattr("kvjax.policies.nearest.TILE", 4)
     layers.program.clear_cache()  # it was traced with another constant
     tiled = layers.run(policy, CASE)
     np.testing.assert_allclose(tiled.output, whole.output, atol=1e-6)

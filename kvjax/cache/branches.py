@@ -7,6 +7,7 @@ from typing import NamedTuple
 from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.base import Evict, Policy, keep
+from kvjax.policies.budget import Budget, Fraction, Slots
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
@@ -54,7 +55,11 @@ class Branch(NamedTuple):
             )  # fmt: skip
 
         prompt = own(self.prompt)
-        return self._replace(prompt=prompt, decode=prompt if self.decode is self.prompt else own(self.decode))
+        if self.decode is self.prompt:
+            return self._replace(prompt=prompt, decode=prompt)
+        # Of two policies, one may keep its budget where the other takes the window's slots; see `slots_in`.
+        one = self.evicts_one and (window is None or self.prompt.budget is None or self.decode.budget is None)
+        return self._replace(prompt=prompt, decode=own(self.decode), evicts_one=one)
 
     def slots_in(self, policy: Evict, slots: int, window: int | None) -> int:
         """Returns the slots that a layer needs of a budget; see `in_layer`."""
@@ -103,13 +108,23 @@ def branches_of(policy: Policy, selection: Selection, config: DecoderConfig) -> 
             # If the two policies reduce differently, one of them needs no attention.
             reduce = policy.group_reduce
             first = dataclasses.replace(policy.prompt, group_reduce=reduce)
-            # The budget of the policy that decodes may be smaller than what the prompt leaves.
-            return [Branch(None, first, dataclasses.replace(policy.decode, group_reduce=reduce), False, selection)]
+            decode = dataclasses.replace(policy.decode, group_reduce=reduce)
+            return [Branch(None, first, decode, _has_room(first.budget, decode.budget), selection)]
         case WithSelection():
             return [Branch(None, policy.keep, policy.keep, True, selection)]
         case Split():
             return _split(policy, selection, config)
     raise PolicyError(f"{policy!r} is not a policy; make one with kvjax.policies, such as h2o(budget=256).")
+
+
+def _has_room(before: Budget | None, after: Budget | None) -> bool:
+    """Returns whether a budget is known to be no smaller than the one before it, for a prompt of any length."""
+    match before, after:
+        case Slots(), Slots():
+            return after.count >= before.count
+        case Fraction(), Fraction():
+            return after.fraction >= before.fraction and after.least >= before.least
+    return False
 
 
 def _split(policy: Split, selection: Selection, config: DecoderConfig) -> list[Branch]:

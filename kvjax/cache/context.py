@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from kvjax import across, attention, sharding
-from kvjax.cache import arrange, choosing, evict, exchange, placing, slotwise
+from kvjax.cache import arrange, choosing, evict, exchange, folding, placing, slotwise
 from kvjax.cache.choosing import Looked, Rows
 from kvjax.cache.groups import Group
 from kvjax.cache.leaving import leaving
@@ -61,8 +61,8 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
         return f"positions={policy.positions!r} ranks all slots of a head in each step"
     if not group.selection.reads_all and (reason := _not_chosen(group)):
         return reason
-    if policy.merge is not None:
-        return f"the merge of {policy.name} compares what is evicted with all slots"
+    if reason := folding.refuses(group):
+        return reason
     if policy.page > 1:
         return "whole pages are evicted"
     if policy.budget is None:
@@ -83,7 +83,7 @@ def _known_ranks(group: Group) -> bool:
     """Returns whether positions alone say what is held, and so the rank of each slot: the first and the newest."""
     policy = group.policy
     first = isinstance(policy.scope, First | Everything)
-    return first and policy.importance.by_age and group.evicts_one and policy.when == "step" and policy.merge is None
+    return first and policy.importance.by_age and group.evicts_one and policy.when == "step"
 
 
 def step(
@@ -178,6 +178,10 @@ def _step(
     sides = {**common.sides, **layer.sides}
     pool = Pool(layer, (key, value), jnp.concatenate([layer.position, own_position], axis=2), {}, {}, sides)
     held = operands(pool, attention.ungroup(query), (*positions, own_position), rows, group, rope, common)
+    merge = group.policy.merge
+    weights: Sequence[Array | None] = [None] * len(held.keys)
+    if merge is not None and (log_weight := merge.log_weight(layer.stats)) is not None:
+        weights = [*arrange.separated(log_weight, sizes), merge.log_weight(own.stats)]
     read, choice = positions, None
     if choosing.chooses(group, n):
         choice = choosing.choose(
@@ -188,7 +192,7 @@ def _step(
         first_key, first_value = choice.fetched(pool, group, held.keys, held.values)
         held = held._replace(keys=(first_key, *held.keys[1:]), values=(first_value, *held.values[1:]))
     parts, maps = problems(
-        held, (*read, own_position), pool, group, query_position=rows.position, scale=scale, soft_cap=soft_cap,
+        held, (*read, own_position), weights, pool, group, query_position=rows.position, scale=scale, soft_cap=soft_cap,
         window=window, prompt=rows.prompt,
     )  # fmt: skip
     # What leaves the residual leaves an empty slot, whether it is encoded or evicted.
@@ -196,7 +200,8 @@ def _step(
     free = [exchange.empty_slots(each) for each in positions]
     if goes is not None:
         free[1] += jnp.sum(goes.position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
-    more = None if goes is None else goes.vectors(layer.stores[1])
+    # A merge may change it first; see `folding.told_again`.
+    more = None if goes is None or (merge and group.evicts) else goes.vectors(layer.stores[1])
     if in_blocks:
         more = placing.older(layer.position, newest, group.storage).astype(jnp.float32)
     live = exchange.live_slots(layer.position)
@@ -240,11 +245,17 @@ def _step(
     with across.devices(axes):
         if n == 1 and group.evicts_one and group.policy.when == "step":
             total = told.live + (newest >= 0).astype(jnp.int32)[:, None, None]
-            lowest, bits = exchange.lowest_position(group, both, view, total, axes.slots, moves.packed())
+            more = moves.packed()[:, :, : 0 if merge is not None else None]
+            lowest, bits = exchange.lowest_position(group, both, view, total, axes.slots, more)
+            if merge is not None:
+                victim = (view.position == lowest) & (lowest >= 0)
+                moves, bits = folding.told_again(folding.fold(moves, *held.stored, victim, view))
             return output, moves.with_eviction(lowest, bits), looked
         # A budget that stays as it is frees a slot for each token of the step.
         most = n if group.evicts_one and group.policy.when == "step" and n <= CANDIDATES else None
         victim = evict.victims(group.policy, both, view, one=False, most=most)
+        if merge is not None:
+            moves, _ = folding.told_again(folding.fold(moves, *held.stored, victim, view))
     position = jnp.where(victim[:, :, :size], EMPTY, layer.position)
     return output, moves.after_evictions(position, (counted >= 0) & ~victim[:, :, size:]), looked
 

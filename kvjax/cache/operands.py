@@ -73,13 +73,19 @@ def operands(
 
 
 def problems(
-    own: Operands, positions: Sequence[Array], pool: Pool, group: Group, **options: Any
+    own: Operands,
+    positions: Sequence[Array],
+    log_weights: Sequence[Array | None],
+    pool: Pool,
+    group: Group,
+    **options: Any,
 ) -> tuple[list[attention.Problem], list[attention.Mapped]]:
     """Returns the problem of each store and of the step's own tokens, and how its values are mapped.
 
     Args:
       own: the operands.
       positions: [B, K, S_i] int32 of each store and of the step's own tokens; -1 = empty or not read.
+      log_weights: [B, K, S_i] float32 of each, which a merge adds to logits, or None.
       pool: of this device's slots.
       group: the storage and the statistics.
       options: further arguments of `kvjax.attention.problem`.
@@ -90,10 +96,12 @@ def problems(
         queries[0], offsets[0], maps[0] = reading.mapped(own.query, pool, group, options["scale"])
     made = [
         attention.problem(
-            query, key, value, key_position=position, offset=offset, needs=group.reports,
+            query, key, value, key_position=position, offset=offset, log_weight=weight, needs=group.reports,
             group_reduce=group.policy.group_reduce, **options,
         )
-        for query, key, value, position, offset in zip(queries, own.keys, own.values, positions, offsets, strict=True)
+        for query, key, value, position, offset, weight in zip(
+            queries, own.keys, own.values, positions, offsets, log_weights, strict=True
+        )
     ]  # fmt: skip
     return made, maps
 

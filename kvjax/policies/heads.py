@@ -176,6 +176,7 @@ class Compensation(Merge):
 
     position: int
     remembers = ("folded",)
+    over_devices = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "position", count_argument("position", self.position))

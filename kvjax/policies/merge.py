@@ -6,93 +6,18 @@ slots hold. Keys are merged as stored: rotated, unless ``positions="cache"``.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.arguments import count_argument, number_argument
-from kvjax.order import largest
 from kvjax.policies.base import factory
 from kvjax.policies.components import Folded, Merge, Stats, View
+from kvjax.policies.nearest import nearest, newest, victims_of
 
 Array = jax.Array
-TILE = 128  # evicted pairs that are compared with all slots at a time
 THRESHOLD_OFFSET = 2  # added to D2O's threshold, a cosine, so that 0 means that there is none yet
 TINY = jnp.finfo(jnp.float32).tiny  # the smallest divisor, instead of 0
-
-
-class Victims(NamedTuple):
-    """Evicted pairs in the order of their slots, padded to n, the largest number of victims of a head.
-
-    Attributes:
-      key: [B, K, n, D] float32.
-      value: [B, K, n, D] float32.
-      position: [B, K, n] int32.
-      real: [B, K, n] bool, False = padding.
-      slot: [B, K, n] int32.
-    """
-
-    key: Array
-    value: Array
-    position: Array
-    real: Array
-    slot: Array
-
-
-def _victims(key: Array, value: Array, victim: Array, view: View, tokens: int) -> Victims:
-    """Gathers the pairs that `victim` marks; for the arguments see `Merge.fold`."""
-    # [B, K, n]
-    if tokens == 1:
-        slot = jnp.argmax(victim, axis=2, keepdims=True).astype(jnp.int32)
-    else:
-        slot = jnp.argsort(~victim, axis=2, stable=True)[:, :, :tokens].astype(jnp.int32)
-
-    def take(x: Array) -> Array:
-        return jnp.take_along_axis(x, slot.reshape(*slot.shape, *(1,) * (x.ndim - 3)), axis=2)
-
-    return Victims(
-        take(key).astype(jnp.float32), take(value).astype(jnp.float32), take(view.position), take(victim), slot
-    )
-
-
-def _nearest(
-    victims: Victims, kept: Array, position: Array, score: Callable[[Array, Array], Array]
-) -> tuple[Array, Array]:
-    """Finds the kept slot of the highest score for each victim; of equal scores, the newer slot.
-
-    Args:
-      victims: the evicted pairs.
-      kept: [B, K, S] bool, the slots to choose from.
-      position: [B, K, S] int32.
-      score: (keys [B, K, t, D], positions [B, K, t] of victims) -> [B, K, t, S] float32.
-
-    Returns:
-      The slots, [B, K, n] int32, and their scores, [B, K, n] float32.
-    """
-    count = victims.position.shape[2]
-    tile = min(TILE, count)
-    pad = -count % tile
-
-    def tiles(x: Array) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, pad), *((0, 0),) * (x.ndim - 3)))
-        return jnp.moveaxis(x.reshape(*x.shape[:2], -1, tile, *x.shape[3:]), 2, 0)
-
-    def best(part: tuple[Array, Array]) -> tuple[Array, Array]:
-        # [B, K, tile, S]
-        scores = jnp.where(kept[:, :, None], score(*part), -jnp.inf)
-        # [B, K, tile, 1]
-        highest = jnp.max(scores, axis=3, keepdims=True)
-        tied = kept[:, :, None] & (scores == highest)
-        return jnp.argmax(jnp.where(tied, position[:, :, None], -1), axis=3).astype(jnp.int32), highest[..., 0]
-
-    # [n / tile, B, K, tile]
-    slot, highest = jax.lax.map(best, (tiles(victims.key), tiles(victims.position)))
-
-    def whole(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)[:, :, :count]
-
-    return whole(slot), whole(highest)
 
 
 def _unit(x: Array) -> Array:
@@ -101,13 +26,13 @@ def _unit(x: Array) -> Array:
 
 
 def _by_cosine(key: Array) -> Callable[[Array, Array], Array]:
-    """Makes a score for `_nearest`: the cosine of the two keys."""
+    """Makes a score for `nearest`: the cosine of the two keys."""
     directions = _unit(key.astype(jnp.float32))
     return lambda victim, _: jnp.einsum("bktd,bksd->bkts", _unit(victim), directions)
 
 
 def _by_distance(position: Array) -> Callable[[Array, Array], Array]:
-    """Makes a score for `_nearest`: minus the distance of the two positions."""
+    """Makes a score for `nearest`: minus the distance of the two positions."""
     return lambda _, victim: -jnp.abs(victim[..., None] - position[:, :, None]).astype(jnp.float32)
 
 
@@ -148,25 +73,26 @@ class CaM(Merge):
 
     recent: int = 32
     needs = frozenset({"mass", "count"})
+    over_devices = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recent", count_argument("recent", self.recent, minimum=1))
 
     def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
-        victims = _victims(key, value, victim, view, tokens)
+        victims = victims_of(key, value, victim, view, tokens)
         # [B, K, S]
         attention = stats["mass"] / jnp.maximum(stats["count"], 1)
         kept = view.live & ~victim
         # [B, K, 1]
         most = jnp.max(jnp.where(kept, attention, 0.0), axis=2, keepdims=True)
+        among, most = newest(view.position, kept, self.recent, most)
         # [B, K, n]
         share = jnp.take_along_axis(attention, victims.slot, axis=2) / jnp.maximum(most, TINY)
         weight = jnp.where(victims.real, jnp.minimum(share, 1.0), 0.0) / self.recent
         # [B, K, D]
         added = jnp.einsum("bkn,bknd->bkd", weight, victims.value)
-        # [B, K, S]
-        newest = kept & largest(view.position.astype(jnp.float32), jnp.where(kept, view.position, -1), self.recent)
-        more = jnp.where(newest[..., None], added[:, :, None], 0.0)
+        # [B, K, S, D]
+        more = jnp.where(among[..., None], added[:, :, None], 0.0)
         return Folded(key, (value.astype(jnp.float32) + more).astype(value.dtype), dict(stats))
 
 
@@ -183,27 +109,29 @@ class D2O(Merge):
 
     beta: float = 0.7
     remembers = ("threshold",)
+    over_devices = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "beta", number_argument("beta", self.beta, minimum=0.0, maximum=1.0))
 
     def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
-        victims = _victims(key, value, victim, view, tokens)
+        victims = victims_of(key, value, victim, view, tokens)
+        # [B, K, 1]: every live slot has the same
+        before = jnp.max(stats["threshold"], axis=2, keepdims=True)
+        found = nearest(victims, view.live & ~victim, view.position, _by_cosine(key), most=before)
         # [B, K, n]
-        slot, similarity = _nearest(victims, view.live & ~victim, view.position, _by_cosine(key))
-        similarity = jnp.where(victims.real, similarity, 0.0)
+        similarity = jnp.where(victims.real, found.score, 0.0)
         # [B, K, 1]
         count = jnp.sum(victims.real, axis=2, keepdims=True)
         mean = jnp.sum(similarity, axis=2, keepdims=True) / jnp.maximum(count, 1).astype(jnp.float32)
-        # [B, K, 1]: every live slot has the same
-        before = jnp.max(stats["threshold"], axis=2, keepdims=True)
+        before = found.most
         now = jnp.where(before == 0, mean, self.beta * mean + (1 - self.beta) * (before - THRESHOLD_OFFSET))
         # [B, K, n]
-        weight = jnp.where(victims.real & (similarity >= now), jnp.exp(similarity), 0.0)
+        weight = jnp.where(victims.real & found.here & (similarity >= now), jnp.exp(similarity), 0.0)
         threshold = jnp.where(count > 0, now + THRESHOLD_OFFSET, before)
         return Folded(
-            _average(key, jnp.e, slot, weight, victims.key),
-            _average(value, jnp.e, slot, weight, victims.value),
+            _average(key, jnp.e, found.slot, weight, victims.key),
+            _average(value, jnp.e, found.slot, weight, victims.value),
             {**stats, "threshold": jnp.broadcast_to(threshold, stats["threshold"].shape)},
         )
 
@@ -219,20 +147,21 @@ class KVMerger(Merge):
     """
 
     similarity: float = 0.75
+    over_devices = True
 
     def __post_init__(self) -> None:
         similarity = number_argument("similarity", self.similarity, minimum=-1.0, maximum=1.0)
         object.__setattr__(self, "similarity", similarity)
 
     def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
-        victims = _victims(key, value, victim, view, tokens)
+        victims = victims_of(key, value, victim, view, tokens)
+        found = nearest(victims, view.live & ~victim, view.position, _by_distance(view.position), key=key)
+        assert found.key is not None
+        slot = found.slot
         # [B, K, n]
-        slot, _ = _nearest(victims, view.live & ~victim, view.position, _by_distance(view.position))
-        # [B, K, n, D]
-        pivot = jnp.take_along_axis(key.astype(jnp.float32), slot[..., None], axis=2)
-        # [B, K, n]
-        similar = victims.real & (jnp.sum(_unit(pivot) * _unit(victims.key), axis=-1) >= self.similarity)
-        squared = jnp.sum(jnp.square(pivot - victims.key), axis=-1)
+        similar = jnp.sum(_unit(found.key) * _unit(victims.key), axis=-1) >= self.similarity
+        similar &= victims.real & found.here
+        squared = jnp.sum(jnp.square(found.key - victims.key), axis=-1)
         # The square root has no gradient at 0, the value of padding.
         distance = jnp.where(squared > 0, jnp.sqrt(jnp.where(squared > 0, squared, 1.0)), 0.0)
         # [B, K, S]
@@ -258,14 +187,16 @@ class Anchors(Merge):
     See Elastic Cache, arXiv:2407.18121, section 3.3.
     """
 
+    over_devices = True
+
     def fold(self, key: Array, value: Array, victim: Array, stats: Stats, view: View, tokens: int) -> Folded:
-        victims = _victims(key, value, victim, view, tokens)
+        victims = victims_of(key, value, victim, view, tokens)
+        found = nearest(victims, view.live & ~victim, view.position, _by_distance(view.position))
         # [B, K, n]
-        slot, _ = _nearest(victims, view.live & ~victim, view.position, _by_distance(view.position))
-        weight = victims.real.astype(jnp.float32)
+        weight = (victims.real & found.here).astype(jnp.float32)
         return Folded(
-            _average(key, 1.0, slot, weight, victims.key),
-            _average(value, 1.0, slot, weight, victims.value),
+            _average(key, 1.0, found.slot, weight, victims.key),
+            _average(value, 1.0, found.slot, weight, victims.value),
             dict(stats),
         )
 

@@ -76,6 +76,11 @@ def registered(name: str) -> Callable[[int], Policy]:
     )
 
 
+def merging(merge: policies.Merge, policy: Callable[..., Policy] = policies.h2o) -> Callable[[int], Policy]:
+    """A policy that folds what it evicts into what stays."""
+    return lambda budget: policy(budget, merge=merge)
+
+
 CHANNELS = storage.Channels(2, 2)
 LESS = 3  # slots by which a budget is smaller while decoding
 #: Policies of each kind that a storage may go with.
@@ -107,6 +112,31 @@ CASES = {
     "in blocks": Case(h2o, "data:2,model:1,context:4", block=5),
     "ranks in blocks": Case(registered("streaming_llm"), "data:2,model:1,context:4", block=5),
     "roco in blocks": Case(policies.roco, "data:4,model:1,context:2", block=5),
+    "cam": Case(merging(policies.cam(recent=5)), "data:2,context:4"),
+    "d2o": Case(merging(policies.d2o()), "data:2,model:1,context:4", block=5),
+    "kvmerger": Case(merging(policies.kvmerger(similarity=-0.5))),
+    "anchors": Case(merging(policies.anchors()), "context:8"),
+    "cam in blocks": Case(merging(policies.cam(recent=5)), "data:2,model:1,context:4", block=5),
+    "kvmerger in blocks": Case(merging(policies.kvmerger(similarity=-0.5)), "context:4", block=7),
+    "anchors in blocks": Case(merging(policies.anchors(), policies.tova), "data:2,context:4", block=5),
+    "cam of a few": Case(merging(policies.cam(recent=1)), "model:2,context:4"),
+    "d2o, int8": Case(merging(policies.d2o()), storage=storage.int8()),
+    "d2o, residual": Case(merging(policies.d2o()), storage=storage.int8(residual=4), block=5),
+    "anchors, residual": Case(merging(policies.anchors(), policies.scissorhands), storage=storage.int4(residual=6)),
+    "merge by ranks": Case(merging(policies.anchors(), policies.streaming_llm), "data:2,context:4", block=5),
+    "merge after a prompt": Case(
+        lambda budget: policies.after_prefill(
+            policies.snapkv(budget, window=4), then=policies.h2o(budget, merge=policies.d2o())
+        )
+    ),
+    "razor": Case(
+        lambda budget: policies.razor_attention([[True, False, False, False]], budget), "data:2,model:2",
+        heads=(8, 4), divided=("model",),
+    ),
+    "razor in blocks": Case(
+        lambda budget: policies.razor_attention([[True, False, False, False]], budget, sinks=1),
+        "data:2,model:2", heads=(8, 4), divided=("model",), block=5,
+    ),
     "smaller while decoding": Case(
         lambda budget: policies.after_prefill(policies.snapkv(budget + 4, window=4), then=h2o(budget - 3))
     ),

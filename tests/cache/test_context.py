@@ -4,6 +4,7 @@ Eight simulated devices exist only if XLA is told before jax starts, so one subp
 tests.cache.context_checks`) runs every case and prints a line of JSON each; the tests here read them.
 """
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ from kvjax import devices, policies, selection, storage
 from kvjax.cache import CacheSpec, context
 from kvjax.cache.groups import Group
 from kvjax.policies import POLICIES, Importance
+from kvjax.policies.components import Merge
 from tests.cache import context_checks
 from tests.cache.context_checks import CASES
 from tests.conftest import ROOT, XLA_FLAGS
@@ -25,12 +27,16 @@ from tests.conftest import ROOT, XLA_FLAGS
 RUN = (
     "tova", "ranks in blocks", "one KV head", "roco in blocks", "int8", "parts of heads", "residual", "kivi",
     "optimal, residual", "quest", "think h2o", "low_rank codes less", "kvquant in blocks", "kv_heads", "cskv in blocks",
-    "optimal of latents",
+    "optimal of latents", "cam", "d2o", "kvmerger in blocks", "anchors, residual", "merge by ranks",
+    "merge after a prompt", "razor in blocks",
 )  # fmt: skip
 #: Searches for a threshold, which adds up counts of one number per head in rounds.
 SEARCHES = ("roco in blocks", "low_rank codes less")
 #: Collectives of a step; 2 where it is not said.
-COLLECTIVES = {"kivi": 1, "optimal, residual": 3, "quest": 4, "cskv in blocks": 1, "optimal of latents": 4}
+COLLECTIVES = {
+    "kivi": 1, "optimal, residual": 3, "quest": 4, "cskv in blocks": 1, "optimal of latents": 4, "cam": 4, "d2o": 4,
+    "kvmerger in blocks": 4, "anchors, residual": 5, "merge by ranks": 4, "merge after a prompt": 4,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +84,11 @@ def _group(policy=None, **given) -> Group:
     return Group(policy=spec.policy.traced(), needs=spec.policy.needs, slots=(8,), decoding=True, **given)
 
 
+@dataclasses.dataclass(frozen=True)
+class OfTheFirst(Merge):
+    """A merge that does not say that it runs over devices."""
+
+
 def _by_slot(stats, view):
     return jax.lax.broadcasted_iota("float32", view.position.shape, 2)
 
@@ -90,7 +101,10 @@ def _by_slot(stats, view):
         (_group(policies.roco(8)), None),
         (_group(policies.streaming_llm(8)), None),
         (_group(policies.h2o(8, positions="cache")), "ranks all slots"),
-        (_group(policies.h2o(8, merge=policies.d2o())), "merge"),
+        (_group(policies.h2o(8, merge=policies.d2o())), None),
+        (_group(policies.h2o(8, merge=OfTheFirst())), "compares what is evicted with all slots"),
+        (_group(policies.h2o(8, merge=policies.d2o()), evicts_one=False), "more pairs in a step than it has tokens"),
+        (_group(policies.h2o(8, merge=policies.d2o()), storage=storage.kvquant()), "held as they are before rotation"),
         (_group(policies.by_page(policies.h2o(8), page=2)), "pages"),
         (_group(selection=selection.quest(4, 8)), None),
         (_group(selection=selection.infinigen(cap=4)), "infinigen"),

@@ -8,6 +8,7 @@ import pytest
 
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
+from kvjax.cache.branches import branches_of
 from kvjax.cache.limits import half_steps, power_of_two, prompt_bucket, quarter_steps, sizes_for, slots_bucket
 from kvjax.cache.lowering import lower
 from kvjax.cache.spec import as_spec
@@ -319,3 +320,22 @@ def test_steps_of_a_quarter():
     sizes = [quarter_steps(n, 16) for n in range(1, 300)]
     assert sorted(set(sizes)) == [16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320]
     assert all(each >= n for n, each in enumerate(sizes, 1)) and quarter_steps(3, 8) == 8
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "one"),
+    [
+        (8, 8, True),
+        (8, 9, True),
+        (9, 8, False),
+        (0.2, 0.2, True),
+        (0.3, 0.2, False),
+        (8, 0.5, False),
+        ((8, 8), 8, False),
+    ],
+)
+def test_a_step_evicts_one_slot_if_the_second_budget_is_no_smaller(before, after, one):
+    policy = policies.after_prefill(policies.knorm(before), then=policies.h2o(after))
+    assert [group.evicts_one for layer in exactly(policy).layout.decode for group in layer] == [one, one]
+    (branch,) = branches_of(policy, selection.everything(), config())
+    assert not branch.in_layer(0, 6).evicts_one
