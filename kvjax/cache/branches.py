@@ -109,7 +109,9 @@ def branches_of(policy: Policy, selection: Selection, config: DecoderConfig) -> 
             reduce = policy.group_reduce
             first = dataclasses.replace(policy.prompt, group_reduce=reduce)
             decode = dataclasses.replace(policy.decode, group_reduce=reduce)
-            return [Branch(None, first, decode, _has_room(first.budget, decode.budget), selection)]
+            # The ranks of slots follow from a policy that evicts one slot in each step if no other chose the slots.
+            one = policy.positions == "original" and _has_room(first.budget, decode.budget)
+            return [Branch(None, first, decode, one, selection)]
         case WithSelection():
             return [Branch(None, policy.keep, policy.keep, True, selection)]
         case Split():

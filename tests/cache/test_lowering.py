@@ -339,3 +339,11 @@ def test_a_step_evicts_one_slot_if_the_second_budget_is_no_smaller(before, after
     assert [group.evicts_one for layer in exactly(policy).layout.decode for group in layer] == [one, one]
     (branch,) = branches_of(policy, selection.everything(), config())
     assert not branch.in_layer(0, 6).evicts_one
+
+
+def test_ranks_after_a_prompt_are_not_those_of_the_policy_that_decodes():
+    compressor = policies.knorm(8, positions="cache")
+    (branch,) = branches_of(
+        policies.after_prefill(compressor, then=policies.streaming_llm(8)), selection.everything(), config()
+    )
+    assert not branch.evicts_one
