@@ -12,7 +12,7 @@ import kvjax
 from experiments import fields
 from experiments.config import ExperimentConfig
 from experiments.tasks import answering
-from kvjax import spec_text
+from kvjax import spec_text, user_files
 from kvjax.checkpoint.locate import bundled
 from kvjax.errors import ConfigError
 
@@ -26,7 +26,7 @@ def digest(config: ExperimentConfig) -> str:
     """Twelve hex digits that name what would be computed.
 
     They cover every field but the output folder, and the contents of the files that fields name: policies, storages and
-    selections of a user's own, texts, checkpoints, skews and calibrations.
+    selections of a user's own, with the files beside them that they import, texts, checkpoints, skews and calibrations.
     """
     settings = {key: value for key, value in fields.to_dict(config).items() if key != "output"}
     if found := contents(config):
@@ -82,7 +82,8 @@ def _of_texts(config: ExperimentConfig) -> Iterator[Path]:
 def _of_model(config: ExperimentConfig) -> Iterator[Path]:
     """The model, and its caches."""
     for text in (config.policy.name, config.storage, config.selection, *config.baselines):
-        yield from map(Path, spec_text.files(text))
+        for file in spec_text.files(text):
+            yield from user_files.sources(Path(file))
     yield from (Path(name) for name in (config.model.skew, config.model.calibration) if name)
     if config.model.path is not None:
         # As `kvjax.load` looks for it.

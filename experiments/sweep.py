@@ -6,9 +6,10 @@ Any field can be swept: --sweep='storage=dense,int8,int4(residual=32)', --sweep=
 Where storages are swept the plot shows quality against the bytes held, otherwise against the budget; if dense is one of
 them, sweep.md has what each of the others costs against it, text by text (seed by seed). sweep.json has the numbers.
 Results are JSON files in OUTPUT/NAME-sweep/, named by a hash of the resolved config and of the contents of the files
-that it names; called again, it runs what is missing or failed, and everything with --rerun. Results of other code are
-marked. --sweep=seed=0,1,2 gives the mean and the standard deviation over seeds. Values are separated by commas, or by
-semicolons if there are any: --sweep='mesh=data:2;data:1,model:2'.
+that it names, and of those that a user's own Python file imports from its folder (`kvjax.user_files`); called again, it
+runs what is missing or failed, and everything with --rerun. Results of other code are marked. --sweep=seed=0,1,2 gives
+the mean and the standard deviation over seeds. Values are separated by commas, or by semicolons if there are any:
+--sweep='mesh=data:2;data:1,model:2'.
 
 Several workers, on machines that share the folder, may be given the same command: each run is claimed by one of them, a
 run of a worker that died is taken over, and the last one writes the report. --shard=2/8 runs every eighth instead, from
@@ -16,6 +17,7 @@ the second on, without claims. docs/clusters.md has recipes for SLURM, Kubernete
 """
 
 import collections
+import contextlib
 import functools
 import itertools
 import shlex
@@ -33,9 +35,10 @@ from experiments import cli, fields, identity, machine, plots, report, results, 
 from experiments import config as configs
 from experiments.config import ExperimentConfig
 from experiments.progress import tracked
+from experiments.resolve import specs_of
 from experiments.session import Session
 from experiments.sharing import MISSING, Shard
-from kvjax import processes
+from kvjax import processes, user_files
 from kvjax.errors import ConfigError, KvjaxError
 
 Axis = tuple[str, list[Any]]  # a field and its values
@@ -112,20 +115,26 @@ def sweep(
     combinations = product(base, axes)
     before = Path(base.output) / f"{base.name}-sweep"
     results.make_folder(before)
+    for _, config in combinations:
+        # Loads a user's files, which results are named by, and which then stay as they are until the end.
+        with contextlib.suppress(Exception):  # is the result of the run
+            specs_of(config)
     names = [f"{identity.digest(config)}.json" for _, config in combinations]
+    contents = [identity.contents(config) for _, config in combinations]
     folder = sharing.Folder(before, names, rerun=rerun)
     shared, session = sharing.Sharing(folder, shard=shard, wait=wait), Session(resume=not rerun)
     done: dict[int, report.Row] = {}
     left = list(range(len(names)))
-    while left:
-        for i in tracked(left, unit="run", name=lambda i: _named(combinations[i][0]), show=progress):
-            swept, config = combinations[i]
-            run = functools.partial(_attempt, session, config, swept)
-            if (result := shared.attempt(i, names[i], run)) is not None:
-                done[i] = result
-        left = [i for i in left if i not in done]
-        if not left or shared.leaves([names[i] for i in left]):
-            break
+    with user_files.pinned():
+        while left:
+            for i in tracked(left, unit="run", name=lambda i: _named(combinations[i][0]), show=progress):
+                swept, config = combinations[i]
+                run = functools.partial(_attempt, session, config, swept, contents[i])
+                if (result := shared.attempt(i, names[i], run)) is not None:
+                    done[i] = result
+            left = [i for i in left if i not in done]
+            if not left or shared.leaves([names[i] for i in left]):
+                break
     done |= {i: result for i in left if (result := shared.by_others(names[i])) is not None}
     found = []
     for i, (name, (swept, config)) in enumerate(zip(names, combinations, strict=True)):
@@ -154,11 +163,11 @@ def _named(swept: dict[str, Any]) -> str:
     return " ".join(f"{path.split('.')[-1]}={value}" for path, value in swept.items())
 
 
-def _attempt(session: Session, config: ExperimentConfig, swept: dict[str, Any]) -> report.Row:
+def _attempt(session: Session, config: ExperimentConfig, swept: dict[str, Any], contents: dict[str, str]) -> report.Row:
     """One run's result; an error is a result too. An interruption is not: it ends the sweep."""
     start = time.perf_counter()
     result: report.Row = {
-        "config": fields.to_dict(config), "contents": identity.contents(config), "environment": machine.environment()
+        "config": fields.to_dict(config), "contents": contents, "environment": machine.environment()
     }  # fmt: skip
     try:
         outcome = session.run(config)

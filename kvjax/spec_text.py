@@ -22,15 +22,15 @@ import copy
 import dataclasses
 import difflib
 import functools
-import importlib.util
 import inspect
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
+from kvjax import user_files
 from kvjax.errors import ConfigError, KvjaxError, PolicyError, SelectionError, StorageError
 from kvjax.models.quantize import WEIGHTS, WeightCodes
 from kvjax.policies import COMBINATORS, HEAD_PLANS, MERGES, POLICIES, Merge, Policy
@@ -85,7 +85,6 @@ REGISTRIES: dict[Axis, Registry] = {
 }  # fmt: skip
 
 
-@functools.lru_cache(maxsize=None, typed=True)  # a budget of 1 slot is not 1.0 of the prompt
 def build(axis: Axis, text: str, **defaults: Any) -> Any:
     """The policy, storage or selection that a text describes; for its name see this module.
 
@@ -93,12 +92,19 @@ def build(axis: Axis, text: str, **defaults: Any) -> Any:
       axis: what is built.
       text: see this module.
       defaults: arguments of every policy in the text that takes them and is not given them there. Equal arguments give
-        the very same object, so that functions in a user's file are equal too and nothing is compiled twice.
+        the very same object, so that functions in a user's file are equal too and nothing is compiled twice, until
+        the file, or one that it imports (`kvjax.user_files`), changes.
 
     Raises:
       ConfigError: a text that is none of the above, or an unknown name.
       PolicyError, StorageError, SelectionError: arguments that a factory does not take, or values that cannot work.
     """
+    return _build(axis, text, _modules(text), **defaults)
+
+
+@functools.lru_cache(maxsize=None, typed=True)  # a budget of 1 slot is not 1.0 of the prompt
+def _build(axis: Axis, text: str, modules: tuple[ModuleType, ...], **defaults: Any) -> Any:
+    """See `build`; the modules are those of a user's own that the text names."""
     reader = _Reader.of(axis, text, defaults)
     made, registry = reader.made(reader.node), REGISTRIES[axis]
     if not isinstance(made, registry.kind):
@@ -114,20 +120,30 @@ def named(made: Any, name: str) -> Any:
     return made
 
 
-@functools.cache
 def accepts(axis: Axis, text: str) -> frozenset[str]:
     """Arguments that some policy of a text takes, its combinators aside; or those of a storage or a selection.
 
     Raises:
       ConfigError: as `build`.
     """
+    return _accepts(axis, text, _modules(text))
+
+
+@functools.cache
+def _accepts(axis: Axis, text: str, modules: tuple[ModuleType, ...]) -> frozenset[str]:
+    """See `accepts`; the modules are those of a user's own that the text names."""
     reader = _Reader.of(axis, text, {})
     return frozenset().union(*(_parameters(factory) for factory in reader.leaves(reader.node)))
 
 
 def files(text: str) -> tuple[str, ...]:
-    """The files of a user's own that a text names."""
+    """The files of a user's own that a text names; see `kvjax.user_files.sources` for what those import."""
     return tuple(match[1] for match in _FILE.finditer(text))
+
+
+def _modules(text: str) -> tuple[ModuleType, ...]:
+    """Those of the files that a text names, as far as there are such files."""
+    return tuple(user_files.load(file) for file in files(text) if Path(file).is_file())
 
 
 def axis_of(text: str, among: Sequence[Axis]) -> Axis:
@@ -293,23 +309,11 @@ def _parameters(factory: Factory) -> frozenset[str]:
     return frozenset(inspect.signature(factory).parameters)
 
 
-@functools.cache
 def _from_file(axis: Axis, path: str, name: str) -> Any:
     """A factory, or an object that needs no arguments, of a user's file."""
     if not Path(path).is_file():
         raise ConfigError(f"{axis} {path}:{name}: there is no file {path}.")
-    module = _module(str(Path(path).resolve()))
-    found = getattr(module, name, None)
+    found = getattr(user_files.load(path), name, None)
     if not (callable(found) or isinstance(found, _OBJECTS)):
         raise ConfigError(f"{axis} {path}:{name}: the file has no factory and no {axis} of that name.")
     return found
-
-
-@functools.cache
-def _module(path: str) -> Any:
-    # A name that no other file has: dataclasses whose annotations are text look for their module in sys.modules.
-    spec = importlib.util.spec_from_file_location(f"{Path(path).stem} of {path}", path)
-    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    sys.modules[module.__name__] = module
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
-    return module

@@ -28,6 +28,7 @@ ROOMS = [
         "memory",
         "host",
         "products",
+        "user_files",
     },
     {"policies"},
     {"storage", "selection"},

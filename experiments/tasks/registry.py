@@ -14,7 +14,6 @@ import ast
 import dataclasses
 import difflib
 import functools
-import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from experiments.tasks.needles import FORMS, Needles
 from experiments.tasks.published import SOURCES, Instructions, MultipleChoice, Reconstruction, Summaries
 from experiments.tasks.ruler import Ruler
 from experiments.tasks.spec import TaskSpec
+from kvjax import user_files
 from kvjax.errors import ConfigError
 
 Factory = Callable[..., TaskSpec]
@@ -65,10 +65,10 @@ def build(text: str) -> TaskSpec:
 
 
 def sources(text: str) -> list[Path]:
-    """The Python file of a user's own that a text names, if it names one."""
+    """The Python file of a user's own that a text names, if it names one, and those that it imports."""
     match = _CALL.fullmatch(text)
     own = _FILE.fullmatch(match[1]) if match else None
-    return [Path(own[1])] if own else []
+    return list(user_files.sources(Path(own[1]))) if own else []
 
 
 def _factory(name: str) -> Factory:
@@ -88,10 +88,7 @@ def _factory(name: str) -> Factory:
 def _from_file(path: str, name: str) -> Factory:
     if not Path(path).is_file():
         raise ConfigError(f"task {path}:{name}: there is no file {path}.")
-    spec = importlib.util.spec_from_file_location(f"tasks.{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
-    found = getattr(module, name, None)
+    found = getattr(user_files.load(path), name, None)
     if not callable(found):
         raise ConfigError(f"task {path}:{name}: the file has no factory of that name.")
     factory: Factory = found

@@ -9,6 +9,7 @@ import pytest
 
 from experiments import identity, results, session, sweep, trades
 from experiments.config import PolicyConfig
+from kvjax import spec_text
 from kvjax.errors import ConfigError
 
 AXES = [("policy.budget", [4, 8]), ("policy.name", ["h2o", "window"])]
@@ -213,6 +214,60 @@ def test_contents_of_files_and_other_code(small, calls, tmp_path, monkeypatch, c
         f"* 1 of 1 results are of other code (commit {commit_of(second)}); --rerun computes them anew."
     ]
     assert sweep.cells([second])[0]["budget (slots)"].endswith("*")
+
+
+HELPER = "from kvjax.policies import window\n\ndef kept(budget):\n    return window(budget=budget, sinks=0)\n"
+
+
+def test_what_an_own_file_imports_is_a_part_of_it(small, calls, tmp_path):
+    """An edit of the file, or of one beside it that it imports, is another result, computed by the new code."""
+    mine, helper = tmp_path / "mine.py", tmp_path / "pack" / "helper.py"
+    helper.parent.mkdir()
+    (helper.parent / "__init__.py").write_text("from .helper import kept\n")
+    helper.write_text(HELPER)
+    mine.write_text(
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport pack\n\n"
+        "def recent(*, budget):\n    return pack.kept(budget)\n"
+    )
+    small.policy, small.baselines = PolicyConfig(name=f"{mine}:recent", budget=8), ()
+    axes = [("policy.budget", [8])]
+    _, (first,) = sweep.sweep(small, axes)
+    assert set(first["contents"]) == {str(mine), str(helper), str(helper.parent / "__init__.py")}
+    assert sweep.sweep(small, axes)[1][0]["file"] == first["file"] and len(calls) == 1
+    # Of another length: Python tells sources of one second apart by it.
+    helper.write_text(HELPER.replace("sinks=0", "sinks=2 + 0"))
+    _, (second,) = sweep.sweep(small, axes)
+    assert second["file"] != first["file"] and len(calls) == 2
+    assert second["rows"][-1]["perplexity"] != first["rows"][-1]["perplexity"]
+    mine.write_text("def recent(:")
+    _, (broken,) = sweep.sweep(small, axes)
+    assert broken["status"] == "failed" and "mine.py cannot be loaded: SyntaxError: " in broken["error"]
+    assert "(mine.py, line 1)." in broken["error"] and len(calls) == 2
+    mine.write_text("import pack\nfrom kvjax.policies import windw\n")
+    with pytest.raises(ConfigError, match=r"cannot import name 'windw' .*mine.py, line 2\)\."):
+        spec_text.build("policy", f"{mine}:recent", budget=8)
+
+
+def test_an_edit_during_a_sweep_changes_nothing_of_it(small, tmp_path, monkeypatch):
+    """Results are of the files that they are named by, also of those whose turn comes after an edit."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(HELPER)
+    small.policy, small.baselines = PolicyConfig(name=f"{mine}:kept", budget=8), ()
+    _, (reference,) = sweep.sweep(small, [("policy.name", [f"{mine}:kept"])])
+    attempt = sweep._attempt
+
+    def edited(*arguments):
+        mine.write_text(HELPER.replace("sinks=0", "sinks=2 + 0"))
+        return attempt(*arguments)
+
+    monkeypatch.setattr(sweep, "_attempt", edited)
+    axes = [("policy.name", ["h2o", f"{mine}:kept"])]
+    _, (_, during) = sweep.sweep(small, axes, rerun=True)
+    assert during["file"] == reference["file"] and during["contents"] == reference["contents"]
+    assert during["rows"][-1]["perplexity"] == reference["rows"][-1]["perplexity"]
+    _, (_, after) = sweep.sweep(small, axes)
+    assert after["file"] != reference["file"]
+    assert after["rows"][-1]["perplexity"] != reference["rows"][-1]["perplexity"]
 
 
 OTHER = sweep.OTHER_CODE
