@@ -18,7 +18,7 @@ import optax
 from absl import flags
 
 import kvjax
-from experiments import cli, data
+from experiments import cli, data, results
 from experiments.config import DataConfig
 from kvjax import spec_text
 from kvjax.errors import ConfigError
@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if None in (values.model, values.storage, values.output):
         raise ConfigError("give --model=FOLDER, --storage='low_rank(...)' and --output=FILE.safetensors.")
     output, storage = Path(values.output), spec_text.build("storage", values.storage)
+    results.make_folder(output.parent)
     model = kvjax.load(values.model, dtype=values.dtype)
     width = min(values.tokens, model.config.max_positions)
     if values.text is None:
@@ -63,7 +64,6 @@ def main(argv: Sequence[str]) -> int:
     losses: list[float] = []
     if values.steps:
         made, losses = train(model, storage, made, tokens, steps=values.steps, rate=values.rate)
-    output.parent.mkdir(parents=True, exist_ok=True)
     made.save(output)
     trained = f"; {len(losses)} steps took the loss from {losses[0]:.4f} to {losses[-1]:.4f}" if losses else ""
     print(f"{output}: {made.method}, {made.nbytes} bytes from {tokens.size} tokens{trained}.")

@@ -23,7 +23,7 @@ from absl import flags
 from tabulate import tabulate
 
 import kvjax
-from experiments import cli, data, machine
+from experiments import cli, data, machine, results
 from experiments.config import DataConfig, RecallConfig
 from experiments.tasks.prompts import Prompt
 from experiments.tasks.score import exact_matches, make_prompts
@@ -215,6 +215,8 @@ def main(argv: Sequence[str]) -> int:
         if all(point.method != "full" for point in points):
             raise ConfigError(f"--input={values.input!r} has no point of the full cache.")
         return _report(points, values.plot)
+    for file in filter(None, (values.output, values.plot)):
+        results.make_folder(Path(file).parent)
     cli.use_compilation_cache(values)
     model = kvjax.load(values.model, dtype="float32")
     nearest, farthest = (int(part * values.length) for part in DISTANCES)
@@ -238,7 +240,7 @@ def main(argv: Sequence[str]) -> int:
         if values.output:
             made: dict[str, Any] = {"environment": machine.environment(), "command": " ".join(argv[1:])}
             made["points"] = [dataclasses.asdict(point) for point in points]
-            Path(values.output).write_text(json.dumps(made, indent=1) + "\n")
+            results.write(Path(values.output), json.dumps(made, indent=1) + "\n")
     return _report(points, values.plot)
 
 
@@ -246,7 +248,7 @@ def _report(points: Sequence[Point], plot: str | None) -> int:
     """Prints the table and draws the plot, if a file is named."""
     print(tabulate([_row(point) for point in points], headers="keys", floatfmt=",.3g", tablefmt="github"))
     if plot:
-        Path(plot).write_bytes(draw(points))
+        results.write(Path(plot), draw(points))
     return 0
 
 

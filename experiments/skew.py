@@ -10,7 +10,7 @@ from pathlib import Path
 from absl import flags
 
 import kvjax
-from experiments import cli, data
+from experiments import cli, data, results
 from experiments.config import DataConfig
 from kvjax.checkpoint.skew import save_skew
 from kvjax.errors import ConfigError
@@ -36,13 +36,13 @@ def main(argv: Sequence[str]) -> int:
     if None in (values.model, values.text, values.output):
         raise ConfigError("give --model=FOLDER, --text=FILE.txt and --output=FILE.safetensors.")
     output = Path(values.output)
+    results.make_folder(output.parent)
     model = kvjax.load(values.model, dtype=values.dtype)
     count = min(values.tokens, model.config.max_positions)
     text = DataConfig(text=values.text, num_sequences=1, prompt_length=count - 1, new_tokens=1)
     # [1, count]
     tokens, _, about = data.load(text, model, seed=0)
     skew = find_skew(model, tokens)
-    output.parent.mkdir(parents=True, exist_ok=True)
     save_skew(output, skew, model=values.model, sample=tokens)
     use = "folded into its weights" if can_fold(model.config) else "applied by selections at run time"
     print(f"{output}: {list(skew.shape)} from {tokens.size} tokens of {about}; when loaded, it is {use}.")

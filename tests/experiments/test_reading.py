@@ -10,7 +10,7 @@ from kvjax.errors import ConfigError
 
 @pytest.mark.thorough
 def test_points_of_a_selection_and_a_policy(tmp_path, capsys):
-    output, plot = tmp_path / "points.json", tmp_path / "points.png"
+    output, plot = tmp_path / "results" / "points.json", tmp_path / "plots" / "points.png"
     quick = ("--prompts=2", "--rows=1", "--length=300", "--shares=0.05", "--methods=infinigen,window")
     assert main(["reading", *quick, f"--output={output}", f"--plot={plot}"]) == 0
     full, guessed, window = json.loads(output.read_text())["points"]
@@ -37,3 +37,10 @@ def test_points_of_a_selection_and_a_policy(tmp_path, capsys):
 def test_wrong_flags_are_refused(flag, match):
     with pytest.raises(ConfigError, match=match):
         main(["reading", flag])
+
+
+@pytest.mark.parametrize("flag", ["output", "plot"])
+def test_a_folder_that_takes_no_files_is_refused_before_anything_is_measured(flag, tmp_path):
+    (tmp_path / "taken").touch()
+    with pytest.raises(ConfigError, match="taken' cannot be written"):
+        main(["reading", "--prompts=2", f"--{flag}={tmp_path}/taken/points"])

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments import calibrate, data, fields, machine, resolve, results, run, session
+from experiments import calibrate, data, fields, machine, resolve, results, run, session, skew
 from experiments import config as configs
 from experiments.config import DataConfig, PolicyConfig
 from experiments.measure import Measurement
@@ -340,6 +340,13 @@ def test_training_a_calibration(small, tmp_path, monkeypatch, held, capsys):
     assert "trained for 5 steps" in kvjax.load_calibration(output).method
     with pytest.raises(ConfigError, match="give --model=FOLDER, --storage="):
         calibrate.main(["calibrate"])
+
+
+@pytest.mark.parametrize(("program", "flag"), [(calibrate, "--storage=low_rank(4, 4)"), (skew, "--text=story.txt")])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work_begins(program, flag, tmp_path):
+    (tmp_path / "taken").touch()
+    with pytest.raises(ConfigError, match="taken' cannot be written"):  # and not that there is no such model
+        program.main(["program", "--model=nowhere", flag, f"--output={tmp_path}/taken/own.safetensors"])
 
 
 def test_a_folder_is_claimed_before_the_work_begins(tmp_path):
