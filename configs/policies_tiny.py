@@ -8,7 +8,7 @@ Expected, of Great Expectations (perplexity, passkey, word pairs; two CPU cores,
 h2o 36.96, 0, 0; roco 38.71, 0, 0; window 34.16, 0, 0; random 410, 0, 0; tova 38.41, 0, 22 %; razor_attention 33.71,
 100 %, 88 %. So h2o and roco are far better than chance here, and no better than a window: on text they are worse, and
 the facts are gone as well.
-Hardware: any CPU; five to ten minutes on two cores, most of it compilation.
+Hardware: any CPU; two to five minutes on two cores, most of it compilation.
 Command: python -m experiments.run --config=policies_tiny --config.data.text=FILE
 """
 
