@@ -46,7 +46,7 @@ def capacities(
     if then is None:
         return whole, left + sizes.following
     if branch.decode.page > 1:
-        return whole, max(left + room, _in_pages(then, 1, branch.decode.page, total))
+        return whole, _in_pages(max(left, then), 1, branch.decode.page, total)
     return whole, max(left + room, min(up(then + room, branch.decode), total))
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import arrange, exchange
+from kvjax.cache import arrange, exchange, paging
 from kvjax.cache.groups import Group
 from kvjax.cache.placing import Own
 from kvjax.cache.pool import Pool, fetched
@@ -110,8 +110,13 @@ def choose(
     slot = jnp.full(first_store.shape[:2], sizes[0], jnp.int32)
     if selection.unit > 1:
         # Pages must know which of them the token goes to.
-        free = jax.lax.all_gather(exchange.empty_slots(first_store), axes.slots)
-        slot = exchange.places(first_store, own.position >= 0, free, axes.slots)[:, :, 0]
+        page = group.policy.page if group.evicts else 1
+        free = exchange.empty_slots(first_store) if page == 1 else paging.empty_slots(first_store, page)
+        every, stays = jax.lax.all_gather(free, axes.slots), own.position >= 0
+        if page == 1:
+            slot = exchange.places(first_store, stays, every, axes.slots)[:, :, 0]
+        else:
+            slot = paging.places(first_store, stays, every, page, axes.slots)[:, :, 0]
     # The step's own token counts once, on the first device.
     counted = jnp.where(jax.lax.axis_index(axes.slots) == 0, own.position, EMPTY)
     view = SelectView(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from kvjax import across, attention, sharding
-from kvjax.cache import arrange, choosing, evict, exchange, folding, placing, slotwise
+from kvjax.cache import arrange, choosing, evict, exchange, folding, paging, placing, slotwise
 from kvjax.cache.choosing import Looked, Rows
 from kvjax.cache.groups import Group
 from kvjax.cache.leaving import leaving
@@ -63,8 +63,6 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
         return reason
     if reason := folding.refuses(group):
         return reason
-    if policy.page > 1:
-        return "whole pages are evicted"
     if policy.budget is None:
         return None
     return slotwise.reason(policy, group.needs, group.heads, kv_heads, dim) or None
@@ -83,7 +81,8 @@ def _known_ranks(group: Group) -> bool:
     """Returns whether positions alone say what is held, and so the rank of each slot: the first and the newest."""
     policy = group.policy
     first = isinstance(policy.scope, First | Everything)
-    return first and policy.importance.by_age and group.evicts_one and policy.when == "step"
+    one = group.evicts_one and policy.page == 1
+    return first and policy.importance.by_age and one and policy.when == "step"
 
 
 def step(
@@ -198,6 +197,9 @@ def _step(
     # What leaves the residual leaves an empty slot, whether it is encoded or evicted.
     goes = leaving(positions[1], newest, n, group.storage) if several else None
     free = [exchange.empty_slots(each) for each in positions]
+    paged = group.evicts and group.policy.page > 1
+    if paged:
+        free = [paging.empty_slots(layer.position, group.policy.page)]
     if goes is not None:
         free[1] += jnp.sum(goes.position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
     # A merge may change it first; see `folding.told_again`.
@@ -232,16 +234,19 @@ def _step(
     moves = placing.Moves(layer, own, goes, told.more, told.free, newest, group, axes.slots, sides)
     if group.policy.budget is None:
         return output, moves.without_evictions(), looked
+    about: dict[str, Any] = {
+        "key": jax.lax.stop_gradient(jnp.concatenate(held.stored[0], axis=2)),
+        "value": jax.lax.stop_gradient(jnp.concatenate(held.stored[1], axis=2)),
+        "newest": newest, "budget": rows.budget, "prompt": rows.prompt, "layer": number, "decoding": group.decoding,
+        "heads": _heads(group, kv_heads, axes.heads),
+    }  # fmt: skip
+    both = {name: jnp.concatenate([layer.stats[name], own.stats[name]], axis=2) for name in own.stats}
+    if paged:
+        return output, paging.finish(moves, both, about, axes), looked
     # The step's own tokens count once, on the first device.
     first = jax.lax.axis_index(axes.slots) == 0
     counted = jnp.where(first, own_position, EMPTY)
-    view = View(
-        jnp.concatenate([layer.position, counted], axis=2),
-        jax.lax.stop_gradient(jnp.concatenate(held.stored[0], axis=2)),
-        jax.lax.stop_gradient(jnp.concatenate(held.stored[1], axis=2)),
-        newest, rows.budget, rows.prompt, number, group.decoding, _heads(group, kv_heads, axes.heads),
-    )  # fmt: skip
-    both = {name: jnp.concatenate([layer.stats[name], own.stats[name]], axis=2) for name in own.stats}
+    view = View(position=jnp.concatenate([layer.position, counted], axis=2), **about)
     with across.devices(axes):
         if n == 1 and group.evicts_one and group.policy.when == "step":
             total = told.live + (newest >= 0).astype(jnp.int32)[:, None, None]

@@ -93,17 +93,9 @@ def page_victims(priority: Array, position: Array, limit: Array, page: int) -> A
       limit: [B, 1, 1] or [B, K, 1] int32 pages.
       page: slots of a page.
     """
-    batch, kv_heads, size = position.shape
-    pad = ((0, 0), (0, 0), (0, -size % page))
-
-    def by_page(x: Array, fill: float) -> Array:
-        """[B, K, S] -> [B, K, U], the largest of each page."""
-        padded = jnp.pad(x, pad, constant_values=fill)
-        return jnp.max(padded.reshape(batch, kv_heads, -1, page), axis=3)
-
     # [B, K, U]
-    newest = by_page(position, EMPTY)
-    worth = by_page(jnp.where(position >= 0, priority, -jnp.inf), -jnp.inf)
+    newest = by_page(position, page, EMPTY)
+    worth = by_page(jnp.where(position >= 0, priority, -jnp.inf), page, -jnp.inf)
     worth = jnp.where(newest == jnp.max(newest, axis=2, keepdims=True), jnp.inf, worth)
     # [B, K, 1]: slots of a newest page that is not full do not count as a page's
     live = jnp.sum(position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
@@ -111,4 +103,11 @@ def page_victims(priority: Array, position: Array, limit: Array, page: int) -> A
     pages = jnp.sum(newest >= 0, axis=2, keepdims=True, dtype=jnp.int32)
     stay = largest(worth, newest, pages - (over + page - 1) // page)
     # [B, K, S]
-    return (position >= 0) & ~jnp.repeat(stay, page, axis=2)[:, :, :size]
+    return (position >= 0) & ~jnp.repeat(stay, page, axis=2)[:, :, : position.shape[2]]
+
+
+def by_page(x: Array, page: int, fill: float) -> Array:
+    """Returns the largest number of each page: [B, K, S] -> [B, K, U]; `fill` stands in slots that do not exist."""
+    batch, kv_heads, size = x.shape
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -size % page)), constant_values=fill)
+    return jnp.max(padded.reshape(batch, kv_heads, -1, page), axis=3)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import warnings
 
 import jax.numpy as jnp
@@ -98,7 +99,7 @@ class Chooser:
                 "'auto' or 'xla', or a mesh whose axis model divides the KV heads and which has no axis context."
             )
         # No page and no block is on two devices.
-        multiple = parts * group.selection.unit
+        multiple = parts * math.lcm(group.selection.unit, group.policy.page)
         if isinstance(group.storage.layout, Blocks):
             multiple = parts * blocks.multiple(group.storage)
         slots = tuple(-(-size // multiple) * multiple for size in group.slots)

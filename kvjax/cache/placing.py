@@ -134,6 +134,10 @@ class Moves(NamedTuple):
         coded_at, exact_at = self._positions(position)
         return self._settled(coded_at, self._without_leaving(exact_at), own.position >= 0, self._found, {})
 
+    def appended(self, target: Array) -> LayerKV:
+        """Writes the step's own tokens to slots [B, K, n] int32 of this device's only store; S for none."""
+        return self._written(self.layer.position, target, self.own, self.layer.stats)
+
     def _settled(self, coded_at: Array, left: Array, stays: Array, found: Array, stats: Stats) -> LayerKV:
         """Writes what leaves the residual, and the step's own tokens, to empty slots.
 

@@ -81,6 +81,11 @@ def merging(merge: policies.Merge, policy: Callable[..., Policy] = policies.h2o)
     return lambda budget: policy(budget, merge=merge)
 
 
+def paged(page: int, policy: Callable[[int], Policy] = policies.h2o) -> Callable[[int], Policy]:
+    """A policy that evicts whole pages."""
+    return lambda budget: policies.by_page(policy(budget), page=page)
+
+
 CHANNELS = storage.Channels(2, 2)
 LESS = 3  # slots by which a budget is smaller while decoding
 #: Policies of each kind that a storage may go with.
@@ -136,6 +141,17 @@ CASES = {
     "razor in blocks": Case(
         lambda budget: policies.razor_attention([[True, False, False, False]], budget, sinks=1),
         "data:2,model:2", heads=(8, 4), divided=("model",), block=5,
+    ),
+    "pages": Case(paged(3), "data:2,context:4"),
+    "pages in blocks": Case(paged(4), "data:2,model:1,context:4", block=5),
+    "pages of the newest": Case(paged(3, registered("window")), "context:8", block=7),
+    "pages of codes": Case(paged(2, policies.roco), storage=storage.int8()),
+    "pages of codes in blocks": Case(paged(2), "data:2,context:4", storage=storage.int8(), block=2),
+    "pages after a prompt": Case(
+        lambda budget: policies.after_prefill(policies.snapkv(budget + 4, window=4), then=paged(3)(budget - 3))
+    ),
+    "quest of pages": Case(
+        paged(2, policies.tova), "data:2,context:4", selection=quest(2, 8, first_layer=0), storage=storage.int8()
     ),
     "smaller while decoding": Case(
         lambda budget: policies.after_prefill(policies.snapkv(budget + 4, window=4), then=h2o(budget - 3))

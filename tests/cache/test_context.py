@@ -28,14 +28,16 @@ RUN = (
     "tova", "ranks in blocks", "one KV head", "roco in blocks", "int8", "parts of heads", "residual", "kivi",
     "optimal, residual", "quest", "think h2o", "low_rank codes less", "kvquant in blocks", "kv_heads", "cskv in blocks",
     "optimal of latents", "cam", "d2o", "kvmerger in blocks", "anchors, residual", "merge by ranks",
-    "merge after a prompt", "razor in blocks",
+    "merge after a prompt", "razor in blocks", "pages in blocks", "pages of codes in blocks", "quest of pages",
+    "pages after a prompt",
 )  # fmt: skip
 #: Searches for a threshold, which adds up counts of one number per head in rounds.
-SEARCHES = ("roco in blocks", "low_rank codes less")
+SEARCHES = ("roco in blocks", "low_rank codes less", "pages after a prompt")
 #: Collectives of a step; 2 where it is not said.
 COLLECTIVES = {
     "kivi": 1, "optimal, residual": 3, "quest": 4, "cskv in blocks": 1, "optimal of latents": 4, "cam": 4, "d2o": 4,
     "kvmerger in blocks": 4, "anchors, residual": 5, "merge by ranks": 4, "merge after a prompt": 4,
+    "quest of pages": 5,
 }  # fmt: skip
 
 
@@ -105,7 +107,7 @@ def _by_slot(stats, view):
         (_group(policies.h2o(8, merge=OfTheFirst())), "compares what is evicted with all slots"),
         (_group(policies.h2o(8, merge=policies.d2o()), evicts_one=False), "more pairs in a step than it has tokens"),
         (_group(policies.h2o(8, merge=policies.d2o()), storage=storage.kvquant()), "held as they are before rotation"),
-        (_group(policies.by_page(policies.h2o(8), page=2)), "pages"),
+        (_group(policies.by_page(policies.h2o(8), page=2)), None),
         (_group(selection=selection.quest(4, 8)), None),
         (_group(selection=selection.infinigen(cap=4)), "infinigen"),
         (_group(storage=storage.int4(memory="host")), "host"),

@@ -341,6 +341,13 @@ def test_a_step_evicts_one_slot_if_the_second_budget_is_no_smaller(before, after
     assert not branch.in_layer(0, 6).evicts_one
 
 
+@pytest.mark.parametrize("held", [storage.dense(), storage.int8()])
+def test_pages_after_a_prompt_are_whole_and_have_room(held):
+    """A new token has a slot before pages are freed, in a page of as many slots as any other."""
+    policy = policies.after_prefill(policies.knorm(16), then=policies.by_page(policies.h2o(9), page=4))
+    assert capacities(exactly(CacheSpec(policy, held)).layout.decode) == (20, 20)
+
+
 def test_ranks_after_a_prompt_are_not_those_of_the_policy_that_decodes():
     compressor = policies.knorm(8, positions="cache")
     (branch,) = branches_of(
