@@ -15,19 +15,17 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from kvjax import across, attention, sharding
-from kvjax.cache import arrange, choosing, evict, exchange, folding, paging, placing, slotwise
+from kvjax.cache import arrange, choosing, evict, exchange, folding, paging, placing, ranking, slotwise
 from kvjax.cache.choosing import Looked, Rows
-from kvjax.cache.groups import Group
+from kvjax.cache.groups import RANK, Group
 from kvjax.cache.leaving import leaving
 from kvjax.cache.operands import Common, operands, problems
 from kvjax.cache.placing import Own
 from kvjax.cache.pool import Pool
 from kvjax.cache.slots import AXES, divided, empty_stats
-from kvjax.cache.state import EMPTY, Block, LayerKV
+from kvjax.cache.state import EMPTY, FAR, Block, LayerKV
 from kvjax.order import CANDIDATES
 from kvjax.policies.base import View
-from kvjax.policies.components import Everything
-from kvjax.policies.window import First
 from kvjax.rope import Rope
 from kvjax.storage.layouts import BlockCodec, Blocks
 from kvjax.storage.layouts import slots as single_slots
@@ -57,8 +55,8 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
         return f"storage {storage.label} holds a token in one of several tiers"
     if kv_heads // sharding.divided("kv_heads", kv_heads) % storage.joint_heads:
         return f"storage {storage.label} holds {storage.joint_heads} heads together, which are on several devices"
-    if policy.positions != "original" and not _known_ranks(group):
-        return f"positions={policy.positions!r} ranks all slots of a head in each step"
+    if policy.positions != "original" and (policy.page > 1 or not group.evicts_one):
+        return f"positions={policy.positions!r} ranks all slots, of which a step evicts more than it has tokens"
     if not group.selection.reads_all and (reason := _not_chosen(group)):
         return reason
     if reason := folding.refuses(group):
@@ -75,14 +73,6 @@ def _not_chosen(group: Group) -> str | None:
     if group.policy.positions != "original" or any(s.of_selection for s in group.needs):
         return f"selection {group.selection.name} is observed, or chooses among keys that are rotated in each step"
     return None
-
-
-def _known_ranks(group: Group) -> bool:
-    """Returns whether positions alone say what is held, and so the rank of each slot: the first and the newest."""
-    policy = group.policy
-    first = isinstance(policy.scope, First | Everything)
-    one = group.evicts_one and policy.page == 1
-    return first and policy.importance.by_age and one and policy.when == "step"
 
 
 def step(
@@ -164,7 +154,7 @@ def _step(
     newest = jnp.max(rows.position, axis=1)
     # [B, K, n]
     own_position = jnp.broadcast_to(rows.position[:, None], (batch, kv_heads, n))
-    own = Own(key, value, own_position, empty_stats(group.needs, group.policy.remembers, (batch, kv_heads, n)))
+    own = Own(key, value, own_position, empty_stats(group.needs, group.remembers, (batch, kv_heads, n)))
     several = len(layer.stores) > 1
     sizes = [jax.tree.leaves(store)[0].shape[2] for store in layer.stores] if several else [size]
     in_blocks = isinstance(group.storage.layout, Blocks)
@@ -176,7 +166,11 @@ def _step(
     positions = arrange.separated(layer.position, sizes)
     sides = {**common.sides, **layer.sides}
     pool = Pool(layer, (key, value), jnp.concatenate([layer.position, own_position], axis=2), {}, {}, sides)
-    held = operands(pool, attention.ungroup(query), (*positions, own_position), rows, group, rope, common)
+    ranks = None
+    if group.holds_ranks:
+        ranks = ranking.of_step(layer, own_position, sizes, axes)
+        own = own._replace(stats=own.stats | {RANK: ranks.each[-1].astype(jnp.float32)})
+    held = operands(pool, attention.ungroup(query), (*positions, own_position), rows, group, rope, common, ranks)
     merge = group.policy.merge
     weights: Sequence[Array | None] = [None] * len(held.keys)
     if merge is not None and (log_weight := merge.log_weight(layer.stats)) is not None:
@@ -255,14 +249,22 @@ def _step(
             if merge is not None:
                 victim = (view.position == lowest) & (lowest >= 0)
                 moves, bits = folding.told_again(folding.fold(moves, *held.stored, victim, view))
-            return output, moves.with_eviction(lowest, bits), looked
+            after = moves.with_eviction(lowest, bits)
+            if group.holds_ranks:
+                after = ranking.after_eviction(after, jnp.where(lowest >= 0, lowest, FAR))
+            return output, after, looked
         # A budget that stays as it is frees a slot for each token of the step.
         most = n if group.evicts_one and group.policy.when == "step" and n <= CANDIDATES else None
         victim = evict.victims(group.policy, both, view, one=False, most=most)
         if merge is not None:
             moves, _ = folding.told_again(folding.fold(moves, *held.stored, victim, view))
+        evicted = None
+        if group.holds_ranks and group.policy.when == "step":
+            evicted = ranking.evicted_positions(view.position, victim, n)
     position = jnp.where(victim[:, :, :size], EMPTY, layer.position)
-    return output, moves.after_evictions(position, (counted >= 0) & ~victim[:, :, size:]), looked
+    after = moves.after_evictions(position, (counted >= 0) & ~victim[:, :, size:])
+    # Where a compressor evicts any number of slots, the prompt has ended, and `convert` ranks what is left.
+    return output, after if evicted is None else ranking.after_eviction(after, evicted), looked
 
 
 def _heads(group: Group, kv_heads: int, axes: tuple[str, ...]) -> tuple[int, ...] | Array | None:

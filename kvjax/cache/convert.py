@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import memory
-from kvjax.cache import arrange, flush, segment_ends, segments, tiers
-from kvjax.cache.groups import Group
+from kvjax.cache import arrange, flush, ranking, segment_ends, segments, tiers
+from kvjax.cache.groups import RANK, Group
 from kvjax.cache.slots import empty_stats, forget, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, LayerKV, PerSlot, Store
 from kvjax.rope import Rope
@@ -65,6 +65,14 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
     Returns:
       The stores, statistics and index of `after`.
     """
+    made = _converted(layer, before, after, prompt)
+    if not after.holds_ranks:
+        return made
+    return made.replace(stats=made.stats | {RANK: ranking.of_slots(made.position)})
+
+
+def _converted(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> LayerKV:
+    """Returns the slots without their ranks; see `convert`."""
     live = layer.position >= 0
     # A one-shot prompt is exact and on the device, whatever the storage.
     in_place = bool(before.slots) and before.storage.apart
@@ -116,7 +124,7 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
     # [B, K, S], then [B, K, S, ...]
     position = arrange.joined(positions, after.parts)
     moved: PerSlot = forget(jax.tree.map(lambda *leaves: arrange.joined(leaves, after.parts), *moves), position)
-    fresh = empty_stats(after.needs, after.policy.remembers, slots_of(position))
+    fresh = empty_stats(after.needs, after.remembers, slots_of(position))
     stats = {name: moved.stats.get(name, new) for name, new in fresh.items()}
     return layer.replace(
         position=position, stores=stores, stats=stats, index=moved.index | index, parts=after.parts

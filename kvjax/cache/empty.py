@@ -42,7 +42,7 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
     layer = LayerKV(
         position=jnp.full(shape, EMPTY, jnp.int32),
         stores=stores,
-        stats=empty_stats(group.needs, group.policy.remembers, ranked),
+        stats=empty_stats(group.needs, group.remembers, ranked),
         index=group.selection.init(shape, dim, dtype) if watch is None else watch.start((batch, heads), dim),
         dim=dim,
         parts=group.parts,

@@ -233,7 +233,7 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, newest: Array, side
         store[side] = {**parts, EXACT: exact}
         marks[side] = coded[..., 0]
     per_slot = forget(moved, position)
-    fresh = empty_stats(after.needs, after.policy.remembers, slots_of(position))
+    fresh = empty_stats(after.needs, after.remembers, slots_of(position))
     stats = {name: per_slot.stats.get(name, new) for name, new in fresh.items()}
     return layer.replace(position=position, stores=(store,), marks=marks), per_slot.replace(stats=stats)
 

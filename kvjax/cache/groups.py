@@ -5,13 +5,17 @@ import functools
 
 from kvjax.attention import Implementation
 from kvjax.policies.base import Evict
-from kvjax.policies.window import full
+from kvjax.policies.components import Everything
+from kvjax.policies.window import First, full
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
 from kvjax.statistics import Statistic
 from kvjax.storage import dense
 from kvjax.storage.base import UNROTATED, Codec, Exact, Storage
 from kvjax.storage.layouts import Pairs, Segments, Tiers, slots
+
+#: The statistic that holds the ranks of slots, [B, K, S] float32, where devices have some of them.
+RANK = "rank of a slot"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,23 @@ class Group:
     def reports(self) -> frozenset[Statistic]:
         """The statistics that attention reports: those that are kept, and what the selection looks at."""
         return frozenset(s for s in self.needs | self.selection.needs if not s.of_selection)
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        """The names of statistics that attention does not report, [B, K, S] float32."""
+        return (*self.policy.remembers, *((RANK,) if self.holds_ranks else ()))
+
+    @property
+    def holds_ranks(self) -> bool:
+        """Whether the slots of each device hold their ranks; see `kvjax.cache.ranking`."""
+        return bool(self.slot_axes) and self.policy.positions == "cache" and not self.known_ranks
+
+    @property
+    def known_ranks(self) -> bool:
+        """Whether positions alone say what is held, and so the rank of each slot: the first and the newest."""
+        policy = self.policy
+        first = isinstance(policy.scope, First | Everything) and policy.page == 1
+        return first and policy.importance.by_age and self.evicts_one and policy.when == "step"
 
     @property
     def evicts(self) -> bool:

@@ -11,6 +11,7 @@ from kvjax.cache import reading
 from kvjax.cache.choosing import Rows
 from kvjax.cache.groups import Group
 from kvjax.cache.pool import Pool, Turn, decoded, pieces, placed
+from kvjax.cache.ranking import Ranks
 from kvjax.kernels.coded import as_array
 from kvjax.rope import Rope
 from kvjax.storage.side import Sides
@@ -48,7 +49,14 @@ class Operands(NamedTuple):
 
 
 def operands(
-    pool: Pool, query: Array, positions: Sequence[Array], rows: Rows, group: Group, rope: Rope | None, common: Common
+    pool: Pool,
+    query: Array,
+    positions: Sequence[Array],
+    rows: Rows,
+    group: Group,
+    rope: Rope | None,
+    common: Common,
+    ranks: Ranks | None = None,
 ) -> Operands:
     """Decodes what must be decoded, and rotates what is held as it is before rotation.
 
@@ -60,6 +68,7 @@ def operands(
       group: the storage and the policy.
       rope: the layer's rotary embedding.
       common: what vectors share.
+      ranks: of slots that hold theirs; None = ranks follow from positions, or keys are not rotated by rank.
     """
     keys, values = pieces(pool, group)
     turn = None if rope is None or common.frequencies is None else Turn(rope, common.frequencies)
@@ -68,7 +77,12 @@ def operands(
     whole = decoded(pool, group, whole=True) if group.storage.shortened else (keys, values)
     stored = [as_array(each) for each in whole[0]], [as_array(each) for each in whole[1]]
     if rope is not None and group.policy.positions == "cache":
-        query, keys = _rotated_by_rank(query, stored[0], positions, rows, group, rope)
+        ranks = _known_ranks(positions, rows, group) if ranks is None else ranks
+        frequencies = rope.frequencies(ranks.longest)
+        keys = tuple(rope.rotate(key, at, frequencies) for key, at in zip(stored[0], ranks.each, strict=True))
+        # [B, H, n]: the query heads of a group share their KV head's slots.
+        own = jnp.repeat(ranks.each[-1], query.shape[1] // ranks.each[-1].shape[1], axis=1)
+        query = rope.rotate(query, own, frequencies)
     return Operands(query, keys, values, stored)
 
 
@@ -106,32 +120,20 @@ def problems(
     return made, maps
 
 
-def _rotated_by_rank(
-    query: Array, keys: list[Array], positions: Sequence[Array], rows: Rows, group: Group, rope: Rope
-) -> tuple[Array, tuple[Array, ...]]:
-    """Rotates queries and keys to their ranks among the live slots of their head, on all devices.
+def _known_ranks(positions: Sequence[Array], rows: Rows, group: Group) -> Ranks:
+    """Returns the ranks of slots among the live ones of their head, on all devices; see `Group.known_ranks`.
 
-    What is held are the first positions, which the scope protects, and the newest; see `_known_ranks`.
+    What is held are the first positions, which the scope protects, and the newest.
 
     Args:
-      query: [B, H, n, D], not rotated.
-      keys: [B, K, S_i, D] of each of this device's stores and of the step's own tokens, not rotated.
-      positions: [B, K, S_i] int32 of each.
+      positions: [B, K, S_i] int32 of each of this device's stores and of the step's own tokens.
       rows: the rows.
       group: the policy.
-      rope: the layer's rotary embedding.
     """
     sinks = group.policy.scope.count(0)
     # [B]: the tokens before the step, those that are held of them, and those that are not
     before = jnp.maximum(rows.position[:, 0], 0)
     kept = jnp.minimum(before, rows.budget)
     gone = (before - kept)[:, None, None]
-    frequencies = rope.frequencies(kept + jnp.sum(rows.position >= 0, axis=1, dtype=jnp.int32))
-
-    def rank(position: Array) -> Array:
-        return jnp.where(position < sinks, position, position - gone)
-
-    turned = (rope.rotate(key, rank(at), frequencies) for key, at in zip(keys, positions, strict=True))
-    # [B, H, n]
-    own = jnp.broadcast_to(rank(rows.position[:, None]), query.shape[:3])
-    return rope.rotate(query, own, frequencies), tuple(turned)
+    ranks = [jnp.where(position < sinks, position, position - gone) for position in positions]
+    return Ranks(ranks, kept + jnp.sum(rows.position >= 0, axis=1, dtype=jnp.int32))

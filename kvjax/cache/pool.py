@@ -98,7 +98,7 @@ def joined(pieces: tuple[Array, ...]) -> Array:
 def prompt_pool(key: Array, value: Array, block: Block, group: Group) -> Pool:
     """Returns the pool of a prompt in one shot: its own keys and values."""
     shape = slots_of(key)
-    stats = empty_stats(group.needs, group.policy.remembers, shape)
+    stats = empty_stats(group.needs, group.remembers, shape)
     index: Any = group.selection.init(shape, key.shape[3], key.dtype) if group.selection.in_prompt else {}
     layer = constrain(transient(key, value, block.position, stats, index))
     return Pool(layer, None, layer.position, layer.stats, layer.index, {})
@@ -134,7 +134,7 @@ def pool_of(
         return Pool(layer, None, layer.position, layer.stats, layer.index, {})
     layer = constrain(layer)
     own = jnp.broadcast_to(block.position[:, None], key.shape[:3])
-    new = empty_stats(group.needs, group.policy.remembers, slots_of(key))
+    new = empty_stats(group.needs, group.remembers, slots_of(key))
     index = layer.index
     if group.selection.per_slot:
         entries = group.selection.entries(index, rotated, skew)

@@ -202,7 +202,7 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, made: tuple[Store, 
         for name, leaf in whole.items()
     }
     joined = forget(joined, position)
-    fresh = empty_stats(after.needs, after.policy.remembers, slots_of(position[:, :, after.unranked :]))
+    fresh = empty_stats(after.needs, after.remembers, slots_of(position[:, :, after.unranked :]))
     stats = {name: new if after.unranked else joined.get(name, new) for name, new in fresh.items()}
     layer = layer.replace(position=position, stores=(*stores, made[WINDOW]))
     return layer, PerSlot(stats, {name: joined[name] for name in per_slot.index})

@@ -193,5 +193,5 @@ def resize(layer: LayerKV, after: Group, per_slot: PerSlot) -> tuple[LayerKV, Pe
 def _of(after: Group, per_slot: PerSlot, position: Array) -> PerSlot:
     """Returns `per_slot` with the statistics of the decoding phase, 0 in empty slots."""
     per_slot = forget(per_slot, position)
-    fresh = empty_stats(after.needs, after.policy.remembers, slots_of(position))
+    fresh = empty_stats(after.needs, after.remembers, slots_of(position))
     return per_slot.replace(stats={name: per_slot.stats.get(name, new) for name, new in fresh.items()})

@@ -18,7 +18,7 @@ import numpy as np
 from kvjax import policies, sharding, storage
 from kvjax.cache import Block, CacheSpec, Layer
 from kvjax.cache.empty import empty
-from kvjax.cache.groups import Group
+from kvjax.cache.groups import RANK, Group
 from kvjax.cache.limits import Sizes
 from kvjax.cache.lowering import lower
 from kvjax.cache.slots import AXES, divided
@@ -84,6 +84,11 @@ def merging(merge: policies.Merge, policy: Callable[..., Policy] = policies.h2o)
 def paged(page: int, policy: Callable[[int], Policy] = policies.h2o) -> Callable[[int], Policy]:
     """A policy that evicts whole pages."""
     return lambda budget: policies.by_page(policy(budget), page=page)
+
+
+def ranked(policy: Callable[..., Policy], **given: Any) -> Callable[[int], Policy]:
+    """A policy whose keys are rotated to their ranks."""
+    return lambda budget: policy(budget, positions="cache", **given)
 
 
 CHANNELS = storage.Channels(2, 2)
@@ -153,6 +158,14 @@ CASES = {
     "quest of pages": Case(
         paged(2, policies.tova), "data:2,context:4", selection=quest(2, 8, first_layer=0), storage=storage.int8()
     ),
+    "by rank": Case(ranked(policies.h2o), "data:2,model:2,context:2"),
+    "by rank in blocks": Case(ranked(policies.h2o), "data:2,context:4", block=5),
+    "by rank, residual": Case(
+        ranked(policies.scissorhands), "data:2,context:4", block=7, storage=storage.int8(residual=3)
+    ),
+    "by rank, merged": Case(ranked(policies.tova, merge=policies.d2o()), "data:2,context:4", block=5),
+    "by rank after a prompt": Case(ranked(policies.snapkv, window=4)),
+    "by rank, compressed in blocks": Case(ranked(policies.knorm), "data:2,context:4", block=5),
     "smaller while decoding": Case(
         lambda budget: policies.after_prefill(policies.snapkv(budget + 4, window=4), then=h2o(budget - 3))
     ),
@@ -312,7 +325,9 @@ def moved(case: Case, devices: Any = None) -> dict[str, Any]:
     parts = layer[0].position.sharding.shard_shape(layer[0].position.shape)
     found = collectives(program.as_text())
     whole = [held(group, case.heads[1]) for group in groups_of(case.spec(MANY), case.heads)[1]]
-    even = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(whole)) / mesh.size
+    # The slots of heads that are whole hold no ranks.
+    ranks = sum(x.stats[RANK].size * 4 if RANK in x.stats else 0 for x in layer)
+    even = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(whole)) + ranks) / mesh.size
     return {
         "uneven": sum(local) / even,
         "collectives": found,

@@ -29,7 +29,7 @@ RUN = (
     "optimal, residual", "quest", "think h2o", "low_rank codes less", "kvquant in blocks", "kv_heads", "cskv in blocks",
     "optimal of latents", "cam", "d2o", "kvmerger in blocks", "anchors, residual", "merge by ranks",
     "merge after a prompt", "razor in blocks", "pages in blocks", "pages of codes in blocks", "quest of pages",
-    "pages after a prompt",
+    "pages after a prompt", "by rank in blocks", "by rank, residual", "by rank, compressed in blocks",
 )  # fmt: skip
 #: Searches for a threshold, which adds up counts of one number per head in rounds.
 SEARCHES = ("roco in blocks", "low_rank codes less", "pages after a prompt")
@@ -37,7 +37,7 @@ SEARCHES = ("roco in blocks", "low_rank codes less", "pages after a prompt")
 COLLECTIVES = {
     "kivi": 1, "optimal, residual": 3, "quest": 4, "cskv in blocks": 1, "optimal of latents": 4, "cam": 4, "d2o": 4,
     "kvmerger in blocks": 4, "anchors, residual": 5, "merge by ranks": 4, "merge after a prompt": 4,
-    "quest of pages": 5,
+    "quest of pages": 5, "by rank in blocks": 3, "by rank, residual": 3,
 }  # fmt: skip
 
 
@@ -102,7 +102,9 @@ def _by_slot(stats, view):
         (_group(policies.full()), None),
         (_group(policies.roco(8)), None),
         (_group(policies.streaming_llm(8)), None),
-        (_group(policies.h2o(8, positions="cache")), "ranks all slots"),
+        (_group(policies.h2o(8, positions="cache")), None),
+        (_group(policies.h2o(8, positions="cache"), evicts_one=False), "more than it has tokens"),
+        (_group(policies.by_page(policies.h2o(8, positions="cache"), page=2)), "more than it has tokens"),
         (_group(policies.h2o(8, merge=policies.d2o())), None),
         (_group(policies.h2o(8, merge=OfTheFirst())), "compares what is evicted with all slots"),
         (_group(policies.h2o(8, merge=policies.d2o()), evicts_one=False), "more pairs in a step than it has tokens"),
