@@ -95,9 +95,17 @@ class Runner:
             contexts.setdefault(self._fitting(pair), []).append(index)
         found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
 
+        longest_of = {
+            context: max(len(pairs[index].continuation) for index in own) for context, own in contexts.items()
+        }
+        # Padding is saved where it would be greatest.
+        long_choices = sum(longest_of.values()) > sum(map(len, contexts))
+
         def sizes(item: tuple[tuple[int, ...], list[int]]) -> tuple[int, int]:
-            """Contexts of one bucket are together, and among these continuations of like lengths."""
-            return _bucket(len(item[0])), max(len(pairs[index].continuation) for index in item[1])
+            """Contexts of one bucket are together, and among these continuations of like lengths; or the reverse."""
+            context, most = item[0], longest_of[item[0]]
+            # The last token of a continuation is not fed.
+            return (_bucket(most - 1), len(context)) if long_choices else (_bucket(len(context)), most)
 
         for batch in self._batches(list(contexts.items()), sizes):
             tokens, lengths, limit = self._padded([context for context, _ in batch])

@@ -91,6 +91,30 @@ def test_a_thousand_lengths_run_a_few_programs():
     assert choices.score_copies._cache_size() <= 2 * 2
 
 
+@pytest.mark.parametrize(("context", "choice"), [((8, 120), (1, 30)), ((8, 40), (8, 200))])
+def test_padding_is_saved_where_most_tokens_are(context, choice, monkeypatch):
+    """Of what is fed for long contexts, or for long choices, at most a quarter is padding."""
+    rng = np.random.default_rng(5)
+    pairs = []
+    for _ in range(64):
+        asked = ids(rng, *context)
+        pairs += [Pair(asked, first := ids(rng, *choice)), Pair(asked, first[::-1])]
+    fed = 0
+
+    def counted(model, tokens, asked, spec, *, limits, **settings):
+        nonlocal fed
+        rows, lengths = len(tokens), sorted((len(each) for own in asked for each in own), reverse=True)
+        widths = [choices._width(lengths[start], at_once=True) for start in range(0, len(lengths), rows)]
+        fed += rows * (limits.prompt + sum(width - 1 for width in widths))
+        return [[choices.ChoiceScore(np.zeros(len(each)), False) for each in own] for own in asked]
+
+    monkeypatch.setattr("kvjax.lm_eval.runner.score_choices", counted)
+    runner(rows=8, max_length=256).scores(pairs)
+    contexts = {tuple(pair.context) for pair in pairs}
+    real = sum(map(len, contexts)) + sum(len(pair.continuation) - 1 for pair in pairs)
+    assert 0.75 * fed < real < fed
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
