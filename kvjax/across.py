@@ -12,6 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvjax.assumed import Assumed
+
 Array = jax.Array
 
 
@@ -23,11 +25,13 @@ class Across(NamedTuple):
       heads: the mesh axes that KV heads are divided over.
       traced: whether a function is only traced, to see whether it reduces over slots otherwise; see
         `kvjax.cache.slotwise`.
+      assumed: answers `kvjax.order.largest` without a search; None = it searches.
     """
 
     slots: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     traced: bool = False
+    assumed: Assumed | None = None
 
 
 _HERE = Across()
@@ -55,16 +59,41 @@ def sum_over_slots(total: Array) -> Array:
     return jax.lax.psum(total, axes) if axes else total
 
 
+def anywhere(flag: Array) -> Array:
+    """Returns whether a flag [] is set on any device of the mesh, so that all of them take the same branch.
+
+    The devices that have the slots of a head must have the same flag.
+    """
+    if not current().slots:
+        return flag
+    mesh = jax.sharding.get_abstract_mesh()
+    others = tuple(name for name, size in mesh.shape.items() if size > 1 and name not in current().slots)
+    return jax.lax.pmax(flag.astype(jnp.int32), others) > 0 if others else flag
+
+
+def size_of_all(size: int) -> int:
+    """Returns the number of slots of a head on all devices, of which each has `size`."""
+    axes = current().slots
+    return size * jax.lax.axis_size(axes) if axes else size
+
+
+def sum_over_heads(x: Array) -> Array:
+    """Returns the sum over all KV heads of a layer: [B, K, ...] -> [B, 1, ...]."""
+    total = jnp.sum(x, axis=1, keepdims=True)
+    axes = current().heads
+    return jax.lax.psum(total, axes) if axes else total
+
+
+def number_of_heads(heads: int) -> int:
+    """Returns the number of KV heads on all devices, of which each has `heads`."""
+    axes = current().heads
+    return heads * jax.lax.axis_size(axes) if axes else heads
+
+
 def max_over_slots(most: Array) -> Array:
     """Returns the maximum over the slots of all devices, of the maxima [..., n] of this device's slots."""
     axes = current().slots
     return jax.lax.pmax(most, axes) if axes else most
-
-
-def min_over_slots(least: Array) -> Array:
-    """Returns the minimum over the slots of all devices, of the minima [..., n] of this device's slots."""
-    axes = current().slots
-    return jax.lax.pmin(least, axes) if axes else least
 
 
 def softmax_of_all(weight: Array, top: Array, total: Array) -> Array:

@@ -323,7 +323,7 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
         # [K, D, D] and [K or 1, ...], of the group's heads
         skew, sides = rows_of((own.get(SKEW), own.get(SIDES)), after.heads)
         made = convert(layer, before, after, Prompt(kv.length, rope, frequencies, skew, sides))
-        return constrain_slots(made) if after.slot_axes else made
+        return constrain_slots(made, after.per_head) if after.slot_axes else made
 
     return tuple(
         Layer(group(index, *each) for each in zip(layer, before, after, strict=True))

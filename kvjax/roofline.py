@@ -128,7 +128,7 @@ def decode_shapes(
     made = jax.eval_shape(lambda: empty_layers(layout.decode, batch, config.num_kv_heads, config.head_dim, dtype))
 
     def of_group(group: Group, layer: LayerKV, where: LayerKV) -> LayerKV:
-        counts = divided(layer) if group.slot_axes else jax.tree.map(lambda _: 2, layer)
+        counts = divided(layer, group.per_head) if group.slot_axes else jax.tree.map(lambda _: 2, layer)
         found: LayerKV = jax.tree.map(
             lambda x, count, memory: shape(x.shape, x.dtype, *axes_of(x, count), memory=memory), layer, counts, where
         )

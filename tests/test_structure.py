@@ -16,6 +16,7 @@ ROOMS = [
         "rope",
         "soft_cap",
         "across",
+        "assumed",
         "compaction",
         "meshes",
         "rules",

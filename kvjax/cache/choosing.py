@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from kvjax import across
 from kvjax.cache import arrange, exchange, paging
 from kvjax.cache.groups import Group
+from kvjax.cache.leaving import Leaving
 from kvjax.cache.placing import Own
 from kvjax.cache.pool import Pool, fetched
 from kvjax.cache.reading import spread
 from kvjax.cache.state import EMPTY, LayerKV
-from kvjax.memory import gather
-from kvjax.selection.base import SelectView
-from kvjax.selection.choose import compact
+from kvjax.memory import gather, write
+from kvjax.selection.base import Selection, SelectView, Told
+from kvjax.selection.choose import compact, mark_ends
 
 Array = jax.Array
 
@@ -97,38 +98,51 @@ def choose(
       layer: of this device.
       keys: [B, K, S_i, D] of each store and of the step's own token, rotated.
       own: the step's own token.
-      query: [B, H, 1, D], rotated.
+      query: [B, H, 1, D] that chooses, rotated.
       rows: the rows.
       number: int32 index of the layer.
       group: the selection.
       axes: that slots and heads are divided over.
-      about: ``scale``, ``soft_cap`` and ``window`` of `kvjax.cache.step.step`.
+      about: ``scale``, ``soft_cap``, ``window`` and ``skew`` of `kvjax.cache.step.step`.
     """
     selection, size, newest = group.selection, layer.position.shape[2], jnp.max(rows.position, axis=1)
     sizes = [key.shape[2] for key in keys[:-1]]
     first_store = arrange.separated(layer.position, sizes)[0]
     slot = jnp.full(first_store.shape[:2], sizes[0], jnp.int32)
-    if selection.unit > 1:
-        # Pages must know which of them the token goes to.
-        page = group.policy.page if group.evicts else 1
-        free = exchange.empty_slots(first_store) if page == 1 else paging.empty_slots(first_store, page)
-        every, stays = jax.lax.all_gather(free, axes.slots), own.position >= 0
-        if page == 1:
-            slot = exchange.places(first_store, stays, every, axes.slots)[:, :, 0]
-        else:
-            slot = paging.places(first_store, stays, every, page, axes.slots)[:, :, 0]
+    # [B, K, G, D]
+    by = query.reshape(*first_store.shape[:2], -1, *query.shape[2:])[:, :, :, -1]
     # The step's own token counts once, on the first device.
     counted = jnp.where(jax.lax.axis_index(axes.slots) == 0, own.position, EMPTY)
     view = SelectView(
         position=jnp.concatenate([layer.position, counted], axis=2), key=jnp.concatenate(keys, axis=2), newest=newest,
         budget=rows.budget, prompt=rows.prompt, slot=slot, layer=number, first=rows.position[:, 0], **about,
     )  # fmt: skip
+    if type(selection).write is not Selection.write:
+        # Pages must know which of them the token goes to.
+        numbers, kept = selection.tell(layer.index, by, view._replace(position=layer.position, key=None))
+        page, stays = group.policy.page if group.evicts else 1, own.position >= 0
+        free = exchange.empty_slots(first_store) if page == 1 else paging.empty_slots(first_store, page)
+        every = jax.lax.all_gather(jnp.concatenate([free, numbers], axis=2), axes.slots)
+        empty, told = every[..., : free.shape[2]], every[..., free.shape[2] :]
+        if page == 1:
+            slot = exchange.places(first_store, stays, empty, axes.slots)[:, :, 0]
+        else:
+            slot = paging.places(first_store, stays, empty, page, axes.slots)[:, :, 0]
+        view = view._replace(slot=slot, told=Told(told, kept))
     index = selection.write(layer.index, keys[-1], slot, newest >= 0)
-    # [B, K, G, D]
-    by = query.reshape(*first_store.shape[:2], -1, *query.shape[2:])[:, :, :, -1]
     with across.devices(axes):
-        chosen, index = selection.choose(index, by, view)
-        mask = (chosen | selection.always(index, view))[:, :, :size]
+        if any(selection.ends):
+            view = view._replace(ends=mark_ends(view.position, view.new, *selection.ends))
+        if selection.ahead:
+            # A choice that looks ahead depends on nothing of this layer's input; see `kvjax.cache.reading`.
+            ends = None if view.ends is None else view.ends[:, :, :size]
+            chosen, index = selection.choose(index, by, view._replace(position=layer.position, key=None, ends=ends))
+        else:
+            own_entries = selection.entries(index, keys[-1], view.skew) if selection.per_slot else {}
+            joined = {name: jnp.concatenate([index[name], new], axis=2) for name, new in own_entries.items()}
+            chosen, index = selection.choose(index | joined, by, view)
+            index = index | {name: index[name][:, :, :size] for name in joined}
+        mask = chosen[:, :, :size] | selection.always(index, view)[:, :, :size]
     positions = arrange.separated(jnp.where(mask, layer.position, EMPTY), sizes)
     looked = Looked(mask, chosen[:, :, :size])
     width = selection.width(group.capacity)
@@ -137,3 +151,38 @@ def choose(
     slots, valid = compact(arrange.separated(mask, sizes)[0], width)
     positions[0] = jnp.where(valid, gather(first_store, slots), EMPTY)
     return Choice(positions, jnp.where(valid, slots, sizes[0]), index, looked)
+
+
+def with_entries(
+    after: LayerKV, own: Own, key: Array, goes: Leaving | None, vectors: Array | None, group: Group, skew: Any
+) -> Any:
+    """Returns the index of the layer after a step, with the entries of the tokens that the step wrote to slots.
+
+    Args:
+      after: of this device, with its index before the tokens were written.
+      own: the step's own token.
+      key: [B, K, 1, D], its key, rotated.
+      goes: the token of this device that leaves the residual; None for a storage of one store.
+      vectors: see `kvjax.cache.placing.Moves`.
+      group: the selection.
+      skew: of these heads, or None.
+    """
+    selection, index = group.selection, after.index
+    if not selection.per_slot:
+        return index
+    moved = [(key, own.position)]
+    if goes is not None:
+        assert vectors is not None
+        left = vectors[..., : own.key.shape[3]].astype(own.key.dtype)
+        moved.append((left, jnp.where(vectors[..., -1] > 0, goes.target, EMPTY)))
+    size = after.position.shape[2]
+    slot = jnp.arange(size, dtype=jnp.int32)
+    for key, position in moved:
+        # [B, K, 1]: where the token is now; out of bounds, where writes are dropped, if it is not on this device
+        here = (after.position == position) & (position >= 0)
+        target = jnp.min(jnp.where(here, slot, size), axis=2, keepdims=True)
+        entries = selection.entries(index, key, skew)
+        index = index | {
+            name: write(index[name], target, new.astype(index[name].dtype)) for name, new in entries.items()
+        }
+    return index

@@ -8,30 +8,44 @@ lowest of all is evicted, and the step's token takes its place, on that device.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from kvjax import across, attention, sharding
-from kvjax.cache import arrange, choosing, evict, exchange, folding, paging, placing, ranking, slotwise
+from kvjax.cache import arrange, candidates, choosing, evict, exchange, folding, paging, placing, ranking, slotwise
 from kvjax.cache.choosing import Looked, Rows
 from kvjax.cache.groups import RANK, Group
 from kvjax.cache.leaving import leaving
 from kvjax.cache.operands import Common, operands, problems
 from kvjax.cache.placing import Own
 from kvjax.cache.pool import Pool
-from kvjax.cache.slots import AXES, divided, empty_stats
+from kvjax.cache.slots import AXES, divided, empty_stats, forget
 from kvjax.cache.state import EMPTY, FAR, Block, LayerKV
 from kvjax.order import CANDIDATES
 from kvjax.policies.base import View
 from kvjax.rope import Rope
+from kvjax.selection.base import Selection
+from kvjax.storage.base import UNROTATED
 from kvjax.storage.layouts import BlockCodec, Blocks
 from kvjax.storage.layouts import slots as single_slots
 
 Array = jax.Array
 HEADS = AXES[:2]
+
+
+class Hint(NamedTuple):
+    """What a selection chooses by, besides the step's query.
+
+    Attributes:
+      guess: [B, H, 1, D] the query of a selection that looks ahead, rotated; None = the query itself.
+      skew: [K, D, D] of these heads, see `kvjax.models.skew`; None = the identity.
+    """
+
+    guess: Array | None
+    skew: Array | None
 
 
 def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
@@ -70,6 +84,9 @@ def _not_chosen(group: Group) -> str | None:
     """Returns why a selection cannot choose among slots of several devices, or None if it can."""
     if not group.selection.over_devices:
         return f"selection {group.selection.name} chooses among all slots"
+    recomputed = type(group.selection).entries is not Selection.entries and group.storage.frame != UNROTATED
+    if group.selection.per_slot and group.storage.divided and not recomputed:
+        return f"selection {group.selection.name} keeps numbers that move with tokens to another store"
     if group.policy.positions != "original" or any(s.of_selection for s in group.needs):
         return f"selection {group.selection.name} is observed, or chooses among keys that are rotated in each step"
     return None
@@ -86,6 +103,7 @@ def step(
     budget: Array | None,
     rope: Rope | None,
     common: Common,
+    hint: Hint,
     scale: float,
     soft_cap: float | None,
     window: int | None,
@@ -102,6 +120,7 @@ def step(
       budget: [B] int32 or None.
       rope: the layer's rotary embedding.
       common: what the vectors of all slots share.
+      hint: what a selection chooses by.
       scale: of the logits.
       soft_cap: of the logits.
       window: the layer's sliding window.
@@ -112,6 +131,8 @@ def step(
     batch, kv_heads, n, dim = key.shape
     mesh = jax.sharding.get_abstract_mesh()
     grouped = query.reshape(batch, kv_heads, -1, n, dim)
+    ahead = hint.guess is not None and group.selection.ahead and choosing.chooses(group, n)
+    hint = hint._replace(guess=hint.guess.reshape(grouped.shape) if ahead and hint.guess is not None else None)
     rows = Rows(block.position, block.prompt, jnp.zeros_like(block.prompt) if budget is None else budget)
     of_heads = tuple(name for name in sharding.mesh_axes("kv_heads", kv_heads, mesh) if mesh.shape[name] > 1)
     axes = across.Across(slots=group.slot_axes, heads=of_heads)
@@ -120,15 +141,17 @@ def step(
         return jax.tree.map(lambda leaf: sharding.spec(names, leaf.shape[: len(names)], mesh), tree)
 
     by_head = specs(key, *HEADS)
-    by_slot = jax.tree.map(lambda leaf, count: specs(leaf, *AXES[:count]), layer, divided(layer))
+    by_slot = jax.tree.map(lambda leaf, count: specs(leaf, *AXES[:count]), layer, divided(layer, group.per_head))
     shared = Common(specs(common.sides, "kv_heads"), specs(common.frequencies, "batch"))
+    of_hint = Hint(specs(hint.guess, *HEADS), specs(hint.skew, "kv_heads"))
     run = functools.partial(_step, group=group, axes=axes, rope=rope, scale=scale, soft_cap=soft_cap, window=window)
     number = jnp.zeros((), jnp.int32) if block.layer is None else block.layer
     looks = Looked(by_slot.position, by_slot.position) if choosing.chooses(group, n) else None
     output, after, looked = jax.shard_map(
-        run, mesh=mesh, in_specs=(by_head, by_head, by_head, by_slot, specs(rows, "batch"), shared, PartitionSpec()),
+        run, mesh=mesh,
+        in_specs=(by_head, by_head, by_head, by_slot, specs(rows, "batch"), shared, PartitionSpec(), of_hint),
         out_specs=(by_head, by_slot, looks), check_vma=False,
-    )(grouped, key, value, layer, rows, common, number)  # fmt: skip
+    )(grouped, key, value, layer, rows, common, number, hint)  # fmt: skip
     return attention.ungroup(output), after, looked
 
 
@@ -140,6 +163,7 @@ def _step(
     rows: Rows,
     common: Common,
     number: Array,
+    hint: Hint,
     *,
     group: Group,
     axes: across.Across,
@@ -177,9 +201,10 @@ def _step(
         weights = [*arrange.separated(log_weight, sizes), merge.log_weight(own.stats)]
     read, choice = positions, None
     if choosing.chooses(group, n):
+        by = held.query if hint.guess is None else attention.ungroup(hint.guess)
         choice = choosing.choose(
-            layer, held.stored[0], own, held.query, rows, number, group, axes, scale=scale, soft_cap=soft_cap,
-            window=window,
+            layer, held.stored[0], own, by, rows, number, group, axes, scale=scale, soft_cap=soft_cap, window=window,
+            skew=hint.skew,
         )  # fmt: skip
         layer, read = layer.replace(index=choice.index), choice.positions
         first_key, first_value = choice.fetched(pool, group, held.keys, held.values)
@@ -225,9 +250,16 @@ def _step(
         after = placing.in_blocks(layer, own, told, newest, group, offset, sides)
         marks = {name: mark + offset for name, mark in after.marks.items()}
         return output, after.replace(marks=marks), looked
+
+    def settled(after: LayerKV) -> tuple[Array, LayerKV, Looked | None]:
+        if choice is not None:
+            index = choosing.with_entries(after, own, held.stored[0][-1], goes, told.more, group, hint.skew)
+            after = after.replace(index=index)
+        return output, after, looked
+
     moves = placing.Moves(layer, own, goes, told.more, told.free, newest, group, axes.slots, sides)
     if group.policy.budget is None:
-        return output, moves.without_evictions(), looked
+        return settled(moves.without_evictions())
     about: dict[str, Any] = {
         "key": jax.lax.stop_gradient(jnp.concatenate(held.stored[0], axis=2)),
         "value": jax.lax.stop_gradient(jnp.concatenate(held.stored[1], axis=2)),
@@ -236,23 +268,26 @@ def _step(
     }  # fmt: skip
     both = {name: jnp.concatenate([layer.stats[name], own.stats[name]], axis=2) for name in own.stats}
     if paged:
-        return output, paging.finish(moves, both, about, axes), looked
+        return settled(paging.finish(moves, both, about, axes))
     # The step's own tokens count once, on the first device.
     first = jax.lax.axis_index(axes.slots) == 0
     counted = jnp.where(first, own_position, EMPTY)
     view = View(position=jnp.concatenate([layer.position, counted], axis=2), **about)
     with across.devices(axes):
-        if n == 1 and group.evicts_one and group.policy.when == "step":
+        if n == 1 and group.policy.when == "step" and (group.evicts_one or goes is None):
             total = told.live + (newest >= 0).astype(jnp.int32)[:, None, None]
             more = moves.packed()[:, :, : 0 if merge is not None else None]
-            lowest, bits = exchange.lowest_position(group, both, view, total, axes.slots, more)
+            lowest, bits = candidates.lowest_position(group, both, view, total, axes, more)
+            if not group.evicts_one:
+                left, lowest = candidates.evicted_before(group, both, view, total, size, lowest, axes)
+                moves = moves._replace(layer=layer.replace(position=left, stats=forget(layer.stats, left)))
             if merge is not None:
                 victim = (view.position == lowest) & (lowest >= 0)
                 moves, bits = folding.told_again(folding.fold(moves, *held.stored, victim, view))
             after = moves.with_eviction(lowest, bits)
             if group.holds_ranks:
                 after = ranking.after_eviction(after, jnp.where(lowest >= 0, lowest, FAR))
-            return output, after, looked
+            return settled(after)
         # A budget that stays as it is frees a slot for each token of the step.
         most = n if group.evicts_one and group.policy.when == "step" and n <= CANDIDATES else None
         victim = evict.victims(group.policy, both, view, one=False, most=most)
@@ -264,7 +299,7 @@ def _step(
     position = jnp.where(victim[:, :, :size], EMPTY, layer.position)
     after = moves.after_evictions(position, (counted >= 0) & ~victim[:, :, size:])
     # Where a compressor evicts any number of slots, the prompt has ended, and `convert` ranks what is left.
-    return output, after if evicted is None else ranking.after_eviction(after, evicted), looked
+    return settled(after if evicted is None else ranking.after_eviction(after, evicted))
 
 
 def _heads(group: Group, kv_heads: int, axes: tuple[str, ...]) -> tuple[int, ...] | Array | None:

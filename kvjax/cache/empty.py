@@ -49,7 +49,7 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
         sides=held.empty_sides(group.storage, (batch, heads), dim, dtype) if group.slots else {},
         marks=marks,
     )
-    return constrain_slots(layer) if group.slot_axes else constrain(layer)
+    return constrain_slots(layer, group.per_head) if group.slot_axes else constrain(layer)
 
 
 def empty_layers(phase: Phase, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -> tuple[Layer, ...]:

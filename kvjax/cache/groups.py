@@ -76,6 +76,11 @@ class Group:
     decode_group: "Group | None" = None
 
     @property
+    def per_head(self) -> frozenset[str]:
+        """The names of arrays of the index that a head has once; see `Selection.per_head`."""
+        return (self.watch or self.selection).per_head
+
+    @property
     def stores(self) -> tuple[Storage, ...]:
         """How the slots of each store are held."""
         return stores_of(self.storage)

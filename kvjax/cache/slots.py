@@ -211,21 +211,27 @@ def constrain(tree: T) -> T:
     return jax.tree.map(lambda leaf: sharding.constrain(leaf, axes_of(leaf, 2)), tree)
 
 
-def constrain_slots(layer: LayerKV) -> LayerKV:
-    """Constrains the sharding of a layer whose slots are divided over devices; see `Group.slot_axes`."""
+def constrain_slots(layer: LayerKV, per_head: frozenset[str]) -> LayerKV:
+    """Constrains the sharding of a layer whose slots are divided over devices; see `Group.slot_axes` and `divided`."""
     made: LayerKV = jax.tree.map(
-        lambda leaf, count: sharding.constrain(leaf, axes_of(leaf, count)), layer, divided(layer)
+        lambda leaf, count: sharding.constrain(leaf, axes_of(leaf, count)), layer, divided(layer, per_head)
     )
     return made
 
 
-def divided(layer: LayerKV) -> LayerKV:
-    """Returns the number of `AXES` that divide each array of a layer whose slots are divided over devices."""
+def divided(layer: LayerKV, per_head: frozenset[str]) -> LayerKV:
+    """Returns the number of `AXES` that divide each array of a layer whose slots are divided over devices.
+
+    Args:
+      layer: the layer.
+      per_head: the names of arrays of the index that are not divided; see `Group.per_head`.
+    """
 
     def count(path: tuple[Any, ...], leaf: Array) -> int:
         names = sharding.path_names(path)
         # Every device has the exact tokens that wait until their block is full, and what a head has once.
         once = names[0] in ("sides", "marks") or (bool(layer.marks) and names[-1] == EXACT)
+        once |= names[0] == "index" and names[-1] in per_head
         return 2 if once else 3
 
     found: LayerKV = jax.tree_util.tree_map_with_path(count, layer)

@@ -178,10 +178,12 @@ def step(
         )
         return output, after, None
     if group.slot_axes and layer is not None:
+        if group.watch is not None:
+            layer = layer.replace(index=_watched(layer.index, group.watch, query, rotated, block, skew))
         output, after, looked = context.step(
             layer, query, key, value, block=block, group=group, budget=budget, rope=rope,
-            common=Common(sides or {}, None if turn is None else turn.frequencies), scale=scale, soft_cap=soft_cap,
-            window=window,
+            common=Common(sides or {}, None if turn is None else turn.frequencies), hint=context.Hint(guess, skew),
+            scale=scale, soft_cap=soft_cap, window=window,
         )  # fmt: skip
         own = jnp.broadcast_to(block.position[:, None], key.shape[:3])
         all_slots = jnp.concatenate([layer.position, own], axis=2)
@@ -195,7 +197,7 @@ def step(
     else:
         pool = pool_of(layer, key, value, block, group, rotated=rotated, skew=skew, sides=sides)
     if group.watch is not None:
-        pool = pool._replace(index=_watched(pool, group.watch, query, rotated, block, skew))
+        pool = pool._replace(index=_watched(pool.index, group.watch, query, rotated, block, skew))
     options: dict[str, Any] = {
         "query_position": block.position, "scale": scale, "soft_cap": soft_cap, "window": window, "causal": fresh,
         "prompt": block.prompt, "group_reduce": group.policy.group_reduce,
@@ -240,8 +242,8 @@ def step(
         after = after.replace(sides=made)
         after = convert(after, group, group.decode_group, Prompt(block.prompt, rope, frequencies, skew, sides))
     # The slots of a prompt in one shot are in the arrays of the decoding phase.
-    divided = fresh and group.decode_group is not None and bool(group.decode_group.slot_axes)
-    after = constrain_slots(after) if divided else constrain(after)
+    then = group.decode_group if fresh else None
+    after = constrain(after) if then is None or not then.slot_axes else constrain_slots(after, then.per_head)
     if group.storage.on_host:
         return output, after, Seen(query, None, read, log_weight, pool.position, chosen)
     # XLA removes this second call unless the caller uses its result.
@@ -272,11 +274,11 @@ def _check(layer: LayerKV | None, query: Array, key: Array, value: Array, block:
 
 
 def _watched(
-    pool: Pool, watch: Selection, query: Array, key: Array, block: Block, skew: Array | None
+    index: dict[str, Array], watch: Selection, query: Array, key: Array, block: Block, skew: Array | None
 ) -> dict[str, Array]:
     """Adds a block of the prompt, rotated, to the sums that a selection needs when the prompt ends."""
     batch, kv_heads, n, dim = key.shape
-    sums = pool.index or watch.start((batch, kv_heads), dim)
+    sums = index or watch.start((batch, kv_heads), dim)
     # [B, K, G, n, D]
     grouped = query.reshape(batch, kv_heads, -1, n, dim)
     return watch.watch(sums, *jax.lax.stop_gradient((grouped, key)), block.position >= 0, skew)

@@ -54,6 +54,18 @@ class Held(NamedTuple):
     unrotate: Callable[[Array], Array]
 
 
+class Told(NamedTuple):
+    """What a selection knows of the slots of all devices; see `Selection.tell`.
+
+    Attributes:
+      every: [C, B, K, m] int32, the numbers of each device.
+      own: what this device keeps for itself.
+    """
+
+    every: Array
+    own: Any
+
+
 class SelectView(NamedTuple):
     """What a selection reads when it chooses for the query heads of one group of KV heads of one layer.
 
@@ -74,6 +86,8 @@ class SelectView(NamedTuple):
       first: [B] int32 position of the step's first token, -1 for a row without a token; None = `newest`, in decoding.
       skew: [K, D, D] of the layer, see `kvjax.models.skew`; None = the identity.
       soft_cap: c, where logits x become c · tanh(x / c); None = they stay as they are.
+      told: of slots on several devices, from `Selection.tell`; otherwise None.
+      ends: [B, K, S] bool, of slots on several devices, those that `Selection.ends` counts; otherwise None.
     """
 
     position: Array
@@ -88,6 +102,8 @@ class SelectView(NamedTuple):
     first: Array | None = None
     skew: Array | None = None
     soft_cap: float | None = None
+    told: Told | None = None
+    ends: Array | None = None
 
     @property
     def active(self) -> Array:
@@ -137,6 +153,8 @@ class Selection:
         reduces over all by `kvjax.across`; arrays of the index have an entry for each slot or each unit, or for none.
       per_slot: the names of arrays of the index that have an entry for each slot, [B, K, S, ...]. They move with the
         slots; an empty slot may have any entry.
+      per_head: the names of arrays of the index, and of the sums of `watch`, whose third dimension is neither one of
+        slots nor one of units; every device has all of them, if slots are divided.
     """
 
     name: str
@@ -152,6 +170,7 @@ class Selection:
     watches: bool = False
     over_devices: bool = False
     per_slot: frozenset[str] = frozenset()
+    per_head: frozenset[str] = frozenset()
 
     @property
     def reads_all(self) -> bool:
@@ -237,6 +256,21 @@ class Selection:
           held: the slots.
         """
         return index
+
+    def tell(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Any]:
+        """Computes what devices tell each other before `write`, together with their numbers of empty slots.
+
+        Called only where slots are divided over devices, of a selection that has a `write`.
+
+        Args:
+          index: the index before the step.
+          query: [B, K, G, D] rotated.
+          view: the slots of this device, without the step's own token; `slot` is undefined.
+
+        Returns:
+          [B, K, m] int32, and what this device keeps for itself.
+        """
+        return jnp.zeros((*view.position.shape[:2], 0), jnp.int32), None
 
     def write(self, index: Index, key: Array, slot: Array, active: Array) -> Index:
         """Adds a new token to the index, before slots are chosen; for arrays that are not in `per_slot`.

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from kvjax import across
 from kvjax.compaction import compact
-from kvjax.order import largest
+from kvjax.order import ends, largest
 from kvjax.products import product
+from kvjax.selection.base import SelectView
 from kvjax.soft_cap import soft_capped
 
 Array = jax.Array
@@ -36,7 +37,13 @@ def grouped_logits(query: Array, key: Array, scale: float, soft_cap: float | Non
 
 
 def rank(
-    score: Array, candidate: Array, *, normalise: Normalise, reduce: Reduce, visible: Array | None = None
+    score: Array,
+    candidate: Array,
+    *,
+    normalise: Normalise,
+    reduce: Reduce,
+    visible: Array | None = None,
+    top: Array | None = None,
 ) -> Array:
     """Ranks candidates for the query heads that share a KV head.
 
@@ -47,6 +54,7 @@ def rank(
         ``probability`` a softmax over all visible slots, ``none`` the score itself.
       reduce: ``max`` or ``mean`` over the query heads.
       visible: [B, K, U] bool, for ``probability``: the slots that a query attends to if it reads everything.
+      top: [B, K, G, 1] float32, for ``gap``, the largest score of the candidates of all devices, if it is known.
 
     Returns:
       [B, K, U] float32; -inf except for candidates.
@@ -54,7 +62,8 @@ def rank(
     among = candidate[:, :, None]
     match normalise:
         case "gap":
-            top = across.max_over_slots(jnp.max(jnp.where(among, score, -jnp.inf), axis=-1, keepdims=True))
+            if top is None:
+                top = across.max_over_slots(jnp.max(jnp.where(among, score, -jnp.inf), axis=-1, keepdims=True))
             # The comparison makes the maximum 0 even if a compiler fuses scaling and subtraction into one rounding.
             score = jnp.where(score >= top, 0.0, score - top)
         case "softmax":
@@ -106,6 +115,8 @@ def mark_ends(position: Array, new: Array, oldest: int, newest: int) -> Array:
       oldest: a number.
       newest: a number.
     """
+    if across.current().slots:
+        return ends(jnp.where(new, -1, position), oldest, newest)
     marks = jnp.zeros(position.shape, bool)
     old = (position >= 0) & ~new
     # float32 is exact for positions below 2²⁴.
@@ -116,4 +127,9 @@ def mark_ends(position: Array, new: Array, oldest: int, newest: int) -> Array:
     return marks
 
 
-__all__ = ["Normalise", "Reduce", "best", "compact", "grouped_logits", "mark_ends", "rank", "softmax"]
+def view_ends(view: SelectView, oldest: int, newest: int) -> Array:
+    """Marks the ends of the slots of a view; see `mark_ends`."""
+    return mark_ends(view.position, view.new, oldest, newest) if view.ends is None else view.ends
+
+
+__all__ = ["Normalise", "Reduce", "best", "compact", "grouped_logits", "mark_ends", "rank", "softmax", "view_ends"]

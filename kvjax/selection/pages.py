@@ -8,7 +8,7 @@ the newest page, or opens a page.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -165,9 +165,7 @@ class Pages(Selection):
     def choose_units(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Index]:
         count = next(leaf.shape[2] for name, leaf in index.items() if name != "steps")
         newest = self.always_units(count, view)
-        # [B, K, U]: a page's last slot is its newest, and in the newest page it is empty or the step's own
-        last = view._replace(position=_fitted(view.position[:, :, self.page - 1 :: self.page], count, -1))
-        position = jnp.where(last.visible & ~last.new, last.position, -1)
+        position = self._full(view, count)
 
         def best_pages() -> Array:
             return self._best(index, query, position, view)
@@ -192,16 +190,57 @@ class Pages(Selection):
     def _best(self, index: Index, query: Array, position: Array, view: SelectView) -> Array:
         """Marks the pages to choose, [B, K, U] bool, of those whose position [B, K, U] is not -1."""
         candidate, count = position >= 0, self.pages
+        told = self._told(position, query.shape[2], view)
         if self.first:
-            oldest = jnp.min(jnp.where(candidate, position, jnp.iinfo(jnp.int32).max), axis=2, keepdims=True)
-            oldest = across.min_over_slots(oldest)
+            oldest = _oldest(position) if told is None else told[0]
             free, count = position == oldest, count - 1
             candidate &= ~free
-        # [B, K, G, U]
-        score = soft_capped(self.score(index, query, view.scale), view.soft_cap)
-        worth = rank(score, candidate, normalise="gap", reduce="max")
+        # [B, K, G, U]; a page that is full has had this score before the step
+        score = self._scores(index, query, view) if view.told is None else view.told.own
+        worth = rank(score, candidate, normalise="gap", reduce="max", top=None if told is None else told[1])
         chosen = best(jax.lax.stop_gradient(worth), candidate, position, count)
         return (chosen | free) if self.first else chosen
+
+    def tell(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Any]:
+        score = self._scores(index, query, view)
+        position = self._full(view, score.shape[3])
+        candidate, oldest = position >= 0, _oldest(position)
+        # [B, K, G]: of the oldest page of this device, and the largest of the others
+        first, others = (
+            jnp.max(jnp.where(mask[:, :, None], score, -jnp.inf), axis=3)
+            for mask in (candidate & (position == oldest), candidate & (position != oldest))
+        )
+        tops = jax.lax.stop_gradient(jnp.concatenate([first, others], axis=2))
+        return jnp.concatenate([oldest, jax.lax.bitcast_convert_type(tops, jnp.int32)], axis=2), score
+
+    def _told(self, position: Array, queries: int, view: SelectView) -> tuple[Array, Array] | None:
+        """Returns the oldest page's position, [B, K, 1] int32, and the largest score of the candidates, [B, K, G, 1].
+
+        Args:
+          position: [B, K, U] int32 of the pages that are full, -1 for others.
+          queries: G.
+          view: the slots; None is returned if nothing was told.
+        """
+        if view.told is None:
+            return None
+        # [C, B, K, 1] int32, and [C, B, K, G] each
+        oldest = view.told.every[..., :1]
+        tops = jax.lax.bitcast_convert_type(view.told.every[..., 1:], jnp.float32)
+        firsts, others = tops[..., :queries], tops[..., queries:]
+        least = jnp.min(oldest, axis=0)
+        counts = (oldest != least) if self.first else jnp.ones(oldest.shape, bool)
+        top = jnp.max(jnp.maximum(others, jnp.where(counts, firsts, -jnp.inf)), axis=0)
+        return least, top[..., None]
+
+    def _scores(self, index: Index, query: Array, view: SelectView) -> Array:
+        """Computes the score of each page for each query head, [B, K, G, U] float32."""
+        return soft_capped(self.score(index, query, view.scale), view.soft_cap)
+
+    def _full(self, view: SelectView, count: int) -> Array:
+        """Returns the positions of the newest tokens of full pages that can be chosen, [B, K, count] int32, else -1."""
+        # A page's last slot is its newest, and in the newest page it is empty or the step's own.
+        last = view._replace(position=_fitted(view.position[:, :, self.page - 1 :: self.page], count, -1))
+        return jnp.where(last.visible & ~last.new, last.position, -1)
 
     def chosen(self, index: Index, query: Array, view: SelectView) -> Array:
         return self.choose(index, query, view)[0]
@@ -222,6 +261,11 @@ class Pages(Selection):
         """Reshapes [B, K, S, ...] to [B, K, U, page, ...]; drops tokens that follow the slots, pads the last page."""
         batch, kv_heads, _, *rest = x.shape
         return _fitted(x, pages * self.page, fill).reshape(batch, kv_heads, pages, self.page, *rest)
+
+
+def _oldest(position: Array) -> Array:
+    """Returns the smallest position of pages [B, K, U] that is not -1, [B, K, 1] int32; the largest int32 if none."""
+    return jnp.min(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max), axis=2, keepdims=True)
 
 
 def _fitted(x: Array, size: int, fill: int | bool) -> Array:

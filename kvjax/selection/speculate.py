@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from kvjax import across
 from kvjax.arguments import choice_argument, count_argument
 from kvjax.errors import SelectionError
+from kvjax.order import largest_counted
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Held, Index, Selection, SelectView
 from kvjax.selection.checks import factory, merges, named, rotated_once
-from kvjax.selection.choose import best, grouped_logits, mark_ends, rank
+from kvjax.selection.choose import grouped_logits, rank, view_ends
 
 if TYPE_CHECKING:
     from kvjax.storage.base import Storage
@@ -66,7 +68,9 @@ class InfiniGen(Selection):
     name = "infinigen"
     ahead = True
     watches = True
+    over_devices = True
     per_slot = frozenset({"partial"})
+    per_head = frozenset({"columns", "query", "key"})
 
     def __post_init__(self) -> None:
         with named(self.name):
@@ -130,17 +134,22 @@ class InfiniGen(Selection):
         score = grouped_logits(partial, index["partial"], view.scale, view.soft_cap)
         # [B, K, S]
         worth = jax.lax.stop_gradient(rank(score, candidate, normalise="gap", reduce="max"))
-        # [B, K, 1]
-        among = jnp.sum(candidate, axis=2, keepdims=True, dtype=jnp.int32)
-        above = jnp.sum(worth > -self.alpha, axis=2, keepdims=True, dtype=jnp.int32)
-        # [B, 1, 1]: the same for all KV heads
-        mean = jnp.sum(above, axis=1, keepdims=True) // above.shape[1]
-        cap = jnp.asarray(self._caps(candidate.shape[2]))[among]
-        count = jnp.minimum(jnp.maximum(1, jnp.minimum(mean, cap)), among)
-        return best(worth, candidate, view.position, count)
+        caps = self._caps(across.size_of_all(candidate.shape[2]))
+
+        def count(numbers: Array) -> Array:
+            # [B, K, 1] each
+            among, above = numbers[..., :1], numbers[..., 1:]
+            # [B, 1, 1]: the same for all KV heads
+            mean = across.sum_over_heads(above) // across.number_of_heads(above.shape[1])
+            return jnp.minimum(jnp.maximum(1, jnp.minimum(mean, jnp.asarray(caps)[among])), among)
+
+        # [B, K, 2]
+        numbers = jnp.stack([jnp.sum(each, axis=2, dtype=jnp.int32) for each in (candidate, worth > -self.alpha)], 2)
+        position = jnp.where(candidate, view.position, -1)
+        return largest_counted(worth, position, int(caps[-1]), numbers, count)
 
     def always(self, index: Index, view: SelectView) -> Array:
-        return view.new | (view.visible & mark_ends(view.position, view.new, *self.ends))
+        return view.new | (view.visible & view_ends(view, *self.ends))
 
     def _columns(self, dim: int) -> int:
         """Returns the number of columns r of D."""

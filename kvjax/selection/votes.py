@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from kvjax import across
 from kvjax.arguments import count_argument, number_argument
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Index, Selection, SelectView
 from kvjax.selection.checks import aligned, factory, merges, named, rotated_once
-from kvjax.selection.choose import best, grouped_logits, mark_ends, rank
+from kvjax.selection.choose import best, grouped_logits, rank, view_ends
 
 if TYPE_CHECKING:
     from kvjax.storage.base import Storage
@@ -54,6 +55,8 @@ class TokenSelect(Selection):
     name = "tokenselect"
     ranks_by_keys = True
     shared_by_heads = True
+    over_devices = True
+    per_head = frozenset({"query"})
 
     def __post_init__(self) -> None:
         with named(self.name):
@@ -103,7 +106,7 @@ class TokenSelect(Selection):
             score = grouped_logits(query, view.key, *factors)
             # [B, K, S]
             own = rank(score, candidate, normalise="softmax", reduce="mean")
-            layer = jnp.where(candidate, jnp.mean(own, axis=1, keepdims=True), -jnp.inf)
+            layer = jnp.where(candidate, across.mean_over_heads(own), -jnp.inf)
             return best(jax.lax.stop_gradient(layer), candidate, view.position, self.k)
 
         if self.reuse is None:
@@ -111,16 +114,16 @@ class TokenSelect(Selection):
         # [B, K, G * D]
         own = jax.lax.stop_gradient(query.astype(jnp.float32)).reshape(*query.shape[:2], -1)
         # [B, 1]: of all heads side by side
-        product, before, now = (
-            jnp.sum(each, axis=(1, 2))[:, None]
-            for each in (own * index["query"], jnp.square(index["query"]), jnp.square(own))
+        products = (own * index["query"], jnp.square(index["query"]), jnp.square(own))
+        product, before, now = jnp.moveaxis(
+            across.sum_over_heads(jnp.stack([jnp.sum(each, axis=2) for each in products], axis=2)), 2, 0
         )
         alike = product >= self.reuse * jnp.sqrt(before * now)
         # [B, 1]
-        several = jnp.sum(candidate, axis=2, dtype=jnp.int32)[:, :1] > self.k
+        several = across.sum_over_slots(jnp.sum(candidate, axis=2, dtype=jnp.int32)[:, :1]) > self.k
         stands = index["chose"][:, :1] & alike
         due = several & ~stands & view.active[:, :, 0]
-        made = jax.lax.cond(jnp.any(due), votes, lambda: jnp.zeros(candidate.shape, bool))
+        made = jax.lax.cond(across.anywhere(jnp.any(due)), votes, lambda: jnp.zeros(candidate.shape, bool))
         marks = jnp.where(due[..., None], made, index["stands"])
         index = {
             "stands": marks,
@@ -133,7 +136,7 @@ class TokenSelect(Selection):
         return self.choose(index, query, view)[0]
 
     def always(self, index: Index, view: SelectView) -> Array:
-        return view.new | (view.visible & mark_ends(view.position, view.new, *self.ends))
+        return view.new | (view.visible & view_ends(view, *self.ends))
 
 
 @factory

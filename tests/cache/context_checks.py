@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import policies, sharding, storage
-from kvjax.cache import Block, CacheSpec, Layer
+from kvjax import order, policies, sharding, storage
+from kvjax.cache import Block, CacheSpec, Layer, candidates
 from kvjax.cache.empty import empty
 from kvjax.cache.groups import RANK, Group
 from kvjax.cache.limits import Sizes
@@ -27,13 +27,14 @@ from kvjax.cache.step import step_layer
 from kvjax.models.config import DecoderConfig
 from kvjax.policies import POLICIES, Policy
 from kvjax.rope import Rope
-from kvjax.selection import Selection, everything, lserve, optimal, quest, retrieval
+from kvjax.selection import Selection, everything, infinigen, lserve, optimal, quest, retrieval, tokenselect
 from kvjax.storage import Samples, Storage, dense
 from kvjax.storage.side import CALIBRATION
 from tests import conftest, layers  # noqa: F401, conftest sets how programs are compiled
 
 LENGTHS, STEPS, BUDGET = np.array([24, 6, 14, 17]), 14, 12
 ROWS, KV_HEADS, GROUP, DIM = len(LENGTHS), 2, 2, 4
+USUAL = candidates.NAMED, order.FIRST, order.CANDIDATES
 MANY = 1024  # slots, of which each device has more than numbers that a collective may move
 
 
@@ -49,6 +50,7 @@ class Case:
       block: tokens of a block of the prompt; None = in one shot.
       heads: query heads and KV heads.
       divided: the mesh axes that slots are divided over.
+      named: slots that a device names before a threshold is searched; None = as many as usual.
     """
 
     policy: Callable[[int], Policy]
@@ -58,6 +60,7 @@ class Case:
     block: int | None = None
     heads: tuple[int, int] = (KV_HEADS * GROUP, KV_HEADS)
     divided: tuple[str, ...] = ("context",)
+    named: int | None = None
 
     def spec(self, budget: int = BUDGET) -> CacheSpec:
         """The cache, of `budget` slots if that limits it."""
@@ -121,6 +124,13 @@ CASES = {
     "one KV head": Case(h2o, "model:4", heads=(4, 1), divided=("model",)),
     "in blocks": Case(h2o, "data:2,model:1,context:4", block=5),
     "ranks in blocks": Case(registered("streaming_llm"), "data:2,model:1,context:4", block=5),
+    # Where all slots that are named are protected, the victim is searched.
+    "roco, few named": Case(
+        lambda budget: policies.roco(budget, protect=budget - 2, guard=2), "data:2,context:4", named=1
+    ),
+    "heavy hitters": Case(
+        lambda budget: policies.with_heavy_hitters(policies.h2o(budget, recent=2)), "context:4", named=2
+    ),
     "roco in blocks": Case(policies.roco, "data:4,model:1,context:2", block=5),
     "cam": Case(merging(policies.cam(recent=5)), "data:2,context:4"),
     "d2o": Case(merging(policies.d2o()), "data:2,model:1,context:4", block=5),
@@ -169,6 +179,10 @@ CASES = {
     "smaller while decoding": Case(
         lambda budget: policies.after_prefill(policies.snapkv(budget + 4, window=4), then=h2o(budget - 3))
     ),
+    "smaller, in codes": Case(
+        lambda budget: policies.after_prefill(policies.snapkv(budget + 4, window=4), then=policies.roco(budget - 3)),
+        "data:2,context:4", storage=storage.int8(residual=4),
+    ),
     "int8": Case(registered("scissorhands"), storage=storage.int8()),
     "int4": Case(full, "model:2,context:4", storage=storage.int4()),
     "fp8": Case(policies.tova, "context:4", storage=storage.fp8()),
@@ -189,6 +203,20 @@ CASES = {
     ),
     "optimal": Case(h2o, "data:2,context:4", selection=optimal(5)),
     "optimal, residual": Case(full, storage=storage.int8(residual=4), selection=optimal(5)),
+    "infinigen": Case(h2o, "data:2,context:4", selection=infinigen(1.0, cap=5, first_layer=1)),
+    "infinigen, heads": Case(h2o, selection=infinigen(1.0, cap=5, first_layer=1, columns="union")),
+    "infinigen, ends": Case(
+        full, "model:2,context:4", selection=infinigen(0.5, cap=4, first_layer=1, sinks=2, recent=3), block=5
+    ),
+    "infinigen, few named": Case(
+        h2o, "data:2,context:4", selection=infinigen(1.5, cap=0.6, first_layer=1), named=2
+    ),
+    "infinigen, residual": Case(
+        h2o, "data:2,context:4", storage=storage.int8(residual=4), selection=infinigen(1.0, cap=4, first_layer=1)
+    ),
+    "infinigen, fraction": Case(registered("snapkv"), selection=infinigen(1.0, cap=0.3, first_layer=1)),
+    "tokenselect": Case(full, "data:2,context:4", selection=tokenselect(4, 2, 3, reuse=0.2)),
+    "tokenselect, heads": Case(full, selection=tokenselect(4, 1, 3, reuse=None), storage=storage.int8()),
     "quest": Case(full, "data:2,context:4", selection=quest(4, 12, first_layer=0)),
     "quest in blocks": Case(full, block=5, selection=quest(2, 8, first_layer=0)),
     "lserve": Case(full, "context:2", selection=lserve(4, 2, 3, budget=12, first_layer=0)),
@@ -229,10 +257,12 @@ def sides_of(case: Case) -> Any:
 
 def difference(case: Case) -> dict[str, Any]:
     """Compares a run on the mesh with one on a single device."""
+    candidates.NAMED, order.FIRST, order.CANDIDATES = USUAL if case.named is None else (case.named,) * 3
     total = int(LENGTHS.max()) + STEPS
     streams = layers.random_streams(range(ROWS), total, heads=case.heads, dim=DIM)
     ends = LENGTHS + np.array([STEPS, STEPS, STEPS - 5, 0])
-    given = layers.Case(streams, LENGTHS, ends, block=case.block, rope=Rope(dim=DIM))
+    first = case.selection.first_layer
+    given = layers.Case(streams, LENGTHS, ends, block=case.block, rope=Rope(dim=DIM), layer=first)
     sides = sides_of(case)
     alone = layers.run(case.spec(), given, sides=sides)
     mesh = sharding.make_mesh(case.mesh)
@@ -261,13 +291,12 @@ def difference(case: Case) -> dict[str, Any]:
 def groups_of(spec: CacheSpec, heads: tuple[int, int]) -> tuple[DecoderConfig, tuple[Group, ...]]:
     """A decoder, and the groups of a cache of about `MANY` slots on the mesh in force."""
     config = DecoderConfig(
-        family="llama", vocab_size=2, hidden_size=heads[0] * DIM, num_layers=1, num_heads=heads[0],
-        num_kv_heads=heads[1], head_dim=DIM, mlp_size=1, max_positions=4096, rope=Rope(dim=DIM),
+        family="llama", vocab_size=2, hidden_size=heads[0] * DIM, num_layers=spec.selection.first_layer + 1,
+        num_heads=heads[0], num_kv_heads=heads[1], head_dim=DIM, mlp_size=1, max_positions=4096, rope=Rope(dim=DIM),
     )  # fmt: skip
     lengths = np.full(ROWS, MANY + 50)
     sizes = Sizes(ROWS, MANY + 50, MANY + 50, MANY + 50, 60, None, rounded=False)
-    (groups,) = lower(as_spec(spec), config, sizes, lengths).layout.decode
-    return config, groups
+    return config, lower(as_spec(spec), config, sizes, lengths).layout.decode[-1]
 
 
 def held(group: Group, kv_heads: int) -> Any:
@@ -288,7 +317,7 @@ def step_program(spec: CacheSpec, mesh: Any, heads: tuple[int, int]) -> tuple[La
 
         def placed(group: Group) -> Any:
             made = held(group, heads[1])
-            counts = divided(made) if group.slot_axes else jax.tree.map(lambda _: 2, made)
+            counts = divided(made, group.per_head) if group.slot_axes else jax.tree.map(lambda _: 2, made)
             return jax.tree.map(lambda x, count: shaped(x, *AXES[:count]), made, counts)
 
         layer = Layer(map(placed, groups))
@@ -296,10 +325,15 @@ def step_program(spec: CacheSpec, mesh: Any, heads: tuple[int, int]) -> tuple[La
         row = shaped(jax.ShapeDtypeStruct((ROWS,), jnp.int32), "batch")
         at = shaped(jax.ShapeDtypeStruct((ROWS, 1), jnp.int32), "batch")
 
+        ahead = any(group.selection.ahead for group in groups)
+
         def run(layer, query, key, value, at, row, sides):
             budget = tuple(row if group.has_budget else None for group in groups)
             block = Block(position=at, prompt=row, total=row, budget=budget, layer=jnp.int32(0))
-            return step_layer(layer, query, key, value, block=block, groups=groups, rope=config.rope, sides=sides)[:2]
+            return step_layer(
+                layer, query, key, value, block=block, groups=groups, rope=config.rope, sides=sides,
+                guess=query if ahead else None,
+            )[:2]  # fmt: skip
 
         shared = jax.tree.map(lambda x: shaped(x, "kv_heads"), sides)
         program = jax.jit(run, donate_argnums=0).lower(layer, q, kv, kv, at, row, shared).compile()
@@ -309,11 +343,42 @@ def step_program(spec: CacheSpec, mesh: Any, heads: tuple[int, int]) -> tuple[La
 PATTERN = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
-def collectives(text: str) -> list[int]:
-    """The number of elements of the results of each collective of compiled HLO."""
+BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%[\w.-]+))")
+
+
+def computations(text: str) -> dict[str, str]:
+    """The computations of compiled HLO, by name."""
+    blocks = re.split(r"\n(?=(?:ENTRY )?%[\w.-]+ \()", text)
+    return {match[1]: block for block in blocks if (match := re.match(r"(?:ENTRY )?(%[\w.-]+) \(", block.lstrip()))}
+
+
+def rare(text: str) -> set[str]:
+    """The computations that run in a branch of a conditional alone."""
+    blocks = computations(text)
+    calls = {
+        name: {each for each in re.findall(r"%[\w.-]+", block) if each in blocks} for name, block in blocks.items()
+    }
+    due = [name for match in BRANCHES.finditer(text) for name in re.findall(r"%[\w.-]+", match[1] or match[2])]
+    found: set[str] = set()
+    while due:
+        if (name := due.pop()) not in found:
+            found.add(name)
+            due += calls[name]
+    return found
+
+
+def collectives(text: str, *, branches: bool = False) -> list[int]:
+    """The number of elements of the results of each collective of compiled HLO.
+
+    Args:
+      text: the program.
+      branches: whether to take those in the branches of conditionals, instead of the others.
+    """
+    inside = rare(text)
+    kept = "\n".join(block for name, block in computations(text).items() if (name in inside) == branches)
     return [
         max(math.prod(int(n) for n in dims.split(",") if n) for _, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1]))
-        for match in PATTERN.finditer(text)
+        for match in PATTERN.finditer(kept)
     ]
 
 
@@ -323,7 +388,7 @@ def moved(case: Case, devices: Any = None) -> dict[str, Any]:
     layer, program = step_program(case.spec(MANY), mesh, case.heads)
     local = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(layer)]
     parts = layer[0].position.sharding.shard_shape(layer[0].position.shape)
-    found = collectives(program.as_text())
+    found, rarely = (collectives(program.as_text(), branches=branches) for branches in (False, True))
     whole = [held(group, case.heads[1]) for group in groups_of(case.spec(MANY), case.heads)[1]]
     # The slots of heads that are whole hold no ranks.
     ranks = sum(x.stats[RANK].size * 4 if RANK in x.stats else 0 for x in layer)
@@ -331,6 +396,7 @@ def moved(case: Case, devices: Any = None) -> dict[str, Any]:
     return {
         "uneven": sum(local) / even,
         "collectives": found,
+        "in branches": rarely,
         "local_slots": parts[2],
         "local_rows": parts[0] * parts[1],
         "copied": program.memory_analysis().alias_size_in_bytes < sum(local),

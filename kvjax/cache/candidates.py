@@ -1,0 +1,154 @@
+"""Which slot is evicted if a policy protects the largest values of a statistic, and slots are on several devices.
+
+Each device names the few slots that it would evict first. Whether one of them is protected follows from the number of
+slots of all devices that hold larger values, which the devices add up for all that are named. A search for the smallest
+value that is protected is needed only where every slot that is named may be protected.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import across
+from kvjax.assumed import Assumed, Call
+from kvjax.cache import evict, exchange
+from kvjax.cache.groups import Group
+from kvjax.cache.state import EMPTY, FAR
+from kvjax.policies.base import View
+
+Array = jax.Array
+Stats = dict[str, Array]
+
+#: Slots that a device names.
+NAMED = 8
+
+
+def lowest_position(
+    group: Group, stats: Stats, view: View, total: Array, axes: across.Across, more: Array
+) -> tuple[Array, Array]:
+    """Returns the position that is evicted in each head; see `exchange.lowest_position`.
+
+    It takes one collective if the policy compares no slots with each other, and two if it asks once which slots hold
+    the largest values of a statistic. A third adds up one number if rows or heads are on several devices too.
+
+    Args:
+      group: the policy.
+      stats: of this device's slots, and of the step's own token.
+      view: the same slots.
+      total: [B, K, 1] int32 live slots on all devices, with the step's own token.
+      axes: that slots and heads are divided over.
+      more: [B, K, m] int32 to be added up over all devices, the second result.
+    """
+
+    def ranked(mark: bool) -> tuple[Array, Array, list[Call]]:
+        assumed = Assumed(mark)
+        with across.devices(axes._replace(assumed=assumed)):
+            priority, limit = evict.ranking(group.policy, stats, view)
+        return priority, limit, assumed.calls
+
+    def exact(more: Array) -> tuple[Array, Array]:
+        with across.devices(axes):
+            return exchange.lowest_position(group, stats, view, total, axes.slots, more)
+
+    priority, limit, calls = ranked(mark=False)
+    if len(calls) != 1 or calls[0].position is not view.position or calls[0].value.shape != view.position.shape:
+        return exact(more)
+    (call,) = calls
+    number = jnp.asarray(call.number, jnp.float32)
+    protected = ranked(mark=True)[0]
+    slots, named = _lowest(jnp.minimum(priority, protected), view.position)
+    values = [
+        jnp.take_along_axis(each.astype(jnp.float32), slots, axis=2) for each in (priority, protected, call.value)
+    ]
+    bits = [jax.lax.bitcast_convert_type(each, jnp.int32) for each in values]
+    # [C, B, K, 4 * W + m] int32
+    every = jax.lax.all_gather(jnp.concatenate([*bits, named, more], axis=2), axes.slots)
+    # [C, B, K, W] each
+    *bits, at, _ = jnp.split(every, np.arange(1, 5) * slots.shape[2], axis=3)
+    without, with_it, value = (jax.lax.bitcast_convert_type(each, jnp.float32) for each in bits)
+    with across.devices(axes):
+        rank = across.sum_over_slots(_larger(call, value, at))
+        worth = jnp.where(at < 0, jnp.inf, jnp.where(rank < number, with_it, without))
+        # [B, K, 1]
+        least = jnp.min(worth, axis=(0, 3))[..., None]
+        found = jnp.min(jnp.where((at >= 0) & (worth == least), at, FAR), axis=(0, 3))[..., None]
+        # What a device does not name comes after what it names last, [C, B, K, 1] each.
+        bound, last = jnp.minimum(without, with_it)[..., -1:], at[..., -1:]
+        beyond = (last >= 0) & ((least > bound) | ((least == bound) & (found > last)))
+        over = total > limit
+        unknown = across.anywhere(jnp.any(beyond & over))
+    none = jnp.zeros((*total.shape[:2], 0), jnp.int32)
+    chosen = jnp.where(over & (found < FAR), found, EMPTY)
+    found = jax.lax.cond(unknown, lambda: exact(none)[0], lambda: chosen)
+    return found, jnp.sum(every[..., 4 * slots.shape[2] :], axis=0)
+
+
+def _lowest(priority: Array, position: Array) -> tuple[Array, Array]:
+    """Returns the slots of lowest priority, of equal ones the oldest first, and their positions, [B, K, W] int32 each.
+
+    Minima and comparisons only; see `evict.one_victim`.
+
+    Args:
+      priority: [B, K, S] float32.
+      position: [B, K, S] int32, -1 = empty.
+    """
+    size = position.shape[2]
+    slot = jnp.arange(size, dtype=jnp.int32)
+    slots, named, left = [], [], position
+    for _ in range(min(NAMED, size)):
+        # [B, K, 1]
+        least = jnp.min(jnp.where(left >= 0, priority, jnp.inf), axis=2, keepdims=True)
+        oldest = jnp.min(jnp.where((left >= 0) & (priority == least), left, FAR), axis=2, keepdims=True)
+        here = left == oldest
+        slots.append(jnp.min(jnp.where(here, slot, size - 1), axis=2, keepdims=True))
+        named.append(jnp.where(oldest < FAR, oldest, EMPTY))
+        left = jnp.where(here, EMPTY, left)
+    return jnp.concatenate(slots, axis=2), jnp.concatenate(named, axis=2)
+
+
+def _larger(call: Call, value: Array, at: Array) -> Array:
+    """Counts this device's slots that come before others in a search for the largest values, [C, B, K, W] float32.
+
+    Args:
+      call: of this device's slots.
+      value: [C, B, K, W] float32 of other slots.
+      at: [C, B, K, W] int32, their positions.
+    """
+    # [B, K, S], then [C, B, K, W, S]
+    own = call.value.astype(jnp.float32)[:, :, None]
+    value, at = value[..., None], at[..., None]
+    before = (own > value) | ((own == value) & (call.position[:, :, None] > at))
+    return jnp.sum(before & (call.position >= 0)[:, :, None], axis=4, dtype=jnp.float32)
+
+
+def evicted_before(
+    group: Group, stats: Stats, view: View, total: Array, size: int, lowest: Array, axes: across.Across
+) -> tuple[Array, Array]:
+    """Evicts what a head holds beyond its limit and one more slot, as in the first step after a prompt.
+
+    Args:
+      group: a policy whose step of one token may evict several slots of a head.
+      stats: see `lowest_position`.
+      view: see `lowest_position`.
+      total: see `lowest_position`.
+      size: S, this device's slots without the step's own token.
+      lowest: [B, K, 1] int32, from `lowest_position`.
+      axes: see `lowest_position`.
+
+    Returns:
+      The positions [B, K, S] int32 that are left, and the one that is evicted too, [B, K, 1] int32, -1 where none is.
+    """
+    position = view.position[:, :, :size]
+
+    def several() -> tuple[Array, Array]:
+        victim = evict.victims(group.policy, stats, view, one=False)
+        # Of its victims, the newest is left to the step, which may be its own token.
+        newest = jnp.max(jnp.where(victim, view.position, EMPTY), axis=2, keepdims=True)
+        newest = across.max_over_slots(newest)
+        return jnp.where(victim[:, :, :size] & (position != newest), EMPTY, position), newest
+
+    # The limit does not depend on a search, and the priority is not used.
+    with across.devices(axes._replace(assumed=Assumed(mark=False))):
+        limit = evict.ranking(group.policy, stats, view)[1]
+    with across.devices(axes):
+        return jax.lax.cond(across.anywhere(jnp.any(total - 1 > limit)), several, lambda: (position, lowest))
