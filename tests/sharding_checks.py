@@ -31,7 +31,7 @@ from kvjax.roofline import decode_shapes
 from kvjax.rope import Rope
 from kvjax.sampling import Greedy
 from kvjax.selection import Selection, everything, infinigen, optimal, quest
-from kvjax.storage import Storage, dense, int8, read
+from kvjax.storage import Storage, dense, int8, read, think
 from tests import conftest  # noqa: F401, it sets how programs are compiled
 
 ROWS, WIDTH, NEW = 8, 24, 12
@@ -117,6 +117,7 @@ _LIST = [
     Case("mqa", "h2o", "data:2,model:4", prefill_block=8, ragged=True, scored=True, parts=4),
     Case("gqa", "h2o", "data:1,model:8", prefill_block=8, storage=int8(), parts=8),
     Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2),
+    Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2, storage=think(0.4, 8, 4)),
     Case("mha", "window", "data:4,model:2", ragged=True, storage=int8(residual=4)),
     Case("gqa", "full", "data:2,model:4", ragged=True, selection=quest(4, 12, first_layer=0)),
     Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0), parts=4),

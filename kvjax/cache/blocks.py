@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.cache.groups import Extent, Group
-from kvjax.cache.slots import write
+from kvjax.cache.slots import SHARED, write
 from kvjax.cache.state import LayerKV, Store
 from kvjax.storage.base import Parts, Shapes, Storage
 from kvjax.storage.layouts import BlockCodec, Blocks, SegmentCodec
@@ -24,8 +24,8 @@ Marks = dict[str, Array]  # ``key`` and ``value`` -> [B, K] int32 tokens that ar
 
 EXACT = "exact"  # the part of the tokens that are not encoded
 PROMPT = "prompt"  # the mark of the tokens in blocks of the prompt, where these are held in another form
-#: Prefixes of the parts of a prompt's blocks, and of what these share.
-OF_PROMPT, SHARED = "prompt_", "shared_"
+#: Prefix of the parts of a prompt's blocks; `SHARED` is that of what these share.
+OF_PROMPT = "prompt_"
 
 
 def unit_of(storage: Storage, side: str) -> int:
@@ -50,6 +50,8 @@ def room(storage: Storage, side: str, slots: int, extent: Extent, parts: int = 1
     if isinstance(codec, BlockCodec) and codec.prompt is not None:
         # How many blocks are filled after a prompt depends on where it ends in a block.
         longest = slots - extent.following
+        if parts > 1:
+            return later_slots(storage, extent, parts) // unit, unit
         ends = range(max(extent.shortest, longest - unit + 1), longest + 1)
         return max((end + extent.following) // unit - end // unit for end in ends), min(unit, slots)
     if isinstance(codec, BlockCodec):
@@ -59,6 +61,32 @@ def room(storage: Storage, side: str, slots: int, extent: Extent, parts: int = 1
     # A compressor may drop the newest tokens of the prompt, so that all that it leaves is encoded.
     least = slots - extent.following if extent.compressed else 0
     return max(slots - storage.residual, least, 0), min(storage.residual, slots)
+
+
+def later_slots(storage: Storage, extent: Extent, parts: int) -> int:
+    """Returns the slots after the prompt's blocks on all devices, where these are held in another form."""
+    unit = unit_of(storage, "key")
+    # Up to a block, less a token, is left of the prompt.
+    return -(-(unit - 1 + extent.following) // (unit * parts)) * unit * parts
+
+
+def prompt_blocks(group: Group) -> int:
+    """Returns the number of blocks of a prompt, where these are held in another form."""
+    assert group.extent is not None
+    unit, parts = unit_of(group.storage, "key"), group.slot_parts
+    later = group.extent.following if parts == 1 else later_slots(group.storage, group.extent, parts)
+    return (group.capacity - later) // unit
+
+
+def over_devices(group: Group, parts: int) -> int:
+    """Returns the slots of a group on `parts` devices, each of which has as many blocks."""
+    assert group.extent is not None
+    unit = unit_of(group.storage, "key")
+    if not group.storage.of_prompt:
+        each = parts * multiple(group.storage)
+        return -(-group.capacity // each) * each
+    early = -(-prompt_blocks(group) // parts) * unit * parts
+    return early + later_slots(group.storage, group.extent, parts)
 
 
 def multiple(storage: Storage) -> int:
@@ -88,7 +116,7 @@ def empty(group: Group, shape: tuple[int, int], dim: int, dtype: DTypeLike) -> t
         coded = {name: jnp.zeros((*shape, units, *own), each) for name, (own, each) in parts.items()}
         if isinstance(codec, BlockCodec) and codec.prompt is not None:
             size = unit_of(storage, side)
-            blocks = (group.capacity - group.extent.following) // size
+            blocks = prompt_blocks(group)
             coded |= {
                 OF_PROMPT + name: jnp.zeros((*shape, blocks, *own), each)
                 for name, (own, each) in codec.prompt.parts(size, dim, dtype).items()
@@ -131,7 +159,7 @@ def decode(storage: Storage, layer: LayerKV, side: str, dtype: DTypeLike, sides:
     # [B, K, S, D]
     whole = jnp.zeros((*layer.position.shape, layer.dim), dtype)
     if isinstance(codec, BlockCodec) and codec.prompt is not None:
-        whole = _from_prompt(codec.prompt, all_parts, unit, whole)
+        whole = from_prompt(codec.prompt, all_parts, unit, whole)
     if units:
         sizes = (unit, layer.dim) if isinstance(codec, BlockCodec) else (layer.dim,)
         shared = aligned(storage, sides, side, 3 + len(sizes))
@@ -151,13 +179,13 @@ def decode(storage: Storage, layer: LayerKV, side: str, dtype: DTypeLike, sides:
     return write(whole, jnp.where(at < 0, slots, at), exact.astype(dtype))
 
 
-def _from_prompt(codec: SegmentCodec, parts: Parts, unit: int, whole: Array) -> Array:
+def from_prompt(codec: SegmentCodec, parts: Parts, unit: int, whole: Array) -> Array:
     """Writes what the blocks of the prompt decode to into the first slots of [B, K, S, D]."""
     own, shared = (
         {name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)}
         for prefix in (OF_PROMPT, SHARED)
     )
-    blocks = next(iter(own.values())).shape[2]
+    blocks = next(iter(own.values())).shape[2] if own else 0
     if not blocks:
         return whole
     *shape, slots, dim = whole.shape

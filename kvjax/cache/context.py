@@ -15,7 +15,22 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from kvjax import across, attention, sharding
-from kvjax.cache import arrange, candidates, choosing, evict, exchange, folding, paging, placing, ranking, slotwise
+from kvjax.cache import (
+    arrange,
+    candidates,
+    choosing,
+    demoting,
+    evict,
+    exchange,
+    folding,
+    paging,
+    placing,
+    prompt_blocks,
+    ranking,
+    segmenting,
+    slotwise,
+)
+from kvjax.cache.blocks import PROMPT
 from kvjax.cache.choosing import Looked, Rows
 from kvjax.cache.groups import RANK, Group
 from kvjax.cache.leaving import leaving
@@ -29,8 +44,7 @@ from kvjax.policies.base import View
 from kvjax.rope import Rope
 from kvjax.selection.base import Selection
 from kvjax.storage.base import UNROTATED
-from kvjax.storage.layouts import BlockCodec, Blocks
-from kvjax.storage.layouts import slots as single_slots
+from kvjax.storage.layouts import Blocks, Pairs, Segments, Tiers
 
 Array = jax.Array
 HEADS = AXES[:2]
@@ -63,14 +77,19 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
         # While a policy evicts, tokens of blocks are held one by one, or all of them.
         if policy.budget is not None or not group.selection.reads_all:
             return f"storage {storage.label} holds a token in a block, and slots are evicted or chosen"
-        if any(isinstance(codec, BlockCodec) and codec.prompt is not None for codec in storage.codecs.values()):
-            return f"storage {storage.label} holds blocks of a prompt that share something"
-    elif storage.layout != single_slots:
-        return f"storage {storage.label} holds a token in one of several tiers"
-    if kv_heads // sharding.divided("kv_heads", kv_heads) % storage.joint_heads:
-        return f"storage {storage.label} holds {storage.joint_heads} heads together, which are on several devices"
-    if policy.positions != "original" and (policy.page > 1 or not group.evicts_one):
-        return f"positions={policy.positions!r} ranks all slots, of which a step evicts more than it has tokens"
+        if storage.of_prompt and any(getattr(codec, "prompt", None) is None for codec in storage.codecs.values()):
+            return f"storage {storage.label} holds the keys, or the values, of a prompt alone in another form"
+    elif isinstance(storage.layout, Pairs):
+        return f"storage {storage.label} holds the tokens of two layers together"
+    elif isinstance(storage.layout, Segments) and (reason := _not_in_segments(group)):
+        return reason
+    elif isinstance(storage.layout, Tiers) and not group.selection.reads_all:
+        return f"selection {group.selection.name} hides slots of a tier"
+    if policy.positions != "original" and not group.known_ranks:
+        if policy.page > 1 or not group.evicts_one:
+            return f"positions={policy.positions!r} ranks all slots, of which a step evicts more than it has tokens"
+        if isinstance(storage.layout, Segments | Tiers) or storage.of_prompt:
+            return f"positions={policy.positions!r} ranks slots, and storage {storage.label} moves them between stores"
     if not group.selection.reads_all and (reason := _not_chosen(group)):
         return reason
     if reason := folding.refuses(group):
@@ -78,6 +97,17 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
     if policy.budget is None:
         return None
     return slotwise.reason(policy, group.needs, group.heads, kv_heads, dim) or None
+
+
+def _not_in_segments(group: Group) -> str | None:
+    """Returns why the tokens of a segment cannot be on several devices, or None if they can."""
+    layout, label = group.storage.layout, group.storage.label
+    assert isinstance(layout, Segments)
+    if not all(getattr(each.key, "by_token", ()) for each in (group.storage, layout.high)):
+        return f"storage {label} holds the keys of a prompt in a block that is decoded as a whole"
+    if not group.selection.reads_all:
+        return f"selection {group.selection.name} hides slots of a segment"
+    return None
 
 
 def _not_chosen(group: Group) -> str | None:
@@ -180,12 +210,16 @@ def _step(
     own_position = jnp.broadcast_to(rows.position[:, None], (batch, kv_heads, n))
     own = Own(key, value, own_position, empty_stats(group.needs, group.remembers, (batch, kv_heads, n)))
     several = len(layer.stores) > 1
-    sizes = [jax.tree.leaves(store)[0].shape[2] for store in layer.stores] if several else [size]
-    in_blocks = isinstance(group.storage.layout, Blocks)
+    sizes = [jax.tree.leaves(store["value"])[0].shape[2] for store in layer.stores] if several else [size]
+    in_blocks, tiers, in_segments = (isinstance(group.storage.layout, each) for each in (Blocks, Tiers, Segments))
+    # Stores whose slots the policy does not rank, and parts that every device has.
+    unranked, known, before = group.unranked_stores, 2 if in_segments else 1, layer
+    if in_segments:
+        layer = segmenting.with_window(layer, own_position)
     if in_blocks:
         # Slots count from this device's first one.
-        offset = jax.lax.axis_index(axes.slots) * size
-        layer = layer.replace(marks={name: mark - offset for name, mark in layer.marks.items()})
+        offset = jax.lax.axis_index(axes.slots) * _later(layer, group).position.shape[2]
+        layer = layer.replace(marks=_shifted(layer.marks, -offset))
     # [B, K, S_i] of each store
     positions = arrange.separated(layer.position, sizes)
     sides = {**common.sides, **layer.sides}
@@ -214,8 +248,8 @@ def _step(
         window=window, prompt=rows.prompt,
     )  # fmt: skip
     # What leaves the residual leaves an empty slot, whether it is encoded or evicted.
-    goes = leaving(positions[1], newest, n, group.storage) if several else None
-    free = [exchange.empty_slots(each) for each in positions]
+    goes = leaving(positions[1], newest, n, group.storage) if group.storage.divided else None
+    free = [exchange.empty_slots(each) for each in positions[unranked:]]
     paged = group.evicts and group.policy.page > 1
     if paged:
         free = [paging.empty_slots(layer.position, group.policy.page)]
@@ -225,12 +259,15 @@ def _step(
     more = None if goes is None or (merge and group.evicts) else goes.vectors(layer.stores[1])
     if in_blocks:
         more = placing.older(layer.position, newest, group.storage).astype(jnp.float32)
-    live = exchange.live_slots(layer.position)
-    told = exchange.gathered(parts[:-1], maps[:-1], live, jnp.concatenate(free, axis=2), axes.slots, more)
-    combined = attention.combine(*told.parts, attention.attend(parts[-1], "xla"))
+    parts = [each.without_statistics() for each in parts[:unranked]] + parts[unranked:]
+    live = exchange.live_slots(
+        _later(layer, group).position if in_blocks else positions[1] if tiers else layer.position
+    )
+    told = exchange.gathered(parts[:-known], maps[:-known], live, jnp.concatenate(free, axis=2), axes.slots, more)
+    combined = attention.combine(*told.parts, *(attention.attend(each, "xla") for each in parts[-known:]))
     lse = combined.lse
     assert lse is not None
-    seen = told.seen + attention.count_seen(parts[-1])
+    seen = sum((attention.count_seen(each) for each in parts[-known:]), start=told.seen)
     columns = [attention.column_sums(each, lse, seen, "xla") for each in parts]
     if choice is not None:
         columns[0] = choice.spread(columns[0], sizes[0])
@@ -243,13 +280,17 @@ def _step(
         none = {name: jnp.broadcast_to(zero, position.shape) for name, zero in zeros.items()}
         return evict.observe(stats, group.needs, whole | none, queries)
 
-    layer = layer.replace(stats=observed(columns[:-1], layer.position, layer.stats))
+    if tiers:
+        layer = layer.replace(position=positions[1], stores=layer.stores[1:])
+    layer = layer.replace(stats=observed(columns[unranked:-1], layer.position, layer.stats))
     own = own._replace(stats=observed(columns[-1:], own_position, own.stats))
     output = combined.output.astype(value.dtype)
     if in_blocks:
-        after = placing.in_blocks(layer, own, told, newest, group, offset, sides)
-        marks = {name: mark + offset for name, mark in after.marks.items()}
-        return output, after.replace(marks=marks), looked
+        write = prompt_blocks.settle if prompt_blocks.apart(layer) else placing.in_blocks
+        after = write(layer, own, told, newest, group, offset, sides)
+        return output, after.replace(marks=_shifted(after.marks, offset)), looked
+    if in_segments:
+        return output, segmenting.settle(before, layer, own, group, sides, axes.slots), looked
 
     def settled(after: LayerKV) -> tuple[Array, LayerKV, Looked | None]:
         if choice is not None:
@@ -261,8 +302,8 @@ def _step(
     if group.policy.budget is None:
         return settled(moves.without_evictions())
     about: dict[str, Any] = {
-        "key": jax.lax.stop_gradient(jnp.concatenate(held.stored[0], axis=2)),
-        "value": jax.lax.stop_gradient(jnp.concatenate(held.stored[1], axis=2)),
+        "key": jax.lax.stop_gradient(jnp.concatenate(held.stored[0][unranked:], axis=2)),
+        "value": jax.lax.stop_gradient(jnp.concatenate(held.stored[1][unranked:], axis=2)),
         "newest": newest, "budget": rows.budget, "prompt": rows.prompt, "layer": number, "decoding": group.decoding,
         "heads": _heads(group, kv_heads, axes.heads),
     }  # fmt: skip
@@ -273,6 +314,9 @@ def _step(
     first = jax.lax.axis_index(axes.slots) == 0
     counted = jnp.where(first, own_position, EMPTY)
     view = View(position=jnp.concatenate([layer.position, counted], axis=2), **about)
+    if tiers:
+        tier = demoting.Tier(layer, own, group, axes.slots, sides)
+        return output, demoting.settle(before, tier, told, view, axes), looked
     with across.devices(axes):
         if n == 1 and group.policy.when == "step" and (group.evicts_one or goes is None):
             total = told.live + (newest >= 0).astype(jnp.int32)[:, None, None]
@@ -300,6 +344,16 @@ def _step(
     after = moves.after_evictions(position, (counted >= 0) & ~victim[:, :, size:])
     # Where a compressor evicts any number of slots, the prompt has ended, and `convert` ranks what is left.
     return settled(after if evicted is None else ranking.after_eviction(after, evicted))
+
+
+def _later(layer: LayerKV, group: Group) -> LayerKV:
+    """Returns the slots of a layer in blocks that a step may write to."""
+    return prompt_blocks.halves(layer, group.storage).later if prompt_blocks.apart(layer) else layer
+
+
+def _shifted(marks: dict[str, Array], by: Array) -> dict[str, Array]:
+    """Returns marks that count from another slot; that of the prompt's own blocks counts from the first of all."""
+    return {name: mark if name == PROMPT else mark + by for name, mark in marks.items()}
 
 
 def _heads(group: Group, kv_heads: int, axes: tuple[str, ...]) -> tuple[int, ...] | Array | None:

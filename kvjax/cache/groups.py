@@ -116,7 +116,10 @@ class Group:
     @property
     def known_ranks(self) -> bool:
         """Whether positions alone say what is held, and so the rank of each slot: the first and the newest."""
-        policy = self.policy
+        policy, layout = self.policy, self.storage.layout
+        if isinstance(layout, Tiers):
+            # All tokens are held, in one tier or the other.
+            return layout.low_capacity is None
         first = isinstance(policy.scope, First | Everything) and policy.page == 1
         return first and policy.importance.by_age and self.evicts_one and policy.when == "step"
 
@@ -133,7 +136,8 @@ class Group:
     @property
     def parts(self) -> int:
         """See `LayerKV.parts`."""
-        return self.slot_parts if len(self.slots) > 1 else 1
+        # The blocks of a prompt are in slots of their own.
+        return self.slot_parts if len(self.slots) > 1 or self.storage.of_prompt else 1
 
     @property
     def capacity(self) -> int:

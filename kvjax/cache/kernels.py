@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from kvjax import attention, sharding
 from kvjax.attention import Implementation
-from kvjax.cache import blocks, context
+from kvjax.cache import blocks, context, segments
 from kvjax.cache.fused import observe_and_evict
 from kvjax.cache.groups import Group
 from kvjax.cache.limits import Sizes
@@ -19,7 +19,7 @@ from kvjax.kernels import platform as pallas_platform
 from kvjax.kernels import registry
 from kvjax.kernels.registry import Choice, Op, Request
 from kvjax.models.config import DecoderConfig
-from kvjax.storage.layouts import Blocks
+from kvjax.storage.layouts import Blocks, Segments
 
 #: Why ``auto`` on a GPU, which means XLA, does not try the Pallas kernels for it.
 ONLY_BY_NAME = "pallas_gpu: its kernels run only if they are asked for by name, implementation='pallas_gpu'"
@@ -100,9 +100,11 @@ class Chooser:
             )
         # No page and no block is on two devices.
         multiple = parts * math.lcm(group.selection.unit, group.policy.page)
-        if isinstance(group.storage.layout, Blocks):
-            multiple = parts * blocks.multiple(group.storage)
         slots = tuple(-(-size // multiple) * multiple for size in group.slots)
+        if isinstance(group.storage.layout, Blocks):
+            slots = (blocks.over_devices(group, parts),)
+        if isinstance(group.storage.layout, Segments):
+            slots = segments.over_devices(group, parts)
         return dataclasses.replace(
             group, slots=slots, slot_axes=axes, slot_parts=parts, attend="xla", step=None,
             reasons=(f"pallas: {over}",) if self.implementation != "xla" else (),

@@ -14,6 +14,7 @@ from kvjax.cache.pool import Pool, Turn, decoded, pieces, placed
 from kvjax.cache.ranking import Ranks
 from kvjax.kernels.coded import as_array
 from kvjax.rope import Rope
+from kvjax.storage.layouts import Tiers
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -133,7 +134,8 @@ def _known_ranks(positions: Sequence[Array], rows: Rows, group: Group) -> Ranks:
     sinks = group.policy.scope.count(0)
     # [B]: the tokens before the step, those that are held of them, and those that are not
     before = jnp.maximum(rows.position[:, 0], 0)
-    kept = jnp.minimum(before, rows.budget)
+    # In two tiers all tokens are.
+    kept = before if isinstance(group.storage.layout, Tiers) else jnp.minimum(before, rows.budget)
     gone = (before - kept)[:, None, None]
     ranks = [jnp.where(position < sinks, position, position - gone) for position in positions]
     return Ranks(ranks, kept + jnp.sum(rows.position >= 0, axis=1, dtype=jnp.int32))

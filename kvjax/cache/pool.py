@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import blocks, segments
+from kvjax.cache import blocks, prompt_blocks, segments
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import append, constrain, empty_stats, longest, ranks, slots_of, transient
 from kvjax.cache.state import Block, LayerKV
@@ -172,7 +172,8 @@ def pieces(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[Any,
         if isinstance(group.storage.layout, Segments):
             return segments.decode(group.storage, pool.layer, number, side, pool.dtype, pool.sides)
         if isinstance(storage.layout, Blocks):
-            return blocks.decode(storage, pool.layer, side, pool.dtype, pool.sides)
+            decode = prompt_blocks.decode if prompt_blocks.apart(pool.layer) else blocks.decode
+            return decode(storage, pool.layer, side, pool.dtype, pool.sides)
         return _piece(storage, pool.layer.stores[number], side, pool, whole)
 
     found = [(piece("key", number), piece("value", number)) for number in range(len(group.stores))]

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
-from kvjax.cache import arrange, blocks, pairs, segments
+from kvjax.cache import arrange, blocks, pairs, prompt_blocks, segments
 from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.groups import Group, stores_of
@@ -264,7 +264,10 @@ def _read_blocks(storage: Storage, layer: LayerKV, sides: Sides) -> tuple[Array,
         names = {name for name in layer.stores[0][side] if not name.startswith((blocks.OF_PROMPT, blocks.SHARED))}
         if names != {*blocks.parts_of(storage, side, layer.dim, "float32"), blocks.EXACT}:
             raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
-    key, value = (blocks.decode(storage, layer, side, jnp.float32, sides) for side in storage.codecs)
+    decode = blocks.decode
+    if prompt_blocks.apart(layer):
+        decode = functools.partial(prompt_blocks.decode, parts=layer.parts)
+    key, value = (decode(storage, layer, side, jnp.float32, sides) for side in storage.codecs)
     return key, value, layer.position
 
 
@@ -273,9 +276,11 @@ def _read_segments(storage: Storage, layer: LayerKV, sides: Sides) -> tuple[Arra
     if len(layer.stores) != segments.WINDOW + 1:
         raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
     key, value = (
-        jnp.concatenate(
+        segments.joined(
+            storage,
+            layer,
             [segments.decode(storage, layer, tier, side, jnp.float32, sides) for tier in range(len(layer.stores))],
-            axis=2,
+            side,
         )
         for side in ("key", "value")
     )

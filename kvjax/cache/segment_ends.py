@@ -6,9 +6,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.blocks import OF_PROMPT
+from kvjax.cache import arrange
 from kvjax.cache.groups import Group
-from kvjax.cache.segments import HIGH, LOW, WINDOW, regions, salient, storage_of, value_of
+from kvjax.cache.segments import (
+    HIGH,
+    LOW,
+    WINDOW,
+    empty_marks,
+    later_parts,
+    part_of_prompt,
+    regions,
+    salient,
+    storage_of,
+    value_of,
+)
 from kvjax.cache.slots import constrain, empty_stats, forget, oldest_first, slots_of, take, write
 from kvjax.cache.state import EMPTY, LayerKV, PerSlot, Store
 from kvjax.memory import gather
@@ -59,6 +70,7 @@ def settle(
     per_slot: PerSlot,
     group: Group,
     sides: Sides,
+    ended: Array | None = None,
 ) -> tuple[LayerKV, PerSlot]:
     """Writes a step's token into the window, and encodes the window of each row in which it is full.
 
@@ -70,11 +82,15 @@ def settle(
       per_slot: an index of all slots and the token, and statistics of these, or of the window and the token alone.
       group: which has the storage.
       sides: what vectors share.
+      ended: of slots that are divided over devices, [B, K, 1] int32 segments that have ended, counted from the first
+        that this device holds; then all arrays are those of one device, whose window is that of all. None = `layer`
+        has all slots.
 
     Returns:
       The layer with its positions and stores, and `per_slot` for its slots.
     """
-    key, value, position, per_slot = constrain((key, value, position, per_slot))
+    if ended is None:
+        key, value, position, per_slot = constrain((key, value, position, per_slot))
     layout = group.storage.layout
     assert isinstance(layout, Segments)
     high, low, size = group.slots
@@ -96,7 +112,7 @@ def settle(
     to = jnp.where(own >= 0, high + low + target, high + low + size)
     whole = {name: write(leaf[:, :, :-1], to, leaf[:, :, -1:]) for name, leaf in whole.items()}
     stats = {name: whole[name][:, :, high + low :] if ranked else narrow[name] for name in per_slot.stats}
-    due = (own >= 0) & (count + 1 == size)
+    due = (own >= 0) & (count + 1 == layout.window)
     tiers_at = [position[:, :, :high], position[:, :, high : high + low]]
     segments = (group.slots[HIGH] - _first(layer, layout, HIGH)) // max(regions(layout, HIGH), 1)
     stores = list(layer.stores[:WINDOW])
@@ -104,13 +120,14 @@ def settle(
         # [B, K, 1]: the number of segments that have ended
         lives = [jnp.sum(at[:, :, _first(layer, layout, tier) :] >= 0, axis=2, keepdims=True, dtype=jnp.int32)
                  for tier, at in enumerate(tiers_at)]  # fmt: skip
-        ended = (lives[HIGH] + lives[LOW]) // size
+        ended = (lives[HIGH] + lives[LOW]) // layout.window if ended is None else ended
+        here = due & (ended >= 0) & (ended < segments)
 
         def end(exact: Own, stats: Any, window_at: Array) -> list[Any]:
             """Encodes the windows of all rows: per tier the tokens, their block of keys, and their values."""
             up = _chosen(layout, stats, window_at)
             made = list[Any]()
-            for tier, marks in ((HIGH, up), (LOW, ~up)):
+            for tier, marks in ((HIGH, up), (LOW, (window_at >= 0) & ~up)):
                 order = oldest_first(window_at, marks, regions(layout, tier)).astype(jnp.int32)
                 own, known = storage_of(group.storage, tier), jnp.ones(order.shape, bool)
                 made.append((order, _encoded(own, exact, order, known, sides)) if order.shape[2] else None)
@@ -125,8 +142,8 @@ def settle(
                 continue
             order, (keys, values) = made
             first, each = _first(layer, layout, tier), regions(layout, tier)
-            number = jnp.where(due, ended, segments)
-            to = jnp.where(due, first + ended * each + jnp.arange(each, dtype=jnp.int32), group.slots[tier])
+            number = jnp.where(here, ended, segments)
+            to = jnp.where(here, first + ended * each + jnp.arange(each, dtype=jnp.int32), group.slots[tier])
             old = stores[tier]
             stores[tier] = {
                 "key": {
@@ -137,7 +154,7 @@ def settle(
             }
             tiers_at[tier] = write(tiers_at[tier], to, jnp.take_along_axis(window_at, order, axis=2))
             start = 0 if tier == HIGH else high
-            to = jnp.where(due, start + to, high + low + size)
+            to = jnp.where(here, start + to, high + low + size)
             whole = {name: write(leaf, to, gather(leaf[:, :, high + low :], order)) for name, leaf in whole.items()}
     window_at = jnp.where(due, EMPTY, window_at)
     position = jnp.concatenate([*tiers_at, window_at], axis=2)
@@ -151,7 +168,7 @@ def settle(
 def _first(layer: LayerKV, layout: Segments, tier: int) -> int:
     """Returns the slots of the prompt's region of a tier."""
     store = layer.stores[tier]
-    segments = next(part.shape[2] for name, part in store["key"].items() if not name.startswith(OF_PROMPT))
+    segments = next(iter(later_parts(store).values())).shape[2]
     count: int = jax.tree.leaves(store["value"])[0].shape[2]
     return count - segments * regions(layout, tier)
 
@@ -179,22 +196,27 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, made: tuple[Store, 
     for tier, marks in ((HIGH, up), (LOW, live & ~up)):
         count = after.slots[tier]
         size = jax.tree.leaves(made[tier]["value"])[0].shape[2]
-        segments = next(part.shape[2] for name, part in made[tier]["key"].items() if not name.startswith(OF_PROMPT))
-        first = size - segments * regions(layout, tier)
+        first = size - next(iter(later_parts(made[tier]).values())).shape[2] * regions(layout, tier)
         order = oldest_first(layer.position, marks, first).astype(jnp.int32)
         order = jnp.pad(order, ((0, 0), (0, 0), (0, first - order.shape[2])))
         known = jnp.arange(first, dtype=jnp.int32) < jnp.sum(marks, axis=2, keepdims=True, dtype=jnp.int32)
-        keys, values = _encoded(storage_of(after.storage, tier), exact, order, known, sides)
-        pad = ((0, 0), (0, 0), (0, count - first))
+        own = storage_of(after.storage, tier)
+        keys, values = _encoded(own, exact, order, known, sides)
+
+        def with_later(part: Array, fill: int, more: int = count - first) -> Array:
+            """Appends the slots of the segments after the prompt."""
+            later = jnp.full((*part.shape[:2], more, *part.shape[3:]), fill, part.dtype)
+            return arrange.joined([part, later], after.parts)
+
         stores.append({
-            "key": {**made[tier]["key"], **{OF_PROMPT + name: part for name, part in keys.items()}},
-            "value": {name: jnp.pad(part, (*pad, *((0, 0),) * (part.ndim - 3))) for name, part in values.items()},
+            "key": {**made[tier]["key"], **{part_of_prompt(own, name): part for name, part in keys.items()}},
+            "value": {name: with_later(part, 0) for name, part in values.items()},
         })  # fmt: skip
-        at = jnp.where(known, gather(layer.position, order), EMPTY)
-        positions.append(jnp.pad(at, pad, constant_values=EMPTY))
+        positions.append(with_later(jnp.where(known, gather(layer.position, order), EMPTY), EMPTY))
         moved.append({name: take(leaf, order, count) for name, leaf in whole.items()})
-    window = jnp.full((*slots_of(layer.position)[:2], layout.window), EMPTY, jnp.int32)
-    position = jnp.concatenate([*positions, window], axis=2)
+    shape = slots_of(layer.position)[:2]
+    window = jnp.full((*shape, after.slots[WINDOW]), EMPTY, jnp.int32)
+    position = arrange.joined([*positions, window], after.parts)
     joined = {
         name: jnp.concatenate(
             [*(each[name] for each in moved), jnp.zeros((*window.shape, *leaf.shape[3:]), leaf.dtype)], 2
@@ -204,5 +226,7 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, made: tuple[Store, 
     joined = forget(joined, position)
     fresh = empty_stats(after.needs, after.remembers, slots_of(position[:, :, after.unranked :]))
     stats = {name: new if after.unranked else joined.get(name, new) for name, new in fresh.items()}
-    layer = layer.replace(position=position, stores=(*stores, made[WINDOW]))
+    layer = layer.replace(
+        position=position, stores=(*stores, made[WINDOW]), parts=after.parts, marks=empty_marks(after, shape)
+    )
     return layer, PerSlot(stats, {name: joined[name] for name in per_slot.index})

@@ -173,6 +173,11 @@ class Storage:
         return dataclasses.replace(self, key=key, value=value, layout=slots, residual=self.layout.size)
 
     @property
+    def of_prompt(self) -> bool:
+        """Whether the blocks of a prompt are held in another form than later ones."""
+        return any(isinstance(codec, BlockCodec) and codec.prompt is not None for codec in self.codecs.values())
+
+    @property
     def joint_heads(self) -> int:
         """The number of KV heads whose vectors are held together."""
         return max(int(codec.joint_heads) for codec in self.codecs.values())

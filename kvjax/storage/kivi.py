@@ -41,6 +41,11 @@ class Channels(BlockCodec):
             value = count_argument(name, given, minimum=1, maximum=most, error=StorageError)
             object.__setattr__(self, field, value)
 
+    @property
+    def by_token(self) -> tuple[str, ...]:
+        """See `BlockCodec`: the codes, if all tokens of a block share a scale."""
+        return ("codes",) if self.group is None else ()
+
     def check(self, size: int) -> None:
         if self.group is not None and size % self.group:
             raise StorageError(

@@ -131,6 +131,8 @@ class BlockCodec:
       joint_heads: see `Codec`.
       prompt: the `SegmentCodec` of the blocks of a prompt, if these are held in another form; or None.
       single: the codec of one vector that holds the same of each, or None.
+      by_token: names of the parts that have an entry for each token of a block, first of their axes, if any tokens of
+        the block decode by themselves, with the parts that all share; () = a block is decoded as a whole.
     """
 
     parts: Callable[[int, int, Any], Shapes]
@@ -140,6 +142,7 @@ class BlockCodec:
     has_gradient: Any = False
     joint_heads: Any = 1
     single: Any = None
+    by_token: Any = ()
 
     @property
     def prompt(self) -> "SegmentCodec | None":

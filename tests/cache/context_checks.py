@@ -114,6 +114,11 @@ SHARING: dict[str, tuple[Storage, tuple[str, ...]]] = {
     "low_rank": (storage.low_rank(2, 3, 2), EVICTS),
     "low_rank codes": (storage.low_rank(3, 2, value_codec=storage.Integer(8), center=False), EVICTS),
     "kvquant": (storage.kvquant(3, 0.2, 1, "kmeans", residual=2, qnorm=True), EVICTS),
+    "gear": (storage.gear(4, 3, 4, rank=2, decode_rank=1), ("full", "snapkv", "newest")),
+    "zipcache": (storage.zipcache(4, 2, 0.6, 3), ("full", "snapkv", "newest")),
+    "zipcache, long": (storage.zipcache(8, 4, 0.3, 9), ("full", "snapkv", "newest")),
+    "mikv": (storage.mikv(2), EVICTS[1:]),
+    "mikv queue": (storage.mikv(4, high=storage.int8(), low_capacity=5), EVICTS[1:]),
 }
 h2o, full = registered("h2o"), registered("full")
 CASES = {
@@ -227,6 +232,11 @@ CASES = {
         for name, (own, kinds) in SHARING.items() for kind in kinds
     },
     "kvquant in blocks": Case(h2o, "data:2,model:1,context:4", block=5, storage=storage.kvquant(4, 0.2, 2)),
+    "mikv in blocks": Case(h2o, "data:2,model:1,context:4", block=5, storage=storage.mikv(3, balance=False)),
+    "mikv queue in blocks": Case(h2o, "context:8", block=9, storage=storage.mikv(3, balance=False, low_capacity=6)),
+    "mikv by ranks": Case(
+        lambda budget: policies.h2o(budget, positions="cache"), "data:2,context:4", storage=storage.mikv(3)
+    ),
     "kvquant by ranks": Case(registered("streaming_llm"), storage=storage.kvquant(3, 0.2, 1)),
     "kv_heads": Case(policies.tova, "data:2,context:4", storage=storage.kv_heads(2, residual=2)),
     "kv_heads apart": Case(full, heads=(8, 4), storage=storage.kv_heads(2)),

@@ -31,7 +31,8 @@ RUN = (
     "kvquant in blocks", "kv_heads", "cskv in blocks", "optimal of latents", "cam", "d2o", "kvmerger in blocks",
     "anchors, residual", "merge by ranks", "merge after a prompt", "razor in blocks", "pages in blocks",
     "pages of codes in blocks", "quest of pages", "pages after a prompt", "by rank in blocks", "by rank, residual",
-    "by rank, compressed in blocks",
+    "by rank, compressed in blocks", "mikv h2o", "mikv queue less", "mikv queue in blocks", "zipcache snapkv",
+    "gear full",
 )  # fmt: skip
 #: Collectives of a step, without those of a search that runs where it is needed; 2 where it is not said.
 COLLECTIVES = {
@@ -40,7 +41,7 @@ COLLECTIVES = {
     "infinigen, residual": 4, "tokenselect": 4, "cskv in blocks": 1, "optimal of latents": 4, "low_rank codes less": 3,
     "cam": 4, "d2o": 4, "kvmerger in blocks": 4, "anchors, residual": 5, "merge by ranks": 4,
     "merge after a prompt": 4, "quest of pages": 4, "pages after a prompt": 4, "by rank in blocks": 3,
-    "by rank, residual": 3,
+    "by rank, residual": 3, "zipcache snapkv": 1, "gear full": 1,
 }  # fmt: skip
 
 
@@ -115,6 +116,14 @@ def _by_slot(stats, view):
         (_group(selection=selection.shadowkv(2, 2, 4)), "shadowkv"),
         (_group(storage=storage.int4(memory="host")), "host"),
         (_group(storage=storage.kivi(2, 2, 4)), "in a block"),
+        (_group(policies.full(), storage=storage.minicache(0)), "two layers"),
+        (_group(policies.full(), storage=storage.zipcache()), None),
+        (
+            _group(
+                policies.full(), storage=dataclasses.replace(storage.zipcache(window=4), key=storage.Channels(4, 2))
+            ),
+            "decoded as a whole",
+        ),
         (_group(policies.evict(importance=policies.key_difference, budget=8)), "compares slots with each other"),
         # The order of slots has no meaning, so that no rank may depend on it.
         (_group(policies.evict(importance=Importance(needs=set(), score=_by_slot), budget=8)), "by iota"),
@@ -124,16 +133,6 @@ def _by_slot(stats, view):
 def test_what_is_not_divided_is_said(group, reason):
     found = context.refuses(group, 2, 8)
     assert found is None if reason is None else reason in found
-
-
-@pytest.mark.parametrize(("heads", "divided"), [(2, False), (1, True)])
-def test_heads_that_are_held_together_are_on_one_device(heads, divided):
-    """Each device decodes its slots, for which it needs the latents of all heads of a pair."""
-    mesh = jax.sharding.AbstractMesh((1, 2, 2), ("data", "model", "context"))
-    group = _group(storage=storage.kv_heads(heads).bound(2))
-    with jax.sharding.use_abstract_mesh(mesh):
-        found = context.refuses(group, 2, 8)
-    assert found is None if divided else "2 heads together" in found
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")

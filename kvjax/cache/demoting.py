@@ -1,0 +1,214 @@
+"""Tiers whose slots are divided over devices: a victim goes to the device that has the next slot of the low tier.
+
+The slots of the low tier are filled one device after the other, in the order of evictions. Where a step evicts one slot
+of a head, each device sends the vectors of its slot of lowest priority with that priority; several victims are sent
+some at a time. See `kvjax.cache.tiers`.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import across
+from kvjax.cache import arrange, evict, placing, tiers
+from kvjax.cache.exchange import Told
+from kvjax.cache.groups import Group
+from kvjax.cache.placing import Own
+from kvjax.cache.slots import oldest_first, write
+from kvjax.cache.state import EMPTY, FAR, LayerKV, Store
+from kvjax.memory import gather
+from kvjax.order import CANDIDATES
+from kvjax.policies.base import View
+from kvjax.storage import store as held
+from kvjax.storage.layouts import Tiers
+from kvjax.storage.side import Sides
+
+Array = jax.Array
+
+MOST_SENT = 16  # victims of a head that are sent together
+
+
+class Low(NamedTuple):
+    """The low tier of one device.
+
+    Attributes:
+      position: [B, K, L] int32.
+      store: what is held.
+      demoted: [B, K, 1] int32, the tokens that were demoted so far, on all devices.
+    """
+
+    position: Array
+    store: Store
+    demoted: Array
+
+
+class Tier(NamedTuple):
+    """What does not change while victims are moved.
+
+    Attributes:
+      high: the high tier of this device, before evictions.
+      own: the step's own tokens.
+      group: of both tiers.
+      axes: that slots are divided over.
+      sides: what vectors share.
+    """
+
+    high: LayerKV
+    own: Own
+    group: Group
+    axes: tuple[str, ...]
+    sides: Sides
+
+    @property
+    def high_group(self) -> Group:
+        """The group of the high tier alone."""
+        return of_high(self.group)
+
+    def vectors(self, index: Array) -> Array:
+        """Returns keys and values [B, K, m, 2 * D] float32, as they are decoded.
+
+        Args:
+          index: [B, K, m] int32, of the slots of the high tier followed by the step's own tokens.
+        """
+        size = self.high.position.shape[2]
+        (store,) = self.high.stores
+        picked: Store = jax.tree.map(lambda leaf: gather(leaf, jnp.minimum(index, size - 1)), store)
+        dtype = self.own.value.dtype
+        decoded = held.decode(self.high_group.storage, picked, self.high.dim, dtype, self.sides)
+        new = jnp.maximum(index - size, 0)
+        both = [
+            jnp.where((index < size)[..., None], one, gather(own, new)).astype(jnp.float32)
+            for one, own in zip(decoded, (self.own.key, self.own.value), strict=True)
+        ]
+        return jnp.concatenate(both, axis=3)
+
+    def written(self, low: Low, position: Array, vectors: Array) -> Low:
+        """Writes victims of all devices to the slots of the low tier that are on this one.
+
+        Args:
+          low: before.
+          position: [B, K, m] int32 in the order of eviction, -1 = none; those come last.
+          vectors: [B, K, m, 2 * D] float32.
+        """
+        size, dim = low.position.shape[2], self.high.dim
+        capacity = tiers.ring(self.group, size * self.group.slot_parts)
+        m = position.shape[2]
+        count = jnp.sum(position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+        turn = jnp.arange(m, dtype=jnp.int32)
+        # The oldest entry is lost where the tier is full: of more victims than it has slots, all but the newest.
+        due = (turn < count) & (turn >= count - capacity)
+        at = (low.demoted + turn) % capacity - jax.lax.axis_index(self.axes) * size
+        target = jnp.where(due & (at >= 0) & (at < size), at, size)
+        dtype = self.own.value.dtype
+        key, value = (x.astype(dtype) for x in (vectors[..., :dim], vectors[..., dim:]))
+        made = held.encode(self.group.stores[0], key, value, dtype, self.sides)
+        store = jax.tree.map(lambda old, new: write(old, target, new), low.store, made)
+        return Low(write(low.position, target, position), store, low.demoted + count)
+
+    def moved(self, low: Low, victim: Array, most: int | None) -> Low:
+        """Moves all victims to the low tier, in the order of their positions.
+
+        Args:
+          low: before.
+          victim: [B, K, H + n] bool, of this device's slots and the step's own tokens, which the first device counts.
+          most: the most victims of a head on all devices; None = any number.
+        """
+        position = jnp.concatenate([self.high.position, self.own.position], axis=2)
+        count = min(MOST_SENT, position.shape[2]) if most is None else min(MOST_SENT, most, position.shape[2])
+
+        def some(low: Low, left: Array) -> tuple[Low, Array]:
+            """Moves the oldest victims that are left."""
+            index = oldest_first(position, left, count).astype(jnp.int32)
+            due = jnp.take_along_axis(left, index, axis=2)
+            at = jnp.where(due, jnp.take_along_axis(position, index, axis=2), FAR)
+            # [C, B, K, m, 2 * D + 1] int32, of which all but the last are the bits of floats
+            bits = jax.lax.bitcast_convert_type(self.vectors(index), jnp.int32)
+            every = jax.lax.all_gather(jnp.concatenate([bits, at[..., None]], axis=3), self.axes)
+            # [B, K, C * m, ...]
+            every = jnp.moveaxis(every, 0, 2).reshape(*at.shape[:2], -1, every.shape[-1])
+            order = jnp.argsort(every[..., -1], axis=2, stable=True)[:, :, :count]
+            chosen = jnp.take_along_axis(every, order[..., None], axis=2)
+            first, vectors = chosen[..., -1], jax.lax.bitcast_convert_type(chosen[..., :-1], jnp.float32)
+            low = self.written(low, jnp.where(first < FAR, first, EMPTY), vectors)
+            return low, left & (position > first[:, :, -1:])
+
+        if most is not None and most <= count:
+            return some(low, victim)[0]
+        # Of the head that has most; the same number on all devices of the mesh, which take part in each round.
+        total = jax.lax.psum(jnp.sum(victim, axis=2, dtype=jnp.int32), self.axes)
+        rounds = jax.lax.pmax(-(-jnp.max(total) // count), tuple(jax.sharding.get_abstract_mesh().axis_names))
+        return jax.lax.fori_loop(0, rounds, lambda _, carry: some(*carry), (low, victim))[0]
+
+
+def of_high(group: Group) -> Group:
+    """Returns the group of the high tier alone, which its policy ranks as slots without tiers."""
+    assert isinstance(group.storage.layout, Tiers)
+    return dataclasses.replace(group, storage=group.storage.layout.high, slots=group.slots[1:])
+
+
+def settle(layer: LayerKV, tier: Tier, told: Told, view: View, over: across.Across) -> LayerKV:
+    """Evicts, writes victims to the low tier, and the step's own tokens to the high one.
+
+    Args:
+      layer: both tiers of this device, before the step.
+      tier: with the statistics after the step.
+      told: of the slots of the high tier.
+      view: of the high tier and of the step's own tokens, which the first device counts.
+      over: that slots and heads are divided over.
+    """
+    high, own, group = tier.high, tier.own, tier.high_group
+    low_slots, size, n = layer.position.shape[2] - high.position.shape[2], high.position.shape[2], own.key.shape[2]
+    moves = placing.Moves(high, own, None, None, told.free, view.newest, group, tier.axes, tier.sides)
+    count = jnp.sum(own.position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+    # All tokens before the step are in the high tier, or were demoted.
+    demoted = view.newest[:, None, None] + 1 - count - told.live
+    low = Low(layer.position[:, :, :low_slots], layer.stores[0], demoted)
+    if group.policy.budget is None:
+        return _joined(layer, low, moves.without_evictions())
+    both = {name: jnp.concatenate([high.stats[name], own.stats[name]], axis=2) for name in own.stats}
+    with across.devices(over):
+        if n == 1 and group.evicts_one and group.policy.when == "step":
+            position, vectors = _lowest(tier, both, view, told.live + count)
+            bits = jnp.zeros((*position.shape[:2], 0), jnp.int32)
+            return _joined(layer, tier.written(low, position, vectors), moves.with_eviction(position, bits))
+        # A budget that stays as it is frees a slot for each token of the step.
+        one_each = group.evicts_one and group.policy.when == "step" and n <= CANDIDATES
+        most = n if one_each else None
+        victim = evict.victims(group.policy, both, view, one=False, most=most)
+    low = tier.moved(low, victim, most)
+    left = jnp.where(victim[:, :, :size], EMPTY, high.position)
+    stays = (view.position[:, :, size:] >= 0) & ~victim[:, :, size:]
+    return _joined(layer, low, moves.after_evictions(left, stays))
+
+
+def _lowest(tier: Tier, stats: dict[str, Array], view: View, total: Array) -> tuple[Array, Array]:
+    """Returns the position that is evicted in each head, [B, K, 1] int32, and its vectors, in one collective.
+
+    Args:
+      tier: the slots.
+      stats: of this device's slots, and of the step's own token.
+      view: the same slots.
+      total: [B, K, 1] int32 live slots on all devices, with the step's own token.
+    """
+    priority, limit = evict.ranking(tier.group.policy, stats, view)
+    lowest = jnp.min(jnp.where(view.live, priority, jnp.inf), axis=2, keepdims=True)
+    oldest = jnp.min(jnp.where(view.live & (priority == lowest), view.position, FAR), axis=2, keepdims=True)
+    slot = jnp.arange(view.position.shape[2], dtype=jnp.int32)
+    here = jnp.min(jnp.where(view.position == oldest, slot, slot.size - 1), axis=2, keepdims=True)
+    floats = jnp.concatenate([lowest, tier.vectors(here)[:, :, 0]], axis=2)
+    bits = jax.lax.bitcast_convert_type(floats, jnp.int32)
+    # [C, B, K, 2 + 2 * D] int32, of which all but the first are the bits of floats
+    every = jax.lax.all_gather(jnp.concatenate([oldest, bits], axis=2), tier.axes)
+    positions, floats = every[..., :1], jax.lax.bitcast_convert_type(every[..., 1:], jnp.float32)
+    tied = floats[..., :1] == jnp.min(floats[..., :1], axis=0)
+    found = jnp.min(jnp.where(tied, positions, FAR), axis=0)
+    # Positions of a head are distinct.
+    vectors = jnp.sum(jnp.where(tied & (positions == found), floats[..., 1:], 0.0), axis=0)
+    return jnp.where((total > limit) & (found < FAR), found, EMPTY), vectors[:, :, None]
+
+
+def _joined(layer: LayerKV, low: Low, high: LayerKV) -> LayerKV:
+    position = arrange.joined([low.position, high.position])
+    return layer.replace(position=position, stores=(low.store, *high.stores), stats=high.stats)
