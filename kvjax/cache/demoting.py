@@ -75,8 +75,7 @@ class Tier(NamedTuple):
         size = self.high.position.shape[2]
         (store,) = self.high.stores
         picked: Store = jax.tree.map(lambda leaf: gather(leaf, jnp.minimum(index, size - 1)), store)
-        dtype = self.own.value.dtype
-        decoded = held.decode(self.high_group.storage, picked, self.high.dim, dtype, self.sides)
+        decoded = held.decode(self.high_group.storage, picked, self.high.dim, jnp.float32, self.sides)
         new = jnp.maximum(index - size, 0)
         both = [
             jnp.where((index < size)[..., None], one, gather(own, new)).astype(jnp.float32)
@@ -101,9 +100,9 @@ class Tier(NamedTuple):
         due = (turn < count) & (turn >= count - capacity)
         at = (low.demoted + turn) % capacity - jax.lax.axis_index(self.axes) * size
         target = jnp.where(due & (at >= 0) & (at < size), at, size)
-        dtype = self.own.value.dtype
-        key, value = (x.astype(dtype) for x in (vectors[..., :dim], vectors[..., dim:]))
-        made = held.encode(self.group.stores[0], key, value, dtype, self.sides)
+        made = held.encode(
+            self.group.stores[0], vectors[..., :dim], vectors[..., dim:], self.own.value.dtype, self.sides
+        )
         store = jax.tree.map(lambda old, new: write(old, target, new), low.store, made)
         return Low(write(low.position, target, position), store, low.demoted + count)
 

@@ -108,7 +108,9 @@ def _first(victim: Array, position: Array, most: int) -> tuple[Array, Array]:
 def _victims(
     layer: LayerKV, key: Array, value: Array, index: Array, due: Array, group: Group, sides: Sides
 ) -> tuple[Array, Array]:
-    """Returns keys and values [B, K, m, D] of the high tier, as it decodes, and of a step's own tokens.
+    """Returns keys and values [B, K, m, D] float32 of the high tier, as it decodes, and of a step's own tokens.
+
+    Encoding reads float32: the numbers of a coded high tier are not rounded to the model's dtype in between.
 
     XLA's CPU backend would read the high tier once for each use of the result, and ignores optimization barriers. What
     a branch of a condition returns is computed once.
@@ -127,17 +129,18 @@ def _victims(
     def read(high: Store, index: Array, due: Array) -> tuple[Array, Array]:
         old = jnp.minimum(index, count - 1)
         picked: Store = jax.tree.map(lambda leaf: gather(leaf, old), high)
-        return held.decode(storage, picked, layer.dim, value.dtype, sides)
+        keys, values = held.decode(storage, picked, layer.dim, jnp.float32, sides)
+        return keys.astype(jnp.float32), values.astype(jnp.float32)
 
     def in_branch(high: Store, index: Array, due: Array) -> tuple[Array, Array]:
-        zeros = jnp.zeros((*index.shape, layer.dim), value.dtype)
+        zeros = jnp.zeros((*index.shape, layer.dim), jnp.float32)
         found: tuple[Array, Array] = jax.lax.cond(jnp.any(due), read, lambda *_: (zeros, zeros), high, index, due)
         return found
 
     decoded = jax.lax.platform_dependent(layer.stores[1], index, due, cpu=in_branch, default=read)
     new = jnp.maximum(index - count, 0)
     keys, values = (
-        jnp.where((index < count)[..., None], one, gather(own, new))
+        jnp.where((index < count)[..., None], one, gather(own, new).astype(jnp.float32))
         for one, own in zip(decoded, (key, value), strict=True)
     )
     return keys, values

@@ -171,6 +171,23 @@ def test_mistakes_are_noticed(number, mistake):
     assert "is close" not in str(caught.value)
 
 
+def test_victims_of_a_coded_tier_are_not_rounded_to_the_dtype_of_the_model():
+    """The high tier decodes to x + 0.25, of which bfloat16 has fewer digits than codes of 8 bits tell apart."""
+    tokens = np.random.default_rng(3).normal(size=(3, 1, 1, 8, 8)).astype(jnp.bfloat16)
+    prompt, decode = (tuple(jnp.asarray(tokens[:, :, :, part])) for part in (slice(0, 4), slice(4, 8)))
+    held = storage.mikv(8, 8, high=DRIFTING[0], balance=False)
+    _, layer = storage.replay(held, prompt, decode, lengths=np.array([4]), policy=policies.window(4, sinks=0))
+    low = layer.stores[0]["key"]["codes"]
+    slots = [np.flatnonzero(layer.position[0, 0, : low.shape[2]] == at).item() for at in range(4)]
+    exact = jnp.asarray(tokens[1, 0, 0, :4]).astype(jnp.float32) + 0.25
+    codes, rounded = (
+        storage.Integer(8, 8).encode(x.astype(jnp.float32), None, jnp.bfloat16)["codes"]
+        for x in (exact, exact.astype(jnp.bfloat16))
+    )
+    assert (codes != rounded).any(), "the case tells them apart"
+    np.testing.assert_array_equal(low[0, 0, slots], codes)
+
+
 def test_the_worked_case(shared_data):
     case, examples = 14, np.load(shared_data / "examples" / "storage_cases.npz")
     about = json.loads(bytes(examples["cases"]))[case]
