@@ -173,13 +173,13 @@ def test_mistakes_are_noticed(number, mistake):
 
 def test_victims_of_a_coded_tier_are_not_rounded_to_the_dtype_of_the_model():
     """The high tier decodes to x + 0.25, of which bfloat16 has fewer digits than codes of 8 bits tell apart."""
-    tokens = np.random.default_rng(3).normal(size=(3, 1, 1, 8, 8)).astype(jnp.bfloat16)
-    prompt, decode = (tuple(jnp.asarray(tokens[:, :, :, part])) for part in (slice(0, 4), slice(4, 8)))
+    tokens = np.random.default_rng(3).normal(size=(3, 1, 1, 64, 8)).astype(jnp.bfloat16)
+    prompt, decode = (tuple(jnp.asarray(tokens[:, :, :, part])) for part in (slice(0, 32), slice(32, 64)))
     held = storage.mikv(8, 8, high=DRIFTING[0], balance=False)
-    _, layer = storage.replay(held, prompt, decode, lengths=np.array([4]), policy=policies.window(4, sinks=0))
+    _, layer = storage.replay(held, prompt, decode, lengths=np.array([32]), policy=policies.window(32, sinks=0))
     low = layer.stores[0]["key"]["codes"]
-    slots = [np.flatnonzero(layer.position[0, 0, : low.shape[2]] == at).item() for at in range(4)]
-    exact = jnp.asarray(tokens[1, 0, 0, :4]).astype(jnp.float32) + 0.25
+    slots = [np.flatnonzero(layer.position[0, 0, : low.shape[2]] == at).item() for at in range(32)]
+    exact = jnp.asarray(tokens[1, 0, 0, :32]).astype(jnp.float32) + 0.25
     codes, rounded = (
         storage.Integer(8, 8).encode(x.astype(jnp.float32), None, jnp.bfloat16)["codes"]
         for x in (exact, exact.astype(jnp.bfloat16))
