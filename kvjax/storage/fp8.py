@@ -49,7 +49,7 @@ class Fp8(Codec):
         # [...]
         scale = as_stored(divide(jnp.max(jnp.abs(x), axis=-1), LARGEST), dtype)
         scale = jnp.where(scale == 0, jnp.ones((), dtype), scale)
-        return {"codes": _codes(x / scale.astype(jnp.float32)[..., None]), "scale": scale}
+        return {"codes": _codes(divide(x, scale.astype(jnp.float32)[..., None])), "scale": scale}
 
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
         # [..., D]

@@ -138,7 +138,7 @@ def codes_within(x: Array, scale: Array, zero: Array, levels: int) -> Array:
     """Returns the nearest codes, uint8 from 0 to `levels`, of float32 numbers; 0 where the stored scale is 0."""
     # Decoding multiplies by the rounded scale.
     step = scale.astype(jnp.float32)
-    codes = jnp.clip(jnp.round((x - zero.astype(jnp.float32)) / jnp.where(step == 0, 1.0, step)), 0, levels)
+    codes = jnp.clip(jnp.round(divide(x - zero.astype(jnp.float32), jnp.where(step == 0, 1.0, step))), 0, levels)
     return jnp.where(step == 0, 0.0, codes).astype(jnp.uint8)
 
 

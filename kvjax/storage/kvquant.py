@@ -17,7 +17,7 @@ from kvjax.storage.base import UNROTATED, Codec, Parts, Shapes, Storage, factory
 from kvjax.storage.fitting import FITTED, Fit
 from kvjax.storage.levels import Levels
 from kvjax.storage.packing import pack, packed_size, unpack
-from kvjax.storage.rounding import as_stored
+from kvjax.storage.rounding import as_stored, divide
 from kvjax.storage.side import CALIBRATION, Samples, Side
 from kvjax.storage.sparse import Sparse, index_dtype
 from kvjax.storage.tables import Table, lookup, nearest_level
@@ -115,7 +115,7 @@ class ChannelLevels(Codec):
         dim = x.shape[-1]
         middle, half = _range(side)
         # [..., D]
-        y = (x - middle) / half
+        y = divide(x - middle, half)
         # [..., c]: of equal ones, the lower channel comes first
         channel = indices_of_largest(jnp.abs(y), self.count(dim))
         size = jnp.take_along_axis(jnp.abs(y), channel, axis=-1)

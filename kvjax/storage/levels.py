@@ -16,7 +16,7 @@ from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.fitting import FITTED, Fit
 from kvjax.storage.packing import MOST_BITS, pack, packed_size, unpack
-from kvjax.storage.rounding import as_stored
+from kvjax.storage.rounding import as_stored, divide
 from kvjax.storage.side import CALIBRATION, Samples, Side
 from kvjax.storage.tables import Table, lookup, nearest_level
 
@@ -104,7 +104,7 @@ class Levels(Codec):
         width = as_stored(high - low, dtype)
         # Decoding uses the rounded numbers.
         step = width.astype(jnp.float32)
-        y = (x - offset.astype(jnp.float32)) / jnp.where(step == 0, 1.0, step)
+        y = divide(x - offset.astype(jnp.float32), jnp.where(step == 0, 1.0, step))
         # [..., D]
         codes = jnp.where(left_out, 0, nearest_level(self.fit.levels(side), y))
         return {"codes": pack(codes, self.bits), "offset": offset[..., 0], "range": width[..., 0]}

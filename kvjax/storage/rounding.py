@@ -47,14 +47,15 @@ def as_stored(x: Array, dtype: DTypeLike) -> Array:
     return nearest(jnp.clip(x, -most, most), dtype).astype(dtype)
 
 
-def divide(x: Array, divisor: float) -> Array:
-    """Divides by a constant with one rounding.
+def divide(x: Array, divisor: float | Array) -> Array:
+    """Divides with one rounding.
 
-    XLA replaces a division by a constant with a product by its reciprocal, which rounds twice. Here the divisor is not
-    a constant, since it depends on `x` where `x` is NaN.
+    XLA replaces a division by a constant, or by an array that is broadcast, with a product by the reciprocal, which
+    rounds twice: 7.5 may become 7.4999995, whose nearest code is another one. Here each number has a divisor of its
+    own, since it depends on `x` where `x` is NaN.
 
     Args:
       x: float32.
-      divisor: not 0.
+      divisor: not 0; a number, or float32 that broadcasts to the shape of `x`.
     """
-    return x / jnp.where(jnp.isnan(x), x, jnp.float32(divisor))
+    return x / jnp.where(jnp.isnan(x), x, jnp.asarray(divisor, jnp.float32))

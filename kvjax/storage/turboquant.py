@@ -22,7 +22,7 @@ from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.exponents import BIAS, power_of_two, split
 from kvjax.storage.packing import pack, packed_size, unpack
-from kvjax.storage.rounding import as_stored
+from kvjax.storage.rounding import as_stored, divide
 from kvjax.storage.tables import Table, lookup, nearest_level
 
 Array = jax.Array
@@ -164,7 +164,7 @@ class TurboQuant(Codec):
         scale = as_stored(jnp.sqrt(_sum_of_squares(x)) / unit, dtype)
         # The length in the units of x, as it is stored.
         length = jnp.where(scale == 0, 1.0, scale.astype(jnp.float32)) * unit
-        codes = nearest_level(self.levels, _turn_alike(x, self.seed) / length)
+        codes = nearest_level(self.levels, divide(_turn_alike(x, self.seed), length))
         return {"codes": pack(codes, self.bits), "scale": scale[..., 0]}
 
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:

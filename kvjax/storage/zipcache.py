@@ -15,6 +15,7 @@ from kvjax.storage.integer import Integer
 from kvjax.storage.kivi import Channels
 from kvjax.storage.layouts import Segments
 from kvjax.storage.packing import MOST_BITS
+from kvjax.storage.rounding import divide
 from kvjax.storage.scaled import SCALE, Scaled
 from kvjax.storage.side import PromptView, Shapes, Side
 
@@ -45,7 +46,7 @@ class Divided(Scaled):
     """Encodes x / c and decodes to y·c, where c is a side with an entry for each channel; see `Scaled`."""
 
     def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
-        return self.codec.encode(x / side[SCALE].astype(jnp.float32), None, dtype)
+        return self.codec.encode(divide(x, side[SCALE].astype(jnp.float32)), None, dtype)
 
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
         return self.codec.decode(parts, None, dim) * side[SCALE].astype(jnp.float32)

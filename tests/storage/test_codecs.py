@@ -76,6 +76,11 @@ def integer_ties() -> np.ndarray:
     return np.concatenate([np.arange(0, 15.5, 0.5), [15]]).astype(np.float32)[None]
 
 
+def ties_of_scales() -> np.ndarray:
+    """[64, 32]: as `integer_ties`, of scales whose reciprocals are no float32 numbers."""
+    return (np.arange(65, 129)[:, None] / 128 * integer_ties() - 3.90625).astype(np.float32)
+
+
 def fp8_ties() -> np.ndarray:
     """[2, 130]: the middle of any two neighbours, subnormal ones too, and numbers beyond the largest."""
     magnitudes = np.array(reference.MAGNITUDES)
@@ -83,7 +88,11 @@ def fp8_ties() -> np.ndarray:
     return np.stack([x, -x])
 
 
-@pytest.mark.parametrize(("codec", "x"), [(Integer(4), integer_ties()), (Fp8(1.0), fp8_ties())], ids=["integer", "fp8"])
+@pytest.mark.parametrize(
+    ("codec", "x"),
+    [(Integer(4), integer_ties()), (Integer(4), ties_of_scales()), (Fp8(1.0), fp8_ties())],
+    ids=["integer", "scales", "fp8"],
+)
 def test_exact_ties_go_to_the_even_code(codec, x):
     made, decoded = expect(codec, "float32", x)
     assert made.near == 0
@@ -118,7 +127,8 @@ def highest_bit_first(codes, bits):
 MUTANTS = {
     "encodes with unrounded parameters": (Integer(4, 8), "as_stored", Unrounded),
     "cuts parameters off": (Integer(4, 8), "as_stored", cut_off),
-    "one level too many": (Integer(4, 8), "divide", lambda x, divisor: divide(x, divisor + 1)),
+    "one level too many": (Integer(4, 8), "divide", lambda x, by: divide(x, by + 1 if isinstance(by, int) else by)),
+    "multiplies by the reciprocal of a scale": (Integer(4), "divide", lambda x, by: x * (1 / jnp.float32(by))),
     "highest bit first": (Integer(4, 8), "pack", highest_bit_first),
     "one group a vector": (Integer(4, 8), "group_size", lambda dim, group: dim),
     "cuts the scale off": (Fp8(), "as_stored", cut_off),
@@ -131,7 +141,8 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutations_are_noticed(monkeypatch, name):
     codec, attribute, mutant = MUTANTS[name]
-    x = fp8_ties() if codec == Fp8(1.0) else draw(codec, "bfloat16", 32)
+    ties = {Fp8(1.0): fp8_ties, Integer(4): ties_of_scales}
+    x = ties[codec]() if codec in ties else draw(codec, "bfloat16", 32)
     made, decoded = expect(codec, "bfloat16", x)
     compare(codec, "bfloat16", x, made.parts, decoded)
     monkeypatch.setattr(sys.modules[type(codec).__module__], attribute, mutant)
