@@ -93,6 +93,21 @@ def test_vectors_that_are_parallel_opposite_or_zero():
     assert not np.any(nothing.direction) and nothing.lower == nothing.upper == 0
 
 
+def test_small_angles_are_told_apart():
+    """Directions that differ by little, or point almost or exactly the opposite way, as float64 has them."""
+    rng = np.random.default_rng(1)
+    # [40, 2, 16] orthonormal
+    pairs = np.linalg.qr(rng.normal(size=(40, 16, 2)))[0].swapaxes(1, 2)
+    angles = np.concatenate([[1e-6, 1e-5, 1e-4, 2e-4, 1e-3], np.pi - np.array([1e-3, 2e-4, 9e-5, 1e-5, 0])])
+    angles = np.tile(angles, 4)[:, None]
+    lower = pairs[:, 0].astype(np.float32)
+    upper = (np.cos(angles) * pairs[:, 0] + np.sin(angles) * pairs[:, 1]).astype(np.float32)
+    made = merged_vectors(jnp.asarray(lower), jnp.asarray(upper), 0.6)
+    np.testing.assert_allclose(made.angle, angles[:, 0], atol=1e-6)
+    opposite = merged_vectors(jnp.asarray(lower), -jnp.asarray(lower), 0.5)
+    np.testing.assert_allclose(opposite.direction, -lower, atol=1e-6)
+
+
 def spoil(layer: kvjax.cache.Layer) -> kvjax.cache.Layer:
     """Large numbers in the empty slots of the prompt."""
 
