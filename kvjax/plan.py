@@ -5,6 +5,7 @@ not be present. No parameters and no cache are allocated.
 """
 
 import dataclasses
+import re
 import time
 from typing import Any, NamedTuple, Protocol
 
@@ -39,6 +40,10 @@ from kvjax.selection.base import Selection
 from kvjax.storage.base import Storage
 from kvjax.targets import find_target
 from kvjax.units import si, size
+
+PALLAS = "jax._src.pallas"
+#: What the compiler of TPUs says of a kernel that needs too much of another memory than the device's.
+ON_CHIP = re.compile(r"memory space (?!hbm)\w+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -416,10 +421,17 @@ def _compile(function: _Jitted, *arguments: Any, **options: Any) -> tuple[jax.st
     lowered = function.lower(*arguments, **options)
     try:
         return lowered.compile(), ""
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise KvjaxError(f"the compiler rejects this program: {str(error).splitlines()[0].strip()}") from None
-        return None, str(error).splitlines()[0].strip()
+    except Exception as error:
+        # What Pallas raises of a kernel has no public type.
+        of_kernel = type(error).__module__.startswith(PALLAS)
+        if not (of_kernel or isinstance(error, jax.errors.JaxRuntimeError)):
+            raise
+        message = str(error).splitlines()[0].strip()
+        small = ON_CHIP.search(message)
+        if "RESOURCE_EXHAUSTED" in str(error) and not small:
+            return None, message
+        remedy = "; implementation='xla' runs without kernels" if of_kernel or small else ""
+        raise KvjaxError(f"the compiler rejects this program: {message.rstrip('.')}{remedy}.") from None
 
 
 class _Memory(NamedTuple):

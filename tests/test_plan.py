@@ -10,12 +10,14 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from kvjax import devices, policies
 from kvjax.errors import ConfigError, InputError, KvjaxError, PolicyError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_count
-from kvjax.plan import plan
+from kvjax.plan import _compile, plan
 from kvjax.rope import Rope
 from kvjax.units import size
 
@@ -311,6 +313,34 @@ def test_too_large_for_the_topology_is_a_report():
     assert re.search(r"fits +no +no", text)
     assert "at least" in text
     assert "RESOURCE_EXHAUSTED" in text
+
+
+def _too_large_for_a_core(index, x, out):
+    out[...] = x[...] * index[0].astype(jnp.float32)
+
+
+def _at_no_multiple_of_a_tile(index, x, out):
+    out[...] = x[:, pl.ds(index[0], 128)]
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("kernel", "shape", "made", "reason"),
+    [
+        (_too_large_for_a_core, (65_536, 512), (65_536, 512), "memory space vmem"),
+        (_at_no_multiple_of_a_tile, (8, 512), (8, 128), "multiple of 128"),
+    ],
+)
+def test_kernel_that_is_rejected_is_an_error(kernel, shape, made, reason):
+    """It says nothing of the memory of the device, of which all batches need less."""
+    place = jax.sharding.SingleDeviceSharding(devices.topology_devices("v5e:1x1")[0])
+    run = pl.pallas_call(
+        kernel, in_specs=[pl.BlockSpec(memory_space=each) for each in (pltpu.SMEM, pltpu.VMEM)],
+        out_specs=pl.BlockSpec(memory_space=pltpu.VMEM), out_shape=jax.ShapeDtypeStruct(made, jnp.float32),
+    )  # fmt: skip
+    given = (((1,), jnp.int32), (shape, jnp.float32))
+    with pytest.raises(KvjaxError, match=rf"the compiler rejects this program: .*{reason}.*; implementation='xla'"):
+        _compile(jax.jit(run), *(jax.ShapeDtypeStruct(*each, sharding=place) for each in given))
 
 
 def test_dtype_is_taken():
