@@ -107,14 +107,14 @@ def find_shared() -> Path | None:
 #: Files that take minutes, the longest first: a worker that took one of them up last would keep the others waiting.
 LONG = (
     "test_sharding.py", "test_context.py", "test_models.py", "test_slots.py", "test_pairs.py", "test_law.py",
-    "test_conformance.py", "test_train.py", "test_pretrained.py", "test_step_tpu.py", "test_host.py", "test_products.py", "test_compare.py",
-    "test_gradients.py", "test_notebook.py", "test_prefill_tpu.py", "test_fused_step.py", "test_joint.py",
-    "test_kvquant.py", "test_gear.py", "test_segments.py", "test_worked_examples.py", "test_offload.py",
-    "test_pools.py", "test_generate_tpu.py", "test_bench.py", "test_quantized.py", "test_shared_law.py",
-    "test_calibration.py", "test_tiers.py", "test_blocks.py", "test_accelerator.py", "test_docs.py",
-    "test_compositions.py", "test_properties.py", "test_choices.py", "test_attention.py",
-    "test_compiled.py", "test_plan.py", "test_heads.py", "test_parity.py", "test_reading.py", "test_spec_text.py",
-    "test_step_gpu.py", "test_prefill_gpu.py", "test_decode_gpu.py",
+    "test_conformance.py", "test_train.py", "test_pretrained.py", "test_step_tpu.py", "test_host.py",
+    "test_products.py", "test_compare.py", "test_gradients.py", "test_notebook.py", "test_prefill_tpu.py",
+    "test_fused_step.py", "test_joint.py", "test_kvquant.py", "test_gear.py", "test_segments.py",
+    "test_worked_examples.py", "test_offload.py", "test_pools.py", "test_generate_tpu.py", "test_bench.py",
+    "test_quantized.py", "test_shared_law.py", "test_calibration.py", "test_tiers.py", "test_blocks.py",
+    "test_accelerator.py", "test_docs.py", "test_compositions.py", "test_properties.py", "test_choices.py",
+    "test_attention.py", "test_compiled.py", "test_plan.py", "test_heads.py", "test_parity.py", "test_reading.py",
+    "test_spec_text.py", "test_step_gpu.py", "test_prefill_gpu.py", "test_decode_gpu.py",
 )  # fmt: skip
 
 

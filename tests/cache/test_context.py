@@ -41,7 +41,7 @@ COLLECTIVES = {
     "infinigen, residual": 4, "tokenselect": 4, "cskv in blocks": 1, "optimal of latents": 4, "low_rank codes less": 3,
     "cam": 4, "d2o": 4, "kvmerger in blocks": 4, "anchors, residual": 5, "merge by ranks": 4,
     "merge after a prompt": 4, "quest of pages": 4, "pages after a prompt": 5, "by rank in blocks": 3,
-    "by rank, residual": 3, "zipcache snapkv": 1, "gear full": 1,
+    "by rank, residual": 3, "mikv queue less": 8, "zipcache snapkv": 1, "gear full": 1,
 }  # fmt: skip
 
 
