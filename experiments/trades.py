@@ -11,9 +11,10 @@ from experiments.config import DENSE, JOINED
 STORAGE_COLORS = (
     "#000000", "#0072B2", "#56B4E9", "#009E73", "#8FBC3F", "#E69F00", "#D55E00", "#A0522D", "#CC79A7", "#9467BD",
     "#7F7F7F", "#17BECF", "#1A3A5C", "#5B2A86", "#B8860B", "#2E8B57", "#FF9896", "#AEC7E8", "#98DF8A", "#C5B0D5",
-    "#8C1C13", "#BCBD22", "#556B2F", "#F0A0FF",
+    "#8C1C13", "#BCBD22", "#556B2F", "#F0A0FF", "#3DDC97", "#4B5320", "#FFD166", "#A3A3C2",
 )  # fmt: skip
 MARKERS = "os^Dv<>pX*P"
+LEGEND_ROWS = 20  # of a column
 
 
 def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
@@ -127,7 +128,8 @@ def plot(points: Sequence[report.Row], quality: str) -> bytes:
     policies = list(dict.fromkeys(point["policy"] for point in points))
     color = {name: STORAGE_COLORS[i % len(STORAGE_COLORS)] for i, name in enumerate(storages)}
     marker = {name: MARKERS[i % len(MARKERS)] for i, name in enumerate(policies)}
-    figure, panels = plots.new_figure(1, figsize=(8.5, 5.5))
+    columns = 1 + (len(storages) + len(policies)) // LEGEND_ROWS
+    figure, panels = plots.new_figure(1, figsize=(6.5 + 2 * columns, 5.5))
     axes = panels[0, 0]
     unit = {"perplexity": "perplexity (lower is better)", "agreement": "greedy tokens equal, %"}[quality]
     plots.style(axes, f"{unit.split(' (')[0].capitalize()} against bytes", "keys and values held (MB)", unit)
@@ -156,7 +158,7 @@ def plot(points: Sequence[report.Row], quality: str) -> bytes:
     front_label = axes.plot([], [], "-", color=plots.FULL_COLOR, lw=1, label="not beaten in both")[0]
     axes.legend(
         handles=[*of_policies, front_label, *of_storages], frameon=False, fontsize=8.5, loc="upper left",
-        bbox_to_anchor=(1.01, 1),
+        bbox_to_anchor=(1.01, 1), ncols=columns,
     )  # fmt: skip
     return plots.png(figure)
 

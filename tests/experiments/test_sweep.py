@@ -126,6 +126,7 @@ def test_bytes_against_quality_where_storages_are_swept(tmp_path, small):
     (point,) = trades.points(seeds, "perplexity")
     assert (point["y"], point["error"]) == (pytest.approx(3.1), pytest.approx(0.1))
     assert trades.plot([*shown, point], "perplexity").startswith(b"\x89PNG")
+    assert len(set(trades.STORAGE_COLORS)) == len(trades.STORAGE_COLORS) > 25, "a storage has a colour of its own"
     assert trades.points([*found, result("h2o", "int8", 200, 3.5, 0.2)], "perplexity")[-1]["policy"] == "h2o, 20 % (8)"
     # The full cache opens the table of its combination.
     full = result("full", "dense", 900, 2.4, None)
