@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from kvjax import attention, sharding
 from kvjax.attention import Implementation
-from kvjax.cache import blocks, context, segments
+from kvjax.cache import blocks, segments, undivided
 from kvjax.cache.fused import observe_and_evict
 from kvjax.cache.groups import Group
 from kvjax.cache.limits import Sizes
@@ -89,7 +89,7 @@ class Chooser:
         if not axes:
             return group
         over = f"slots over {'+'.join(axes)}, {parts} devices"
-        if reason := context.refuses(group, kv_heads, self.config.head_dim):
+        if reason := undivided.refuses(group, kv_heads, self.config.head_dim):
             text = f"{over}, each of which holds them all: {reason}"
             warnings.warn(f"policy {group.policy.name}: not {text}.", stacklevel=2)
             return dataclasses.replace(group, reasons=(text,))

@@ -15,7 +15,7 @@ import jax
 import pytest
 
 from kvjax import devices, policies, selection, storage
-from kvjax.cache import CacheSpec, context
+from kvjax.cache import CacheSpec, undivided
 from kvjax.cache.groups import Group
 from kvjax.policies import POLICIES, Importance
 from kvjax.policies.components import Merge
@@ -131,7 +131,7 @@ def _by_slot(stats, view):
     ids=lambda value: value.policy.name if isinstance(value, Group) else None,
 )  # fmt: skip
 def test_what_is_not_divided_is_said(group, reason):
-    found = context.refuses(group, 2, 8)
+    found = undivided.refuses(group, 2, 8)
     assert found is None if reason is None else reason in found
 
 
@@ -150,5 +150,5 @@ def test_two_collectives_on_tpu(name):
 def test_which_policies_are_divided(name):
     spec = CASES[name].spec()
     decode = spec.policy if spec.policy.when == "step" else policies.full()
-    found = context.refuses(_group(decode), 2, 8)
+    found = undivided.refuses(_group(decode), 2, 8)
     assert found is None
