@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvjax import policies, storage
-from kvjax.cache import LayerKV
+from kvjax.cache import LayerKV, segments
 from kvjax.errors import InputError, StorageError
 from kvjax.prefill import Prefilled
 from kvjax.storage.gradient import differentiable
@@ -122,7 +122,8 @@ def test_the_worked_case(shared_data):
         for tier, name in enumerate(("high", "low")):
             for part in ("zero", "scale"):
                 own = layer.stores[tier]["key"]
-                got = np.concatenate([own[f"prompt_{part}"][row], own[part][row, 0]])
+                of_prompt = own[segments.part_of_prompt(segments.storage_of(held, tier), part)]
+                got = np.concatenate([of_prompt[row], own[part][row, 0]])
                 np.testing.assert_allclose(got, examples[f"{case}_{name}_{part}_{row}_0"], rtol=1e-5, atol=1e-6)
 
 

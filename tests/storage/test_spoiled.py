@@ -80,7 +80,7 @@ def _segments(layer: LayerKV, layout: Segments, live: Array) -> tuple:
                 keys[name] = filled(part, own)
                 continue
             mine = own[:, :, :first]
-            if not name.startswith(OF_PROMPT):
+            if not name.startswith((OF_PROMPT, SHARED)):
                 mine = own[:, :, first:].reshape(*own.shape[:2], later, each)
             keys[name] = filled(part, mine if name.endswith("codes") else jnp.any(mine, axis=-1))
         stores.append({"key": keys, "value": jax.tree.map(functools.partial(filled, live=own), store["value"])})
