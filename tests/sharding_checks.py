@@ -289,7 +289,7 @@ def check(case: Case) -> dict[str, Any]:
     }
 
     # What crosses between devices is settled before what the suite leaves out, the optimisation of machine code.
-    # Devices that have few slots name all of them, so that those of divided slots have more than the most that are named.
+    # Devices with few slots name all of them; where slots are divided, each has more than the most that it names.
     scale = 32 if case.parts > 1 else 1
     state, compiled = decode_program(case, config, mesh, scale)
     larger_state, larger = decode_program(case, config, mesh, 4 * scale)
