@@ -112,7 +112,7 @@ def _way(storage: Storage, side: str, count: int, group: Group, layout: "CacheLa
         codec, dim = codec.codec, codec.dims.dim(dim)
     if isinstance(codec, Exact):
         return "shorter, read as they are"
-    return coded.way(codec, dim, layout.dtype, count, layout.platform)
+    return coded.way(codec, dim, layout.dtype, count, layout.platform, grows=not group.evicts)
 
 
 def _ranges(layers: list[int]) -> str:

@@ -340,12 +340,24 @@ inline void OfRows(int64_t rows, const F& run) {
 
 template <class L>
 void OfVectors(ffi::ThreadPool& pool, const L& levels, const Vectors& of, const float* x, const uint8_t* codes,
-               const float* scale, const float* zero, float* y, int64_t count, int64_t rows, bool transposed) {
+               const float* scale, const float* zero, const int32_t* used, float* y, int64_t count, int64_t rows,
+               bool transposed) {
   const int64_t parts = (of.slots + kPart - 1) / kPart, all = of.slots * of.groups;
+  // The end of what is read of a part of a cache. Whole tiles, so that a slot is always computed in the same way.
+  const auto end_of = [&](int64_t i, int64_t start) {
+    const int64_t tiles = used ? (std::max<int64_t>(used[i], 0) + kTile - 1) / kTile * kTile : of.slots;
+    return std::min({of.slots, start + kPart, tiles});
+  };
   const auto numbers = [&](const float* given, int64_t i) { return given ? given + i * all : nullptr; };
   if (transposed) {
     ForEach(pool, count * parts, [&](int64_t item) {
-      const int64_t i = item / parts, start = item % parts * kPart, end = std::min(of.slots, start + kPart);
+      const int64_t i = item / parts, start = item % parts * kPart, end = end_of(i, start);
+      const int64_t rest = std::max(start, end), stop = std::min(of.slots, start + kPart);
+      for (int64_t r = 0; r < rows; r++) {
+        float* own = y + (i * rows + r) * of.slots;
+        std::fill(own + rest, own + stop, 0.0f);
+      }
+      if (start >= end) return;
       std::vector<float> ordered(rows * of.coded()), totals(rows * of.groups);
       for (int64_t r = 0; r < rows; r++) {
         for (int64_t c = 0; c < of.dim; c++) {
@@ -370,7 +382,7 @@ void OfVectors(ffi::ThreadPool& pool, const L& levels, const Vectors& of, const 
   const int64_t size = rows * (of.coded() + of.groups * kLanes);
   std::vector<float> sums(count * parts * size);
   ForEach(pool, count * parts, [&](int64_t item) {
-    const int64_t i = item / parts, start = item % parts * kPart, end = std::min(of.slots, start + kPart);
+    const int64_t i = item / parts, start = item % parts * kPart, end = end_of(i, start);
     float *own = sums.data() + item * size, *zeros = own + rows * of.coded();
     for (int64_t from = start; from < end; from += kTile) {
       OfRows(rows, [&](int64_t r, auto count) {
@@ -490,10 +502,12 @@ ffi::Error WithLevels(int64_t bits, std::string_view kind, const float* table, i
 }
 
 // x [count, rows, D] if transposed, else [count, rows, slots]; codes [count, slots, bytes]; scale and zero [count, slots,
-// groups], or empty; levels [2^bits] of codes of less than 8 bits, else empty; y [count, rows, slots] or [count, rows, D].
+// groups], or empty; levels [2^bits] of codes of less than 8 bits, else empty; used [count], the number of slots that
+// matter, the first ones, or empty; y [count, rows, slots], 0 for slots that are not read, or [count, rows, D].
 ffi::Error RunVectors(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> codes,
                       ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> zero, ffi::Buffer<ffi::F32> levels,
-                      ffi::ResultBuffer<ffi::F32> y, int64_t bits, std::string_view kind, int64_t groups, bool transposed) {
+                      ffi::Buffer<ffi::S32> used, ffi::ResultBuffer<ffi::F32> y, int64_t bits, std::string_view kind,
+                      int64_t groups, bool transposed) {
   if (y->element_count() == 0) return ffi::Error::Success();
   const auto shape = codes.dimensions();
   const int64_t count = shape[0], slots = shape[1], bytes = shape[2], rows = x.dimensions()[1];
@@ -507,8 +521,8 @@ ffi::Error RunVectors(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer
   const Vectors of{slots, dim, bytes, groups, group_bytes, 8 / bits, (group_bytes + kLanes - 1) / kLanes * kLanes};
   const auto given = [](const auto& buffer) { return buffer.element_count() ? buffer.typed_data() : nullptr; };
   return WithLevels(bits, kind, levels.typed_data(), levels.element_count(), [&](const auto& each) {
-    OfVectors(pool, each, of, x.typed_data(), codes.typed_data(), given(scale), given(zero), y->typed_data(), count,
-              rows, transposed);
+    OfVectors(pool, each, of, x.typed_data(), codes.typed_data(), given(scale), given(zero), given(used),
+              y->typed_data(), count, rows, transposed);
   });
 }
 
@@ -536,6 +550,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxCodedVectors, RunVectors,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("bits")
                                   .Attr<std::string_view>("kind")

@@ -78,13 +78,17 @@ def refuses(vectors: Affine) -> str | None:
     return native.load()
 
 
-def codes_product(x: Array, vectors: Affine, *, transposed: bool) -> Array:
+def codes_product(x: Array, vectors: Affine, *, transposed: bool, used: Array | None = None) -> Array:
     """Multiplies rows by vectors that are held as codes. Sums are float32.
+
+    The result is the same, bit for bit, for any number of slots, of caches and of threads.
 
     Args:
       x: [*batch, rows, D] if transposed, else [*batch, rows, S]; at most 64 rows.
       vectors: [*batch, S, D].
       transposed: whether the result has an entry for each vector.
+      used: [*batch] int32, the number of slots, the first ones, whose products matter. If transposed, the result for
+        others may be any finite number; otherwise x is 0 for them. None = all slots.
 
     Returns:
       [*batch, rows, S] float32 if transposed, else [*batch, rows, D].
@@ -105,8 +109,9 @@ def codes_product(x: Array, vectors: Affine, *, transposed: bool) -> Array:
     kind = vectors.levels if isinstance(vectors.levels, str) and vectors.bits == BYTE else TABLE
     y = call(
         x, vectors.codes.reshape(count, slots, size), numbers(vectors.scale), numbers(vectors.zero),
-        jnp.asarray(level_table(vectors.bits, vectors.levels)), bits=np.int64(vectors.bits), kind=kind,
-        groups=np.int64(vectors.groups), transposed=transposed,
+        jnp.asarray(level_table(vectors.bits, vectors.levels)),
+        jnp.zeros((0,), jnp.int32) if used is None else used.reshape(count),
+        bits=np.int64(vectors.bits), kind=kind, groups=np.int64(vectors.groups), transposed=transposed,
     )  # fmt: skip
     # [*batch, rows, S or D]
     y = y.reshape(*batch, rows, y.shape[-1])

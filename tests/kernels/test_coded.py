@@ -153,10 +153,14 @@ def test_gradients_are_those_of_the_decoded_numbers(own_code):
 )
 def test_what_cannot_be_read_is_decoded_with_a_reason(codec, dim, reason, own_code):
     assert coded.refuses(codec, dim, jnp.dtype("float32")) == reason
-    assert coded.way(codec, dim, "float32", 100, "cpu") == f"decoded at once ({reason})"
-    assert coded.way(codec, dim, "float32", 5000, "cpu") == f"decoded 128 at a time ({reason})"
-    assert coded.way(Integer(8), 64, "float32", 5000, "cpu") == "multiplied as they are, by up to 64 rows"
-    assert coded.way(Integer(8), 64, "float32", 5000, "gpu") == "decoded 1024 at a time"
+    assert coded.way(codec, dim, "float32", 100, "cpu", grows=True) == f"decoded at once ({reason})"
+    assert coded.way(codec, dim, "float32", 5000, "cpu", grows=True) == f"decoded 128 at a time ({reason})"
+    ways = [coded.way(Integer(8), 64, "float32", 5000, "cpu", grows=grows) for grows in (False, True)]
+    assert ways == [
+        "multiplied as they are, by up to 64 rows",
+        "multiplied as they are over the slots in use, by up to 64 rows",
+    ]
+    assert coded.way(Integer(8), 64, "float32", 5000, "gpu", grows=True) == "decoded 1024 at a time"
 
 
 def test_every_code_is_finite(own_code):

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import policies, products
+from kvjax import policies, products, storage
 from kvjax.cache import Limits
 from kvjax.products import choice, native, slots
+from kvjax.products.codes import codes_product
 from kvjax.products.forms import dot
 from kvjax.products.slots import attend_slots, slots_product
 from kvjax.serve import Request, Runner
+from kvjax.storage import Fp8, Integer, TurboQuant
 from tests.tiny import random_tokens, tiny
 
 if native.load():
@@ -19,6 +21,7 @@ if native.load():
 
 SHAPES = [(1, 37, 24), (2, 960, 64), (7, 513, 80), (9, 600, 3)]  # rows, slots, features
 IDS = ["values", "keys"]
+TILE = 64  # slots of codes that are read together; see kTile in codes.cc
 
 
 def operands(rows, count, dim, transposed, dtype="float32"):
@@ -129,6 +132,38 @@ def test_gradients_of_attention():
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=IDS)
+@pytest.mark.parametrize("codec", [Integer(8, 64), Integer(4, 16), Fp8(), TurboQuant(2)], ids=repr)
+def test_codes_of_the_slots_in_use_are_multiplied_and_no_others_are_read(codec, transposed):
+    """Slots of another tile than those in use may hold anything, and change no bit, whatever is allocated."""
+    rng, rows, count, dim = np.random.default_rng(1), 5, 2100, 64
+    used = np.array([0, 130, 2049, count], np.int32)
+    vectors = rng.standard_normal((4, count, dim))
+    # [4, 1, S]
+    live = (np.arange(count) < used[:, None])[:, None]
+    x = rng.standard_normal((4, rows, dim)) if transposed else np.where(live, rng.standard_normal((4, rows, count)), 0)
+    parts = codec.encode(jnp.asarray(vectors, jnp.float32), None, jnp.float32)
+    # [4, S]
+    read = np.arange(count) < -(-used // TILE)[:, None] * TILE
+
+    def spoiled(part):
+        known = read.reshape(*read.shape, *(1,) * (part.ndim - 2))
+        return jnp.where(known, part, 255 if part.dtype == jnp.uint8 else jnp.nan)
+
+    def run(x, parts, used):
+        own = codec.affine(parts, None, dim)
+        return np.asarray(codes_product(jnp.asarray(x, jnp.float32), own, transposed=transposed, used=used))
+
+    whole = run(x, parts, None)
+    got = run(x, jax.tree.map(spoiled, parts), jnp.asarray(used))
+    np.testing.assert_array_equal(got, np.where(read[:, None], whole, 0) if transposed else whole)
+    # One cache and three rows, of which no more is allocated than is used.
+    short = run(
+        x[1:2, 1:4] if transposed else x[1:2, 1:4, :130], {n: each[1:2, :130] for n, each in parts.items()}, None
+    )
+    np.testing.assert_array_equal(short[0], got[1, 1:4, :130] if transposed else got[1, 1:4])
+
+
 @pytest.fixture
 def used_slots(monkeypatch):
     """Attention reads the slots in use, of caches of any size."""
@@ -142,19 +177,22 @@ def used_slots(monkeypatch):
 PROMPT, NEW = random_tokens(1, 9, seed=1)[0], 6
 
 
-def test_attention_does_not_depend_on_the_allocated_slots(used_slots):
+@pytest.mark.parametrize("held", [storage.dense(), storage.int8(), storage.turboquant(4)], ids=lambda held: held.name)
+def test_attention_does_not_depend_on_the_allocated_slots(used_slots, held):
     """Nor on the batch: the same tokens and log-probabilities, bit for bit."""
     model = tiny(layers=1).model
     # Other products are of other numbers of rows, and rounded by them.
     batch = np.stack([PROMPT, random_tokens(1, 9, seed=2)[0]])
     few, many = (
-        kvjax.generate(model, batch, policies.full(), max_new_tokens=NEW, limits=Limits(prompt=9, new_tokens=room))
+        kvjax.generate(
+            model, batch, policies.full(), storage=held, max_new_tokens=NEW, limits=Limits(prompt=9, new_tokens=room)
+        )
         for room in (NEW, 400)
     )
     np.testing.assert_array_equal(few.tokens, many.tokens)
     np.testing.assert_array_equal(few.logprobs, many.logprobs)
     products.use("fixed")
-    plain = kvjax.generate(model, batch, policies.full(), max_new_tokens=NEW)
+    plain = kvjax.generate(model, batch, policies.full(), storage=held, max_new_tokens=NEW)
     np.testing.assert_array_equal(plain.tokens, few.tokens)
     np.testing.assert_allclose(plain.logprobs, few.logprobs, atol=1e-5)
 

@@ -49,41 +49,47 @@ def product(
     """
     if not isinstance(operand, Coded):
         return products.product(x, operand, transposed=transposed, dtype=dtype, used=used)
-    return _product(x, operand, transposed, x.dtype if dtype is None else jnp.dtype(dtype))
+    return _product(x, operand, used, transposed, x.dtype if dtype is None else jnp.dtype(dtype))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _product(x: Array, operand: Coded, transposed: bool, dtype: jnp.dtype) -> Array:
-    def by_chunks(x: Array, operand: Coded, chunk: int = CHUNK) -> Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _product(x: Array, operand: Coded, used: Array | None, transposed: bool, dtype: jnp.dtype) -> Array:
+    def by_chunks(x: Array, operand: Coded, used: Array | None, chunk: int = CHUNK) -> Array:
+        # A number of chunks that depends on data would be one of all devices, which they would have to exchange.
         return _by_chunks(x, operand, chunk, transposed, dtype)
 
-    def by_codes(x: Array, operand: Coded) -> Array:
+    def by_codes(x: Array, operand: Coded, used: Array | None) -> Array:
         vectors = operand.codec.affine(operand.parts, operand.side, operand.dim)
         assert vectors is not None
-        return codes.codes_product(x, vectors, transposed=transposed).astype(dtype)
+        return codes.codes_product(x, vectors, transposed=transposed, used=used).astype(dtype)
 
     rows = math.prod(x.shape[2:-1])
     few = rows <= products.MAX_ROWS and products.runs_native()
-    on_cpu: Callable[[Array, Coded], Array] = functools.partial(by_chunks, chunk=CHUNKS[CPU])
+    on_cpu: Callable[[Array, Coded, Array | None], Array] = functools.partial(by_chunks, chunk=CHUNKS[CPU])
     if few and refuses(operand.codec, operand.dim, operand.dtype) is None:
         on_cpu = by_codes
     elif operand.shape[2] <= AT_ONCE * min(CHUNKS[CPU], CHUNK):
-        return by_chunks(x, operand)
-    return jax.lax.platform_dependent(x, operand, cpu=on_cpu, default=by_chunks)
+        return by_chunks(x, operand, used)
+    return jax.lax.platform_dependent(x, operand, used, cpu=on_cpu, default=by_chunks)
 
 
 @_product.defjvp
 def _product_jvp(
-    transposed: bool, dtype: jnp.dtype, primals: tuple[Array, Coded], tangents: tuple[Array, Coded]
+    transposed: bool,
+    dtype: jnp.dtype,
+    primals: tuple[Array, Coded, Array | None],
+    tangents: tuple[Array, Coded, Array | None],
 ) -> tuple[Array, Array]:
     # A gradient needs all decoded numbers anyway.
     result: tuple[Array, Array] = jax.jvp(
-        lambda x, operand: products.product(x, operand.decode(), transposed=transposed, dtype=dtype), primals, tangents
+        lambda x, operand: products.product(x, operand.decode(), transposed=transposed, dtype=dtype),
+        primals[:2],
+        tangents[:2],
     )
     return result
 
 
-def way(codec: Codec, dim: int, dtype: DTypeLike, slots: int, platform: str) -> str:
+def way(codec: Codec, dim: int, dtype: DTypeLike, slots: int, platform: str, grows: bool) -> str:
     """Says how `product` reads codes, for `CacheLayout.explain`.
 
     Args:
@@ -92,11 +98,12 @@ def way(codec: Codec, dim: int, dtype: DTypeLike, slots: int, platform: str) -> 
       dtype: see `refuses`.
       slots: S.
       platform: ``cpu``, ``gpu`` or ``tpu``.
+      grows: whether rows may use a small part of the slots; see `Problem`.
     """
     native = platform == CPU and products.runs_native()
     reason = refuses(codec, dim, jnp.dtype(dtype)) if native else None
     if native and reason is None:
-        return f"multiplied as they are, by up to {products.MAX_ROWS} rows"
+        return f"multiplied as they are{' over the slots in use' * grows}, by up to {products.MAX_ROWS} rows"
     chunk = CHUNKS.get(platform, CHUNK)
     text = f"decoded {chunk} at a time" if slots > AT_ONCE * chunk else "decoded at once"
     return text if reason is None else f"{text} ({reason})"
