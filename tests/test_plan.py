@@ -17,7 +17,8 @@ from kvjax import devices, policies
 from kvjax.errors import ConfigError, InputError, KvjaxError, PolicyError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_count
-from kvjax.plan import _compile, plan
+from kvjax.plan import plan
+from kvjax.plan.programs import compile_for
 from kvjax.rope import Rope
 from kvjax.units import size
 
@@ -340,7 +341,7 @@ def test_kernel_that_is_rejected_is_an_error(kernel, shape, made, reason):
     )  # fmt: skip
     given = (((1,), jnp.int32), (shape, jnp.float32))
     with pytest.raises(KvjaxError, match=rf"the compiler rejects this program: .*{reason}.*; implementation='xla'"):
-        _compile(jax.jit(run), *(jax.ShapeDtypeStruct(*each, sharding=place) for each in given))
+        compile_for(jax.jit(run), *(jax.ShapeDtypeStruct(*each, sharding=place) for each in given))
 
 
 def test_dtype_is_taken():

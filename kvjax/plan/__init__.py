@@ -1,0 +1,10 @@
+"""Plans a run without running it: its memory, by compiling it ahead of time from shapes, and its maximum speed.
+
+The program is the decode loop of `kvjax.generate`. It is compiled for this machine or for a TPU topology, which need
+not be present. No parameters and no cache are allocated.
+"""
+
+from kvjax.plan.make import plan
+from kvjax.plan.report import Plan
+
+__all__ = ["Plan", "plan"]
