@@ -23,8 +23,8 @@ from kvjax.cache.layout import CacheLayout
 from kvjax.cache.lowering import Lowered
 from kvjax.cache.slots import axes_of, divided
 from kvjax.cache.state import KVState, Layer, LayerKV, layers_of
+from kvjax.decoding import Carry
 from kvjax.devices import Device
-from kvjax.generate import Carry
 from kvjax.memory import DEVICE, HOST, PINNED
 from kvjax.models import offload
 from kvjax.models.config import DecoderConfig
@@ -91,7 +91,7 @@ class Shapes(NamedTuple):
 
     Attributes:
       params: of the decoder.
-      carry: see `kvjax.generate.Carry`.
+      carry: see `kvjax.decoding.Carry`.
     """
 
     params: Params

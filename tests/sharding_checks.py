@@ -21,8 +21,8 @@ from kvjax import policies, sharding
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
+from kvjax.decoding import decode_steps
 from kvjax.extend import extend
-from kvjax.generate import decode_steps
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.models.parameters import random_parameters

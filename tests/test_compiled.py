@@ -5,7 +5,6 @@ Programs are compiled from shapes and read, not run.
 
 import dataclasses
 import functools
-import importlib
 import math
 import re
 
@@ -20,6 +19,7 @@ from kvjax.cache.empty import empty
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.cache.spec import as_spec
+from kvjax.decoding import decode_steps
 from kvjax.kernels.decode import coded
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.models.parameters import parameter_shapes
@@ -31,7 +31,6 @@ from kvjax.sampling import Greedy
 from kvjax.statistics import MASS
 from tests.tiny import tiny
 
-loop = importlib.import_module("kvjax.generate")
 BATCH, SLOTS = 2, 512
 # Heads wide enough that a layer's keys outweigh the scores over them.
 WIDE = dataclasses.replace(tiny().model.config, head_dim=32, rope=Rope(dim=32))
@@ -50,7 +49,7 @@ def compile_decode(policy):
     layout = lowered(policy, 2 * SLOTS, rows=BATCH).layout
     shapes = decode_shapes(WIDE, layout, jnp.float32, BATCH, None)
     stop = jax.ShapeDtypeStruct((1,), jnp.int32)
-    program = loop.decode_steps.lower(*shapes, stop, 5, config=WIDE, phase=layout.decode, sampler=Greedy())
+    program = decode_steps.lower(*shapes, stop, 5, config=WIDE, phase=layout.decode, sampler=Greedy())
     store = shapes.carry.state.layers[0].stores[0]
     return program.compile(), next(iter(store["key"].values()))
 

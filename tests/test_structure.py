@@ -39,7 +39,7 @@ ROOMS = [
     {"cache"},
     {"models", "sampling"},
     {"checkpoint"},
-    {"prefill", "generate", "likelihood", "choices", "extend", "records", "text"},
+    {"prefill", "decoding", "generate", "likelihood", "choices", "extend", "records", "text"},
     {"presets", "spec_text"},
     {"roofline", "collectives", "plan", "need", "capacity", "analysis", "lm_eval", "serve"},
 ]

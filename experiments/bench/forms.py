@@ -23,7 +23,7 @@ from experiments.bench.sides import (
 )
 from kvjax import Model, products
 from kvjax.cache import Limits
-from kvjax.generate import decode_steps, first_token
+from kvjax.decoding import decode_steps, first_token
 from kvjax.policies.base import Policy
 from kvjax.prefill import prefill
 from kvjax.sampling import Greedy

@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.checkpoint import chat
 from kvjax.errors import InputError
 
-PAD = -1  # `kvjax.generate.PAD`, which `Tokenizer.decode` skips
+PAD = -1  # `kvjax.decoding.PAD`, which `Tokenizer.decode` skips
 
 
 class EncodedBatch(NamedTuple):
@@ -83,7 +83,7 @@ class Tokenizer:
         """Converts token ids to text, without special tokens.
 
         Args:
-          ids: the token ids. Padding (`kvjax.generate.PAD`), and ids that the model has but the tokenizer has not, are
+          ids: the token ids. Padding (`kvjax.decoding.PAD`), and ids that the model has but the tokenizer has not, are
             skipped.
 
         Raises:

@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from kvjax import sharding
 from kvjax.cache.layout import CacheLayout
 from kvjax.cache.lowering import Lowered
+from kvjax.decoding import decode_steps
 from kvjax.errors import KvjaxError
-from kvjax.generate import decode_steps
 from kvjax.models.config import DecoderConfig
 from kvjax.prefill import prefill_steps
 from kvjax.roofline import Shapes

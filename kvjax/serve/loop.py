@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from kvjax import memory
 from kvjax.cache.layout import Phase
 from kvjax.cache.state import Block, KVState
-from kvjax.generate import CHUNK, PAD
+from kvjax.decoding import CHUNK, PAD
 from kvjax.models.config import DecoderConfig
 from kvjax.prefill import BoundDecoder, bind
 from kvjax.serve.sampling import Leaf, Settings, choose

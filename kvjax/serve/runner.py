@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike
 from kvjax.attention import Implementation
 from kvjax.cache.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
+from kvjax.decoding import CHUNK, PAD
 from kvjax.errors import InputError
-from kvjax.generate import CHUNK, PAD
 from kvjax.inputs import check_count, check_stop
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy

@@ -1,7 +1,6 @@
 """Slots in host memory: the same results as on the device, and only what is read crosses the link."""
 
 import dataclasses
-import importlib
 import re
 
 import jax
@@ -15,12 +14,12 @@ from kvjax.cache import layers_of
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.cache.state import nbytes
+from kvjax.decoding import decode_steps
 from kvjax.errors import PolicyError
 from kvjax.rope import Rope
 from tests.test_compiled import computations
 from tests.tiny import kept, random_tokens, tiny
 
-loop = importlib.import_module("kvjax.generate")  # the package's attribute of that name is the function
 TOKENS, PROMPTS, ENDS = random_tokens(3, 31, seed=4), np.array([20, 9, 15]), np.array([31, 26, 24])
 GUESS = selection.infinigen(2.0, first_layer=1)
 WHOLE, VALUES = "host", ("device", "host")
@@ -197,7 +196,7 @@ def program(held, look, prompt=500, layers=4):
     layout = lowered(spec, prompt, 12, config=config, rows=2).layout
     shapes = decode_shapes(config, layout, jnp.float32, 2, None)
     stop = jax.ShapeDtypeStruct((1,), jnp.int32)
-    made = loop.decode_steps.lower(*shapes, stop, 5, config=config, phase=layout.decode, sampler=Greedy())
+    made = decode_steps.lower(*shapes, stop, 5, config=config, phase=layout.decode, sampler=Greedy())
     return made.compile(), shapes.carry.state.layers[0].stores[0]["key"]["exact"]
 
 

@@ -1,7 +1,6 @@
 """Bytes are bytes: what a layout says is what the compiled decoding program takes and gives back."""
 
 import dataclasses
-import importlib
 import math
 
 import jax
@@ -12,12 +11,12 @@ import pytest
 from kvjax import storage
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import lower
+from kvjax.decoding import decode_steps
 from kvjax.devices import Device
 from kvjax.roofline import average_slots, decode_shapes, roofline
 from kvjax.sampling import Greedy
 from tests.storage import every
 
-loop = importlib.import_module("kvjax.generate")
 ROWS, PROMPT, NEW = 2, 20, 9
 DTYPE = "bfloat16"  # numbers that are held in another dtype than the model's are seen
 CONFIG = dataclasses.replace(every.CONFIG, vocab_size=8, mlp_size=8, windows=())
@@ -42,7 +41,7 @@ def program(name: str):
     layout = made.layout
     shapes = decode_shapes(config, layout, DTYPE, ROWS, None)
     stop, steps = jax.ShapeDtypeStruct((0,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    lowered = loop.decode_steps.lower(*shapes, stop, steps, config=config, phase=layout.decode, sampler=Greedy())
+    lowered = decode_steps.lower(*shapes, stop, steps, config=config, phase=layout.decode, sampler=Greedy())
     step = roofline(config, shapes, average_slots(config, made, PROMPT, NEW), Device("none", None, None, None, ""))
     return layout, shapes, lowered.compile().memory_analysis(), step
 

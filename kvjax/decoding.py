@@ -1,0 +1,178 @@
+"""The jitted decode loop, with a donated state, which is traced once for any number of new tokens."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import records
+from kvjax.cache.layout import Phase
+from kvjax.cache.state import Block, KVState
+from kvjax.models.config import DecoderConfig
+from kvjax.prefill import bind
+from kvjax.sampling import Sampler, penalised, penalty_of
+from kvjax.sharding import Params
+
+Array = jax.Array
+PAD = -1  # fills the generated tokens of a row after its stop token
+CHUNK = 64  # tokens per call of the decode loop; between calls the host checks for stops and updates the progress bar
+
+
+class Carry(NamedTuple):
+    """The carry of the decode loop. The first dimension of every leaf but the key is the batch.
+
+    Attributes:
+      state: the cache.
+      token: [B] int32, the token of each row that was chosen last and has not been fed to the model.
+      active: [B] bool, whether the row has not ended.
+      request: [B] int32, the id of each row's request.
+      key: the random key, which all requests share.
+      seen: [B, V] bool, the tokens that each row's prompt has and those that were generated, if the sampling method has
+        a repetition penalty; otherwise None. A row that takes another request takes that request's.
+    """
+
+    state: KVState
+    token: Array
+    active: Array
+    request: Array
+    key: Array
+    seen: Array | None = None
+
+
+# The number of steps taken, the carry, tokens and log-probabilities [B, CHUNK], and the record.
+Loop = tuple[Array, Carry, Array, Array, records.Steps | None]
+
+
+@functools.partial(jax.jit, static_argnames=("sampler",), donate_argnames=("state",))
+def first_token(
+    logits: Array,
+    state: KVState,
+    request: Array,
+    key: Array,
+    stop: Array,
+    seen: Array | None = None,
+    *,
+    sampler: Sampler,
+) -> tuple[Carry, Array, Array]:
+    """Chooses the first new token of each row.
+
+    Args:
+      logits: [B, V] float32, after each row's last prompt token.
+      state: the cache; donated.
+      request: [B] int32, the id of each row's request.
+      key: random key.
+      stop: [n] int32, token ids that end a row.
+      seen: from `seen_tokens`.
+      sampler: the sampling method.
+
+    Returns:
+      The carry of the decode loop, the tokens [B] int32 and their log-probabilities [B] float32.
+    """
+    # [B]
+    token, logprob = _choose(logits, state.length, request, key, seen, sampler)
+    # A row without a prompt is padding.
+    active = _is_active(token, stop) & (state.length > 0)
+    return Carry(state, token, active, request, key, _with_token(seen, token)), token, logprob
+
+
+@functools.partial(jax.jit, static_argnames=("config", "phase", "sampler", "record"), donate_argnames=("carry",))
+def decode_steps(
+    params: Params,
+    carry: Carry,
+    stop: Array,
+    steps: Array | int,
+    *,
+    config: DecoderConfig,
+    phase: Phase,
+    sampler: Sampler,
+    record: bool = False,
+) -> tuple[Carry, Array, Array, records.Steps | None]:
+    """Generates up to `CHUNK` tokens per row.
+
+    The length of the loop is data, so that one trace serves any number of tokens, and the loop ends early when every
+    row has ended.
+
+    Args:
+      params: of the decoder.
+      carry: from `first_token` or the previous call; donated.
+      stop: [n] int32, token ids that end a row.
+      steps: int32, the number of tokens to generate, at most `CHUNK`.
+      config: the decoder.
+      phase: the groups of heads of each layer.
+      sampler: the sampling method.
+      record: whether to record what selections choose.
+
+    Returns:
+      The carry, the tokens [B, CHUNK] int32, `PAD` where none was generated, their log-probabilities [B, CHUNK]
+      float32, and the record or None.
+    """
+    decoder = bind(config, params)
+    rows = carry.token.shape[0]
+
+    def unfinished(loop: Loop) -> Array:
+        i, carry, *_ = loop
+        return (i < steps) & jnp.any(carry.active)
+
+    def body(loop: Loop) -> Loop:
+        i, carry, ids, logprobs, recorded = loop
+        kv, active = carry.state, carry.active
+        # [B, 1]: padding for a row that has ended, which leaves its cache unchanged
+        position = jnp.where(active, kv.length, -1)[:, None]
+        block = Block(position=position, prompt=kv.prompt, total=kv.total, budget=kv.budget)
+        # [B, 1, E]
+        x, kv, sown = decoder.step(jnp.maximum(carry.token, 0)[:, None], kv, block, phase)
+        if recorded is not None:
+            recorded = records.add(recorded, i, sown, phase, active)
+        # [B, V]
+        logits = decoder.logits(x[:, 0])
+        # [B]
+        token, logprob = _choose(logits, kv.length, carry.request, carry.key, carry.seen, sampler)
+        token, logprob = jnp.where(active, token, PAD), jnp.where(active, logprob, 0.0)
+        # [B, CHUNK]
+        ids, logprobs = ids.at[:, i].set(token), logprobs.at[:, i].set(logprob)
+        ongoing = active & _is_active(token, stop)
+        carry = carry._replace(state=kv, token=token, active=ongoing, seen=_with_token(carry.seen, token))
+        return i + 1, carry, ids, logprobs, recorded
+
+    # [B, CHUNK]
+    ids = jnp.full((rows, CHUNK), PAD, jnp.int32)
+    recorded = records.empty(phase, rows, config.num_kv_heads) if record else None
+    loop = (jnp.int32(0), carry, ids, jnp.zeros((rows, CHUNK), jnp.float32), recorded)
+    return jax.lax.while_loop(unfinished, body, loop)[1:]
+
+
+def _choose(
+    logits: Array, length: Array, request: Array, key: Array, seen: Array | None, sampler: Sampler
+) -> tuple[Array, Array]:
+    """Chooses a token for each row.
+
+    Args:
+      logits: [B, V] float32.
+      length: [B] int32, the position of the token to choose.
+      request: [B] int32, the id of each row's request.
+      key: random key. The key of a row depends on it, on the request and on the position.
+      seen: see `Carry`.
+      sampler: the sampling method.
+
+    Returns:
+      The tokens [B] int32 and their log-probabilities [B] float32.
+    """
+    # [B] random keys
+    keys = jax.vmap(lambda own, n: jax.random.fold_in(jax.random.fold_in(key, own), n))(request, length)
+    penalty = penalty_of(sampler)
+    # [B]
+    token = sampler(logits if seen is None or penalty is None else penalised(logits, seen, penalty), keys)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    return token, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _with_token(seen: Array | None, token: Array) -> Array | None:
+    """Adds tokens [B], of which `PAD` is none, to those that rows have, [B, V] bool or None."""
+    # A comparison instead of a scatter, for which a mesh might gather the rows.
+    return None if seen is None else seen | (jnp.arange(seen.shape[1], dtype=jnp.int32) == token[:, None])
+
+
+def _is_active(token: Array, stop: Array) -> Array:
+    """Returns whether rows with the newest tokens [B] have not ended: [B] bool. `stop` is [n] int32."""
+    return ~jnp.any(token[:, None] == stop[None], axis=1)
