@@ -291,8 +291,11 @@ def check(case: Case) -> dict[str, Any]:
     # What crosses between devices is settled before what the suite leaves out, the optimisation of machine code.
     # Devices with few slots name all of them; where slots are divided, each has more than the most that it names.
     scale = 32 if case.parts > 1 else 1
+    # Programs are read, which needs what only compiling yields.
+    jax.config.update("jax_enable_compilation_cache", False)
     state, compiled = decode_program(case, config, mesh, scale)
     larger_state, larger = decode_program(case, config, mesh, 4 * scale)
+    jax.config.update("jax_enable_compilation_cache", True)
     position, more_shape = state.layers[0].position, larger_state.layers[0].position.shape
     assert more_shape[2] > 2 * position.shape[2]
     assert isinstance(position.sharding, NamedSharding)
@@ -334,8 +337,6 @@ def check(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     assert len(jax.devices()) == 8, jax.devices()
-    # Programs are read, which needs what only compiling yields.
-    jax.config.update("jax_enable_compilation_cache", False)
     for name in sys.argv[1:]:
         print(json.dumps({"name": name} | check(CASES[name])), flush=True)
 
