@@ -17,12 +17,13 @@ from kvjax.cache.limits import Limits, half_steps, power_of_two
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
+from kvjax.generate import check_room
 from kvjax.inputs import check_batch
 from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
-from kvjax.prefill import BoundDecoder, bind, logprob_of, over_logits, prepare, run_prompts
+from kvjax.prefill import BoundDecoder, Prefilled, bind, logprob_of, over_logits, prepare, run_prompts
 from kvjax.selection.base import Selection
 from kvjax.sharding import Params
 from kvjax.storage.base import Storage
@@ -99,39 +100,68 @@ def score_choices(
     model = calibrated(model, spec.storage, calibration)
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     asked = _check_choices(model.config, choices, batch.lengths)
-    pairs = [(row, number) for row, own in enumerate(asked) for number in range(len(own))]
-    # Continuations of like lengths are scored together.
-    pairs.sort(key=lambda pair: -len(asked[pair[0]][pair[1]]))
     # [B]: contexts without choices have room for one token
     longest = np.array([max((len(each) for each in own), default=1) for own in asked], np.int32)
     total = batch.lengths + longest
-    found: list[list[ChoiceScore | None]] = [[None] * len(own) for own in asked]
     with model.on_mesh():
         prepared = prepare(
             model, spec, batch.lengths, total, width=batch.width, prefill_block=prefill_block, limits=limits,
             implementation=implementation, pad_rows=True,
         )  # fmt: skip
         logits, _, state = run_prompts(model, batch.tokens, batch.lengths, total, prepared, score=False)
-        phase = prepared.layout.decode
-        at_once = takes_blocks(phase)
-        phase = without_step_kernels(phase) if at_once else phase
-        rows = prepared.rows
-        for start in range(0, len(pairs), rows):
-            part = pairs[start : start + rows]
-            most = max(len(asked[row][number]) for row, number in part)
-            width = _width(most, at_once)
-            # [R, width], [R] and [R]; rows without a choice have length 0
-            ids, ends, sources = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-            for place, (row, number) in enumerate(part):
-                choice = asked[row][number]
-                ids[place, : len(choice)], ends[place], sources[place] = choice, len(choice), row
+    return _scores(model, Prefilled(logits, state, prepared.layout, rows=len(asked)), asked)
+
+
+def score_prefilled(
+    model: Model, prefilled: Prefilled, choices: Sequence[Sequence[Sequence[int]]]
+) -> list[list[ChoiceScore]]:
+    """Scores the choices of contexts that have been processed; see `score_choices`.
+
+    Args:
+      model: that of the contexts.
+      prefilled: from `kvjax.prefill.prefill` or `kvjax.extend.extend`, with room for the longest choice. It is
+        unchanged.
+      choices: for each context its continuations, each of at least one token.
+
+    Returns:
+      For each context the scores of its choices.
+
+    Raises:
+      InputError: the choices are not those of the contexts, one has no token, or heads that evict nothing while
+        decoding have too few slots.
+    """
+    lengths = processes.to_host(prefilled.state.length)[: prefilled.num_rows]
+    asked = _check_choices(model.config, choices, lengths)
+    if longest := max((len(each) for own in asked for each in own), default=0):
+        check_room(prefilled, longest)
+    return _scores(model, prefilled, asked)
+
+
+def _scores(model: Model, prefilled: Prefilled, asked: list[list[np.ndarray]]) -> list[list[ChoiceScore]]:
+    """Scores checked choices, as many at a time as there are rows."""
+    pairs = [(row, number) for row, own in enumerate(asked) for number in range(len(own))]
+    # Continuations of like lengths are scored together.
+    pairs.sort(key=lambda pair: -len(asked[pair[0]][pair[1]]))
+    found: list[list[ChoiceScore | None]] = [[None] * len(own) for own in asked]
+    phase, rows = prefilled.layout.decode, prefilled.logits.shape[0]
+    at_once = takes_blocks(phase)
+    phase = without_step_kernels(phase) if at_once else phase
+    for start in range(0, len(pairs), rows):
+        part = pairs[start : start + rows]
+        width = _width(max(len(asked[row][number]) for row, number in part), at_once)
+        # [R, width], [R] and [R]; rows without a choice have length 0
+        ids, ends, sources = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        for place, (row, number) in enumerate(part):
+            choice = asked[row][number]
+            ids[place, : len(choice)], ends[place], sources[place] = choice, len(choice), row
+        with model.on_mesh():
             scores, greedy, _ = score_copies(
-                model.params, state, logits, *model.place((sources, ids, ends)), config=model.config, phase=phase,
-                at_once=at_once,
+                model.params, prefilled.state, prefilled.logits, *model.place((sources, ids, ends)),
+                config=model.config, phase=phase, at_once=at_once,
             )  # fmt: skip
-            logprobs, best = processes.to_host((scores, greedy))
-            for place, (row, number) in enumerate(part):
-                found[row][number] = ChoiceScore(logprobs[place, : ends[place]], bool(best[place]))
+        logprobs, best = processes.to_host((scores, greedy))
+        for place, (row, number) in enumerate(part):
+            found[row][number] = ChoiceScore(logprobs[place, : ends[place]], bool(best[place]))
     return [[each for each in own if each is not None] for own in found]
 
 

@@ -99,6 +99,7 @@ def define(values: flags.FlagValues) -> None:
     text("data", None, "folder of the multiple-choice tasks, for `lm_eval`")
     several("questions", "copa,piqa,mathqa", f"of {', '.join(multiple_choice.TASKS)}, for `lm_eval`")
     several("shots", "0", "questions with their answers before each question, for `lm_eval`")
+    several("examples", "first", "which ones: the first of a file, or drawn for each question; for `lm_eval`")
     whole("documents", 100, "questions of each task, for `lm_eval`")
     whole("requests", 2000, "requests of mixed lengths, for `serve`")
     several("servers", "", "NAME=http://HOST:PORT of servers that run the same model, for `serve`")

@@ -26,16 +26,21 @@ from kvjax.errors import ConfigError
 KVJAX, PEER = "kvjax", "hf"
 MODEL = "kvjax-tiny"
 ROWS = 16
+#: What the solved questions before each question are: the first ones of a training file, the same before all of them;
+#: or drawn anew for each question, which is what lm_eval does unless a task says otherwise.
+FIRST, DRAWN = "first", "drawn"
 
 
 def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     """A row for each task, number of shots and policy.
 
     Raises:
-      ConfigError: no folder of tasks, or packages that are missing.
+      ConfigError: no folder of tasks, packages that are missing, or unknown examples.
     """
     if not values.data:
         raise ConfigError("bench lm_eval needs --data=FOLDER, which holds a folder for each multiple-choice task.")
+    if unknown := [kind for kind in values.examples if kind not in (FIRST, DRAWN)]:
+        raise ConfigError(f"--examples={unknown[0]}: unknown; valid: {FIRST}, {DRAWN}.")
     questions = {task: multiple_choice.read(task, Path(values.data)) for task in values.questions}
     # The numbers of a peer without a network, and no fork of a process that runs JAX.
     os.environ |= {"HF_HUB_OFFLINE": "1", "DISABLE_MULTIPROC": "1"}
@@ -46,9 +51,16 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
             models[PEER] = stack.enter_context(peer(str(Path(folder) / "model"), values.batch or ROWS))
         rows: list[dict[str, Any]] = []
         for task, own in questions.items():
-            lm_eval_tasks.write_choices(Path(folder), task, own[: values.documents])
             for shots in map(int, values.shots):
-                rows += one_task(values, models, folder, task, shots, compared)
+                for kind in values.examples if shots else ("none",):
+                    examples: list[multiple_choice.Question] = []
+                    if kind == FIRST:
+                        examples, own = multiple_choice.with_examples(task, Path(values.data), shots)
+                    where = Path(folder) / kind
+                    where.mkdir(exist_ok=True)
+                    lm_eval_tasks.write_choices(where, task, own[: values.documents], examples)
+                    found = one_task(values, models, str(where), task, shots, compared)
+                    rows += [{"task": task, "examples": kind} | row for row in found]
     return rows
 
 
@@ -68,7 +80,7 @@ def one_task(
         if name == PEER:
             continue
         row = {
-            "task": task, "documents": values.documents, "shots": shots, "batch": values.batch or ROWS, "side": name,
+            "documents": values.documents, "shots": shots, "batch": values.batch or ROWS, "side": name,
             "seconds": float(np.median(each)), "first call": spent[name][0],
             "in the model": float(np.median(spent[name][1:])), "accuracy": accuracy[name],
         }  # fmt: skip

@@ -9,11 +9,12 @@ import numpy as np
 from kvjax.attention import Implementation
 from kvjax.cache.limits import Limits, power_of_two, quarter_steps
 from kvjax.cache.spec import CacheSpec
-from kvjax.choices import score_choices
+from kvjax.choices import ChoiceScore, score_choices, score_prefilled
 from kvjax.errors import InputError
 from kvjax.extend import extend
 from kvjax.generate import decode, generate
 from kvjax.likelihood import log_likelihood
+from kvjax.lm_eval.beginnings import Group, groups
 from kvjax.models.model import Model
 from kvjax.policies.traits import splits_heads
 from kvjax.prefill import Prefilled, prepare, run_prompts
@@ -67,6 +68,13 @@ class Runner:
         return evicts or spec.storage.apart or not spec.selection.reads_all
 
     @property
+    def _shares(self) -> bool:
+        """Whether what several contexts begin with may be processed once: it is as if each had been in one piece."""
+        rope = self.model.config.rope
+        by_length = rope is not None and rope.scaling in ("dynamic", "longrope")
+        return not self.changes and self.spec.policy.positions == "original" and not by_length
+
+    @property
     def window_length(self) -> int:
         """The most tokens of a window, whose last token is only scored."""
         config = self.model.config
@@ -78,6 +86,9 @@ class Runner:
         self, pairs: Sequence[Pair], done: Callable[[int, tuple[float, bool]], None] = lambda index, answer: None
     ) -> list[tuple[float, bool]]:
         """Scores continuations. Those of one context are scored from copies of one cache.
+
+        Under a cache that does not change, contexts that begin with the same `beginnings.LEAST` tokens or more are
+        copies of one cache too: their beginning is processed once.
 
         Args:
           pairs: what to score; contexts are truncated at their beginning to `max_length`.
@@ -95,31 +106,64 @@ class Runner:
             contexts.setdefault(self._fitting(pair), []).append(index)
         found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
 
-        longest_of = {
-            context: max(len(pairs[index].continuation) for index in own) for context, own in contexts.items()
-        }
-        # Padding is saved where it would be greatest.
-        long_choices = sum(longest_of.values()) > sum(map(len, contexts))
-
-        def sizes(item: tuple[tuple[int, ...], list[int]]) -> tuple[int, int]:
-            """Contexts of one bucket are together, and among these continuations of like lengths; or the reverse."""
-            context, most = item[0], longest_of[item[0]]
-            # The last token of a continuation is not fed.
-            return (_bucket(most - 1), len(context)) if long_choices else (_bucket(len(context)), most)
-
-        for batch in self._batches(list(contexts.items()), sizes):
-            tokens, lengths, limit = self._padded([context for context, _ in batch])
-            asked = [[pairs[index].continuation for index in indices] for _, indices in batch]
-            longest = max(len(each) for own in asked for each in own)
-            made = score_choices(
-                self.model, tokens, asked + [[]] * (len(tokens) - len(batch)), self.spec, lengths=lengths,
-                limits=Limits(prompt=limit, new_tokens=power_of_two(longest, SMALLEST_CHOICE)), **self._options,
-            )  # fmt: skip
-            for (_, indices), own in zip(batch, made, strict=False):
-                for index, score in zip(indices, own, strict=True):
+        # Under a cache that changes, what is kept of a context depends on where its prompt ends.
+        alike = groups(list(contexts)) if self._shares else [Group((), list(range(len(contexts))))]
+        items = list(contexts.items())
+        for beginning, members in alike:
+            own = [(context[len(beginning) :], indices) for context, indices in (items[number] for number in members)]
+            for indices, scores in self._scores_after(beginning, own, pairs):
+                for index, score in zip(indices, scores, strict=True):
                     found[index] = (score.total, score.greedy)
                     done(index, found[index])
         return found
+
+    def _scores_after(
+        self, beginning: Ids, contexts: Sequence[tuple[Ids, list[int]]], pairs: Sequence[Pair]
+    ) -> Iterator[tuple[list[int], list[ChoiceScore]]]:
+        """Scores the continuations of contexts that share a beginning, which is processed once.
+
+        Args:
+          beginning: token ids, or none.
+          contexts: what follows the beginning, and the numbers of the continuations, for each context.
+          pairs: which have the continuations.
+
+        Yields:
+          The numbers of the continuations of a context, and their scores.
+        """
+        if not contexts:
+            return
+        longest_of = {
+            number: max(len(pairs[index].continuation) for index in own) for number, (_, own) in enumerate(contexts)
+        }
+        # Padding is saved where it would be greatest.
+        long_choices = sum(longest_of.values()) > sum(len(context) for context, _ in contexts)
+
+        def sizes(number: int) -> tuple[int, int]:
+            """Contexts of one bucket are together, and among these continuations of like lengths; or the reverse."""
+            length, most = len(contexts[number][0]), longest_of[number]
+            # The last token of a continuation is not fed.
+            return (_bucket(most - 1), length) if long_choices else (_bucket(length), most)
+
+        begun = None
+        if len(beginning):
+            tokens, lengths, limit = self._padded([beginning])
+            following = max(len(context) for context, _ in contexts)
+            begun = self._begun(tokens, lengths, [following], max(longest_of.values()), limit)
+        for batch in self._batches(list(range(len(contexts))), sizes):
+            tokens, lengths, limit = self._padded([contexts[number][0] for number in batch])
+            asked = [[pairs[index].continuation for index in contexts[number][1]] for number in batch]
+            asked += [[]] * (len(tokens) - len(batch))
+            if begun is not None:
+                copies = extend(self.model, begun, tokens, lengths=lengths, rows=[0] * len(tokens))
+                made = score_prefilled(self.model, copies, asked)
+            else:
+                longest = max(longest_of[number] for number in batch)
+                made = score_choices(
+                    self.model, tokens, asked, self.spec, lengths=lengths,
+                    limits=Limits(prompt=limit, new_tokens=power_of_two(longest, SMALLEST_CHOICE)), **self._options,
+                )  # fmt: skip
+            for number, scores in zip(batch, made, strict=False):
+                yield contexts[number][1], scores
 
     def windows(self, windows: Sequence[Pair], done: Callable[[int], None] = lambda index: None) -> list[float]:
         """Scores windows of texts: the log-probability of each continuation in nats.

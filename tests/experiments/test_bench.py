@@ -414,6 +414,7 @@ def test_a_peer_that_is_missing_says_what_to_install(name, tmp_path, monkeypatch
         (["decode", "--fill", "--against=transformers", "--batch=1", "--context=8"], "give --against=none with --fill"),
         (["decode", "--output=/nowhere/at/all.json"], "cannot be written"),
         (["lm_eval", "--against=none"], "needs --data=FOLDER"),
+        (["lm_eval", "--against=none", "--data=/nowhere", "--examples=last"], "valid: first, drawn"),
         (["lm_eval", "--against=none", "--data=/nowhere"], "there is no file /nowhere/copa"),
     ],
 )

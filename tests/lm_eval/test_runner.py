@@ -8,7 +8,8 @@ import kvjax
 from kvjax import choices, policies, storage
 from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError, InputError, PolicyError
-from kvjax.lm_eval import options
+from kvjax.lm_eval import beginnings, options
+from kvjax.lm_eval import runner as runner_module
 from kvjax.lm_eval.runner import Pair, Runner
 from kvjax.prefill import prefill_steps
 from tests.tiny import VOCAB, tiny
@@ -44,6 +45,46 @@ def test_scores_in_the_order_of_the_requests(spec):
     assert seen == dict(enumerate(got))
     for pair, (score, _) in zip(pairs, got, strict=True):
         assert score == pytest.approx(float(alone(spec, pair).sum()), abs=1e-4)
+
+
+def test_contexts_are_grouped_by_what_they_begin_with():
+    """By the longest beginning of four contexts or more, each of which has a token of its own."""
+    start, other = tuple(range(100)), tuple(range(200, 280))
+    ends = [(number, *range(number)) for number in range(5)]
+    contexts = [start + other + end for end in ends]
+    contexts += [start + end for end in ends]
+    contexts += [start[:40] + end for end in ends]  # too short a beginning
+    contexts += [other + end for end in ends[:3]]  # too few contexts
+    assert beginnings.groups(contexts) == [
+        (start + other, [0, 1, 2, 3, 4]),
+        (start, [5, 6, 7, 8, 9]),
+        ((), list(range(10, 18))),
+    ]
+    # The shortest context is a part of the others.
+    assert beginnings.groups([start, *[start + end for end in ends]])[0] == (start[:-1], list(range(6)))
+    assert beginnings.groups([]) == [((), [])]
+
+
+@pytest.mark.parametrize("spec", [FULL, H2O], ids=["full", "h2o-int8"])
+def test_a_beginning_that_contexts_share_is_processed_once(spec, monkeypatch):
+    rng, shared = np.random.default_rng(6), {"rows": 4, "max_length": 120}
+    start = ids(rng, 70, 70)
+    contexts = [start + ids(rng, 1, 20) for _ in range(6)] + [ids(rng, 1, 30) for _ in range(2)]
+    pairs = [Pair(context, ids(rng, 1, 8)) for context in contexts for _ in range(2)]
+    fed = []
+    plain = runner_module.run_prompts
+    monkeypatch.setattr(
+        runner_module,
+        "run_prompts",
+        lambda model, tokens, *more, **own: fed.append(tokens) or plain(model, tokens, *more, **own),
+    )
+    got = runner(spec, **shared).scores(pairs)
+    for pair, (score, greedy) in zip(pairs, got, strict=True):
+        assert score == pytest.approx(float(alone(spec, pair, 120).sum()), abs=1e-4) and not greedy
+    # Under a cache that changes, what is kept of a context depends on where its prompt ends.
+    assert len(fed) == (spec == FULL)
+    if fed:
+        np.testing.assert_array_equal(fed[0][0], start)
 
 
 def test_windows_do_not_depend_on_their_prompt_if_the_cache_does_not_change():
