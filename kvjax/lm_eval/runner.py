@@ -2,27 +2,27 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvjax.attention import Implementation
-from kvjax.cache.limits import Limits, power_of_two, quarter_steps
+from kvjax.cache.limits import Limits, power_of_two
 from kvjax.cache.spec import CacheSpec
 from kvjax.choices import ChoiceScore, score_choices, score_prefilled
 from kvjax.errors import InputError
 from kvjax.extend import extend
 from kvjax.generate import decode, generate
 from kvjax.likelihood import log_likelihood
+from kvjax.lm_eval.batches import batches, bucket, padded, until
 from kvjax.lm_eval.beginnings import Group, groups
 from kvjax.models.model import Model
 from kvjax.policies.traits import splits_heads
 from kvjax.prefill import Prefilled, prepare, run_prompts
-from kvjax.sampling import Greedy, Sampler
+from kvjax.sampling import Greedy, Sampler, penalty_of
 
-T = TypeVar("T")
 Ids = Sequence[int]
-SMALLEST_CONTEXT, SMALLEST_CHOICE = 16, 16  # tokens that shorter contexts and continuations have arrays for
+SMALLEST_CHOICE = 16  # tokens that shorter continuations have arrays for
 
 
 class Pair(NamedTuple):
@@ -69,7 +69,10 @@ class Runner:
 
     @property
     def _shares(self) -> bool:
-        """Whether what several contexts begin with may be processed once: it is as if each had been in one piece."""
+        """Whether what several contexts begin with may be processed once, as if each were in one piece.
+
+        Under a cache that changes, what is kept of a context depends on where its prompt ends.
+        """
         rope = self.model.config.rope
         by_length = rope is not None and rope.scaling in ("dynamic", "longrope")
         return not self.changes and self.spec.policy.positions == "original" and not by_length
@@ -106,10 +109,8 @@ class Runner:
             contexts.setdefault(self._fitting(pair), []).append(index)
         found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
 
-        # Under a cache that changes, what is kept of a context depends on where its prompt ends.
-        alike = groups(list(contexts)) if self._shares else [Group((), list(range(len(contexts))))]
         items = list(contexts.items())
-        for beginning, members in alike:
+        for beginning, members in self._alike(list(contexts), self._shares):
             own = [(context[len(beginning) :], indices) for context, indices in (items[number] for number in members)]
             for indices, scores in self._scores_after(beginning, own, pairs):
                 for index, score in zip(indices, scores, strict=True):
@@ -142,15 +143,11 @@ class Runner:
             """Contexts of one bucket are together, and among these continuations of like lengths; or the reverse."""
             length, most = len(contexts[number][0]), longest_of[number]
             # The last token of a continuation is not fed.
-            return (_bucket(most - 1), length) if long_choices else (_bucket(length), most)
+            return (bucket(most - 1), length) if long_choices else (bucket(length), most)
 
-        begun = None
-        if len(beginning):
-            tokens, lengths, limit = self._padded([beginning])
-            following = max(len(context) for context, _ in contexts)
-            begun = self._begun(tokens, lengths, [following], max(longest_of.values()), limit)
-        for batch in self._batches(list(range(len(contexts))), sizes):
-            tokens, lengths, limit = self._padded([contexts[number][0] for number in batch])
+        begun = self._beginning(beginning, [len(context) for context, _ in contexts], max(longest_of.values()))
+        for batch in batches(list(range(len(contexts))), self.rows, sizes):
+            tokens, lengths, limit = padded(self.model, self.rows, [contexts[number][0] for number in batch])
             asked = [[pairs[index].continuation for index in contexts[number][1]] for number in batch]
             asked += [[]] * (len(tokens) - len(batch))
             if begun is not None:
@@ -180,10 +177,10 @@ class Runner:
             return [score for score, _ in self.scores(windows, lambda index, _: done(index))]
         found = [0.0] * len(windows)
         texts = [(index, [*self._fitting(pair), *pair.continuation]) for index, pair in enumerate(windows)]
-        for batch in self._batches(texts, lambda item: len(item[1])):
-            tokens, lengths, _ = self._padded([text for _, text in batch])
+        for batch in batches(texts, self.rows, lambda item: len(item[1])):
+            tokens, lengths, _ = padded(self.model, self.rows, [text for _, text in batch])
             prompt = np.maximum(1, np.floor(lengths * self.rolling_prompt).astype(np.int32))
-            longest, most = (_bucket(int(each.max())) for each in (prompt, lengths - prompt))
+            longest, most = (bucket(int(each.max())) for each in (prompt, lengths - prompt))
             scored = log_likelihood(
                 self.model, tokens, self.spec, prompt_length=prompt, lengths=lengths,
                 limits=Limits(prompt=longest, new_tokens=most), **self._options,
@@ -231,19 +228,31 @@ class Runner:
         if any(not len(context) for context in contexts):
             raise InputError("a context has no token; give a text, or a tokenizer that begins texts with BOS.")
         found: list[np.ndarray] = [np.zeros(0, np.int32)] * len(contexts)
-        cut = [(index, list(context)[-room:]) for index, context in enumerate(contexts)]
-        for batch in self._batches(cut, lambda item: len(item[1])):
-            tokens, lengths, limit = self._padded([context for _, context in batch])
-            spare = len(tokens) - len(batch)
-            made = generate(
-                self.model, tokens, self.spec, max_new_tokens=new_tokens, lengths=lengths, stop=stop, sampler=sampler,
-                until=_until(ended, len(batch), spare), key=key,
-                requests=[*(index for index, _ in batch), *[0] * spare],
-                limits=Limits(prompt=limit, new_tokens=new_tokens), **self._options,
-            )  # fmt: skip
-            for (index, _), row, length in zip(batch, made.tokens, made.lengths, strict=False):
-                found[index] = row[:length]
-                done(index, found[index])
+        cut = [tuple(context)[-room:] for context in contexts]
+        # A penalty counts the tokens of whole contexts.
+        shares = self._shares and penalty_of(sampler) is None
+        for beginning, members in self._alike(cut, shares):
+            own = [(index, cut[index][len(beginning) :]) for index in members]
+            begun = self._beginning(beginning, [len(context) for _, context in own], new_tokens)
+            for batch in batches(own, self.rows, lambda item: len(item[1])):
+                tokens, lengths, limit = padded(self.model, self.rows, [context for _, context in batch])
+                spare = len(tokens) - len(batch)
+                options: dict[str, Any] = {
+                    "max_new_tokens": new_tokens, "stop": stop, "sampler": sampler, "key": key,
+                    "until": until(ended, len(batch), spare),
+                    "requests": [*(index for index, _ in batch), *[0] * spare],
+                }  # fmt: skip
+                if begun is not None:
+                    copies = extend(self.model, begun, tokens, lengths=lengths, rows=[0] * len(tokens))
+                    made = decode(self.model, copies, **options)
+                else:
+                    made = generate(
+                        self.model, tokens, self.spec, lengths=lengths,
+                        limits=Limits(prompt=limit, new_tokens=new_tokens), **options, **self._options,
+                    )  # fmt: skip
+                for (index, _), row, length in zip(batch, made.tokens, made.lengths, strict=False):
+                    found[index] = row[:length]
+                    done(index, found[index])
         return found
 
     def answers(
@@ -285,8 +294,8 @@ class Runner:
                 )
             if own:
                 cut.append((index, list(context)[-room:], longest))
-        for batch in self._batches(cut, lambda item: (_bucket(len(item[1])), item[2])):
-            tokens, lengths, limit = self._padded([context for _, context, _ in batch])
+        for batch in batches(cut, self.rows, lambda item: (bucket(len(item[1])), item[2])):
+            tokens, lengths, limit = padded(self.model, self.rows, [context for _, context, _ in batch])
             begun = self._begun(tokens, lengths, [longest for *_, longest in batch], new_tokens, limit)
             asked = [
                 (row, index, number) for row, (index, *_) in enumerate(batch) for number in range(len(questions[index]))
@@ -295,18 +304,30 @@ class Runner:
             asked.sort(key=lambda each: -len(questions[each[1]][each[2]]))
             for start in range(0, len(asked), self.rows):
                 part = asked[start : start + self.rows]
-                ids, sizes, _ = self._padded([questions[index][number] for _, index, number in part])
+                ids, sizes, _ = padded(self.model, self.rows, [questions[index][number] for _, index, number in part])
                 spare = len(ids) - len(part)
                 copies = extend(
                     self.model, begun, ids, lengths=sizes, rows=[*(row for row, *_ in part), *[0] * spare]
                 )  # fmt: skip
                 made = decode(
-                    self.model, copies, max_new_tokens=new_tokens, stop=stop, until=_until(ended, len(part), spare)
+                    self.model, copies, max_new_tokens=new_tokens, stop=stop, until=until(ended, len(part), spare)
                 )  # fmt: skip
                 for (_, index, number), row, length in zip(part, made.tokens, made.lengths, strict=False):
                     found[index][number] = row[:length]
                     done(index, number, found[index][number])
         return found
+
+    @staticmethod
+    def _alike(contexts: Sequence[tuple[int, ...]], shares: bool) -> list[Group]:
+        """Groups contexts by what they begin with, if it may be shared."""
+        return groups(contexts) if shares else [Group((), list(range(len(contexts))))]
+
+    def _beginning(self, beginning: Ids, following: Sequence[int], new_tokens: int) -> Prefilled | None:
+        """Processes what contexts begin with, if they do, with room for what follows it in each, and new tokens."""
+        if not len(beginning):
+            return None
+        tokens, lengths, limit = padded(self.model, self.rows, [beginning])
+        return self._begun(tokens, lengths, [max(following)], new_tokens, limit)
 
     def _begun(
         self, tokens: np.ndarray, lengths: np.ndarray, questions: Sequence[int], new_tokens: int, limit: int
@@ -338,41 +359,3 @@ class Runner:
                 f"one, and at most max_length={self.max_length} are scored."
             )
         return tuple(pair.context)[-(self.max_length + 1 - len(pair.continuation)) :]
-
-    def _batches(self, items: list[T], size: Callable[[T], Any]) -> Iterator[list[T]]:
-        """Items of like sizes together, the largest first: what does not fit memory fails at once."""
-        items = sorted(items, key=size, reverse=True)
-        for start in range(0, len(items), self.rows):
-            yield items[start : start + self.rows]
-
-    def _padded(self, texts: Sequence[Ids]) -> tuple[np.ndarray, np.ndarray, int]:
-        """Returns texts as [B, T] int32, their lengths [B] int32, and the bucket of the longest of them.
-
-        B is the number of rows, or a power of two where there are fewer texts, and a multiple of the rows that a mesh
-        divides; further rows have one token.
-        """
-        rows = self.model.rows_on_mesh(min(self.rows, power_of_two(len(texts), 1)))
-        lengths = np.ones(rows, np.int32)
-        tokens = np.zeros((rows, max(map(len, texts))), np.int32)
-        for row, text in enumerate(texts):
-            tokens[row, : len(text)], lengths[row] = text, len(text)
-        return tokens, lengths, _bucket(int(lengths.max()))
-
-
-def _until(
-    ended: Callable[[np.ndarray], bool] | None, count: int, spare: int
-) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Returns the `until` of `kvjax.generate`: `ended` is asked about `count` rows; the spare ones have ended."""
-    if ended is None and not spare:
-        return None
-
-    def until(ids: np.ndarray) -> np.ndarray:
-        rows = [ended is not None and ended(row[row >= 0]) for row in ids[:count]]
-        return np.array([*rows, *[True] * spare])
-
-    return until
-
-
-def _bucket(length: int) -> int:
-    """The size that contexts are padded to, of four for each power of two: at most a fifth of it is padding."""
-    return quarter_steps(length, SMALLEST_CONTEXT)

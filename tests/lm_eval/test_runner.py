@@ -79,12 +79,18 @@ def test_a_beginning_that_contexts_share_is_processed_once(spec, monkeypatch):
         lambda model, tokens, *more, **own: fed.append(tokens) or plain(model, tokens, *more, **own),
     )
     got = runner(spec, **shared).scores(pairs)
-    for pair, (score, greedy) in zip(pairs, got, strict=True):
-        assert score == pytest.approx(float(alone(spec, pair, 120).sum()), abs=1e-4) and not greedy
-    # Under a cache that changes, what is kept of a context depends on where its prompt ends.
-    assert len(fed) == (spec == FULL)
-    if fed:
-        np.testing.assert_array_equal(fed[0][0], start)
+    for pair, (score, _) in zip(pairs, got, strict=True):
+        assert score == pytest.approx(float(alone(spec, pair, 120).sum()), abs=1e-4)
+    greedy, sampled, penalised = {}, {"sampler": kvjax.Sample()}, {"sampler": kvjax.Sample(repetition_penalty=1.2)}
+    for options in (greedy, sampled | {"key": jax.random.key(1)}, penalised):
+        texts = runner(spec, **shared).texts(contexts, new_tokens=5, **options)
+        for number, context in enumerate(contexts):
+            own = kvjax.generate(tiny(layers=1).model, context, spec, max_new_tokens=5, requests=[number], **options)
+            np.testing.assert_array_equal(texts[number], own.tokens[0])
+    # What a cache that changes keeps of a context depends on where its prompt ends. A penalty counts all tokens.
+    assert len(fed) == (3 if spec == FULL else 0)
+    for tokens in fed:
+        np.testing.assert_array_equal(tokens[0], start)
 
 
 def test_windows_do_not_depend_on_their_prompt_if_the_cache_does_not_change():
