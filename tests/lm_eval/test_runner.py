@@ -82,10 +82,10 @@ def test_a_beginning_that_contexts_share_is_processed_once(spec, monkeypatch):
     for pair, (score, _) in zip(pairs, got, strict=True):
         assert score == pytest.approx(float(alone(spec, pair, 120).sum()), abs=1e-4)
     greedy, sampled, penalised = {}, {"sampler": kvjax.Sample()}, {"sampler": kvjax.Sample(repetition_penalty=1.2)}
-    for options in (greedy, sampled | {"key": jax.random.key(1)}, penalised):
-        texts = runner(spec, **shared).texts(contexts, new_tokens=5, **options)
+    for given in (greedy, sampled | {"key": jax.random.key(1)}, penalised):
+        texts = runner(spec, **shared).texts(contexts, new_tokens=5, **given)
         for number, context in enumerate(contexts):
-            own = kvjax.generate(tiny(layers=1).model, context, spec, max_new_tokens=5, requests=[number], **options)
+            own = kvjax.generate(tiny(layers=1).model, context, spec, max_new_tokens=5, requests=[number], **given)
             np.testing.assert_array_equal(texts[number], own.tokens[0])
     # What a cache that changes keeps of a context depends on where its prompt ends. A penalty counts all tokens.
     assert len(fed) == (3 if spec == FULL else 0)
