@@ -126,6 +126,8 @@ class Session:
         score.check(config.recall)
         answering.check(config.tasks)
         model = self.model(config)
+        for spec in specs if config.model.calibration else ():
+            calibrated_for(model, spec, config.model.calibration)  # a file that does not fit is an error at once
         tokens, prompt_length, text = data.load(config.data, model, config.seed)
         asked = score.make_prompts(config.recall, model, config.seed)
         tasks, journal = answering.make(config.tasks, model, config.seed), self._journal(config)
@@ -229,11 +231,15 @@ def _load(config: ExperimentConfig) -> Model:
 
 
 def calibrated_for(model: Model, spec: CacheSpec, path: str | None) -> Model:
-    """The model with the calibration of a storage that needs one: of a file, or made from a generated story."""
+    """The model with the calibration of a storage that needs one: of a file, or made from a generated story.
+
+    A file is read, and checked, also where the storage needs none.
+    """
+    given = None if path is None else kvjax.load_calibration(path)
     if not required(spec.storage):
         return model
-    if path is not None:
-        return kvjax.calibrated(model, spec.storage, kvjax.load_calibration(path))
+    if given is not None:
+        return kvjax.calibrated(model, spec.storage, given)
     sample = data.calibration_sample(model, SAMPLE_ROWS, min(SAMPLE_TOKENS, model.config.max_positions))
     return kvjax.calibrated(model, spec.storage, kvjax.calibrate(model, sample, spec.storage))
 

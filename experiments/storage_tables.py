@@ -41,6 +41,9 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "turboquant": ("turboquant(4)", "turboquant(3)", "turboquant(2)"),
 }
 
+#: Further rows of the table of what composes, which are not as the first of their storage.
+UNLIKE = {text: text for text in ("mikv(balance=False)",)}
+
 Spec = Callable[[Storage], CacheSpec]
 
 
@@ -57,6 +60,8 @@ POLICIES: Mapping[str, Spec] = {
     "window": under(policies.window(0.5)),
     "tova": under(policies.tova(0.5)),
 }
+#: Columns that are about policies alone.
+OF_POLICIES = ("`full`", "prompt compressor", "evicts while decoding")
 #: Column -> what a storage meets there: policy -> (its cache, tokens of a block of the prompt).
 COLUMNS: Mapping[str, Mapping[str, tuple[Spec, int | None]]] = {
     "`full`": {"full": (POLICIES["full"], None)},
@@ -111,9 +116,11 @@ def composes() -> str:
     """The table of what a storage goes with, and why not where it does not."""
     reasons: list[str] = []
 
-    def cell(held: Storage, cases: Mapping[str, tuple[Spec, int | None]]) -> str:
-        # A policy that is refused in any case says nothing about a column.
-        met = {name: case for name, case in cases.items() if refusal(POLICIES[name], held, None) is None} or cases
+    def cell(held: Storage, column: str) -> str:
+        cases = COLUMNS[column]
+        # A policy that is refused in any case says nothing about another column.
+        known = {name: case for name, case in cases.items() if refusal(POLICIES[name], held, None) is None}
+        met = cases if column in OF_POLICIES else known or cases
         refused = {name: refusal(spec, held, block) for name, (spec, block) in met.items()}
         works = [name for name, reason in refused.items() if reason is None]
         first = next((reason for reason in refused.values() if reason is not None), None)
@@ -124,9 +131,9 @@ def composes() -> str:
         return f"{'only ' + ', '.join(works) if works else 'refused'} ({reasons.index(first) + 1})"
 
     lines = [f"| | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
-    for name, (text, *_) in rows().items():
-        cells = [cell(build(text), cases) for cases in COLUMNS.values()]
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    shown = {name: texts[0] for name, texts in rows().items()} | UNLIKE
+    for name, text in sorted(shown.items(), key=lambda pair: list(STORAGES).index(pair[0].partition("(")[0])):
+        lines.append(f"| `{name}` | " + " | ".join(cell(build(text), column) for column in COLUMNS) + " |")
     notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
     return "\n".join(lines + (["", *notes] if notes else []))
 

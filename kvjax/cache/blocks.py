@@ -16,6 +16,7 @@ from kvjax.cache.slots import SHARED, write
 from kvjax.cache.state import LayerKV, Store
 from kvjax.storage.base import Parts, Shapes, Storage
 from kvjax.storage.layouts import BlockCodec, Blocks, SegmentCodec
+from kvjax.storage.rounding import within
 from kvjax.storage.side import Sides
 from kvjax.storage.store import aligned, warn_if_larger
 
@@ -164,7 +165,8 @@ def decode(storage: Storage, layer: LayerKV, side: str, dtype: DTypeLike, sides:
         sizes = (unit, layer.dim) if isinstance(codec, BlockCodec) else (layer.dim,)
         shared = aligned(storage, sides, side, 3 + len(sizes))
         # [B, K, N, D]
-        coded = codec.decode(parts, shared, *sizes).reshape(*exact.shape[:2], units * unit, layer.dim).astype(dtype)
+        coded = codec.decode(parts, shared, *sizes).reshape(*exact.shape[:2], units * unit, layer.dim)
+        coded = within(coded, dtype)
         if PROMPT in layer.marks:
             # Blocks after the prompt; what is not encoded yet lies in slots beyond.
             at = layer.marks[PROMPT][..., None] + jnp.arange(units * unit, dtype=jnp.int32)
@@ -189,7 +191,7 @@ def from_prompt(codec: SegmentCodec, parts: Parts, unit: int, whole: Array) -> A
     if not blocks:
         return whole
     *shape, slots, dim = whole.shape
-    coded = codec.decode(own, shared, unit, dim).reshape(*shape, blocks * unit, dim).astype(whole.dtype)
+    coded = within(codec.decode(own, shared, unit, dim).reshape(*shape, blocks * unit, dim), whole.dtype)
     return jnp.pad(coded, ((0, 0), (0, 0), (0, slots - blocks * unit), (0, 0)))
 
 

@@ -80,9 +80,10 @@ def _refuses_sides(storage: Storage, branch: Branch, sizes: Sizes) -> str | None
         return None
     selection = branch.selection
     if storage.sides_of(PROMPT) and sizes.block is not None:
+        without = ", or use balance=False" if isinstance(storage.layout, Tiers) else ""
         return (
             "what its vectors share is made from the whole prompt when that ends, so that it goes in in one shot; "
-            "leave out prefill_block."
+            f"leave out prefill_block{without}."
         )
     positions = {policy.positions for policy in (branch.prompt, branch.decode)}
     if storage.frame == ROTATED and "cache" in positions:

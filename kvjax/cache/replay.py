@@ -79,6 +79,8 @@ def replay(
     """
     prompt, decode = _triple("prompt", prompt), _triple("decode", decode)
     lengths = np.asarray(lengths)
+    if not np.issubdtype(lengths.dtype, np.integer):
+        raise InputError(f"lengths must be whole numbers, one per row; got {lengths.tolist()}.")
     config = _config(prompt, decode, lengths, rope)
     policy = full() if policy is None else policy
     spec = CacheSpec(policy, storage, everything() if selection is None else selection)
@@ -211,7 +213,8 @@ def read(
     if not (layer.marks or _is_exact(layer)):
         storage = storage.by_age() or storage
     ways = stores_of(storage)
-    if len(ways) > len(layer.stores):  # a residual that covers every token
+    # A residual that covers every token, and blocks of which none is ever full.
+    if len(ways) > len(layer.stores) or (isinstance(storage.layout, Blocks) and _is_exact(layer)):
         ways = (dense(),)
     if len(ways) != len(layer.stores) or any(map(_differs, ways, layer.stores, [layer.dim] * len(ways))):
         raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")

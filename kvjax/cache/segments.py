@@ -19,6 +19,7 @@ from kvjax.cache.slots import SHARED
 from kvjax.cache.state import LayerKV, Store
 from kvjax.storage.base import Codec, Storage
 from kvjax.storage.layouts import BlockCodec, Segments
+from kvjax.storage.rounding import within
 from kvjax.storage.side import Sides
 from kvjax.storage.store import aligned
 
@@ -157,7 +158,7 @@ def decode(storage: Storage, layer: LayerKV, tier: int, side: str, dtype: DTypeL
     assert isinstance(layout, Segments)
     own = storage_of(storage, tier)
     if side == "value":
-        return value_of(own).decode(store[side], aligned(own, sides, side, 4), layer.dim).astype(dtype)
+        return within(value_of(own).decode(store[side], aligned(own, sides, side, 4), layer.dim), dtype)
     count, size = jax.tree.leaves(store["value"])[0].shape[2], regions(layout, tier)
     later = later_parts(store)
     prompt = {
@@ -170,4 +171,4 @@ def decode(storage: Storage, layer: LayerKV, tier: int, side: str, dtype: DTypeL
     if segments and size:
         x = own.key.decode(later, None, size, layer.dim)
         pieces.append(x.reshape(*x.shape[:2], segments * size, layer.dim))
-    return jnp.concatenate(pieces, axis=2).astype(dtype)
+    return within(jnp.concatenate(pieces, axis=2), dtype)

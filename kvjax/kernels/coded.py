@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.storage.base import Codec
+from kvjax.storage.rounding import within
 from kvjax.storage.side import Parts
 
 Array = jax.Array
@@ -46,7 +47,7 @@ class Coded(flax.struct.PyTreeNode, kw_only=True):
 
     def decode(self) -> Array:
         """Returns the vectors, [B, K, S, D] in `dtype`."""
-        return self.codec.decode(self.parts, self.side, self.dim).astype(self.dtype)
+        return within(self.codec.decode(self.parts, self.side, self.dim), self.dtype)
 
     def of_slots(self, take: Callable[[Array], Array]) -> "Coded":
         """Returns some of the slots; `take` is given each part, [B, K, S, ...]."""

@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import memory, processes
+from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
+from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES, SKEW
 from kvjax.models.model import Model
 from kvjax.models.skew import can_fold
+from kvjax.products.quantized import is_quantized
 from kvjax.sharding import Params
 from kvjax.storage.calibration import Calibration
 from kvjax.storage.joint import kv_heads
@@ -31,21 +34,28 @@ def compress_kv_heads(model: Model, calibration: Calibration, heads: int) -> Mod
       heads: KV heads of a group, a divisor of the model's.
 
     Raises:
-      StorageError: a number of heads that does not divide the model's, a calibration that does not fit, or a model
-        whose keys are rotated or normalised after their projection.
+      StorageError: a number of heads that does not divide the model's, a calibration that does not fit, a model whose
+        keys are rotated or normalised after their projection, or one whose weights are codes.
       ConfigError: a model that is spread over several processes.
     """
     processes.check_alone(model.params, "compress_kv_heads")
     config = model.config
+    heads = count_argument("compress_kv_heads: heads", heads, minimum=1, error=StorageError)
     held = kv_heads(heads).bound(config.num_kv_heads)
     if not can_fold(config):
         raise StorageError(
             "compress_kv_heads: this model rotates or normalises keys after their projection, into which nothing can "
             f"be folded; generate with storage=kvjax.storage.kv_heads({heads}), which holds one latent of each group."
         )
-    dtype = model.params["embed"]["tokens"].dtype
-    calibration.check([held] * config.num_layers, config.num_kv_heads, config.head_dim, dtype, config.rope)
+    if calibration is None:
+        raise StorageError("compress_kv_heads needs a calibration: kvjax.calibrate(model, tokens, kv_heads(heads)).")
+    calibrated(model, held, calibration)  # raises where it does not fit
     params = dict(model.params)
+    if any(map(is_quantized, params["layer_0"]["attention"]["key"].values())):
+        raise StorageError(
+            "compress_kv_heads: the model's weights are codes, into which nothing can be folded; load exact weights, "
+            "and quantise the result with kvjax.quantize_weights."
+        )
     for index, sides in enumerate(calibration.layers):
         layer = dict(params[f"layer_{index}"])
         basis = {name: np.asarray(sides[name]["basis"], np.float64) for name in ("key", "value")}

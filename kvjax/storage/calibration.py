@@ -1,6 +1,7 @@
 """Calibrations: what the vectors of each layer share, made once from a text, and kept beside the parameters."""
 
 import ast
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -19,7 +20,8 @@ from safetensors.flax import save_file
 
 from kvjax.errors import StorageError
 from kvjax.rope import Rope
-from kvjax.storage.base import Storage
+from kvjax.storage.base import Codec, Storage
+from kvjax.storage.layouts import Blocks
 from kvjax.storage.side import CALIBRATION, Samples, Sides
 
 Array = jax.Array
@@ -38,12 +40,14 @@ class Calibration(flax.struct.PyTreeNode):
       method: what the arrays are, for messages.
       rope: the rotary embedding of the model that they were made for; None without one.
       model: the fingerprint of that model (`kvjax.models.calibrate.fingerprint`); None = not known.
+      kind: what it is of, apart from shapes; see `kind_of`. None = not known.
     """
 
     layers: tuple[Sides, ...]
     method: str = flax.struct.field(pytree_node=False, default="given")
     rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
     model: str | None = flax.struct.field(pytree_node=False, default=None)
+    kind: str | None = flax.struct.field(pytree_node=False, default=None)
 
     @classmethod
     def of(
@@ -71,8 +75,14 @@ class Calibration(flax.struct.PyTreeNode):
                     f"token; got {given.key.shape} and {given.value.shape}."
                 )
             kv_heads = given.key.shape[1]
-            storage.bound(kv_heads)  # raises where groups of heads do not divide the KV heads
-            storage.of_layer(index).of_head(0, kv_heads)  # raises where ranks are of other heads
+            bound = storage.bound(kv_heads)  # raises where groups of heads do not divide the KV heads
+            one = bound.of_layer(index).of_head(0, kv_heads)  # raises where ranks are of other heads
+            # Raises where vectors would be held in more numbers than they have.
+            for codec in one.codecs.values():
+                if isinstance(codec, Codec):
+                    codec.parts(given.key.shape[-1], dtype)
+                elif isinstance(one.layout, Blocks):
+                    codec.parts(one.layout.size, given.key.shape[-1], dtype)
             own = {"key": given.key, "value": given.value}
             for name, x in own.items():
                 if not np.all(np.isfinite(x)):
@@ -88,7 +98,7 @@ class Calibration(flax.struct.PyTreeNode):
             )
         if not layers:
             raise StorageError(f"storage {storage.name}: a calibration needs the samples of at least one layer.")
-        return cls(tuple(layers), method=method_of(storage), rope=rope)
+        return cls(tuple(layers), method=method_of(storage), rope=rope, kind=kind_of(storage.bound(kv_heads)))
 
     @property
     def hash(self) -> str:
@@ -99,7 +109,7 @@ class Calibration(flax.struct.PyTreeNode):
         """What a file says of the arrays, but for the hash."""
         about = {"format": FORMAT, "method": self.method, "rope": repr(self.rope)}
         about["shapes"] = json.dumps({name: list(x.shape) for name, x in _named(self.layers).items()})
-        return about if self.model is None else about | {"model": self.model}
+        return about | {name: x for name in ("model", "kind") if (x := getattr(self, name)) is not None}
 
     @property
     def nbytes(self) -> int:
@@ -144,13 +154,21 @@ class Calibration(flax.struct.PyTreeNode):
                 f"the calibration ({self.method}) was made for {_rope_name(self.rope)}, and the model has "
                 f"{_rope_name(rope)}; make one for this model with kvjax.calibrate."
             )
+        kinds = dict.fromkeys(kind_of(storage.bound(kv_heads)) for storage in storages if required(storage))
+        if self.kind is not None and (other := next((kind for kind in kinds if kind != self.kind), None)):
+            raise StorageError(
+                f"the calibration ({self.method}) is of {self.kind}, and storage {names} needs one of {other}. Make it "
+                "with kvjax.calibrate for this model and storage."
+            )
         made = [_shapes(layer) for layer in self.layers]
         both: list[tuple[Expected, Expected]] = list(itertools.zip_longest(made, expected, fillvalue={}))
         wrong = [index for index, (own, needed) in enumerate(both) if needed and own != needed]
         if wrong or len(made) != len(storages):
-            mine, needed = both[wrong[0] if wrong else 0]
-            if wrong and len(made) == len(storages):
+            if len(made) != len(storages):
+                mine, needed = both[0]
+            else:
                 # Of parts that both have, those that are equal say nothing.
+                mine, needed = both[wrong[0]]
                 mine, needed = _without(mine, needed), _without(needed, mine)
             raise StorageError(
                 f"the calibration ({self.method}) has {len(made)} layers of {_text(mine)}; storage {names} and this "
@@ -175,6 +193,20 @@ def required(storage: Storage) -> dict[str, Any]:
 def method_of(storage: Storage) -> str:
     """Describes how the calibration of a storage is made."""
     return ", ".join(f"{name}s: {side!r}" for name, side in required(storage).items())
+
+
+def kind_of(storage: Storage) -> str:
+    """Describes what the calibration of a storage is of, without the numbers of directions, which shapes tell.
+
+    Args:
+      storage: bound to the KV heads of a model; see `Storage.bound`.
+    """
+    found = []
+    for name, side in required(storage).items():
+        fields = [] if not dataclasses.is_dataclass(side) else dataclasses.fields(side)
+        own = [f"{field.name}={getattr(side, field.name)!r}" for field in fields if field.name != "rank"]
+        found.append(f"{name}s: {type(side).__name__}({', '.join(own)})")
+    return ", ".join(found)
 
 
 def expected_parts(storage: Storage, kv_heads: int, dim: int, dtype: DTypeLike) -> Expected:
@@ -207,6 +239,8 @@ def load_calibration(path: str | Path) -> Calibration:
     Raises:
       StorageError: there is no such file, it is damaged or was changed, it is of an older format, or no calibration.
     """
+    if Path(path).is_dir():
+        raise StorageError(f"calibration {path} is a folder; give the file that kvjax.calibrate(...).save(path) made.")
     if not Path(path).is_file():
         raise StorageError(f"calibration {path} does not exist; make it with kvjax.calibrate(...).save(path).")
     try:
@@ -220,7 +254,9 @@ def load_calibration(path: str | Path) -> Calibration:
             )
         if missing := [name for name in ("method", "rope", "hash", "shapes") if name not in about]:
             raise ValueError(f"its header has no {missing[0]!r}")
-        made = Calibration(_layers(tensors), about["method"], _rope(about["rope"]), about.get("model"))
+        made = Calibration(
+            _layers(tensors), about["method"], _rope(about["rope"]), about.get("model"), about.get("kind")
+        )
         shapes = {name: list(x.shape) for name, x in tensors.items()}
         if shapes != json.loads(about["shapes"]):
             raise StorageError(f"calibration {path}: its arrays have shapes {shapes}, and it says {about['shapes']}.")

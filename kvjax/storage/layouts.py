@@ -52,10 +52,18 @@ class Tiers:
       high: the `Storage` of the high tier, of single slots on the device.
       low_capacity: the number of slots of the low tier, whose oldest entry is lost when it is full; None = there is
         room for all that is evicted.
+
+    Raises:
+      StorageError: a capacity below 1.
     """
 
     high: Any
     low_capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.low_capacity is not None:
+            low = count_argument("tiers: low_capacity", self.low_capacity, minimum=1, error=StorageError)
+            object.__setattr__(self, "low_capacity", low)
 
 
 @dataclasses.dataclass(frozen=True)

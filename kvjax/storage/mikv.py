@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
 from kvjax.storage.base import Codec, Storage, factory
 from kvjax.storage.dense import dense
@@ -38,7 +37,9 @@ class Balance(Side):
         query = jnp.max(jnp.where(real[:, :, None], jnp.abs(view.query), 0.0), axis=(2, 3))
         key = jnp.max(jnp.where(real, jnp.abs(view.key), 0.0), axis=2)
         known = (query > 0) & (key > 0)
-        return {SCALE: jnp.where(known, jnp.sqrt(query / jnp.where(known, key, 1.0)), 1.0)}
+        # The roots first: the quotient may be below the smallest number, or above the largest.
+        scale = jnp.sqrt(query) / jnp.sqrt(jnp.where(known, key, 1.0))
+        return {SCALE: jnp.where(known, scale, 1.0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,5 @@ def mikv(
     key: Codec = scaled(codec, Balance()) if balance else codec
     if not isinstance(balance, bool):
         raise StorageError(f"storage mikv: balance={balance!r} must be True or False.")
-    if low_capacity is not None:
-        low_capacity = count_argument("storage mikv: low_capacity", low_capacity, minimum=1, error=StorageError)
     layout = Tiers(high=dense() if high is None else high, low_capacity=low_capacity)
     return Storage(key=key, value=codec, layout=layout, name=f"mikv{codec.bits}")

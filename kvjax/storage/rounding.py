@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 Array = jax.Array
 
 FLOAT32 = jnp.finfo(jnp.float32)
+WIDE = 1e30  # float16 ends at 65,504; bfloat16 and float32 end at 3e38
 
 
 def nearest(x: Array, dtype: DTypeLike) -> Array:
@@ -45,6 +46,18 @@ def as_stored(x: Array, dtype: DTypeLike) -> Array:
     """
     most = min(float(jnp.finfo(dtype).max), float(FLOAT32.max))
     return nearest(jnp.clip(x, -most, most), dtype).astype(dtype)
+
+
+def within(x: Array, dtype: DTypeLike) -> Array:
+    """Converts what a codec decodes to to the model's dtype, whose largest number it may exceed by its error.
+
+    Args:
+      x: float32.
+      dtype: the model's.
+    """
+    most = float(jnp.finfo(dtype).max)
+    # Of the dtypes of models, float16 alone has numbers as large as those of real vectors.
+    return jnp.clip(x, -most, most).astype(dtype) if most < WIDE else x.astype(dtype)
 
 
 def divide(x: Array, divisor: float | Array) -> Array:

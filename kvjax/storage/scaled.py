@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.errors import StorageError
@@ -44,6 +45,9 @@ class Scaled(Wrapping):
     def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
         return self.codec.encode(x * _scale(side), None, dtype)
 
+    def encode_without(self, x: Array, left_out: Array, side: Any, dtype: DTypeLike) -> Parts:
+        return self.codec.encode_without(x * _scale(side), left_out, None, dtype)
+
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
         return self.codec.decode(parts, None, dim) / _scale(side)
 
@@ -53,8 +57,9 @@ class Scaled(Wrapping):
 
 
 def _scale(side: Any) -> Array:
-    scale: Array = side[SCALE].astype("float32")
-    return scale
+    scale = side[SCALE].astype(jnp.float32)
+    # In float16 a small one is rounded to 0.
+    return jnp.where(scale == 0, 1.0, scale)
 
 
 def scaled(codec: Codec, side: Side) -> Scaled:

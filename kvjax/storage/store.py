@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from kvjax import memory
 from kvjax.storage.base import Codec, Exact, Parts, Storage
 from kvjax.storage.dims import Chain
+from kvjax.storage.rounding import within
 from kvjax.storage.side import PROMPT, PromptView, Shapes, Sides
 
 Array = jax.Array
@@ -121,7 +122,7 @@ def decode_side(
     codec, parts = _codecs(storage)[side], memory.to_device(store[side])
     if isinstance(codec, Exact):
         return parts["exact"]
-    return codec.decode(parts, aligned(storage, sides or {}, side, 4), dim).astype(dtype)
+    return within(codec.decode(parts, aligned(storage, sides or {}, side, 4), dim), dtype)
 
 
 def attended_side(

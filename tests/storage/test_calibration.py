@@ -316,6 +316,29 @@ def test_of_another_model_or_storage():
         kvjax.calibrated(model(), LOW, 3)
 
 
+def test_of_another_kind_with_the_same_shapes(tmp_path):
+    """Saved or not; also after training, which changes what the method is called. Numbers of directions are shapes."""
+    own, tokens = model(), random_tokens(1, 9)
+    made = kvjax.calibrate(own, tokens, storage.low_rank(4, 4, center=False))
+    made.replace(method="trained").save(tmp_path / "made")
+    for each in (made, kvjax.load_calibration(tmp_path / "made")):
+        kvjax.calibrated(own, storage.low_rank(4, 4, center=False), each)
+        with pytest.raises(StorageError, match="is of keys: .*basis='keys'.* needs one of .*basis='weights'"):
+            kvjax.calibrated(own, storage.low_rank(4, 4, center=False, basis="weights"), each)
+        with pytest.raises(StorageError, match="storage low_rank_k3v4 and this model need"):
+            kvjax.calibrated(own, storage.low_rank(3, 4, center=False), each)
+    outliers = kvjax.calibrate(own, tokens, storage.kvquant(3, 0.3))
+    with pytest.raises(StorageError, match=r"Quantiles\(outliers=0.3.* needs one of .*Quantiles\(outliers=0.2"):
+        kvjax.calibrated(own, storage.kvquant(3, 0.2), outliers)
+    with pytest.raises(StorageError, match=r"has 1 layers of key.basis .* need 2 layers of key.basis"):
+        kvjax.calibrated(own, storage.low_rank(4, 4, center=False), made.replace(layers=made.layers[:1]))
+    with pytest.raises(StorageError, match="is a folder"):
+        kvjax.load_calibration(tmp_path)
+    for wide in (storage.low_rank(DIM + 1, 4), storage.cskv(3 * DIM)):
+        with pytest.raises(StorageError, match=r"hold 1 to \d|exceeds the \d+ features"):
+            kvjax.calibrate(own, tokens, wide)
+
+
 @pytest.mark.parametrize(
     ("build", "match"),
     [

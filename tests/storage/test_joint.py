@@ -1,5 +1,6 @@
 """Joint heads: the worked case, CSKV's blocks, what is held against float64, and models with fewer KV heads."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -171,6 +172,21 @@ def test_heads_that_are_alike_become_one():
     four = kvjax.compress_kv_heads(own, kvjax.calibrate(own, tokens, storage.kv_heads(4)), 4)
     rough = kvjax.log_likelihood(four, tokens, policies.window(12), prompt_length=16).logprobs
     assert np.abs(rough - plain).max() > 1e-3
+    embed = own.params["embed"] | {"tokens": own.params["embed"]["tokens"] + 1}
+    other = dataclasses.replace(own, params=own.params | {"embed": embed})
+    for build, match in (
+        (lambda: kvjax.compress_kv_heads(own, made, 4), "JointDirections"),
+        (
+            lambda: kvjax.compress_kv_heads(own, made, "joint"),
+            "heads must be a whole number of at least 1; got 'joint'",
+        ),
+        (lambda: kvjax.compress_kv_heads(own, None, 2), "needs a calibration"),
+        (lambda: kvjax.compress_kv_heads(own, "made", 2), "calibration=str is not valid"),
+        (lambda: kvjax.compress_kv_heads(other, made, 2), "made for a model with the fingerprint"),
+        (lambda: kvjax.compress_kv_heads(kvjax.quantize_weights(own, group=8), made, 2), "weights are codes"),
+    ):
+        with pytest.raises(StorageError, match=match):
+            build()
 
 
 @pytest.mark.parametrize(

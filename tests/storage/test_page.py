@@ -41,6 +41,26 @@ def test_tables_are_complete():
         assert f"\n{number}. " in TEXT
 
 
+YES, NO = "yes", "refused"
+JOINT = ["yes", "only one by position", "only window, tova", NO, YES, YES]
+#: What goes with `full`, a prompt compressor, eviction while decoding, merges, positions="cache" and prefill_block.
+COMPOSES = {
+    "integer": [YES] * 6, "fp8": [YES] * 6, "bfp": [YES] * 6, "mxfp4": [YES] * 6, "kvquant": [YES] * 6,
+    "turboquant": [YES] * 6, "levels": [YES] * 6, "kivi": [YES, YES, NO, NO, YES, YES],
+    "gear": [YES, YES, NO, NO, YES, NO], "mikv": [NO, YES, YES, NO, YES, NO],
+    "mikv(balance=False)": [NO, YES, YES, NO, YES, YES], "zipcache": [YES, YES, NO, NO, YES, NO],
+    "think": [YES, YES, YES, NO, NO, NO], "low_rank": [YES, YES, YES, NO, NO, YES], "cskv": JOINT, "kv_heads": JOINT,
+    "minicache": [YES, "only one by position", NO, NO, YES, NO],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPOSES)
+def test_what_composes_is_what_the_definitions_say(name):
+    (line,) = [line for line in TEXT.splitlines() if line.startswith(f"| `{name}` |") and line.count("|") == 8]
+    cells = [re.sub(r" \(\d+\)$", "", cell.strip()) for cell in line.split("|")[2:-1]]
+    assert cells == COMPOSES[name]
+
+
 def test_a_table_that_is_not_the_codes_would_be_seen():
     wrong = TEXT.replace("| `int8` | 272 |", "| `int8` | 256 |")
     assert wrong != TEXT == storage_tables.regenerated(wrong)

@@ -45,8 +45,32 @@ def test_arguments_of_another_kind_are_refused():
     given = (np.zeros((1, 2, 4, 8), np.float32),) * 3
     with pytest.raises(KvjaxError, match=r"storage='int4' is not a Storage"):
         storage.replay("int4", given, given, np.array([4]))
+    with pytest.raises(InputError, match=r"lengths must be whole numbers, one per row; got \[3.5\]"):
+        storage.replay(storage.int8(), given, given, np.array([3.5]))
     with pytest.raises(InputError, match="prompt must be of floats; got int32"):
         storage.replay(storage.int8(), tuple(x.astype(np.int32) for x in given), given, np.array([4]))
+
+
+@pytest.mark.parametrize("held", [storage.kivi(2, 4, 16), storage.gear(4, 16, rank=2)], ids=lambda held: held.name)
+def test_a_layer_without_a_full_block_is_read_as_it_is(held):
+    rng = np.random.default_rng(1)
+    prompt, new = (tuple(rng.normal(size=(1, 2, n, 8)).astype(np.float32) for _ in range(3)) for n in (6, 3))
+    _, layer = storage.replay(held, prompt, new, np.array([6]))
+    for got, given in zip(storage.read(held, layer), zip(prompt[1:], new[1:], strict=True), strict=False):
+        np.testing.assert_array_equal(got, np.concatenate(given, axis=2))
+
+
+@pytest.mark.parametrize("held", [storage.kivi(2, 2, 4), storage.gear(4, 4, rank=2), storage.sparse(storage.int4(), 1)])
+def test_the_largest_numbers_of_float16_stay_finite(held):
+    """What codes decode to may be larger by an error."""
+    rng = np.random.default_rng(2)
+    signs = [rng.choice([-65504.0, 65504.0, 1.0], size=(1, 2, 12, 8)) for _ in range(2)]
+    prompt, new = (
+        tuple(jnp.asarray(x[:, :, own], jnp.float16) for x in (0 * signs[0], *signs))
+        for own in (slice(9), slice(9, 12))
+    )
+    output, _ = storage.replay(held, prompt, new, np.array([9]))
+    assert np.isfinite(np.asarray(output, np.float32)).all()
 
 
 @pytest.mark.parametrize(("sinks", "residual"), [(8, 0), (1, 7), (3, 6)])

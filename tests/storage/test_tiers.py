@@ -322,11 +322,27 @@ def test_prompts_in_blocks_need_no_balancer():
     assert lowered(HELD["coded"], policies.h2o(5), LENGTHS, STEPS, block=5).layout.prompt[0][0].slots == (16, 5)
 
 
+@pytest.mark.parametrize(("dtype", "query", "key"), [("float32", 1e-22, 1e18), ("float16", 1e-7, 6e4)])
+def test_a_balance_of_very_small_queries_and_large_keys(dtype, query, key):
+    """The quotient of both is no number of the dtype, or rounds to 0."""
+    rng, width = np.random.default_rng(0), 12
+    given = [rng.uniform(0.5, 1, size=(1, 2, width, 8)) for _ in range(3)]
+    given[0][..., 0] *= query
+    given[1][..., 0] *= key
+    prompt, new = (tuple(jnp.asarray(x[:, :, own], dtype) for x in given) for own in (slice(9), slice(9, width)))
+    output, layer = storage.replay(storage.mikv(4), prompt, new, np.array([9]), policies.h2o(4))
+    assert np.isfinite(np.asarray(output, np.float32)).all()
+    scale = np.asarray(layer.sides["key"]["scale"], np.float64)[..., 0]
+    largest = [np.abs(np.asarray(x, np.float64)[..., 0]).max(axis=2) for x in prompt[:2]]
+    np.testing.assert_allclose(scale, np.sqrt(largest[0] / largest[1]), rtol=1e-3, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("build", "match"),
     [
         (lambda: storage.mikv(0), "bits must be a whole number from 1 to 8; got 0"),
         (lambda: storage.mikv(low_capacity=0), "low_capacity must be a whole number of at least 1; got 0"),
+        (lambda: storage.tiers(storage.dense(), low_capacity=2.5), "low_capacity must be a whole number .* got 2.5"),
         (lambda: storage.mikv(balance=1), "balance=1 must be True or False"),
         (lambda: storage.mikv(high=storage.int8(residual=3)), "high=.* must be a storage of single slots on"),
         (lambda: storage.mikv(high=storage.kivi()), "high=.* must be a storage of single slots"),
