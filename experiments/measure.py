@@ -24,6 +24,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.policies import Policy
 from kvjax.prefill import prefill
+from kvjax.storage import breakdown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Measurement:
         None without repetitions.
       kv_bytes: of keys and values held while decoding.
       full_kv_bytes: what the full cache would hold.
+      kv_parts: what is held by kind; see `kvjax.storage.breakdown`, and ``calibration``, which all rows share.
       explain: which kernels ran, and why no faster one did; see `kvjax.cache.CacheLayout.explain`.
       recall: recall task -> share of its prompts answered exactly.
       asked: task -> its questions.
@@ -63,6 +65,7 @@ class Measurement:
     kv_bytes: int
     full_kv_bytes: int
     explain: str
+    kv_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     recall: Mapping[str, float] = dataclasses.field(default_factory=dict)
     asked: Mapping[str, Asked] = dataclasses.field(default_factory=dict)
     answers: Mapping[str, Sequence[Answer]] = dataclasses.field(default_factory=dict)
@@ -117,6 +120,7 @@ class Measurement:
             "compile_seconds": self.compile_seconds,
             "kv_bytes": self.kv_bytes,
             "full_kv_bytes": self.full_kv_bytes,
+            "kv_parts": dict(self.kv_parts),
             "recall": dict(self.recall),
             "tasks": self.scores(full),
             **({"chunk": chunk, "perplexity_by_chunk": self.by_chunk(chunk)} if chunk else {}),
@@ -198,6 +202,7 @@ def measure(
         kv_bytes=layout.bytes(rows),
         full_kv_bytes=full_cache_bytes(model.config, rows, prompt_length + steps, itemsize),
         explain=layout.explain(),
+        kv_parts=breakdown(generation.state) | {"calibration": layout.calibration_bytes()},
         recall=exact_matches(
             model, recall, spec, prefill_block=prefill_block, implementation=implementation,
             **(shared if _fits(recall, limits) else {}),

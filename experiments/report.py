@@ -113,6 +113,35 @@ def chunk_table(rows: Sequence[Row]) -> str:
     return f"## Perplexity by new tokens\n\n{table(lines, 'github')}"
 
 
+#: Columns of the table of bytes.
+PARTS = {
+    "codes": "codes", "parameters": "parameters", "exact": "exact", "sides": "sides",
+    "rest": "positions, statistics", "calibration": "calibration",
+}  # fmt: skip
+
+
+def bytes_table(rows: Sequence[Row]) -> str:
+    """What each cache holds by kind in Markdown, if one of them holds anything but exact numbers."""
+    known = [row for row in rows if row.get("kv_parts")]
+    if not any(row["kv_parts"]["codes"] or row["kv_parts"]["parameters"] for row in known):
+        return ""
+    lines = []
+    for row in known:
+        parts, whole = row["kv_parts"], row["kv_parts"]["stores"]
+        shown = {title: show_bytes(parts[name]) if parts[name] else NONE for name, title in PARTS.items()}
+        lines.append({
+            "policy": short(row["policy"]), **shown,
+            "held, of full": f"{100 * whole / row['full_kv_bytes']:.1f} %",
+            "with positions, statistics": f"{100 * (whole + parts['rest']) / row['full_kv_bytes']:.1f} %",
+        })  # fmt: skip
+    about = (
+        "Bytes that are allocated: codes; their scales, zeros and the like; exact numbers; what the vectors of a row "
+        "share; positions, statistics and the index of a selection. What a calibration says is shared by all rows, and "
+        "not a part of what is held."
+    )
+    return f"## Bytes held\n\n{about}\n\n{table(lines, 'github')}"
+
+
 def table(rows: Sequence[dict[str, str]], style: str = "simple") -> str:
     """Text columns left, numbers right. Styles: tabulate's, e.g. ``simple`` or ``github``."""
     if not rows:

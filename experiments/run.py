@@ -112,7 +112,8 @@ def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str
     rows = [report.cells(row) for row in summaries]
     labels = [row["policy"] for row in rows]
     (folder / "report.png").write_bytes(plots.run_plot(outcome.measurements))
-    tables = [each for each in (report.chunk_table(summaries), report.task_tables(summaries)) if each]
+    made = (report.bytes_table(summaries), report.chunk_table(summaries), report.task_tables(summaries))
+    tables = [each for each in made if each]
     tables += _write_answers(folder, outcome)
     where = f"{environment['device']} ({environment['cpu']}, {environment['cores']} cores)"
     versions = f"jax {environment['jax']}, Python {environment['python']}, commit {environment['commit'] or 'unknown'}"

@@ -63,3 +63,29 @@ def test_a_table_says_so_when_there_is_nothing():
 )
 def test_a_label_is_broken_into_lines_and_names_no_folder(name, shown):
     assert plots.label_of(name) == shown
+
+
+def test_bytes_are_shown_by_kind_where_anything_is_coded():
+    parts = {"codes": 400, "parameters": 100, "exact": 0, "sides": 0, "stores": 500, "rest": 60, "calibration": 32}
+    coded = {"policy": "full + int4", "full_kv_bytes": 2000, "kv_parts": parts}
+    exact = {
+        "policy": "full",
+        "full_kv_bytes": 2000,
+        "kv_parts": dict.fromkeys(parts, 0) | {"exact": 2000, "stores": 2000},
+    }
+    old = {"policy": "h2o", "full_kv_bytes": 2000}
+    assert report.bytes_table([exact, old]) == ""
+    *_, first, second = report.bytes_table([exact, coded, old]).splitlines()
+    assert [cell.strip() for cell in first.split("|")[1:-1]] == [
+        "full",
+        "-",
+        "-",
+        "2 kB",
+        "-",
+        "-",
+        "-",
+        "100.0 %",
+        "100.0 %",
+    ]
+    shown = ["full + int4", "400 B", "100 B", "-", "-", "60 B", "32 B", "25.0 %", "28.0 %"]
+    assert [cell.strip() for cell in second.split("|")[1:-1]] == shown

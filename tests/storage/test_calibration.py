@@ -323,7 +323,7 @@ def test_of_another_kind_with_the_same_shapes(tmp_path):
     made.replace(method="trained").save(tmp_path / "made")
     for each in (made, kvjax.load_calibration(tmp_path / "made")):
         kvjax.calibrated(own, storage.low_rank(4, 4, center=False), each)
-        with pytest.raises(StorageError, match="is of keys: .*basis='keys'.* needs one of .*basis='weights'"):
+        with pytest.raises(StorageError, match=r"is of keys: .*basis='keys'.* needs one of .*basis='weights'"):
             kvjax.calibrated(own, storage.low_rank(4, 4, center=False, basis="weights"), each)
         with pytest.raises(StorageError, match="storage low_rank_k3v4 and this model need"):
             kvjax.calibrated(own, storage.low_rank(3, 4, center=False), each)
