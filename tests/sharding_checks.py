@@ -31,6 +31,7 @@ from kvjax.roofline import decode_shapes
 from kvjax.rope import Rope
 from kvjax.sampling import Greedy
 from kvjax.selection import Selection, everything, infinigen, optimal, quest
+from kvjax.serve import Request, Runner
 from kvjax.storage import Storage, dense, int8, read, think
 from tests import conftest  # noqa: F401, it sets how programs are compiled
 
@@ -74,6 +75,7 @@ class Case:
       layers: of the model. A second is spread as the first is, and takes as long to compile.
       parts: of the slots of each head, on as many devices.
       rows: of the batch.
+      refilled: whether requests of several lengths are served too, in rows that take the next one.
     """
 
     model: str
@@ -89,6 +91,7 @@ class Case:
     layers: int = 1
     parts: int = 1
     rows: int = ROWS
+    refilled: bool = False
 
     @property
     def config(self) -> DecoderConfig:
@@ -105,7 +108,7 @@ class Case:
 
 
 _LIST = [
-    Case("mha", "window", "data:8", ragged=True, rows=7),
+    Case("mha", "window", "data:8", ragged=True, rows=7, refilled=True),
     Case("mha", "h2o", "model:2", prefill_block=5, ragged=True),
     Case("gqa", "h2o", "data:2,model:4", ragged=True, scored=True, layers=2),
     Case("experts", "full", "data:4,model:2", ragged=True),
@@ -116,11 +119,11 @@ _LIST = [
     # KV heads that the devices do not divide: slots are divided.
     Case("mqa", "h2o", "data:2,model:4", prefill_block=8, ragged=True, scored=True, parts=4),
     Case("gqa", "h2o", "data:1,model:8", prefill_block=8, storage=int8(), parts=8),
-    Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2),
+    Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2, refilled=True),
     Case("gqa", "h2o", "data:2,model:2,context:2", ragged=True, parts=2, storage=think(0.4, 8, 4)),
     Case("mha", "window", "data:4,model:2", ragged=True, storage=int8(residual=4)),
     Case("gqa", "full", "data:2,model:4", ragged=True, selection=quest(4, 12, first_layer=0)),
-    Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0), parts=4),
+    Case("mqa", "full", "data:2,model:4", selection=quest(4, 12, first_layer=0), parts=4, refilled=True),
     Case("gqa", "full", "data:1,model:8", selection=optimal(6), parts=8),
     Case(
         "gqa",
@@ -173,6 +176,18 @@ def copies(model: Model, case: Case, tokens: np.ndarray) -> Prefilled:
     lengths = np.asarray(LENGTHS[: case.rows])
     begun = prefill(model, tokens, case.spec(), max_new_tokens=NEW, lengths=lengths)
     return extend(model, begun, tokens[:3, :4], lengths=[4, 1, 3], rows=[6, 0, 6])
+
+
+def served(model: Model, case: Case, tokens: np.ndarray) -> list[list[int]]:
+    """Returns the tokens of more requests than there are rows, in their order."""
+    runner = Runner(model, case.spec(), rows=4, limits=Limits(WIDTH, NEW))
+    wanted = [3, 12, 1, 7, 5, 12, 2, 9]
+    numbers = [
+        runner.submit(Request(tokens=row[:length], max_new_tokens=count))
+        for row, length, count in zip(tokens, LENGTHS, wanted, strict=False)
+    ]
+    found = {result.id: result.tokens.tolist() for result in runner}
+    return [found[number] for number in numbers]
 
 
 def slots(state: Any, rows: int) -> list[np.ndarray]:
@@ -267,6 +282,7 @@ def check(case: Case) -> dict[str, Any]:
             "lengths": [each.state.length.tolist() for each in (one, other)],
         }
 
+    requests = [served(each, case, tokens) for each in (Model(config, params), model)] if case.refilled else [[], []]
     data, split = mesh.shape["data"], mesh.shape["model"]
     kv_heads = config.num_kv_heads // split if config.num_kv_heads % split == 0 else config.num_kv_heads
     held = jax.tree.leaves([(layer.stores, layer.index) for result in spread for layer in result.state.layers])
@@ -304,6 +320,8 @@ def check(case: Case) -> dict[str, Any]:
     both = list(zip(alone, spread, strict=True))
     return {
         "copies": copied,
+        "served_equal": requests[0] == requests[1],
+        "served": len(requests[1]),
         "tokens_equal": bool(np.array_equal(alone[0].tokens, spread[0].tokens)),
         "slots_equal": all(
             np.array_equal(x, y)

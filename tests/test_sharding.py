@@ -61,6 +61,12 @@ def test_copies_are_spread(results, name):
     assert spread == [*alone, *[0] * 5], found
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.refilled])
+def test_refilled_rows_equal_one_device(results, name):
+    found = results[name]
+    assert found["served_equal"] and found["served"] == CASES[name].rows, found
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_are_spread(results, name):
     result = results[name]
