@@ -66,7 +66,6 @@ def main(argv: Sequence[str]) -> int:
         # Nearly all of a trial is compiling.
         jax.config.update("jax_disable_most_optimizations", True)
     failed = runner.run(names, settings, output, rerun=values.rerun)
-    print(f"Wrote {output}/{runner.PAGE}, and a report, a figure and results of each entry beside it.")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return SOME_FAILED if failed else 0

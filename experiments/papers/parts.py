@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import time
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -133,7 +134,14 @@ class Lab:
         about = described(part, self.settings) | {
             "code": code(), "seconds": round(time.perf_counter() - start, 3)
         }  # fmt: skip
-        results.write(path, packed(found | {ABOUT: np.asarray(json.dumps(about))}))
+        found[ABOUT] = np.asarray(json.dumps(about))
+        try:
+            results.write(path, packed(found))
+        except OSError as error:
+            warnings.warn(
+                f"a measurement is not kept for a run that is ended early: {path} cannot be written: {error.strerror}.",
+                stacklevel=2,
+            )
         self.measured.append(part)
         machine.forget_programs()
         return found

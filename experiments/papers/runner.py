@@ -46,6 +46,8 @@ def run(
 ) -> list[str]:
     """Runs entries, prints each as soon as it is done, and writes the page.
 
+    Reports that the folder does not take, for example because the disk is full, are written elsewhere.
+
     Args:
       names: see `entries_of`.
       settings: of the run.
@@ -66,7 +68,14 @@ def run(
         try:
             done = report(entry, lab, progress=progress)
             print(f"\n{done.text()}", flush=True)
-            write(output, done, settings)
+            try:
+                write(output, done, settings)
+            except OSError as error:
+                # A disk may be full, for example.
+                if (other := results.elsewhere("papers", error)) is None:
+                    raise
+                output = other
+                write(output, done, settings)
         except Exception as error:  # whatever it is, the other entries go on
             failed.append(entry.name)
             known = isinstance(error, KvjaxError)
@@ -74,6 +83,8 @@ def run(
             continue
         # After every entry: a run that is killed leaves a page of those that are done.
         write_page(output, settings.described())
+    if len(failed) < len(entries):
+        print(f"Wrote {output}/{PAGE}, and a report, a figure and results of each entry beside it.")
     return failed
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+import warnings
 from pathlib import Path
 
 from experiments.tasks.base import Answer
@@ -41,18 +42,28 @@ class Journal:
         return self._known.setdefault(key, {})
 
     def add(self, key: str, number: int, answer: Answer) -> None:
-        """Keeps an answer."""
+        """Keeps an answer: in this process alone, and with a warning, if the file cannot be written."""
         # As it is read again.
         text = json.dumps({"key": key, "number": number, "answer": answer})
         self.known(key)[number] = json.loads(text)["answer"]
         if self.path is None:
             return
         with self._lock:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as file:
-                # After a line that was not finished.
-                file.write(b"" if self._ends_a_line() else b"\n")
-                file.write(text.encode() + b"\n")
+            if self.path is None:
+                return
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("ab") as file:
+                    # After a line that was not finished.
+                    file.write(b"" if self._ends_a_line() else b"\n")
+                    file.write(text.encode() + b"\n")
+            except OSError as error:
+                warnings.warn(
+                    f"answers are not kept for a run that is ended early: {self.path} cannot be written: "
+                    f"{error.strerror}.",
+                    stacklevel=2,
+                )
+                self.path = None
 
     def remove(self) -> None:
         """Removes the file, when its answers are part of results."""

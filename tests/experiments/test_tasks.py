@@ -391,3 +391,16 @@ def test_answers_are_kept_line_by_line(tmp_path):
     assert Journal(path).known("a") == {0: {"text": "x", "tokens": [1]}, 1: {"text": "z"}}
     again.remove()
     assert not path.exists()
+
+
+def test_answers_that_cannot_be_written_are_known_in_this_process(tmp_path):
+    """As where a disk is full: a warning, once."""
+    (tmp_path / "file").write_text("")
+    journal = Journal(tmp_path / "file" / "answers")
+    with pytest.warns(
+        UserWarning, match="answers are not kept for a run that is ended early: .*cannot be written"
+    ) as found:
+        journal.add("key", 0, {"text": "a"})
+        journal.add("key", 1, {"text": "b"})
+    assert len(found) == 1
+    assert journal.known("key") == {0: {"text": "a"}, 1: {"text": "b"}}

@@ -1,12 +1,14 @@
 """The spine: parts are kept and shared, a run that is killed ends with the same table, errors are one entry's own."""
 
 import dataclasses
+import errno
 import json
 import re
 
 import numpy as np
 import pytest
 
+from experiments import results
 from experiments.config import ModelConfig
 from experiments.papers import page, runner
 from experiments.papers.entry import Entry, Published
@@ -82,7 +84,7 @@ def test_a_killed_run_ends_with_the_same_table(entries, tmp_path, capsys):
     capsys.readouterr()
     assert not runner.run(["all"], settings(), tmp_path / "killed", progress=False)
     assert MEASURED == ["a", "bb", "ccc", "dddd"] * 2, "what was finished was not measured again"
-    assert capsys.readouterr().out == whole
+    assert capsys.readouterr().out == whole.replace("/whole/", "/killed/")
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
@@ -137,6 +139,25 @@ def test_an_entry_that_fails_is_alone(entries, tmp_path, capsys):
     assert runner.run(["all"], settings(), tmp_path, progress=False) == ["h2o_fig1"]
     assert "h2o_fig1 FAILED: an entry asks for 'no part'" in capsys.readouterr().err
     assert (tmp_path / "roco_fig1.md").is_file()
+
+
+@pytest.mark.filterwarnings("ignore:a measurement is not kept:UserWarning")
+def test_a_full_disk_loses_no_entry(entries, tmp_path, monkeypatch, capsys):
+    """Reports go elsewhere; measurements are those of this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write = results.write
+
+    def full(path, content):
+        if path.is_relative_to(tmp_path / "out"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(results, "write", full)
+    assert not runner.run(["all"], settings(), tmp_path / "out", progress=False)
+    shown = capsys.readouterr()
+    (page,) = (tmp_path / "cache" / "kvjax" / "results").glob("*/README.md")
+    assert f"They go to {page.parent}/ instead" in shown.err and f"Wrote {page}" in shown.out
+    assert (page.parent / "roco_fig1.md").is_file() and (page.parent / "h2o_fig1.md").is_file()
 
 
 def test_errors_of_names_and_texts(entries, tmp_path, monkeypatch):
