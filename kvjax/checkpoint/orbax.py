@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
@@ -23,6 +24,10 @@ from kvjax.sharding import QUANTIZED, Params, PyTree
 MAX_LISTED = 8  # leaves that an error message lists
 MAX_REASON = 200  # characters of Orbax's message that an error quotes
 SLOTS = 2  # the dimension of an array of slots
+#: Orbax saves no array without entries. Its shape is saved instead, and the place of its dtype in `KINDS`, as a vector
+#: of a dtype that no vector of a cache has.
+MARK = jnp.dtype(jnp.uint16)
+KINDS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint8, jnp.int8, jnp.int32, jnp.bool_, MARK)))
 
 
 def save_params(folder: str | Path, params: Params) -> None:
@@ -109,7 +114,20 @@ def save_state(folder: str | Path, state: KVState) -> None:
     Raises:
       CheckpointError: if the folder exists.
     """
-    _save(folder, state)
+    _save(folder, jax.tree.map(lambda x: x if x.size else _mark(x), state))
+
+
+def _mark(x: jax.Array | jax.ShapeDtypeStruct) -> np.ndarray:
+    """Returns what is saved of an array without entries; see `MARK`."""
+    return np.array([*x.shape, KINDS.index(jnp.dtype(x.dtype))], MARK)
+
+
+def _unmarked(x: jax.Array) -> jax.Array:
+    """Returns the array without entries that a mark stands for, and any other array as it is."""
+    if x.dtype != MARK or x.ndim != 1:
+        return x
+    *shape, kind = processes.to_host(x).tolist()
+    return jnp.zeros(shape, KINDS[kind])
 
 
 def restore_state(
@@ -140,8 +158,9 @@ def restore_state(
             budget=tuple(tuple(layer) for layer in saved["budget"]),
         )
     else:
-        _same_shapes(folder, target, saved)
         _same_parts(folder, target, saved)
+        target = jax.tree.map(lambda x: x if math.prod(x.shape) else _mark(x), target)
+        _same_shapes(folder, target, saved)
 
     by_slot = {name for name, leaf in _by_name(saved).items() if _slots_divided(leaf)}
 
@@ -157,7 +176,7 @@ def restore_state(
 
     with using(rules or Rules()):
         placed = jax.tree_util.tree_map_with_path(place, target)
-    return _restore(folder, placed)
+    return jax.tree.map(_unmarked, _restore(folder, placed))
 
 
 def _parts(saved: dict[str, PyTree]) -> int:
@@ -199,6 +218,8 @@ def _saved_group(folder: str | Path, saved: dict[str, PyTree]) -> LayerKV:
         stores=stores,
         stats=saved.get("stats", {}),
         index=saved.get("index", {}),
+        marks=saved.get("marks", {}),
+        sides=saved.get("sides", {}),
         dim=stores[-1]["key"]["exact"].shape[-1],
         parts=_parts(saved),
     )

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 
 from kvjax import policies, selection, storage
-from kvjax.cache import CacheSpec
+from kvjax.cache import CacheSpec, Limits
 from kvjax.checkpoint import orbax
 from kvjax.errors import CheckpointError
 from kvjax.generate import generate
 from kvjax.models import families
 from kvjax.models.model import Model
 from kvjax.models.parameters import random_parameters
+from kvjax.prefill import prefill
 from tests.checkpoint.folders import raw_config
+from tests.tiny import random_tokens, tiny
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +106,19 @@ def test_sharded(tmp_path):
     script = Path(__file__).with_name("sharded.py")
     result = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_arrays_without_entries_come_back(tmp_path):
+    """Orbax saves none; a storage has some where nothing is encoded yet that follows the prompt."""
+    model, spec = tiny(layers=1).model, CacheSpec(policies.full(), storage.zipcache(window=8))
+    limits = Limits(prompt=16, new_tokens=4)
+    state = prefill(model, random_tokens(2, 12), spec, max_new_tokens=4, limits=limits).state
+    assert any(leaf.size == 0 for leaf in jax.tree.leaves(state))
+    orbax.save_state(tmp_path / "state", state)
+    for target in (state, jax.eval_shape(lambda: state), None):
+        found = orbax.restore_state(tmp_path / "state", target)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), found.layers[0][0].stores) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), state.layers[0][0].stores
+        )
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+            np.testing.assert_array_equal(one, other)
