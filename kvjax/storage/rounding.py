@@ -56,7 +56,7 @@ def within(x: Array, dtype: DTypeLike) -> Array:
       dtype: the model's.
     """
     most = float(jnp.finfo(dtype).max)
-    # Of the dtypes of models, float16 alone has numbers as large as those of real vectors.
+    # Real vectors come near the largest number of float16 only.
     return jnp.clip(x, -most, most).astype(dtype) if most < WIDE else x.astype(dtype)
 
 
