@@ -202,12 +202,17 @@ def measure(
         kv_bytes=layout.bytes(rows),
         full_kv_bytes=full_cache_bytes(model.config, rows, prompt_length + steps, itemsize),
         explain=layout.explain(),
-        kv_parts=breakdown(generation.state) | {"calibration": layout.calibration_bytes()},
+        kv_parts=_parts(generation.state, rows) | {"calibration": layout.calibration_bytes()},
         recall=exact_matches(
             model, recall, spec, prefill_block=prefill_block, implementation=implementation,
             **(shared if _fits(recall, limits) else {}),
         ),
     )  # fmt: skip
+
+
+def _parts(state: KVState, rows: int) -> dict[str, int]:
+    """Bytes of a number of rows by kind. On a mesh, arrays may have more rows, which are padding."""
+    return {name: count * rows // state.length.shape[0] for name, count in breakdown(state).items()}
 
 
 def _longer(times: Sequence[float]) -> float:

@@ -50,15 +50,17 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
             kvjax.save(models["full"].runner.model, Path(folder) / "model")
             models[PEER] = stack.enter_context(peer(str(Path(folder) / "model"), values.batch or ROWS))
         rows: list[dict[str, Any]] = []
-        for task, own in questions.items():
+        for task, every in questions.items():
+            # The same questions in all rows: those that are no examples.
+            asked = every[max(map(int, values.shots)) :][: values.documents]
             for shots in map(int, values.shots):
                 for kind in values.examples if shots else ("none",):
                     examples: list[multiple_choice.Question] = []
                     if kind == FIRST:
-                        examples, own = multiple_choice.with_examples(task, Path(values.data), shots)
+                        examples = multiple_choice.with_examples(task, Path(values.data), shots)[0]
                     where = Path(folder) / kind
                     where.mkdir(exist_ok=True)
-                    lm_eval_tasks.write_choices(where, task, own[: values.documents], examples)
+                    lm_eval_tasks.write_choices(where, task, asked, examples)
                     found = one_task(values, models, str(where), task, shots, compared)
                     rows += [{"task": task, "examples": kind} | row for row in found]
     return rows

@@ -1,9 +1,9 @@
 """A step of a layer whose slots are divided over devices: each attends to its own slots and ranks them.
 
-Two collectives join the devices, whatever the number of slots. The first gathers the partial outputs, their
-log-sum-exps and the number of slots that are in use; the outputs are then combined, and each device computes the
-statistics of its slots from the joined log-sum-exps. The second gathers each device's slot of lowest priority. The
-lowest of all is evicted, and the step's token takes its place, on that device.
+A few collectives join the devices, two in most steps (docs/meshes.md), whatever the number of slots. The first gathers
+the partial outputs, their log-sum-exps and the number of slots that are in use; the outputs are then combined, and each
+device computes the statistics of its slots from the joined log-sum-exps. The second gathers each device's slot of
+lowest priority. The lowest of all is evicted, and the step's token takes its place, on that device.
 """
 
 import functools

@@ -75,7 +75,8 @@ class Runner:
         """
         rope = self.model.config.rope
         by_length = rope is not None and rope.scaling in ("dynamic", "longrope")
-        return not self.changes and self.spec.policy.positions == "original" and not by_length
+        one_shot = self.prefill_block is None
+        return one_shot and not self.changes and self.spec.policy.positions == "original" and not by_length
 
     @property
     def window_length(self) -> int:
@@ -90,8 +91,9 @@ class Runner:
     ) -> list[tuple[float, bool]]:
         """Scores continuations. Those of one context are scored from copies of one cache.
 
-        Under a cache that does not change, contexts that begin with the same `beginnings.LEAST` tokens or more are
-        copies of one cache too: their beginning is processed once.
+        Under a cache that does not change, `beginnings.MEMBERS` contexts or more that begin with the same
+        `beginnings.LEAST` tokens are copies of one cache too: their beginning is processed once. Not with a
+        `prefill_block`, since what follows a beginning is fed in one block.
 
         Args:
           pairs: what to score; contexts are truncated at their beginning to `max_length`.

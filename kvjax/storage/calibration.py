@@ -204,7 +204,9 @@ def kind_of(storage: Storage) -> str:
     found = []
     for name, side in required(storage).items():
         fields = [] if not dataclasses.is_dataclass(side) else dataclasses.fields(side)
-        own = [f"{field.name}={getattr(side, field.name)!r}" for field in fields if field.name != "rank"]
+        values = {field.name: getattr(side, field.name) for field in fields if field.name != "rank"}
+        # A function is named without its address, which differs from process to process.
+        own = [f"{name}={x.__qualname__ if callable(x) else repr(x)}" for name, x in values.items()]
         found.append(f"{name}s: {type(side).__name__}({', '.join(own)})")
     return ", ".join(found)
 

@@ -21,6 +21,7 @@ from kvjax.errors import StorageError
 from kvjax.prefill import prefill
 from kvjax.rope import Rope
 from kvjax.storage import Calibration, Integer, Samples
+from kvjax.storage.calibration import kind_of
 from kvjax.units import size
 from tests.conformance import replay
 from tests.storage.test_sides import DIM, LENGTHS, examples, given, random  # noqa: F401
@@ -327,6 +328,9 @@ def test_of_another_kind_with_the_same_shapes(tmp_path):
             kvjax.calibrated(own, storage.low_rank(4, 4, center=False, basis="weights"), each)
         with pytest.raises(StorageError, match="storage low_rank_k3v4 and this model need"):
             kvjax.calibrated(own, storage.low_rank(3, 4, center=False), each)
+    side = storage.Side(lambda samples: {}, lambda dim, dtype: {}, when="calibration")
+    functions = storage.Storage(key=storage.scaled(Integer(4), side), value=Integer(4), name="functions")
+    assert "lambda" in kind_of(functions) and "0x" not in kind_of(functions), "addresses differ between processes"
     outliers = kvjax.calibrate(own, tokens, storage.kvquant(3, 0.3))
     with pytest.raises(StorageError, match=r"Quantiles\(outliers=0.3.* needs one of .*Quantiles\(outliers=0.2"):
         kvjax.calibrated(own, storage.kvquant(3, 0.2), outliers)
