@@ -54,6 +54,10 @@ def load(path: str | Path) -> ModuleType:
     if any(_seen.get(stamp[0], stamp) != stamp for stamp in stamps):
         _forget({str(each.resolve()) for each in files[1:]})
     _seen.update((stamp[0], stamp) for stamp in stamps)
+    for each in files:
+        # Python takes its bytecode for that of a file of the same length that was changed within the same second.
+        with contextlib.suppress(OSError, NotImplementedError):
+            Path(importlib.util.cache_from_source(str(each))).unlink(missing_ok=True)
     # A name that no other file has: dataclasses whose annotations are text look for their module in sys.modules.
     spec = importlib.util.spec_from_file_location(f"{path.stem} of {path}", path)
     assert spec is not None and spec.loader is not None

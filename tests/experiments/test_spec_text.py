@@ -1,7 +1,9 @@
 """Policies, storages and selections as text: names, calls, combinations, files of one's own."""
 
+import os
 import pickle
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import kvjax
 from experiments import config as configs
 from experiments import fields, resolve, run, sweep
 from experiments.config import PolicyConfig
-from kvjax import policies, selection, spec_text, storage
+from kvjax import policies, selection, spec_text, storage, user_files
 from kvjax.errors import ConfigError, KvjaxError, PolicyError
 from tests.conftest import ROOT
 from tests.tiny import random_tokens, tiny
@@ -253,3 +255,13 @@ def test_storages_and_selections_in_a_users_own_file(tmp_path, small):
     small.policy = PolicyConfig(name="h2o(variant=masked)", budget=8)
     with pytest.raises(PolicyError, match="has a selection of its own"):
         resolve.specs_of(small)
+
+
+def test_a_file_of_the_same_length_and_second_is_another(tmp_path, monkeypatch):
+    """Python's own bytecode tells files apart by whole seconds and lengths."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "mine.py"
+    for number in (1, 2, 3):
+        file.write_text(f"X = {number}")
+        os.utime(file, ns=(10**18 + number, 10**18 + number))
+        assert number == user_files.load(file).X
