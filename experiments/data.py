@@ -11,6 +11,7 @@ from kvjax.errors import ConfigError, InputError
 from kvjax.models.model import Model
 
 LONGEST_TOKEN = 16  # characters that a token of a story has at the most, on average
+REPLACED = "\ufffd"  # stands for bytes that are not UTF-8
 CALIBRATION_SEED = 2**31 - 1  # of a story
 
 
@@ -82,9 +83,13 @@ def load(config: DataConfig, model: Model, seed: int) -> tuple[np.ndarray, int, 
     else:
         about = Path(config.text).name
         # A token takes at least a byte in most tokenizers; 16 a token is plenty, and books are long.
-        ids = encode(model, _read(config.text, 16 * needed + 1024))
+        text = _read(config.text, 16 * needed + 1024)
+        ids = encode(model, text)
         if ids.size < needed:
-            ids = encode(model, _read(config.text))
+            text = _read(config.text)
+            ids = encode(model, text)
+        if wrong := text.count(REPLACED):
+            about += f" ({wrong} characters in its first {len(text)} are not UTF-8, and are replaced)"
     if ids.size < needed:
         raise InputError(
             f"{about} has {ids.size} tokens, but {config.num_sequences} rows of {width} need {needed}; lower "

@@ -4,14 +4,14 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import experiments
 import kvjax
 from experiments import fields
 from experiments.config import ExperimentConfig
-from experiments.tasks import answering
+from experiments.tasks import answering, registry
 from kvjax import spec_text, user_files
 from kvjax.checkpoint.locate import bundled
 from kvjax.errors import ConfigError
@@ -20,16 +20,22 @@ WHOLE = 64 << 20  # bytes up to which all of a file is read; weights beyond are 
 SAMPLES, SAMPLE = 64, 64 << 10  # of a larger file, evenly spread, and the bytes of each
 DIGITS = 12  # hex digits of a digest
 CODE = (".py", ".cc")
+#: Of files in a model's folder: settings and tokenizers, weights, vocabularies, merges, chat templates.
+OF_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
 
 
-def digest(config: ExperimentConfig) -> str:
+def digest(config: ExperimentConfig, found: Mapping[str, str] | None = None) -> str:
     """Twelve hex digits that name what would be computed.
 
     They cover every field but the output folder, and the contents of the files that fields name: policies, storages and
     selections of a user's own, with the files beside them that they import, texts, checkpoints, skews and calibrations.
+
+    Args:
+      config: an experiment.
+      found: its `contents`; None = those of now.
     """
     settings = {key: value for key, value in fields.to_dict(config).items() if key != "output"}
-    if found := contents(config):
+    if found := contents(config) if found is None else found:
         settings["contents"] = found
     return _hex(json.dumps(settings, sort_keys=True).encode())
 
@@ -38,12 +44,22 @@ def of_answers(config: ExperimentConfig) -> str:
     """Twelve hex digits that name what answers to tasks depend on besides the cache and the questions."""
     settings = fields.to_dict(config)
     parts = [settings[part] for part in ("model", "mesh", "rules", "seed", "prefill_block", "implementation")]
-    return _hex(json.dumps([parts, _digests(_of_model(config)), code()], sort_keys=True).encode())
+    return _hex(json.dumps([parts, _of_own(config) | _digests(_of_model(config)), code()], sort_keys=True).encode())
 
 
 def contents(config: ExperimentConfig) -> dict[str, str]:
     """A digest of each file that a config names, by the file's name in the config."""
-    return _digests([*_of_model(config), *_of_texts(config)])
+    return _of_own(config) | _digests([*_of_model(config), *_of_texts(config)])
+
+
+def check_unchanged(config: ExperimentConfig, found: Mapping[str, str]) -> None:
+    """Refuses a result that is named by the contents of files that have changed.
+
+    Raises:
+      ConfigError: the config's `contents` are others now.
+    """
+    if changed := {name for name, _ in found.items() ^ contents(config).items()}:
+        raise ConfigError(f"{', '.join(sorted(changed))} changed after this began; the same command runs it again.")
 
 
 def _digests(paths: Iterable[Path]) -> dict[str, str]:
@@ -71,6 +87,14 @@ def of_sources(folders: Sequence[Path]) -> str:
     return found.hexdigest()[:DIGITS]
 
 
+def _of_own(config: ExperimentConfig) -> dict[str, str]:
+    """A user's own Python files, and those that they import."""
+    texts = (config.policy.name, config.storage, config.selection, *config.baselines)
+    files = [file for text in texts for file in spec_text.files(text)]
+    files += [file for name in config.tasks.names for file in registry.files(name)]
+    return {str(path): found[:DIGITS] for file in files for path, found in user_files.digests(file).items()}
+
+
 def _of_texts(config: ExperimentConfig) -> Iterator[Path]:
     """What is read, and asked."""
     if config.data.text:
@@ -80,17 +104,14 @@ def _of_texts(config: ExperimentConfig) -> Iterator[Path]:
 
 
 def _of_model(config: ExperimentConfig) -> Iterator[Path]:
-    """The model, and its caches."""
-    for text in (config.policy.name, config.storage, config.selection, *config.baselines):
-        for file in spec_text.files(text):
-            yield from user_files.sources(Path(file))
+    """The model, and what its caches need."""
     yield from (Path(name) for name in (config.model.skew, config.model.calibration) if name)
     if config.model.path is not None:
         # As `kvjax.load` looks for it.
         here = Path(config.model.path)
         folder = here if here.is_dir() else bundled(config.model.path)
         if folder is not None:
-            yield from (path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin", ".model"))
+            yield from (path for path in folder.iterdir() if path.suffix in OF_MODEL)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -21,7 +21,7 @@ from experiments.progress import tracked
 from experiments.resolve import CannotRun, check_fit, dtype_of, model_name, specs_of
 from experiments.tasks import answering, score
 from experiments.tasks.journal import FOLDER, Journal
-from kvjax import processes, sharding
+from kvjax import processes, sharding, user_files
 from kvjax.cache import CacheSpec
 from kvjax.checkpoint.skew import load_skew
 from kvjax.errors import CheckpointError
@@ -115,6 +115,7 @@ class Session:
             self._model = (key, _load(config))
         return self._model[1]
 
+    @user_files.pinned()
     def run(self, config: ExperimentConfig, *, progress: bool | None = False) -> Outcome:
         """Measures a config's baselines and its policy.
 
@@ -134,7 +135,7 @@ class Session:
         parts = (
             "model", "mesh", "rules", "seed", "data", "recall", "tasks", "prefill_block", "implementation", "repeats",
         )  # fmt: skip
-        key = _key(config, *parts)
+        key, texts = _key(config, *parts), _key(config, "policy", "storage", "selection", "baselines")
         # float32 means float32: left alone, GPUs and TPUs multiply it in fewer bits, and print other digits than CPUs.
         exact = "highest" if dtype_of(config.model) == jnp.float32 else None
 
@@ -149,7 +150,9 @@ class Session:
                 )  # fmt: skip
                 if not tasks:
                     return measured
-                found = answering.answers(ready, own, tasks, rows=config.tasks.rows, journal=journal, **options)
+                found = answering.answers(
+                    ready, own, tasks, rows=config.tasks.rows, journal=journal, texts=texts, **options
+                )
             return dataclasses.replace(measured, asked=tasks, answers=found)
 
         # Specs of other names may be equal.

@@ -17,7 +17,6 @@ the second on, without claims. docs/clusters.md has recipes for SLURM, Kubernete
 """
 
 import collections
-import contextlib
 import functools
 import itertools
 import shlex
@@ -35,7 +34,6 @@ from experiments import cli, fields, identity, machine, plots, report, results, 
 from experiments import config as configs
 from experiments.config import ExperimentConfig
 from experiments.progress import tracked
-from experiments.resolve import specs_of
 from experiments.session import Session
 from experiments.sharing import MISSING, Shard
 from kvjax import processes, user_files
@@ -115,17 +113,16 @@ def sweep(
     combinations = product(base, axes)
     before = Path(base.output) / f"{base.name}-sweep"
     results.make_folder(before)
-    for _, config in combinations:
-        # Loads a user's files, which results are named by, and which then stay as they are until the end.
-        with contextlib.suppress(Exception):  # is the result of the run
-            specs_of(config)
-    names = [f"{identity.digest(config)}.json" for _, config in combinations]
-    contents = [identity.contents(config) for _, config in combinations]
-    folder = sharing.Folder(before, names, rerun=rerun)
-    shared, session = sharing.Sharing(folder, shard=shard, wait=wait), Session(resume=not rerun)
     done: dict[int, report.Row] = {}
-    left = list(range(len(names)))
     with user_files.pinned():
+        # A result is named by the contents of files as they are now.
+        contents = [identity.contents(config) for _, config in combinations]
+        names = [
+            f"{identity.digest(config, found)}.json" for (_, config), found in zip(combinations, contents, strict=True)
+        ]
+        folder = sharing.Folder(before, names, rerun=rerun)
+        shared, session = sharing.Sharing(folder, shard=shard, wait=wait), Session(resume=not rerun)
+        left = list(range(len(names)))
         while left:
             for i in tracked(left, unit="run", name=lambda i: _named(combinations[i][0]), show=progress):
                 swept, config = combinations[i]
@@ -135,14 +132,14 @@ def sweep(
             left = [i for i in left if i not in done]
             if not left or shared.leaves([names[i] for i in left]):
                 break
-    done |= {i: result for i in left if (result := shared.by_others(names[i])) is not None}
-    found = []
-    for i, (name, (swept, config)) in enumerate(zip(names, combinations, strict=True)):
-        # The file may be of another sweep with the same resolved config.
-        found.append(done.get(i, {"status": MISSING}) | {"swept": swept, "file": name})
-        found[-1]["policy"] = configs.name_of(config) if i in done else None
-    if all(result["status"] == "ok" for result in found):
-        session.finish([config for _, config in combinations])
+        done |= {i: result for i in left if (result := shared.by_others(names[i])) is not None}
+        found = []
+        for i, (name, (swept, config)) in enumerate(zip(names, combinations, strict=True)):
+            # The file may be of another sweep with the same resolved config.
+            found.append(done.get(i, {"status": MISSING}) | {"swept": swept, "file": name})
+            found[-1]["policy"] = configs.name_of(config) if i in done else None
+        if all(result["status"] == "ok" for result in found):
+            session.finish([config for _, config in combinations])
     _told_apart([result for result in found if result["status"] != MISSING])
     return folder.path, found
 
@@ -170,7 +167,10 @@ def _attempt(session: Session, config: ExperimentConfig, swept: dict[str, Any], 
         "config": fields.to_dict(config), "contents": contents, "environment": machine.environment()
     }  # fmt: skip
     try:
+        # A user's own Python files are pinned; other files are read now.
+        identity.check_unchanged(config, contents)
         outcome = session.run(config)
+        identity.check_unchanged(config, contents)
         result["environment"] |= {"explain": outcome.explain()}
         result |= {"status": "ok", "model": outcome.model, "text": outcome.text, "notes": outcome.notes}
         result["rows"] = outcome.rows()

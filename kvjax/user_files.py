@@ -3,20 +3,37 @@
 import ast
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from kvjax.errors import ConfigError
 
 Stamp = tuple[str, int, int]  # a file's path, its time of change and its size
 
-_loaded: dict[str, tuple[tuple[Stamp, ...], ModuleType]] = {}
+
+class _Loaded(NamedTuple):
+    """A file that was loaded.
+
+    Attributes:
+      stamps: of the file and of what it imports.
+      module: what it became.
+      digests: of the contents of these files, when they were loaded.
+    """
+
+    stamps: tuple[Stamp, ...]
+    module: ModuleType
+    digests: dict[Path, str]
+
+
+_loaded: dict[str, _Loaded] = {}
 _seen: dict[str, Stamp] = {}  # of every file that was loaded last, or imported by such a file
-_pins = 0
+_pinned: set[str] | None = None  # files that stay as they were loaded; None = outside of `pinned`
 
 
 def sources(path: Path) -> tuple[Path, ...]:
@@ -39,20 +56,51 @@ def sources(path: Path) -> tuple[Path, ...]:
 def load(path: str | Path) -> ModuleType:
     """Loads a file as a module. A file is loaded again once it, or what it imports (`sources`), has changed.
 
+    As with a script, its folder is searched first for what it imports, and stays on the path.
+
     Raises:
       ConfigError: the file, or one that it imports, is no Python or raises an error, with the line.
     """
-    path = Path(path).resolve()
-    if _pins and str(path) in _loaded:
-        return _loaded[str(path)][1]
-    files = sources(path)
-    stamps = tuple(stamp for each in files if (stamp := _stamp(each)) is not None)
-    if str(path) in _loaded and _loaded[str(path)][0] == stamps:
-        return _loaded[str(path)][1]
-    _loaded.pop(str(path), None)  # also if the new contents cannot be loaded
+    return _load(path).module
+
+
+def digests(path: str | Path) -> dict[Path, str]:
+    """The contents of a file and of what it imports (`sources`), as hexadecimal digests.
+
+    Within `pinned`, and for a file that can be loaded, they are of what was loaded.
+    """
+    if _pinned is not None:
+        with contextlib.suppress(ConfigError):  # is said where it is used
+            return _load(path).digests
+    return _digests(sources(Path(path)))
+
+
+def _load(path: str | Path) -> _Loaded:
+    """See `load`."""
+    given, path = Path(path), Path(path).resolve()
+    if _pinned is not None and str(path) in _pinned:
+        return _loaded[str(path)]
+    files = sources(given)
+    stamps = _stamps(files)
+    if str(path) not in _loaded or _loaded[str(path)].stamps != stamps:
+        _loaded.pop(str(path), None)  # also if the new contents cannot be loaded
+        while True:
+            found = _Loaded(stamps, _execute(path, files, stamps), _digests(files))
+            files = sources(given)
+            stamps = _stamps(files)
+            if stamps == found.stamps:  # else it was changed in between
+                break
+        _loaded[str(path)] = found
+    if _pinned is not None:
+        _pinned.add(str(path))
+    return _loaded[str(path)]
+
+
+def _execute(path: Path, files: Sequence[Path], stamps: Sequence[Stamp]) -> ModuleType:
+    """A new module of a file."""
     # What it imports may have been loaded, for this file or for another one, before it changed.
     if any(_seen.get(stamp[0], stamp) != stamp for stamp in stamps):
-        _forget({str(each.resolve()) for each in files[1:]})
+        _forget({each.resolve() for each in files[1:]})
     _seen.update((stamp[0], stamp) for stamp in stamps)
     for each in files:
         # Python takes its bytecode for that of a file of the same length that was changed within the same second.
@@ -63,12 +111,23 @@ def load(path: str | Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
+    _search_first(path.parent, files[1:])
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}{_line(error)}.") from error
-    _loaded[str(path)] = stamps, module
     return module
+
+
+def _search_first(folder: Path, files: Sequence[Path]) -> None:
+    """Puts a folder first on the path, and forgets modules that have the names of its files but are others."""
+    with contextlib.suppress(ValueError):
+        sys.path.remove(str(folder))
+    sys.path.insert(0, str(folder))
+    own = {each.resolve() for each in files}
+    names = {each.relative_to(folder).parts[0].removesuffix(".py") for each in own if each.is_relative_to(folder)}
+    others = {Path(each) for each in _seen} - own
+    _forget(others, names)
 
 
 def _line(error: Exception) -> str:
@@ -81,13 +140,21 @@ def _line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def pinned() -> Iterator[None]:
-    """Within the block, files that have been loaded stay as they were, whether they change or not."""
-    global _pins
-    _pins += 1
+    """Within the block, files stay as they are when they are first loaded there, whether they change or not."""
+    global _pinned
+    outer, _pinned = _pinned, set() if _pinned is None else _pinned
     try:
         yield
     finally:
-        _pins -= 1
+        _pinned = outer
+
+
+def _stamps(files: Sequence[Path]) -> tuple[Stamp, ...]:
+    return tuple(stamp for each in files if (stamp := _stamp(each)) is not None)
+
+
+def _digests(files: Sequence[Path]) -> dict[Path, str]:
+    return {each: hashlib.sha256(each.read_bytes()).hexdigest() for each in files if each.is_file()}
 
 
 def _stamp(path: Path) -> Stamp | None:
@@ -99,12 +166,13 @@ def _stamp(path: Path) -> Stamp | None:
     return str(path.resolve()), status.st_mtime_ns, status.st_size
 
 
-def _forget(files: set[str]) -> None:
-    """Makes the next import of these files read them."""
+def _forget(files: set[Path], packages: set[str] | None = None) -> None:
+    """Makes the next import of these files read them; of the modules in these packages, if any are given."""
     for name, module in list(sys.modules.items()):
-        where = getattr(module, "__file__", None)
-        if where is not None and files and str(Path(where).resolve()) in files:
-            del sys.modules[name]
+        if packages is None or name.partition(".")[0] in packages:
+            where = getattr(module, "__file__", None)
+            if where is not None and files and Path(where).resolve() in files:
+                del sys.modules[name]
     importlib.invalidate_caches()
 
 

@@ -31,7 +31,7 @@ def check(config: TasksConfig) -> None:
 
 
 def files_of(config: TasksConfig) -> list[Path]:
-    """The files that a config's tasks read, and those that define them.
+    """The files that a config's tasks read.
 
     Raises:
       ConfigError: see `registry.build`; or a file is not there.
@@ -39,8 +39,7 @@ def files_of(config: TasksConfig) -> list[Path]:
     if config.questions == 0:
         raise ConfigError("tasks.questions=0 asks nothing; give at least 1, or none for all questions.")
     folder = None if config.folder is None else Path(config.folder)
-    specs = {name: registry.build(name) for name in config.names}
-    return [path for name, spec in specs.items() for path in (*registry.sources(name), *spec.files(folder))]
+    return [path for name in config.names for path in registry.build(name).files(folder)]
 
 
 def make(config: TasksConfig, model: Model, seed: int) -> dict[str, Asked]:
@@ -68,6 +67,7 @@ def answers(
     *,
     rows: int,
     journal: Journal,
+    texts: str = "",
     prefill_block: int | None = None,
     implementation: Implementation = "auto",
     progress: bool | None = None,
@@ -80,6 +80,7 @@ def answers(
       asked: the questions of each task.
       rows: questions that are answered at once.
       journal: has the answers that there are, and is given each new one as soon as it is there.
+      texts: what a config calls its caches. Functions of a user's own in `spec` are told apart by it, between runs.
       prefill_block: see `kvjax.generate`.
       implementation: see `kvjax.generate`.
       progress: whether to show a bar of questions; None = on a terminal.
@@ -88,8 +89,9 @@ def answers(
     options: dict[str, Any] = {"prefill_block": prefill_block, "implementation": implementation}
     runner = Runner(model, spec, rows=rows, max_length=model.config.max_positions, **options)
     found = {}
+    shown, functions = _ADDRESS.subn("", repr(spec))
     for name, each in asked.items():
-        key = key_of(_ADDRESS.sub("", repr(spec)), each.content)
+        key = key_of(shown, texts if functions else "", each.content)
         known = journal.known(key)
         wanted = [number for number in range(len(each)) if number not in known]
         show = sys.stderr.isatty() if progress is None else progress

@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +56,19 @@ class Row(NamedTuple):
             raise ConfigError(f"{self.place}: {name!r} should be a list of texts, but is {value!r:.80}.")
         return tuple(str(each) for each in found)
 
+    def whole(self, name: str, default: int) -> int:
+        """The whole number of a field, or `default` if there is none.
+
+        Raises:
+          ConfigError: it is below 1, or no whole number.
+        """
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value != int(value):
+            raise ConfigError(f"{self.place}: {name!r} should be a whole number of at least 1, but is {value!r:.80}.")
+        return int(value)
+
     def value(self, name: str) -> Any:
         """A field.
 
@@ -62,7 +76,9 @@ class Row(NamedTuple):
           ConfigError: there is no such field.
         """
         if name not in self.values:
-            raise ConfigError(f"{self.place}: there is no {name!r}; the record has {', '.join(self.values)}.")
+            raise ConfigError(
+                f"{self.place}: there is no {name!r}; the record has {', '.join(self.values) or 'nothing'}."
+            )
         return self.values[name]
 
     @contextlib.contextmanager
@@ -72,7 +88,7 @@ class Row(NamedTuple):
             yield
         except ConfigError:
             raise
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             shown = json.dumps(dict(self.values), ensure_ascii=False)[:160]
             raise ConfigError(f"{self.place}: not {form} ({type(error).__name__}: {error}); it reads {shown}") from None
 
@@ -96,12 +112,23 @@ def read_text(path: Path) -> str:
       ConfigError: it cannot be read, or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}, line {line}: not UTF-8 text ({error.reason}).") from None
+    # As text files are read elsewhere: whatever ends a line is a line feed.
+    return _decoded(content, path).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def words(path: Path) -> list[str]:
+    """The words of a text file.
+
+    Raises:
+      ConfigError: as `read_text`, or there are none.
+    """
+    found = read_text(path).split()
+    if not found:
+        raise ConfigError(f"{path} holds no text.")
+    return found
 
 
 def json_lines(path: Path) -> Iterator[Row]:
@@ -122,10 +149,7 @@ def json_list(path: Path) -> Iterator[Row]:
     Raises:
       ConfigError: it is not.
     """
-    try:
-        records = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg}).") from None
+    records = _json(read_text(path), path)
     if not isinstance(records, list):
         raise ConfigError(f"{path}: should be a list of records, but is a {type(records).__name__}.")
     for number, values in enumerate(records, 1):
@@ -140,10 +164,7 @@ def json_object(path: Path) -> dict[str, Any]:
     Raises:
       ConfigError: it is not.
     """
-    try:
-        found = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg}).") from None
+    found = _json(read_text(path), path)
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: should be a JSON object, but is a {type(found).__name__}.")
     return found
@@ -170,13 +191,14 @@ def zipped_csv(path: Path) -> Iterator[Row]:
     try:
         with zipfile.ZipFile(path) as archive:
             parts = {name: archive.read(name) for name in archive.namelist() if name.endswith(".csv")}
-    except (OSError, zipfile.BadZipFile) as error:
+    # RuntimeError and NotImplementedError: encrypted, or compressed in a way that Python does not know.
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError) as error:
         raise ConfigError(f"{path} is no ZIP file that can be read: {error}.") from None
     if not parts:
         raise ConfigError(f"{path} holds no CSV file.")
     for name, content in parts.items():
         inside = path / name
-        reader = csv.reader(io.StringIO(content.decode("utf-8-sig", errors="replace"), newline=""), strict=True)
+        reader = csv.reader(io.StringIO(_decoded(content, inside), newline=""), strict=True)
         try:
             names = next(reader, [])
             while True:
@@ -196,10 +218,37 @@ def _columns(names: Sequence[str], values: Sequence[str], path: Path, line: int)
 
 
 def _object(text: str, path: Path, line: int) -> Row:
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {line}: not JSON ({error.msg} at character {error.pos}).") from None
+    values = _json(text, path, line)
     if not isinstance(values, dict):
         raise ConfigError(f"{path}, line {line}: should be a JSON object, but is {values!r:.80}.")
     return Row(values, path, line)
+
+
+def _json(text: str, path: Path, line: int | None = None) -> Any:
+    """The value of a JSON text, which is one line of a file or, where `line` is None, all of it."""
+    place = f"{path}, line {line}" if line else str(path)
+
+    def no_value(name: str) -> Any:
+        raise ConfigError(f"{place}: not JSON ({name} is no value of it).")
+
+    try:
+        found = json.loads(text, parse_constant=no_value)
+        # A half of a pair of escapes, which no text can hold.
+        json.dumps(found, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        where = f"at character {error.pos}" if line else f"at character {error.colno}"
+        raise ConfigError(f"{path}, line {line or error.lineno}: not JSON ({error.msg} {where}).") from None
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{place}: not text ({error.object[error.start]!r} is half of a character).") from None
+    except (RecursionError, ValueError) as error:  # such as an integer of thousands of digits
+        what = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"{place}: not JSON that can be read ({what}).") from None
+    return found
+
+
+def _decoded(content: bytes, path: Path) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {line}: not UTF-8 text ({error.reason}).") from None

@@ -24,7 +24,7 @@ import numpy as np
 from experiments.tasks import files, matching, ngrams
 from experiments.tasks.base import Answer, Asked, Setting
 from experiments.tasks.files import Row, existing
-from experiments.tasks.spec import TaskSpec, room
+from experiments.tasks.spec import TaskSpec, at_least_one, room, too_long
 from experiments.tasks.written import Item, Written
 from kvjax.errors import ConfigError
 
@@ -73,13 +73,13 @@ class JsonLines(TaskSpec):
     def __post_init__(self) -> None:
         if self.metric is not None:
             matching.by_name(self.metric)
-        if self.new_tokens is not None and self.new_tokens < 1:
-            raise ConfigError(f"task {self.file}: new_tokens={self.new_tokens} should be at least 1.")
+        at_least_one(self.file, new_tokens=self.new_tokens)
 
     def files(self, folder: Path | None) -> list[Path]:
         inside = [] if folder is None else [folder / self.file]
         found = [existing(self.file, Path(self.file), *inside)]
-        return found + ([existing(self.file, Path(self.prompts))] if self.prompts else [])
+        path = self._prompts(found[0])
+        return found if path is None else [*found, path]
 
     def make(self, setting: Setting) -> Asked:
         file = self.files(setting.folder)[0]
@@ -93,12 +93,7 @@ class JsonLines(TaskSpec):
         if "rouge_l" in kinds:
             ngrams.check()
         left = room(self.file, max(item.new_tokens for item in items), setting)
-        # A character is at most a token or so; most contexts need no tokenizer to be seen to fit.
-        cut = sum(
-            len(item.context) + len(item.question) > left
-            and len(setting.tokenizer.encode(item.context + item.question)) > left
-            for item in items
-        )
+        cut = sum(too_long(item.context + item.question, left, setting) for item in items)
         about = f"{len(items)} questions" + (f" about {contexts} contexts" if contexts and not self.aware else "")
         about += f"; scored by {', '.join(kinds)}"
         about += f"; {cut} contexts do not fit and are cut in their middle" if cut else ""
@@ -116,12 +111,19 @@ class JsonLines(TaskSpec):
             for item in form(row, templates):
                 about = dict(item.about) | ({"metric": self.metric} if self.metric else {})
                 new_tokens = self.new_tokens or item.new_tokens
+                matching.check(row.place, about["metric"], item.references, about)
                 yield item._replace(about=about, new_tokens=new_tokens)
 
-    def _templates(self, file: Path) -> Mapping[str, str]:
+    def _prompts(self, file: Path) -> Path | None:
+        """The file of LongBench's prompts, if there is one."""
+        if self.prompts:
+            return existing(self.file, Path(self.prompts))
         name = "dataset2prompt.json"
-        places = [file.parent / name, file.parent / "config" / name, file.parent.parent / "config" / name]
-        path = Path(self.prompts) if self.prompts else next((each for each in places if each.is_file()), None)
+        places = (file.parent / name, file.parent / "config" / name, file.parent.parent / "config" / name)
+        return next((each for each in places if each.is_file()), None)
+
+    def _templates(self, file: Path) -> Mapping[str, str]:
+        path = self._prompts(file)
         found = {} if path is None else files.json_object(path)
         for dataset, template in found.items():
             if not isinstance(template, str) or "{context}" not in template:
@@ -149,7 +151,7 @@ def _kvpress(row: Row, templates: Mapping[str, str]) -> Iterator[Item]:
     task = str(row.values.get("task") or "")
     metric = LONGBENCH.get(task.removesuffix("-e")) or ("contains_all" if _ruler(task) else "contains_any")
     question = row.text("question") + str(row.values.get("answer_prefix") or "")
-    new_tokens = int(row.values.get("max_new_tokens") or NEW_TOKENS)
+    new_tokens = row.whole("max_new_tokens", NEW_TOKENS)
     about = {"metric": metric, "dataset": task, "all_classes": row.values.get("all_classes")}
     answers = row.texts("answers" if "answers" in row.values else "answer")
     yield Item(row.text("context"), question, answers, new_tokens, about)
@@ -200,10 +202,10 @@ def _leval(row: Row, templates: Mapping[str, str]) -> Iterator[Item]:
 
 
 def _scbench(row: Row, templates: Mapping[str, str]) -> Iterator[Item]:
-    for turn in row.value("multi_turns"):
-        answer = turn["answer"]
-        answers = tuple(map(str, answer)) if isinstance(answer, list) else (str(answer),)
-        yield Item(row.text("context"), str(turn["input"]), answers, NEW_TOKENS, {"metric": "contains_any"})
+    for values in row.value("multi_turns"):
+        turn = row._replace(values=dict(values))
+        about = {"metric": "contains_any"}
+        yield Item(row.text("context"), turn.text("input"), turn.texts("answer"), NEW_TOKENS, about)
 
 
 def _infinite(row: Row, templates: Mapping[str, str]) -> Iterator[Item]:

@@ -133,6 +133,8 @@ METRICS: Mapping[str, Metric] = {
     "rouge_l": rouge_l, "classification": classification, "count": count, "similarity": similarity,
     "letters": letters, "boxed": boxed,
 }  # fmt: skip
+#: Metrics of whether a text holds, or begins with, a reference.
+HELD = ("contains_all", "contains_any", "letters")
 
 
 def by_name(name: str) -> Metric:
@@ -144,3 +146,19 @@ def by_name(name: str) -> Metric:
     if name not in METRICS:
         raise ConfigError(f"metric={name!r} is unknown; known metrics: {', '.join(METRICS)}.")
     return METRICS[name]
+
+
+def check(place: str, metric: str, references: Sequence[str], about: Mapping[str, Any]) -> None:
+    """Refuses a question whose score would say nothing.
+
+    Raises:
+      ConfigError: no reference has text, or one that an empty answer holds has none; or classes that are not named.
+    """
+    blank = [not each.strip() for each in references]
+    if all(blank) or (any(blank) and metric in HELD):
+        raise ConfigError(f"{place}: an answer is empty, so that whatever is written would be right; got {references}.")
+    classes = about.get("all_classes")
+    if metric == "classification" and not (
+        classes and isinstance(classes, list) and all(isinstance(each, str) for each in classes)
+    ):
+        raise ConfigError(f"{place}: 'all_classes' should be the list of classes, but is {classes!r:.80}.")

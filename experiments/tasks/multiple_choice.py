@@ -68,6 +68,20 @@ def path_of(task: str, folder: Path, name: str | None = None) -> Path:
     return existing(task, folder / name, folder / "tasks" / name)
 
 
+def files_of(task: str, folder: Path, shots: int = 0) -> list[Path]:
+    """The files that `with_examples` reads.
+
+    Raises:
+      ConfigError: as `path_of`.
+    """
+    found = [path_of(task, folder)]
+    if task in LABELS:
+        found.append(existing(task, found[0].parent / LABELS[task]))
+    if shots and task in TRAINING:
+        found.append(path_of(task, folder, TRAINING[task][0]))
+    return found
+
+
 def read(task: str, folder: Path) -> list[Question]:
     """Reads the questions of a task.
 
@@ -92,6 +106,8 @@ def with_examples(task: str, folder: Path, shots: int) -> tuple[list[Question], 
       ConfigError: as `read`, or fewer than `shots` examples.
     """
     questions = read(task, folder)
+    if not questions:
+        raise ConfigError(f"{path_of(task, folder)} holds no question.")
     if shots and task in TRAINING:
         name, reader = TRAINING[task]
         examples = list(reader(path_of(task, folder, name)))
@@ -127,11 +143,10 @@ def _openbookqa(file: Path) -> Iterator[Question]:
 
 
 def _piqa(file: Path) -> Iterator[Question]:
-    labels, rows = (existing("piqa", file.parent / "dev-labels.lst")).read_text().split(), list(files.json_lines(file))
+    where = existing("piqa", file.parent / LABELS["piqa"])
+    labels, rows = files.read_text(where).split(), list(files.json_lines(file))
     if len(labels) != len(rows):
-        raise ConfigError(
-            f"{file} has {len(rows)} questions, but {file.parent / 'dev-labels.lst'} {len(labels)} labels."
-        )
+        raise ConfigError(f"{file} has {len(rows)} questions, but {where} {len(labels)} labels.")
     for row, label in zip(rows, labels, strict=True):
         with row.checked("a question of PIQA, with a label of 0 or 1"):
             solutions = row.text("sol1"), row.text("sol2")
@@ -184,6 +199,8 @@ TASKS: dict[str, tuple[str, Reader]] = {
     "rte": ("rte/val.jsonl", _rte),
     "mathqa": ("mathqa/test_llm_adapters.json", _mathqa),
 }
+#: Files of right answers, beside those of the questions.
+LABELS = {"piqa": "dev-labels.lst"}
 #: Where examples for few-shot prompts come from, if a training or development file was published.
 TRAINING: dict[str, tuple[str, Reader]] = {
     "copa": ("copa/copa-dev.xml", _copa),

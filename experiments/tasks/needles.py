@@ -10,7 +10,7 @@ import numpy as np
 from experiments.tasks import files, matching
 from experiments.tasks.base import Answer, Asked, Grid, Setting
 from experiments.tasks.files import existing
-from experiments.tasks.spec import TaskSpec
+from experiments.tasks.spec import TaskSpec, at_least_one
 from experiments.tasks.story import story
 from experiments.tasks.words import HELD_OUT
 from experiments.tasks.written import Item, Written
@@ -52,6 +52,7 @@ class Needles(TaskSpec):
     new_tokens: int = 12
 
     def __post_init__(self) -> None:
+        at_least_one(self.task, new_tokens=self.new_tokens)
         depths, lengths = self.grid
         if (
             not lengths
@@ -119,9 +120,9 @@ class Needles(TaskSpec):
         """Sentences of more than `room` tokens without the value."""
         characters = 16 * room
         if self.haystack is not None:
-            text = " ".join(files.read_text(Path(self.haystack)).split())
+            text = " ".join(files.words(Path(self.haystack)))
             if len(text) < characters:
-                text = " ".join([text] * -(-characters // max(len(text), 1)))
+                text = " ".join([text] * -(-characters // len(text)))
             start = int(rng.integers(max(len(text) - characters, 0) + 1))
             text = text[start : start + characters]
         elif self.task == "passkey":

@@ -8,7 +8,7 @@ from experiments.tasks import files, multiple_choice, ngrams
 from experiments.tasks.base import Answer, Asked, Choices, Setting
 from experiments.tasks.files import Row, existing
 from experiments.tasks.multiple_choice import GAP
-from experiments.tasks.spec import TaskSpec, folder_of, room
+from experiments.tasks.spec import TaskSpec, at_least_one, folder_of, room, too_long
 from experiments.tasks.written import Item, Written, text_scores
 from kvjax.errors import ConfigError
 
@@ -34,9 +34,7 @@ class MultipleChoice(TaskSpec):
             raise ConfigError(f"task {self.task}: shots={self.shots} should be at least 0.")
 
     def files(self, folder: Path | None) -> list[Path]:
-        root = folder_of(self.task, folder)
-        extra = [multiple_choice.TRAINING[self.task][0]] if self.shots and self.task in multiple_choice.TRAINING else []
-        return [multiple_choice.path_of(self.task, root, name) for name in (None, *extra)]
+        return multiple_choice.files_of(self.task, folder_of(self.task, folder), self.shots)
 
     def make(self, setting: Setting) -> Asked:
         examples, questions = multiple_choice.with_examples(
@@ -46,7 +44,13 @@ class MultipleChoice(TaskSpec):
         before = "".join(each.example + GAP for each in examples)
         shots = f" after {len(examples)} examples" if examples else ""
         about = f"{len(questions)} questions{shots}; the answer is the most probable choice"
-        return Choices(about, tuple(each.after(before) for each in questions))
+        asked = tuple(each.after(before) for each in questions)
+        cut = sum(
+            too_long(max(each.contexts, key=len) + max(each.choices, key=len), setting.max_length, setting)
+            for each in asked
+        )
+        about += f"; {cut} do not fit and lose their beginning" if cut else ""
+        return Choices(about, asked)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +69,9 @@ class Summaries(TaskSpec):
     new_tokens: int = 64
     aware: bool = True
 
+    def __post_init__(self) -> None:
+        at_least_one(self.task, article=self.article, new_tokens=self.new_tokens)
+
     def files(self, folder: Path | None) -> list[Path]:
         root = folder_of(self.task, folder)
         return [
@@ -73,7 +80,7 @@ class Summaries(TaskSpec):
 
     def make(self, setting: Setting) -> Asked:
         _, read, wanted, stop = SOURCES[self.task]
-        rows = _first(read(self.files(setting.folder)[0]), setting.questions)
+        rows = _first(read, self.files(setting.folder)[0], setting.questions)
         ngrams.check()
         request = f"Summarize the above article in {wanted}.\n"
         items = []
@@ -101,6 +108,7 @@ class Reconstruction(TaskSpec):
     aware: bool = False
 
     def __post_init__(self) -> None:
+        at_least_one(self.task, article=self.article)
         if self.source not in SOURCES:
             raise ConfigError(f"task {self.task}: source={self.source!r} is unknown; known: {', '.join(SOURCES)}.")
 
@@ -110,7 +118,7 @@ class Reconstruction(TaskSpec):
     def make(self, setting: Setting) -> Asked:
         ngrams.check()
         items = []
-        for article, _ in _first(SOURCES[self.source][1](self.files(setting.folder)[0]), setting.questions):
+        for article, _ in _first(SOURCES[self.source][1], self.files(setting.folder)[0], setting.questions):
             body = shortened(article, ARTICLE, REPEAT, self.article, self.article, setting)
             items.append(Item(ARTICLE.format(article=body), REPEAT, (body,), self.article, {}))
         about = (
@@ -133,6 +141,9 @@ class Instructions(TaskSpec):
     new_tokens: int = 128
     form: str = "{}\n"
 
+    def __post_init__(self) -> None:
+        at_least_one(self.task, new_tokens=self.new_tokens)
+
     def files(self, folder: Path | None) -> list[Path]:
         name = "alpaca_eval_805_outputs.json"
         root = folder_of(self.task, folder)
@@ -143,7 +154,7 @@ class Instructions(TaskSpec):
         room(self.task, self.new_tokens, setting)
         items = [
             Item(self.form.replace("{}", row.text("instruction")), "", (row.text("output"),), self.new_tokens, {})
-            for row in _first(files.json_list(self.files(setting.folder)[0]), setting.questions)
+            for row in _first(files.json_list, self.files(setting.folder)[0], setting.questions)
         ]
         about = f"{len(items)} instructions; scores against the file's answers, and against the full cache's"
         return Written(_about(about), tuple(items), against_references, HEADLINE, compared=True)
@@ -201,11 +212,11 @@ def _fields(article: str, summary: str, reader: Callable[[Path], Iterator[Row]])
     return read
 
 
-def _first(rows: Iterator, count: int | None) -> list:
-    """All rows are read, so that damage is found wherever it is."""
-    found = list(rows)[:count]
+def _first(read: Callable[[Path], Iterator], path: Path, count: int | None) -> list:
+    """All rows of a file are read, so that damage is found wherever it is."""
+    found = list(read(path))[:count]
     if not found:
-        raise ConfigError("a task's file holds no question.")
+        raise ConfigError(f"{path} holds no question.")
     return found
 
 

@@ -15,6 +15,8 @@ import dataclasses
 import difflib
 import functools
 import re
+import types
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,10 +54,15 @@ def build(text: str) -> TaskSpec:
         raise ConfigError(f"task {text!r} is not a name, or a name with settings such as copa(shots=5).")
     name, settings = match[1], _settings(text, match[2] or "()")
     factory = _factory(name)
+    kinds = _kinds(factory)
+    for key, value in settings.items():
+        if key in kinds and not _is(value, kinds[key]):
+            wanted = _worded(kinds[key])
+            raise ConfigError(f"task {text!r}: {key}={value!r} should be {wanted}.")
     try:
         made = factory(**settings)
     except TypeError:
-        known = ", ".join(_fields(factory)) or "none"
+        known = ", ".join(kinds) or "none"
         raise ConfigError(
             f"task {text!r}: {name} does not take {_unknown(factory, settings)}; it takes {known}."
         ) from None
@@ -64,11 +71,11 @@ def build(text: str) -> TaskSpec:
     return made
 
 
-def sources(text: str) -> list[Path]:
-    """The Python file of a user's own that a text names, if it names one, and those that it imports."""
+def files(text: str) -> tuple[str, ...]:
+    """The Python file of a user's own that a text names, if it names one."""
     match = _CALL.fullmatch(text)
     own = _FILE.fullmatch(match[1]) if match else None
-    return list(user_files.sources(Path(own[1]))) if own else []
+    return () if own is None else (own[1],)
 
 
 def _factory(name: str) -> Factory:
@@ -112,14 +119,40 @@ def _value(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def _fields(factory: Factory) -> list[str]:
-    """The settings of a task."""
+def _kinds(factory: Factory) -> dict[str, Any]:
+    """The settings of a task, and the types of their values; empty if the factory is no dataclass."""
     inner = factory.func if isinstance(factory, functools.partial) else factory
     if not dataclasses.is_dataclass(inner):
-        return []
-    return [field.name for field in dataclasses.fields(inner)][1:]
+        return {}
+    hints, names = typing.get_type_hints(inner), [field.name for field in dataclasses.fields(inner) if field.init]
+    # The first one of a task of kvjax is its name.
+    return {name: hints[name] for name in (names[1:] if isinstance(factory, functools.partial) else names)}
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type as settings have: numbers, texts, flags, and several of one type."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is(value, each) for each in arguments)
+    if origin is tuple and arguments[1:] == (...,):
+        return isinstance(value, tuple | list) and all(_is(each, arguments[0]) for each in value)
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _worded(kind: Any) -> str:
+    """A type in words."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(map(_worded, arguments))
+    if typing.get_origin(kind) is tuple:
+        return f"several of {_worded(arguments[0])} in parentheses"
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false", types.NoneType: "none"}.get(
+        kind, str(kind)
+    )
 
 
 def _unknown(factory: Factory, settings: Mapping[str, Any]) -> str:
-    others = [f"{key}={value!r}" for key, value in settings.items() if key not in _fields(factory)]
+    others = [f"{key}={value!r}" for key, value in settings.items() if key not in _kinds(factory)]
     return others[0] if others else f"these values: {settings}"

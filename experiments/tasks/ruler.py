@@ -164,9 +164,7 @@ class Ruler(TaskSpec):
         if self.haystack is None:
             words = story(rng, HELD_OUT, 12 * size).split()
         else:
-            words = files.read_text(Path(self.haystack)).split()
-            if not words:
-                raise ConfigError(f"{self.haystack} is empty.")
+            words = files.words(Path(self.haystack))
             start = int(rng.integers(len(words)))
             words = (words * (1 + (start + size) // len(words)))[start : start + size]
         return re.split(r"(?<=[.!?])\s+", " ".join(words[:size]))

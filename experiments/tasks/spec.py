@@ -27,6 +27,23 @@ class TaskSpec(abc.ABC):
         """
 
 
+def at_least_one(task: str, **settings: int | None) -> None:
+    """Refuses numbers below 1; None is for what is not limited.
+
+    Raises:
+      ConfigError: with the first one.
+    """
+    for name, value in settings.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"task {task}: {name}={value} should be at least 1.")
+
+
+def too_long(text: str, most: int, setting: Setting) -> bool:
+    """Whether a text has more than `most` tokens."""
+    # A character is at most a token or so; most texts need no tokenizer to be seen to fit.
+    return len(text) > most and len(setting.tokenizer.encode(text)) > most
+
+
 def room(task: str, new_tokens: int, setting: Setting) -> int:
     """The tokens that a question may have before an answer of `new_tokens`.
 

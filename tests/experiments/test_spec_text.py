@@ -265,3 +265,34 @@ def test_a_file_of_the_same_length_and_second_is_another(tmp_path, monkeypatch):
         file.write_text(f"X = {number}")
         os.utime(file, ns=(10**18 + number, 10**18 + number))
         assert number == user_files.load(file).X
+
+
+def test_what_an_own_file_imports_is_found_beside_it(tmp_path, monkeypatch):
+    """As with a script; modules of one name in two folders are two."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for number, name in enumerate(("one", "two")):
+        folder = tmp_path / name
+        (folder / "package_of_mine").mkdir(parents=True)
+        (folder / "module_of_mine.py").write_text(f"X = {number}")
+        (folder / "package_of_mine" / "__init__.py").write_text("")
+        (folder / "package_of_mine" / "inner.py").write_text(f"Y = {10 * number}")
+        (folder / "mine.py").write_text("from module_of_mine import X\nfrom package_of_mine.inner import Y\nZ = X + Y")
+    assert [user_files.load(tmp_path / name / "mine.py").Z for name in ("one", "two")] == [0, 11]
+    (tmp_path / "one" / "module_of_mine.py").write_text("X = 500")
+    assert [user_files.load(tmp_path / name / "mine.py").Z for name in ("one", "two")] == [500, 11]
+
+
+def test_digests_are_of_what_was_loaded(tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("X = 1")
+    user_files.load(mine)
+    mine.write_text("X = 22")
+    with user_files.pinned():
+        # Files stay as they are when they are first loaded in the block, not as they were before it.
+        assert user_files.load(mine).X == 22
+        first = user_files.digests(mine)
+        mine.write_text("X = 333")
+        with user_files.pinned():
+            assert user_files.load(mine).X == 22 and user_files.digests(mine) == first
+        assert user_files.load(mine).X == 22
+    assert list(first) == [mine] and user_files.digests(mine) != first and user_files.load(mine).X == 333

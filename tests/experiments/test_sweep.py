@@ -271,6 +271,45 @@ def test_an_edit_during_a_sweep_changes_nothing_of_it(small, tmp_path, monkeypat
     assert after["rows"][-1]["perplexity"] != reference["rows"][-1]["perplexity"]
 
 
+def test_a_text_that_is_edited_during_a_sweep(small, calls, tmp_path, monkeypatch):
+    """A run that would read other contents than its result is named by fails, and is run by the next call."""
+    text = tmp_path / "text.txt"
+    text.write_text("The cat sat on the mat. " * 20)
+    small.data.text, small.baselines = str(text), ()
+    attempt, counted = sweep._attempt, session.measure
+
+    def edited(*arguments):
+        if len(calls) == 1:
+            text.write_text("The dog sat on the log. " * 20)
+        return attempt(*arguments)
+
+    monkeypatch.setattr(sweep, "_attempt", edited)
+    axes = [("policy.budget", [4, 8])]
+    _, (first, second) = sweep.sweep(small, axes)
+    assert first["status"] == "ok" and second["status"] == "failed" and len(calls) == 1
+    assert "text.txt changed after this began" in second["error"]
+    monkeypatch.setattr(sweep, "_attempt", attempt)
+    _, again = sweep.sweep(small, axes)
+    assert [each["status"] for each in again] == ["ok", "ok"] and len(calls) == 3
+
+    def measured_after(*arguments, **settings):
+        text.write_text("A bird sat on the log. " * 20)
+        return counted(*arguments, **settings)
+
+    monkeypatch.setattr(session, "measure", measured_after)
+    _, (during,) = sweep.sweep(small, [("policy.budget", [5])])
+    assert during["status"] == "failed" and "changed after this began" in during["error"]
+
+
+def test_files_of_a_model_are_contents(small, tmp_path):
+    small.model.path = str(tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "merges.txt", "chat_template.jinja", "README.md"):
+        (tmp_path / "model" / name).write_text("{}")
+    names = {Path(name).name for name in identity.contents(small)}
+    assert names == {"config.json", "merges.txt", "chat_template.jinja"}
+
+
 OTHER = sweep.OTHER_CODE
 
 

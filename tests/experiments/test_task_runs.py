@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments import run, session, sweep
-from experiments.config import TasksConfig
+from experiments.config import PolicyConfig, TasksConfig
 from experiments.tasks import answering, journal
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
@@ -107,6 +107,29 @@ def test_a_sweep_shows_tasks_and_takes_the_full_cache_once(config, monkeypatch):
     sweep.write(folder, config, found, "the command")
     assert "copa: as full" in (folder / "sweep.md").read_text()
     assert not kept(config)
+
+
+CLOSURES = """
+from kvjax.policies import Importance, evict, protect_newest
+
+def made(sign):
+    importance = Importance(needs=frozenset({"mass"}), score=lambda stats, view: sign * stats["mass"])
+    return lambda *, budget: evict(importance=importance, scope=protect_newest(2), budget=budget, name="mine")
+
+most, least = made(1), made(-1)
+"""
+
+
+def test_policies_that_differ_in_a_closure_have_answers_of_their_own(config, tmp_path, monkeypatch):
+    """They have one name, and functions of one name."""
+    (tmp_path / "mine.py").write_text(CLOSURES)
+    config.tasks.names, config.baselines, config.policy = ("copa",), (), PolicyConfig(budget=12)
+    count, add = [], journal.Journal.add
+    monkeypatch.setattr(journal.Journal, "add", lambda self, *args: (count.append(args[0]), add(self, *args)))
+    axes = [("policy.name", [f"{tmp_path}/mine.py:most", f"{tmp_path}/mine.py:least"])]
+    _, found = sweep.sweep(config, axes)
+    assert [result["status"] for result in found] == ["ok", "ok"], found
+    assert len(count) == 4 and len(set(count)) == 2
 
 
 def test_tasks_are_checked_before_a_model_is_loaded(config, monkeypatch):

@@ -1,5 +1,6 @@
 """Tasks: what is asked, how answers are scored, and what is said of damaged files and of settings that cannot work."""
 
+import io
 import json
 import re
 import zipfile
@@ -8,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.config import TasksConfig
-from experiments.tasks import answering, matching, multiple_choice, ngrams, registry, ruler
+from experiments.tasks import matching, multiple_choice, ngrams, registry, ruler
 from experiments.tasks.base import Choices, Setting, pair
 from experiments.tasks.journal import Journal
 from experiments.tasks.multiple_choice import Question
@@ -294,6 +294,20 @@ def test_needles_in_a_text_of_yours(tmp_path):
 
 
 XSUM, CNN = "summarization/xsum_h2o_0shot.jsonl", "summarization/cnn_dailymail_train_sample.zip"
+ROW = '{"context": "a", "question": "b", "answer": "c", "max_new_tokens": %s}'
+
+
+def zipped(content: bytes, flag: int = 0) -> bytes:
+    """A ZIP file of a CSV file, stored as it is."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("part.csv", content)
+    data = bytearray(made.getvalue())
+    for mark, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data[data.index(mark) + place] |= flag
+    return bytes(data)
+
+
 DAMAGED = [
     ("copa/copa-test.xml", "<a>\n<item id='1'>\n<p>A.</p></item></a>", "line 2: there is no 'asks-for'"),
     ("copa/copa-test.xml", "<a>\n<item>", "line 2: not XML"),
@@ -308,7 +322,31 @@ DAMAGED = [
     ("rows.jsonl", '{"context": "a", "question": "b", "answer": "c"}\nnothing\n', "line 2: not JSON"),
     ("rows.jsonl", '{"text": "a"}', "line 1: has text, which is no known form"),
     ("rows.jsonl", '{"context": "", "question": "", "answer": []}', "line 1: 'answer' should be a list"),
-    ("rows.jsonl", '{"context": "a", "multi_turns": [{}]}', r"line 1: not a record of its form \(KeyError"),
+    ("rows.jsonl", '{"context": "a", "multi_turns": [{}]}', "line 1: there is no 'input'; the record has nothing"),
+    ("rows.jsonl", '{"context": "a", "multi_turns": [5]}', "line 1: not a record of its form"),
+    ("rows.jsonl", '{"context": "a", "multi_turns": [{"input": "b", "answer": []}]}', "line 1: 'answer' should be a"),
+    ("rows.jsonl", '{"context": "a", "question": "b", "answer": " "}', "line 1: an answer is empty"),
+    ("rows.jsonl", '{"context": "a", "question": "b", "answer": ["c", ""]}', "line 1: an answer is empty"),
+    ("rows.jsonl", ROW % "-3", "line 1: 'max_new_tokens' should be a whole number"),
+    ("rows.jsonl", ROW % "Infinity", "line 1: not JSON .Infinity is no value"),
+    ("rows.jsonl", ROW % "1e999", "line 1: not a record of its form"),
+    (
+        "rows.jsonl",
+        r'{"context": "a\ud800", "question": "b", "answer": "c"}',
+        "line 1: not text .* half of a character",
+    ),
+    ("rows.jsonl", "\n" + "[" * 100_000, "line 2: not JSON that can be read .nested too deeply"),
+    (
+        "rows.jsonl",
+        '{"context": "", "input": "", "answers": ["a"], "dataset": "trec"}',
+        "line 1: 'all_classes' should be",
+    ),
+    ("rows.jsonl", "\n", "holds no question"),
+    ("rte/val.jsonl", "", "holds no question"),
+    ("piqa/dev-labels.lst", b"0\n\xff\n", "line 2: not UTF-8"),
+    (CNN, zipped(b"article,highlights\na,\xff\n"), "line 2: not UTF-8"),
+    (CNN, zipped(b"article,highlights\n" + b"a,b\n" * 99).replace(b"a,b", b"x,y"), "no ZIP file that can be read"),
+    (CNN, zipped(b"article,highlights\na,b\n", flag=1), "no ZIP file that can be read: .*encrypted"),
     ("rows.jsonl", '{"context": "", "input": "", "answers": [1], "dataset": "vcsum"}', "line 1: dataset 'vcsum'"),
     (XSUM, '\n{"article": "a"}', "line 2: not a request of H2O"),
     (CNN, "no archive", "no ZIP file that can be read"),
@@ -319,7 +357,7 @@ DAMAGED = [
 def test_damaged_files(file, content, message, folder, texts):
     task = {XSUM: "xsum", CNN: "cnn_dailymail", "rows.jsonl": "rows.jsonl"}.get(file, file.split("/")[0])
     (folder / file).parent.mkdir(exist_ok=True)
-    (folder / file).write_text(content)
+    (folder / file).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ConfigError, match=message) as error:
         registry.build(task).make(setting(folder))
     assert file in str(error.value)
@@ -339,6 +377,14 @@ def test_text_that_is_not_utf8(folder):
         ("copa(5)", "settings are written as in copa"),
         ("copa(shots=)", "settings are written as in copa"),
         ("copa(shots=-1)", "should be at least 0"),
+        ("copa(shots=1.5)", "shots=1.5 should be a whole number"),
+        ("copa(shots=true)", "shots=True should be a whole number"),
+        ("xsum(article=abc)", "article='abc' should be a whole number or none"),
+        ("xsum(article=0)", "article=0 should be at least 1"),
+        ("alpaca(new_tokens=-1)", "new_tokens=-1 should be at least 1"),
+        ("needle(depths=(0, 'a'))", "should be several of a number in parentheses or a whole number"),
+        ("needle(aware=1)", "aware=1 should be true or false"),
+        ("passkey(new_tokens=0)", "new_tokens=0 should be at least 1"),
         ("needle(depths=(0, 101))", "depths from 0 to 100"),
         ("needle(lengths=9990)", "exceed the model's 10000; lower lengths"),
         ("needle(lengths=20)", "no room for a fact and a question"),
@@ -365,6 +411,33 @@ def test_tasks_that_cannot_be_made(text, message, texts):
         make()
 
 
+@pytest.mark.parametrize("name", ["needle", "ruler_niah_single_2"])
+def test_a_haystack_without_text(name, tmp_path):
+    (tmp_path / "hay.txt").write_text(" \n")
+    with pytest.raises(ConfigError, match="holds no text"):
+        registry.build(f"{name}(haystack='{tmp_path}/hay.txt')").make(setting())
+
+
+def test_all_files_that_are_read_are_named(folder):
+    """Results are named by the contents of these."""
+
+    def of(text):
+        return [path.relative_to(folder).as_posix() for path in registry.build(text).files(folder)]
+
+    assert of("piqa") == ["piqa/dev.jsonl", "piqa/dev-labels.lst"]
+    (folder / "copa/copa-dev.xml").write_text(FILES["copa/copa-test.xml"])
+    assert of("copa(shots=1)") == ["copa/copa-test.xml", "copa/copa-dev.xml"]
+    (folder / "rows.jsonl").write_text("")
+    (folder / "dataset2prompt.json").write_text("{}")
+    assert of("rows.jsonl") == ["rows.jsonl", "dataset2prompt.json"]
+
+
+def test_questions_that_do_not_fit_are_counted(folder):
+    made = registry.build("mathqa").make(setting(folder, max_length=25))
+    assert made.about.endswith("; 2 do not fit and lose their beginning")
+    assert "fit" not in registry.build("mathqa").make(setting(folder)).about
+
+
 def test_a_task_of_your_own(tmp_path):
     """The one that docs/tasks.md writes."""
     page = (ROOT / "docs" / "tasks.md").read_text()
@@ -374,7 +447,9 @@ def test_a_task_of_your_own(tmp_path):
     made = registry.build(text).make(setting())
     answers = asked(made, Writer(lambda read: {"We count. |0 + 1 =": " 1"}.get(read, " 7")))
     assert made.scores(answers, None)["score"] == pytest.approx(100 / 3)
-    assert answering.files_of(TasksConfig(names=(text,))) == [tmp_path / "mine.py"]
+    assert registry.files(text) == (f"{tmp_path}/mine.py",)
+    with pytest.raises(ConfigError, match="count='many' should be a whole number"):
+        registry.build(f"{tmp_path}/mine.py:Sums(count=many)")
     assert all(f"`{name}`" in page for name in registry.TASKS if not name.startswith("ruler_niah"))
 
 

@@ -46,9 +46,7 @@ class Choice(Cached):
     width: int
 
     def files(self, settings: Settings) -> Sequence[Path]:
-        folder = settings.data / "tasks"
-        names = [None, *(multiple_choice.TRAINING[self.task][:1] if self.task in multiple_choice.TRAINING else ())]
-        return [multiple_choice.path_of(self.task, folder, name) for name in names]
+        return multiple_choice.files_of(self.task, settings.data / "tasks", self.shots)
 
     def measure(self, lab: Lab) -> Result:
         model = lab.model(self.model)
