@@ -9,7 +9,6 @@ holds them (MatryoshkaKV, arXiv:2410.14731; CSKV, arXiv:2409.10593). Directions 
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +29,7 @@ ROWS, TOKENS, BLOCK = 4, 512, 64  # rows of the sample, tokens of each, tokens o
 RATE = 1e-3  # of Adam
 
 
-def main(argv: Sequence[str]) -> int:
-    values = flags.FlagValues()
+def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("model", None, "a checkpoint folder or a hub id", flag_values=values)
     flags.DEFINE_string("storage", None, "what needs a calibration, such as low_rank(key_rank=32, value_rank=32)",
                         flag_values=values)  # fmt: skip
@@ -42,17 +40,13 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_float("rate", RATE, "learning rate of Adam", lower_bound=0.0, flag_values=values)
     flags.DEFINE_string("dtype", None, "of the weights", flag_values=values)
     flags.DEFINE_string("output", None, "the file to write", flag_values=values)
-    cli.define_compilation_cache(values)
-    try:
-        values(argv)
-    except flags.Error as error:
-        known = ", ".join(f"--{name}" for name in sorted(values))
-        raise ConfigError(f"{str(error).removeprefix('flag ')} Known flags: {known}.") from None
-    cli.use_compilation_cache(values)
+
+
+def main(argv: Sequence[str]) -> int:
+    _, values = cli.parse_flags(argv, about=str(__doc__), define=define)
     if None in (values.model, values.storage, values.output):
         raise ConfigError("give --model=FOLDER, --storage='low_rank(...)' and --output=FILE.safetensors.")
-    output, storage = Path(values.output), spec_text.build("storage", values.storage)
-    results.make_folder(output.parent)
+    output, storage = results.make_file(values.output), spec_text.build("storage", values.storage)
     model = kvjax.load(values.model, dtype=values.dtype)
     width = min(values.tokens, model.config.max_positions)
     if values.text is None:

@@ -55,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
     if values.page:
         print(f"Wrote {capacity_page.write(Path(values.page))}.")
         return 0
+    if values.output:
+        results.make_file(values.output)
     jax.config.update("jax_compilation_cache_dir", None)  # programs for a device that is not here are not read again
     kept = dict(described(config, values), command=command(argv), caches=[], refused={})
     start = time.process_time()

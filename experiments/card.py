@@ -249,22 +249,20 @@ def _wrapped(markdown: str) -> str:
     return "\n\n".join(filled) + "\n"
 
 
-def main(argv: Sequence[str]) -> int:
-    values = flags.FlagValues()
+def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("run", None, "the run's folder", flag_values=values)
     flags.DEFINE_string("output", None, "where the model and its card go", flag_values=values)
     flags.DEFINE_string("license", "Apache-2.0", "the licence that the card names", flag_values=values)
-    cli.define_compilation_cache(values)
-    try:
-        values(argv)
-    except flags.Error as error:
-        raise ConfigError(f"{error} Known flags: --run, --output, --license, --{cli.CACHE_FLAG}.") from None
-    cli.use_compilation_cache(values)
+
+
+def main(argv: Sequence[str]) -> int:
+    _, values = cli.parse_flags(argv, about=str(__doc__), define=define)
     if values.run is None or values.output is None:
         raise ConfigError("give --run=FOLDER and --output=FOLDER.")
     run, output = Path(values.run), Path(values.output)
     if not (run / "model").is_dir():
         raise ConfigError(f"{run} is no finished run: it has no model/.")
+    results.make_folder(output)
     text, plot = card(run, values.license)
     for number, each in enumerate(Run.read(run).before(), 1):
         folder = output / "training" / f"run_{number}"

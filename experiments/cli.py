@@ -18,6 +18,7 @@ from kvjax import host, processes
 from kvjax.errors import ConfigError, KvjaxError
 
 USAGE_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
+HELP = {"--help", "-h", "-help", "--helpfull"}
 CACHE_FLAG = "compilation_cache"
 DISTRIBUTED, COORDINATOR, COUNT, NUMBER = "distributed", "coordinator_address", "num_processes", "process_id"
 
@@ -67,7 +68,7 @@ def parse(
     define(values)
     define_compilation_cache(values)
     define_processes(values)
-    if {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
+    if HELP & set(argv[1:]):
         print(_help(about, values, cls))
         raise SystemExit(0)
     for argument in argv[1:]:
@@ -93,6 +94,41 @@ def parse(
     start_processes(values)
     use_compilation_cache(values)
     return values.config, values
+
+
+def parse_flags(
+    argv: Sequence[str], *, about: str, define: Callable[[flags.FlagValues], None], positional: int = 0
+) -> tuple[list[str], flags.FlagValues]:
+    """Reads the flags of a program without a config, and keeps compiled programs as they say.
+
+    Args:
+      argv: as `sys.argv`, the program first.
+      about: the program's docstring, for ``--help``.
+      define: adds the program's flags.
+      positional: the most arguments that are no flags.
+
+    Returns:
+      The arguments that are no flags, and all flag values.
+
+    Raises:
+      ConfigError: an unknown flag, a wrong value or an argument too many, with the known flags.
+      SystemExit: 0, after ``--help``.
+    """
+    values = flags.FlagValues()
+    define(values)
+    define_compilation_cache(values)
+    if HELP & set(argv[1:]):
+        print("\n".join([about.strip(), "", "Flags:", *_flags(values)]))
+        raise SystemExit(0)
+    known = f"known flags: {', '.join(f'--{name}' for name in sorted(values))}, --help."
+    try:
+        rest = values(argv)[1:]
+    except flags.Error as error:
+        raise ConfigError(f"{str(error).removeprefix('flag ').rstrip('.')}; {known}") from None
+    if rest[positional:]:
+        raise ConfigError(f"unexpected argument {rest[positional]!r}; {known}")
+    use_compilation_cache(values)
+    return rest, values
 
 
 def define_compilation_cache(values: flags.FlagValues) -> None:
@@ -146,9 +182,12 @@ def start_processes(values: flags.FlagValues) -> None:
 
 def _help(about: str, values: flags.FlagValues, cls: type) -> str:
     settings = [f"  --config.{path}: {fields.kind_of(path, cls).__metadata__[0]}" for path in fields.leaves(cls)]
-    own = [f"  --{name}: {values[name].help}" for name in values]
     known = ", ".join(fields.names(cls))
-    return "\n".join([about.strip(), "", f"Configs: {known}.", "", "Flags:", *own, "", "Fields:", *settings])
+    return "\n".join([about.strip(), "", f"Configs: {known}.", "", "Flags:", *_flags(values), "", "Fields:", *settings])
+
+
+def _flags(values: flags.FlagValues) -> list[str]:
+    return [f"  --{name}: {values[name].help}" for name in values]
 
 
 def main(program: Callable[[Sequence[str]], int], interrupted: str = "no unfinished result was kept.") -> None:

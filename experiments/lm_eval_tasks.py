@@ -20,13 +20,12 @@ import numpy as np
 from absl import flags
 
 import kvjax
-from experiments import cli
+from experiments import cli, results
 from experiments.config import RecallConfig
 from experiments.tasks import multiple_choice, score
 from experiments.tasks.multiple_choice import Question
 from experiments.tasks.story import story
 from experiments.tasks.words import HELD_OUT
-from kvjax.errors import ConfigError
 
 PREFIX, RECALL = "kvjax_", ("passkey", "multi_key", "associative")
 CHARACTERS = 3_000  # of a text that is scored by itself
@@ -131,23 +130,19 @@ def pieces(files: Sequence[Path]) -> list[str]:
     return [text[start : start + CHARACTERS] for text in texts for start in range(0, len(text), CHARACTERS)]
 
 
-def main(argv: Sequence[str]) -> int:
-    values = flags.FlagValues()
+def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("data", None, "folder of the multiple-choice tasks", flag_values=values)
     flags.DEFINE_integer("shots", 0, "examples before each multiple-choice question", 0, flag_values=values)
     flags.DEFINE_list("texts", [], "files whose perplexity is a task", flag_values=values)
     flags.DEFINE_string("output", "lm_eval_tasks", "folder that is written", flag_values=values)
     flags.DEFINE_integer("length", 512, "tokens of a recall prompt", 128, flag_values=values)
     flags.DEFINE_integer("prompts", 32, "recall prompts of each task", 1, flag_values=values)
-    if {"--help", "-h"} & set(argv):
-        print(str(__doc__).strip())
-        return 0
-    try:
-        values(argv)
-    except flags.Error as error:
-        raise ConfigError(str(error)) from None
+
+
+def main(argv: Sequence[str]) -> int:
+    _, values = cli.parse_flags(argv, about=str(__doc__), define=define)
     folder = Path(values.output)
-    folder.mkdir(parents=True, exist_ok=True)
+    results.make_folder(folder)
     if values.data:
         for task in multiple_choice.TASKS:
             examples, questions = multiple_choice.with_examples(task, Path(values.data), values.shots)

@@ -192,17 +192,14 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("input", None, "draw the figures of this file, and measure nothing", flag_values=values)
     flags.DEFINE_string("output", None, "also write the figures as JSON, after every point", flag_values=values)
     flags.DEFINE_string("plot", None, "also draw the figures, as a PNG", flag_values=values)
-    cli.define_compilation_cache(values)
 
 
 def main(argv: Sequence[str]) -> int:
-    values = flags.FlagValues()
-    define(values)
+    _, values = cli.parse_flags(argv, about=str(__doc__), define=define)
     try:
-        values(argv)
         shares = [float(share) for share in values.shares]
-    except (flags.Error, ValueError) as error:
-        raise ConfigError(str(error)) from None
+    except ValueError as error:
+        raise ConfigError(f"--shares={','.join(values.shares)}: {error}.") from None
     if unknown := [name for name in values.methods if name not in METHODS]:
         raise ConfigError(f"unknown method {unknown[0]!r}; known methods: {', '.join(METHODS)}.")
     if not all(0 < share <= 1 for share in shares):
@@ -215,9 +212,9 @@ def main(argv: Sequence[str]) -> int:
         if all(point.method != "full" for point in points):
             raise ConfigError(f"--input={values.input!r} has no point of the full cache.")
         return _report(points, values.plot)
-    for file in filter(None, (values.output, values.plot)):
-        results.make_folder(Path(file).parent)
-    cli.use_compilation_cache(values)
+    for flag in ("output", "plot"):
+        if path := values[flag].value:
+            results.make_file(path, flag)
     model = kvjax.load(values.model, dtype="float32")
     nearest, farthest = (int(part * values.length) for part in DISTANCES)
     recall = RecallConfig(

@@ -91,6 +91,19 @@ def make_folder(path: Path) -> None:
         raise ConfigError(f"output={str(path)!r} cannot be written: {error.strerror}.") from None
 
 
+def make_file(path: str | Path, flag: str = "output") -> Path:
+    """Makes sure, before the work begins, of the folder of a file that is written.
+
+    Raises:
+      ConfigError: it cannot be made or written, or the file is a folder.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"--{flag}={str(path)!r} is a folder; give a file.")
+    make_folder(path.parent)
+    return path
+
+
 def write(path: Path, content: str | bytes) -> None:
     """Writes a whole file or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ python -m experiments.run --config=infinigen_tiny --config.model.skew=results/kv
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from absl import flags
 
@@ -19,24 +18,19 @@ from kvjax.models.skew import can_fold, find_skew
 TOKENS = 2048  # of the sample; no longer than the model's context
 
 
-def main(argv: Sequence[str]) -> int:
-    values = flags.FlagValues()
+def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("model", None, "a checkpoint folder or a hub id", flag_values=values)
     flags.DEFINE_string("text", None, "the sample, a text file", flag_values=values)
     flags.DEFINE_integer("tokens", TOKENS, "tokens of the sample", lower_bound=2, flag_values=values)
     flags.DEFINE_string("dtype", None, "of the weights", flag_values=values)
     flags.DEFINE_string("output", None, "the file to write", flag_values=values)
-    cli.define_compilation_cache(values)
-    try:
-        values(argv)
-    except flags.Error as error:
-        known = ", ".join(f"--{name}" for name in sorted(values))
-        raise ConfigError(f"{str(error).removeprefix('flag ')} Known flags: {known}.") from None
-    cli.use_compilation_cache(values)
+
+
+def main(argv: Sequence[str]) -> int:
+    _, values = cli.parse_flags(argv, about=str(__doc__), define=define)
     if None in (values.model, values.text, values.output):
         raise ConfigError("give --model=FOLDER, --text=FILE.txt and --output=FILE.safetensors.")
-    output = Path(values.output)
-    results.make_folder(output.parent)
+    output = results.make_file(values.output)
     model = kvjax.load(values.model, dtype=values.dtype)
     count = min(values.tokens, model.config.max_positions)
     text = DataConfig(text=values.text, num_sequences=1, prompt_length=count - 1, new_tokens=1)

@@ -180,7 +180,9 @@ def prepare(
         spec, model.config, sizes, prompt, implementation=implementation, platform=model.platform,
         dtype=jax.tree.leaves(model.params)[0].dtype, totals=total,
     )  # fmt: skip
-    warn_beyond_context(model.config, most_positions(lowered, prompt, total, prefill_block))
+    # What the last token of a text that is scored predicts is not used, wherever it stands.
+    positions = total - 1 if last_fed else total
+    warn_beyond_context(model.config, most_positions(lowered, prompt, positions, prefill_block))
     return Prepared(lowered.layout, lowered.budgets, sizes.prompt, rows)
 
 

@@ -146,3 +146,16 @@ def test_texts_beyond_the_trained_context_are_said(recwarn):
     warning = recwarn.pop()
     assert "longer than the 512 tokens of context that this model was trained with" in str(warning.message)
     assert warning.filename == __file__
+
+
+def test_what_the_last_token_of_a_scored_text_predicts_is_not_used(recwarn):
+    """lm_eval's windows of a text have one token more than the context: nothing is said of these."""
+    model = dataclasses.replace(tiny().model, config=dataclasses.replace(CONFIG, max_positions=10))
+    for width, said in ((11, 0), (12, 1)):
+        for scored in (
+            lambda tokens: kvjax.log_likelihood(model, tokens, policies.full(), prompt_length=tokens.shape[1]),
+            lambda tokens: kvjax.score_choices(model, tokens[:, :1], [[tokens[0, 1:].tolist()]], policies.full()),
+        ):
+            recwarn.clear()
+            scored(np.ones((1, width), np.int32))
+            assert len([each for each in recwarn if "tokens of context" in str(each.message)]) == said

@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import os
 import shlex
 import signal
 from collections.abc import Sequence
@@ -111,31 +110,20 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_float("minutes", accelerator.MINUTES, about, 0.0, flag_values=values)
     flags.DEFINE_bool("tiny", False, "measure arrays of a few kilobytes, to see that a task runs", flag_values=values)
     text("plot", None, "also draw the figures, as a PNG, to this file")
-    cli.define_compilation_cache(values)
 
 
 def main(argv: Sequence[str]) -> int:
-    values = flags.FlagValues()
-    define(values)
-    if {"--help", "-h"} & set(argv):
-        own = (f"  --{name}: {values[name].help}" for name in values)
-        print(str(experiments.bench.__doc__).strip(), "", "Flags:", *own, sep="\n")
-        return 0
-    try:
-        task, *rest = values(argv, known_only=False)[1:] or ["decode"]
-    except flags.Error as error:
-        raise ConfigError(str(error)) from None
-    if task not in (*TASKS, ACCELERATOR) or rest:
-        known = ", ".join((*TASKS, ACCELERATOR))
-        raise ConfigError(f"unknown benchmark {' '.join([task, *rest])!r}; known benchmarks: {known}.")
+    given, values = cli.parse_flags(argv, about=str(experiments.bench.__doc__), define=define, positional=1)
+    task = given[0] if given else "decode"
+    if task not in (*TASKS, ACCELERATOR):
+        raise ConfigError(f"unknown benchmark {task!r}; known benchmarks: {', '.join((*TASKS, ACCELERATOR))}.")
     if task == ACCELERATOR:
         return accelerator.run(values)
     if values.tiny:
         shrink()
-    cli.use_compilation_cache(values)
-    for name in ("output", "plot"):
-        if (path := values[name].value) and not (os.path.isdir(Path(path).parent) and not os.path.isdir(path)):
-            raise ConfigError(f"--{name}={path!r} cannot be written: give a file in a folder that exists.")
+    for flag in ("output", "plot"):
+        if path := values[flag].value:
+            results.make_file(path, flag)
     environment = machine.environment() | {"peers": peers.versions(decode.interpreters(values.python))}
     environment["reads_gb_per_second"] = 1e-9 / next(sides.reading())
     print(describe(environment))

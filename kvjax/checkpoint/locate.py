@@ -70,7 +70,8 @@ def locate(path_or_name: str | Path) -> Path:
     name = str(path_or_name)
     if (own := bundled(name)) is not None:
         return own
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+    # The hub is not asked for a name without an owner that is nearly one of kvjax's own: without a network it is slow.
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or ("/" not in name and _near(name)):
         raise CheckpointError(
             f"there is no folder {name}, and this is not a hub id of the form owner/name.{_near(name)}"
         )

@@ -64,7 +64,7 @@ def read(raw: Json, content: bytes | None = None) -> GenerationConfig:
 
 
 def _sampler(raw: Json) -> Sampler:
-    """Returns the sampling method. Without ``do_sample`` only the penalty counts."""
+    """Returns the sampling method. Without ``do_sample``, or at temperature 0, only the penalty counts."""
 
     def given(name: str, default: Any, none: Any = None) -> Any:
         """Returns a value; `default` for null, and None for the value `none`, which changes nothing."""
@@ -73,7 +73,8 @@ def _sampler(raw: Json) -> Sampler:
         return None if none is not None and value == none else value
 
     penalty = given("repetition_penalty", 1.0)
-    if not given("do_sample", False):
+    # Files ask to sample at a temperature of 0, which other programs take for the most probable token.
+    if not given("do_sample", False) or raw.get("temperature") == 0:
         return Greedy(penalty)
     return Sample(
         temperature=given("temperature", 1.0), top_k=given("top_k", TOP_K, none=0), top_p=given("top_p", None, none=1),

@@ -20,6 +20,7 @@ from tests.checkpoint.folders import folder_with, raw_config
         ({"temperature": 0.0, "top_p": 0.5, "top_k": 3}, Greedy()),
         ({"repetition_penalty": 1.1, "do_sample": None}, Greedy(1.1)),
         ({"do_sample": True}, Sample(top_k=50)),
+        ({"do_sample": True, "temperature": 0.0, "repetition_penalty": 1.1}, Greedy(1.1)),
         ({"do_sample": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, Sample()),
         (
             {"do_sample": True, "temperature": 0.6, "top_k": None, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 2},
@@ -43,7 +44,7 @@ def test_what_ends_a_text_and_what_is_not_supported():
     [
         ({"eos_token_id": [1, -2]}, "eos_token_id must be a token id, a list of them or null"),
         ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1"),
-        ({"do_sample": True, "temperature": 0}, "temperature must be above 0"),
+        ({"do_sample": True, "temperature": -1}, "temperature must be above 0"),
         ({"repetition_penalty": "much"}, "repetition_penalty must be a finite number above 0"),
     ],
 )

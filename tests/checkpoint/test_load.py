@@ -5,6 +5,7 @@ import json
 import struct
 import sys
 import traceback
+import types
 
 import flax.serialization
 import jax
@@ -389,7 +390,12 @@ def test_a_model_that_comes_with_kvjax(monkeypatch, tmp_path):
     assert_same(load("some-model").params, params)
     assert repr(load("some-model")).startswith("Model(llama, ") and len(repr(load("some-model"))) < 240
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match=r"Did you mean 'some-model', which is part of kvjax\?"):
+    for wrong in ("some-modle", "someone/some-model"):
+        with pytest.raises(CheckpointError, match=r"Did you mean 'some-model', which is part of kvjax\?"):
+            load(wrong)
+    asked = types.SimpleNamespace(list_repo_files=lambda name: pytest.fail("the hub was asked"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", asked)
+    with pytest.raises(CheckpointError, match="Did you mean"):
         load("some-modle")
     assert locate.bundled("other-model") is None
     assert locate.bundled("../pretrained/some-model") is None

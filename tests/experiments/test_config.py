@@ -1,6 +1,7 @@
 """Configs by name, overrides with type checks, and what a wrong one says."""
 
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys
@@ -277,6 +278,38 @@ def test_help_lists_configs_and_fields(capsys):
     assert "--config.policy.budget" in shown
     assert "--config.storage" in shown
     assert "--compilation_cache" in shown
+
+
+TOOLS = ("calibrate", "skew", "reading", "card", "lm_eval_tasks", "capacity", "bench.__main__")
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_every_program_has_help(name, capsys):
+    program = importlib.import_module(f"experiments.{name}").main
+    with pytest.raises(SystemExit) as stopped:
+        program([name, "--help"])
+    assert stopped.value.code == 0 and "\n  --output: " in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"nothing.*known flags"):
+        program([name, "--nothing=1", *(["--config=h2o_tiny"] if name == "capacity" else [])])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("calibrate", ["--model=nowhere", "--storage=kvquant"]),
+        ("skew", ["--model=nowhere", "--text=nothing"]),
+        ("reading", ["--model=nowhere"]),
+        ("capacity", ["--config=h2o_opt30b", "--topology=v5e:2x4"]),
+        ("bench.__main__", ["products"]),
+    ],
+)
+def test_files_are_checked_before_anything_is_computed(name, arguments, tmp_path):
+    program = importlib.import_module(f"experiments.{name}").main
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a folder; give a file"):
+        program([name, *arguments, f"--output={tmp_path}"])
+    with pytest.raises(ConfigError, match="cannot be written"):
+        program([name, *arguments, f"--output={tmp_path}/file/figures.json"])
 
 
 def test_weights_are_read_as_text():
