@@ -17,7 +17,8 @@ side hold. CONTRADICT: a claim of that side holds. INCONCLUSIVE: neither, or bot
 where the 95 % interval of a paired bootstrap over at least 32 rows excludes 0, or an exact sign test over at least 128
 prompts rejects equality at 5 %; each entry says how many comparisons it made, and none of the levels is corrected for
 that number. The thresholds were fixed before any run. A model of this size may contradict a paper without the paper
-being wrong: read every verdict as one about this model."""
+being wrong: read every verdict as one about this model. A commit that this repository does not have was one of a
+working copy, before it was joined with others."""
 
 
 @dataclasses.dataclass(frozen=True)
