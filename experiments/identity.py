@@ -44,12 +44,12 @@ def of_answers(config: ExperimentConfig) -> str:
     """Twelve hex digits that name what answers to tasks depend on besides the cache and the questions."""
     settings = fields.to_dict(config)
     parts = [settings[part] for part in ("model", "mesh", "rules", "seed", "prefill_block", "implementation")]
-    return _hex(json.dumps([parts, _of_own(config) | _digests(_of_model(config)), code()], sort_keys=True).encode())
+    return _hex(json.dumps([parts, _of_own(config) | _of_model(config), code()], sort_keys=True).encode())
 
 
 def contents(config: ExperimentConfig) -> dict[str, str]:
     """A digest of each file that a config names, by the file's name in the config."""
-    return _of_own(config) | _digests([*_of_model(config), *_of_texts(config)])
+    return _of_own(config) | _of_model(config) | _digests(_of_texts(config))
 
 
 def check_unchanged(config: ExperimentConfig, found: Mapping[str, str]) -> None:
@@ -103,15 +103,18 @@ def _of_texts(config: ExperimentConfig) -> Iterator[Path]:
         yield from answering.files_of(config.tasks)
 
 
-def _of_model(config: ExperimentConfig) -> Iterator[Path]:
+def _of_model(config: ExperimentConfig) -> dict[str, str]:
     """The model, and what its caches need."""
-    yield from (Path(name) for name in (config.model.skew, config.model.calibration) if name)
+    found = _digests(Path(name) for name in (config.model.skew, config.model.calibration) if name)
     if config.model.path is not None:
         # As `kvjax.load` looks for it.
         here = Path(config.model.path)
         folder = here if here.is_dir() else bundled(config.model.path)
         if folder is not None:
-            yield from (path for path in folder.iterdir() if path.suffix in OF_MODEL)
+            files = sorted(path for path in folder.iterdir() if path.suffix in OF_MODEL and path.is_file())
+            # Not by the folder of a model that kvjax contains, which is another one on another machine.
+            found |= {f"{config.model.path}/{path.name}": of_file(path) for path in files}
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
