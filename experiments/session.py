@@ -33,7 +33,7 @@ from kvjax.models.quantize import WeightCodes, quantize_weights
 from kvjax.models.skew import skewed
 from kvjax.products.quantized import is_quantized
 from kvjax.rules import Rules, using
-from kvjax.storage.calibration import required
+from kvjax.storage.calibration import Calibration, required
 
 T = TypeVar("T")
 SAMPLE_ROWS, SAMPLE_TOKENS = 4, 512  # of the story that calibrates storages
@@ -127,8 +127,9 @@ class Session:
         score.check(config.recall)
         answering.check(config.tasks)
         model = self.model(config)
-        for spec in specs if config.model.calibration else ():
-            calibrated_for(model, spec, config.model.calibration)  # a file that does not fit is an error at once
+        given = given_calibration(config.model)
+        for spec in specs if given is not None else ():
+            calibrated_for(model, spec, given)  # one that does not fit is an error at once
         tokens, prompt_length, text = data.load(config.data, model, config.seed)
         asked = score.make_prompts(config.recall, model, config.seed)
         tasks, journal = answering.make(config.tasks, model, config.seed), self._journal(config)
@@ -143,7 +144,7 @@ class Session:
             spec, own = pair
             options: dict[str, Any] = {"prefill_block": config.prefill_block, "implementation": config.implementation}
             with jax.default_matmul_precision(exact):
-                ready = calibrated_for(model, spec, config.model.calibration)
+                ready = calibrated_for(model, spec, given)
                 measured = measure(
                     ready, tokens, spec, prompt_length=prompt_length, new_tokens=config.data.new_tokens,
                     repeats=config.repeats, recall=asked, **options,
@@ -233,12 +234,13 @@ def _load(config: ExperimentConfig) -> Model:
     return model if codes is None else quantize_weights(model, codes.bits, codes.group, head=codes.head)
 
 
-def calibrated_for(model: Model, spec: CacheSpec, path: str | None) -> Model:
-    """The model with the calibration of a storage that needs one: of a file, or made from a generated story.
+def given_calibration(config: ModelConfig) -> Calibration | None:
+    """The calibration that a config names."""
+    return None if config.calibration is None else kvjax.load_calibration(config.calibration)
 
-    A file is read, and checked, also where the storage needs none.
-    """
-    given = None if path is None else kvjax.load_calibration(path)
+
+def calibrated_for(model: Model, spec: CacheSpec, given: Calibration | None) -> Model:
+    """The model with the calibration of a storage that needs one: `given`, or one made from a generated story."""
     if not required(spec.storage):
         return model
     if given is not None:

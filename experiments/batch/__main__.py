@@ -20,7 +20,7 @@ from experiments.batch.journal import Journal
 from experiments.batch.requests import Asked, Defaults
 from experiments.config import DataConfig, ExperimentConfig, build_spec
 from experiments.resolve import check_fit, dtype_of
-from experiments.session import Session, calibrated_for, describe
+from experiments.session import Session, calibrated_for, describe, given_calibration
 from kvjax import processes
 from kvjax.cache import Limits
 from kvjax.errors import ConfigError, KvjaxError
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         with jax.default_matmul_precision(exact):
             spec = build_spec(config)
             runner = Runner(
-                calibrated_for(model, spec, config.model.calibration), spec, rows=values.rows, limits=limits,
+                calibrated_for(model, spec, given_calibration(config.model)), spec, rows=values.rows, limits=limits,
                 key=jax.random.key(config.seed), prefill_block=config.prefill_block or "auto",
                 implementation=config.implementation,
             )  # fmt: skip
