@@ -19,11 +19,12 @@ from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
 from kvjax.generate import check_room
 from kvjax.inputs import check_batch
+from kvjax.models.bound import BoundDecoder, bind, logprob_of, over_logits
 from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
-from kvjax.prefill import BoundDecoder, Prefilled, bind, logprob_of, over_logits, prepare, run_prompts
+from kvjax.prefill import Prefilled, prepare, run_prompts
 from kvjax.selection.base import Selection
 from kvjax.sharding import Params
 from kvjax.storage.base import Storage

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from kvjax import records
 from kvjax.cache.layout import Phase
 from kvjax.cache.state import Block, KVState
+from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
-from kvjax.prefill import bind
 from kvjax.sampling import Sampler, penalised, penalty_of
 from kvjax.sharding import Params
 

@@ -15,9 +15,10 @@ from kvjax.choices import FEW_FED, MANY_FED, takes_blocks, without_step_kernels
 from kvjax.errors import InputError
 from kvjax.generate import check_room
 from kvjax.inputs import check_batch
+from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
-from kvjax.prefill import Prefilled, bind
+from kvjax.prefill import Prefilled
 from kvjax.sharding import Params
 
 Array = jax.Array

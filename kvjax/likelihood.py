@@ -17,11 +17,12 @@ from kvjax.cache.limits import Limits, power_of_two
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
 from kvjax.inputs import check_batch, check_prompt
+from kvjax.models.bound import SCORE_ROWS, bind, logprobs_of
 from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
-from kvjax.prefill import SCORE_ROWS, bind, logprobs_of, prepare, run_prompts
+from kvjax.prefill import prepare, run_prompts
 from kvjax.records import Record
 from kvjax.selection.base import Selection
 from kvjax.sharding import Params

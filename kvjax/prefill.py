@@ -5,7 +5,6 @@ invalid arguments raise an error before anything is traced.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,27 +16,27 @@ from kvjax.attention import Implementation
 from kvjax.cache import pairs
 from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.empty import empty_layers
-from kvjax.cache.layout import CacheLayout, Group, Phase
+from kvjax.cache.layout import CacheLayout, Group
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import Budgets, lower, most_positions
 from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
 from kvjax.inputs import check_batch, check_count, check_positions, warn_beyond_context
+from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import SIDES, SKEW, Decoder
+from kvjax.models.decoder import SIDES, SKEW
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Selection
-from kvjax.sharding import Params, PyTree
+from kvjax.sharding import Params
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration
 from kvjax.storage.side import rows_of
 
 Array = jax.Array
 GroupBudgets = tuple[tuple[Array | None, ...], ...]  # per layer and group of heads
-SCORE_ROWS = 512  # tokens per row whose logits exist at the same time when scoring
 
 
 class Prefilled(NamedTuple):
@@ -331,94 +330,3 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
         Layer(group(index, *each) for each in zip(layer, before, after, strict=True))
         for index, (layer, before, after) in enumerate(zip(kv.layers, layout.prompt, layout.decode, strict=True))
     )
-
-
-class BoundDecoder(NamedTuple):
-    """A decoder with its parameters, for use in jitted loops.
-
-    Attributes:
-      hidden: (tokens [B, n], state, block, phase) -> (hidden states [B, n, E], state).
-      step: like `hidden`, with the intermediates of `Decoder.hidden` as a third result.
-      logits: hidden states [..., E] -> [..., V] float32.
-      dtype: of parameters and cache.
-    """
-
-    hidden: Callable[[Array, KVState | None, Block, Phase], tuple[Array, KVState]]
-    step: Callable[[Array, KVState, Block, Phase], tuple[Array, KVState, PyTree]]
-    logits: Callable[[Array], Array]
-    dtype: jnp.dtype
-
-
-def bind(config: DecoderConfig, params: Params) -> BoundDecoder:
-    """Returns the decoder with its parameters.
-
-    Args:
-      config: the decoder.
-      params: its parameters.
-    """
-    dtype = params["embed"]["tokens"].dtype
-    decoder = Decoder(config, dtype)
-
-    def call(method: str) -> Callable[..., PyTree]:
-        return functools.partial(decoder.apply, {"params": params}, method=method)
-
-    def step(tokens: Array, kv: KVState, block: Block, phase: Phase) -> tuple[Array, KVState, PyTree]:
-        (x, kv), sown = decoder.apply(
-            {"params": params}, tokens, kv, block, phase, method="hidden", mutable="intermediates"
-        )  # fmt: skip
-        return x, kv, sown
-
-    return BoundDecoder(call("hidden"), step, call("logits"), dtype)
-
-
-def logprobs_of(decoder: BoundDecoder, hidden: Array, targets: Array) -> Array:
-    """Computes the log-probability of a token at each position, with the logits of `SCORE_ROWS` positions at a time.
-
-    Args:
-      decoder: the decoder.
-      hidden: [B, n, E].
-      targets: [B, n] int32.
-
-    Returns:
-      [B, n] float32, log p(target).
-    """
-    return over_logits(decoder, hidden, targets, logprob_of)
-
-
-def logprob_of(logits: Array, target: Array) -> Array:
-    """The log-probability of tokens [...] int32 under logits [..., V] float32: [...] float32."""
-    # [...]
-    chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
-
-
-def over_logits(
-    decoder: BoundDecoder, hidden: Array, targets: Array, function: Callable[[Array, Array], PyTree]
-) -> PyTree:
-    """Applies a function to the logits of each position, which exist for `SCORE_ROWS` positions at a time.
-
-    Args:
-      decoder: the decoder.
-      hidden: [B, n, E].
-      targets: [B, n] int32.
-      function: (logits [B, m, V] float32, targets [B, m]) -> a tree of arrays [B, m].
-
-    Returns:
-      The tree, with arrays [B, n].
-    """
-
-    def score(x: Array, target: Array) -> PyTree:
-        return function(decoder.logits(x), target)
-
-    n = hidden.shape[1]
-    if n <= SCORE_ROWS:
-        return score(hidden, targets)
-    parts = -(-n // SCORE_ROWS)
-    pad = parts * SCORE_ROWS - n
-    # [parts, B, SCORE_ROWS, E]
-    x = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(hidden.shape[0], parts, SCORE_ROWS, -1).swapaxes(0, 1)
-    # [parts, B, SCORE_ROWS]
-    y = jnp.pad(targets, ((0, 0), (0, pad))).reshape(hidden.shape[0], parts, SCORE_ROWS).swapaxes(0, 1)
-    scores = jax.lax.map(lambda xy: score(*xy), (x, y))
-    # [B, n]
-    return jax.tree.map(lambda each: each.swapaxes(0, 1).reshape(hidden.shape[0], -1)[:, :n], scores)

@@ -11,9 +11,10 @@ from kvjax.cache.empty import empty_layers
 from kvjax.cache.layout import CacheLayout
 from kvjax.cache.lowering import Budgets
 from kvjax.cache.state import Block, KVState
+from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
-from kvjax.prefill import GroupBudgets, bind, converted
+from kvjax.prefill import GroupBudgets, converted
 from kvjax.sharding import Params
 
 Array = jax.Array

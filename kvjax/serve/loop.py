@@ -14,8 +14,8 @@ from kvjax import memory
 from kvjax.cache.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.decoding import CHUNK, PAD
+from kvjax.models.bound import BoundDecoder, bind
 from kvjax.models.config import DecoderConfig
-from kvjax.prefill import BoundDecoder, bind
 from kvjax.serve.sampling import Leaf, Settings, choose
 from kvjax.sharding import Params
 
