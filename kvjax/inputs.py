@@ -117,12 +117,14 @@ def check_stop(stop: int | Sequence[int]) -> np.ndarray:
       [n] int32, distinct and ascending.
 
     Raises:
-      InputError: if an id is not a whole number.
+      InputError: if an id is not a whole number of 32 bits.
     """
     # [n]
     ids = np.atleast_1d(np.asarray(stop))
     if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
         raise InputError(f"stop must be token ids; got {stop!r}.")
+    if ids.size and (ids.max() > np.iinfo(np.int32).max or ids.min() < np.iinfo(np.int32).min):
+        raise InputError(f"stop must be token ids, which are numbers of 32 bits; got {stop!r}.")
     return np.unique(ids).astype(np.int32)
 
 

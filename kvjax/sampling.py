@@ -17,6 +17,7 @@ from kvjax.errors import InputError
 from kvjax.inputs import check_count
 
 Array = jax.Array
+LEAST = 1e-20  # of temperatures, probabilities and penalties: logits that are divided by it are finite in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Sample:
     """Samples from the softmax of the logits, optionally restricted to the most probable tokens.
 
     Attributes:
-      temperature: divisor of the logits, a finite number above 0.
+      temperature: divisor of the logits, above 0.
       top_k: restricts sampling to the k most probable tokens; None for all tokens.
       top_p: restricts sampling to the smallest set of tokens whose total probability is at least p (nucleus sampling,
         arXiv:1904.09751), after `temperature` and `top_k` are applied; None for all tokens.
@@ -77,15 +78,16 @@ class Sample:
 
     def __post_init__(self) -> None:
         _check_penalty(self.repetition_penalty)
-        number = isinstance(self.temperature, numbers.Real) and not isinstance(self.temperature, bool)
-        if not (number and self.temperature > 0 and math.isfinite(self.temperature)):
-            raise InputError(f"temperature must be above 0 (use Greedy() for 0); got {self.temperature!r}.")
+        if not _between(self.temperature, LEAST, 1 / LEAST):
+            raise InputError(
+                f"temperature must be from {LEAST} to {1 / LEAST} (use Greedy() for 0); got {_short(self.temperature)}."
+            )
         if self.top_k is not None:
             check_count("top_k", self.top_k)
         for name in ("top_p", "min_p"):
             p: Any = getattr(self, name)
-            if p is not None and not (isinstance(p, numbers.Real) and not isinstance(p, bool) and 0 < float(p) <= 1):
-                raise InputError(f"{name} must be a number in (0, 1], or None for all tokens; got {p!r}.")
+            if p is not None and not _between(p, LEAST, 1):
+                raise InputError(f"{name} must be from {LEAST} to 1, or None for all tokens; got {_short(p)}.")
 
     def __call__(self, logits: Array, keys: Array) -> Array:
         """Samples a token for each row.
@@ -161,9 +163,26 @@ def penalty_of(sampler: object) -> float | None:
 
 
 def _check_penalty(penalty: Any) -> None:
-    number = isinstance(penalty, numbers.Real) and not isinstance(penalty, bool)
-    if not (number and penalty > 0 and math.isfinite(penalty)):
-        raise InputError(f"repetition_penalty must be a finite number above 0, where 1 is none; got {penalty!r}.")
+    if not _between(penalty, LEAST, 1 / LEAST):
+        raise InputError(
+            f"repetition_penalty must be from {LEAST} to {1 / LEAST}, where 1 is none; got {_short(penalty)}."
+        )
+
+
+def _between(value: Any, least: float, most: float) -> bool:
+    """Whether a value is a number from `least` to `most`, of any size."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    number: Any = value  # not as a float, which a whole number of hundreds of digits cannot be
+    return bool(least <= number <= most)
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of more digits than Python prints
+        text = "a number of thousands of digits"
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 Sampler = Greedy | Sample

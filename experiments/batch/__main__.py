@@ -14,17 +14,18 @@ from tqdm.auto import tqdm
 
 import experiments.batch
 import kvjax.products
-from experiments import cli, fields
+from experiments import cli, fields, identity
 from experiments.batch import requests
 from experiments.batch.journal import Journal
 from experiments.batch.requests import Asked, Defaults
 from experiments.config import DataConfig, ExperimentConfig, build_spec
 from experiments.resolve import check_fit, dtype_of
 from experiments.session import Session, calibrated_for, describe, given_calibration
-from kvjax import processes
+from kvjax import processes, user_files
 from kvjax.cache import Limits
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.model import Model
+from kvjax.sampling import Sample
 from kvjax.serve import Request, Result, Runner
 
 FAILED = 1  # the exit status if some request could not be answered
@@ -68,8 +69,9 @@ def main(argv: Sequence[str]) -> int:
     given = requests.lines(Path(values.requests))
     if not given:
         raise ConfigError(f"--requests={values.requests!r} has no line.")
+    check_sampling(values)
     config.data, config.baselines = DataConfig(num_sequences=values.rows), ()
-    with Journal(Path(values.output), about(config, values, given)) as journal:
+    with user_files.pinned(), Journal(Path(values.output), about(config, values, given)) as journal:
         if journal.written == len(given):
             print(f"{values.output} has all {journal.written:,} results already.")
             return FAILED if journal.failed else 0
@@ -104,14 +106,27 @@ def main(argv: Sequence[str]) -> int:
         return FAILED if journal.failed else 0
 
 
+def check_sampling(values: flags.FlagValues) -> None:
+    """Refuses values that every request which says nothing else would be refused for.
+
+    Raises:
+      InputError: one is out of range.
+    """
+    own: dict[str, Any] = {name: values[name].value for name in SAMPLING if values[name].value is not None}
+    if own.get("temperature") == 0:
+        del own["temperature"]
+    Sample(**own)
+
+
 def about(config: ExperimentConfig, values: flags.FlagValues, given: list[tuple[int, bytes]]) -> dict[str, Any]:
     """What results depend on."""
     used = ("model", "policy", "storage", "selection", "mesh", "rules", "prefill_block", "implementation", "seed")
     own = ("rows", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
-    digest = hashlib.sha256(b"\n".join(line for _, line in given)).hexdigest()
+    # With their numbers, which are the names of requests without one.
+    digest = hashlib.sha256(b"\n".join(b"%d %s" % each for each in given)).hexdigest()
     found = fields.to_dict(config)
     settings = {name: found[name] for name in used} | {f"--{name}": values[name].value for name in own}
-    return {"requests": digest} | settings
+    return {"requests": digest, "contents of files": identity.contents(config)} | settings
 
 
 def limits_for(given: list[tuple[int, bytes]], model: Model, defaults: Defaults, values: flags.FlagValues) -> Limits:

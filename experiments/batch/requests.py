@@ -81,7 +81,8 @@ def read(given: list[tuple[int, bytes]], model: Model, defaults: Defaults) -> It
             entry = _object(line)
             name = _name(entry, number)
             if name in seen:
-                raise InputError(f"id {name!r} is that of line {seen[name]} too.")
+                own = "" if "id" in entry else ", and this line, which has none, would have its number"
+                raise InputError(f"id {name!r} is that of line {seen[name]} too{own}.")
             seen[name] = number
             request, text = _request(entry, model, defaults, index)
             yield Asked(index, number, name, request, text)
@@ -92,7 +93,7 @@ def read(given: list[tuple[int, bytes]], model: Model, defaults: Defaults) -> It
 def _object(line: bytes) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"the line is no JSON: {error}.") from None
     if not isinstance(entry, dict):
         raise InputError(f"the line must be a JSON object; got {type(entry).__name__}.")
@@ -103,6 +104,11 @@ def _name(entry: dict[str, Any], number: int) -> str | int:
     name = entry.get("id", number)
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise InputError(f"id must be a text or a whole number; got {name!r}.")
+    if isinstance(name, str):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"id {name!r} holds one half of a pair of characters (a surrogate).") from None
     return name
 
 

@@ -1,6 +1,7 @@
 """`Tokenizer`: text to token ids and back, one at a time or in batches. `kvjax.checkpoint.tokenizer` makes them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,10 +68,15 @@ class Tokenizer:
           bos: whether to begin with BOS if `adds_bos`.
 
         Raises:
-          InputError: if `text` is not a string, or contains a token outside the vocabulary of the model.
+          InputError: if `text` is not a string that UTF-8 can hold, or contains a token outside the vocabulary of the
+            model.
         """
         if not isinstance(text, str):
             raise InputError(f"encode() takes a text, but got a {type(text).__name__}.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"character {error.start} of the text is one half of a pair (a surrogate).") from None
         ids = self._encode(text)
         if beyond := [i for i in ids if i >= self.vocab_size]:
             raise InputError(
@@ -78,6 +84,11 @@ class Tokenizer:
                 f"{self.vocab_size - 1}: the tokenizer has tokens that the model was not trained on."
             )
         return [self.bos_id, *ids] if bos and self.adds_bos and self.bos_id is not None else ids
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """The most characters that a token stands for."""
+        return max((len(self._token(i) or "") for i in range(self.size)), default=1)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Converts token ids to text, without special tokens.

@@ -8,6 +8,9 @@ It answers on this machine only, unless --host says otherwise. /health tells wha
 """
 
 import argparse
+import contextlib
+import ipaddress
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +22,7 @@ from kvjax import host
 from kvjax.attention import IMPLEMENTATIONS
 from kvjax.cache import Limits
 from kvjax.checkpoint.huggingface import load
-from kvjax.errors import ConfigError, KvjaxError
+from kvjax.errors import ConfigError, KvjaxError, PolicyError
 from kvjax.lm_eval import options
 from kvjax.models.calibrate import calibrated
 from kvjax.rules import Rules
@@ -29,8 +32,7 @@ from kvjax.sharding import make_mesh
 from kvjax.storage.calibration import load_calibration
 
 USAGE_ERROR = 2
-LOCAL = ("127.0.0.1", "localhost")
-GRACE_SECONDS = 5  # that requests have to end when the server is stopped
+LOCAL = ("127.0.0.1", "localhost", "::1")  # what this machine calls itself
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="a folder, the name of a model on the Hugging Face hub, or kvjax-tiny")
     add("--name", help="what requests call the model; else the last part of --model")
     add("--policy", default="full", help="which slots the cache keeps, such as h2o or 'roco(guard=4)'")
-    add("--budget", type=_number, help="slots of a head, or a fraction of each prompt")
+    add("--budget", type=_number, help="slots of a head, or a fraction of each prompt, of which at least 32 are kept")
     add("--storage", default="dense", help="how slots are held, such as int8")
     add("--selection", default="everything", help="which slots a query reads, such as 'quest(page=16, budget=512)'")
     add("--calibration", help="a file of python -m experiments.calibrate, if the storage needs one")
@@ -59,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     add("--chunk", type=int, default=16, help="tokens after which what has come is sent, 1 to 64")
     add("--prefix", action="append", default=[], metavar="NAME=FOLDER", help="a saved state that requests may continue")
     add("--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0 = all of this machine's")
-    add("--port", type=int, default=8000)
+    add("--port", type=_port, default=8000, help="0 to 65535; 0 = one that is free")
     add("--api-key", help="what clients must send as a bearer token; a file's content with @FILE")
     return made
 
@@ -99,9 +101,8 @@ def serve(flags: argparse.Namespace) -> int:
       KvjaxError: see `runner_for`; also if a package is missing.
     """
     try:
-        import uvicorn
-
         from kvjax.serve.app import make_app
+        from kvjax.serve.listening import run
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'kvjax[serve]'.") from None
     from kvjax.serve.engine import Engine
@@ -111,6 +112,7 @@ def serve(flags: argparse.Namespace) -> int:
         host.keep_programs()
     if not flags.waiting >= 0:
         raise ConfigError(f"--waiting must be at least 0; got {flags.waiting}.")
+    api_key, listener = _secret(flags.api_key), _bound(flags.host, flags.port)
     runner = runner_for(flags)
     prefixes = {}
     for given in flags.prefix:
@@ -120,28 +122,60 @@ def serve(flags: argparse.Namespace) -> int:
         prefixes[name] = runner.load_prefix(folder)
     print(f"{runner.model}\n{runner.explain()}", flush=True)
     print("compiling ...", flush=True)
-    runner.submit(Request(tokens=[0], max_new_tokens=2))
-    list(runner)
+    warm_up(runner)
     name = flags.name or Path(flags.model).name
     limits = runner.prompts.limits
     served = Served(runner.model, name, prefixes, limits.prompt, limits.new_tokens)
-    local = flags.host in LOCAL
-    app = make_app(
-        Engine(runner, most_waiting=flags.waiting),
-        served,
-        api_key=_secret(flags.api_key),
-        hosts=LOCAL if local else "*",
-    )
-    uvicorn.run(
-        app, host=flags.host, port=flags.port, timeout_graceful_shutdown=GRACE_SECONDS, log_level="info",
-        server_header=False,
-    )  # fmt: skip
+    engine = Engine(runner, most_waiting=flags.waiting)
+    hosts = (*LOCAL, flags.host) if _is_local(flags.host) else "*"
+    run(make_app(engine, served, api_key=api_key, hosts=hosts), engine, listener)
     return 0
+
+
+def warm_up(runner: Runner) -> None:
+    """Compiles the programs of the longest prompts, and of short ones where the policy takes these."""
+    limits = runner.prompts.limits
+    new_tokens = min(2, limits.new_tokens)
+    longest = max(1, min(limits.prompt, runner.model.config.max_positions - new_tokens))
+    for length in sorted({1, longest}):
+        with contextlib.suppress(PolicyError):
+            runner.submit(Request(tokens=[0] * length, max_new_tokens=new_tokens))
+    list(runner)
+
+
+def _is_local(host: str) -> bool:
+    """Whether an address can be reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in LOCAL
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Takes the address, before anything is loaded.
+
+    Raises:
+      ConfigError: it is in use, or is none of this machine's.
+    """
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        made = socket.socket(family, kind)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        raise ConfigError(f"--host={host} --port={port} cannot be listened on: {error.strerror}.") from None
+    return made
 
 
 def _number(text: str) -> Any:
     """Slots as a whole number, or a fraction with a decimal point."""
     return float(text) if "." in text else int(text)
+
+
+def _port(text: str) -> int:
+    if not 0 <= (port := int(text)) <= 65535:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 65535; got {port}")
+    return port
 
 
 def _block(text: str) -> Any:
@@ -152,14 +186,17 @@ def _secret(given: str | None) -> str | None:
     """The API key.
 
     Raises:
-      ConfigError: its file cannot be read.
+      ConfigError: it is empty, or its file cannot be read.
     """
-    if given is None or not given.startswith("@"):
-        return given
+    if given is None:
+        return None
     try:
-        return Path(given[1:]).read_text().strip()
+        key = Path(given[1:]).read_text().strip() if given.startswith("@") else given
     except OSError as error:
         raise ConfigError(f"--api-key={given}: {error.strerror}.") from None
+    if not key:
+        raise ConfigError("--api-key is empty, so that everybody would have it; leave it out if that is wanted.")
+    return key
 
 
 if __name__ == "__main__":

@@ -115,8 +115,10 @@ class _Pages:
         # A web page can send other types without asking first.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
             raise ApiError(415, f"the body must be of type {JSON_TYPE}.")
+        if self._engine.full:
+            # Before its body is read.
+            raise ApiError(429, "the server is busy: as many requests wait as may.", code="server_busy")
         body = parse(await _content(request))
-        # Tokenizing takes time, in which others are answered.
         call = await asyncio.to_thread(read, kind, body, self._served)
         answer, pieces = Answer(call, self._served), Pieces()
         tickets = self._submit(call, pieces)
@@ -147,6 +149,8 @@ class _Pages:
             return self._engine.submit(asked)
         except Busy as error:
             raise ApiError(429, f"the server is busy: {error}", code="server_busy") from None
+        except KvjaxError as error:
+            raise refused(error) from None
         except Stopped as error:
             raise ApiError(503, str(error)) from None
 
@@ -162,7 +166,7 @@ class _Pages:
 
 
 class _EventStream(Response):
-    """Events as they come. Requests are cancelled when the client has gone, or does not take what it is sent."""
+    """Events as they come. Requests are cancelled when the client has gone."""
 
     media_type = "text/event-stream"
 

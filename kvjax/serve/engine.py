@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 
-from kvjax.errors import KvjaxError
+from kvjax.errors import InputError
 from kvjax.serve.request import Progress, Request, Result
 from kvjax.serve.runner import Counts, Load, Runner
 from kvjax.serve.text import TextStream
@@ -106,13 +106,16 @@ class Engine:
           requests: each with what makes its text, or None, and what takes its pieces.
 
         Raises:
-          Busy: there is no room for all of them.
+          InputError: they are more than there is ever room for.
+          Busy: there is no room for all of them at the moment.
           Stopped: the thread has ended.
         """
         tickets = [Ticket(request, deliver, text) for request, text, deliver in requests]
         with self._change:
             if self._stopping or self.error is not None:
                 raise Stopped(f"the engine has ended: {self.error or 'it was stopped'}")
+            if len(tickets) > self._most:
+                raise InputError(f"{len(tickets)} requests were sent at once, and at most {self._most} fit.")
             if self._open + len(tickets) > self._most:
                 raise Busy(f"{self._open} requests are running or waiting, and at most {self._most} may.")
             self._open += len(tickets)
@@ -128,12 +131,22 @@ class Engine:
                 self._orders.append((False, ticket))
                 self._change.notify()
 
-    def stop(self) -> None:
-        """Ends the thread; requests that have not ended are told so."""
+    @property
+    def full(self) -> bool:
+        """Whether no request can be added at the moment."""
+        return self._open >= self._most
+
+    def stop(self, *, wait: bool = True) -> None:
+        """Ends the thread after its chunk; requests that have not ended are told so.
+
+        Args:
+          wait: whether to return only when it has ended.
+        """
         with self._change:
             self._stopping = True
             self._change.notify()
-        self._thread.join(JOIN_SECONDS)
+        if wait:
+            self._thread.join(JOIN_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -179,7 +192,7 @@ class Engine:
             return
         try:
             ticket.id = self._runner.submit(ticket.request)
-        except KvjaxError as error:
+        except Exception as error:  # of one request, which ends alone
             self._close(ticket, error)
             return
         self._running[ticket.id] = ticket

@@ -19,6 +19,7 @@ from kvjax.choices import takes_blocks
 from kvjax.errors import InputError
 from kvjax.extend import extend
 from kvjax.inputs import check_batch, check_count
+from kvjax.models.config import DecoderConfig
 from kvjax.prefill import Prefilled
 from kvjax.serve.blocks import Started
 from kvjax.serve.prompts import Prompts
@@ -77,10 +78,10 @@ class Prefix:
             raise InputError(
                 f"the prefix was made under {_described(self.prompts)}, and the runner has {_described(prompts)}."
             )
-        if following > self.room:
+        if following > (room := min(self.room, prompts.limits.new_tokens)):
             raise InputError(
-                f"{following} tokens are to follow a prefix that has room for {self.room}; make the prefix with larger "
-                "limits.new_tokens."
+                f"{following} tokens are to follow a prefix that has room for {room} here; make the prefix, and the "
+                "runner, with larger limits.new_tokens."
             )
 
     def extend(self, tokens: ArrayLike) -> "Prefix":
@@ -92,7 +93,7 @@ class Prefix:
         Raises:
           InputError: they are not valid for the model, or there is no room.
         """
-        ids = check_batch(self.prompts.model.config, tokens, None, new_tokens=1 + self.length).tokens[0]
+        ids = _one_row(self.prompts.model.config, tokens, new_tokens=1 + self.length)
         # A token must be left to be chosen.
         self.check(self.prompts, len(ids) + 1)
         logits, state, *_ = extend(self.prompts.model, Prefilled(self.logits, self.state, self.prompts.layout), ids)
@@ -131,7 +132,7 @@ def make(prompts: Prompts, tokens: ArrayLike) -> Prefix:
       PolicyError: the budget cannot work for their number.
     """
     model = prompts.model
-    ids = check_batch(model.config, tokens, None, new_tokens=1).tokens[0]
+    ids = _one_row(model.config, tokens, new_tokens=1)
     prompt = prompts.prompt(ids, prompts.limits.new_tokens)
     bucket = prompts.bucket(prompt)
     with model.on_mesh():
@@ -144,6 +145,13 @@ def make(prompts: Prompts, tokens: ArrayLike) -> Prefix:
             started = ended
         logits, state = _rows(tuple(started), np.zeros(1, np.int32))
     return Prefix(state, logits, ids, len(ids), prompts)
+
+
+def _one_row(config: DecoderConfig, tokens: ArrayLike, *, new_tokens: int) -> np.ndarray:
+    """Returns checked token ids, [n] int32; see `check_batch`."""
+    if np.ndim(tokens) != 1:
+        raise InputError(f"a prefix is of one row of tokens, [n]; got shape {np.shape(tokens)}.")
+    return check_batch(config, tokens, None, new_tokens=new_tokens).tokens[0]
 
 
 @jax.jit

@@ -132,10 +132,7 @@ def read(kind: str, body: dict[str, Any], served: Served) -> Call:
     if unknown := sorted(body.keys() - FIELDS[kind]):
         raise ApiError(400, f"unknown field {unknown[0]!r}.", param=unknown[0], code="unknown_parameter")
     check_model(_of(body, "model", str, served.name), served)
-    logprobs = body.get("logprobs", False)
-    if logprobs not in (False, True) or (kind == "completion" and logprobs is True):
-        raise ApiError(400, "logprobs are those of the chosen tokens only: give 0 (in a chat, true).", param="logprobs")
-    told = logprobs is True or (kind == "completion" and "logprobs" in body and logprobs is not False)
+    told = _logprobs(kind, body)
     stream, options = _of(body, "stream", bool, False), _of(body, "stream_options", dict, {})
     prefix = _prefix(body, served)
     prompts = [_conversation(body, served)] if kind == "chat" else _prompts(body, served, prefix)
@@ -190,6 +187,7 @@ def _prompts(body: dict[str, Any], served: Served, prefix: Prefix | None) -> lis
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise ApiError(400, "the model has no tokenizer; give token ids.", param="prompt")
+            _check_size(prompt, served, prefix, "prompt")
             try:
                 found.append(tokenizer.encode(prompt, bos=prefix is None))
             except KvjaxError as error:
@@ -211,7 +209,9 @@ def _conversation(body: dict[str, Any], served: Served) -> list[int]:
         raise ApiError(400, "the model has no tokenizer, which conversations need.", param="messages")
     talk = [_message(each, number) for number, each in enumerate(messages)]
     try:
-        prompt = tokenizer.encode(tokenizer.apply_chat_template(talk), bos=False)
+        text = tokenizer.apply_chat_template(talk)
+        _check_size(text, served, None, "messages")
+        prompt = tokenizer.encode(text, bos=False)
     except KvjaxError as error:
         raise ApiError(400, str(error), param="messages") from None
     _check_length(prompt, served, None, "messages")
@@ -234,8 +234,34 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     return message | {"content": content}
 
 
+def _logprobs(kind: str, body: dict[str, Any]) -> bool:
+    """Whether log-probabilities are told: those of the chosen tokens, which a chat calls true, and a completion 0."""
+    given: Any = body.get("logprobs", False)
+    if given is False:
+        return False
+    if given is not True if kind == "chat" else isinstance(given, bool) or given != 0:
+        raise ApiError(400, "logprobs are those of the chosen tokens only: give 0 (in a chat, true).", param="logprobs")
+    return True
+
+
+def _most(served: Served, prefix: Prefix | None) -> int:
+    """The most tokens of a prompt."""
+    return served.longest_prompt if prefix is None else prefix.room - 1
+
+
+def _check_size(text: str, served: Served, prefix: Prefix | None, param: str) -> None:
+    """Refuses a text that cannot fit before it is tokenized, which keeps everybody waiting."""
+    assert served.model.tokenizer is not None
+    most = _most(served, prefix)
+    if len(text) > most * served.model.tokenizer.longest_token:
+        raise ApiError(
+            400, f"the prompt has {len(text)} characters, and at most {most} tokens are accepted.", param=param,
+            code="context_length_exceeded",
+        )  # fmt: skip
+
+
 def _check_length(prompt: list[int], served: Served, prefix: Prefix | None, param: str) -> None:
-    most = served.longest_prompt if prefix is None else prefix.room - 1
+    most = _most(served, prefix)
     if len(prompt) > most:
         raise ApiError(
             400, f"the prompt has {len(prompt)} tokens, and at most {most} are accepted.", param=param,

@@ -96,7 +96,8 @@ class Runner:
     """Serves requests through the rows of one batch.
 
     A request's tokens are those of `kvjax.generate` for its prompt alone: they depend neither on the other requests,
-    nor on the row, nor on when the request is submitted. It is not safe to call from several threads.
+    nor on the row, nor on when the request is submitted. In bfloat16, products of one row may be rounded otherwise than
+    those of several, and tokens then depend on whether there is one row. It is not safe to call from several threads.
 
     ``for result in runner`` yields results as they come, until every submitted request has ended; requests may be
     submitted meanwhile.

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import tempfile
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,8 @@ from kvjax.serve.prompts import Prompts
 
 Array = jax.Array
 ABOUT, ARRAYS, STATE = "prefix.json", "arrays.npz", "state"  # the files of a saved prefix
-FORMAT = 1
-SAMPLED = 1024  # numbers of each parameter that a model is recognised by
+FORMAT = 2
+SAMPLED = 1024  # numbers of the first row of each parameter that a model is recognised by
 
 
 def save(folder: str | Path, prefix: Prefix) -> None:
@@ -45,7 +47,8 @@ def save(folder: str | Path, prefix: Prefix) -> None:
         raise CheckpointError(f"{path} exists already; save to a new folder.")
     about = {
         "format": FORMAT, "prompt": prefix.prompt, "model": _fingerprint(prefix.prompts.model),
-        "cache": _cache(prefix.prompts), "state": _digest(prefix.state, prefix.logits),
+        "cache": _cache(prefix.prompts),
+        "state": _digest(prefix.state, prefix.logits, prefix.tokens, np.int64(prefix.prompt)),
     }  # fmt: skip
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,11 +91,13 @@ def load(folder: str | Path, prompts: Prompts) -> Prefix:
     try:
         with np.load(path / ARRAYS) as arrays:
             tokens, logits = arrays["tokens"], jnp.asarray(arrays["logits"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(f"{path / ARRAYS} is damaged: {error}.") from None
-    if _digest(state, logits) != about.get("state") or len(tokens) != int(state.length[0]):
+    prompt = about.get("prompt")
+    same = isinstance(prompt, int) and _digest(state, logits, tokens, np.int64(prompt)) == about.get("state")
+    if not isinstance(prompt, int) or not same or len(tokens) != int(state.length[0]):
         raise CheckpointError(f"{path} is damaged: its arrays are not those that were saved.")
-    return Prefix(state, logits, tokens, int(about["prompt"]), prompts)
+    return Prefix(state, logits, tokens, prompt, prompts)
 
 
 def _move(leaf: Array, where: str) -> Array:
@@ -133,13 +138,22 @@ def _cache(prompts: Prompts) -> dict[str, Any]:
 
 
 def _fingerprint(model: Model) -> str:
-    """What tells models apart: the configuration, and some numbers of every parameter."""
+    """What tells models apart: the configuration, and numbers of every row of every parameter."""
     digest = hashlib.sha256(repr(model.config).encode())
     for path, leaf in jax.tree_util.tree_flatten_with_path(model.params)[0]:
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
-        some = leaf[(0,) * (leaf.ndim - 1)][:SAMPLED] if leaf.ndim else leaf
-        digest.update(np.asarray(some).tobytes())
+        digest.update(np.asarray(_some(leaf)).tobytes())
     return digest.hexdigest()
+
+
+def _some(leaf: Array) -> Array:
+    """Numbers of an array: the beginning of its first row, and one of each row."""
+    if leaf.ndim < 2 or not leaf.size:
+        return leaf
+    # [R, n]
+    rows = leaf.reshape(-1, leaf.shape[-1])
+    number = np.arange(len(rows))
+    return jnp.concatenate([rows[0, :SAMPLED], rows[number, number % rows.shape[1]]])
 
 
 def _digest(*trees: Any) -> str:
@@ -154,7 +168,7 @@ def _read(path: Path) -> dict[str, Any]:
         about = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"there is no prefix in {path.parent}: {path.name} is missing.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from None
     if not isinstance(about, dict):
         raise CheckpointError(f"{path} is damaged: it holds no object.")

@@ -20,7 +20,7 @@ from experiments.batch.journal import Journal
 from experiments.config import ExperimentConfig
 from experiments.session import Session
 from kvjax import policies
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, InputError
 from tests.conftest import ROOT, XLA_FLAGS
 
 CONFIG = """
@@ -131,8 +131,12 @@ def test_lines_that_cannot_be_answered(folder, capsys):
         '{"prompt": []}': "at least one token",
         '{"prompt": [1], "max_tokens": 3}': "unknown field 'max_tokens'",
         '{"prompt": [1], "max_new_tokens": "3"}': "max_new_tokens must be a whole number",
-        '{"prompt": [1], "top_p": 2, "temperature": 1}': "top_p must be a number in",
-        '{"prompt": [1], "id": 1}': "id 1 is that of line 1 too",
+        '{"prompt": [1], "top_p": 2, "temperature": 1}': "top_p must be from",
+        f'{{"prompt": [1], "temperature": {10**400}}}': "temperature must be from",
+        f'{{"prompt": [1], "repetition_penalty": {10**400}}}': "repetition_penalty must be from",
+        '{"prompt": [1], "id": 1}': "id 1 is that of line 1 too.",
+        '{"prompt": [1], "id": "\\ud800"}': "holds one half of a pair of characters",
+        f'{{"prompt": {"[" * 100_000}': "no JSON",
         '{"prompt": [1], "stop": [""]}': "stop must be a text",
         '{"prompt": [1], "seed": -1}': "seed must be a whole number",
     }
@@ -140,7 +144,8 @@ def test_lines_that_cannot_be_answered(folder, capsys):
     (folder / "requests.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
     assert main(command(folder, "results.jsonl", "config.py", "--new_tokens=4")) == 1
     found, said = read(folder / "results.jsonl"), capsys.readouterr().err
-    assert len(found) == 14 and found[0]["tokens"] == found[12]["tokens"] and "error" in found[13]
+    last = len(bad) + 1
+    assert len(found) == last + 2 and found[0]["tokens"] == found[last]["tokens"] and "error" in found[last + 1]
     for number, (message, result) in enumerate(zip(bad.values(), found[1:], strict=False), 2):
         assert message in result["error"] and f"requests.jsonl, line {number}: " in said
     # What was wrong then is wrong when it is asked for again.
@@ -154,6 +159,33 @@ def test_lines_that_cannot_be_answered(folder, capsys):
         main(["batch", "--config=h2o_tiny", "--requests=none", "--output=x"])
     with pytest.raises(ConfigError, match="give --output"):
         main(["batch", "--config=h2o_tiny", "--requests=none"])
+    for flag in ("--min_p=0", "--top_p=2", "--repetition_penalty=0"):
+        with pytest.raises(InputError, match="must be from"):
+            main(command(folder, "sampled.jsonl", "config.py", flag))
+    assert not (folder / "sampled.jsonl").exists()
+
+
+def test_what_results_depend_on(folder):
+    """Lines that are moved, and other contents of files, make another run of it."""
+    (folder / "mine.py").write_text("from kvjax.policies import h2o\n\n\ndef own(budget):\n    return h2o(budget)\n")
+    lines = (folder / "requests.jsonl").read_text().splitlines(keepends=True)[:2]
+    (folder / "requests.jsonl").write_text("".join(lines))
+    asked = command(folder, "own.jsonl", "config.py", f"--config.policy.name={folder}/mine.py:own")
+    asked.append("--config.policy.sinks=none")
+    assert main(asked) == 0
+    (folder / "requests.jsonl").write_text("\n" + "".join(lines))
+    with pytest.raises(ConfigError, match="of a run with other requests"):
+        main(asked)
+    (folder / "requests.jsonl").write_text("".join(lines))
+    assert main(asked) == 0
+    (folder / "mine.py").write_text((folder / "mine.py").read_text().replace("h2o", "window"))
+    with pytest.raises(ConfigError, match="of a run with other contents of files"):
+        main(asked)
+    # The number of a line is not the id of another one.
+    entries = [{"id": 2, "prompt": [5]}, {"prompt": [5]}]
+    (folder / "requests.jsonl").write_text("".join(json.dumps(each | {"max_new_tokens": 1}) + "\n" for each in entries))
+    assert main(command(folder, "ids.jsonl")) == 1
+    assert "this line, which has none, would have its number" in read(folder / "ids.jsonl")[1]["error"]
 
 
 def test_the_journal_survives_any_cut(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Prefixes: loaded, forked, extended and recomputed ones are equal bit for bit, and requests continue them."""
 
+import dataclasses
 import json
 
 import jax
@@ -106,6 +107,12 @@ def test_prefixes_that_cannot_be_used(tmp_path):
     another = Runner(tiny(layers=1, seed=1).model, SPECS["h2o-int8-host"], rows=2, limits=LIMITS)
     with pytest.raises(InputError, match="of another model"):
         another.submit(Request(tokens=[1], max_new_tokens=1, prefix=prefix))
+    for call in (runner.prefix, prefix.extend):
+        with pytest.raises(InputError, match="of one row of tokens"):
+            call([[1, 2], [3, 4]])
+    smaller = Runner(runner.model, SPECS["h2o-int8-host"], rows=2, limits=Limits(LIMITS.prompt, 16))
+    with pytest.raises(InputError, match="17 tokens are to follow a prefix that has room for 16 here"):
+        smaller.submit(Request(tokens=[1] * 16, max_new_tokens=1, prefix=prefix))
     folder = tmp_path / "saved"
     runner.save_prefix(folder, prefix)
     with pytest.raises(CheckpointError, match="exists already"):
@@ -116,7 +123,26 @@ def test_prefixes_that_cannot_be_used(tmp_path):
         other.load_prefix(folder)
     with pytest.raises(CheckpointError, match="there is no prefix in"):
         runner.load_prefix(tmp_path / "none")
-    about = json.loads((folder / "prefix.json").read_text())
+    last = jax.tree.map(lambda leaf: leaf.at[-1].multiply(1.5) if leaf.ndim > 1 else leaf, runner.model.params)
+    changed = Runner(dataclasses.replace(runner.model, params=last), SPECS["h2o-int8-host"], rows=2, limits=LIMITS)
+    with pytest.raises(CheckpointError, match="saved with another model"):
+        changed.load_prefix(folder)
+    arrays, about = (folder / "arrays.npz").read_bytes(), json.loads((folder / "prefix.json").read_text())
+    for damaged in (b"", arrays[:-100], arrays.replace(b"tokens", b"tocens")):
+        (folder / "arrays.npz").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"arrays.npz is damaged"):
+            runner.load_prefix(folder)
+    np.savez(folder / "arrays.npz", tokens=prefix.tokens + 1, logits=np.asarray(prefix.logits))
+    with pytest.raises(CheckpointError, match="are not those that were saved"):
+        runner.load_prefix(folder)
+    (folder / "arrays.npz").write_bytes(arrays)
+    for other_prompt in ({"prompt": 19}, {"prompt": None}):
+        (folder / "prefix.json").write_text(json.dumps(about | other_prompt))
+        with pytest.raises(CheckpointError, match="are not those that were saved"):
+            runner.load_prefix(folder)
+    (folder / "prefix.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        runner.load_prefix(folder)
     (folder / "prefix.json").write_text(json.dumps(about | {"state": "0"}))
     with pytest.raises(CheckpointError, match="are not those that were saved"):
         runner.load_prefix(folder)

@@ -16,10 +16,13 @@ import kvjax
 from kvjax import policies
 from kvjax.cache import Limits
 from kvjax.serve import Runner
+from tests.tiny import tiny
 
 uvicorn = pytest.importorskip("uvicorn", reason="the server needs kvjax[serve]")
 pytest.importorskip("starlette", reason="the server needs kvjax[serve]")
+from kvjax.serve import __main__ as program  # noqa: E402
 from kvjax.serve import app as pages  # noqa: E402
+from kvjax.serve import listening  # noqa: E402
 from kvjax.serve.engine import Engine  # noqa: E402
 from kvjax.serve.protocol import Served  # noqa: E402
 
@@ -46,6 +49,7 @@ class Server:
     port: int
     runner: Runner
     engine: Engine
+    running: listening.Server
 
     def ask(self, method, path, body=None, headers=None):
         """Returns the status, the headers and the body of a response."""
@@ -91,13 +95,13 @@ def serving(model, *, waiting=300, step=None, **options):
     prefixes = {"anna": runner.prefix(model.tokenizer.encode(PROMPTS[0]))}
     engine = Engine(runner, most_waiting=waiting)
     served = Served(model, "tiny", prefixes, LIMITS.prompt, LIMITS.new_tokens)
-    listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     app = pages.make_app(engine, served, hosts=("localhost", "127.0.0.1"), **options)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    server = listening.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=WAIT), engine, grace=1)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        yield Server(listening.getsockname()[1], runner, engine)
+        yield Server(listener.getsockname()[1], runner, engine, server)
     finally:
         server.should_exit = True
         thread.join(WAIT)
@@ -227,15 +231,24 @@ BAD = [
     ({"prompt": [-1]}, 400, "invalid_value"),
     ({"prompt": [True]}, 400, None),
     ({"prompt": ["x", 7]}, 400, None),
+    ({"prompt": "word " * 3_000_000}, 400, "context_length_exceeded"),
+    (b'{"prompt": "a\\ud800b"}', 400, None),
     ({"prompt": "x", "temperature": -1}, 400, None),
+    ({"prompt": "x", "temperature": 1e-40}, 400, None),
+    ({"prompt": "x", "temperature": 10**400}, 400, None),
+    ({"prompt": "x", "top_p": 1e-300}, 400, None),
+    ({"prompt": "x", "repetition_penalty": 10**400}, 400, None),
     ({"prompt": "x", "temperature": float("nan")}, 400, None),
     ({"prompt": "x", "top_p": 0}, 400, None),
     ({"prompt": "x", "n": 1000}, 400, None),
     ({"prompt": "x", "seed": 1 << 40}, 400, None),
     ({"prompt": "x", "stop": [""]}, 400, None),
     ({"prompt": "x", "stop_token_ids": list(range(40))}, 400, "invalid_value"),
+    ({"prompt": "x", "stop_token_ids": [2**32 + 263]}, 400, "invalid_value"),
     ({"prompt": "x", "stream": "yes"}, 400, None),
     ({"prompt": "x", "logprobs": 5}, 400, None),
+    ({"prompt": "x", "logprobs": 1}, 400, None),
+    ({"prompt": "x", "logprobs": True}, 400, None),
     ({"prompt": "x", "presence_penalty": 0.5}, 400, "unsupported_parameter"),
     ({"prompt": "x", "wrong": 1}, 400, "unknown_parameter"),
     ({"prompt": "x", "model": "other"}, 404, "model_not_found"),
@@ -299,17 +312,76 @@ def test_back_pressure(model):
         body = {"prompt": "x", "max_tokens": 3}
         for wrong in ({}, {"authorization": "Bearer wrong"}):
             assert server.ask("POST", "/v1/completions", body, wrong)[0] == 401
+        # More than there is ever room for.
+        status, _, content = server.ask("POST", "/v1/completions", body | {"n": 6}, key)
+        assert status == 400 and "at most 5 fit" in json.loads(content)["error"]["message"]
         with ThreadPoolExecutor(5) as clients:
             asked = [clients.submit(server.ask, "POST", "/v1/completions", body, key) for _ in range(5)]
             while server.engine.load.waiting < 5:
                 time.sleep(0.01)
             status, headers, content = server.ask("POST", "/v1/completions", body, key)
             assert status == 429 and headers["retry-after"] == "1"
-            assert "at most 5 may" in json.loads(content)["error"]["message"]
+            assert "as many requests wait as may" in json.loads(content)["error"]["message"]
             assert server.ask("GET", "/v1/models", None, key)[0] == 200 and server.health()["waiting"] == 5
             gate.set()
             assert [each.result()[0] for each in asked] == [200] * 5
         server.wait_until_idle()
+
+
+def test_requests_that_do_not_end_when_the_server_is_stopped(model):
+    """Their clients are told, whether they wait for all or have had a part; a request that is refused ends alone."""
+    gate = threading.Event()
+
+    def step(whole):
+        if gate.is_set():
+            time.sleep(0.3)
+        return whole()
+
+    with serving(model, step=step) as server:
+        submit = server.runner.submit
+        server.runner.submit = lambda request: submit(request) if len(request.tokens) > 1 else 1 // 0
+        assert server.ask("POST", "/v1/completions", {"prompt": [5]})[0] == 500
+        server.complete(PROMPTS[0], max_tokens=2)
+        gate.set()
+        stream = server.begin(stream=True, max_tokens=100)
+        assert stream.recv(16).startswith(b"HTTP/1.1 200")
+        with ThreadPoolExecutor(1) as clients:
+            whole = clients.submit(server.ask, "POST", "/v1/completions", {"prompt": PROMPTS[1], "max_tokens": 100})
+            while server.health()["running"] < 2:
+                time.sleep(0.01)
+            server.running.should_exit = True
+            status, _, content = whole.result()
+            assert status == 503 and "it was stopped" in json.loads(content)["error"]["message"]
+        told = b""
+        while part := stream.recv(1 << 16):
+            told += part
+        assert b"the engine has ended: it was stopped" in told
+
+
+def test_settings_that_are_refused_before_a_model_is_loaded(capsys, tmp_path):
+    (tmp_path / "key").write_text("\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for flag, message in (
+            ("--api-key=", "--api-key is empty"),
+            (f"--api-key=@{tmp_path}/key", "--api-key is empty"),
+            (f"--api-key=@{tmp_path}/none", "No such file"),
+            (f"--port={taken.getsockname()[1]}", "cannot be listened on: Address already in use"),
+            ("--waiting=-1", "--waiting must be at least 0"),
+        ):
+            assert program.main(["--model=nowhere", flag]) == program.USAGE_ERROR
+            assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        program.main(["--model=nowhere", "--port=99999"])
+    assert "must be from 0 to 65535" in capsys.readouterr().err
+
+
+def test_the_first_programs_are_compiled_under_every_policy():
+    """Also under one that takes no prompt of a single token, and with room for one new token."""
+    model = tiny().model
+    for policy, new_tokens in ((policies.window(0.2), 4), (policies.h2o(8), 1)):
+        runner = Runner(model, policy, rows=2, limits=Limits(prompt=32, new_tokens=new_tokens))
+        program.warm_up(runner)
+        assert runner.idle and runner.counts.prompt_tokens
 
 
 def test_an_engine_that_fails_says_so(model):
