@@ -80,6 +80,9 @@ def take(x: Array, slots: Array) -> Array:
     return _run_where(x, Space.Host)(_gather)(x, slots[..., None])
 
 
+FEW_FEATURES = 32  # of a slot, such as the scales of its groups
+
+
 def write(x: Array, slots: Array, new: Array) -> Array:
     """Writes slots; those outside of the array are dropped. The result is in the memory of `x`.
 
@@ -90,14 +93,12 @@ def write(x: Array, slots: Array, new: Array) -> Array:
       slots: [B, K, n] int32, distinct.
       new: [B, K, n, ...].
     """
-    numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(3, x.ndim)), inserted_window_dims=(2,), scatter_dims_to_operand_dims=(2,),
-        operand_batching_dims=(0, 1), scatter_indices_batching_dims=(0, 1),
-    )  # fmt: skip
+    few = slots.shape[2] == 1 and x.ndim == 4 and x.shape[3] <= FEW_FEATURES
 
     def put(x: Array, slots: Array, new: Array) -> Array:
-        mode = lax.GatherScatterMode.FILL_OR_DROP
-        return lax.scatter(x, slots, new, numbers, unique_indices=True, mode=mode)
+        if few:
+            return lax.platform_dependent(x, slots, new, tpu=_put_by_comparison, default=_scatter)
+        return _scatter(x, slots, new)
 
     return _run_where(x, Space.Host)(put)(x, slots[..., None], new.astype(x.dtype))
 
@@ -136,6 +137,25 @@ def take_rows(whole: Array, rows: Array) -> Array:
         return lax.gather(whole, rows, numbers, sizes, mode=mode)
 
     return _run_where(whole, Space.Host)(copy)(whole, rows[:, None])
+
+
+def _scatter(x: Array, slots: Array, new: Array) -> Array:
+    """Writes the slots [B, K, n, 1] of x [B, K, S, ...]."""
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(3, x.ndim)), inserted_window_dims=(2,), scatter_dims_to_operand_dims=(2,),
+        operand_batching_dims=(0, 1), scatter_indices_batching_dims=(0, 1),
+    )  # fmt: skip
+    mode = lax.GatherScatterMode.FILL_OR_DROP
+    return lax.scatter(x, slots, new, numbers, unique_indices=True, mode=mode)
+
+
+def _put_by_comparison(x: Array, slots: Array, new: Array) -> Array:
+    """Writes the slot [B, K, 1, 1] of x [B, K, S, m].
+
+    A scatter has features as the lanes of a TPU, so that the array takes 128 / m times its size for a whole loop.
+    """
+    here = lax.broadcasted_iota(jnp.int32, (*x.shape[:3], 1), 2) == slots
+    return jnp.where(here, new, x)
 
 
 def _gather(x: Array, slots: Array) -> Array:

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax import devices, policies
+from kvjax import devices, policies, storage
 from kvjax.errors import ConfigError, InputError, KvjaxError, PolicyError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_count
@@ -291,6 +291,17 @@ def test_tpu_holds_no_second_copy_of_the_weights():
     planned = plan(config, H2O, batch=8, prompt_length=200, new_tokens=8, topology="v5e:2x4", mesh_axes="model:8")
     kernel = 7168 * 7168 // 8 * 2
     assert planned.temporaries < kernel
+
+
+@needs_libtpu
+def test_tpu_holds_the_scales_of_codes_as_they_are():
+    """Of vectors of two groups: not spread over all channels, nor with one group for each of the 128 lanes."""
+    config = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2, windows=())
+    planned = plan(
+        config, policies.full(), storage=storage.integer(8), batch=64, prompt_length=1024, new_tokens=256,
+        topology="v5e:2x4", mesh_axes="model:2,context:2",
+    )  # fmt: skip
+    assert planned.temporaries < planned.cache // 4
 
 
 @needs_libtpu

@@ -19,6 +19,7 @@ from kvjax.storage.rounding import as_stored, divide
 Array = jax.Array
 
 GROUP = 64  # channels
+FEW_GROUPS = 8  # of a vector, up to which their numbers are spread by comparisons
 
 
 @functools.lru_cache
@@ -92,11 +93,10 @@ class Integer(Codec):
         }
 
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
-        # [..., groups, g]
-        codes = self._grouped(unpack(parts["codes"], self.bits, dim)).astype(jnp.float32)
-        # [..., groups, 1]
-        scale, zero = (parts[name].astype(jnp.float32)[..., None] for name in ("scale", "zero"))
-        return (zero + scale * codes).reshape(*codes.shape[:-2], dim)
+        # [..., D] each
+        codes = unpack(parts["codes"], self.bits, dim).astype(jnp.float32)
+        scale, zero = (over_groups(parts[name].astype(jnp.float32), dim) for name in ("scale", "zero"))
+        return zero + scale * codes
 
     def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
         return Affine(codes=parts["codes"], scale=parts["scale"], zero=parts["zero"], bits=self.bits, dim=dim)
@@ -104,6 +104,22 @@ class Integer(Codec):
     def _grouped(self, x: Array) -> Array:
         """Reshapes [..., D] to [..., groups, g]."""
         return grouped(x, self.size(x.shape[-1]))
+
+
+def over_groups(x: Array, dim: int) -> Array:
+    """Repeats the number of each group of channels, [..., groups], for its channels: [..., D], or [..., 1] for all."""
+    groups = x.shape[-1]
+    if groups == 1:
+        return x
+    if groups > FEW_GROUPS:
+        return jnp.repeat(x, dim // groups, axis=-1)
+    # Comparisons, which are fused with what follows. A reshape is not: XLA's TPU compiler writes its result to memory,
+    # and did so for the slots of all layers at the same time.
+    group = jnp.arange(dim, dtype=jnp.int32) // (dim // groups)
+    found = x[..., :1]
+    for number in range(1, groups):
+        found = jnp.where(group >= number, x[..., number : number + 1], found)
+    return found
 
 
 def uniform(x: Array, bits: int, dtype: DTypeLike, *, axis: int) -> tuple[Array, Array, Array]:
