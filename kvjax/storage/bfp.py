@@ -14,7 +14,7 @@ from kvjax.products.codes import SIGNED, Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.exponents import LARGEST_EXPONENT, MANTISSA, scaled, shifted, split
 from kvjax.storage.integer import group_size, grouped
-from kvjax.storage.packing import MOST_BITS, pack, packed_size, unpack
+from kvjax.storage.packing import MOST_BITS, over_groups, pack, packed_size, unpack
 
 Array = jax.Array
 
@@ -64,11 +64,10 @@ class Bfp(Codec):
 
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
         sign = 1 << (self.bits - 1)
-        # [..., groups, g]
-        codes = grouped(unpack(parts["codes"], self.bits, dim), self.group).astype(jnp.int32)
+        # [..., D]
+        codes = unpack(parts["codes"], self.bits, dim).astype(jnp.int32)
         mantissa = ((codes ^ sign) - sign).astype(jnp.float32)
-        x = scaled(mantissa, self._exponent(parts)[..., None])
-        return x.reshape(*x.shape[:-2], dim)
+        return scaled(mantissa, over_groups(self._exponent(parts), dim))
 
     def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
         scale = scaled(jnp.float32(1), self._exponent(parts))

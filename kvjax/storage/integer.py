@@ -13,13 +13,12 @@ from kvjax.errors import StorageError
 from kvjax.memory import DEVICE
 from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
-from kvjax.storage.packing import MOST_BITS, pack, packed_size, unpack
+from kvjax.storage.packing import MOST_BITS, over_groups, pack, packed_size, unpack
 from kvjax.storage.rounding import as_stored, divide
 
 Array = jax.Array
 
 GROUP = 64  # channels
-FEW_GROUPS = 8  # of a vector, up to which their numbers are spread by comparisons
 
 
 @functools.lru_cache
@@ -104,22 +103,6 @@ class Integer(Codec):
     def _grouped(self, x: Array) -> Array:
         """Reshapes [..., D] to [..., groups, g]."""
         return grouped(x, self.size(x.shape[-1]))
-
-
-def over_groups(x: Array, dim: int) -> Array:
-    """Repeats the number of each group of channels, [..., groups], for its channels: [..., D], or [..., 1] for all."""
-    groups = x.shape[-1]
-    if groups == 1:
-        return x
-    if groups > FEW_GROUPS:
-        return jnp.repeat(x, dim // groups, axis=-1)
-    # Comparisons, which are fused with what follows. A reshape is not: XLA's TPU compiler writes its result to memory,
-    # and did so for the slots of all layers at the same time.
-    group = jnp.arange(dim, dtype=jnp.int32) // (dim // groups)
-    found = x[..., :1]
-    for number in range(1, groups):
-        found = jnp.where(group >= number, x[..., number : number + 1], found)
-    return found
 
 
 def uniform(x: Array, bits: int, dtype: DTypeLike, *, axis: int) -> tuple[Array, Array, Array]:

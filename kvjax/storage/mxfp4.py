@@ -15,7 +15,7 @@ from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.exponents import LARGEST_EXPONENT, MANTISSA, MOST_SHIFT, scaled, split
 from kvjax.storage.integer import group_size, grouped
-from kvjax.storage.packing import pack, packed_size, unpack
+from kvjax.storage.packing import over_groups, pack, packed_size, unpack
 from kvjax.storage.tables import lookup
 
 Array = jax.Array
@@ -72,10 +72,9 @@ class Mxfp4(Codec):
         return {"codes": pack(codes, BITS), "exponent": shared[..., 0].astype(jnp.uint8)}
 
     def decode(self, parts: Parts, side: Any, dim: int) -> Array:
-        # [..., groups, g]
-        codes = grouped(unpack(parts["codes"], BITS, dim), self.group)
-        x = scaled(lookup(LEVELS, codes), _exponent(parts)[..., None])
-        return x.reshape(*x.shape[:-2], dim)
+        # [..., D]
+        codes = unpack(parts["codes"], BITS, dim)
+        return scaled(lookup(LEVELS, codes), over_groups(_exponent(parts), dim))
 
     def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
         scale = scaled(jnp.float32(1), _exponent(parts))

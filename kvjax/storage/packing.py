@@ -15,6 +15,7 @@ from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
 
 Array = jax.Array
+FEW_GROUPS = 8  # of a vector, up to which their numbers are spread by comparisons
 
 BYTE = 8  # bits
 MOST_BITS = 8
@@ -87,6 +88,22 @@ def unpack(packed: Array, bits: int, dim: int) -> Array:
         codes.append(_union(parts) & jnp.uint8((1 << bits) - 1))
     # [..., periods * count]
     return jnp.stack(codes, axis=-1).reshape(*packed.shape[:-1], -1)[..., :dim]
+
+
+def over_groups(x: Array, dim: int) -> Array:
+    """Repeats the number of each group of channels, [..., groups], for its channels: [..., D], or [..., 1] for all."""
+    groups = x.shape[-1]
+    if groups == 1:
+        return x
+    if groups > FEW_GROUPS:
+        return jnp.repeat(x, dim // groups, axis=-1)
+    # Comparisons, which are fused with what follows. A reshape is not: XLA's TPU compiler writes its result to memory,
+    # and did so for the slots of all layers at the same time.
+    group = jnp.arange(dim, dtype=jnp.int32) // (dim // groups)
+    found = x[..., :1]
+    for number in range(1, groups):
+        found = jnp.where(group >= number, x[..., number : number + 1], found)
+    return found
 
 
 def _period(bits: Any) -> tuple[int, int]:
