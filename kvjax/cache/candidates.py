@@ -12,6 +12,7 @@ import numpy as np
 from kvjax import across
 from kvjax.assumed import Assumed, Call
 from kvjax.cache import evict, exchange
+from kvjax.cache.exchange import Evicted, Sent
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, FAR
 from kvjax.policies.base import View
@@ -24,9 +25,15 @@ NAMED = 8
 
 
 def lowest_position(
-    group: Group, stats: Stats, view: View, total: Array, axes: across.Across, more: Array
-) -> tuple[Array, Array]:
-    """Returns the position that is evicted in each head; see `exchange.lowest_position`.
+    group: Group,
+    stats: Stats,
+    view: View,
+    total: Array,
+    axes: across.Across,
+    more: Array,
+    sent: Sent = exchange.nothing,
+) -> Evicted:
+    """Finds the slot that is evicted in each head; see `exchange.lowest_position`.
 
     It takes one collective if the policy compares no slots with each other, and two if it asks once which slots hold
     the largest values of a statistic. A third adds up one number if rows or heads are on several devices too.
@@ -37,7 +44,8 @@ def lowest_position(
       view: the same slots.
       total: [B, K, 1] int32 live slots on all devices, with the step's own token.
       axes: that slots and heads are divided over.
-      more: [B, K, m] int32 to be added up over all devices, the second result.
+      more: [B, K, m'] int32 to be added up over all devices.
+      sent: of the view's slots; of those that a device names, every device gets it.
     """
 
     def ranked(mark: bool) -> tuple[Array, Array, list[Call]]:
@@ -46,9 +54,9 @@ def lowest_position(
             priority, limit = evict.ranking(group.policy, stats, view)
         return priority, limit, assumed.calls
 
-    def exact(more: Array) -> tuple[Array, Array]:
+    def exact(more: Array) -> Evicted:
         with across.devices(axes):
-            return exchange.lowest_position(group, stats, view, total, axes.slots, more)
+            return exchange.lowest_position(group, stats, view, total, axes.slots, more, sent)
 
     priority, limit, calls = ranked(mark=False)
     if len(calls) != 1 or calls[0].position is not view.position or calls[0].value.shape != view.position.shape:
@@ -61,48 +69,47 @@ def lowest_position(
         jnp.take_along_axis(each.astype(jnp.float32), slots, axis=2) for each in (priority, protected, call.value)
     ]
     bits = [jax.lax.bitcast_convert_type(each, jnp.int32) for each in values]
-    # [C, B, K, 4 * W + m] int32
-    every = jax.lax.all_gather(jnp.concatenate([*bits, named, more], axis=2), axes.slots)
+    # [B, K, W, m]
+    vectors = sent(slots)
+    flat = vectors.reshape(*slots.shape[:2], slots.shape[2] * vectors.shape[3])
+    # [C, B, K, 4 * W + m' + W * m] int32
+    every = jax.lax.all_gather(jnp.concatenate([*bits, named, more, flat], axis=2), axes.slots)
     # [C, B, K, W] each
-    *bits, at, _ = jnp.split(every, np.arange(1, 5) * slots.shape[2], axis=3)
+    *bits, at, rest = jnp.split(every, np.arange(1, 5) * slots.shape[2], axis=3)
     without, with_it, value = (jax.lax.bitcast_convert_type(each, jnp.float32) for each in bits)
     with across.devices(axes):
         rank = across.sum_over_slots(_larger(call, value, at))
         worth = jnp.where(at < 0, jnp.inf, jnp.where(rank < number, with_it, without))
         # [B, K, 1]
-        least = jnp.min(worth, axis=(0, 3))[..., None]
-        found = jnp.min(jnp.where((at >= 0) & (worth == least), at, FAR), axis=(0, 3))[..., None]
+        least, found = (each[0] for each in evict.first_to_go(worth, at, axis=(0, 3)))
         # What a device does not name comes after what it names last, [C, B, K, 1] each.
         bound, last = jnp.minimum(without, with_it)[..., -1:], at[..., -1:]
         beyond = (last >= 0) & ((least > bound) | ((least == bound) & (found > last)))
         over = total > limit
         unknown = across.anywhere(jnp.any(beyond & over))
+    totals, every_sent = jnp.split(rest, [more.shape[2]], axis=3)
+    every_sent = every_sent.reshape(*at.shape, vectors.shape[3])
+    of_victim = jnp.sum(jnp.where((at == found)[..., None], every_sent, 0), axis=(0, 3))[:, :, None]
     none = jnp.zeros((*total.shape[:2], 0), jnp.int32)
-    chosen = jnp.where(over & (found < FAR), found, EMPTY)
-    found = jax.lax.cond(unknown, lambda: exact(none)[0], lambda: chosen)
-    return found, jnp.sum(every[..., 4 * slots.shape[2] :], axis=0)
+    named_one = Evicted(jnp.where(over & (found < FAR), found, EMPTY), of_victim, none)
+    chosen = jax.lax.cond(unknown, lambda: exact(none), lambda: named_one)
+    return chosen._replace(total=jnp.sum(totals, axis=0))
 
 
 def _lowest(priority: Array, position: Array) -> tuple[Array, Array]:
     """Returns the slots of lowest priority, of equal ones the oldest first, and their positions, [B, K, W] int32 each.
 
-    Minima and comparisons only; see `evict.one_victim`.
-
     Args:
       priority: [B, K, S] float32.
       position: [B, K, S] int32, -1 = empty.
     """
-    size = position.shape[2]
-    slot = jnp.arange(size, dtype=jnp.int32)
     slots, named, left = [], [], position
-    for _ in range(min(NAMED, size)):
+    for _ in range(min(NAMED, position.shape[2])):
         # [B, K, 1]
-        least = jnp.min(jnp.where(left >= 0, priority, jnp.inf), axis=2, keepdims=True)
-        oldest = jnp.min(jnp.where((left >= 0) & (priority == least), left, FAR), axis=2, keepdims=True)
-        here = left == oldest
-        slots.append(jnp.min(jnp.where(here, slot, size - 1), axis=2, keepdims=True))
+        oldest = evict.first_to_go(priority, left)[1]
+        slots.append(exchange.slots_at(left, oldest))
         named.append(jnp.where(oldest < FAR, oldest, EMPTY))
-        left = jnp.where(here, EMPTY, left)
+        left = jnp.where(left == oldest, EMPTY, left)
     return jnp.concatenate(slots, axis=2), jnp.concatenate(named, axis=2)
 
 

@@ -192,8 +192,7 @@ def _step(
         free = [paging.empty_slots(layer.position, group.policy.page)]
     if goes is not None:
         free[1] += jnp.sum(goes.position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
-    # A merge may change it first; see `folding.told_again`.
-    more = None if goes is None or (merge and group.evicts) else goes.vectors(layer.stores[1])
+    more = None if goes is None else goes.vectors(layer.stores[1])
     if in_blocks:
         more = placing.older(layer.position, newest, group.storage).astype(jnp.float32)
     parts = [each.without_statistics() for each in parts[:unranked]] + parts[unranked:]
@@ -257,14 +256,15 @@ def _step(
     with across.devices(axes):
         if n == 1 and group.policy.when == "step" and (group.evicts_one or goes is None):
             total = told.live + (newest >= 0).astype(jnp.int32)[:, None, None]
-            more = moves.packed()[:, :, : 0 if merge is not None else None]
-            lowest, bits = candidates.lowest_position(group, both, view, total, axes, more)
+            sent = exchange.nothing if merge is None else folding.sender(moves, *held.stored)
+            evicted = candidates.lowest_position(group, both, view, total, axes, moves.packed(), sent)
+            lowest, bits = evicted.position, evicted.total
             if not group.evicts_one:
                 left, lowest = candidates.evicted_before(group, both, view, total, size, lowest, axes)
                 moves = moves._replace(layer=layer.replace(position=left, stats=forget(layer.stats, left)))
             if merge is not None:
                 victim = (view.position == lowest) & (lowest >= 0)
-                moves, bits = folding.told_again(folding.fold(moves, *held.stored, victim, view))
+                moves, bits = folding.fold(moves, *held.stored, victim, evicted, view)
             after = moves.with_eviction(lowest, bits)
             if group.holds_ranks:
                 after = ranking.after_eviction(after, jnp.where(lowest >= 0, lowest, FAR))
@@ -273,14 +273,15 @@ def _step(
         most = n if group.evicts_one and group.policy.when == "step" and n <= CANDIDATES else None
         victim = evict.victims(group.policy, both, view, one=False, most=most)
         if merge is not None:
-            moves, _ = folding.told_again(folding.fold(moves, *held.stored, victim, view))
-        evicted = None
+            gone = folding.gathered(moves, *held.stored, victim, view)
+            moves, _ = folding.fold(moves, *held.stored, victim, gone, view)
+        evicted_at = None
         if group.holds_ranks and group.policy.when == "step":
-            evicted = ranking.evicted_positions(view.position, victim, n)
+            evicted_at = ranking.evicted_positions(view.position, victim, n)
     position = jnp.where(victim[:, :, :size], EMPTY, layer.position)
     after = moves.after_evictions(position, (counted >= 0) & ~victim[:, :, size:])
     # Where a compressor evicts any number of slots, the prompt has ended, and `convert` ranks what is left.
-    return settled(after if evicted is None else ranking.after_eviction(after, evicted))
+    return settled(after if evicted_at is None else ranking.after_eviction(after, evicted_at))
 
 
 def _later(layer: LayerKV, group: Group) -> LayerKV:

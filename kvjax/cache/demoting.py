@@ -6,13 +6,14 @@ some at a time. See `kvjax.cache.tiers`.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import arrange, evict, placing, tiers
+from kvjax.cache import arrange, candidates, evict, placing, tiers
 from kvjax.cache.exchange import Told
 from kvjax.cache.groups import Group
 from kvjax.cache.placing import Own
@@ -123,7 +124,7 @@ class Tier(NamedTuple):
             due = jnp.take_along_axis(left, index, axis=2)
             at = jnp.where(due, jnp.take_along_axis(position, index, axis=2), FAR)
             # [C, B, K, m, 2 * D + 1] int32, of which all but the last are the bits of floats
-            bits = jax.lax.bitcast_convert_type(self.vectors(index), jnp.int32)
+            bits = _bits(self.vectors(index))
             every = jax.lax.all_gather(jnp.concatenate([bits, at[..., None]], axis=3), self.axes)
             # [B, K, C * m, ...]
             every = jnp.moveaxis(every, 0, 2).reshape(*at.shape[:2], -1, every.shape[-1])
@@ -169,9 +170,12 @@ def settle(layer: LayerKV, tier: Tier, told: Told, view: View, over: across.Acro
     both = {name: jnp.concatenate([high.stats[name], own.stats[name]], axis=2) for name in own.stats}
     with across.devices(over):
         if n == 1 and group.evicts_one and group.policy.when == "step":
-            position, vectors = _lowest(tier, both, view, told.live + count)
-            bits = jnp.zeros((*position.shape[:2], 0), jnp.int32)
-            return _joined(layer, tier.written(low, position, vectors), moves.with_eviction(position, bits))
+            victim_of = functools.partial(candidates.lowest_position, group, both, view, told.live + count, over)
+            one = victim_of(moves.packed(), lambda slots: _bits(tier.vectors(slots)))
+            vectors = jax.lax.bitcast_convert_type(one.sent, jnp.float32)
+            return _joined(
+                layer, tier.written(low, one.position, vectors), moves.with_eviction(one.position, one.total)
+            )
         # A budget that stays as it is frees a slot for each token of the step.
         one_each = group.evicts_one and group.policy.when == "step" and n <= CANDIDATES
         most = n if one_each else None
@@ -182,32 +186,10 @@ def settle(layer: LayerKV, tier: Tier, told: Told, view: View, over: across.Acro
     return _joined(layer, low, moves.after_evictions(left, stays))
 
 
-def _lowest(tier: Tier, stats: dict[str, Array], view: View, total: Array) -> tuple[Array, Array]:
-    """Returns the position that is evicted in each head, [B, K, 1] int32, and its vectors, in one collective.
-
-    Args:
-      tier: the slots.
-      stats: of this device's slots, and of the step's own token.
-      view: the same slots.
-      total: [B, K, 1] int32 live slots on all devices, with the step's own token.
-    """
-    priority, limit = evict.ranking(tier.group.policy, stats, view)
-    lowest = jnp.min(jnp.where(view.live, priority, jnp.inf), axis=2, keepdims=True)
-    oldest = jnp.min(jnp.where(view.live & (priority == lowest), view.position, FAR), axis=2, keepdims=True)
-    slot = jnp.arange(view.position.shape[2], dtype=jnp.int32)
-    here = jnp.min(jnp.where(view.position == oldest, slot, slot.size - 1), axis=2, keepdims=True)
-    floats = jnp.concatenate([lowest, tier.vectors(here)[:, :, 0]], axis=2)
-    bits = jax.lax.bitcast_convert_type(floats, jnp.int32)
-    # [C, B, K, 2 + 2 * D] int32, of which all but the first are the bits of floats
-    every = jax.lax.all_gather(jnp.concatenate([oldest, bits], axis=2), tier.axes)
-    positions, floats = every[..., :1], jax.lax.bitcast_convert_type(every[..., 1:], jnp.float32)
-    tied = floats[..., :1] == jnp.min(floats[..., :1], axis=0)
-    found = jnp.min(jnp.where(tied, positions, FAR), axis=0)
-    # Positions of a head are distinct.
-    vectors = jnp.sum(jnp.where(tied & (positions == found), floats[..., 1:], 0.0), axis=0)
-    return jnp.where((total > limit) & (found < FAR), found, EMPTY), vectors[:, :, None]
-
-
 def _joined(layer: LayerKV, low: Low, high: LayerKV) -> LayerKV:
     position = arrange.joined([low.position, high.position])
     return layer.replace(position=position, stores=(low.store, *high.stores), stats=high.stats)
+
+
+def _bits(x: Array) -> Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)

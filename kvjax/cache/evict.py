@@ -64,17 +64,26 @@ def ranking(policy: Evict, stats: dict[str, Array], view: View) -> tuple[Array, 
     return priority, jnp.where(counts[:, None, None], limit // policy.page if policy.page > 1 else limit, FAR)
 
 
-def one_victim(priority: Array, position: Array, limit: Array) -> Array:
-    """Marks the slot of lowest priority, among equals the oldest, in heads over the limit; [B, K, S] bool.
+def first_to_go(priority: Array, position: Array, axis: int | tuple[int, ...] = 2) -> tuple[Array, Array]:
+    """Returns the lowest priority of live slots and, of those that have it, the oldest position; FAR = none is live.
 
-    Minima and comparisons only: argmin and sort are not vectorised on CPUs.
+    This is the order of evictions, of slots of one device as of those that devices name. Minima and comparisons only:
+    argmin and sort are not vectorised on CPUs.
+
+    Args:
+      priority: float32.
+      position: int32 of the same shape, -1 = empty.
+      axis: that is reduced to size 1.
     """
     live = position >= 0
-    over = jnp.sum(live, axis=2, keepdims=True, dtype=jnp.int32) > limit
-    lowest = jnp.min(jnp.where(live, priority, jnp.inf), axis=2, keepdims=True)
-    tied = live & (priority == lowest)
-    oldest = jnp.min(jnp.where(tied, position, FAR), axis=2, keepdims=True)
-    return over & tied & (position == oldest)
+    lowest = jnp.min(jnp.where(live, priority, jnp.inf), axis=axis, keepdims=True)
+    return lowest, jnp.min(jnp.where(live & (priority == lowest), position, FAR), axis=axis, keepdims=True)
+
+
+def one_victim(priority: Array, position: Array, limit: Array) -> Array:
+    """Marks the slot of lowest priority, among equals the oldest, in heads over the limit; [B, K, S] bool."""
+    over = jnp.sum(position >= 0, axis=2, keepdims=True, dtype=jnp.int32) > limit
+    return over & (position == first_to_go(priority, position)[1])
 
 
 def all_victims(priority: Array, position: Array, limit: Array) -> Array:

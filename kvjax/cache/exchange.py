@@ -1,6 +1,6 @@
 """What devices that share the slots of a head tell each other in a step, and where its tokens go."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,6 +16,10 @@ from kvjax.cache.state import EMPTY, FAR
 from kvjax.policies.base import View
 
 Array = jax.Array
+
+
+#: Slots [B, K, W] int32 -> what their device sends of them, [B, K, W, m] int32.
+Sent = Callable[[Array], Array]
 
 
 class Told(NamedTuple):
@@ -34,6 +38,20 @@ class Told(NamedTuple):
     live: Array
     free: Array
     more: Array | None
+
+
+class Evicted(NamedTuple):
+    """The slot that a step evicts in each head, as every device knows it.
+
+    Attributes:
+      position: [B, K, 1] int32, -1 = none.
+      sent: [B, K, 1, m] int32, what its device sends of it; of the slot that would be next where none is evicted.
+      total: [B, K, m'] int32, the sum over all devices of what was given.
+    """
+
+    position: Array
+    sent: Array
+    total: Array
 
 
 def gathered(
@@ -91,10 +109,21 @@ def empty_slots(position: Array) -> Array:
     return jnp.sum(position < 0, axis=2, keepdims=True, dtype=jnp.int32)
 
 
+def nothing(slots: Array) -> Array:
+    """Sends nothing of slots [B, K, W]."""
+    return jnp.zeros((*slots.shape, 0), jnp.int32)
+
+
 def lowest_position(
-    group: Group, stats: dict[str, Array], view: View, total: Array, axes: tuple[str, ...], more: Array
-) -> tuple[Array, Array]:
-    """Returns the position that is evicted in each head, [B, K, 1] int32, -1 where none is, in one collective.
+    group: Group,
+    stats: dict[str, Array],
+    view: View,
+    total: Array,
+    axes: tuple[str, ...],
+    more: Array,
+    sent: Sent = nothing,
+) -> Evicted:
+    """Finds the slot that is evicted in each head, in one collective.
 
     Args:
       group: the policy.
@@ -102,21 +131,31 @@ def lowest_position(
       view: the same slots.
       total: [B, K, 1] int32 live slots on all devices, with the step's own token.
       axes: that slots are divided over.
-      more: [B, K, m] int32 to be added up over all devices, the second result.
+      more: [B, K, m'] int32 to be added up over all devices.
+      sent: of the view's slots; every device sends it of its own slot of lowest priority.
     """
     priority, limit = evict.ranking(group.policy, stats, view)
-    live = view.live
-    # [B, K, 1]: of this device's slots
-    lowest = jnp.min(jnp.where(live, priority, jnp.inf), axis=2, keepdims=True)
-    oldest = jnp.min(jnp.where(live & (priority == lowest), view.position, FAR), axis=2, keepdims=True)
-    # [C, B, K, 2 + m] int32, of which the first are the bits of floats
+    # [B, K, 1] each, of this device's slots
+    lowest, oldest = evict.first_to_go(priority, view.position)
+    here = sent(slots_at(view.position, oldest))[:, :, 0]
+    # [C, B, K, 2 + m' + m] int32, of which the first are the bits of floats
     bits = jax.lax.bitcast_convert_type(lowest, jnp.int32)
-    every = jax.lax.all_gather(jnp.concatenate([bits, oldest, more], axis=2), axes)
-    priorities = jax.lax.bitcast_convert_type(every[..., :1], jnp.float32)
-    # [B, K, 1]: of equal ones the oldest
-    tied = priorities == jnp.min(priorities, axis=0)
-    found = jnp.min(jnp.where(tied, every[..., 1:2], FAR), axis=0)
-    return jnp.where((total > limit) & (found < FAR), found, EMPTY), jnp.sum(every[..., 2:], axis=0)
+    every = jax.lax.all_gather(jnp.concatenate([bits, oldest, more, here], axis=2), axes)
+    positions = jnp.where(every[..., 1:2] < FAR, every[..., 1:2], EMPTY)
+    found = evict.first_to_go(jax.lax.bitcast_convert_type(every[..., :1], jnp.float32), positions, axis=0)[1]
+    end = 2 + more.shape[2]
+    # Positions of a head are distinct.
+    of_victim = jnp.sum(jnp.where(positions == found, every[..., end:], 0), axis=0)[:, :, None]
+    chosen = jnp.where((total > limit) & (found[0] < FAR), found[0], EMPTY)
+    return Evicted(chosen, of_victim, jnp.sum(every[..., 2:end], axis=0))
+
+
+def slots_at(position: Array, wanted: Array) -> Array:
+    """Returns the slots that hold the positions [B, K, W], in bounds: [B, K, W] int32; undefined if none does."""
+    size = position.shape[2]
+    slot = jnp.arange(size, dtype=jnp.int32)
+    same = position[:, :, None] == wanted[..., None]
+    return jnp.min(jnp.where(same, slot, size - 1), axis=3)
 
 
 def place_of(position: Array, own: Array, victim: Array, free: Array, axes: tuple[str, ...]) -> Array:

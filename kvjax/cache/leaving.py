@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache import packing
 from kvjax.cache.state import EMPTY
 from kvjax.storage.base import Storage
 from kvjax.storage.store import Store
@@ -35,7 +36,7 @@ class Leaving(NamedTuple):
     def vectors(self, store: Store) -> Array:
         """Returns keys, values and a 1, [B, K, n, 2 * D + 1] float32; 0 where there is none."""
         found = (self.position >= 0)[..., None]
-        both = [jnp.where(found, _at(store[side]["exact"], self.slot), 0) for side in ("key", "value")]
+        both = [jnp.where(found, packing.at(store[side]["exact"], self.slot), 0) for side in ("key", "value")]
         return jnp.concatenate([each.astype(jnp.float32) for each in (*both, found)], axis=3)
 
 
@@ -66,12 +67,8 @@ def places_of(position: Array, target: Array) -> tuple[Array, Array]:
 
 def packed(stats: Stats, slot: Array, own: Array) -> Array:
     """Packs the statistics [B, K, R, ...] of some slots [B, K, n] to int32 [B, K, m]; 0 where not `own` [B, K, n]."""
-    parts = [jnp.zeros((*own.shape[:2], 0), jnp.int32)]
-    for _, leaf in sorted(stats.items()):
-        found = _at(leaf, slot)
-        bits = jax.lax.bitcast_convert_type(found, jnp.int32) if leaf.dtype == jnp.float32 else found.astype(jnp.int32)
-        parts.append(jnp.where(own.reshape(*own.shape, *(1,) * (bits.ndim - 3)), bits, 0))
-    return jnp.concatenate([part.reshape(*own.shape[:2], -1) for part in parts], axis=2)
+    bits = jnp.where(own[..., None], packing.packed(stats, slot), 0)
+    return bits.reshape(*bits.shape[:2], bits.shape[2] * bits.shape[3])
 
 
 def unpacked(bits: Array, stats: Stats, count: int) -> Stats:
@@ -82,17 +79,4 @@ def unpacked(bits: Array, stats: Stats, count: int) -> Stats:
       stats: of the shapes and dtypes that were packed.
       count: n.
     """
-    found, start = {}, 0
-    for name, leaf in sorted(stats.items()):
-        shape = (*bits.shape[:2], count, *leaf.shape[3:])
-        size = shape[2] * (shape[3] if len(shape) > 3 else 1)
-        part = bits[:, :, start : start + size].reshape(shape)
-        start += size
-        exact = jax.lax.bitcast_convert_type(part, jnp.float32) if leaf.dtype == jnp.float32 else part
-        found[name] = exact.astype(leaf.dtype)
-    return found
-
-
-def _at(leaf: Array, slot: Array) -> Array:
-    """Takes slots [B, K, n] of an array [B, K, R, ...]."""
-    return jnp.take_along_axis(leaf, slot.reshape(*slot.shape, *(1,) * (leaf.ndim - 3)), axis=2)
+    return packing.unpacked(bits.reshape(*bits.shape[:2], count, packing.width(stats)), stats)

@@ -95,17 +95,15 @@ def _page(priority: Array, position: Array, limit: Array, page: int, view: View)
     """
     worth, newest = _worth(priority, position, page)
     open_to = (newest >= 0) & (newest != view.newest[:, None, None])
-    least = jnp.min(jnp.where(open_to, worth, jnp.inf), axis=2, keepdims=True)
-    oldest = jnp.min(jnp.where(open_to & (worth == least), newest, FAR), axis=2, keepdims=True)
+    least, oldest = evict.first_to_go(worth, jnp.where(open_to, newest, EMPTY))
     live = jnp.sum(position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
     # [C, B, K, 3] int32, of which the first are the bits of floats
     bits = jax.lax.bitcast_convert_type(least, jnp.int32)
     every = across.gathered(jnp.concatenate([bits, oldest, live], axis=2))
-    found = jnp.where(every[..., 1:2] < FAR, jax.lax.bitcast_convert_type(every[..., :1], jnp.float32), jnp.inf)
-    tied = found == jnp.min(found, axis=0)
-    goes = jnp.min(jnp.where(tied, every[..., 1:2], FAR), axis=0)
+    named = jnp.where(every[..., 1:2] < FAR, every[..., 1:2], EMPTY)
+    goes = evict.first_to_go(jax.lax.bitcast_convert_type(every[..., :1], jnp.float32), named, axis=0)[1]
     over = jnp.sum(every[..., 2:], axis=0) > jnp.minimum(limit, FAR // page) * page
-    return over & open_to & (newest == goes)
+    return over & open_to & (newest == goes[0])
 
 
 def _pages(priority: Array, position: Array, limit: Array, page: int, view: View, most: int | None) -> Array:

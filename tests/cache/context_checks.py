@@ -144,6 +144,14 @@ CASES = {
     "cam in blocks": Case(merging(policies.cam(recent=5)), "data:2,model:1,context:4", block=5),
     "kvmerger in blocks": Case(merging(policies.kvmerger(similarity=-0.5)), "context:4", block=7),
     "anchors in blocks": Case(merging(policies.anchors(), policies.tova), "data:2,context:4", block=5),
+    # The pairs of all slots that a device names travel with them, or a search finds the victim's.
+    "merge of roco": Case(
+        lambda budget: policies.roco(budget, protect=budget - 2, guard=2, merge=policies.d2o()), "data:2,context:4",
+        named=1,
+    ),
+    "d2o, residual in blocks": Case(
+        merging(policies.d2o()), "data:2,context:4", storage=storage.int8(residual=3), block=5
+    ),
     "cam of a few": Case(merging(policies.cam(recent=1)), "model:2,context:4"),
     "d2o, int8": Case(merging(policies.d2o()), storage=storage.int8()),
     "d2o, residual": Case(merging(policies.d2o()), storage=storage.int8(residual=4), block=5),
