@@ -37,7 +37,7 @@ from kvjax.cache.operands import Common, operands, problems
 from kvjax.cache.placing import Own
 from kvjax.cache.pool import Pool
 from kvjax.cache.slots import AXES, divided, empty_stats, forget
-from kvjax.cache.state import EMPTY, FAR, Block, LayerKV
+from kvjax.cache.state import EMPTY, FAR, LIVE, Block, LayerKV
 from kvjax.order import CANDIDATES
 from kvjax.policies.base import View
 from kvjax.rope import Rope
@@ -165,6 +165,7 @@ def _step(
     if group.holds_ranks:
         ranks = ranking.of_step(layer, own_position, sizes, axes)
         own = own._replace(stats=own.stats | {RANK: ranks.each[-1].astype(jnp.float32)})
+        layer = ranking.counted(layer, own_position)
     held = operands(pool, attention.ungroup(query), (*positions, own_position), rows, group, rope, common, ranks)
     merge = group.policy.merge
     weights: Sequence[Array | None] = [None] * len(held.keys)
@@ -291,7 +292,7 @@ def _later(layer: LayerKV, group: Group) -> LayerKV:
 
 def _shifted(marks: dict[str, Array], by: Array) -> dict[str, Array]:
     """Returns marks that count from another slot; that of the prompt's own blocks counts from the first of all."""
-    return {name: mark if name == PROMPT else mark + by for name, mark in marks.items()}
+    return {name: mark if name in (PROMPT, LIVE) else mark + by for name, mark in marks.items()}
 
 
 def _heads(group: Group, kv_heads: int, axes: tuple[str, ...]) -> tuple[int, ...] | Array | None:

@@ -9,7 +9,7 @@ from kvjax import memory
 from kvjax.cache import arrange, flush, ranking, segment_ends, segments, tiers
 from kvjax.cache.groups import RANK, Group
 from kvjax.cache.slots import empty_stats, forget, oldest_first, slots_of, take
-from kvjax.cache.state import EMPTY, LayerKV, PerSlot, Store
+from kvjax.cache.state import EMPTY, LIVE, LayerKV, PerSlot, Store, live_slots
 from kvjax.rope import Rope
 from kvjax.selection.base import Held
 from kvjax.storage import store as held
@@ -66,9 +66,11 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
       The stores, statistics and index of `after`.
     """
     made = _converted(layer, before, after, prompt)
+    marks = {name: mark for name, mark in made.marks.items() if name != LIVE}
     if not after.holds_ranks:
-        return made
-    return made.replace(stats=made.stats | {RANK: ranking.of_slots(made.position)})
+        return made.replace(marks=marks)
+    ranks = ranking.of_slots(made.position)
+    return made.replace(stats=made.stats | {RANK: ranks}, marks=marks | {LIVE: live_slots(made)})
 
 
 def _converted(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> LayerKV:

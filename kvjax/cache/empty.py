@@ -8,7 +8,7 @@ from kvjax import memory
 from kvjax.cache import blocks, segments
 from kvjax.cache.groups import Group, Phase
 from kvjax.cache.slots import constrain, constrain_slots, empty_stats
-from kvjax.cache.state import EMPTY, Layer, LayerKV, Store
+from kvjax.cache.state import EMPTY, LIVE, Layer, LayerKV, Store
 from kvjax.storage import store as held
 from kvjax.storage.layouts import Blocks, Segments
 
@@ -39,6 +39,8 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
             held.empty(storage, (batch, heads, slots), dim, dtype)
             for storage, slots in zip(group.stores, group.slots, strict=True)
         )
+    if group.slots and group.holds_ranks:
+        marks = marks | {LIVE: jnp.zeros((batch, heads), jnp.int32)}
     ranked = (batch, heads, group.capacity - group.unranked)
     layer = LayerKV(
         position=jnp.full(shape, EMPTY, jnp.int32),

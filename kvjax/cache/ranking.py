@@ -2,6 +2,7 @@
 
 A rank changes only when a slot of a lower position is evicted. Each slot therefore holds its rank as a statistic, and
 every device subtracts the number of older slots that a step evicts on all devices: as many as the step has tokens.
+The rank of the step's own token is the number of live slots on all devices, which every device counts on.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,8 @@ import jax.numpy as jnp
 
 from kvjax import across
 from kvjax.cache import arrange
-from kvjax.cache.exchange import live_slots
 from kvjax.cache.groups import RANK
-from kvjax.cache.state import FAR, LayerKV
+from kvjax.cache.state import FAR, LIVE, LayerKV
 from kvjax.compaction import compact
 
 Array = jax.Array
@@ -41,7 +41,7 @@ def of_slots(position: Array) -> Array:
 
 
 def of_step(layer: LayerKV, own: Array, sizes: Sequence[int], axes: across.Across) -> Ranks:
-    """Returns the ranks of this device's slots and of a step's own tokens, in one collective.
+    """Returns the ranks of this device's slots and of a step's own tokens.
 
     Args:
       layer: of this device, before the step.
@@ -49,7 +49,7 @@ def of_step(layer: LayerKV, own: Array, sizes: Sequence[int], axes: across.Acros
       sizes: the number of slots of each store.
       axes: that slots and heads are divided over.
     """
-    before = jax.lax.psum(live_slots(layer.position), axes.slots)
+    before = layer.marks[LIVE][..., None]
     # [B]
     longest = jnp.max(before[..., 0] + jnp.sum(own >= 0, axis=2, dtype=jnp.int32), axis=1)
     # Few models rotate by it; in others XLA removes this.
@@ -58,12 +58,19 @@ def of_step(layer: LayerKV, own: Array, sizes: Sequence[int], axes: across.Acros
     return Ranks([*arrange.separated(layer.stats[RANK].astype(jnp.int32), sizes), new], longest)
 
 
+def counted(layer: LayerKV, own: Array) -> LayerKV:
+    """Counts a step's own tokens among the live slots; their positions [B, K, n] int32 are -1 for padding."""
+    return layer.replace(marks=layer.marks | {LIVE: layer.marks[LIVE] + jnp.sum(own >= 0, axis=2, dtype=jnp.int32)})
+
+
 def after_eviction(layer: LayerKV, evicted: Array) -> LayerKV:
     """Returns a layer with the ranks after the positions [B, K, V] int32 were evicted, on any device; FAR = none."""
     ordered = jnp.sort(evicted, axis=2)
     older = jax.vmap(jax.vmap(lambda row, x: jnp.searchsorted(row, x)))(ordered, layer.position)
     rank = layer.stats[RANK] - older.astype(jnp.float32)
-    return layer.replace(stats=layer.stats | {RANK: jnp.where(layer.position >= 0, rank, 0.0)})
+    live = layer.marks[LIVE] - jnp.sum(evicted < FAR, axis=2, dtype=jnp.int32)
+    stats = layer.stats | {RANK: jnp.where(layer.position >= 0, rank, 0.0)}
+    return layer.replace(stats=stats, marks=layer.marks | {LIVE: live})
 
 
 def evicted_positions(position: Array, victim: Array, most: int) -> Array:

@@ -206,11 +206,11 @@ def read(
         layer = _together(storage, layer, lower)
     shared = {} if calibration is None else calibration.layers[index]
     sides = {**rows_of(shared, heads), **layer.sides}
-    if isinstance(storage.layout, Blocks) and layer.marks:
+    if isinstance(storage.layout, Blocks) and layer.in_blocks:
         return _read_blocks(storage, layer, sides)
     if isinstance(storage.layout, Segments):
         return _read_segments(storage, layer, sides)
-    if not (layer.marks or _is_exact(layer)):
+    if not (layer.in_blocks or _is_exact(layer)):
         storage = storage.by_age() or storage
     ways = stores_of(storage)
     # A residual that covers every token, and blocks of which none is ever full.

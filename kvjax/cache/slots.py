@@ -232,7 +232,7 @@ def divided(layer: LayerKV, per_head: frozenset[str]) -> LayerKV:
     def count(path: tuple[Any, ...], leaf: Array) -> int:
         names = sharding.path_names(path)
         # Every device has the exact tokens that wait until their block is full, and what a head has once.
-        once = names[0] in ("sides", "marks") or (bool(layer.marks) and names[-1] == EXACT)
+        once = names[0] in ("sides", "marks") or (layer.in_blocks and names[-1] == EXACT)
         once |= names[0] == "index" and names[-1] in per_head
         # So it has the window of segments, and what the tokens of a block share that are on several devices.
         once |= (names[0] == "stats" and len(layer.stores) > MOST_DIVIDED) or str(names[-1]).startswith(SHARED)

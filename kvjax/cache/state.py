@@ -13,6 +13,7 @@ from kvjax.units import size
 Array = jax.Array
 EMPTY = -1
 FAR = jnp.iinfo(jnp.int32).max
+LIVE = "live"  # the mark of the number of live slots of a head
 
 
 class LayerKV(flax.struct.PyTreeNode):
@@ -30,8 +31,9 @@ class LayerKV(flax.struct.PyTreeNode):
       parts: the number of devices that the slots of several stores are divided over; see `kvjax.cache.arrange`.
       sides: what the keys, and the values, of a row and KV head share since its prompt ended, leaves [B, K, ...]; {}
         for a storage without such sides.
-      marks: of a layout of blocks, ``key`` and ``value`` -> [B, K] int32, the number of tokens that are encoded;
-        otherwise {}.
+      marks: of a layout of blocks, ``key`` and ``value`` -> [B, K] int32, the number of tokens that are encoded; where
+        the slots of each device hold their ranks, ``live`` -> [B, K] int32, the live slots on all devices; otherwise
+        {}.
     """
 
     position: Array
@@ -52,6 +54,11 @@ class LayerKV(flax.struct.PyTreeNode):
     def value(self) -> Array:
         """[B, K, S, D] values of a dense cache."""
         return self._exact("value")
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether tokens are encoded in blocks or segments, and held exactly until theirs is full."""
+        return bool(self.marks.keys() - {LIVE})
 
     def _exact(self, name: str) -> Array:
         if len(self.stores) != 1 or set(self.stores[0][name]) != {"exact"}:
