@@ -14,7 +14,7 @@ from kvjax.cache.pool import Pool, fetched
 from kvjax.cache.reading import spread
 from kvjax.cache.state import EMPTY, LayerKV
 from kvjax.memory import gather, write
-from kvjax.selection.base import Selection, SelectView, Told
+from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact, mark_ends
 
 Array = jax.Array
@@ -119,7 +119,7 @@ def choose(
     )  # fmt: skip
     if type(selection).write is not Selection.write:
         # Pages must know which of them the token goes to.
-        numbers, kept = selection.tell(layer.index, by, view._replace(position=layer.position, key=None))
+        numbers = selection.tell(layer.index, by, view._replace(position=layer.position, key=None))
         page, stays = group.policy.page if group.evicts else 1, own.position >= 0
         free = exchange.empty_slots(first_store) if page == 1 else paging.empty_slots(first_store, page)
         every = jax.lax.all_gather(jnp.concatenate([free, numbers], axis=2), axes.slots)
@@ -128,7 +128,7 @@ def choose(
             slot = exchange.places(first_store, stays, empty, axes.slots)[:, :, 0]
         else:
             slot = paging.places(first_store, stays, empty, page, axes.slots)[:, :, 0]
-        view = view._replace(slot=slot, told=Told(told, kept))
+        view = view._replace(slot=slot, told=told)
     index = selection.write(layer.index, keys[-1], slot, newest >= 0)
     with across.devices(axes):
         if any(selection.ends):

@@ -54,18 +54,6 @@ class Held(NamedTuple):
     unrotate: Callable[[Array], Array]
 
 
-class Told(NamedTuple):
-    """What a selection knows of the slots of all devices; see `Selection.tell`.
-
-    Attributes:
-      every: [C, B, K, m] int32, the numbers of each device.
-      own: what this device keeps for itself.
-    """
-
-    every: Array
-    own: Any
-
-
 class SelectView(NamedTuple):
     """What a selection reads when it chooses for the query heads of one group of KV heads of one layer.
 
@@ -86,7 +74,7 @@ class SelectView(NamedTuple):
       first: [B] int32 position of the step's first token, -1 for a row without a token; None = `newest`, in decoding.
       skew: [K, D, D] of the layer, see `kvjax.models.skew`; None = the identity.
       soft_cap: c, where logits x become c · tanh(x / c); None = they stay as they are.
-      told: of slots on several devices, from `Selection.tell`; otherwise None.
+      told: [C, B, K, m] int32, of slots on several devices, what each tells by `Selection.tell`; otherwise None.
       ends: [B, K, S] bool, of slots on several devices, those that `Selection.ends` counts; otherwise None.
     """
 
@@ -102,7 +90,7 @@ class SelectView(NamedTuple):
     first: Array | None = None
     skew: Array | None = None
     soft_cap: float | None = None
-    told: Told | None = None
+    told: Array | None = None
     ends: Array | None = None
 
     @property
@@ -257,7 +245,7 @@ class Selection:
         """
         return index
 
-    def tell(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Any]:
+    def tell(self, index: Index, query: Array, view: SelectView) -> Array:
         """Computes what devices tell each other before `write`, together with their numbers of empty slots.
 
         Called only where slots are divided over devices, of a selection that has a `write`.
@@ -268,9 +256,9 @@ class Selection:
           view: the slots of this device, without the step's own token; `slot` is undefined.
 
         Returns:
-          [B, K, m] int32, and what this device keeps for itself.
+          [B, K, m] int32.
         """
-        return jnp.zeros((*view.position.shape[:2], 0), jnp.int32), None
+        return jnp.zeros((*view.position.shape[:2], 0), jnp.int32)
 
     def write(self, index: Index, key: Array, slot: Array, active: Array) -> Index:
         """Adds a new token to the index, before slots are chosen; for arrays that are not in `per_slot`.

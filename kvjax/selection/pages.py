@@ -8,7 +8,7 @@ the newest page, or opens a page.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from kvjax.policies.traits import evicting_while_decoding
 from kvjax.selection.base import Held, Index, Selection, SelectView
 from kvjax.selection.checks import merges, named, rotated_once
 from kvjax.selection.choose import best, rank
+from kvjax.selection.naming import best_named, name_best
 from kvjax.soft_cap import soft_capped
 
 if TYPE_CHECKING:
@@ -189,20 +190,21 @@ class Pages(Selection):
 
     def _best(self, index: Index, query: Array, position: Array, view: SelectView) -> Array:
         """Marks the pages to choose, [B, K, U] bool, of those whose position [B, K, U] is not -1."""
-        candidate, count = position >= 0, self.pages
-        told = self._told(position, query.shape[2], view)
-        if self.first:
-            oldest = _oldest(position) if told is None else told[0]
-            free, count = position == oldest, count - 1
-            candidate &= ~free
-        # [B, K, G, U]; a page that is full has had this score before the step
-        score = self._scores(index, query, view) if view.told is None else view.told.own
-        worth = rank(score, candidate, normalise="gap", reduce="max", top=None if told is None else told[1])
-        chosen = best(jax.lax.stop_gradient(worth), candidate, position, count)
-        return (chosen | free) if self.first else chosen
+        candidate, count = position >= 0, self.pages - self.first
+        if view.told is not None:
+            oldest, top, names = self._told(query.shape[2], view.told)
+            chosen = best_named(names, top, position, count, oldest if self.first else None)
+        else:
+            oldest = _oldest(position)
+            if self.first:
+                candidate &= position != oldest
+            # [B, K, U]
+            worth = rank(self._scores(index, query, view), candidate, normalise="gap", reduce="max")
+            chosen = best(jax.lax.stop_gradient(worth), candidate, position, count)
+        return (chosen | (position == oldest)) if self.first else chosen
 
-    def tell(self, index: Index, query: Array, view: SelectView) -> tuple[Array, Any]:
-        score = self._scores(index, query, view)
+    def tell(self, index: Index, query: Array, view: SelectView) -> Array:
+        score = jax.lax.stop_gradient(self._scores(index, query, view))
         position = self._full(view, score.shape[3])
         candidate, oldest = position >= 0, _oldest(position)
         # [B, K, G]: of the oldest page of this device, and the largest of the others
@@ -210,27 +212,25 @@ class Pages(Selection):
             jnp.max(jnp.where(mask[:, :, None], score, -jnp.inf), axis=3)
             for mask in (candidate & (position == oldest), candidate & (position != oldest))
         )
-        tops = jax.lax.stop_gradient(jnp.concatenate([first, others], axis=2))
-        return jnp.concatenate([oldest, jax.lax.bitcast_convert_type(tops, jnp.int32)], axis=2), score
+        tops = jnp.concatenate([first, others], axis=2)
+        # A page that is full keeps its score in the step.
+        names = name_best(score, position, self.pages)
+        return jnp.concatenate([oldest, jax.lax.bitcast_convert_type(tops, jnp.int32), names], axis=2)
 
-    def _told(self, position: Array, queries: int, view: SelectView) -> tuple[Array, Array] | None:
-        """Returns the oldest page's position, [B, K, 1] int32, and the largest score of the candidates, [B, K, G, 1].
+    def _told(self, queries: int, every: Array) -> tuple[Array, Array, Array]:
+        """Returns the oldest page's position, [B, K, 1] int32, the largest score, [B, K, G, 1], and what is named.
 
         Args:
-          position: [B, K, U] int32 of the pages that are full, -1 for others.
           queries: G.
-          view: the slots; None is returned if nothing was told.
+          every: [C, B, K, m] int32, from `tell`, of all devices.
         """
-        if view.told is None:
-            return None
-        # [C, B, K, 1] int32, and [C, B, K, G] each
-        oldest = view.told.every[..., :1]
-        tops = jax.lax.bitcast_convert_type(view.told.every[..., 1:], jnp.float32)
-        firsts, others = tops[..., :queries], tops[..., queries:]
+        # [C, B, K, 1] int32, [C, B, K, G] each, and the rest
+        oldest, firsts, others, names = jnp.split(every, [1, 1 + queries, 1 + 2 * queries], axis=3)
+        firsts, others = (jax.lax.bitcast_convert_type(each, jnp.float32) for each in (firsts, others))
         least = jnp.min(oldest, axis=0)
         counts = (oldest != least) if self.first else jnp.ones(oldest.shape, bool)
         top = jnp.max(jnp.maximum(others, jnp.where(counts, firsts, -jnp.inf)), axis=0)
-        return least, top[..., None]
+        return least, top[..., None], names
 
     def _scores(self, index: Index, query: Array, view: SelectView) -> Array:
         """Computes the score of each page for each query head, [B, K, G, U] float32."""
