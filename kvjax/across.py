@@ -6,15 +6,18 @@ the functions here, which add what the other devices have; elsewhere they reduce
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.assumed import Assumed
 
 Array = jax.Array
+T = TypeVar("T")
 
 
 class Across(NamedTuple):
@@ -119,6 +122,21 @@ def softmax_of_all(weight: Array, top: Array, total: Array) -> Array:
 def gathered(x: Array) -> Array:
     """Gathers the arrays [...] of all devices that have the slots of a head: [C, ...]."""
     return jax.lax.all_gather(x, current().slots)
+
+
+def gathered_together(tree: T) -> T:
+    """Gathers a tree of arrays [B, K, ...] int32 or float32 in one collective: [C, B, K, ...] each."""
+    leaves, structure = jax.tree.flatten(tree)
+    sizes = [math.prod(leaf.shape[2:]) for leaf in leaves]
+    bits = [jax.lax.bitcast_convert_type(leaf, jnp.int32) for leaf in leaves]
+    flat = [leaf.reshape(*leaf.shape[:2], size) for leaf, size in zip(bits, sizes, strict=True)]
+    every = jnp.split(gathered(jnp.concatenate(flat, axis=2)), np.cumsum(sizes)[:-1].tolist(), axis=3)
+    whole = [
+        jax.lax.bitcast_convert_type(part.reshape(len(part), *leaf.shape), leaf.dtype)
+        for part, leaf in zip(every, leaves, strict=True)
+    ]
+    found: T = jax.tree.unflatten(structure, whole)
+    return found
 
 
 @contextlib.contextmanager

@@ -116,40 +116,6 @@ def largest_counted(value: Array, position: Array, most: int, numbers: Array, co
     return jax.lax.cond(unknown, lambda: largest(value, position, found.number), lambda: found.marks)
 
 
-def ends(position: Array, oldest: int, newest: int) -> Array:
-    """Marks the `oldest` smallest and the `newest` largest positions of several devices, in one collective at most.
-
-    Args:
-      position: [B, K, S] int32, distinct per head; negative for an empty slot, which is never marked.
-      oldest: a number.
-      newest: a number.
-
-    Returns:
-      [B, K, S] bool.
-    """
-    if not oldest + newest:
-        return jnp.zeros(position.shape, bool)
-    named = []
-    # float32 is exact for positions below 2²⁴.
-    for count, value in ((oldest, -position.astype(jnp.float32)), (newest, position.astype(jnp.float32))):
-        width = min(count, position.shape[2])
-        with across.alone():
-            slots, valid = compact(largest(value, position, width, in_kernels=False), width)
-        named.append(jnp.where(valid, jnp.take_along_axis(position, slots, axis=2), -1))
-    # [C, B, K, W + W'] int32
-    every = across.gathered(jnp.concatenate(named, axis=2))
-    marks, start = jnp.zeros(position.shape, bool), 0
-    for count, own, sign in zip((oldest, newest), named, (-1, 1), strict=True):
-        if count:
-            # [B, K, C * W], ascending; all live slots are marked if they are no more than `count`
-            held = jnp.moveaxis(every[..., start : start + own.shape[2]], 0, 2).reshape(*position.shape[:2], -1)
-            worth = jnp.sort(jnp.where(held >= 0, sign * held, np.iinfo(np.int32).min), axis=2)
-            least = worth[..., -min(count, worth.shape[2])][..., None]
-            marks |= sign * position >= least
-        start += own.shape[2]
-    return marks & (position >= 0)
-
-
 class Found(NamedTuple):
     """The largest values of those that devices name.
 

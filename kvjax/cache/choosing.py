@@ -15,7 +15,8 @@ from kvjax.cache.reading import spread
 from kvjax.cache.state import EMPTY, LayerKV
 from kvjax.memory import gather, write
 from kvjax.selection.base import Selection, SelectView
-from kvjax.selection.choose import compact, mark_ends
+from kvjax.selection.choose import compact
+from kvjax.selection.ends import ends_of_all
 
 Array = jax.Array
 
@@ -131,12 +132,14 @@ def choose(
         view = view._replace(slot=slot, told=told)
     index = selection.write(layer.index, keys[-1], slot, newest >= 0)
     with across.devices(axes):
-        if any(selection.ends):
-            view = view._replace(ends=mark_ends(view.position, view.new, *selection.ends))
         if selection.ahead:
             # A choice that looks ahead depends on nothing of this layer's input; see `kvjax.cache.reading`.
-            ends = None if view.ends is None else view.ends[:, :, :size]
-            chosen, index = selection.choose(index, by, view._replace(position=layer.position, key=None, ends=ends))
+            view = view._replace(position=layer.position, key=None)
+        if any(selection.ends):
+            counted, scores = jnp.where(view.new, EMPTY, view.position), selection.ends_scores(index, by, view)
+            view = view._replace(ends=ends_of_all(counted, view.visible, *selection.ends, scores))
+        if selection.ahead:
+            chosen, index = selection.choose(index, by, view)
         else:
             own_entries = selection.entries(index, keys[-1], view.skew) if selection.per_slot else {}
             joined = {name: jnp.concatenate([index[name], new], axis=2) for name, new in own_entries.items()}

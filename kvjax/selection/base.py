@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from kvjax.policies.base import Policy
 from kvjax.policies.budget import Budget
+from kvjax.selection.ends import Ends
 from kvjax.statistics import Statistic
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class SelectView(NamedTuple):
       skew: [K, D, D] of the layer, see `kvjax.models.skew`; None = the identity.
       soft_cap: c, where logits x become c · tanh(x / c); None = they stay as they are.
       told: [C, B, K, m] int32, of slots on several devices, what each tells by `Selection.tell`; otherwise None.
-      ends: [B, K, S] bool, of slots on several devices, those that `Selection.ends` counts; otherwise None.
+      ends: of slots on several devices, those that `Selection.ends` counts, and what is known of the others; otherwise
+        None.
     """
 
     position: Array
@@ -91,7 +93,7 @@ class SelectView(NamedTuple):
     skew: Array | None = None
     soft_cap: float | None = None
     told: Array | None = None
-    ends: Array | None = None
+    ends: Ends | None = None
 
     @property
     def active(self) -> Array:
@@ -259,6 +261,21 @@ class Selection:
           [B, K, m] int32.
         """
         return jnp.zeros((*view.position.shape[:2], 0), jnp.int32)
+
+    def ends_scores(self, index: Index, query: Array, view: SelectView) -> Array | None:
+        """Computes scores of which `SelectView.ends` says the largest, and the sum of exponentials, of all candidates.
+
+        Called only where slots are divided over devices, of a selection that has `ends`.
+
+        Args:
+          index: the result of `write`.
+          query: [B, K, G, D] rotated.
+          view: the slots of this device.
+
+        Returns:
+          [B, K, G, S] float32, or None if `choose` does not compare scores so.
+        """
+        return None
 
     def write(self, index: Index, key: Array, slot: Array, active: Array) -> Index:
         """Adds a new token to the index, before slots are chosen; for arrays that are not in `per_slot`.

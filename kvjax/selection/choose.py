@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from kvjax import across
 from kvjax.compaction import compact
-from kvjax.order import ends, largest
+from kvjax.order import largest
 from kvjax.products import product
 from kvjax.selection.base import SelectView
+from kvjax.selection.ends import Ends, ends_of_all
 from kvjax.soft_cap import soft_capped
 
 Array = jax.Array
@@ -43,7 +44,7 @@ def rank(
     normalise: Normalise,
     reduce: Reduce,
     visible: Array | None = None,
-    top: Array | None = None,
+    known: Ends | None = None,
 ) -> Array:
     """Ranks candidates for the query heads that share a KV head.
 
@@ -54,7 +55,7 @@ def rank(
         ``probability`` a softmax over all visible slots, ``none`` the score itself.
       reduce: ``max`` or ``mean`` over the query heads.
       visible: [B, K, U] bool, for ``probability``: the slots that a query attends to if it reads everything.
-      top: [B, K, G, 1] float32, for ``gap``, the largest score of the candidates of all devices, if it is known.
+      known: of the candidates of all devices, their largest score and, for ``softmax``, the sum of exponentials.
 
     Returns:
       [B, K, U] float32; -inf except for candidates.
@@ -62,12 +63,17 @@ def rank(
     among = candidate[:, :, None]
     match normalise:
         case "gap":
-            if top is None:
+            if known is not None and known.top is not None:
+                top = known.top
+            else:
                 top = across.max_over_slots(jnp.max(jnp.where(among, score, -jnp.inf), axis=-1, keepdims=True))
             # The comparison makes the maximum 0 even if a compiler fuses scaling and subtraction into one rounding.
             score = jnp.where(score >= top, 0.0, score - top)
         case "softmax":
-            score = softmax(score, among)
+            if known is not None and known.top is not None and known.total is not None:
+                score = jnp.exp(jnp.where(among, score - known.top, -jnp.inf)) / jnp.maximum(known.total, 1.0)
+            else:
+                score = softmax(score, among)
         case "probability":
             if visible is None:
                 raise ValueError("rank(normalise='probability') needs the visible slots")
@@ -116,7 +122,7 @@ def mark_ends(position: Array, new: Array, oldest: int, newest: int) -> Array:
       newest: a number.
     """
     if across.current().slots:
-        return ends(jnp.where(new, -1, position), oldest, newest)
+        return ends_of_all(jnp.where(new, -1, position), new, oldest, newest).marks
     marks = jnp.zeros(position.shape, bool)
     old = (position >= 0) & ~new
     # float32 is exact for positions below 2²⁴.
@@ -129,7 +135,7 @@ def mark_ends(position: Array, new: Array, oldest: int, newest: int) -> Array:
 
 def view_ends(view: SelectView, oldest: int, newest: int) -> Array:
     """Marks the ends of the slots of a view; see `mark_ends`."""
-    return mark_ends(view.position, view.new, oldest, newest) if view.ends is None else view.ends
+    return mark_ends(view.position, view.new, oldest, newest) if view.ends is None else view.ends.marks
 
 
 __all__ = ["Normalise", "Reduce", "best", "compact", "grouped_logits", "mark_ends", "rank", "softmax", "view_ends"]

@@ -128,12 +128,9 @@ class InfiniGen(Selection):
 
     def chosen(self, index: Index, query: Array, view: SelectView) -> Array:
         candidate = view.visible & ~self.always(index, view)
-        # [B, K, G, c]
-        partial = _take(skewed(query, view.skew), index["columns"])
-        # [B, K, G, S]
-        score = grouped_logits(partial, index["partial"], view.scale, view.soft_cap)
+        score = self.ends_scores(index, query, view)
         # [B, K, S]
-        worth = jax.lax.stop_gradient(rank(score, candidate, normalise="gap", reduce="max"))
+        worth = jax.lax.stop_gradient(rank(score, candidate, normalise="gap", reduce="max", known=view.ends))
         caps = self._caps(across.size_of_all(candidate.shape[2]))
 
         def count(numbers: Array) -> Array:
@@ -147,6 +144,12 @@ class InfiniGen(Selection):
         numbers = jnp.stack([jnp.sum(each, axis=2, dtype=jnp.int32) for each in (candidate, worth > -self.alpha)], 2)
         position = jnp.where(candidate, view.position, -1)
         return largest_counted(worth, position, int(caps[-1]), numbers, count)
+
+    def ends_scores(self, index: Index, query: Array, view: SelectView) -> Array:
+        # [B, K, G, c]
+        partial = _take(skewed(query, view.skew), index["columns"])
+        # [B, K, G, S]
+        return grouped_logits(partial, index["partial"], view.scale, view.soft_cap)
 
     def always(self, index: Index, view: SelectView) -> Array:
         return view.new | (view.visible & view_ends(view, *self.ends))

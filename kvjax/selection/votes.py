@@ -101,11 +101,8 @@ class TokenSelect(Selection):
         candidate = view.visible & ~self.always(index, view)
 
         def votes() -> Array:
-            # [B, K, G, S]
-            factors = (view.scale, view.soft_cap) if self.scaled else (1.0, None)
-            score = grouped_logits(query, view.key, *factors)
             # [B, K, S]
-            own = rank(score, candidate, normalise="softmax", reduce="mean")
+            own = rank(self._scores(query, view), candidate, normalise="softmax", reduce="mean", known=view.ends)
             layer = jnp.where(candidate, across.mean_over_heads(own), -jnp.inf)
             return best(jax.lax.stop_gradient(layer), candidate, view.position, self.k)
 
@@ -120,7 +117,11 @@ class TokenSelect(Selection):
         )
         alike = product >= self.reuse * jnp.sqrt(before * now)
         # [B, 1]
-        several = across.sum_over_slots(jnp.sum(candidate, axis=2, dtype=jnp.int32)[:, :1]) > self.k
+        if view.ends is None:
+            among = across.sum_over_slots(jnp.sum(candidate, axis=2, dtype=jnp.int32)[:, :1])
+        else:
+            among = view.ends.among[:, :1, 0]
+        several = among > self.k
         stands = index["chose"][:, :1] & alike
         due = several & ~stands & view.active[:, :, 0]
         made = jax.lax.cond(across.anywhere(jnp.any(due)), votes, lambda: jnp.zeros(candidate.shape, bool))
@@ -134,6 +135,15 @@ class TokenSelect(Selection):
 
     def chosen(self, index: Index, query: Array, view: SelectView) -> Array:
         return self.choose(index, query, view)[0]
+
+    def _scores(self, query: Array, view: SelectView) -> Array:
+        """Computes the logits [B, K, G, S] float32 of all slots."""
+        factors = (view.scale, view.soft_cap) if self.scaled else (1.0, None)
+        return grouped_logits(query, view.key, *factors)
+
+    def ends_scores(self, index: Index, query: Array, view: SelectView) -> Array | None:
+        # A choice that may stand seldom looks at keys.
+        return self._scores(query, view) if self.reuse is None else None
 
     def always(self, index: Index, view: SelectView) -> Array:
         return view.new | (view.visible & view_ends(view, *self.ends))

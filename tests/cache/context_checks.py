@@ -229,6 +229,7 @@ CASES = {
     ),
     "infinigen, fraction": Case(registered("snapkv"), selection=infinigen(1.0, cap=0.3, first_layer=1)),
     "tokenselect": Case(full, "data:2,context:4", selection=tokenselect(4, 2, 3, reuse=0.2)),
+    "tokenselect, anew": Case(full, "data:2,context:4", selection=tokenselect(4, 2, 3, reuse=None)),
     "tokenselect, heads": Case(full, selection=tokenselect(4, 1, 3, reuse=None), storage=storage.int8()),
     "quest": Case(full, "data:2,context:4", selection=quest(4, 12, first_layer=0)),
     "quest in blocks": Case(full, block=5, selection=quest(2, 8, first_layer=0)),

@@ -27,7 +27,7 @@ from tests.conftest import ROOT, XLA_FLAGS
 RUN = (
     "tova", "ranks in blocks", "one KV head", "roco in blocks", "roco, few named", "smaller while decoding", "int8",
     "parts of heads", "residual", "kivi", "optimal, residual", "quest", "lserve", "retrieval", "infinigen",
-    "infinigen, ends", "infinigen, few named", "infinigen, residual", "tokenselect", "think h2o",
+    "infinigen, ends", "infinigen, few named", "infinigen, residual", "tokenselect", "tokenselect, anew", "think h2o",
     "low_rank codes less", "kvquant in blocks", "kv_heads", "cskv in blocks", "optimal of latents", "cam", "d2o",
     "kvmerger in blocks", "anchors, residual", "d2o, residual in blocks", "merge of roco", "merge by ranks",
     "merge after a prompt", "razor in blocks", "pages in blocks", "pages of codes in blocks", "quest of pages",
@@ -38,8 +38,8 @@ RUN = (
 #: Collectives of a step of all heads, without those of a search that runs where it is needed; 2 where it is not said.
 COLLECTIVES = {
     "roco in blocks": 4, "roco, few named": 4, "smaller while decoding": 3, "kivi": 1, "optimal, residual": 3,
-    "infinigen": 4, "infinigen, ends": 5, "infinigen, few named": 5, "infinigen, residual": 4, "tokenselect": 4,
-    "cskv in blocks": 1, "optimal of latents": 4, "low_rank codes less": 3, "cam": 3, "d2o": 3,
+    "infinigen": 4, "infinigen, ends": 4, "infinigen, few named": 5, "infinigen, residual": 4, "tokenselect": 3,
+    "tokenselect, anew": 3, "cskv in blocks": 1, "optimal of latents": 4, "low_rank codes less": 3, "cam": 3, "d2o": 3,
     "kvmerger in blocks": 3, "anchors, residual": 3, "merge by ranks": 3, "merge after a prompt": 3,
     "merge of roco": 5, "d2o, residual in blocks": 3, "razor in blocks": 3, "parts of heads": 3, "mikv roco": 4,
     "quest of pages": 3, "pages after a prompt": 5, "by rank, compressed in blocks": 1, "by rank, merged": 3,
