@@ -14,8 +14,9 @@ from kvjax.assumed import Assumed, Call
 from kvjax.cache import evict, exchange
 from kvjax.cache.exchange import Evicted, Sent
 from kvjax.cache.groups import Group
+from kvjax.cache.placing import Left, Moves
 from kvjax.cache.state import EMPTY, FAR
-from kvjax.policies.base import View
+from kvjax.policies.base import Evict, View
 
 Array = jax.Array
 Stats = dict[str, Array]
@@ -129,33 +130,44 @@ def _larger(call: Call, value: Array, at: Array) -> Array:
 
 
 def evicted_before(
-    group: Group, stats: Stats, view: View, total: Array, size: int, lowest: Array, axes: across.Across
-) -> tuple[Array, Array]:
+    moves: Moves, stats: Stats, view: View, total: Array, lowest: Array, axes: across.Across
+) -> tuple[Moves, Array]:
     """Evicts what a head holds beyond its limit and one more slot, as in the first step after a prompt.
 
     Args:
-      group: a policy whose step of one token may evict several slots of a head.
+      moves: of a step of one token that may evict several slots of a head.
       stats: see `lowest_position`.
       view: see `lowest_position`.
       total: see `lowest_position`.
-      size: S, this device's slots without the step's own token.
-      lowest: [B, K, 1] int32, from `lowest_position`.
+      lowest: [B, K, 1] int32, the position that `lowest_position` finds.
       axes: see `lowest_position`.
 
     Returns:
-      The positions [B, K, S] int32 that are left, and the one that is evicted too, [B, K, 1] int32, -1 where none is.
+      What is left to move, and the position [B, K, 1] int32 that is evicted too, -1 where none is.
     """
-    position = view.position[:, :, :size]
+    policy, position = moves.group.policy, moves.layer.position
 
-    def several() -> tuple[Array, Array]:
-        victim = evict.victims(group.policy, stats, view, one=False)
+    def several() -> tuple[Array, Array, Left]:
+        victim = evict.victims(policy, stats, view, one=False)
         # Of its victims, the newest is left to the step, which may be its own token.
         newest = jnp.max(jnp.where(victim, view.position, EMPTY), axis=2, keepdims=True)
         newest = across.max_over_slots(newest)
-        return jnp.where(victim[:, :, :size] & (position != newest), EMPTY, position), newest
+        left = jnp.where(victim[:, :, : position.shape[2]] & (position != newest), EMPTY, position)
+        return newest, left, moves.counted(left)
 
+    def one() -> tuple[Array, Array, Left]:
+        return lowest, position, Left(moves.free, moves.found)
+
+    flag = several_go(policy, stats, view, total, axes)
+    with across.devices(axes):
+        lowest, position, left = jax.lax.cond(flag, several, one)
+    return moves.after(position, left), lowest
+
+
+def several_go(policy: Evict, stats: Stats, view: View, total: Array, axes: across.Across) -> Array:
+    """Returns whether a head of any device evicts several slots, [] bool; see `lowest_position`."""
     # The limit does not depend on a search, and the priority is not used.
     with across.devices(axes._replace(assumed=Assumed(mark=False))):
-        limit = evict.ranking(group.policy, stats, view)[1]
+        limit = evict.ranking(policy, stats, view)[1]
     with across.devices(axes):
-        return jax.lax.cond(across.anywhere(jnp.any(total - 1 > limit)), several, lambda: (position, lowest))
+        return across.anywhere(jnp.any(total - 1 > limit))

@@ -36,7 +36,7 @@ from kvjax.cache.leaving import leaving
 from kvjax.cache.operands import Common, operands, problems
 from kvjax.cache.placing import Own
 from kvjax.cache.pool import Pool
-from kvjax.cache.slots import AXES, divided, empty_stats, forget
+from kvjax.cache.slots import AXES, divided, empty_stats
 from kvjax.cache.state import EMPTY, FAR, LIVE, Block, LayerKV
 from kvjax.order import CANDIDATES
 from kvjax.policies.base import View
@@ -255,14 +255,13 @@ def _step(
         tier = demoting.Tier(layer, own, group, axes.slots, sides)
         return output, demoting.settle(before, tier, told, view, axes), looked
     with across.devices(axes):
-        if n == 1 and group.policy.when == "step" and (group.evicts_one or goes is None):
+        if n == 1 and group.policy.when == "step":
             total = told.live + (newest >= 0).astype(jnp.int32)[:, None, None]
             sent = exchange.nothing if merge is None else folding.sender(moves, *held.stored)
             evicted = candidates.lowest_position(group, both, view, total, axes, moves.packed(), sent)
             lowest, bits = evicted.position, evicted.total
             if not group.evicts_one:
-                left, lowest = candidates.evicted_before(group, both, view, total, size, lowest, axes)
-                moves = moves._replace(layer=layer.replace(position=left, stats=forget(layer.stats, left)))
+                moves, lowest = candidates.evicted_before(moves, both, view, total, lowest, axes)
             if merge is not None:
                 victim = (view.position == lowest) & (lowest >= 0)
                 moves, bits = folding.fold(moves, *held.stored, victim, evicted, view)

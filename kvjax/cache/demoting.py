@@ -6,7 +6,6 @@ some at a time. See `kvjax.cache.tiers`.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -107,13 +106,21 @@ class Tier(NamedTuple):
         store = jax.tree.map(lambda old, new: write(old, target, new), low.store, made)
         return Low(write(low.position, target, position), store, low.demoted + count)
 
-    def moved(self, low: Low, victim: Array, most: int | None) -> Low:
+    def rounds(self, victim: Array) -> Array:
+        """Returns the number of rounds in which `moved` moves victims; the same on all devices, which take part."""
+        total = jax.lax.psum(jnp.sum(victim, axis=2, dtype=jnp.int32), self.axes)
+        # Of the head that has most.
+        rounds = -(-jnp.max(total) // min(MOST_SENT, victim.shape[2]))
+        return jax.lax.pmax(rounds, tuple(jax.sharding.get_abstract_mesh().axis_names))
+
+    def moved(self, low: Low, victim: Array, most: int | None, rounds: Array | None = None) -> Low:
         """Moves all victims to the low tier, in the order of their positions.
 
         Args:
           low: before.
           victim: [B, K, H + n] bool, of this device's slots and the step's own tokens, which the first device counts.
           most: the most victims of a head on all devices; None = any number.
+          rounds: from `rounds`, if it is known.
         """
         position = jnp.concatenate([self.high.position, self.own.position], axis=2)
         count = min(MOST_SENT, position.shape[2]) if most is None else min(MOST_SENT, most, position.shape[2])
@@ -136,9 +143,7 @@ class Tier(NamedTuple):
 
         if most is not None and most <= count:
             return some(low, victim)[0]
-        # Of the head that has most; the same number on all devices of the mesh, which take part in each round.
-        total = jax.lax.psum(jnp.sum(victim, axis=2, dtype=jnp.int32), self.axes)
-        rounds = jax.lax.pmax(-(-jnp.max(total) // count), tuple(jax.sharding.get_abstract_mesh().axis_names))
+        rounds = self.rounds(victim) if rounds is None else rounds
         return jax.lax.fori_loop(0, rounds, lambda _, carry: some(*carry), (low, victim))[0]
 
 
@@ -169,13 +174,17 @@ def settle(layer: LayerKV, tier: Tier, told: Told, view: View, over: across.Acro
         return _joined(layer, low, moves.without_evictions())
     both = {name: jnp.concatenate([high.stats[name], own.stats[name]], axis=2) for name in own.stats}
     with across.devices(over):
-        if n == 1 and group.evicts_one and group.policy.when == "step":
-            victim_of = functools.partial(candidates.lowest_position, group, both, view, told.live + count, over)
-            one = victim_of(moves.packed(), lambda slots: _bits(tier.vectors(slots)))
-            vectors = jax.lax.bitcast_convert_type(one.sent, jnp.float32)
-            return _joined(
-                layer, tier.written(low, one.position, vectors), moves.with_eviction(one.position, one.total)
-            )
+        if n == 1 and group.policy.when == "step":
+            total, sent = told.live + count, lambda slots: _bits(tier.vectors(slots))
+            one = candidates.lowest_position(group, both, view, total, over, moves.packed(), sent)
+            lowest, told_of = one.position, one.position
+            if not group.evicts_one:
+                lowest, told_of, victim, rounds = _several(tier, both, view, total, lowest, over)
+                low = tier.moved(low, victim, None, rounds)
+                left = jnp.where(victim[:, :, :size] & (high.position != lowest), EMPTY, high.position)
+                moves = moves.after(left, placing.Left(moves.free, moves.found))
+            low = tier.written(low, told_of, jax.lax.bitcast_convert_type(one.sent, jnp.float32))
+            return _joined(layer, low, moves.with_eviction(lowest, one.total))
         # A budget that stays as it is frees a slot for each token of the step.
         one_each = group.evicts_one and group.policy.when == "step" and n <= CANDIDATES
         most = n if one_each else None
@@ -184,6 +193,37 @@ def settle(layer: LayerKV, tier: Tier, told: Told, view: View, over: across.Acro
     left = jnp.where(victim[:, :, :size], EMPTY, high.position)
     stays = (view.position[:, :, size:] >= 0) & ~victim[:, :, size:]
     return _joined(layer, low, moves.after_evictions(left, stays))
+
+
+def _several(
+    tier: Tier, stats: dict[str, Array], view: View, total: Array, lowest: Array, over: across.Across
+) -> tuple[Array, Array, Array, Array]:
+    """Searches for the victims of a step of one token, where some head has several, as in the first after a prompt.
+
+    Args:
+      tier: the slots.
+      stats: of this device's slots, and of the step's own token.
+      view: the same slots.
+      total: [B, K, 1] int32 live slots on all devices, with the step's own token.
+      lowest: [B, K, 1] int32, the victim of a head that has no other.
+      over: that slots and heads are divided over.
+
+    Returns:
+      The victim whose slot the token takes, and that whose vectors every device has, [B, K, 1] int32 each, -1 = none;
+      those that are still to be moved, [B, K, H + 1] bool; and in how many rounds.
+    """
+
+    def several() -> tuple[Array, Array, Array, Array]:
+        victim = evict.victims(tier.group.policy, stats, view, one=False)
+        newest = across.max_over_slots(jnp.max(jnp.where(victim, view.position, EMPTY), axis=2, keepdims=True))
+        return newest, jnp.full(newest.shape, EMPTY, jnp.int32), victim, tier.rounds(victim)
+
+    def one() -> tuple[Array, Array, Array, Array]:
+        return lowest, lowest, jnp.zeros(view.position.shape, bool), jnp.int32(0)
+
+    flag = candidates.several_go(tier.group.policy, stats, view, total, over)
+    with across.devices(over):
+        return jax.lax.cond(flag, several, one)
 
 
 def _joined(layer: LayerKV, low: Low, high: LayerKV) -> LayerKV:

@@ -4,6 +4,7 @@ The step's own tokens first go where their pages are: into the page that is not 
 into empty pages. One collective then joins the page of lowest worth of each device.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -69,13 +70,19 @@ def finish(moves: Moves, stats: dict[str, Array], about: dict[str, Any], axes: a
     # Each of the own tokens counts on the device that it is written to.
     counted = jnp.where(target < size, own.position, EMPTY)
     view = View(position=jnp.concatenate([layer.position, counted], axis=2), **about)
-    one = n == 1 and group.evicts_one
     with across.devices(axes):
         priority, limit = evict.ranking(group.policy, stats, view)
         # [B, K, S]
         worth, position = (write(x[:, :, :size], target, x[:, :, size:]) for x in (priority, view.position))
         most = -(-n // page) if group.evicts_one else None
-        chosen = _page(worth, position, limit, page, view) if one else _pages(worth, position, limit, page, view, most)
+        if n == 1:
+            chosen, more = _page(worth, position, limit, page, view)
+            if not group.evicts_one:
+                # As in the first step after a prompt.
+                several = functools.partial(_pages, worth, position, limit, page, view, most)
+                chosen = jax.lax.cond(across.anywhere(jnp.any(more)), several, lambda: chosen)
+        else:
+            chosen = _pages(worth, position, limit, page, view, most)
     victim = jnp.repeat(chosen, page, axis=2)[:, :, :size]
     after = moves.appended(target)
     position = jnp.where(victim, EMPTY, after.position)
@@ -88,10 +95,13 @@ def _worth(priority: Array, position: Array, page: int) -> tuple[Array, Array]:
     return by_page(live, page, -jnp.inf), by_page(position, page, EMPTY)
 
 
-def _page(priority: Array, position: Array, limit: Array, page: int, view: View) -> Array:
-    """Marks the page of lowest worth of all devices, of equal ones the older, in heads over the limit: [B, K, U] bool.
+def _page(priority: Array, position: Array, limit: Array, page: int, view: View) -> tuple[Array, Array]:
+    """Marks the page of lowest worth of all devices, of equal ones the older, in heads over the limit.
 
     For the arguments see `kvjax.cache.evict.page_victims`; the newest page has the step's own token.
+
+    Returns:
+      [B, K, U] bool, and whether a head must evict more pages, [B, K, 1] bool.
     """
     worth, newest = _worth(priority, position, page)
     open_to = (newest >= 0) & (newest != view.newest[:, None, None])
@@ -102,8 +112,8 @@ def _page(priority: Array, position: Array, limit: Array, page: int, view: View)
     every = across.gathered(jnp.concatenate([bits, oldest, live], axis=2))
     named = jnp.where(every[..., 1:2] < FAR, every[..., 1:2], EMPTY)
     goes = evict.first_to_go(jax.lax.bitcast_convert_type(every[..., :1], jnp.float32), named, axis=0)[1]
-    over = jnp.sum(every[..., 2:], axis=0) > jnp.minimum(limit, FAR // page) * page
-    return over & open_to & (newest == goes[0])
+    over = jnp.sum(every[..., 2:], axis=0) - jnp.minimum(limit, FAR // page) * page
+    return (over > 0) & open_to & (newest == goes[0]), over > page
 
 
 def _pages(priority: Array, position: Array, limit: Array, page: int, view: View, most: int | None) -> Array:

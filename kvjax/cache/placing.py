@@ -35,6 +35,18 @@ class Own(NamedTuple):
     stats: Stats
 
 
+class Left(NamedTuple):
+    """What every device knows of the slots that are left in a step.
+
+    Attributes:
+      free: see `Moves`.
+      found: [B, K, n] bool, which of the tokens that leave the residual are in a slot of some device.
+    """
+
+    free: Array
+    found: Array
+
+
 class Moves(NamedTuple):
     """What is known when a step has attended, and what moves.
 
@@ -82,7 +94,7 @@ class Moves(NamedTuple):
         return Own(
             self.vectors[..., :dim].astype(own.key.dtype),
             self.vectors[..., dim : 2 * dim].astype(own.value.dtype),
-            jnp.where(self._found, self.goes.target, EMPTY),
+            jnp.where(self.found, self.goes.target, EMPTY),
             unpacked(bits, own.stats, n),
         )
 
@@ -101,7 +113,7 @@ class Moves(NamedTuple):
         """
         if self.goes is None:
             return self, self.packed()
-        found = self._found[..., None].astype(jnp.float32)
+        found = self.found[..., None].astype(jnp.float32)
         vectors = jnp.concatenate([*(x.astype(jnp.float32) for x in leaves[:2]), found], axis=3)
         slot = jnp.broadcast_to(jnp.arange(vectors.shape[2], dtype=jnp.int32), leaves.position.shape)
         # The device that has such a token sends its statistics again if the step evicts several slots.
@@ -110,6 +122,24 @@ class Moves(NamedTuple):
         stats = {name: write(old, target, leaves.stats[name]) for name, old in self.layer.stats.items()}
         moves = self._replace(layer=self.layer.replace(stats=stats), vectors=vectors)
         return moves, packed(leaves.stats, slot, leaves.position >= 0)
+
+    def counted(self, position: Array) -> Left:
+        """Counts the slots that are left, positions [B, K, S] of this device, in one collective at most."""
+        if self.goes is None:
+            # A token takes the slot of the victim.
+            return Left(self.free, self.found)
+        coded_at, exact_at = self._positions(position)
+        empty = [exchange.empty_slots(each) for each in (coded_at, self._without_leaving(exact_at))]
+        every = jax.lax.all_gather(jnp.concatenate([*empty, self._here(exact_at).astype(jnp.int32)], axis=2), self.axes)
+        return Left(every[..., :2], jnp.sum(every[..., 2:], axis=0) > 0)
+
+    def after(self, position: Array, left: Left) -> "Moves":
+        """Returns what is left to move if this device's slots have positions [B, K, S], of which some were evicted."""
+        vectors = self.vectors
+        if vectors is not None:
+            vectors = jnp.concatenate([vectors[..., :-1], left.found[..., None].astype(vectors.dtype)], axis=3)
+        layer = self.layer.replace(position=position, stats=forget(self.layer.stats, position))
+        return self._replace(layer=layer, free=left.free, vectors=vectors)
 
     def with_eviction(self, victim: Array, bits: Array) -> LayerKV:
         """Writes the step's only token after an eviction of at most one slot of each head.
@@ -127,7 +157,7 @@ class Moves(NamedTuple):
         old = self.newest[:, None, None] - self.group.storage.residual
         is_coded = (victim >= sinks) & (victim < old)
         leaves = self._all_leaving(
-            self._found & (victim != goes), unpacked(bits, self.own.stats, 1), self.own.position != victim
+            self.found & (victim != goes), unpacked(bits, self.own.stats, 1), self.own.position != victim
         )
         into = self._target(coded_at, leaves.position, jnp.where(is_coded, victim, EMPTY), self.free[..., :1])
         stays = (self.own.position >= 0) & (self.own.position != victim) & (self.own.position != goes)
@@ -154,7 +184,7 @@ class Moves(NamedTuple):
             return self._replace(layer=layer)._written(position, target, own, layer.stats)
         coded_at, exact_at = self._positions(position)
         # What is left of the leaving tokens.
-        here = (self.goes.position >= 0) & (jnp.take_along_axis(exact_at, self.goes.slot, axis=2) >= 0)
+        here = self._here(exact_at)
         left = self._without_leaving(exact_at)
         known = [
             stays.astype(jnp.int32), here.astype(jnp.int32), exchange.empty_slots(coded_at),
@@ -176,7 +206,7 @@ class Moves(NamedTuple):
             first = jax.lax.axis_index(self.axes) == 0
             return self.after_evictions(position, (own.position >= 0) & first)
         coded_at, exact_at = self._positions(position)
-        return self._settled(coded_at, self._without_leaving(exact_at), own.position >= 0, self._found, {})
+        return self._settled(coded_at, self._without_leaving(exact_at), own.position >= 0, self.found, {})
 
     def appended(self, target: Array) -> LayerKV:
         """Writes the step's own tokens to slots [B, K, n] int32 of this device's only store; S for none."""
@@ -269,10 +299,16 @@ class Moves(NamedTuple):
         return jnp.where(own >= 0, found, position.shape[2])
 
     @property
-    def _found(self) -> Array:
+    def found(self) -> Array:
         """[B, K, n] bool: which of the positions that leave are in a slot of some device, before the step."""
-        assert self.vectors is not None
+        if self.vectors is None:
+            return jnp.zeros((*self.own.position.shape[:2], 0), bool)
         return self.vectors[..., -1] > 0
+
+    def _here(self, exact_at: Array) -> Array:
+        """[B, K, n] bool: which of the tokens that leave this device's exact slots are left in [B, K, R]."""
+        assert self.goes is not None
+        return (self.goes.position >= 0) & (jnp.take_along_axis(exact_at, self.goes.slot, axis=2) >= 0)
 
     @property
     def _sizes(self) -> list[int]:
