@@ -32,7 +32,7 @@ RUN = (
     "kvmerger in blocks", "anchors, residual", "d2o, residual in blocks", "merge of roco", "merge by ranks",
     "merge after a prompt", "razor in blocks", "pages in blocks", "pages of codes in blocks", "quest of pages",
     "pages after a prompt", "smaller, in codes", "kvquant less", "by rank in blocks", "by rank, residual",
-    "by rank, merged", "by rank, compressed in blocks", "mikv h2o", "mikv roco", "mikv queue less",
+    "by rank, merged", "by rank, compressed in blocks", "mikv h2o", "mikv roco", "mikv snapkv", "mikv queue less",
     "mikv queue in blocks", "zipcache snapkv", "gear full",
 )  # fmt: skip
 #: Collectives of a step of all heads, without those of a search that runs where it is needed; 2 where it is not said.
@@ -42,7 +42,7 @@ COLLECTIVES = {
     "tokenselect, anew": 3, "cskv in blocks": 1, "optimal of latents": 4, "low_rank codes less": 3, "cam": 3, "d2o": 3,
     "kvmerger in blocks": 3, "anchors, residual": 3, "merge by ranks": 3, "merge after a prompt": 3,
     "merge of roco": 5, "d2o, residual in blocks": 3, "razor in blocks": 3, "parts of heads": 3, "mikv roco": 4,
-    "quest of pages": 3, "pages after a prompt": 3, "smaller, in codes": 4, "kvquant less": 3,
+    "mikv snapkv": 1, "quest of pages": 3, "pages after a prompt": 3, "smaller, in codes": 4, "kvquant less": 3,
     "by rank, compressed in blocks": 1, "by rank, merged": 3, "mikv queue less": 4, "zipcache snapkv": 1,
     "gear full": 1,
 }  # fmt: skip

@@ -1,0 +1,268 @@
+"""The attention of a step of a layer whose slots are divided over devices, and what the step observes.
+
+Each device attends to its own slots, and one collective joins the devices; see `kvjax.cache.exchange.gathered`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import across, attention
+from kvjax.cache import arrange, choosing, evict, exchange, paging, placing, prompt_blocks, ranking, segmenting
+from kvjax.cache.blocks import PROMPT
+from kvjax.cache.choosing import Choice, Rows
+from kvjax.cache.exchange import Told
+from kvjax.cache.groups import RANK, Group
+from kvjax.cache.leaving import Leaving, leaving
+from kvjax.cache.operands import Common, Operands, operands, problems
+from kvjax.cache.placing import Own
+from kvjax.cache.pool import Pool
+from kvjax.cache.slots import empty_stats
+from kvjax.cache.state import LIVE, LayerKV
+from kvjax.rope import Rope
+from kvjax.storage.layouts import Blocks, Segments, Tiers
+from kvjax.storage.side import Sides
+
+Array = jax.Array
+Columns = Mapping[str, Array]
+
+
+class Hint(NamedTuple):
+    """What a selection chooses by, besides the step's query.
+
+    Attributes:
+      guess: [B, H, 1, D] the query of a selection that looks ahead, rotated; None = the query itself.
+      skew: [K, D, D] of these heads, see `kvjax.models.skew`; None = the identity.
+    """
+
+    guess: Array | None
+    skew: Array | None
+
+
+class Observed(NamedTuple):
+    """A step on one device when its attention is complete.
+
+    Attributes:
+      output: [B, K, G, n, D].
+      before: the layer of this device before the step.
+      layer: the slots that the policy ranks, with the statistics after the step and the positions before it. The marks
+        of blocks count from this device's first slot.
+      own: the step's own tokens, with their statistics.
+      told: what the devices told each other.
+      goes: the tokens that leave the residual, or None.
+      stored: keys and values [B, K, S_i, D] of each store and of the own tokens, as policies look at them.
+      choice: the slots that a selection chose, or None.
+      sides: what keys and values share.
+      first: int32, this device's first slot, of a layout of blocks.
+    """
+
+    output: Array
+    before: LayerKV
+    layer: LayerKV
+    own: Own
+    told: Told
+    goes: Leaving | None
+    stored: tuple[list[Array], list[Array]]
+    choice: Choice | None
+    sides: Sides
+    first: Array
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    layer: LayerKV,
+    rows: Rows,
+    common: Common,
+    number: Array,
+    hint: Hint,
+    *,
+    group: Group,
+    axes: across.Across,
+    rope: Rope | None,
+    **options: Any,
+) -> Observed:
+    """Attends to the slots of all devices and to the step's own tokens.
+
+    Args:
+      query: [B, K, G, n, D].
+      key: [B, K, n, D], as it is held.
+      value: [B, K, n, D].
+      layer: of this device.
+      rows: the rows.
+      common: what the vectors of all slots share.
+      number: int32 index of the layer.
+      hint: what a selection chooses by.
+      group: of heads.
+      axes: that slots and heads are divided over.
+      rope: the layer's rotary embedding.
+      options: ``scale``, ``soft_cap`` and ``window`` of `kvjax.cache.context.step`.
+    """
+    before, own = layer, _own(key, value, rows, group)
+    layer, first = _local(layer, own.position, group, axes)
+    sizes = [before.position.shape[2]]
+    if len(before.stores) > 1:
+        sizes = [jax.tree.leaves(store["value"])[0].shape[2] for store in before.stores]
+    # [B, K, S_i] of each store
+    positions = arrange.separated(layer.position, sizes)
+    sides = {**common.sides, **layer.sides}
+    pool = Pool(layer, (key, value), jnp.concatenate([layer.position, own.position], axis=2), {}, {}, sides)
+    ranks = None
+    if group.holds_ranks:
+        ranks = ranking.of_step(layer, own.position, sizes, axes)
+        own = own._replace(stats=own.stats | {RANK: ranks.each[-1].astype(jnp.float32)})
+        layer = ranking.counted(layer, own.position)
+    held = operands(pool, attention.ungroup(query), (*positions, own.position), rows, group, rope, common, ranks)
+    read, choice = positions, None
+    if choosing.chooses(group, key.shape[2]):
+        by = held.query if hint.guess is None else attention.ungroup(hint.guess)
+        choice = choosing.choose(layer, held.stored[0], own, by, rows, number, group, axes, skew=hint.skew, **options)
+        layer, read = layer.replace(index=choice.index), choice.positions
+        first_key, first_value = choice.fetched(pool, group, held.keys, held.values)
+        held = held._replace(keys=(first_key, *held.keys[1:]), values=(first_value, *held.values[1:]))
+    parts, maps = problems(
+        held, (*read, own.position), _log_weights(layer, own, sizes, held, group), pool, group,
+        query_position=rows.position, prompt=rows.prompt, **options,
+    )  # fmt: skip
+    parts = [each.without_statistics() for each in parts[: group.unranked_stores]] + parts[group.unranked_stores :]
+    # Parts that every device has.
+    known = 2 if isinstance(group.storage.layout, Segments) else 1
+    goes, told = _told(layer, positions, parts[:-known], maps[:-known], rows, group, axes)
+    output, columns = _combined(told, parts, known)
+    if choice is not None:
+        columns[0] = choice.spread(columns[0], sizes[0])
+    layer, own = _observed(columns, layer, own, positions, rows, group)
+    output = output.astype(value.dtype)
+    return Observed(output, before, layer, own, told, goes, held.stored, choice, sides, first)
+
+
+def _own(key: Array, value: Array, rows: Rows, group: Group) -> Own:
+    """Returns the step's own tokens, with empty statistics."""
+    batch, kv_heads, n, _ = key.shape
+    # [B, K, n]
+    position = jnp.broadcast_to(rows.position[:, None], (batch, kv_heads, n))
+    return Own(key, value, position, empty_stats(group.needs, group.remembers, (batch, kv_heads, n)))
+
+
+def _local(layer: LayerKV, own: Array, group: Group, axes: across.Across) -> tuple[LayerKV, Array]:
+    """Returns a layer as this device sees it, and its first slot; see `Observed`.
+
+    Args:
+      layer: of this device.
+      own: [B, K, n] int32 positions of the step's own tokens.
+      group: of heads.
+      axes: that slots are divided over.
+    """
+    first = jnp.int32(0)
+    if isinstance(group.storage.layout, Segments):
+        layer = segmenting.with_window(layer, own)
+    if isinstance(group.storage.layout, Blocks):
+        first = jax.lax.axis_index(axes.slots) * later(layer, group).position.shape[2]
+        layer = layer.replace(marks=shifted(layer.marks, -first))
+    return layer, first
+
+
+def _log_weights(layer: LayerKV, own: Own, sizes: list[int], held: Operands, group: Group) -> Sequence[Array | None]:
+    """Returns what a merge adds to the logits of each store and of the step's own tokens, [B, K, S_i] or None each."""
+    merge = group.policy.merge
+    if merge is None or (log_weight := merge.log_weight(layer.stats)) is None:
+        return [None] * len(held.keys)
+    return [*arrange.separated(log_weight, sizes), merge.log_weight(own.stats)]
+
+
+def _told(
+    layer: LayerKV,
+    positions: Sequence[Array],
+    parts: Sequence[attention.Problem],
+    maps: Sequence[attention.Mapped],
+    rows: Rows,
+    group: Group,
+    axes: across.Across,
+) -> tuple[Leaving | None, Told]:
+    """Gathers what each device knows of its slots; returns the tokens that leave the residual too.
+
+    Args:
+      layer: of this device.
+      positions: [B, K, S_i] int32 of each store.
+      parts: attention to each store.
+      maps: of each.
+      rows: the rows.
+      group: of heads.
+      axes: that slots are divided over.
+    """
+    newest, storage = jnp.max(rows.position, axis=1), group.storage
+    # What leaves the residual leaves an empty slot, whether it is encoded or evicted.
+    goes = leaving(positions[1], newest, rows.position.shape[1], storage) if storage.divided else None
+    free, more, counted = (
+        [exchange.empty_slots(each) for each in positions[group.unranked_stores :]],
+        None,
+        layer.position,
+    )
+    if group.evicts and group.policy.page > 1:
+        free = [paging.empty_slots(layer.position, group.policy.page)]
+    if goes is not None:
+        free[1] += jnp.sum(goes.position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+        more = goes.vectors(layer.stores[1])
+    if isinstance(storage.layout, Blocks):
+        counted = later(layer, group).position
+        more = placing.older(layer.position, newest, storage).astype(jnp.float32)
+    if isinstance(storage.layout, Tiers):
+        counted = positions[1]
+    live = exchange.live_slots(counted)
+    return goes, exchange.gathered(parts, maps, live, jnp.concatenate(free, axis=2), axes.slots, more)
+
+
+def _combined(told: Told, parts: Sequence[attention.Problem], known: int) -> tuple[Array, list[dict[str, Array]]]:
+    """Returns the output of all slots, [B, K, G, n, D], and the columns of each part.
+
+    Args:
+      told: what the devices told each other.
+      parts: attention to each store of this device, and to what every device has.
+      known: the number of parts, the last ones, that every device has.
+    """
+    own = parts[-known:]
+    combined = attention.combine(*told.parts, *(attention.attend(each, "xla") for each in own))
+    lse = combined.lse
+    assert lse is not None
+    seen = sum((attention.count_seen(each) for each in own), start=told.seen)
+    return combined.output, [attention.column_sums(each, lse, seen, "xla") for each in parts]
+
+
+def _observed(
+    columns: Sequence[dict[str, Array]], layer: LayerKV, own: Own, positions: Sequence[Array], rows: Rows, group: Group
+) -> tuple[LayerKV, Own]:
+    """Returns the slots that the policy ranks, and the step's own tokens, with the statistics after the step.
+
+    Args:
+      columns: of each store, and of the own tokens.
+      layer: of this device.
+      own: the step's own tokens.
+      positions: [B, K, S_i] int32 of each store.
+      rows: the rows.
+      group: of heads.
+    """
+    zeros = {s.name: jnp.zeros((), jnp.float32) for s in group.needs if s.of_selection}
+    queries = jnp.sum(rows.position >= 0, axis=1, dtype=jnp.int32)
+
+    def after(columns: Sequence[Columns], position: Array, stats: dict[str, Array]) -> dict[str, Array]:
+        whole = {name: jnp.concatenate([each[name] for each in columns], axis=2) for name in columns[0]}
+        none = {name: jnp.broadcast_to(zero, position.shape) for name, zero in zeros.items()}
+        return evict.observe(stats, group.needs, whole | none, queries)
+
+    if isinstance(group.storage.layout, Tiers):
+        layer = layer.replace(position=positions[1], stores=layer.stores[1:])
+    layer = layer.replace(stats=after(columns[group.unranked_stores : -1], layer.position, layer.stats))
+    return layer, own._replace(stats=after(columns[-1:], own.position, own.stats))
+
+
+def later(layer: LayerKV, group: Group) -> LayerKV:
+    """Returns the slots of a layer in blocks that a step may write to."""
+    return prompt_blocks.halves(layer, group.storage).later if prompt_blocks.apart(layer) else layer
+
+
+def shifted(marks: dict[str, Array], by: Array) -> dict[str, Array]:
+    """Returns marks that count from another slot; that of the prompt's own blocks counts from the first of all."""
+    return {name: mark if name in (PROMPT, LIVE) else mark + by for name, mark in marks.items()}

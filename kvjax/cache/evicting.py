@@ -1,0 +1,145 @@
+"""The end of a step of a layer whose slots are divided over devices: what is evicted, and where its tokens go."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import across
+from kvjax.cache import (
+    attending,
+    candidates,
+    choosing,
+    demoting,
+    evict,
+    exchange,
+    folding,
+    paging,
+    placing,
+    prompt_blocks,
+    ranking,
+    segmenting,
+)
+from kvjax.cache.attending import Observed
+from kvjax.cache.choosing import Rows
+from kvjax.cache.groups import Group
+from kvjax.cache.placing import Moves
+from kvjax.cache.state import EMPTY, FAR, LayerKV
+from kvjax.order import CANDIDATES
+from kvjax.policies.base import View
+from kvjax.storage.layouts import Blocks, Segments, Tiers
+
+Array = jax.Array
+Stats = dict[str, Array]
+
+
+def settle(step: Observed, rows: Rows, number: Array, group: Group, axes: across.Across, skew: Array | None) -> LayerKV:
+    """Returns the layer of this device after a step.
+
+    Args:
+      step: when its attention is complete.
+      rows: the rows.
+      number: int32 index of the layer.
+      group: of heads.
+      axes: that slots and heads are divided over.
+      skew: see `kvjax.cache.attending.Hint`.
+    """
+    layer, own, newest = step.layer, step.own, jnp.max(rows.position, axis=1)
+    if isinstance(group.storage.layout, Blocks):
+        write = prompt_blocks.settle if prompt_blocks.apart(layer) else placing.in_blocks
+        after = write(layer, own, step.told, newest, group, step.first, step.sides)
+        return after.replace(marks=attending.shifted(after.marks, step.first))
+    if isinstance(group.storage.layout, Segments):
+        return segmenting.settle(step.before, layer, own, group, step.sides, axes.slots)
+    moves = Moves(layer, own, step.goes, step.told.more, step.told.free, newest, group, axes.slots, step.sides)
+    after = _evicted(step, moves, rows, number, axes)
+    if step.choice is None:
+        return after
+    index = choosing.with_entries(after, own, step.stored[0][-1], step.goes, step.told.more, group, skew)
+    return after.replace(index=index)
+
+
+def _evicted(step: Observed, moves: Moves, rows: Rows, number: Array, axes: across.Across) -> LayerKV:
+    """Evicts, and writes the step's own tokens; for the arguments see `settle`."""
+    group, own = moves.group, moves.own
+    tiers = isinstance(group.storage.layout, Tiers)
+    if group.policy.budget is None and not tiers:
+        return moves.without_evictions()
+    key, value = (jax.lax.stop_gradient(jnp.concatenate(each[group.unranked_stores :], axis=2)) for each in step.stored)
+    view_at = functools.partial(
+        View, key=key, value=value, newest=moves.newest, budget=rows.budget, prompt=rows.prompt, layer=number,
+        decoding=group.decoding, heads=_heads(group, own.position.shape[1], axes.heads),
+    )  # fmt: skip
+    both = {name: jnp.concatenate([moves.layer.stats[name], own.stats[name]], axis=2) for name in own.stats}
+    if group.evicts and group.policy.page > 1:
+        return paging.finish(moves, both, view_at, axes)
+    # The step's own tokens count once, on the first device.
+    first = jax.lax.axis_index(axes.slots) == 0
+    counted = jnp.where(first, own.position, EMPTY)
+    view = view_at(position=jnp.concatenate([moves.layer.position, counted], axis=2))
+    if tiers:
+        tier = demoting.Tier(moves.layer, own, group, axes.slots, step.sides)
+        return demoting.settle(step.before, tier, step.told, view, axes)
+    if own.key.shape[2] == 1 and group.policy.when == "step":
+        return _one(step, moves, both, view, axes)
+    return _several(step, moves, both, view, axes)
+
+
+def _one(step: Observed, moves: Moves, stats: Stats, view: View, axes: across.Across) -> LayerKV:
+    """Writes the only token of a step, to the slot of what is evicted.
+
+    Args:
+      step: when its attention is complete.
+      moves: what moves.
+      stats: [B, K, S + 1, ...] of this device's slots and of the own token.
+      view: the same slots.
+      axes: that slots and heads are divided over.
+    """
+    group, merge = moves.group, moves.group.policy.merge
+    total = step.told.live + (moves.newest >= 0).astype(jnp.int32)[:, None, None]
+    with across.devices(axes):
+        sent = exchange.nothing if merge is None else folding.sender(moves, *step.stored)
+        evicted = candidates.lowest_position(group, stats, view, total, axes, moves.packed(), sent)
+        lowest, bits = evicted.position, evicted.total
+        if not group.evicts_one:
+            moves, lowest = candidates.evicted_before(moves, stats, view, total, lowest, axes)
+        if merge is not None:
+            victim = (view.position == lowest) & (lowest >= 0)
+            moves, bits = folding.fold(moves, *step.stored, victim, evicted, view)
+    after = moves.with_eviction(lowest, bits)
+    return ranking.after_eviction(after, jnp.where(lowest >= 0, lowest, FAR)) if group.holds_ranks else after
+
+
+def _several(step: Observed, moves: Moves, stats: Stats, view: View, axes: across.Across) -> LayerKV:
+    """Writes the tokens of a block, or of a step after which any number is evicted; for the arguments see `_one`."""
+    group, policy, (size, n) = moves.group, moves.group.policy, (x.position.shape[2] for x in (moves.layer, moves.own))
+    evicted = None
+    with across.devices(axes):
+        # A budget that stays as it is frees a slot for each token of the step.
+        most = n if group.evicts_one and policy.when == "step" and n <= CANDIDATES else None
+        victim = evict.victims(policy, stats, view, one=False, most=most)
+        if policy.merge is not None:
+            gone = folding.gathered(moves, *step.stored, victim, view)
+            moves, _ = folding.fold(moves, *step.stored, victim, gone, view)
+        if group.holds_ranks and policy.when == "step":
+            evicted = ranking.evicted_positions(view.position, victim, n)
+    position = jnp.where(victim[:, :, :size], EMPTY, moves.layer.position)
+    after = moves.after_evictions(position, (view.position[:, :, size:] >= 0) & ~victim[:, :, size:])
+    # Where a compressor evicts any number of slots, the prompt has ended, and `convert` ranks what is left.
+    return after if evicted is None else ranking.after_eviction(after, evicted)
+
+
+def _heads(group: Group, kv_heads: int, axes: tuple[str, ...]) -> tuple[int, ...] | Array | None:
+    """Returns the model's indices of this device's KV heads; see `View`.
+
+    Args:
+      group: of heads.
+      kv_heads: KV heads of the group on a device.
+      axes: that heads are divided over.
+    """
+    if not axes:
+        return group.heads
+    first = jax.lax.axis_index(axes) * kv_heads
+    if group.heads is None:
+        return first + jnp.arange(kv_heads, dtype=jnp.int32)
+    return jax.lax.dynamic_slice_in_dim(jnp.asarray(group.heads, jnp.int32), first, kv_heads)
