@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across, attention
-from kvjax.cache import arrange, choosing, evict, exchange, paging, placing, prompt_blocks, ranking, segmenting
+from kvjax.cache import arrange, choosing, evict, exchange, paging, placing, prompt_blocks, ranking, segmenting, viewing
 from kvjax.cache.blocks import PROMPT
 from kvjax.cache.choosing import Choice, Rows
 from kvjax.cache.exchange import Told
@@ -21,6 +21,7 @@ from kvjax.cache.placing import Own
 from kvjax.cache.pool import Pool
 from kvjax.cache.slots import empty_stats
 from kvjax.cache.state import LIVE, LayerKV
+from kvjax.cache.victims import Named
 from kvjax.rope import Rope
 from kvjax.storage.layouts import Blocks, Segments, Tiers
 from kvjax.storage.side import Sides
@@ -56,6 +57,8 @@ class Observed(NamedTuple):
       choice: the slots that a selection chose, or None.
       sides: what keys and values share.
       first: int32, this device's first slot, of a layout of blocks.
+      named: the slot of this device that would be evicted first, where it was known before attention, so that
+        `Told.named` has that of all devices; otherwise None.
     """
 
     output: Array
@@ -68,6 +71,7 @@ class Observed(NamedTuple):
     choice: Choice | None
     sides: Sides
     first: Array
+    named: Named | None
 
 
 def attend(
@@ -130,13 +134,17 @@ def attend(
     parts = [each.without_statistics() for each in parts[: group.unranked_stores]] + parts[group.unranked_stores :]
     # Parts that every device has.
     known = 2 if isinstance(group.storage.layout, Segments) else 1
-    goes, told = _told(layer, positions, parts[:-known], maps[:-known], rows, group, axes)
+    newest = jnp.max(rows.position, axis=1)
+    # What leaves the residual leaves an empty slot, whether it is encoded or evicted.
+    goes = leaving(positions[1], newest, key.shape[2], group.storage) if group.storage.divided else None
+    named = viewing.named(layer, own, goes, held.stored, rows, number, group, axes)
+    told = _told(layer, positions, parts[:-known], maps[:-known], goes, newest, named, group, axes)
     output, columns = _combined(told, parts, known)
     if choice is not None:
         columns[0] = choice.spread(columns[0], sizes[0])
     layer, own = _observed(columns, layer, own, positions, rows, group)
     output = output.astype(value.dtype)
-    return Observed(output, before, layer, own, told, goes, held.stored, choice, sides, first)
+    return Observed(output, before, layer, own, told, goes, held.stored, choice, sides, first, named)
 
 
 def _own(key: Array, value: Array, rows: Rows, group: Group) -> Own:
@@ -178,24 +186,26 @@ def _told(
     positions: Sequence[Array],
     parts: Sequence[attention.Problem],
     maps: Sequence[attention.Mapped],
-    rows: Rows,
+    goes: Leaving | None,
+    newest: Array,
+    named: Named | None,
     group: Group,
     axes: across.Across,
-) -> tuple[Leaving | None, Told]:
-    """Gathers what each device knows of its slots; returns the tokens that leave the residual too.
+) -> Told:
+    """Gathers what each device knows of its slots.
 
     Args:
       layer: of this device.
       positions: [B, K, S_i] int32 of each store.
       parts: attention to each store.
       maps: of each.
-      rows: the rows.
+      goes: the tokens that leave the residual, or None.
+      newest: [B] int32 newest position of each row.
+      named: see `Observed`.
       group: of heads.
       axes: that slots are divided over.
     """
-    newest, storage = jnp.max(rows.position, axis=1), group.storage
-    # What leaves the residual leaves an empty slot, whether it is encoded or evicted.
-    goes = leaving(positions[1], newest, rows.position.shape[1], storage) if storage.divided else None
+    storage = group.storage
     free, more, counted = (
         [exchange.empty_slots(each) for each in positions[group.unranked_stores :]],
         None,
@@ -212,7 +222,8 @@ def _told(
     if isinstance(storage.layout, Tiers):
         counted = positions[1]
     live = exchange.live_slots(counted)
-    return goes, exchange.gathered(parts, maps, live, jnp.concatenate(free, axis=2), axes.slots, more)
+    bits = None if named is None else named.bits
+    return exchange.gathered(parts, maps, live, jnp.concatenate(free, axis=2), axes.slots, more, bits)
 
 
 def _combined(told: Told, parts: Sequence[attention.Problem], known: int) -> tuple[Array, list[dict[str, Array]]]:

@@ -11,11 +11,11 @@ import numpy as np
 
 from kvjax import across
 from kvjax.assumed import Assumed, Call
-from kvjax.cache import evict, exchange
-from kvjax.cache.exchange import Evicted, Sent
+from kvjax.cache import evict, victims
 from kvjax.cache.groups import Group
 from kvjax.cache.placing import Left, Moves
 from kvjax.cache.state import EMPTY, FAR
+from kvjax.cache.victims import Evicted, Sent
 from kvjax.policies.base import Evict, View
 
 Array = jax.Array
@@ -32,9 +32,9 @@ def lowest_position(
     total: Array,
     axes: across.Across,
     more: Array,
-    sent: Sent = exchange.nothing,
+    sent: Sent = victims.nothing,
 ) -> Evicted:
-    """Finds the slot that is evicted in each head; see `exchange.lowest_position`.
+    """Finds the slot that is evicted in each head; see `victims.lowest_position`.
 
     It takes one collective if the policy compares no slots with each other, and two if it asks once which slots hold
     the largest values of a statistic. A third adds up one number if rows or heads are on several devices too.
@@ -57,7 +57,7 @@ def lowest_position(
 
     def exact(more: Array) -> Evicted:
         with across.devices(axes):
-            return exchange.lowest_position(group, stats, view, total, axes.slots, more, sent)
+            return victims.lowest_position(group, stats, view, total, axes.slots, more, sent)
 
     priority, limit, calls = ranked(mark=False)
     if len(calls) != 1 or calls[0].position is not view.position or calls[0].value.shape != view.position.shape:
@@ -108,7 +108,7 @@ def _lowest(priority: Array, position: Array) -> tuple[Array, Array]:
     for _ in range(min(NAMED, position.shape[2])):
         # [B, K, 1]
         oldest = evict.first_to_go(priority, left)[1]
-        slots.append(exchange.slots_at(left, oldest))
+        slots.append(victims.slots_at(left, oldest))
         named.append(jnp.where(oldest < FAR, oldest, EMPTY))
         left = jnp.where(left == oldest, EMPTY, left)
     return jnp.concatenate(slots, axis=2), jnp.concatenate(named, axis=2)

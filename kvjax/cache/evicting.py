@@ -1,7 +1,5 @@
 """The end of a step of a layer whose slots are divided over devices: what is evicted, and where its tokens go."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -12,13 +10,14 @@ from kvjax.cache import (
     choosing,
     demoting,
     evict,
-    exchange,
     folding,
     paging,
     placing,
     prompt_blocks,
     ranking,
     segmenting,
+    victims,
+    viewing,
 )
 from kvjax.cache.attending import Observed
 from kvjax.cache.choosing import Rows
@@ -65,18 +64,10 @@ def _evicted(step: Observed, moves: Moves, rows: Rows, number: Array, axes: acro
     tiers = isinstance(group.storage.layout, Tiers)
     if group.policy.budget is None and not tiers:
         return moves.without_evictions()
-    key, value = (jax.lax.stop_gradient(jnp.concatenate(each[group.unranked_stores :], axis=2)) for each in step.stored)
-    view_at = functools.partial(
-        View, key=key, value=value, newest=moves.newest, budget=rows.budget, prompt=rows.prompt, layer=number,
-        decoding=group.decoding, heads=_heads(group, own.position.shape[1], axes.heads),
-    )  # fmt: skip
-    both = {name: jnp.concatenate([moves.layer.stats[name], own.stats[name]], axis=2) for name in own.stats}
+    view = viewing.view_of(moves.layer, own, step.stored, rows, number, group, axes)
+    both = viewing.both_stats(moves.layer, own)
     if group.evicts and group.policy.page > 1:
-        return paging.finish(moves, both, view_at, axes)
-    # The step's own tokens count once, on the first device.
-    first = jax.lax.axis_index(axes.slots) == 0
-    counted = jnp.where(first, own.position, EMPTY)
-    view = view_at(position=jnp.concatenate([moves.layer.position, counted], axis=2))
+        return paging.finish(moves, both, view, axes)
     if tiers:
         tier = demoting.Tier(moves.layer, own, group, axes.slots, step.sides)
         return demoting.settle(step.before, tier, step.told, view, axes)
@@ -98,8 +89,11 @@ def _one(step: Observed, moves: Moves, stats: Stats, view: View, axes: across.Ac
     group, merge = moves.group, moves.group.policy.merge
     total = step.told.live + (moves.newest >= 0).astype(jnp.int32)[:, None, None]
     with across.devices(axes):
-        sent = exchange.nothing if merge is None else folding.sender(moves, *step.stored)
-        evicted = candidates.lowest_position(group, stats, view, total, axes, moves.packed(), sent)
+        if step.named is not None:
+            evicted = victims.lowest_of(step.told.named, step.named, total)
+        else:
+            sent = victims.nothing if merge is None else folding.sender(moves, *step.stored)
+            evicted = candidates.lowest_position(group, stats, view, total, axes, moves.packed(), sent)
         lowest, bits = evicted.position, evicted.total
         if not group.evicts_one:
             moves, lowest = candidates.evicted_before(moves, stats, view, total, lowest, axes)
@@ -127,19 +121,3 @@ def _several(step: Observed, moves: Moves, stats: Stats, view: View, axes: acros
     after = moves.after_evictions(position, (view.position[:, :, size:] >= 0) & ~victim[:, :, size:])
     # Where a compressor evicts any number of slots, the prompt has ended, and `convert` ranks what is left.
     return after if evicted is None else ranking.after_eviction(after, evicted)
-
-
-def _heads(group: Group, kv_heads: int, axes: tuple[str, ...]) -> tuple[int, ...] | Array | None:
-    """Returns the model's indices of this device's KV heads; see `View`.
-
-    Args:
-      group: of heads.
-      kv_heads: KV heads of the group on a device.
-      axes: that heads are divided over.
-    """
-    if not axes:
-        return group.heads
-    first = jax.lax.axis_index(axes) * kv_heads
-    if group.heads is None:
-        return first + jnp.arange(kv_heads, dtype=jnp.int32)
-    return jax.lax.dynamic_slice_in_dim(jnp.asarray(group.heads, jnp.int32), first, kv_heads)

@@ -1,6 +1,6 @@
 """What devices that share the slots of a head tell each other in a step, and where its tokens go."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,17 +9,10 @@ import numpy as np
 
 from kvjax import attention
 from kvjax.attention import Attended
-from kvjax.cache import evict
-from kvjax.cache.groups import Group
+from kvjax.cache import packing
 from kvjax.cache.slots import free_slots
-from kvjax.cache.state import EMPTY, FAR
-from kvjax.policies.base import View
 
 Array = jax.Array
-
-
-#: Slots [B, K, W] int32 -> what their device sends of them, [B, K, W, m] int32.
-Sent = Callable[[Array], Array]
 
 
 class Told(NamedTuple):
@@ -31,6 +24,7 @@ class Told(NamedTuple):
       live: [B, K, 1] int32, the number of live slots on all devices.
       free: [C, B, K, m] int32, the number of empty slots of each store of each device.
       more: [B, K, ...] float32, the sum over all devices of what was given, or None.
+      named: [C, B, K, m] int32, `kvjax.cache.victims.Named.bits` of each device, where it is known before attention.
     """
 
     parts: list[Attended]
@@ -38,20 +32,7 @@ class Told(NamedTuple):
     live: Array
     free: Array
     more: Array | None
-
-
-class Evicted(NamedTuple):
-    """The slot that a step evicts in each head, as every device knows it.
-
-    Attributes:
-      position: [B, K, 1] int32, -1 = none.
-      sent: [B, K, 1, m] int32, what its device sends of it; of the slot that would be next where none is evicted.
-      total: [B, K, m'] int32, the sum over all devices of what was given.
-    """
-
-    position: Array
-    sent: Array
-    total: Array
+    named: Array
 
 
 def gathered(
@@ -61,6 +42,7 @@ def gathered(
     free: Array,
     axes: tuple[str, ...],
     more: Array | None = None,
+    bits: Array | None = None,
 ) -> Told:
     """Gathers what each device knows of its slots, in one collective.
 
@@ -71,6 +53,7 @@ def gathered(
       free: [B, K, m] int32 empty slots of each store.
       axes: that slots are divided over.
       more: [B, K, ...] float32 to be added up.
+      bits: [B, K, m] int32, see `Told.named`; or None.
     """
     part = attention.combine(*(of.mapped(attention.attend(each, "xla")) for each, of in zip(here, maps, strict=True)))
     assert part.lse is not None
@@ -83,19 +66,20 @@ def gathered(
         sum(map(attention.count_seen, here), start=jnp.float32(0)),
         live.astype(jnp.float32),
         free.astype(jnp.float32),
-        *(() if more is None else (more.reshape(flat),)),
+        jnp.zeros((batch, kv_heads, 0)) if more is None else more.reshape(flat),
+        packing.as_floats(jnp.zeros((batch, kv_heads, 0), jnp.int32) if bits is None else bits),
     ]
-    # [C, B, K, G * n * (D + 1) + n + 1 + m + ...] float32
+    # [C, B, K, G * n * (D + 1) + n + 1 + m + ...] float32, which has gradients
     every = jax.lax.all_gather(jnp.concatenate(packed, axis=2), axes)
     ends = np.cumsum([each.shape[2] for each in packed])[:-1].tolist()
-    output, lse, seen, held, empty, *added = jnp.split(every, ends, axis=3)
+    output, lse, seen, held, empty, added, names = jnp.split(every, ends, axis=3)
     parts = [
         Attended(one.reshape(part.output.shape), two.reshape(part.lse.shape))
         for one, two in zip(output, lse, strict=True)
     ]
     return Told(
         parts, jnp.sum(seen, axis=0), jnp.sum(held, axis=0).astype(jnp.int32), empty.astype(jnp.int32),
-        None if more is None else jnp.sum(added[0], axis=0).reshape(more.shape),
+        None if more is None else jnp.sum(added, axis=0).reshape(more.shape), packing.from_floats(names),
     )  # fmt: skip
 
 
@@ -109,55 +93,6 @@ def empty_slots(position: Array) -> Array:
     return jnp.sum(position < 0, axis=2, keepdims=True, dtype=jnp.int32)
 
 
-def nothing(slots: Array) -> Array:
-    """Sends nothing of slots [B, K, W]."""
-    return jnp.zeros((*slots.shape, 0), jnp.int32)
-
-
-def lowest_position(
-    group: Group,
-    stats: dict[str, Array],
-    view: View,
-    total: Array,
-    axes: tuple[str, ...],
-    more: Array,
-    sent: Sent = nothing,
-) -> Evicted:
-    """Finds the slot that is evicted in each head, in one collective.
-
-    Args:
-      group: the policy.
-      stats: of this device's slots, and of the step's own token.
-      view: the same slots.
-      total: [B, K, 1] int32 live slots on all devices, with the step's own token.
-      axes: that slots are divided over.
-      more: [B, K, m'] int32 to be added up over all devices.
-      sent: of the view's slots; every device sends it of its own slot of lowest priority.
-    """
-    priority, limit = evict.ranking(group.policy, stats, view)
-    # [B, K, 1] each, of this device's slots
-    lowest, oldest = evict.first_to_go(priority, view.position)
-    here = sent(slots_at(view.position, oldest))[:, :, 0]
-    # [C, B, K, 2 + m' + m] int32, of which the first are the bits of floats
-    bits = jax.lax.bitcast_convert_type(lowest, jnp.int32)
-    every = jax.lax.all_gather(jnp.concatenate([bits, oldest, more, here], axis=2), axes)
-    positions = jnp.where(every[..., 1:2] < FAR, every[..., 1:2], EMPTY)
-    found = evict.first_to_go(jax.lax.bitcast_convert_type(every[..., :1], jnp.float32), positions, axis=0)[1]
-    end = 2 + more.shape[2]
-    # Positions of a head are distinct.
-    of_victim = jnp.sum(jnp.where(positions == found, every[..., end:], 0), axis=0)[:, :, None]
-    chosen = jnp.where((total > limit) & (found[0] < FAR), found[0], EMPTY)
-    return Evicted(chosen, of_victim, jnp.sum(every[..., 2:end], axis=0))
-
-
-def slots_at(position: Array, wanted: Array) -> Array:
-    """Returns the slots that hold the positions [B, K, W], in bounds: [B, K, W] int32; undefined if none does."""
-    size = position.shape[2]
-    slot = jnp.arange(size, dtype=jnp.int32)
-    same = position[:, :, None] == wanted[..., None]
-    return jnp.min(jnp.where(same, slot, size - 1), axis=3)
-
-
 def place_of(position: Array, own: Array, victim: Array, free: Array, axes: tuple[str, ...]) -> Array:
     """Returns the slot of this device that the step's own token is written to, [B, K, 1] int32.
 
@@ -167,7 +102,7 @@ def place_of(position: Array, own: Array, victim: Array, free: Array, axes: tupl
     Args:
       position: [B, K, S] int32 of this device.
       own: [B, K, 1] int32 of the token, -1 = a row without one.
-      victim: [B, K, 1] int32, from `lowest_position`.
+      victim: [B, K, 1] int32, from `kvjax.cache.victims`.
       free: [C, B, K, 1] int32 empty slots of each device.
       axes: that slots are divided over.
     """

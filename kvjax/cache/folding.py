@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import arrange, exchange, packing
-from kvjax.cache.exchange import Evicted
+from kvjax.cache import arrange, packing, victims
 from kvjax.cache.groups import Group
 from kvjax.cache.placing import Moves, Own
 from kvjax.cache.settle import recode
 from kvjax.cache.state import EMPTY, LayerKV, exact_store
+from kvjax.cache.victims import Evicted
 from kvjax.compaction import compact
 from kvjax.policies.base import View
 from kvjax.storage.base import UNROTATED
@@ -41,7 +41,7 @@ def refuses(group: Group) -> str | None:
     return None
 
 
-def sender(moves: Moves, keys: Sequence[Array], values: Sequence[Array]) -> exchange.Sent:
+def sender(moves: Moves, keys: Sequence[Array], values: Sequence[Array]) -> victims.Sent:
     """Returns what a device sends of a slot that may be evicted: its pair and its statistics; see `fold`."""
     return functools.partial(packing.packed, _whole(moves, keys, values))
 

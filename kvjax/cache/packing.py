@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
+HALF, MASK = 16, (1 << 16) - 1
 
 
 def at(leaf: Array, slot: Array) -> Array:
@@ -48,6 +49,18 @@ def unpacked(bits: Array, like: Mapping[str, Array]) -> dict[str, Array]:
 def width(tree: Mapping[str, Array]) -> int:
     """Returns m, the integers of a slot."""
     return sum(map(_size, tree.values()))
+
+
+def as_floats(bits: Array) -> Array:
+    """Returns integers [..., m] int32 as floats [..., 2 * m], the halves of their bits, which float32 holds exactly."""
+    halves = jnp.concatenate([jax.lax.shift_right_logical(bits, HALF), bits & MASK], axis=-1)
+    return halves.astype(jnp.float32)
+
+
+def from_floats(halves: Array) -> Array:
+    """Returns the integers of `as_floats`."""
+    high, low = jnp.split(halves.astype(jnp.int32), 2, axis=-1)
+    return (high << HALF) | low
 
 
 def _size(leaf: Array) -> int:

@@ -5,7 +5,6 @@ into empty pages. One collective then joins the page of lowest worth of each dev
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -55,13 +54,13 @@ def places(position: Array, stays: Array, free: Array, page: int, axes: tuple[st
     return jnp.where(stays & (in_first | in_second), slots, size)
 
 
-def finish(moves: Moves, stats: dict[str, Array], view_at: Callable[..., View], axes: across.Across) -> LayerKV:
+def finish(moves: Moves, stats: dict[str, Array], view: View, axes: across.Across) -> LayerKV:
     """Writes the step's own tokens, and evicts pages until every head is within its limit.
 
     Args:
       moves: of the step; `Moves.free` is of `empty_slots`.
       stats: [B, K, S + n, ...] of this device's slots and of the step's own tokens.
-      view_at: makes the view of the step, of positions [B, K, S + n].
+      view: the same slots.
       axes: that slots and heads are divided over.
     """
     layer, own, group = moves.layer, moves.own, moves.group
@@ -69,7 +68,7 @@ def finish(moves: Moves, stats: dict[str, Array], view_at: Callable[..., View], 
     target = places(layer.position, own.position >= 0, moves.free, page, axes.slots)
     # Each of the own tokens counts on the device that it is written to.
     counted = jnp.where(target < size, own.position, EMPTY)
-    view = view_at(position=jnp.concatenate([layer.position, counted], axis=2))
+    view = view._replace(position=jnp.concatenate([layer.position, counted], axis=2))
     with across.devices(axes):
         priority, limit = evict.ranking(group.policy, stats, view)
         # [B, K, S]

@@ -1,0 +1,91 @@
+"""What a policy looks at on a device that has some of the slots, and what it ranks before attention."""
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import across
+from kvjax.assumed import Assumed
+from kvjax.cache import folding, victims
+from kvjax.cache.choosing import Rows
+from kvjax.cache.groups import Group
+from kvjax.cache.leaving import Leaving
+from kvjax.cache.placing import Moves, Own
+from kvjax.cache.state import EMPTY, LayerKV
+from kvjax.cache.victims import Named
+from kvjax.policies.base import View
+from kvjax.storage.layouts import Tiers
+
+Array = jax.Array
+
+
+def named(
+    layer: LayerKV,
+    own: Own,
+    goes: Leaving | None,
+    stored: tuple[list[Array], list[Array]],
+    rows: Rows,
+    number: Array,
+    group: Group,
+    axes: across.Across,
+) -> Named | None:
+    """Names the slot of this device that would be evicted first, if attention does not change it; otherwise None.
+
+    That is so if no statistic of attention is kept, slots are ranked one by one, and a step evicts at most one slot of
+    a head. For the arguments see `kvjax.cache.attending`.
+    """
+    policy = group.policy
+    one = own.position.shape[2] == 1 and group.evicts and group.evicts_one and policy.when == "step"
+    if not one or group.needs or policy.page > 1 or isinstance(group.storage.layout, Tiers):
+        return None
+    none = jnp.zeros((*own.position.shape[:2], 0, 0), jnp.int32)
+    moves = Moves(layer, own, goes, None, none, rows.position[:, 0], group, axes.slots, {})
+    view, stats = view_of(layer, own, stored, rows, number, group, axes), both_stats(layer, own)
+    assumed = Assumed(mark=False)
+    with across.devices(axes._replace(assumed=assumed)):
+        sent = victims.nothing if policy.merge is None else folding.sender(moves, *stored)
+        found = victims.named(group, stats, view, moves.packed(), sent)
+    # A policy that asks which slots hold the largest values compares them; see `kvjax.cache.candidates`.
+    return None if assumed.calls else found
+
+
+def both_stats(layer: LayerKV, own: Own) -> dict[str, Array]:
+    """Returns the statistics [B, K, S + n, ...] of this device's slots and of the step's own tokens."""
+    return {name: jnp.concatenate([layer.stats[name], own.stats[name]], axis=2) for name in own.stats}
+
+
+def view_of(
+    layer: LayerKV,
+    own: Own,
+    stored: tuple[list[Array], list[Array]],
+    rows: Rows,
+    number: Array,
+    group: Group,
+    axes: across.Across,
+) -> View:
+    """Returns what a policy reads of this device's slots and of the step's own tokens.
+
+    These count once, on the first device. For the arguments see `kvjax.cache.attending`.
+    """
+    key, value = (jax.lax.stop_gradient(jnp.concatenate(each[group.unranked_stores :], axis=2)) for each in stored)
+    counted = jnp.where(jax.lax.axis_index(axes.slots) == 0, own.position, EMPTY)
+    return View(
+        position=jnp.concatenate([layer.position, counted], axis=2), key=key, value=value,
+        newest=jnp.max(rows.position, axis=1), budget=rows.budget, prompt=rows.prompt, layer=number,
+        decoding=group.decoding, heads=_heads(group, own.position.shape[1], axes.heads),
+    )  # fmt: skip
+
+
+def _heads(group: Group, kv_heads: int, axes: tuple[str, ...]) -> tuple[int, ...] | Array | None:
+    """Returns the model's indices of this device's KV heads; see `View`.
+
+    Args:
+      group: of heads.
+      kv_heads: KV heads of the group on a device.
+      axes: that heads are divided over.
+    """
+    if not axes:
+        return group.heads
+    first = jax.lax.axis_index(axes) * kv_heads
+    if group.heads is None:
+        return first + jnp.arange(kv_heads, dtype=jnp.int32)
+    return jax.lax.dynamic_slice_in_dim(jnp.asarray(group.heads, jnp.int32), first, kv_heads)
