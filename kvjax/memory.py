@@ -93,7 +93,7 @@ def write(x: Array, slots: Array, new: Array) -> Array:
       slots: [B, K, n] int32, distinct.
       new: [B, K, n, ...].
     """
-    few = slots.shape[2] == 1 and x.ndim == 4 and x.shape[3] <= FEW_FEATURES
+    few = slots.shape[2] == 1 and x.ndim == 4 and x.shape[3] <= FEW_FEATURES and not on_host(x)
 
     def put(x: Array, slots: Array, new: Array) -> Array:
         if few:
