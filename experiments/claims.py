@@ -77,7 +77,7 @@ def _status(pid: int) -> tuple[str, str] | None:
         return None
 
 
-def _lives(worker: Worker) -> bool:
+def lives(worker: Worker) -> bool:
     """Whether a process of this machine lives."""
     if (status := _status(worker.pid)) is not None:
         return status[0] not in "ZX" and status[1] == worker.started
@@ -189,7 +189,7 @@ class Claims:
         contents, now = _contents(path), time.monotonic()
         owner = _owner(contents)
         if owner is not None and owner.machine == self._worker.machine:
-            return Life.ALIVE if _lives(owner) else Life.DEAD
+            return Life.ALIVE if lives(owner) else Life.DEAD
         # Also where there is no file yet: its owner may be about to write it, or have died before.
         before, since, changed = self._seen.get(path, (contents, now, False))
         if contents != before:

@@ -1,6 +1,7 @@
 """Writes results to disk whole or not at all: under a temporary name in the same folder, then renamed."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -11,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from experiments import claims
 from kvjax import host
 from kvjax.errors import ConfigError
 
+OWNER = ".owner"  # of an unfinished folder: the process that writes it
 UNFINISHED = ".unfinished-"  # begins the names of folders and files that are not whole yet
 PROBE = 1 << 18  # bytes that a folder must take before any work begins
 
@@ -32,13 +35,29 @@ def folder(parent: str | Path, name: str) -> Iterator[tuple[Path, Path]]:
     """
     parent = Path(parent)
     make_folder(parent)
+    _remove_abandoned(parent)
     unfinished, target = _claim(parent, name)
+    owner = unfinished / OWNER
     try:
+        with contextlib.suppress(OSError):  # it only says whose folder this is
+            owner.write_text(json.dumps(dataclasses.asdict(claims.this_worker())))
         yield unfinished, target
+        owner.unlink(missing_ok=True)
         os.rename(unfinished, target)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Removes unfinished folders of processes of this machine that were killed."""
+    here = claims.this_worker()
+    for owner in parent.glob(f"{UNFINISHED}*/{OWNER}"):
+        about = read_json(owner)
+        if isinstance(about, dict) and about.get("machine") == here.machine:
+            with contextlib.suppress(TypeError):  # of another version
+                if not claims.lives(claims.Worker(**about)):
+                    shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 def _claim(parent: Path, name: str) -> tuple[Path, Path]:

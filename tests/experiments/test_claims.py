@@ -94,12 +94,12 @@ def test_the_claim_of_a_killed_process_is_taken_over_by_one(tmp_path, holder):
 
 def test_where_processes_of_others_are_hidden(monkeypatch):
     me = claims.this_worker()
-    assert claims._lives(me) and not claims._lives(dataclasses.replace(me, started="0"))
+    assert claims.lives(me) and not claims.lives(dataclasses.replace(me, started="0"))
     monkeypatch.setattr(claims, "_status", lambda pid: None)
-    assert claims._lives(dataclasses.replace(me, started="0"))
+    assert claims.lives(dataclasses.replace(me, started="0"))
     gone = subprocess.Popen(["true"])
     gone.wait()
-    assert not claims._lives(dataclasses.replace(me, pid=gone.pid))
+    assert not claims.lives(dataclasses.replace(me, pid=gone.pid))
 
 
 def elsewhere(folder, beats=1, name="a", number=1):

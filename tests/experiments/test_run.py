@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments import calibrate, data, fields, machine, resolve, results, run, session, skew
+from experiments import calibrate, claims, data, fields, machine, resolve, results, run, session, skew
 from experiments import config as configs
 from experiments.config import DataConfig, PolicyConfig
 from experiments.measure import Measurement
@@ -170,6 +170,25 @@ def test_an_interrupted_run_leaves_no_result(small, monkeypatch, error, moment):
     with pytest.raises(error):
         run.run(small)
     assert list(Path(small.output).iterdir()) == []
+
+
+def test_what_a_killed_run_has_left_is_removed(tmp_path):
+    """By the next one, if the process is one of this machine and is dead."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    me = claims.this_worker()
+    owners = {"dead": dataclasses.replace(me, pid=dead.pid), "alive": me}
+    owners["elsewhere"] = dataclasses.replace(owners["dead"], machine="another")
+    for name, owner in owners.items():
+        folder = tmp_path / f"{results.UNFINISHED}{name}"
+        folder.mkdir()
+        (folder / results.OWNER).write_text(json.dumps(dataclasses.asdict(owner)))
+    (tmp_path / f"{results.UNFINISHED}unknown").mkdir()
+    with results.folder(tmp_path, "next") as (unfinished, target):
+        assert (unfinished / results.OWNER).is_file()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"next"} | {f"{results.UNFINISHED}{name}" for name in ("alive", "elsewhere", "unknown")}
+    assert not list(target.iterdir())
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "highest"), ("bfloat16", None)])
