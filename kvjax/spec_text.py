@@ -137,7 +137,7 @@ def _accepts(axis: Axis, text: str, modules: tuple[ModuleType, ...]) -> frozense
 
 
 def files(text: str) -> tuple[str, ...]:
-    """The files of a user's own that a text names; see `kvjax.user_files.sources` for what those import."""
+    """The files of a user's own that a text names; see `kvjax.imports` for what those import."""
     return tuple(match[1] for match in _FILE.finditer(text))
 
 

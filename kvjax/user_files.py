@@ -1,8 +1,6 @@
-"""A user's own Python files of policies, storages, selections or tasks: what they import, and loading them."""
+"""A user's own Python files of policies, storages, selections or tasks, with what they import; see `kvjax.imports`."""
 
-import ast
 import contextlib
-import functools
 import hashlib
 import importlib.util
 import sys
@@ -13,8 +11,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 from kvjax.errors import ConfigError
+from kvjax.imports import Stamp, late_imports, sources, stamp_of
 
-Stamp = tuple[str, int, int]  # a file's path, its time of change and its size
+ATTEMPTS = 3  # to load a file that changes meanwhile
 
 
 class _Loaded(NamedTuple):
@@ -23,12 +22,14 @@ class _Loaded(NamedTuple):
     Attributes:
       stamps: of the file and of what it imports.
       module: what it became.
-      digests: of the contents of these files, when they were loaded.
+      digests: of the contents of these files, by their resolved paths, when they were loaded.
+      late: first parts of the names that they import inside of functions.
     """
 
     stamps: tuple[Stamp, ...]
     module: ModuleType
     digests: dict[Path, str]
+    late: frozenset[str]
 
 
 _loaded: dict[str, _Loaded] = {}
@@ -36,30 +37,15 @@ _seen: dict[str, Stamp] = {}  # of every file that was loaded last, or imported 
 _pinned: set[str] | None = None  # files that stay as they were loaded; None = outside of `pinned`
 
 
-def sources(path: Path) -> tuple[Path, ...]:
-    """A file, and what it imports from its own folder or from the working folder, and what those files import.
-
-    Installed packages are not among them, nor are those in folders that a file adds to `sys.path` itself.
-    """
-    found: dict[Path, Path] = {}
-    waiting = [path]
-    while waiting:
-        each = waiting.pop()
-        if (real := each.resolve()) in found:
-            continue
-        found[real] = each
-        if (stamp := _stamp(each)) is not None:
-            waiting += _imported(each, (path.parent, Path()), stamp)
-    return tuple(found.values())
-
-
 def load(path: str | Path) -> ModuleType:
     """Loads a file as a module. A file is loaded again once it, or what it imports (`sources`), has changed.
 
-    As with a script, its folder is searched first for what it imports, and stays on the path.
+    Its folder is searched first for what it imports, and stays on the path. Files that it imports inside of functions
+    are imported with it.
 
     Raises:
-      ConfigError: the file, or one that it imports, is no Python or raises an error, with the line.
+      ConfigError: the file, or one that it imports, is no Python or raises an error, with the line; or a file beside it
+        cannot be imported because of its name.
     """
     return _load(path).module
 
@@ -69,31 +55,66 @@ def digests(path: str | Path) -> dict[Path, str]:
 
     Within `pinned`, and for a file that can be loaded, they are of what was loaded.
     """
+    given = Path(path)
     if _pinned is not None:
         with contextlib.suppress(ConfigError):  # is said where it is used
-            return _load(path).digests
-    return _digests(sources(Path(path)))
+            found, real = _load(given).digests, given.resolve()
+            return {_beside(given, each, real): digest for each, digest in found.items()}
+    return {_beside(given, each, given.resolve()): digest for each, digest in _digests(sources(given)).items()}
+
+
+def _beside(given: Path, each: Path, real: Path) -> Path:
+    """The path of a file as a user would write it who wrote `given` for the file that imports it."""
+    return given.parent / each.relative_to(real.parent) if each.is_relative_to(real.parent) else each
 
 
 def _load(path: str | Path) -> _Loaded:
     """See `load`."""
-    given, path = Path(path), Path(path).resolve()
+    path = Path(path).resolve()
     if _pinned is not None and str(path) in _pinned:
         return _loaded[str(path)]
-    files = sources(given)
-    stamps = _stamps(files)
-    if str(path) not in _loaded or _loaded[str(path)].stamps != stamps:
+    for _ in range(ATTEMPTS):
+        files = sources(path)
+        stamps = _stamps(files)
+        if str(path) in _loaded and _loaded[str(path)].stamps == stamps:
+            break
         _loaded.pop(str(path), None)  # also if the new contents cannot be loaded
-        while True:
-            found = _Loaded(stamps, _execute(path, files, stamps), _digests(files))
-            files = sources(given)
-            stamps = _stamps(files)
-            if stamps == found.stamps:  # else it was changed in between
-                break
-        _loaded[str(path)] = found
+        late = late_imports(files)
+        _check_names(path, files, late)
+        # It may change while it is loaded.
+        _loaded[str(path)] = _Loaded(stamps, _execute(path, files, stamps), _digests(files), late)
+    else:
+        if _loaded[str(path)].stamps != _stamps(sources(path)):
+            raise ConfigError(f"{path}, or a file that it imports, changes whenever it is loaded.")
     if _pinned is not None:
         _pinned.add(str(path))
     return _loaded[str(path)]
+
+
+def _check_names(path: Path, files: Sequence[Path], late: frozenset[str]) -> None:
+    """Refuses modules of one name that are two files, if one is imported inside of a function, where either may come.
+
+    Raises:
+      ConfigError: there is one.
+    """
+    own = _by_name(path, {each.resolve() for each in files})
+    for other, loaded in _loaded.items():
+        theirs = _by_name(Path(other), set(loaded.digests))
+        for name in sorted((own.keys() & theirs.keys()) & (late | loaded.late)):
+            if other != str(path) and own[name] != theirs[name]:
+                raise ConfigError(
+                    f"{path} and {other} import two modules {name}, one of them inside of a function: move that import "
+                    "to the beginning of its file, or give one another name."
+                )
+
+
+def _by_name(path: Path, files: set[Path]) -> dict[str, frozenset[Path]]:
+    """The files below a file's folder, by the name of their module or of their package."""
+    found: dict[str, set[Path]] = {}
+    for each in files - {path}:
+        if each.is_relative_to(path.parent):
+            found.setdefault(each.relative_to(path.parent).parts[0].removesuffix(".py"), set()).add(each)
+    return {name: frozenset(own) for name, own in found.items()}
 
 
 def _execute(path: Path, files: Sequence[Path], stamps: Sequence[Stamp]) -> ModuleType:
@@ -111,23 +132,40 @@ def _execute(path: Path, files: Sequence[Path], stamps: Sequence[Stamp]) -> Modu
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
-    _search_first(path.parent, files[1:])
+    own = {each.resolve() for each in files}
+    names = _by_name(path, own)
+    with contextlib.suppress(ValueError):
+        sys.path.remove(str(path.parent))
+    sys.path.insert(0, str(path.parent))
+    _forget({Path(each) for each in _seen} - own, set(names))
+    _check_found(path, names)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}{_line(error)}.") from error
+    for each in sorted(file for found in names.values() for file in found):
+        parts = each.relative_to(path.parent).with_suffix("").parts
+        with contextlib.suppress(Exception):  # is raised where the file imports it
+            importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     return module
 
 
-def _search_first(folder: Path, files: Sequence[Path]) -> None:
-    """Puts a folder first on the path, and forgets modules that have the names of its files but are others."""
-    with contextlib.suppress(ValueError):
-        sys.path.remove(str(folder))
-    sys.path.insert(0, str(folder))
-    own = {each.resolve() for each in files}
-    names = {each.relative_to(folder).parts[0].removesuffix(".py") for each in own if each.is_relative_to(folder)}
-    others = {Path(each) for each in _seen} - own
-    _forget(others, names)
+def _check_found(path: Path, names: dict[str, frozenset[Path]]) -> None:
+    """Refuses files beside a file that have the names of modules that are there already.
+
+    Raises:
+      ConfigError: there is one.
+    """
+    for name, own in names.items():
+        module = sys.modules.get(name)
+        first = {path.parent / f"{name}.py", path.parent / name / "__init__.py"} & own
+        if module is not None and first:
+            where = getattr(module, "__file__", None)
+            if where is None or Path(where).resolve() not in own:
+                raise ConfigError(
+                    f"{path} imports {first.pop()}, but {name} is the name of another module here: {where or module}. "
+                    "Give the file another name."
+                )
 
 
 def _line(error: Exception) -> str:
@@ -150,20 +188,11 @@ def pinned() -> Iterator[None]:
 
 
 def _stamps(files: Sequence[Path]) -> tuple[Stamp, ...]:
-    return tuple(stamp for each in files if (stamp := _stamp(each)) is not None)
+    return tuple(stamp for each in files if (stamp := stamp_of(each)) is not None)
 
 
 def _digests(files: Sequence[Path]) -> dict[Path, str]:
-    return {each: hashlib.sha256(each.read_bytes()).hexdigest() for each in files if each.is_file()}
-
-
-def _stamp(path: Path) -> Stamp | None:
-    """What is another once a file has changed; None where there is no file."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return str(path.resolve()), status.st_mtime_ns, status.st_size
+    return {each.resolve(): hashlib.sha256(each.read_bytes()).hexdigest() for each in files if each.is_file()}
 
 
 def _forget(files: set[Path], packages: set[str] | None = None) -> None:
@@ -174,37 +203,3 @@ def _forget(files: set[Path], packages: set[str] | None = None) -> None:
             if where is not None and files and Path(where).resolve() in files:
                 del sys.modules[name]
     importlib.invalidate_caches()
-
-
-def _imported(path: Path, folders: Sequence[Path], stamp: Stamp) -> Iterator[Path]:
-    """The files below some folders that a file imports; `stamp` is its own."""
-    for level, names in _names(str(path), stamp):
-        # `from .name import ...` begins in the file's own folder, `from ..name` in the one above.
-        yield from _files_of(path.parents[level - 1 : level] if level else folders, names)
-
-
-@functools.lru_cache(maxsize=1024)
-def _names(path: str, stamp: Stamp) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """What a file imports: the number of dots that a name begins with, and its parts."""
-    try:
-        tree = ast.parse(Path(path).read_bytes())
-    except (OSError, SyntaxError, ValueError):  # is said where it is loaded
-        return ()
-    found: list[tuple[int, tuple[str, ...]]] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [(0, tuple(alias.name.split("."))) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = node.module.split(".") if node.module else []
-            found += [(node.level, (*names, alias.name)) for alias in node.names]
-    return tuple(dict.fromkeys(found))
-
-
-def _files_of(folders: Sequence[Path], names: Sequence[str]) -> Iterator[Path]:
-    """The modules and packages of a dotted name, whose last part may be something inside of a module."""
-    if names[0] in ("kvjax", "experiments"):  # the working folder may be that of their sources
-        return
-    for folder in folders:
-        for count in range(1, len(names) + 1):
-            place = folder.joinpath(*names[:count])
-            yield from (file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file())

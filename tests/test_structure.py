@@ -29,6 +29,7 @@ ROOMS = [
         "memory",
         "host",
         "products",
+        "imports",
         "user_files",
     },
     {"policies"},

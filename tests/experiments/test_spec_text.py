@@ -1,9 +1,11 @@
 """Policies, storages and selections as text: names, calls, combinations, files of one's own."""
 
+import importlib
 import os
 import pickle
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -280,6 +282,53 @@ def test_what_an_own_file_imports_is_found_beside_it(tmp_path, monkeypatch):
     assert [user_files.load(tmp_path / name / "mine.py").Z for name in ("one", "two")] == [0, 11]
     (tmp_path / "one" / "module_of_mine.py").write_text("X = 500")
     assert [user_files.load(tmp_path / name / "mine.py").Z for name in ("one", "two")] == [500, 11]
+
+
+def test_what_is_imported_inside_of_functions_is_loaded_too(tmp_path, monkeypatch):
+    """So that an edit within `pinned` changes nothing; two modules of one name are refused, since either may come."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text("def get():\n    import late_module\n    return late_module.X\n")
+        (tmp_path / name / "late_module.py").write_text("X = 1")
+    mine = tmp_path / "one" / "mine.py"
+    with user_files.pinned():
+        before = user_files.digests(mine)
+        (tmp_path / "one" / "late_module.py").write_text("X = 22")
+        assert user_files.load(mine).get() == 1 and user_files.digests(mine) == before
+    assert user_files.load(mine).get() == 22
+    with pytest.raises(ConfigError, match=r"two modules late_module, one of them inside of a function"):
+        user_files.load(tmp_path / "two" / "mine.py")
+
+
+def test_files_that_cannot_be_imported_as_they_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "colorsys.py").write_text("X = 1")
+    (tmp_path / "mine.py").write_text("from colorsys import X")
+    importlib.import_module("colorsys")
+    with pytest.raises(ConfigError, match="colorsys is the name of another module here"):
+        user_files.load(tmp_path / "mine.py")
+    (tmp_path / "writes.py").write_text(
+        f"import pathlib, written\npath = pathlib.Path({str(tmp_path)!r}, 'written.py')\n"
+        "path.write_text(path.read_text() + '#')\n"
+    )
+    (tmp_path / "written.py").write_text("#")
+    with pytest.raises(ConfigError, match="changes whenever it is loaded"):
+        user_files.load(tmp_path / "writes.py")
+
+
+def test_contents_are_named_as_the_file_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("import beside_mine")
+    (tmp_path / "beside_mine.py").write_text("X = 1")
+    for _ in range(2):
+        with user_files.pinned():
+            absolute = user_files.digests(tmp_path / "mine.py")
+            relative = user_files.digests("mine.py")
+        assert set(relative) == {Path("mine.py"), Path("beside_mine.py")}
+        assert set(absolute) == {tmp_path / path for path in relative}
+        assert user_files.digests("mine.py") == relative
 
 
 def test_digests_are_of_what_was_loaded(tmp_path):
