@@ -44,12 +44,12 @@ def of_answers(config: ExperimentConfig) -> str:
     """Twelve hex digits that name what answers to tasks depend on besides the cache and the questions."""
     settings = fields.to_dict(config)
     parts = [settings[part] for part in ("model", "mesh", "rules", "seed", "prefill_block", "implementation")]
-    return _hex(json.dumps([parts, _of_own(config) | _of_model(config), code()], sort_keys=True).encode())
+    return _hex(json.dumps([parts, _of_own(config) | of_model(config), code()], sort_keys=True).encode())
 
 
 def contents(config: ExperimentConfig) -> dict[str, str]:
     """A digest of each file that a config names, by the file's name in the config."""
-    return _of_own(config) | _of_model(config) | _digests(_of_texts(config))
+    return _of_own(config) | of_model(config) | _digests(_of_texts(config))
 
 
 def check_unchanged(config: ExperimentConfig, found: Mapping[str, str]) -> None:
@@ -103,8 +103,8 @@ def _of_texts(config: ExperimentConfig) -> Iterator[Path]:
         yield from answering.files_of(config.tasks)
 
 
-def _of_model(config: ExperimentConfig) -> dict[str, str]:
-    """The model, and what its caches need."""
+def of_model(config: ExperimentConfig) -> dict[str, str]:
+    """A digest of each file of a config's model, and of what its caches need."""
     found = _digests(Path(name) for name in (config.model.skew, config.model.calibration) if name)
     if config.model.path is not None:
         # As `kvjax.load` looks for it.

@@ -96,8 +96,8 @@ def elsewhere(name: str, error: OSError) -> Path | None:
     return None
 
 
-def make_folder(path: Path) -> None:
-    """Makes sure, before the work begins, of a folder that is written.
+def make_folder(path: Path, flag: str = "output") -> None:
+    """Makes sure, before the work begins, of a folder that is written, which a flag or field names.
 
     Raises:
       ConfigError: it cannot be made or written.
@@ -107,7 +107,7 @@ def make_folder(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(bytes(PROBE))
     except OSError as error:
-        raise ConfigError(f"output={str(path)!r} cannot be written: {error.strerror}.") from None
+        raise ConfigError(f"{flag}={str(path)!r} cannot be written: {error.strerror}.") from None
 
 
 def make_file(path: str | Path, flag: str = "output") -> Path:
@@ -119,7 +119,7 @@ def make_file(path: str | Path, flag: str = "output") -> Path:
     path = Path(path)
     if path.is_dir():
         raise ConfigError(f"--{flag}={str(path)!r} is a folder; give a file.")
-    make_folder(path.parent)
+    make_folder(path.parent, flag)
     return path
 
 

@@ -100,6 +100,7 @@ class Session:
         self._resume = resume
         self._journals: dict[Path, Journal] = {}
         self._model: tuple[str, Model] | None = None
+        self._files: dict[str, str] = {}  # of the model, when it was loaded
         self._measured: dict[tuple[str, str, CacheSpec], Measurement] = {}
 
     def model(self, config: ExperimentConfig) -> Model:
@@ -108,12 +109,16 @@ class Session:
         Raises:
           CannotRun: it does not fit, or its shape is known and its checkpoint is not to be had.
         """
-        key = _key(config, "model", "mesh", "rules", "seed")
-        if self._model is None or self._model[0] != key:
+        if not self._is_loaded(config):
             check_fit(config)
-            self._model = None
-            self._model = (key, _load(config))
+            self._model, self._files = None, identity.of_model(config)
+            self._model = (_model_key(config), _load(config))
+        assert self._model is not None
         return self._model[1]
+
+    def _is_loaded(self, config: ExperimentConfig) -> bool:
+        """Whether the last model is the config's."""
+        return self._model is not None and self._model[0] == _model_key(config)
 
     @user_files.pinned()
     def run(self, config: ExperimentConfig, *, progress: bool | None = False) -> Outcome:
@@ -194,6 +199,9 @@ class Session:
         # Several processes must ask the same questions together, whatever a file has when each of them looks.
         if not config.tasks.names or processes.count() > 1:
             return Journal(None)
+        # A model that was replaced after it was loaded: its answers must not be taken for those of the new one.
+        if self._is_loaded(config) and self._files != identity.of_model(config):
+            return Journal(None)
         path = Path(config.output) / FOLDER / f"{identity.of_answers(config)}.jsonl"
         if path not in self._journals:
             if not self._resume:
@@ -223,6 +231,10 @@ def _codes(model: Model) -> str:
 def _key(config: ExperimentConfig, *parts: str) -> str:
     resolved = fields.to_dict(config)
     return json.dumps([resolved[part] for part in parts])
+
+
+def _model_key(config: ExperimentConfig) -> str:
+    return _key(config, "model", "mesh", "rules", "seed")
 
 
 def _load(config: ExperimentConfig) -> Model:

@@ -179,7 +179,7 @@ def prepare(
         spec, model.config, sizes, prompt, implementation=implementation, platform=model.platform,
         dtype=jax.tree.leaves(model.params)[0].dtype, totals=total,
     )  # fmt: skip
-    # What the last token of a text that is scored predicts is not used, wherever it stands.
+    # The prediction after the last token of a scored text is not used, so that its position does not matter.
     positions = total - 1 if last_fed else total
     warn_beyond_context(model.config, most_positions(lowered, prompt, positions, prefill_block))
     return Prepared(lowered.layout, lowered.budgets, sizes.prompt, rows)

@@ -16,9 +16,9 @@ import experiments.batch
 import kvjax.products
 from experiments import cli, fields, identity
 from experiments.batch import requests
-from experiments.batch.journal import Journal
+from experiments.batch.journal import FILES, Journal
 from experiments.batch.requests import Asked, Defaults
-from experiments.config import DataConfig, ExperimentConfig, build_spec
+from experiments.config import DataConfig, ExperimentConfig, TasksConfig, build_spec
 from experiments.resolve import check_fit, dtype_of
 from experiments.session import Session, calibrated_for, describe, given_calibration
 from kvjax import processes, user_files
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     if not given:
         raise ConfigError(f"--requests={values.requests!r} has no line.")
     check_sampling(values)
-    config.data, config.baselines = DataConfig(num_sequences=values.rows), ()
+    config.data, config.baselines, config.tasks = DataConfig(num_sequences=values.rows), (), TasksConfig()
     with user_files.pinned(), Journal(Path(values.output), about(config, values, given)) as journal:
         if journal.written == len(given):
             print(f"{values.output} has all {journal.written:,} results already.")
@@ -126,7 +126,7 @@ def about(config: ExperimentConfig, values: flags.FlagValues, given: list[tuple[
     digest = hashlib.sha256(b"\n".join(b"%d %s" % each for each in given)).hexdigest()
     found = fields.to_dict(config)
     settings = {name: found[name] for name in used} | {f"--{name}": values[name].value for name in own}
-    return {"requests": digest, "contents of files": identity.contents(config)} | settings
+    return {"requests": digest, FILES: identity.contents(config)} | settings
 
 
 def limits_for(given: list[tuple[int, bytes]], model: Model, defaults: Defaults, values: flags.FlagValues) -> Limits:

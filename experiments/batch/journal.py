@@ -17,6 +17,7 @@ from kvjax.errors import ConfigError
 
 SYNC_SECONDS = 1.0  # at least, between two calls that make the disk write
 SUFFIX = ".journal"
+FILES = "contents of files"  # in what results depend on: a digest of each, by name
 
 
 class Journal:
@@ -133,9 +134,10 @@ class Journal:
             return
         if (before := json.loads(first)) != json.loads(_line(about)):
             names = sorted(name for name in before.keys() | about.keys() if before.get(name) != _plain(about.get(name)))
+            changed = _changed(before.get(FILES), about.get(FILES)) if FILES in names else ""
             raise ConfigError(
-                f"--output={str(self._output_path)!r} is of a run with other {', '.join(names)}; give another file, or "
-                "the same settings."
+                f"--output={str(self._output_path)!r} is of a run with other {', '.join(names)}{changed}; give another "
+                "file, or the same settings."
             )
         for line in others:
             entry = json.loads(line)
@@ -146,6 +148,12 @@ class Journal:
         # A kill between two results that were due.
         while (line := self._held.pop(self.written, "")) != "":
             self._write(line)
+
+
+def _changed(before: Any, after: Any) -> str:
+    """The files whose contents differ, in brackets."""
+    one, other = (each if isinstance(each, dict) else {} for each in (before, after))
+    return f" ({', '.join(sorted({name for name, _ in one.items() ^ other.items()}))})"
 
 
 def _line(value: Any) -> str:

@@ -236,8 +236,8 @@ def _json(text: str, path: Path, line: int | None = None) -> Any:
         # A half of a pair of escapes, which no text can hold.
         json.dumps(found, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        where = f"at character {error.pos}" if line else f"at character {error.colno}"
-        raise ConfigError(f"{path}, line {line or error.lineno}: not JSON ({error.msg} {where}).") from None
+        where = error.pos if line else error.colno
+        raise ConfigError(f"{path}, line {line or error.lineno}: not JSON ({error.msg}, character {where}).") from None
     except UnicodeEncodeError as error:
         raise ConfigError(f"{place}: not text ({error.object[error.start]!r} is half of a character).") from None
     except (RecursionError, ValueError) as error:  # such as an integer of thousands of digits

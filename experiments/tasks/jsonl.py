@@ -202,8 +202,11 @@ def _leval(row: Row, templates: Mapping[str, str]) -> Iterator[Item]:
 
 
 def _scbench(row: Row, templates: Mapping[str, str]) -> Iterator[Item]:
-    for values in row.value("multi_turns"):
-        turn = row._replace(values=dict(values))
+    turns = row.value("multi_turns")
+    if not isinstance(turns, list) or not turns or not all(isinstance(each, dict) for each in turns):
+        raise ConfigError(f"{row.place}: 'multi_turns' should be a list of questions, but is {turns!r:.80}.")
+    for values in turns:
+        turn = row._replace(values=values)
         about = {"metric": "contains_any"}
         yield Item(row.text("context"), turn.text("input"), turn.texts("answer"), NEW_TOKENS, about)
 

@@ -124,13 +124,17 @@ def _kinds(factory: Factory) -> dict[str, Any]:
     inner = factory.func if isinstance(factory, functools.partial) else factory
     if not dataclasses.is_dataclass(inner):
         return {}
-    hints, names = typing.get_type_hints(inner), [field.name for field in dataclasses.fields(inner) if field.init]
+    try:
+        hints = typing.get_type_hints(inner)
+    except Exception:  # an annotation that names what is not there when the program runs
+        hints = {}
+    names = [field.name for field in dataclasses.fields(inner) if field.init]
     # The first one of a task of kvjax is its name.
-    return {name: hints[name] for name in (names[1:] if isinstance(factory, functools.partial) else names)}
+    return {name: hints.get(name, Any) for name in (names[1:] if isinstance(factory, functools.partial) else names)}
 
 
 def _is(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type as settings have: numbers, texts, flags, and several of one type."""
+    """Whether a value is of a type that settings are written in; always, for a type that is none of these."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(_is(value, each) for each in arguments)
@@ -138,7 +142,7 @@ def _is(value: Any, kind: Any) -> bool:
         return isinstance(value, tuple | list) and all(_is(each, arguments[0]) for each in value)
     if kind in (int, float):
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
-    return not isinstance(kind, type) or isinstance(value, kind)
+    return kind not in (str, bool, types.NoneType) or isinstance(value, kind)
 
 
 def _worded(kind: Any) -> str:

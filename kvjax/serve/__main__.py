@@ -32,7 +32,8 @@ from kvjax.sharding import make_mesh
 from kvjax.storage.calibration import load_calibration
 
 USAGE_ERROR = 2
-LOCAL = ("127.0.0.1", "localhost", "::1")  # what this machine calls itself
+LOCAL = ("127.0.0.1", "localhost", "[::1]")  # what this machine calls itself
+BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn allows
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="a folder, the name of a model on the Hugging Face hub, or kvjax-tiny")
     add("--name", help="what requests call the model; else the last part of --model")
     add("--policy", default="full", help="which slots the cache keeps, such as h2o or 'roco(guard=4)'")
-    add("--budget", type=_number, help="slots of a head, or a fraction of each prompt, of which at least 32 are kept")
+    add("--budget", type=_number, help="slots of a head; or a fraction of each prompt, but no fewer than 32 slots")
     add("--storage", default="dense", help="how slots are held, such as int8")
     add("--selection", default="everything", help="which slots a query reads, such as 'quest(page=16, budget=512)'")
     add("--calibration", help="a file of python -m experiments.calibrate, if the storage needs one")
@@ -127,7 +128,9 @@ def serve(flags: argparse.Namespace) -> int:
     limits = runner.prompts.limits
     served = Served(runner.model, name, prefixes, limits.prompt, limits.new_tokens)
     engine = Engine(runner, most_waiting=flags.waiting)
-    hosts = (*LOCAL, flags.host) if _is_local(flags.host) else "*"
+    # As the header Host has it, where an IPv6 address stands in brackets.
+    own = f"[{flags.host}]" if ":" in flags.host else flags.host
+    hosts = (*LOCAL, own) if _is_local(flags.host) else "*"
     run(make_app(engine, served, api_key=api_key, hosts=hosts), engine, listener)
     return 0
 
@@ -158,12 +161,17 @@ def _bound(host: str, port: int) -> socket.socket:
       ConfigError: it is in use, or is none of this machine's.
     """
     try:
-        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # Of localhost, the address that clients try last is the one that every machine has.
+        family, kind, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
         made = socket.socket(family, kind)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
-    except OSError as error:
-        raise ConfigError(f"--host={host} --port={port} cannot be listened on: {error.strerror}.") from None
+        made.listen(BACKLOG)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"--host={host} --port={port} cannot be listened on: {getattr(error, 'strerror', error)}."
+        ) from None
     return made
 
 

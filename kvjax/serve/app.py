@@ -117,7 +117,7 @@ class _Pages:
             raise ApiError(415, f"the body must be of type {JSON_TYPE}.")
         if self._engine.full:
             # Before its body is read.
-            raise ApiError(429, "the server is busy: as many requests wait as may.", code="server_busy")
+            raise ApiError(429, "the server is busy: no further request may wait.", code="server_busy")
         body = parse(await _content(request))
         call = await asyncio.to_thread(read, kind, body, self._served)
         answer, pieces = Answer(call, self._served), Pieces()

@@ -1,6 +1,7 @@
 """Runs the HTTP server until it is interrupted, and then ends its requests one way or the other."""
 
 import asyncio
+import contextlib
 import socket
 
 import uvicorn
@@ -9,7 +10,7 @@ from starlette.applications import Starlette
 from kvjax.serve.engine import Engine
 
 GRACE_SECONDS = 5  # that requests have to end when the server is stopped
-TELL_SECONDS = 5  # that it then takes, at the most, to tell the others
+LAST_SECONDS = 5  # that it then takes, at the most, to tell the others
 
 
 class Server(uvicorn.Server):
@@ -43,8 +44,9 @@ def run(app: Starlette, engine: Engine, listener: socket.socket) -> None:
       listener: bound to the address.
     """
     config = uvicorn.Config(
-        app, timeout_graceful_shutdown=GRACE_SECONDS + TELL_SECONDS, log_level="info", server_header=False
+        app, timeout_graceful_shutdown=GRACE_SECONDS + LAST_SECONDS, log_level="info", server_header=False
     )  # fmt: skip
     host, port = listener.getsockname()[:2]
-    print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-    Server(config, engine).run(sockets=[listener])
+    print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):  # has ended the server, and is raised once more
+        Server(config, engine).run(sockets=[listener])

@@ -4,7 +4,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 import zipfile
@@ -23,6 +22,7 @@ from kvjax.cache.state import KVState
 from kvjax.checkpoint import orbax
 from kvjax.errors import CheckpointError
 from kvjax.models.model import Model
+from kvjax.serve import functions
 from kvjax.serve.prefix import Prefix
 from kvjax.serve.prompts import Prompts
 
@@ -125,8 +125,7 @@ def _cache(prompts: Prompts) -> dict[str, Any]:
     layout = prompts.layout
     parts = [[group.parts for group in layer] for layer in layout.decode]
     return {
-        # Functions of a user's own policy are printed with their addresses.
-        "spec": re.sub(r" at 0x[0-9a-f]+", "", repr(prompts.spec)),
+        "spec": functions.described(prompts.spec),
         "prompt": prompts.limits.prompt,
         "new_tokens": prompts.limits.new_tokens,
         "block": prompts.block,

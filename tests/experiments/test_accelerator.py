@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from absl import flags
 
-from experiments import results
+from experiments import cli, results
 from experiments.bench import __main__ as bench
 from experiments.bench import accelerator, device, kernels, sides, transfers
 from experiments.bench.accelerator import children, marked, parts, report
@@ -66,6 +66,7 @@ def fake(monkeypatch, tmp_path):
         monkeypatch.setattr(parts, "of", lambda platform, tiny: plan)
         values = flags.FlagValues()
         bench.define(values)
+        cli.define_compilation_cache(values)
         values(["bench", f"--output={tmp_path / 'out'}", f"--minutes={minutes}"])
         return accelerator.run(values)
 
@@ -153,6 +154,7 @@ def test_killed_in_the_middle_it_goes_on(fake):
 import pathlib
 from absl import flags
 from jax._src import xla_bridge
+from experiments import cli
 from experiments.bench import __main__ as bench, accelerator
 from experiments.bench.accelerator import parts
 accelerator.BENCH = ({str(fake.folder / "fake.py")!r},)
@@ -163,6 +165,7 @@ accelerator.probe = probe
 parts.of = lambda platform, tiny: [parts.Part(*each) for each in {[tuple(each) for each in plan]!r}]
 values = flags.FlagValues()
 bench.define(values)
+cli.define_compilation_cache(values)
 values(["bench", "--output={fake.out}"])
 accelerator.run(values)
 """

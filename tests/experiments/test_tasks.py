@@ -323,7 +323,8 @@ DAMAGED = [
     ("rows.jsonl", '{"text": "a"}', "line 1: has text, which is no known form"),
     ("rows.jsonl", '{"context": "", "question": "", "answer": []}', "line 1: 'answer' should be a list"),
     ("rows.jsonl", '{"context": "a", "multi_turns": [{}]}', "line 1: there is no 'input'; the record has nothing"),
-    ("rows.jsonl", '{"context": "a", "multi_turns": [5]}', "line 1: not a record of its form"),
+    ("rows.jsonl", '{"context": "a", "multi_turns": [5]}', "line 1: 'multi_turns' should be a list of questions"),
+    ("rows.jsonl", '{"context": "a", "multi_turns": []}', "line 1: 'multi_turns' should be a list of questions"),
     ("rows.jsonl", '{"context": "a", "multi_turns": [{"input": "b", "answer": []}]}', "line 1: 'answer' should be a"),
     ("rows.jsonl", '{"context": "a", "question": "b", "answer": " "}', "line 1: an answer is empty"),
     ("rows.jsonl", '{"context": "a", "question": "b", "answer": ["c", ""]}', "line 1: an answer is empty"),
@@ -409,6 +410,33 @@ def test_tasks_that_cannot_be_made(text, message, texts):
 
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+ANY = """
+from __future__ import annotations
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from experiments.tasks.spec import TaskSpec
+if TYPE_CHECKING:
+    from somewhere import Nothing
+
+@dataclasses.dataclass(frozen=True)
+class Free(TaskSpec):
+    x: Any = None
+    y: Path = Path()
+    %s
+
+    def make(self, setting):
+        pass
+"""
+
+
+@pytest.mark.parametrize("more", ["pass", "z: Nothing = None"])
+def test_settings_of_other_types_are_not_checked(more, tmp_path):
+    (tmp_path / "free.py").write_text(ANY % more)
+    made = registry.build(f"{tmp_path}/free.py:Free(x=5, y='a')")
+    assert (made.x, made.y) == (5, "a")
 
 
 @pytest.mark.parametrize("name", ["needle", "ruler_niah_single_2"])

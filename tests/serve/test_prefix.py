@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import policies, selection, storage
+from kvjax import policies, selection, storage, user_files
 from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import CheckpointError, InputError
 from kvjax.generate import decode
@@ -92,6 +92,33 @@ def test_a_context_in_blocks():
     alone, continued = sorted(runner, key=lambda result: result.id)
     np.testing.assert_array_equal(alone.tokens, continued.tokens)
     np.testing.assert_array_equal(alone.logprobs, continued.logprobs)
+
+
+OWN = """
+from kvjax.policies import Importance, evict, protect_newest
+
+def made(sign):
+    importance = Importance(needs=frozenset(), score=lambda stats, view: sign * view.position.astype("float32"))
+    return evict(importance=importance, scope=protect_newest(2), budget=12, name="mine")
+"""
+
+
+def test_a_prefix_under_functions_of_ones_own(tmp_path):
+    """It is told from one under functions of the same names that enclose something else, or whose file has changed."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(OWN)
+
+    def runner(sign):
+        return Runner(tiny().model, user_files.load(mine).made(sign), rows=1, limits=LIMITS)
+
+    first = runner(1.0)
+    first.save_prefix(tmp_path / "saved", first.prefix(CONTEXT[:20]))
+    assert runner(1.0).load_prefix(tmp_path / "saved").length == 20
+    with pytest.raises(CheckpointError, match="saved with another cache"):
+        runner(-1.0).load_prefix(tmp_path / "saved")
+    mine.write_text(OWN + "# Changed.\n")
+    with pytest.raises(CheckpointError, match="saved with another cache"):
+        runner(1.0).load_prefix(tmp_path / "saved")
 
 
 def test_prefixes_that_cannot_be_used(tmp_path):

@@ -4,7 +4,10 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +19,7 @@ import kvjax
 from kvjax import policies
 from kvjax.cache import Limits
 from kvjax.serve import Runner
+from tests.conftest import ROOT
 from tests.tiny import tiny
 
 uvicorn = pytest.importorskip("uvicorn", reason="the server needs kvjax[serve]")
@@ -96,7 +100,7 @@ def serving(model, *, waiting=300, step=None, **options):
     engine = Engine(runner, most_waiting=waiting)
     served = Served(model, "tiny", prefixes, LIMITS.prompt, LIMITS.new_tokens)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-    app = pages.make_app(engine, served, hosts=("localhost", "127.0.0.1"), **options)
+    app = pages.make_app(engine, served, **({"hosts": ("localhost", "127.0.0.1")} | options))
     server = listening.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=WAIT), engine, grace=1)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -321,7 +325,7 @@ def test_back_pressure(model):
                 time.sleep(0.01)
             status, headers, content = server.ask("POST", "/v1/completions", body, key)
             assert status == 429 and headers["retry-after"] == "1"
-            assert "as many requests wait as may" in json.loads(content)["error"]["message"]
+            assert "no further request may wait" in json.loads(content)["error"]["message"]
             assert server.ask("GET", "/v1/models", None, key)[0] == 200 and server.health()["waiting"] == 5
             gate.set()
             assert [each.result()[0] for each in asked] == [200] * 5
@@ -367,12 +371,43 @@ def test_settings_that_are_refused_before_a_model_is_loaded(capsys, tmp_path):
             (f"--api-key=@{tmp_path}/none", "No such file"),
             (f"--port={taken.getsockname()[1]}", "cannot be listened on: Address already in use"),
             ("--waiting=-1", "--waiting must be at least 0"),
+            ("--host=..", "cannot be listened on"),
         ):
             assert program.main(["--model=nowhere", flag]) == program.USAGE_ERROR
             assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         program.main(["--model=nowhere", "--port=99999"])
     assert "must be from 0 to 65535" in capsys.readouterr().err
+
+
+INTERRUPTED = """
+import socket, sys, types
+from starlette.applications import Starlette
+from kvjax.serve.listening import run
+
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    run(Starlette(), types.SimpleNamespace(stop=lambda wait: None), listener)
+print("ended", flush=True)
+"""
+
+
+def test_ctrl_c_ends_the_server_without_a_traceback():
+    child = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )  # fmt: skip
+    assert "serving on http://127.0.0.1:" in child.stdout.readline()
+    for line in child.stderr:
+        if "startup complete" in line:
+            break
+    child.send_signal(signal.SIGINT)
+    out, errors = child.communicate(timeout=WAIT)
+    assert child.returncode == 0 and out == "ended\n" and "Traceback" not in errors, errors
+
+
+def test_an_address_of_ipv6_is_called_by_its_name(model):
+    with serving(model, hosts=(*program.LOCAL, "[::1]")) as server:
+        for host, status in (("[::1]:8000", 200), ("localhost", 200), ("another", 400)):
+            assert server.ask("GET", "/health", None, {"host": host})[0] == status
 
 
 def test_the_first_programs_are_compiled_under_every_policy():
