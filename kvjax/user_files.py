@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib.util
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ class _Loaded(NamedTuple):
 
 _loaded: dict[str, _Loaded] = {}
 _seen: dict[str, Stamp] = {}  # of every file that was loaded last, or imported by such a file
+_lock = threading.RLock()
+_pins = 0  # blocks of `pinned` that have not ended
 _pinned: set[str] | None = None  # files that stay as they were loaded; None = outside of `pinned`
 
 
@@ -71,24 +74,25 @@ def _beside(given: Path, each: Path, real: Path) -> Path:
 def _load(path: str | Path) -> _Loaded:
     """See `load`."""
     path = Path(path).resolve()
-    if _pinned is not None and str(path) in _pinned:
+    with _lock:
+        if _pinned is not None and str(path) in _pinned:
+            return _loaded[str(path)]
+        for _ in range(ATTEMPTS):
+            files = sources(path)
+            stamps = _stamps(files)
+            if str(path) in _loaded and _loaded[str(path)].stamps == stamps:
+                break
+            _loaded.pop(str(path), None)  # also if the new contents cannot be loaded
+            late = late_imports(files)
+            _check_names(path, files, late)
+            # It may change while it is loaded.
+            _loaded[str(path)] = _Loaded(stamps, _execute(path, files, stamps), _digests(files), late)
+        else:
+            if _loaded[str(path)].stamps != _stamps(sources(path)):
+                raise ConfigError(f"{path}, or a file that it imports, changes whenever it is loaded.")
+        if _pinned is not None:
+            _pinned.add(str(path))
         return _loaded[str(path)]
-    for _ in range(ATTEMPTS):
-        files = sources(path)
-        stamps = _stamps(files)
-        if str(path) in _loaded and _loaded[str(path)].stamps == stamps:
-            break
-        _loaded.pop(str(path), None)  # also if the new contents cannot be loaded
-        late = late_imports(files)
-        _check_names(path, files, late)
-        # It may change while it is loaded.
-        _loaded[str(path)] = _Loaded(stamps, _execute(path, files, stamps), _digests(files), late)
-    else:
-        if _loaded[str(path)].stamps != _stamps(sources(path)):
-            raise ConfigError(f"{path}, or a file that it imports, changes whenever it is loaded.")
-    if _pinned is not None:
-        _pinned.add(str(path))
-    return _loaded[str(path)]
 
 
 def _check_names(path: Path, files: Sequence[Path], late: frozenset[str]) -> None:
@@ -178,13 +182,20 @@ def _line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def pinned() -> Iterator[None]:
-    """Within the block, files stay as they are when they are first loaded there, whether they change or not."""
-    global _pinned
-    outer, _pinned = _pinned, set() if _pinned is None else _pinned
+    """Within the block, files stay as they are when they are first loaded there, whether they change or not.
+
+    Blocks that overlap, one in another or in several threads, are one.
+    """
+    global _pinned, _pins
+    with _lock:
+        _pins, _pinned = _pins + 1, set() if _pinned is None else _pinned
     try:
         yield
     finally:
-        _pinned = outer
+        with _lock:
+            # Blocks of several threads may end in any order.
+            _pins -= 1
+            _pinned = _pinned if _pins else None
 
 
 def _stamps(files: Sequence[Path]) -> tuple[Stamp, ...]:

@@ -331,6 +331,21 @@ def test_contents_are_named_as_the_file_is_written(tmp_path, monkeypatch):
         assert user_files.digests("mine.py") == relative
 
 
+def test_blocks_of_threads_that_overlap(tmp_path):
+    """None is left when the last has ended, whichever began first."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("X = 1")
+    first, second = user_files.pinned(), user_files.pinned()
+    first.__enter__()
+    second.__enter__()
+    assert user_files.load(mine).X == 1
+    first.__exit__(None, None, None)
+    mine.write_text("X = 22")
+    assert user_files.load(mine).X == 1
+    second.__exit__(None, None, None)
+    assert user_files.load(mine).X == 22
+
+
 def test_digests_are_of_what_was_loaded(tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("X = 1")
