@@ -295,7 +295,7 @@ def test_tpu_holds_no_second_copy_of_the_weights():
 
 @needs_libtpu
 def test_tpu_holds_the_scales_of_codes_as_they_are():
-    """Of vectors of two groups: not spread over all channels, nor with one group for each of the 128 lanes."""
+    """Head size 128 has two groups. Their scales are neither repeated for every channel nor padded to 128 lanes."""
     config = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2, windows=())
     planned = plan(
         config, policies.full(), storage=storage.integer(8), batch=64, prompt_length=1024, new_tokens=256,

@@ -109,7 +109,7 @@ class Tier(NamedTuple):
     def rounds(self, victim: Array) -> Array:
         """Returns the number of rounds in which `moved` moves victims; the same on all devices, which take part."""
         total = jax.lax.psum(jnp.sum(victim, axis=2, dtype=jnp.int32), self.axes)
-        # Of the head that has most.
+        # As many as the head with the most victims needs.
         rounds = -(-jnp.max(total) // min(MOST_SENT, victim.shape[2]))
         return jax.lax.pmax(rounds, tuple(jax.sharding.get_abstract_mesh().axis_names))
 

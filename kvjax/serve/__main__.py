@@ -162,7 +162,7 @@ def _bound(host: str, port: int) -> socket.socket:
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        # Of localhost, the address that clients try last is the one that every machine has.
+        # A host name may have addresses of both kinds; IPv4 is preferred, because every client can reach it.
         family, kind, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
         made = socket.socket(family, kind)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
