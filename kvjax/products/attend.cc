@@ -28,15 +28,15 @@ inline float Exp(float x) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: its sum with n is rounded to a whole number
   x = x < kLeast ? kLeast : x;
   const float n = (x * 1.44269504f + magic) - magic;
-  const float r = __builtin_fmaf(n, -1.42860677e-6f, __builtin_fmaf(n, -0.693145752f, x));
+  const float r = Fma(n, -1.42860677e-6f, Fma(n, -0.693145752f, x));
   float sum = 1.0f / 5040;
-  sum = __builtin_fmaf(sum, r, 1.0f / 720);
-  sum = __builtin_fmaf(sum, r, 1.0f / 120);
-  sum = __builtin_fmaf(sum, r, 1.0f / 24);
-  sum = __builtin_fmaf(sum, r, 1.0f / 6);
-  sum = __builtin_fmaf(sum, r, 0.5f);
-  sum = __builtin_fmaf(sum, r, 1.0f);
-  sum = __builtin_fmaf(sum, r, 1.0f);
+  sum = Fma(sum, r, 1.0f / 720);
+  sum = Fma(sum, r, 1.0f / 120);
+  sum = Fma(sum, r, 1.0f / 24);
+  sum = Fma(sum, r, 1.0f / 6);
+  sum = Fma(sum, r, 0.5f);
+  sum = Fma(sum, r, 1.0f);
+  sum = Fma(sum, r, 1.0f);
   const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
   float power;
   std::memcpy(&power, &bits, sizeof(power));
@@ -122,7 +122,7 @@ void Attend(ffi::ThreadPool& pool, const Cache<W>& cache) {
         const float share = Exp(of[part * rows].top - top);
         const float* more = sums.get() + ((product * parts + part) * rows + r) * dim;
         total += share * of[part * rows].total;
-        for (int64_t n = 0; n < dim; n++) y[n] += share * more[n];
+        for (int64_t n = 0; n < dim; n++) y[n] = Fma(share, more[n], y[n]);
       }
       const float factor = total > 0 ? 1 / total : 0;
       for (int64_t n = 0; n < dim; n++) y[n] *= factor;

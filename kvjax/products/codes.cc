@@ -17,10 +17,6 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "vectors.h"
 
 namespace {
@@ -173,25 +169,13 @@ struct Vectors {
   }
 };
 
-// Sums of neighbours: those of a, then those of b.
-inline Vector Pairs(Vector a, Vector b) {
-#if defined(__clang__)
-  Vector sums;
-  for (int i = 0; i < kLanes / 2; i++) sums[i] = a[2 * i] + a[2 * i + 1], sums[kLanes / 2 + i] = b[2 * i] + b[2 * i + 1];
-  return sums;
-#else
-  Integers even, odd;
-  for (int i = 0; i < kLanes; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
-  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
-#endif
-}
 // The sums of N = kLanes vectors, of which each level of additions halves the number; one by one takes 3 times as long.
 template <int N>
 inline Vector Sums(const Vector* v) {
   if constexpr (N == 1)
     return *v;
   else
-    return Pairs(Sums<N / 2>(v), Sums<N / 2>(v + N / 2));
+    return SumPairs(Sums<N / 2>(v), Sums<N / 2>(v + N / 2));
 }
 
 // The products of R rows with the channels of one group of N slots, as vectors whose entries are to be added up, sums
@@ -206,7 +190,7 @@ inline void DotSlots(const L& levels, const Vectors& of, const float* x, const u
     for (int p = 0; p < P; p++) {
       for (int r = 0; r < R; r++) {
         const Vector row = Load(x + r * of.coded() + p * of.padded + n);
-        for (int s = 0; s < N; s++) sum[s][r] += v[s][p] * row;
+        for (int s = 0; s < N; s++) sum[s][r] = Fma(v[s][p], row, sum[s][r]);
       }
     }
   };
@@ -247,10 +231,10 @@ void Dots(const L& levels, const Vectors& of, const float* x, const float* total
     for (; s + kSlots <= count; s += kSlots) DotSlots<R, kSlots>(levels, of, own, at + s * of.bytes, sums + s);
     for (; s < count; s++) DotSlots<R, 1>(levels, of, own, at + s * of.bytes, sums + s);
     const Vector factor = (scale ? of_group(scale, g) : Splat(1)) * L::kUnit;
-    for (int r = 0; r < R; r++) total[r] += factor * Sums<kLanes>(sums + r * kLanes);
+    for (int r = 0; r < R; r++) total[r] = Fma(factor, Sums<kLanes>(sums + r * kLanes), total[r]);
     if (zero) {
       const Vector own = of_group(zero, g);
-      for (int r = 0; r < R; r++) total[r] += own * totals[r * of.groups + g];
+      for (int r = 0; r < R; r++) total[r] = Fma(own, Splat(totals[r * of.groups + g]), total[r]);
     }
   }
   for (int r = 0; r < R; r++) std::memcpy(y + r * of.slots + from, &total[r], count * sizeof(float));
@@ -274,7 +258,7 @@ void AddSlots(const L& levels, const Vectors& of, const float* factors, const ui
     Vector v[P];
     levels.Read(bytes, v);
     for (int r = 0; r < R; r++)
-      for (int p = 0; p < P; p++) sum[r][n][p] += Splat(factors[r * kTile + s]) * v[p];
+      for (int p = 0; p < P; p++) sum[r][n][p] = Fma(Splat(factors[r * kTile + s]), v[p], sum[r][n][p]);
   };
   if (rest >= kLanes) {
     for (int64_t s = 0; s < count; s++)
@@ -307,7 +291,7 @@ void AddTile(const L& levels, const Vectors& of, const float* x, const uint8_t* 
       for (int r = 0; r < R; r++) {
         float* into = zeros + (r * of.groups + g) * kLanes;
         Vector sum = Load(into);
-        for (int64_t s = 0; s < kTile; s += kLanes) sum += Load(weights + r * kTile + s) * Load(own + s);
+        for (int64_t s = 0; s < kTile; s += kLanes) sum = Fma(Load(weights + r * kTile + s), Load(own + s), sum);
         Store(into, sum);
       }
     }
@@ -428,7 +412,7 @@ inline void AddGroup(const L& levels, const Weights& of, const float* x, const f
       Vector v[P];
       levels.Read(read(row + k * kLanes), v);
       for (int p = 0; p < P; p++)
-        for (int r = 0; r < R; r++) sum[r][k] += Splat(x[r * of.inputs + p * of.byte_rows + j]) * v[p];
+        for (int r = 0; r < R; r++) sum[r][k] = Fma(Splat(x[r * of.inputs + p * of.byte_rows + j]), v[p], sum[r][k]);
     }
   }
   for (int k = 0; k < N; k++) {
@@ -441,7 +425,7 @@ inline void AddGroup(const L& levels, const Weights& of, const float* x, const f
       std::memcpy(&factor, scale + n, rest * sizeof(float));
     for (int r = 0; r < R; r++) {
       float* into = y + r * kStrip + k * kLanes;
-      Store(into, Load(into) + factor * (sum[r][k] - Splat(totals[r * of.groups]) * middle));
+      Store(into, Fma(factor, Fma(Splat(-totals[r * of.groups]), middle, sum[r][k]), Load(into)));
     }
   }
 }

@@ -5,8 +5,9 @@
 // memory, by a few streams at a time that the processor prefetches. A general matrix product packs W into blocks first,
 // which for a few rows takes longer than to multiply.
 //
-// Sums are formed in an order that depends on the shapes alone: the result of a row does not depend on the other rows,
-// nor on the number of threads. Those of the vectors of a cache do not depend on the number of its slots either.
+// The order in which the sum of an output is formed depends on the number of inputs alone: the result of a row depends
+// neither on the other rows, nor on the number of rows or of threads. Those of the vectors of a cache do not depend on the
+// number of its slots either.
 
 #include <algorithm>
 #include <cstdint>
@@ -49,44 +50,50 @@ inline void AddInputs(const float* x, int64_t inputs, const W* w, int64_t output
     }
     for (int r = 0; r < R; r++) {
       Vector sum = first ? Vector{} : Load(sums + r * kStride + n);
-      for (int u = 0; u < U; u++) sum += factor[r][u] * weight[u];
+      for (int u = 0; u < U; u++) sum = Fma(factor[r][u], weight[u], sum);
       *reinterpret_cast<Vector*>(sums + r * kStride + n) = sum;
     }
   }
   for (; n < columns; n++) {
     for (int r = 0; r < R; r++) {
       float sum = first ? 0 : sums[r * kStride + n];
-      for (int u = 0; u < U; u++) sum = __builtin_fmaf(x[r * inputs + u], Scalar(w + u * outputs + n), sum);
+      for (int u = 0; u < U; u++) sum = Fma(x[r * inputs + u], Scalar(w + u * outputs + n), sum);
       sums[r * kStride + n] = sum;
     }
   }
 }
 
+// Adds the inputs from `from` to before `to` to sums that begin at input `begin`.
 template <int R, int U, typename W>
 void AddAllInputs(const float* x, int64_t inputs, const W* w, int64_t outputs, float* sums, int64_t columns,
-                  int64_t from, int64_t to) {
+                  int64_t begin, int64_t from, int64_t to) {
   int64_t k = from;
-  for (; k + U <= to; k += U) AddInputs<R, U>(x + k, inputs, w + k * outputs, outputs, sums, columns, k == 0);
-  for (; k < to; k++) AddInputs<R, 1>(x + k, inputs, w + k * outputs, outputs, sums, columns, k == 0);
+  for (; k + U <= to; k += U) AddInputs<R, U>(x + k, inputs, w + k * outputs, outputs, sums, columns, k == begin);
+  for (; k < to; k++) AddInputs<R, 1>(x + k, inputs, w + k * outputs, outputs, sums, columns, k == begin);
 }
 
-// y = x W for one row, W [inputs, outputs]. Each chunk is a part of the inputs, which lies in contiguous memory; the
-// parts are added up in their order.
+// The parts of the inputs whose sums are formed one by one and then added up in their order, for any number of rows.
+struct Parts {
+  explicit Parts(int64_t inputs) : inputs(inputs), count(std::clamp<int64_t>(inputs / kPart, 1, kMaxParts)) {}
+  int64_t begin(int64_t i) const { return inputs * i / count; }
+  int64_t inputs, count;
+};
+
+// y = x W for one row, W [inputs, outputs]. Each chunk is a part of the inputs, which lies in contiguous memory.
 template <typename W>
 void OneRow(ffi::ThreadPool& pool, const float* x, const W* w, float* y, int64_t inputs, int64_t outputs) {
-  const int64_t parts = std::clamp<int64_t>(inputs / kPart, 1, kMaxParts);
-  std::vector<float> sums(parts * outputs);
-  ForEach(pool, parts, [&](int64_t i) {
-    const int64_t from = inputs * i / parts, to = inputs * (i + 1) / parts;
+  const Parts parts(inputs);
+  std::vector<float> sums(parts.count * outputs);
+  ForEach(pool, parts.count, [&](int64_t i) {
+    const int64_t begin = parts.begin(i), end = parts.begin(i + 1);
     for (int64_t n = 0; n < outputs; n += kWide) {
       float* sum = sums.data() + i * outputs + n;
-      const int64_t columns = std::min(kWide, outputs - n);
-      AddAllInputs<1, 8>(x + from, inputs, w + from * outputs + n, outputs, sum, columns, 0, to - from);
+      AddAllInputs<1, 8>(x, inputs, w + n, outputs, sum, std::min(kWide, outputs - n), begin, begin, end);
     }
   });
   for (int64_t n = 0; n < outputs; n++) {
     float total = sums[n];
-    for (int64_t i = 1; i < parts; i++) total += sums[i * outputs + n];
+    for (int64_t i = 1; i < parts.count; i++) total += sums[i * outputs + n];
     y[n] = total;
   }
 }
@@ -96,21 +103,32 @@ template <typename W>
 void Columns(const float* x, const W* w, float* y, int64_t rows, int64_t inputs, int64_t outputs, int64_t start,
              int64_t end) {
   static thread_local float sums[kMaxRows * kStride] __attribute__((aligned(64)));
+  const Parts parts(inputs);
   for (int64_t n = start; n < end; n += kColumns) {
     const int64_t columns = std::min(end - n, kColumns);
-    if (rows == 1) AddAllInputs<1, 16>(x, inputs, w + n, outputs, sums, columns, 0, inputs);
-    // All rows use a few rows of W before the next ones are read.
-    for (int64_t k = 0; rows > 1 && k < inputs; k += 4) {
-      const int64_t to = std::min<int64_t>(inputs, k + 4);
-      int64_t b = 0;
-      for (; b + kRows <= rows; b += kRows)
-        AddAllInputs<kRows, 4>(x + b * inputs, inputs, w + n, outputs, sums + b * kStride, columns, k, to);
-      for (; b + 2 <= rows; b += 2)
-        AddAllInputs<2, 4>(x + b * inputs, inputs, w + n, outputs, sums + b * kStride, columns, k, to);
-      if (b < rows)
-        AddAllInputs<1, 4>(x + b * inputs, inputs, w + n, outputs, sums + b * kStride, columns, k, to);
+    for (int64_t i = 0; i < parts.count; i++) {
+      const int64_t begin = parts.begin(i), end_of_part = parts.begin(i + 1);
+      if (rows == 1) AddAllInputs<1, 16>(x, inputs, w + n, outputs, sums, columns, begin, begin, end_of_part);
+      // All rows use a few rows of W before the next ones are read.
+      for (int64_t k = begin; rows > 1 && k < end_of_part; k += 4) {
+        const int64_t to = std::min<int64_t>(end_of_part, k + 4);
+        int64_t b = 0;
+        const auto add = [&](auto few) {
+          for (; b + few.value <= rows; b += few.value) {
+            const float* some = x + b * inputs;
+            AddAllInputs<few.value, 4>(some, inputs, w + n, outputs, sums + b * kStride, columns, begin, k, to);
+          }
+        };
+        add(std::integral_constant<int, kRows>{});
+        add(std::integral_constant<int, 2>{});
+        add(std::integral_constant<int, 1>{});
+      }
+      for (int64_t b = 0; b < rows; b++) {
+        const float* sum = sums + b * kStride;
+        float* into = y + b * outputs + n;
+        for (int64_t c = 0; c < columns; c++) into[c] = i == 0 ? sum[c] : into[c] + sum[c];
+      }
     }
-    for (int64_t b = 0; b < rows; b++) std::memcpy(y + b * outputs + n, sums + b * kStride, columns * sizeof(float));
   }
 }
 

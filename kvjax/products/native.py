@@ -30,7 +30,8 @@ SYMBOLS = {
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.cc", "attend.cc", "codes.cc"))
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "slots.h"))
 NAMES = ", ".join(source.name for source in SOURCES)
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
+# Whether a product and a sum are rounded as one is said by the code: see Fma in vectors.h.
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-w")
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 120  # after which a compiler is given up
 
@@ -42,11 +43,11 @@ def load() -> str | None:
     Returns:
       None, or why it is not available.
     """
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = _compiler()
     if compiler is None:
         return f"there is no C++ compiler: none of {', '.join(COMPILERS)} is on the PATH, and $CXX is not set"
     try:
-        library = ctypes.CDLL(str(_built(compiler)))
+        library = ctypes.CDLL(str(_built(compiler, FLAGS)))
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
         return f"{compiler} cannot compile {NAMES}: {next((x for x in lines if 'error' in x), lines[-1])}"
@@ -57,10 +58,14 @@ def load() -> str | None:
     return None
 
 
-def _built(compiler: str) -> Path:
+def _compiler() -> str | None:
+    return os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def _built(compiler: str, flags: tuple[str, ...]) -> Path:
     """Returns the compiled library."""
     texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
-    about = (*texts, " ".join(FLAGS), compiler, host.processor(), importlib.metadata.version("jaxlib"))
+    about = (*texts, " ".join(flags), compiler, host.processor(), importlib.metadata.version("jaxlib"))
     name = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
     folder = host.user_cache() / "native"
     library = folder / f"{name}.so"
@@ -69,7 +74,7 @@ def _built(compiler: str) -> Path:
         # Processes that build it at the same time must not see half of it.
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             output = Path(unfinished) / library.name
-            command = [*compiler.split(), *FLAGS, f"-I{jax.ffi.include_dir()}", *map(str, SOURCES), "-o", str(output)]
+            command = [*compiler.split(), *flags, f"-I{jax.ffi.include_dir()}", *map(str, SOURCES), "-o", str(output)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
             output.replace(library)
     return library

@@ -49,13 +49,13 @@ inline void Dots(const float* x, const W* w, float* y, int64_t inputs, int64_t o
     for (int r = 0; r < R; r++) {
       Vector value = Load(x + r * inputs + k);
       InRegister(value);
-      for (int c = 0; c < C; c++) sum[r][c] += value * weight[c];
+      for (int c = 0; c < C; c++) sum[r][c] = Fma(value, weight[c], sum[r][c]);
     }
   }
   for (int r = 0; r < R; r++) {
     for (int c = 0; c < C; c++) {
       float total = (from == 0 ? 0 : y[r * outputs + c]) + Sum(sum[r][c]);
-      for (int64_t i = k; i < to; i++) total = __builtin_fmaf(x[r * inputs + i], Scalar(w + c * inputs + i), total);
+      for (int64_t i = k; i < to; i++) total = Fma(x[r * inputs + i], Scalar(w + c * inputs + i), total);
       y[r * outputs + c] = total;
     }
   }
@@ -93,19 +93,6 @@ void Rows(const float* x, const W* w, float* y, int64_t rows, int64_t inputs, in
   run(std::integral_constant<int, 1>{});
 }
 
-// The sums of pairs of lanes, of a and then of b.
-inline Vector SumPairs(Vector a, Vector b) {
-#if defined(__AVX512F__)
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#elif defined(__AVX__)
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
-         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
-#else
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
-#endif
-}
-
 // y[:count] = x Wᵀ of one row, for at most kLanes keys of V vectors each (V = 0: `inputs` says how many).
 template <int V, typename W>
 inline void KeysOfRow(const float* x, const W* w, float* y, int64_t inputs, int64_t count) {
@@ -115,7 +102,7 @@ inline void KeysOfRow(const float* x, const W* w, float* y, int64_t inputs, int6
     sum[key] = Vector{};
     if (key >= count) continue;
     for (int64_t v = 0; v < vectors; v++)
-      sum[key] += Load(x + v * kLanes) * Load(w + key * vectors * kLanes + v * kLanes);
+      sum[key] = Fma(Load(x + v * kLanes), Load(w + key * vectors * kLanes + v * kLanes), sum[key]);
   }
   // The sum over lanes of all of them at once, instead of one by one.
   for (int left = kLanes / 2; left > 0; left /= 2) {
@@ -164,7 +151,7 @@ inline void AddSlots(const float* x, int64_t inputs, const W* w, int64_t dim, fl
     }
     for (int r = 0; r < R; r++) {
       const Vector factor = Splat(x[r * inputs + s]);
-      for (int v = 0; v < V; v++) sum[r][v] += factor * value[v];
+      for (int v = 0; v < V; v++) sum[r][v] = Fma(factor, value[v], sum[r][v]);
     }
   }
   for (int r = 0; r < R; r++) {
@@ -181,7 +168,7 @@ void AddSlotsOfRows(const float* x, int64_t inputs, const W* w, int64_t dim, flo
   for (; n < dim; n++) {
     for (int r = 0; r < R; r++) {
       float total = 0;
-      for (int64_t s = 0; s < slots; s++) total = __builtin_fmaf(x[r * inputs + s], Scalar(w + s * dim + n), total);
+      for (int64_t s = 0; s < slots; s++) total = Fma(x[r * inputs + s], Scalar(w + s * dim + n), total);
       y[r * dim + n] = total;
     }
   }

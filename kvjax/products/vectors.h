@@ -10,6 +10,12 @@
 #include <memory>
 #include <thread>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -60,22 +66,60 @@ inline void InRegister(Vector& v) {
 // the first, and 8 rows then read W at 22 to 24 GB/s instead of 16, where memory allows 26 to 27.
 inline void Ahead(const void* p) { __builtin_prefetch(p, 0, 2); }
 inline Vector Splat(float value) { return value - Vector{}; }
-typedef float Vector4 __attribute__((vector_size(16)));
-typedef float Vector8 __attribute__((vector_size(32)));
-// The sum of the lower and the upper half.
-template <typename Half, typename Whole>
-inline Half Fold(Whole v) {
-  Half half[2];
-  static_assert(sizeof(half) == sizeof(v));
-  std::memcpy(half, &v, sizeof(v));
-  return half[0] + half[1];
-}
-inline float Sum(Vector4 v) { return (v[0] + v[2]) + (v[1] + v[3]); }
-#if defined(__AVX512F__)
-inline float Sum(Vector v) { return Sum(Fold<Vector4>(Fold<Vector8>(v))); }
-#elif defined(__AVX__)
-inline float Sum(Vector v) { return Sum(Fold<Vector4>(v)); }
+
+// a * b + c, rounded once where the processor can, else twice. Every sum of products is written with it, and the compiler
+// may not join a product and a sum by itself (-ffp-contract=off): GCC does so for some numbers of rows and not for others,
+// on Zen processors with vectors of 256 bits, and a row's result would depend on its neighbours.
+#if defined(__x86_64__) && !defined(__FMA__)
+inline float Fma(float a, float b, float c) { return a * b + c; }
+#else
+inline float Fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #endif
+inline Vector Fma(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vector>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b),
+                                                  reinterpret_cast<__m512>(c)));
+#elif defined(__FMA__)
+  return reinterpret_cast<Vector>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b),
+                                                  reinterpret_cast<__m256>(c)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Vector>(vfmaq_f32(reinterpret_cast<float32x4_t>(c), reinterpret_cast<float32x4_t>(a),
+                                            reinterpret_cast<float32x4_t>(b)));
+#else
+  return a * b + c;
+#endif
+}
+
+// The sum of the lanes: of neighbours, then of pairs of neighbours, and so on.
+inline float Sum(Vector v) {
+#if defined(__AVX512F__)
+  v += __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+#elif defined(__AVX__)
+  v += __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6);
+  v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5);
+  v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+#else
+  v += __builtin_shufflevector(v, v, 1, 0, 3, 2);
+  v += __builtin_shufflevector(v, v, 2, 3, 0, 1);
+#endif
+  return v[0];
+}
+
+// The sums of neighbours in a, then those in b. As `Sum` adds the lanes of one vector, this does those of several.
+inline Vector SumPairs(Vector a, Vector b) {
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__AVX__)
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
+         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+#endif
+}
 
 // Calls work(i) for all i < count, in the caller and in the threads of the pool. The caller waits only for work that
 // has begun: a pool whose threads are all busy, or wait themselves, delays nothing.

@@ -66,19 +66,46 @@ def test_bfloat16_weights_are_multiplied_in_float32(transposed):
     np.testing.assert_allclose(wide, exact, atol=1e-4)
 
 
+#: Inputs and outputs: less than a vector, parts of a vector at the end, several parts of the inputs, blocks of them.
+ODD_SHAPES = [(3, 5), (300, 90), (64, 700), (80, 77), (768, 130), (1030, 515)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["in-out", "out-in"])
-def test_a_row_does_not_depend_on_its_neighbours(transposed):
-    x, kernel = operands(13, 300, 90, transposed)
-    run = usable("native", kernel, transposed)
-    together = run(x, kernel)
-    order = np.random.default_rng(0).permutation(13)
-    np.testing.assert_array_equal(run(x[order], kernel), together[order])
-    np.testing.assert_array_equal(run(x[3:5], kernel), together[3:5])
+def test_a_row_does_not_depend_on_its_neighbours(transposed, dtype, width):
+    """Nor on how many they are, nor on the matrices of a batch: bit for bit."""
+    for inputs, outputs in ODD_SHAPES:
+        x, kernel = operands(13, inputs, outputs, transposed)
+        kernel = kernel.astype(dtype)
+        run = lambda x, kernel: FORMS["native"].run(x, kernel, transposed, jnp.float32)  # noqa: E731
+        whole = run(x, kernel)
+        order = np.random.default_rng(0).permutation(13)
+        np.testing.assert_array_equal(run(x[order], kernel), whole[order])
+        batch = run(jnp.stack([x, x]), jnp.stack([kernel, kernel]))
+        np.testing.assert_array_equal(batch, np.stack([whole, whole]))
+        for rows in (1, 2, 3, 4, 5, 8, 12):
+            part = x[1 : 1 + rows]
+            for got in (
+                run(part, kernel),
+                run(part[None], kernel[None])[0],
+                run(jnp.stack([part] * 3), jnp.stack([kernel] * 3))[1],
+            ):
+                np.testing.assert_array_equal(got, whole[1 : 1 + rows], err_msg=f"{rows} x {inputs} x {outputs}")
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["in-out", "out-in"])
+def test_the_product_at_each_width(transposed, width):
+    for rows, (inputs, outputs) in zip((1, 2, 7, 8, 33, 64), ODD_SHAPES, strict=True):
+        x, kernel = operands(rows, inputs, outputs, transposed)
+        expected = np.asarray(x, np.float64) @ np.asarray(kernel.T if transposed else kernel, np.float64)
+        got = FORMS["native"].run(x, kernel, transposed, x.dtype)
+        np.testing.assert_allclose(got, expected, atol=1e-6 * inputs, err_msg=f"{rows} x {inputs} x {outputs}")
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_have_gradients_and_batches(name):
     x, kernel = operands(3, 384, 20, False)
+    kernel = kernel / np.float32(np.sqrt(384))  # products near 1, whose sine does not multiply their rounding
     run = usable(name, kernel, False)
     for got, expected in zip(
         jax.grad(lambda x, k: jnp.sum(jnp.sin(run(x, k))), (0, 1))(x, kernel),

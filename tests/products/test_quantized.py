@@ -7,6 +7,7 @@ import pytest
 
 from kvjax import products
 from kvjax.products import native, product
+from kvjax.products.codes import weights_product
 from kvjax.products.quantized import WIDTHS, QuantizedMatrix, by_place, dequantize, group_size, pack, quantize, unpack
 from tests.reference.weights import random_codes, rounded
 
@@ -110,6 +111,18 @@ def test_kvjaxs_own_code_multiplies_by_codes(bits, own_code):
     np.testing.assert_array_equal(product(x[3:5], coded), product(x, coded)[3:5])
     slope = jax.grad(lambda x: jnp.sum(jnp.sin(product(x, coded))))(x)
     np.testing.assert_allclose(slope, np.cos(expected) @ numbers.T, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_a_row_of_codes_does_not_depend_on_its_neighbours(bits, width):
+    for inputs, outputs, group in ((96, 77, 24), (96, 200, 96), (384, 70, 48)):
+        coded = quantize(jnp.asarray(matrix(bits, inputs, outputs)), bits, group, jnp.float32)
+        x = jnp.asarray(np.random.default_rng(1).standard_normal((13, inputs)), jnp.float32)
+        parts = coded.codes, coded.scale, coded.zero, bits
+        whole = weights_product(x, *parts)
+        np.testing.assert_allclose(whole, np.asarray(x) @ np.asarray(dequantize(coded)), atol=1e-4)
+        for rows in (1, 2, 3, 4, 5, 8, 12):
+            np.testing.assert_array_equal(weights_product(x[1 : 1 + rows], *parts), whole[1 : 1 + rows])
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def run(x, cache, used, transposed):
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=IDS)
-def test_the_first_slots_are_multiplied_and_no_others_are_read(transposed):
+def test_the_first_slots_are_multiplied_and_no_others_are_read(transposed, width):
     for rows, count, dim in SHAPES:
         for dtype in ("float32", "bfloat16"):
             x, cache, used = operands(rows, count, dim, transposed, dtype)
@@ -52,7 +52,7 @@ def test_the_first_slots_are_multiplied_and_no_others_are_read(transposed):
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=IDS)
-def test_no_bit_depends_on_what_else_there_is(transposed):
+def test_no_bit_depends_on_what_else_there_is(transposed, width):
     """On the number of slots that are allocated, of caches, and of rows."""
     x, cache, used = operands(7, 700, 80, transposed)
     whole = run(x, cache, used, transposed)
@@ -89,7 +89,7 @@ def attention(rows, count, dim, dtype="float32"):
     return 3 * query, key, key[..., ::-1], jnp.asarray(seen), used
 
 
-def test_attention_is_that_of_the_slots_that_are_seen():
+def test_attention_is_that_of_the_slots_that_are_seen(width):
     for rows, count, dim in SHAPES:
         for dtype in ("float32", "bfloat16"):
             query, key, value, seen, used = attention(rows, count, dim, dtype)
@@ -106,7 +106,7 @@ def test_attention_is_that_of_the_slots_that_are_seen():
                 np.testing.assert_allclose(lse[number], (np.log(total) + logits.max(1, keepdims=True))[:, 0], rtol=2e-6)
 
 
-def test_no_bit_of_attention_depends_on_what_else_there_is():
+def test_no_bit_of_attention_depends_on_what_else_there_is(width):
     query, key, value, seen, used = attention(7, 700, 80)
     whole, live = attend_slots(query, key, value, seen, used, 0.1), int(used[1])
     short = attend_slots(
@@ -134,7 +134,7 @@ def test_gradients_of_attention():
 
 @pytest.mark.parametrize("transposed", [False, True], ids=IDS)
 @pytest.mark.parametrize("codec", [Integer(8, 64), Integer(4, 16), Fp8(), TurboQuant(2)], ids=repr)
-def test_codes_of_the_slots_in_use_are_multiplied_and_no_others_are_read(codec, transposed):
+def test_codes_of_the_slots_in_use_are_multiplied_and_no_others_are_read(codec, transposed, width):
     """Slots of another tile than those in use may hold anything, and change no bit, whatever is allocated."""
     rng, rows, count, dim = np.random.default_rng(1), 5, 2100, 64
     used = np.array([0, 130, 2049, count], np.int32)

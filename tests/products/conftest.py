@@ -1,0 +1,47 @@
+"""The native library at each vector width that this machine has."""
+
+import ctypes
+import platform
+from pathlib import Path
+
+import jax
+import pytest
+
+from kvjax.products import native
+
+#: Vector width -> what /proc/cpuinfo calls the instructions of the next larger width, and the flag that forbids these.
+NARROWER = {"avx2": ("avx512f", "-mno-avx512f"), "sse2": ("avx", "-mno-avx")}
+#: What is optimised less compiles in half the time, and adds up in the same order.
+LEVEL = "-O2"
+NAMES = ("TARGET", "SLOTS", "ATTEND", "CODED_VECTORS", "CODED_WEIGHTS")
+WIDTHS = ["widest", *NARROWER]
+
+
+def load(width: str) -> dict[str, str]:
+    """Builds and registers the library at a width; returns the names of its custom calls, by those in `native`."""
+    info = Path("/proc/cpuinfo")
+    feature, flag = NARROWER[width]
+    if platform.machine() not in ("x86_64", "AMD64") or not info.exists():
+        pytest.skip("vector widths are those of x86-64 on Linux")
+    if feature not in info.read_text().split():
+        pytest.skip(f"this processor has no {feature}: {width} is the widest, or is not there")
+    library = ctypes.CDLL(str(native._built(native._compiler(), (*native.FLAGS, LEVEL, flag))))
+    for target, symbol in native.SYMBOLS.items():
+        jax.ffi.register_ffi_target(f"{target}_{width}", jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
+    return {name: f"{getattr(native, name)}_{width}" for name in NAMES}
+
+
+LOADED: dict[str, dict[str, str]] = {}
+
+
+@pytest.fixture(params=WIDTHS)
+def width(request, monkeypatch):
+    """Products are those of one vector width."""
+    if reason := native.load():
+        pytest.skip(reason)
+    if request.param != "widest":
+        if request.param not in LOADED:
+            LOADED[request.param] = load(request.param)
+        for name, target in LOADED[request.param].items():
+            monkeypatch.setattr(native, name, target)
+    return request.param
