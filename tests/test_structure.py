@@ -31,6 +31,7 @@ ROOMS = [
         "products",
         "imports",
         "user_files",
+        "version",
     },
     {"policies"},
     {"storage", "selection"},
