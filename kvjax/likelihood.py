@@ -138,9 +138,9 @@ def log_likelihood(
     known = np.arange(1, total) < batch.lengths[:, None]
     if differentiated:
         return LogLikelihood(jnp.where(known, scores[:rows, : total - 1], 0.0), state)
-    # On the host, because XLA would compile a program for every length of the slice.
+    # On the host, because XLA would compile a program for every length of the slice; so would `jnp.asarray`.
     whole = processes.to_host(scores)[:rows, : total - 1]
-    return LogLikelihood(jnp.asarray(np.where(known, whole, np.float32(0))), state, made)
+    return LogLikelihood(jax.device_put(np.where(known, whole, np.float32(0))), state, made)
 
 
 @functools.partial(
