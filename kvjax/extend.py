@@ -41,7 +41,7 @@ def extend(
       model: that of the prompts.
       prefilled: from `kvjax.prefill.prefill`, whose `max_new_tokens` covers these tokens and those that are generated
         after them. It is unchanged, and can be extended again.
-      tokens: [R, n] or [n] int, rows padded at the end.
+      tokens: [R, n] or [n] int, rows padded at the end; or a list of rows of any lengths.
       lengths: [R] int, the number of real tokens of each row, at least 1; None for n.
       rows: [R] int, the row of the cache that each row of tokens continues; None for the rows in their order.
 

@@ -34,6 +34,7 @@ from kvjax.sharding import Params
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration
 from kvjax.storage.side import rows_of
+from kvjax.summary import one_line
 
 Array = jax.Array
 GroupBudgets = tuple[tuple[Array | None, ...], ...]  # per layer and group of heads
@@ -56,6 +57,13 @@ class Prefilled(NamedTuple):
     layout: CacheLayout
     tokens: np.ndarray | None = None
     rows: int | None = None
+
+    def __repr__(self) -> str:
+        return one_line(self)
+
+    def kept(self, layer: int) -> list[list[np.ndarray]]:
+        """Returns the positions that a layer holds; see `kvjax.generate.Generation.kept`."""
+        return self.layout.kept(self.state, layer, self.num_rows)
 
     @property
     def num_rows(self) -> int:

@@ -11,7 +11,7 @@ from kvjax.version import __version__
 from tests.conftest import ROOT
 
 BUILD = "import setuptools.build_meta as build; build.build_editable('..')"
-#: Without the environment's own packages, in which kvjax may be installed too. An interpreter looks in the working folder
+#: Without the environment's packages, in which kvjax may be installed too. An interpreter looks in the working folder
 #: first, and then where `site` finds packages.
 FIND = """
 import importlib.util, site, sys
@@ -31,7 +31,9 @@ def installed(tmp_path_factory):
         shutil.copy(ROOT / name, outside / "kvjax")
     for name in ("kvjax", "experiments", "configs"):
         shutil.copytree(
-            ROOT / name, outside / "kvjax" / name, ignore=shutil.ignore_patterns("pretrained", "measured", "__pycache__")
+            ROOT / name,
+            outside / "kvjax" / name,
+            ignore=shutil.ignore_patterns("pretrained", "measured", "__pycache__"),
         )
     subprocess.run([sys.executable, "-c", BUILD], cwd=outside / "kvjax", check=True, capture_output=True)
     (wheel,) = outside.glob("*.whl")

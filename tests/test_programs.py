@@ -1,4 +1,4 @@
-"""The number of programs that texts of many lengths compile: lengths go up to buckets, and results leave by the host."""
+"""The number of programs that texts of many lengths compile: lengths go up to buckets, and results to the host."""
 
 import contextlib
 
@@ -70,7 +70,7 @@ def serve(model):
 
 @pytest.mark.parametrize("work", [generate, generate_lists, score, score_prompts, choices, serve])
 def test_thirty_lengths_compile_few_programs(work):
-    """A prefill for each bucket of prompts and a loop that decodes; the others are small ones that lengths do not change."""
+    """A prefill for each bucket of prompts, a loop that decodes, and small ones that do not depend on lengths."""
     with compilations() as compiled:
         work(tiny(layers=1).model)
     assert len(compiled) <= OTHERS + BUCKETS

@@ -25,6 +25,7 @@ ROOMS = [
         "devices",
         "targets",
         "units",
+        "summary",
         "arguments",
         "memory",
         "host",

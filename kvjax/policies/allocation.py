@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import PolicyError
 from kvjax.order import largest
-from kvjax.policies.budget import Budget, Fraction, Slots, as_budget, exact, single
+from kvjax.policies.budget import Budget, Fraction, Slots, TextFraction, as_budget, exact, single
 
 if TYPE_CHECKING:
     from kvjax.policies.base import Evict
@@ -47,6 +47,10 @@ class Pyramid(Budget):
     @property
     def follows_prompt(self) -> bool:
         return True
+
+    @property
+    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
+        return self.average.fractions
 
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         (b,), w = self.average.slots(prompt_length, 1), self.window
@@ -123,6 +127,10 @@ class Shared(Budget):
     @property
     def follows_prompt(self) -> bool:
         return self.average.follows_prompt
+
+    @property
+    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
+        return self.average.fractions
 
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         return self.average.slots(prompt_length, num_layers)
