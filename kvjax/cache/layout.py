@@ -15,7 +15,7 @@ from kvjax import processes
 from kvjax.cache.empty import empty
 from kvjax.cache.explain import explain
 from kvjax.cache.groups import Extent, Group, Phase, keep_everything, stores_of
-from kvjax.cache.state import KVState
+from kvjax.cache.state import KVState, LayerKV
 from kvjax.errors import InputError
 from kvjax.storage.calibration import side_shapes
 from kvjax.units import size
@@ -63,13 +63,19 @@ class CacheLayout:
           rows: the number of rows of the batch.
           statistics: whether to count positions, statistics and indices besides keys and values.
         """
-        # The arrays themselves are the one source of sizes.
-        layers = [
+        layers = self._shapes(rows)
+        return _bytes_of(layers if statistics else [(layer.stores, layer.sides) for layer in layers])
+
+    def index_bytes(self, rows: int = 1) -> int:
+        """Returns the bytes of what selections keep to find slots, such as InfiniGen's partial keys."""
+        return _bytes_of([layer.index for layer in self._shapes(rows)])
+
+    def _shapes(self, rows: int) -> list[LayerKV]:
+        """Returns the shapes of every group's arrays, which are the one source of sizes."""
+        return [
             jax.eval_shape(functools.partial(empty, group, rows, self.kv_heads, self.head_dim, self.dtype))
             for group in self.groups
         ]
-        trees: Any = layers if statistics else [(layer.stores, layer.sides) for layer in layers]
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))
 
     def calibration_bytes(self) -> int:
         """Returns the bytes of what vectors share from a calibration, which rows have in common."""
@@ -79,7 +85,7 @@ class CacheLayout:
             )
             for group in self.groups
         ]
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each))
+        return _bytes_of(each)
 
     def kept(self, state: KVState, layer: int, rows: int | None = None) -> list[list[np.ndarray]]:
         """Returns the positions that a layer holds: for each row and KV head [n] int32, ascending, on the host.
@@ -111,6 +117,10 @@ class CacheLayout:
     def explain(self) -> str:
         """Describes each kind of layer in words: its slots, bytes and kernels, and why no faster kernel runs."""
         return explain(self)
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def kept(layout: CacheLayout | None, state: KVState, layer: int, rows: int) -> list[list[np.ndarray]]:
