@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax import memory, processes
+from kvjax.arguments import plain_signature
 from kvjax.cache.layout import Phase
 from kvjax.cache.limits import half_steps, power_of_two
 from kvjax.cache.state import EMPTY, Block, KVState, Layer, LayerKV
@@ -24,6 +25,7 @@ from kvjax.sharding import Params
 Array = jax.Array
 
 
+@plain_signature
 def extend(
     model: Model,
     prefilled: Prefilled,

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from kvjax import processes, records
+from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache.layout import CacheLayout, kept
 from kvjax.cache.limits import Limits
@@ -137,6 +138,7 @@ def generate(
     )  # fmt: skip
 
 
+@plain_signature
 def decode(
     model: Model,
     prefilled: Prefilled,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache import pairs
 from kvjax.cache.convert import Prompt, convert
@@ -71,6 +72,7 @@ class Prefilled(NamedTuple):
         return self.logits.shape[0] if self.rows is None else self.rows
 
 
+@plain_signature
 def prefill(
     model: Model,
     tokens: ArrayLike,

@@ -12,6 +12,8 @@ import pytest
 import kvjax
 from experiments import config as configs
 from kvjax import arguments, errors, policies, prefill, presets, selection, storage
+from kvjax.extend import extend
+from kvjax.generate import decode
 from kvjax.serve import Request, Runner
 from tests.tiny import random_tokens, tiny
 
@@ -56,7 +58,8 @@ def test_suggestions():
 def factories():
     own = [getattr(axis, name) for axis in AXES for name in axis.names()]
     public = [getattr(kvjax, name) for name in kvjax.__all__ if inspect.isfunction(getattr(kvjax, name))]
-    return [*own, *policies.COMBINATORS.values(), *policies.HEAD_PLANS.values(), *public]
+    loops = [prefill.prefill, extend, decode, policies.evict, policies.compress, Runner]
+    return [*own, *policies.COMBINATORS.values(), *policies.HEAD_PLANS.values(), *public, *loops]
 
 
 @pytest.mark.parametrize("function", factories(), ids=lambda function: f"{function.__module__}.{function.__name__}")

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax import memory
+from kvjax.arguments import plain_signature
 from kvjax.cache.state import KVState
 from kvjax.choices import takes_blocks
 from kvjax.errors import InputError
@@ -88,6 +89,7 @@ class Prefix:
                 "runner, with larger limits.new_tokens."
             )
 
+    @plain_signature
     def extend(self, tokens: ArrayLike) -> "Prefix":
         """Feeds further tokens; this prefix stays as it is.
 
