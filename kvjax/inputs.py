@@ -105,6 +105,26 @@ def check_no_text(name: str, value: object) -> None:
         )
 
 
+def check_one_row(name: str, tokens: object) -> None:
+    """Checks that tokens are one row, [n], possibly without any.
+
+    Args:
+      name: what has the tokens, for the message.
+      tokens: token ids, which are not checked.
+
+    Raises:
+      InputError: a text, or anything that is not of one dimension.
+    """
+    check_no_text(f"{name}'s tokens", tokens)
+    try:
+        shape: tuple[int, ...] | None = np.shape(tokens)  # type: ignore[arg-type]
+    except ValueError:  # NumPy's, of rows that differ in length
+        shape = None
+    if shape is None or len(shape) != 1:
+        got = "rows that differ in length" if shape is None else f"shape {shape}"
+        raise InputError(f"{name} is of one row of tokens, [n]; got {got}.")
+
+
 def _row(row: Any) -> np.ndarray | None:
     """Returns a row of token ids as an array [n] int, possibly without any; None if it is no row."""
     try:

@@ -114,6 +114,10 @@ def test_texts_where_tokens_should_be():
     """A request, a prefix and a choice are checked before their own shapes are."""
     model = tiny().model
     runner = Runner(model, policies.full(), rows=1, limits=kvjax.Limits(prompt=8, new_tokens=8))
+    for tokens in ([[1, 2], [3]], [[1, 2]], 3):
+        for call in (lambda ids: runner.submit(Request(tokens=ids, max_new_tokens=1)), runner.prefix):
+            with pytest.raises(InputError, match="one row of tokens"):
+                call(tokens)
     for call in (
         lambda: runner.submit(Request(tokens="It was", max_new_tokens=1)),
         lambda: runner.prefix("It was"),

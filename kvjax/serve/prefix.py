@@ -19,7 +19,7 @@ from kvjax.cache.state import KVState
 from kvjax.choices import takes_blocks
 from kvjax.errors import InputError
 from kvjax.extend import extend
-from kvjax.inputs import check_batch, check_count, check_no_text
+from kvjax.inputs import check_batch, check_count, check_one_row
 from kvjax.models.config import DecoderConfig
 from kvjax.prefill import Prefilled
 from kvjax.serve.blocks import Started
@@ -155,9 +155,7 @@ def make(prompts: Prompts, tokens: ArrayLike) -> Prefix:
 
 def _one_row(config: DecoderConfig, tokens: ArrayLike, *, new_tokens: int) -> np.ndarray:
     """Returns checked token ids, [n] int32; see `check_batch`."""
-    check_no_text("a prefix's tokens", tokens)
-    if np.ndim(tokens) != 1:
-        raise InputError(f"a prefix is of one row of tokens, [n]; got shape {np.shape(tokens)}.")
+    check_one_row("a prefix", tokens)
     return check_batch(config, tokens, None, new_tokens=new_tokens).tokens[0]
 
 

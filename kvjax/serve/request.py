@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from kvjax.errors import InputError
-from kvjax.inputs import check_batch, check_count, check_no_text, check_stop
+from kvjax.inputs import check_batch, check_count, check_one_row, check_stop
 from kvjax.models.config import DecoderConfig
 from kvjax.sampling import Greedy, Sample, Sampler, check_sampling
 from kvjax.summary import one_line
@@ -132,11 +132,9 @@ def check_request(config: DecoderConfig, request: Request, stop: np.ndarray, sam
     check_count("max_new_tokens", request.max_new_tokens)
     own = request.sampler if request.sampler is not None else sampler
     check_sampler(own)
-    check_no_text("a request's tokens", request.tokens)
+    check_one_row("a request", request.tokens)
     tokens = np.asarray(request.tokens)
     if request.prefix is None or tokens.size:
-        if tokens.ndim != 1:
-            raise InputError(f"a request's tokens must be [n] token ids; got shape {tokens.shape}.")
         before = 0 if request.prefix is None else request.prefix.length
         batch = check_batch(config, tokens, None, new_tokens=request.max_new_tokens + before)
         tokens = batch.tokens[0]
