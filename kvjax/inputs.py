@@ -117,7 +117,7 @@ def check_one_row(name: str, tokens: object) -> None:
     """
     check_no_text(f"{name}'s tokens", tokens)
     try:
-        shape: tuple[int, ...] | None = np.shape(tokens)  # type: ignore[arg-type]
+        shape: tuple[int, ...] | None = np.asarray(tokens).shape
     except ValueError:  # NumPy's, of rows that differ in length
         shape = None
     if shape is None or len(shape) != 1:
