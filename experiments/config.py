@@ -13,6 +13,7 @@ from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.quantize import WeightCodes
 from kvjax.policies import Fraction, Policy
+from kvjax.policies.budget import LEAST_SLOTS
 
 DENSE, EVERYTHING = "dense", "everything"  # how slots are held and read unless a config says otherwise
 PLAIN: dict[spec_text.Axis, str] = {"storage": DENSE, "selection": EVERYTHING}
@@ -112,7 +113,7 @@ class TasksConfig:
     folder: OptionalText = None
     questions: OptionalCount = None
     rows: Count = 16
-    least_slots: Count = 32
+    least_slots: Count = LEAST_SLOTS
 
 
 @dataclasses.dataclass

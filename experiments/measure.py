@@ -43,7 +43,7 @@ class Measurement:
       decode_rate: the same of new tokens; also None where a single new token takes no decoding.
       compile_seconds: what the first, untimed pass took longer, less where compiled programs were kept from before;
         None without repetitions.
-      kv_bytes: of keys and values held while decoding.
+      kv_bytes: of keys and values held while decoding, and of what a selection keeps to find them.
       full_kv_bytes: what the full cache would hold.
       kv_parts: what is held by kind; see `kvjax.storage.breakdown`, and ``calibration``, which all rows share.
       explain: which kernels ran, and why no faster one did; see `kvjax.cache.CacheLayout.explain`.
@@ -199,7 +199,7 @@ def measure(
         prefill_rate=rows * prompt_length / min(prefill_times[1:]) if repeats else None,
         decode_rate=rows * steps / min(decode_times[1:]) if repeats and steps else None,
         compile_seconds=_longer(prefill_times) + _longer(decode_times) if repeats else None,
-        kv_bytes=layout.bytes(rows),
+        kv_bytes=layout.bytes(rows) + layout.index_bytes(rows),
         full_kv_bytes=full_cache_bytes(model.config, rows, prompt_length + steps, itemsize),
         explain=layout.explain(),
         kv_parts=_parts(generation.state, rows) | {"calibration": layout.calibration_bytes()},

@@ -1,8 +1,34 @@
-"""kvjax: Hugging Face decoders in JAX under a fixed KV-cache budget."""
+"""kvjax: Hugging Face decoders in JAX under a fixed KV-cache budget.
 
+Models
+  `load` and `save` a Hugging Face folder as a `Model`; `quantize_weights` (`WeightCodes`) and `compress_kv_heads` make
+  smaller ones, and `make_mesh` and `Rules` divide one over devices.
+
+Text and tokens
+  `generate_text` takes texts and conversations, and returns a `TextGeneration`. `generate` takes token ids, and returns
+  a `Generation`; `Greedy` and `Sample` choose the tokens. `log_likelihood` scores texts (`LogLikelihood`), and
+  `score_choices` the continuations of a context (`ChoiceScore`).
+
+Caches
+  `CacheSpec` is a policy, a storage and a selection. `policies`: which slots stay, such as ``policies.h2o(0.2)``.
+  `storage`: how slots are held, such as ``storage.int8()``; those that need it have a `Calibration` (`calibrate`,
+  `calibrated`, `load_calibration`). `selection`: which slots a query reads, such as ``selection.quest(budget=512)``.
+  `presets`: published systems made of the three. Each of the four has ``names()`` and ``by_name(name, ...)``.
+  `Limits` says what arrays are allocated for. `KVState` is the cache of a result and `LayerKV` one of its layers;
+  ``result.kept(layer)`` lists the positions that a layer holds.
+
+Elsewhere
+  `kvjax.serve`: many requests, and an HTTP server. `kvjax.analysis`: what attention does, and a policy makes of it.
+  `kvjax.plan` and `kvjax.capacity`: models that do not fit on this machine. `kvjax.lm_eval`: lm-evaluation-harness.
+
+Errors that a caller can cause are `KvjaxError`. `__version__` is the version.
+"""
+
+import inspect
 import os
 
-from kvjax import devices, policies, selection, storage
+from kvjax import devices, policies, presets, selection, storage
+from kvjax.arguments import plain_signature
 from kvjax.cache import CacheSpec, KVState, LayerKV, Limits
 from kvjax.checkpoint.huggingface import load
 from kvjax.checkpoint.writer import save
@@ -19,6 +45,7 @@ from kvjax.sampling import Greedy, Sample
 from kvjax.sharding import make_mesh
 from kvjax.storage.calibration import Calibration, load_calibration
 from kvjax.text import TextGeneration, generate_text
+from kvjax.version import __version__
 
 # jax says so when it is imported where there is no TPU. With the TPU compiler installed it looks for one all the same,
 # and libtpu would print errors.
@@ -41,6 +68,7 @@ __all__ = [
     "Sample",
     "TextGeneration",
     "WeightCodes",
+    "__version__",
     "calibrate",
     "calibrated",
     "compress_kv_heads",
@@ -51,9 +79,13 @@ __all__ = [
     "log_likelihood",
     "make_mesh",
     "policies",
+    "presets",
     "quantize_weights",
     "save",
     "score_choices",
     "selection",
     "storage",
 ]
+
+for _function in filter(inspect.isfunction, map(globals().get, __all__)):
+    plain_signature(_function)

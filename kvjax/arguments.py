@@ -1,10 +1,12 @@
 """Checks of arguments, and tables of factories by name; policies, storages and selections are built with them."""
 
 import contextlib
+import difflib
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from kvjax.errors import KvjaxError, PolicyError
@@ -12,6 +14,9 @@ from kvjax.errors import KvjaxError, PolicyError
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_warned: set[Hashable] = set()  # what `warn_once` has warned of in this process
 
 
 def count_argument(
@@ -56,6 +61,42 @@ def choice_argument(name: str, value: T, valid: Sequence[T], *, error: type[Kvja
     return value
 
 
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Returns the part of an error message that suggests the known name closest to `name`; empty if none is close."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
+def outer_level() -> int:
+    """Returns the `stacklevel` of `warnings.warn`, called by the caller, that is the first frame outside of kvjax."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def warn_once(text: str, about: Hashable | None = None) -> None:
+    """Warns at the first caller outside of kvjax, once per process.
+
+    Args:
+      text: the warning.
+      about: what it warns of; a second warning about an equal value is not shown. None = `text`.
+    """
+    about = text if about is None else about
+    if about not in _warned:
+        _warned.add(about)
+        warnings.warn(text, stacklevel=outer_level())
+
+
+def plain_signature(function: F) -> F:
+    """Lets `help` show a function's arguments and defaults in one line; their types are in its docstring."""
+    signature = inspect.signature(function)
+    parameters = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    plain = signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+    function.__signature__ = plain  # type: ignore[attr-defined]
+    return function
+
+
 @contextlib.contextmanager
 def named(name: str, *, noun: str = "policy", error: type[PolicyError] = PolicyError) -> Iterator[None]:
     """Raises a `PolicyError` of its body as an `error` that begins with "<noun> <name>: "."""
@@ -79,10 +120,12 @@ def checked_call(error: type[KvjaxError]) -> Callable[[Callable[P, R]], Callable
                 signature.bind(*args, **kwargs)
             except TypeError as wrong:
                 accepted = ", ".join(signature.parameters) or "no arguments"
-                raise error(f"{function.__name__}(): {wrong}; it accepts {accepted}.") from None
+                unknown = (name for name in kwargs if name not in signature.parameters)
+                hint = "".join(did_you_mean(name, signature.parameters) for name in unknown)
+                raise error(f"{function.__name__}(): {wrong}; {hint}it accepts {accepted}.") from None
             return function(*args, **kwargs)
 
-        return call
+        return plain_signature(call)
 
     return decorate
 
@@ -99,6 +142,10 @@ class Registry(dict[str, Callable[..., T]]):
     def __init__(self, noun: str, plural: str, error: type[KvjaxError], factories: Mapping[str, Callable[..., T]]):
         super().__init__(factories)
         self.noun, self.plural, self.error = noun, plural, error
+
+    def names(self) -> list[str]:
+        """Returns the names that `by_name` takes."""
+        return list(self)
 
     def by_name(self, name: str, **arguments: Any) -> T:
         """Calls the factory `name` with `arguments`.
@@ -119,5 +166,6 @@ class Registry(dict[str, Callable[..., T]]):
 
     def _factory(self, name: str) -> Callable[..., T]:
         if name not in self:
-            raise self.error(f"unknown {self.noun} {name!r}; known {self.plural}: {', '.join(sorted(self))}.")
+            hint = did_you_mean(name, self)
+            raise self.error(f"unknown {self.noun} {name!r}; {hint}known {self.plural}: {', '.join(sorted(self))}.")
         return self[name]

@@ -18,7 +18,7 @@ from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
 from kvjax.generate import check_room
-from kvjax.inputs import check_batch
+from kvjax.inputs import check_batch, check_no_text
 from kvjax.models.bound import BoundDecoder, bind, logprob_of, over_logits
 from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
@@ -29,6 +29,7 @@ from kvjax.selection.base import Selection
 from kvjax.sharding import Params
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration
+from kvjax.summary import one_line
 
 Array = jax.Array
 FEW_FED = 8  # tokens that fewer are padded to where the tokens of a continuation are fed in one block
@@ -45,6 +46,9 @@ class ChoiceScore(NamedTuple):
 
     logprobs: np.ndarray
     greedy: bool
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def total(self) -> float:
@@ -76,7 +80,7 @@ def score_choices(
 
     Args:
       model: from `kvjax.load`.
-      tokens: [B, T] or [T] int, the contexts, rows padded at the end.
+      tokens: [B, T] or [T] int, the contexts, rows padded at the end; or a list of rows of any lengths.
       choices: for each context its continuations, each of at least one token.
       policy: which slots the cache keeps, or a `CacheSpec`.
       lengths: [B] int, the number of real tokens of each context; None for T.
@@ -288,6 +292,7 @@ def _check_choices(
     """Returns the checked choices of each context, [n] int32 each."""
     if len(choices) != len(lengths):
         raise InputError(f"choices must be {len(lengths)} lists, one per context; got {len(choices)}.")
+    check_no_text("choices", choices)
     asked = [[np.asarray(each) for each in own] for own in choices]
     for row, own in enumerate(asked):
         for ids in own:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax import memory, processes
+from kvjax.arguments import plain_signature
 from kvjax.cache.layout import Phase
 from kvjax.cache.limits import half_steps, power_of_two
 from kvjax.cache.state import EMPTY, Block, KVState, Layer, LayerKV
@@ -24,6 +25,7 @@ from kvjax.sharding import Params
 Array = jax.Array
 
 
+@plain_signature
 def extend(
     model: Model,
     prefilled: Prefilled,
@@ -41,7 +43,7 @@ def extend(
       model: that of the prompts.
       prefilled: from `kvjax.prefill.prefill`, whose `max_new_tokens` covers these tokens and those that are generated
         after them. It is unchanged, and can be extended again.
-      tokens: [R, n] or [n] int, rows padded at the end.
+      tokens: [R, n] or [n] int, rows padded at the end; or a list of rows of any lengths.
       lengths: [R] int, the number of real tokens of each row, at least 1; None for n.
       rows: [R] int, the row of the cache that each row of tokens continues; None for the rows in their order.
 

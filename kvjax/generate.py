@@ -9,7 +9,9 @@ from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from kvjax import processes, records
+from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
+from kvjax.cache.layout import CacheLayout, kept
 from kvjax.cache.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import KVState, live_slots
@@ -25,6 +27,7 @@ from kvjax.sampling import Greedy, Sampler, check_sampling, penalty_of
 from kvjax.selection.base import Selection
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration, required
+from kvjax.summary import one_line
 
 Array = jax.Array
 UNTIL_EVERY = 8  # tokens after which `until` is asked which rows have ended
@@ -41,6 +44,7 @@ class Generation(NamedTuple):
       state: the cache. It does not contain the last token of each row, which is not fed back to the model. On a mesh,
         rows without a token may follow those of the batch; see `Model.rows_on_mesh`.
       record: what selections chose, if it was asked for; otherwise None. Its first step feeds the first new token.
+      layout: the static description of the cache.
     """
 
     tokens: np.ndarray
@@ -48,6 +52,21 @@ class Generation(NamedTuple):
     logprobs: np.ndarray
     state: KVState
     record: Record | None = None
+    layout: CacheLayout | None = None
+
+    def __repr__(self) -> str:
+        return one_line(self)
+
+    def kept(self, layer: int) -> list[list[np.ndarray]]:
+        """Returns the positions that a layer still holds: for each row and KV head [n] int32, ascending.
+
+        Args:
+          layer: the number of the layer; negative ones count from the last.
+
+        Raises:
+          InputError: there is no such layer, or the result has no layout.
+        """
+        return kept(self.layout, self.state, layer, len(self.tokens))
 
 
 def generate(
@@ -76,10 +95,11 @@ def generate(
 
     Args:
       model: from `kvjax.load`.
-      tokens: [B, T] or [T] int, the prompts, rows padded at the end.
+      tokens: [B, T] or [T] int, the prompts, rows padded at the end; or a list of rows of any lengths. For texts see
+        `kvjax.generate_text`.
       policy: which slots the cache keeps, or a `CacheSpec`.
       max_new_tokens: the maximum number of new tokens per row, at least 1.
-      lengths: [B] int, the number of real tokens of each row; None for T.
+      lengths: [B] int, the number of real tokens of each row; None for T, or for the whole rows of a list.
       sampler: how a token is chosen from the logits.
       key: random key for sampling; None for `jax.random.key(0)`.
       prefill_block: the number of prompt tokens per block; None for the whole prompt in one shot. Blocks change what is
@@ -118,6 +138,7 @@ def generate(
     )  # fmt: skip
 
 
+@plain_signature
 def decode(
     model: Model,
     prefilled: Prefilled,
@@ -200,7 +221,7 @@ def decode(
     ids = np.pad(ids, pad, constant_values=PAD)
     lengths = np.asarray(np.sum(ids != PAD, axis=1), np.int32)
     made = records.joined(recorded, prefilled.layout, rows)
-    return Generation(ids, lengths, np.pad(logprobs, pad), carry.state, made)
+    return Generation(ids, lengths, np.pad(logprobs, pad), carry.state, made, prefilled.layout)
 
 
 def seen_tokens(prefilled: Prefilled, sampler: Sampler) -> np.ndarray | None:

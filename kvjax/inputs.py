@@ -1,16 +1,17 @@
 """Checks of the arguments of public functions, on the host, before anything is traced."""
 
-import inspect
 import numbers
 import warnings
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvjax.arguments import outer_level
 from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
+from kvjax.summary import one_line
 
 
 class Batch(NamedTuple):
@@ -26,26 +27,25 @@ class Batch(NamedTuple):
     lengths: np.ndarray
     width: int
 
+    def __repr__(self) -> str:
+        return one_line(self)
+
 
 def check_batch(config: DecoderConfig, tokens: ArrayLike, lengths: ArrayLike | None, *, new_tokens: int) -> Batch:
     """Checks tokens and lengths, and that the model has positions for `new_tokens` more tokens.
 
     Args:
       config: the decoder.
-      tokens: [B, T] or [T] int, rows padded at the end.
-      lengths: [B] int, the number of real tokens of each row; None for T.
+      tokens: [B, T] or [T] int, rows padded at the end; or a sequence of rows of any lengths.
+      lengths: [B] int, the number of real tokens of each row; None for T, or for the whole of each row.
       new_tokens: the number of tokens to be generated.
 
     Raises:
-      InputError: if a row is empty, a token is outside the vocabulary, a length is not between 1 and T, or a row
-        exceeds a learned position table.
+      InputError: if it is text, a row is empty, a token is outside the vocabulary, a length is not between 1 and T, or
+        a row exceeds a learned position table.
     """
-    try:
-        ids = np.asarray(tokens)
-    except ValueError:
-        raise InputError(
-            "tokens must be [batch, length]; rows differ in length; pad them at the end and pass lengths."
-        ) from None
+    check_no_text("tokens", tokens)
+    ids, lengths = _one_array(tokens, lengths)
     # [B, T]
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.size == 0:
@@ -82,6 +82,91 @@ def check_batch(config: DecoderConfig, tokens: ArrayLike, lengths: ArrayLike | N
             + "; shorten the text or generate fewer tokens."
         )
     return Batch(ids[:, : sizes.max()].astype(np.int32), sizes.astype(np.int32), width)
+
+
+def check_no_text(name: str, value: object) -> None:
+    """Checks that what should be token ids is no text, and no conversation.
+
+    Args:
+      name: the name of the argument, for the message.
+      value: its value.
+
+    Raises:
+      InputError: a text or a message, or a sequence or an array of these.
+    """
+    kinds = (str, bytes, Mapping)
+    first = value
+    while isinstance(first, list | tuple) and first and not isinstance(first[0], int):
+        first = next((each for each in first if isinstance(each, kinds)), first[0])
+    if isinstance(first, kinds) or (isinstance(first, np.ndarray) and first.dtype.kind in "SUT"):
+        raise InputError(
+            f"{name} must be token ids, but are text: kvjax.generate_text takes texts and conversations; elsewhere, "
+            "encode them with model.tokenizer.encode_batch, which gives tokens and lengths."
+        )
+
+
+def check_one_row(name: str, tokens: object) -> None:
+    """Checks that tokens are one row, [n], possibly without any.
+
+    Args:
+      name: what has the tokens, for the message.
+      tokens: token ids, which are not checked.
+
+    Raises:
+      InputError: a text, or anything that is not of one dimension.
+    """
+    check_no_text(f"{name}'s tokens", tokens)
+    try:
+        shape: tuple[int, ...] | None = np.asarray(tokens).shape
+    except ValueError:  # NumPy's, of rows that differ in length
+        shape = None
+    if shape is None or len(shape) != 1:
+        got = "rows that differ in length" if shape is None else f"shape {shape}"
+        raise InputError(f"{name} is of one row of tokens, [n]; got {got}.")
+
+
+def _row(row: Any) -> np.ndarray | None:
+    """Returns a row of token ids as an array [n] int, possibly without any; None if it is no row."""
+    try:
+        ids = np.asarray(row)
+    except ValueError:  # NumPy's, of items that differ in length
+        return None
+    return ids if ids.ndim == 1 and (not ids.size or np.issubdtype(ids.dtype, np.integer)) else None
+
+
+def _one_array(tokens: ArrayLike, lengths: ArrayLike | None) -> tuple[np.ndarray, ArrayLike | None]:
+    """Returns tokens as an array, and lengths. Rows that differ in length are padded at the end.
+
+    Raises:
+      InputError: rows that are not sequences of token ids, have no token, or have fewer tokens than `lengths` says.
+    """
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:  # NumPy's, of rows that differ in length
+        ids = np.empty(0, object)
+    if ids.dtype != object or ids.ndim != 1:
+        return ids, lengths
+    given: Any = tokens
+    # [n] each
+    rows = [row for row in map(_row, given) if row is not None]
+    if len(rows) < len(given):
+        raise InputError(
+            "tokens must be [batch, length], or a list of rows of token ids; those of an encoded batch are "
+            "batch.tokens, with lengths=batch.lengths."
+        )
+    # [B]
+    own = np.array([row.size for row in rows])
+    if not own.all():
+        raise InputError(f"every row needs at least one token; row {int(np.argmin(own))} has none.")
+    if lengths is not None and np.shape(lengths) == own.shape and np.any(np.asarray(lengths) > own):
+        wrong = int(np.argmax(np.asarray(lengths) > own))
+        said = np.asarray(lengths)[wrong]
+        raise InputError(f"row {wrong} has {own[wrong]} tokens, but its length is said to be {said}.")
+    # [B, T]
+    padded = np.zeros((len(rows), own.max()), np.int64)
+    for into, row in zip(padded, rows, strict=True):
+        into[: row.size] = row
+    return padded, own if lengths is None else lengths
 
 
 def check_prompt(prompt_length: ArrayLike, lengths: np.ndarray) -> np.ndarray:
@@ -157,15 +242,12 @@ def warn_beyond_context(config: DecoderConfig, positions: int) -> None:
     """
     if config.rope is None or config.rope.scaling == "dynamic" or positions <= config.max_positions:
         return
-    # At the first caller outside of kvjax; the same text each time, so that it is shown once.
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
-        level, frame = level + 1, frame.f_back
+    # The same text each time, so that it is shown once at each caller.
     warnings.warn(
         f"the texts and what follows them are longer than the {config.max_positions:,} tokens of context that this "
         "model was trained with, beyond which its predictions mean little: shorten them, or use a policy with a budget "
         "and positions='cache'.",
-        stacklevel=level,
+        stacklevel=outer_level(),
     )
 
 

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from kvjax import processes, records
 from kvjax.attention import Implementation
-from kvjax.cache.layout import Phase
+from kvjax.cache.layout import CacheLayout, Phase, kept
 from kvjax.cache.limits import Limits, power_of_two
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
@@ -29,6 +29,7 @@ from kvjax.sharding import Params
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration
 from kvjax.storage.gradient import differentiable
+from kvjax.summary import one_line
 
 Array = jax.Array
 SMALLEST_TEXT = 256  # shorter texts are padded to this number of tokens
@@ -42,11 +43,20 @@ class LogLikelihood(NamedTuple):
         the end of the row on.
       state: the cache after all tokens.
       record: what selections chose after the prompts, if it was asked for; otherwise None.
+      layout: the static description of the cache.
     """
 
     logprobs: Array
     state: KVState
     record: Record | None = None
+    layout: CacheLayout | None = None
+
+    def __repr__(self) -> str:
+        return one_line(self)
+
+    def kept(self, layer: int) -> list[list[np.ndarray]]:
+        """Returns the positions that a layer still holds; see `kvjax.generate.Generation.kept`."""
+        return kept(self.layout, self.state, layer, len(self.logprobs))
 
 
 def log_likelihood(
@@ -72,7 +82,7 @@ def log_likelihood(
 
     Args:
       model: from `kvjax.load`.
-      tokens: [B, T] or [T] int, rows padded at the end.
+      tokens: [B, T] or [T] int, rows padded at the end; or a list of rows of any lengths.
       policy: which slots the cache keeps, or a `CacheSpec`.
       prompt_length: int or [B] int, the number of tokens of each row that are processed as its prompt. The others are
         fed one at a time.
@@ -137,10 +147,10 @@ def log_likelihood(
     # [B, total - 1]
     known = np.arange(1, total) < batch.lengths[:, None]
     if differentiated:
-        return LogLikelihood(jnp.where(known, scores[:rows, : total - 1], 0.0), state)
-    # On the host, because XLA would compile a program for every length of the slice.
+        return LogLikelihood(jnp.where(known, scores[:rows, : total - 1], 0.0), state, layout=prepared.layout)
+    # On the host, because XLA would compile a program for every length of the slice; so would `jnp.asarray`.
     whole = processes.to_host(scores)[:rows, : total - 1]
-    return LogLikelihood(jnp.asarray(np.where(known, whole, np.float32(0))), state, made)
+    return LogLikelihood(jax.device_put(np.where(known, whole, np.float32(0))), state, made, prepared.layout)
 
 
 @functools.partial(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache import pairs
 from kvjax.cache.convert import Prompt, convert
@@ -34,6 +35,7 @@ from kvjax.sharding import Params
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration
 from kvjax.storage.side import rows_of
+from kvjax.summary import one_line
 
 Array = jax.Array
 GroupBudgets = tuple[tuple[Array | None, ...], ...]  # per layer and group of heads
@@ -57,12 +59,20 @@ class Prefilled(NamedTuple):
     tokens: np.ndarray | None = None
     rows: int | None = None
 
+    def __repr__(self) -> str:
+        return one_line(self)
+
+    def kept(self, layer: int) -> list[list[np.ndarray]]:
+        """Returns the positions that a layer holds; see `kvjax.generate.Generation.kept`."""
+        return self.layout.kept(self.state, layer, self.num_rows)
+
     @property
     def num_rows(self) -> int:
         """The number of rows that are not padding."""
         return self.logits.shape[0] if self.rows is None else self.rows
 
 
+@plain_signature
 def prefill(
     model: Model,
     tokens: ArrayLike,

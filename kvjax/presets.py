@@ -2,20 +2,21 @@
 
 from typing import Any
 
-from kvjax.arguments import choice_argument
+from kvjax.arguments import Registry, checked_call, choice_argument
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import SelectionError
 from kvjax.policies.base import Policy
-from kvjax.policies.budget import FromLayer, Slots, TextFraction
+from kvjax.policies.budget import FromLayer, TextFraction, single
 from kvjax.policies.pools import ONE_BYTE, counter, fifo, lru
 from kvjax.policies.window import full
 from kvjax.selection import speculate
-from kvjax.storage import dense
 from kvjax.storage.base import Storage
+from kvjax.storage.dense import dense
 
 POOLS = ("fifo", "lru", "counter")
 
 
+@checked_call(SelectionError)
 def infinigen(
     alpha: float = 4.0,
     *,
@@ -62,5 +63,10 @@ def infinigen(
 def _pool(name: str, limit: int | float | None, first_layer: int, saturate: int | None) -> Policy:
     if limit is None:
         return full()
-    budget: Any = FromLayer(TextFraction(limit) if isinstance(limit, float) else Slots(limit), first_layer)
+    budget: Any = FromLayer(TextFraction(limit) if isinstance(limit, float) else single(limit), first_layer)
     return {"fifo": fifo, "lru": lru}[name](budget) if name != "counter" else counter(budget, saturate=saturate)
+
+
+#: Every named system.
+PRESETS: Registry[CacheSpec] = Registry("preset", "presets", SelectionError, {"infinigen": infinigen})
+by_name, accepts, names = PRESETS.by_name, PRESETS.accepts, PRESETS.names

@@ -10,6 +10,7 @@ import numpy as np
 from kvjax import processes
 from kvjax.cache.layout import CacheLayout, Group, Phase
 from kvjax.memory import HOST
+from kvjax.summary import one_line
 
 Array = jax.Array
 STEPS = 64  # steps of one call of a loop that records; a record is large
@@ -24,6 +25,9 @@ class Steps(flax.struct.PyTreeNode):
     number: Array
     read: Array
     live: Array
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 class Record(NamedTuple):
@@ -47,6 +51,9 @@ class Record(NamedTuple):
     width: np.ndarray
     moved: np.ndarray
     slot_bytes: int
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def share(self) -> np.ndarray:

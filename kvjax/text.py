@@ -15,6 +15,7 @@ from kvjax.models.generation import FILE
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
 from kvjax.sampling import Sampler
+from kvjax.summary import one_line
 
 NEW_TOKENS = 256  # at most, if neither the caller nor the checkpoint says how many
 
@@ -33,6 +34,9 @@ class TextGeneration(NamedTuple):
     texts: list[str]
     generation: Generation
     prompts: EncodedBatch
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 def generate_text(

@@ -125,7 +125,7 @@ OTHER_THAN_JAX = {
     "names, settings and their errors": (
         "checkpoint/test_generation_config.py", "checkpoint/test_names.py", "experiments/test_config.py",
         "experiments/test_reading.py", "experiments/test_spec_text.py", "experiments/test_sweep.py",
-        "models/test_families.py", "models/test_shapes.py", "test_inputs.py", "test_policies.py",
+        "models/test_families.py", "models/test_shapes.py", "test_inputs.py", "test_install.py", "test_policies.py",
     ),
     "data made and scored in NumPy": (
         "experiments/test_mixture.py", "experiments/test_multiple_choice.py", "experiments/test_ngrams.py",

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.analysis
 from kvjax import policies
 from kvjax.cache import CacheSpec
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower, most_positions
 from kvjax.errors import InputError, KvjaxError, PolicyError
+from kvjax.extend import extend
 from kvjax.inputs import check_batch, check_count, warn_beyond_context
 from kvjax.models.parameters import random_parameters
+from kvjax.serve import Request, Runner
 from tests.tiny import tiny
 
 loop = importlib.import_module("kvjax.prefill")  # the package's attribute of that name is the function
@@ -33,9 +36,19 @@ LEARNED = dataclasses.replace(
         ([[[1]]], None, r"\[batch, length\]"),
         (7, None, r"\[batch, length\]"),
         ([[1.0, 2.0]], None, "whole numbers"),
-        (["ab"], None, "whole numbers|batch"),
+        ("ab", None, "generate_text"),
+        (["ab"], None, "generate_text"),
+        ([[1, 2], "ab"], None, "generate_text"),
+        (np.array(["a", "b"]), None, "generate_text"),
+        ([{"role": "user", "content": "Hello"}], None, "generate_text"),
         ([[True, False]], None, "whole numbers"),
-        ([[1, 2], [3]], None, "tokens"),
+        ([[1, 2], []], None, "row 1 has none"),
+        ([[1, 2], 3], None, "list of rows"),
+        ([[1, [2]], [3]], None, "list of rows"),
+        ([[1.5], [1, 2]], None, "list of rows"),
+        ([[1, 2], [64]], None, "token 64 .*0 to 63"),
+        ([[1, 2], [3]], [2, 2], "row 1 has 1 tokens"),
+        ((np.ones((2, 3), int), np.array([3, 2])), None, "batch.lengths"),
         ([[1, 64]], None, "token 64 .*0 to 63"),
         ([[1, -1]], None, "token -1 "),
         ([[1, 2**40]], None, "vocabulary"),
@@ -62,6 +75,56 @@ def test_accepted():
     assert check_batch(CONFIG, [1, 2], None, new_tokens=0).tokens.shape == (1, 2)
     assert check_batch(CONFIG, jax.numpy.array([[1, 2]]), None, new_tokens=0).tokens.shape == (1, 2)
     assert check_batch(CONFIG, np.array([[1]], np.uint8), None, new_tokens=0).tokens.dtype == np.int32
+
+
+@pytest.mark.parametrize("rows", [[[5, 6, 7], [8]], ([5, 6, 7], (8,)), [np.array([5, 6, 7]), np.array([8], np.uint8)]])
+def test_rows_of_any_lengths(rows):
+    for lengths, expected in ((None, [3, 1]), ([2, 1], [2, 1])):
+        batch = check_batch(CONFIG, rows, lengths, new_tokens=0)
+        np.testing.assert_array_equal(batch.lengths, expected)
+        np.testing.assert_array_equal(batch.tokens, np.array([[5, 6, 7], [8, 0, 0]])[:, : max(expected)])
+        assert batch.tokens.dtype == batch.lengths.dtype == np.int32
+
+
+def test_rows_of_any_lengths_are_those_alone():
+    """In every function that takes tokens: a list of rows is the padded array and its lengths."""
+    model, policy = tiny(layers=1).model, policies.h2o(8)
+    rows = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15]]
+    padded, lengths = np.zeros((3, 11), int), [11, 3, 1]
+    for row, ids in zip(padded, rows, strict=True):
+        row[: len(ids)] = ids
+
+    def same(function):
+        made = (jax.tree.leaves(function(*each)) for each in ((rows, None), (padded, lengths)))
+        for got, expected in zip(*made, strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+    same(lambda ids, sizes: kvjax.generate(model, ids, policy, lengths=sizes, max_new_tokens=3)[:3])
+    same(lambda ids, sizes: loop.prefill(model, ids, policy, lengths=sizes, max_new_tokens=3).logits)
+    same(lambda ids, sizes: kvjax.log_likelihood(model, ids, policy, lengths=sizes, prompt_length=2).logprobs)
+    asked = [[[1, 2], [3]], [[4]], [[5]]]
+    same(lambda ids, sizes: [tuple(each) for own in kvjax.score_choices(model, ids, asked, policy, lengths=sizes)
+                             for each in own])  # fmt: skip
+    started = loop.prefill(model, rows, policy, max_new_tokens=16)
+    same(lambda ids, sizes: extend(model, started, ids, lengths=sizes).logits)
+    same(lambda ids, sizes: kvjax.analysis.sparsity(model, ids, lengths=sizes))
+
+
+def test_texts_where_tokens_should_be():
+    """A request, a prefix and a choice are checked before their own shapes are."""
+    model = tiny().model
+    runner = Runner(model, policies.full(), rows=1, limits=kvjax.Limits(prompt=8, new_tokens=8))
+    for tokens in ([[1, 2], [3]], [[1, 2]], 3):
+        for call in (lambda ids: runner.submit(Request(tokens=ids, max_new_tokens=1)), runner.prefix):
+            with pytest.raises(InputError, match="one row of tokens"):
+                call(tokens)
+    for call in (
+        lambda: runner.submit(Request(tokens="It was", max_new_tokens=1)),
+        lambda: runner.prefix("It was"),
+        lambda: kvjax.score_choices(model, [[1, 2]], [["one", "two"]], policies.full()),
+    ):
+        with pytest.raises(InputError, match="generate_text"):
+            call()
 
 
 @pytest.mark.parametrize("value", [0, -3, 1.0, True, "2", None])

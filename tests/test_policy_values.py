@@ -32,7 +32,7 @@ BUDGETED = [name for name in POLICIES if "budget" in accepts(name)]
 COMBINED = {
     "with_heavy_hitters": lambda budget: policies.with_heavy_hitters(policies.h2o(budget, recent=1), fraction=0.25),
     "value_norm": lambda budget: policies.value_norm(example("snapkv", budget)),
-    "adakv": lambda budget: policies.adakv(example("pyramidkv", budget), safeguard=0.3),
+    "adakv": lambda budget: policies.adakv(example("pyramidkv", budget), safeguard=0.3, most=1.5),
     "after_prefill": lambda budget: policies.after_prefill(example("snapkv", budget), then=policies.roco(budget)),
     "from_layer": lambda budget: policies.from_layer(policies.h2o(budget), first=1),
     "by_page": lambda budget: policies.by_page(policies.h2o(budget), page=2),
@@ -207,6 +207,7 @@ BUDGETS_BY_HAND = (
         (lambda: policies.Pyramid(8, 0, 20), "window must be a whole number of at least 1; got 0"),
         (lambda: policies.Pyramid(8, 2, 0.5), "beta must be a whole number of at least 1; got 0.5"),
         (lambda: policies.Shared(policies.Slots(8), 2), "safeguard must be a number from 0 to 1; got 2"),
+        (lambda: policies.Shared(policies.Slots(8), 0.2, 0.9), "most must be a number from 1 to 1000; got 0.9"),
         (lambda: policies.Shared(None, 0.2), "average=None cannot be shared by heads; give slots or a fraction"),
         (lambda: policies.Shared(policies.Shared(8, 0.2), 0.2), "cannot be shared by heads"),
         (lambda: policies.value_norm(COMBINED["after_prefill"](8)), "its phases have policies of their own"),

@@ -25,6 +25,7 @@ from kvjax import processes, user_files
 from kvjax.cache import Limits
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.model import Model
+from kvjax.policies.budget import LEAST_SLOTS
 from kvjax.sampling import Sample
 from kvjax.serve import Request, Result, Runner
 
@@ -89,7 +90,8 @@ def main(argv: Sequence[str]) -> int:
         # As in `experiments.run`.
         exact = "highest" if dtype_of(config.model) == jnp.float32 else None
         with jax.default_matmul_precision(exact):
-            spec = build_spec(config)
+            # Requests may be short, as those of the server.
+            spec = build_spec(config, LEAST_SLOTS)
             runner = Runner(
                 calibrated_for(model, spec, given_calibration(config.model)), spec, rows=values.rows, limits=limits,
                 key=jax.random.key(config.seed), prefill_block=config.prefill_block or "auto",

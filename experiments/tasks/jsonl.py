@@ -6,7 +6,7 @@
 | LongBench | context, input, answers, dataset; all_classes | the metric of its dataset |
 | RULER | input, outputs; answer_prefix | `contains_all` |
 | L-Eval | input, instructions, outputs; evaluation | `letters` for exams, `word_f1` for f1, otherwise `rouge_l` |
-| SCBench | context, multi_turns of input and answer | `contains_any` |
+| SCBench | context, multi_turns of input and answer, each asked as if it were the first | `contains_any` |
 | InfiniteBench | context, input, answer | `contains_any` |
 | EasyKV's passkeys | input, target | `contains_any` |
 | AIME, MATH | problem, answer | `boxed` |
@@ -15,6 +15,7 @@ A context is processed once for all of its questions, unless `aware` puts each q
 """
 
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -97,6 +98,10 @@ class JsonLines(TaskSpec):
         about = f"{len(items)} questions" + (f" about {contexts} contexts" if contexts and not self.aware else "")
         about += f"; scored by {', '.join(kinds)}"
         about += f"; {cut} contexts do not fit and are cut in their middle" if cut else ""
+        if later := sum("turn" in item.about for item in items):
+            turns = f"{later} are later turns of a conversation, and are asked as if each were the first"
+            warnings.warn(f"{self.file}: {turns}: no turn sees the ones before it.", stacklevel=2)
+            about += f"; {turns}"
         thinks = "boxed" in kinds
         return Written(
             about, tuple(items), scored, ("score", "tokens", "ended") if thinks else ("score",), aware=self.aware
@@ -205,9 +210,9 @@ def _scbench(row: Row, templates: Mapping[str, str]) -> Iterator[Item]:
     turns = row.value("multi_turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(each, dict) for each in turns):
         raise ConfigError(f"{row.place}: 'multi_turns' should be a list of questions, but is {turns!r:.80}.")
-    for values in turns:
+    for number, values in enumerate(turns):
         turn = row._replace(values=values)
-        about = {"metric": "contains_any"}
+        about = {"metric": "contains_any"} | ({"turn": number} if number else {})
         yield Item(row.text("context"), turn.text("input"), turn.texts("answer"), NEW_TOKENS, about)
 
 

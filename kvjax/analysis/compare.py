@@ -21,6 +21,7 @@ from kvjax.models.model import Model
 from kvjax.order import largest
 from kvjax.policies.base import Evict, Keep, Policy
 from kvjax.policies.window import full
+from kvjax.summary import one_line
 
 Array = jax.Array
 
@@ -81,6 +82,9 @@ class MissRate(NamedTuple):
 
     tokens: np.ndarray
     mass: np.ndarray
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 def miss_rate(
@@ -199,6 +203,9 @@ class Retained(NamedTuple):
     last_seen: np.ndarray
     lengths: np.ndarray
     prompt: np.ndarray
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 def retained(

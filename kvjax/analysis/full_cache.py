@@ -11,6 +11,7 @@ from kvjax.analysis.scan import over_tiles
 from kvjax.errors import InputError
 from kvjax.inputs import check_batch
 from kvjax.models.model import Model
+from kvjax.summary import one_line
 
 Array = jax.Array
 
@@ -85,6 +86,9 @@ class AccumulatedAttention(NamedTuple):
     mass: np.ndarray
     exponent: np.ndarray
 
+    def __repr__(self) -> str:
+        return one_line(self)
+
 
 def accumulated_attention(model: Model, tokens: Any, *, lengths: Any = None) -> AccumulatedAttention:
     """Sorted accumulated attention of each layer and head: a few heavy hitters (H2O, section 3, Fig. 2 b).
@@ -128,6 +132,9 @@ class AttentionStd(NamedTuple):
     positions: np.ndarray
     trajectory: np.ndarray
     final: np.ndarray
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 def attention_std(model: Model, tokens: Any, *, lengths: Any = None, positions: Any = None) -> AttentionStd:

@@ -14,6 +14,7 @@ from kvjax.analysis.rows import Rows
 from kvjax.analysis.scan import over_tiles
 from kvjax.errors import InputError
 from kvjax.models.model import Model
+from kvjax.summary import one_line
 
 Array = jax.Array
 LONGEST = 4096  # tokens of the test, unless the model has fewer positions
@@ -29,6 +30,9 @@ class RetrievalScores(NamedTuple):
 
     induction: np.ndarray
     echo: np.ndarray
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 def retrieval_scores(

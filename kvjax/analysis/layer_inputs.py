@@ -9,6 +9,7 @@ import numpy as np
 from kvjax.analysis.rows import Rows
 from kvjax.analysis.scan import over_tiles
 from kvjax.models.model import Model
+from kvjax.summary import one_line
 
 Array = jax.Array
 
@@ -30,6 +31,9 @@ class InputCosine(NamedTuple):
     block_input: np.ndarray
     attention_output: np.ndarray
     mlp_output: np.ndarray
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 def input_cosine(model: Model, tokens: Any, *, lengths: Any = None) -> InputCosine:

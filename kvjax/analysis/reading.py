@@ -23,6 +23,7 @@ from kvjax.policies.base import Policy
 from kvjax.records import NONE
 from kvjax.selection import InfiniGen
 from kvjax.selection.choose import best, softmax
+from kvjax.summary import one_line
 
 Array = jax.Array
 
@@ -45,6 +46,9 @@ class Selected(NamedTuple):
     overlap: np.ndarray
     mass: np.ndarray
     share: np.ndarray
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 def selected(
@@ -119,6 +123,9 @@ class SkewEffect(NamedTuple):
     ratios: np.ndarray
     overlap: np.ndarray
     mass: np.ndarray
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 def skew_effect(

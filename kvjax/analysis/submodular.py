@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.errors import InputError
+from kvjax.summary import one_line
 
 BOUND = 1 - 1 / math.e  # of greedy selection, for a monotone submodular f with f({}) = 0
 MOST_SETS = 1_000_000  # that `brute_force` tries
@@ -140,6 +141,9 @@ class Comparison(NamedTuple):
     greedy: float
     optimum: float
     ratio: float
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 def compare(attention: np.ndarray, size: int, concave: str = "mass") -> Comparison:

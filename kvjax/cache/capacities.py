@@ -41,13 +41,33 @@ def capacities(
         block = 0 if spec.storage.apart else (sizes.block or 1)
         return min(up(first + block, branch.prompt), total), min(up(first + room, branch.prompt), total)
     assert first is not None and branch.prompt.budget is not None
-    left = min(branch.prompt.budget.widest(branch.prompt, first, kv_heads), sizes.budget_prompt)
-    left = up(left, branch.prompt)
+    left = up(_left(branch.prompt, first, kv_heads, sizes), branch.prompt)
     if then is None:
         return whole, left + sizes.following
     if branch.decode.page > 1:
         return whole, _in_pages(max(left, then), 1, branch.decode.page, total)
     return whole, max(left + room, min(up(then + room, branch.decode), total))
+
+
+def _left(policy: Evict, budget: int, kv_heads: int, sizes: Sizes) -> int:
+    """Returns the most slots of a head that a compressor leaves of a prompt."""
+    assert policy.budget is not None
+    return min(policy.budget.widest(policy, budget, kv_heads), sizes.budget_prompt)
+
+
+def shares(branch: Branch, budget: int | None, kv_heads: int, sizes: Sizes) -> tuple[int, int] | None:
+    """Returns `Group.shares`.
+
+    Args:
+      branch: the policies.
+      budget: the largest of the batch, of the average head of the layer.
+      kv_heads: of the group.
+      sizes: what is allocated for.
+    """
+    policy = branch.prompt
+    if budget is None or policy.budget is None or not policy.budget.shared:
+        return None
+    return budget, _left(policy, budget, kv_heads, sizes)
 
 
 def _in_pages(slots: int, new: int, page: int, total: int) -> int:

@@ -31,10 +31,11 @@ def explain(layout: "CacheLayout") -> str:
     alike: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for layer, groups in enumerate(layout.decode):
         for group in groups:
-            alike.setdefault((_describe(group, layout), group.reasons), []).append(layer)
-    for (text, reasons), layers in alike.items():
+            about = (*_shares(group, layout), *(f"not {reason}" for reason in group.reasons))
+            alike.setdefault((_describe(group, layout), about), []).append(layer)
+    for (text, about), layers in alike.items():
         lines.append(f"  layers {_ranges(layers)}: {text}")
-        lines += [f"    not {reason}" for reason in reasons]
+        lines += [f"    {line}" for line in about]
     if shared := layout.calibration_bytes():
         lines.append(f"  calibration: {size(shared)} that rows have in common")
     prompts = {(group.attend, group.reasons) for layer in layout.prompt for group in layer}
@@ -53,7 +54,10 @@ def _prompt(layout: "CacheLayout") -> str:
 def _describe(group: Group, layout: "CacheLayout") -> str:
     heads = layout.kv_heads if group.heads is None else len(group.heads)
     made = jax.eval_shape(functools.partial(empty, group, 1, layout.kv_heads, layout.head_dim, layout.dtype))
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((made.stores, made.sides)))
+    total, index = (
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each))
+        for each in ((made.stores, made.sides), made.index)
+    )
     slots = " + ".join(
         f"{count} {storage.label if storage.apart else 'exact'}"
         for count, storage in zip(group.slots, group.stores, strict=True)
@@ -61,10 +65,24 @@ def _describe(group: Group, layout: "CacheLayout") -> str:
     reads = "" if group.selection.reads_all else f", reads {group.selection.name}"
     width = group.selection.width(group.capacity)
     reads += "" if width is None else f" (at most {width} slots)"
+    reads += f" by an index of {size(index)}" if index else ""
     runs = f"a whole step by {group.step}" if group.step else f"attention by {group.attend}{_used(group, layout)}"
     runs += f", slots over {'+'.join(group.slot_axes)}" if group.slot_axes else ""
     return (
         f"{heads} KV heads of {slots} slots, {size(total)}, {group.policy.name}{reads}; {runs}{_codes(group, layout)}"
+    )
+
+
+def _shares(group: Group, layout: "CacheLayout") -> tuple[str, ...]:
+    """Says what heads that share their slots hold on average, and why each has room for more; nothing for others."""
+    if group.shares is None:
+        return ()
+    heads = layout.kv_heads if group.heads is None else len(group.heads)
+    average, most = group.shares
+    return (
+        f"heads share {heads} x {average} slots when the longest prompt ends, of which one may get {most}: which one "
+        f"is known after arrays are allocated, so that each has room for {most / average:.2f} times the average; "
+        "adakv(..., most=) limits it",
     )
 
 

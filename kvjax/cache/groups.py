@@ -54,6 +54,8 @@ class Group:
       slot_axes: the mesh axes that slots are divided over; () = each device has all slots of its heads.
       slot_parts: the number of devices that slots are divided over.
       reasons: why no faster kernel runs, and why slots are not divided.
+      shares: where heads share their layer's slots, the slots of the average head when the longest prompt ends, and the
+        most that a head can get of them; None = each head has a number of slots of its own.
       watch: of a prompt, the selection of the decoding phase, if it adds up what the prompt's queries and keys are.
       decode_group: of a one-shot prompt, the group of the decoding phase, into whose arrays each layer moves its slots.
     """
@@ -72,6 +74,7 @@ class Group:
     slot_axes: tuple[str, ...] = ()
     slot_parts: int = 1
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    shares: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
     watch: Selection | None = None
     decode_group: "Group | None" = None
 

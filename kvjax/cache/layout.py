@@ -5,16 +5,23 @@ It is hashable, and compiled programs are keyed by it. The numbers of a batch (l
 
 import dataclasses
 import functools
+import numbers
 from typing import Any
 
 import jax
+import numpy as np
 
+from kvjax import processes
 from kvjax.cache.empty import empty
 from kvjax.cache.explain import explain
 from kvjax.cache.groups import Extent, Group, Phase, keep_everything, stores_of
+from kvjax.cache.state import KVState, LayerKV
+from kvjax.errors import InputError
 from kvjax.storage.calibration import side_shapes
+from kvjax.units import size
 
 
+@jax.tree_util.register_static  # it is a part of results, and has no arrays
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheLayout:
     """What `lower` returns.
@@ -56,13 +63,19 @@ class CacheLayout:
           rows: the number of rows of the batch.
           statistics: whether to count positions, statistics and indices besides keys and values.
         """
-        # The arrays themselves are the one source of sizes.
-        layers = [
+        layers = self._shapes(rows)
+        return _bytes_of(layers if statistics else [(layer.stores, layer.sides) for layer in layers])
+
+    def index_bytes(self, rows: int = 1) -> int:
+        """Returns the bytes of what selections keep to find slots, such as InfiniGen's partial keys."""
+        return _bytes_of([layer.index for layer in self._shapes(rows)])
+
+    def _shapes(self, rows: int) -> list[LayerKV]:
+        """Returns the shapes of every group's arrays, which are the one source of sizes."""
+        return [
             jax.eval_shape(functools.partial(empty, group, rows, self.kv_heads, self.head_dim, self.dtype))
             for group in self.groups
         ]
-        trees: Any = layers if statistics else [(layer.stores, layer.sides) for layer in layers]
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))
 
     def calibration_bytes(self) -> int:
         """Returns the bytes of what vectors share from a calibration, which rows have in common."""
@@ -72,11 +85,53 @@ class CacheLayout:
             )
             for group in self.groups
         ]
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each))
+        return _bytes_of(each)
+
+    def kept(self, state: KVState, layer: int, rows: int | None = None) -> list[list[np.ndarray]]:
+        """Returns the positions that a layer holds: for each row and KV head [n] int32, ascending, on the host.
+
+        Args:
+          state: the cache.
+          layer: the number of the layer; negative ones count from the last.
+          rows: the number of rows that are not padding; None = all.
+
+        Raises:
+          InputError: there is no such layer.
+        """
+        layers = len(self.decode)
+        if isinstance(layer, bool) or not isinstance(layer, numbers.Integral) or not -layers <= layer < layers:
+            raise InputError(f"layer must be a whole number from 0 to {layers - 1}; got {layer!r}.")
+        # [B, k, S] each, of the k heads of a group
+        held = processes.to_host([group.position for group in state.layers[layer]])
+        heads = [head for group in self.decode[layer] for head in group.heads or range(self.kv_heads)]
+        # [B, S] each
+        slots = [group[:, number] for group in held for number in range(group.shape[1])]
+        ordered = [own for _, own in sorted(zip(heads, slots, strict=True), key=lambda pair: pair[0])]
+        count = len(held[0]) if rows is None else rows
+        return [[np.sort(own[row][own[row] >= 0]) for own in ordered] for row in range(count)]
+
+    def __repr__(self) -> str:
+        """One line; `explain` says more."""
+        return f"CacheLayout({self.name}, {len(self.decode)} layers, {size(self.bytes())} of keys and values per row)"
 
     def explain(self) -> str:
         """Describes each kind of layer in words: its slots, bytes and kernels, and why no faster kernel runs."""
         return explain(self)
 
 
-__all__ = ["CacheLayout", "Extent", "Group", "Phase", "keep_everything", "stores_of"]
+def _bytes_of(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def kept(layout: CacheLayout | None, state: KVState, layer: int, rows: int) -> list[list[np.ndarray]]:
+    """See `CacheLayout.kept`.
+
+    Raises:
+      InputError: there is no such layer, or no layout.
+    """
+    if layout is None:
+        raise InputError("this result was made without its layout=, which says which heads a layer's arrays have.")
+    return layout.kept(state, layer, rows)
+
+
+__all__ = ["CacheLayout", "Extent", "Group", "Phase", "keep_everything", "kept", "stores_of"]

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from kvjax.attention import Implementation
 from kvjax.cache import pairs
 from kvjax.cache.branches import Branch, branches_of, by_head, held_alike
-from kvjax.cache.capacities import capacities, extent_of, low_slots, newest_stay, split_stores
+from kvjax.cache.capacities import capacities, extent_of, low_slots, newest_stay, shares, split_stores
 from kvjax.cache.groups import Group
 from kvjax.cache.kernels import Chooser
 from kvjax.cache.layout import CacheLayout
@@ -280,6 +280,7 @@ def _groups(
     after = Group(
         heads=heads, storage=spec.storage, policy=branch.decode.traced(), selection=selection, needs=needs,
         slots=stores, extent=extent, decoding=True, evicts_one=branch.evicts_one,
+        shares=shares(branch, budgets[0], own_heads, sizes),
     )  # fmt: skip
     after = ended = kernels.decode(after, own_heads)
     if isinstance(spec.storage.layout, Pairs):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from kvjax.arguments import count_argument
+from kvjax.arguments import count_argument, plain_signature
 from kvjax.cache import arrange, blocks, pairs, prompt_blocks, segments
 from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.empty import empty_layers
@@ -43,6 +43,7 @@ Triple = tuple[Any, Any, Any]  # queries, keys and values
 KINDS = {"codes": "codes", "exact": "exact", LATENT: "codes", DIRECTION: "codes"}
 
 
+@plain_signature
 def replay(
     storage: Storage,
     prompt: Triple,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.storage.side import Sides
 from kvjax.storage.store import Store
+from kvjax.summary import items, one_line
 from kvjax.units import size
 
 Array = jax.Array
@@ -44,6 +45,9 @@ class LayerKV(flax.struct.PyTreeNode):
     parts: int = flax.struct.field(pytree_node=False, default=1)
     sides: Sides = flax.struct.field(default_factory=dict)
     marks: dict[str, Array] = flax.struct.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def key(self) -> Array:
@@ -83,6 +87,9 @@ class PerSlot(flax.struct.PyTreeNode):
     stats: dict[str, Array]
     index: dict[str, Array]
 
+    def __repr__(self) -> str:
+        return one_line(self)
+
 
 def exact_store(key: Array, value: Array) -> Store:
     """A store of keys and values [B, K, S, D] as they are."""
@@ -102,6 +109,9 @@ class Layer(tuple[LayerKV, ...]):
     @classmethod
     def tree_unflatten(cls, _: None, children: Any) -> "Layer":
         return cls(children)
+
+    def __repr__(self) -> str:
+        return f"Layer({items(self)})"
 
     @property
     def index(self) -> Any:  # instead of a tuple's method of that name
@@ -163,6 +173,9 @@ class Block(flax.struct.PyTreeNode):
     total: Array
     budget: Any
     layer: Any = None
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def of_layer(self, index: int) -> "Block":
         """Returns the block with the budgets of one layer."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvjax.checkpoint import chat
 from kvjax.errors import InputError
+from kvjax.summary import one_line
 
 PAD = -1  # `kvjax.decoding.PAD`, which `Tokenizer.decode` skips
 
@@ -24,6 +25,9 @@ class EncodedBatch(NamedTuple):
 
     tokens: np.ndarray
     lengths: np.ndarray
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 def padded(rows: Sequence[Sequence[int]]) -> EncodedBatch:
@@ -59,6 +63,9 @@ class Tokenizer:
     _encode: Callable[[str], list[int]]
     _decode: Callable[[list[int]], str]
     _token: Callable[[int], str | None]
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Converts a text to token ids.

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from kvjax.errors import CheckpointError
+from kvjax.summary import one_line
 
 TENSOR = "skew"
 
@@ -28,6 +29,9 @@ class Skew(NamedTuple):
     model: str
     sample: str
     tokens: int
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 def save_skew(path: str | Path, matrices: ArrayLike, *, model: str, sample: ArrayLike) -> None:

@@ -26,6 +26,7 @@ from kvjax.sampling import Greedy, Sample, Sampler
 from kvjax.selection import Selection
 from kvjax.storage import Storage
 from kvjax.storage.calibration import load_calibration
+from kvjax.version import __version__
 
 try:
     from lm_eval.api.instance import Instance
@@ -272,7 +273,7 @@ class KVJaxLM(TemplateLM):
         budget = spec.policy.budget
         leaves = jax.tree.leaves(self.runner.model.params)
         info = {
-            "kvjax_version": options.version(),
+            "kvjax_version": __version__,
             "policy": spec.policy.name,
             "budget": None if budget is None else budget.value,
             "least_slots": self._least_slots if isinstance(getattr(budget, "value", None), float) else None,

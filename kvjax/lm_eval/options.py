@@ -1,7 +1,6 @@
 """Model arguments of lm_eval as what kvjax takes."""
 
 import ast
-import importlib.metadata
 from typing import Any
 
 from kvjax import policies, spec_text
@@ -13,7 +12,7 @@ from kvjax.selection import Selection
 from kvjax.storage import Storage
 
 AUTO_ROWS = 16  # rows of a batch where lm_eval asks for ``auto``
-LEAST_SLOTS = 32  # of the shortest contexts, where a budget is a fraction
+LEAST_SLOTS = budgets.LEAST_SLOTS  # of the shortest contexts, where a budget is a fraction
 
 
 def spec(
@@ -91,14 +90,6 @@ def parsed(text: str) -> dict[str, Any]:
             raise ConfigError(f"model_args: {part.strip()!r} is not of the form key=value.")
         found[key.strip()] = _value(value.strip())
     return found
-
-
-def version() -> str:
-    """Returns the version of kvjax that is installed; ``source`` where it is run from a folder."""
-    try:
-        return importlib.metadata.version("kvjax")
-    except importlib.metadata.PackageNotFoundError:
-        return "source"
 
 
 def _value(text: str) -> Any:

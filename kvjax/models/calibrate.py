@@ -40,7 +40,7 @@ def calibrate(model: Model, tokens: ArrayLike, storage: Storage, *, lengths: Arr
 
     Args:
       model: from `kvjax.load`.
-      tokens: [B, T] or [T] int, rows padded at the end.
+      tokens: [B, T] or [T] int, rows padded at the end; or a list of rows of any lengths.
       storage: what needs it, such as ``kvjax.storage.low_rank(32, 32)``.
       lengths: [B] int, the number of real tokens of each row; None for T.
 

@@ -88,7 +88,9 @@ class Model:
 
         def put(x: np.ndarray) -> jax.Array:
             if self.mesh is None:
-                return jax.numpy.asarray(x)
+                # `jax.numpy.asarray` would compile a program for every shape. A CPU's device reads NumPy's own memory,
+                # which the caller may write to: a copy.
+                return jax.device_put(np.array(x))
             axes = ("batch", *(None,) * (x.ndim - 1))
             with using(self.rules):
                 return processes.put(x, NamedSharding(self.mesh, sharding.spec(axes, x.shape, self.mesh)))

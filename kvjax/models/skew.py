@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax import memory, processes
+from kvjax.arguments import plain_signature
 from kvjax.cache.state import Block
 from kvjax.errors import InputError
 from kvjax.inputs import check_batch
@@ -30,6 +31,7 @@ Array = jax.Array
 ORTHOGONAL = 1e-3  # largest error of AᵀA = 1, for matrices that were stored in a narrow dtype
 
 
+@plain_signature
 def find_skew(model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = None) -> np.ndarray:
     """Computes the right singular vectors of the queries of a sample text, as they enter the product with keys.
 

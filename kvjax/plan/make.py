@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from kvjax import policies, sharding
+from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import Lowered, lower
@@ -32,6 +33,7 @@ from kvjax.storage.base import Storage
 from kvjax.targets import find_target
 
 
+@plain_signature
 def plan(
     config: DecoderConfig,
     policy: Policy | CacheSpec,

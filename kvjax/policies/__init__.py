@@ -76,7 +76,7 @@ POLICIES: Registry[Policy] = Registry(
         "counter": counter,
     },
 )
-by_name, accepts = POLICIES.by_name, POLICIES.accepts
+by_name, accepts, names = POLICIES.by_name, POLICIES.accepts, POLICIES.names
 
 #: Policies for a table of heads, which belongs to one model: `kvjax.analysis.retrieval_heads` makes one.
 HEAD_PLANS: dict[str, Callable[..., Policy]] = {
@@ -105,7 +105,7 @@ __all__ = [
     "after_prefill", "anchors", "by_name", "by_page", "cam", "compensation", "compress", "counter", "d2o",
     "decayed_mass", "duo_attention", "everything", "evict", "fifo", "fixed", "from_layer", "full", "h2o",
     "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvmerger", "last", "local_only",
-    "low_norm", "lru", "mass", "mean_attention", "mean_mass", "observation_window_score", "protect_any",
+    "low_norm", "lru", "mass", "mean_attention", "mean_mass", "names", "observation_window_score", "protect_any",
     "protect_first", "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random",
     "razor_attention", "recency", "ring", "roco", "scissorhands", "shared_last", "snapkv", "split_heads",
     "streaming_llm", "strided", "times_above", "tova", "value_norm", "window", "with_heavy_hitters",

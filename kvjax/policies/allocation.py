@@ -13,13 +13,15 @@ import numpy as np
 from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import PolicyError
 from kvjax.order import largest
-from kvjax.policies.budget import Budget, Fraction, Slots, as_budget, exact, single
+from kvjax.policies.budget import Budget, Fraction, Slots, TextFraction, as_budget, exact, single
 
 if TYPE_CHECKING:
     from kvjax.policies.base import Evict
     from kvjax.policies.components import Stats, View
 
 Array = jax.Array
+
+MOST_SHARE = 1_000.0  # of an average head's slots; models have fewer KV heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,10 @@ class Pyramid(Budget):
     @property
     def follows_prompt(self) -> bool:
         return True
+
+    @property
+    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
+        return self.average.fractions
 
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         (b,), w = self.average.slots(prompt_length, 1), self.window
@@ -93,9 +99,13 @@ class Shared(Budget):
     Every head keeps its own best ⌊safeguard·(b - w)⌋ slots beyond the protected window of w; the rest of the layer's
     K·(b - w) slots go to the largest importances over all heads, of equal ones to the lower head, then the newer slot.
 
+    Which head gets many slots is known when a prompt ends, and arrays are allocated before: they have room for the most
+    slots that any head may get, in every head. `most` limits these; the paper has no such limit.
+
     Attributes:
       average: the budget of the average head.
       safeguard: the share of each head's slots that other heads cannot take, 0 to 1.
+      most: no head gets more than ⌊most·(b - w)⌋ slots beyond the window; at least 1. None = without limit.
 
     Raises:
       PolicyError: an attribute that is not valid.
@@ -103,6 +113,7 @@ class Shared(Budget):
 
     average: Budget
     safeguard: float
+    most: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.average, Budget):
@@ -111,6 +122,8 @@ class Shared(Budget):
             raise PolicyError(f"average={self.average!r} cannot be shared by heads; give slots or a fraction.")
         safeguard = number_argument("safeguard", self.safeguard, minimum=0.0, maximum=1.0)
         object.__setattr__(self, "safeguard", safeguard)
+        if self.most is not None:
+            object.__setattr__(self, "most", number_argument("most", self.most, minimum=1.0, maximum=MOST_SHARE))
 
     @property
     def shared(self) -> bool:
@@ -124,6 +137,10 @@ class Shared(Budget):
     def follows_prompt(self) -> bool:
         return self.average.follows_prompt
 
+    @property
+    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
+        return self.average.fractions
+
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         return self.average.slots(prompt_length, num_layers)
 
@@ -135,6 +152,16 @@ class Shared(Budget):
         share = exact(self.safeguard)
         return room * share.numerator // share.denominator
 
+    def largest_share(self, room: Any, kv_heads: int) -> Any:
+        """Returns the most slots beyond the window that a head can get, for a number or an array of integers."""
+        own = self.own(room)
+        share = own + kv_heads * (room - own)
+        if self.most is None:
+            return share
+        most = exact(self.most)
+        limit = room * most.numerator // most.denominator
+        return min(share, limit) if isinstance(room, int) else jnp.minimum(share, limit)
+
     def kept(self, policy: Evict, stats: Stats, view: View) -> Array:
         """Marks the slots that stay, [B, K, S] bool."""
         batch, kv_heads, size = view.position.shape
@@ -144,9 +171,12 @@ class Shared(Budget):
         own = self.own(room)
         score = policy.importance.score(stats, view)
         safe = largest(score, jnp.where(protected, -1, view.position), own)
+        # What a head holds of the others' slots is the best of its own.
+        share = self.largest_share(room, kv_heads)
+        open_to = view.live if self.most is None else largest(score, jnp.where(protected, -1, view.position), share)
         # The lower head wins ties, then the newer slot: the heads are joined to one row in that order.
         head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
-        order = jnp.where(protected | safe | ~view.live, -1, view.position + (kv_heads - 1 - head) * size)
+        order = jnp.where(protected | safe | ~open_to, -1, view.position + (kv_heads - 1 - head) * size)
         rest = largest(score.reshape(batch, -1), order.reshape(batch, -1), (kv_heads * (room - own))[:, 0])
         # A prompt within the budget is left alone.
         short = (view.prompt <= view.budget)[:, None, None]
@@ -160,11 +190,10 @@ class Shared(Budget):
 
     def widest(self, policy: Evict, slots: int, kv_heads: int) -> int:
         window = min(policy.scope.count(slots), slots)  # A prompt shorter than the window is left alone.
-        room = slots - window
-        return window + self.own(room) + kv_heads * (room - self.own(room))
+        return window + int(self.largest_share(slots - window, kv_heads))
 
     def traced(self) -> Budget:
-        return Shared(self.average.traced(), self.safeguard)
+        return dataclasses.replace(self, average=self.average.traced())
 
     @property
     def value(self) -> Any:

@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from kvjax.arguments import checked_call, choice_argument, count_argument, named
+from kvjax.arguments import checked_call, choice_argument, count_argument, did_you_mean, named, plain_signature
 from kvjax.errors import PolicyError
 from kvjax.policies.budget import Budget, BudgetLike, as_budget
 from kvjax.policies.components import Importance, Keep, Merge, Scope, Stats, View, check_declared, everything, keep
@@ -176,6 +176,7 @@ class Evict(Policy):
                 )
 
 
+@plain_signature
 def evict(
     *,
     importance: Importance,
@@ -209,6 +210,7 @@ def evict(
     )  # fmt: skip
 
 
+@plain_signature
 def compress(
     *,
     importance: Importance,
@@ -239,7 +241,8 @@ def fixed_slots(budget: Budget | None) -> tuple[int, ...]:
 def _resolve(needs: frozenset[str | Statistic]) -> frozenset[Statistic]:
     for each in needs:
         if not isinstance(each, Statistic) and each not in NAMED:
-            raise PolicyError(f"unknown statistic {each!r}; known: {', '.join(sorted(NAMED))}.")
+            hint = did_you_mean(each, NAMED)
+            raise PolicyError(f"unknown statistic {each!r}; {hint}known: {', '.join(sorted(NAMED))}.")
     return resolve(needs)
 
 

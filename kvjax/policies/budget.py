@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Union
 import jax
 import numpy as np
 
-from kvjax.arguments import count_argument
+from kvjax.arguments import count_argument, warn_once
 from kvjax.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -30,6 +30,10 @@ BudgetLike = Union["Budget", int, float, Sequence[int | float], np.ndarray, None
 
 MOST_SLOTS = 2**31 - 1  # positions are int32
 MOST_DENOMINATOR = 10_000  # of a fraction that a user writes, such as 0.29
+#: Slots below which predictions mean little. The server, batches, tasks and lm_eval keep as many of short prompts, as
+#: `Fraction.least`. Elsewhere a fraction keeps max(1, ⌊f·n + 1e-9⌋) slots, as it is defined, and warns: another default
+#: would change what policies of given arguments keep.
+LEAST_SLOTS = 32
 HINT = "give a whole number of slots (at least 1) or a fraction of the prompt as a float in (0, 1]."
 
 
@@ -64,6 +68,11 @@ class Budget:
     @property
     def of_text(self) -> bool:
         return False
+
+    @property
+    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
+        """The fractions that the budget is made of, without those that say how many slots they keep at the least."""
+        return ()
 
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         """Computes, on the host, the slots of each layer for a row of `prompt_length` prompt tokens.
@@ -173,6 +182,10 @@ class Fraction(Budget):
     def follows_prompt(self) -> bool:
         return True
 
+    @property
+    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
+        return (self,) if self.least == 1 else ()
+
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         return (max(self.least, math.floor(self.fraction * prompt_length + 1e-9)),) * num_layers
 
@@ -200,6 +213,10 @@ class TextFraction(Budget):
     @property
     def of_text(self) -> bool:
         return True
+
+    @property
+    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
+        return (self,)
 
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         return Fraction(self.fraction).slots(prompt_length, num_layers)
@@ -243,6 +260,10 @@ class FromLayer(Budget):
     def of_text(self) -> bool:
         return self.budget.of_text
 
+    @property
+    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
+        return self.budget.fractions
+
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         return self.budget.slots(prompt_length, num_layers)
 
@@ -284,6 +305,10 @@ class PerLayer(Budget):
     def follows_prompt(self) -> bool:
         return any(each.follows_prompt for each in self.layers)
 
+    @property
+    def fractions(self) -> tuple[Fraction | TextFraction, ...]:
+        return tuple(fraction for each in self.layers for fraction in each.fractions)
+
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
         if len(self.layers) != num_layers:
             raise PolicyError(
@@ -322,6 +347,11 @@ def single(value: Any) -> Slots | Fraction:
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise PolicyError(f"budget {value!r} is not a number; {HINT}")
+    if isinstance(value, numbers.Integral) and value == 1:
+        warn_once(
+            "budget 1 is one slot per KV head, with which predictions mean little: for the whole prompt write 1.0, and "
+            "for one slot kvjax.policies.Slots(1)."
+        )
     return Slots(int(value)) if isinstance(value, numbers.Integral) else Fraction(float(value))
 
 
@@ -347,4 +377,20 @@ def batch_slots(
     for n in lengths:
         for each in sorted(set(rows[n])):
             check(each)
+    for fraction in budget.fractions:
+        (kept,) = fraction.slots(lengths[0], 1)
+        if kept < min(LEAST_SLOTS, lengths[0]):
+            _warn_of_few(fraction, kept, lengths[0])
     return np.array([rows[int(n)] for n in prompt_lengths], np.int32).T.reshape(num_layers, -1)
+
+
+def _warn_of_few(fraction: Fraction | TextFraction, kept: int, length: int) -> None:
+    """Warns that a fraction leaves few slots of a batch's shortest text; once for each fraction."""
+    instead = "a number of slots"
+    if isinstance(fraction, Fraction):
+        instead += f", or kvjax.policies.Fraction({fraction.fraction:g}, least={LEAST_SLOTS})"
+    warn_once(
+        f"budget {fraction.fraction:g} leaves {kept} of {length} tokens; with fewer than {LEAST_SLOTS} slots "
+        f"predictions mean little: give {instead}.",
+        about=fraction,
+    )

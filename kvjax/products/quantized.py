@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from kvjax.products.codes import weights_product
 from kvjax.sharding import QUANTIZED
+from kvjax.summary import one_line
 
 Array = jax.Array
 
@@ -53,6 +54,9 @@ class QuantizedMatrix:
     zero: Array
     order: Array | None = None
     bits: int = 4
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def shape(self) -> tuple[int, ...]:

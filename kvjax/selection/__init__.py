@@ -29,11 +29,11 @@ SELECTIONS: Registry[Selection] = Registry(
         "shadowkv": shadowkv,
     },
 )
-by_name, accepts = SELECTIONS.by_name, SELECTIONS.accepts
+by_name, accepts, names = SELECTIONS.by_name, SELECTIONS.accepts, SELECTIONS.names
 
 __all__ = [
     "SELECTIONS", "Allowed", "Held", "Hindsight", "InfiniGen", "LServe", "Local", "MeanKeys", "Optimal", "Pages",
     "Quest", "ReadAll", "SelectView", "Selection", "ShadowKV", "TokenSelect", "accepts", "best", "by_name",
-    "compact", "everything", "grouped_logits", "infinigen", "lserve", "mark_ends", "optimal", "quest", "rank",
+    "compact", "everything", "grouped_logits", "infinigen", "lserve", "mark_ends", "names", "optimal", "quest", "rank",
     "retrieval", "shadowkv", "tokenselect",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax import across
-from kvjax.arguments import choice_argument, count_argument
+from kvjax.arguments import choice_argument, count_argument, warn_once
 from kvjax.errors import SelectionError
 from kvjax.order import largest_counted
 from kvjax.policies.base import Policy
@@ -78,6 +78,8 @@ class InfiniGen(Selection):
             object.__setattr__(self, "ratio", _fraction("ratio", self.ratio))
             whole = isinstance(self.cap, numbers.Integral) and not isinstance(self.cap, bool)
             cap = count_argument("cap", self.cap, minimum=1) if whole else _fraction("cap", self.cap)
+            if whole and cap == 1:
+                warn_once("cap 1 is one slot per KV head: for all slots write 1.0.")
             object.__setattr__(self, "cap", cap)
             object.__setattr__(self, "of_slots", whole)
             choice_argument("columns", self.columns, COLUMNS)

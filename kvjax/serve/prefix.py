@@ -14,15 +14,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax import memory
+from kvjax.arguments import plain_signature
 from kvjax.cache.state import KVState
 from kvjax.choices import takes_blocks
 from kvjax.errors import InputError
 from kvjax.extend import extend
-from kvjax.inputs import check_batch, check_count
+from kvjax.inputs import check_batch, check_count, check_one_row
 from kvjax.models.config import DecoderConfig
 from kvjax.prefill import Prefilled
 from kvjax.serve.blocks import Started
 from kvjax.serve.prompts import Prompts
+from kvjax.summary import one_line
 
 Array = jax.Array
 
@@ -44,6 +46,9 @@ class Prefix:
     tokens: np.ndarray
     prompt: int
     prompts: Prompts = dataclasses.field(repr=False)
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def length(self) -> int:
@@ -84,6 +89,7 @@ class Prefix:
                 "runner, with larger limits.new_tokens."
             )
 
+    @plain_signature
     def extend(self, tokens: ArrayLike) -> "Prefix":
         """Feeds further tokens; this prefix stays as it is.
 
@@ -149,8 +155,7 @@ def make(prompts: Prompts, tokens: ArrayLike) -> Prefix:
 
 def _one_row(config: DecoderConfig, tokens: ArrayLike, *, new_tokens: int) -> np.ndarray:
     """Returns checked token ids, [n] int32; see `check_batch`."""
-    if np.ndim(tokens) != 1:
-        raise InputError(f"a prefix is of one row of tokens, [n]; got shape {np.shape(tokens)}.")
+    check_one_row("a prefix", tokens)
     return check_batch(config, tokens, None, new_tokens=new_tokens).tokens[0]
 
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from kvjax.errors import InputError
-from kvjax.inputs import check_batch, check_count, check_stop
+from kvjax.inputs import check_batch, check_count, check_one_row, check_stop
 from kvjax.models.config import DecoderConfig
 from kvjax.sampling import Greedy, Sample, Sampler, check_sampling
+from kvjax.summary import one_line
 
 if TYPE_CHECKING:
     from kvjax.serve.prefix import Prefix
@@ -49,6 +50,9 @@ class Request:
     prefix: "Prefix | None" = None
     until: Until | None = None
 
+    def __repr__(self) -> str:
+        return one_line(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -69,6 +73,9 @@ class Result:
     reason: Reason
     prompt: int
 
+    def __repr__(self) -> str:
+        return one_line(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
@@ -85,6 +92,9 @@ class Progress:
     tokens: np.ndarray
     logprobs: np.ndarray
     result: Result | None
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +132,9 @@ def check_request(config: DecoderConfig, request: Request, stop: np.ndarray, sam
     check_count("max_new_tokens", request.max_new_tokens)
     own = request.sampler if request.sampler is not None else sampler
     check_sampler(own)
+    check_one_row("a request", request.tokens)
     tokens = np.asarray(request.tokens)
     if request.prefix is None or tokens.size:
-        if tokens.ndim != 1:
-            raise InputError(f"a request's tokens must be [n] token ids; got shape {tokens.shape}.")
         before = 0 if request.prefix is None else request.prefix.length
         batch = check_batch(config, tokens, None, new_tokens=request.max_new_tokens + before)
         tokens = batch.tokens[0]

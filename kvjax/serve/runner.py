@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
@@ -107,6 +108,7 @@ class Runner:
       prompts: how prompts are run.
     """
 
+    @plain_signature
     def __init__(
         self,
         model: Model,
@@ -200,6 +202,7 @@ class Runner:
         self._intake.add(job)
         return job.id
 
+    @plain_signature
     def prefix(self, tokens: ArrayLike) -> Prefix:
         """Runs a context that requests can continue; see `kvjax.serve.prefix.make`."""
         return prefixes.make(self.prompts, tokens)

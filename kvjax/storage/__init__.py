@@ -64,7 +64,7 @@ STORAGES: Registry[Storage] = Registry(
         "minicache": minicache,
     },
 )
-by_name, accepts = STORAGES.by_name, STORAGES.accepts
+by_name, accepts, names = STORAGES.by_name, STORAGES.accepts, STORAGES.names
 
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ __all__ = [
     "LowRank", "Merged", "Mxfp4", "Pairs", "Permuted", "PromptView", "Samples", "Scaled", "SegmentCodec", "Segments",
     "Side", "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "accepts", "bfp", "blocks", "breakdown", "by_name",
     "chain", "cskv", "dense", "fp8", "gear", "int2", "int4", "int8", "integer", "kivi", "kmeans_levels", "kv_heads",
-    "kvquant", "levels", "low_rank", "merged_vectors", "mikv", "minicache", "mxfp4", "nbytes", "normal_levels", "pack",
-    "pairs", "permuted", "ratios", "read", "replay", "round_trip", "scaled", "slots", "sparse", "think", "tiers",
-    "turboquant", "unpack", "zipcache",
+    "kvquant", "levels", "low_rank", "merged_vectors", "mikv", "minicache", "mxfp4", "names", "nbytes", "normal_levels",
+    "pack", "pairs", "permuted", "ratios", "read", "replay", "round_trip", "scaled", "slots", "sparse", "think",
+    "tiers", "turboquant", "unpack", "zipcache",
 ]  # fmt: skip

@@ -23,6 +23,7 @@ from kvjax.rope import Rope
 from kvjax.storage.base import Codec, Storage
 from kvjax.storage.layouts import Blocks
 from kvjax.storage.side import CALIBRATION, Samples, Sides
+from kvjax.summary import one_line
 
 Array = jax.Array
 Expected = dict[str, dict[str, tuple[tuple[int, ...], str]]]  # name -> part -> shape and dtype
@@ -48,6 +49,9 @@ class Calibration(flax.struct.PyTreeNode):
     rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
     model: str | None = flax.struct.field(pytree_node=False, default=None)
     kind: str | None = flax.struct.field(pytree_node=False, default=None)
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @classmethod
     def of(

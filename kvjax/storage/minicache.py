@@ -20,6 +20,7 @@ from kvjax.storage.base import Codec, Parts, Shapes, Storage, factory, straight_
 from kvjax.storage.layouts import LOWER, UPPER, Pairs
 from kvjax.storage.rounding import as_stored
 from kvjax.storage.side import PROMPT, Side
+from kvjax.summary import one_line
 
 Array = jax.Array
 
@@ -44,6 +45,9 @@ class MergedVectors(NamedTuple):
     lower: Array
     upper: Array
     angle: Array
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 def merged_vectors(lower: Array, upper: Array, t: float) -> MergedVectors:

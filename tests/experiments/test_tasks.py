@@ -195,6 +195,18 @@ RECORDS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(("turns", "later"), [(1, 0), (3, 2)])
+def test_turns_that_do_not_see_each_other_are_said(turns, later, tmp_path, recwarn):
+    """In the report and as a warning; the file's first turns are as the suite asks them."""
+    asked = [{"input": f"Q{number}", "answer": "A"} for number in range(turns)]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"context": "C", "multi_turns": asked}) + "\n")
+    made = registry.build(f"{tmp_path}/rows.jsonl").make(setting())
+    said = f"{later} are later turns of a conversation, and are asked as if each were the first"
+    assert (said in made.about) == bool(later)
+    assert [said in str(each.message) for each in recwarn] == [True] * bool(later)
+
+
+@pytest.mark.filterwarnings("ignore:.*later turns")
 @pytest.mark.parametrize("form", RECORDS)
 def test_forms_of_records(form, tmp_path, monkeypatch):
     monkeypatch.setattr(ngrams, "check", lambda: None)

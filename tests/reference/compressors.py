@@ -44,21 +44,30 @@ def pyramidkv(budget: Any, window: int = 32, beta: int = 20, **options: Any) -> 
     return replace(snapkv(budget, window, **options), by_layer=by_layer)
 
 
-def adakv(base: Policy, safeguard: float = 0.2) -> Policy:
-    """Heads share their layer's slots: a safeguard each, the rest to the largest of all."""
+def adakv(base: Policy, safeguard: float = 0.2, most: float | None = None) -> Policy:
+    """Heads share their layer's slots: a safeguard each, the rest to the largest of all, up to a limit for each."""
 
     def shares(heads: list[View]) -> list[tuple[Array, float]]:
         priority = [base.rank(view).priority for view in heads]
         keep = [np.isinf(p) for p in priority]  # the window
         room = heads[0].budget - int(keep[0].sum())
         own = math.floor(safeguard * room + 1e-9)
-        gaps = []
+        limit = math.inf if most is None else math.floor(most * room + 1e-9)
+        gaps, beyond = [], []
         for p, kept in zip(priority, keep, strict=True):
             best = sorted(np.flatnonzero(~kept), key=lambda j: (p[j], j), reverse=True)
             if 0 < own < len(best):
                 gaps.append(_relative(p[best[own - 1]], p[best[own]]))
             kept[best[:own]] = True
-        left = [(p[j], -head, j) for head, p in enumerate(priority) for j in np.flatnonzero(~keep[head])]
+            if limit < len(best):
+                gaps.append(_relative(p[best[limit - 1]], p[best[limit]]))
+            beyond.append(set() if limit >= len(best) else set(best[limit:]))
+        left = [
+            (p[j], -head, j)
+            for head, p in enumerate(priority)
+            for j in np.flatnonzero(~keep[head])
+            if j not in beyond[head]
+        ]
         left.sort(reverse=True)
         count = len(heads) * (room - own)
         if 0 < count < len(left):

@@ -1,0 +1,76 @@
+"""The number of programs that texts of many lengths compile: lengths go up to buckets, and results to the host."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import policies
+from kvjax.cache import Limits
+from kvjax.serve import Request, Runner
+from tests.tiny import VOCAB, tiny
+
+LENGTHS = range(20, 110, 3)  # 30 lengths in three buckets of prompts: 64, 96 and 128 tokens
+BUCKETS = 3
+OTHERS = 12  # the loop that decodes, and what is made once, such as a random key
+POLICY = policies.h2o(policies.Fraction(0.5, least=8))
+ROWS = 3
+
+
+@contextlib.contextmanager
+def compilations():
+    """Yields a list of what is compiled inside of the context, in this process or from the folder of programs."""
+    found = []
+    listener = lambda name, *_, **__: found.append(name) if "backend_compile" in name else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def tokens(length: int, rows: int = ROWS) -> np.ndarray:
+    return np.random.default_rng(length).integers(0, VOCAB, (rows, length))
+
+
+def generate(model):
+    for length in LENGTHS:
+        kvjax.generate(model, tokens(length), POLICY, max_new_tokens=2 + length % 5)
+
+
+def generate_lists(model):
+    for length in LENGTHS:
+        kvjax.generate(model, [row[: length - i] for i, row in enumerate(tokens(length))], POLICY, max_new_tokens=2)
+
+
+def score(model):
+    for length in LENGTHS:
+        kvjax.log_likelihood(model, tokens(length), POLICY, prompt_length=length // 2)
+
+
+def score_prompts(model):
+    for length in LENGTHS:
+        kvjax.log_likelihood(model, tokens(length), POLICY, prompt_length=length)
+
+
+def choices(model):
+    for length in LENGTHS:
+        asked = [[tokens(1 + length % 9, 1)[0], [3]]] * ROWS
+        kvjax.score_choices(model, tokens(length), asked, POLICY)
+
+
+def serve(model):
+    runner = Runner(model, POLICY, rows=ROWS, limits=Limits(prompt=128, new_tokens=8))
+    for length in LENGTHS:
+        runner.submit(Request(tokens=tokens(length, 1)[0], max_new_tokens=2))
+    assert len(list(runner)) == len(LENGTHS)
+
+
+@pytest.mark.parametrize("work", [generate, generate_lists, score, score_prompts, choices, serve])
+def test_thirty_lengths_compile_few_programs(work):
+    """A prefill for each bucket of prompts, a loop that decodes, and small ones that do not depend on lengths."""
+    with compilations() as compiled:
+        work(tiny(layers=1).model)
+    assert len(compiled) <= OTHERS + BUCKETS
