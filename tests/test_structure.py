@@ -11,6 +11,7 @@ from tests.conftest import ROOT
 ROOMS = [
     {
         "errors",
+        "finite",
         "statistics",
         "order",
         "rope",
