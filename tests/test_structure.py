@@ -30,6 +30,7 @@ ROOMS = [
         "memory",
         "host",
         "products",
+        "expressions",
         "imports",
         "user_files",
     },
