@@ -16,6 +16,10 @@ class StorageError(KvjaxError):
     """An invalid storage or codec. Raised when it is built, or once shapes are known."""
 
 
+class CodecError(StorageError, PolicyError):
+    """A user's own codec whose functions raise an error or do not fit each other."""
+
+
 class SelectionError(PolicyError):
     """An invalid selection, or one that cannot be combined with the policy, the storage or the kind of positions."""
 
