@@ -231,7 +231,7 @@ def check_selection(selection: Selection, heads: int, queries: int, slots: int, 
         return made
 
     def run(query: Any, key: Any, position: Any, row: Any, slot: Any, columns: Any) -> Any:
-        view = SelectView(position, key, row, row, row, slot, 1.0, 0)
+        view = SelectView(position, key, row, row, row, slot, 1.0, 0, first=row)
         index = selection.init(shape, dim, kind)
         if not isinstance(index, dict):
             raise SelectionError(f"{about} init returned {_described(index)}; expected a dict of arrays.")
