@@ -19,7 +19,7 @@ from kvjax.selection.base import Held, Selection, SelectView
 from kvjax.statistics import Statistic
 from kvjax.storage.base import Storage
 from kvjax.storage.codec import Codec
-from kvjax.storage.layouts import BlockCodec, Blocks, Segments, Tiers
+from kvjax.storage.layouts import Blocks, Segments, Tiers
 from kvjax.user_files import raised_at
 
 ROWS = 2  # of the arrays that are asked about
@@ -150,9 +150,7 @@ def check_storage(storage: Storage, heads: int, dim: int, dtype: str) -> None:
         check_storage(storage.layout.high, heads, dim, dtype)
 
 
-def _check_codec(
-    about: str, codec: Codec | BlockCodec, shape: tuple[int, ...], sizes: tuple[int, ...], dtype: str
-) -> None:
+def _check_codec(about: str, codec: Any, shape: tuple[int, ...], sizes: tuple[int, ...], dtype: str) -> None:
     lead = shape[: len(shape) - len(sizes)]
     try:
         given: Any = codec.parts(*sizes, jnp.dtype(dtype))
