@@ -115,7 +115,8 @@ def context_gain(model: Model, text: corpus.Text) -> tuple[float, float]:
     near = np.concatenate([np.full((len(near), 1), bos), near], axis=1)
     short, _ = evaluate.log_probabilities(model.params, near, model.config)
     size = sizes[asked].sum() * np.log(2)
-    return float(-full[asked].sum() / size), float(-short[:, -1].sum() / size)
+    full, short = full[asked].sum(dtype=np.float64), short[:, -1].sum(dtype=np.float64)
+    return float(-full / size), float(-short / size)
 
 
 def recalled(model: Model) -> dict[str, dict[str, float]]:

@@ -182,7 +182,7 @@ def _loss_panel(axes: Any, scored: dict[str, np.ndarray], color: dict[str, str])
     """Perplexity of the first 1, 2, ... tokens of the continuation."""
     count = next(iter(scored.values())).shape[1]
     x = np.arange(1, count + 1)
-    mean = {name: np.cumsum(-logprobs.mean(axis=0)) / x for name, logprobs in scored.items()}
+    mean = {name: np.cumsum(-logprobs.mean(axis=0, dtype=np.float64)) / x for name, logprobs in scored.items()}
     relative = "full" in mean and len(mean) > 1
     if relative:
         style(axes, "Perplexity so far, against the full cache", "tokens after the prompt", "% above the full cache's")

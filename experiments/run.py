@@ -105,7 +105,7 @@ def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str
             file.write(json.dumps({"kind": "summary"} | row) + "\n")
         for measurement in outcome.measurements:
             if measurement.logprobs is not None:
-                loss = (-measurement.logprobs).mean(axis=0)
+                loss = (-measurement.logprobs).mean(axis=0, dtype="float64")
                 entry = {"kind": "loss", "policy": measurement.policy, "nats_by_token": [float(x) for x in loss]}
                 file.write(json.dumps(entry) + "\n")
     summaries = outcome.rows()

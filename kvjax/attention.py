@@ -20,7 +20,7 @@ from kvjax.kernels.decode import xla as decode_xla
 from kvjax.kernels.prefill import devices
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.kernels.problem import Attended, Problem, check
-from kvjax.statistics import Statistic
+from kvjax.statistics import COUNT, Statistic
 
 Array = jax.Array
 Columns = dict[str, Array]  # statistic name -> [B, K, S] or [B, K, S, words] float32
@@ -107,7 +107,7 @@ def problem(
         exempt=exempt,
         log_weight=log_weight,
         offset=offset,
-        counts=tuple(sorted(s.name for s in needs if s.transform == "one")),
+        counts=tuple(sorted((s for s in needs if s.transform == "one"), key=lambda s: s.name)),
         scale=dim**-0.5 if scale is None else scale,
         soft_cap=soft_cap,
         grows=grows,
@@ -327,10 +327,14 @@ def attend_parts(
     return combined.output.astype(dtype), columns_of
 
 
-def count_queries(problem: Problem) -> Array:
-    """Counts the queries that see each slot, from positions only: [B, K, S] float32.
+def count_queries(problem: Problem, statistic: Statistic = COUNT) -> Array:
+    """Computes a statistic that counts queries, from positions only: [B, K, S] float32.
 
     The queries of each row that are not padding must have consecutive positions.
+
+    Args:
+      problem: the queries and slots.
+      statistic: one with transform ``one``.
     """
     check(problem, shorter_values=True)
     # [B, 1, 1]
@@ -343,13 +347,13 @@ def count_queries(problem: Problem) -> Array:
             last = jnp.minimum(last, problem.key_position + reach - 1)
     if problem.exempt is not None:
         last = jnp.where(problem.exempt, newest, last)
-    # [B, K, S]
-    seen = jnp.where((problem.key_position >= 0) & (queries > 0), last - first + 1, 0)
-    return jnp.maximum(seen, 0).astype(jnp.float32)
+    # [B, K, S]: none sees an empty slot
+    last = jnp.where((problem.key_position >= 0) & (queries > 0), last, first - 1)
+    return statistic.counted(first, last, newest)
 
 
 def _counts(problem: Problem) -> Columns:
-    return {name: count_queries(problem) for name in problem.counts}
+    return {statistic.name: count_queries(problem, statistic) for statistic in problem.counts}
 
 
 def _lse_of(attended: Attended) -> Array:

@@ -17,6 +17,7 @@ from kvjax.cache.limits import Limits, half_steps, power_of_two
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
+from kvjax.finite import error_of
 from kvjax.generate import check_room
 from kvjax.inputs import check_batch, check_no_text
 from kvjax.models.bound import BoundDecoder, bind, logprob_of, over_logits
@@ -100,6 +101,8 @@ def score_choices(
       PolicyError: see `kvjax.generate`.
       StorageError: see `kvjax.generate`.
       ConfigError: see `kvjax.generate`.
+      NonFiniteError: if a log-probability is not finite; ``error.rows`` are contexts, and ``error.result`` has all
+        scores.
     """
     spec = as_spec(policy, storage, selection)
     model = calibrated(model, spec.storage, calibration)
@@ -134,6 +137,7 @@ def score_prefilled(
     Raises:
       InputError: the choices are not those of the contexts, one has no token, or heads that evict nothing while
         decoding have too few slots.
+      NonFiniteError: see `score_choices`.
     """
     lengths = processes.to_host(prefilled.state.length)[: prefilled.num_rows]
     asked = _check_choices(model.config, choices, lengths)
@@ -167,7 +171,11 @@ def _scores(model: Model, prefilled: Prefilled, asked: list[list[np.ndarray]]) -
         logprobs, best = processes.to_host((scores, greedy))
         for place, (row, number) in enumerate(part):
             found[row][number] = ChoiceScore(logprobs[place, : ends[place]], bool(best[place]))
-    return [[each for each in own if each is not None] for own in found]
+    scores = [[each for each in own if each is not None] for own in found]
+    bad = [row for row, own in enumerate(scores) if not all(np.isfinite(each.logprobs).all() for each in own)]
+    if bad:
+        raise error_of(bad, len(scores), scores, noun="context")
+    return scores
 
 
 def takes_blocks(phase: Phase) -> bool:

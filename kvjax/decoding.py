@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from kvjax import records
 from kvjax.cache.layout import Phase
 from kvjax.cache.state import Block, KVState
+from kvjax.finite import PAD, only_finite
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.sampling import Sampler, penalised, penalty_of
 from kvjax.sharding import Params
 
 Array = jax.Array
-PAD = -1  # fills the generated tokens of a row after its stop token
 CHUNK = 64  # tokens per call of the decode loop; between calls the host checks for stops and updates the progress bar
 
 
@@ -67,10 +67,12 @@ def first_token(
       sampler: the sampling method.
 
     Returns:
-      The carry of the decode loop, the tokens [B] int32 and their log-probabilities [B] float32.
+      The carry of the decode loop, the tokens [B] int32 and their log-probabilities [B] float32. A row whose
+      log-probability is not finite has ended, and its token is `PAD`.
     """
     # [B]
     token, logprob = _choose(logits, state.length, request, key, seen, sampler)
+    token = only_finite(token, logprob)
     # A row without a prompt is padding.
     active = _is_active(token, stop) & (state.length > 0)
     return Carry(state, token, active, request, key, _with_token(seen, token)), token, logprob
@@ -105,7 +107,7 @@ def decode_steps(
 
     Returns:
       The carry, the tokens [B, CHUNK] int32, `PAD` where none was generated, their log-probabilities [B, CHUNK]
-      float32, and the record or None.
+      float32, and the record or None. A row ends with a log-probability that is not finite, whose token is `PAD`.
     """
     decoder = bind(config, params)
     rows = carry.token.shape[0]
@@ -128,7 +130,7 @@ def decode_steps(
         logits = decoder.logits(x[:, 0])
         # [B]
         token, logprob = _choose(logits, kv.length, carry.request, carry.key, carry.seen, sampler)
-        token, logprob = jnp.where(active, token, PAD), jnp.where(active, logprob, 0.0)
+        token, logprob = jnp.where(active, only_finite(token, logprob), PAD), jnp.where(active, logprob, 0.0)
         # [B, CHUNK]
         ids, logprobs = ids.at[:, i].set(token), logprobs.at[:, i].set(logprob)
         ongoing = active & _is_active(token, stop)
@@ -174,5 +176,5 @@ def _with_token(seen: Array | None, token: Array) -> Array | None:
 
 
 def _is_active(token: Array, stop: Array) -> Array:
-    """Returns whether rows with the newest tokens [B] have not ended: [B] bool. `stop` is [n] int32."""
-    return ~jnp.any(token[:, None] == stop[None], axis=1)
+    """Returns whether rows with the newest tokens [B], `PAD` = none, have not ended: [B] bool. `stop` is [n] int32."""
+    return (token != PAD) & ~jnp.any(token[:, None] == stop[None], axis=1)

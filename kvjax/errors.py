@@ -1,5 +1,8 @@
 """Errors that callers can cause. Each message is one paragraph: what is wrong, what was given, what would be valid."""
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class KvjaxError(ValueError):
     """Base class of the errors that kvjax raises for invalid arguments, files and configurations."""
@@ -13,12 +16,34 @@ class StorageError(KvjaxError):
     """An invalid storage or codec. Raised when it is built, or once shapes are known."""
 
 
+class CodecError(StorageError, PolicyError):
+    """A user's own codec whose functions raise an error or do not fit each other."""
+
+
 class SelectionError(PolicyError):
     """An invalid selection, or one that cannot be combined with the policy, the storage or the kind of positions."""
 
 
 class InputError(KvjaxError):
     """Tokens, lengths or options of a call that do not fit the model."""
+
+
+class NonFiniteError(KvjaxError):
+    """A log-probability that is NaN or infinite, because the model's logits are.
+
+    No finite logits have one: log-probabilities are of the logits before any filter, so that a token which a sampler
+    excludes has a finite one, and so has a token whose probability is 0 in float32. The other rows of the batch are
+    computed to their end, and have the results that they have without this one.
+
+    Attributes:
+      rows: the rows of the batch that have ended so.
+      result: what the function would have returned. Of these rows it has the tokens before the first log-probability
+        that is not finite, or, if the text was given, log-probabilities that are not finite.
+    """
+
+    def __init__(self, message: str, *, rows: Sequence[int] = (), result: Any = None):
+        super().__init__(message)
+        self.rows, self.result = tuple(rows), result
 
 
 class ConfigError(KvjaxError):

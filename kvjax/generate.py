@@ -15,8 +15,9 @@ from kvjax.cache.layout import CacheLayout, kept
 from kvjax.cache.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import KVState, live_slots
-from kvjax.decoding import CHUNK, PAD, Carry, decode_steps, first_token
+from kvjax.decoding import CHUNK, Carry, decode_steps, first_token
 from kvjax.errors import InputError
+from kvjax.finite import PAD, check_finite
 from kvjax.inputs import check_count, check_stop
 from kvjax.models.calibrate import calibrated, with_calibration
 from kvjax.models.model import Model
@@ -126,6 +127,8 @@ def generate(
       StorageError: if the storage cannot be combined with the policy, or has no calibration that fits the model;
         before anything is traced.
       ConfigError: if an implementation was requested by name that cannot run.
+      NonFiniteError: if the log-probability of a token is not finite. Its row ends there, and the error is raised when
+        the other rows have ended; ``error.result`` is the `Generation`.
     """
     model = calibrated(model, as_spec(policy, storage, selection).storage, calibration)
     prefilled = prefill(
@@ -174,6 +177,7 @@ def decode(
       InputError: if an option is not valid, or heads that evict nothing while decoding have too few slots for
         the new tokens.
       StorageError: if the storage needs a calibration that the model has not, or the one that is given does not fit.
+      NonFiniteError: see `generate`.
     """
     key = check_sampling(sampler, key)
     held = [[group.storage for group in layer] for layer in prefilled.layout.decode]
@@ -199,6 +203,7 @@ def decode(
         if stream:
             stream(produced[0][0][:, 0])
         may_end = len(stop_ids) > 0 or until is not None
+        may_end = may_end or not _all_finite(produced)
         while done < max_new_tokens and (not may_end or bool(processes.to_host(carry.active).any())):
             if until is not None:
                 carry = _ended(carry, until(np.concatenate([ids for ids, _ in produced], axis=1)))
@@ -210,6 +215,7 @@ def decode(
             recorded.append((own, steps))
             ids, logprobs = processes.to_host((ids, logprobs))
             produced.append((ids[:rows, :steps], logprobs[:rows, :steps]))
+            may_end = may_end or not _all_finite(produced[-1:])
             if stream:
                 stream(produced[-1][0][:, 0])
             done += steps
@@ -221,7 +227,15 @@ def decode(
     ids = np.pad(ids, pad, constant_values=PAD)
     lengths = np.asarray(np.sum(ids != PAD, axis=1), np.int32)
     made = records.joined(recorded, prefilled.layout, rows)
-    return Generation(ids, lengths, np.pad(logprobs, pad), carry.state, made, prefilled.layout)
+    known = np.where(np.isfinite(logprobs), logprobs, np.float32(0))
+    result = Generation(ids, lengths, np.pad(known, pad), carry.state, made, prefilled.layout)
+    check_finite(logprobs, result)
+    return result
+
+
+def _all_finite(produced: list[tuple[np.ndarray, np.ndarray]]) -> bool:
+    """Returns whether the log-probabilities of tokens, which come in pairs with these, are finite."""
+    return all(bool(np.isfinite(logprobs).all()) for _, logprobs in produced)
 
 
 def seen_tokens(prefilled: Prefilled, sampler: Sampler) -> np.ndarray | None:

@@ -16,6 +16,7 @@ from kvjax.cache.layout import CacheLayout, Phase, kept
 from kvjax.cache.limits import Limits, power_of_two
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
+from kvjax.finite import check_finite
 from kvjax.inputs import check_batch, check_prompt
 from kvjax.models.bound import SCORE_ROWS, bind, logprobs_of
 from kvjax.models.calibrate import calibrated
@@ -102,6 +103,8 @@ def log_likelihood(
       PolicyError: if the policy, storage and selection cannot be combined; before anything is traced.
       StorageError: see `kvjax.generate`.
       ConfigError: if an implementation was requested by name that cannot run.
+      NonFiniteError: if a log-probability is not finite; ``error.result`` is the `LogLikelihood`. Not raised while a
+        gradient is traced.
     """
     spec = as_spec(policy, storage, selection)
     model = calibrated(model, spec.storage, calibration)
@@ -150,7 +153,10 @@ def log_likelihood(
         return LogLikelihood(jnp.where(known, scores[:rows, : total - 1], 0.0), state, layout=prepared.layout)
     # On the host, because XLA would compile a program for every length of the slice; so would `jnp.asarray`.
     whole = processes.to_host(scores)[:rows, : total - 1]
-    return LogLikelihood(jax.device_put(np.where(known, whole, np.float32(0))), state, made, prepared.layout)
+    whole = np.where(known, whole, np.float32(0))
+    result = LogLikelihood(jax.device_put(whole), state, made, prepared.layout)
+    check_finite(whole, result)
+    return result
 
 
 @functools.partial(

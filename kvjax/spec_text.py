@@ -23,7 +23,6 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,15 +31,20 @@ from typing import Any, Literal, NamedTuple
 
 from kvjax import user_files
 from kvjax.errors import ConfigError, KvjaxError, PolicyError, SelectionError, StorageError
+from kvjax.expressions import SHOWN, parse, short
 from kvjax.models.quantize import WEIGHTS, WeightCodes
 from kvjax.policies import COMBINATORS, HEAD_PLANS, MERGES, POLICIES, Merge, Policy
 from kvjax.selection import SELECTIONS, Selection
 from kvjax.storage import STORAGES, Storage
+from kvjax.user_files import raised_at
 
+LONGEST_NAME = 100  # characters of a name that others are compared with
 Axis = Literal["policy", "merge", "storage", "selection", "weights"]
 Factory = Callable[..., Any]
 
-_FILE = re.compile(r"([^\s(),=]+\.py):(\w+)")  # FILE.py:factory
+_WORD = re.compile(r"[^\s(),=]+")
+_NAME = re.compile(r"\w+")
+_PLACEHOLDER = "__file"  # stands for FILE.py:factory, with its number
 _COMBINING = COMBINATORS | {"split_heads": HEAD_PLANS["split_heads"]}
 #: Names that policies of kvjax begin with: ``h2o``, ``adakv[snapkv]``, ``h2o+heavy``.
 _LIBRARY = re.compile(rf"({'|'.join([*POLICIES, *HEAD_PLANS, *COMBINATORS, 'evict', 'compress'])})\b")
@@ -97,8 +101,11 @@ def build(axis: Axis, text: str, **defaults: Any) -> Any:
 
     Raises:
       ConfigError: a text that is none of the above, or an unknown name.
-      PolicyError, StorageError, SelectionError: arguments that a factory does not take, or values that cannot work.
+      PolicyError, StorageError, SelectionError: arguments that a factory does not take, or values that cannot work; or
+        a factory that raises anything.
     """
+    if not isinstance(text, str):
+        raise ConfigError(f"a {axis} must be a text here; got {text!r}.")
     return _build(axis, text, _modules(text), **defaults)
 
 
@@ -109,7 +116,7 @@ def _build(axis: Axis, text: str, modules: tuple[ModuleType, ...], **defaults: A
     made, registry = reader.made(reader.node), REGISTRIES[axis]
     if not isinstance(made, registry.kind):
         see = f"{registry.kind.__module__}.{registry.kind.__name__}"
-        raise registry.error(f"{axis} {text!r}: its factory returned {made!r}, not a {axis}; see {see}.")
+        raise registry.error(f"{axis} {short(text)}: its factory returned {made!r}, not a {axis}; see {see}.")
     return named(made, reader.shown())
 
 
@@ -138,12 +145,48 @@ def _accepts(axis: Axis, text: str, modules: tuple[ModuleType, ...]) -> frozense
 
 def files(text: str) -> tuple[str, ...]:
     """The files of a user's own that a text names; see `kvjax.imports` for what those import."""
-    return tuple(match[1] for match in _FILE.finditer(text))
+    return tuple(each.file for each in _own(text))
+
+
+class _Own(NamedTuple):
+    """FILE.py:factory in a text, from `start` to before `end`."""
+
+    start: int
+    end: int
+    file: str
+    factory: str
+
+
+def _own(text: str) -> Iterator[_Own]:
+    """Finds every FILE.py:factory, in linear time: a file may have any name without spaces, brackets, commas and =."""
+    for word in _WORD.finditer(text):
+        at = word.end()
+        # The last one of a word, so that a folder may have such a name too.
+        while (at := text.rfind(".py:", word.start() + 1, at)) >= 0:
+            if name := _NAME.match(text, at + len(".py:"), word.end()):
+                yield _Own(word.start(), name.end(), text[word.start() : at + len(".py")], name[0])
+                break
+
+
+def _replaced(text: str, names: Sequence[str]) -> str:
+    """Returns a text with names in place of every FILE.py:factory."""
+    parts, end = [], 0
+    for own, name in zip(_own(text), names, strict=True):
+        parts += [text[end : own.start], name]
+        end = own.end
+    return "".join([*parts, text[end:]])
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _modules(text: str) -> tuple[ModuleType, ...]:
     """Those of the files that a text names, as far as there are such files."""
-    return tuple(user_files.load(file) for file in files(text) if Path(file).is_file())
+    return tuple(user_files.load(file) for file in files(text) if _is_file(file))
 
 
 def axis_of(text: str, among: Sequence[Axis]) -> Axis:
@@ -166,9 +209,9 @@ def axis_of(text: str, among: Sequence[Axis]) -> Axis:
             build(axis, text)
             return axis
     known = {each for axis in among for each in REGISTRIES[axis].names}
-    close = difflib.get_close_matches(name[0], known, n=1)
+    close = _close(name[0], known)
     hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(known))}."
-    raise ConfigError(f"{text!r} is no {' and no '.join(among)}{hint}")
+    raise ConfigError(f"{short(text)} is no {' and no '.join(among)}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,19 +236,17 @@ class _Reader:
 
     @classmethod
     def of(cls, axis: Axis, text: str, defaults: dict[str, Any]) -> "_Reader":
-        files: dict[str, tuple[str, str]] = {}
-
-        def placeholder(match: re.Match[str]) -> str:
-            name = f"__file{len(files)}"
-            files[name] = (match[1], match[2])
-            return name
-
+        own = list(_own(text))
+        files = {f"{_PLACEHOLDER}{number}": (each.file, each.factory) for number, each in enumerate(own)}
+        plain = _replaced(text, list(files))
         try:
-            return cls(axis, text, ast.parse(_FILE.sub(placeholder, text.strip()), mode="eval").body, files, defaults)
-        except (SyntaxError, ValueError):
+            if plain.count(_PLACEHOLDER) > len(own):
+                raise ValueError(f"has the name {_PLACEHOLDER}")
+            return cls(axis, text, parse(plain.strip()), files, defaults)
+        except ValueError as error:
             raise ConfigError(
-                f"{axis} {text!r} is not a {axis}'s name, a call such as {REGISTRIES[axis].example}, or "
-                "FILE.py:factory."
+                f"{axis} {short(text)} is not a {axis}'s name, a call such as {REGISTRIES[axis].example}, or "
+                f"FILE.py:factory: it {error}."
             ) from None
 
     def made(self, node: ast.expr) -> Any:
@@ -220,30 +261,38 @@ class _Reader:
 
     def shown(self) -> str:
         """The text, with the names of policies in place of their files."""
-        number = itertools.count()
-        return _FILE.sub(lambda match: self.names.get(f"__file{next(number)}", match[0]), self.text)
+        own = enumerate(_own(self.text))
+        names = [self.names.get(f"{_PLACEHOLDER}{number}", self.text[each.start : each.end]) for number, each in own]
+        return _replaced(self.text, names)
 
     def built(self, node: ast.expr) -> Any:
         """See `made`."""
         factory, call = self.factory(node)
         if isinstance(factory, _OBJECTS):
             if call:
-                raise ConfigError(f"{self.axis} {self.text!r}: {ast.unparse(call.func)} takes no arguments.")
+                raise ConfigError(f"{self.axis} {short(self.text)}: {_source(call.func)} takes no arguments.")
             return factory
         positional = [self.argument(each) for each in call.args] if call else []
         given: dict[str, Any] = {}
         for keyword in call.keywords if call else ():
             if keyword.arg is None:
-                raise ConfigError(f"{self.axis} {self.text!r}: ** has no meaning here.")
+                raise ConfigError(f"{self.axis} {short(self.text)}: ** has no meaning here.")
             given[keyword.arg] = self.argument(keyword.value)
         if factory not in _COMBINING.values():
-            parameters = _parameters(factory)
-            taken = parameters - set(list(inspect.signature(factory).parameters)[: len(positional)])
+            taken = _parameters(factory)[len(positional) :]
             given = {name: value for name, value in self.defaults.items() if name in taken} | given
         try:
             return factory(*positional, **given)
+        except KvjaxError:
+            raise
         except TypeError as error:
-            raise REGISTRIES[self.axis].error(f"{self.axis} {self.text!r}: {error}.") from None
+            raise REGISTRIES[self.axis].error(f"{self.axis} {short(self.text)}: {error}.") from error
+        except (
+            Exception
+        ) as error:  # of a user's own factory, or of an argument of a kind that a factory is not made for
+            raise REGISTRIES[self.axis].error(
+                f"{self.axis} {short(self.text)}: its factory raised {type(error).__name__}: {error}{raised_at(error)}."
+            ) from error
 
     def argument(self, node: ast.expr) -> Any:
         """An argument: a policy, merge, storage or selection where those may stand, a literal, or a word."""
@@ -256,7 +305,7 @@ class _Reader:
             return ast.literal_eval(node)
         except (ValueError, TypeError):
             raise ConfigError(
-                f"{self.axis} {self.text!r}: {ast.unparse(node)} is no number, name or {self.axis}."
+                f"{self.axis} {short(self.text)}: {_source(node)} is no number, name or {self.axis}."
             ) from None
 
     def factory(self, node: ast.expr) -> tuple[Any, ast.Call | None]:
@@ -264,7 +313,7 @@ class _Reader:
         call = node if isinstance(node, ast.Call) else None
         name = call.func if call else node
         if not isinstance(name, ast.Name):
-            raise ConfigError(f"{self.axis} {self.text!r}: {ast.unparse(name)} is not the name of a {self.axis}.")
+            raise ConfigError(f"{self.axis} {short(self.text)}: {_source(name)} is not the name of a {self.axis}.")
         if name.id in self.files:
             return _from_file(self.axis, *self.files[name.id]), call
         # The whole text is of the axis itself; what stands in it may be of others too.
@@ -294,7 +343,7 @@ class _Reader:
 def _unknown(axis: Axis, name: str, known: Mapping[str, Any]) -> str:
     """What to say of a name that there is not."""
     registry = REGISTRIES[axis]
-    close = difflib.get_close_matches(name, known, n=1)
+    close = _close(name, known)
     hint = f"did you mean {close[0]!r}? " if close else ""
     plural = {"policy": "policies", "weights": "weights"}.get(axis, f"{axis}s")
     lists = [f"known {plural}: {', '.join(sorted(registry.factories))}"]
@@ -302,18 +351,36 @@ def _unknown(axis: Axis, name: str, known: Mapping[str, Any]) -> str:
         lists.append(f"combinators: {', '.join(sorted(registry.combinators))}")
     others = (each for each in registry.inside if each != axis and REGISTRIES[each].factories.keys() <= known.keys())
     lists += [f"{each}s: {', '.join(sorted(REGISTRIES[each].factories))}" for each in others]
-    return f"unknown {axis} {name!r}; {hint}{'; '.join(lists)}; or FILE.py:factory."
+    return f"unknown {axis} {short(name)}; {hint}{'; '.join(lists)}; or FILE.py:factory."
 
 
-def _parameters(factory: Factory) -> frozenset[str]:
-    return frozenset(inspect.signature(factory).parameters)
+def _close(name: str, known: Mapping[str, Any] | set[str]) -> list[str]:
+    """The name that a user may have meant, or none; comparing a long text takes long."""
+    return difflib.get_close_matches(name, known, n=1) if len(name) <= LONGEST_NAME else []
+
+
+def _source(node: ast.expr) -> str:
+    return _brief(ast.unparse(node))
+
+
+def _brief(text: str) -> str:
+    """Returns a text for a message, without quotes unless it is long."""
+    return text if len(text) <= SHOWN else short(text)
+
+
+def _parameters(factory: Factory) -> list[str]:
+    """The names of a factory's parameters, in their order."""
+    try:
+        return list(inspect.signature(factory).parameters)
+    except (TypeError, ValueError):  # something that is built in, which does not say
+        return []
 
 
 def _from_file(axis: Axis, path: str, name: str) -> Any:
     """A factory, or an object that needs no arguments, of a user's file."""
-    if not Path(path).is_file():
-        raise ConfigError(f"{axis} {path}:{name}: there is no file {path}.")
+    if not _is_file(path):
+        raise ConfigError(f"{axis} {_brief(f'{path}:{name}')}: there is no file {_brief(path)}.")
     found = getattr(user_files.load(path), name, None)
     if not (callable(found) or isinstance(found, _OBJECTS)):
-        raise ConfigError(f"{axis} {path}:{name}: the file has no factory and no {axis} of that name.")
+        raise ConfigError(f"{axis} {_brief(f'{path}:{name}')}: the file has no factory and no {axis} of that name.")
     return found

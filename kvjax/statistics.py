@@ -1,20 +1,34 @@
 """Column statistics: the sums over queries that attention reports to a policy for every slot.
 
-Every statistic is a weighted sum ``Σ_i w_i f(m[i, j])`` over the queries i of a block, where ``m[i, j]`` is the
-attention probability of query i on slot j, reduced over the query heads that share a KV head. One attention routine
-therefore serves every policy, and it reduces tile by tile without materialising the queries × slots matrix.
+Every statistic is a weighted sum ``Σ_i w_i f(m[i, j])`` over the queries i of a block, or the maximum of
+``w_i f(m[i, j])``, where ``m[i, j]`` is the attention probability of query i on slot j, reduced over the query heads
+that share a KV head. One attention routine therefore serves every policy, and it reduces tile by tile without
+materialising the queries × slots matrix. A statistic does not depend on how queries are divided into blocks, except for
+rounding.
+
+Statistics are float32, in which whole numbers are exact up to `EXACT` = 2²⁴ = 16,777,216. A count to which queries are
+added one at a time stops there. A sum of attention probabilities ignores a term below 2⁻²⁵ of the sum, and as each term
+is at most 1, it stops at 2²⁴ too. This matters only in rows of more than 16.7 million tokens: from there on ``mass`` /
+``count`` of a slot that has been held since the beginning stays as it is. `decayed`, `LAST`, `recent_above` and maxima
+of probabilities are bounded and do not have this limit. `LAST_FETCHED` is a position, and later ones are rounded to a
+multiple of 2 (beyond 2²⁵ of 4, and so on); of slots that are then equal, the older one is evicted first.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
+from kvjax.arguments import choice_argument, count_argument, number_argument
+from kvjax.errors import PolicyError
+
 Array = jax.Array
 Transform = Literal["identity", "square", "above", "one", "chosen", "chosen_at"]
 Accumulate = Literal["sum", "max", "replace", "decay", "recall"]
+
+EXACT = 1 << 24  # float32 holds every whole number up to this one; counts stop here
 
 #: Queries per word of ``recall``: a uint16 has 16 bits, and a float32 sum of 16 distinct powers of two is exact.
 WORD_BITS = 16
@@ -30,16 +44,18 @@ class Statistic:
         ``square`` is m², ``above`` is 1 where m ≥ 1 / (number of slots that query i sees) and 0 elsewhere, and ``one``
         is 1, which needs no attention probabilities. Two do not come from attention: ``chosen`` is 1 where a selection
         chose the slot for the query and 0 elsewhere, and ``chosen_at`` is the query's position plus 1 there.
-      accumulate: how the sum of a block is combined with the accumulated value. ``sum`` adds it. ``max`` keeps the
-        larger value. ``replace`` keeps the value of the block's last query. ``decay`` is the exponential average
-        E ← γE + (1 − γ)m, updated query by query. ``recall`` stores f, which must be 0 or 1, for each of the last
-        `history` queries, one bit per query.
+      accumulate: how the values of f are combined, query by query. ``sum`` adds them up. ``max`` keeps the largest one.
+        ``replace`` keeps that of the last query. ``decay`` is the exponential average E ← γE + (1 − γ)f. ``recall``
+        stores f, which must be 0 or 1, for each of the last `history` queries, one bit per query.
       gamma: the decay rate γ in [0, 1]; read only by ``decay``.
       history: the number of queries that ``recall`` stores; read only by ``recall``.
       saturate: if given, the values of all slots of a head are halved and rounded down when one of them reaches this
-        number; only with ``sum``.
-      tail: if given, only the last `tail` queries of each row's prompt count, and no query after the prompt does. If
-        None, every query counts.
+        number; only of ``chosen``, whose queries come one at a time, and with ``sum``.
+      tail: if given, only the last `tail` queries of each row's prompt count, and no query after the prompt does; only
+        with ``sum`` and ``max``, and with attention. If None, every query counts.
+
+    Raises:
+      PolicyError: a field that is not valid, or fields that do not go with each other.
     """
 
     name: str
@@ -49,6 +65,35 @@ class Statistic:
     history: int = 0
     saturate: int | None = None
     tail: int | None = None
+
+    def __post_init__(self) -> None:
+        about = f"statistic {self.name!r}"
+        if not isinstance(self.name, str) or not self.name:
+            raise PolicyError(f"{about}: its name must be a text that is not empty.")
+        choice_argument(f"{about}: transform", self.transform, get_args(Transform))
+        choice_argument(f"{about}: accumulate", self.accumulate, get_args(Accumulate))
+        number_argument(f"{about}: gamma", self.gamma, minimum=0, maximum=1)
+        recalls = self.accumulate == "recall"
+        count_argument(f"{about}: history", self.history, minimum=1 if recalls else 0)
+        for field in ("saturate", "tail"):
+            if getattr(self, field) is not None:
+                count_argument(f"{about}: {field}", getattr(self, field), minimum=1)
+        if recalls and self.transform != "above":
+            raise PolicyError(f"{about}: recall stores bits, which transform='above' gives, not {self.transform!r}.")
+        if self.of_selection and self.accumulate == "decay":
+            raise PolicyError(f"{about}: transform={self.transform!r} takes accumulate='sum', 'max' or 'replace'.")
+        if self.saturate is not None and (self.transform, self.accumulate) != ("chosen", "sum"):
+            raise PolicyError(f"{about}: saturate={self.saturate} is only of transform='chosen' and accumulate='sum'.")
+        if self.tail is not None and (not self.needs_attention or self.accumulate not in ("sum", "max")):
+            raise PolicyError(
+                f"{about}: tail={self.tail} is only of attention and with accumulate='sum' or 'max'; got "
+                f"transform={self.transform!r} and accumulate={self.accumulate!r}."
+            )
+
+    @property
+    def largest(self) -> bool:
+        """Whether columns are maxima over queries; otherwise they are sums."""
+        return self.accumulate == "max"
 
     @property
     def needs_attention(self) -> bool:
@@ -113,12 +158,56 @@ class Statistic:
         # [B, n]
         return jnp.where(age >= 0, weight, 0.0)
 
+    def reduce(self, terms: Array, weight: Array) -> Array:
+        """Reduces the terms of some queries to columns.
+
+        Args:
+          terms: f(m), [B, K, n, S] float32, at least 0.
+          weight: of each query, [B, n] or [B, n, words] float32; of a maximum 0 or 1.
+
+        Returns:
+          [B, K, S] or [B, K, S, words] float32.
+        """
+        if self.largest:
+            return jnp.max(terms * weight[:, None, :, None], axis=2)
+        # In full float32: by default, GPUs and TPUs would multiply fewer bits.
+        return jnp.einsum("bkts,bt...->bks...", terms, weight, precision=jax.lax.Precision.HIGHEST)
+
+    def join(self, one: Array, other: Array) -> Array:
+        """Combines the columns of two sets of queries of a block."""
+        return jnp.maximum(one, other) if self.largest else one + other
+
+    def counted(self, first: Array, last: Array, newest: Array) -> Array:
+        """Computes the columns of ``one`` from the positions of the queries that see a slot.
+
+        Args:
+          first: int32, the first query that sees the slot.
+          last: int32, the last one; below `first` if none does.
+          newest: int32, the block's newest query.
+
+        Returns:
+          float32, of the shape that the arguments broadcast to.
+        """
+        count = jnp.maximum(last - first + 1, 0)
+        match self.accumulate:
+            case "max":
+                return (count > 0).astype(jnp.float32)
+            case "replace":
+                return ((count > 0) & (last == newest)).astype(jnp.float32)
+            case "decay":
+                # Σ_i (1 − γ)γ^i over the ages i of these queries
+                gamma, age = jnp.float32(self.gamma), jnp.maximum(newest - last, 0).astype(jnp.float32)
+                decayed = gamma**age - gamma ** (age + count.astype(jnp.float32))
+                return jnp.where(count > 0, decayed, 0.0)
+        return count.astype(jnp.float32)
+
     def merge(self, old: Array, block: Array, queries: Array) -> Array:
-        """Combines the column sums of a block with the accumulated statistic.
+        """Combines the columns of a block with the accumulated statistic.
 
         Args:
           old: the accumulated statistic, [B, K, S] float32 or [B, K, S, words] uint16.
-          block: [B, K, S] or [B, K, S, words] float32, ``Σ_i w_i f(m[i, j])`` over the queries of the block.
+          block: [B, K, S] or [B, K, S, words] float32, ``Σ_i w_i f(m[i, j])`` over the queries of the block, or the
+            maximum.
           queries: [B] int32, the number of real queries of each row in the block. A row without any is unchanged.
 
         Returns:

@@ -146,7 +146,7 @@ def _execute(path: Path, files: Sequence[Path], stamps: Sequence[Stamp]) -> Modu
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}{_line(error)}.") from error
+        raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}{raised_at(error)}.") from error
     for each in sorted(file for found in names.values() for file in found):
         parts = each.relative_to(path.parent).with_suffix("").parts
         with contextlib.suppress(Exception):  # is raised where the file imports it
@@ -172,8 +172,8 @@ def _check_found(path: Path, names: dict[str, frozenset[Path]]) -> None:
                 )
 
 
-def _line(error: Exception) -> str:
-    """Where an error was raised, if its text does not say so."""
+def raised_at(error: Exception) -> str:
+    """Returns where an error was raised, in brackets; nothing if its text says so."""
     if isinstance(error, SyntaxError):
         return ""
     *_, frame = traceback.extract_tb(error.__traceback__)

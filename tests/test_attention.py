@@ -10,14 +10,21 @@ import pytest
 
 from kvjax import attention
 from kvjax.attention import Attended
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, PolicyError
 from kvjax.kernels.prefill import xla as prefill_xla
-from kvjax.statistics import ABOVE, COUNT, LAST, MASS, MASS_SQ, decayed
+from kvjax.statistics import ABOVE, COUNT, EXACT, LAST, MASS, MASS_SQ, Statistic, decayed
 from tests.kernels import cases
 from tests.kernels.cases import Case
 
 DECAYED = decayed(0.9)
-EVERY = frozenset({MASS, MASS_SQ, COUNT, ABOVE, LAST, DECAYED})
+PEAK, PEAK_SQ = Statistic("peak", accumulate="max"), Statistic("peak_sq", "square", "max")
+ONCE_ABOVE = Statistic("once_above", "above", "max")
+#: Statistics of queries that see a slot, whatever their attention.
+SEEN, NOW = Statistic("seen", "one", "max"), Statistic("now", "one", "replace")
+SEEN_DECAYED = Statistic("seen_decayed", "one", "decay", gamma=0.9)
+EVERY = frozenset(
+    {MASS, MASS_SQ, COUNT, ABOVE, LAST, DECAYED, PEAK, PEAK_SQ, ONCE_ABOVE, SEEN, NOW, SEEN_DECAYED}
+)  # fmt: skip
 BATCH, DIM = 3, 8
 
 
@@ -75,6 +82,12 @@ def naive(
                     "above": columns["above"][b, g] + (sees & (m >= share)),
                     "last": m,
                     DECAYED.name: gamma * columns[DECAYED.name][b, g] + (1 - gamma) * m,
+                    "peak": np.maximum(columns["peak"][b, g], m),
+                    "peak_sq": np.maximum(columns["peak_sq"][b, g], m**2),
+                    "once_above": np.maximum(columns["once_above"][b, g], sees & (m >= share)),
+                    "seen": np.maximum(columns["seen"][b, g], sees),
+                    "now": sees,
+                    "seen_decayed": gamma * columns["seen_decayed"][b, g] + (1 - gamma) * sees,
                 }.items():
                     columns[name][b, g] = new
     return output, columns, nearest
@@ -162,7 +175,7 @@ def test_a_prompt_attends_to_itself(n, tile, window, monkeypatch):
 
 
 def test_merging_blocks_is_one_block():
-    """Any cut of the queries gives the same statistics: sums add, `last` is replaced, `decayed` decays."""
+    """Any cut of the queries gives the same statistics: sums add, maxima stay, `last` is replaced, `decayed` decays."""
     query, key, value, query_position, _ = arrays(4, 2, 32, 0)
     key_position = np.broadcast_to(query_position[:, None], (BATCH, 2, 32))
     _, columns, _ = naive(query, key, value, query_position, key_position)
@@ -432,6 +445,48 @@ def test_what_cannot_run_says_so():
     band = build(*inputs, band=jnp.full(BATCH, 5, jnp.int32))
     with pytest.raises(ConfigError, match="prefill/pallas_tpu: it takes one window for all rows, not a band per row"):
         attention.attend_and_reduce(band, "pallas_tpu")
+    largest = build(*inputs, needs=frozenset({PEAK}))
+    for backend in ("tpu", "gpu"):
+        with pytest.raises(ConfigError, match=f"prefill/pallas_{backend}: it adds up .* statistic peak is the maximum"):
+            attention.attend_and_reduce(largest, f"pallas_{backend}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": ""}, "its name must be a text"),
+        ({"transform": "cube"}, "transform='cube' is not valid; use 'identity'"),
+        ({"accumulate": "mean"}, "accumulate='mean' is not valid; use 'sum', 'max'"),
+        ({"accumulate": "decay", "gamma": 1.5}, "gamma must be a number from 0 to 1; got 1.5"),
+        ({"accumulate": "decay", "gamma": float("nan")}, "gamma must be a number from 0 to 1; got nan"),
+        ({"transform": "above", "accumulate": "recall"}, "history must be a whole number of at least 1; got 0"),
+        ({"accumulate": "recall", "history": 8}, "recall stores bits, which transform='above' gives, not 'identity'"),
+        ({"tail": 0}, "tail must be a whole number of at least 1; got 0"),
+        ({"tail": 8, "accumulate": "decay"}, "tail=8 is only of attention and with accumulate='sum' or 'max'"),
+        ({"tail": 8, "transform": "one"}, "tail=8 is only of attention"),
+        ({"saturate": 255}, "saturate=255 is only of transform='chosen' and accumulate='sum'"),
+        ({"transform": "chosen", "accumulate": "decay"}, "takes accumulate='sum', 'max' or 'replace'"),
+    ],
+)
+def test_statistics_that_depend_on_blocks_are_refused(fields, message):
+    with pytest.raises(PolicyError, match=message):
+        Statistic(**{"name": "mine"} | fields)
+
+
+@pytest.mark.parametrize("n", [1, 64])
+def test_counts_and_sums_stop_at_two_to_the_24th(n):
+    """As `kvjax.statistics` says: exact up to `EXACT`, and from there on neither larger nor smaller."""
+    block, queries = jnp.full((1, 1, 1), float(n)), jnp.full((1,), n, jnp.int32)
+
+    def after(statistic, old):
+        return float(statistic.merge(jnp.full((1, 1, 1), old, jnp.float32), block, queries)[0, 0, 0])
+
+    assert after(COUNT, EXACT - n) == EXACT
+    assert after(COUNT, EXACT - n - 1) == EXACT - 1
+    # Blocks of more than one query are added exactly for as long as their sum is a multiple of 2.
+    assert after(COUNT, EXACT) == (EXACT if n == 1 else EXACT + n)
+    for bounded in (LAST, DECAYED, PEAK):
+        assert bounded.merge(jnp.ones((1, 1, 1)), jnp.zeros((1, 1, 1)), queries).max() <= 1
 
 
 @pytest.mark.parametrize(

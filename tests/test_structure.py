@@ -11,6 +11,7 @@ from tests.conftest import ROOT
 ROOMS = [
     {
         "errors",
+        "finite",
         "statistics",
         "order",
         "rope",
@@ -30,6 +31,7 @@ ROOMS = [
         "memory",
         "host",
         "products",
+        "expressions",
         "imports",
         "user_files",
         "version",

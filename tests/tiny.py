@@ -1,5 +1,6 @@
 """A tiny random decoder, the same for every test that can use it, so that compiled shapes are shared."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -43,6 +44,22 @@ def tiny(heads: str = "gqa", seed: int = 0, head_dim: int = 8, layers: int = 2) 
         rope=Rope(dim=reference.head_dim, theta=reference.rope_theta),
     )
     return Tiny(kvjax.Model(config, jax.tree.map(jnp.asarray, params)), params, reference)
+
+
+def untied(model: kvjax.Model) -> kvjax.Model:
+    """The same model, whose output head is a parameter of its own."""
+    if not model.config.tie_embeddings:
+        return model
+    config = dataclasses.replace(model.config, tie_embeddings=False)
+    head = {"kernel": model.params["embed"]["tokens"].T}
+    return dataclasses.replace(model, config=config, params=model.params | {"head": head})
+
+
+def spoiled(model: kvjax.Model, token: int) -> kvjax.Model:
+    """The same model, whose logits are NaN once a row has a token: the token's embedding is infinite."""
+    model = untied(model)  # a tied head would spoil all rows
+    embed = {"tokens": model.params["embed"]["tokens"].at[token].set(jnp.inf)}
+    return dataclasses.replace(model, params=model.params | {"embed": embed})
 
 
 def random_tokens(rows: int, width: int, seed: int = 0) -> np.ndarray:

@@ -182,7 +182,10 @@ def answer(runner: Runner, asked: Any, journal: Journal, *, rows: int, name: str
             for each in progress:
                 if each.result is not None:
                     own = running.pop(each.result.id)
-                    put(own, described(own, each.result))
+                    if each.result.error is not None:
+                        refuse(own, str(each.result.error))
+                    else:
+                        put(own, described(own, each.result))
             journal.sync(often=True)
 
 

@@ -56,7 +56,7 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
             "times the first": None,
             "slots": slots,
             "bytes held": held,
-            "perplexity of the text": float(np.exp(nats[turn].mean())),
+            "perplexity of the text": float(np.exp(nats[turn].mean(dtype=np.float64))),
         }
         for turn, seconds in enumerate(spent)
     ]

@@ -11,6 +11,7 @@ import numpy as np
 from experiments.tasks.prompts import Prompt
 from experiments.training.corpus import Text
 from kvjax import processes
+from kvjax.finite import check_finite
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 
@@ -28,10 +29,16 @@ def _score(params: Any, tokens: Array, config: DecoderConfig) -> tuple[Array, Ar
 
 
 def log_probabilities(params: Any, rows: np.ndarray, config: DecoderConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Scores all but the first token of rows [N, T + 1]: log-probability, whether it is the likeliest; [N, T] each."""
+    """Scores all but the first token of rows [N, T + 1]: log-probability, whether it is the likeliest; [N, T] each.
+
+    Raises:
+      NonFiniteError: a log-probability is not finite.
+    """
     parts = [_score(params, rows[start : start + ROWS], config) for start in range(0, len(rows), ROWS)]
     parts = processes.to_host(parts)
-    return np.concatenate([logprob for logprob, _ in parts]), np.concatenate([best for _, best in parts])
+    logprobs = np.concatenate([logprob for logprob, _ in parts])
+    check_finite(logprobs, logprobs)
+    return logprobs, np.concatenate([best for _, best in parts])
 
 
 def bits_per_byte(params: Any, config: DecoderConfig, text: Text, *, bos: int, context: int, windows: int) -> float:
@@ -42,7 +49,7 @@ def bits_per_byte(params: Any, config: DecoderConfig, text: Text, *, bos: int, c
     logprobs, _ = log_probabilities(
         params, np.concatenate([np.full((windows, 1), bos, np.int32), rows], axis=1), config
     )
-    return float(-logprobs.sum() / (np.log(2) * size))
+    return float(-logprobs.sum(dtype=np.float64) / (np.log(2) * size))
 
 
 def exact_match(params: Any, config: DecoderConfig, asked: Sequence[Prompt]) -> float:

@@ -17,6 +17,7 @@ from kvjax.attention import Implementation
 from kvjax.cache import pairs
 from kvjax.cache.branches import Branch, branches_of, by_head, held_alike
 from kvjax.cache.capacities import capacities, extent_of, low_slots, newest_stay, shares, split_stores
+from kvjax.cache.declared import check_names, check_policy, check_selection, check_storage
 from kvjax.cache.groups import Group
 from kvjax.cache.kernels import Chooser
 from kvjax.cache.layout import CacheLayout
@@ -77,6 +78,7 @@ def lower(
     spec = dataclasses.replace(spec, storage=spec.storage.bound(config.num_kv_heads))
     branches = _branches(spec, config)
     for held in dict.fromkeys(itertools.chain.from_iterable(_held(spec, config))):
+        check_storage(held, config.num_kv_heads, config.head_dim, jnp.dtype(dtype).name)
         # Raises where a codec cannot hold such a head.
         held.bytes_per_slot(config.head_dim, dtype)
     if any(branch.decode.budget is not None for branch in branches):
@@ -87,6 +89,7 @@ def lower(
         spec = dataclasses.replace(spec, storage=dense())
     for branch in branches:
         check(spec, branch, sizes, config.num_kv_heads, config.num_layers)
+        _check_declared(branch, config, sizes, jnp.dtype(dtype).name)
     prompt_groups: list[tuple[Group, ...]] = []
     decode_groups: list[tuple[Group, ...]] = []
     totals = lengths + sizes.following if totals is None else totals
@@ -128,6 +131,21 @@ def budgets_of(spec: CacheSpec, config: DecoderConfig, lengths: np.ndarray, tota
       PolicyError: a budget that cannot work for one of the lengths.
     """
     return _all_budgets(_branches(spec, config), lengths, totals, _windows(spec, config))
+
+
+def _check_declared(branch: Branch, config: DecoderConfig, sizes: Sizes, dtype: str) -> None:
+    """Checks what the policies and the selection of a branch compute.
+
+    Raises:
+      PolicyError: it is not what they declare.
+    """
+    kv_heads, dim = config.num_kv_heads, config.head_dim
+    for policy in dict.fromkeys((branch.prompt, branch.decode)):
+        if policy.budget is not None:
+            check_policy(policy.traced(), kv_heads, sizes.total, dim, dtype)
+    queries = config.num_heads // kv_heads
+    selection = branch.selection.traced().bound(queries, sizes.following)
+    check_selection(selection, kv_heads, queries, sizes.total, dim, dtype)
 
 
 def _branches(spec: CacheSpec, config: DecoderConfig) -> list[Branch]:
@@ -273,6 +291,7 @@ def _groups(
     early = selection if selection.in_prompt or selection.whole_text else everything()
     watch = selection if selection.watches else None
     needs = branch.decode.needs | spec.storage.needs
+    check_names(branch.decode.name, needs | branch.prompt.needs | branch.selection.needs)
     extent = extent_of(spec, branch, sizes)
     stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following, low, extent)
     if isinstance(spec.storage.layout, Pairs):

@@ -30,7 +30,7 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
       log_weight: [B, K, S] float32 added to the logits, after their soft-cap; None = 0.
       offset: [B, K, G, n] float32 added to the logits of every slot, before their soft-cap; None = 0.
       statistics: the statistics that need attention, sorted by name.
-      counts: names of the statistics that count queries, which depend on positions only.
+      counts: the statistics that count queries, which depend on positions only, sorted by name.
       scale: factor of the logits.
       soft_cap: c, where logits x become c · tanh(x / c); None = they stay as they are.
       window: the number of newest positions that a query sees, itself included; None = all.
@@ -50,7 +50,7 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
     log_weight: Array | None = None
     offset: Array | None = None
     statistics: tuple[Statistic, ...] = flax.struct.field(pytree_node=False, default=())
-    counts: tuple[str, ...] = flax.struct.field(pytree_node=False, default=())
+    counts: tuple[Statistic, ...] = flax.struct.field(pytree_node=False, default=())
     scale: float = flax.struct.field(pytree_node=False)
     soft_cap: float | None = flax.struct.field(pytree_node=False, default=None)
     window: int | None = flax.struct.field(pytree_node=False, default=None)

@@ -220,6 +220,9 @@ def refuses_problem(request: Request, tokens: int | None = None, *, coded: bool 
         return "it takes one window for all rows, not a band per row"
     if request.soft_cap:
         return NO_SOFT_CAP
+    largest = [s.name for s in request.statistics if s.largest and s.needs_attention]
+    if largest and request.tokens > 1:
+        return f"it adds up columns over queries, and statistic {largest[0]} is the maximum over them"
     if tokens is not None and request.tokens != tokens:
         return f"it takes one query per head, not {request.tokens}"
     return None

@@ -105,7 +105,7 @@ def probabilities(logits: Array, mask: Array) -> tuple[Array, Array]:
 
 
 def column_sums(problem: Problem, probability: Array, share: Array | None) -> dict[str, Array]:
-    """Computes Σ_i w_i f(m[i, j]) over the queries i, for every statistic that needs attention.
+    """Computes Σ_i w_i f(m[i, j]) over the queries i, or the maximum, for every statistic that needs attention.
 
     Args:
       problem: the queries and statistics.
@@ -127,8 +127,8 @@ def column_sums(problem: Problem, probability: Array, share: Array | None) -> di
     for statistic, weight in zip(problem.statistics, problem.weights, strict=True):
         # [B, K, n, S]
         term = transformed(statistic.transform, m, threshold)
-        # [B, K, S] or [B, K, S, words], in full float32: by default, GPUs and TPUs would multiply fewer bits.
-        sums[statistic.name] = jnp.einsum("bkts,bt...->bks...", term, weight, precision=jax.lax.Precision.HIGHEST)
+        # [B, K, S] or [B, K, S, words]
+        sums[statistic.name] = statistic.reduce(term, weight)
     return sums
 
 

@@ -325,6 +325,10 @@ class Decoder(nn.Module):
         """Embeds tokens [B, n] int32: what enters the first layer, [B, n, hidden]."""
         # [B, n, embed]
         x = self.embed(tokens)
+        if x.shape[1] > 1:
+            # What stands in padding may overflow, and 0 times infinity would be NaN in the row's own tokens. It is not
+            # replaced by 0, where a norm has no gradient.
+            x = jnp.where((block.position >= 0)[..., None], x, jnp.clip(x, -1, 1))
         if self.config.embed_size != self.config.hidden_size:
             # [B, n, hidden]
             x = self.embed_in(x)

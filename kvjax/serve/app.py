@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, NonFiniteError
 from kvjax.serve.answers import Answer, error_event
 from kvjax.serve.engine import Busy, Engine, Piece, Stopped, Ticket
 from kvjax.serve.protocol import ApiError, Call, Served, check_model, parse, read, refused
@@ -80,6 +80,7 @@ class _Pages:
             "waiting": load.waiting,
             "seconds": round(time.time() - self._started, 1),
             "requests": counts.requests,
+            "not_finite": counts.not_finite,
             "new_tokens": counts.tokens,
             "prompt_tokens": counts.prompt_tokens,
             "useful_row_steps": counts.useful_row_steps,
@@ -250,6 +251,8 @@ async def _content(request: Request) -> bytes:
 
 def _told(error: Exception) -> ApiError:
     """An error of the engine, as the client is told."""
+    if isinstance(error, NonFiniteError):
+        return ApiError(500, str(error), code="not_finite")
     if isinstance(error, KvjaxError):
         return refused(error)
     return ApiError(503 if isinstance(error, Stopped) else 500, str(error))

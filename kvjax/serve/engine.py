@@ -211,7 +211,12 @@ class Engine:
                 ticket.deliver(piece)
             return
         del self._running[progress.id]
-        self._close(ticket, piece)
+        if progress.result.error is None:
+            self._close(ticket, piece)
+            return
+        if ticket.open and tokens:
+            ticket.deliver(dataclasses.replace(piece, result=None))
+        self._close(ticket, progress.result.error)
 
     def _close(self, ticket: Ticket, last: Piece | Exception | None) -> None:
         """Delivers the last piece of a request, and makes room for another."""

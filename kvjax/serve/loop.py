@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from kvjax import memory
 from kvjax.cache.layout import Phase
 from kvjax.cache.state import Block, KVState
-from kvjax.decoding import CHUNK, PAD
+from kvjax.decoding import CHUNK
+from kvjax.finite import PAD, only_finite
 from kvjax.models.bound import BoundDecoder, bind
 from kvjax.models.config import DecoderConfig
 from kvjax.serve.sampling import Leaf, Settings, choose
@@ -86,7 +87,8 @@ class Chunk(NamedTuple):
     Attributes:
       tokens: [R, 1 + CHUNK] int32: the token that was chosen when a request was admitted, and those of each step; `PAD`
         where there is none.
-      logprobs: [R, 1 + CHUNK] float32, their log-probabilities.
+      logprobs: [R, 1 + CHUNK] float32, their log-probabilities. One that is not finite, whose token is `PAD`, has ended
+        its row.
       active: [R] bool, whether each row's request goes on.
       steps: [] int32, the number of steps taken.
       row_steps: [R] int32, the number of steps in which each row's request had not ended.
@@ -143,9 +145,9 @@ def admit(rows: Rows, state: KVState, logits: Array, source: Array, row: Array, 
     seen = entry.seen[None]
     chosen, logprob = choose(memory.take_rows(logits, one), own.length, key, seen, sampling)
     fresh = entry.given_length[None] == 0
-    token = jnp.where(fresh, chosen, entry.given[:1])
+    token = jnp.where(fresh, only_finite(chosen, logprob), entry.given[:1])
     remaining = entry.max_new_tokens[None] - fresh.astype(jnp.int32)
-    ended = fresh & ((remaining == 0) | _is_stop(token, entry.stop[None]))
+    ended = fresh & ((remaining == 0) | (token == PAD) | _is_stop(token, entry.stop[None]))
     new = Rows(
         state=own, token=token, active=~ended, remaining=remaining, fresh=fresh, logprob=logprob, stop=entry.stop[None],
         key=key, sampling=sampling, seen=_with_token(seen, token), given=entry.given[None],
@@ -201,12 +203,13 @@ def decode_chunk(
         state, logits = feed(decoder, rows.state, rows.token, active, phase)
         # [R] each
         chosen, logprob = choose(logits, state.length, rows.key, rows.seen, rows.sampling)
+        chosen = only_finite(chosen, logprob)
         given = rows.fed < rows.given_length
         index = jnp.minimum(rows.fed, rows.given.shape[1] - 1)[:, None]
         token = jnp.where(given, jnp.take_along_axis(rows.given, index, axis=1)[:, 0], chosen)
         new = active & ~given
         remaining = rows.remaining - new.astype(jnp.int32)
-        ended = new & ((remaining == 0) | _is_stop(token, rows.stop))
+        ended = new & ((remaining == 0) | (token == PAD) | _is_stop(token, rows.stop))
         # [R, 1 + CHUNK]
         tokens = tokens.at[:, i + 1].set(jnp.where(new, chosen, PAD))
         logprobs = logprobs.at[:, i + 1].set(jnp.where(new, logprob, 0.0))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, NonFiniteError
 from kvjax.inputs import check_batch, check_count, check_one_row, check_stop
 from kvjax.models.config import DecoderConfig
 from kvjax.sampling import Greedy, Sample, Sampler, check_sampling
@@ -15,7 +15,7 @@ from kvjax.summary import one_line
 if TYPE_CHECKING:
     from kvjax.serve.prefix import Prefix
 
-Reason = Literal["stop", "length", "cancelled"]
+Reason = Literal["stop", "length", "cancelled", "error"]
 #: Receives the new tokens of a request, a few at a time, and says how many of these end it; None = it goes on.
 Until = Callable[[Sequence[int]], int | None]
 MOST_STOPS = 16  # token ids that end a request; the rows of a batch have arrays of this size
@@ -63,8 +63,10 @@ class Result:
       tokens: [n] int32, the new tokens, including a stop token.
       logprobs: [n] float32, the log-probability of each token under the model, before temperature.
       reason: ``stop``: a stop token, or `Request.until`, ended the request; ``length``: it has `max_new_tokens`;
-        ``cancelled``: it was cancelled, and has the tokens that it had then.
+        ``cancelled``: it was cancelled, and has the tokens that it had then; ``error``: the log-probability of the next
+        token was not finite.
       prompt: the number of its prompt's tokens, those of its prefix included.
+      error: what ended it, if `reason` is ``error``; otherwise None.
     """
 
     id: int
@@ -72,6 +74,7 @@ class Result:
     logprobs: np.ndarray
     reason: Reason
     prompt: int
+    error: NonFiniteError | None = None
 
     def __repr__(self) -> str:
         return one_line(self)

@@ -17,8 +17,9 @@ from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
-from kvjax.decoding import CHUNK, PAD
-from kvjax.errors import InputError
+from kvjax.decoding import CHUNK
+from kvjax.errors import InputError, NonFiniteError
+from kvjax.finite import PAD, WHY
 from kvjax.inputs import check_count, check_stop
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
@@ -68,6 +69,7 @@ class Counts:
 
     Attributes:
       requests: requests that have ended, those cancelled included.
+      not_finite: those of them that ended since a log-probability was not finite.
       tokens: new tokens of requests.
       steps: decoding steps, each of all rows.
       row_steps: steps times rows.
@@ -77,6 +79,7 @@ class Counts:
     """
 
     requests: int = 0
+    not_finite: int = 0
     tokens: int = 0
     steps: int = 0
     row_steps: int = 0
@@ -360,15 +363,19 @@ class Runner:
                 self.counts.useful_row_steps += int(chunk.row_steps[row])
                 new = chunk.tokens[row] != PAD
                 tokens, logprobs = chunk.tokens[row][new], chunk.logprobs[row][new]
-                if (progress := self._progress(job, tokens, logprobs, bool(chunk.active[row]))) is not None:
+                finite = bool(np.isfinite(chunk.logprobs[row]).all())
+                progress = self._progress(job, tokens, logprobs, bool(chunk.active[row]), finite)
+                if progress is not None:
                     found.append(progress)
         for job in self._cancelled:
             found.append(self._end(job, "cancelled", np.zeros(0, np.int32), np.zeros(0, np.float32)))
         self._cancelled.clear()
         return found
 
-    def _progress(self, job: Job, tokens: np.ndarray, logprobs: np.ndarray, active: bool) -> Progress | None:
-        """Adds new tokens to a job."""
+    def _progress(
+        self, job: Job, tokens: np.ndarray, logprobs: np.ndarray, active: bool, finite: bool
+    ) -> Progress | None:
+        """Adds new tokens to a job, which ends after them if the next log-probability was not finite."""
         end = None
         if job.request.until is not None and tokens.size:
             end = job.request.until([int(token) for token in tokens])
@@ -376,6 +383,8 @@ class Runner:
             self.counts.useful_row_steps -= max(0, len(tokens) - max(end, 0))
             tokens, logprobs = tokens[: max(end, 0)], logprobs[: max(end, 0)]
         self._add(job, tokens, logprobs)
+        if end is None and not finite:
+            return self._end(job, "error", tokens, logprobs)
         if end is None and active:
             return Progress(job.id, tokens, logprobs, None) if tokens.size else None
         stopped = end is not None or (tokens.size > 0 and int(tokens[-1]) in job.request.stop)
@@ -391,6 +400,12 @@ class Runner:
         job.ended = True
         del self._alive[job.id]
         self.counts.requests += 1
+        error = None
+        if reason == "error":
+            self.counts.not_finite += 1
+            error = NonFiniteError(
+                f"the log-probability of a token is not finite, after {job.count} new tokens of this request. {WHY}"
+            )
         own = job.request
         result = Result(
             id=job.id,
@@ -398,5 +413,6 @@ class Runner:
             logprobs=np.concatenate([np.zeros(0, np.float32), *job.logprobs]),
             reason=reason,
             prompt=len(own.tokens) + (0 if own.prefix is None else own.prefix.length),
+            error=error,
         )
         return Progress(job.id, tokens, logprobs, result)

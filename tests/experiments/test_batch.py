@@ -22,6 +22,7 @@ from experiments.session import Session
 from kvjax import policies
 from kvjax.errors import ConfigError, InputError
 from tests.conftest import ROOT, XLA_FLAGS
+from tests.tiny import spoiled
 
 CONFIG = """
 import dataclasses
@@ -163,6 +164,21 @@ def test_lines_that_cannot_be_answered(folder, capsys):
         with pytest.raises(InputError, match="must be from"):
             main(command(folder, "sampled.jsonl", "config.py", flag))
     assert not (folder / "sampled.jsonl").exists()
+
+
+def test_a_request_of_nan_is_an_error_and_others_go_on(folder, capsys, monkeypatch):
+    lines = [{"prompt": [5, 6, 7], "max_new_tokens": 4}, {"prompt": [5, 9], "max_new_tokens": 4}] * 3
+    (folder / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole = Session.model
+    assert main(command(folder, "good.jsonl")) == 0
+    monkeypatch.setattr(Session, "model", lambda *arguments: spoiled(whole(*arguments), 9))
+    assert main(command(folder, "bad.jsonl")) == 1
+    good, found = read(folder / "good.jsonl"), read(folder / "bad.jsonl")
+    assert found[::2] == good[::2]
+    said = capsys.readouterr().err
+    for number, each in enumerate(found[1::2]):
+        assert each.keys() == {"id", "error"} and "not finite, after 0 new tokens" in each["error"]
+        assert f"requests.jsonl, line {2 * number + 2}: the log-probability" in said
 
 
 def test_what_results_depend_on(folder):

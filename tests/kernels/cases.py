@@ -197,19 +197,29 @@ def golden(problem: Problem):
     return np.einsum("bkgts,bksd->bkgtd", probability, value), probability, seen
 
 
+def reduced(statistic, term, weight):
+    """The sum over queries of terms [B, K, n, S] with weights [B, n] or [B, n, words], or the maximum."""
+    if statistic.accumulate == "max":
+        return np.max(term * np.asarray(weight)[:, None, :, None], axis=2)
+    return np.einsum("bkts,bt...->bks...", term, weight, optimize=True)
+
+
 def assert_golden(output, columns, problem: Problem, atol: float) -> None:
     """Compares an output [B, K, G, n, D] and columns with float64; `atol` is of the output."""
     expected, probability, seen = golden(problem)
     np.testing.assert_allclose(np.asarray(output, np.float32), expected, atol=atol)
-    assert set(columns) == {statistic.name for statistic in problem.statistics} | set(problem.counts)
-    for name in problem.counts:
-        np.testing.assert_array_equal(columns[name], seen.sum(axis=2))
+    assert set(columns) == {statistic.name for statistic in (*problem.statistics, *problem.counts)}
+    newest = problem.query_position.max(axis=1, keepdims=True)
+    age = jnp.where(problem.query_position >= 0, newest - problem.query_position, -1)
+    for statistic in problem.counts:
+        counted = reduced(statistic, seen, statistic.query_weights(age, age))
+        np.testing.assert_allclose(columns[statistic.name], counted, rtol=1e-5, atol=1e-6)
     m = probability.mean(axis=2) if problem.group_reduce == "mean" else probability.max(axis=2)
     count = seen.sum(axis=-1, keepdims=True)
     for statistic, weight in zip(problem.statistics, problem.weights, strict=True):
         column = columns[statistic.name]
         assert column.dtype == jnp.float32
-        sums = functools.partial(np.einsum, "bkts,bt...->bks...", optimize=True)
+        sums = functools.partial(reduced, statistic)
         if statistic.transform != "above":
             term = m if statistic.transform == "identity" else m**2
             error = max(atol, 2e-6) if atol < 1e-3 else 2e-6

@@ -20,7 +20,7 @@ from kvjax import policies
 from kvjax.cache import Limits
 from kvjax.serve import Runner
 from tests.conftest import ROOT
-from tests.tiny import tiny
+from tests.tiny import spoiled, tiny
 
 uvicorn = pytest.importorskip("uvicorn", reason="the server needs kvjax[serve]")
 pytest.importorskip("starlette", reason="the server needs kvjax[serve]")
@@ -159,6 +159,55 @@ def test_two_hundred_clients(server, model):
         list(clients.map(client, range(200)))
     server.wait_until_idle()
     assert server.health()["status"] == "ok" and not server.runner.load.running
+
+
+def events_of(content):
+    """The JSON of a stream's events; `NaN` and `Infinity`, which are no JSON, fail."""
+    lines = [line[6:] for line in content.decode().split("\n\n") if line.startswith("data: {")]
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+def test_a_request_of_nan_ends_with_an_error_and_others_go_on(model, sampling):
+    token = model.tokenizer.encode("#")[-1]
+    with serving(spoiled(model, token)) as server:
+        ids = model.tokenizer.encode(PROMPTS[0])
+        expected = server.complete(ids, max_tokens=12, **sampling)
+
+        def client(number):
+            bad, stream = number % 2 == 1, number % 4 > 1
+            body = {"prompt": [*ids, token] if bad else ids, "max_tokens": 12, "logprobs": 0, "stream": stream}
+            status, _, content = server.ask("POST", "/v1/completions", body | sampling)
+            if not bad:
+                parts = events_of(content) if stream else [json.loads(content)]
+                assert status == 200 and "".join(each["choices"][0]["text"] for each in parts) == expected["text"]
+                return
+            # Nothing of a stream was sent before the error, so that it has a status too.
+            error = json.loads(content, parse_constant=pytest.fail)["error"]
+            assert status == 500 and (error["type"], error["code"]) == ("server_error", "not_finite")
+            assert "not finite, after 0 new tokens of this request" in error["message"]
+
+        with ThreadPoolExecutor(12) as clients:
+            list(clients.map(client, range(12)))
+        server.wait_until_idle()
+        health = server.health()
+        assert health["status"] == "ok" and health["not_finite"] == 6 and health["requests"] == 13
+
+
+def test_a_stream_that_becomes_nan_ends_with_an_event(model):
+    ids = model.tokenizer.encode(PROMPTS[0])
+    sampling = {"sampler": kvjax.Sample(temperature=1.5), "key": jax.random.key(3), "requests": [0]}
+    made = kvjax.generate(model, ids, POLICY, max_new_tokens=40, limits=LIMITS, **sampling).tokens[0].tolist()
+    at = next(i for i in range(12, 39) if made[i] not in ids + made[:i])
+    with serving(spoiled(model, made[at])) as server:
+        body = {"prompt": ids, "max_tokens": 40, "temperature": 1.5, "seed": 3, "stream": True, "logprobs": 0}
+        status, _, content = server.ask("POST", "/v1/completions", body)
+        events = events_of(content)
+        assert status == 200 and b"[DONE]" not in content
+        assert events[-1]["error"]["code"] == "not_finite"
+        tokens = [x for each in events[:-1] for x in each["choices"][0]["logprobs"]["token_logprobs"]]
+        assert len(tokens) == at + 1
+        assert server.ask("POST", "/v1/completions", body | {"stream": False})[0] == 500
 
 
 def test_the_openai_package(server, model):

@@ -97,7 +97,7 @@ class Choice(Cached):
             found = kvjax.score_choices(
                 lab.model(self.model), tokens, choices, spec, lengths=lengths, prefill_block=self.block, limits=limits
             )
-            means += [[float(np.mean(each.logprobs)) for each in own] for own in found[: len(part)]]
+            means += [[float(np.mean(each.logprobs, dtype=np.float64)) for each in own] for own in found[: len(part)]]
         return means
 
 

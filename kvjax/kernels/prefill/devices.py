@@ -16,8 +16,8 @@ Run = Callable[[Problem], tuple[Attended, dict[str, Array]]]
 def attend_and_reduce(problem: Problem, run: Run) -> tuple[Attended, dict[str, Array]]:
     """Computes attention and its statistics by `run`, on each device for its part of the queries.
 
-    The projections have gathered the prompt's keys and values, so that none moves here. The sums of the queries of all
-    devices are added up.
+    The projections have gathered the prompt's keys and values, so that none moves here. The columns of the
+    queries of all devices are combined.
 
     Args:
       problem: with any number of queries. If the mesh has no axes for its queries, or these do not divide them, each
@@ -49,7 +49,8 @@ def attend_and_reduce(problem: Problem, run: Run) -> tuple[Attended, dict[str, A
     def part(arrays: dict[str, Any]) -> tuple[Attended, dict[str, Array]]:
         # Positions say which slots a query sees.
         attended, sums = run(problem.replace(**arrays, causal=False))
-        return attended, jax.tree.map(lambda x: jax.lax.psum(x, axes), sums)
+        over = {s.name: jax.lax.pmax if s.largest else jax.lax.psum for s in problem.statistics}
+        return attended, {name: over[name](x, axes) for name, x in sums.items()}
 
     placed = {name: specs(each, names.get(name, heads)) for name, each in arrays.items()}
     by_query, by_head = placed["query"], specs(problem.key_position, heads)

@@ -83,7 +83,7 @@ def tile_rows(row_scores: int, n: int) -> int:
 
 
 def _over_tiles(function: Tile, problem: Problem, *extra: Array) -> tuple[Rows, Sums]:
-    """Calls a function on tiles of queries, joins its results for the queries and adds up its sums.
+    """Calls a function on tiles of queries, joins its results for the queries and combines its columns.
 
     Codes are decoded before the first tile.
 
@@ -106,7 +106,10 @@ def _over_tiles(function: Tile, problem: Problem, *extra: Array) -> tuple[Rows, 
         own = tuple(x[:, :, :, start:stop] for x in extra)
         result, partial = _tiles(function, problem.only_queries(start, stop).only_slots(stop), own, tile)
         results.append(result)
-        sums = {name: total.at[:, :, :stop].add(partial[name]) for name, total in sums.items()}
+        sums = {
+            s.name: sums[s.name].at[:, :, :stop].set(s.join(sums[s.name][:, :, :stop], partial[s.name]))
+            for s in problem.statistics
+        }
     return tuple(jnp.concatenate(each, axis=QUERY_AXIS) for each in zip(*results, strict=True)), sums
 
 
@@ -130,14 +133,14 @@ def _tiles(function: Tile, problem: Problem, extra: tuple[Array, ...], tile: int
         query, position, weights, offset, own = inputs
         part = problem.replace(query=query, query_position=position, weights=weights, offset=offset)
         result, partial = function(part, *own)
-        return {name: total + partial[name] for name, total in sums.items()}, result
+        return {s.name: s.join(sums[s.name], partial[s.name]) for s in problem.statistics}, result
 
     sums, results = jax.lax.scan(body, _zeros(problem), inputs)
     return tuple(_join(x, n) for x in results), sums
 
 
 def _zeros(problem: Problem) -> Sums:
-    """Returns zeros for the sums of all statistics."""
+    """Returns the columns of all statistics before any query: zeros, which are below every maximum too."""
     return {s.name: jnp.zeros((*problem.key_position.shape, *s.words), jnp.float32) for s in problem.statistics}
 
 

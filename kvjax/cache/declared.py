@@ -1,0 +1,301 @@
+"""Checks what a user's own policy, storage and selection compute against what they declare, from shapes alone.
+
+`jax.eval_shape` runs the Python of each of them once, on the host, before anything is traced for a program. Equal ones
+are checked once, so that layers that are alike, and further batches, cost nothing.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvjax.errors import CodecError, KvjaxError, PolicyError, SelectionError
+from kvjax.policies.base import Evict, View
+from kvjax.policies.components import READABLE
+from kvjax.selection.base import Held, Selection, SelectView
+from kvjax.statistics import Statistic
+from kvjax.storage.base import Storage
+from kvjax.storage.codec import Codec
+from kvjax.storage.layouts import Blocks, Segments, Tiers
+from kvjax.user_files import raised_at
+
+ROWS = 2  # of the arrays that are asked about
+FLOAT, BOOL = jnp.dtype("float32"), jnp.dtype("bool")
+
+
+class _Declared(Mapping[str, Any]):
+    """The statistics that a policy declares; another one is an error that says so."""
+
+    def __init__(self, about: str, arrays: dict[str, Any]):
+        self._about, self._arrays = about, arrays
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._arrays:
+            known = ", ".join(sorted(self._arrays)) or "none"
+            raise PolicyError(
+                f"{self._about} reads statistic {name!r}, which it does not declare; it declares {known}. Add it to "
+                "`needs`, as a name of kvjax.statistics.NAMED or a Statistic."
+            )
+        return self._arrays[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._arrays
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
+class _View(View):
+    """A view whose keys and values may be read only by a policy that declares so."""
+
+    about: str
+    reads: frozenset[str]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in READABLE and name not in object.__getattribute__(self, "reads"):
+            raise PolicyError(
+                f"{object.__getattribute__(self, 'about')} reads view.{name}, which it does not declare; add {name!r} "
+                "to `reads`."
+            )
+        return super().__getattribute__(name)
+
+
+def check_names(name: str, statistics: frozenset[Statistic], remembers: tuple[str, ...] = ()) -> None:
+    """Checks that no two statistics of a cache have one name.
+
+    Raises:
+      PolicyError: two have.
+    """
+    known: dict[str, Any] = dict.fromkeys(remembers, "a merge's own")
+    for each in sorted(statistics, key=repr):
+        if known.setdefault(each.name, each) != each:
+            raise PolicyError(f"policy {name}: {each!r} and {known[each.name]!r} have one name; rename one of them.")
+
+
+@functools.lru_cache(maxsize=1024)
+def check_policy(policy: Evict, heads: int, slots: int, dim: int, dtype: str) -> None:
+    """Checks an eviction policy.
+
+    Args:
+      policy: without the numbers of its budget.
+      heads: the number of KV heads.
+      slots: the number of slots per head.
+      dim: features of a head.
+      dtype: of keys and values.
+
+    Raises:
+      PolicyError: its importance, scope or merge reads what it does not declare, raises an error, or returns something
+        else than an array of the right shape and dtype.
+    """
+    about = f"policy {policy.name}: its"
+    shape = (ROWS, heads, slots)
+    check_names(policy.name, policy.needs, policy.remembers)
+    arrays = {s.name: jax.eval_shape(functools.partial(s.empty, shape)) for s in policy.needs}
+    own = {name: jax.ShapeDtypeStruct(shape, FLOAT) for name in policy.remembers}
+    row, position = jax.ShapeDtypeStruct((ROWS,), jnp.int32), jax.ShapeDtypeStruct(shape, jnp.int32)
+    vectors = jax.ShapeDtypeStruct((*shape, dim), dtype)
+
+    def seen(part: str, reads: frozenset[str], stats: Any, position: Any, key: Any, value: Any, row: Any) -> Any:
+        view = _View(position, key, value, row, row, row, 0, True, None)
+        view.about, view.reads = f"{about} {part}", frozenset(reads)
+        return _Declared(view.about, stats), view
+
+    def score(*given: Any) -> Any:
+        found = policy.importance.score(*seen("importance", policy.importance.reads, *given))
+        return _checked(f"{about} importance.score", found, shape, FLOAT, PolicyError)
+
+    def protected(*given: Any) -> Any:
+        found = policy.scope.protected(*seen("scope", policy.scope.reads, *given))
+        return _checked(f"{about} scope.protected", found, shape, BOOL, PolicyError)
+
+    def fold(*given: Any) -> Any:
+        merge = policy.merge
+        assert merge is not None
+        stats, view = seen("merge", READABLE, *given)
+        folded = merge.fold(view.key, view.value, view.live, dict(stats), view, 1)
+        for name in ("key", "value"):
+            _checked(f"{about} merge.fold: `{name}`", getattr(folded, name, None), vectors.shape, dtype, PolicyError)
+        return folded.key
+
+    arguments = (arrays | own, position, vectors, vectors, row)
+    for part, function in (("importance.score", score), ("scope.protected", protected), ("merge.fold", fold)):
+        if part != "merge.fold" or (policy.merge is not None and _is_own(policy.merge)):
+            _evaluated(f"{about} {part}", function, arguments, PolicyError)
+
+
+@functools.lru_cache(maxsize=1024)
+def check_storage(storage: Storage, heads: int, dim: int, dtype: str) -> None:
+    """Checks the codecs of a storage that are a user's own.
+
+    Args:
+      storage: of one layer and head.
+      heads: the number of KV heads.
+      dim: features of a head.
+      dtype: of keys and values.
+
+    Raises:
+      CodecError: `parts`, `encode` or `decode` raises an error, or they do not fit each other.
+    """
+    for side, codec in storage.codecs.items():
+        if _is_own(codec) and codec.dims is None and not codec.of_pairs if isinstance(codec, Codec) else _is_own(codec):
+            sizes = (dim,) if isinstance(codec, Codec) else (_block(storage), dim)
+            _check_codec(f"storage {storage.name}: its {side} codec's", codec, (ROWS, heads, 3, *sizes), sizes, dtype)
+    if isinstance(storage.layout, Tiers):
+        check_storage(storage.layout.high, heads, dim, dtype)
+
+
+def _check_codec(about: str, codec: Any, shape: tuple[int, ...], sizes: tuple[int, ...], dtype: str) -> None:
+    lead = shape[: len(shape) - len(sizes)]
+    try:
+        given: Any = codec.parts(*sizes, jnp.dtype(dtype))
+    except KvjaxError:
+        raise
+    except Exception as error:
+        raise CodecError(f"{about} parts raised {_described_error(error)}.") from error
+    parts = {}
+    try:
+        for name, (own, kind) in dict(given).items():
+            parts[name] = jax.ShapeDtypeStruct((*lead, *own), jnp.dtype(kind))
+    except (TypeError, ValueError) as error:
+        raise CodecError(
+            f"{about} parts returned {given!r}; expected a dict of name -> (shape, dtype), such as "
+            "{'codes': ((64,), 'uint8')}."
+        ) from error
+    side = None
+    if codec.side is not None:
+        leading = (ROWS, lead[1]) if codec.side.leading == 2 else (lead[1],)
+        side = {
+            name: jax.ShapeDtypeStruct((*leading, *own), jnp.dtype(kind))
+            for name, (own, kind) in codec.side.parts(sizes[-1], jnp.dtype(dtype)).items()
+        }
+
+    def aligned(side: Any) -> Any:
+        return None if side is None or codec.side is None else codec.side.aligned(side, len(shape))
+
+    def encode(x: Any, side: Any) -> Any:
+        made = codec.encode(x, aligned(side), jnp.dtype(dtype))
+        if not isinstance(made, Mapping) or made.keys() != parts.keys():
+            names = sorted(made) if isinstance(made, Mapping) else _described(made)
+            raise CodecError(f"{about} encode returned {names}; expected the names of `parts`: {sorted(parts)}.")
+        for name, part in parts.items():
+            _checked(f"{about} encode: {name!r}", made[name], part.shape, part.dtype, CodecError)
+        return dict(made)
+
+    def decode(parts: Any, side: Any) -> Any:
+        return _checked(f"{about} decode", codec.decode(parts, aligned(side), *sizes), shape, FLOAT, CodecError)
+
+    _evaluated(f"{about} encode", encode, (jax.ShapeDtypeStruct(shape, FLOAT), side), CodecError)
+    _evaluated(f"{about} decode", decode, (parts, side), CodecError)
+
+
+@functools.lru_cache(maxsize=1024)
+def check_selection(selection: Selection, heads: int, queries: int, slots: int, dim: int, dtype: str) -> None:
+    """Checks a selection that is a user's own.
+
+    Args:
+      selection: bound to the model.
+      heads: the number of KV heads.
+      queries: query heads of each.
+      slots: the number of slots per head.
+      dim: features of a head.
+      dtype: of keys and queries.
+
+    Raises:
+      SelectionError: a method raises an error, or returns something else than what `kvjax.selection.Selection` says.
+    """
+    if not _is_own(selection) or selection.reads_all or selection.whole_text:
+        return
+    about, shape = f"selection {selection.name}: its", (ROWS, heads, slots)
+    units = (*shape[:2], -(-slots // selection.unit))
+    row, kind = jax.ShapeDtypeStruct((ROWS,), jnp.int32), jnp.dtype(dtype)
+    arguments = (
+        jax.ShapeDtypeStruct((ROWS, heads, queries, dim), kind), jax.ShapeDtypeStruct((*shape, dim), kind),
+        jax.ShapeDtypeStruct(shape, jnp.int32), row, jax.ShapeDtypeStruct(shape[:2], jnp.int32),
+    )  # fmt: skip
+    columns = {s.name: jax.ShapeDtypeStruct(shape, FLOAT) for s in selection.needs}
+
+    def same(method: str, index: Any, made: Any) -> Any:
+        before, after = (
+            jax.tree.map(lambda x: (jnp.shape(x), str(jnp.result_type(x))), each) for each in (index, made)
+        )
+        if before != after:
+            raise SelectionError(f"{about} {method} returned an index of {after}; expected that of `init`: {before}.")
+        return made
+
+    def run(query: Any, key: Any, position: Any, row: Any, slot: Any, columns: Any) -> Any:
+        view = SelectView(position, key, row, row, row, slot, 1.0, 0, first=row)
+        index = selection.init(shape, dim, kind)
+        if not isinstance(index, dict):
+            raise SelectionError(f"{about} init returned {_described(index)}; expected a dict of arrays.")
+        if not selection.watches:
+            held = Held(position, key, row, None, lambda x: x.astype(jnp.float32))
+            index = same("build", index, selection.build(index, {}, held))
+        index = same("write", index, selection.write(index, key[:, :, :1], slot, row >= 0))
+        name, size, choose = ("choose_units", units, selection.choose_units) if selection.unit > 1 else (
+            "chosen" if type(selection).choose is Selection.choose else "choose", shape, selection.choose
+        )  # fmt: skip
+        made = choose(index, query, view)
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise SelectionError(f"{about} {name} returned {_described(made)}; expected the marks and the index.")
+        mask = _checked(f"{about} {name}", made[0], size, BOOL, SelectionError)
+        index = same(name, index, made[1])
+        _checked(f"{about} always", selection.always(index, view), shape, BOOL, SelectionError)
+        return mask, same("settle", index, selection.settle(index, columns, view))
+
+    _evaluated(f"{about} choice", run, (*arguments, columns), SelectionError)
+
+
+def _is_own(part: Any) -> bool:
+    """Whether a component is of a user's own: of a class outside of kvjax, or made of functions."""
+    kind = type(part)
+    return not kind.__module__.startswith("kvjax.") or kind.__name__ in ("CodecFunctions", "BlockFunctions")
+
+
+def _block(storage: Storage) -> int:
+    layout = storage.layout
+    assert isinstance(layout, Blocks | Segments)
+    return layout.size if isinstance(layout, Blocks) else layout.window
+
+
+def _evaluated(what: str, function: Callable[..., Any], arguments: tuple[Any, ...], error: type[KvjaxError]) -> None:
+    """Runs a function on shapes; whatever it raises is an `error` that says where."""
+    try:
+        jax.eval_shape(function, *arguments)
+    except KvjaxError:
+        raise
+    except Exception as raised:
+        raise error(f"{what} raised {_described_error(raised)}.") from raised
+
+
+def _checked(what: str, made: Any, shape: tuple[int, ...], dtype: DTypeLike, error: type[KvjaxError]) -> Any:
+    """Returns what a function made if it is an array of a shape and a dtype.
+
+    Raises:
+      error: it is something else.
+    """
+    right = isinstance(made, jax.Array) and made.shape == tuple(shape) and made.dtype == jnp.dtype(dtype)
+    if not right:
+        expected = f"a jax array of {jnp.dtype(dtype).name} {list(shape)}"
+        raise error(f"{what} returned {_described(made)}; expected {expected}.")
+    return made
+
+
+def _described(made: Any) -> str:
+    if isinstance(made, jax.Array):
+        return f"a jax array of {made.dtype.name} {list(made.shape)}"
+    if hasattr(made, "shape") and hasattr(made, "dtype"):
+        return f"a {type(made).__module__}.{type(made).__name__} of {made.dtype} {list(made.shape)}"
+    return (
+        f"{made!r} of type {type(made).__name__}" if isinstance(made, float | int | str | None) else type(made).__name__
+    )
+
+
+def _described_error(error: Exception) -> str:
+    first = (str(error).splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}: {first}{raised_at(error)}"
