@@ -133,7 +133,7 @@ def _request(entry: dict[str, Any], model: Model, defaults: Defaults, index: int
     if not _ids(tokens):
         raise InputError(f"stop_tokens must be a list of token ids; got {_short(tokens)}.")
     ends = [*tokens, *model.eos_token_ids]
-    text = None if tokenizer is None else TextStream(tokenizer, stops)
+    text = None if tokenizer is None else TextStream(tokenizer, stops, prompt=prompt)
     seed = entry.get("seed")
     request = Request(
         tokens=prompt, max_new_tokens=entry.get("max_new_tokens", defaults.max_new_tokens), stop=ends,
