@@ -86,7 +86,9 @@ class Detokenizer:
         data = self._data(token)
         if data is None:
             return Decoded("", b"", self._tokenizer.token(token) if self._known(token) else "")
-        self._before = token
+        # Some decoders leave out all spaces at the beginning, so that a space is no context for another.
+        if self._before is None or self._text(token):
+            self._before = token
         before, whole = self._left, self._left + data
         if self._carried and _broken(whole):
             # The text of the prompt has the replacement of its bytes.
@@ -196,6 +198,15 @@ class MarkedText(NamedTuple):
         """Returns what is before the first of some texts; all of it if there is none."""
         place = self.find(stops)
         return self if place < 0 else self.part(0, place)
+
+    def after_last(self, text: str) -> "MarkedText":
+        """Returns what is after the last occurrence of a text; all of it if there is none."""
+        place = self.text.rfind(text)
+        return self if place < 0 else self.part(place + len(text))
+
+    def stripped(self) -> "MarkedText":
+        """Returns the text without the white space that it begins with."""
+        return self.part(len(self.text) - len(self.text.lstrip()))
 
 
 def mark(decoded: Decoded) -> MarkedText:

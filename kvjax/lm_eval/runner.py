@@ -1,6 +1,7 @@
 """Runs many requests of any lengths through few programs: scores of continuations and windows, and generated tokens."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from kvjax.errors import InputError
 from kvjax.extend import extend
 from kvjax.generate import decode, generate
 from kvjax.likelihood import log_likelihood
-from kvjax.lm_eval.batches import batches, bucket, padded, until
+from kvjax.lm_eval.batches import Ended, batches, bucket, ends, padded, until
 from kvjax.lm_eval.beginnings import Group, groups
 from kvjax.models.model import Model
 from kvjax.policies.traits import splits_heads
@@ -200,7 +201,8 @@ class Runner:
         *,
         new_tokens: int,
         stop: Sequence[int] = (),
-        ended: Callable[[np.ndarray], bool] | None = None,
+        ended: Ended | None = None,
+        stop_texts: Sequence[str] = (),
         sampler: Sampler = Greedy(),
         key: Any = None,
         done: Callable[[int, np.ndarray], None] = lambda index, tokens: None,
@@ -211,13 +213,14 @@ class Runner:
           contexts: token ids; truncated at their beginning so that the new tokens fit `max_length`.
           new_tokens: the most new tokens.
           stop: token ids that end a text.
-          ended: whether new tokens [n] contain the end of a text; None = only `stop` does.
+          ended: whether new tokens [n] contain the end of a text; None = only `stop` and `stop_texts` do.
+          stop_texts: texts that end a text, which may be or hold special tokens.
           sampler: see `kvjax.generate`.
           key: see `kvjax.generate`.
           done: called with the index of a context and its new tokens.
 
         Returns:
-          The new tokens of each context, [n] int32, which may go some tokens beyond where `ended` ends it.
+          The new tokens of each context, [n] int32, of which some may be beyond its end by `ended` or `stop_texts`.
 
         Raises:
           InputError: an empty context, or no room for one before the new tokens.
@@ -241,7 +244,7 @@ class Runner:
                 spare = len(tokens) - len(batch)
                 options: dict[str, Any] = {
                     "max_new_tokens": new_tokens, "stop": stop, "sampler": sampler, "key": key,
-                    "until": until(ended, len(batch), spare),
+                    "until": until(self._ended(ended, stop_texts, [cut[i] for i, _ in batch]), len(batch), spare),
                     "requests": [*(index for index, _ in batch), *[0] * spare],
                 }  # fmt: skip
                 if begun is not None:
@@ -264,7 +267,8 @@ class Runner:
         *,
         new_tokens: int,
         stop: Sequence[int] = (),
-        ended: Callable[[np.ndarray], bool] | None = None,
+        ended: Ended | None = None,
+        stop_texts: Sequence[str] = (),
         done: Callable[[int, int, np.ndarray], None] = lambda context, question, tokens: None,
     ) -> list[list[np.ndarray]]:
         """Answers questions about contexts greedily. A context is processed once, before its questions are known.
@@ -275,6 +279,7 @@ class Runner:
           new_tokens: the most new tokens of an answer.
           stop: see `texts`.
           ended: see `texts`.
+          stop_texts: see `texts`.
           done: called with the index of a context, that of a question about it, and the answer's tokens.
 
         Returns:
@@ -311,13 +316,25 @@ class Runner:
                 copies = extend(
                     self.model, begun, ids, lengths=sizes, rows=[*(row for row, *_ in part), *[0] * spare]
                 )  # fmt: skip
+                before = [questions[index][number] for _, index, number in part]
                 made = decode(
-                    self.model, copies, max_new_tokens=new_tokens, stop=stop, until=until(ended, len(part), spare)
+                    self.model, copies, max_new_tokens=new_tokens, stop=stop,
+                    until=until(self._ended(ended, stop_texts, before), len(part), spare),
                 )  # fmt: skip
                 for (_, index, number), row, length in zip(part, made.tokens, made.lengths, strict=False):
                     found[index][number] = row[:length]
                     done(index, number, found[index][number])
         return found
+
+    def _ended(self, ended: Ended | None, stop_texts: Sequence[str], prompts: Sequence[Ids]) -> list[Ended] | None:
+        """For each row of a batch, whether its new tokens contain the end of its text; None = none ends so."""
+        if not stop_texts:
+            return None if ended is None else [ended] * len(prompts)
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            raise InputError("the model has no tokenizer, which stop_texts need; give stop.")
+        own = [ends(tokenizer, stop_texts, prompt) for prompt in prompts]
+        return own if ended is None else [functools.partial(_either, ended, each) for each in own]
 
     @staticmethod
     def _alike(contexts: Sequence[tuple[int, ...]], shares: bool) -> list[Group]:
@@ -361,3 +378,8 @@ class Runner:
                 f"one, and at most max_length={self.max_length} are scored."
             )
         return tuple(pair.context)[-(self.max_length + 1 - len(pair.continuation)) :]
+
+
+def _either(one: Ended, other: Ended, tokens: np.ndarray) -> bool:
+    """Whether one of two says that new tokens [n] contain the end of a text."""
+    return one(tokens) or other(tokens)

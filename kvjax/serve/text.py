@@ -1,7 +1,7 @@
 """The text of a request as its tokens come: characters are shown when they are whole, and stop texts end it."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvjax.checkpoint.tokenizer import Tokenizer
 from kvjax.detokenize import Decoded, Detokenizer, MarkedText, mark
@@ -71,7 +71,7 @@ class TextStream:
         """What may be shown so far."""
         return "".join(self._parts)
 
-    def take(self, tokens: Sequence[int]) -> int | None:
+    def take(self, tokens: Iterable[int]) -> int | None:
         """Adds tokens.
 
         Args:
