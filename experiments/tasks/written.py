@@ -89,7 +89,7 @@ class Written(Asked):
         ) -> None:  # fmt: skip
             finish(groups[index][place], questions[index][place], ids)
 
-        options: dict[str, Any] = {"stop": stop, "stop_texts": self.stop}
+        options: dict[str, Any] = {"stop": stop, "ended": self.stop}
         for new_tokens in sorted({self.items[number].new_tokens for number in wanted}):
             own = [number for number in wanted if self.items[number].new_tokens == new_tokens]
             alone = [n for n in own if self.aware or not self.items[n].question]

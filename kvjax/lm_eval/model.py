@@ -245,7 +245,7 @@ class KVJaxLM(TemplateLM):
                     contexts, new_tokens=new_tokens, stop=stop, sampler=sampler(penalty | settings), key=self._key,
                     done=done,
                     # A stop text may be part of the thoughts before an answer.
-                    stop_texts=() if self.think_end_token else stop_texts,
+                    ended=() if self.think_end_token else stop_texts,
                 )  # fmt: skip
         return found
 

@@ -1,7 +1,6 @@
 """Runs many requests of any lengths through few programs: scores of continuations and windows, and generated tokens."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -201,8 +200,7 @@ class Runner:
         *,
         new_tokens: int,
         stop: Sequence[int] = (),
-        ended: Ended | None = None,
-        stop_texts: Sequence[str] = (),
+        ended: Ended | Sequence[str] = (),
         sampler: Sampler = Greedy(),
         key: Any = None,
         done: Callable[[int, np.ndarray], None] = lambda index, tokens: None,
@@ -213,14 +211,13 @@ class Runner:
           contexts: token ids; truncated at their beginning so that the new tokens fit `max_length`.
           new_tokens: the most new tokens.
           stop: token ids that end a text.
-          ended: whether new tokens [n] contain the end of a text; None = only `stop` and `stop_texts` do.
-          stop_texts: texts that end a text, which may be or hold special tokens.
+          ended: texts that end a text, which may be or hold special tokens; or whether new tokens [n] contain its end.
           sampler: see `kvjax.generate`.
           key: see `kvjax.generate`.
           done: called with the index of a context and its new tokens.
 
         Returns:
-          The new tokens of each context, [n] int32, of which some may be beyond its end by `ended` or `stop_texts`.
+          The new tokens of each context, [n] int32, of which some may be beyond the end that `ended` finds.
 
         Raises:
           InputError: an empty context, or no room for one before the new tokens.
@@ -244,7 +241,7 @@ class Runner:
                 spare = len(tokens) - len(batch)
                 options: dict[str, Any] = {
                     "max_new_tokens": new_tokens, "stop": stop, "sampler": sampler, "key": key,
-                    "until": until(self._ended(ended, stop_texts, [cut[i] for i, _ in batch]), len(batch), spare),
+                    "until": until(self._ended(ended, [cut[i] for i, _ in batch]), len(batch), spare),
                     "requests": [*(index for index, _ in batch), *[0] * spare],
                 }  # fmt: skip
                 if begun is not None:
@@ -267,8 +264,7 @@ class Runner:
         *,
         new_tokens: int,
         stop: Sequence[int] = (),
-        ended: Ended | None = None,
-        stop_texts: Sequence[str] = (),
+        ended: Ended | Sequence[str] = (),
         done: Callable[[int, int, np.ndarray], None] = lambda context, question, tokens: None,
     ) -> list[list[np.ndarray]]:
         """Answers questions about contexts greedily. A context is processed once, before its questions are known.
@@ -279,7 +275,6 @@ class Runner:
           new_tokens: the most new tokens of an answer.
           stop: see `texts`.
           ended: see `texts`.
-          stop_texts: see `texts`.
           done: called with the index of a context, that of a question about it, and the answer's tokens.
 
         Returns:
@@ -319,22 +314,23 @@ class Runner:
                 before = [questions[index][number] for _, index, number in part]
                 made = decode(
                     self.model, copies, max_new_tokens=new_tokens, stop=stop,
-                    until=until(self._ended(ended, stop_texts, before), len(part), spare),
+                    until=until(self._ended(ended, before), len(part), spare),
                 )  # fmt: skip
                 for (_, index, number), row, length in zip(part, made.tokens, made.lengths, strict=False):
                     found[index][number] = row[:length]
                     done(index, number, found[index][number])
         return found
 
-    def _ended(self, ended: Ended | None, stop_texts: Sequence[str], prompts: Sequence[Ids]) -> list[Ended] | None:
-        """For each row of a batch, whether its new tokens contain the end of its text; None = none ends so."""
-        if not stop_texts:
-            return None if ended is None else [ended] * len(prompts)
+    def _ended(self, ended: Ended | Sequence[str], prompts: Sequence[Ids]) -> list[Ended] | None:
+        """For each row of a batch, whether its new tokens contain the end of its text; None if none ends so."""
+        if callable(ended):
+            return [ended] * len(prompts)
+        if not ended:
+            return None
         tokenizer = self.model.tokenizer
         if tokenizer is None:
-            raise InputError("the model has no tokenizer, which stop_texts need; give stop.")
-        own = [ends(tokenizer, stop_texts, prompt) for prompt in prompts]
-        return own if ended is None else [functools.partial(_either, ended, each) for each in own]
+            raise InputError("the model has no tokenizer, which texts that end a text need; give token ids as stop.")
+        return [ends(tokenizer, ended, prompt) for prompt in prompts]
 
     @staticmethod
     def _alike(contexts: Sequence[tuple[int, ...]], shares: bool) -> list[Group]:
@@ -378,8 +374,3 @@ class Runner:
                 f"one, and at most max_length={self.max_length} are scored."
             )
         return tuple(pair.context)[-(self.max_length + 1 - len(pair.continuation)) :]
-
-
-def _either(one: Ended, other: Ended, tokens: np.ndarray) -> bool:
-    """Whether one of two says that new tokens [n] contain the end of a text."""
-    return one(tokens) or other(tokens)
