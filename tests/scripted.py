@@ -27,7 +27,7 @@ CHARACTERS = "ခⴵ"  # of three bytes each, no two of which are the same
 #: What follows a token that no chain has is the end of the text.
 CHAINS = (
     ("x", "▁the", "▁end", "<|im_end|>", "▁Once", "▁upon", "a", "▁time"),
-    ("yz", *(f"<0x{byte:02X}>" for byte in CHARACTERS.encode()), "!", "▁say"),
+    ("b", *(f"<0x{byte:02X}>" for byte in CHARACTERS.encode()), "!", "▁say"),
 )
 
 
