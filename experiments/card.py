@@ -22,6 +22,7 @@ from tabulate import tabulate
 import kvjax
 from experiments import cli, fields, plots, results
 from experiments.config import RecallConfig
+from experiments.lines import numbered
 from experiments.report import NONE
 from experiments.tasks import recall, score
 from experiments.tasks.prompts import NoRoom, Prompt
@@ -59,7 +60,7 @@ class Run(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
-        events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        events = [json.loads(line) for _, line in numbered((folder / "metrics.jsonl").read_bytes())]
         return cls(folder, fields.from_dict(TrainConfig, results.read_json(folder / "config.json")), events)
 
     def of(self, kind: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import numpy as np
 from experiments.config import DataConfig
 from experiments.tasks import words
 from experiments.tasks.story import story
+from kvjax.detokenize import text_after
 from kvjax.errors import ConfigError, InputError
 from kvjax.models.model import Model
 
@@ -41,11 +42,11 @@ def calibration_sample(model: Model, rows: int, width: int) -> np.ndarray:
     return ids.reshape(rows, width)
 
 
-def decode(model: Model, ids: np.ndarray) -> str:
-    """The text of token ids."""
+def decode(model: Model, ids: np.ndarray, prompt: np.ndarray) -> str:
+    """The text of token ids [n] that follow those of a prompt [T]."""
     if model.tokenizer is None:
         return bytes(int(i) % 256 for i in ids).decode(errors="replace")
-    return model.tokenizer.decode([int(i) for i in ids])
+    return text_after(model.tokenizer, prompt.tolist(), ids.tolist())
 
 
 def load(config: DataConfig, model: Model, seed: int) -> tuple[np.ndarray, int, str]:

@@ -177,7 +177,9 @@ class Session:
             text=f"Text: {text}; {rows} of {prompt_length} prompt tokens and {config.data.new_tokens} new ones.",
             notes=_notes(model, config, prompt_length, measurements),
             measurements=measurements,
-            continuations=[data.decode(model, m.tokens[0][m.tokens[0] >= 0]) for m in measurements],
+            continuations=[
+                data.decode(model, m.tokens[0][m.tokens[0] >= 0], tokens[0][:prompt_length]) for m in measurements
+            ],
             chunk=config.data.chunk,
         )
 

@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tqdm.auto import tqdm
 
 from experiments import cli, fields, machine, results
+from experiments.lines import divided
 from experiments.tasks.prompts import NoRoom, make_many
 from experiments.tasks.recall import DIFFICULTY
 from experiments.training import corpus, evaluate
@@ -211,10 +212,10 @@ class Log:
         self.path = path if processes.is_first() else None
         if self.path is None:
             return
-        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-        results.write(
-            path, "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start)
-        )
+        content = path.read_bytes() if path.is_file() else b""
+        # The last line may not be whole.
+        lines = divided(content[: content.rfind(b"\n") + 1])
+        results.write(path, b"".join(line + b"\n" for line in lines if json.loads(line)["step"] <= start))
 
     def write(self, **event: Any) -> None:
         if self.path is None:

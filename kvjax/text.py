@@ -9,6 +9,7 @@ import jax
 from kvjax.cache.spec import CacheSpec
 from kvjax.checkpoint.chat import Message
 from kvjax.checkpoint.encoding import EncodedBatch, Tokenizer, padded
+from kvjax.detokenize import text_after
 from kvjax.errors import InputError
 from kvjax.generate import Generation, generate
 from kvjax.models.generation import FILE
@@ -91,7 +92,9 @@ def generate_text(
     )  # fmt: skip
     found = []
     for item, prompt, size, new, length in zip(items, *prompts, made.tokens, made.lengths, strict=True):
-        found.append(_following(tokenizer, prompt[:size] if isinstance(item, str) else (), new[:length]))
+        # The answer to a conversation is a text of its own, which begins without the space between words.
+        before = prompt[:size] if isinstance(item, str) else ()
+        found.append(text_after(tokenizer, before, new[:length]))
     return TextGeneration(found, made, prompts)
 
 
@@ -113,12 +116,3 @@ def _encoded(tokenizer: Tokenizer, item: Text, number: int, template: str | None
     if not ids:
         raise InputError(f"text {number} is empty, and this tokenizer begins no text with BOS; give it some words.")
     return ids
-
-
-def _following(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Returns the text of new tokens after a prompt.
-
-    Some tokenizers write no space before the first token of a text: the text of both, less that of the prompt, has it.
-    """
-    whole, before = tokenizer.decode([*prompt, *new]), tokenizer.decode(prompt)
-    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)

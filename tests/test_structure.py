@@ -44,7 +44,7 @@ ROOMS = [
     {"cache"},
     {"models", "sampling"},
     {"checkpoint"},
-    {"prefill", "decoding", "generate", "likelihood", "choices", "extend", "records", "text"},
+    {"prefill", "decoding", "generate", "likelihood", "choices", "extend", "records", "detokenize", "text"},
     {"presets", "spec_text"},
     {"roofline", "collectives", "plan", "need", "capacity", "analysis", "lm_eval", "serve"},
 ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import results
+from experiments.lines import divided
 from kvjax.errors import ConfigError
 
 SYNC_SECONDS = 1.0  # at least, between two calls that make the disk write
@@ -114,7 +115,7 @@ class Journal:
 
     def shorten(self) -> None:
         """Leaves of the journal what says that the output is whole."""
-        results.write(self._path, self._path.read_text().split("\n", 1)[0] + "\n")
+        results.write(self._path, divided(self._path.read_bytes())[0] + b"\n")
 
     def _write(self, line: str) -> None:
         _append(self._output, line)
@@ -180,5 +181,4 @@ def _whole_lines(file: int) -> list[str]:
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < size:
         os.ftruncate(file, len(whole))
-    # `splitlines` would divide texts at other characters too.
-    return whole.decode().split("\n")[:-1]
+    return divided(whole.decode())

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.lines import numbered
 from kvjax.errors import ConfigError, InputError, KvjaxError
 from kvjax.models.model import Model
 from kvjax.sampling import Greedy, Sample, Sampler
@@ -63,7 +64,7 @@ def lines(path: Path) -> list[tuple[int, bytes]]:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"--requests={str(path)!r} cannot be read: {error.strerror}.") from None
-    return [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+    return numbered(content)
 
 
 def read(given: list[tuple[int, bytes]], model: Model, defaults: Defaults) -> Iterator[Asked]:
@@ -133,7 +134,7 @@ def _request(entry: dict[str, Any], model: Model, defaults: Defaults, index: int
     if not _ids(tokens):
         raise InputError(f"stop_tokens must be a list of token ids; got {_short(tokens)}.")
     ends = [*tokens, *model.eos_token_ids]
-    text = None if tokenizer is None else TextStream(tokenizer, stops)
+    text = None if tokenizer is None else TextStream(tokenizer, stops, prompt=prompt)
     seed = entry.get("seed")
     request = Request(
         tokens=prompt, max_new_tokens=entry.get("max_new_tokens", defaults.max_new_tokens), stop=ends,

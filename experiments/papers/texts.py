@@ -1,6 +1,5 @@
 """Rows of tokens of the files that entries read: books, articles and instructions."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from experiments import data
 from experiments.config import DataConfig
+from experiments.tasks import files
 from kvjax.errors import ConfigError, InputError
 from kvjax.models.model import Model
 
@@ -44,14 +44,8 @@ def rows_of(model: Model, file: Path, rows: int, length: int) -> np.ndarray:
 
 
 def _documents(file: Path) -> Iterator[str]:
-    text = file.read_text(encoding="utf-8")
-    try:
-        lines = json.loads(text) if file.suffix == ".json" else map(json.loads, text.splitlines())
-        for line in lines:
-            fields = [line[name] for name in INSTRUCTION if name in line]
-            fields += [line[name] for name in ARTICLE if name in line]
-            if not fields:
-                raise ConfigError(f"{file}: an entry has none of the fields {', '.join((*ARTICLE, *INSTRUCTION))}.")
-            yield "\n".join(fields)
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}.") from None
+    for row in files.json_list(file) if file.suffix == ".json" else files.json_lines(file):
+        fields = [row.text(name) for name in (*INSTRUCTION, *ARTICLE) if name in row.values]
+        if not fields:
+            raise ConfigError(f"{row.place}: has none of the fields {', '.join((*ARTICLE, *INSTRUCTION))}.")
+        yield "\n".join(fields)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.lines import divided, numbered
 from kvjax.errors import ConfigError
 
 
@@ -111,12 +112,8 @@ def read_text(path: Path) -> str:
     Raises:
       ConfigError: it cannot be read, or is not UTF-8.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     # As text files are read elsewhere: whatever ends a line is a line feed.
-    return _decoded(content, path).replace("\r\n", "\n").replace("\r", "\n")
+    return _read(path).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def words(path: Path) -> list[str]:
@@ -137,10 +134,8 @@ def json_lines(path: Path) -> Iterator[Row]:
     Raises:
       ConfigError: a line that is no JSON object.
     """
-    # Not splitlines(): texts may hold U+2028 and the like, which JSON does not escape.
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
-            yield _object(line, path, number)
+    for number, line in numbered(_read(path)):
+        yield _object(line, path, number)
 
 
 def json_list(path: Path) -> Iterator[Row]:
@@ -176,10 +171,10 @@ def tab_separated(path: Path) -> Iterator[Row]:
     Raises:
       ConfigError: a line of another number of values.
     """
-    first, *lines = read_text(path).rstrip("\n").split("\n")
-    names = first.rstrip("\r").split("\t")
+    first, *lines = (line.removesuffix("\r") for line in divided(_read(path).rstrip("\r\n") + "\n"))
+    names = first.split("\t")
     for number, line in enumerate(lines, 2):
-        yield Row(_columns(names, line.rstrip("\r").split("\t"), path, number), path, number)
+        yield Row(_columns(names, line.split("\t"), path, number), path, number)
 
 
 def zipped_csv(path: Path) -> Iterator[Row]:
@@ -209,6 +204,15 @@ def zipped_csv(path: Path) -> Iterator[Row]:
                 yield Row(_columns(names, values, inside, line), inside, line)
         except csv.Error as error:
             raise ConfigError(f"{inside}, line {reader.line_num}: not CSV ({error}).") from None
+
+
+def _read(path: Path) -> str:
+    """A file's text as it is."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    return _decoded(content, path)
 
 
 def _columns(names: Sequence[str], values: Sequence[str], path: Path, line: int) -> dict[str, str]:

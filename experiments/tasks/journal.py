@@ -6,6 +6,7 @@ import threading
 import warnings
 from pathlib import Path
 
+from experiments.lines import numbered
 from experiments.tasks.base import Answer
 
 FOLDER = ".answers"  # under a config's output folder
@@ -30,7 +31,7 @@ class Journal:
         self._known: dict[str, dict[int, Answer]] = {}
         if path is None or not path.is_file():
             return
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        for _, line in numbered(path.read_bytes().decode(errors="replace")):
             try:
                 entry = json.loads(line)
                 self._known.setdefault(entry["key"], {})[entry["number"]] = entry["answer"]

@@ -10,6 +10,7 @@ from experiments.tasks.files import Row, existing
 from experiments.tasks.multiple_choice import GAP
 from experiments.tasks.spec import TaskSpec, at_least_one, folder_of, room, too_long
 from experiments.tasks.written import Item, Written, text_scores
+from kvjax.detokenize import Detokenizer
 from kvjax.errors import ConfigError
 
 ARTICLE = "###\nArticle: {article}\n\n"  # as in H2O's files
@@ -193,7 +194,12 @@ def shortened(text: str, before: str, after: str, most: int | None, new_tokens: 
             f"{setting.max_length} tokens; lower new_tokens."
         )
     ids = tokenizer.encode(text, bos=False)
-    return text if len(ids) <= left else tokenizer.decode(ids[:left])
+    if len(ids) <= left:
+        return text
+    # Not within a character.
+    while left and Detokenizer(tokenizer, ids[:left]).incomplete:
+        left -= 1
+    return tokenizer.decode(ids[:left])
 
 
 def _xsum_h2o(path: Path) -> Iterator[tuple[str, str]]:

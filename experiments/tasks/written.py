@@ -10,6 +10,7 @@ import numpy as np
 from experiments.tasks import ngrams
 from experiments.tasks.base import SAME, Answer, Asked, Done, share
 from kvjax.checkpoint.tokenizer import Tokenizer
+from kvjax.detokenize import marked_text
 from kvjax.lm_eval.runner import Runner
 
 FULL = " to full"  # ends the names of scores against what the full cache wrote
@@ -73,26 +74,22 @@ class Written(Asked):
     def ask(self, runner: Runner, tokenizer: Tokenizer, wanted: Sequence[int], done: Done) -> None:
         stop = sorted({*runner.model.eos_token_ids, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])})
 
-        def ended(ids: np.ndarray) -> bool:
-            text = tokenizer.decode(ids)
-            return any(each in text for each in self.stop)
+        def finish(number: int, prompt: Sequence[int], ids: np.ndarray) -> None:
+            text, whole = marked_text(tokenizer, prompt, ids), self.items[number].new_tokens
+            over = len(ids) < whole or int(ids[-1]) in stop or text.find(self.stop) >= 0
+            tokens = [int(token) for token in ids if int(token) not in stop]
+            done(number, {"text": text.before(self.stop).visible, "tokens": tokens, "ended": over})
 
-        def finish(number: int, ids: np.ndarray) -> None:
-            text, whole = tokenizer.decode(ids), self.items[number].new_tokens
-            over = len(ids) < whole or int(ids[-1]) in stop or any(each in text for each in self.stop)
-            for each in self.stop:
-                text = text.split(each)[0]
-            done(
-                number, {"text": text, "tokens": [int(token) for token in ids if int(token) not in stop], "ended": over}
-            )
+        def finished(numbers: Sequence[int], prompts: Sequence[Sequence[int]], index: int, ids: np.ndarray) -> None:
+            finish(numbers[index], prompts[index], ids)
 
-        def finished(numbers: Sequence[int], index: int, ids: np.ndarray) -> None:
-            finish(numbers[index], ids)
+        def finished_of(
+            groups: Sequence[Sequence[int]], questions: Sequence[Sequence[Sequence[int]]], index: int, place: int,
+            ids: np.ndarray,
+        ) -> None:  # fmt: skip
+            finish(groups[index][place], questions[index][place], ids)
 
-        def finished_of(groups: Sequence[Sequence[int]], index: int, place: int, ids: np.ndarray) -> None:
-            finish(groups[index][place], ids)
-
-        options: dict[str, Any] = {"stop": stop, "ended": ended if self.stop else None}
+        options: dict[str, Any] = {"stop": stop, "ended": self.stop}
         for new_tokens in sorted({self.items[number].new_tokens for number in wanted}):
             own = [number for number in wanted if self.items[number].new_tokens == new_tokens]
             alone = [n for n in own if self.aware or not self.items[n].question]
@@ -100,7 +97,7 @@ class Written(Asked):
             prompts = [middle(tokenizer.encode(self.items[n].context + self.items[n].question), room) for n in alone]
             runner.texts(
                 prompts, new_tokens=new_tokens, **options,
-                done=functools.partial(finished, alone),
+                done=functools.partial(finished, alone, prompts),
             )  # fmt: skip
             shared: dict[str, list[int]] = {}
             for number in own:
@@ -114,7 +111,7 @@ class Written(Asked):
             ]
             runner.answers(
                 contexts, questions, new_tokens=new_tokens, **options,
-                done=functools.partial(finished_of, groups),
+                done=functools.partial(finished_of, groups, questions),
             )  # fmt: skip
 
     def scores(self, answers: Sequence[Answer], full: Sequence[Answer] | None) -> dict[str, float]:

@@ -6,9 +6,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvjax.cache.limits import power_of_two, quarter_steps
+from kvjax.checkpoint.tokenizer import Tokenizer
 from kvjax.models.model import Model
+from kvjax.serve.text import TextStream
 
 T = TypeVar("T")
+Ended = Callable[[np.ndarray], bool]  # whether the new tokens [n] of a text contain its end
 SMALLEST_CONTEXT = 16  # tokens that shorter contexts have arrays for
 
 
@@ -38,15 +41,36 @@ def bucket(length: int) -> int:
     return quarter_steps(length, SMALLEST_CONTEXT)
 
 
-def until(
-    ended: Callable[[np.ndarray], bool] | None, count: int, spare: int
-) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Returns the `until` of `kvjax.generate`: `ended` is asked about `count` rows; the spare ones have ended."""
+def until(ended: Sequence[Ended] | None, count: int, spare: int) -> Callable[[np.ndarray], np.ndarray] | None:
+    """Returns the `until` of `kvjax.generate`.
+
+    Args:
+      ended: for each of `count` rows, whether its new tokens [n] contain the end of its text; None = none of them do.
+      count: the number of rows that are wanted.
+      spare: the number of rows after these, which have ended.
+    """
     if ended is None and not spare:
         return None
 
     def which(ids: np.ndarray) -> np.ndarray:
-        rows = [ended is not None and ended(row[row >= 0]) for row in ids[:count]]
-        return np.array([*rows, *[True] * spare])
+        rows = [own(row[row >= 0]) for own, row in zip(ended or (), ids, strict=False)]
+        return np.array([*(rows or [False] * count), *[True] * spare])
 
     return which
+
+
+def ends(tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int]) -> Ended:
+    """Returns whether new tokens after a prompt contain one of some texts, or of special tokens.
+
+    Each token is decoded once: the tokens of a call begin with those of the last one.
+    """
+    stream, taken = TextStream(tokenizer, stops, prompt=prompt), 0
+
+    def ended(tokens: np.ndarray) -> bool:
+        nonlocal taken
+        if not stream.stopped:
+            stream.take(tokens[taken:])
+            taken = len(tokens)
+        return stream.stopped
+
+    return ended

@@ -16,6 +16,7 @@ from kvjax.attention import Implementation
 from kvjax.checkpoint import chat
 from kvjax.checkpoint.huggingface import load
 from kvjax.checkpoint.tokenizer import Tokenizer
+from kvjax.detokenize import marked_text
 from kvjax.errors import ConfigError, InputError
 from kvjax.lm_eval import options
 from kvjax.lm_eval.runner import Pair, Runner
@@ -32,7 +33,7 @@ try:
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
-    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise ImportError(f"kvjax.lm_eval needs lm-evaluation-harness: pip install 'kvjax[lm-eval]' ({error}).") from None
@@ -228,26 +229,24 @@ class KVJaxLM(TemplateLM):
                 new_tokens, stop_texts = int(settings.pop("max_gen_toks")), [each for each in until if each]
                 stop = sorted({*self.runner.model.eos_token_ids, *([] if eos is None else [eos])})
 
-                def ended(ids: np.ndarray, stop_texts: list[str] = stop_texts) -> bool:
-                    text = self.tok_decode(ids)
-                    return any(each in text for each in stop_texts)
+                contexts = [self.tok_encode(requests[index].args[0]) for index in indices]
 
                 def done(
-                    number: int, ids: np.ndarray, indices: list[int] = indices, stop_texts: list[str] = stop_texts
-                ) -> None:
+                    number: int, ids: np.ndarray, indices: list[int] = indices, stop_texts: list[str] = stop_texts,
+                    contexts: list[list[int]] = contexts,
+                ) -> None:  # fmt: skip
                     index = indices[number]
-                    text = postprocess_generated_text(self.tok_decode(ids), stop_texts, self.think_end_token)
+                    text = self._answer(contexts[number], ids, stop_texts)
                     found[index] = text
                     self.cache_hook.add_partial("generate_until", requests[index].args, text)
                     bar.update()
 
-                contexts = [self.tok_encode(requests[index].args[0]) for index in indices]
                 self._contexts += map(len, contexts)
                 self.runner.texts(
                     contexts, new_tokens=new_tokens, stop=stop, sampler=sampler(penalty | settings), key=self._key,
                     done=done,
                     # A stop text may be part of the thoughts before an answer.
-                    ended=ended if stop_texts and not self.think_end_token else None,
+                    ended=() if self.think_end_token else stop_texts,
                 )  # fmt: skip
         return found
 
@@ -293,6 +292,16 @@ class KVJaxLM(TemplateLM):
             slots = np.array([np.mean(budget.slots(int(n), config.num_layers)) for n in lengths])
             info["kept_of_contexts"] = float(np.minimum(slots, lengths).sum() / lengths.sum())
         return info
+
+    def _answer(self, context: list[int], ids: np.ndarray, stop_texts: list[str]) -> str:
+        """The text of new tokens after a context, as `postprocess_generated_text` of lm_eval makes it.
+
+        Thoughts are removed first: a stop text may be part of them. Both may end in a special token, which has no text.
+        """
+        text = marked_text(self._texts, context, ids)
+        if self.think_end_token:
+            text = text.after_last(self.think_end_token).stripped()
+        return text.before(stop_texts).visible
 
     def _text_of(self, token: int) -> str | None:
         return self._texts.token(token) or None

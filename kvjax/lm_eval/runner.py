@@ -14,7 +14,7 @@ from kvjax.errors import InputError
 from kvjax.extend import extend
 from kvjax.generate import decode, generate
 from kvjax.likelihood import log_likelihood
-from kvjax.lm_eval.batches import batches, bucket, padded, until
+from kvjax.lm_eval.batches import Ended, batches, bucket, ends, padded, until
 from kvjax.lm_eval.beginnings import Group, groups
 from kvjax.models.model import Model
 from kvjax.policies.traits import splits_heads
@@ -200,7 +200,7 @@ class Runner:
         *,
         new_tokens: int,
         stop: Sequence[int] = (),
-        ended: Callable[[np.ndarray], bool] | None = None,
+        ended: Ended | Sequence[str] = (),
         sampler: Sampler = Greedy(),
         key: Any = None,
         done: Callable[[int, np.ndarray], None] = lambda index, tokens: None,
@@ -211,13 +211,13 @@ class Runner:
           contexts: token ids; truncated at their beginning so that the new tokens fit `max_length`.
           new_tokens: the most new tokens.
           stop: token ids that end a text.
-          ended: whether new tokens [n] contain the end of a text; None = only `stop` does.
+          ended: texts that end a text, which may be or hold special tokens; or whether new tokens [n] contain its end.
           sampler: see `kvjax.generate`.
           key: see `kvjax.generate`.
           done: called with the index of a context and its new tokens.
 
         Returns:
-          The new tokens of each context, [n] int32, which may go some tokens beyond where `ended` ends it.
+          The new tokens of each context, [n] int32, of which some may be beyond the end that `ended` finds.
 
         Raises:
           InputError: an empty context, or no room for one before the new tokens.
@@ -241,7 +241,7 @@ class Runner:
                 spare = len(tokens) - len(batch)
                 options: dict[str, Any] = {
                     "max_new_tokens": new_tokens, "stop": stop, "sampler": sampler, "key": key,
-                    "until": until(ended, len(batch), spare),
+                    "until": until(self._ended(ended, [cut[i] for i, _ in batch]), len(batch), spare),
                     "requests": [*(index for index, _ in batch), *[0] * spare],
                 }  # fmt: skip
                 if begun is not None:
@@ -264,7 +264,7 @@ class Runner:
         *,
         new_tokens: int,
         stop: Sequence[int] = (),
-        ended: Callable[[np.ndarray], bool] | None = None,
+        ended: Ended | Sequence[str] = (),
         done: Callable[[int, int, np.ndarray], None] = lambda context, question, tokens: None,
     ) -> list[list[np.ndarray]]:
         """Answers questions about contexts greedily. A context is processed once, before its questions are known.
@@ -311,13 +311,26 @@ class Runner:
                 copies = extend(
                     self.model, begun, ids, lengths=sizes, rows=[*(row for row, *_ in part), *[0] * spare]
                 )  # fmt: skip
+                before = [questions[index][number] for _, index, number in part]
                 made = decode(
-                    self.model, copies, max_new_tokens=new_tokens, stop=stop, until=until(ended, len(part), spare)
+                    self.model, copies, max_new_tokens=new_tokens, stop=stop,
+                    until=until(self._ended(ended, before), len(part), spare),
                 )  # fmt: skip
                 for (_, index, number), row, length in zip(part, made.tokens, made.lengths, strict=False):
                     found[index][number] = row[:length]
                     done(index, number, found[index][number])
         return found
+
+    def _ended(self, ended: Ended | Sequence[str], prompts: Sequence[Ids]) -> list[Ended] | None:
+        """For each row of a batch, whether its new tokens contain the end of its text; None if none ends so."""
+        if callable(ended):
+            return [ended] * len(prompts)
+        if not ended:
+            return None
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            raise InputError("the model has no tokenizer, which texts that end a text need; give token ids as stop.")
+        return [ends(tokenizer, ended, prompt) for prompt in prompts]
 
     @staticmethod
     def _alike(contexts: Sequence[tuple[int, ...]], shares: bool) -> list[Group]:

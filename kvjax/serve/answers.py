@@ -6,9 +6,9 @@ import time
 import uuid
 from typing import Any
 
-from kvjax.checkpoint.tokenizer import Tokenizer
 from kvjax.serve.engine import Piece
 from kvjax.serve.protocol import Call, Served
+from kvjax.serve.text import TokenText
 
 DONE = b"data: [DONE]\n\n"  # ends a stream
 
@@ -22,6 +22,7 @@ class Choice:
       text: so far.
       tokens: so far.
       logprobs: so far.
+      token_texts: what the first tokens have of the text; without a tokenizer, their numbers.
       reason: why it has ended; None before.
       prompt: the number of its prompt's tokens; 0 before it has ended.
     """
@@ -30,6 +31,7 @@ class Choice:
     text: str = ""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    token_texts: list[TokenText] = dataclasses.field(default_factory=list)
     reason: str | None = None
     prompt: int = 0
 
@@ -38,6 +40,10 @@ class Choice:
         self.text += piece.text
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
+        if piece.token_texts is None:
+            self.token_texts += [TokenText(f"token_id:{token}", 0, b"") for token in piece.tokens]
+        else:
+            self.token_texts += piece.token_texts
         if piece.result is not None:
             self.reason, self.prompt = piece.result.reason, piece.result.prompt
 
@@ -50,7 +56,7 @@ class Answer:
     """
 
     def __init__(self, call: Call, served: Served):
-        self._call, self._tokenizer = call, served.model.tokenizer
+        self._call = call
         self._chat = call.kind == "chat"
         about = {"created": int(time.time()), "model": served.name}
         prefix, name = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
@@ -72,12 +78,12 @@ class Answer:
     def part(self, index: int, piece: Piece) -> bytes:
         """The event of a piece of a choice; empty if it would say nothing."""
         choice = self.choices[index]
-        before = len(choice.text)
+        before = len(choice.token_texts)
         choice.add(piece)
-        if not (piece.text or piece.result or (self._call.logprobs and piece.tokens)):
+        if not (piece.text or piece.result or (self._call.logprobs and len(choice.token_texts) > before)):
             return b""
         content = {"delta": {"content": piece.text} if piece.text else {}} if self._chat else {"text": piece.text}
-        told = self._logprobs(piece.tokens, piece.logprobs, before) if self._call.logprobs else None
+        told = self._logprobs(choice, before) if self._call.logprobs else None
         return self._event(index, content, choice.reason, told)
 
     def end(self) -> bytes:
@@ -87,7 +93,7 @@ class Answer:
         return _sent(self._part | {"choices": [], "usage": self._usage()}) + DONE
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        told = self._logprobs(choice.tokens, choice.logprobs, 0) if self._call.logprobs else None
+        told = self._logprobs(choice, 0) if self._call.logprobs else None
         said = {"message": {"role": "assistant", "content": choice.text}} if self._chat else {"text": choice.text}
         return {"index": choice.index, "finish_reason": choice.reason, "logprobs": told} | said
 
@@ -102,21 +108,23 @@ class Answer:
         new = sum(len(choice.tokens) for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
-    def _logprobs(self, tokens: list[int], logprobs: list[float], before: int) -> dict[str, Any]:
-        """The log-probabilities of tokens, whose text begins after `before` characters."""
-        texts = [_text(self._tokenizer, token) for token in tokens]
+    def _logprobs(self, choice: Choice, start: int) -> dict[str, Any]:
+        """The log-probabilities of the tokens from `start` on whose text is there."""
+        tokens = choice.token_texts[start:]
+        logprobs = choice.logprobs[start : start + len(tokens)]
         if self._chat:
             return {
                 "content": [
-                    {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                    for text, logprob in zip(texts, logprobs, strict=True)
+                    {"token": token.text, "logprob": logprob, "bytes": list(token.data), "top_logprobs": []}
+                    for token, logprob in zip(tokens, logprobs, strict=True)
                 ]
             }
-        offsets = []
-        for text in texts:
-            offsets.append(before)
-            before += len(text)
-        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": logprobs,
+            "top_logprobs": None,
+            "text_offset": [token.offset for token in tokens],
+        }
 
 
 def error_event(body: dict[str, Any]) -> bytes:
@@ -126,8 +134,3 @@ def error_event(body: dict[str, Any]) -> bytes:
 
 def _sent(value: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
-
-
-def _text(tokenizer: Tokenizer | None, token: int) -> str:
-    """The text of one token, its number without a tokenizer."""
-    return f"token_id:{token}" if tokenizer is None else tokenizer.decode([token])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kvjax.errors import InputError
 from kvjax.serve.request import Progress, Request, Result
 from kvjax.serve.runner import Counts, Load, Runner
-from kvjax.serve.text import TextStream
+from kvjax.serve.text import TextStream, TokenText
 
 JOIN_SECONDS = 30.0  # that a chunk may take when the thread is to end
 
@@ -31,12 +31,15 @@ class Piece:
       tokens: new token ids.
       logprobs: their log-probabilities.
       result: the whole result, if this is the last piece; otherwise None.
+      token_texts: what tokens have of the text, of the next ones all of whose characters are there; None without a
+        tokenizer.
     """
 
     text: str
     tokens: list[int]
     logprobs: list[float]
     result: Result | None
+    token_texts: list[TokenText] | None
 
 
 #: Takes the pieces of a request, or the error that refused it; called by the engine's thread, and must not wait.
@@ -199,13 +202,13 @@ class Engine:
 
     def _report(self, progress: Progress) -> None:
         ticket = self._running[progress.id]
-        text = ""
+        text, token_texts = "", None
         if ticket.text is not None:
             if progress.result is not None:
                 ticket.text.finish()
-            text = ticket.text.pop()
+            text, token_texts = ticket.text.pop(), ticket.text.pop_tokens()
         tokens, logprobs = [int(x) for x in progress.tokens], [float(x) for x in progress.logprobs]
-        piece = Piece(text, tokens, logprobs, progress.result)
+        piece = Piece(text, tokens, logprobs, progress.result, token_texts)
         if progress.result is None:
             if ticket.open:
                 ticket.deliver(piece)

@@ -144,8 +144,11 @@ def read(kind: str, body: dict[str, Any], served: Served) -> Call:
     seed = _whole(body, "seed", secrets.randbelow(SEEDS), 0, SEEDS - 1)
     requests, texts = [], []
     for prompt in prompts:
+        # The answer of a chat is a text of its own, which begins without the space between words.
+        before = [] if kind == "chat" else prompt if prefix is None else [*prefix.tokens, *prompt]
         for number in range(choices):
-            text = None if served.model.tokenizer is None else TextStream(served.model.tokenizer, stops)
+            tokenizer = served.model.tokenizer
+            text = None if tokenizer is None else TextStream(tokenizer, stops, prompt=before)
             texts.append(text)
             requests.append(
                 Request(

@@ -11,13 +11,16 @@ from kvjax.lm_eval.runner import Pair
 class Characters:
     """A tokenizer whose tokens are characters' numbers; 0 begins and ends a text."""
 
-    bos_id, eos_id, adds_bos = 0, 0, True
+    bos_id, eos_id, adds_bos, size = 0, 0, True, 0x110000
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         return [*([0] if bos else []), *map(ord, text)]
 
     def decode(self, ids: Any) -> str:
         return "".join(chr(int(i)) for i in ids if int(i) > 0)
+
+    def token(self, number: int) -> str:
+        return chr(number) if number else "<end>"
 
 
 @dataclasses.dataclass
