@@ -136,6 +136,11 @@ class Engine:
         """Whether no request can be added at the moment."""
         return self._open >= self._most
 
+    @property
+    def stopping(self) -> bool:
+        """Whether no request is taken any more."""
+        return self._stopping
+
     def stop(self, *, wait: bool = True) -> None:
         """Ends the thread after its chunk; requests that have not ended are told so.
 

@@ -1,0 +1,103 @@
+"""A SentencePiece model as a tokenizer of the package ``tokenizers``.
+
+SentencePiece splits texts into pieces; ``tokenizers`` finds added tokens in texts, by their flags, and makes text of
+ids, both as in folders of other kinds.
+"""
+
+import functools
+from typing import TYPE_CHECKING
+
+from kvjax.checkpoint.readers import Json
+from kvjax.checkpoint.special_tokens import SpecialTokens
+
+if TYPE_CHECKING:
+    import tokenizers
+
+SPACE = "▁"  # as pieces have it
+#: Appended to a model, which is a message of Protocol Buffers, these set fields of its ``normalizer_spec`` (3): of two
+#: messages in a row the last has precedence, field by field. ``add_dummy_prefix`` (3) and ``remove_extra_whitespaces``
+#: (4) become false.
+_NO_PREFIX, _ALL_SPACES = b"\x1a\x02\x18\x00", b"\x1a\x02\x20\x00"
+#: Classes of transformers 5 that keep all spaces, and write one before a text only if it begins with none.
+_LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")
+
+
+class Model:
+    """A SentencePiece model.
+
+    Attributes:
+      backend: has the pieces, and finds added tokens; it does not split texts into pieces.
+      named: the special tokens of the model: ``bos_token``, ``eos_token`` and ``unk_token`` -> text.
+    """
+
+    def __init__(self, content: bytes, settings: Json, tokens: SpecialTokens):
+        """Loads a model.
+
+        Args:
+          content: of tokenizer.model.
+          settings: from `kvjax.checkpoint.special_tokens.read_settings`.
+          tokens: the tokens that other files name.
+        """
+        import sentencepiece
+
+        name = settings.get("tokenizer_class")
+        self._llama = isinstance(name, str) and name.removesuffix("Fast") in _LLAMA
+        self._whole = sentencepiece.SentencePieceProcessor(model_proto=content)
+        changes = _NO_PREFIX + (_ALL_SPACES if self._llama else b"")
+        self._pieces = sentencepiece.SentencePieceProcessor(model_proto=content + changes)
+        self._prefix = self._whole.normalize("a").startswith(SPACE) and settings.get("add_prefix_space") is not False
+        # Whether a space is written before a text that follows an added token, too.
+        legacy = settings.get("legacy")
+        self._everywhere = bool(not self._llama if legacy is None else legacy)
+        ids = {"bos_token": self._whole.bos_id(), "eos_token": self._whole.eos_id(), "unk_token": self._whole.unk_id()}
+        self.named = {name: self._whole.id_to_piece(number) for name, number in ids.items() if number >= 0}
+        self.backend = self._backend(tokens)
+
+    def _backend(self, tokens: SpecialTokens) -> "tokenizers.Tokenizer":
+        from tokenizers import AddedToken, Tokenizer, decoders, models
+
+        whole = self._whole
+        vocab = {whole.id_to_piece(number): number for number in range(whole.vocab_size())}
+        for number, token in tokens.added.items():
+            # An id of the model may have got another text, for example that of a piece without use.
+            if not self._llama and 0 <= number < whole.vocab_size() and token["content"] not in vocab:
+                del vocab[whole.id_to_piece(number)]
+                vocab[token["content"]] = number
+        made = Tokenizer(models.WordLevel(vocab, unk_token=whole.id_to_piece(whole.unk_id())))
+        special = [i for i in vocab.values() if whole.is_control(i) or whole.is_unknown(i)]
+        texts = {number: text for text, number in vocab.items()}
+        made.add_tokens([AddedToken(texts[number], special=True, normalized=False) for number in sorted(special)])
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if self._prefix else steps)
+        return made
+
+    @functools.cached_property
+    def _added(self) -> dict[int, str]:
+        """Id -> text of the added tokens, once all were added."""
+        return {number: token.content for number, token in self.backend.get_added_tokens_decoder().items()}
+
+    def encode(self, text: str) -> list[int]:
+        """Converts a text to ids: added tokens to themselves, and what is between them to pieces."""
+        found: list[int] = []
+        made = self.backend.encode(text, add_special_tokens=False)
+        for number, (start, end) in zip(made.ids, made.offsets, strict=True):
+            part = text[start:end]
+            # The spaces beside an added token are part of it if its flags say so.
+            if part.strip() == self._added.get(number, "\0").strip():
+                found.append(number)
+            elif part:
+                found += self._split(part, begins=start == 0)
+        return found
+
+    def _split(self, part: str, *, begins: bool) -> list[int]:
+        """Converts a text without added tokens to ids.
+
+        Args:
+          part: the text.
+          begins: whether it begins the whole text.
+        """
+        if not self._prefix or not (begins or self._everywhere):
+            return self._pieces.encode(part)
+        if self._llama:
+            return self._pieces.encode(part if part[0] in (" ", SPACE) else f" {part}")
+        return self._whole.encode(part)
