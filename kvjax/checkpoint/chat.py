@@ -7,7 +7,7 @@ a process of its own. The files and their precedence are those of transformers 5
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from kvjax.checkpoint import sandbox
@@ -24,11 +24,6 @@ TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES_FOLDER, SUFFIX = "additional_chat_templates", ".jinja"  # of further templates, named by their files
 MARK_DIGITS = 24
 MAX_GIVEN = 200  # characters of an argument that an error quotes
-
-
-def template_files(folder: Path) -> list[str]:
-    """Returns the names of the files in a folder that hold further templates, relative to the folder."""
-    return sorted(f"{TEMPLATES_FOLDER}/{path.name}" for path in (folder / TEMPLATES_FOLDER).glob(f"*{SUFFIX}"))
 
 
 def templates(tokenizer: "Tokenizer") -> dict[str, str]:
@@ -126,11 +121,11 @@ def _within_last(rendered: Callable[[list[dict[str, Any]]], str], talk: list[dic
     before, found, after = rendered([*talk[:-1], last]).rpartition(mark)
     if not found or not before.rstrip().endswith(content.strip()):
         raise InputError("the chat template changes the last message, so that it cannot be continued.")
-    plain = rendered(talk)
+    plain, before = rendered(talk), before.replace(mark, "")  # also where the template wrote the content before
     text = plain[: len(plain) - len(after)]
     # Otherwise the template writes something else for a content such as this one, for example nothing if it is empty.
-    trimmed = plain.endswith(after) and before.startswith(text) and not before[len(text) :].strip()
-    return text if trimmed else before
+    same = plain.endswith(after) and "".join(text.split()) == "".join(before.split())
+    return text if same else before
 
 
 def _mark(source: str, talk: list[dict[str, Any]]) -> str:
@@ -182,4 +177,4 @@ def _shortened(given: object) -> str:
     return text if len(text) <= MAX_GIVEN else f"{text[:MAX_GIVEN]}..."
 
 
-__all__ = ["ChatTemplateError", "Message", "render", "template", "template_files", "templates"]
+__all__ = ["ChatTemplateError", "Message", "render", "template", "templates"]

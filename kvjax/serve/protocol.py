@@ -122,7 +122,7 @@ def read(kind: str, body: dict[str, Any], served: Served, text: str | None = Non
       kind: ``completion`` or ``chat``.
       body: from `parse`.
       served: the model.
-      text: of a chat's messages, from `conversation`.
+      text: of a chat's messages, from `conversation`, where it was made before.
 
     Raises:
       ApiError: something that is not valid, or that kvjax does not have.
@@ -137,7 +137,10 @@ def read(kind: str, body: dict[str, Any], served: Served, text: str | None = Non
     told = _logprobs(kind, body)
     stream, options = _of(body, "stream", bool, False), _of(body, "stream_options", dict, {})
     prefix = _prefix(body, served)
-    prompts = [_encoded(text or "", served)] if kind == "chat" else _prompts(body, served, prefix)
+    if kind == "chat":
+        prompts = [_encoded(conversation(body, served) if text is None else text, served)]
+    else:
+        prompts = _prompts(body, served, prefix)
     stops, ids = _stops(body, served.model)
     sampler, tokens = _sampler(body, served.model), _max_tokens(kind, body, served, prefix)
     choices = _whole(body, "n", 1, 1, MOST_CHOICES)
