@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 SPACE = "▁"  # as pieces have it
 #: Appended to a model, which is a message of Protocol Buffers, these set fields of its ``normalizer_spec`` (3): of two
 #: messages in a row the last has precedence, field by field. ``add_dummy_prefix`` (3) and ``remove_extra_whitespaces``
-#: (4) become false.
-_NO_PREFIX, _ALL_SPACES = b"\x1a\x02\x18\x00", b"\x1a\x02\x20\x00"
-#: Classes of transformers 5 that keep all spaces, and write one before a text only if it begins with none.
+#: (4) become false, and ``precompiled_charsmap`` (2) empty.
+_NO_PREFIX, _AS_WRITTEN = b"\x1a\x02\x18\x00", b"\x1a\x04\x20\x00\x12\x00"
+#: Classes of transformers 5 that change no character, whatever the model says, and write a space before a text if it
+#: begins with none.
 _LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")
 
 
@@ -28,6 +29,7 @@ class Model:
     Attributes:
       backend: has the pieces, and finds added tokens; it does not split texts into pieces.
       named: the special tokens of the model: ``bos_token``, ``eos_token`` and ``unk_token`` -> text.
+      control: the texts of its control pieces.
     """
 
     def __init__(self, content: bytes, settings: Json, tokens: SpecialTokens):
@@ -42,19 +44,21 @@ class Model:
 
         name = settings.get("tokenizer_class")
         self._llama = isinstance(name, str) and name.removesuffix("Fast") in _LLAMA
-        self._whole = sentencepiece.SentencePieceProcessor(model_proto=content)
-        changes = _NO_PREFIX + (_ALL_SPACES if self._llama else b"")
+        self._whole = whole = sentencepiece.SentencePieceProcessor(model_proto=content)
+        changes = _NO_PREFIX + (_AS_WRITTEN if self._llama else b"")
         self._pieces = sentencepiece.SentencePieceProcessor(model_proto=content + changes)
-        self._prefix = self._whole.normalize("a").startswith(SPACE) and settings.get("add_prefix_space") is not False
+        prefix = self._llama or whole.normalize("a").startswith(SPACE)
+        self._prefix = prefix and settings.get("add_prefix_space") is not False
         # Whether a space is written before a text that follows an added token, too.
         legacy = settings.get("legacy")
         self._everywhere = bool(not self._llama if legacy is None else legacy)
-        ids = {"bos_token": self._whole.bos_id(), "eos_token": self._whole.eos_id(), "unk_token": self._whole.unk_id()}
-        self.named = {name: self._whole.id_to_piece(number) for name, number in ids.items() if number >= 0}
+        ids = {"bos_token": whole.bos_id(), "eos_token": whole.eos_id(), "unk_token": whole.unk_id()}
+        self.named = {name: whole.id_to_piece(number) for name, number in ids.items() if number >= 0}
+        self.control = [whole.id_to_piece(i) for i in range(whole.vocab_size()) if whole.is_control(i)]
         self.backend = self._backend(tokens)
 
     def _backend(self, tokens: SpecialTokens) -> "tokenizers.Tokenizer":
-        from tokenizers import AddedToken, Tokenizer, decoders, models
+        from tokenizers import Tokenizer, decoders, models
 
         whole = self._whole
         vocab = {whole.id_to_piece(number): number for number in range(whole.vocab_size())}
@@ -64,9 +68,6 @@ class Model:
                 del vocab[whole.id_to_piece(number)]
                 vocab[token["content"]] = number
         made = Tokenizer(models.WordLevel(vocab, unk_token=whole.id_to_piece(whole.unk_id())))
-        special = [i for i in vocab.values() if whole.is_control(i) or whole.is_unknown(i)]
-        texts = {number: text for text, number in vocab.items()}
-        made.add_tokens([AddedToken(texts[number], special=True, normalized=False) for number in sorted(special)])
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if self._prefix else steps)
         return made

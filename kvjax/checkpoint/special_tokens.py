@@ -7,9 +7,10 @@ special_tokens_map.json the names, which then have precedence over those of toke
 
 import dataclasses
 import json
+import operator
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from kvjax.checkpoint.readers import Json
 
@@ -20,7 +21,8 @@ CONFIG_FILE, MAP_FILE, ADDED_FILE = "tokenizer_config.json", "special_tokens_map
 #: Names of special tokens. A tokenizer may have others, which end in ``_token`` as well.
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
-EXTRA = ("extra_special_tokens", "additional_special_tokens")  # lists of special tokens without names
+EXTRA, FORMER_EXTRA = "extra_special_tokens", "additional_special_tokens"  # lists of special tokens without names
+MAX_LISTED = 5  # tokens that a warning names
 
 
 def read_settings(files: Mapping[str, bytes]) -> Json:
@@ -34,48 +36,65 @@ class SpecialTokens:
     """The tokens that the files name.
 
     Attributes:
-      named: the text of each special token that has a name, such as ``bos_token``.
+      named: the special tokens that have a name, such as ``bos_token``: name -> text and flags.
+      extra: the other special tokens, text and flags; None if no file lists any.
+      mapped: the other special tokens of special_tokens_map.json, which count if there is no `extra`.
       added: tokens with an id: id -> text and flags.
-      special: the text and flags of each special token, with or without a name.
     """
 
-    named: dict[str, str]
+    named: dict[str, Json]
+    extra: list[Json] | None
+    mapped: list[Json]
     added: dict[int, Json]
-    special: list[Json]
 
     @classmethod
-    def read(cls, files: Mapping[str, bytes], settings: Json) -> "SpecialTokens":
+    def read(cls, files: Mapping[str, bytes]) -> "SpecialTokens":
         """Reads the files.
 
         Args:
           files: name -> content.
-          settings: from `read_settings`.
         """
-        named = {name: token for name, value in settings.items() if _is_name(name) and (token := _token(value))}
-        extra: Any = next((settings[name] for name in EXTRA if settings.get(name)), [])
-        if isinstance(extra, dict):  # with names of their own
-            named |= {name: token for name, value in extra.items() if (token := _token(value))}
-            extra = []
-        special = [*named.values(), *(token for value in extra if (token := _token(value)))]
-        texts = {token["content"] for token in special}
-        if "added_tokens_decoder" in settings:
-            added = {int(number): _flagged(value) for number, value in settings["added_tokens_decoder"].items()}
+        config, settings = _object(files, CONFIG_FILE), read_settings(files)
+        named = {
+            name: token for name, value in settings.items() if name.endswith("_token") and (token := _token(value))
+        }
+        listed = config.get(EXTRA) or config.get(FORMER_EXTRA, config.get(EXTRA))
+        mapped: Json = {}
+        if "added_tokens_decoder" in config:
+            added = {int(number): _flagged(value) for number, value in config["added_tokens_decoder"].items()}
         else:
+            mapped = _object(files, MAP_FILE)
+            if isinstance(more := mapped.get(EXTRA), dict):
+                listed = more
+            elif more is not None:
+                listed = [*(listed or []), *more]
+            texts = {token["content"] for token in (*named.values(), *_tokens(listed))}
             added = {
-                number: {"content": text, "special": text in texts, "normalized": text not in texts}
+                operator.index(number): {"content": text, "special": text in texts, "normalized": text not in texts}
                 for text, number in _object(files, ADDED_FILE).items()
             }
-        return cls({name: token["content"] for name, token in named.items()}, added, special)
+        if isinstance(listed, dict):  # with names of their own
+            named |= {name: token for name, value in listed.items() if (token := _token(value))}
+            listed = None
+        extra = None if listed is None else _tokens(listed)
+        return cls(named, extra, _tokens(mapped.get(FORMER_EXTRA)), added)
 
-    def with_defaults(self, defaults: Mapping[str, str]) -> "SpecialTokens":
-        """Returns these tokens and those that have a name which the files do not mention.
+    def text(self, name: str) -> str | None:
+        """Returns the text of a special token, or None if no file names it."""
+        return self.named[name]["content"] if name in self.named else None
+
+    def with_defaults(self, named: Mapping[str, str], extra: Sequence[str] | None = None) -> "SpecialTokens":
+        """Returns these tokens, and others where the files name none.
 
         Args:
-          defaults: name -> text.
+          named: name -> text.
+          extra: the texts of special tokens without names, which also replace those of special_tokens_map.json.
         """
-        new = {name: text for name, text in defaults.items() if name not in self.named}
-        special = [*self.special, *({"content": text, "special": True} for text in new.values())]
-        return dataclasses.replace(self, named=self.named | new, special=special)
+        defaults: dict[str, Json] = {name: {"content": text} for name, text in named.items()}
+        listed = self.extra
+        if listed is None and extra is not None:
+            listed = [{"content": text, "normalized": False} for text in extra]
+        return dataclasses.replace(self, named=defaults | self.named, extra=listed)
 
     def add_to(self, backend: "tokenizers.Tokenizer") -> None:
         """Adds the tokens to a tokenizer that lacks them: those with ids in their order, and then the others.
@@ -84,32 +103,37 @@ class SpecialTokens:
         """
         from tokenizers import AddedToken
 
-        texts = set(self.named.values())
-        known = {token.content for token in backend.get_added_tokens_decoder().values()}
         tokens = [self.added[number] for number in sorted(self.added)]
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
         known |= {token["content"] for token in tokens}
-        for token in self.special:
-            if token["content"] not in known:
-                tokens.append({"special": True} | token)
-                known.add(token["content"])
+        names = sorted(self.named, key=lambda name: NAMES.index(name) if name in NAMES else len(NAMES))
+        new: list[Json] = []
+        for token in (*(self.named[name] for name in names), *(self.mapped if self.extra is None else self.extra)):
+            # Of two with one text and other flags, the last one counts.
+            if token["content"] not in known and token not in new:
+                new.append(token)
+        tokens += [{"special": True} | token for token in new]
+        texts = {token["content"] for token in self.named.values()}
         made = []
         for token in tokens:
-            special = bool(token.get("special")) or token["content"] in texts
-            flags = {name: bool(token[name]) for name in FLAGS if name in token} | {"special": special}
+            special_too = bool(token.get("special")) or token["content"] in texts
+            flags = {name: bool(token[name]) for name in FLAGS if name in token} | {"special": special_too}
             made.append(AddedToken(token["content"], **flags))
         backend.add_tokens(made)
         moved = [t["content"] for i, t in self.added.items() if t["content"] and backend.token_to_id(t["content"]) != i]
         if moved:
             warnings.warn(
-                f"the added tokens {', '.join(map(repr, moved[:5]))} have other ids than the tokenizer's files say: a "
-                "token that is new takes the next id after the vocabulary, and one that the vocabulary has keeps its "
-                "own, as in transformers.",
+                f"the added tokens {', '.join(map(repr, moved[:MAX_LISTED]))} have other ids than the files of the "
+                "tokenizer say: a token that is new takes the next id after the vocabulary, and one of the vocabulary "
+                "keeps its own, as in transformers.",
                 stacklevel=2,
             )
 
 
-def _is_name(name: str) -> bool:
-    return name.endswith("_token")
+def _tokens(listed: "Sequence[object] | Mapping[str, object] | None") -> list[Json]:
+    """Returns the text and flags of each token of a list, or of the values of an object."""
+    values = listed.values() if isinstance(listed, Mapping) else listed or []
+    return [token for value in values if (token := _token(value))]
 
 
 def _token(value: object) -> Json | None:

@@ -34,7 +34,8 @@ _OTHER_FILES = {"tekken.json": "Mistral's tekken", "tiktoken.model": "tiktoken",
 #: Families whose texts begin with BOS unless the files of the tokenizer specify otherwise.
 _ADD_BOS = frozenset({"llama", "mistral", "gemma", "opt"})
 #: Special tokens of byte-level vocabularies, which are not split into bytes.
-_SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<|endoftext|>")
+_END = "<|endoftext|>"  # GPT-2's only one
+_SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", _END)
 #: A line of tiktoken's files: bytes in base64 and their rank.
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
@@ -63,7 +64,7 @@ def load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
             read_json(folder / name)  # says what is wrong with it
     try:
         settings = read_settings(files)
-        tokens = SpecialTokens.read(files, settings)
+        tokens = SpecialTokens.read(files)
         if "tokenizer.json" in files:
             return _from_json(files, settings, tokens, config)
         if "tokenizer.model" in files and _TIKTOKEN.match(files["tokenizer.model"]):
@@ -98,13 +99,14 @@ def _warn_of_other(name: str, kind: str) -> None:
 
 
 def _from_json(files: dict[str, bytes], settings: Json, tokens: SpecialTokens, config: DecoderConfig) -> Tokenizer:
-    """Loads tokenizer.json. Its post-processor determines whether texts begin with BOS."""
+    """Loads tokenizer.json. Its post-processor determines whether texts begin with BOS, and not ``add_bos_token``."""
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_buffer(files["tokenizer.json"])
     backend.no_truncation()
     backend.no_padding()
-    bos, adds = None, None
+    bos: int | None = None
+    adds = False if "tokenizer_class" in settings else None
     if backend.post_processor is not None:
         plain, processed = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
         adds = processed[:1] != plain[:1]
@@ -135,6 +137,8 @@ def _from_merges(
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(settings.get("add_prefix_space", False)))
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(sorted((each for each in _SPECIAL_TOKENS if each in vocab), key=vocab.__getitem__))
+    if config.family != "opt" and _END in vocab:
+        tokens = tokens.with_defaults(dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END))
     return _from_backend(backend, files, settings, tokens, config)
 
 
@@ -143,7 +147,7 @@ def _from_sentencepiece(
 ) -> Tokenizer:
     """Loads a SentencePiece model."""
     model = sentencepiece_model.Model(files["tokenizer.model"], settings, tokens)
-    tokens = tokens.with_defaults(model.named)
+    tokens = tokens.with_defaults(model.named, model.control)
     return _from_backend(model.backend, files, settings, tokens, config, encode=model.encode)
 
 
@@ -176,7 +180,7 @@ def _from_backend(
 
     def token(name: str) -> int | None:
         """Returns the id of a special token, or None if it has none."""
-        return backend.token_to_id(tokens.named[name]) if name in tokens.named else None
+        return None if (text := tokens.text(name)) is None else backend.token_to_id(text)
 
     if adds is None:
         # A class of transformers adds none unless it is asked to; a folder that names no class leaves it to the family.
@@ -191,7 +195,7 @@ def _from_backend(
         eos_id=next(iter(config.eos_token_ids), None) if eos is None else eos,
         adds_bos=adds,
         files=files,
-        special_tokens=tokens.named,
+        special_tokens={name: token["content"] for name, token in tokens.named.items()},
         _encode=encode or (lambda text: backend.encode(text, add_special_tokens=False).ids),
         _decode=lambda ids: backend.decode(ids, skip_special_tokens=True),
         _token=backend.id_to_token,
