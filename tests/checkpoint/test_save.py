@@ -17,7 +17,6 @@ from kvjax.models import families
 from kvjax.models.model import Model
 from tests.checkpoint.folders import assert_same, random_params, raw_config
 
-
 TOKENIZER = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).to_str().encode()
 TALK = [{"role": "user", "content": "x"}]
 
