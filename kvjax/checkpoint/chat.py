@@ -145,8 +145,8 @@ def _extended(message: dict[str, Any], mark: str) -> tuple[str, dict[str, Any]]:
     content = message.get("content")
     if isinstance(content, str):
         return content, message | {"content": content + mark}
-    for number in reversed(range(len(content) if isinstance(content, list) else 0)):
-        part = content[number]
+    content = content if isinstance(content, list) else []
+    for number, part in reversed(list(enumerate(content))):
         if isinstance(part, dict) and isinstance(text := part.get("text"), str):
             parts = [*content[:number], part | {"text": text + mark}, *content[number + 1 :]]
             return text, message | {"content": parts}

@@ -59,6 +59,8 @@ class Sandbox:
           characters: of the text that a template makes.
         """
         self._limits, self._workers = (processor_seconds, seconds, memory, characters), workers
+        self._idle: list[_Worker] = []
+        self._all: set[_Worker] = set()
         self._forget()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
@@ -140,8 +142,7 @@ class Sandbox:
 
     def _forget(self) -> None:
         self._lock, self._free = threading.Lock(), threading.BoundedSemaphore(self._workers)
-        self._idle: list[_Worker] = []
-        self._all: set[_Worker] = set()
+        self._idle, self._all = [], set()
 
     def _forked(self) -> None:
         """Leaves the processes to the parent, which alone may read their answers and whose end they wait for."""

@@ -73,6 +73,7 @@ class _Pages:
     def __init__(self, engine: Engine, served: Served, api_key: str | None):
         self._engine, self._served, self._key = engine, served, api_key
         self._started = time.time()
+        self._rendering = 0  # conversations whose text is made, or waits for that
         self._renders = ThreadPoolExecutor(sandbox.WORKERS, thread_name_prefix="kvjax-template")
 
     def stop_renders(self) -> None:
@@ -144,6 +145,9 @@ class _Pages:
 
     async def _conversation(self, body: dict[str, Any], request: Request) -> str:
         """Returns the text of a chat's messages. Clients that wait for a slow template hold no thread of others."""
+        if self._rendering >= self._engine.most:
+            raise ApiError(429, "the server is busy: no further conversation may wait.", code="server_busy")
+        self._rendering += 1
         made = asyncio.get_running_loop().run_in_executor(self._renders, conversation, body, self._served)
         try:
             while not (await asyncio.wait({made}, timeout=LOOK_SECONDS))[0]:
@@ -153,6 +157,7 @@ class _Pages:
                     raise ClientDisconnect
             return made.result()
         finally:
+            self._rendering -= 1
             made.cancel()
 
     def _submit(self, call: Call, pieces: Pieces) -> list[Ticket]:

@@ -137,6 +137,11 @@ class Engine:
         return self._open >= self._most
 
     @property
+    def most(self) -> int:
+        """The most requests that may run or wait."""
+        return self._most
+
+    @property
     def stopping(self) -> bool:
         """Whether no request is taken any more."""
         return self._stopping

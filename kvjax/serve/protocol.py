@@ -115,14 +115,14 @@ def parse(content: bytes) -> dict[str, Any]:
     return body
 
 
-def read(kind: str, body: dict[str, Any], served: Served, text: str | None = None) -> Call:
+def read(kind: str, body: dict[str, Any], served: Served, rendered: str | None = None) -> Call:
     """Checks the body of a request.
 
     Args:
       kind: ``completion`` or ``chat``.
       body: from `parse`.
       served: the model.
-      text: of a chat's messages, from `conversation`, where it was made before.
+      rendered: the text of a chat's messages, from `conversation`, where it was made before.
 
     Raises:
       ApiError: something that is not valid, or that kvjax does not have.
@@ -138,7 +138,7 @@ def read(kind: str, body: dict[str, Any], served: Served, text: str | None = Non
     stream, options = _of(body, "stream", bool, False), _of(body, "stream_options", dict, {})
     prefix = _prefix(body, served)
     if kind == "chat":
-        prompts = [_encoded(conversation(body, served) if text is None else text, served)]
+        prompts = [_encoded(conversation(body, served) if rendered is None else rendered, served)]
     else:
         prompts = _prompts(body, served, prefix)
     stops, ids = _stops(body, served.model)
