@@ -25,7 +25,7 @@ from kvjax.checkpoint import template_worker
 from kvjax.errors import ConfigError, InputError
 
 PROCESSOR_SECONDS = 1.0  # of one template; ordinary ones take a thousandth
-SECONDS = 5.0  # of one template, by the clock
+SECONDS = 10.0  # of one template, by the clock
 MEMORY = 512 << 20  # bytes of address space of a process
 CHARACTERS = 16 << 20  # of the text that a template makes
 WORKERS = 2  # processes, each of which renders one template at a time

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 SPACE = "▁"  # as pieces have it
-#: Appended to a model, which is a message of Protocol Buffers, these set fields of its ``normalizer_spec`` (3): of two
-#: messages in a row the last has precedence, field by field. ``add_dummy_prefix`` (3) and ``remove_extra_whitespaces``
-#: (4) become false, and ``precompiled_charsmap`` (2) empty.
-_NO_PREFIX, _AS_WRITTEN = b"\x1a\x02\x18\x00", b"\x1a\x04\x20\x00\x12\x00"
+CONTROL, USER_DEFINED = 3, 4  # types of pieces
 #: Classes of transformers 5 that change no character, whatever the model says, and write a space before a text if it
 #: begins with none.
 _LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")
@@ -29,7 +26,7 @@ class Model:
     Attributes:
       backend: has the pieces, and finds added tokens; it does not split texts into pieces.
       named: the special tokens of the model: ``bos_token``, ``eos_token`` and ``unk_token`` -> text.
-      control: the texts of its control pieces.
+      extra: text and flags of the other pieces that are found in texts as they are.
     """
 
     def __init__(self, content: bytes, settings: Json, tokens: SpecialTokens):
@@ -41,12 +38,17 @@ class Model:
           tokens: the tokens that other files name.
         """
         import sentencepiece
+        from sentencepiece import sentencepiece_model_pb2 as messages
 
         name = settings.get("tokenizer_class")
         self._llama = isinstance(name, str) and name.removesuffix("Fast") in _LLAMA
         self._whole = whole = sentencepiece.SentencePieceProcessor(model_proto=content)
-        changes = _NO_PREFIX + (_AS_WRITTEN if self._llama else b"")
-        self._pieces = sentencepiece.SentencePieceProcessor(model_proto=content + changes)
+        model = messages.ModelProto.FromString(content)
+        rules = model.normalizer_spec
+        rules.add_dummy_prefix = False
+        if self._llama:
+            rules.remove_extra_whitespaces, rules.precompiled_charsmap = False, b""
+        self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
         prefix = self._llama or whole.normalize("a").startswith(SPACE)
         self._prefix = prefix and settings.get("add_prefix_space") is not False
         # Whether a space is written before a text that follows an added token, too.
@@ -54,7 +56,13 @@ class Model:
         self._everywhere = bool(not self._llama if legacy is None else legacy)
         ids = {"bos_token": whole.bos_id(), "eos_token": whole.eos_id(), "unk_token": whole.unk_id()}
         self.named = {name: whole.id_to_piece(number) for name, number in ids.items() if number >= 0}
-        self.control = [whole.id_to_piece(i) for i in range(whole.vocab_size()) if whole.is_control(i)]
+        # SentencePiece itself finds the pieces that its users defined, but writes a space before them.
+        found = (CONTROL, USER_DEFINED) if self._llama else (CONTROL,)
+        self.extra: list[Json] = [
+            {"content": piece.piece, "special": piece.type == CONTROL, "normalized": False}
+            for piece in model.pieces
+            if piece.type in found
+        ]
         self.backend = self._backend(tokens)
 
     def _backend(self, tokens: SpecialTokens) -> "tokenizers.Tokenizer":

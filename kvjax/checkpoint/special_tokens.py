@@ -83,18 +83,15 @@ class SpecialTokens:
         """Returns the text of a special token, or None if no file names it."""
         return self.named[name]["content"] if name in self.named else None
 
-    def with_defaults(self, named: Mapping[str, str], extra: Sequence[str] | None = None) -> "SpecialTokens":
+    def with_defaults(self, named: Mapping[str, str], extra: list[Json] | None = None) -> "SpecialTokens":
         """Returns these tokens, and others where the files name none.
 
         Args:
           named: name -> text.
-          extra: the texts of special tokens without names, which also replace those of special_tokens_map.json.
+          extra: other tokens, text and flags, which also replace those of special_tokens_map.json.
         """
         defaults: dict[str, Json] = {name: {"content": text} for name, text in named.items()}
-        listed = self.extra
-        if listed is None and extra is not None:
-            listed = [{"content": text, "normalized": False} for text in extra]
-        return dataclasses.replace(self, named=defaults | self.named, extra=listed)
+        return dataclasses.replace(self, named=defaults | self.named, extra=extra if self.extra is None else self.extra)
 
     def add_to(self, backend: "tokenizers.Tokenizer") -> None:
         """Adds the tokens to a tokenizer that lacks them: those with ids in their order, and then the others.

@@ -147,7 +147,7 @@ def _from_sentencepiece(
 ) -> Tokenizer:
     """Loads a SentencePiece model."""
     model = sentencepiece_model.Model(files["tokenizer.model"], settings, tokens)
-    tokens = tokens.with_defaults(model.named, model.control)
+    tokens = tokens.with_defaults(model.named, model.extra)
     return _from_backend(model.backend, files, settings, tokens, config, encode=model.encode)
 
 

@@ -184,6 +184,7 @@ def pieces():
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(text * 20), model_writer=made, vocab_size=320, hard_vocab_limit=False, minloglevel=2,
         model_type="bpe", byte_fallback=True, normalization_rule_name="identity", control_symbols=["<ctl>"],
+        user_defined_symbols=["<u>"],
     )  # fmt: skip
     return made.getvalue()
 
@@ -228,6 +229,7 @@ SPREAD = {
     "single words": ({"added_tokens_decoder": lambda n: added(n, single_word=True)}, None, None),
     "named only": ({"bos_token": {"__type": "AddedToken"} | token("<b>"), "eos_token": "<|im_end|>"}, None, None),
     "additional": ({"additional_special_tokens": ["<x>", {"__type": "AddedToken"} | token("<y>")]}, None, None),
+    "none beside those of the model": ({"additional_special_tokens": []}, None, None),
     "additional of the map": ({}, {"additional_special_tokens": ["<x>"]}, {"<x>": 0}),
     "extra with names": ({"extra_special_tokens": {"image_token": "<x>"}, "other_token": "<y>"}, None, None),
     "legacy": ({"legacy": True, "added_tokens_decoder": added}, None, None),
@@ -239,7 +241,7 @@ SPREAD = {
 }
 CHATS = [
     "<|im_start|>user\nOnce upon a time<|im_end|>\n", "Hello  world", " Hello", "a <x> b", "a<x>b<y> <x>c", "", "日本é",
-    "<s>the cat</s> ran<ctl>.", "<unk>the", "<|im_end|>", "the <|im_start|>", "<b>the<b>",
+    "<s>the cat</s> ran<ctl>.", "<u>the<u> cat", "<unk>the", "<|im_end|>", "the <|im_start|>", "<b>the<b>",
 ]  # fmt: skip
 
 
@@ -275,7 +277,8 @@ def test_facts_of_several_files_are_those_of_transformers(kind, name, pieces, re
     own = load_tokenizer(tmp_path, config(family, vocab_size=60_000))
     own.save(tmp_path / "saved")
     for tokenizer in (own, load_tokenizer(tmp_path / "saved", config(family, vocab_size=60_000))):
-        for text in CHATS:
+        # transformers splits the pieces that a model's users defined if tokens are listed.
+        for text in (text for text in CHATS if "<u>" not in text or "additional_special_tokens" not in settings):
             expected = peer(text, add_special_tokens=False).input_ids
             assert tokenizer.encode(text, bos=False) == expected, text
             assert tokenizer.encode(text) == peer(text).input_ids, text
