@@ -43,7 +43,7 @@ class Model:
         name = settings.get("tokenizer_class")
         self._llama = isinstance(name, str) and name.removesuffix("Fast") in _LLAMA
         self._whole = whole = sentencepiece.SentencePieceProcessor(model_proto=content)
-        model = messages.ModelProto.FromString(content)
+        model = messages.ModelProto.FromString(content)  # type: ignore[attr-defined]  # made when it is imported
         rules = model.normalizer_spec
         rules.add_dummy_prefix = False
         if self._llama:
@@ -69,13 +69,13 @@ class Model:
         from tokenizers import Tokenizer, decoders, models
 
         whole = self._whole
-        vocab = {whole.id_to_piece(number): number for number in range(whole.vocab_size())}
+        texts = [whole.id_to_piece(number) for number in range(whole.vocab_size())]
         for number, token in tokens.added.items():
             # An id of the model may have got another text, for example that of a piece without use.
-            if not self._llama and 0 <= number < whole.vocab_size() and token["content"] not in vocab:
-                del vocab[whole.id_to_piece(number)]
-                vocab[token["content"]] = number
-        made = Tokenizer(models.WordLevel(vocab, unk_token=whole.id_to_piece(whole.unk_id())))
+            if not self._llama and 0 <= number < len(texts) and token["content"] not in texts:
+                texts[number] = token["content"]
+        vocab = {text: number for number, text in enumerate(texts)}
+        made = Tokenizer(models.WordLevel(vocab, unk_token=texts[whole.unk_id()]))
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if self._prefix else steps)
         return made
