@@ -1,10 +1,11 @@
-"""Renders the chat templates of strangers, with limits on time, memory and output that hold whatever a template does.
+"""Renders untrusted chat templates, with limits on time, memory and output that hold whatever a template does.
 
-A template is a program: it can loop without end, double a string forty times, or compute ``9**9**9``, which is one
+A template is a program: it can loop without end, double a string forty times, or compute ``9**(9**9)``, which is one
 instruction that nothing inside Python interrupts. It therefore runs in a process that can be ended. Such a process
 (`kvjax.checkpoint.template_worker`) imports Jinja alone, is started when the first template is rendered and kept for
-the next ones, and a render takes some tenths of a millisecond more than in this process. It is started by a new program
-and not by a fork, which JAX's threads do not survive, and ends when this process does, however this ends.
+the next ones, and a render takes some tenths of a millisecond more than in this process. It is a new program and not a
+fork, which JAX's threads do not survive, and ends when this process does, even if this process is killed. Its limits
+are timers and limits of the operating system, which Windows does not have.
 """
 
 import contextlib
@@ -138,7 +139,7 @@ class Sandbox:
             return f"it takes more than {processor_seconds:g} s of processor time"
         if code == -getattr(signal, "SIGALRM", 0):
             return f"it takes more than {seconds:g} s"
-        return f"its process ended with code {code}, as it does for want of memory (it has {memory >> 20} MiB)"
+        return f"its process, which has {memory >> 20} MiB of memory, ended with code {code}"
 
     def _forget(self) -> None:
         self._lock, self._free = threading.Lock(), threading.BoundedSemaphore(self._workers)

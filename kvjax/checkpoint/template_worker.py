@@ -1,8 +1,8 @@
 """Renders chat templates in a process of its own; `kvjax.checkpoint.sandbox` starts it and says what goes in and out.
 
 This file is run as a script and imports Jinja and the standard library alone, so that it starts in a tenth of a second.
-Templates are written by strangers. The kernel ends this process when one exceeds its time, whatever the process is
-doing, and refuses memory beyond a limit; the process ends by itself when the pipe of the one that started it closes.
+Templates are not trusted. The kernel ends this process when one exceeds its time, whatever the process is doing, and
+refuses memory beyond a limit; the process ends by itself when the pipe of the one that started it closes.
 """
 
 import datetime

@@ -1,4 +1,4 @@
-"""Chat templates of strangers: each ends in time, within its memory, and with an error that a caller can catch."""
+"""Untrusted chat templates: each ends in time, within its memory, and with an error that a caller can catch."""
 
 import os
 import signal
