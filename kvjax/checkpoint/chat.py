@@ -1,52 +1,72 @@
 """Chat templates of Hugging Face tokenizers: Jinja templates that make one text of a conversation.
 
-The globals and options of the environment are those that templates are written for (transformers' documentation,
-"Chat templates"). Templates come with checkpoints and are not trusted: they run in Jinja's sandbox and see plain data.
+Templates come with checkpoints and are not trusted: they see plain data, and `kvjax.checkpoint.sandbox` renders them in
+a process of its own. The files and their precedence are those of transformers 5.
 """
 
-import datetime
-import functools
 import json
-import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
 
-from kvjax.checkpoint.readers import Json
-from kvjax.errors import ConfigError, InputError
+from kvjax.checkpoint import sandbox
+from kvjax.checkpoint.sandbox import ChatTemplateError
+from kvjax.checkpoint.special_tokens import read_settings
+from kvjax.errors import InputError
 
 if TYPE_CHECKING:
-    import jinja2
-    import jinja2.nodes
-    import jinja2.parser
-
     from kvjax.checkpoint.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-DEFAULT = "default"  # the name of the template that is used unless another is asked for
-TEMPLATE_FILE, SETTINGS_FILES = "chat_template.jinja", ("special_tokens_map.json", "tokenizer_config.json")
-JINJA = (3, 1, 6)  # older releases have known ways out of the sandbox
-
-
-class ChatTemplateError(InputError):
-    """A conversation that a chat template refuses, such as one with a role that the template does not know."""
+DEFAULT, TOOL_USE = "default", "tool_use"  # the templates that are used unless another is asked for
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATES_FOLDER, SUFFIX = "additional_chat_templates", ".jinja"  # of further templates, named by their files
+MARK_DIGITS = 24
+MAX_GIVEN = 200  # characters of an argument that an error quotes
 
 
 def templates(tokenizer: "Tokenizer") -> dict[str, str]:
-    """Returns the templates of a tokenizer by name, the only one as `DEFAULT`; {} if it has none."""
-    found: Any = _settings(tokenizer).get("chat_template")
-    if TEMPLATE_FILE in tokenizer.files:
-        found = tokenizer.files[TEMPLATE_FILE].decode("utf-8")
-    if isinstance(found, list):
-        return {each["name"]: each["template"] for each in found}
-    return {} if found is None else {DEFAULT: found}
+    """Returns the templates of a tokenizer by name, the usual one as `DEFAULT`; {} if it has none.
+
+    Raises:
+      InputError: what the files hold is no template.
+    """
+    files = {name: content for name, content in tokenizer.files.items() if name.endswith(SUFFIX)}
+    if not files:
+        return _listed(read_settings(tokenizer.files).get("chat_template"))
+    found = {}
+    for name in sorted(files, key=lambda name: name != TEMPLATE_FILE):
+        try:
+            found[DEFAULT if name == TEMPLATE_FILE else PurePosixPath(name).stem] = files[name].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{name} is not a text in UTF-8: {error}.") from None
+    return found
 
 
-def template(tokenizer: "Tokenizer", name: str | None = None) -> str:
+def _listed(found: Any) -> dict[str, str]:
+    """Returns the templates that tokenizer_config.json holds: one, a list of named ones, or an object of them."""
+    if isinstance(found, list) and all(
+        isinstance(each, dict) and {"name", "template"} <= each.keys() for each in found
+    ):
+        found = {each["name"]: each["template"] for each in found}
+    found = {} if found is None else {DEFAULT: found} if isinstance(found, str) else found
+    if not isinstance(found, dict) or not all(isinstance(x, str) for each in found.items() for x in each):
+        raise InputError(
+            "chat_template in tokenizer_config.json must be a template, or a list of objects with a name and a "
+            f"template; got {_shortened(found)}."
+        )
+    return found
+
+
+def template(tokenizer: "Tokenizer", name: str | None = None, *, tools: bool = False) -> str:
     """Returns a template.
 
     Args:
       tokenizer: of the model.
-      name: of the template; None for the default one. A tokenizer's only template has any name.
+      name: of the template; None for the default one.
+      tools: whether tools are given to it, for which some models have a template of their own (`TOOL_USE`), which is
+        then the default.
 
     Raises:
       InputError: there is none of that name.
@@ -57,11 +77,11 @@ def template(tokenizer: "Tokenizer", name: str | None = None) -> str:
             "the model's tokenizer has no chat template, which conversations need; give texts, or a model that was "
             "trained for conversations."
         )
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if (name or DEFAULT) not in found:
-        raise InputError(f"there is no chat template {name or DEFAULT!r}; there are {', '.join(sorted(found))}.")
-    return found[name or DEFAULT]
+    wanted = (TOOL_USE if tools and TOOL_USE in found else DEFAULT) if name is None else name
+    if wanted not in found:
+        asked = "default chat template" if name is None else f"chat template {name!r}"
+        raise InputError(f"there is no {asked}; there are {', '.join(sorted(found))}.")
+    return found[wanted]
 
 
 def render(tokenizer: "Tokenizer", source: str, messages: Sequence[Message], *, answer: bool, **arguments: Any) -> str:
@@ -73,92 +93,88 @@ def render(tokenizer: "Tokenizer", source: str, messages: Sequence[Message], *, 
       messages: the conversation.
       answer: whether an answer of the model begins after the text; otherwise the text ends within the last message, so
         that the model goes on with it.
-      arguments: further variables of the template.
+      arguments: further variables of the template, which JSON can hold.
 
     Raises:
-      ChatTemplateError: the template refuses the messages, or is not valid.
+      ChatTemplateError: the template refuses the messages, is not valid, or exceeds a limit on time, memory or output.
       InputError: messages of another form; or the last one is to be continued, but the template changes it.
       ConfigError: Jinja is not installed.
     """
     talk = _checked(messages)
-    special = {
-        key: value.get("content") if isinstance(value, dict) else value
-        for key, value in _settings(tokenizer).items()
-        if key.endswith("_token") and value is not None
-    }
-    environment = _environment()
-    from jinja2.exceptions import TemplateError
+    given = {"tools": None, "documents": None} | dict(tokenizer.special_tokens) | arguments
 
-    given = {"tools": None, "documents": None} | special | arguments
-    try:
-        text = environment.from_string(source).render(messages=talk, add_generation_prompt=answer, **given)
-    except (TemplateError, TypeError) as error:  # a TypeError if the content of a message is of another kind
-        raise ChatTemplateError(f"the chat template refuses the conversation: {error}.") from None
-    if answer:
-        return text
-    last = talk[-1]["content"]
-    for content in (last, last.strip()) if isinstance(last, str) else ():
-        if content in text:
-            return text[: text.rindex(content) + len(content)]
-    raise InputError("the chat template changes the last message, so that it cannot be continued.")
+    def rendered(talk: list[dict[str, Any]]) -> str:
+        return sandbox.SHARED.render(source, {**given, "messages": talk, "add_generation_prompt": answer})
+
+    return rendered(talk) if answer else _within_last(rendered, talk, source)
+
+
+def _within_last(rendered: Callable[[list[dict[str, Any]]], str], talk: list[dict[str, Any]], source: str) -> str:
+    """Renders a conversation up to the end of the last message's content.
+
+    The content can be any text, and can occur in what the template writes after it. It is found by a mark, which occurs
+    nowhere else, at its end. What follows the mark is what the template writes after the content; the text is what the
+    conversation without the mark makes, less that. So whitespace is absent that a template removes from contents.
+    """
+    mark = _mark(source, talk)
+    content, last = _extended(talk[-1], mark)
+    before, found, after = rendered([*talk[:-1], last]).rpartition(mark)
+    if not found or not before.rstrip().endswith(content.strip()):
+        raise InputError("the chat template changes the last message, so that it cannot be continued.")
+    plain, before = rendered(talk), before.replace(mark, "")  # also where the template wrote the content before
+    text = plain[: len(plain) - len(after)]
+    # Otherwise the template writes something else for a content such as this one, for example nothing if it is empty.
+    same = plain.endswith(after) and "".join(text.split()) == "".join(before.split())
+    return text if same else before
+
+
+def _mark(source: str, talk: list[dict[str, Any]]) -> str:
+    """Returns digits, which no filter for upper case changes, that occur neither in a template nor in messages."""
+    text = source + json.dumps(talk)
+    while (mark := str(secrets.randbelow(9 * 10 ** (MARK_DIGITS - 1)) + 10 ** (MARK_DIGITS - 1))) in text:
+        pass
+    return mark
+
+
+def _extended(message: dict[str, Any], mark: str) -> tuple[str, dict[str, Any]]:
+    """Appends a mark to the content of a message, to the last text if the content has several parts.
+
+    Returns:
+      The text before the mark, and the message with the mark.
+    """
+    content = message.get("content")
+    if isinstance(content, str):
+        return content, message | {"content": content + mark}
+    content = content if isinstance(content, list) else []
+    for number, part in reversed(list(enumerate(content))):
+        if isinstance(part, dict) and isinstance(text := part.get("text"), str):
+            parts = [*content[:number], part | {"text": text + mark}, *content[number + 1 :]]
+            return text, message | {"content": parts}
+    raise InputError("the last message has no text that could be continued.")
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Returns messages as plain data, which has no methods of its own that a template could call."""
+    """Returns messages as plain data, without the fields that are None, which templates expect to be absent."""
     valid = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
     if not valid or not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages):
         raise InputError(
             "a conversation must be messages of the form {'role': 'user', 'content': 'Hello'}, at least one; got "
-            f"{messages!r}."
+            f"{_shortened(messages)}."
         )
     try:
         talk: list[dict[str, Any]] = json.loads(json.dumps([dict(each) for each in messages]))
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the messages of a conversation must be what JSON can hold: {error}.") from None
-    return talk
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = str(error)[:MAX_GIVEN]
+        raise InputError(f"the messages of a conversation must be what JSON can hold: {reason}.") from None
+    return [{name: value for name, value in each.items() if value is not None} for each in talk]
 
 
-def _settings(tokenizer: "Tokenizer") -> Json:
-    settings: Json = {}
-    for name in SETTINGS_FILES:
-        settings |= json.loads(tokenizer.files.get(name, b"{}").decode("utf-8"))
-    return settings
-
-
-@functools.cache
-def _environment() -> "jinja2.Environment":
+def _shortened(given: object) -> str:
     try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.nodes
-        import jinja2.sandbox
-    except ImportError:
-        raise ConfigError("chat templates need Jinja: pip install 'kvjax[chat]'.") from None
-    if tuple(map(int, re.findall(r"\d+", jinja2.__version__)[:3])) < JINJA:
-        least = ".".join(map(str, JINJA))
-        raise ConfigError(
-            f"chat templates need Jinja {least} or newer, not {jinja2.__version__}: pip install -U jinja2."
-        )
+        text = repr(given)
+    except RecursionError:
+        return f"a {type(given).__name__} that is nested too deeply"
+    return text if len(text) <= MAX_GIVEN else f"{text[:MAX_GIVEN]}..."
 
-    def refuse(message: str) -> NoReturn:
-        raise jinja2.exceptions.TemplateError(message)
 
-    def to_json(value: Any, **options: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False} | options)
-
-    class Generation(jinja2.ext.Extension):
-        """The block ``generation``, which marks what a model wrote, for training; here it is its contents."""
-
-        tags = {"generation"}  # noqa: RUF012  # Jinja's type
-
-        def parse(self, parser: "jinja2.parser.Parser") -> "list[jinja2.nodes.Node]":
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    made.filters["tojson"] = to_json
-    made.globals["raise_exception"] = refuse
-    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return made
+__all__ = ["ChatTemplateError", "Message", "render", "template", "templates"]

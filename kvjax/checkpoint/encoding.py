@@ -52,6 +52,7 @@ class Tokenizer:
       eos_id: id of the end-of-text token, or None.
       adds_bos: whether texts begin with BOS.
       files: name -> content of the files that the tokenizer was made from.
+      special_tokens: the text of each special token that has a name, such as ``eos_token``; chat templates see them.
     """
 
     size: int
@@ -60,6 +61,7 @@ class Tokenizer:
     eos_id: int | None
     adds_bos: bool
     files: Mapping[str, bytes]
+    special_tokens: Mapping[str, str]
     _encode: Callable[[str], list[int]]
     _decode: Callable[[list[int]], str]
     _token: Callable[[int], str | None]
@@ -72,7 +74,8 @@ class Tokenizer:
 
         Args:
           text: the text.
-          bos: whether to begin with BOS if `adds_bos`.
+          bos: whether to begin with BOS if `adds_bos`. EOS is never added, also if the files ask for it: a text is a
+            prompt, which is continued.
 
         Raises:
           InputError: if `text` is not a string that UTF-8 can hold, or contains a token outside the vocabulary of the
@@ -144,14 +147,17 @@ class Tokenizer:
           messages: "role" and "content" of each, and what else the template reads.
           answer: whether an answer of the model begins after the text; otherwise the text ends within the last message,
             so that the model goes on with it.
-          template: the name of the template, if there are several; None for the default one.
-          arguments: further variables of the template, such as ``tools``.
+          template: the name of the template, if there are several; None for the default one, which is that for tools
+            if there is one and ``tools`` are given.
+          arguments: further variables of the template, such as ``tools``: data that JSON can hold.
 
         Raises:
-          InputError: there is no template, or it refuses the messages (`kvjax.checkpoint.chat.ChatTemplateError`).
+          InputError: there is no template of that name, or it refuses the messages, or exceeds a limit on time, memory
+            or output (`kvjax.checkpoint.chat.ChatTemplateError`).
           ConfigError: Jinja is not installed.
         """
-        return chat.render(self, chat.template(self, template), messages, answer=answer, **arguments)
+        source = chat.template(self, template, tools=arguments.get("tools") is not None)
+        return chat.render(self, source, messages, answer=answer, **arguments)
 
     def token(self, number: int) -> str:
         """Returns the text of a token, also of a special one, as its vocabulary has it; empty if it has none."""
@@ -164,4 +170,6 @@ class Tokenizer:
           folder: the folder to write to.
         """
         for name, content in self.files.items():
-            (Path(folder) / name).write_bytes(content)
+            path = Path(folder) / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)

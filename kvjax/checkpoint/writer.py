@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from kvjax import processes
-from kvjax.checkpoint import names, quantized, readers
+from kvjax.checkpoint import chat, names, quantized, readers
 from kvjax.errors import CheckpointError
 from kvjax.models import families, generation
 from kvjax.models.model import Model
@@ -215,12 +215,19 @@ def _check_replaceable(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; give the name of a folder to save to.")
     found = folder.iterdir() if folder.exists() else ()
-    other = sorted(path.name for path in found if path.is_dir() or not _CHECKPOINT_FILES.fullmatch(path.name))
+    other = sorted(path.name for path in found if not _is_of_checkpoint(path))
     if other:
         raise CheckpointError(
             f"{folder} is not replaced, because it holds more than a checkpoint "
             f"({', '.join(other[:MAX_LISTED])}); save to a new folder."
         )
+
+
+def _is_of_checkpoint(path: Path) -> bool:
+    """Whether a checkpoint has such a file, or such a folder of chat templates."""
+    if path.is_dir():
+        return path.name == chat.TEMPLATES_FOLDER and all(each.suffix == chat.SUFFIX for each in path.iterdir())
+    return _CHECKPOINT_FILES.fullmatch(path.name) is not None
 
 
 def _replace(staging: Path, folder: Path) -> None:

@@ -10,6 +10,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.applications import Starlette
@@ -21,12 +22,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvjax.checkpoint import sandbox
 from kvjax.errors import KvjaxError, NonFiniteError
 from kvjax.serve.answers import Answer, error_event
 from kvjax.serve.engine import Busy, Engine, Piece, Stopped, Ticket
-from kvjax.serve.protocol import ApiError, Call, Served, check_model, parse, read, refused
+from kvjax.serve.protocol import ApiError, Call, Served, check_model, conversation, parse, read, refused
 
 MOST_BYTES = 16 << 20  # of a body
+LOOK_SECONDS = 0.25  # between looks whether a client still waits for its chat template
 RETRY_SECONDS = 1  # after which a client may ask again if the server is busy
 JSON_TYPE = "application/json"
 
@@ -47,6 +50,7 @@ def make_app(engine: Engine, served: Served, *, api_key: str | None = None, host
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
+        pages.stop_renders()
         await asyncio.to_thread(engine.stop)
 
     return Starlette(
@@ -69,6 +73,13 @@ class _Pages:
     def __init__(self, engine: Engine, served: Served, api_key: str | None):
         self._engine, self._served, self._key = engine, served, api_key
         self._started = time.time()
+        self._rendering = 0  # conversations whose text is made, or waits for that
+        self._renders = ThreadPoolExecutor(sandbox.WORKERS, thread_name_prefix="kvjax-template")
+
+    def stop_renders(self) -> None:
+        """Ends the chat templates that are being rendered, so that the server's end waits for none."""
+        self._renders.shutdown(wait=False, cancel_futures=True)
+        sandbox.SHARED.stop()
 
     async def health(self, request: Request) -> Response:
         load, counts, error = self._engine.load, self._engine.counts, self._engine.error
@@ -120,7 +131,8 @@ class _Pages:
             # Before its body is read.
             raise ApiError(429, "the server is busy: no further request may wait.", code="server_busy")
         body = parse(await _content(request))
-        call = await asyncio.to_thread(read, kind, body, self._served)
+        text = await self._conversation(body, request) if kind == "chat" else None
+        call = await asyncio.to_thread(read, kind, body, self._served, text)
         answer, pieces = Answer(call, self._served), Pieces()
         tickets = self._submit(call, pieces)
         if call.stream:
@@ -131,6 +143,23 @@ class _Pages:
             for ticket in tickets:
                 self._engine.cancel(ticket)
         return JSONResponse(answer.whole())
+
+    async def _conversation(self, body: dict[str, Any], request: Request) -> str:
+        """Returns the text of a chat's messages. Clients that wait for a slow template hold no thread of others."""
+        if self._rendering >= self._engine.most:
+            raise ApiError(429, "the server is busy: no further conversation may wait.", code="server_busy")
+        self._rendering += 1
+        made = asyncio.get_running_loop().run_in_executor(self._renders, conversation, body, self._served)
+        try:
+            while not (await asyncio.wait({made}, timeout=LOOK_SECONDS))[0]:
+                if self._engine.stopping:
+                    raise ApiError(503, "the server is stopping.")
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+            return made.result()
+        finally:
+            self._rendering -= 1
+            made.cancel()
 
     def _submit(self, call: Call, pieces: Pieces) -> list[Ticket]:
         loop = asyncio.get_running_loop()

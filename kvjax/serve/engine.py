@@ -139,6 +139,16 @@ class Engine:
         """Whether no request can be added at the moment."""
         return self._open >= self._most
 
+    @property
+    def most(self) -> int:
+        """The most requests that may run or wait."""
+        return self._most
+
+    @property
+    def stopping(self) -> bool:
+        """Whether no request is taken any more."""
+        return self._stopping
+
     def stop(self, *, wait: bool = True) -> None:
         """Ends the thread after its chunk; requests that have not ended are told so.
 

@@ -115,13 +115,14 @@ def parse(content: bytes) -> dict[str, Any]:
     return body
 
 
-def read(kind: str, body: dict[str, Any], served: Served) -> Call:
+def read(kind: str, body: dict[str, Any], served: Served, rendered: str | None = None) -> Call:
     """Checks the body of a request.
 
     Args:
       kind: ``completion`` or ``chat``.
       body: from `parse`.
       served: the model.
+      rendered: the text of a chat's messages, from `conversation`, where it was made before.
 
     Raises:
       ApiError: something that is not valid, or that kvjax does not have.
@@ -136,7 +137,10 @@ def read(kind: str, body: dict[str, Any], served: Served) -> Call:
     told = _logprobs(kind, body)
     stream, options = _of(body, "stream", bool, False), _of(body, "stream_options", dict, {})
     prefix = _prefix(body, served)
-    prompts = [_conversation(body, served)] if kind == "chat" else _prompts(body, served, prefix)
+    if kind == "chat":
+        prompts = [_encoded(conversation(body, served) if rendered is None else rendered, served)]
+    else:
+        prompts = _prompts(body, served, prefix)
     stops, ids = _stops(body, served.model)
     sampler, tokens = _sampler(body, served.model), _max_tokens(kind, body, served, prefix)
     choices = _whole(body, "n", 1, 1, MOST_CHOICES)
@@ -204,8 +208,14 @@ def _prompts(body: dict[str, Any], served: Served, prefix: Prefix | None) -> lis
     return found
 
 
-def _conversation(body: dict[str, Any], served: Served) -> list[int]:
-    """The token ids of a conversation, after which the model's answer follows."""
+def conversation(body: dict[str, Any], served: Served) -> str:
+    """Returns the text of a chat's messages, after which the model's answer follows.
+
+    The chat template makes it, which may take as long as `kvjax.checkpoint.sandbox` allows.
+
+    Raises:
+      ApiError: messages that are not valid, or that the template refuses.
+    """
     messages, tokenizer = body.get("messages"), served.model.tokenizer
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages must be a list of at least one message.", param="messages")
@@ -213,9 +223,17 @@ def _conversation(body: dict[str, Any], served: Served) -> list[int]:
         raise ApiError(400, "the model has no tokenizer, which conversations need.", param="messages")
     talk = [_message(each, number) for number, each in enumerate(messages)]
     try:
-        text = tokenizer.apply_chat_template(talk)
-        _check_size(text, served, None, "messages")
-        prompt = tokenizer.encode(text, bos=False)
+        return tokenizer.apply_chat_template(talk)
+    except KvjaxError as error:
+        raise ApiError(400, str(error), param="messages") from None
+
+
+def _encoded(text: str, served: Served) -> list[int]:
+    """Returns the token ids of a conversation."""
+    assert served.model.tokenizer is not None
+    _check_size(text, served, None, "messages")
+    try:
+        prompt = served.model.tokenizer.encode(text, bos=False)
     except KvjaxError as error:
         raise ApiError(400, str(error), param="messages") from None
     _check_length(prompt, served, None, "messages")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from safetensors import safe_open
 
 from kvjax.checkpoint import names, writer
@@ -15,6 +16,9 @@ from kvjax.errors import CheckpointError
 from kvjax.models import families
 from kvjax.models.model import Model
 from tests.checkpoint.folders import assert_same, random_params, raw_config
+
+TOKENIZER = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).to_str().encode()
+TALK = [{"role": "user", "content": "x"}]
 
 
 def small(family="llama", dtype=jnp.float32) -> Model:
@@ -73,6 +77,25 @@ def test_replaces_a_checkpoint_and_nothing_else(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file"):
         save(other, tmp_path / "file")
+
+
+def test_templates_are_saved_and_replaced(tmp_path):
+    """Also a folder of them, where nothing else may be."""
+    files = {"tokenizer.json": TOKENIZER, "chat_template.jinja": b"D", "additional_chat_templates/tool_use.jinja": b"T"}
+    given, folder = tmp_path / "given", tmp_path / "model"
+    save(small(), given)
+    for name, content in files.items():
+        (given / name).parent.mkdir(exist_ok=True)
+        (given / name).write_bytes(content)
+    for _ in range(2):  # the second replaces the first
+        save(load(given), folder)
+        tokenizer = load(folder).tokenizer
+        assert tokenizer.files == files
+        assert [tokenizer.apply_chat_template(TALK, template=name) for name in (None, "tool_use")] == ["D", "T"]
+    (folder / "additional_chat_templates/thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match="additional_chat_templates"):
+        save(small(), folder)
+    assert (folder / "additional_chat_templates/thesis.tex").exists()
 
 
 @pytest.mark.parametrize("existing", [False, True])

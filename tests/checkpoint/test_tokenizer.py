@@ -1,5 +1,7 @@
 """Tokenizers of every kind of file, on the real ones and on small ones made here."""
 
+import base64
+import io
 import json
 import shutil
 
@@ -171,6 +173,195 @@ def test_damaged_files(name, content, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         load_tokenizer(tmp_path, config("gpt2"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    """A SentencePiece model of the form of LLaMA 2's: BPE with bytes, no normalisation."""
+    import sentencepiece
+
+    made, text = io.BytesIO(), ["Once upon a time there was a little cat.", "Hello world, the dog ran to the cat."]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text * 20), model_writer=made, vocab_size=320, hard_vocab_limit=False, minloglevel=2,
+        model_type="bpe", byte_fallback=True, normalization_rule_name="identity", control_symbols=["<ctl>"],
+        user_defined_symbols=["<u>"],
+    )  # fmt: skip
+    return made.getvalue()
+
+
+def words(folder):
+    """A tokenizer.json of letters, of which some special tokens are added tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers.processors import TemplateProcessing
+
+    letters = ["<unk>", "<s>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyzHO<>|_./"]
+    vocab = {letter: number for number, letter in enumerate(letters)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.save(str(folder / "tokenizer.json"))
+    return len(vocab)
+
+
+def token(content, **flags):
+    usual = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False) | {"special": True}
+    return {"content": content} | usual | flags
+
+
+def added(start, **flags):
+    """added_tokens_decoder of a chat model, of which one token is not special."""
+    names = {0: "<unk>", 1: "<s>", 2: "</s>", start: "<|im_end|>", start + 1: "<|im_start|>"}
+    return {str(i): token(text, **flags) for i, text in names.items()} | {str(start + 2): token("<x>", special=False)}
+
+
+ADDED = {"<|im_start|>": 1, "<|im_end|>": 0, "<x>": 2}
+#: What the files beside the vocabulary say: of tokenizer_config.json, special_tokens_map.json, added_tokens.json.
+SPREAD = {
+    "nothing": ({}, None, None),
+    "added_tokens.json": ({"eos_token": "<|im_end|>"}, None, ADDED),
+    "added_tokens.json and a map": ({}, {"eos_token": token("<|im_end|>"), "pad_token": "<x>"}, ADDED),
+    "a map before the settings": ({"eos_token": "</s>"}, {"eos_token": "<|im_end|>"}, ADDED),
+    "a map after added_tokens_decoder": ({"added_tokens_decoder": added}, {"eos_token": "<|im_end|>"}, ADDED),
+    "added_tokens_decoder": ({"added_tokens_decoder": added, "eos_token": "<|im_end|>"}, None, None),
+    "added_tokens_decoder with other flags": ({"added_tokens_decoder": lambda n: added(n, lstrip=True)}, None, None),
+    "stripped at the right": ({"added_tokens_decoder": lambda n: added(n, rstrip=True)}, None, None),
+    "single words": ({"added_tokens_decoder": lambda n: added(n, single_word=True)}, None, None),
+    "named only": ({"bos_token": {"__type": "AddedToken"} | token("<b>"), "eos_token": "<|im_end|>"}, None, None),
+    "additional": ({"additional_special_tokens": ["<x>", {"__type": "AddedToken"} | token("<y>")]}, None, None),
+    "none beside those of the model": ({"additional_special_tokens": []}, None, None),
+    "additional of the map": ({}, {"additional_special_tokens": ["<x>"]}, {"<x>": 0}),
+    "extra with names": ({"extra_special_tokens": {"image_token": "<x>"}, "other_token": "<y>"}, None, None),
+    "legacy": ({"legacy": True, "added_tokens_decoder": added}, None, None),
+    "not legacy": ({"legacy": False, "added_tokens_decoder": added}, None, None),
+    "no space before a text": ({"add_prefix_space": False, "added_tokens_decoder": added}, None, None),
+    "bos": ({"add_bos_token": True, "add_eos_token": False, "bos_token": "<s>"}, None, None),
+    "another bos": ({"add_bos_token": True, "bos_token": "<x>"}, None, ADDED),
+    "no bos": ({"add_bos_token": False, "bos_token": "<s>"}, None, None),
+}
+CHATS = [
+    "<|im_start|>user\nOnce upon a time<|im_end|>\n", "Hello  world", " Hello", "a <x> b", "a<x>b<y> <x>c", "", "日本é",
+    "<s>the cat</s> ran<ctl>.", "<u>the<u> cat", "<unk>the", "<|im_end|>", "the <|im_start|>", "<b>the<b>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json", "vocab.json"])
+def test_facts_of_several_files_are_those_of_transformers(kind, name, pieces, request, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    family, classes = "llama", "LlamaTokenizer"
+    if kind == "tokenizer.model":
+        (tmp_path / kind).write_bytes(pieces)
+        start = 320
+    elif kind == "tokenizer.json":
+        start, classes = words(tmp_path), "PreTrainedTokenizerFast"
+    else:
+        gpt2 = request.getfixturevalue("real") / "gpt2"
+        copy(tmp_path, gpt2 / "vocab.json", gpt2 / "merges.txt")
+        start, family, classes = 50257, "gpt2", "GPT2Tokenizer"
+    settings, mapped, numbers = SPREAD[name]
+    settings = {key: value(start) if callable(value) else value for key, value in settings.items()}
+    if kind == "vocab.json":
+        for number in ("0", "1", "2"):
+            settings.get("added_tokens_decoder", {}).pop(number, None)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": classes, "unk_token": "<unk>"} | settings)
+    )
+    if mapped is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(mapped))
+    if numbers is not None:
+        (tmp_path / "added_tokens.json").write_text(json.dumps({text: start + i for text, i in numbers.items()}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    (tmp_path / "saved").mkdir()
+    own = load_tokenizer(tmp_path, config(family, vocab_size=60_000))
+    own.save(tmp_path / "saved")
+    for tokenizer in (own, load_tokenizer(tmp_path / "saved", config(family, vocab_size=60_000))):
+        # transformers splits the pieces that a model's users defined if tokens are listed.
+        for text in (text for text in CHATS if "<u>" not in text or "additional_special_tokens" not in settings):
+            expected = peer(text, add_special_tokens=False).input_ids
+            assert tokenizer.encode(text, bos=False) == expected, text
+            assert tokenizer.encode(text) == peer(text).input_ids, text
+            assert tokenizer.decode(expected) == peer.decode(expected, skip_special_tokens=True), text
+        assert tokenizer.special_tokens == peer.special_tokens_map
+        assert tokenizer.size == len(peer)
+        assert [tokenizer.token(i) for i in range(start, tokenizer.size)] == peer.convert_ids_to_tokens(
+            range(start, len(peer))
+        )
+        if peer.eos_token_id is not None:
+            assert tokenizer.eos_id == peer.eos_token_id
+        if peer.bos_token_id is not None and kind != "tokenizer.json":  # the post-processor's
+            assert tokenizer.bos_id == peer.bos_token_id
+
+
+def test_a_sentencepiece_model_alone_is_used_as_sentencepiece_does(pieces, tmp_path):
+    """Without a class, whether a space and BOS come first is as the model and its family have it."""
+    import sentencepiece
+
+    (tmp_path / "tokenizer.model").write_bytes(pieces)
+    tokenizer, whole = (
+        load_tokenizer(tmp_path, config("llama")),
+        sentencepiece.SentencePieceProcessor(model_proto=pieces),
+    )
+    for text in ("Hello  world", " the cat ", "日本é", ""):
+        assert tokenizer.encode(text) == [1, *whole.encode(text)]
+        assert tokenizer.decode(whole.encode(text)) == whole.decode(whole.encode(text))
+    assert tokenizer.encode("<s>the<ctl>cat</s>", bos=False) == [
+        1, *whole.encode("the"), whole.piece_to_id("<ctl>"), *whole.encode("cat"), 2
+    ]  # fmt: skip
+
+
+def test_an_id_of_the_model_may_have_another_text(pieces, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(pieces)
+    number = load_tokenizer(tmp_path, config("llama")).encode("<ctl>", bos=False)[0]
+    settings = {"added_tokens_decoder": {str(number): token("<|turn|>")}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(tmp_path, config("llama"))
+    assert tokenizer.encode("<|turn|>", bos=False) == [number] and tokenizer.token(number) == "<|turn|>"
+
+
+def test_an_added_token_with_another_id_is_said(pieces, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(pieces)
+    (tmp_path / "added_tokens.json").write_text('{"<|turn|>": 500}')
+    with pytest.warns(UserWarning, match=r"'<\|turn\|>' have other ids"):
+        tokenizer = load_tokenizer(tmp_path, config("llama"))
+    assert tokenizer.encode("<|turn|>", bos=False) == [320]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("tokenizer.model", b"".join(b"%s %d\n" % (base64.b64encode(bytes([i])), i) for i in range(256)), "tiktoken"),
+        ("tokenizer.model", b"IQ== 0\r\nIg== 1\r\n", "tiktoken"),
+        ("tiktoken.model", b"IQ== 0\n", "tiktoken"),
+        ("tekken.json", b"{}", "tekken"),
+    ],
+)
+def test_vocabularies_of_other_tokenizers_are_named(name, content, kind, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.warns(UserWarning, match=f"{name} is a vocabulary in the form of.*{kind}.*without a tokenizer"):
+        assert load_tokenizer(tmp_path, config("llama")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "a"}}}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"5": 7}}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": []}'),
+        ("tokenizer_config.json", b"[]"),
+        ("special_tokens_map.json", b'{"additional_special_tokens": 5}'),
+        ("special_tokens_map.json", b"\xff"),
+        ("added_tokens.json", b"[1]"),
+        ("added_tokens.json", b'{"a": "b"}'),
+        ("added_tokens.json", b"{"),
+    ],
+)
+def test_damaged_files_beside_the_vocabulary(name, content, tmp_path):
+    tiny(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError):
+        load_tokenizer(tmp_path, config("llama"))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt-neox", "opt"])

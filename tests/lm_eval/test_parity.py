@@ -1,6 +1,7 @@
 """A full cache in lm_eval has the results of lm_eval's own ``--model hf``, to the printed digit; without a network."""
 
 import copy
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from experiments.tasks.story import story
 from experiments.tasks.words import HELD_OUT
 from kvjax.cache import CacheSpec
 from kvjax.checkpoint.locate import PRETRAINED
+from kvjax.errors import InputError
 from kvjax.policies import full
 from tests.conftest import ROOT, optimised
 from tests.experiments.test_multiple_choice import EXPECTED
@@ -204,6 +206,39 @@ def test_the_command_records_what_it_ran_and_needs_no_torch(folder, tmp_path):
     assert (said["policy"], said["budget"], said["storage"], said["selection"]) == (policy, 0.2, "int8", "everything")
     assert said["kvjax_version"] and said["least_slots"] == 32 and 0 < said["kept_of_contexts"] <= 1
     assert "kvjax_answers" in done.stdout
+
+
+CHAT = """{% for m in messages %}{% if m.role == "system" %}{{ raise_exception("no system") }}{% endif %}
+<|im_start|>{{ m.role }}: {{ m.content | trim }}<|im_end|>
+{%- endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"""
+
+
+@pytest.mark.parametrize("prefilled", ["", "i", "end", "im", "<|", "The answer is", "m <|im_end|> a", "12"])
+def test_conversations_are_those_of_transformers(prefilled, tmp_path):
+    import transformers
+
+    from kvjax.lm_eval import KVJaxLM
+
+    whole = kvjax.load(TINY)
+    files = whole.tokenizer.files | {"chat_template.jinja": CHAT.encode(), "additional_chat_templates/b.jinja": b"B"}
+    config = dataclasses.replace(whole.config, num_layers=1, windows=())
+    tokenizer = dataclasses.replace(whole.tokenizer, files=files)
+    tokenizer.save(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    own = KVJaxLM(dataclasses.replace(whole, config=config, tokenizer=tokenizer))
+    peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    talk = [{"role": "user", "content": "Say i or end."}, {"role": "assistant", "content": prefilled}]
+    expected = peer.apply_chat_template(talk, tokenize=False, continue_final_message=True)
+    # After an empty answer transformers also removes what the template writes before it, where that is a space.
+    expected += " " * (not prefilled)
+    assert own.apply_chat_template(talk, add_generation_prompt=False) == expected
+    system = {"role": "system", "content": "Be brief."}
+    assert own.apply_chat_template([system, *talk], add_generation_prompt=False) == expected
+    expected = peer.apply_chat_template(talk[:1], tokenize=False, add_generation_prompt=True)
+    assert own.apply_chat_template(talk[:1]) == expected
+    assert own.chat_template("b") == "B" and own.chat_template(True) == CHAT
+    with pytest.raises(InputError, match="no chat template 'c'; there are b, default"):
+        own.chat_template("c")
 
 
 def test_an_unknown_argument_is_one_paragraph(folder):

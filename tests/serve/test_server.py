@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import kvjax
 from kvjax import policies
 from kvjax.cache import Limits
+from kvjax.checkpoint import sandbox
 from kvjax.serve import Runner
 from tests.conftest import ROOT
 from tests.tiny import spoiled, tiny
@@ -466,6 +468,83 @@ def test_the_first_programs_are_compiled_under_every_policy():
         runner = Runner(model, policy, rows=2, limits=Limits(prompt=32, new_tokens=new_tokens))
         program.warm_up(runner)
         assert runner.idle and runner.counts.prompt_tokens
+
+
+STRANGE = b"""
+{%- set said = messages[0].content %}
+{%- if said == "spin" %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}
+{%- if said == "zero" %}{{ 1 // 0 }}{% endif %}
+{%- if said == "long" %}{{ said * 10**9 }}{% endif %}
+{%- if said == "half" %}{{ "\\ud800" }}{% endif %}
+{{- said.format() }} answer:"""
+
+
+@pytest.fixture(scope="module")
+def strange(model):
+    """A model with a chat template that fails, or does not end, for some messages."""
+    files = model.tokenizer.files | {"chat_template.jinja": STRANGE}
+    return dataclasses.replace(model, tokenizer=dataclasses.replace(model.tokenizer, files=files))
+
+
+def chat(server, said, **body):
+    talk = {"messages": [{"role": "user", "content": said}], "max_tokens": 2, "temperature": 0}
+    status, _, content = server.ask("POST", "/v1/chat/completions", talk | body)
+    return status, json.loads(content)
+
+
+def test_what_a_template_does_is_an_error_of_its_request(strange):
+    deep: object = "x"
+    for _ in range(900):
+        deep = [deep]
+    with serving(strange) as server:
+        for said, message in (
+            ("zero", "ZeroDivisionError"), ("long", "MemoryError|characters"), ("{a}", "KeyError"),
+            ("half", "surrogate"), ("spin", "more than 1 s of processor time"),
+        ):  # fmt: skip
+            status, answer = chat(server, said)
+            assert status == 400 and answer["error"]["param"] == "messages", answer
+            assert re.search(message, answer["error"]["message"])
+        talk = {"messages": [{"role": "user", "content": "x", "name": deep}], "max_tokens": 2}
+        assert server.ask("POST", "/v1/chat/completions", talk)[0] in (200, 400)
+        assert chat(server, "Hello")[0] == 200
+
+
+def test_templates_that_spin_keep_no_other_request_waiting(strange):
+    with serving(strange) as server, ThreadPoolExecutor(6) as pool:
+        server.complete("x", max_tokens=2)
+        spinning = [pool.submit(chat, server, "spin") for _ in range(6)]
+        time.sleep(0.3)
+        for _ in range(3):
+            began = time.monotonic()
+            server.complete("x", max_tokens=2)
+            # All of them take three seconds of two processes.
+            assert time.monotonic() - began < 3
+        assert chat(server, "Hello")[0] == 200
+        assert [each.result()[0] for each in spinning] == [400] * 6
+
+
+def test_clients_that_have_gone_leave_no_template_waiting(strange):
+    talk = json.dumps({"messages": [{"role": "user", "content": "spin"}]}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with serving(strange) as server:
+        for _ in range(50):  # they would take 25 seconds
+            with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT) as connection:
+                connection.sendall(f"{head}Content-Length: {len(talk)}\r\n\r\n".encode() + talk)
+                time.sleep(0.01)
+        began = time.monotonic()
+        assert chat(server, "Hello")[0] == 200
+        assert time.monotonic() - began < 15
+
+
+def test_the_end_of_a_server_waits_for_no_template(strange, monkeypatch):
+    monkeypatch.setattr(sandbox, "SHARED", sandbox.Sandbox(processor_seconds=WAIT, seconds=WAIT))
+    with ThreadPoolExecutor(4) as pool:
+        with serving(strange) as server:
+            spinning = [pool.submit(chat, server, "spin") for _ in range(4)]
+            time.sleep(1)
+            began = time.monotonic()
+        assert time.monotonic() - began < 15  # of which 1 is the time that requests have to end
+        assert {each.result()[0] for each in spinning} == {503}
 
 
 def test_an_engine_that_fails_says_so(model):
