@@ -25,8 +25,8 @@ from tests.tiny import tiny
 uvicorn = pytest.importorskip("uvicorn", reason="the server needs kvjax[serve]")
 pytest.importorskip("starlette", reason="the server needs kvjax[serve]")
 from kvjax.serve import __main__ as program  # noqa: E402
+from kvjax.serve import address, bodies, listening  # noqa: E402
 from kvjax.serve import app as pages  # noqa: E402
-from kvjax.serve import listening  # noqa: E402
 from kvjax.serve.engine import Engine  # noqa: E402
 from kvjax.serve.protocol import Served  # noqa: E402
 
@@ -275,7 +275,7 @@ def test_malformed_bodies(server):
 
 
 def test_other_requests(server, monkeypatch):
-    monkeypatch.setattr(pages, "MOST_BYTES", 1000)
+    monkeypatch.setattr(bodies, "MOST_BYTES", 1000)
     body = {"prompt": "x"}
     for expected, method, path, content, headers in (
         (413, "POST", "/v1/completions", {"prompt": "x" * 1000}, {}),
@@ -311,7 +311,7 @@ def test_back_pressure(model):
         gate.wait(WAIT)
         return whole()
 
-    with serving(model, waiting=1, step=step, api_key="secret") as server:
+    with serving(model, waiting=1, step=step, api_keys=(b"secret",)) as server:
         key = {"authorization": "Bearer secret"}
         body = {"prompt": "x", "max_tokens": 3}
         for wrong in ({}, {"authorization": "Bearer wrong"}):
@@ -405,7 +405,7 @@ def test_ctrl_c_ends_the_server_without_a_traceback():
 
 
 def test_an_address_of_ipv6_is_called_by_its_name(model):
-    with serving(model, hosts=(*program.LOCAL, "[::1]")) as server:
+    with serving(model, hosts=(*address.LOCAL, "[::1]")) as server:
         for host, status in (("[::1]:8000", 200), ("localhost", 200), ("another", 400)):
             assert server.ask("GET", "/health", None, {"host": host})[0] == status
 
