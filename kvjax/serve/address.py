@@ -58,6 +58,6 @@ def names(listener: socket.socket, host: str) -> Sequence[str]:
 def is_called(header: str, allowed: Sequence[str]) -> bool:
     """Whether a header Host, with or without a port, has one of the names."""
     name, colon, port = header.strip().lower().rpartition(":")
-    if not colon or not port.isdigit():
+    if not colon or (port and not port.isdigit()):
         name = header.strip().lower()
     return "*" in allowed or name.removesuffix(".") in {each.lower() for each in allowed}

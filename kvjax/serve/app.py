@@ -309,6 +309,7 @@ async def _gone_error(_: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _response(ApiError(error.status_code, error.detail, headers=error.headers))
+    known = {404: f"there is no page {request.url.path}.", 405: f"{request.method} is not for {request.url.path}."}
+    return _response(ApiError(error.status_code, known.get(error.status_code, error.detail), headers=error.headers))

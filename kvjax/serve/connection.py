@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvjax.serve.connections import Connections
 
 BEGINNING = b"HTTP/1.1 "  # of every response
+PIECE = 16 << 10  # bytes that h11 is given at once
 PROBE_SECONDS = 0.2  # from the first byte that is sent early to the second; twice as long to each further one
 
 #: Waits for a request; receives its body; waits for the answer or sends it; reads what is left of a body whose request
@@ -108,17 +109,19 @@ class Connection(H11Protocol):
         self.ended = True
         self.transport.abort()
 
+    def waits(self, now: float) -> bool:
+        """Whether it waits for its client, who has not sent a whole request; `since` is then true."""
+        self._notice_phase(now)
+        return self.phase != "answer"
+
     def check(self, now: float) -> None:
         """Ends what has taken too long.
 
         Args:
           now: by `time.monotonic`.
         """
-        phase = self.phase
-        stalled = self.flow.write_paused
-        state = (phase, self.cycle, self._stalls if stalled else None)
-        if state != self._last:
-            self._last, self.since, self._before = state, now, self._received
+        self._notice_phase(now)
+        phase, stalled = self.phase, self.flow.write_paused
         passed, limits = now - self.since, self._deadlines
         if phase == "closing":
             if passed > (limits.rest if self.transport.lingers and not stalled else limits.write):
@@ -152,7 +155,10 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return  # read so that the client can read its answer
         self._received += len(data)
-        super().data_received(data)
+        # h11 compares with its limit of headers what has come and is not a whole request.
+        for start in range(0, len(data), PIECE):
+            if not self.transport.is_closing():
+                super().data_received(data[start : start + PIECE])
 
     def eof_received(self) -> bool:  # type: ignore[override]
         if self.transport.is_closing():
@@ -192,6 +198,11 @@ class Connection(H11Protocol):
     def _partial(self) -> bool:
         """Whether a part of the headers has come."""
         return self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+
+    def _notice_phase(self, now: float) -> None:
+        state = (self.phase, self.cycle, self._stalls if self.flow.write_paused else None)
+        if state != self._last:
+            self._last, self.since, self._before = state, now, self._received
 
     def _probe(self, seconds: float) -> None:
         """Sends a byte of a response that has not begun. If the client has left, sending the next one fails."""

@@ -13,6 +13,7 @@ from kvjax.serve.protocol import BUSY, ApiError
 MOST = 1024  # connections at the same time
 SPARE_FILES = 16  # open files that connections leave to everything else, such as to the cache of compiled programs
 RESERVED = 8  # connections that requests to the model leave to /health and to errors
+FRESH_SECONDS = 1.0  # in which a new connection keeps its place, if others have waited longer
 NOTICE_SECONDS = 10.0  # between two lines of the log about the same thing
 FILES = "/dev/fd"  # lists the open files of the process
 
@@ -89,18 +90,19 @@ class Connections:
         Args:
           besides: one that is not closed.
         """
-        for phases in (("head", "drain", "closing"), ("body",)):
-            found = [each for each in self.open if each.phase in phases and each is not besides and not each.ended]
-            if not found:
-                continue
-            count = collections.Counter(each.address for each in found)
-            worst = max(found, key=lambda each: (count[each.address], -each.since))
-            self.notice("full", f"{len(self.open)} connections are open, and at most {self.limit} may be: closed one "
-                        f"of {worst.address}, which had not sent a whole request")  # fmt: skip
-            worst.refuse(ApiError(503, "the server needed the place of this connection.", code=BUSY))
-            worst.end()
-            return True
-        return False
+        now = time.monotonic()
+        found = [each for each in self.open if each is not besides and not each.ended and each.waits(now)]
+        # Those that were opened a moment ago may have sent a request that has not been read.
+        found = [each for each in found if now - each.since > FRESH_SECONDS] or found
+        if not found:
+            return False
+        count = collections.Counter(each.address for each in found)
+        worst = max(found, key=lambda each: (count[each.address], now - each.since))
+        self.notice("full", f"{len(self.open)} connections are open, and at most {self.limit} may be: closed one of "
+                    f"{worst.address}, which had not sent a whole request")  # fmt: skip
+        worst.refuse(ApiError(503, "the server needed the place of this connection.", code=BUSY))
+        worst.end()
+        return True
 
     def check(self) -> None:
         """Closes connections whose time is over. It is called about once a second."""
