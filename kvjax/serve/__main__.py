@@ -63,7 +63,8 @@ def parser() -> argparse.ArgumentParser:
     add("--prefix", action="append", default=[], metavar="NAME=FOLDER", help="a saved state that requests may continue")
     add("--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0 = all of this machine's")
     add("--port", type=_port, default=8000, help="0 to 65535; 0 = one that is free")
-    add("--connections", type=int, default=1024, help="at the same time; fewer if the limit of open files is lower")
+    add("--connections", type=int, help="at the same time; else 1024, or four times --rows and --waiting; fewer if the "
+        "limit of open files is lower")  # fmt: skip
     add("--api-key", help="what clients must send as a bearer token; @FILE for one of the keys in the file's lines")
     return made
 
@@ -103,8 +104,9 @@ def serve(flags: argparse.Namespace) -> int:
       KvjaxError: see `runner_for`; also if a package is missing.
     """
     try:
+        from kvjax.serve.admission import PLACES
         from kvjax.serve.app import make_app
-        from kvjax.serve.connections import Connections
+        from kvjax.serve.connections import MOST, Connections
         from kvjax.serve.listening import run
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'kvjax[serve]'.") from None
@@ -115,7 +117,7 @@ def serve(flags: argparse.Namespace) -> int:
         host.keep_programs()
     if not flags.waiting >= 0:
         raise ConfigError(f"--waiting must be at least 0; got {flags.waiting}.")
-    if not flags.connections >= 1:
+    if flags.connections is not None and not flags.connections >= 1:
         raise ConfigError(f"--connections must be at least 1; got {flags.connections}.")
     keys, listener = read_keys(flags.api_key), address.bound(flags.host, flags.port)
     with _interruptible():
@@ -133,10 +135,11 @@ def serve(flags: argparse.Namespace) -> int:
     limits = runner.prompts.limits
     served = Served(runner.model, name, prefixes, limits.prompt, limits.new_tokens)
     engine = Engine(runner, most_waiting=flags.waiting)
-    connections, hosts = Connections(flags.connections), address.names(listener, flags.host)
+    most = flags.connections or max(MOST, PLACES * (flags.rows + flags.waiting))
+    connections, hosts = Connections(most), address.names(listener, flags.host)
     if not (keys or address.is_local(listener)):
         print("anybody who reaches this address can use the model: there is no --api-key", flush=True)
-    app = make_app(engine, served, api_keys=keys, hosts=hosts, crowded=lambda: connections.crowded)
+    app = make_app(engine, served, api_keys=keys, hosts=hosts, connections=connections)
     run(app, engine, listener, connections)
     return 0
 

@@ -22,9 +22,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvjax.errors import KvjaxError
 from kvjax.serve.address import is_called
+from kvjax.serve.admission import FULL, PATIENCE_SECONDS, Admission
 from kvjax.serve.answers import Answer, error_event
 from kvjax.serve.bodies import Bodies
 from kvjax.serve.clients import Client, client_of
+from kvjax.serve.connections import Connections
 from kvjax.serve.engine import Busy, Engine, Piece, Stopped, Ticket
 from kvjax.serve.keys import bearer_token, is_among
 from kvjax.serve.protocol import BUSY, JSON_TYPE, ApiError, Call, Served, check_model, parse, read, refused
@@ -40,7 +42,8 @@ def make_app(
     *,
     api_keys: Sequence[bytes] = (),
     hosts: Sequence[str] = ("*",),
-    crowded: Callable[[], bool] = lambda: False,
+    connections: Connections | None = None,
+    patience: float = PATIENCE_SECONDS,
 ) -> Starlette:
     """Makes the application.
 
@@ -49,9 +52,12 @@ def make_app(
       served: what it runs them on.
       api_keys: of which clients must send one as a bearer token; none for no matter what.
       hosts: see `kvjax.serve.address.names`.
-      crowded: whether so many connections wait for answers that no further request may begin.
+      connections: those of the server, if it counts them.
+      patience: see `kvjax.serve.admission.Admission`.
     """
-    pages = _Pages(engine, served, api_keys, crowded)
+    connections = connections or Connections()
+    admission = Admission(engine, lambda: connections.limit, patience)
+    pages = _Pages(engine, served, api_keys, admission)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -111,8 +117,8 @@ class _Edge:
 class _Pages:
     """What the routes answer."""
 
-    def __init__(self, engine: Engine, served: Served, keys: Sequence[bytes], crowded: Callable[[], bool]):
-        self._engine, self._served, self._keys, self._crowded = engine, served, keys, crowded
+    def __init__(self, engine: Engine, served: Served, keys: Sequence[bytes], admission: Admission):
+        self._engine, self._served, self._keys, self._admission = engine, served, keys, admission
         self._started, self._bodies = time.time(), Bodies()
 
     async def health(self, request: Request) -> Response:
@@ -165,17 +171,16 @@ class _Pages:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
             raise ApiError(415, f"the body must be of type {JSON_TYPE}.")
         # Before its body is read.
-        if self._crowded():
-            raise ApiError(503, "the server is busy: too many connections wait for an answer.", code=BUSY)
-        if self._engine.full(client):
-            raise ApiError(429, "the server is busy: no further request may wait.", code=BUSY)
+        if self._admission.full(client):
+            raise ApiError(429, f"the server is busy: {FULL}.", code=BUSY)
         async with self._bodies.receive(request, client.outer) as content:
             try:
                 call = await asyncio.to_thread(read, kind, parse(content), self._served)
             except RecursionError:
                 raise ApiError(400, "the values of the body are nested too deeply.") from None
         answer, pieces = Answer(call, self._served), Pieces()
-        tickets = self._submit(call, pieces, client)
+        tickets: list[Ticket] = []
+        await _unless_gone(request.receive, self._submit(call, pieces, client, tickets))
         if call.stream:
             return _EventStream(self._engine, tickets, answer, pieces)
         try:
@@ -185,7 +190,8 @@ class _Pages:
                 self._engine.cancel(ticket)
         return JSONResponse(answer.whole())
 
-    def _submit(self, call: Call, pieces: Pieces, client: Client) -> list[Ticket]:
+    async def _submit(self, call: Call, pieces: Pieces, client: Client, tickets: list[Ticket]) -> None:
+        """Waits for places, and adds the tickets."""
         loop = asyncio.get_running_loop()
 
         def deliver_to(index: int) -> Callable[[Piece | Exception], None]:
@@ -200,9 +206,9 @@ class _Pages:
             for index, (request, text) in enumerate(zip(call.requests, call.texts, strict=True))
         ]
         try:
-            return self._engine.submit(asked, client)
+            tickets += await self._admission.submit(asked, client)
         except Busy as error:
-            raise ApiError(429, f"the server is busy: {error}", code=BUSY) from None
+            raise ApiError(429, f"the server is busy: {error}.", code=BUSY) from None
         except KvjaxError as error:
             raise refused(error) from None
         except Stopped as error:

@@ -83,14 +83,10 @@ class FairQueue(Generic[Item]):
       shared: when several clients had some last, by `time.monotonic`.
     """
 
-    def __init__(self, places: int):
-        """Begins without requests.
-
-        Args:
-          places: the number of requests that may be open, beside those of clients that hold less than their share.
-        """
+    def __init__(self) -> None:
+        """Begins without requests."""
         self.open, self.shared = 0, -math.inf
-        self._places, self._turns = places, 0
+        self._turns = 0
         self._outer: dict[str | bytes, _Group[Item]] = {}
 
     @property
@@ -98,22 +94,27 @@ class FairQueue(Generic[Item]):
         """The number of requests that wait."""
         return sum(group.count for group in self._outer.values())
 
-    def fits(self, client: Client, count: int) -> bool:
+    def fits(self, client: Client, count: int, places: int) -> bool:
         """Whether a client may add requests.
 
         It may while there are places. Otherwise it may hold its equal share of them all the same.
+
+        Args:
+          client: the client.
+          count: how many requests.
+          places: the number of requests that may be open, beside those of clients that hold less than their share.
         """
-        if self.open + count <= self._places:
+        if self.open + count <= places:
             return True
-        if self.open + count > BEYOND * self._places:
+        if self.open + count > BEYOND * places:
             return False
         outer = self._outer.get(client.outer, _Group())
-        share = self._share(self._places, self._outer, client.outer)
+        share = self._share(places, self._outer, client.outer)
         if outer.open + count <= share:
             return True
         inner = outer.inner.get(client.inner, _Group())
         part = self._share(share, outer.inner, client.inner)
-        return inner.open + count <= part and outer.open + count <= self._places + share
+        return inner.open + count <= part and outer.open + count <= places + share
 
     def add(self, client: Client, item: Item) -> None:
         """Adds a request, which waits."""

@@ -68,7 +68,7 @@ class Connection(H11Protocol):
         self.address, self.since, self.ended = "", time.monotonic(), False
         self._all, self._deadlines = connections, connections.deadlines
         self._received, self._before = 0, 0  # bytes: of all; of all when the phase began
-        self._last: tuple[Any, ...] = ("head", None, 0)
+        self._last: tuple[Any, ...] = ("head", None, None)
         self._stalls, self._half_closed = 0, False
 
     @property
@@ -80,22 +80,18 @@ class Connection(H11Protocol):
             return "drain" if self.conn.their_state is h11.SEND_BODY else "head"
         return "body" if self.cycle.more_body else "answer"
 
-    def refuse(self, error: ApiError, *, asked: bool = False) -> None:
+    def refuse(self, error: ApiError) -> None:
         """Answers a request with an error, if an answer has not begun, and closes the connection.
 
         A connection on which nothing was asked is closed without a word.
-
-        Args:
-          error: the error.
-          asked: whether a request will have been sent.
         """
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             # The application reads that the client has left, and what it sends is dropped.
             cycle.disconnected = True
             cycle.message_event.set()
-        asked = asked or self._partial or self.conn.their_state is not h11.IDLE
-        if asked and not self.transport.is_closing() and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        begun = self._partial or self.conn.their_state is not h11.IDLE
+        if begun and not self.transport.is_closing() and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(error.body).encode()
             headers = [*error.headers.items(), ("content-length", str(len(body))), ("connection", "close")]
             reason = http.HTTPStatus(error.status).phrase
@@ -110,9 +106,9 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def waits(self, now: float) -> bool:
-        """Whether it waits for its client, who has not sent a whole request; `since` is then true."""
+        """Whether it waits for its client, who has not sent a whole request. `since` is as of now after it."""
         self._notice_phase(now)
-        return self.phase != "answer"
+        return self.phase != "answer" and not self.ended
 
     def check(self, now: float) -> None:
         """Ends what has taken too long.
@@ -145,10 +141,10 @@ class Connection(H11Protocol):
         wrapped = _Transport(transport, lambda: self._partial or self.conn.their_state in (h11.SEND_BODY, h11.ERROR))
         super().connection_made(wrapped)
         self.address = self.client[0] if self.client else "unknown"
-        self._all.add(self)
+        self._all.open.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._all.discard(self)
+        self._all.open.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -251,8 +247,11 @@ class _Transport(asyncio.Transport):
             return
         if self.patient and self._sending():
             self.lingers = True
-            self._transport.write_eof()
-            self._transport.resume_reading()
+            try:
+                self._transport.write_eof()
+                self._transport.resume_reading()
+            except OSError:  # the client has reset it
+                self._transport.abort()
         else:
             self._transport.close()
 

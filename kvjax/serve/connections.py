@@ -1,19 +1,19 @@
 """Connections of clients: how many there may be, and how long one may take to send a request and to read the answer."""
 
+import asyncio
 import collections
 import logging
 import os
 import resource
 import time
-from typing import Any
 
 from kvjax.serve.connection import Connection, Deadlines
 from kvjax.serve.protocol import BUSY, ApiError
 
 MOST = 1024  # connections at the same time
 SPARE_FILES = 16  # open files that connections leave to everything else, such as to the cache of compiled programs
-RESERVED = 8  # connections that requests to the model leave to /health and to errors
-FRESH_SECONDS = 1.0  # in which a new connection keeps its place, if others have waited longer
+FRESH_SECONDS = 0.25  # in which a new connection keeps its place: its request may have come, and not be read
+LOOK_SECONDS = 0.02  # between two looks whether there is room
 NOTICE_SECONDS = 10.0  # between two lines of the log about the same thing
 FILES = "/dev/fd"  # lists the open files of the process
 
@@ -24,8 +24,8 @@ class Connections:
     """The open connections.
 
     Their number is limited by `most` and by the process's limit of open files, which may be changed while the server
-    runs. A connection beyond it takes the place of one that has not sent a whole request: of the address that has most
-    of these, the one that has waited longest.
+    runs. One more takes the place of one that has not sent a whole request: of the address that has most of these, the
+    one that has waited longest.
 
     Attributes:
       open: all of them.
@@ -55,10 +55,6 @@ class Connections:
             f"{limits.rate:,} bytes"
         )
 
-    def make(self, **arguments: Any) -> Connection:
-        """Makes the protocol of a new connection; uvicorn calls it."""
-        return Connection(self, **arguments)
-
     @property
     def limit(self) -> int:
         """The number of connections that there may be at the moment."""
@@ -67,33 +63,16 @@ class Connections:
             return self._most
         return max(1, min(self._most, files - self._others - SPARE_FILES))
 
-    @property
-    def crowded(self) -> bool:
-        """Whether so many requests are in progress that no further one may begin."""
-        most = max(1, self.limit - RESERVED)
-        return len(self.open) >= most and sum(each.phase in ("body", "answer") for each in self.open) > most
+    async def room(self) -> None:
+        """Waits until one more connection may be opened. Until then clients wait to be accepted, as they came."""
+        while len(self.open) >= self.limit:
+            # Those that are closed are lost at the loop's next turn.
+            await asyncio.sleep(0 if self.make_room() else LOOK_SECONDS)
 
-    def add(self, connection: Connection) -> None:
-        """Takes a new connection, for which another may be closed."""
-        self.open.add(connection)
-        if len(self.open) > self.limit and not self.make_room(besides=connection):
-            connection.refuse(ApiError(503, "the server has no room for another connection.", code=BUSY), asked=True)
-            connection.end()
-
-    def discard(self, connection: Connection) -> None:
-        """Forgets a connection that has been lost."""
-        self.open.discard(connection)
-
-    def make_room(self, besides: Connection | None = None) -> bool:
-        """Closes a connection that has not sent a whole request; returns whether there was one.
-
-        Args:
-          besides: one that is not closed.
-        """
+    def make_room(self) -> bool:
+        """Closes a connection that has not sent a whole request for a while; returns whether there was one."""
         now = time.monotonic()
-        found = [each for each in self.open if each is not besides and not each.ended and each.waits(now)]
-        # Those that were opened a moment ago may have sent a request that has not been read.
-        found = [each for each in found if now - each.since > FRESH_SECONDS] or found
+        found = [each for each in self.open if each.waits(now) and now - each.since > FRESH_SECONDS]
         if not found:
             return False
         count = collections.Counter(each.address for each in found)
@@ -127,7 +106,7 @@ class Connections:
     def notice(self, kind: str, text: str) -> None:
         """Writes a line to the log, unless there was one of its kind a moment ago."""
         now = time.monotonic()
-        if now - self._noticed.get(kind, -NOTICE_SECONDS) < NOTICE_SECONDS:
+        if kind != "dbg" and now - self._noticed.get(kind, -NOTICE_SECONDS) < NOTICE_SECONDS:
             self._silenced[kind] += 1
             return
         more = self._silenced.pop(kind, 0)

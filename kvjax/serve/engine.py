@@ -45,6 +45,9 @@ class Piece:
 #: Takes the pieces of a request, or the error that refused it; called by the engine's thread, and must not wait.
 Deliver = Callable[[Piece | Exception], None]
 
+#: A request that is to be submitted, what makes its text, or None, and what takes its pieces.
+Asked = tuple[Request, TextStream | None, Deliver]
+
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
@@ -88,7 +91,7 @@ class Engine:
         self.error: Exception | None = None
         self._runner, self._most = runner, runner.load.rows + most_waiting
         self._change = threading.Condition()
-        self._queue: FairQueue[Ticket] = FairQueue(self._most)
+        self._queue: FairQueue[Ticket] = FairQueue()
         self._taken: collections.deque[Ticket] = collections.deque()  # from the queue, and not submitted
         self._cancelled: list[int] = []  # ids of the runner
         self._running: dict[int, Ticket] = {}
@@ -109,14 +112,13 @@ class Engine:
         """What the runner had done after its last chunk."""
         return self._counts
 
-    def submit(
-        self, requests: list[tuple[Request, TextStream | None, Deliver]], client: Client = SHARED
-    ) -> list[Ticket]:
+    def submit(self, requests: list[Asked], client: Client = SHARED, *, places: int | None = None) -> list[Ticket]:
         """Adds requests, all of them or none.
 
         Args:
-          requests: each with what makes its text, or None, and what takes its pieces.
+          requests: what is asked.
           client: who sends them.
+          places: the number of requests that may run or wait, if that is less than otherwise.
 
         Raises:
           InputError: they are more than there is ever room for.
@@ -129,8 +131,8 @@ class Engine:
                 raise Stopped(f"the engine has ended: {self.error or 'it was stopped'}")
             if len(tickets) > self._most:
                 raise InputError(f"{len(tickets)} requests were sent at once, and at most {self._most} fit.")
-            if not self._queue.fits(client, len(tickets)):
-                raise Busy(f"{self._queue.open} requests are running or waiting, and at most {self._most} may.")
+            if not self._queue.fits(client, len(tickets), most := self._places(places)):
+                raise Busy(f"{self._queue.open} requests are running or waiting, and at most {most} may.")
             for ticket in tickets:
                 self._queue.add(client, ticket)
             self._change.notify()
@@ -147,10 +149,13 @@ class Engine:
             self._cancelled.append(ticket.id)
             self._change.notify()
 
-    def full(self, client: Client = SHARED) -> bool:
-        """Whether a client can add no request at the moment."""
+    def full(self, client: Client = SHARED, *, places: int | None = None) -> bool:
+        """Whether a client can add no request at the moment; see `submit`."""
         with self._change:
-            return not self._queue.fits(client, 1)
+            return not self._queue.fits(client, 1, self._places(places))
+
+    def _places(self, limit: int | None) -> int:
+        return self._most if limit is None else min(self._most, limit)
 
     def stop(self, *, wait: bool = True) -> None:
         """Ends the thread after its chunk; requests that have not ended are told so.

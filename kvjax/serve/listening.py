@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
-import logging
 import multiprocessing
 import os
 import queue
@@ -11,12 +9,11 @@ import socket
 import threading
 import time
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
-from kvjax.serve.address import BACKLOG
+from kvjax.serve.connection import Connection
 from kvjax.serve.connections import Connections
 from kvjax.serve.engine import Engine
 
@@ -24,15 +21,15 @@ GRACE_SECONDS = 3  # that requests have to end when the server is stopped
 LAST_SECONDS = 1  # that it then takes, at the most, to tell the others
 END_SECONDS = 4.5  # after which the process ends, whatever it is doing
 FORCED = 1  # the exit status of such an end
-ACCEPTED = 4  # connections that are accepted before those accepted earlier are looked at
+ACCEPT_SECONDS = 0.1  # after which accepting is tried again
 CHECK_TICKS = 10  # of uvicorn, a tenth of a second each, between two checks of the deadlines
-NO_FILE_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-log = logging.getLogger("uvicorn.error")
 
 
 class Server(uvicorn.Server):
-    """A server that tells the clients of requests which do not end in time, instead of leaving them without a word."""
+    """A server that accepts connections while there is room for them.
+
+    When it is stopped, clients whose requests do not end in time are told so.
+    """
 
     def __init__(
         self,
@@ -47,25 +44,28 @@ class Server(uvicorn.Server):
           config: with a longer `timeout_graceful_shutdown` than `grace`.
           engine: of the application.
           grace: seconds that requests have to end when the server is stopped.
-          connections: those of `config`, if it has any.
+          connections: how many there may be; None for the default.
         """
         super().__init__(config)
-        self._engine, self._grace, self._connections = engine, grace, connections
+        self._engine, self._grace, self._connections = engine, grace, connections or Connections()
+        self._accepting: list[asyncio.Task[None]] = []
         # Its `put` may interrupt itself, as nothing else may that a signal calls.
         self.interrupts: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(self._loop_error)
-        await super().startup(sockets)
-        for listener in sockets or []:
-            listener.listen(BACKLOG)  # uvicorn's own setting is also the number that is accepted at once
+        # asyncio's server accepts whatever comes, and repeats itself a thousand times when no file is left.
+        await super().startup(sockets=[])
+        self._accepting = [asyncio.create_task(self._accept(each)) for each in sockets or []]
 
     async def on_tick(self, counter: int) -> bool:
-        if self._connections is not None and counter % CHECK_TICKS == 0:
+        if counter % CHECK_TICKS == 0:
             self._connections.check()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
         timer = asyncio.get_running_loop().call_later(self._grace, self._end_requests)
         try:
             await super().shutdown(sockets)
@@ -78,18 +78,30 @@ class Server(uvicorn.Server):
 
     def _end_requests(self) -> None:
         self._engine.stop(wait=False)
-        if self._connections is not None:
-            self._connections.close_unfinished()
+        self._connections.close_unfinished()
 
-    def _loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Makes room if no connection can be accepted, which asyncio tries again a second later."""
-        error = context.get("exception")
-        if self._connections is None or not isinstance(error, OSError) or error.errno not in NO_FILE_LEFT:
-            loop.default_exception_handler(context)
-            return
-        self._connections.notice("files", f"no connection can be accepted: {error.strerror}")
-        for _ in range(ACCEPTED):
-            self._connections.make_room()
+    async def _accept(self, listener: socket.socket) -> None:
+        """Accepts connections for ever."""
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        while True:
+            await self._connections.room()
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError as error:  # no file is left, or a client has left
+                self._connections.notice("accept", f"a connection cannot be accepted: {error.strerror}")
+                self._connections.make_room()
+                await asyncio.sleep(ACCEPT_SECONDS)
+                continue
+            try:
+                await loop.connect_accepted_socket(self._protocol, accepted)
+            except OSError:
+                accepted.close()
+
+    def _protocol(self) -> Connection:
+        return Connection(
+            self._connections, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
 
 def run(app: Starlette, engine: Engine, listener: socket.socket, connections: Connections | None = None) -> None:
@@ -99,15 +111,13 @@ def run(app: Starlette, engine: Engine, listener: socket.socket, connections: Co
       app: from `kvjax.serve.app.make_app`.
       engine: of the application.
       listener: bound to the address.
-      connections: how many there may be; None for `kvjax.serve.connections.MOST`.
+      connections: how many there may be; None for the default.
     """
     connections = connections or Connections()
     config = uvicorn.Config(
-        app, http=connections.make, loop="asyncio", ws="none", log_level="info", server_header=False,  # type: ignore[arg-type]
-        # Anybody can send the headers that they are read from.
-        proxy_headers=False,
-        backlog=ACCEPTED, timeout_keep_alive=connections.deadlines.idle,
-        timeout_graceful_shutdown=GRACE_SECONDS + LAST_SECONDS,
+        app, loop="asyncio", ws="none", log_level="info", server_header=False,
+        proxy_headers=False,  # anybody can send them
+        timeout_keep_alive=connections.deadlines.idle, timeout_graceful_shutdown=GRACE_SECONDS + LAST_SECONDS,
     )  # fmt: skip
     server = Server(config, engine, connections=connections)
     threading.Thread(target=_end_process, args=(server.interrupts,), name="kvjax-end", daemon=True).start()

@@ -311,7 +311,7 @@ def test_back_pressure(model):
         gate.wait(WAIT)
         return whole()
 
-    with serving(model, waiting=1, step=step, api_keys=(b"secret",)) as server:
+    with serving(model, waiting=1, step=step, api_keys=(b"secret",), patience=0.1) as server:
         key = {"authorization": "Bearer secret"}
         body = {"prompt": "x", "max_tokens": 3}
         for wrong in ({}, {"authorization": "Bearer wrong"}):
