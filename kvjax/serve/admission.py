@@ -76,7 +76,8 @@ class Admission:
         try:
             yield waiting[1]
         finally:
-            if waiting in (line := self._lines.get(client, ())):
+            line = self._lines.get(client)
+            if line is not None and waiting in line:
                 line.remove(waiting)
                 if not line:
                     del self._lines[client]

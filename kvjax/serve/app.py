@@ -158,7 +158,7 @@ class _Pages:
 
     def _authorise(self, request: Request) -> Client:
         """Checks the API key; returns who sends the request."""
-        token = bearer_token(dict(request.scope["headers"]).get(b"authorization", b""))
+        token = bearer_token(dict(request.headers.raw).get(b"authorization", b""))
         if self._keys and not is_among(token, self._keys):
             raise ApiError(401, "the API key is missing or wrong.", code="invalid_api_key",
                            headers={"www-authenticate": "Bearer"})  # fmt: skip

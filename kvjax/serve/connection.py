@@ -106,9 +106,9 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def waits(self, now: float) -> bool:
-        """Whether it waits for its client, who has not sent a whole request. `since` is as of now after it."""
+        """Whether it waits for its client, to send a whole request or to take an answer; `since` is then up to date."""
         self._notice_phase(now)
-        return self.phase != "answer" and not self.ended
+        return (self.phase != "answer" or self.flow.write_paused) and not self.ended
 
     def check(self, now: float) -> None:
         """Ends what has taken too long.

@@ -24,8 +24,8 @@ class Connections:
     """The open connections.
 
     Their number is limited by `most` and by the process's limit of open files, which may be changed while the server
-    runs. One more takes the place of one that has not sent a whole request: of the address that has most of these, the
-    one that has waited longest.
+    runs. One more takes the place of one that waits for its client, which has not sent a whole request or takes no answer:
+    of the address that has most of these, the one that has waited longest.
 
     Attributes:
       open: all of them.
@@ -70,7 +70,7 @@ class Connections:
             await asyncio.sleep(0 if self.make_room() else LOOK_SECONDS)
 
     def make_room(self) -> bool:
-        """Closes a connection that has not sent a whole request for a while; returns whether there was one."""
+        """Closes a connection that has waited for its client for a while; returns whether there was one."""
         now = time.monotonic()
         found = [each for each in self.open if each.waits(now) and now - each.since > FRESH_SECONDS]
         if not found:
@@ -78,7 +78,7 @@ class Connections:
         count = collections.Counter(each.address for each in found)
         worst = max(found, key=lambda each: (count[each.address], now - each.since))
         self.notice("full", f"{len(self.open)} connections are open, and at most {self.limit} may be: closed one of "
-                    f"{worst.address}, which had not sent a whole request")  # fmt: skip
+                    f"{worst.address}, which had sent no whole request or took no answer")  # fmt: skip
         worst.refuse(ApiError(503, "the server needed the place of this connection.", code=BUSY))
         worst.end()
         return True
@@ -106,7 +106,7 @@ class Connections:
     def notice(self, kind: str, text: str) -> None:
         """Writes a line to the log, unless there was one of its kind a moment ago."""
         now = time.monotonic()
-        if kind != "dbg" and now - self._noticed.get(kind, -NOTICE_SECONDS) < NOTICE_SECONDS:
+        if now - self._noticed.get(kind, -NOTICE_SECONDS) < NOTICE_SECONDS:
             self._silenced[kind] += 1
             return
         more = self._silenced.pop(kind, 0)
