@@ -24,8 +24,8 @@ class Connections:
     """The open connections.
 
     Their number is limited by `most` and by the process's limit of open files, which may be changed while the server
-    runs. One more takes the place of one that waits for its client, which has not sent a whole request or takes no answer:
-    of the address that has most of these, the one that has waited longest.
+    runs. One more takes the place of one that waits for its client, which has sent no whole request or takes no
+    answer: of the address that has most of these, the one that has waited longest.
 
     Attributes:
       open: all of them.
