@@ -11,6 +11,8 @@ from kvjax.serve.protocol import BUSY, ApiError
 MOST_BYTES = 16 << 20  # of a body
 SMALL_BYTES = 64 << 10  # of each body, which the number of connections limits
 ALL_BYTES = 32 << 20  # of all bodies, beside those
+#: What comes of a body that is refused is then not even parsed.
+CLOSE = {"connection": "close"}
 
 
 class Bodies:
@@ -58,7 +60,7 @@ class Bodies:
 
     def _check(self, size: int) -> None:
         if size > MOST_BYTES:
-            raise ApiError(413, f"the body has more than {MOST_BYTES:,} bytes.")
+            raise ApiError(413, f"the body has more than {MOST_BYTES:,} bytes.", headers=CLOSE)
 
     def _count(self, client: str | bytes, counted: int, size: int) -> int:
         """Counts a body of `size` bytes of which `counted` were; returns how many are now."""
@@ -69,7 +71,7 @@ class Bodies:
         if all_held + more > self._most or (own > counted and own + more > self._most // 2):
             raise ApiError(
                 503, f"the server is busy: large bodies are being received, and there is no room for {size:,} bytes "
-                "more at the moment.", code=BUSY,
+                "more at the moment.", code=BUSY, headers=CLOSE,
             )  # fmt: skip
         self._held[client] += more
         return counted + more
