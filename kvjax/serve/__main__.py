@@ -9,10 +9,10 @@ It answers on this machine only, unless --host says otherwise. /health tells wha
 
 import argparse
 import contextlib
-import ipaddress
-import socket
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,14 @@ from kvjax.errors import ConfigError, KvjaxError, PolicyError
 from kvjax.lm_eval import options
 from kvjax.models.calibrate import calibrated
 from kvjax.rules import Rules
+from kvjax.serve import address
+from kvjax.serve.keys import read_keys
 from kvjax.serve.request import Request
 from kvjax.serve.runner import Runner
 from kvjax.sharding import make_mesh
 from kvjax.storage.calibration import load_calibration
 
 USAGE_ERROR = 2
-LOCAL = ("127.0.0.1", "localhost", "[::1]")  # what this machine calls itself
-BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn allows
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
     add("--prefix", action="append", default=[], metavar="NAME=FOLDER", help="a saved state that requests may continue")
     add("--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0 = all of this machine's")
     add("--port", type=_port, default=8000, help="0 to 65535; 0 = one that is free")
-    add("--api-key", help="what clients must send as a bearer token; a file's content with @FILE")
+    add("--connections", type=int, help="at the same time; else 1024, or four times --rows and --waiting; fewer if the "
+        "limit of open files is lower")  # fmt: skip
+    add("--api-key", help="what clients must send as a bearer token; @FILE for one of the keys in the file's lines")
     return made
 
 
@@ -102,7 +104,9 @@ def serve(flags: argparse.Namespace) -> int:
       KvjaxError: see `runner_for`; also if a package is missing.
     """
     try:
+        from kvjax.serve.admission import PLACES
         from kvjax.serve.app import make_app
+        from kvjax.serve.connections import MOST, Connections
         from kvjax.serve.listening import run
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'kvjax[serve]'.") from None
@@ -113,26 +117,44 @@ def serve(flags: argparse.Namespace) -> int:
         host.keep_programs()
     if not flags.waiting >= 0:
         raise ConfigError(f"--waiting must be at least 0; got {flags.waiting}.")
-    api_key, listener = _secret(flags.api_key), _bound(flags.host, flags.port)
-    runner = runner_for(flags)
-    prefixes = {}
-    for given in flags.prefix:
-        name, equals, folder = given.partition("=")
-        if not equals:
-            raise ConfigError(f"--prefix={given!r} is not of the form NAME=FOLDER.")
-        prefixes[name] = runner.load_prefix(folder)
-    print(f"{runner.model}\n{runner.explain()}", flush=True)
-    print("compiling ...", flush=True)
-    warm_up(runner)
+    if flags.connections is not None and not flags.connections >= 1:
+        raise ConfigError(f"--connections must be at least 1; got {flags.connections}.")
+    keys, listener = read_keys(flags.api_key), address.bound(flags.host, flags.port)
+    with _interruptible():
+        runner = runner_for(flags)
+        prefixes = {}
+        for given in flags.prefix:
+            name, equals, folder = given.partition("=")
+            if not equals:
+                raise ConfigError(f"--prefix={given!r} is not of the form NAME=FOLDER.")
+            prefixes[name] = runner.load_prefix(folder)
+        print(f"{runner.model}\n{runner.explain()}", flush=True)
+        print("compiling ...", flush=True)
+        warm_up(runner)
     name = flags.name or Path(flags.model).name
     limits = runner.prompts.limits
     served = Served(runner.model, name, prefixes, limits.prompt, limits.new_tokens)
     engine = Engine(runner, most_waiting=flags.waiting)
-    # As the header Host has it, where an IPv6 address stands in brackets.
-    own = f"[{flags.host}]" if ":" in flags.host else flags.host
-    hosts = (*LOCAL, own) if _is_local(flags.host) else "*"
-    run(make_app(engine, served, api_key=api_key, hosts=hosts), engine, listener)
+    most = flags.connections or max(MOST, PLACES * (flags.rows + flags.waiting))
+    connections, hosts = Connections(most), address.names(listener, flags.host)
+    if not (keys or address.is_local(listener)):
+        print("anybody who reaches this address can use the model: there is no --api-key", flush=True)
+    app = make_app(engine, served, api_keys=keys, hosts=hosts, connections=connections)
+    run(app, engine, listener, connections)
     return 0
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Lets an interrupt end the process at once, also while a program is compiled, which Python does not interrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def warm_up(runner: Runner) -> None:
@@ -144,35 +166,6 @@ def warm_up(runner: Runner) -> None:
         with contextlib.suppress(PolicyError):
             runner.submit(Request(tokens=[0] * length, max_new_tokens=new_tokens))
     list(runner)
-
-
-def _is_local(host: str) -> bool:
-    """Whether an address can be reached from this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host in LOCAL
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """Takes the address, before anything is loaded.
-
-    Raises:
-      ConfigError: it is in use, or is none of this machine's.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        # A host name may have addresses of both kinds; IPv4 is preferred, because every client can reach it.
-        family, kind, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
-        made = socket.socket(family, kind)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(BACKLOG)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f"--host={host} --port={port} cannot be listened on: {getattr(error, 'strerror', error)}."
-        ) from None
-    return made
 
 
 def _number(text: str) -> Any:
@@ -188,23 +181,6 @@ def _port(text: str) -> int:
 
 def _block(text: str) -> Any:
     return {"auto": "auto", "none": None}[text] if text in ("auto", "none") else int(text)
-
-
-def _secret(given: str | None) -> str | None:
-    """The API key.
-
-    Raises:
-      ConfigError: it is empty, or its file cannot be read.
-    """
-    if given is None:
-        return None
-    try:
-        key = Path(given[1:]).read_text().strip() if given.startswith("@") else given
-    except OSError as error:
-        raise ConfigError(f"--api-key={given}: {error.strerror}.") from None
-    if not key:
-        raise ConfigError("--api-key is empty, so that everybody would have it; leave it out if that is wanted.")
-    return key
 
 
 if __name__ == "__main__":

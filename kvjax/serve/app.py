@@ -6,8 +6,8 @@ Both are pure Python.
 
 import asyncio
 import contextlib
-import hmac
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,36 +16,63 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvjax.checkpoint import sandbox
 from kvjax.errors import KvjaxError, NonFiniteError
+from kvjax.serve.address import is_called
+from kvjax.serve.admission import FULL, PATIENCE_SECONDS, Admission
 from kvjax.serve.answers import Answer, error_event
+from kvjax.serve.bodies import Bodies
+from kvjax.serve.clients import Client, client_of
+from kvjax.serve.connections import Connections
 from kvjax.serve.engine import Busy, Engine, Piece, Stopped, Ticket
-from kvjax.serve.protocol import ApiError, Call, Served, check_model, conversation, parse, read, refused
+from kvjax.serve.keys import bearer_token, is_among
+from kvjax.serve.protocol import (
+    BUSY,
+    JSON_TYPE,
+    ApiError,
+    Call,
+    Served,
+    check_model,
+    conversation,
+    parse,
+    read,
+    refused,
+)
 
-MOST_BYTES = 16 << 20  # of a body
+log = logging.getLogger("uvicorn.error")
+
 LOOK_SECONDS = 0.25  # between looks whether a client still waits for its chat template
-RETRY_SECONDS = 1  # after which a client may ask again if the server is busy
-JSON_TYPE = "application/json"
 
 Pieces = asyncio.Queue[tuple[int, Piece | Exception]]
 
 
-def make_app(engine: Engine, served: Served, *, api_key: str | None = None, hosts: Sequence[str] = ("*",)) -> Starlette:
+def make_app(
+    engine: Engine,
+    served: Served,
+    *,
+    api_keys: Sequence[bytes] = (),
+    hosts: Sequence[str] = ("*",),
+    connections: Connections | None = None,
+    patience: float = PATIENCE_SECONDS,
+) -> Starlette:
     """Makes the application.
 
     Args:
       engine: runs requests; it is stopped when the application ends.
       served: what it runs them on.
-      api_key: what clients must send as a bearer token; None for nothing.
-      hosts: names by which the server may be called, so that no web page can reach a local one under its own name.
+      api_keys: of which clients must send one as a bearer token; none for no matter what.
+      hosts: see `kvjax.serve.address.names`.
+      connections: those of the server, if it counts them.
+      patience: see `kvjax.serve.admission.Admission`.
     """
-    pages = _Pages(engine, served, api_key)
+    connections = connections or Connections()
+    admission = Admission(engine, lambda: connections.limit, patience)
+    pages = _Pages(engine, served, api_keys, admission)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -53,7 +80,7 @@ def make_app(engine: Engine, served: Served, *, api_key: str | None = None, host
         pages.stop_renders()
         await asyncio.to_thread(engine.stop)
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", pages.health, methods=["GET"]),
             Route("/v1/models", pages.models, methods=["GET"]),
@@ -61,18 +88,54 @@ def make_app(engine: Engine, served: Served, *, api_key: str | None = None, host
             Route("/v1/completions", pages.completions, methods=["POST"]),
             Route("/v1/chat/completions", pages.chat, methods=["POST"]),
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
+        middleware=[Middleware(_Edge, hosts=hosts)],
         exception_handlers={HTTPException: _http_error, ApiError: _api_error, ClientDisconnect: _gone_error},
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Edge:
+    """Around the routes: calls by another name are refused, and every error is the API's."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]):
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = False
+
+        async def sent(message: Any) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        if not is_called(host, self._hosts):
+            await _response(ApiError(400, f"the server is not called {host!r}."))(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, sent)
+        except asyncio.CancelledError:
+            if not begun:
+                await _response(ApiError(503, "the server was stopped."))(scope, receive, send)
+            raise
+        except Exception:
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            if begun:
+                raise  # the connection is closed in the middle of the answer
+            await _response(ApiError(500, "the server has made an error, which its log has."))(scope, receive, send)
 
 
 class _Pages:
     """What the routes answer."""
 
-    def __init__(self, engine: Engine, served: Served, api_key: str | None):
-        self._engine, self._served, self._key = engine, served, api_key
-        self._started = time.time()
+    def __init__(self, engine: Engine, served: Served, keys: Sequence[bytes], admission: Admission):
+        self._engine, self._served, self._keys, self._admission = engine, served, keys, admission
+        self._started, self._bodies = time.time(), Bodies()
         self._rendering = 0  # conversations whose text is made, or waits for that
         self._renders = ThreadPoolExecutor(sandbox.WORKERS, thread_name_prefix="kvjax-template")
 
@@ -117,24 +180,33 @@ class _Pages:
     def _about(self) -> dict[str, Any]:
         return {"id": self._served.name, "object": "model", "created": int(self._started), "owned_by": "kvjax"}
 
-    def _authorise(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._key is not None and not hmac.compare_digest(given.encode(), self._key.encode()):
-            raise ApiError(401, "the API key is missing or wrong.", code="invalid_api_key")
+    def _authorise(self, request: Request) -> Client:
+        """Checks the API key; returns who sends the request."""
+        token = bearer_token(dict(request.headers.raw).get(b"authorization", b""))
+        if self._keys and not is_among(token, self._keys):
+            raise ApiError(401, "the API key is missing or wrong.", code="invalid_api_key",
+                           headers={"www-authenticate": "Bearer"})  # fmt: skip
+        address = request.client.host if request.client is not None else ""
+        return client_of(address, token, verified=bool(self._keys))
 
     async def _answer(self, kind: str, request: Request) -> Response:
-        self._authorise(request)
+        client = self._authorise(request)
         # A web page can send other types without asking first.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
             raise ApiError(415, f"the body must be of type {JSON_TYPE}.")
-        if self._engine.full:
-            # Before its body is read.
-            raise ApiError(429, "the server is busy: no further request may wait.", code="server_busy")
-        body = parse(await _content(request))
-        text = await self._conversation(body, request) if kind == "chat" else None
-        call = await asyncio.to_thread(read, kind, body, self._served, text)
+        # Before its body is read.
+        if self._admission.full(client):
+            raise ApiError(429, f"the server is busy: {FULL}.", code=BUSY)
+        async with self._bodies.receive(request, client.outer) as content:
+            try:
+                body = parse(content)
+                text = await self._conversation(body, request) if kind == "chat" else None
+                call = await asyncio.to_thread(read, kind, body, self._served, text)
+            except RecursionError:
+                raise ApiError(400, "the values of the body are nested too deeply.") from None
         answer, pieces = Answer(call, self._served), Pieces()
-        tickets = self._submit(call, pieces)
+        tickets: list[Ticket] = []
+        await _unless_gone(request.receive, self._submit(call, pieces, client, tickets))
         if call.stream:
             return _EventStream(self._engine, tickets, answer, pieces)
         try:
@@ -147,7 +219,7 @@ class _Pages:
     async def _conversation(self, body: dict[str, Any], request: Request) -> str:
         """Returns the text of a chat's messages. Clients that wait for a slow template hold no thread of others."""
         if self._rendering >= self._engine.most:
-            raise ApiError(429, "the server is busy: no further conversation may wait.", code="server_busy")
+            raise ApiError(429, "the server is busy: no further conversation may wait.", code=BUSY)
         self._rendering += 1
         made = asyncio.get_running_loop().run_in_executor(self._renders, conversation, body, self._served)
         try:
@@ -161,7 +233,8 @@ class _Pages:
             self._rendering -= 1
             made.cancel()
 
-    def _submit(self, call: Call, pieces: Pieces) -> list[Ticket]:
+    async def _submit(self, call: Call, pieces: Pieces, client: Client, tickets: list[Ticket]) -> None:
+        """Waits for places, and adds the tickets."""
         loop = asyncio.get_running_loop()
 
         def deliver_to(index: int) -> Callable[[Piece | Exception], None]:
@@ -176,9 +249,9 @@ class _Pages:
             for index, (request, text) in enumerate(zip(call.requests, call.texts, strict=True))
         ]
         try:
-            return self._engine.submit(asked)
+            tickets += await self._admission.submit(asked, client)
         except Busy as error:
-            raise ApiError(429, f"the server is busy: {error}", code="server_busy") from None
+            raise ApiError(429, f"the server is busy: {error}.", code=BUSY) from None
         except KvjaxError as error:
             raise refused(error) from None
         except Stopped as error:
@@ -264,20 +337,6 @@ async def _unless_gone(receive: Callable[[], Awaitable[Any]], work: Coroutine[An
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _content(request: Request) -> bytes:
-    """The body.
-
-    Raises:
-      ApiError: it is too large.
-    """
-    content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > MOST_BYTES:
-            raise ApiError(413, f"the body has more than {MOST_BYTES:,} bytes.")
-    return bytes(content)
-
-
 def _told(error: Exception) -> ApiError:
     """An error of the engine, as the client is told."""
     if isinstance(error, NonFiniteError):
@@ -288,10 +347,7 @@ def _told(error: Exception) -> ApiError:
 
 
 def _response(error: ApiError) -> Response:
-    headers = {"retry-after": str(RETRY_SECONDS)} if error.status == 429 else {}
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return Response(json.dumps(error.body), error.status, headers, JSON_TYPE)
+    return Response(json.dumps(error.body), error.status, error.headers)
 
 
 async def _api_error(_: Request, error: Exception) -> Response:
@@ -304,6 +360,7 @@ async def _gone_error(_: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _response(ApiError(error.status_code, error.detail))
+    known = {404: f"there is no page {request.url.path}.", 405: f"{request.method} is not for {request.url.path}."}
+    return _response(ApiError(error.status_code, known.get(error.status_code, error.detail), headers=error.headers))

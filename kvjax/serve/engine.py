@@ -2,15 +2,18 @@
 
 import collections
 import dataclasses
-import itertools
 import threading
+import time
 from collections.abc import Callable
 
 from kvjax.errors import InputError
+from kvjax.serve.clients import Client, FairQueue
 from kvjax.serve.request import Progress, Request, Result
 from kvjax.serve.runner import Counts, Load, Runner
 from kvjax.serve.text import TextStream, TokenText
 
+SHARED = Client()  # who sends requests of which nothing is known
+SHARED_SECONDS = 10.0  # after several clients had requests, for which one that comes again finds few before it
 JOIN_SECONDS = 30.0  # that a chunk may take when the thread is to end
 
 
@@ -45,6 +48,9 @@ class Piece:
 #: Takes the pieces of a request, or the error that refused it; called by the engine's thread, and must not wait.
 Deliver = Callable[[Piece | Exception], None]
 
+#: A request that is to be submitted, what makes its text, or None, and what takes its pieces.
+Asked = tuple[Request, TextStream | None, Deliver]
+
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
@@ -54,6 +60,7 @@ class Ticket:
       request: the request.
       deliver: see `Deliver`.
       text: makes its text; None for none.
+      client: who has sent it.
       id: of the runner; None before the runner has it.
       open: whether something is still to be delivered.
     """
@@ -61,12 +68,16 @@ class Ticket:
     request: Request
     deliver: Deliver
     text: TextStream | None = None
+    client: Client = SHARED
     id: int | None = None
     open: bool = True
 
 
 class Engine:
     """Runs a runner in a thread of its own.
+
+    Requests wait here, and are taken from each client in turn. The runner has as many that wait as it looks at when it
+    chooses prompts, the number of its rows, and a quarter of these where there are several clients.
 
     Attributes:
       error: what has ended the thread; None while all is well.
@@ -77,13 +88,15 @@ class Engine:
 
         Args:
           runner: it must not be used by others any more.
-          most_waiting: the number of requests beyond the runner's rows that are accepted.
+          most_waiting: the number of requests beyond the runner's rows that are accepted, beside those of clients
+            that hold less than their share; see `FairQueue.fits`.
         """
         self.error: Exception | None = None
         self._runner, self._most = runner, runner.load.rows + most_waiting
         self._change = threading.Condition()
-        self._orders: collections.deque[tuple[bool, Ticket]] = collections.deque()  # (whether it is new, the ticket)
-        self._open = 0
+        self._queue: FairQueue[Ticket] = FairQueue()
+        self._taken: collections.deque[Ticket] = collections.deque()  # from the queue, and not submitted
+        self._cancelled: list[int] = []  # ids of the runner
         self._running: dict[int, Ticket] = {}
         self._stopping = False
         self._load, self._counts = runner.load, runner.counts
@@ -95,49 +108,57 @@ class Engine:
         """What the runner held after its last chunk; requests that wait include those that it does not have yet."""
         with self._change:
             running = self._load.running
-            return dataclasses.replace(self._load, running=running, waiting=max(0, self._open - running))
+            return dataclasses.replace(self._load, running=running, waiting=max(0, self._queue.open - running))
 
     @property
     def counts(self) -> Counts:
         """What the runner had done after its last chunk."""
         return self._counts
 
-    def submit(self, requests: list[tuple[Request, TextStream | None, Deliver]]) -> list[Ticket]:
+    def submit(self, requests: list[Asked], client: Client = SHARED, *, places: int | None = None) -> list[Ticket]:
         """Adds requests, all of them or none.
 
         Args:
-          requests: each with what makes its text, or None, and what takes its pieces.
+          requests: what is asked.
+          client: who sends them.
+          places: the number of requests that may run or wait, if that is less than otherwise.
 
         Raises:
           InputError: they are more than there is ever room for.
           Busy: there is no room for all of them at the moment.
           Stopped: the thread has ended.
         """
-        tickets = [Ticket(request, deliver, text) for request, text, deliver in requests]
+        tickets = [Ticket(request, deliver, text, client) for request, text, deliver in requests]
         with self._change:
             if self._stopping or self.error is not None:
                 raise Stopped(f"the engine has ended: {self.error or 'it was stopped'}")
             if len(tickets) > self._most:
                 raise InputError(f"{len(tickets)} requests were sent at once, and at most {self._most} fit.")
-            if self._open + len(tickets) > self._most:
-                raise Busy(f"{self._open} requests are running or waiting, and at most {self._most} may.")
-            self._open += len(tickets)
-            self._orders.extend(zip(itertools.repeat(True), tickets, strict=False))
+            if not self._queue.fits(client, len(tickets), most := self._places(places)):
+                raise Busy(f"{self._queue.open} requests are running or waiting, and at most {most} may.")
+            for ticket in tickets:
+                self._queue.add(client, ticket)
             self._change.notify()
         return tickets
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request, of which nothing is delivered any more. Its row is free after the current chunk."""
         with self._change:
-            if ticket.open:
-                ticket.open = False
-                self._orders.append((False, ticket))
-                self._change.notify()
+            if not ticket.open:
+                return
+            ticket.open = False
+            if self._queue.remove(ticket.client, ticket) or ticket.id is None:
+                return  # it waits no more, or the thread has just taken it and sees that it is not open
+            self._cancelled.append(ticket.id)
+            self._change.notify()
 
-    @property
-    def full(self) -> bool:
-        """Whether no request can be added at the moment."""
-        return self._open >= self._most
+    def full(self, client: Client = SHARED, *, places: int | None = None) -> bool:
+        """Whether a client can add no request at the moment; see `submit`."""
+        with self._change:
+            return not self._queue.fits(client, 1, self._places(places))
+
+    def _places(self, limit: int | None) -> int:
+        return self._most if limit is None else min(self._most, limit)
 
     @property
     def most(self) -> int:
@@ -170,29 +191,34 @@ class Engine:
         ended = Stopped(f"the engine has ended: {self.error or 'it was stopped'}")
         with self._change:
             self._stopping = True
-            left = [*self._running.values(), *(ticket for new, ticket in self._orders if new)]
-            self._orders.clear()
-            self._running.clear()
-        for ticket in left:
+            waiting = self._queue.clear()
+        for ticket in waiting:
+            self._deliver_last(ticket, ended)
+        for ticket in [*self._taken, *self._running.values()]:
             self._close(ticket, ended)
+        self._running.clear()
 
     def _wait(self) -> bool:
         """Waits until there is something to do; returns whether the thread goes on."""
         with self._change:
-            while not (self._stopping or self._orders) and self._runner.idle:
+            while not (self._stopping or self._cancelled or self._queue.waiting) and self._runner.idle:
                 self._change.wait()
             return not self._stopping
 
     def _turn(self) -> None:
-        """Takes orders, and runs one chunk."""
+        """Takes requests, and runs one chunk."""
+        load = self._runner.load
         with self._change:
-            orders = list(self._orders)
-            self._orders.clear()
-        for new, ticket in orders:
-            if new:
-                self._admit(ticket)
-            elif ticket.id is not None:
-                self._runner.cancel(ticket.id)
+            cancelled, self._cancelled = self._cancelled, []
+            alone = time.monotonic() - self._queue.shared > SHARED_SECONDS
+            room = load.rows + (load.rows if alone else max(1, load.rows // 4)) - load.running - load.waiting
+            while room > len(self._taken) and (ticket := self._queue.take()) is not None:
+                self._taken.append(ticket)
+        for number in cancelled:
+            self._runner.cancel(number)
+        while self._taken:
+            self._admit(self._taken[0])
+            self._taken.popleft()
         progress = [] if self._runner.idle else self._runner.step()
         with self._change:
             self._load, self._counts = self._runner.load, dataclasses.replace(self._runner.counts)
@@ -204,11 +230,15 @@ class Engine:
             self._close(ticket, None)
             return
         try:
-            ticket.id = self._runner.submit(ticket.request)
+            number = self._runner.submit(ticket.request)
         except Exception as error:  # of one request, which ends alone
             self._close(ticket, error)
             return
-        self._running[ticket.id] = ticket
+        self._running[number] = ticket
+        with self._change:
+            ticket.id = number
+            if not ticket.open:
+                self._cancelled.append(number)
 
     def _report(self, progress: Progress) -> None:
         ticket = self._running[progress.id]
@@ -232,9 +262,13 @@ class Engine:
         self._close(ticket, progress.result.error)
 
     def _close(self, ticket: Ticket, last: Piece | Exception | None) -> None:
-        """Delivers the last piece of a request, and makes room for another."""
+        """Delivers the last piece of a request that was taken, and makes room for another."""
         with self._change:
-            self._open -= 1
+            self._queue.end(ticket.client)
+        self._deliver_last(ticket, last)
+
+    def _deliver_last(self, ticket: Ticket, last: Piece | Exception | None) -> None:
+        with self._change:
             wanted, ticket.open = ticket.open, False
         if wanted and last is not None:
             ticket.deliver(last)

@@ -25,6 +25,7 @@ class Job:
       logprobs: their log-probabilities.
       count: the number of new tokens.
       ended: whether it has all its tokens, or was cancelled.
+      dispatched: whether a chunk that decodes it has been dispatched.
     """
 
     id: int
@@ -35,6 +36,7 @@ class Job:
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
     count: int = 0
     ended: bool = False
+    dispatched: bool = False
 
     @property
     def given(self) -> int:

@@ -20,6 +20,10 @@ from kvjax.serve.text import TextStream
 
 COMPLETION_TOKENS = 16  # new tokens of a completion that does not say how many, as in OpenAI's API
 MOST_CHOICES, MOST_STOPS = 16, 16  # of a request
+JSON_TYPE = "application/json"
+BUSY = "server_busy"  # the code of errors after which the same request may be sent again
+RETRY_SECONDS = 1  # after which it may
+MOST_CHARACTERS = 2000  # of an error's message
 FAST_CHARACTERS = 100_000  # that are tokenized in less than a tenth of a second
 #: Fields that are accepted with a value that changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -44,18 +48,34 @@ class ApiError(Exception):
       status: of HTTP.
       param: the field that is wrong, or None.
       code: of the API, or None.
+      headers: of the response.
     """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
+        more = {"retry-after": str(RETRY_SECONDS)} if code == BUSY else {}
+        self.headers = {"content-type": JSON_TYPE} | more | dict(headers or {})
 
     @property
     def body(self) -> dict[str, Any]:
         """The JSON of the response."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        message, param = str(self), self.param
+        if len(message) > MOST_CHARACTERS:  # what was given may be as long as a body
+            message = f"{message[: MOST_CHARACTERS // 2]} ... {message[-MOST_CHARACTERS // 2 :]}"
+        if param is not None and len(param) > MOST_CHARACTERS:
+            param = f"{param[:MOST_CHARACTERS]} ..."
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +120,7 @@ class Call:
     logprobs: bool
 
 
-def parse(content: bytes) -> dict[str, Any]:
+def parse(content: bytes | bytearray) -> dict[str, Any]:
     """Returns the JSON object of a body.
 
     Raises:
@@ -163,6 +183,7 @@ def read(kind: str, body: dict[str, Any], served: Served, rendered: str | None =
                     seed=seed,
                     number=number,
                     prefix=prefix,
+                    early=stream,
                     until=None if text is None else text.take,
                 )
             )

@@ -37,6 +37,7 @@ class Request:
         the number of the requests that were submitted before. A sampled token depends on the key, this number and the
         token's position, and on no other request.
       prefix: a state that the request continues; see `kvjax.serve.prefix`.
+      early: whether somebody waits for its first tokens: the chunk that chooses them is then a short one.
       until: see `Until`; for ends that are no single token. It is called on the host after every chunk of tokens, and a
         request may hold its row until the end of the next chunk.
     """
@@ -48,6 +49,7 @@ class Request:
     seed: int | None = None
     number: int | None = None
     prefix: "Prefix | None" = None
+    early: bool = False
     until: Until | None = None
 
     def __repr__(self) -> str:
@@ -116,6 +118,7 @@ class Checked:
     seed: int | None
     number: int
     prefix: "Prefix | None"
+    early: bool
     until: Until | None
 
 
@@ -145,7 +148,7 @@ def check_request(config: DecoderConfig, request: Request, stop: np.ndarray, sam
     return Checked(
         tokens.astype(np.int32).reshape(-1), request.max_new_tokens, check_stops(stop, request.stop), own,
         None if request.seed is None else _below("seed", request.seed, SEEDS), _below("number", number, NUMBERS),
-        request.prefix, request.until,
+        request.prefix, request.early, request.until,
     )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ from kvjax.storage.base import Storage
 
 Array = jax.Array
 TOKENS_PER_READ = CHUNK  # row-steps of a chunk before idle rows end it: the host reads at most once per so many tokens
+FIRST_STEPS = 1  # of the chunk that chooses the first tokens of a request for which somebody waits
 TURN_TOKENS = 2048  # tokens of prompts, padding included, that are run between two chunks while rows decode
 
 
@@ -90,10 +91,11 @@ class Counts:
 
 @dataclasses.dataclass
 class _Flight:
-    """A chunk that has been dispatched, and the jobs of the rows then."""
+    """A chunk that has been dispatched, the jobs of the rows then, and the most steps that it takes."""
 
     chunk: loop.Chunk
     jobs: list[Job | None]
+    steps: int
 
 
 class Runner:
@@ -330,12 +332,17 @@ class Runner:
         going_on = np.array([job is not None and not job.ended for job in self._jobs])
         if self._rows is None or not going_on.any():
             return
+        new = [job for job in self._jobs if job is not None and not job.dispatched]
+        # Tokens that are given are fed one in a step, and the next one is chosen.
+        steps = min([self._chunk, *(FIRST_STEPS + job.given for job in new if job.request.early)])
+        for job in new:
+            job.dispatched = True
         self._rows, chunk = loop.decode_chunk(
-            self.model.params, self._rows, going_on, np.int32(self._chunk),
+            self.model.params, self._rows, going_on, np.int32(steps),
             np.int32(self._refill if self._intake else self._rows_count + 1), config=self.model.config,
             phase=self.prompts.layout.decode, least=TOKENS_PER_READ,
         )  # fmt: skip
-        self._flights.append(_Flight(chunk, list(self._jobs)))
+        self._flights.append(_Flight(chunk, list(self._jobs), steps))
         self._intake.begin_turn()
 
     def _dispatch_ahead(self) -> None:
@@ -343,7 +350,7 @@ class Runner:
         if not self._flights:
             return
         longest = max(job.left for job in self._jobs if job is not None)
-        if longest > self._chunk * len(self._flights):
+        if longest > sum(flight.steps for flight in self._flights):
             self._dispatch()
 
     # Results.

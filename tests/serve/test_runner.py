@@ -1,5 +1,6 @@
 """Many requests through a few rows: each as it is alone, whatever its length, its row and its neighbours."""
 
+import dataclasses
 import functools
 
 import jax
@@ -224,3 +225,19 @@ def test_a_budget_that_cannot_work_is_refused_when_its_prompt_comes():
     runner = Runner(model_for("h2o"), spec, rows=1, limits=LIMITS)
     with pytest.raises(PolicyError, match="protect"):
         runner.submit(Request(tokens=[1, 2], max_new_tokens=1))
+
+
+def test_the_first_tokens_of_an_early_request_come_before_a_whole_chunk():
+    """Also of one that joins others; and they are the tokens that they are otherwise."""
+    asked = dataclasses.replace(requests()[0], max_new_tokens=20, stop=(), seed=7)
+    runner, sizes, tokens = runner_for("h2o", chunk=16), {}, []
+    runner.submit(asked)
+    runner.submit(dataclasses.replace(asked, early=True))
+    while not runner.idle:
+        for progress in runner.step():
+            sizes.setdefault(progress.id, []).append(len(progress.tokens))
+            tokens += [] if progress.result is None else [progress.result.tokens.tolist()]
+        if len(sizes) == 2 and runner.load.running == 2 and 2 not in sizes:
+            sizes[runner.submit(dataclasses.replace(asked, early=True))] = []
+    assert sizes[1][0] == sizes[2][0] == 2 and max(map(max, sizes.values())) == 16
+    assert len(tokens) == 3 and tokens[0] == tokens[1] == tokens[2]

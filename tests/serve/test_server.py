@@ -22,15 +22,16 @@ from kvjax.cache import Limits
 from kvjax.checkpoint import sandbox
 from kvjax.serve import Runner
 from tests.conftest import ROOT
+from tests.serve import strange_template
 from tests.tiny import spoiled, tiny
 
 uvicorn = pytest.importorskip("uvicorn", reason="the server needs kvjax[serve]")
 pytest.importorskip("starlette", reason="the server needs kvjax[serve]")
 from kvjax.serve import __main__ as program  # noqa: E402
+from kvjax.serve import address, bodies, listening  # noqa: E402
 from kvjax.serve import app as pages  # noqa: E402
-from kvjax.serve import listening  # noqa: E402
 from kvjax.serve.engine import Engine  # noqa: E402
-from kvjax.serve.protocol import Served  # noqa: E402
+from kvjax.serve.protocol import ApiError, Served  # noqa: E402
 
 WAIT = 300  # seconds, where programs are compiled beside other tests
 LIMITS = Limits(prompt=64, new_tokens=100)
@@ -326,18 +327,92 @@ def test_malformed_bodies(server):
 
 
 def test_other_requests(server, monkeypatch):
-    monkeypatch.setattr(pages, "MOST_BYTES", 1000)
+    """Every error is the API's, whoever has found it."""
+    monkeypatch.setattr(bodies, "MOST_BYTES", 1000)
     body = {"prompt": "x"}
     for expected, method, path, content, headers in (
         (413, "POST", "/v1/completions", {"prompt": "x" * 1000}, {}),
         (415, "POST", "/v1/completions", body, {"content-type": "text/plain"}),
         (405, "GET", "/v1/completions", None, {}),
+        (405, "BREW", "/health", None, {}),
         (404, "GET", "/v1/none", None, {}),
+        (404, "GET", "/health/", None, {}),
         (404, "GET", "/v1/models/none", None, {}),
+        (404, "GET", "/v1/models/%ff%00", None, {}),
         (400, "GET", "/health", None, {"host": "a-page-of-somebody-else.com"}),
+        (400, "GET", "/health", None, {"host": "\xe9"}),
         (200, "GET", "/health", None, {"host": "localhost:1"}),
+        (200, "GET", "/health", None, {"host": "LOCALHOST."}),
     ):
-        assert server.ask(method, path, content, headers)[0] == expected, path
+        status, found, answer = server.ask(method, path, content, headers)
+        assert (status, found["content-type"]) == (expected, "application/json"), path
+        if status != 200:
+            assert json.loads(answer)["error"]["message"], path
+        assert status != 405 or found["allow"]
+    for error, expected in ((ZeroDivisionError("x"), 500), (RecursionError("x"), 400)):
+
+        def fail(*_, error=error):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pages, "read", fail)
+            status, found, answer = server.ask("POST", "/v1/completions", body)
+            assert (status, found["content-type"]) == (expected, "application/json")
+            assert json.loads(answer)["error"]["type"] == (
+                "server_error" if expected == 500 else "invalid_request_error"
+            )
+    # What is wrong is not sent back whole.
+    status, _, answer = server.ask("POST", "/v1/completions", {"prompt": "x", "y" * 900: 1})
+    assert status == 400 and len(answer) < 3000
+
+
+def test_an_error_is_short():
+    error = ApiError(400, "x" * 10_000_000, param="y" * 10_000_000)
+    assert len(json.dumps(error.body)) < 10_000
+
+
+def test_keys_of_any_letters(model):
+    """They are compared in UTF-8, and what is not UTF-8 is a wrong key."""
+    with serving(model, api_keys=("s\xe9cret".encode(), b"two")) as server:
+        for key, status in (
+            ("s\xe9cret".encode(), 200),
+            (b"two", 200),
+            ("s\xe9cret".encode("latin-1"), 401),
+            (b"\xff\xfe", 401),
+            (b"", 401),
+            (b"tw", 401),
+        ):
+            assert server.ask("GET", "/v1/models", None, {"authorization": b"Bearer " + key})[0] == status, key
+
+
+def test_a_flood_leaves_others_their_share(model):
+    """Forty threads of one client, and one of another: a key, or neither of them with any."""
+
+    def step(whole):
+        time.sleep(0.005)
+        return whole()
+
+    with serving(model, waiting=2, step=step) as server:
+        server.complete("x", max_tokens=2)
+        body, ended = {"prompt": "x", "max_tokens": 8, "temperature": 0}, threading.Event()
+
+        def flood(_):
+            while not ended.is_set():
+                server.ask("POST", "/v1/completions", body, {"authorization": "Bearer flood"})
+
+        with ThreadPoolExecutor(40) as clients:
+            running = [clients.submit(flood, number) for number in range(40)]
+            time.sleep(1)
+            answered = {}
+            for key in ("patient", "flood"):
+                begun, answered[key] = time.monotonic(), 0
+                while time.monotonic() < begun + 3:
+                    given = {"authorization": f"Bearer {key}"}
+                    answered[key] += server.ask("POST", "/v1/completions", body, given)[0] == 200
+            ended.set()
+            assert [each.result() for each in running] and answered["flood"] >= 1
+            assert answered["patient"] >= max(5, 3 * answered["flood"])
+        server.wait_until_idle()
 
 
 def test_clients_that_go(server, model):
@@ -362,7 +437,7 @@ def test_back_pressure(model):
         gate.wait(WAIT)
         return whole()
 
-    with serving(model, waiting=1, step=step, api_key="secret") as server:
+    with serving(model, waiting=1, step=step, api_keys=(b"secret",), patience=0.1) as server:
         key = {"authorization": "Bearer secret"}
         body = {"prompt": "x", "max_tokens": 3}
         for wrong in ({}, {"authorization": "Bearer wrong"}):
@@ -418,10 +493,12 @@ def test_settings_that_are_refused_before_a_model_is_loaded(capsys, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for flag, message in (
             ("--api-key=", "--api-key is empty"),
+            ("--api-key= ", "--api-key is empty"),
             (f"--api-key=@{tmp_path}/key", "--api-key is empty"),
             (f"--api-key=@{tmp_path}/none", "No such file"),
             (f"--port={taken.getsockname()[1]}", "cannot be listened on: Address already in use"),
             ("--waiting=-1", "--waiting must be at least 0"),
+            ("--connections=0", "--connections must be at least 1"),
             ("--host=..", "cannot be listened on"),
         ):
             assert program.main(["--model=nowhere", flag]) == program.USAGE_ERROR
@@ -456,7 +533,7 @@ def test_ctrl_c_ends_the_server_without_a_traceback():
 
 
 def test_an_address_of_ipv6_is_called_by_its_name(model):
-    with serving(model, hosts=(*program.LOCAL, "[::1]")) as server:
+    with serving(model, hosts=(*address.LOCAL, "[::1]")) as server:
         for host, status in (("[::1]:8000", 200), ("localhost", 200), ("another", 400)):
             assert server.ask("GET", "/health", None, {"host": host})[0] == status
 
@@ -470,19 +547,10 @@ def test_the_first_programs_are_compiled_under_every_policy():
         assert runner.idle and runner.counts.prompt_tokens
 
 
-STRANGE = b"""
-{%- set said = messages[0].content %}
-{%- if said == "spin" %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}
-{%- if said == "zero" %}{{ 1 // 0 }}{% endif %}
-{%- if said == "long" %}{{ said * 10**9 }}{% endif %}
-{%- if said == "half" %}{{ "\\ud800" }}{% endif %}
-{{- said.format() }} answer:"""
-
-
 @pytest.fixture(scope="module")
 def strange(model):
     """A model with a chat template that fails, or does not end, for some messages."""
-    files = model.tokenizer.files | {"chat_template.jinja": STRANGE}
+    files = model.tokenizer.files | {"chat_template.jinja": strange_template.SOURCE}
     return dataclasses.replace(model, tokenizer=dataclasses.replace(model.tokenizer, files=files))
 
 
