@@ -1,4 +1,4 @@
-"""This machine's processor and the user's folder for caches."""
+"""This machine's processor, and the compiled programs that are kept for it."""
 
 import contextlib
 import hashlib
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+
+from kvjax.kept_files import private_folder, user_cache
 
 CACHE_BYTES = 4 * 2**30  # of compiled programs; the least recently used ones go when a folder holds more
 
@@ -81,13 +83,6 @@ def _others_seconds() -> float | None:
     return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
-def user_cache() -> Path:
-    """Returns the folder for kvjax's files in the user's cache, as the XDG base directory specification says."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path is to be ignored.
-    return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "kvjax"
-
-
 def keep_programs(folder: Path | None = None) -> bool:
     """Keeps compiled programs in a folder, so that the next process does not compile them again.
 
@@ -99,16 +94,22 @@ def keep_programs(folder: Path | None = None) -> bool:
     Returns:
       Whether the folder can be written; if not, nothing is kept.
     """
-    try:
-        folder = user_cache() / "xla" / processor() if folder is None else folder.expanduser()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # jax runs what lies there
-        writable = os.access(folder, os.W_OK)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
-        writable = False
-    if writable:
+    if folder is None:  # jax runs what is there
+        folder = private_folder("xla", processor())
+    else:
+        try:
+            folder = folder.expanduser()
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = folder if os.access(folder, os.W_OK) else None
+        except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+            folder = None
+    if folder is not None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
         # Decoders are one large program among many small ones, which take as long together.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return writable
+    return folder is not None
+
+
+__all__ = ["Others", "cores", "cpu_name", "keep_programs", "processor", "user_cache", "watch"]

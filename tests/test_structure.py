@@ -30,6 +30,7 @@ ROOMS = [
         "arguments",
         "memory",
         "host",
+        "kept_files",
         "products",
         "expressions",
         "imports",

@@ -4,24 +4,25 @@ Timings are kept in the user's cache folder, by processor, number of cores, jax 
 other work disturbed them: delete the folder `products` there to time again.
 """
 
-import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import math
 import os
+import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 
-from kvjax import host
+from kvjax import host, kept_files
 from kvjax.errors import ConfigError
 from kvjax.products import forms, native, scenes
 from kvjax.products.forms import FORMS, Shaped
@@ -30,6 +31,8 @@ Array = jax.Array
 AUTO, FIXED = "auto", "fixed"
 SETTINGS = (AUTO, FIXED, *FORMS)
 VARIABLE = "KVJAX_PRODUCTS"
+KEY = re.compile(r"\w+ (batch of )?\[(in, out|out, in)\], [0-9]{1,4} rows", re.ASCII)  # see `Entry.key`
+MAX_SPEED = 1e15  # bytes per second
 MAX_ROWS = 64  # with more, a product is limited by arithmetic, at which XLA is good
 # Numbers of elements. Smaller matrices may stay in a processor's cache, where all forms are fast, and a timing takes a
 # second. A projection, or a layer's keys, are one of many that are as large; a table is the only one.
@@ -195,7 +198,7 @@ def chosen(dtype: str, batched: bool, transposed: bool, rows: int) -> Entry:
     kept = _read(path) | _Process.given
     if entry.key not in kept:
         # A thread of its own has no trace to which the timed programs would be added, and no mesh.
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        with ThreadPoolExecutor(1) as thread:
             measured, quiet = thread.submit(_measure, dtype, batched, transposed, rows).result()
         kept = _read(path) | {entry.key: measured}
         if quiet:  # else the next process times again
@@ -242,9 +245,10 @@ def _measure(dtype: str, batched: bool, transposed: bool, rows: int) -> tuple[di
     return {name: ratio * read / min(first) for name, ratio in ratios.items()}, alike and others.share < MAX_OTHERS
 
 
-def _path() -> Path:
-    name = f"{host.processor()}-{host.cores()}-jax-{jax.__version__}-{_code()}.json"
-    return host.user_cache() / "products" / name
+def _path() -> Path | None:
+    """Returns the file of timings, or None where nothing can be kept."""
+    folder = kept_files.private_folder("products")
+    return folder and folder / f"{host.processor()}-{host.cores()}-jax-{jax.__version__}-{_code()}.json"
 
 
 @functools.cache
@@ -254,19 +258,25 @@ def _code() -> str:
     return hashlib.sha256("\n".join(file.read_text() for file in files).encode()).hexdigest()[:8]
 
 
-def _read(path: Path) -> dict[str, dict[str, float]]:
+def _read(path: Path | None) -> Timings:
+    """Returns the timings of a file, without those that are not valid, which are then taken again."""
     try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
+        found = json.loads((path and kept_files.read(path)) or b"{}")
+    except (ValueError, RecursionError):
         return {}
+    return {key: each for key, each in found.items() if _is_valid(key, each)} if isinstance(found, dict) else {}
 
 
-def _write(path: Path, kept: dict[str, dict[str, float]]) -> None:
+def _is_valid(key: str, speeds: Any) -> bool:
+    """Whether this is a timing that `chosen` may have kept."""
+    if not KEY.fullmatch(key) or not isinstance(speeds, dict) or "dot" not in speeds:
+        return False
+    numbers = [each for each in speeds.values() if isinstance(each, int | float) and not isinstance(each, bool)]
+    return len(numbers) == len(speeds) and all(0 < each < MAX_SPEED for each in numbers)
+
+
+def _write(path: Path | None, kept: Timings) -> None:
     """Keeps timings; without a folder that can be written, the next process measures again."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(kept, file, indent=1)
-        Path(file.name).replace(path)
-    except OSError:
-        pass
+    if path is not None:
+        with contextlib.suppress(OSError):
+            kept_files.write(path, json.dumps(kept, indent=1).encode())

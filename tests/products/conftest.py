@@ -1,10 +1,8 @@
 """The native library at each vector width that this machine has."""
 
-import ctypes
 import platform
 from pathlib import Path
 
-import jax
 import pytest
 
 from kvjax.products import native
@@ -25,9 +23,7 @@ def load(width: str) -> dict[str, str]:
         pytest.skip("vector widths are those of x86-64 on Linux")
     if feature not in info.read_text().split():
         pytest.skip(f"this processor has no {feature}: {width} is the widest, or is not there")
-    library = ctypes.CDLL(str(native._built(native._compiler(), (*native.FLAGS, LEVEL, flag))))
-    for target, symbol in native.SYMBOLS.items():
-        jax.ffi.register_ffi_target(f"{target}_{width}", jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
+    assert native.register((*native.FLAGS, LEVEL, flag), suffix=f"_{width}") is None
     return {name: f"{getattr(native, name)}_{width}" for name in NAMES}
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvjax import host, products
 from kvjax.errors import ConfigError
-from kvjax.products import choice, native, scenes
+from kvjax.products import build, choice, native, scenes
 from kvjax.products.forms import FORMS
 
 
@@ -170,8 +170,9 @@ def test_settings_are_checked(monkeypatch):
         choice.setting()
 
 
-# A process registers the library once, so that `load` is called here without its cache, and only where it fails.
-load = native.load.__wrapped__
+def load():
+    """What `native.load` says in a process that has not called it, and where it fails."""
+    return native.register(native.FLAGS)
 
 
 def test_no_compiler(monkeypatch):
@@ -195,15 +196,6 @@ def test_a_compiler_that_fails(monkeypatch, tmp_path):
 
 def test_it_is_available_where_there_is_a_compiler():
     """Otherwise all tests of the native form would be skipped on a machine that could run them."""
-    if not any(map(shutil.which, native.COMPILERS)):
+    if not any(map(shutil.which, build.COMPILERS)):
         pytest.skip("there is no C++ compiler")
     assert native.load() is None
-
-
-def test_it_is_built_once(monkeypatch):
-    compiler = shutil.which("c++") or pytest.skip("there is no C++ compiler")
-    monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))  # in a quarter of the time
-    library = native._built(compiler)
-    assert library.parent == host.user_cache() / "native" and list(library.parent.iterdir()) == [library]
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("it is built already"))
-    assert native._built(compiler) == library
