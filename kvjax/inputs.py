@@ -9,8 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, shown
 from kvjax.models.config import DecoderConfig
+
+
+#: The largest number of tokens, rows or slots. Positions and sizes are int32, and sizes are rounded up to a power of two.
+LARGEST_COUNT = 1 << 30
 
 
 class Batch(NamedTuple):
@@ -170,7 +174,7 @@ def warn_beyond_context(config: DecoderConfig, positions: int) -> None:
 
 
 def check_count(name: str, value: object) -> None:
-    """Checks that a value is a whole number of at least 1.
+    """Checks that a value is a whole number from 1 to `LARGEST_COUNT`.
 
     Args:
       name: the name of the argument, for the message.
@@ -180,4 +184,6 @@ def check_count(name: str, value: object) -> None:
       InputError: if it is not.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise InputError(f"{name} must be a whole number of at least 1; got {value!r}.")
+        raise InputError(f"{name} must be a whole number of at least 1; got {shown(value)}.")
+    if value > LARGEST_COUNT:
+        raise InputError(f"{name} must be at most {LARGEST_COUNT}; got {shown(value)}.")
