@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 from kvjax.checkpoint import chat
 from kvjax.checkpoint.encoding import Tokenizer
-from kvjax.checkpoint.readers import MAX_REASON, Json, read_json
+from kvjax.checkpoint.readers import MAX_REASON, Json
+from kvjax.checkpoint.token_settings import read_settings
 from kvjax.errors import CheckpointError
 from kvjax.models.config import DecoderConfig
 
@@ -44,11 +45,10 @@ def load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
 
     Raises:
       CheckpointError: if a file is damaged, or a package is not installed.
+      ConfigError: if a setting is of another type.
     """
     files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
-    settings: Json = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        settings |= read_json(folder / name) if name in files else {}
+    settings = read_settings(folder, files)
     try:
         if "tokenizer.json" in files:
             return _from_json(files, settings, config)
