@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike
 from kvjax.errors import InputError, shown
 from kvjax.models.config import DecoderConfig
 
-
 #: The largest number of tokens, rows or slots. Positions and sizes are int32, and sizes are rounded up to a power of two.
 LARGEST_COUNT = 1 << 30
 
@@ -103,10 +102,11 @@ def check_prompt(prompt_length: ArrayLike, lengths: np.ndarray) -> np.ndarray:
     """
     # [] or [B]
     prompt = np.asarray(prompt_length)
-    if prompt.shape not in ((), lengths.shape) or not np.issubdtype(prompt.dtype, np.integer) or prompt.min() < 1:
+    whole = np.issubdtype(prompt.dtype, np.integer)
+    if prompt.shape not in ((), lengths.shape) or not whole or prompt.min() < 1 or prompt.max() > LARGEST_COUNT:
         raise InputError(
-            f"prompt_length must be a whole number of at least 1, or one for each of the {len(lengths)} rows; "
-            f"got {prompt_length!r}."
+            f"prompt_length must be a whole number from 1 to {LARGEST_COUNT}, or one for each of the {len(lengths)} rows; "
+            f"got {shown(prompt_length)}."
         )
     return np.minimum(prompt, lengths).astype(np.int32)
 
@@ -126,9 +126,9 @@ def check_stop(stop: int | Sequence[int]) -> np.ndarray:
     # [n]
     ids = np.atleast_1d(np.asarray(stop))
     if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
-        raise InputError(f"stop must be token ids; got {stop!r}.")
+        raise InputError(f"stop must be token ids; got {shown(stop)}.")
     if ids.size and (ids.max() > np.iinfo(np.int32).max or ids.min() < np.iinfo(np.int32).min):
-        raise InputError(f"stop must be token ids, which are numbers of 32 bits; got {stop!r}.")
+        raise InputError(f"stop must be token ids, which are numbers of 32 bits; got {shown(stop)}.")
     return np.unique(ids).astype(np.int32)
 
 

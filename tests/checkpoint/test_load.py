@@ -1,6 +1,7 @@
 """Formats, dtypes and damaged folders."""
 
 import contextlib
+import itertools
 import json
 import struct
 import sys
@@ -310,7 +311,7 @@ def test_offsets_that_overlap_or_leave_bytes_out(change, words, tmp_path):
     ordered = sorted((name for name in header if name != "__metadata__"), key=lambda n: header[n]["data_offsets"])
     # Two neighbours of one shape, so that each entry is sound by itself.
     one, other = next(
-        pair for pair in zip(ordered, ordered[1:], strict=False) if header[pair[0]]["shape"] == header[pair[1]]["shape"]
+        pair for pair in itertools.pairwise(ordered) if header[pair[0]]["shape"] == header[pair[1]]["shape"]
     )
     offsets = change(header[one]["data_offsets"], header[other]["data_offsets"])
     changed = {name: header[name] | {"data_offsets": own} for name, own in zip((one, other), offsets, strict=True)}

@@ -307,7 +307,7 @@ def test_odd_values_of_every_setting(settings, tmp_path):
                 assert len(str(error)) < 1000
                 continue
             assert form is not None and form.bits == 4 and isinstance(form.bits, int)
-            assert form.group is None or type(form.group) is int and 0 < form.group <= values.MAX_SIZE
+            assert form.group is None or (type(form.group) is int and 0 < form.group <= values.MAX_SIZE)
     for value in ODD:
         if value is not None:
             with pytest.raises(ConfigError):

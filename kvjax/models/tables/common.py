@@ -1,8 +1,8 @@
 """What the tables of several families share: keys of ``config.json`` and names of tensors."""
 
 from kvjax.errors import ConfigError, shown
-from kvjax.models.config import DecoderConfig
 from kvjax.models import values
+from kvjax.models.config import DecoderConfig
 from kvjax.models.family import FULL, SLIDING, Keys, Names
 from kvjax.models.values import Json
 
