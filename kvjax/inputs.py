@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from kvjax.errors import InputError, shown
 from kvjax.models.config import DecoderConfig
 
-#: The largest number of tokens, rows or slots. Positions and sizes are int32, and sizes are rounded up to a power of two.
+#: The largest number of tokens, rows or slots: positions and sizes are int32, and sizes become the next power of two.
 LARGEST_COUNT = 1 << 30
 
 
@@ -105,8 +105,8 @@ def check_prompt(prompt_length: ArrayLike, lengths: np.ndarray) -> np.ndarray:
     whole = np.issubdtype(prompt.dtype, np.integer)
     if prompt.shape not in ((), lengths.shape) or not whole or prompt.min() < 1 or prompt.max() > LARGEST_COUNT:
         raise InputError(
-            f"prompt_length must be a whole number from 1 to {LARGEST_COUNT}, or one for each of the {len(lengths)} rows; "
-            f"got {shown(prompt_length)}."
+            f"prompt_length must be a whole number from 1 to {LARGEST_COUNT}, or one for each of the {len(lengths)} "
+            f"rows; got {shown(prompt_length)}."
         )
     return np.minimum(prompt, lengths).astype(np.int32)
 
@@ -183,7 +183,7 @@ def check_count(name: str, value: object) -> None:
     Raises:
       InputError: if it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
         raise InputError(f"{name} must be a whole number of at least 1; got {shown(value)}.")
-    if value > LARGEST_COUNT:
+    if int(value) > LARGEST_COUNT:
         raise InputError(f"{name} must be at most {LARGEST_COUNT}; got {shown(value)}.")

@@ -1,4 +1,4 @@
-"""Whole numbers beyond int32 in every argument of generation, serving and limits: an error before anything is traced."""
+"""Whole numbers beyond int32 in every argument of generation, serving and limits: refused before anything is traced."""
 
 import numpy as np
 import pytest

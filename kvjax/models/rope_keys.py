@@ -12,7 +12,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.values import Json
 from kvjax.rope import Rope, Scaling
 
-TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
+TYPES: tuple[Scaling, ...] = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 THETA = 10_000.0  # default base of the frequencies
 BETA_FAST, BETA_SLOW = 32.0, 1.0  # default band edges of YaRN, in rotations over the trained length
 MAX_FACTOR = 1e6  # of settings of a scaling: dynamic subtracts products with it in float32
@@ -68,11 +68,11 @@ def read(family: str, raw: Json, keys: RopeKeys, head_dim: int, max_positions: i
     given = objects[name]
     if any(isinstance(value, dict) for value in given.values()):
         raise ConfigError(f"{where}: {name} must be one flat object, but is {shown(given)}.")
-    kind = given.get("rope_type", given.get("type", "default"))
+    asked = given.get("rope_type", given.get("type", "default"))
     # "su" is an earlier name of LongRoPE; the first release of Phi-3 called it "yarn".
-    if kind == "su" or (kind == "yarn" and family == "phi3"):
-        kind = "longrope"
-    kind: Scaling = values.choice(where, "rope type", kind, TYPES)  # type: ignore[assignment]
+    if asked == "su" or (asked == "yarn" and family == "phi3"):
+        asked = "longrope"
+    kind = values.choice(where, "rope type", asked, TYPES)
 
     def number(key: str, default: float | None = None, fallback: str | None = None) -> float:
         """Returns a setting, from `fallback` at the top level if it is absent, or the default."""

@@ -5,11 +5,12 @@ anything is allocated, looped over or computed from it. The bounds are far beyon
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from kvjax.errors import ConfigError, shown
 
 Json = dict[str, Any]  # a JSON object
+T = TypeVar("T", bound=str)
 
 MAX_SIZE = 1 << 26  # features, tokens of a vocabulary, positions
 MAX_LAYERS = 1000
@@ -30,7 +31,7 @@ def is_number(value: object, least: float = SMALLEST, most: float = LARGEST) -> 
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
-def choice(where: str, key: str, value: object, valid: Sequence[str], default: str | None = None) -> str:
+def choice(where: str, key: str, value: object, valid: Sequence[T]) -> T:
     """Returns a text that is one of a few.
 
     Args:
@@ -38,16 +39,14 @@ def choice(where: str, key: str, value: object, valid: Sequence[str], default: s
       key: the key of the value.
       value: the value.
       valid: the texts.
-      default: for null; None = null is not valid.
 
     Raises:
       ConfigError: if it is none of them.
     """
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, str) or value not in valid:
-        raise ConfigError(f"{where}: {key} is {shown(value)}; valid: {', '.join(valid)}.")
-    return value
+    for each in valid:
+        if each == value:
+            return each
+    raise ConfigError(f"{where}: {key} is {shown(value)}; valid: {', '.join(valid)}.")
 
 
 def json_object(where: str, key: str, value: object) -> Json:

@@ -72,8 +72,7 @@ def test_odd_values_of_every_key(key):
         for others in ({}, {"do_sample": True}):
             try:
                 found = read(others | {key: value})
-            except ConfigError as error:
-                assert len(str(error)) < 1000
+            except ConfigError:
                 continue
             jnp.asarray([found.eos_token_ids or (0,)], jnp.int32)
             numbers = (found.max_new_tokens, *dataclasses.asdict(found.sampler).values())

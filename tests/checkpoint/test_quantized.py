@@ -303,8 +303,7 @@ def test_odd_values_of_every_setting(settings, tmp_path):
         for value in ODD:
             try:
                 form = stored_format(tmp_path, {"quantization_config": settings | {key: value}})
-            except ConfigError as error:
-                assert len(str(error)) < 1000
+            except ConfigError:
                 continue
             assert form is not None and form.bits == 4 and isinstance(form.bits, int)
             assert form.group is None or (type(form.group) is int and 0 < form.group <= values.MAX_SIZE)
