@@ -77,8 +77,8 @@ _Question = tuple[str, str, str, bool]
 
 
 def _question(rng: np.random.Generator) -> _Question:
-    sentences = [each.strip().rstrip(".?!\"") for each in story(rng, HELD_OUT, 600).split(". ")]
-    other = story(rng, HELD_OUT, 200).split(". ")[0].rstrip(".?!\"")
+    sentences = [each.strip().rstrip('.?!"') for each in story(rng, HELD_OUT, 600).split(". ")]
+    other = story(rng, HELD_OUT, 200).split(". ")[0].rstrip('.?!"')
     return " and then ".join(sentences[:2]), sentences[2], other, bool(rng.integers(2))
 
 

@@ -47,8 +47,8 @@ class Peer(NamedTuple):
 
     families: tuple[str, ...]
     load: Callable[[str], Any]
-    modules: tuple[str, ...]
-    extra: str
+    modules: tuple[str, ...] = ()
+    extra: str = "bench"
 
 
 def _transformers(folder: str) -> Any:

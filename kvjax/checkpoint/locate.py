@@ -21,8 +21,8 @@ PRETRAINED = Path(__file__).resolve().parent.parent / "pretrained"  # the models
 ADAPTER = "adapter_config.json"  # of an adapter (PEFT)
 MAX_LISTED = 8  # files that an error message lists
 RETRIES = (
-    "The hub does not answer; it is tried again for up to half a minute. Without a network, set HF_HUB_OFFLINE=1, which "
-    "uses what was downloaded before, or give a folder."
+    "The hub does not answer; it is tried again for up to half a minute. Without a network, set HF_HUB_OFFLINE=1, "
+    "which uses what was downloaded before, or give a folder."
 )
 MAX_REASON = 300  # characters of a library's message that an error quotes
 
@@ -164,12 +164,14 @@ class _Retries(logging.Filter):
         self.said = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        if "thrown while requesting" not in text and "Retrying in" not in text:
-            return True
-        first, self.said = not self.said, True
-        record.msg, record.args = RETRIES, ()
-        return first
+        # Several handlers see the same record, which the first of them changes.
+        if not hasattr(record, "first_retry"):
+            text = record.getMessage()
+            if "thrown while requesting" not in text and "Retrying in" not in text:
+                return True
+            record.first_retry, self.said = not self.said, True
+            record.msg, record.args = RETRIES, ()
+        return bool(record.first_retry)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 python -m kvjax.lm_eval --model kvjax --model_args "path=kvjax-tiny,policy=h2o,budget=0.2" --tasks ...
 """
 
-import importlib.util
 import sys
 
 from kvjax.errors import KvjaxError
@@ -14,17 +13,17 @@ INSTALL = "pip install 'kvjax[lm-eval]'"
 
 def main() -> int:
     """Registers the model and runs lm_eval. Errors of the user are one paragraph."""
-    if importlib.util.find_spec("lm_eval") is None:
-        if {"-h", "--help"} & set(sys.argv[1:]):
-            print(f"{__doc__}\nOptions are lm_eval's, which is not installed: {INSTALL}")
-            return 0
-        print(f"error: this is lm_eval's command line, and lm_eval is not installed: {INSTALL}", file=sys.stderr)
-        return USAGE_ERROR
     try:
         from lm_eval.__main__ import cli_evaluate
 
         from kvjax.lm_eval.model import KVJaxLM  # noqa: F401 (registers itself)
-
+    except ImportError as error:
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            print(f"{__doc__}\nThe options are those of lm_eval, which cannot be imported ({error}): {INSTALL}")
+            return 0
+        print(f"error: this is the command line of lm_eval, which needs {error.name}: {INSTALL}", file=sys.stderr)
+        return USAGE_ERROR
+    try:
         cli_evaluate()
     except (KvjaxError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)

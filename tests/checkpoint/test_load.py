@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import logging
 import struct
 import sys
 import traceback
@@ -497,6 +498,33 @@ def test_hub_names(tmp_path, monkeypatch):
     assert "pytorch_model.bin" not in asked["allow_patterns"]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     fails("someone/some-model", "install huggingface_hub")
+
+
+def test_retries_are_one_line(monkeypatch, caplog):
+    """What huggingface_hub logs of each try is replaced by what to do; other lines of it are not."""
+    import huggingface_hub as hub
+
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    root, lines = logging.getLogger("huggingface_hub"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    root.addHandler(handler)
+
+    def unreachable(*args, **kwargs):
+        for number in range(1, 4):
+            logger.warning("'[Errno -2] Name or service not known' thrown while requesting GET https://a/b")
+            logger.warning(f"Retrying in {number}s [Retry {number}/3].")
+        logger.warning("another line with 100%s")
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(hub, "list_repo_files", unreachable)
+    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    try:
+        fails("someone/some-model", "no route")
+    finally:
+        root.removeHandler(handler)
+    assert lines[:2] == [locate.RETRIES, "another line with 100%s"] and "HF_HUB_OFFLINE=1" in locate.RETRIES
+    assert not handler.filters
 
 
 @pytest.mark.parametrize("piece", [1, 3, 5, 7, 35])
