@@ -7,7 +7,7 @@ Names are those of --list, a paper (h2o, roco, infinigen) or all. Each entry pri
 measured, every comparison and a verdict: CONFIRM, CONTRADICT or INCONCLUSIVE. --fast takes few rows, and decides
 nothing. Results, figures and a page of all entries go to --output; measurements are kept below it, in parts/, so that a
 run that is killed goes on where it was, and entries share them. --page makes the page of what is in --output. The texts
-are found in --data.
+are found in --data; without any, generated stories take their place.
 """
 
 import sys
@@ -18,7 +18,7 @@ import jax
 from absl import flags
 
 from experiments import cli
-from experiments.papers import runner
+from experiments.papers import generated, runner
 from experiments.papers.config import PaperConfig
 from experiments.papers.entry import registry
 from experiments.papers.settings import FAST, FULL, Settings, find_data
@@ -28,6 +28,7 @@ from kvjax import processes, products
 SOME_FAILED = 1
 CONFIG = "--config=papers"
 OUTPUT = "results/papers"
+TEXTS_FOLDER = "texts"  # of generated stories, below the output
 
 
 def define(values: flags.FlagValues) -> None:
@@ -59,7 +60,16 @@ def main(argv: Sequence[str]) -> int:
         settings = Settings(config.model, Path(), values.seed, scale)
         print(f"Wrote {output}/{runner.PAGE}: {len(runner.write_page(output, settings.described()))} entries.")
         return 0
-    settings = Settings(config.model, find_data(values.data), values.seed, scale)
+    data = find_data(values.data)
+    if data is None:
+        data, own = generated.make(output / TEXTS_FOLDER), True
+        print(
+            f"Note: the papers' texts are not here, neither by --data=FOLDER nor in data/ of $KVJAX_SHARED; generated "
+            f"stories and questions in {data} take their place. To have them: {generated.SOURCES}."
+        )
+    else:
+        own = False
+    settings = Settings(config.model, data, values.seed, scale, own)
     # Which form of a product is the fastest depends on the machine, and its digits on the form.
     products.use("fixed")
     if values.fast:

@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from experiments.lines import divided
 from experiments.tasks.prompts import NoRoom, make_many
 from experiments.tasks.recall import DIFFICULTY
 from experiments.training import corpus, evaluate
-from experiments.training.config import BY_STAGE, TrainConfig, check, decoder_config, past, scheduled, stage
+from experiments.training.config import BY_STAGE, TrainConfig, check, decoder_config, files, past, scheduled, stage
 from experiments.training.induction import grown, initial_parameters
 from experiments.training.mixture import Kind, Mixture
 from experiments.training.optimizer import optimizer
@@ -46,6 +47,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.model import Model
 
 Array = jax.Array
+METRICS = "metrics.jsonl"
 EVALUATION_WINDOWS, EVALUATION_PROMPTS = 16, 32
 ANSWER_TOKENS = 40  # of a window, left to the answer
 
@@ -84,6 +86,20 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
       ConfigError: settings that cannot work, or an output folder that holds a run with others.
     """
     check(config)
+    files(config)
+    folder = Path(config.output)
+    made = not folder.exists()
+    try:
+        return _train(config, command, progress)
+    except KvjaxError:
+        # Before the first step: there is nothing to go on from, and the folder would only be in the way.
+        if made and processes.is_first() and not (folder / METRICS).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _train(config: TrainConfig, command: str, progress: bool | None) -> Path:
+    """See `train`."""
     changed = config.schedule_steps not in (None, config.steps)
     config = scheduled(config)
     folder = Path(config.output)
@@ -117,7 +133,7 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
             state = manager.restore(start, args=ocp.args.StandardRestore(state))
         if processes.is_first():
             results.write(folder / "config.json", results.to_json(fields.to_dict(config)))
-        log = Log(folder / "metrics.jsonl", start)
+        log = Log(folder / METRICS, start)
         environment = machine.environment()
         log.write(kind="start", step=start, command=command, devices_used=devices, **environment, sha256=checksums)
         bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if progress is None else not progress)

@@ -9,13 +9,14 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from kvjax.errors import KvjaxError, PolicyError
+from kvjax.errors import KvjaxError, PolicyError, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
+LARGEST = (1 << 31) - 1  # whole number of an argument that gives no other limit: numbers of slots are int32
 _warned: set[Hashable] = set()  # what `warn_once` has warned of in this process
 
 
@@ -25,12 +26,14 @@ def count_argument(
     """Returns a whole number as an int.
 
     Raises:
-      error: `value` is not a whole number from `minimum` to `maximum` (None = without limit). The message says `name`.
+      error: `value` is not a whole number from `minimum` to `maximum` (None = `LARGEST`). The message says `name`.
     """
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or value < minimum or (maximum is not None and value > maximum):
-        valid = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise error(f"{name} must be a whole number {valid}; got {value!r}.")
+    most = LARGEST if maximum is None else maximum
+    if not whole or not minimum <= value <= most:
+        plain = maximum is None and not (whole and value > most)
+        valid = f"of at least {minimum}" if plain else f"from {minimum} to {most}"
+        raise error(f"{name} must be a whole number {valid}; got {shown(value)}.")
     return int(value)
 
 
@@ -44,7 +47,7 @@ def number_argument(
     """
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not real or not minimum <= value <= maximum:  # NaN fails this too
-        raise error(f"{name} must be a number from {minimum:g} to {maximum:g}; got {value!r}.")
+        raise error(f"{name} must be a number from {minimum:g} to {maximum:g}; got {shown(value)}.")
     return float(value)
 
 
@@ -57,7 +60,7 @@ def choice_argument(name: str, value: T, valid: Sequence[T], *, error: type[Kvja
     if value not in valid:
         *others, last = map(repr, valid)
         choices = f"{', '.join(others)} or {last}" if others else last
-        raise error(f"{name}={value!r} is not valid; use {choices}.")
+        raise error(f"{name}={shown(value)} is not valid; use {choices}.")
     return value
 
 

@@ -3,6 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
+LONGEST = 200  # characters of a value that a message shows
+
+
+def shown(value: object, longest: int = LONGEST) -> str:
+    """Returns the `repr` of a value for a message, shortened to `longest` characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a whole number of more digits than Python prints, or endless nesting
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
 
 class KvjaxError(ValueError):
     """Base class of the errors that kvjax raises for invalid arguments, files and configurations."""

@@ -16,7 +16,7 @@ from kvjax.cache.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import KVState, live_slots
 from kvjax.decoding import CHUNK, Carry, decode_steps, first_token
-from kvjax.errors import InputError
+from kvjax.errors import InputError, shown
 from kvjax.finite import PAD, check_finite
 from kvjax.inputs import check_count, check_stop
 from kvjax.models.calibrate import calibrated, with_calibration
@@ -305,5 +305,5 @@ def _check_requests(requests: ArrayLike | None, rows: int) -> np.ndarray:
     ids = np.asarray(requests)
     most = np.iinfo(np.int32).max
     if ids.shape != (rows,) or not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() > most:
-        raise InputError(f"requests must be {rows} whole numbers from 0 to {most}, one per row; got {requests!r}.")
+        raise InputError(f"requests must be {rows} whole numbers from 0 to {most}, one per row; got {shown(requests)}.")
     return ids.astype(np.int32)

@@ -9,9 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.arguments import outer_level
-from kvjax.errors import InputError
+from kvjax.errors import InputError, shown
 from kvjax.models.config import DecoderConfig
 from kvjax.summary import one_line
+
+#: The largest number of tokens, rows or slots: positions and sizes are int32, and sizes become the next power of two.
+LARGEST_COUNT = 1 << 30
 
 
 class Batch(NamedTuple):
@@ -184,10 +187,11 @@ def check_prompt(prompt_length: ArrayLike, lengths: np.ndarray) -> np.ndarray:
     """
     # [] or [B]
     prompt = np.asarray(prompt_length)
-    if prompt.shape not in ((), lengths.shape) or not np.issubdtype(prompt.dtype, np.integer) or prompt.min() < 1:
+    whole = np.issubdtype(prompt.dtype, np.integer)
+    if prompt.shape not in ((), lengths.shape) or not whole or prompt.min() < 1 or prompt.max() > LARGEST_COUNT:
         raise InputError(
-            f"prompt_length must be a whole number of at least 1, or one for each of the {len(lengths)} rows; "
-            f"got {prompt_length!r}."
+            f"prompt_length must be a whole number from 1 to {LARGEST_COUNT}, or one for each of the {len(lengths)} "
+            f"rows; got {shown(prompt_length)}."
         )
     return np.minimum(prompt, lengths).astype(np.int32)
 
@@ -207,9 +211,9 @@ def check_stop(stop: int | Sequence[int]) -> np.ndarray:
     # [n]
     ids = np.atleast_1d(np.asarray(stop))
     if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
-        raise InputError(f"stop must be token ids; got {stop!r}.")
+        raise InputError(f"stop must be token ids; got {shown(stop)}.")
     if ids.size and (ids.max() > np.iinfo(np.int32).max or ids.min() < np.iinfo(np.int32).min):
-        raise InputError(f"stop must be token ids, which are numbers of 32 bits; got {stop!r}.")
+        raise InputError(f"stop must be token ids, which are numbers of 32 bits; got {shown(stop)}.")
     return np.unique(ids).astype(np.int32)
 
 
@@ -252,7 +256,7 @@ def warn_beyond_context(config: DecoderConfig, positions: int) -> None:
 
 
 def check_count(name: str, value: object) -> None:
-    """Checks that a value is a whole number of at least 1.
+    """Checks that a value is a whole number from 1 to `LARGEST_COUNT`.
 
     Args:
       name: the name of the argument, for the message.
@@ -261,5 +265,7 @@ def check_count(name: str, value: object) -> None:
     Raises:
       InputError: if it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise InputError(f"{name} must be a whole number of at least 1; got {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
+        raise InputError(f"{name} must be a whole number of at least 1; got {shown(value)}.")
+    if int(value) > LARGEST_COUNT:
+        raise InputError(f"{name} must be at most {LARGEST_COUNT}; got {shown(value)}.")

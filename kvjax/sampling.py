@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, shown
 from kvjax.inputs import check_count
 
 Array = jax.Array
@@ -80,14 +80,14 @@ class Sample:
         _check_penalty(self.repetition_penalty)
         if not _between(self.temperature, LEAST, 1 / LEAST):
             raise InputError(
-                f"temperature must be from {LEAST} to {1 / LEAST} (use Greedy() for 0); got {_short(self.temperature)}."
+                f"temperature must be from {LEAST} to {1 / LEAST} (use Greedy() for 0); got {shown(self.temperature)}."
             )
         if self.top_k is not None:
             check_count("top_k", self.top_k)
         for name in ("top_p", "min_p"):
             p: Any = getattr(self, name)
             if p is not None and not _between(p, LEAST, 1):
-                raise InputError(f"{name} must be from {LEAST} to 1, or None for all tokens; got {_short(p)}.")
+                raise InputError(f"{name} must be from {LEAST} to 1, or None for all tokens; got {shown(p)}.")
 
     def __call__(self, logits: Array, keys: Array) -> Array:
         """Samples a token for each row.
@@ -165,7 +165,7 @@ def penalty_of(sampler: object) -> float | None:
 def _check_penalty(penalty: Any) -> None:
     if not _between(penalty, LEAST, 1 / LEAST):
         raise InputError(
-            f"repetition_penalty must be from {LEAST} to {1 / LEAST}, where 1 is none; got {_short(penalty)}."
+            f"repetition_penalty must be from {LEAST} to {1 / LEAST}, where 1 is none; got {shown(penalty)}."
         )
 
 
@@ -175,14 +175,6 @@ def _between(value: Any, least: float, most: float) -> bool:
         return False
     number: Any = value  # not as a float, which a whole number of hundreds of digits cannot be
     return bool(least <= number <= most)
-
-
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # a whole number of more digits than Python prints
-        text = "a number of thousands of digits"
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 Sampler = Greedy | Sample

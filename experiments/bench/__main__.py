@@ -56,6 +56,7 @@ TASKS = {
     "lm_eval": lm_eval.run,
     "serve": serve.run,
 }
+AGAINST = ("decode", "prefill", "memory")  # tasks that measure peers
 ACCELERATOR = "accelerator"  # runs others of these, in processes of their own
 
 
@@ -124,7 +125,10 @@ def main(argv: Sequence[str]) -> int:
     for flag in ("output", "plot"):
         if path := values[flag].value:
             results.make_file(path, flag)
-    environment = machine.environment() | {"peers": peers.versions(decode.interpreters(values.python))}
+    pythons = decode.interpreters(values.python)
+    if task in AGAINST:
+        peers.check_installed(decode.names_of_peers(values.against), pythons)
+    environment = machine.environment() | {"peers": peers.versions(pythons)}
     environment["reads_gb_per_second"] = 1e-9 / next(sides.reading())
     print(describe(environment))
     # float32 means float32 on every side: left alone, accelerators multiply it in fewer bits.

@@ -41,12 +41,15 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
         raise ConfigError("bench lm_eval needs --data=FOLDER, which holds a folder for each multiple-choice task.")
     if unknown := [kind for kind in values.examples if kind not in (FIRST, DRAWN)]:
         raise ConfigError(f"--examples={unknown[0]}: unknown; valid: {FIRST}, {DRAWN}.")
+    compared = values.against != ["none"]
+    if compared:
+        _check_peer()
     questions = {task: multiple_choice.read(task, Path(values.data)) for task in values.questions}
     # The numbers of a peer without a network, and no fork of a process that runs JAX.
     os.environ |= {"HF_HUB_OFFLINE": "1", "DISABLE_MULTIPROC": "1"}
     models = {name: made(values, name) for name in dict.fromkeys(("full", *values.policies))}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        if compared := values.against != ["none"]:
+        if compared:
             kvjax.save(models["full"].runner.model, Path(folder) / "model")
             models[PEER] = stack.enter_context(peer(str(Path(folder) / "model"), values.batch or ROWS))
         rows: list[dict[str, Any]] = []
@@ -142,11 +145,15 @@ def made(values: flags.FlagValues, policy: str) -> Any:
     return KVJaxLM(MODEL, policy=policy, budget=budget, dtype=values.dtype, batch_size=values.batch or ROWS)
 
 
+def _check_peer() -> None:
+    """Raises ConfigError if lm_eval's own model cannot run, before anything is measured."""
+    if importlib.util.find_spec("accelerate") is None or importlib.util.find_spec("torch") is None:
+        raise ConfigError("--model hf needs kvjax[bench-lm-eval]; install it, or give --against=none.")
+
+
 @contextlib.contextmanager
 def peer(folder: str, rows: int) -> Iterator[Connection]:
     """The same weights in lm_eval's own model, in a process of its own that evaluates on request."""
-    if importlib.util.find_spec("accelerate") is None or importlib.util.find_spec("torch") is None:
-        raise ConfigError("--model hf needs kvjax[bench-lm-eval]; install it, or give --against=none.")
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, folder, rows), daemon=True)

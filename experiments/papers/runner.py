@@ -99,7 +99,10 @@ def report(entry: Entry, lab: Lab, *, progress: bool | None = None) -> Report:
     found, reason = verdict.conclude(judgement, trial=trial)
     old = sum(lab.code_of(part) != code() for part in parts)
     remarks = [f"Note: {old} of {len(parts)} parts were measured by other code; --rerun measures them anew."]
-    return Report(entry, judgement, found, reason, remarks if old else [])
+    made = ["Note: of generated stories and questions, which stand in for the texts that are not here."]
+    return Report(
+        entry, judgement, found, reason, [*(remarks if old else []), *(made if lab.settings.generated else [])]
+    )
 
 
 def write(output: Path, done: Report, settings: Settings) -> None:
@@ -172,4 +175,5 @@ def about(described: Mapping[str, Any], sections: Mapping[str, tuple[Mapping[str
     # Which entries each is of matters only where there are several.
     several = len(places) > 1
     ran = [f"On {place}" + (f": {', '.join(names)}." if several else ".") for place, names in places.items()]
+    trial += ["**Of generated stories and questions, not of the papers' texts.**"] if "texts" in described else []
     return [*trial, f"Model: {shown}; seed {described['seed']}. {sizes}", *ran]

@@ -92,6 +92,7 @@ class Settings:
     Attributes:
       model: what is measured.
       data: the folder of the texts.
+      generated: whether they are generated stories, see `experiments.papers.generated`.
       seed: of recall prompts, policies that draw, and bootstraps.
       scale: the sizes.
     """
@@ -100,6 +101,7 @@ class Settings:
     data: Path
     seed: int = 0
     scale: Scale = FULL
+    generated: bool = False
 
     def config(self, model: str) -> ModelConfig:
         """The config of a model that a part names."""
@@ -115,28 +117,36 @@ class Settings:
         """
         path = self.data / TEXTS.get(name, name)
         if not path.is_file():
-            raise ConfigError(f"there is no file {path}; give the folder of the texts by --data=FOLDER.")
+            raise ConfigError(
+                f"there is no file {path}; give the folder of the texts by --data=FOLDER. docs/papers.md says where to "
+                "get them."
+            )
         return path
 
     def described(self) -> Mapping[str, object]:
         """The settings as JSON would hold them."""
-        return {"model": fields.to_dict(self.model), "seed": self.seed, "scale": dataclasses.asdict(self.scale)}
+        found = {"model": fields.to_dict(self.model), "seed": self.seed, "scale": dataclasses.asdict(self.scale)}
+        return found | ({"texts": "generated"} if self.generated else {})
 
 
-def find_data(given: str | None) -> Path:
+def find_data(given: str | None) -> Path | None:
     """The folder of the texts: as given, or data/ of $KVJAX_SHARED, or of shared/ in or beside the project.
 
+    Returns:
+      The folder; None if there is none.
+
     Raises:
-      ConfigError: there is none.
+      ConfigError: the folder that was given has no texts.
     """
     named = os.environ.get(SHARED)
     shared = [Path(named)] if named else [ROOT / "shared", ROOT.parent / "shared"]
-    candidates = [Path(given)] if given else [folder / "data" for folder in shared]
+    candidates = [Path(given)] if given is not None else [folder / "data" for folder in shared]
     for folder in candidates:
         if (folder / TEXTS["book"]).is_file():
             return folder
-    looked = ", ".join(map(str, candidates))
+    if given is None:
+        return None
     raise ConfigError(
-        f"the texts are not there: {looked} has no {TEXTS['book']}. Give the folder by --data=FOLDER, or set ${SHARED} "
-        "to the folder that holds data/."
+        f"the texts are not there: {given} has no {TEXTS['book']}. Give their folder by --data=FOLDER (docs/papers.md "
+        "says where to get them), or leave it out: generated stories then take their place."
     )

@@ -4,10 +4,11 @@ A peer is imported when it is first asked for; each names what to install.
 """
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,10 +41,14 @@ class Peer(NamedTuple):
     Attributes:
       families: Hugging Face model types that it can run here.
       load: from a Hugging Face folder.
+      modules: that it imports.
+      extra: of kvjax, which installs them.
     """
 
     families: tuple[str, ...]
     load: Callable[[str], Any]
+    modules: tuple[str, ...] = ()
+    extra: str = "bench"
 
 
 def _transformers(folder: str) -> Any:
@@ -71,10 +76,10 @@ def _vllm(folder: str) -> Any:
 
 
 PEERS: dict[str, Peer] = {
-    "transformers": Peer(("opt", "llama"), _transformers),
-    "kvpress": Peer(("llama",), _kvpress),
-    "llama.cpp": Peer(("llama",), _llama_cpp),
-    "vllm": Peer(("opt", "llama"), _vllm),
+    "transformers": Peer(("opt", "llama"), _transformers, ("torch", "transformers"), "bench"),
+    "kvpress": Peer(("llama",), _kvpress, ("torch", "transformers", "kvpress"), "bench-kvpress"),
+    "llama.cpp": Peer(("llama",), _llama_cpp, ("gguf", "llama_cpp"), "bench-llama"),
+    "vllm": Peer(("opt", "llama"), _vllm, ("vllm",), "bench-vllm"),
 }
 ROOT = Path(__file__).resolve().parents[2]
 #: Variable that tells a peer in a process of its own the platform on which kvjax runs.
@@ -86,6 +91,42 @@ def child_environment() -> dict[str, str]:
     """Returns the environment of a process that runs this checkout's code, by whatever interpreter."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def check_installed(names: Sequence[str], pythons: Mapping[str, str]) -> None:
+    """Checks that peers can be imported, before anything is measured.
+
+    Args:
+      names: of the peers.
+      pythons: the interpreters of those that are in an environment of their own.
+
+    Raises:
+      ConfigError: a peer is not installed, or an interpreter does not run.
+    """
+    for name in names:
+        modules, python = PEERS[name].modules, pythons.get(name)
+        if python is None:
+            missing = [module for module in modules if not _is_found(module)]
+        else:
+            script = f"import importlib.util as u; print(*(m for m in {modules!r} if u.find_spec(m) is None))"
+            try:
+                done = subprocess.run([python, "-c", script], capture_output=True, check=True, text=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                raise ConfigError(f"--python={name}={python} does not start: {error}.") from None
+            missing = done.stdout.split()
+        if missing:
+            where = f" in the environment of {python}" if python else ""
+            raise ConfigError(
+                f"benchmarks against {name} need {', '.join(missing)}; install kvjax[{PEERS[name].extra}]{where}, or "
+                "give --against=none."
+            )
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # ValueError: it was imported by hand, or is blocked
+        return False
 
 
 def versions(pythons: Mapping[str, str] | None = None) -> dict[str, str | None]:

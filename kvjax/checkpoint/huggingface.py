@@ -18,7 +18,7 @@ from kvjax.checkpoint.locate import FORMATS, listing, locate, shorten
 from kvjax.checkpoint.readers import Stored
 from kvjax.checkpoint.tokenizer import load_tokenizer
 from kvjax.checkpoint.writer import save
-from kvjax.errors import CheckpointError, ConfigError
+from kvjax.errors import CheckpointError, ConfigError, shown
 from kvjax.models import families, generation, offload, quantize
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
@@ -103,6 +103,7 @@ def _load(
     on_host = offload.host_layers(config.num_layers, host_weights)
     try:
         stored = _canonical(folder, config, _open(folder, form))
+        _tie(config, stored)
         config = _untie(config, stored, everywhere=mesh is not None)
         quantize.check(config, codes)
         place = _Place(mesh, on_host)
@@ -188,6 +189,11 @@ def _open(folder: Path, quantised: quantized.StoredFormat | None) -> list[Stored
             if not isinstance(weights, dict) or not weights or not all(isinstance(f, str) for f in weights.values()):
                 raise CheckpointError(f"{folder / form.index} must map tensors to files under weight_map.")
             shards = sorted(set(weights.values()))
+            if outside := [shard for shard in shards if not _is_inside(folder, shard)]:
+                raise CheckpointError(
+                    f"{folder / form.index} names {shorten([shown(each) for each in outside])} under weight_map; the "
+                    "files of a checkpoint must be in its folder."
+                )
             if absent := [shard for shard in shards if not (folder / shard).is_file()]:
                 raise CheckpointError(
                     f"{folder} lacks {len(absent)} of the {len(shards)} files that {form.index} names: "
@@ -196,6 +202,18 @@ def _open(folder: Path, quantised: quantized.StoredFormat | None) -> list[Stored
             return [tensor for shard in shards for tensor in form.read(folder / shard).values()]
     valid = ", ".join(name for form in FORMATS for name in (form.file, form.index))
     raise CheckpointError(f"{folder} has no weights that kvjax reads ({valid}); it has {listing(folder)}.")
+
+
+def _is_inside(folder: Path, name: str) -> bool:
+    """Returns whether the name of a file in a JSON file leads to a place in the folder.
+
+    The last part may be a link to anywhere: the hub's cache has links to its blobs, and users link files on other
+    disks. A link is in the folder because someone made it; a name is what a stranger wrote.
+    """
+    path = Path(name)
+    if not name or "\0" in name or path.is_absolute() or ".." in path.parts:
+        return False
+    return (folder / path).parent.resolve().is_relative_to(folder.resolve())
 
 
 def _canonical(folder: Path, config: DecoderConfig, found: Sequence[Stored]) -> dict[str, Stored]:
@@ -211,6 +229,16 @@ def _canonical(folder: Path, config: DecoderConfig, found: Sequence[Stored]) -> 
         if name is not None:
             stored[name] = tensor
     return stored
+
+
+def _tie(config: DecoderConfig, stored: dict[str, Stored]) -> None:
+    """Takes the output head of `stored` for the embedding if that is absent and the configuration ties the two.
+
+    A file has one name of a shared tensor; which of the two is up to the program that wrote it.
+    """
+    embedding, head = names.embedding_and_head(config.family)
+    if config.tie_embeddings and embedding not in stored and head in stored:
+        stored[embedding] = stored.pop(head)
 
 
 def _untie(config: DecoderConfig, stored: dict[str, Stored], *, everywhere: bool) -> DecoderConfig:

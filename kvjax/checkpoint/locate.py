@@ -1,11 +1,13 @@
 """Finds the folder of a checkpoint: one that is given, one that is part of kvjax, or one of the hub."""
 
+import contextlib
 import dataclasses
 import difflib
 import json
+import logging
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,10 @@ from kvjax.models.generation import FILE as GENERATION
 PRETRAINED = Path(__file__).resolve().parent.parent / "pretrained"  # the models that kvjax contains
 ADAPTER = "adapter_config.json"  # of an adapter (PEFT)
 MAX_LISTED = 8  # files that an error message lists
+RETRIES = (
+    "The hub does not answer; it is tried again for up to half a minute. Without a network, set HF_HUB_OFFLINE=1, "
+    "which uses what was downloaded before, or give a folder."
+)
 MAX_REASON = 300  # characters of a library's message that an error quotes
 
 
@@ -124,11 +130,8 @@ def _download(name: str) -> Path:
             f"there is no folder {name}; to look for it on the hub, install huggingface_hub, or give a folder."
         ) from None
     try:
-        files = hub.list_repo_files(name)
-        wanted = [f for f in FORMATS if f.file in files or f.index in files][:1]
-        weights = [pattern for f in wanted for pattern in (f.file, f.index, f.shards)]
-        settings = ["config.json", GENERATION, *quantized.SETTINGS]
-        return Path(hub.snapshot_download(name, allow_patterns=[*settings, *TOKENIZER_FILES, *weights]))
+        with _one_line_for_retries():
+            return _from_hub(hub, name)
     except Exception as error:  # network and hub raise errors of many types
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     try:
@@ -142,6 +145,47 @@ def _download(name: str) -> Path:
         f"failed ({reason[:MAX_REASON]}), and the copies that earlier downloads left, where it is not. Download it "
         "elsewhere and give its folder, or check the name and the network."
     )
+
+
+def _from_hub(hub: Any, name: str) -> Path:
+    """Downloads what kvjax reads of a repository."""
+    files = hub.list_repo_files(name)
+    wanted = [f for f in FORMATS if f.file in files or f.index in files][:1]
+    weights = [pattern for f in wanted for pattern in (f.file, f.index, f.shards)]
+    settings = ["config.json", GENERATION, *quantized.SETTINGS]
+    return Path(hub.snapshot_download(name, allow_patterns=[*settings, *TOKENIZER_FILES, *weights]))
+
+
+class _Retries(logging.Filter):
+    """Replaces what huggingface_hub logs of failed requests, two lines for each try, by one line for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        # Several handlers see the same record, which the first of them changes.
+        if not hasattr(record, "first_retry"):
+            text = record.getMessage()
+            if "thrown while requesting" not in text and "Retrying in" not in text:
+                return True
+            record.__dict__["first_retry"], self.said = not self.said, True
+            record.msg, record.args = RETRIES, ()
+        return bool(record.__dict__["first_retry"])
+
+
+@contextlib.contextmanager
+def _one_line_for_retries() -> Iterator[None]:
+    """Says once that the hub is tried again, and what to do."""
+    # Records of the library's modules reach the handlers of its logger, but not that logger's filters.
+    handlers, retries = list(logging.getLogger("huggingface_hub").handlers), _Retries()
+    for handler in handlers:
+        handler.addFilter(retries)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(retries)
 
 
 def shorten(items: Sequence[str]) -> str:

@@ -209,7 +209,8 @@ def canonical(family: str, name: str) -> str | None:
 
 
 def embedding_and_head(family: str) -> tuple[str, str]:
-    """Returns the names of the token embedding and of the output head. A tied model stores only the former.
+    """Returns the names of the token embedding and of the output head. A tied model stores only one of them,
+    in most cases the former.
 
     Args:
       family: the ``model_type``.

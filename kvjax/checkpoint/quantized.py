@@ -25,7 +25,8 @@ from kvjax import processes
 from kvjax.checkpoint import names, readers
 from kvjax.checkpoint.memory import own
 from kvjax.checkpoint.readers import Json, Stored
-from kvjax.errors import CheckpointError, ConfigError
+from kvjax.errors import CheckpointError, ConfigError, shown
+from kvjax.models import values
 from kvjax.products.quantized import BYTE, WIDTHS, QuantizedMatrix, pack, unpack
 from kvjax.sharding import QUANTIZED
 
@@ -99,20 +100,20 @@ def stored_format(folder: Path, raw: Json) -> StoredFormat | None:
     if settings is None:
         return None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{folder}: {where} must be an object, but is {settings!r}.")
+        raise ConfigError(f"{folder}: {where} must be an object, but is {shown(settings)}.")
 
     def refuse(key: str, valid: str) -> ConfigError:
-        return ConfigError(f"{folder}: {key} in {where} is {settings.get(key)!r}; kvjax reads {valid}.")
+        return ConfigError(f"{folder}: {key} in {where} is {shown(settings.get(key))}; kvjax reads {valid}.")
 
-    method = str(settings.get("quant_method", GPTQ if where == SETTINGS[0] else AWQ if where == SETTINGS[1] else ""))
+    method: Any = settings.get("quant_method", {SETTINGS[0]: GPTQ, SETTINGS[1]: AWQ}.get(where))
     if method not in (GPTQ, AWQ):
         raise refuse("quant_method", f"{GPTQ} and {AWQ}, or weights that are not quantised")
     bits: Any = settings.get("bits", settings.get("w_bit"))
     group = settings.get("group_size", settings.get("q_group_size"))
     valid_bits = WIDTHS if method == GPTQ else (AWQ_BITS,)
-    if bits not in valid_bits or isinstance(bits, bool):
+    if bits not in valid_bits or not isinstance(bits, int):
         raise refuse("bits" if "bits" in settings else "w_bit", f"{', '.join(map(str, valid_bits))} of {method}")
-    if not isinstance(group, int) or isinstance(group, bool) or (group < 1 and group != -1):
+    if not values.is_whole(group, 1, values.MAX_SIZE) and not values.is_whole(group, -1, -1):
         raise refuse("group_size" if "group_size" in settings else "q_group_size", "a number of inputs, or -1 for all")
     if settings.get("is_marlin_format"):
         raise refuse("is_marlin_format", "formats that are not arranged for one kind of GPU")

@@ -17,14 +17,15 @@ import numpy as np
 
 from kvjax.checkpoint.memory import aligned
 from kvjax.checkpoint.msgpack import msgpack_arrays
-from kvjax.errors import CheckpointError
+from kvjax.errors import CheckpointError, shown
+from kvjax.models.values import MAX_ELEMENTS, Json
 
-Json = dict[str, Any]  # a JSON object
 Range = tuple[int, int]  # from the first index to before the last
 PIECE = 1 << 20  # elements per piece
 MAX_REASON = 200  # characters of a library's message, or of a header's entry, that an error quotes
 ZIP_MAGIC = b"PK\x03\x04"  # first bytes of a zip archive
 LENGTH_BYTES = 8  # size of the length at the start of a safetensors file
+MAX_HEADER = 100_000_000  # bytes of a safetensors header, as in the safetensors library
 #: Names of the dtypes that kvjax reads, as in safetensors.
 FLOATS: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -236,6 +237,9 @@ def read_json(path: Path) -> Json:
 def safetensors(path: Path) -> dict[str, Stored]:
     """Opens a safetensors file, which consists of the length of the header in 8 bytes, a JSON header and the data.
 
+    As in the safetensors library, each byte of the data belongs to exactly one tensor: a header under which tensors
+    overlap, or leave bytes out, would give some of them the values of others.
+
     Args:
       path: the file.
 
@@ -250,20 +254,30 @@ def safetensors(path: Path) -> dict[str, Stored]:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if total < LENGTH_BYTES or length > total - LENGTH_BYTES:
             raise CheckpointError(f"{path} is not a complete safetensors file: {total} bytes end inside its header.")
+        if length > MAX_HEADER:
+            raise CheckpointError(f"{path} is damaged: its safetensors header has {length} bytes, over {MAX_HEADER}.")
         try:
-            header = json.loads(file.read(length).decode("utf-8"))
+            header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_without_doubles)
             if not isinstance(header, dict):
                 raise ValueError("no object")  # converted to a CheckpointError below
+        except _Doubled as error:
+            raise CheckpointError(
+                f"{path} is damaged: its safetensors header has {shown(error.args[0])} twice."
+            ) from None
         except (ValueError, RecursionError):
             raise CheckpointError(f"{path} is damaged: its safetensors header is not a JSON object.") from None
-    header.pop("__metadata__", None)
+    about = header.pop("__metadata__", None) or {}
+    if not isinstance(about, dict) or not all(isinstance(each, str) for each in about.values()):
+        raise CheckpointError(f"{path} is damaged: __metadata__ of its header must be texts, but is {shown(about)}.")
     data, found, end = LENGTH_BYTES + length, {}, 0
+    spans: list[tuple[int, int, str]] = []
     for name, entry in header.items():
         try:
             dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             size = FLOATS[dtype].itemsize if dtype in FLOATS else _OTHERS[dtype]
-            sound = all(isinstance(n, int) and n >= 0 for n in (*shape, first, last))
-            if not sound or last - first != math.prod(shape) * size:
+            sound = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, first, last))
+            # Sizes of a damaged header may be of any length: no product of them is computed beyond the file.
+            if not sound or max((0, *shape)) > MAX_ELEMENTS or last - first != math.prod(shape) * size:
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(
@@ -271,11 +285,50 @@ def safetensors(path: Path) -> dict[str, Stored]:
                 "contradicts itself."
             ) from None
         end = max(end, last)
+        spans.append((first, last, name))
         found[name] = _stored(name, path, shape, dtype, [(data + first, last - first)])
     if data + end != total:
         what = "truncated" if data + end > total else "damaged"
         raise CheckpointError(f"{path} is {what}: its header promises {data + end} bytes, but it has {total}.")
+    _check_spans(path, spans)
     return found
+
+
+class _Doubled(ValueError):
+    """A key that a JSON object has twice."""
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> Json:
+    """Returns a JSON object of which no key is there twice."""
+    found: Json = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Doubled(key)
+        found[key] = value
+    return found
+
+
+def _check_spans(path: Path, spans: list[tuple[int, int, str]]) -> None:
+    """Checks that tensors follow each other without an overlap or a gap.
+
+    Args:
+      path: the file.
+      spans: the first offset in the data, that after the last, and the name of each tensor.
+
+    Raises:
+      CheckpointError: they do not; the message names the tensors.
+    """
+    end, before = 0, ""
+    for first, last, name in sorted(spans):
+        if first < end:
+            raise CheckpointError(
+                f"{path} is damaged: {before} and {name} overlap; by its header the one ends at byte {end} of the "
+                f"data, and the other is from byte {first} to byte {last}."
+            )
+        if first > end:
+            where = f"between {before} and {name}" if before else f"before {name}"
+            raise CheckpointError(f"{path} is damaged: bytes {end} to {first} of its data, {where}, are of no tensor.")
+        end, before = last, name
 
 
 def _stored(name: str, path: Path, shape: tuple[int, ...], dtype: str, extents: list[tuple[int, int]]) -> Stored:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from kvjax.checkpoint import chat, sentencepiece_model
 from kvjax.checkpoint.encoding import Tokenizer
-from kvjax.checkpoint.readers import MAX_REASON, Json, read_json
+from kvjax.checkpoint.readers import MAX_REASON, Json
 from kvjax.checkpoint.special_tokens import ADDED_FILE, CONFIG_FILE, MAP_FILE, SpecialTokens, read_settings
+from kvjax.checkpoint.token_settings import check_settings
 from kvjax.errors import CheckpointError
 from kvjax.models.config import DecoderConfig
 
@@ -56,12 +57,11 @@ def load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
 
     Raises:
       CheckpointError: if a file is damaged, or a package is not installed.
+      ConfigError: if a setting is of another type.
     """
     paths = [path for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-    for name in (CONFIG_FILE, MAP_FILE, ADDED_FILE):
-        if name in files:
-            read_json(folder / name)  # says what is wrong with it
+    check_settings(folder, files)
     try:
         settings = read_settings(files)
         tokens = SpecialTokens.read(files)

@@ -8,6 +8,7 @@ import sys
 from kvjax.errors import KvjaxError
 
 USAGE_ERROR = 2
+INSTALL = "pip install 'kvjax[lm-eval]'"
 
 
 def main() -> int:
@@ -16,7 +17,13 @@ def main() -> int:
         from lm_eval.__main__ import cli_evaluate
 
         from kvjax.lm_eval.model import KVJaxLM  # noqa: F401 (registers itself)
-
+    except ImportError as error:
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            print(f"{__doc__}\nThe options are those of lm_eval, which cannot be imported ({error}): {INSTALL}")
+            return 0
+        print(f"error: this is the command line of lm_eval, which needs {error.name}: {INSTALL}", file=sys.stderr)
+        return USAGE_ERROR
+    try:
         cli_evaluate()
     except (KvjaxError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -5,11 +5,12 @@ To support another family, add an entry to a table of `kvjax.models.tables`. `re
 `Names`.
 """
 
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, shown
 from kvjax.models import family
 from kvjax.models.config import DecoderConfig
-from kvjax.models.family import Family, Json
+from kvjax.models.family import Family
 from kvjax.models.tables import cohere, experts, gemma, layer_norm, llama
+from kvjax.models.values import Json
 
 #: ``model_type`` -> family.
 FAMILIES: dict[str, Family] = layer_norm.FAMILIES | llama.FAMILIES | gemma.FAMILIES | cohere.FAMILIES | experts.FAMILIES
@@ -28,11 +29,6 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "recurrent_gemma", "rwkv"), "it has no attention over the tokens before"),
 }
 
-# Upper bounds that no real decoder comes near. Larger numbers, from a damaged file, would exhaust memory while the
-# parameters are only being described.
-MAX_SIZE = 1 << 26
-MAX_LAYERS = 1000
-
 
 def read(raw: Json) -> DecoderConfig:
     """Converts a ``config.json`` to a `DecoderConfig`. Absent keys have the defaults of ``transformers``.
@@ -44,20 +40,12 @@ def read(raw: Json) -> DecoderConfig:
       ConfigError: if the family is unknown, an option is not supported or a value is not valid.
     """
     name = raw.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         reason = f": {REFUSED[name]}" if isinstance(name, str) and name in REFUSED else ""
         raise ConfigError(
-            f"model_type {name!r} in config.json is not supported{reason}; supported: {', '.join(FAMILIES)}."
+            f"model_type {shown(name)} in config.json is not supported{reason}; supported: {', '.join(FAMILIES)}."
         )
-    config = family.read(name, FAMILIES[name], raw)
-    sizes = (config.vocab_size, config.hidden_size, config.mlp_size, config.num_heads, config.head_dim)
-    if config.num_layers > MAX_LAYERS or max(*sizes, config.max_positions) > MAX_SIZE:
-        raise ConfigError(
-            f"config.json of {name} cannot be true: it describes {config.num_layers} layers, a vocabulary of "
-            f"{config.vocab_size}, hidden size {config.hidden_size}, MLP size {config.mlp_size}, {config.num_heads} "
-            f"heads of {config.head_dim} and {config.max_positions} positions."
-        )
-    return config
+    return family.read(name, FAMILIES[name], raw)
 
 
 def write(config: DecoderConfig) -> Json:

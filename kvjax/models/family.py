@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvjax.errors import ConfigError
-from kvjax.models import rope_keys
+from kvjax.errors import ConfigError, shown
+from kvjax.models import rope_keys, values
 from kvjax.models.config import DecoderConfig
 from kvjax.models.layers import ACTIVATIONS
-from kvjax.models.rope_keys import Json
+from kvjax.models.values import Json
 from kvjax.rope import Rope
 
 Fields = dict[str, Any]  # DecoderConfig field -> value
@@ -97,8 +97,9 @@ def read(name: str, family: Family, raw: Json) -> DecoderConfig:
       ConfigError: see `kvjax.models.families.read`.
     """
     for key, only in family.only.items():
-        if raw.get(key) is not None and raw[key] != only:
-            raise ConfigError(f"{key} of {name} is {raw[key]!r} in config.json; kvjax has {only!r} only.")
+        # In Python, 1 equals true.
+        if raw.get(key) is not None and (raw[key] != only or type(raw[key]) is not type(only)):
+            raise ConfigError(f"{key} of {name} is {shown(raw[key])} in config.json; kvjax has {only!r} only.")
     types = {field.name: field.type for field in dataclasses.fields(DecoderConfig)}
     fields: Fields = {"family": name, **family.fixed}
     for field, (key, default) in family.keys.items():
@@ -118,10 +119,13 @@ def read(name: str, family: Family, raw: Json) -> DecoderConfig:
             f"config.json of {name}: num_attention_heads {heads} is not a multiple of "
             f"num_key_value_heads {fields['num_kv_heads']}."
         )
+    _check_sizes(name, fields)
     fields |= family.finish(raw, fields)
+    _check_sizes(name, fields)
     if fields["activation"] not in ACTIVATIONS:
         raise ConfigError(
-            f"activation {fields['activation']!r} of {name} in config.json is unknown; valid: {', '.join(ACTIVATIONS)}."
+            f"activation {shown(fields['activation'])} of {name} in config.json is unknown; valid: "
+            f"{', '.join(ACTIVATIONS)}."
         )
     if family.rope is not None:
         fields["rope"] = rope_keys.read(name, raw, family.rope, fields["head_dim"], fields["max_positions"])
@@ -164,7 +168,8 @@ def setting(family: str, raw: Json, key: str, default: object, kind: object) -> 
       raw: the parsed ``config.json``.
       key: the key.
       default: the value if the key is absent.
-      kind: the type of the `DecoderConfig` field: bool, str, float, float or None, or another for whole numbers.
+      kind: the type of the `DecoderConfig` field: bool, str, float, str or None, float or None, or another for whole
+        numbers.
 
     Raises:
       ConfigError: if the value is not valid for the key.
@@ -172,36 +177,52 @@ def setting(family: str, raw: Json, key: str, default: object, kind: object) -> 
     value = raw.get(key, default)
     valid: str | None = None
     if key == "eos_token_id":
-        values = [] if value is None else value if isinstance(value, list) else [value]
-        if all(_whole(v) and v >= 0 for v in values):
-            return tuple(values)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if all(values.is_whole(each, 0, values.MAX_ID) for each in ids):
+            return tuple(ids)
         valid = "a token id, a list of them or null"
     elif kind is bool:
         valid = None if isinstance(value, bool) else "true or false"
-    elif kind is str:
-        valid = None if isinstance(value, str) else "a name"
-    elif kind == float | None and value is None:
+    elif kind in (float | None, str | None) and value is None:
         return None
+    elif kind in (str, str | None):
+        valid = None if isinstance(value, str) else "a name"
     elif kind in (float, float | None):
-        valid = None if isinstance(value, int | float) and value > 0 and value is not True else "a number above 0"
+        largest = values.MAX_EPSILON if key.endswith(_EPSILON) else values.LARGEST
+        valid = None if values.is_number(value, most=largest) else f"a number above 0, of at most {largest:g}"
     elif key.endswith("_token_id"):
         # Some old files have -1 for null.
-        value = None if value == -1 else value
-        valid = None if value is None or (_whole(value) and value >= 0) else "a token id or null"
-    elif not (_whole(value) and value > 0) and not (value is None and key in _NULLABLE):
-        valid = "a whole number above 0"
+        value = None if values.is_whole(value, -1, -1) else value
+        valid = None if value is None or values.is_whole(value, 0, values.MAX_ID) else "a token id or null"
+    elif not (value is None and key in _NULLABLE):
+        most = values.MAX_LAYERS if key in _LAYERS else values.MAX_SIZE
+        valid = None if values.is_whole(value, 1, most) else f"a whole number above 0, of at most {most}"
     if valid:
-        raise ConfigError(f"config.json of {family}: {key} must be {valid}, but is {value!r}.")
+        raise ConfigError(f"config.json of {family}: {key} must be {valid}, but is {shown(value)}.")
     return value
 
 
 #: Keys for which null is valid.
 _NULLABLE = {"num_key_value_heads", "head_dim", "n_inner", "word_embed_proj_dim", "sliding_window"}
+#: Keys that count layers.
+_LAYERS = {"num_hidden_layers", "n_layer"}
+#: Endings of keys of a norm's constant.
+_EPSILON = ("_eps", "_epsilon")
 
 
-def _whole(value: object) -> bool:
-    """Returns whether a JSON value is a whole number."""
-    return isinstance(value, int) and not isinstance(value, bool)
+def _check_sizes(name: str, fields: Fields) -> None:
+    """Raises ConfigError if sizes that are possible one by one cannot be true of one decoder."""
+    layers, hidden, heads, mlp = (fields[key] for key in ("num_layers", "hidden_size", "num_heads", "mlp_size"))
+    experts, dim, vocabulary = fields.get("num_experts", 0), fields["head_dim"], fields["vocab_size"]
+    rows = max(vocabulary, fields["max_positions"] if fields.get("learned_positions") else 0)
+    largest = max(hidden * heads * dim, max(experts, 1) * hidden * mlp, rows * max(hidden, fields["embed_size"]))
+    entries = layers * max(heads, experts)
+    if entries > values.MAX_ENTRIES or max(heads * dim, mlp) > values.MAX_SIZE or largest > values.MAX_ELEMENTS:
+        raise ConfigError(
+            f"config.json of {name} cannot be true: it describes {layers} layers, {experts} experts, a vocabulary of "
+            f"{vocabulary}, hidden size {hidden}, MLP size {mlp}, {heads} heads of {dim} and "
+            f"{fields['max_positions']} positions."
+        )
 
 
 def _windows(name: str, family: Family, raw: Json, num_layers: int) -> tuple[int | None, ...]:
@@ -213,13 +234,14 @@ def _windows(name: str, family: Family, raw: Json, num_layers: int) -> tuple[int
         return (window,) * num_layers
     types = raw.get("layer_types")
     if types is None:
-        types = family.layer_types(name, raw, num_layers) if window else [FULL] * num_layers
-    valid = {FULL, SLIDING} if window else {FULL}
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= valid:
+        usual = family.layer_types(name, raw, num_layers)
+        types = usual if window else [FULL] * num_layers
+    valid = (FULL, SLIDING) if window else (FULL,)
+    if not isinstance(types, list) or len(types) != num_layers or not all(each in valid for each in types):
         needs = "use_sliding_window and a sliding_window" if family.window_switch else "a sliding_window"
         raise ConfigError(
-            f"config.json of {name}: layer_types must list {' or '.join(sorted(valid))} for each of the {num_layers} "
-            f"layers (sliding ones need {needs}), but is {types!r}."
+            f"config.json of {name}: layer_types must list {' or '.join(valid)} for each of the {num_layers} "
+            f"layers (sliding ones need {needs}), but is {shown(types)}."
         )
     return tuple(window if kind == SLIDING else None for kind in types)
 

@@ -3,10 +3,12 @@
 import dataclasses
 from typing import Any
 
-from kvjax.errors import ConfigError, InputError
+from kvjax.errors import ConfigError, InputError, shown
+from kvjax.inputs import LARGEST_COUNT
+from kvjax.models import values
+from kvjax.models.values import Json
 from kvjax.sampling import Greedy, Sample, Sampler
 
-Json = dict[str, Any]  # a JSON object
 FILE = "generation_config.json"
 TOP_K = 50  # of a file that asks for sampling and says nothing else, as in transformers
 #: Settings that kvjax does not have, with the value, besides null, that changes nothing.
@@ -54,17 +56,27 @@ def read(raw: Json, content: bytes | None = None) -> GenerationConfig:
         raise ConfigError(f"{FILE}: {error}") from None
     ids = raw.get("eos_token_id")
     ids = ids if isinstance(ids, list) or ids is None else [ids]
-    if ids is not None and not all(_is_count(each, 0) for each in ids):
-        raise ConfigError(f"{FILE}: eos_token_id must be a token id, a list of them or null, but is {ids!r}.")
+    if ids is not None and not all(values.is_whole(each, 0, values.MAX_ID) for each in ids):
+        raise ConfigError(f"{FILE}: eos_token_id must be a token id, a list of them or null, but is {shown(ids)}.")
     most = raw.get("max_new_tokens")
-    if most is not None and not _is_count(most, 1):
-        raise ConfigError(f"{FILE}: max_new_tokens must be a whole number of at least 1 or null, but is {most!r}.")
+    if most is not None and not values.is_whole(most, 1, LARGEST_COUNT):
+        raise ConfigError(
+            f"{FILE}: max_new_tokens must be a whole number of at least 1 or null, and at most {LARGEST_COUNT}, but is "
+            f"{shown(most)}."
+        )
     unsupported = tuple(name for name, plain in _OTHERS.items() if raw.get(name) not in (None, plain))
     return GenerationConfig(None if ids is None else tuple(ids), sampler, most, unsupported, content)
 
 
 def _sampler(raw: Json) -> Sampler:
     """Returns the sampling method. Without ``do_sample``, or at temperature 0, only the penalty counts."""
+
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        # Of any size, and of files that do not sample too, as 0.0 for none.
+        if raw.get(name) is not None and (isinstance(raw[name], bool) or not isinstance(raw[name], int | float)):
+            raise ConfigError(f"{FILE}: {name} must be a number or null, but is {shown(raw[name])}.")
+    if not isinstance(raw.get("do_sample"), bool | None):
+        raise ConfigError(f"{FILE}: do_sample must be true, false or null, but is {shown(raw['do_sample'])}.")
 
     def given(name: str, default: Any, none: Any = None) -> Any:
         """Returns a value; `default` for null, and None for the value `none`, which changes nothing."""
@@ -80,7 +92,3 @@ def _sampler(raw: Json) -> Sampler:
         temperature=given("temperature", 1.0), top_k=given("top_k", TOP_K, none=0), top_p=given("top_p", None, none=1),
         min_p=given("min_p", None, none=0), repetition_penalty=penalty,
     )  # fmt: skip
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
+from kvjax.products import MAX_ROWS
 from kvjax.sharding import Params
 
 Array = jax.Array
@@ -31,8 +32,8 @@ def parameter_shapes(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> P
 
 @functools.lru_cache(maxsize=16)
 def _traced_shapes(config: DecoderConfig, dtype: jnp.dtype) -> Params:
-    """Traces the initialisation."""
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    """Traces the initialisation, for so many tokens that no form of a product is timed, nor divided into parts."""
+    tokens = jax.ShapeDtypeStruct((1, MAX_ROWS + 1), jnp.int32)
     init = Decoder(config, dtype).init
     return jax.eval_shape(lambda key, x: init(key, x)["params"], jax.random.key(0), tokens)
 

@@ -5,16 +5,18 @@ New releases of ``transformers`` have it under ``rope_parameters``, old ones und
 
 import dataclasses
 import math
-from typing import Any
 
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, shown
+from kvjax.models import values
 from kvjax.models.config import DecoderConfig
-from kvjax.rope import Rope
+from kvjax.models.values import Json
+from kvjax.rope import Rope, Scaling
 
-Json = dict[str, Any]  # a JSON object
-TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
+TYPES: tuple[Scaling, ...] = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 THETA = 10_000.0  # default base of the frequencies
 BETA_FAST, BETA_SLOW = 32.0, 1.0  # default band edges of YaRN, in rotations over the trained length
+MAX_FACTOR = 1e6  # of settings of a scaling: dynamic subtracts products with it in float32
+DYNAMIC_DIM = 2  # rotated features for which the exponent dim / (dim - 2) of dynamic scaling is not defined
 YARN_SLOPE = 0.1  # growth of YaRN's attention factor with ln(factor) (arXiv:2309.00071, eq. 22)
 
 
@@ -60,25 +62,29 @@ def read(family: str, raw: Json, keys: RopeKeys, head_dim: int, max_positions: i
     if keys.local_theta:
         raw = _of_kind(raw, "full_attention")
     # A file that was saved by an old release and edited for a new one has both keys; transformers reads the old one.
-    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    given = raw.get(name) or {}
-    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        raise ConfigError(f"config.json of {family}: {name} must be one flat object, but is {given!r}.")
-    kind = given.get("rope_type", given.get("type", "default"))
+    where = f"config.json of {family}"
+    objects = {key: values.json_object(where, key, raw.get(key)) for key in ("rope_scaling", "rope_parameters")}
+    name = "rope_scaling" if objects["rope_scaling"] else "rope_parameters"
+    given = objects[name]
+    if any(isinstance(value, dict) for value in given.values()):
+        raise ConfigError(f"{where}: {name} must be one flat object, but is {shown(given)}.")
+    asked = given.get("rope_type", given.get("type", "default"))
     # "su" is an earlier name of LongRoPE; the first release of Phi-3 called it "yarn".
-    if kind == "su" or (kind == "yarn" and family == "phi3"):
-        kind = "longrope"
-    if kind not in TYPES:
-        raise ConfigError(f"config.json of {family}: rope type {kind!r} is unknown; valid types: {', '.join(TYPES)}.")
+    if asked == "su" or (asked == "yarn" and family == "phi3"):
+        asked = "longrope"
+    kind = values.choice(where, "rope type", asked, TYPES)
 
     def number(key: str, default: float | None = None, fallback: str | None = None) -> float:
         """Returns a setting, from `fallback` at the top level if it is absent, or the default."""
         value = given.get(key)
         value = raw.get(fallback) if value is None and fallback else value
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        # Frequencies fall with the powers of the base; YaRN divides by its logarithm.
+        least, most = (1, values.LARGEST) if key == "rope_theta" else (0, MAX_FACTOR)
+        if not values.is_number(value, most=most) or value <= least:
             raise ConfigError(
-                f"config.json of {family}: {key} of a {kind} {name} must be a number above 0, but is {value!r}."
+                f"{where}: {key} of a {kind} {name} must be a number above {least}, of at most {most:g}, but is "
+                f"{shown(value)}."
             )
         return float(value)
 
@@ -96,32 +102,48 @@ def read(family: str, raw: Json, keys: RopeKeys, head_dim: int, max_positions: i
     theta = number("rope_theta", keys.theta_default, keys.theta)
     if kind == "default":
         return Rope(dim, theta)
-    original = given.get("original_max_position_embeddings") or max_positions
+    key = "original_max_position_embeddings"
+    original = max_positions if given.get(key) is None else given[key]
     if keys.original_default:
         original = keys.original_default
-    original = raw.get("original_max_position_embeddings") or original
-    if not isinstance(original, int) or original < 1:
+    original = original if raw.get(key) is None else raw[key]
+    # LongRoPE divides by the logarithm of the trained length.
+    least = 2 if kind == "longrope" else 1
+    if not values.is_whole(original, least, values.MAX_SIZE):
         raise ConfigError(
-            f"config.json of {family}: original_max_position_embeddings must be a whole number above 0, "
-            f"but is {original!r}."
+            f"{where}: {key} must be a whole number from {least} to {values.MAX_SIZE}, but is {shown(original)}."
         )
     match kind:
         case "linear":
             return Rope(dim, theta, kind, number("factor"))
         case "dynamic":
+            if dim <= DYNAMIC_DIM:
+                raise ConfigError(
+                    f"{where}: a dynamic {name} needs more than {DYNAMIC_DIM} rotated features of a head; there are "
+                    f"{dim}."
+                )
             # transformers uses max_position_embeddings as the trained length and ignores the other key.
             return Rope(dim, theta, kind, number("factor"), max_positions)
         case "llama3":
             low, high = number("low_freq_factor"), number("high_freq_factor")
+            if high <= low:
+                raise ConfigError(
+                    f"{where}: high_freq_factor of a {kind} {name} must be above low_freq_factor, which is {low:g}, "
+                    f"but is {high:g}."
+                )
             return Rope(dim, theta, kind, number("factor"), original, low, high)
     stretch = max_positions / original
     factor = number("factor", stretch)
-    attention = number("attention_factor", _attention_factor(kind, factor, original, given))
+    scales = {key: number(key, 1.0) for key in ("mscale", "mscale_all_dim") if given.get(key)}
+    attention = number("attention_factor", _attention_factor(kind, factor, original, scales))
     if kind == "yarn":
         fast, slow = number("beta_fast", BETA_FAST), number("beta_slow", BETA_SLOW)
+        truncate = True if given.get("truncate") is None else given["truncate"]
+        if not isinstance(truncate, bool):
+            raise ConfigError(f"{where}: truncate of a {kind} {name} must be true or false, but is {shown(truncate)}.")
         return Rope(
             dim, theta, kind, factor, original, beta_fast=fast, beta_slow=slow, attention_factor=attention,
-            truncate=given.get("truncate", True),
+            truncate=truncate,
         )  # fmt: skip
     short, long = (_factors(family, name, key, given.get(key), dim // 2) for key in ("short_factor", "long_factor"))
     return Rope(
@@ -222,7 +244,11 @@ def _attention_factor(kind: str, factor: float, original: int, given: Json) -> f
 
 def _factors(family: str, name: str, key: str, value: object, count: int) -> tuple[float, ...]:
     """Returns the checked factors of LongRoPE, `count` numbers."""
-    if not isinstance(value, list) or len(value) != count or not all(isinstance(x, int | float) for x in value):
-        got = f"{len(value)} values" if isinstance(value, list) else repr(value)
+    if not isinstance(value, list) or len(value) != count:
+        got = f"{len(value)} values" if isinstance(value, list) else shown(value)
         raise ConfigError(f"config.json of {family}: {key} of {name} must list {count} numbers, but is {got}.")
+    if wrong := [each for each in value if not values.is_number(each, most=MAX_FACTOR)]:
+        raise ConfigError(
+            f"config.json of {family}: {key} of {name} must list numbers above 0, but has {shown(wrong[0])}."
+        )
     return tuple(float(x) for x in value)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from kvjax.arguments import count_argument, warn_once
-from kvjax.errors import PolicyError
+from kvjax.errors import PolicyError, shown
 
 if TYPE_CHECKING:
     from kvjax.policies.base import Evict
@@ -142,9 +142,9 @@ class Slots(Budget):
 
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not isinstance(self.count, numbers.Integral):
-            raise PolicyError(f"budget {self.count!r} is not a number of slots; {HINT}")
+            raise PolicyError(f"budget {shown(self.count)} is not a number of slots; {HINT}")
         if not 1 <= self.count <= MOST_SLOTS:
-            raise PolicyError(f"budget {self.count} is out of range; {HINT}")
+            raise PolicyError(f"budget {shown(self.count)} is out of range; {HINT}")
         object.__setattr__(self, "count", int(self.count))
 
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
@@ -173,7 +173,7 @@ class Fraction(Budget):
     def __post_init__(self) -> None:
         object.__setattr__(self, "least", count_argument("a budget's least", self.least, minimum=1))
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, numbers.Real):
-            raise PolicyError(f"budget {self.fraction!r} is not a fraction; {HINT}")
+            raise PolicyError(f"budget {shown(self.fraction)} is not a fraction; {HINT}")
         if not 0 < float(self.fraction) <= 1:  # NaN fails this too
             raise PolicyError(f"budget {float(self.fraction)} is out of range; {HINT}")
         object.__setattr__(self, "fraction", float(self.fraction))
@@ -297,7 +297,7 @@ class PerLayer(Budget):
     def __post_init__(self) -> None:
         if not isinstance(self.layers, list | tuple) or not self.layers:
             raise PolicyError(
-                f"budget {self.layers!r} is not a sequence with one budget per layer; give one, such as (64, 0.5)."
+                f"budget {shown(self.layers)} is not a sequence with one budget per layer; give one, such as (64, 0.5)."
             )
         object.__setattr__(self, "layers", tuple(single(each) for each in self.layers))
 
@@ -346,7 +346,7 @@ def single(value: Any) -> Slots | Fraction:
     if isinstance(value, Slots | Fraction):
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise PolicyError(f"budget {value!r} is not a number; {HINT}")
+        raise PolicyError(f"budget {shown(value)} is not a number; {HINT}")
     if isinstance(value, numbers.Integral) and value == 1:
         warn_once(
             "budget 1 is one slot per KV head, with which predictions mean little: for the whole prompt write 1.0, and "

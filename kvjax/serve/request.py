@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvjax.errors import InputError, NonFiniteError
+from kvjax.errors import InputError, NonFiniteError, shown
 from kvjax.inputs import check_batch, check_count, check_one_row, check_stop
 from kvjax.models.config import DecoderConfig
 from kvjax.sampling import Greedy, Sample, Sampler, check_sampling
@@ -186,5 +186,5 @@ def check_stops(shared: np.ndarray, own: int | Sequence[int]) -> np.ndarray:
 
 def _below(name: str, value: int, limit: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < limit:
-        raise InputError(f"{name} must be a whole number from 0 to {limit - 1}; got {value!r}.")
+        raise InputError(f"{name} must be a whole number from 0 to {limit - 1}; got {shown(value)}.")
     return int(value)

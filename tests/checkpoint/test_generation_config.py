@@ -1,7 +1,9 @@
 """generation_config.json: what it says, what is refused, and that it survives."""
 
+import dataclasses
 import json
 
+import jax.numpy as jnp
 import pytest
 from safetensors.numpy import save_file
 
@@ -10,6 +12,7 @@ from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models.generation import FILE, read
 from kvjax.sampling import Greedy, Sample
 from tests.checkpoint.folders import folder_with, raw_config
+from tests.models.test_odd_configs import ODD
 
 
 @pytest.mark.parametrize(
@@ -45,12 +48,36 @@ def test_what_ends_a_text_and_what_is_not_supported():
         ({"eos_token_id": [1, -2]}, "eos_token_id must be a token id, a list of them or null"),
         ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1"),
         ({"do_sample": True, "temperature": -1}, "temperature must be from"),
-        ({"repetition_penalty": "much"}, "repetition_penalty must be from"),
+        ({"repetition_penalty": "much"}, "repetition_penalty must be a number or null"),
+        ({"repetition_penalty": -1}, "repetition_penalty must be from"),
+        ({"temperature": [0.5]}, "temperature must be a number or null"),
+        ({"do_sample": "no"}, "do_sample must be true, false or null"),
+        ({"do_sample": True, "top_k": 10**400}, "top_k must be at most"),
+        ({"max_new_tokens": 2**31}, "max_new_tokens must be a whole number of at least 1 or null, and at most"),
+        ({"eos_token_id": 2**31}, "eos_token_id must be a token id"),
     ],
 )
 def test_values_that_cannot_be(raw, message):
     with pytest.raises(ConfigError, match=rf"^generation_config\.json: {message}"):
         read(raw)
+
+
+@pytest.mark.parametrize(
+    "key", ["eos_token_id", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "num_beams",
+            "repetition_penalty"],
+)  # fmt: skip
+def test_odd_values_of_every_key(key):
+    """Each is refused, or gives settings that programs can be compiled with."""
+    for value in ODD:
+        for others in ({}, {"do_sample": True}):
+            try:
+                found = read(others | {key: value})
+            except ConfigError:
+                continue
+            jnp.asarray([found.eos_token_ids or (0,)], jnp.int32)
+            numbers = (found.max_new_tokens, *dataclasses.asdict(found.sampler).values())
+            assert all(each is None or 0 < each <= 1e20 for each in numbers)
+            assert all(not isinstance(each, list | dict | bool) for each in numbers)
 
 
 def test_it_is_loaded_and_saved(tmp_path):

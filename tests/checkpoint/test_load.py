@@ -1,7 +1,9 @@
 """Formats, dtypes and damaged folders."""
 
 import contextlib
+import itertools
 import json
+import logging
 import struct
 import sys
 import traceback
@@ -13,10 +15,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from kvjax.checkpoint import locate, readers
-from kvjax.checkpoint.huggingface import load
+from kvjax.checkpoint import locate, names, readers
+from kvjax.checkpoint.huggingface import load, save
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import families
 from tests.checkpoint.folders import assert_same, flax_tree, folder_with, raw_config
@@ -131,6 +134,33 @@ def test_old_names_and_buffers(family, tmp_path):
     assert model.config == config
 
 
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("shards", [False, True], ids=["one", "shards"])
+@pytest.mark.parametrize("family", [name for name in families.FAMILIES if name != "phi"])  # phi's is never tied
+def test_tied_models_that_store_only_their_head(family, shards, form, tmp_path):
+    """Which of the two names of a shared tensor a file has is up to the program that wrote it."""
+    config, params, found = folder_with(tmp_path, raw_config(family, tie_word_embeddings=True))
+    embedding, head = names.embedding_and_head(family)
+    found[head] = found.pop(embedding)
+    file, write = FORMATS[form]
+    if shards:
+        write_shards(tmp_path, found, file, write)
+    else:
+        write(found, tmp_path / file)
+    model = load(tmp_path)
+    assert model.config == config
+    assert_same(model.params, params)
+    if shards or form != "safetensors":
+        return
+    # Saved, it has the usual name.
+    save(model, tmp_path / "saved")
+    assert_same(load(tmp_path / "saved").params, params)
+    assert embedding in header_of(tmp_path / "saved" / "model.safetensors")[0]
+    del found[head]
+    save_file(found, tmp_path / "model.safetensors")
+    fails(tmp_path, f"1 missing: {embedding}")
+
+
 def test_tied_head_that_differs_is_used(tmp_path):
     config, _, found = folder_with(tmp_path, raw_config("llama", tie_word_embeddings=True))
     found["lm_head.weight"] = found["model.embed_tokens.weight"] + 1
@@ -184,11 +214,11 @@ def test_missing_extra_and_misshapen_in_one_error(tmp_path):
         ({"hidden_size": 32}, ["21 misshapen", "model.layers.1.mlp.down_proj.weight"]),
         ({"num_key_value_heads": 4}, ["4 misshapen", "k_proj"]),
         ({"attention_bias": True}, ["8 missing", "q_proj.bias"]),
-        ({"num_hidden_layers": 10**8}, ["100000000 layers", "cannot be true"]),
-        ({"hidden_size": 10**15}, ["hidden size 1000000000000000", "cannot be true"]),
-        ({"vocab_size": 10**15}, ["vocabulary of 1000000000000000"]),
-        ({"num_attention_heads": 10**15}, ["1000000000000000 heads"]),
-        ({"n_positions": 10**15, "model_type": "gpt2"}, ["1000000000000000 positions"]),
+        ({"num_hidden_layers": 10**8}, ["num_hidden_layers must be", "at most 1000", "100000000"]),
+        ({"hidden_size": 10**15}, ["hidden_size must be", "1000000000000000"]),
+        ({"vocab_size": 10**15}, ["vocab_size must be", "1000000000000000"]),
+        ({"num_attention_heads": 10**15}, ["num_attention_heads must be", "1000000000000000"]),
+        ({"n_positions": 10**15, "model_type": "gpt2"}, ["n_positions must be", "1000000000000000"]),
         ({"model_type": "gpt2"}, ["missing", "extra"]),
     ],
 )
@@ -265,6 +295,65 @@ def test_damaged_safetensors(tmp_path):
     fails(tmp_path, "truncated")
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        # Both say the first tensor's bytes; another's are of none.
+        (lambda first, second: (first, first), ["overlap"]),
+        (lambda first, second: (first, [second[0] - 4, second[1] - 4]), ["overlap", "ends at byte"]),
+        (lambda first, second: (first, [second[0] + 4, second[1] + 4]), ["bytes", "are of no tensor"]),
+        (lambda first, second: (second, first), None),  # in another order, as any writer may have them
+    ],
+)
+def test_offsets_that_overlap_or_leave_bytes_out(change, words, tmp_path):
+    _, _, found = good(tmp_path)
+    path = tmp_path / "model.safetensors"
+    header, data = header_of(path)
+    ordered = sorted((name for name in header if name != "__metadata__"), key=lambda n: header[n]["data_offsets"])
+    # Two neighbours of one shape, so that each entry is sound by itself.
+    one, other = next(
+        pair for pair in itertools.pairwise(ordered) if header[pair[0]]["shape"] == header[pair[1]]["shape"]
+    )
+    offsets = change(header[one]["data_offsets"], header[other]["data_offsets"])
+    changed = {name: header[name] | {"data_offsets": own} for name, own in zip((one, other), offsets, strict=True)}
+    rewrite(path, header | changed, data)
+    if words is None:
+        load(tmp_path)
+        return
+    fails(tmp_path, str(path), *words)
+    assert {one, other} & set(fails(tmp_path, "damaged").replace(" overlap", "").replace(",", "").split())
+    with pytest.raises(SafetensorError):
+        safe_open(path, "numpy")
+    assert found
+
+
+def test_headers_that_the_library_refuses(tmp_path):
+    good(tmp_path)
+    path = tmp_path / "model.safetensors"
+    header, data = header_of(path)
+    name, entry = "model.norm.weight", header["model.norm.weight"]
+    double = json.dumps(header)[:-1] + f', "{name}": {json.dumps(entry)}}}'
+    gap = {key: value for key, value in header.items() if key != name}
+    rewrite(path, double.encode(), data)
+    fails(tmp_path, str(path), name, "twice")  # the library takes the last one, of which its own page warns
+    for wrong, words in (
+        (gap, ["are of no tensor"] if entry["data_offsets"][1] < len(data) else ["damaged"]),
+        (header | {"__metadata__": {"format": 1}}, ["__metadata__"]),
+        (header | {"__metadata__": [1]}, ["__metadata__"]),
+        (header | {name: entry | {"shape": [True, 16]}}, [name, "contradicts itself"]),
+        (header | {name: entry | {"shape": [10**400]}}, [name, "contradicts itself"]),
+        (header | {name: entry | {"shape": [2**40] * 1000}}, [name, "contradicts itself"]),
+    ):
+        rewrite(path, wrong, data)
+        fails(tmp_path, str(path), *words)
+        with pytest.raises(SafetensorError):
+            safe_open(path, "numpy")
+    path.write_bytes((200_000_000).to_bytes(8, "little"))
+    with path.open("r+b") as file:
+        file.truncate(200_000_100)
+    fails(tmp_path, "200000000 bytes")
+
+
 def test_damaged_msgpack(tmp_path):
     _, _, found = folder_with(tmp_path, raw_config("opt"))
     path = tmp_path / "flax_model.msgpack"
@@ -321,6 +410,45 @@ def test_shards_and_indexes(tmp_path):
         fails(tmp_path, "index.json")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["../other/model.safetensors", "{other}/model.safetensors", "sub/../../other/model.safetensors", "", ".", "..",
+     "linked/model.safetensors", "a\0b", "x" * 5000],
+)  # fmt: skip
+def test_names_that_leave_the_folder(name, tmp_path):
+    folder, other = tmp_path / "model", tmp_path / "other"
+    _, _, found = folder_with(folder, raw_config("llama"))
+    other.mkdir()
+    save_file(found, other / "model.safetensors")
+    (folder / "linked").symlink_to(other)
+    index = {"weight_map": dict.fromkeys(found, name.format(other=other))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    fails(folder)
+
+
+def test_files_of_the_hub_cache_and_of_subfolders(tmp_path):
+    """The hub's cache has links from snapshots to blobs; a folder may be a link, and users link single files."""
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0", tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    _, params, found = folder_with(snapshot, raw_config("llama"))
+    write_shards(snapshot, found, "model.safetensors", save_file)
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(blobs / f"{number}")
+        path.symlink_to(f"../../blobs/{number}")
+    assert_same(load(snapshot).params, params)
+    (tmp_path / "link").symlink_to(snapshot)
+    assert_same(load(tmp_path / "link").params, params)
+    (snapshot / "sub").mkdir()
+    (snapshot / "model-00001-of-00003.safetensors").rename(snapshot / "sub" / "first.safetensors")
+    (snapshot / "sub" / "first.safetensors").unlink()
+    (snapshot / "sub" / "first.safetensors").symlink_to("../../../blobs/1")
+    index = json.loads((snapshot / "model.safetensors.index.json").read_text())["weight_map"]
+    index = {tensor: "sub/first.safetensors" if "00001-of" in file else file for tensor, file in index.items()}
+    (snapshot / "model.safetensors.index.json").unlink()
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert_same(load(snapshot).params, params)
+
+
 def test_folders_that_are_none(tmp_path):
     fails(tmp_path, "no config.json", "no files")
     (tmp_path / "config.json").write_text("{")
@@ -370,6 +498,33 @@ def test_hub_names(tmp_path, monkeypatch):
     assert "pytorch_model.bin" not in asked["allow_patterns"]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     fails("someone/some-model", "install huggingface_hub")
+
+
+def test_retries_are_one_line(monkeypatch, caplog):
+    """What huggingface_hub logs of each try is replaced by what to do; other lines of it are not."""
+    import huggingface_hub as hub
+
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    root, lines = logging.getLogger("huggingface_hub"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    root.addHandler(handler)
+
+    def unreachable(*args, **kwargs):
+        for number in range(1, 4):
+            logger.warning("'[Errno -2] Name or service not known' thrown while requesting GET https://a/b")
+            logger.warning(f"Retrying in {number}s [Retry {number}/3].")
+        logger.warning("another line with 100%s")
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(hub, "list_repo_files", unreachable)
+    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    try:
+        fails("someone/some-model", "no route")
+    finally:
+        root.removeHandler(handler)
+    assert lines[:2] == [locate.RETRIES, "another line with 100%s"] and "HF_HUB_OFFLINE=1" in locate.RETRIES
+    assert not handler.filters
 
 
 @pytest.mark.parametrize("piece", [1, 3, 5, 7, 35])

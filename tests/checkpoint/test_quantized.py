@@ -10,11 +10,14 @@ from safetensors.numpy import save_file
 
 import kvjax
 from kvjax.checkpoint import names, orbax
+from kvjax.checkpoint.quantized import stored_format
 from kvjax.errors import CheckpointError, ConfigError
+from kvjax.models import values
 from kvjax.models.decoder import Decoder
 from kvjax.models.quantize import parameter_bytes
 from kvjax.products.quantized import dequantize, is_quantized
 from tests.checkpoint.folders import assert_same, folder_with, get, raw_config
+from tests.models.test_odd_configs import ODD
 from tests.reference.weights import awq_tensors, gptq_tensors, random_codes
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False, "sym": False}
@@ -279,3 +282,32 @@ def test_bad_arguments(arguments, match, tmp_path):
 def test_unknown_name():
     with pytest.raises(ConfigError, match="'int3' is unknown; valid: int8, int4, int2"):
         kvjax.load("kvjax-tiny", weights="int3")
+
+
+@pytest.mark.parametrize(("settings", "write"), [(GPTQ, gptq()), (AWQ, awq_tensors)], ids=["gptq", "awq"])
+def test_tied_models_that_store_only_their_head(settings, write, tmp_path):
+    sizes = {"tie_word_embeddings": True}
+    config, exact, found = quantised_folder(tmp_path, "llama", settings, write=write, sizes=sizes)
+    found["lm_head.weight"] = found.pop("model.embed_tokens.weight")
+    save_file(found, tmp_path / "model.safetensors")
+    model = kvjax.load(tmp_path, dtype=jnp.float32)
+    assert config.tie_embeddings and model.config == config
+    assert_decoded(model.params, exact)
+    kvjax.save(model, tmp_path / "saved")
+    assert_decoded(kvjax.load(tmp_path / "saved", dtype=jnp.float32).params, exact)
+
+
+@pytest.mark.parametrize("settings", [GPTQ | {"checkpoint_format": "gptq"}, AWQ], ids=["gptq", "awq"])
+def test_odd_values_of_every_setting(settings, tmp_path):
+    for key in (*settings, "is_marlin_format", "pack_dtype", "model_file_base_name"):
+        for value in ODD:
+            try:
+                form = stored_format(tmp_path, {"quantization_config": settings | {key: value}})
+            except ConfigError:
+                continue
+            assert form is not None and form.bits == 4 and isinstance(form.bits, int)
+            assert form.group is None or (type(form.group) is int and 0 < form.group <= values.MAX_SIZE)
+    for value in ODD:
+        if value is not None:
+            with pytest.raises(ConfigError):
+                stored_format(tmp_path, {"quantization_config": value})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.checkpoint.tokenizer import load_tokenizer
-from kvjax.errors import CheckpointError, InputError
+from kvjax.errors import CheckpointError, InputError, KvjaxError
 from kvjax.models import families
 
 TEXT = "The quick brown fox, it's 42 naïve jumps —  and\n\ntwo  spaces. 日本"
@@ -360,7 +360,7 @@ def test_vocabularies_of_other_tokenizers_are_named(name, content, kind, tmp_pat
 def test_damaged_files_beside_the_vocabulary(name, content, tmp_path):
     tiny(tmp_path)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(KvjaxError):
         load_tokenizer(tmp_path, config("llama"))
 
 

@@ -1,8 +1,10 @@
 """What the tables of several families share: keys of ``config.json`` and names of tensors."""
 
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, shown
+from kvjax.models import values
 from kvjax.models.config import DecoderConfig
-from kvjax.models.family import FULL, SLIDING, Json, Keys, Names
+from kvjax.models.family import FULL, SLIDING, Keys, Names
+from kvjax.models.values import Json
 
 LLAMA_KEYS: Keys = {
     "vocab_size": ("vocab_size", 32000),
@@ -62,8 +64,11 @@ FUSED_QKV = ("attention.query", "attention.key", "attention.value")
 def qwen_layer_types(name: str, raw: Json, layers: int) -> list[str]:
     """Returns which layers of Qwen slide; see `Family.layer_types`."""
     first = raw.get("max_window_layers", QWEN_FULL_LAYERS)
-    if not isinstance(first, int) or isinstance(first, bool):
-        raise ConfigError(f"config.json of {name}: max_window_layers must be a whole number, but is {first!r}.")
+    if not values.is_whole(first, 0, values.MAX_LAYERS):
+        raise ConfigError(
+            f"config.json of {name}: max_window_layers must be a whole number from 0 to {values.MAX_LAYERS}, but is "
+            f"{shown(first)}."
+        )
     return [FULL if i < first else SLIDING for i in range(layers)]
 
 

@@ -1,9 +1,10 @@
 """Families with routed experts."""
 
 from kvjax.models.config import DecoderConfig
-from kvjax.models.family import Family, Fields, Json, Names, setting
+from kvjax.models.family import Family, Fields, Names, setting
 from kvjax.models.rope_keys import RopeKeys
 from kvjax.models.tables.common import BIAS_KEYS, LLAMA_ATTENTION, LLAMA_KEYS, LLAMA_TOP, QWEN_KEYS
+from kvjax.models.values import Json
 
 QWEN3_EXPERTS = 128  # of a layer of Qwen3-MoE, if config.json has no number
 

@@ -4,7 +4,7 @@ import math
 
 from kvjax.models import rope_keys
 from kvjax.models.config import DecoderConfig
-from kvjax.models.family import Family, Fields, Json, Keys, Names, periodic, setting
+from kvjax.models.family import Family, Fields, Keys, Names, periodic, setting
 from kvjax.models.rope_keys import RopeKeys
 from kvjax.models.tables.common import (
     BIAS_KEYS,
@@ -15,6 +15,7 @@ from kvjax.models.tables.common import (
     LLAMA_TOP,
     OUTPUT_NORMS,
 )
+from kvjax.models.values import Json
 from kvjax.rope import Rope
 
 
@@ -22,8 +23,9 @@ def _gemma(raw: Json, fields: Fields) -> Fields:
     """Reads Gemma's activation function and the scale of its embedding."""
     # Gemma 1 was trained with the tanh approximation but published with hidden_act "gelu"; later releases added the
     # key hidden_activation, which takes precedence.
-    activation = raw.get("hidden_activation") or fields["activation"]
-    if raw.get("hidden_activation") is None and activation == "gelu":
+    chosen = setting("gemma", raw, "hidden_activation", None, str | None)
+    activation = chosen or fields["activation"]
+    if chosen is None and activation == "gelu":
         activation = "gelu_pytorch_tanh"
     return {"activation": activation, "embed_scale": fields["hidden_size"] ** 0.5}
 

@@ -1,9 +1,10 @@
 """Families with layer norms."""
 
 from kvjax.models.config import DecoderConfig
-from kvjax.models.family import Family, Fields, Json, Names, setting
+from kvjax.models.family import Family, Fields, Names, setting
 from kvjax.models.rope_keys import RopeKeys
 from kvjax.models.tables.common import FUSED_QKV, LAYER_NORM, LLAMA_MLP, LLAMA_TOP, PLAIN_ATTENTION
+from kvjax.models.values import Json
 
 
 def _opt(raw: Json, fields: Fields) -> Fields:

@@ -1,7 +1,8 @@
 """Families with RMS norms and a gated MLP, as LLaMA."""
 
-from kvjax.errors import ConfigError
-from kvjax.models.family import FULL, SLIDING, Family, Json, Names, setting
+from kvjax.errors import ConfigError, shown
+from kvjax.models import values
+from kvjax.models.family import FULL, SLIDING, Family, Names, setting
 from kvjax.models.rope_keys import RopeKeys
 from kvjax.models.tables.common import (
     BIAS_KEYS,
@@ -16,6 +17,7 @@ from kvjax.models.tables.common import (
     qwen_layer_types,
     write_qwen,
 )
+from kvjax.models.values import Json
 
 SMOLLM3_INTERVAL = 4  # SmolLM3's layers from one without a rotary embedding to the next, if config.json has no list
 
@@ -26,10 +28,10 @@ def _rotating(raw: Json, layers: int) -> list[bool]:
     if flags is None:
         every = setting("smollm3", raw, "no_rope_layer_interval", SMOLLM3_INTERVAL, int)
         return [(index + 1) % every != 0 for index in range(layers)]
-    if not isinstance(flags, list) or len(flags) < layers or not all(flag in (0, 1) for flag in flags):
+    if not isinstance(flags, list) or len(flags) < layers or not all(values.is_whole(flag, 0, 1) for flag in flags):
         raise ConfigError(
             f"config.json of smollm3: no_rope_layers must list 1 or 0 for each of the {layers} layers (1 for a layer "
-            f"with a rotary embedding), but is {flags!r}."
+            f"with a rotary embedding), but is {shown(flags)}."
         )
     return [bool(flag) for flag in flags[:layers]]
 

@@ -3,19 +3,24 @@
 import dataclasses
 import errno
 import json
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
+import kvjax
 from experiments import results
 from experiments.config import ModelConfig
-from experiments.papers import page, runner
+from experiments.papers import generated, page, runner, texts
 from experiments.papers.entry import Entry, Published
 from experiments.papers.parts import Lab, Part, read
-from experiments.papers.settings import FAST, FULL, Settings, find_data
+from experiments.papers.settings import FAST, FULL, TEXTS, Settings, find_data
 from experiments.papers.statistics import paired_bootstrap
 from experiments.papers.verdict import Claim, Judgement, Table
+from experiments.tasks import multiple_choice
 from kvjax.errors import ConfigError
 
 MEASURED: list[str] = []  # names of parts, in the order in which they were measured
@@ -167,10 +172,37 @@ def test_errors_of_names_and_texts(entries, tmp_path, monkeypatch):
         runner.entries_of([])
     assert [each.name for each in runner.entries_of(["roco_fig1", "h2o"])] == ["h2o_fig1", "roco_fig1"]
     monkeypatch.setenv("KVJAX_SHARED", str(tmp_path))
+    assert find_data(None) is None
     with pytest.raises(ConfigError, match=r"the texts are not there: .*--data=FOLDER"):
-        find_data(None)
+        find_data(str(tmp_path))
     with pytest.raises(ConfigError, match=r"there is no file .*great_expectations"):
         Settings(ModelConfig(), tmp_path).file("book")
+
+
+def test_generated_stories_stand_in_for_every_text(tmp_path):
+    """Each file is one that the readers of the real ones take, with as many rows and questions as an entry asks for."""
+    folder = generated.make(tmp_path / "texts")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    given = Settings(ModelConfig(path="kvjax-tiny"), folder, 0, FULL, True)
+    model = kvjax.load("kvjax-tiny")
+    for name in TEXTS:
+        rows = texts.rows_of(model, given.file(name), FULL.rows, FULL.length)
+        assert rows.shape == (FULL.rows, FULL.length) and len(np.unique(rows, axis=0)) == FULL.rows
+    for task in multiple_choice.TASKS:
+        examples, questions = multiple_choice.with_examples(task, folder / "tasks", 5)
+        assert len(examples) == 5 and len(questions) >= FULL.questions
+        assert len({question.label for question in questions}) > 1 or task == "mathqa"
+    assert "texts" not in Settings(ModelConfig(), folder).described() and given.described()["texts"] == "generated"
+    assert {path: path.stat().st_mtime_ns for path in generated.make(folder).rglob("*")} == before
+
+
+def test_an_entry_without_texts(tmp_path):
+    command = [sys.executable, "-m", "experiments.paper", "h2o_fig3", "--fast", f"--output={tmp_path / 'out'}"]
+    environment = os.environ | {"KVJAX_SHARED": str(tmp_path / "absent")}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "the papers' texts are not here" in shown and "gutenberg.org" in shown
+    assert "Note: of generated stories" in shown
+    assert "Of generated stories" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_measured_page_is_of_its_results():
