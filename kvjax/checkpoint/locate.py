@@ -191,4 +191,5 @@ def _one_line_for_retries() -> Iterator[None]:
 def shorten(items: Sequence[str]) -> str:
     """Joins the first `MAX_LISTED` items, for a message."""
     more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
-    return ", ".join(items[:MAX_LISTED]) + more
+    # Names from files may have characters that cannot be printed.
+    return ", ".join(item.encode("utf-8", "backslashreplace").decode() for item in items[:MAX_LISTED]) + more
