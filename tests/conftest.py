@@ -28,6 +28,9 @@ os.environ.setdefault("KVJAX_PRODUCTS", "fixed")
 # are as many threads as processors: with two, three warpgroups would wait for each other for ever.
 os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 8)))
 
+# Threads of torch wait for each other by counting, on processors that other workers need.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A program is cut into parts that LLVM compiles side by side, which is quicker where processors are idle. Here workers
 # keep them busy, and to cut and to link is a quarter of all compiling.
 ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"

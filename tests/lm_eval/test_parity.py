@@ -4,12 +4,14 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import kvjax
 from experiments import lm_eval_tasks
@@ -22,13 +24,14 @@ from kvjax.cache import CacheSpec
 from kvjax.checkpoint.locate import PRETRAINED
 from kvjax.errors import InputError
 from kvjax.policies import full
-from tests.conftest import ROOT, optimised
+from tests.conftest import ROOT
 from tests.experiments.test_multiple_choice import EXPECTED
 
 for package in ("lm_eval", "accelerate", "torch", "transformers"):
     pytest.importorskip(package, reason="parity needs kvjax[bench-lm-eval]")
 
 DOCUMENTS = 6  # of each task
+LAYERS = 2  # of the models; tests/models compares whole ones
 TOLERANCE = 1e-5  # relative, between two float32 programs of one model
 TINY, STORIES = "kvjax-tiny", "stories"
 #: What stories260K was trained on, so that its perplexity has no more digits than float32.
@@ -41,7 +44,7 @@ CHILDREN = (
 @pytest.fixture(scope="module", autouse=True)
 def alone():
     """Without a network, and without forks of a process that runs JAX."""
-    with pytest.MonkeyPatch.context() as patch, optimised():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("DISABLE_MULTIPROC", "1")
         yield
@@ -121,6 +124,29 @@ def test_numbers_agree_to_the_tolerance_and_digits_off_the_edges():
         assert_results_agree(results(0.00068), results(0.00072))
 
 
+def shallow(given, path):
+    """Copies the first layers of a model, which take less to compile, and give other scores from the same tasks."""
+    config = json.loads((given / "config.json").read_text())
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:LAYERS]
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
+    kept = {
+        name: tensor
+        for name, tensor in load_file(given / "model.safetensors").items()
+        if not (layer := re.match(r"model\.layers\.(\d+)\.", name)) or int(layer[1]) < LAYERS
+    }
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((PRETRAINED / TINY / name).read_bytes())
+    shallow(PRETRAINED / TINY, path)
+    return path
+
+
 @pytest.fixture
 def stories(shared_data, tmp_path):
     """A SentencePiece tokenizer, of which transformers makes a tokenizer.json that both sides read."""
@@ -130,14 +156,13 @@ def stories(shared_data, tmp_path):
     if not given.is_dir():
         pytest.skip("no stories260K-hf in the shared data folder")
     LlamaTokenizer.from_pretrained(given, add_bos_token=True, bos_token="<s>", eos_token="</s>").save_pretrained(path)
-    for name in ("config.json", "model.safetensors"):
-        (path / name).write_bytes((given / name).read_bytes())
+    shallow(given, path)
     return path
 
 
 @pytest.mark.parametrize("name", [TINY, STORIES])
 def test_a_full_cache_prints_what_transformers_prints(name, folder, request):
-    path = PRETRAINED / TINY if name == TINY else request.getfixturevalue(name)
+    path = request.getfixturevalue("tiny" if name == TINY else name)
     tasks = [f"kvjax_{each}" for each in (*EXPECTED, f"texts_{name}", "answers")]
     peer, own = (evaluated(model, path, folder, tasks) for model in ("hf", "kvjax"))
     assert_results_agree(own, peer)
@@ -154,7 +179,7 @@ def test_a_full_cache_prints_what_transformers_prints(name, folder, request):
 
 
 @pytest.mark.parametrize("shots", [0, 2])
-def test_tasks_of_experiments_print_what_lm_eval_prints(shots, shared_data, tmp_path):
+def test_tasks_of_experiments_print_what_lm_eval_prints(shots, tiny, shared_data, tmp_path):
     """Accuracy, and accuracy by length, of the same questions after the same examples."""
     data = shared_data / "data"
     if not data.is_dir():
@@ -162,8 +187,8 @@ def test_tasks_of_experiments_print_what_lm_eval_prints(shots, shared_data, tmp_
     for task in multiple_choice.TASKS:
         examples, questions = multiple_choice.with_examples(task, data, shots)
         lm_eval_tasks.write_choices(tmp_path, task, questions[:DOCUMENTS], examples)
-    peer = evaluated("hf", PRETRAINED / TINY, tmp_path, [f"kvjax_{task}" for task in multiple_choice.TASKS])
-    model = kvjax.load(TINY, dtype="float32")
+    peer = evaluated("hf", tiny, tmp_path, [f"kvjax_{task}" for task in multiple_choice.TASKS])
+    model = kvjax.load(tiny, dtype="float32")
     names = tuple(f"{task}(shots={shots})" for task in multiple_choice.TASKS)
     asked = answering.make(TasksConfig(names=names, folder=str(data), questions=DOCUMENTS), model, 0)
     found = answering.answers(model, CacheSpec(full()), asked, rows=4, journal=Journal(None))

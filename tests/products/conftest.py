@@ -10,7 +10,7 @@ from kvjax.products import native
 #: Vector width -> what /proc/cpuinfo calls the instructions of the next larger width, and the flag that forbids these.
 NARROWER = {"avx2": ("avx512f", "-mno-avx512f"), "sse2": ("avx", "-mno-avx")}
 #: What is optimised less compiles in half the time, and adds up in the same order.
-LEVEL = "-O2"
+LEVEL = "-O1"
 NAMES = ("TARGET", "SLOTS", "ATTEND", "CODED_VECTORS", "CODED_WEIGHTS")
 WIDTHS = ["widest", *NARROWER]
 
