@@ -61,6 +61,22 @@ def choice_argument(name: str, value: T, valid: Sequence[T], *, error: type[Kvja
     return value
 
 
+def check_hashable(what: str, value: Any, *, error: type[KvjaxError] = PolicyError) -> None:
+    """Checks that a value can be a static argument of a program.
+
+    Raises:
+      error: it cannot be hashed. The message begins with `what`.
+    """
+    try:
+        hash(value)
+    except Exception as raised:
+        raise error(
+            f"{what}: {type(value).__name__} cannot be hashed ({type(raised).__name__}: {raised}), and a program is "
+            "compiled for what it equals: make it a frozen dataclass whose fields are numbers, texts, functions or "
+            "tuples."
+        ) from None
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Returns the part of an error message that suggests the known name closest to `name`; empty if none is close."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
