@@ -11,6 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from kvjax.errors import KvjaxError, PolicyError
 
+LONGEST_NAME = 100  # characters of a name that others are compared with
+
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -79,8 +81,17 @@ def check_hashable(what: str, value: Any, *, error: type[KvjaxError] = PolicyErr
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Returns the part of an error message that suggests the known name closest to `name`; empty if none is close."""
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"did you mean {close[0]!r}? " if close else ""
+    close = closest(str(name), known)
+    return f"did you mean {close!r}? " if close else ""
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that is closest to `name`, in small letters or not; None if none is close."""
+    if len(name) > LONGEST_NAME:  # a comparison takes long
+        return None
+    plain = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(name.strip().lower(), list(plain), n=1)
+    return plain[found[0]] if found else None
 
 
 def outer_level() -> int:

@@ -26,7 +26,7 @@ from kvjax.errors import KvjaxError, NonFiniteError
 from kvjax.serve.address import is_called
 from kvjax.serve.admission import FULL, PATIENCE_SECONDS, Admission
 from kvjax.serve.answers import Answer, error_event
-from kvjax.serve.bodies import Bodies
+from kvjax.serve.bodies import CLOSE, Bodies
 from kvjax.serve.clients import Client, client_of
 from kvjax.serve.connections import Connections
 from kvjax.serve.engine import Busy, Engine, Piece, Stopped, Ticket
@@ -46,6 +46,8 @@ from kvjax.serve.protocol import (
 
 log = logging.getLogger("uvicorn.error")
 
+VERSIONS = ("1.0", "1.1")  # of HTTP
+IDENTITY = "identity"  # the encoding of a body that is sent as it is
 LOOK_SECONDS = 0.25  # between looks whether a client still waits for its chat template
 
 Pieces = asyncio.Queue[tuple[int, Piece | Exception]]
@@ -113,9 +115,9 @@ class _Edge:
             begun = True
             await send(message)
 
-        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-        if not is_called(host, self._hosts):
-            await _response(ApiError(400, f"the server is not called {host!r}."))(scope, receive, send)
+        error = self._refuses(scope)
+        if error is not None:
+            await _response(error)(scope, receive, send)
             return
         try:
             await self._app(scope, receive, sent)
@@ -128,6 +130,17 @@ class _Edge:
             if begun:
                 raise  # the connection is closed in the middle of the answer
             await _response(ApiError(500, "the server has made an error, which its log has."))(scope, receive, send)
+
+    def _refuses(self, scope: Scope) -> ApiError | None:
+        """Returns why a request is not answered, whatever it asks for; None if it may be."""
+        headers = dict(scope["headers"])
+        if scope["http_version"] not in VERSIONS:
+            return ApiError(505, f"HTTP {scope['http_version']} is not supported; use 1.1.", headers=CLOSE)
+        if headers.keys() >= {b"content-length", b"transfer-encoding"}:
+            # A proxy that reads the other one sees another request in the body.
+            return ApiError(400, "a request has Content-Length or Transfer-Encoding, not both.", headers=CLOSE)
+        host = headers.get(b"host", b"").decode("latin-1")
+        return None if is_called(host, self._hosts) else ApiError(400, f"the server is not called {host!r}.")
 
 
 class _Pages:
@@ -194,6 +207,8 @@ class _Pages:
         # A web page can send other types without asking first.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
             raise ApiError(415, f"the body must be of type {JSON_TYPE}.")
+        if (encoding := request.headers.get("content-encoding", IDENTITY).strip().lower()) != IDENTITY:
+            raise ApiError(415, f"a body with Content-Encoding {encoding!r} is not supported; send it as it is.")
         # Before its body is read.
         if self._admission.full(client):
             raise ApiError(429, f"the server is busy: {FULL}.", code=BUSY)

@@ -5,6 +5,7 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import signal
 import socket
 import threading
 import time
@@ -73,6 +74,9 @@ class Server(uvicorn.Server):
             timer.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            # Interrupted again: nobody waits for it. Python's own end would crash under a thread that computes.
+            _end_now()
         self.interrupts.put(sig)
         super().handle_exit(sig, frame)
 
@@ -131,6 +135,11 @@ def _end_process(interrupts: "queue.SimpleQueue[int]") -> None:
     """Ends the process some seconds after it was interrupted, if it has not ended: threads may compute for minutes."""
     interrupts.get()
     time.sleep(END_SECONDS)
+    _end_now()
+
+
+def _end_now() -> None:
+    """Ends the process and those that it has started, whatever they are doing."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(FORCED)

@@ -301,7 +301,8 @@ with socket.create_server(("127.0.0.1", 0)) as listener:
 """
 
 
-def test_a_process_that_hangs_is_ended():
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_a_process_that_hangs_is_ended(signals):
     child = subprocess.Popen(
         [sys.executable, "-c", HANGING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -310,8 +311,14 @@ def test_a_process_that_hangs_is_ended():
         for line in child.stderr:
             if "startup complete" in line:
                 break
-        child.send_signal(signal.SIGTERM)
+        begun = time.monotonic()
+        for each in signals:
+            child.send_signal(each)
+            time.sleep(0.3)  # two at once would be one
         assert child.wait(5) == listening.FORCED
+        # The second interrupt ends it at once.
+        assert len(signals) == 1 or time.monotonic() - begun < listening.END_SECONDS / 2
+        assert "Traceback" not in child.communicate()[1]
     finally:
         child.kill()
         child.communicate()
