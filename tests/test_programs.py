@@ -8,12 +8,10 @@ import pytest
 
 import kvjax
 from kvjax import policies
-from kvjax.cache import CacheSpec, Limits
+from kvjax.cache import Limits
 from kvjax.choices import score_prefilled
 from kvjax.extend import extend
 from kvjax.generate import decode
-from kvjax.lm_eval.runner import Pair
-from kvjax.lm_eval.runner import Runner as LmEvalRunner
 from kvjax.prefill import prefill
 from kvjax.serve import Request, Runner
 from tests.tiny import VOCAB, tiny
@@ -82,16 +80,7 @@ def extended(model):
         score_prefilled(model, begun, [[row[: 1 + length % 9], row] for row in tokens(length)])
 
 
-def lm_eval_scores(model):
-    runner = LmEvalRunner(model, CacheSpec(POLICY), rows=ROWS, max_length=128)
-    for length in LENGTHS:
-        runner.scores([Pair(row, row[: 1 + length % 9]) for row in tokens(length)])
-
-
-@pytest.mark.parametrize(
-    "work",
-    [generate, generate_lists, score, score_prompts, choices, serve, extended, lm_eval_scores],
-)
+@pytest.mark.parametrize("work", [generate, generate_lists, score, score_prompts, choices, serve, extended])
 def test_thirty_lengths_compile_few_programs(work):
     """A prefill for each bucket of prompts, a loop that decodes, and small ones that do not depend on lengths."""
     with compilations() as compiled:

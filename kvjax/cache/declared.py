@@ -56,8 +56,8 @@ def _view(about: str, reads: frozenset[str], position: Any, key: Any, value: Any
                 raise PolicyError(f"{about} reads view.{name}, which it does not declare; add {name!r} to `reads`.")
             return super().__getattribute__(name)
 
-    given = [x if name in reads else None for name, x in (("key", key), ("value", value))]
-    return Checked(position, *given, row, row, row, row[0], decoding, None)
+    key, value = (x if name in reads else None for name, x in (("key", key), ("value", value)))
+    return Checked(position, key, value, row, row, row, row[0], decoding, None)
 
 
 def check_names(name: str, statistics: frozenset[Statistic], remembers: tuple[str, ...] = ()) -> None:
@@ -171,10 +171,8 @@ def _check_codec(
         if codec.side.when == PROMPT:
             vectors, row = (*lead[:2], TOKENS, sizes[-1]), (ROWS, TOKENS)
             queries = (*lead[:2], query_heads, TOKENS, sizes[-1])
-            view = PromptView(
-                *(jax.ShapeDtypeStruct(each, FLOAT) for each in (vectors, queries, vectors, vectors)),
-                jax.ShapeDtypeStruct(row, jnp.int32), jax.ShapeDtypeStruct(vectors[:3], BOOL),
-            )  # fmt: skip
+            given: Any = [jax.ShapeDtypeStruct(each, FLOAT) for each in (vectors, queries, vectors, vectors)]
+            given += [jax.ShapeDtypeStruct(row, jnp.int32), jax.ShapeDtypeStruct(vectors[:3], BOOL)]
 
             def prepare(view: Any) -> Any:
                 try:
@@ -182,7 +180,7 @@ def _check_codec(
                 except StorageError as error:
                     raise CodecError(f"{about} {error}") from None
 
-            _evaluated(f"{about} side.prepare", prepare, (view,), CodecError)
+            _evaluated(f"{about} side.prepare", prepare, (PromptView(*given),), CodecError)
 
     def aligned(side: Any) -> Any:
         return None if side is None or codec.side is None else codec.side.aligned(side, len(shape))
