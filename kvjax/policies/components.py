@@ -242,7 +242,7 @@ def check_declared(what: str, component: Any) -> None:
     """
     kind = Importance if isinstance(component, Importance) else Scope if isinstance(component, Scope) else Merge
     for name in FUNCTIONS[kind]:
-        if not callable(given := getattr(component, name, None)) or getattr(given, "__func__", None) is Merge.fold:
+        if not callable(given := getattr(component, name, None)):
             raise PolicyError(
                 f"{what}: {name}={given!r} of {type(component).__name__} must be a function; see "
                 f"kvjax.policies.{kind.__name__}."
