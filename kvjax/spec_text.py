@@ -253,7 +253,7 @@ class _Reader:
         built = self.built(node)
         name = node.func if isinstance(node, ast.Call) else node
         own = getattr(built, "name", None) if isinstance(built, Policy) else None
-        # A policy of kvjax that a factory passes on, or one without a name, is told from others by its file.
+        # A policy of kvjax that a factory passes on, or one without a name, is distinguished from others by its file.
         if own and isinstance(name, ast.Name) and name.id in self.files and not _LIBRARY.match(own):
             self.names[name.id] = own
         return built

@@ -19,7 +19,7 @@ from kvjax.serve.connections import Connections
 from kvjax.serve.engine import Engine
 
 GRACE_SECONDS = 3  # that requests have to end when the server is stopped
-LAST_SECONDS = 1  # that it then takes, at the most, to tell the others
+LAST_SECONDS = 1  # that it then takes, at the most, to answer the others with an error
 END_SECONDS = 4.5  # after which the process ends, whatever it is doing
 FORCED = 1  # the exit status of such an end
 ACCEPT_SECONDS = 0.1  # after which accepting is tried again
@@ -29,7 +29,7 @@ CHECK_TICKS = 10  # of uvicorn, a tenth of a second each, between two checks of 
 class Server(uvicorn.Server):
     """A server that accepts connections while there is room for them.
 
-    When it is stopped, clients whose requests do not end in time are told so.
+    When it is stopped, requests that do not end in time get an error.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Server(uvicorn.Server):
         self.interrupts: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # asyncio's server accepts whatever comes, and repeats itself a thousand times when no file is left.
+        # asyncio's server accepts whatever comes, and repeats itself a thousand times when no file is left to open.
         await super().startup(sockets=[])
         self._accepting = [asyncio.create_task(self._accept(each)) for each in sockets or []]
 
@@ -92,7 +92,7 @@ class Server(uvicorn.Server):
             await self._connections.room()
             try:
                 accepted, _ = await loop.sock_accept(listener)
-            except OSError as error:  # no file is left, or a client has left
+            except OSError as error:  # no file is left to open, or a client has disconnected
                 self._connections.notice("accept", f"a connection cannot be accepted: {error.strerror}")
                 self._connections.make_room()
                 await asyncio.sleep(ACCEPT_SECONDS)

@@ -25,7 +25,7 @@ from starlette.responses import PlainTextResponse, StreamingResponse  # noqa: E4
 from starlette.routing import Route  # noqa: E402
 
 from kvjax.serve import listening  # noqa: E402
-from kvjax.serve.app import _gone_error, _unless_gone  # noqa: E402
+from kvjax.serve.app import _disconnected, _while_connected  # noqa: E402
 from kvjax.serve.connection import Deadlines  # noqa: E402
 from kvjax.serve.connections import SPARE_FILES, Connections  # noqa: E402
 
@@ -57,7 +57,7 @@ class App:
 
         self.answered += 1
         try:
-            await _unless_gone(request.receive, waited())
+            await _while_connected(request.receive, waited())
         except Exception:
             self.left += 1
             raise
@@ -75,7 +75,7 @@ class App:
 def serving(deadlines=Deadlines(), most=100):
     """The port of a server, its pages, and its connections."""
     pages, connections = App(), Connections(most, deadlines)
-    app = Starlette(routes=pages.routes(), exception_handlers={ClientDisconnect: _gone_error})
+    app = Starlette(routes=pages.routes(), exception_handlers={ClientDisconnect: _disconnected})
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     engine = types.SimpleNamespace(stop=lambda wait: None)
     server = listening.Server(config, engine, grace=0.1, connections=connections)
