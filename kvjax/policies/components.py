@@ -240,13 +240,6 @@ def check_declared(what: str, component: Any) -> None:
       PolicyError: a function is missing, `needs` is not a set, `reads` is not one of "key" and "value", or it cannot be
         hashed. The message begins with `what`.
     """
-    kind = Importance if isinstance(component, Importance) else Scope if isinstance(component, Scope) else Merge
-    for name in FUNCTIONS[kind]:
-        if not callable(given := getattr(component, name, None)):
-            raise PolicyError(
-                f"{what}: {name}={given!r} of {type(component).__name__} must be a function; see "
-                f"kvjax.policies.{kind.__name__}."
-            )
     try:
         needs, reads = component.needs, getattr(component, "reads", READABLE)
     except Exception as error:
@@ -255,6 +248,13 @@ def check_declared(what: str, component: Any) -> None:
         raise PolicyError(f"{what}: needs={needs!r} is not a set of statistics; give one such as {{'mass'}}.")
     if isinstance(reads, str) or not isinstance(reads, Iterable) or not READABLE.issuperset(reads):
         raise PolicyError(f"{what}: reads={reads!r} is not valid; give a set of 'key' and 'value', such as {{'key'}}.")
+    kind = Importance if isinstance(component, Importance) else Scope if isinstance(component, Scope) else Merge
+    for name in FUNCTIONS[kind]:
+        if not callable(given := getattr(component, name, None)):
+            raise PolicyError(
+                f"{what}: {name}={given!r} must be a function of {type(component).__name__}; see "
+                f"kvjax.policies.{kind.__name__}."
+            )
     check_hashable(what, component)
 
 

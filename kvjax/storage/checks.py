@@ -19,7 +19,7 @@ def check_codec(what: str, codec: Codec | BlockCodec) -> None:
     for name in ("parts", "encode", "decode"):
         if not callable(given := getattr(codec, name, None)):
             raise StorageError(
-                f"{what}: {name}={given!r} of {type(codec).__name__} must be a function; see kvjax.storage.Codec."
+                f"{what}: {name}={given!r} must be a function of {type(codec).__name__}; see kvjax.storage.Codec."
             )
     check_hashable(what, codec, error=StorageError)
 

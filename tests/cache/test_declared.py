@@ -199,8 +199,8 @@ WRONG = {
 
 #: Those that are refused when they are made.
 UNMADE = {
-    "no score": (lambda: Importance(needs={"mass"}), "score=None of ImportanceFunction must be a function"),
-    "no method": (lambda: evict(importance=Unfinished(), budget=6), "score=None of Unfinished must be a function"),
+    "no score": (lambda: Importance(needs={"mass"}), "score=None must be a function"),
+    "no method": (lambda: evict(importance=Unfinished(), budget=6), "score=None must be a function of Unfinished"),
     "an array": (
         lambda: evict(importance=Weighted(np.ones(3)), budget=6), r"Weighted cannot be hashed \(TypeError: .*ndarray"
     ),
@@ -208,7 +208,7 @@ UNMADE = {
     "a scope's fraction": (lambda: scoped(count=lambda budget: 1.5), "scope.count raised TypeError: .*float"),
     "a scope's negative": (lambda: scoped(count=lambda budget: -3), "scope.count returned -3; expected a whole number"),
     "a scope that raises": (lambda: scoped(count=lambda budget: 1 // 0), "scope.count raised ZeroDivisionError"),
-    "no decode": (lambda: Storage(key=Shifted(), value=Shifted()), "decode=None of Shifted must be a function"),
+    "no decode": (lambda: Storage(key=Shifted(), value=Shifted()), "decode=None must be a function of Shifted"),
     "no decoding": (lambda: held(decode=None), "decode=None must be a function"),
     "a codec's list": (
         lambda: Storage(key=type("Own", (Shifted,), {"decode": len})([1]), value=Shifted()), "Own cannot be hashed"
