@@ -6,7 +6,6 @@ that its annotation names.
 
 import copy
 import dataclasses
-import difflib
 import importlib.util
 import json
 import math
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+from kvjax.arguments import closest, did_you_mean
 from kvjax.attention import IMPLEMENTATIONS, Implementation
 from kvjax.errors import ConfigError
 
@@ -36,14 +36,13 @@ Kernels = Annotated[Implementation, f"one of {', '.join(IMPLEMENTATIONS)}"]
 
 def split(text: str) -> list[str]:
     """Parts between the commas that stand outside of parentheses: h2o, roco(protect=4, guard=2)."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character in "([") - (character in ")]")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
+    parts, depth, begin = [], 0, 0
+    for found in re.finditer(r"[(\[)\],]", text):
+        depth += (found[0] in "([") - (found[0] in ")]")
+        if found[0] == "," and depth == 0:
+            parts.append(text[begin : found.start()])
+            begin = found.end()
+    return [*parts, text[begin:]]
 
 
 def _is_none(text: str) -> bool:
@@ -120,9 +119,12 @@ def by_name(name: str, cls: type) -> Any:
       ConfigError: there is none, or its file has no `get_config` that returns one of this class.
     """
     path = Path(name) if name.endswith(".py") else FOLDER / f"{name}.py"
-    if not path.is_file() or (path.parent == FOLDER and path.stem[0] == "_"):
-        close = difflib.get_close_matches(name, names(cls), n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+    try:
+        known = path.is_file() and not (path.parent == FOLDER and path.stem[0] == "_")
+    except (OSError, ValueError):  # a name that no file can have
+        known = False
+    if not known:
+        hint = did_you_mean(name, names(cls))
         raise ConfigError(
             f"unknown config {name!r}; {hint}known configs: {', '.join(names(cls))}, or a path to a .py file."
         )
@@ -158,8 +160,8 @@ def kind_of(path: str, cls: type) -> Any:
         if part not in fields:
             where = f"{'.'.join(walked)} has" if walked else "a config has"
             valid = ", ".join(fields) if fields else "no fields of its own"
-            close = difflib.get_close_matches(path, leaves(cls), n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
+            close = closest(path, leaves(cls))
+            hint = f"; did you mean {close!r}?" if close else "."
             raise ConfigError(f"unknown field {path!r}: {where} {valid}{hint}")
         here = fields[part]
         walked.append(part)

@@ -11,6 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from kvjax.errors import KvjaxError, PolicyError, shown
 
+LONGEST_NAME = 100  # characters of a name that others are compared with
+
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -64,10 +66,35 @@ def choice_argument(name: str, value: T, valid: Sequence[T], *, error: type[Kvja
     return value
 
 
+def check_hashable(what: str, value: Any, *, error: type[KvjaxError] = PolicyError) -> None:
+    """Checks that a value can be a static argument of a program.
+
+    Raises:
+      error: it cannot be hashed. The message begins with `what`.
+    """
+    try:
+        hash(value)
+    except Exception as raised:
+        raise error(
+            f"{what}: {type(value).__name__} cannot be hashed ({type(raised).__name__}: {raised}), and a program is "
+            "compiled for what it equals: make it a frozen dataclass whose fields are numbers, texts, functions or "
+            "tuples."
+        ) from None
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Returns the part of an error message that suggests the known name closest to `name`; empty if none is close."""
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"did you mean {close[0]!r}? " if close else ""
+    close = closest(str(name), known)
+    return f"did you mean {close!r}? " if close else ""
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that is closest to `name`, in small letters or not; None if none is close."""
+    if len(name) > LONGEST_NAME:  # a comparison takes long
+        return None
+    plain = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(name.strip().lower(), list(plain), n=1)
+    return plain[found[0]] if found else None
 
 
 def outer_level() -> int:

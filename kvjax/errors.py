@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+LONGEST_MESSAGE = 4000  # characters of a message
 LONGEST = 200  # characters of a value that a message shows
 
 
@@ -16,7 +17,15 @@ def shown(value: object, longest: int = LONGEST) -> str:
 
 
 class KvjaxError(ValueError):
-    """Base class of the errors that kvjax raises for invalid arguments, files and configurations."""
+    """Base class of the errors that kvjax raises for invalid arguments, files and configurations.
+
+    What was given may have millions of characters: of a message longer than `LONGEST_MESSAGE` the middle is left out.
+    """
+
+    def __init__(self, message: str = ""):
+        if len(message) > LONGEST_MESSAGE:
+            message = f"{message[: LONGEST_MESSAGE // 2]} ... {message[-LONGEST_MESSAGE // 2 :]}"
+        super().__init__(message)
 
 
 class PolicyError(KvjaxError):

@@ -49,6 +49,7 @@ def check_batch(config: DecoderConfig, tokens: ArrayLike, lengths: ArrayLike | N
     """
     check_no_text("tokens", tokens)
     ids, lengths = _one_array(tokens, lengths)
+    check_no_text("tokens", ids)  # a text in a later row
     # [B, T]
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.size == 0:

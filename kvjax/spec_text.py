@@ -20,7 +20,6 @@ import ast
 import contextlib
 import copy
 import dataclasses
-import difflib
 import functools
 import inspect
 import re
@@ -30,6 +29,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from kvjax import user_files
+from kvjax.arguments import closest, did_you_mean
 from kvjax.errors import ConfigError, KvjaxError, PolicyError, SelectionError, StorageError
 from kvjax.expressions import SHOWN, parse, short
 from kvjax.models.quantize import WEIGHTS, WeightCodes
@@ -38,7 +38,6 @@ from kvjax.selection import SELECTIONS, Selection
 from kvjax.storage import STORAGES, Storage
 from kvjax.user_files import raised_at
 
-LONGEST_NAME = 100  # characters of a name that others are compared with
 Axis = Literal["policy", "merge", "storage", "selection", "weights"]
 Factory = Callable[..., Any]
 
@@ -209,8 +208,8 @@ def axis_of(text: str, among: Sequence[Axis]) -> Axis:
             build(axis, text)
             return axis
     known = {each for axis in among for each in REGISTRIES[axis].names}
-    close = _close(name[0], known)
-    hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(known))}."
+    close = closest(name[0], known)
+    hint = f"; did you mean {close!r}?" if close else f"; there are {', '.join(sorted(known))}."
     raise ConfigError(f"{short(text)} is no {' and no '.join(among)}{hint}")
 
 
@@ -254,7 +253,7 @@ class _Reader:
         built = self.built(node)
         name = node.func if isinstance(node, ast.Call) else node
         own = getattr(built, "name", None) if isinstance(built, Policy) else None
-        # A policy of kvjax that a factory passes on, or one without a name, is told from others by its file.
+        # A policy of kvjax that a factory passes on, or one without a name, is distinguished from others by its file.
         if own and isinstance(name, ast.Name) and name.id in self.files and not _LIBRARY.match(own):
             self.names[name.id] = own
         return built
@@ -343,8 +342,7 @@ class _Reader:
 def _unknown(axis: Axis, name: str, known: Mapping[str, Any]) -> str:
     """What to say of a name that there is not."""
     registry = REGISTRIES[axis]
-    close = _close(name, known)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    hint = did_you_mean(name, known)
     plural = {"policy": "policies", "weights": "weights"}.get(axis, f"{axis}s")
     lists = [f"known {plural}: {', '.join(sorted(registry.factories))}"]
     if registry.combinators:
@@ -352,11 +350,6 @@ def _unknown(axis: Axis, name: str, known: Mapping[str, Any]) -> str:
     others = (each for each in registry.inside if each != axis and REGISTRIES[each].factories.keys() <= known.keys())
     lists += [f"{each}s: {', '.join(sorted(REGISTRIES[each].factories))}" for each in others]
     return f"unknown {axis} {short(name)}; {hint}{'; '.join(lists)}; or FILE.py:factory."
-
-
-def _close(name: str, known: Mapping[str, Any] | set[str]) -> list[str]:
-    """The name that a user may have meant, or none; comparing a long text takes long."""
-    return difflib.get_close_matches(name, known, n=1) if len(name) <= LONGEST_NAME else []
 
 
 def _source(node: ast.expr) -> str:

@@ -10,7 +10,7 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.checkpoint.chat import Message
 from kvjax.checkpoint.encoding import EncodedBatch, Tokenizer, padded
 from kvjax.detokenize import text_after
-from kvjax.errors import InputError
+from kvjax.errors import InputError, NonFiniteError
 from kvjax.generate import Generation, generate
 from kvjax.models.generation import FILE
 from kvjax.models.model import Model
@@ -73,6 +73,7 @@ def generate_text(
     Raises:
       InputError: if the model has no tokenizer, or no chat template for a conversation; if something is neither a text
         nor a conversation, or has no token; and see `kvjax.generate`.
+      NonFiniteError: see `kvjax.generate`; ``error.result`` is the `TextGeneration`.
       KvjaxError: see `kvjax.generate`.
     """
     tokenizer = model.tokenizer
@@ -84,12 +85,21 @@ def generate_text(
     if sampler is None and defaults.unsupported:
         named = ", ".join(defaults.unsupported)
         warnings.warn(f"{FILE} sets {named}, which kvjax does not have: not applied.", stacklevel=2)
-    made = generate(
-        model, prompts.tokens, policy, lengths=prompts.lengths,
-        max_new_tokens=(defaults.max_new_tokens or NEW_TOKENS) if max_new_tokens is None else max_new_tokens,
-        sampler=defaults.sampler if sampler is None else sampler, key=key,
-        stop=model.eos_token_ids if stop is None else stop, **options,
-    )  # fmt: skip
+    try:
+        made = generate(
+            model, prompts.tokens, policy, lengths=prompts.lengths,
+            max_new_tokens=(defaults.max_new_tokens or NEW_TOKENS) if max_new_tokens is None else max_new_tokens,
+            sampler=defaults.sampler if sampler is None else sampler, key=key,
+            stop=model.eos_token_ids if stop is None else stop, **options,
+        )  # fmt: skip
+    except NonFiniteError as error:
+        error.result = _as_text(tokenizer, items, prompts, error.result)
+        raise
+    return _as_text(tokenizer, items, prompts, made)
+
+
+def _as_text(tokenizer: Tokenizer, items: Sequence[Text], prompts: EncodedBatch, made: Generation) -> TextGeneration:
+    """Returns what was generated after texts and conversations as texts."""
     found = []
     for item, prompt, size, new, length in zip(items, *prompts, made.tokens, made.lengths, strict=True):
         # The answer to a conversation is a text of its own, which begins without the space between words.

@@ -15,6 +15,7 @@ from kvjax.errors import ConfigError
 from kvjax.imports import Stamp, late_imports, sources, stamp_of
 
 ATTEMPTS = 3  # to load a file that changes meanwhile
+LIBRARIES = ("kvjax", "jax", "jaxlib", "numpy")  # whose lines say nothing about a user's error
 
 
 class _Loaded(NamedTuple):
@@ -173,11 +174,21 @@ def _check_found(path: Path, names: dict[str, frozenset[Path]]) -> None:
 
 
 def raised_at(error: Exception) -> str:
-    """Returns where an error was raised, in brackets; nothing if its text says so."""
+    """Returns the user's line that raised an error, in brackets; nothing if there is none or its text says so."""
     if isinstance(error, SyntaxError):
         return ""
-    *_, frame = traceback.extract_tb(error.__traceback__)
-    return f" ({frame.filename}, line {frame.lineno})"
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES
+    ]
+    return f" ({frames[-1][0]}, line {frames[-1][1]})" if frames else ""
+
+
+def described_error(error: Exception) -> str:
+    """Returns the type of an error, the first line of its text and where it was raised, without a full stop."""
+    first = (str(error).splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}{f': {first}' if first else ''}{raised_at(error)}"
 
 
 @contextlib.contextmanager

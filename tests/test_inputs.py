@@ -39,6 +39,7 @@ LEARNED = dataclasses.replace(
         ("ab", None, "generate_text"),
         (["ab"], None, "generate_text"),
         ([[1, 2], "ab"], None, "generate_text"),
+        ([[1], ["ab"]], None, "generate_text"),
         (np.array(["a", "b"]), None, "generate_text"),
         ([{"role": "user", "content": "Hello"}], None, "generate_text"),
         ([[True, False]], None, "whole numbers"),

@@ -9,6 +9,10 @@ import pytest
 import kvjax
 from kvjax import policies
 from kvjax.cache import Limits
+from kvjax.choices import score_prefilled
+from kvjax.extend import extend
+from kvjax.generate import decode
+from kvjax.prefill import prefill
 from kvjax.serve import Request, Runner
 from tests.tiny import VOCAB, tiny
 
@@ -68,7 +72,15 @@ def serve(model):
     assert len(list(runner)) == len(LENGTHS)
 
 
-@pytest.mark.parametrize("work", [generate, generate_lists, score, score_prompts, choices, serve])
+def extended(model):
+    """Contexts of one bucket, since a prompt's program was counted already, and what follows of many lengths."""
+    begun = prefill(model, tokens(60), POLICY, max_new_tokens=64)
+    for length in range(1, 31):
+        decode(model, extend(model, begun, tokens(length)), max_new_tokens=1 + length % 5)
+        score_prefilled(model, begun, [[row[: 1 + length % 9], row] for row in tokens(length)])
+
+
+@pytest.mark.parametrize("work", [generate, generate_lists, score, score_prompts, choices, serve, extended])
 def test_thirty_lengths_compile_few_programs(work):
     """A prefill for each bucket of prompts, a loop that decodes, and small ones that do not depend on lengths."""
     with compilations() as compiled:

@@ -55,6 +55,29 @@ def test_suggestions():
             call()
 
 
+@pytest.mark.parametrize(("axis", "name", "meant"), [(policies, "H2O", "h2o"), (selection, " QUEST", "quest")])
+def test_suggestions_in_capital_letters(axis, name, meant):
+    with pytest.raises(errors.KvjaxError, match=f"did you mean '{meant}'"):
+        axis.by_name(name)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda text: policies.h2o(text),
+        lambda text: policies.by_name(text),
+        lambda text: storage.int8(**{text: 1}),
+        lambda text: kvjax.Rules.parse(text),
+        lambda text: kvjax.make_mesh(text),
+        lambda text: kvjax.generate(tiny().model, [[1]], policies.full(), max_new_tokens=1, implementation=text),
+    ],
+)
+def test_messages_are_short_whatever_is_given(call):
+    with pytest.raises(errors.KvjaxError) as raised:
+        call("x" * 1_000_000)
+    assert 50 < len(str(raised.value)) < errors.LONGEST_MESSAGE + 10
+
+
 def factories():
     own = [getattr(axis, name) for axis in AXES for name in axis.names()]
     public = [getattr(kvjax, name) for name in kvjax.__all__ if inspect.isfunction(getattr(kvjax, name))]

@@ -11,10 +11,10 @@ from tokenizers import models, pre_tokenizers
 import kvjax
 from kvjax import policies
 from kvjax.checkpoint.tokenizer import load_tokenizer
-from kvjax.errors import InputError
+from kvjax.errors import InputError, NonFiniteError
 from kvjax.models import generation
 from kvjax.sampling import Greedy, Sample
-from tests.tiny import VOCAB, tiny
+from tests.tiny import VOCAB, spoiled, tiny, untied
 
 H2O = policies.h2o(budget=0.5)
 TEXTS = ["w5 w9 w7 w8 w30", "w6 w11"]
@@ -118,3 +118,13 @@ def test_a_model_that_cannot_take_texts(model):
         kvjax.generate_text(plain, [{"role": "user", "content": "w5"}], H2O)
     with pytest.raises(InputError, match="the model has no tokenizer"):
         kvjax.generate_text(tiny(layers=1).model, "w5", H2O)
+
+
+def test_a_row_of_nan_is_an_error_whose_result_has_texts(model):
+    bad = spoiled(model, model.tokenizer.encode("w40")[-1])
+    expected = kvjax.generate_text(untied(model), ["w6 w11"], H2O, max_new_tokens=4, stop=())
+    with pytest.raises(NonFiniteError) as raised:
+        kvjax.generate_text(bad, ["w5 w40 w7", "w6 w11"], H2O, max_new_tokens=4, stop=())
+    result = raised.value.result
+    assert isinstance(result, kvjax.TextGeneration) and raised.value.rows == (0,)
+    assert result.texts == ["", expected.texts[0]]

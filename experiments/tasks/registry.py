@@ -12,7 +12,6 @@ Values are numbers, words, quoted text, or several of these in parentheses.
 
 import ast
 import dataclasses
-import difflib
 import functools
 import re
 import types
@@ -28,6 +27,7 @@ from experiments.tasks.published import SOURCES, Instructions, MultipleChoice, R
 from experiments.tasks.ruler import Ruler
 from experiments.tasks.spec import TaskSpec
 from kvjax import user_files
+from kvjax.arguments import did_you_mean
 from kvjax.errors import ConfigError
 
 Factory = Callable[..., TaskSpec]
@@ -85,10 +85,9 @@ def _factory(name: str) -> Factory:
         return functools.partial(JsonLines, name)
     if own := _FILE.fullmatch(name):
         return _from_file(*own.groups())
-    close = difflib.get_close_matches(name, TASKS, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
     raise ConfigError(
-        f"unknown task {name!r}; {hint}known tasks: {', '.join(TASKS)}; or FILE.jsonl, or FILE.py:factory."
+        f"unknown task {name!r}; {did_you_mean(name, TASKS)}known tasks: {', '.join(TASKS)}; or FILE.jsonl, or "
+        "FILE.py:factory."
     )
 
 

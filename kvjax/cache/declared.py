@@ -5,65 +5,59 @@ are checked once, so that layers that are alike, and further batches, cost nothi
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.errors import CodecError, KvjaxError, PolicyError, SelectionError
+from kvjax.errors import CodecError, KvjaxError, PolicyError, SelectionError, StorageError
 from kvjax.policies.base import Evict, View
-from kvjax.policies.components import READABLE
+from kvjax.policies.components import READABLE, Folded
 from kvjax.selection.base import Held, Selection, SelectView
 from kvjax.statistics import Statistic
 from kvjax.storage.base import Storage
 from kvjax.storage.codec import Codec
 from kvjax.storage.layouts import Blocks, Segments, Tiers
-from kvjax.user_files import raised_at
+from kvjax.storage.side import PROMPT, PromptView
+from kvjax.user_files import described_error
 
-ROWS = 2  # of the arrays that are asked about
+ROWS, TOKENS = 2, 64  # of the arrays that are asked about
 FLOAT, BOOL = jnp.dtype("float32"), jnp.dtype("bool")
 
 
-class _Declared(Mapping[str, Any]):
+class _Declared(dict[str, Any]):
     """The statistics that a policy declares; another one is an error that says so."""
 
     def __init__(self, about: str, arrays: dict[str, Any]):
-        self._about, self._arrays = about, arrays
+        super().__init__(arrays)
+        self._about = about
 
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._arrays:
-            known = ", ".join(sorted(self._arrays)) or "none"
-            raise PolicyError(
-                f"{self._about} reads statistic {name!r}, which it does not declare; it declares {known}. Add it to "
-                "`needs`, as a name of kvjax.statistics.NAMED or a Statistic."
-            )
-        return self._arrays[name]
+    def __missing__(self, name: str) -> Any:
+        known = ", ".join(sorted(self)) or "none"
+        raise PolicyError(
+            f"{self._about} reads statistic {name!r}, which it does not declare; it declares {known}. Add it to "
+            "`needs`, as a name of kvjax.statistics.NAMED or a Statistic."
+        )
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._arrays
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name]
 
 
-class _View(View):
-    """A view whose keys and values may be read only by a policy that declares so."""
+def _view(about: str, reads: frozenset[str], position: Any, key: Any, value: Any, row: Any, decoding: bool) -> View:
+    """Makes a view whose keys and values may be read only by a policy that declares so."""
 
-    about: str
-    reads: frozenset[str]
+    # A class, so that what `_replace` returns is one too.
+    class Checked(View):
+        def __getattribute__(self, name: str) -> Any:
+            if name in READABLE and name not in reads:
+                raise PolicyError(f"{about} reads view.{name}, which it does not declare; add {name!r} to `reads`.")
+            return super().__getattribute__(name)
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in READABLE and name not in object.__getattribute__(self, "reads"):
-            raise PolicyError(
-                f"{object.__getattribute__(self, 'about')} reads view.{name}, which it does not declare; add {name!r} "
-                "to `reads`."
-            )
-        return super().__getattribute__(name)
+    key, value = (x if name in reads else None for name, x in (("key", key), ("value", value)))
+    return Checked(position, key, value, row, row, row, row[0], decoding, None)
 
 
 def check_names(name: str, statistics: frozenset[Statistic], remembers: tuple[str, ...] = ()) -> None:
@@ -79,11 +73,12 @@ def check_names(name: str, statistics: frozenset[Statistic], remembers: tuple[st
 
 
 @functools.lru_cache(maxsize=1024)
-def check_policy(policy: Evict, heads: int, slots: int, dim: int, dtype: str) -> None:
+def check_policy(policy: Evict, decoding: bool, heads: int, slots: int, dim: int, dtype: str) -> None:
     """Checks an eviction policy.
 
     Args:
       policy: without the numbers of its budget.
+      decoding: whether it is the policy of the decoding phase, and not that of the prompt.
       heads: the number of KV heads.
       slots: the number of slots per head.
       dim: features of a head.
@@ -102,9 +97,8 @@ def check_policy(policy: Evict, heads: int, slots: int, dim: int, dtype: str) ->
     vectors = jax.ShapeDtypeStruct((*shape, dim), dtype)
 
     def seen(part: str, reads: frozenset[str], stats: Any, position: Any, key: Any, value: Any, row: Any) -> Any:
-        view = _View(position, key, value, row, row, row, 0, True, None)
-        view.about, view.reads = f"{about} {part}", frozenset(reads)
-        return _Declared(view.about, stats), view
+        said = f"{about} {part}"
+        return _Declared(said, stats), _view(said, frozenset(reads), position, key, value, row, decoding)
 
     def score(*given: Any) -> Any:
         found = policy.importance.score(*seen("importance", policy.importance.reads, *given))
@@ -118,9 +112,22 @@ def check_policy(policy: Evict, heads: int, slots: int, dim: int, dtype: str) ->
         merge = policy.merge
         assert merge is not None
         stats, view = seen("merge", READABLE, *given)
-        folded = merge.fold(view.key, view.value, view.live, dict(stats), view, 1)
+        folded = merge.fold(view.key, view.value, view.live, stats, view, 1)
+        if not isinstance(folded, Folded):
+            raise PolicyError(
+                f"{about} merge.fold returned {_described(folded)}; expected a kvjax.policies.Folded of key, value and "
+                "stats."
+            )
         for name in ("key", "value"):
-            _checked(f"{about} merge.fold: `{name}`", getattr(folded, name, None), vectors.shape, dtype, PolicyError)
+            _checked(f"{about} merge.fold: `{name}`", getattr(folded, name), vectors.shape, dtype, PolicyError)
+        if not isinstance(folded.stats, Mapping) or folded.stats.keys() != stats.keys():
+            raise PolicyError(
+                f"{about} merge.fold: `stats` is {_names(folded.stats)}; expected the statistics that it was given: "
+                f"{_names(stats)}."
+            )
+        for name, given_stat in stats.items():
+            _checked(f"{about} merge.fold: `stats[{name!r}]`", folded.stats[name], given_stat.shape, given_stat.dtype,
+                     PolicyError)  # fmt: skip
         return folded.key
 
     arguments = (arrays | own, position, vectors, vectors, row)
@@ -130,12 +137,13 @@ def check_policy(policy: Evict, heads: int, slots: int, dim: int, dtype: str) ->
 
 
 @functools.lru_cache(maxsize=1024)
-def check_storage(storage: Storage, heads: int, dim: int, dtype: str) -> None:
+def check_storage(storage: Storage, heads: int, queries: int, dim: int, dtype: str) -> None:
     """Checks the codecs of a storage that are a user's own.
 
     Args:
       storage: of one layer and head.
       heads: the number of KV heads.
+      queries: query heads of each.
       dim: features of a head.
       dtype: of keys and values.
 
@@ -145,35 +153,34 @@ def check_storage(storage: Storage, heads: int, dim: int, dtype: str) -> None:
     for side, codec in storage.codecs.items():
         if _is_own(codec) and codec.dims is None and not codec.of_pairs if isinstance(codec, Codec) else _is_own(codec):
             sizes = (dim,) if isinstance(codec, Codec) else (_block(storage), dim)
-            _check_codec(f"storage {storage.name}: its {side} codec's", codec, (ROWS, heads, 3, *sizes), sizes, dtype)
+            shape = (ROWS, heads, 3, *sizes)
+            _check_codec(f"storage {storage.name}: its {side} codec's", codec, shape, sizes, queries, dtype)
     if isinstance(storage.layout, Tiers):
-        check_storage(storage.layout.high, heads, dim, dtype)
+        check_storage(storage.layout.high, heads, queries, dim, dtype)
 
 
-def _check_codec(about: str, codec: Any, shape: tuple[int, ...], sizes: tuple[int, ...], dtype: str) -> None:
+def _check_codec(
+    about: str, codec: Any, shape: tuple[int, ...], sizes: tuple[int, ...], query_heads: int, dtype: str
+) -> None:
     lead = shape[: len(shape) - len(sizes)]
-    try:
-        given: Any = codec.parts(*sizes, jnp.dtype(dtype))
-    except KvjaxError:
-        raise
-    except Exception as error:
-        raise CodecError(f"{about} parts raised {_described_error(error)}.") from error
-    parts = {}
-    try:
-        for name, (own, kind) in dict(given).items():
-            parts[name] = jax.ShapeDtypeStruct((*lead, *own), jnp.dtype(kind))
-    except (TypeError, ValueError) as error:
-        raise CodecError(
-            f"{about} parts returned {given!r}; expected a dict of name -> (shape, dtype), such as "
-            "{'codes': ((64,), 'uint8')}."
-        ) from error
+    parts = _shapes(f"{about} parts", codec.parts, (*sizes, jnp.dtype(dtype)), lead)
     side = None
     if codec.side is not None:
         leading = (ROWS, lead[1]) if codec.side.leading == 2 else (lead[1],)
-        side = {
-            name: jax.ShapeDtypeStruct((*leading, *own), jnp.dtype(kind))
-            for name, (own, kind) in codec.side.parts(sizes[-1], jnp.dtype(dtype)).items()
-        }
+        side = _shapes(f"{about} side.parts", codec.side.parts, (sizes[-1], jnp.dtype(dtype)), leading)
+        if codec.side.when == PROMPT:
+            vectors, row = (*lead[:2], TOKENS, sizes[-1]), (ROWS, TOKENS)
+            queries = (*lead[:2], query_heads, TOKENS, sizes[-1])
+            given: Any = [jax.ShapeDtypeStruct(each, FLOAT) for each in (vectors, queries, vectors, vectors)]
+            given += [jax.ShapeDtypeStruct(row, jnp.int32), jax.ShapeDtypeStruct(vectors[:3], BOOL)]
+
+            def prepare(view: Any) -> Any:
+                try:
+                    return codec.side.prepared(view, sizes[-1], jnp.dtype(dtype))
+                except StorageError as error:
+                    raise CodecError(f"{about} {error}") from None
+
+            _evaluated(f"{about} side.prepare", prepare, (PromptView(*given),), CodecError)
 
     def aligned(side: Any) -> Any:
         return None if side is None or codec.side is None else codec.side.aligned(side, len(shape))
@@ -181,8 +188,7 @@ def _check_codec(about: str, codec: Any, shape: tuple[int, ...], sizes: tuple[in
     def encode(x: Any, side: Any) -> Any:
         made = codec.encode(x, aligned(side), jnp.dtype(dtype))
         if not isinstance(made, Mapping) or made.keys() != parts.keys():
-            names = sorted(made) if isinstance(made, Mapping) else _described(made)
-            raise CodecError(f"{about} encode returned {names}; expected the names of `parts`: {sorted(parts)}.")
+            raise CodecError(f"{about} encode returned {_names(made)}; expected the names of `parts`: {_names(parts)}.")
         for name, part in parts.items():
             _checked(f"{about} encode: {name!r}", made[name], part.shape, part.dtype, CodecError)
         return dict(made)
@@ -192,6 +198,24 @@ def _check_codec(about: str, codec: Any, shape: tuple[int, ...], sizes: tuple[in
 
     _evaluated(f"{about} encode", encode, (jax.ShapeDtypeStruct(shape, FLOAT), side), CodecError)
     _evaluated(f"{about} decode", decode, (parts, side), CodecError)
+
+
+def _shapes(
+    what: str, function: Callable[..., Any], arguments: tuple[Any, ...], lead: tuple[int, ...]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the arrays that a function says there are, behind leading dimensions."""
+    given = _called(what, function, arguments, CodecError)
+    try:
+        found = {
+            name: jax.ShapeDtypeStruct((*lead, *map(operator.index, own)), jnp.dtype(kind))
+            for name, (own, kind) in dict(given).items()
+        }
+    except (TypeError, ValueError) as error:
+        raise CodecError(
+            f"{what} returned {given!r}; expected a dict of name -> (shape, dtype), such as "
+            "{'codes': ((64,), 'uint8')}."
+        ) from error
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -212,6 +236,11 @@ def check_selection(selection: Selection, heads: int, queries: int, slots: int, 
     if not _is_own(selection) or selection.reads_all or selection.whole_text:
         return
     about, shape = f"selection {selection.name}: its", (ROWS, heads, slots)
+    width = _called(f"{about} width", selection.width, (slots,), SelectionError)
+    if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
+        raise SelectionError(
+            f"{about} width returned {_described(width)}; expected a whole number of slots of at least 1, or None."
+        )
     units = (*shape[:2], -(-slots // selection.unit))
     row, kind = jax.ShapeDtypeStruct((ROWS,), jnp.int32), jnp.dtype(dtype)
     arguments = (
@@ -233,6 +262,12 @@ def check_selection(selection: Selection, heads: int, queries: int, slots: int, 
         index = selection.init(shape, dim, kind)
         if not isinstance(index, dict):
             raise SelectionError(f"{about} init returned {_described(index)}; expected a dict of arrays.")
+        for name, array in index.items():
+            if jnp.shape(array)[:2] != shape[:2] or not hasattr(array, "dtype"):
+                raise SelectionError(
+                    f"{about} init: {name!r} is {_described(array)}; expected an array whose first dimensions are rows "
+                    f"and KV heads, {list(shape[:2])}."
+                )
         if not selection.watches:
             held = Held(position, key, row, None, lambda x: x.astype(jnp.float32))
             index = same("build", index, selection.build(index, {}, held))
@@ -265,12 +300,17 @@ def _block(storage: Storage) -> int:
 
 def _evaluated(what: str, function: Callable[..., Any], arguments: tuple[Any, ...], error: type[KvjaxError]) -> None:
     """Runs a function on shapes; whatever it raises is an `error` that says where."""
+    _called(what, functools.partial(jax.eval_shape, function), arguments, error)
+
+
+def _called(what: str, function: Callable[..., Any], arguments: tuple[Any, ...], error: type[KvjaxError]) -> Any:
+    """Returns what a function returns; whatever it raises is an `error` that says where."""
     try:
-        jax.eval_shape(function, *arguments)
+        return function(*arguments)
     except KvjaxError:
         raise
     except Exception as raised:
-        raise error(f"{what} raised {_described_error(raised)}.") from raised
+        raise error(f"{what} raised {described_error(raised)}.") from raised
 
 
 def _checked(what: str, made: Any, shape: tuple[int, ...], dtype: DTypeLike, error: type[KvjaxError]) -> Any:
@@ -296,6 +336,6 @@ def _described(made: Any) -> str:
     )
 
 
-def _described_error(error: Exception) -> str:
-    first = (str(error).splitlines() or [""])[0].rstrip(".")
-    return f"{type(error).__name__}: {first}{raised_at(error)}"
+def _names(made: Any) -> str:
+    """The names of a dict, or what there is in its place."""
+    return str(sorted(made, key=str)) if isinstance(made, Mapping) else _described(made)

@@ -78,7 +78,8 @@ def lower(
     spec = dataclasses.replace(spec, storage=spec.storage.bound(config.num_kv_heads))
     branches = _branches(spec, config)
     for held in dict.fromkeys(itertools.chain.from_iterable(_held(spec, config))):
-        check_storage(held, config.num_kv_heads, config.head_dim, jnp.dtype(dtype).name)
+        queries = config.num_heads // config.num_kv_heads
+        check_storage(held, config.num_kv_heads, queries, config.head_dim, jnp.dtype(dtype).name)
         # Raises where a codec cannot hold such a head.
         held.bytes_per_slot(config.head_dim, dtype)
     if any(branch.decode.budget is not None for branch in branches):
@@ -88,8 +89,8 @@ def lower(
         # No token becomes old enough to be coded, and no block is filled.
         spec = dataclasses.replace(spec, storage=dense())
     for branch in branches:
-        check(spec, branch, sizes, config.num_kv_heads, config.num_layers)
         _check_declared(branch, config, sizes, jnp.dtype(dtype).name)
+        check(spec, branch, sizes, config.num_kv_heads, config.num_layers)
     prompt_groups: list[tuple[Group, ...]] = []
     decode_groups: list[tuple[Group, ...]] = []
     totals = lengths + sizes.following if totals is None else totals
@@ -140,9 +141,9 @@ def _check_declared(branch: Branch, config: DecoderConfig, sizes: Sizes, dtype: 
       PolicyError: it is not what they declare.
     """
     kv_heads, dim = config.num_kv_heads, config.head_dim
-    for policy in dict.fromkeys((branch.prompt, branch.decode)):
+    for policy, decoding in ((branch.prompt, False), (branch.decode, True)):
         if policy.budget is not None:
-            check_policy(policy.traced(), kv_heads, sizes.total, dim, dtype)
+            check_policy(policy.traced(), decoding, kv_heads, sizes.total, dim, dtype)
     queries = config.num_heads // kv_heads
     selection = branch.selection.traced().bound(queries, sizes.following)
     check_selection(selection, kv_heads, queries, sizes.total, dim, dtype)

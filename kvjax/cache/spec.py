@@ -8,6 +8,7 @@ from kvjax.policies.base import POSITIONS, Evict, Policy
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
+from kvjax.selection.attributes import check_selection
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
 from kvjax.storage.base import Storage
@@ -46,6 +47,7 @@ class CacheSpec:
         ):
             if not isinstance(given := getattr(self, field), kind):
                 raise error(f"{field}={given!r} is not a {kind.__name__}; give one such as {example}.")
+        check_selection(self.selection)
         if self.positions not in (None, *POSITIONS):
             raise PolicyError(f"positions={self.positions!r} is not valid; use 'original', 'cache' or None.")
         if self._own is not None and self.selection == self._own:

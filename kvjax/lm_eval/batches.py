@@ -25,13 +25,13 @@ def batches(items: list[T], rows: int, size: Callable[[T], Any]) -> Iterator[lis
 def padded(model: Model, rows: int, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, int]:
     """Returns texts as [B, T] int32, their lengths [B] int32, and the bucket of the longest of them.
 
-    B is `rows`, or a power of two where there are fewer texts, and a multiple of the rows that a mesh divides; further
-    rows have one token.
+    B is `rows`, or a power of two where there are fewer texts, and a multiple of the rows that a mesh divides. Further
+    rows repeat the first text, so that nothing fails in them that does not fail in a text.
     """
     rows = model.rows_on_mesh(min(rows, power_of_two(len(texts), 1)))
-    lengths = np.ones(rows, np.int32)
+    lengths = np.zeros(rows, np.int32)
     tokens = np.zeros((rows, max(map(len, texts))), np.int32)
-    for row, text in enumerate(texts):
+    for row, text in enumerate([*texts, *[texts[0]] * (rows - len(texts))]):
         tokens[row, : len(text)], lengths[row] = text, len(text)
     return tokens, lengths, bucket(int(lengths.max()))
 

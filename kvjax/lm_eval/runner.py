@@ -309,7 +309,7 @@ class Runner:
                 ids, sizes, _ = padded(self.model, self.rows, [questions[index][number] for _, index, number in part])
                 spare = len(ids) - len(part)
                 copies = extend(
-                    self.model, begun, ids, lengths=sizes, rows=[*(row for row, *_ in part), *[0] * spare]
+                    self.model, begun, ids, lengths=sizes, rows=[*(row for row, *_ in part), *[part[0][0]] * spare]
                 )  # fmt: skip
                 before = [questions[index][number] for _, index, number in part]
                 made = decode(

@@ -7,13 +7,14 @@ hashable and picklable, and `repr` evaluates to an equal object.
 
 import dataclasses
 import functools
+import operator
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.arguments import checked_call, choice_argument, count_argument, did_you_mean, named, plain_signature
-from kvjax.errors import PolicyError
+from kvjax.errors import KvjaxError, PolicyError
 from kvjax.policies.budget import Budget, BudgetLike, as_budget
 from kvjax.policies.components import Importance, Keep, Merge, Scope, Stats, View, check_declared, everything, keep
 from kvjax.statistics import NAMED, Statistic, resolve
@@ -148,11 +149,34 @@ class Evict(Policy):
     def keeps_newest(self, slots: int) -> int:
         """Returns how many of the newest tokens are never evicted under a budget of `slots`."""
         rest = slots - self.protects(slots) if self.importance.by_age else 0
-        return max(self.scope.newest(slots), rest)
+        return max(self._number_of("newest", slots), rest)
 
     def protects(self, slots: int) -> int:
         """Returns the number of slots that are protected under a budget of `slots`."""
-        return self.scope.count(slots)
+        return self._number_of("count", slots)
+
+    def _number_of(self, function: str, slots: int) -> int:
+        """Returns what a function of the scope says of a budget of `slots`.
+
+        Raises:
+          PolicyError: it raises an error, or does not return a number of slots.
+        """
+        try:
+            found = getattr(self.scope, function)(slots)
+            number = None if isinstance(found, bool) else operator.index(found)
+        except KvjaxError:
+            raise
+        except Exception as error:  # of a user's own function
+            raise PolicyError(
+                f"policy {self.name}: its scope.{function} raised {type(error).__name__}: {error}; expected a whole "
+                "number of slots."
+            ) from error
+        if number is None or number < 0:
+            raise PolicyError(
+                f"policy {self.name}: its scope.{function} returned {found!r}; expected a whole number of slots of at "
+                "least 0."
+            )
+        return number
 
     def traced(self) -> "Evict":
         """Returns the policy without the numbers of its budgets: what a compiled program depends on."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvjax.arguments import check_hashable
 from kvjax.errors import PolicyError
 
 Array = jax.Array
@@ -91,13 +92,13 @@ class ImportanceFunction(Importance):
     """An importance made of a function; ``Importance(needs=..., score=...)`` returns one."""
 
     needs: frozenset[Any]
-    score: Callable[[Stats, View], Array]
+    score: Any = None
     amount: bool = True
     shared_by_heads: bool = False
     reads: frozenset[str] = READABLE
 
     def __post_init__(self) -> None:
-        _check_functions("Importance", self, ("score",))
+        _check_functions("Importance", self)
 
 
 class Scope:
@@ -141,12 +142,12 @@ class ScopeFunction(Scope):
     """A scope made of functions; ``Scope(needs=..., protected=..., count=...)`` returns one."""
 
     needs: frozenset[Any]
-    protected: Callable[[Stats, View], Array]
-    count: Callable[[int], int]
+    protected: Any = None
+    count: Any = None
     reads: frozenset[str] = READABLE
 
     def __post_init__(self) -> None:
-        _check_functions("Scope", self, ("protected", "count"))
+        _check_functions("Scope", self)
 
 
 class Folded(NamedTuple):
@@ -228,24 +229,38 @@ class Keep(Importance):
 keep = Keep()
 everything = Everything()
 
+#: What a component must have.
+FUNCTIONS: Mapping[type, tuple[str, ...]] = {Importance: ("score",), Scope: ("protected", "count"), Merge: ("fold",)}
+
 
 def check_declared(what: str, component: Any) -> None:
-    """Checks the `needs` of an importance, scope or merge, and the `reads` of the former two.
+    """Checks what an importance, scope or merge is, without calling its functions.
 
     Raises:
-      PolicyError: `needs` is not a set, or `reads` not one of "key" and "value". The message begins with `what`.
+      PolicyError: a function is missing, `needs` is not a set, `reads` is not one of "key" and "value", or it cannot be
+        hashed. The message begins with `what`.
     """
-    needs, reads = component.needs, getattr(component, "reads", READABLE)
+    try:
+        needs, reads = component.needs, getattr(component, "reads", READABLE)
+    except Exception as error:
+        raise PolicyError(f"{what}: its needs or reads raised {type(error).__name__}: {error}.") from error
     if isinstance(needs, str) or not isinstance(needs, Iterable):
         raise PolicyError(f"{what}: needs={needs!r} is not a set of statistics; give one such as {{'mass'}}.")
     if isinstance(reads, str) or not isinstance(reads, Iterable) or not READABLE.issuperset(reads):
         raise PolicyError(f"{what}: reads={reads!r} is not valid; give a set of 'key' and 'value', such as {{'key'}}.")
+    kind = Importance if isinstance(component, Importance) else Scope if isinstance(component, Scope) else Merge
+    for name in FUNCTIONS[kind]:
+        if not callable(given := getattr(component, name, None)):
+            raise PolicyError(
+                f"{what}: {name}={given!r} must be a function of {type(component).__name__}; see "
+                f"kvjax.policies.{kind.__name__}."
+            )
+    check_hashable(what, component)
 
 
-def _check_functions(what: str, made: Any, functions: tuple[str, ...]) -> None:
-    for field in functions:
-        if not callable(given := getattr(made, field)):
-            raise PolicyError(f"{what}: {field}={given!r} must be a function; see kvjax.policies.{what}.")
+def _check_functions(what: str, made: Any) -> None:
+    for field in ("needs", "reads"):
+        given = getattr(made, field)
+        if isinstance(given, Iterable) and not isinstance(given, str):
+            object.__setattr__(made, field, frozenset(given))
     check_declared(what, made)
-    object.__setattr__(made, "needs", frozenset(made.needs))
-    object.__setattr__(made, "reads", frozenset(made.reads))

@@ -182,6 +182,8 @@ class Selection:
 
         None = slots are masked instead of gathered, because the number is not known before the step or not smaller
         than the capacity.
+
+        A step must not mark more slots: those beyond this number, in the order of the slots, would not be read.
         """
         return None
 

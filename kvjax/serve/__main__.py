@@ -55,7 +55,12 @@ def parser() -> argparse.ArgumentParser:
     add("--rules", default="", help="over which axes of the mesh dimensions are divided, such as mlp=model")
     add("--implementation", default="auto", choices=IMPLEMENTATIONS, help="of attention and eviction")
     add("--rows", type=int, default=8, help="requests that are answered at the same time")
-    add("--waiting", type=int, default=64, help="requests that may wait beside these; others are told to come again")
+    add(
+        "--waiting",
+        type=int,
+        default=64,
+        help="requests that may wait in addition to these; others are refused with a Retry-After",
+    )
     add("--prompt", type=int, default=2048, help="tokens of a prompt at the most")
     add("--new-tokens", type=int, default=1024, help="new tokens of a request at the most")
     add("--prefill-block", type=_block, default="auto", help="tokens of a block of a prompt, none, or auto")

@@ -50,7 +50,7 @@ def names(listener: socket.socket, host: str) -> Sequence[str]:
     """
     if not is_local(listener):
         return ("*",)
-    given = {host, listener.getsockname()[0]}
+    given = {host, listener.getsockname()[0]} - {"*"}
     # As the header Host has it, where an IPv6 address stands in brackets.
     return (*LOCAL, *(f"[{name}]" if ":" in name else name for name in given))
 

@@ -56,7 +56,7 @@ class Admission:
             try:
                 await asyncio.wait({place}, timeout=self._patience)
             except asyncio.CancelledError:
-                # The client has left in the moment in which its turn came.
+                # The client disconnected when its turn came.
                 if place.done() and place.exception() is None:
                     for ticket in place.result():
                         self._engine.cancel(ticket)

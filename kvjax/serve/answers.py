@@ -83,8 +83,8 @@ class Answer:
         if not (piece.text or piece.result or (self._call.logprobs and len(choice.token_texts) > before)):
             return b""
         content = {"delta": {"content": piece.text} if piece.text else {}} if self._chat else {"text": piece.text}
-        told = self._logprobs(choice, before) if self._call.logprobs else None
-        return self._event(index, content, choice.reason, told)
+        logprobs = self._logprobs(choice, before) if self._call.logprobs else None
+        return self._event(index, content, choice.reason, logprobs)
 
     def end(self) -> bytes:
         """The last events of a stream."""
@@ -93,12 +93,12 @@ class Answer:
         return _sent(self._part | {"choices": [], "usage": self._usage()}) + DONE
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        told = self._logprobs(choice, 0) if self._call.logprobs else None
-        said = {"message": {"role": "assistant", "content": choice.text}} if self._chat else {"text": choice.text}
-        return {"index": choice.index, "finish_reason": choice.reason, "logprobs": told} | said
+        logprobs = self._logprobs(choice, 0) if self._call.logprobs else None
+        content = {"message": {"role": "assistant", "content": choice.text}} if self._chat else {"text": choice.text}
+        return {"index": choice.index, "finish_reason": choice.reason, "logprobs": logprobs} | content
 
-    def _event(self, index: int, content: dict[str, Any], reason: str | None = None, told: Any = None) -> bytes:
-        choice = {"index": index, "finish_reason": reason, "logprobs": told} | content
+    def _event(self, index: int, content: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
+        choice = {"index": index, "finish_reason": reason, "logprobs": logprobs} | content
         return _sent(self._part | {"choices": [choice]})
 
     def _usage(self) -> dict[str, int]:

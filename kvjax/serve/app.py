@@ -26,7 +26,7 @@ from kvjax.errors import KvjaxError, NonFiniteError
 from kvjax.serve.address import is_called
 from kvjax.serve.admission import FULL, PATIENCE_SECONDS, Admission
 from kvjax.serve.answers import Answer, error_event
-from kvjax.serve.bodies import Bodies
+from kvjax.serve.bodies import CLOSE, Bodies
 from kvjax.serve.clients import Client, client_of
 from kvjax.serve.connections import Connections
 from kvjax.serve.engine import Busy, Engine, Piece, Stopped, Ticket
@@ -46,6 +46,8 @@ from kvjax.serve.protocol import (
 
 log = logging.getLogger("uvicorn.error")
 
+VERSIONS = ("1.0", "1.1")  # of HTTP
+IDENTITY = "identity"  # the encoding of a body that is sent as it is
 LOOK_SECONDS = 0.25  # between looks whether a client still waits for its chat template
 
 Pieces = asyncio.Queue[tuple[int, Piece | Exception]]
@@ -89,7 +91,7 @@ def make_app(
             Route("/v1/chat/completions", pages.chat, methods=["POST"]),
         ],
         middleware=[Middleware(_Edge, hosts=hosts)],
-        exception_handlers={HTTPException: _http_error, ApiError: _api_error, ClientDisconnect: _gone_error},
+        exception_handlers={HTTPException: _http_error, ApiError: _api_error, ClientDisconnect: _disconnected},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
@@ -113,9 +115,9 @@ class _Edge:
             begun = True
             await send(message)
 
-        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-        if not is_called(host, self._hosts):
-            await _response(ApiError(400, f"the server is not called {host!r}."))(scope, receive, send)
+        error = self._refuses(scope)
+        if error is not None:
+            await _response(error)(scope, receive, send)
             return
         try:
             await self._app(scope, receive, sent)
@@ -128,6 +130,17 @@ class _Edge:
             if begun:
                 raise  # the connection is closed in the middle of the answer
             await _response(ApiError(500, "the server has made an error, which its log has."))(scope, receive, send)
+
+    def _refuses(self, scope: Scope) -> ApiError | None:
+        """Returns why a request is not answered, whatever it asks for; None if it may be."""
+        headers = dict(scope["headers"])
+        if scope["http_version"] not in VERSIONS:
+            return ApiError(505, f"HTTP {scope['http_version']} is not supported; use 1.1.", headers=CLOSE)
+        if headers.keys() >= {b"content-length", b"transfer-encoding"}:
+            # A proxy that reads the other one sees another request in the body.
+            return ApiError(400, "a request has Content-Length or Transfer-Encoding, not both.", headers=CLOSE)
+        host = headers.get(b"host", b"").decode("latin-1")
+        return None if is_called(host, self._hosts) else ApiError(400, f"the server is not called {host!r}.")
 
 
 class _Pages:
@@ -194,6 +207,8 @@ class _Pages:
         # A web page can send other types without asking first.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
             raise ApiError(415, f"the body must be of type {JSON_TYPE}.")
+        if (encoding := request.headers.get("content-encoding", IDENTITY).strip().lower()) != IDENTITY:
+            raise ApiError(415, f"a body with Content-Encoding {encoding!r} is not supported; send it as it is.")
         # Before its body is read.
         if self._admission.full(client):
             raise ApiError(429, f"the server is busy: {FULL}.", code=BUSY)
@@ -206,11 +221,11 @@ class _Pages:
                 raise ApiError(400, "the values of the body are nested too deeply.") from None
         answer, pieces = Answer(call, self._served), Pieces()
         tickets: list[Ticket] = []
-        await _unless_gone(request.receive, self._submit(call, pieces, client, tickets))
+        await _while_connected(request.receive, self._submit(call, pieces, client, tickets))
         if call.stream:
             return _EventStream(self._engine, tickets, answer, pieces)
         try:
-            await _unless_gone(request.receive, self._collect(answer, pieces))
+            await _while_connected(request.receive, self._collect(answer, pieces))
         finally:
             for ticket in tickets:
                 self._engine.cancel(ticket)
@@ -263,13 +278,13 @@ class _Pages:
         while left:
             index, piece = await pieces.get()
             if isinstance(piece, Exception):
-                raise _told(piece)
+                raise _api_error_of(piece)
             answer.choices[index].add(piece)
             left -= piece.result is not None
 
 
 class _EventStream(Response):
-    """Events as they come. Requests are cancelled when the client has gone."""
+    """Events as they come. Requests are cancelled when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -279,7 +294,7 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _unless_gone(receive, self._send(scope, receive, send))
+            await _while_connected(receive, self._send(scope, receive, send))
         except ClientDisconnect:
             pass
         finally:
@@ -290,7 +305,7 @@ class _EventStream(Response):
         # A request that is refused has a status of its own, so nothing is sent before the first piece.
         index, piece = await self._pieces.get()
         if isinstance(piece, Exception):
-            await _response(_told(piece))(scope, receive, send)
+            await _response(_api_error_of(piece))(scope, receive, send)
             return
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -303,7 +318,7 @@ class _EventStream(Response):
         left = len(self._answer.choices)
         while True:
             if isinstance(piece, Exception):
-                await write(error_event(_told(piece).body))
+                await write(error_event(_api_error_of(piece).body))
                 break
             await write(self._answer.part(index, piece))
             left -= piece.result is not None
@@ -314,18 +329,18 @@ class _EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _unless_gone(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, None]) -> None:
-    """Waits for work; ends it if the client goes.
+async def _while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, None]) -> None:
+    """Waits for work; cancels it if the client disconnects.
 
     Raises:
-      ClientDisconnect: the client has gone.
+      ClientDisconnect: the client has disconnected.
     """
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
@@ -337,8 +352,8 @@ async def _unless_gone(receive: Callable[[], Awaitable[Any]], work: Coroutine[An
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _told(error: Exception) -> ApiError:
-    """An error of the engine, as the client is told."""
+def _api_error_of(error: Exception) -> ApiError:
+    """Returns the response to an error of the engine."""
     if isinstance(error, NonFiniteError):
         return ApiError(500, str(error), code="not_finite")
     if isinstance(error, KvjaxError):
@@ -355,8 +370,8 @@ async def _api_error(_: Request, error: Exception) -> Response:
     return _response(error)
 
 
-async def _gone_error(_: Request, error: Exception) -> Response:
-    """Nobody reads it."""
+async def _disconnected(_: Request, error: Exception) -> Response:
+    """Returns a response that no client reads, for the log."""
     return Response(status_code=499)
 
 

@@ -10,7 +10,7 @@ from kvjax.serve.protocol import BUSY, ApiError
 
 MOST_BYTES = 16 << 20  # of a body
 SMALL_BYTES = 64 << 10  # of each body, which the number of connections limits
-ALL_BYTES = 32 << 20  # of all bodies, beside those
+ALL_BYTES = 32 << 20  # of all bodies, in addition to those
 #: What comes of a body that is refused is then not even parsed.
 CLOSE = {"connection": "close"}
 
@@ -26,7 +26,7 @@ class Bodies:
         """Begins without bodies.
 
         Args:
-          most: bytes of all bodies, beside the first `SMALL_BYTES` of each.
+          most: bytes of all bodies, in addition to the first `SMALL_BYTES` of each.
         """
         self._most = most
         self._held: collections.Counter[str | bytes] = collections.Counter()

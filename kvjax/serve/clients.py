@@ -102,7 +102,8 @@ class FairQueue(Generic[Item]):
         Args:
           client: the client.
           count: how many requests.
-          places: the number of requests that may be open, beside those of clients that hold less than their share.
+          places: the number of requests that may be open, in addition to those of clients that hold less than their
+            share.
         """
         if self.open + count <= places:
             return True

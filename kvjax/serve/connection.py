@@ -1,8 +1,8 @@
 """One connection: uvicorn's protocol with deadlines, errors in JSON, and clients that close their side first.
 
-A client may close its sending side after its request (shutdown) and wait for the answer. A client that has left looks
-the same, until something is sent to it: its system then resets the connection. Every response begins with the same
-bytes, so these are sent one at a time before there is an answer, and a request whose client has left ends.
+A client may close its sending side after its request (shutdown) and wait for the answer. A client that has disconnected
+looks the same, until something is sent to it: its system then resets the connection. Every response begins with the
+same bytes, so these are sent one at a time before there is an answer, and a request whose client has disconnected ends.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Deadlines:
     Attributes:
       head: to send the line and the headers of a request; also the longest that a new connection may be silent.
       idle: to begin the next request.
-      body: to send a body, beside the time that its bytes take at `rate`.
+      body: to send a body, in addition to the time that its bytes take at `rate`.
       rate: bytes a second, at the least.
       rest: to send what is left of a body whose request has been answered.
       write: to take anything of what is sent.
@@ -57,7 +57,7 @@ class Connection(H11Protocol):
 
     Attributes:
       address: of the client.
-      since: when its phase began, or when that was noticed.
+      phase_began: when its phase began, or when that was noticed.
       ended: whether the server has given it up.
     """
 
@@ -65,7 +65,7 @@ class Connection(H11Protocol):
 
     def __init__(self, connections: "Connections", **arguments: Any):
         super().__init__(**arguments)
-        self.address, self.since, self.ended = "", time.monotonic(), False
+        self.address, self.phase_began, self.ended = "", time.monotonic(), False
         self._all, self._deadlines = connections, connections.deadlines
         self._received, self._before = 0, 0  # bytes: of all; of all when the phase began
         self._last: tuple[Any, ...] = ("head", None, None)
@@ -87,7 +87,7 @@ class Connection(H11Protocol):
         """
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
-            # The application reads that the client has left, and what it sends is dropped.
+            # The application reads that the client has disconnected, and what it sends is dropped.
             cycle.disconnected = True
             cycle.message_event.set()
         begun = self._partial or self.conn.their_state is not h11.IDLE
@@ -106,7 +106,7 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def waits(self, now: float) -> bool:
-        """Whether it waits for its client, to send a whole request or to take an answer; `since` is then up to date."""
+        """Returns whether its client has to send a whole request or to take an answer; updates `phase_began`."""
         self._notice_phase(now)
         return (self.phase != "answer" or self.flow.write_paused) and not self.ended
 
@@ -118,7 +118,7 @@ class Connection(H11Protocol):
         """
         self._notice_phase(now)
         phase, stalled = self.phase, self.flow.write_paused
-        passed, limits = now - self.since, self._deadlines
+        passed, limits = now - self.phase_began, self._deadlines
         if phase == "closing":
             if passed > (limits.rest if self.transport.lingers and not stalled else limits.write):
                 self.end()
@@ -198,10 +198,10 @@ class Connection(H11Protocol):
     def _notice_phase(self, now: float) -> None:
         state = (self.phase, self.cycle, self._stalls if self.flow.write_paused else None)
         if state != self._last:
-            self._last, self.since, self._before = state, now, self._received
+            self._last, self.phase_began, self._before = state, now, self._received
 
     def _probe(self, seconds: float) -> None:
-        """Sends a byte of a response that has not begun. If the client has left, sending the next one fails."""
+        """Sends a byte of a response that has not begun. If the client has disconnected, sending the next one fails."""
         if self.phase == "answer" and not self.cycle.response_started and self.transport.write_early():
             self.loop.call_later(seconds, self._probe, 2 * seconds)
 

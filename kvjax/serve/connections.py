@@ -72,11 +72,11 @@ class Connections:
     def make_room(self) -> bool:
         """Closes a connection that has waited for its client for a while; returns whether there was one."""
         now = time.monotonic()
-        found = [each for each in self.open if each.waits(now) and now - each.since > FRESH_SECONDS]
+        found = [each for each in self.open if each.waits(now) and now - each.phase_began > FRESH_SECONDS]
         if not found:
             return False
         count = collections.Counter(each.address for each in found)
-        worst = max(found, key=lambda each: (count[each.address], now - each.since))
+        worst = max(found, key=lambda each: (count[each.address], now - each.phase_began))
         self.notice("full", f"{len(self.open)} connections are open, and at most {self.limit} may be: closed one of "
                     f"{worst.address}, which had sent no whole request or took no answer")  # fmt: skip
         worst.refuse(ApiError(503, "the server needed the place of this connection.", code=BUSY))

@@ -88,8 +88,8 @@ class Engine:
 
         Args:
           runner: it must not be used by others any more.
-          most_waiting: the number of requests beyond the runner's rows that are accepted, beside those of clients
-            that hold less than their share; see `FairQueue.fits`.
+          most_waiting: the number of requests beyond the runner's rows that are accepted, in addition to those of
+            clients that hold less than their share; see `FairQueue.fits`.
         """
         self.error: Exception | None = None
         self._runner, self._most = runner, runner.load.rows + most_waiting
@@ -171,7 +171,7 @@ class Engine:
         return self._stopping
 
     def stop(self, *, wait: bool = True) -> None:
-        """Ends the thread after its chunk; requests that have not ended are told so.
+        """Ends the thread after its chunk; requests that have not ended end with `Stopped`.
 
         Args:
           wait: whether to return only when it has ended.

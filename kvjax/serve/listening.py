@@ -5,6 +5,7 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import signal
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ from kvjax.serve.connections import Connections
 from kvjax.serve.engine import Engine
 
 GRACE_SECONDS = 3  # that requests have to end when the server is stopped
-LAST_SECONDS = 1  # that it then takes, at the most, to tell the others
+LAST_SECONDS = 1  # that it then takes, at the most, to answer the others with an error
 END_SECONDS = 4.5  # after which the process ends, whatever it is doing
 FORCED = 1  # the exit status of such an end
 ACCEPT_SECONDS = 0.1  # after which accepting is tried again
@@ -28,7 +29,7 @@ CHECK_TICKS = 10  # of uvicorn, a tenth of a second each, between two checks of 
 class Server(uvicorn.Server):
     """A server that accepts connections while there is room for them.
 
-    When it is stopped, clients whose requests do not end in time are told so.
+    When it is stopped, requests that do not end in time get an error.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Server(uvicorn.Server):
         self.interrupts: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # asyncio's server accepts whatever comes, and repeats itself a thousand times when no file is left.
+        # asyncio's server accepts whatever comes, and repeats itself a thousand times when no file is left to open.
         await super().startup(sockets=[])
         self._accepting = [asyncio.create_task(self._accept(each)) for each in sockets or []]
 
@@ -73,6 +74,9 @@ class Server(uvicorn.Server):
             timer.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            # Interrupted again: nobody waits for it. Python's own end would crash under a thread that computes.
+            _end_now()
         self.interrupts.put(sig)
         super().handle_exit(sig, frame)
 
@@ -88,7 +92,7 @@ class Server(uvicorn.Server):
             await self._connections.room()
             try:
                 accepted, _ = await loop.sock_accept(listener)
-            except OSError as error:  # no file is left, or a client has left
+            except OSError as error:  # no file is left to open, or a client has disconnected
                 self._connections.notice("accept", f"a connection cannot be accepted: {error.strerror}")
                 self._connections.make_room()
                 await asyncio.sleep(ACCEPT_SECONDS)
@@ -131,6 +135,11 @@ def _end_process(interrupts: "queue.SimpleQueue[int]") -> None:
     """Ends the process some seconds after it was interrupted, if it has not ended: threads may compute for minutes."""
     interrupts.get()
     time.sleep(END_SECONDS)
+    _end_now()
+
+
+def _end_now() -> None:
+    """Ends the process and those that it has started, whatever they are doing."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(FORCED)

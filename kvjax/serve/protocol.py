@@ -42,7 +42,7 @@ FIELDS = {"completion": COMMON | {"prompt", "prefix"}, "chat": COMMON | {"messag
 
 
 class ApiError(Exception):
-    """An error that the client is told.
+    """An error that is sent to the client.
 
     Attributes:
       status: of HTTP.
@@ -108,7 +108,7 @@ class Call:
       prompts: the number of prompts.
       stream: whether the answer is a stream of events.
       usage: whether the stream ends with the number of tokens.
-      logprobs: whether log-probabilities are told.
+      logprobs: whether log-probabilities are sent.
     """
 
     kind: str
@@ -154,7 +154,7 @@ def read(kind: str, body: dict[str, Any], served: Served, rendered: str | None =
     if unknown := sorted(body.keys() - FIELDS[kind]):
         raise ApiError(400, f"unknown field {unknown[0]!r}.", param=unknown[0], code="unknown_parameter")
     check_model(_of(body, "model", str, served.name), served)
-    told = _logprobs(kind, body)
+    logprobs = _logprobs(kind, body)
     stream, options = _of(body, "stream", bool, False), _of(body, "stream_options", dict, {})
     prefix = _prefix(body, served)
     if kind == "chat":
@@ -187,7 +187,7 @@ def read(kind: str, body: dict[str, Any], served: Served, rendered: str | None =
                     until=None if text is None else text.take,
                 )
             )
-    return Call(kind, requests, texts, len(prompts), stream, bool(options.get("include_usage")), told)
+    return Call(kind, requests, texts, len(prompts), stream, bool(options.get("include_usage")), logprobs)
 
 
 def check_model(name: str, served: Served) -> None:
@@ -198,7 +198,7 @@ def check_model(name: str, served: Served) -> None:
 
 
 def refused(error: KvjaxError) -> ApiError:
-    """A request that the runner has refused, as the client is told."""
+    """Returns the response to a request that the runner has refused."""
     return ApiError(400, str(error), code="invalid_value")
 
 
@@ -278,7 +278,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def _logprobs(kind: str, body: dict[str, Any]) -> bool:
-    """Whether log-probabilities are told: those of the chosen tokens, which a chat calls true, and a completion 0."""
+    """Returns whether log-probabilities of the chosen tokens are sent: ``true`` in a chat, ``0`` in a completion."""
     given: Any = body.get("logprobs", False)
     if given is False:
         return False

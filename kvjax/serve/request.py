@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvjax.serve.prefix import Prefix
 
 Reason = Literal["stop", "length", "cancelled", "error"]
-#: Receives the new tokens of a request, a few at a time, and says how many of these end it; None = it goes on.
+#: Receives the new tokens of a request, a few at a time, and says how many of these end it; None = it continues.
 Until = Callable[[Sequence[int]], int | None]
 MOST_STOPS = 16  # token ids that end a request; the rows of a batch have arrays of this size
 SEEDS = 1 << 32  # seeds are smaller
@@ -30,7 +30,7 @@ class Request:
     Attributes:
       tokens: token ids of the prompt; of a request with a prefix, those that follow it, possibly none.
       max_new_tokens: the maximum number of new tokens, at least 1.
-      stop: token ids that end the request, beside those of the runner. The stop token is part of the result.
+      stop: token ids that end the request, in addition to those of the runner. The stop token is part of the result.
       sampler: how a token is chosen from the logits; None for the runner's sampler.
       seed: the result is that of ``kvjax.generate(key=jax.random.key(seed))``; None for the runner's key.
       number: the result is that of ``kvjax.generate(requests=[number])``; None for 0 if there is a seed, otherwise for

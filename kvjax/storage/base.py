@@ -13,7 +13,7 @@ from kvjax.arguments import checked_call, choice_argument, count_argument
 from kvjax.errors import StorageError
 from kvjax.memory import DEVICE, HOST, MEMORIES
 from kvjax.statistics import COUNT, MASS, Statistic
-from kvjax.storage.checks import ANY, check_layout
+from kvjax.storage.checks import ANY, check_codec, check_layout
 from kvjax.storage.codec import Codec, CodecFunctions, Exact, entry_of, round_trip, straight_through
 from kvjax.storage.layouts import BlockCodec, Blocks, Pairs, Segments, Tiers, slots
 from kvjax.storage.side import Parts, Shapes, Side
@@ -63,6 +63,8 @@ class Storage:
                 f"storage {self.name}: key={self.key!r} and value={self.value!r} must be codecs, such as "
                 "kvjax.storage.Integer(4) or kvjax.storage.Exact(); of blocks only with layout=blocks(n)."
             )
+        for field in ("key", "value"):
+            check_codec(f"storage {self.name}: {field}", getattr(self, field))
         choice_argument(f"storage {self.name}: frame", self.frame, FRAMES, error=StorageError)
         object.__setattr__(self, "memory", _memory(self.name, self.memory))
         for field in ("residual", "sinks"):

@@ -2,11 +2,26 @@
 
 from typing import Any
 
+from kvjax.arguments import check_hashable
 from kvjax.errors import StorageError
 from kvjax.storage.codec import Codec
 from kvjax.storage.layouts import BlockCodec, Blocks, Segments, Tiers, slots
 
 ANY = "any"  # the frame in which keys are held as they are
+
+
+def check_codec(what: str, codec: Codec | BlockCodec) -> None:
+    """Checks what a codec is, without calling its functions.
+
+    Raises:
+      StorageError: a function is missing, or it cannot be hashed. The message begins with `what`.
+    """
+    for name in ("parts", "encode", "decode"):
+        if not callable(given := getattr(codec, name, None)):
+            raise StorageError(
+                f"{what}: {name}={given!r} must be a function of {type(codec).__name__}; see kvjax.storage.Codec."
+            )
+    check_hashable(what, codec, error=StorageError)
 
 
 def check_layout(storage: Any) -> None:

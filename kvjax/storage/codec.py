@@ -122,9 +122,9 @@ class Codec:
 class CodecFunctions(Codec):
     """A codec made of functions; ``Codec(parts, encode, decode, side)`` returns one."""
 
-    parts: Callable[[int, Any], Shapes]
-    encode: Callable[[Array, Any, Any], Parts]
-    decode: Callable[[Parts, Any, int], Array]
+    parts: Any = None
+    encode: Any = None
+    decode: Any = None
     side: Side | None = None
 
     def __post_init__(self) -> None:

@@ -26,8 +26,8 @@ def run(spec):
     return kvjax.generate(tiny().model, random_tokens(2, 12), spec, max_new_tokens=3)
 
 
-def scored(score, needs=("mass",), **fields):
-    return evict(importance=Importance(needs=frozenset(needs), score=score), budget=6, name="mine", **fields)
+def scored(score, needs=("mass",), reads=("key", "value"), **fields):
+    return evict(importance=Importance(needs=needs, score=score, reads=reads), budget=6, name="mine", **fields)
 
 
 def held(**functions):
@@ -63,8 +63,51 @@ class Keys(Importance):
 
 @dataclasses.dataclass(frozen=True)
 class Fold(Merge):
+    change: object
+
     def fold(self, key, value, victim, stats, view, tokens):
-        return policies.components.Folded(key[..., :2], value, stats)
+        return self.change(policies.components.Folded(key, value, stats))
+
+
+def folding(change):
+    return scored(lambda stats, view: stats["mass"], merge=Fold(change))
+
+
+def scoped(**functions):
+    usual = {"needs": frozenset(), "protected": lambda stats, view: view.live, "count": lambda budget: 0}
+    return scored(lambda stats, view: stats["mass"], scope=Scope(**usual | functions))
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighted(Importance):
+    weights: object
+    needs = frozenset()
+
+    def score(self, stats, view):
+        return view.position.astype(jnp.float32)
+
+
+class Unfinished(Importance):
+    needs = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Shifted(Codec):
+    by: object = 0
+
+    def parts(self, dim, dtype):
+        return {"code": ((dim,), jnp.int8)}
+
+    def encode(self, x, side, dtype):
+        return {"code": x.astype(jnp.int8)}
+
+
+def selected(**attributes):
+    return CacheSpec(policies.full(), selection=type("Mine", (Selection,), {"name": "mine"} | attributes)())
+
+
+def sided(prepare):
+    return held(side=Side(prepare=prepare, parts=lambda dim, dtype: {"scale": ((dim,), jnp.float32)}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +134,16 @@ WRONG = {
     "nothing": (scored(lambda stats, view: None), rf"returned None of type NoneType; expected {SHAPE}"),
     "raises": (scored(lambda stats, view: 1 // 0), r"raised ZeroDivisionError: .* \(.*test_declared.py, line \d+\)"),
     "branches": (scored(lambda stats, view: stats["mass"] if stats["mass"].sum() else 0), "raised TracerBool"),
+    "prompts alone": (scored(lambda stats, view: stats["mass"] if view.decoding else None), "returned None"),
+    "decoding alone": (scored(lambda stats, view: None if view.decoding else stats["mass"]), "returned None"),
+    "layers": (scored(lambda stats, view: stats["mass"] * [1.0, 2.0][view.layer]), "raised TracerIntegerConversion"),
+    "a function of one argument": (scored(lambda stats: stats["mass"]), r"raised TypeError: .* 2 were given\.$"),
+    "an attribute": (
+        scored(lambda stats, view: view.positions), r"no attribute 'positions' \(.*test_declared.py, line \d+\)"
+    ),
+    "unread key of a copy": (
+        scored(lambda stats, view: view._replace(newest=view.prompt).key, reads=()), "importance reads view.key"
+    ),
     "scope": (
         scored(
             lambda stats, view: stats["mass"],
@@ -98,7 +151,12 @@ WRONG = {
         ),
         r"scope.protected returned a jax array of int32 .*; expected a jax array of bool",
     ),
-    "merge": (scored(lambda stats, view: stats["mass"], merge=Fold()), r"merge.fold: `key` returned .* 320, 2\]"),
+    "merge": (folding(lambda made: made._replace(key=made.key[..., :2])), r"merge.fold: `key` returned .* 320, 2\]"),
+    "merge of a tuple": (folding(tuple), "merge.fold returned tuple; expected a kvjax.policies.Folded"),
+    "merge without statistics": (folding(lambda made: made._replace(stats={})), r"`stats` is \[\]; .* \['mass'\]"),
+    "merge of statistics": (
+        folding(lambda made: made._replace(stats={"mass": made.stats["mass"][:, :1]})), r"`stats\['mass'\]` returned"
+    ),
     "inside a combinator": (
         policies.value_norm(scored(lambda stats, view: stats["count"])), "reads statistic 'count', which it does not"
     ),
@@ -111,6 +169,7 @@ WRONG = {
         "have one name; rename one",
     ),
     "parts": (held(parts=lambda dim, dtype: [1]), r"parts returned \[1\]; expected a dict of name"),
+    "parts of a fraction": (held(parts=lambda dim, dtype: {"code": ((dim / 2,), jnp.int8)}), r"parts returned .*4\.0"),
     "parts raise": (held(parts=lambda dim, dtype: {}["x"]), "parts raised KeyError: 'x'"),
     "names": (held(encode=lambda x, side, dtype: {"other": x}), r"encode returned \['other'\]; .*: \['code'\]"),
     "encoded dtype": (held(encode=lambda x, side, dtype: {"code": x}), "'code' returned .* float32 .*; .* int8"),
@@ -128,12 +187,57 @@ WRONG = {
     "marks of numpy": (
         looking(lambda index, query, view: np.ones(view.position.shape, bool)), "chosen returned a numpy.ndarray"
     ),
+    "side raises": (sided(lambda view: {}["x"]), "side.prepare raised KeyError: 'x'"),
+    "side of another shape": (sided(lambda view: {"scale": view.own}), "codec's side .* prepare returned shapes"),
     "no index": (looking(lambda index, query, view: index["x"]), "raised KeyError: 'x'"),
     "index": (
         CacheSpec(policies.full(), selection=Indexed(lambda index, query, view: view.visible)),
         "settle returned an index of .*int32.*; expected that of `init`: .*float32",
     ),
 }  # fmt: skip
+
+
+#: Those that are refused when they are made.
+UNMADE = {
+    "no score": (lambda: Importance(needs={"mass"}), "score=None must be a function"),
+    "no method": (lambda: evict(importance=Unfinished(), budget=6), "score=None must be a function of Unfinished"),
+    "an array": (
+        lambda: evict(importance=Weighted(np.ones(3)), budget=6), r"Weighted cannot be hashed \(TypeError: .*ndarray"
+    ),
+    "a scope's text": (lambda: scoped(count=lambda budget: "6"), "scope.count raised TypeError: .*; expected a whole"),
+    "a scope's fraction": (lambda: scoped(count=lambda budget: 1.5), "scope.count raised TypeError: .*float"),
+    "a scope's negative": (lambda: scoped(count=lambda budget: -3), "scope.count returned -3; expected a whole number"),
+    "a scope that raises": (lambda: scoped(count=lambda budget: 1 // 0), "scope.count raised ZeroDivisionError"),
+    "no decode": (lambda: Storage(key=Shifted(), value=Shifted()), "decode=None must be a function of Shifted"),
+    "no decoding": (lambda: held(decode=None), "decode=None must be a function"),
+    "a codec's list": (
+        lambda: Storage(key=type("Own", (Shifted,), {"decode": len})([1]), value=Shifted()), "Own cannot be hashed"
+    ),
+    "a selection's list": (lambda: looking([1]), "selection mine: Look cannot be hashed"),
+    "a selection's unit": (lambda: selected(unit=0), "unit must be a whole number of at least 1; got 0"),
+    "a selection's name": (lambda: selected(name=None), "name=None must be a text"),
+    "a selection's needs": (lambda: selected(needs=frozenset({"mass"})), r"needs=.*mass.* not a frozenset of stat"),
+}  # fmt: skip
+WIDTHS = {"text": "8", "negative": -1, "fraction": 1.5}
+
+
+@pytest.mark.parametrize("name", UNMADE)
+def test_what_cannot_work_is_not_made(name):
+    make, message = UNMADE[name]
+    with pytest.raises(PolicyError if "codec" not in name and "decod" not in name else StorageError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_widths_that_are_no_numbers(name):
+    with pytest.raises(SelectionError, match=f"width returned {WIDTHS[name]!r} .*; expected a whole number of slots"):
+        run(selected(width=lambda self, capacity: WIDTHS[name]))
+
+
+@pytest.mark.parametrize("init", [lambda *_: 1 // 0, lambda *_: {"a": 0.0}, lambda *_: {"a": jnp.zeros(3)}])
+def test_an_index_that_is_none(init):
+    with pytest.raises(SelectionError, match=r"selection mine: its (choice raised ZeroDivision|init: 'a' is)"):
+        run(selected(init=init))
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -172,13 +276,13 @@ def test_what_is_right_runs_and_is_asked_once():
     spec = CacheSpec(scored(score), Storage(key=codec, value=codec, name="mine"))
     assert run(spec).lengths.tolist() == [3, 3]
     whole = (declared.ROWS, 2, 320)
-    assert calls.count(whole) == 1
+    assert calls.count(whole) == 2  # as a policy of the prompt, and of decoding
     run(spec)
-    assert calls.count(whole) == 1
+    assert calls.count(whole) == 2
     assert run(looking(lambda index, query, view: view.visible)).lengths.tolist() == [3, 3]
 
 
 def test_nothing_is_computed():
     """The check is of shapes, whatever they are: no array of this size could be made."""
-    declared.check_policy(policies.roco(6).traced(), 64, 1 << 24, 128, "bfloat16")
+    declared.check_policy(policies.roco(6).traced(), True, 64, 1 << 24, 128, "bfloat16")
     assert not jax.live_arrays() or max(x.size for x in jax.live_arrays()) < 1 << 24

@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from experiments import config as configs
+from experiments import fields
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.expressions import MOST_DEPTH
 from kvjax.spec_text import accepts, axis_of, build, files
@@ -48,6 +50,19 @@ def test_a_million_characters_take_linear_time(kind):
 
     small = seconds(100_000)
     assert seconds(1_000_000) < 40 * max(small, 0.1)
+
+
+@pytest.mark.parametrize("character", "a(,")
+def test_a_million_characters_of_a_field_take_linear_time(character):
+    start = time.perf_counter()
+    parts = fields.split(character * 1_000_000)
+    assert len(parts) == (1_000_001 if character == "," else 1) and time.perf_counter() - start < 3
+    with pytest.raises(ConfigError, match="unknown config"):
+        configs.by_name(character * 1_000_000)
+
+
+def test_commas_in_parentheses_divide_nothing():
+    assert fields.split("h2o, roco(protect=4, [1, 2]),,x") == ["h2o", " roco(protect=4, [1, 2])", "", "x"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from kvjax.lm_eval import beginnings, options
 from kvjax.lm_eval import runner as runner_module
 from kvjax.lm_eval.runner import Pair, Runner
 from kvjax.prefill import prefill_steps
-from tests.tiny import VOCAB, tiny
+from tests.tiny import VOCAB, spoiled, tiny, untied
 
 FULL = CacheSpec(policies.full())
 H2O = CacheSpec(policies.h2o(policies.Fraction(0.5, least=6)), storage.int8())
@@ -126,6 +126,19 @@ def test_texts():
     assert [int(row[-1]) == stop or len(row) == 10 for row in stopped] == [True] * 6
     assert len(stopped[0]) == list(expected[0]).index(stop) + 1
     assert [len(row) for row in runner().texts(contexts, new_tokens=10, ended=lambda row: len(row) >= 1)] == [1] * 6
+
+
+@pytest.mark.parametrize("policy", [policies.full(), policies.h2o(0.5, recent=2)])
+def test_rows_that_are_padding_fail_in_nothing(policy):
+    """Not in token 0, of which the model makes NaN, nor for a budget of which a row of one token leaves too little."""
+    contexts, questions = [[5, 9, 7, 8], [6, 11, 3, 2], [4, 3, 9, 1]], [[[1]], [[2], [3, 4]], []]
+    plain, bad = (Runner(model, CacheSpec(policy), rows=4, max_length=32) for model in (
+        untied(tiny().model), spoiled(tiny().model, 0)
+    ))  # fmt: skip
+    for one, other in zip(plain.texts(contexts, new_tokens=3), bad.texts(contexts, new_tokens=3), strict=True):
+        np.testing.assert_array_equal(one, other)
+    answers = [runner.answers(contexts, questions, new_tokens=3) for runner in (plain, bad)]
+    np.testing.assert_array_equal(np.stack(answers[0][1]), np.stack(answers[1][1]))
 
 
 def test_a_thousand_lengths_run_a_few_programs():

@@ -113,6 +113,12 @@ def test_whether_a_server_is_local_is_read_from_its_socket(host, local):
     assert address.is_called("", allowed) == address.is_called("a-page.com:8000", allowed) == (not local)
 
 
+def test_a_host_of_a_star_is_no_permission():
+    """Some systems take it for this machine; a web page may not call it by any name for that."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert not address.is_called("a-page.com", address.names(listener, "*"))
+
+
 class Body:
     """A request whose body comes in parts."""
 

@@ -25,7 +25,7 @@ from starlette.responses import PlainTextResponse, StreamingResponse  # noqa: E4
 from starlette.routing import Route  # noqa: E402
 
 from kvjax.serve import listening  # noqa: E402
-from kvjax.serve.app import _gone_error, _unless_gone  # noqa: E402
+from kvjax.serve.app import _disconnected, _while_connected  # noqa: E402
 from kvjax.serve.connection import Deadlines  # noqa: E402
 from kvjax.serve.connections import SPARE_FILES, Connections  # noqa: E402
 
@@ -57,7 +57,7 @@ class App:
 
         self.answered += 1
         try:
-            await _unless_gone(request.receive, waited())
+            await _while_connected(request.receive, waited())
         except Exception:
             self.left += 1
             raise
@@ -75,7 +75,7 @@ class App:
 def serving(deadlines=Deadlines(), most=100):
     """The port of a server, its pages, and its connections."""
     pages, connections = App(), Connections(most, deadlines)
-    app = Starlette(routes=pages.routes(), exception_handlers={ClientDisconnect: _gone_error})
+    app = Starlette(routes=pages.routes(), exception_handlers={ClientDisconnect: _disconnected})
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     engine = types.SimpleNamespace(stop=lambda wait: None)
     server = listening.Server(config, engine, grace=0.1, connections=connections)
@@ -301,7 +301,8 @@ with socket.create_server(("127.0.0.1", 0)) as listener:
 """
 
 
-def test_a_process_that_hangs_is_ended():
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_a_process_that_hangs_is_ended(signals):
     child = subprocess.Popen(
         [sys.executable, "-c", HANGING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -310,8 +311,14 @@ def test_a_process_that_hangs_is_ended():
         for line in child.stderr:
             if "startup complete" in line:
                 break
-        child.send_signal(signal.SIGTERM)
+        begun = time.monotonic()
+        for each in signals:
+            child.send_signal(each)
+            time.sleep(0.3)  # two at once would be one
         assert child.wait(5) == listening.FORCED
+        # The second interrupt ends it at once.
+        assert len(signals) == 1 or time.monotonic() - begun < listening.END_SECONDS / 2
+        assert "Traceback" not in child.communicate()[1]
     finally:
         child.kill()
         child.communicate()

@@ -333,6 +333,8 @@ def test_other_requests(server, monkeypatch):
     for expected, method, path, content, headers in (
         (413, "POST", "/v1/completions", {"prompt": "x" * 1000}, {}),
         (415, "POST", "/v1/completions", body, {"content-type": "text/plain"}),
+        (415, "POST", "/v1/completions", body, {"content-encoding": "gzip"}),
+        (400, "POST", "/v1/completions", body, {"content-length": "15", "transfer-encoding": "chunked"}),
         (405, "GET", "/v1/completions", None, {}),
         (405, "BREW", "/health", None, {}),
         (404, "GET", "/v1/none", None, {}),
@@ -361,6 +363,11 @@ def test_other_requests(server, monkeypatch):
             assert json.loads(answer)["error"]["type"] == (
                 "server_error" if expected == 500 else "invalid_request_error"
             )
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=WAIT)
+    with contextlib.closing(connection):
+        connection.sendall(b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        assert answer.startswith(b"HTTP/1.1 505 ") and b"HTTP 2.0 is not supported" in answer
     # What is wrong is not sent back whole.
     status, _, answer = server.ask("POST", "/v1/completions", {"prompt": "x", "y" * 900: 1})
     assert status == 400 and len(answer) < 3000

@@ -229,7 +229,7 @@ def test_equal_arguments_are_equal_storages():
         (lambda: storage.sparse(storage.kivi(), 1), "sparse: storage kivi.* holds blocks of tokens"),
         (lambda: storage.int4(bits=4), "int4\\(\\).* it accepts group, residual"),
         (lambda: storage.dense(residual=3), "residual=3 is for memory='host'"),
-        (lambda: storage.by_name("int3"), "'int3'; known storages: bfp, .*dense, fp8, .*int2"),
+        (lambda: storage.by_name("int3"), r"'int3'; did you mean 'int.'\? known storages: bfp, .*dense, fp8, .*int2"),
         (lambda: storage.accepts("int3"), "known storages: bfp, .*dense"),
         (lambda: storage.by_name("int8", bits=8), "it accepts group"),
         (lambda: Storage(key=storage.int4(), value=Exact()), "must be codecs, such as"),
