@@ -56,7 +56,8 @@ TASKS = {
     "lm_eval": lm_eval.run,
     "serve": serve.run,
 }
-AGAINST = ("decode", "prefill", "memory")  # tasks that measure peers
+#: Tasks that measure peers, and what checks their flags before it is asked whether the peers are installed.
+AGAINST = {"decode": decode.check, "prefill": prefill.check, "memory": memory.check}
 ACCELERATOR = "accelerator"  # runs others of these, in processes of their own
 
 
@@ -127,6 +128,7 @@ def main(argv: Sequence[str]) -> int:
             results.make_file(path, flag)
     pythons = decode.interpreters(values.python)
     if task in AGAINST:
+        AGAINST[task](values)
         peers.check_installed(decode.names_of_peers(values.against), pythons)
     environment = machine.environment() | {"peers": peers.versions(pythons)}
     environment["reads_gb_per_second"] = 1e-9 / next(sides.reading())

@@ -53,15 +53,21 @@ SAME = {"float32": 1e-3, "bfloat16": 0.25}
 NO_POLICY = "no policy, same slots"
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def check(values: flags.FlagValues) -> None:
+    """Raises ConfigError if the flags do not go with each other or with the peers."""
     against = names_of_peers(values.against)
     if (values.batch is None) != (not lengths(values)):
         raise ConfigError("give --batch and --context together, or neither for the two standard settings.")
-    settings = WORK if values.batch is None else tuple((values.batch, context) for context in lengths(values))
     if values.fill and against:
         raise ConfigError("peers read prompts: give --against=none with --fill.")
     if "llama.cpp" in against and values.dtype != "float32":
         raise ConfigError(f"llama.cpp is measured in float32; got --dtype={values.dtype}.")
+    shape_for(values, against)
+
+
+def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+    against = names_of_peers(values.against)
+    settings = WORK if values.batch is None else tuple((values.batch, context) for context in lengths(values))
     return [row for batch, context in settings for row in one_setting(values, against, batch, context)]
 
 

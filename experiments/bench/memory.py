@@ -26,11 +26,17 @@ CONTEXTS = (512, 1024, 2048, 4096)
 NEW_TOKENS = 8
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
-    """Rows in megabytes; weights, which all sides hold alike, are in none of them."""
+def check(values: flags.FlagValues) -> None:
+    """Raises ConfigError if there is a peer whose memory is not measured, or that has no such model."""
     against = names_of_peers(values.against)
     if set(against) - {"transformers"}:
         raise ConfigError("memory is measured against transformers only; give --against=transformers or none.")
+    shape_for(values, against)
+
+
+def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+    """Rows in megabytes; weights, which all sides hold alike, are in none of them."""
+    against = names_of_peers(values.against)
     return [row for context in lengths(values) or CONTEXTS for row in one_length(values, against, context)]
 
 

@@ -31,6 +31,12 @@ CONTEXT = 2048
 PRODUCT = "a large product"
 
 
+def check(values: flags.FlagValues) -> None:
+    """Raises ConfigError if a peer has no such model, or a length is not valid."""
+    shape_for(values, names_of_peers(values.against))
+    lengths(values)
+
+
 def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     against = names_of_peers(values.against)
     return [row for context in lengths(values) or [CONTEXT] for row in one_length(values, against, context)]
