@@ -5,6 +5,7 @@ import importlib
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -238,6 +239,11 @@ def test_compiled_programs_are_kept(cache_settings, tmp_path, monkeypatch):
     # A home that cannot be written is no reason not to run.
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(temporary))
+    assert folder() == str(next(temporary.iterdir()) / own.relative_to("kvjax"))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "file"))
     assert folder() == "jax's own"
     with pytest.raises(ConfigError, match=r"--compilation_cache='.*file/x' cannot be written"):
         folder(f"--compilation_cache={tmp_path}/file/x")
