@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from kvjax import sharding
-from kvjax.cache import pairs
+from kvjax.cache.arrangements import layer_pairs
 from kvjax.cache.empty import empty_layers, memories
 from kvjax.cache.groups import Group
 from kvjax.cache.layout import CacheLayout
@@ -174,7 +174,8 @@ class AverageSlots(NamedTuple):
       held: the number of live slots.
       read: the number of slots that a step reads.
       fetched: the number of slots that a step moves from host memory, if they are there.
-      lent: whether a step also reads what the layer before it holds for both; see `kvjax.cache.pairs`.
+      lent: whether a step also reads what the layer before it holds for both; see
+        `kvjax.cache.arrangements.layer_pairs`.
     """
 
     held: float
@@ -218,7 +219,7 @@ def average_slots(
             width = None if group.selection.ranks_by_keys else group.selection.width(group.capacity)
             read = held if width is None else np.minimum(held, width)
             read = read if window is None else np.minimum(read, window)
-            lent = pairs.half_of(group) == UPPER
+            lent = layer_pairs.half_of(group) == UPPER
             slots.append(AverageSlots(float(np.mean(held)), float(np.mean(read)), float(group.moved), lent))
     return tuple(slots)
 
@@ -249,7 +250,7 @@ def roofline(config: DecoderConfig, shapes: Shapes, slots: tuple[AverageSlots, .
     for (index, layer), own in zip(layers_of(state), slots, strict=True):
         assert before is not None or not own.lent
         # What two layers share is held once, and read by both.
-        read = pairs.together(before, layer) if own.lent and before is not None else layer
+        read = layer_pairs.together(before, layer) if own.lent and before is not None else layer
         before = layer
         local_rows, kv_heads, local_slots = _local(layer.position)
         # The share of the slots that is on a device.

@@ -11,7 +11,7 @@ import pytest
 
 from kvjax import policies, storage
 from kvjax.cache import Block, CacheSpec
-from kvjax.cache import pairs as pairs_of_layers
+from kvjax.cache.arrangements import layer_pairs as pairs_of_layers
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower

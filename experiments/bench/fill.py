@@ -10,7 +10,8 @@ import numpy as np
 
 import kvjax
 from experiments.bench.sides import advance, dtype_of
-from kvjax.cache import CacheSpec, KVState, Layer, LayerKV, Limits, pairs
+from kvjax.cache import CacheSpec, KVState, Layer, LayerKV, Limits
+from kvjax.cache.arrangements import layer_pairs
 from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.layout import Group
 from kvjax.cache.limits import sizes_for
@@ -68,7 +69,7 @@ def filled(
     layers = tuple(
         Layer((make(key, before, live),)) for key, (before,), live in zip(keys, layout.prompt, kept, strict=True)
     )
-    layers = jax.jit(functools.partial(pairs.merge_prompts, phase=layout.decode))(layers)
+    layers = jax.jit(functools.partial(layer_pairs.merge_prompts, phase=layout.decode))(layers)
     budget: Any = jax.tree.map(jnp.asarray, lowered.budgets.decode)
     # Each is an array of its own, which can be donated.
     state = KVState(layers, length=row.copy(), prompt=row.copy(), total=row + tokens, budget=budget)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvjax import across, attention
 from kvjax.cache import arrange, choosing, evict, exchange, paging, placing, prompt_blocks, ranking, segmenting, viewing
-from kvjax.cache.blocks import PROMPT
+from kvjax.cache.arrangements.blocks import PROMPT
 from kvjax.cache.choosing import Choice, Rows
 from kvjax.cache.exchange import Told
 from kvjax.cache.groups import RANK, Group

@@ -2,7 +2,7 @@
 
 import functools
 
-from kvjax.cache import segments
+from kvjax.cache.arrangements import segments
 from kvjax.cache.branches import Branch
 from kvjax.cache.groups import Extent, stores_of
 from kvjax.cache.limits import Sizes, slots_bucket

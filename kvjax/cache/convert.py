@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import memory
-from kvjax.cache import arrange, flush, ranking, segment_ends, segments, tiers
+from kvjax.cache import arrange, ranking
+from kvjax.cache.arrangements import block_encoding, segment_encoding, segments, tiers
 from kvjax.cache.groups import RANK, Group
 from kvjax.cache.slots import empty_stats, forget, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, LIVE, LayerKV, PerSlot, Store, live_slots
@@ -86,11 +87,11 @@ def _converted(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> L
         if in_place:
             # Both phases have arrays of the same sizes, since nothing was evicted.
             return layer.replace(index=dict(per_slot.index) | index)
-        layer, own = flush.convert(layer, after, per_slot, newest, sides)
+        layer, own = block_encoding.convert(layer, after, per_slot, newest, sides)
         return layer.replace(stats=own.stats, index=own.index | index)
     if isinstance(after.storage.layout, Segments):
         made = segments.empty(after, slots_of(layer.position)[:2], layer.dim, layer.value.dtype)
-        layer, own = segment_ends.convert(layer, after, per_slot, made, sides)
+        layer, own = segment_encoding.convert(layer, after, per_slot, made, sides)
         return layer.replace(stats=own.stats, index=own.index | index)
     if isinstance(after.storage.layout, Tiers):
         if in_place:

@@ -2,7 +2,7 @@
 
 The slots of the low tier are filled one device after the other, in the order of evictions. Where a step evicts one slot
 of a head, each device sends the vectors of its slot of lowest priority with that priority; several victims are sent
-some at a time. See `kvjax.cache.tiers`.
+some at a time. See `kvjax.cache.arrangements.tiers`.
 """
 
 import dataclasses
@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import arrange, candidates, evict, placing, tiers
+from kvjax.cache import arrange, candidates, evict, placing
+from kvjax.cache.arrangements import tiers
 from kvjax.cache.exchange import Told
 from kvjax.cache.groups import Group
 from kvjax.cache.placing import Own

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax import memory
-from kvjax.cache import blocks, segments
+from kvjax.cache.arrangements import blocks, segments
 from kvjax.cache.groups import Group, Phase
 from kvjax.cache.slots import constrain, constrain_slots, empty_stats
 from kvjax.cache.state import EMPTY, LIVE, Layer, LayerKV, Store

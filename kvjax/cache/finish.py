@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import evict, tiers
+from kvjax.cache import evict
+from kvjax.cache.arrangements import tiers
 from kvjax.cache.groups import Group
 from kvjax.cache.pool import Pool, Turn, decoded, joined, placed, run_after_inputs
 from kvjax.cache.settle import recode, settle

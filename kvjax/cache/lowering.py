@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.attention import Implementation
-from kvjax.cache import pairs
+from kvjax.cache.arrangements import layer_pairs
 from kvjax.cache.branches import Branch, branches_of, by_head, held_alike
 from kvjax.cache.capacities import capacities, extent_of, low_slots, newest_stay, shares, split_stores
 from kvjax.cache.declared import check_names, check_policy, check_selection, check_storage
@@ -283,7 +283,7 @@ def _groups(
         if not low:
             # Nothing is ever evicted.
             spec = dataclasses.replace(spec, storage=spec.storage.layout.high)
-    spec = dataclasses.replace(spec, storage=pairs.of_layer(spec.storage, layer, config.num_layers))
+    spec = dataclasses.replace(spec, storage=layer_pairs.of_layer(spec.storage, layer, config.num_layers))
     prompt, decode = capacities(spec, branch, budgets, own_heads, sizes)
     whole = branch.selection.dense(layer, config.windows[layer])
     queries = config.num_heads // config.num_kv_heads
@@ -296,7 +296,7 @@ def _groups(
     extent = extent_of(spec, branch, sizes)
     stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following, low, extent)
     if isinstance(spec.storage.layout, Pairs):
-        spec = dataclasses.replace(spec, storage=pairs.with_slots(spec.storage, stores[0]))
+        spec = dataclasses.replace(spec, storage=layer_pairs.with_slots(spec.storage, stores[0]))
     after = Group(
         heads=heads, storage=spec.storage, policy=branch.decode.traced(), selection=selection, needs=needs,
         slots=stores, extent=extent, decoding=True, evicts_one=branch.evicts_one,

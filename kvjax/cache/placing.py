@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import arrange, exchange, flush
+from kvjax.cache import arrange, exchange
+from kvjax.cache.arrangements import block_encoding
 from kvjax.cache.exchange import Told
 from kvjax.cache.groups import Group
 from kvjax.cache.leaving import Leaving, packed, places_of, unpacked
@@ -357,6 +358,6 @@ def in_blocks(
     per_slot = PerSlot(
         {name: jnp.concatenate([leaf, own.stats[name]], axis=2) for name, leaf in layer.stats.items()}, {}
     )
-    others = flush.Others(told.live - offset, old)
-    after, moved = flush.settle(layer, own.key, own.value, position, per_slot, newest, group, sides, others)
+    others = block_encoding.Others(told.live - offset, old)
+    after, moved = block_encoding.settle(layer, own.key, own.value, position, per_slot, newest, group, sides, others)
     return after.replace(stats=moved.stats)

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import blocks, prompt_blocks, segments
+from kvjax.cache import prompt_blocks
+from kvjax.cache.arrangements import blocks, segments
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import append, constrain, empty_stats, longest, ranks, slots_of, transient
 from kvjax.cache.state import Block, LayerKV
@@ -78,7 +79,7 @@ class Pool(NamedTuple):
     def sizes(self) -> tuple[int, ...]:
         """The number of slots of each store, and of the step's own tokens."""
         stores = self.layer.stores
-        # The arrays of one store may have other sizes than its slots; see `kvjax.cache.blocks`.
+        # The arrays of one store may have other sizes than its slots; see `kvjax.cache.arrangements.blocks`.
         sizes = [self.layer.position.shape[2]]
         if len(stores) > 1:
             sizes = [jax.tree.leaves(store["value"])[0].shape[2] for store in stores]

@@ -1,8 +1,8 @@
 """Blocks of a prompt that are held in another form than later ones, on slots that are divided over devices.
 
 Each device has an equal part of the prompt's blocks and, in the slots after them, of the room for later ones, which are
-written as those of any storage of blocks are: see `kvjax.cache.blocks`, whose slots count from the end of the prompt's
-full blocks here.
+written as those of any storage of blocks are: see `kvjax.cache.arrangements.blocks`, whose slots count from the end of
+the prompt's full blocks here.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.cache import arrange, blocks, placing
-from kvjax.cache.blocks import OF_PROMPT, PROMPT, unit_of
+from kvjax.cache import arrange, placing
+from kvjax.cache.arrangements import blocks
+from kvjax.cache.arrangements.blocks import OF_PROMPT, PROMPT, unit_of
 from kvjax.cache.exchange import Told
 from kvjax.cache.groups import Group
 from kvjax.cache.placing import Own

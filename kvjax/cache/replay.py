@@ -10,7 +10,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument, plain_signature
-from kvjax.cache import arrange, blocks, pairs, prompt_blocks, segments
+from kvjax.cache import arrange, prompt_blocks
+from kvjax.cache.arrangements import blocks, layer_pairs, segments
 from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.groups import Group, stores_of
@@ -254,7 +255,7 @@ def _together(storage: Storage, layer: LayerKV, lower: LayerKV | None) -> LayerK
         raise StorageError(
             f"storage {storage.name}: this layer is the upper one of a pair; pass lower=, the layer before it."
         )
-    return pairs.together(_one_group(lower), layer)
+    return layer_pairs.together(_one_group(lower), layer)
 
 
 def _is_exact(layer: LayerKV) -> bool:

@@ -2,7 +2,7 @@
 
 Every device has the window, whose tokens are exact, with their statistics, and encodes it when it is full. The one that
 has room for the segment writes it. Each device has an equal part of the prompt and as many segments; see
-`kvjax.cache.segments`.
+`kvjax.cache.arrangements.segments`.
 """
 
 import dataclasses
@@ -10,10 +10,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import arrange, segment_ends
+from kvjax.cache import arrange
+from kvjax.cache.arrangements import segment_encoding
+from kvjax.cache.arrangements.segments import ENDED, FILLED, HIGH, WINDOW, later_parts
 from kvjax.cache.groups import Group
 from kvjax.cache.placing import Own
-from kvjax.cache.segments import ENDED, FILLED, HIGH, WINDOW, later_parts
 from kvjax.cache.state import EMPTY, LayerKV, PerSlot
 from kvjax.storage.layouts import Segments
 from kvjax.storage.side import Sides
@@ -57,7 +58,7 @@ def settle(before: LayerKV, layer: LayerKV, own: Own, group: Group, sides: Sides
     ended = before.marks[ENDED][..., None] - me * few
     position = jnp.concatenate([layer.position, own.position], axis=2)
     stats = {name: jnp.concatenate([leaf, own.stats[name]], axis=2) for name, leaf in layer.stats.items()}
-    after, moved = segment_ends.settle(layer, own.key, own.value, position, PerSlot(stats, {}), held, sides, ended)
+    after, moved = segment_encoding.settle(layer, own.key, own.value, position, PerSlot(stats, {}), held, sides, ended)
     *tiers, at = arrange.separated(after.position, (*sizes, window))
     part = window // group.slot_parts
     at = jax.lax.dynamic_slice_in_dim(at, me * part, part, axis=2)

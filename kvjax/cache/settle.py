@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import sharding
-from kvjax.cache import flush, pairs, segment_ends
+from kvjax.cache.arrangements import block_encoding, layer_pairs, segment_encoding
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import constrain, forget, free_slots, free_slots_for, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
@@ -47,11 +47,11 @@ def settle(
       The layer with its positions and stores, and `per_slot` for the layer's slots.
     """
     if isinstance(group.storage.layout, Blocks):
-        return flush.settle(layer, key, value, position, per_slot, newest, group, sides)
+        return block_encoding.settle(layer, key, value, position, per_slot, newest, group, sides)
     if isinstance(group.storage.layout, Segments):
-        return segment_ends.settle(layer, key, value, position, per_slot, group, sides)
+        return segment_encoding.settle(layer, key, value, position, per_slot, group, sides)
     if isinstance(group.storage.layout, Pairs):
-        return pairs.settle(layer, key, value, position, per_slot, group)
+        return layer_pairs.settle(layer, key, value, position, per_slot, group)
     # If KV heads are replicated but query heads are not, XLA would otherwise gather the coded cache at every step.
     key, value, position, per_slot = constrain((key, value, position, per_slot))
     coded_slots, n = group.slots[0], key.shape[2]

@@ -16,7 +16,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from kvjax import memory, sharding
-from kvjax.cache import pairs
+from kvjax.cache.arrangements import layer_pairs
 from kvjax.cache.layout import Group, Phase, keep_everything
 from kvjax.cache.state import Block, KVState
 from kvjax.cache.state import Layer as LayerCache
@@ -300,7 +300,11 @@ class Decoder(nn.Module):
                 entered if x.shape[1] == 1 and any(group.selection.ahead for group in phase[index]) else None
             )
             # What two layers hold together is with the lower one.
-            arguments = (x, None if kv is None else pairs.lent(kv.layers, index, phase[index]), block.of_layer(index))
+            arguments = (
+                x,
+                None if kv is None else layer_pairs.lent(kv.layers, index, phase[index]),
+                block.of_layer(index),
+            )
             if self.is_initializing():
                 output = module(*arguments, phase[index], hint)
             else:
@@ -314,7 +318,7 @@ class Decoder(nn.Module):
             # For `kvjax.analysis`; Flax discards it unless the caller makes "intermediates" mutable.
             self.sow("intermediates", f"attention_{index}", output.seen)
             self.sow("intermediates", f"streams_{index}", output.streams)
-            after.append(output.cache if kv is None else pairs.returned(output.cache, kv.layers[index]))
+            after.append(output.cache if kv is None else layer_pairs.returned(output.cache, kv.layers[index]))
             x, entered = output.x, output.entered
         # [B]
         added = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)

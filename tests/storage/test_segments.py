@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from kvjax import policies, storage
-from kvjax.cache import LayerKV, segments
+from kvjax.cache import LayerKV
+from kvjax.cache.arrangements import segments
 from kvjax.errors import InputError, StorageError
 from kvjax.prefill import Prefilled
 from kvjax.storage.gradient import differentiable

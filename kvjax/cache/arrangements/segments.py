@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.cache import arrange
-from kvjax.cache.blocks import OF_PROMPT
+from kvjax.cache.arrangements.blocks import OF_PROMPT
 from kvjax.cache.groups import Extent, Group
 from kvjax.cache.slots import SHARED
 from kvjax.cache.state import LayerKV, Store

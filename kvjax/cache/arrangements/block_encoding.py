@@ -1,4 +1,4 @@
-"""Writes blocks: encodes the tokens that fill them, when a step or a prompt ends (see `kvjax.cache.blocks`)."""
+"""Writes blocks: encodes the tokens that fill them, when a step or a prompt ends (see `kvjax.cache.arrangements.blocks`)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import arrange
-from kvjax.cache.blocks import EXACT, OF_PROMPT, PROMPT, SHARED, parts_of, prompt_blocks, room, slots_of_exact, unit_of
+from kvjax.cache.arrangements.blocks import (
+    EXACT,
+    OF_PROMPT,
+    PROMPT,
+    SHARED,
+    parts_of,
+    prompt_blocks,
+    room,
+    slots_of_exact,
+    unit_of,
+)
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import after_reading, constrain, empty_stats, forget, oldest_first, slots_of, take, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot

@@ -1,4 +1,4 @@
-"""Ends segments: encodes their tokens in two tiers, in a step and when a prompt ends (see `kvjax.cache.segments`)."""
+"""Ends segments: encodes their tokens in two tiers, in a step and when a prompt ends (see `kvjax.cache.arrangements.segments`)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import arrange
-from kvjax.cache.groups import Group
-from kvjax.cache.segments import (
+from kvjax.cache.arrangements.segments import (
     HIGH,
     LOW,
     WINDOW,
@@ -20,6 +19,7 @@ from kvjax.cache.segments import (
     storage_of,
     value_of,
 )
+from kvjax.cache.groups import Group
 from kvjax.cache.slots import constrain, empty_stats, forget, oldest_first, slots_of, take, write
 from kvjax.cache.state import EMPTY, LayerKV, PerSlot, Store
 from kvjax.memory import gather
