@@ -27,7 +27,7 @@ class Across(NamedTuple):
       slots: the mesh axes that slots are divided over.
       heads: the mesh axes that KV heads are divided over.
       traced: whether a function is only traced, to see whether it reduces over slots otherwise; see
-        `kvjax.cache.slotwise`.
+        `kvjax.cache.context_parallel.slotwise`.
       assumed: answers `kvjax.order.largest` without a search; None = it searches.
     """
 

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import memory
-from kvjax.cache import arrange, ranking
+from kvjax.cache import arrange
 from kvjax.cache.arrangements import block_encoding, segment_encoding, segments, tiers
+from kvjax.cache.context_parallel import position_ranks
 from kvjax.cache.groups import RANK, Group
 from kvjax.cache.slots import empty_stats, forget, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, LIVE, LayerKV, PerSlot, Store, live_slots
@@ -70,7 +71,7 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
     marks = {name: mark for name, mark in made.marks.items() if name != LIVE}
     if not after.holds_ranks:
         return made.replace(marks=marks)
-    ranks = ranking.of_slots(made.position)
+    ranks = position_ranks.of_slots(made.position)
     return made.replace(stats=made.stats | {RANK: ranks}, marks=marks | {LIVE: live_slots(made)})
 
 

@@ -113,7 +113,7 @@ class Group:
 
     @property
     def holds_ranks(self) -> bool:
-        """Whether the slots of each device hold their ranks; see `kvjax.cache.ranking`."""
+        """Whether the slots of each device hold their ranks; see `kvjax.cache.context_parallel.position_ranks`."""
         return bool(self.slot_axes) and self.policy.positions == "cache" and not self.known_ranks
 
     @property

@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from kvjax import attention, sharding
 from kvjax.attention import Implementation
-from kvjax.cache import undivided
 from kvjax.cache.arrangements import blocks, segments
+from kvjax.cache.context_parallel import undivided
 from kvjax.cache.fused import observe_and_evict
 from kvjax.cache.groups import Group
 from kvjax.cache.limits import Sizes

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import prompt_blocks
 from kvjax.cache.arrangements import blocks, segments
+from kvjax.cache.context_parallel import prompt_blocks
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import append, constrain, empty_stats, longest, ranks, slots_of, transient
 from kvjax.cache.state import Block, LayerKV

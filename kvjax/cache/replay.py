@@ -10,8 +10,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument, plain_signature
-from kvjax.cache import arrange, prompt_blocks
+from kvjax.cache import arrange
 from kvjax.cache.arrangements import blocks, layer_pairs, segments
+from kvjax.cache.context_parallel import prompt_blocks
 from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.groups import Group, stores_of

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import context, evict, fused, reading
+from kvjax.cache import evict, fused, reading
+from kvjax.cache.context_parallel import step as context
+from kvjax.cache.context_parallel.operands import Common
 from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.finish import finish
 from kvjax.cache.groups import Group
-from kvjax.cache.operands import Common
 from kvjax.cache.pool import Pool, Turn, joined, pieces, placed, pool_of, prompt_pool, rotated_by_rank, run_after_inputs
 from kvjax.cache.slots import after_reading, constrain, constrain_slots
 from kvjax.cache.state import EMPTY, Block, Layer, LayerKV, PerSlot

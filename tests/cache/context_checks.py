@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import order, policies, sharding, storage
-from kvjax.cache import Block, CacheSpec, Layer, candidates
+from kvjax.cache import Block, CacheSpec, Layer
+from kvjax.cache.context_parallel import victim_candidates
 from kvjax.cache.empty import empty
 from kvjax.cache.groups import RANK, Group
 from kvjax.cache.limits import Sizes
@@ -34,7 +35,7 @@ from tests import conftest, layers  # noqa: F401, conftest sets how programs are
 
 LENGTHS, STEPS, BUDGET = np.array([24, 6, 14, 17]), 14, 12
 ROWS, KV_HEADS, GROUP, DIM = len(LENGTHS), 2, 2, 4
-USUAL = candidates.NAMED, order.FIRST, order.CANDIDATES
+USUAL = victim_candidates.NAMED, order.FIRST, order.CANDIDATES
 MANY = 1024  # slots, of which each device has more than numbers that a collective may move
 
 
@@ -276,7 +277,7 @@ def sides_of(case: Case) -> Any:
 
 def difference(case: Case) -> dict[str, Any]:
     """Compares a run on the mesh with one on a single device."""
-    candidates.NAMED, order.FIRST, order.CANDIDATES = USUAL if case.named is None else (case.named,) * 3
+    victim_candidates.NAMED, order.FIRST, order.CANDIDATES = USUAL if case.named is None else (case.named,) * 3
     total = int(LENGTHS.max()) + STEPS
     streams = layers.random_streams(range(ROWS), total, heads=case.heads, dim=DIM)
     ends = LENGTHS + np.array([STEPS, STEPS, STEPS - 5, 0])

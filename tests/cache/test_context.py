@@ -15,7 +15,8 @@ import jax
 import pytest
 
 from kvjax import devices, policies, selection, storage
-from kvjax.cache import CacheSpec, undivided
+from kvjax.cache import CacheSpec
+from kvjax.cache.context_parallel import undivided
 from kvjax.cache.groups import Group
 from kvjax.policies import POLICIES, Importance
 from kvjax.policies.components import Merge

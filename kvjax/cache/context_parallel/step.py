@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from kvjax import across, attention, sharding
-from kvjax.cache import attending, choosing, evicting
-from kvjax.cache.attending import Hint
-from kvjax.cache.choosing import Looked, Rows
+from kvjax.cache.context_parallel import attend, evict, select
+from kvjax.cache.context_parallel.attend import Hint
+from kvjax.cache.context_parallel.operands import Common
+from kvjax.cache.context_parallel.select import Looked, Rows
 from kvjax.cache.groups import Group
-from kvjax.cache.operands import Common
 from kvjax.cache.slots import AXES, divided
 from kvjax.cache.state import Block, LayerKV
 from kvjax.rope import Rope
@@ -66,7 +66,7 @@ def step(
     batch, kv_heads, n, dim = key.shape
     mesh = jax.sharding.get_abstract_mesh()
     grouped = query.reshape(batch, kv_heads, -1, n, dim)
-    ahead = hint.guess is not None and group.selection.ahead and choosing.chooses(group, n)
+    ahead = hint.guess is not None and group.selection.ahead and select.chooses(group, n)
     hint = hint._replace(guess=hint.guess.reshape(grouped.shape) if ahead and hint.guess is not None else None)
     rows = Rows(block.position, block.prompt, jnp.zeros_like(block.prompt) if budget is None else budget)
     of_heads = tuple(name for name in sharding.mesh_axes("kv_heads", kv_heads, mesh) if mesh.shape[name] > 1)
@@ -81,7 +81,7 @@ def step(
     of_hint = Hint(specs(hint.guess, *HEADS), specs(hint.skew, "kv_heads"))
     run = functools.partial(_step, group=group, axes=axes, rope=rope, scale=scale, soft_cap=soft_cap, window=window)
     number = jnp.zeros((), jnp.int32) if block.layer is None else block.layer
-    looks = Looked(by_slot.position, by_slot.position) if choosing.chooses(group, n) else None
+    looks = Looked(by_slot.position, by_slot.position) if select.chooses(group, n) else None
     output, after, looked = jax.shard_map(
         run, mesh=mesh,
         in_specs=(by_head, by_head, by_head, by_slot, specs(rows, "batch"), shared, PartitionSpec(), of_hint),
@@ -106,8 +106,8 @@ def _step(
     **options: Any,
 ) -> tuple[Array, LayerKV, Looked | None]:
     """Runs `step` on one device, for its rows, heads and slots; the step's own tokens are on every device."""
-    observed = attending.attend(
+    observed = attend.attend(
         query, key, value, layer, rows, common, number, hint, group=group, axes=axes, rope=rope, **options
     )
-    after = evicting.settle(observed, rows, number, group, axes, hint.skew)
+    after = evict.settle(observed, rows, number, group, axes, hint.skew)
     return observed.output, after, None if observed.choice is None else observed.choice.looked

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import arrange, candidates, evict, placing
+from kvjax.cache import arrange, evict
 from kvjax.cache.arrangements import tiers
-from kvjax.cache.exchange import Told
+from kvjax.cache.context_parallel import placement, victim_candidates
+from kvjax.cache.context_parallel.gathered_state import Told
+from kvjax.cache.context_parallel.placement import Own
 from kvjax.cache.groups import Group
-from kvjax.cache.placing import Own
 from kvjax.cache.slots import oldest_first, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV, Store
 from kvjax.memory import gather
@@ -166,7 +167,7 @@ def settle(layer: LayerKV, tier: Tier, told: Told, view: View, over: across.Acro
     """
     high, own, group = tier.high, tier.own, tier.high_group
     low_slots, size, n = layer.position.shape[2] - high.position.shape[2], high.position.shape[2], own.key.shape[2]
-    moves = placing.Moves(high, own, None, None, told.free, view.newest, group, tier.axes, tier.sides)
+    moves = placement.Moves(high, own, None, None, told.free, view.newest, group, tier.axes, tier.sides)
     count = jnp.sum(own.position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
     # All tokens before the step are in the high tier, or were demoted.
     demoted = view.newest[:, None, None] + 1 - count - told.live
@@ -177,13 +178,13 @@ def settle(layer: LayerKV, tier: Tier, told: Told, view: View, over: across.Acro
     with across.devices(over):
         if n == 1 and group.policy.when == "step":
             total, sent = told.live + count, lambda slots: _bits(tier.vectors(slots))
-            one = candidates.lowest_position(group, both, view, total, over, moves.packed(), sent)
+            one = victim_candidates.lowest_position(group, both, view, total, over, moves.packed(), sent)
             lowest, told_of = one.position, one.position
             if not group.evicts_one:
                 lowest, told_of, victim, rounds = _several(tier, both, view, total, lowest, over)
                 low = tier.moved(low, victim, None, rounds)
                 left = jnp.where(victim[:, :, :size] & (high.position != lowest), EMPTY, high.position)
-                moves = moves.after(left, placing.Left(moves.free, moves.found))
+                moves = moves.after(left, placement.Left(moves.free, moves.found))
             low = tier.written(low, told_of, jax.lax.bitcast_convert_type(one.sent, jnp.float32))
             return _joined(layer, low, moves.with_eviction(lowest, one.total))
         # A budget that stays as it is frees a slot for each token of the step.
@@ -222,7 +223,7 @@ def _several(
     def one() -> tuple[Array, Array, Array, Array]:
         return lowest, lowest, jnp.zeros(view.position.shape, bool), jnp.int32(0)
 
-    flag = candidates.several_go(tier.group.policy, stats, view, total, over)
+    flag = victim_candidates.several_go(tier.group.policy, stats, view, total, over)
     with across.devices(over):
         return jax.lax.cond(flag, several, one)
 

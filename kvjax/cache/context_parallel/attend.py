@@ -1,6 +1,7 @@
 """The attention of a step of a layer whose slots are divided over devices, and what the step observes.
 
-Each device attends to its own slots, and one collective joins the devices; see `kvjax.cache.exchange.gathered`.
+Each device attends to its own slots, and one collective joins the devices; see
+`kvjax.cache.context_parallel.gathered_state.gathered`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,18 +11,28 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across, attention
-from kvjax.cache import arrange, choosing, evict, exchange, paging, placing, prompt_blocks, ranking, segmenting, viewing
+from kvjax.cache import arrange, evict
 from kvjax.cache.arrangements.blocks import PROMPT
-from kvjax.cache.choosing import Choice, Rows
-from kvjax.cache.exchange import Told
+from kvjax.cache.context_parallel import (
+    gathered_state,
+    pages,
+    placement,
+    policy_view,
+    position_ranks,
+    prompt_blocks,
+    segments,
+    select,
+)
+from kvjax.cache.context_parallel.gathered_state import Told
+from kvjax.cache.context_parallel.operands import Common, Operands, operands, problems
+from kvjax.cache.context_parallel.placement import Own
+from kvjax.cache.context_parallel.residual import Leaving, leaving
+from kvjax.cache.context_parallel.select import Choice, Rows
+from kvjax.cache.context_parallel.victims import Named
 from kvjax.cache.groups import RANK, Group
-from kvjax.cache.leaving import Leaving, leaving
-from kvjax.cache.operands import Common, Operands, operands, problems
-from kvjax.cache.placing import Own
 from kvjax.cache.pool import Pool
 from kvjax.cache.slots import empty_stats
 from kvjax.cache.state import LIVE, LayerKV
-from kvjax.cache.victims import Named
 from kvjax.rope import Rope
 from kvjax.storage.layouts import Blocks, Segments, Tiers
 from kvjax.storage.side import Sides
@@ -103,7 +114,7 @@ def attend(
       group: of heads.
       axes: that slots and heads are divided over.
       rope: the layer's rotary embedding.
-      options: ``scale``, ``soft_cap`` and ``window`` of `kvjax.cache.context.step`.
+      options: ``scale``, ``soft_cap`` and ``window`` of `kvjax.cache.context_parallel.step.step`.
     """
     before, own = layer, _own(key, value, rows, group)
     layer, first = _local(layer, own.position, group, axes)
@@ -116,14 +127,14 @@ def attend(
     pool = Pool(layer, (key, value), jnp.concatenate([layer.position, own.position], axis=2), {}, {}, sides)
     ranks = None
     if group.holds_ranks:
-        ranks = ranking.of_step(layer, own.position, sizes, axes)
+        ranks = position_ranks.of_step(layer, own.position, sizes, axes)
         own = own._replace(stats=own.stats | {RANK: ranks.each[-1].astype(jnp.float32)})
-        layer = ranking.counted(layer, own.position)
+        layer = position_ranks.counted(layer, own.position)
     held = operands(pool, attention.ungroup(query), (*positions, own.position), rows, group, rope, common, ranks)
     read, choice = positions, None
-    if choosing.chooses(group, key.shape[2]):
+    if select.chooses(group, key.shape[2]):
         by = held.query if hint.guess is None else attention.ungroup(hint.guess)
-        choice = choosing.choose(layer, held.stored[0], own, by, rows, number, group, axes, skew=hint.skew, **options)
+        choice = select.choose(layer, held.stored[0], own, by, rows, number, group, axes, skew=hint.skew, **options)
         layer, read = layer.replace(index=choice.index), choice.positions
         first_key, first_value = choice.fetched(pool, group, held.keys, held.values)
         held = held._replace(keys=(first_key, *held.keys[1:]), values=(first_value, *held.values[1:]))
@@ -137,7 +148,7 @@ def attend(
     newest = jnp.max(rows.position, axis=1)
     # What leaves the residual leaves an empty slot, whether it is encoded or evicted.
     goes = leaving(positions[1], newest, key.shape[2], group.storage) if group.storage.divided else None
-    named = viewing.named(layer, own, goes, held.stored, rows, number, group, axes)
+    named = policy_view.named(layer, own, goes, held.stored, rows, number, group, axes)
     told = _told(layer, positions, parts[:-known], maps[:-known], goes, newest, named, group, axes)
     output, columns = _combined(told, parts, known)
     if choice is not None:
@@ -166,7 +177,7 @@ def _local(layer: LayerKV, own: Array, group: Group, axes: across.Across) -> tup
     """
     first = jnp.int32(0)
     if isinstance(group.storage.layout, Segments):
-        layer = segmenting.with_window(layer, own)
+        layer = segments.with_window(layer, own)
     if isinstance(group.storage.layout, Blocks):
         first = jax.lax.axis_index(axes.slots) * later(layer, group).position.shape[2]
         layer = layer.replace(marks=shifted(layer.marks, -first))
@@ -207,23 +218,23 @@ def _told(
     """
     storage = group.storage
     free, more, counted = (
-        [exchange.empty_slots(each) for each in positions[group.unranked_stores :]],
+        [gathered_state.empty_slots(each) for each in positions[group.unranked_stores :]],
         None,
         layer.position,
     )
     if group.evicts and group.policy.page > 1:
-        free = [paging.empty_slots(layer.position, group.policy.page)]
+        free = [pages.empty_slots(layer.position, group.policy.page)]
     if goes is not None:
         free[1] += jnp.sum(goes.position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
         more = goes.vectors(layer.stores[1])
     if isinstance(storage.layout, Blocks):
         counted = later(layer, group).position
-        more = placing.older(layer.position, newest, storage).astype(jnp.float32)
+        more = placement.older(layer.position, newest, storage).astype(jnp.float32)
     if isinstance(storage.layout, Tiers):
         counted = positions[1]
-    live = exchange.live_slots(counted)
+    live = gathered_state.live_slots(counted)
     bits = None if named is None else named.bits
-    return exchange.gathered(parts, maps, live, jnp.concatenate(free, axis=2), axes.slots, more, bits)
+    return gathered_state.gathered(parts, maps, live, jnp.concatenate(free, axis=2), axes.slots, more, bits)
 
 
 def _combined(told: Told, parts: Sequence[attention.Problem], known: int) -> tuple[Array, list[dict[str, Array]]]:

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 
 from kvjax import across
 from kvjax.assumed import Assumed
-from kvjax.cache import folding, victims
-from kvjax.cache.choosing import Rows
+from kvjax.cache.context_parallel import merge, victims
+from kvjax.cache.context_parallel.placement import Moves, Own
+from kvjax.cache.context_parallel.residual import Leaving
+from kvjax.cache.context_parallel.select import Rows
+from kvjax.cache.context_parallel.victims import Named
 from kvjax.cache.groups import Group
-from kvjax.cache.leaving import Leaving
-from kvjax.cache.placing import Moves, Own
 from kvjax.cache.state import EMPTY, LayerKV
-from kvjax.cache.victims import Named
 from kvjax.policies.base import View
 from kvjax.storage.layouts import Tiers
 
@@ -31,7 +31,7 @@ def named(
     """Names the slot of this device that would be evicted first, if attention does not change it; otherwise None.
 
     That is so if no statistic of attention is kept, slots are ranked one by one, and a step evicts at most one slot of
-    a head. For the arguments see `kvjax.cache.attending`.
+    a head. For the arguments see `kvjax.cache.context_parallel.attend`.
     """
     policy = group.policy
     one = own.position.shape[2] == 1 and group.evicts and group.evicts_one and policy.when == "step"
@@ -42,9 +42,10 @@ def named(
     view, stats = view_of(layer, own, stored, rows, number, group, axes), both_stats(layer, own)
     assumed = Assumed(mark=False)
     with across.devices(axes._replace(assumed=assumed)):
-        sent = victims.nothing if policy.merge is None else folding.sender(moves, *stored)
+        sent = victims.nothing if policy.merge is None else merge.sender(moves, *stored)
         found = victims.named(group, stats, view, moves.packed(), sent)
-    # A policy that asks which slots hold the largest values compares them; see `kvjax.cache.candidates`.
+    # A policy that asks which slots hold the largest values compares them; see
+    # `kvjax.cache.context_parallel.victim_candidates`.
     return None if assumed.calls else found
 
 
@@ -64,7 +65,7 @@ def view_of(
 ) -> View:
     """Returns what a policy reads of this device's slots and of the step's own tokens.
 
-    These count once, on the first device. For the arguments see `kvjax.cache.attending`.
+    These count once, on the first device. For the arguments see `kvjax.cache.context_parallel.attend`.
     """
     key, value = (jax.lax.stop_gradient(jnp.concatenate(each[group.unranked_stores :], axis=2)) for each in stored)
     counted = jnp.where(jax.lax.axis_index(axes.slots) == 0, own.position, EMPTY)

@@ -1,6 +1,6 @@
 """Why the slots of a group of heads are not divided over devices, each of which then holds all of them."""
 
-from kvjax.cache import folding, slotwise
+from kvjax.cache.context_parallel import merge, slotwise
 from kvjax.cache.groups import Group
 from kvjax.selection.base import Selection
 from kvjax.storage.base import UNROTATED
@@ -37,7 +37,7 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
             return f"positions={policy.positions!r} ranks slots, and storage {storage.label} moves them between stores"
     if not group.selection.reads_all and (reason := _not_chosen(group)):
         return reason
-    if reason := folding.refuses(group):
+    if reason := merge.refuses(group):
         return reason
     if policy.budget is None:
         return None

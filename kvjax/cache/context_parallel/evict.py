@@ -4,25 +4,29 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import (
-    attending,
-    candidates,
-    choosing,
-    demoting,
-    evict,
-    folding,
-    paging,
-    placing,
+from kvjax.cache import evict
+from kvjax.cache.context_parallel import (
+    attend,
+    pages,
+    placement,
+    policy_view,
+    position_ranks,
     prompt_blocks,
-    ranking,
-    segmenting,
+    segments,
+    select,
+    victim_candidates,
     victims,
-    viewing,
 )
-from kvjax.cache.attending import Observed
-from kvjax.cache.choosing import Rows
+from kvjax.cache.context_parallel import (
+    merge as folding,
+)
+from kvjax.cache.context_parallel import (
+    tiers as demoting,
+)
+from kvjax.cache.context_parallel.attend import Observed
+from kvjax.cache.context_parallel.placement import Moves
+from kvjax.cache.context_parallel.select import Rows
 from kvjax.cache.groups import Group
-from kvjax.cache.placing import Moves
 from kvjax.cache.state import EMPTY, FAR, LayerKV
 from kvjax.order import CANDIDATES
 from kvjax.policies.base import View
@@ -41,20 +45,20 @@ def settle(step: Observed, rows: Rows, number: Array, group: Group, axes: across
       number: int32 index of the layer.
       group: of heads.
       axes: that slots and heads are divided over.
-      skew: see `kvjax.cache.attending.Hint`.
+      skew: see `kvjax.cache.context_parallel.attend.Hint`.
     """
     layer, own, newest = step.layer, step.own, jnp.max(rows.position, axis=1)
     if isinstance(group.storage.layout, Blocks):
-        write = prompt_blocks.settle if prompt_blocks.apart(layer) else placing.in_blocks
+        write = prompt_blocks.settle if prompt_blocks.apart(layer) else placement.in_blocks
         after = write(layer, own, step.told, newest, group, step.first, step.sides)
-        return after.replace(marks=attending.shifted(after.marks, step.first))
+        return after.replace(marks=attend.shifted(after.marks, step.first))
     if isinstance(group.storage.layout, Segments):
-        return segmenting.settle(step.before, layer, own, group, step.sides, axes.slots)
+        return segments.settle(step.before, layer, own, group, step.sides, axes.slots)
     moves = Moves(layer, own, step.goes, step.told.more, step.told.free, newest, group, axes.slots, step.sides)
     after = _evicted(step, moves, rows, number, axes)
     if step.choice is None:
         return after
-    index = choosing.with_entries(after, own, step.stored[0][-1], step.goes, step.told.more, group, skew)
+    index = select.with_entries(after, own, step.stored[0][-1], step.goes, step.told.more, group, skew)
     return after.replace(index=index)
 
 
@@ -64,10 +68,10 @@ def _evicted(step: Observed, moves: Moves, rows: Rows, number: Array, axes: acro
     tiers = isinstance(group.storage.layout, Tiers)
     if group.policy.budget is None and not tiers:
         return moves.without_evictions()
-    view = viewing.view_of(moves.layer, own, step.stored, rows, number, group, axes)
-    both = viewing.both_stats(moves.layer, own)
+    view = policy_view.view_of(moves.layer, own, step.stored, rows, number, group, axes)
+    both = policy_view.both_stats(moves.layer, own)
     if group.evicts and group.policy.page > 1:
-        return paging.finish(moves, both, view, axes)
+        return pages.finish(moves, both, view, axes)
     if tiers:
         tier = demoting.Tier(moves.layer, own, group, axes.slots, step.sides)
         return demoting.settle(step.before, tier, step.told, view, axes)
@@ -93,15 +97,15 @@ def _one(step: Observed, moves: Moves, stats: Stats, view: View, axes: across.Ac
             evicted = victims.lowest_of(step.told.named, step.named, total)
         else:
             sent = victims.nothing if merge is None else folding.sender(moves, *step.stored)
-            evicted = candidates.lowest_position(group, stats, view, total, axes, moves.packed(), sent)
+            evicted = victim_candidates.lowest_position(group, stats, view, total, axes, moves.packed(), sent)
         lowest, bits = evicted.position, evicted.total
         if not group.evicts_one:
-            moves, lowest = candidates.evicted_before(moves, stats, view, total, lowest, axes)
+            moves, lowest = victim_candidates.evicted_before(moves, stats, view, total, lowest, axes)
         if merge is not None:
             victim = (view.position == lowest) & (lowest >= 0)
             moves, bits = folding.fold(moves, *step.stored, victim, evicted, view)
     after = moves.with_eviction(lowest, bits)
-    return ranking.after_eviction(after, jnp.where(lowest >= 0, lowest, FAR)) if group.holds_ranks else after
+    return position_ranks.after_eviction(after, jnp.where(lowest >= 0, lowest, FAR)) if group.holds_ranks else after
 
 
 def _several(step: Observed, moves: Moves, stats: Stats, view: View, axes: across.Across) -> LayerKV:
@@ -116,8 +120,8 @@ def _several(step: Observed, moves: Moves, stats: Stats, view: View, axes: acros
             gone = folding.gathered(moves, *step.stored, victim, view)
             moves, _ = folding.fold(moves, *step.stored, victim, gone, view)
         if group.holds_ranks and policy.when == "step":
-            evicted = ranking.evicted_positions(view.position, victim, n)
+            evicted = position_ranks.evicted_positions(view.position, victim, n)
     position = jnp.where(victim[:, :, :size], EMPTY, moves.layer.position)
     after = moves.after_evictions(position, (view.position[:, :, size:] >= 0) & ~victim[:, :, size:])
     # Where a compressor evicts any number of slots, the prompt has ended, and `convert` ranks what is left.
-    return after if evicted is None else ranking.after_eviction(after, evicted)
+    return after if evicted is None else position_ranks.after_eviction(after, evicted)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import packing
+from kvjax.cache.context_parallel import packing
 from kvjax.cache.state import EMPTY
 from kvjax.storage.base import Storage
 from kvjax.storage.store import Store

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import arrange, exchange, paging
+from kvjax.cache import arrange
+from kvjax.cache.context_parallel import gathered_state, pages
+from kvjax.cache.context_parallel.placement import Own
+from kvjax.cache.context_parallel.residual import Leaving
 from kvjax.cache.groups import Group
-from kvjax.cache.leaving import Leaving
-from kvjax.cache.placing import Own
 from kvjax.cache.pool import Pool, fetched
 from kvjax.cache.reading import spread
 from kvjax.cache.state import EMPTY, LayerKV
@@ -122,13 +123,13 @@ def choose(
         # Pages must know which of them the token goes to.
         numbers = selection.tell(layer.index, by, view._replace(position=layer.position, key=None))
         page, stays = group.policy.page if group.evicts else 1, own.position >= 0
-        free = exchange.empty_slots(first_store) if page == 1 else paging.empty_slots(first_store, page)
+        free = gathered_state.empty_slots(first_store) if page == 1 else pages.empty_slots(first_store, page)
         every = jax.lax.all_gather(jnp.concatenate([free, numbers], axis=2), axes.slots)
         empty, told = every[..., : free.shape[2]], every[..., free.shape[2] :]
         if page == 1:
-            slot = exchange.places(first_store, stays, empty, axes.slots)[:, :, 0]
+            slot = gathered_state.places(first_store, stays, empty, axes.slots)[:, :, 0]
         else:
-            slot = paging.places(first_store, stays, empty, page, axes.slots)[:, :, 0]
+            slot = pages.places(first_store, stays, empty, page, axes.slots)[:, :, 0]
         view = view._replace(slot=slot, told=told)
     index = selection.write(layer.index, keys[-1], slot, newest >= 0)
     with across.devices(axes):
@@ -166,7 +167,7 @@ def with_entries(
       own: the step's own token.
       key: [B, K, 1, D], its key, rotated.
       goes: the token of this device that leaves the residual; None for a storage of one store.
-      vectors: see `kvjax.cache.placing.Moves`.
+      vectors: see `kvjax.cache.context_parallel.placement.Moves`.
       group: the selection.
       skew: of these heads, or None.
     """

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from kvjax import attention
 from kvjax.cache import reading
-from kvjax.cache.choosing import Rows
+from kvjax.cache.context_parallel.position_ranks import Ranks
+from kvjax.cache.context_parallel.select import Rows
 from kvjax.cache.groups import Group
 from kvjax.cache.pool import Pool, Turn, decoded, pieces, placed
-from kvjax.cache.ranking import Ranks
 from kvjax.kernels.coded import as_array
 from kvjax.rope import Rope
 from kvjax.storage.layouts import Tiers

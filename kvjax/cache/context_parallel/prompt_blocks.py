@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.cache import arrange, placing
+from kvjax.cache import arrange
 from kvjax.cache.arrangements import blocks
 from kvjax.cache.arrangements.blocks import OF_PROMPT, PROMPT, unit_of
-from kvjax.cache.exchange import Told
+from kvjax.cache.context_parallel import placement
+from kvjax.cache.context_parallel.gathered_state import Told
+from kvjax.cache.context_parallel.placement import Own
 from kvjax.cache.groups import Group
-from kvjax.cache.placing import Own
 from kvjax.cache.slots import SHARED
 from kvjax.cache.state import LayerKV, Store
 from kvjax.storage.base import Storage
@@ -109,7 +110,7 @@ def settle(layer: LayerKV, own: Own, told: Told, newest: Array, group: Group, of
       sides: what vectors share.
     """
     half = halves(layer, group.storage)
-    after = placing.in_blocks(half.later, own, told, newest, group, offset, sides)
+    after = placement.in_blocks(half.later, own, told, newest, group, offset, sides)
     first = layer.marks[PROMPT]
     return layer.replace(
         position=jnp.concatenate([half.position, after.position], axis=2),

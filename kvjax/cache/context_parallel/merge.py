@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import arrange, packing, victims
+from kvjax.cache import arrange
+from kvjax.cache.context_parallel import packing, victims
+from kvjax.cache.context_parallel.placement import Moves, Own
+from kvjax.cache.context_parallel.victims import Evicted
 from kvjax.cache.groups import Group
-from kvjax.cache.placing import Moves, Own
 from kvjax.cache.settle import recode
 from kvjax.cache.state import EMPTY, LayerKV, exact_store
-from kvjax.cache.victims import Evicted
 from kvjax.compaction import compact
 from kvjax.policies.base import View
 from kvjax.storage.base import UNROTATED

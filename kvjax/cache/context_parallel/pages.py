@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from kvjax import across
 from kvjax.cache import evict
+from kvjax.cache.context_parallel.placement import Moves
 from kvjax.cache.evict import by_page
-from kvjax.cache.placing import Moves
 from kvjax.cache.slots import forget, free_slots, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV
 from kvjax.order import largest, lowest

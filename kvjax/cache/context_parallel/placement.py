@@ -5,11 +5,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import arrange, exchange
+from kvjax.cache import arrange
 from kvjax.cache.arrangements import block_encoding
-from kvjax.cache.exchange import Told
+from kvjax.cache.context_parallel import gathered_state
+from kvjax.cache.context_parallel.gathered_state import Told
+from kvjax.cache.context_parallel.residual import Leaving, packed, places_of, unpacked
 from kvjax.cache.groups import Group
-from kvjax.cache.leaving import Leaving, packed, places_of, unpacked
 from kvjax.cache.slots import forget, write
 from kvjax.cache.state import EMPTY, LayerKV, PerSlot
 from kvjax.storage import store as held
@@ -130,7 +131,7 @@ class Moves(NamedTuple):
             # A token takes the slot of the victim.
             return Left(self.free, self.found)
         coded_at, exact_at = self._positions(position)
-        empty = [exchange.empty_slots(each) for each in (coded_at, self._without_leaving(exact_at))]
+        empty = [gathered_state.empty_slots(each) for each in (coded_at, self._without_leaving(exact_at))]
         every = jax.lax.all_gather(jnp.concatenate([*empty, self._here(exact_at).astype(jnp.int32)], axis=2), self.axes)
         return Left(every[..., :2], jnp.sum(every[..., 2:], axis=0) > 0)
 
@@ -179,17 +180,17 @@ class Moves(NamedTuple):
         own, n = self.own, self.own.key.shape[2]
         layer = self.layer.replace(stats=forget(self.layer.stats, position))
         if self.goes is None:
-            free = exchange.empty_slots(position)
+            free = gathered_state.empty_slots(position)
             every = jax.lax.all_gather(jnp.concatenate([stays.astype(jnp.int32), free], axis=2), self.axes)
-            target = exchange.places(position, every[0, :, :, :n] > 0, every[:, :, :, n:], self.axes)
+            target = gathered_state.places(position, every[0, :, :, :n] > 0, every[:, :, :, n:], self.axes)
             return self._replace(layer=layer)._written(position, target, own, layer.stats)
         coded_at, exact_at = self._positions(position)
         # What is left of the leaving tokens.
         here = self._here(exact_at)
         left = self._without_leaving(exact_at)
         known = [
-            stays.astype(jnp.int32), here.astype(jnp.int32), exchange.empty_slots(coded_at),
-            exchange.empty_slots(left), packed(self._exact_stats(layer.stats), self.goes.slot, here),
+            stays.astype(jnp.int32), here.astype(jnp.int32), gathered_state.empty_slots(coded_at),
+            gathered_state.empty_slots(left), packed(self._exact_stats(layer.stats), self.goes.slot, here),
         ]  # fmt: skip
         every = jax.lax.all_gather(jnp.concatenate(known, axis=2), self.axes)
         found, told = jnp.sum(every[..., n : 2 * n], axis=0) > 0, jnp.sum(every[..., 2 * n + 2 :], axis=0)
@@ -200,7 +201,7 @@ class Moves(NamedTuple):
         """Writes the step's own tokens where nothing is evicted."""
         own, position = self.own, self.layer.position
         if self.goes is None:
-            target = exchange.places(position, own.position >= 0, self.free, self.axes)
+            target = gathered_state.places(position, own.position >= 0, self.free, self.axes)
             return self._written(position, target, own, self.layer.stats)
         if own.stats:
             # The statistics of what leaves must be told.
@@ -225,9 +226,9 @@ class Moves(NamedTuple):
         """
         assert self.goes is not None
         leaves = self._all_leaving(found, stats, stays)
-        into = exchange.places(coded_at, leaves.position >= 0, self.free[..., :1], self.axes)
+        into = gathered_state.places(coded_at, leaves.position >= 0, self.free[..., :1], self.axes)
         exact = stays & ~places_of(self.goes.target, self.own.position)[1]
-        at = exchange.places(left, exact, self.free[..., 1:], self.axes)
+        at = gathered_state.places(left, exact, self.free[..., 1:], self.axes)
         return self._in_stores(arrange.joined([coded_at, left]), leaves, into, at)
 
     def _all_leaving(self, found: Array, stats: Stats, stays: Array) -> Own:
@@ -296,7 +297,7 @@ class Moves(NamedTuple):
 
     def _target(self, position: Array, own: Array, victim: Array, free: Array) -> Array:
         """Returns the slot of this device that one token is written to, [B, K, 1] int32; see `exchange.place_of`."""
-        found = exchange.place_of(position, own, victim, free, self.axes)
+        found = gathered_state.place_of(position, own, victim, free, self.axes)
         return jnp.where(own >= 0, found, position.shape[2])
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax import attention
 from kvjax.attention import Attended
-from kvjax.cache import packing
+from kvjax.cache.context_parallel import packing
 from kvjax.cache.slots import free_slots
 
 Array = jax.Array
@@ -24,7 +24,8 @@ class Told(NamedTuple):
       live: [B, K, 1] int32, the number of live slots on all devices.
       free: [C, B, K, m] int32, the number of empty slots of each store of each device.
       more: [B, K, ...] float32, the sum over all devices of what was given, or None.
-      named: [C, B, K, m] int32, `kvjax.cache.victims.Named.bits` of each device, where it is known before attention.
+      named: [C, B, K, m] int32, `kvjax.cache.context_parallel.victims.Named.bits` of each device, where it is known
+        before attention.
     """
 
     parts: list[Attended]
@@ -102,7 +103,7 @@ def place_of(position: Array, own: Array, victim: Array, free: Array, axes: tupl
     Args:
       position: [B, K, S] int32 of this device.
       own: [B, K, 1] int32 of the token, -1 = a row without one.
-      victim: [B, K, 1] int32, from `kvjax.cache.victims`.
+      victim: [B, K, 1] int32, from `kvjax.cache.context_parallel.victims`.
       free: [C, B, K, 1] int32 empty slots of each device.
       axes: that slots are divided over.
     """

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from kvjax.cache import arrange
 from kvjax.cache.arrangements import segment_encoding
 from kvjax.cache.arrangements.segments import ENDED, FILLED, HIGH, WINDOW, later_parts
+from kvjax.cache.context_parallel.placement import Own
 from kvjax.cache.groups import Group
-from kvjax.cache.placing import Own
 from kvjax.cache.state import EMPTY, LayerKV, PerSlot
 from kvjax.storage.layouts import Segments
 from kvjax.storage.side import Sides
