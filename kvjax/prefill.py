@@ -15,7 +15,6 @@ from numpy.typing import ArrayLike
 from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache.arrangements import layer_pairs
-from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.layout import CacheLayout, Group
 from kvjax.cache.limits import Limits, sizes_for
@@ -23,6 +22,7 @@ from kvjax.cache.lowering import Budgets, lower, most_positions
 from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
+from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.inputs import check_batch, check_count, check_positions, warn_beyond_context
 from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.calibrate import calibrated

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import Block, CacheLayout, CacheSpec, Layer
-from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.limits import Sizes
 from kvjax.cache.lowering import Lowered, lower
 from kvjax.cache.spec import as_spec
 from kvjax.cache.state import EMPTY
-from kvjax.cache.step import step_layer
+from kvjax.cache.step.prompt_end import Prompt, convert
+from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig
 from kvjax.policies import Policy
 from kvjax.rope import Rope

@@ -14,7 +14,7 @@ import pytest
 from kvjax import policies
 from kvjax.cache import Block
 from kvjax.cache.empty import empty
-from kvjax.cache.step import step
+from kvjax.cache.step.step import step
 from kvjax.errors import PolicyError
 from kvjax.policies import MERGES
 from kvjax.rope import Rope

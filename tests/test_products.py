@@ -15,7 +15,7 @@ from kvjax.cache.arrangements import layer_pairs as pairs_of_layers
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.limits import sizes_for
 from kvjax.cache.lowering import lower
-from kvjax.cache.step import step_layer
+from kvjax.cache.step.step import step_layer
 from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.policies import COMBINATORS, HEAD_PLANS, MERGES, POLICIES

@@ -102,7 +102,7 @@ def test_a_wrong_import_would_be_seen(tmp_path):
     path = tmp_path / "wrong.py"
     path.write_text("def f():\n    from kvjax.cache import step\n    import kvjax.plan\n")
     assert imports(path) == {"kvjax.cache", "kvjax.plan"}
-    assert room_of("kvjax.policies.h2o") < room_of("kvjax.cache.step") < room_of("kvjax.plan")
+    assert room_of("kvjax.policies.h2o") < room_of("kvjax.cache.step.step") < room_of("kvjax.plan")
 
 
 def test_only_policies_and_the_cache_read_how_a_policy_is_made():

@@ -21,7 +21,7 @@ from kvjax.cache import Block, Group, LayerKV, Limits
 from kvjax.cache.empty import empty
 from kvjax.cache.kernels import Chooser
 from kvjax.cache.limits import sizes_for
-from kvjax.cache.step import step as one_step
+from kvjax.cache.step.step import step as one_step
 from kvjax.errors import ConfigError
 from kvjax.models import shapes
 from kvjax.statistics import MASS, Statistic

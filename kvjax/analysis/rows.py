@@ -1,6 +1,6 @@
 """The attention rows of a step, as its attention saw them.
 
-A step of the decoder hands out what its attention saw (`kvjax.cache.step.Seen`): rotated queries and keys, and the
+A step of the decoder hands out what its attention saw (`kvjax.cache.step.step.Seen`): rotated queries and keys, and the
 positions of the slots that were read. The rows are computed again from these, whatever the policy, the storage and the
 selection.
 """
@@ -15,7 +15,7 @@ from kvjax import attention
 from kvjax.cache.layout import Group, Phase
 from kvjax.cache.slots import write
 from kvjax.cache.state import EMPTY, Block, KVState
-from kvjax.cache.step import Seen
+from kvjax.cache.step.step import Seen
 from kvjax.kernels import softmax
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder, Streams

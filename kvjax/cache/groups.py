@@ -92,7 +92,8 @@ class Group:
     def codecs(self) -> tuple[Codec | None, Codec | None]:
         """The codecs of keys and values that attention reads as they are held; None = it reads them decoded.
 
-        Keys that are rotated in each step, and slots that are gathered, are decoded; see `kvjax.cache.pool.pieces`.
+        Keys that are rotated in each step, and slots that are gathered, are decoded; see
+        `kvjax.cache.step.operands.pieces`.
         """
         storage = self.storage
         late = self.policy.positions == "cache" or storage.frame == UNROTATED or storage.shortened

@@ -12,9 +12,9 @@ from kvjax import attention, sharding
 from kvjax.attention import Implementation
 from kvjax.cache.arrangements import blocks, segments
 from kvjax.cache.context_parallel import undivided
-from kvjax.cache.fused import observe_and_evict
 from kvjax.cache.groups import Group
 from kvjax.cache.limits import Sizes
+from kvjax.cache.step.fused_kernel import observe_and_evict
 from kvjax.errors import ConfigError
 from kvjax.kernels import platform as pallas_platform
 from kvjax.kernels import registry

@@ -13,14 +13,14 @@ from kvjax.arguments import count_argument, plain_signature
 from kvjax.cache import arrange
 from kvjax.cache.arrangements import blocks, layer_pairs, segments
 from kvjax.cache.context_parallel import prompt_blocks
-from kvjax.cache.convert import Prompt, convert
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.groups import Group, stores_of
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState, Layer, LayerKV, Store, layers_of
-from kvjax.cache.step import step_layer
+from kvjax.cache.step.prompt_end import Prompt, convert
+from kvjax.cache.step.step import step_layer
 from kvjax.errors import InputError, StorageError
 from kvjax.inputs import check_count
 from kvjax.models.config import DecoderConfig

@@ -2,8 +2,8 @@
 
 The layers are unrolled: on a CPU they read memory four times as fast as a scan over stacked layers.
 
-The decoder does not depend on the policy: it passes unrotated queries, keys and values to `kvjax.cache.step`, which
-returns the output of attention and the updated cache of the layer.
+The decoder does not depend on the policy: it passes unrotated queries, keys and values to `kvjax.cache.step.step`,
+which returns the output of attention and the updated cache of the layer.
 """
 
 import functools
@@ -20,7 +20,7 @@ from kvjax.cache.arrangements import layer_pairs
 from kvjax.cache.layout import Group, Phase, keep_everything
 from kvjax.cache.state import Block, KVState
 from kvjax.cache.state import Layer as LayerCache
-from kvjax.cache.step import Seen, step_layer
+from kvjax.cache.step.step import Seen, step_layer
 from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.experts import Experts
 from kvjax.models.layers import Embed, Linear, Mlp, Norm, PositionEmbed

@@ -24,7 +24,7 @@ from kvjax.cache.limits import Sizes
 from kvjax.cache.lowering import lower
 from kvjax.cache.slots import AXES, divided
 from kvjax.cache.spec import as_spec
-from kvjax.cache.step import step_layer
+from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig
 from kvjax.policies import POLICIES, Policy
 from kvjax.rope import Rope

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from kvjax import cache, policies
-from kvjax.cache import Group, LayerKV, evict, slots
-from kvjax.cache.convert import Prompt, convert
+from kvjax.cache import Group, LayerKV, slots
 from kvjax.cache.empty import empty
 from kvjax.cache.state import EMPTY, Layer, exact_store
+from kvjax.cache.step import evict
+from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.statistics import MASS
 
 DIM = 2

@@ -11,7 +11,7 @@ from kvjax import policies
 from kvjax.cache import Block, Group
 from kvjax.cache.empty import empty
 from kvjax.cache.state import LayerKV
-from kvjax.cache.step import step
+from kvjax.cache.step.step import step
 from kvjax.storage import Storage, dense
 from kvjax.storage.store import encode
 from tests.kernels.codes import CODE

@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
 from kvjax import policies
-from kvjax.cache import evict, fused
+from kvjax.cache.step import evict, fused_kernel
 from tests import reference
 from tests.test_slots import assert_same
 from tests.tiny import random_tokens, tiny
@@ -46,7 +46,7 @@ CASES = [("h2o", "gqa"), ("h2o", "mha"), ("roco", "mqa"), ("scissorhands", "gqa"
 @pytest.mark.parametrize(("name", "heads"), CASES)
 def test_slot_for_slot(name, heads, monkeypatch):
     steps = []
-    monkeypatch.setattr(fused, "step", lambda *a, step=fused.step, **k: steps.append(1) or step(*a, **k))
+    monkeypatch.setattr(fused_kernel, "step", lambda *a, step=fused_kernel.step, **k: steps.append(1) or step(*a, **k))
     assert_same(*run(name, heads, BUDGETS.get((name, heads), 12)))
     assert steps, "the kernel was traced"
 
@@ -70,9 +70,9 @@ def forget(stats, position):
 def test_a_mistake_in_the_kernel_is_noticed(mistake, monkeypatch):
     name = mistake.__name__
     if name == "forget":
-        monkeypatch.setattr(fused, name, mistake)
+        monkeypatch.setattr(fused_kernel, name, mistake)
     else:
-        monkeypatch.setattr(fused, "evict", types.SimpleNamespace(**(vars(evict) | {name: mistake})))
+        monkeypatch.setattr(fused_kernel, "evict", types.SimpleNamespace(**(vars(evict) | {name: mistake})))
     jax.clear_caches()
     with pytest.raises(AssertionError):
         assert_same(*run("h2o", "mha", BUDGETS["h2o", "mha"]))  # which is the same without a mistake

@@ -10,7 +10,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
 from kvjax import policies, storage
-from kvjax.cache import CacheSpec, Limits, fused
+from kvjax.cache import CacheSpec, Limits
+from kvjax.cache.step import fused_kernel
 from kvjax.kernels import registry
 from kvjax.models.shapes import by_name
 from kvjax.plan import plan
@@ -64,7 +65,7 @@ def test_generation_is_that_of_xla(policy, block):
 def test_decoding_from_codes_is_that_of_xla(interpreted, monkeypatch, coded, whole):
     """In one kernel, or one that reads codes and one that writes them; XLA decodes keys and values."""
     steps = []
-    monkeypatch.setattr(fused, "step", lambda *a, step=fused.step, **k: steps.append(1) or step(*a, **k))
+    monkeypatch.setattr(fused_kernel, "step", lambda *a, step=fused_kernel.step, **k: steps.append(1) or step(*a, **k))
     model, tokens = tiny(head_dim=64, layers=1).model, random_tokens(2, 34, seed=4)
     got, expected = (
         kvjax.log_likelihood(

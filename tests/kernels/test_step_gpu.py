@@ -10,8 +10,8 @@ import pytest
 
 import kvjax
 from kvjax import policies, storage
-from kvjax.cache import fused
 from kvjax.cache.empty import empty
+from kvjax.cache.step import fused_kernel
 from kvjax.kernels import registry
 from kvjax.kernels.registry import Request
 from kvjax.kernels.step import gpu as step_gpu
@@ -101,7 +101,7 @@ def test_slot_for_slot(machine, monkeypatch, name, heads):
     own = tiny(heads, head_dim=64)
     prompts, ends = np.array([76, 70]), np.array([80, 75])
     tokens, steps = random_tokens(2, 80, seed=4), []
-    monkeypatch.setattr(fused, "step", lambda *a, step=fused.step, **k: steps.append(1) or step(*a, **k))
+    monkeypatch.setattr(fused_kernel, "step", lambda *a, step=fused_kernel.step, **k: steps.append(1) or step(*a, **k))
     got = kvjax.log_likelihood(
         own.model, tokens, policies.by_name(name, budget=70), prompt_length=prompts, lengths=ends,
         implementation="pallas_gpu",
@@ -174,7 +174,7 @@ def test_what_one_program_does_not_hold_goes_through_the_cache():
         request = Request(
             batch=batch, kv_heads=kv_heads, group=1, tokens=1, slots=slots, dim=dim, dtype="bfloat16",
             statistics=tuple(sorted(group.needs, key=lambda s: s.name)),
-            trace=functools.partial(fused.observe_and_evict, group),
+            trace=functools.partial(fused_kernel.observe_and_evict, group),
         )  # fmt: skip
         return registry.find("step", "pallas_gpu").refuses(request) is None
 
@@ -197,6 +197,6 @@ def test_a_step_that_no_program_holds_says_so():
     with pytest.raises(ValueError, match="a program takes 64 to 4096 slots, a multiple of 8, not 70"):
         step_gpu.step(
             one, one, one, layer.key, layer.value, layer.position, layer.stats, newest=jnp.zeros(1, jnp.int32),
-            budget=jnp.ones(1, jnp.int32), settle=functools.partial(fused.observe_and_evict, group),
+            budget=jnp.ones(1, jnp.int32), settle=functools.partial(fused_kernel.observe_and_evict, group),
             transforms=("identity",), scale=1.0, window=None, group_reduce="mean",
         )  # fmt: skip

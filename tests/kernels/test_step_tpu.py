@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax import storage
 from kvjax.cache.empty import empty
-from kvjax.cache.fused import observe_and_evict
+from kvjax.cache.step.fused_kernel import observe_and_evict
 from kvjax.devices import topology_devices
 from kvjax.kernels import registry
 from kvjax.kernels.registry import Request

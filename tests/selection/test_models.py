@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import policies, presets, selection
-from kvjax.cache import reading
+from kvjax.cache.step import attend
 from kvjax.errors import InputError, PolicyError, SelectionError
 from kvjax.models import skew
 from kvjax.models.config import DecoderConfig
@@ -160,8 +160,8 @@ def test_marks_of_pages_gather_the_slots_that_marks_of_slots_do(look, policy, bl
     """In a layer with a sliding window, and in one without."""
     whole, by_slot, more = PAGED[look]
     calls = []
-    gather = reading._compact_units
-    monkeypatch.setattr(reading, "_compact_units", lambda *a: calls.append(1) or gather(*a))
+    gather = attend._compact_units
+    monkeypatch.setattr(attend, "_compact_units", lambda *a: calls.append(1) or gather(*a))
     model = tiny("gqa", layers=1).model
     model = dataclasses.replace(model, config=dataclasses.replace(model.config, windows=(window,)))
     arguments = {"page": 4, "pages": 2, "first_layer": 0, **more}

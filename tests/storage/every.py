@@ -15,7 +15,7 @@ from kvjax.cache.layout import CacheLayout
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import lower
 from kvjax.cache.state import EMPTY, Block, Layer
-from kvjax.cache.step import step_layer
+from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig
 from kvjax.rope import Rope
 from kvjax.storage import Calibration, Samples, Storage, read

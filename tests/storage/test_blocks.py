@@ -16,7 +16,7 @@ from kvjax.cache import Block, CacheSpec, LayerKV
 from kvjax.cache.limits import Limits, sizes_for
 from kvjax.cache.lowering import Lowered, lower
 from kvjax.cache.state import EMPTY
-from kvjax.cache.step import step
+from kvjax.cache.step.step import step
 from kvjax.errors import StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.storage import Channels, Storage

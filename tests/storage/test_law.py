@@ -14,7 +14,7 @@ import pytest
 from kvjax import policies, products, storage
 from kvjax.cache import Block, CacheSpec, LayerKV
 from kvjax.cache.state import EMPTY
-from kvjax.cache.step import step
+from kvjax.cache.step.step import step
 from kvjax.kernels.decode import coded
 from kvjax.products import codes, native
 from kvjax.storage import Bfp, Codec, Exact, Fp8, Integer, Levels, Mxfp4, Permuted, Sparse, Storage, TurboQuant

@@ -1,4 +1,4 @@
-"""Writes blocks: encodes the tokens that fill them, when a step or a prompt ends (see `kvjax.cache.arrangements.blocks`)."""
+"""Writes blocks: encodes the tokens that fill them, when a step or a prompt ends; see `blocks`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -56,7 +56,7 @@ def settle(
     sides: Sides,
     others: Others | None = None,
 ) -> tuple[LayerKV, PerSlot]:
-    """Writes a step's own tokens and encodes what is due; see `kvjax.cache.settle.settle`.
+    """Writes a step's own tokens and encodes what is due; see `kvjax.cache.step.update.settle`.
 
     Args:
       layer: the slots before the step. Of slots that are divided over devices those of one device, which is also where

@@ -136,7 +136,7 @@ def returned(after: Layer, before: Layer) -> Layer:
 def settle(
     layer: LayerKV, key: Array, value: Array, position: Array, per_slot: PerSlot, group: Group
 ) -> tuple[LayerKV, PerSlot]:
-    """Writes a step's own tokens, which stay exact; see `kvjax.cache.settle.settle`."""
+    """Writes a step's own tokens, which stay exact; see `kvjax.cache.step.update.settle`."""
     key, value, position, per_slot = constrain((key, value, position, per_slot))
     merged, size = group.slots
     mine, own = position[:, :, merged : -key.shape[2]], position[:, :, -key.shape[2] :]

@@ -1,4 +1,4 @@
-"""Ends segments: encodes their tokens in two tiers, in a step and when a prompt ends (see `kvjax.cache.arrangements.segments`)."""
+"""Ends segments: encodes their tokens in two tiers, in a step and when a prompt ends; see `segments`."""
 
 from collections.abc import Mapping
 from typing import Any

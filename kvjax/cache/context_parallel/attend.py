@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across, attention
-from kvjax.cache import arrange, evict
+from kvjax.cache import arrange
 from kvjax.cache.arrangements.blocks import PROMPT
 from kvjax.cache.context_parallel import (
     gathered_state,
@@ -30,9 +30,10 @@ from kvjax.cache.context_parallel.residual import Leaving, leaving
 from kvjax.cache.context_parallel.select import Choice, Rows
 from kvjax.cache.context_parallel.victims import Named
 from kvjax.cache.groups import RANK, Group
-from kvjax.cache.pool import Pool
 from kvjax.cache.slots import empty_stats
 from kvjax.cache.state import LIVE, LayerKV
+from kvjax.cache.step import evict
+from kvjax.cache.step.operands import Pool
 from kvjax.rope import Rope
 from kvjax.storage.layouts import Blocks, Segments, Tiers
 from kvjax.storage.side import Sides

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import evict
 from kvjax.cache.context_parallel import (
     attend,
     pages,
@@ -28,6 +27,7 @@ from kvjax.cache.context_parallel.placement import Moves
 from kvjax.cache.context_parallel.select import Rows
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, FAR, LayerKV
+from kvjax.cache.step import evict
 from kvjax.order import CANDIDATES
 from kvjax.policies.base import View
 from kvjax.storage.layouts import Blocks, Segments, Tiers

@@ -19,8 +19,8 @@ from kvjax.cache.context_parallel import packing, victims
 from kvjax.cache.context_parallel.placement import Moves, Own
 from kvjax.cache.context_parallel.victims import Evicted
 from kvjax.cache.groups import Group
-from kvjax.cache.settle import recode
 from kvjax.cache.state import EMPTY, LayerKV, exact_store
+from kvjax.cache.step.update import recode
 from kvjax.compaction import compact
 from kvjax.policies.base import View
 from kvjax.storage.base import UNROTATED

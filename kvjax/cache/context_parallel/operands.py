@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import attention
-from kvjax.cache import reading
 from kvjax.cache.context_parallel.position_ranks import Ranks
 from kvjax.cache.context_parallel.select import Rows
 from kvjax.cache.groups import Group
-from kvjax.cache.pool import Pool, Turn, decoded, pieces, placed
+from kvjax.cache.step import attend
+from kvjax.cache.step.operands import Pool, Turn, decoded, pieces, placed
 from kvjax.kernels.coded import as_array
 from kvjax.rope import Rope
 from kvjax.storage.layouts import Tiers
@@ -108,7 +108,7 @@ def problems(
     queries, maps = [own.query] * len(own.keys), [attention.Mapped()] * len(own.keys)
     offsets: list[Array | None] = [None] * len(own.keys)
     if group.storage.shortened:
-        queries[0], offsets[0], maps[0] = reading.mapped(own.query, pool, group, options["scale"])
+        queries[0], offsets[0], maps[0] = attend.mapped(own.query, pool, group, options["scale"])
     made = [
         attention.problem(
             query, key, value, key_position=position, offset=offset, log_weight=weight, needs=group.reports,

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import evict
 from kvjax.cache.context_parallel.placement import Moves
-from kvjax.cache.evict import by_page
 from kvjax.cache.slots import forget, free_slots, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV
+from kvjax.cache.step import evict
+from kvjax.cache.step.evict import by_page
 from kvjax.order import largest, lowest
 from kvjax.policies.base import View
 
@@ -97,7 +97,7 @@ def _worth(priority: Array, position: Array, page: int) -> tuple[Array, Array]:
 def _page(priority: Array, position: Array, limit: Array, page: int, view: View) -> tuple[Array, Array]:
     """Marks the page of lowest worth of all devices, of equal ones the older, in heads over the limit.
 
-    For the arguments see `kvjax.cache.evict.page_victims`; the newest page has the step's own token.
+    For the arguments see `kvjax.cache.step.evict.page_victims`; the newest page has the step's own token.
 
     Returns:
       [B, K, U] bool, and whether a head must evict more pages, [B, K, 1] bool.

@@ -11,9 +11,9 @@ from kvjax.cache.context_parallel import gathered_state, pages
 from kvjax.cache.context_parallel.placement import Own
 from kvjax.cache.context_parallel.residual import Leaving
 from kvjax.cache.groups import Group
-from kvjax.cache.pool import Pool, fetched
-from kvjax.cache.reading import spread
 from kvjax.cache.state import EMPTY, LayerKV
+from kvjax.cache.step.attend import spread
+from kvjax.cache.step.operands import Pool, fetched
 from kvjax.memory import gather, write
 from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact
@@ -134,7 +134,7 @@ def choose(
     index = selection.write(layer.index, keys[-1], slot, newest >= 0)
     with across.devices(axes):
         if selection.ahead:
-            # A choice that looks ahead depends on nothing of this layer's input; see `kvjax.cache.reading`.
+            # A choice that looks ahead depends on nothing of this layer's input; see `kvjax.cache.step.attend`.
             view = view._replace(position=layer.position, key=None)
         if any(selection.ends):
             counted, scores = jnp.where(view.new, EMPTY, view.position), selection.ends_scores(index, by, view)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from kvjax import across
-from kvjax.cache.evict import ranking
 from kvjax.cache.slots import empty_stats
+from kvjax.cache.step.evict import ranking
 from kvjax.policies.base import Evict, View
 from kvjax.statistics import Statistic
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import arrange, evict
+from kvjax.cache import arrange
 from kvjax.cache.arrangements import tiers
 from kvjax.cache.context_parallel import placement, victim_candidates
 from kvjax.cache.context_parallel.gathered_state import Told
@@ -20,6 +20,7 @@ from kvjax.cache.context_parallel.placement import Own
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import oldest_first, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV, Store
+from kvjax.cache.step import evict
 from kvjax.memory import gather
 from kvjax.order import CANDIDATES
 from kvjax.policies.base import View

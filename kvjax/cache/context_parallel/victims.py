@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import evict
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, FAR
+from kvjax.cache.step import evict
 from kvjax.policies.base import View
 
 Array = jax.Array

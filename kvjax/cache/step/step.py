@@ -13,15 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import evict, fused, reading
 from kvjax.cache.context_parallel import step as context
 from kvjax.cache.context_parallel.operands import Common
-from kvjax.cache.convert import Prompt, convert
-from kvjax.cache.finish import finish
 from kvjax.cache.groups import Group
-from kvjax.cache.pool import Pool, Turn, joined, pieces, placed, pool_of, prompt_pool, rotated_by_rank, run_after_inputs
 from kvjax.cache.slots import after_reading, constrain, constrain_slots
 from kvjax.cache.state import EMPTY, Block, Layer, LayerKV, PerSlot
+from kvjax.cache.step import attend, evict, fused_kernel
+from kvjax.cache.step.operands import (
+    Pool,
+    Turn,
+    joined,
+    pieces,
+    placed,
+    pool_of,
+    prompt_pool,
+    rotated_by_rank,
+    run_after_inputs,
+)
+from kvjax.cache.step.prompt_end import Prompt, convert
+from kvjax.cache.step.step_end import finish
 from kvjax.kernels.coded import as_array
 from kvjax.rope import Rope
 from kvjax.selection.base import Selection
@@ -174,7 +184,7 @@ def step(
     key = rotated if turn is None else key
     if group.step is not None and layer is not None:
         assert soft_cap is None, "kernels of whole steps refuse soft-caps; see `kvjax.kernels.registry`"
-        output, after = fused.step(
+        output, after = fused_kernel.step(
             layer, query, key, value, group=group, budget=budget, newest=block.newest, scale=scale, window=window
         )
         return output, after, None
@@ -214,20 +224,20 @@ def step(
     def look(pool: Pool, query: Array) -> tuple[Array, dict[str, Array], Any, Array, Array | None]:
         """Returns the output, the columns, the selection's index, and what was read and chosen (see `Reading`)."""
         query, keys, values = attended(pool, query)
-        chosen = reading.read(
+        chosen = attend.read(
             pool, query, keys, values, block, group, guess=guess, rotate=rotate, budget=budget,
             scale=scale, soft_cap=soft_cap, window=window, skew=skew,
         )  # fmt: skip
         if fresh and group.selection.whole_text:
-            output, columns = reading.attend_text(query, chosen, pool, group, **options)
+            output, columns = attend.attend_text(query, chosen, pool, group, **options)
         else:
-            output, columns = reading.attend(query, chosen, pool, group, log_weight, **options)
+            output, columns = attend.attend(query, chosen, pool, group, log_weight, **options)
         index = chosen.index if chosen.view is None else group.selection.settle(chosen.index, columns, chosen.view)
         return output, columns, index, chosen.position, chosen.chosen
 
     log_weight = None if fresh or group.policy.merge is None else group.policy.merge.log_weight(pool.stats)
     output, columns, index, read, chosen = run_after_inputs(look, pool, query)
-    columns |= reading.columns_of(chosen, pool, block, group)
+    columns |= attend.columns_of(chosen, pool, block, group)
     if pool.own is not None:
         pool = pool._replace(position=_after_reading(pool, output))
     # If KV heads are replicated but query heads are not, XLA would otherwise merge in parts and gather the cache.

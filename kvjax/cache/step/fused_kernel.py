@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import sharding
-from kvjax.cache import evict
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import forget
 from kvjax.cache.state import EMPTY, LayerKV, exact_store
+from kvjax.cache.step import evict
 from kvjax.kernels import registry
 from kvjax.kernels.coded import Coded
 from kvjax.policies.base import View

@@ -125,8 +125,8 @@ def pool_of(
       block: the tokens.
       group: the storage and the selection.
       rotated: [B, K, n, D], the keys as selections look at them.
-      skew: see `kvjax.cache.step.step_layer`.
-      sides: see `kvjax.cache.step.step_layer`.
+      skew: see `kvjax.cache.step.step.step_layer`.
+      sides: see `kvjax.cache.step.step.step_layer`.
     """
     if not group.storage.apart:
         # Constrained before attention too: if KV heads are replicated but query heads are not, XLA would otherwise

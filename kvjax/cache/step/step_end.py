@@ -5,13 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import evict
 from kvjax.cache.arrangements import tiers
 from kvjax.cache.groups import Group
-from kvjax.cache.pool import Pool, Turn, decoded, joined, placed, run_after_inputs
-from kvjax.cache.settle import recode, settle
 from kvjax.cache.slots import forget
 from kvjax.cache.state import EMPTY, Block, LayerKV, PerSlot, exact_store
+from kvjax.cache.step import evict
+from kvjax.cache.step.operands import Pool, Turn, decoded, joined, placed, run_after_inputs
+from kvjax.cache.step.update import recode, settle
 from kvjax.policies.base import View
 from kvjax.storage.layouts import Tiers
 

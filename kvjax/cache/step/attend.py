@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from kvjax import attention
 from kvjax.cache.groups import Group
-from kvjax.cache.pool import Pool, decoded, fetched, joined
 from kvjax.cache.slots import free_slots, write
 from kvjax.cache.state import EMPTY, FAR, Block
+from kvjax.cache.step.operands import Pool, decoded, fetched, joined
 from kvjax.kernels.coded import Coded, as_array
 from kvjax.memory import gather
 from kvjax.selection.base import Selection, SelectView
