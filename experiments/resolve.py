@@ -13,8 +13,8 @@ from experiments import machine, results
 from experiments.config import ExperimentConfig, ModelConfig
 from kvjax import sharding, spec_text
 from kvjax.cache import CacheLayout, CacheSpec, Limits
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.checkpoint.locate import bundled
 from kvjax.checkpoint.quantized import stored_format
 from kvjax.errors import ConfigError, KvjaxError
@@ -128,7 +128,7 @@ def layout_of(config: ExperimentConfig, spec: CacheSpec, decoder: DecoderConfig,
     """What `measure` will allocate for a spec when it generates from prompts of `prompt_length` tokens.
 
     Raises:
-      KvjaxError: see `kvjax.cache.lowering.lower`.
+      KvjaxError: see `kvjax.cache.planning.lowering.lower`.
     """
     lengths, new_tokens = np.full((config.data.num_sequences,), prompt_length), config.data.new_tokens
     sizes = sizes_for(

@@ -16,8 +16,8 @@ import numpy as np
 
 from kvjax import policies, spec_text
 from kvjax.cache import CacheSpec
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.rope import Rope

@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike
 
 from kvjax import memory, processes
 from kvjax.attention import Implementation
-from kvjax.cache.layout import Phase
-from kvjax.cache.limits import Limits, half_steps, power_of_two
+from kvjax.cache.planning.layout import Phase
+from kvjax.cache.planning.limits import Limits, half_steps, power_of_two
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import records
-from kvjax.cache.layout import Phase
+from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.finite import PAD, only_finite
 from kvjax.models.bound import bind

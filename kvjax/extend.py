@@ -9,8 +9,8 @@ from numpy.typing import ArrayLike
 
 from kvjax import memory, processes
 from kvjax.arguments import plain_signature
-from kvjax.cache.layout import Phase
-from kvjax.cache.limits import half_steps, power_of_two
+from kvjax.cache.planning.layout import Phase
+from kvjax.cache.planning.limits import half_steps, power_of_two
 from kvjax.cache.state import EMPTY, Block, KVState, Layer, LayerKV
 from kvjax.choices import FEW_FED, MANY_FED, takes_blocks, without_step_kernels
 from kvjax.errors import InputError

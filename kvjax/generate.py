@@ -11,8 +11,8 @@ from tqdm.auto import tqdm
 from kvjax import processes, records
 from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
-from kvjax.cache.layout import CacheLayout, kept
-from kvjax.cache.limits import Limits
+from kvjax.cache.planning.layout import CacheLayout, kept
+from kvjax.cache.planning.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import KVState, live_slots
 from kvjax.decoding import CHUNK, Carry, decode_steps, first_token
@@ -115,7 +115,7 @@ def generate(
       implementation: of attention and eviction; see `kvjax.attention`.
       storage: how slots are stored, such as ``kvjax.storage.int8()``; None for the model's dtype.
       selection: which slots a query reads, such as ``kvjax.selection.quest(budget=512)``; None for all.
-      limits: the sizes that programs are compiled for; None for buckets, see `kvjax.cache.limits`.
+      limits: the sizes that programs are compiled for; None for buckets, see `kvjax.cache.planning.limits`.
       requests: [B] int, the id of each row's request. A sampled token depends on the key, the request's id and the
         token's position, and not on the rest of the batch. None for the row numbers.
       record: whether to record what selections choose; not with a kernel that does a whole step.

@@ -12,8 +12,8 @@ from tqdm.auto import tqdm
 
 from kvjax import processes, records
 from kvjax.attention import Implementation
-from kvjax.cache.layout import CacheLayout, Phase, kept
-from kvjax.cache.limits import Limits, power_of_two
+from kvjax.cache.planning.layout import CacheLayout, Phase, kept
+from kvjax.cache.planning.limits import Limits, power_of_two
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
 from kvjax.finite import check_finite

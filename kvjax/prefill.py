@@ -1,7 +1,7 @@
 """Prefill: runs prompts through the model, in one shot or in blocks, and returns a cache for decoding.
 
-The sizes of all arrays and the programs to run are determined on the host first (`kvjax.cache.lowering`), so that
-invalid arguments raise an error before anything is traced.
+The sizes of all arrays and the programs to run are determined on the host first (`kvjax.cache.planning.lowering`), so
+that invalid arguments raise an error before anything is traced.
 """
 
 import functools
@@ -16,9 +16,9 @@ from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache.arrangements import layer_pairs
 from kvjax.cache.empty import empty_layers
-from kvjax.cache.layout import CacheLayout, Group
-from kvjax.cache.limits import Limits, sizes_for
-from kvjax.cache.lowering import Budgets, lower, most_positions
+from kvjax.cache.planning.layout import CacheLayout, Group
+from kvjax.cache.planning.limits import Limits, sizes_for
+from kvjax.cache.planning.lowering import Budgets, lower, most_positions
 from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
@@ -166,7 +166,7 @@ def prepare(
       prefill_block: see `kvjax.generate`.
       implementation: see `kvjax.generate`.
       limits: see `kvjax.generate`.
-      last_fed: see `kvjax.cache.limits.sizes_for`.
+      last_fed: see `kvjax.cache.planning.limits.sizes_for`.
       pad_rows: whether arrays have rows without a token where the mesh does not divide those of the batch.
 
     Raises:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import processes
-from kvjax.cache.layout import CacheLayout, Group, Phase
+from kvjax.cache.planning.layout import CacheLayout, Group, Phase
 from kvjax.memory import HOST
 from kvjax.summary import one_line
 

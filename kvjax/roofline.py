@@ -19,8 +19,8 @@ from kvjax import sharding
 from kvjax.cache.arrangements import layer_pairs
 from kvjax.cache.empty import empty_layers, memories
 from kvjax.cache.groups import Group
-from kvjax.cache.layout import CacheLayout
-from kvjax.cache.lowering import Lowered
+from kvjax.cache.planning.layout import CacheLayout
+from kvjax.cache.planning.lowering import Lowered
 from kvjax.cache.slots import axes_of, divided
 from kvjax.cache.state import KVState, Layer, LayerKV, layers_of
 from kvjax.decoding import Carry

@@ -14,8 +14,8 @@ import numpy as np
 
 from kvjax.cache import Block, CacheLayout, CacheSpec, Layer
 from kvjax.cache.empty import empty_layers
-from kvjax.cache.limits import Sizes
-from kvjax.cache.lowering import Lowered, lower
+from kvjax.cache.planning.limits import Sizes
+from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.cache.spec import as_spec
 from kvjax.cache.state import EMPTY
 from kvjax.cache.step.prompt_end import Prompt, convert

@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 import kvjax
 from kvjax import policies, sharding
 from kvjax.cache import CacheSpec, Limits
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.decoding import decode_steps
 from kvjax.extend import extend
 from kvjax.models.config import DecoderConfig

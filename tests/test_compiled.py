@@ -16,8 +16,8 @@ import pytest
 from kvjax import attention, policies, products, storage
 from kvjax.cache import CacheSpec, Limits, slots
 from kvjax.cache.empty import empty
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import as_spec
 from kvjax.decoding import decode_steps
 from kvjax.kernels.decode import coded

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax import policies
-from kvjax.cache.limits import Limits
+from kvjax.cache.planning.limits import Limits
 from kvjax.cache.state import live_slots
 from kvjax.errors import InputError
 from kvjax.extend import extend

@@ -11,8 +11,8 @@ import kvjax
 import kvjax.analysis
 from kvjax import policies
 from kvjax.cache import CacheSpec
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import lower, most_positions
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower, most_positions
 from kvjax.errors import InputError, KvjaxError, PolicyError
 from kvjax.extend import extend
 from kvjax.inputs import check_batch, check_count, warn_beyond_context

@@ -13,8 +13,8 @@ from kvjax import policies, storage
 from kvjax.cache import Block, CacheSpec
 from kvjax.cache.arrangements import layer_pairs as pairs_of_layers
 from kvjax.cache.empty import empty_layers
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.cache.step.step import step_layer
 from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig

@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh
 
 from kvjax import policies, sharding
 from kvjax.cache import CacheSpec
-from kvjax.cache.limits import Limits, sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import Limits, sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.errors import ConfigError
 from kvjax.models import shapes
 from kvjax.roofline import decode_shapes, local_bytes

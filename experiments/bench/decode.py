@@ -36,8 +36,8 @@ from experiments.bench.sides import (
 from experiments.peers.process import PeerProcess
 from kvjax import policies
 from kvjax.cache import CacheSpec, Limits
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.quantize import as_weight_codes

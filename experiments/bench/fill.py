@@ -12,9 +12,9 @@ import kvjax
 from experiments.bench.sides import advance, dtype_of
 from kvjax.cache import CacheSpec, KVState, Layer, LayerKV, Limits
 from kvjax.cache.arrangements import layer_pairs
-from kvjax.cache.layout import Group
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.layout import Group
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.cache.slots import empty_stats, transient
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.prefill import Prefilled

@@ -19,8 +19,8 @@ from kvjax import attention, policies
 from kvjax.attention import IMPLEMENTATIONS
 from kvjax.cache import Block, Group, LayerKV, Limits
 from kvjax.cache.empty import empty
-from kvjax.cache.kernels import Chooser
-from kvjax.cache.limits import sizes_for
+from kvjax.cache.planning.kernel_choice import Chooser
+from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.step.step import step as one_step
 from kvjax.errors import ConfigError
 from kvjax.models import shapes
@@ -173,7 +173,7 @@ def step_work(
 
 
 def step_group(batch: int, heads: int, slots: int, dim: int, dtype: str, implementation: Any) -> Group:
-    """One layer under h2o, as `kvjax.cache.lowering` has it, with the kernels of an implementation."""
+    """One layer under h2o, as `kvjax.cache.planning.lowering` has it, with the kernels of an implementation."""
     config = dataclasses.replace(
         shapes.by_name("tiny"), num_layers=1, num_heads=heads, num_kv_heads=heads, head_dim=dim, windows=()
     )  # fmt: skip

@@ -12,8 +12,8 @@ from absl import flags
 from experiments.bench.sides import shape
 from kvjax import memory, policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.devices import PCIE_3, PCIE_4
 from kvjax.errors import ConfigError
 from kvjax.models import offload

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 import kvjax
 from experiments.bench.sides import LLAMA, NOISE, lengths, policy_of, random_model, shape
 from kvjax.cache import CacheSpec, Limits
-from kvjax.cache.limits import prompt_bucket
+from kvjax.cache.planning.limits import prompt_bucket
 from kvjax.decoding import CHUNK
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model

@@ -17,8 +17,8 @@ from absl import flags
 
 import kvjax
 from kvjax.cache import CacheSpec, Limits
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import Lowered, lower
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.devices import Device
 from kvjax.errors import ConfigError
 from kvjax.generate import decode

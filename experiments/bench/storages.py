@@ -20,8 +20,8 @@ from experiments.bench.sides import (
 )
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.errors import ConfigError
 
 DENSE = "h2o, dense"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import attention
-from kvjax.cache.layout import Group, Phase
+from kvjax.cache.planning.layout import Group, Phase
 from kvjax.cache.slots import write
 from kvjax.cache.state import EMPTY, Block, KVState
 from kvjax.cache.step.step import Seen

@@ -15,8 +15,8 @@ import numpy as np
 from kvjax import processes
 from kvjax.analysis.rows import look
 from kvjax.cache.empty import empty_layers
-from kvjax.cache.layout import Group
-from kvjax.cache.limits import prompt_bucket
+from kvjax.cache.planning.layout import Group
+from kvjax.cache.planning.limits import prompt_bucket
 from kvjax.cache.spec import CacheSpec, as_spec, on_device
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError

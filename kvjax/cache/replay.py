@@ -10,13 +10,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument, plain_signature
-from kvjax.cache import arrange
+from kvjax.cache import store_order
 from kvjax.cache.arrangements import blocks, layer_pairs, segments
 from kvjax.cache.context_parallel import prompt_blocks
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.groups import Group, stores_of
-from kvjax.cache.limits import Limits, sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import Limits, sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState, Layer, LayerKV, Store, layers_of
 from kvjax.cache.step.prompt_end import Prompt, convert
@@ -226,7 +226,7 @@ def read(
         for each, store in zip(ways, layer.stores, strict=True)
     ]
     key, value = (
-        arrange.joined([x.astype(jnp.float32) for x in each], layer.parts) for each in zip(*pieces, strict=True)
+        store_order.joined([x.astype(jnp.float32) for x in each], layer.parts) for each in zip(*pieces, strict=True)
     )
     return key, value, layer.position
 

@@ -29,7 +29,7 @@ class LayerKV(flax.struct.PyTreeNode):
       stats: statistic name -> [B, K, S, ...].
       index: the selection's index, leaves [B, K, ...].
       dim: D, the number of features of a head.
-      parts: the number of devices that the slots of several stores are divided over; see `kvjax.cache.arrange`.
+      parts: the number of devices that the slots of several stores are divided over; see `kvjax.cache.store_order`.
       sides: what the keys, and the values, of a row and KV head share since its prompt ended, leaves [B, K, ...]; {}
         for a storage without such sides.
       marks: of a layout of blocks, ``key`` and ``value`` -> [B, K] int32, the number of tokens that are encoded; where

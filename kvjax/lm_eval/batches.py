@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvjax.cache.limits import power_of_two, quarter_steps
+from kvjax.cache.planning.limits import power_of_two, quarter_steps
 from kvjax.checkpoint.tokenizer import Tokenizer
 from kvjax.models.model import Model
 from kvjax.serve.text import TextStream

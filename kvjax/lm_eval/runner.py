@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.attention import Implementation
-from kvjax.cache.limits import Limits, power_of_two
+from kvjax.cache.planning.limits import Limits, power_of_two
 from kvjax.cache.spec import CacheSpec
 from kvjax.choices import ChoiceScore, score_choices, score_prefilled
 from kvjax.errors import InputError

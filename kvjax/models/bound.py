@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.layout import Phase
+from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder

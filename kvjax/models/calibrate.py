@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax import memory, processes
-from kvjax.cache.layout import Group
+from kvjax.cache.planning.layout import Group
 from kvjax.cache.state import Block
 from kvjax.errors import StorageError
 from kvjax.inputs import check_batch

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from kvjax import memory, sharding
 from kvjax.cache.arrangements import layer_pairs
-from kvjax.cache.layout import Group, Phase, keep_everything
+from kvjax.cache.planning.layout import Group, Phase, keep_everything
 from kvjax.cache.state import Block, KVState
 from kvjax.cache.state import Layer as LayerCache
 from kvjax.cache.step.step import Seen, step_layer

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from kvjax.cache.layout import Group
+from kvjax.cache.planning.layout import Group
 from kvjax.cache.state import Block
 from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.decoder import SHIFT, Decoder, run_layer

@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 from kvjax import policies, sharding
 from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
-from kvjax.cache.limits import Limits, sizes_for
-from kvjax.cache.lowering import Lowered, lower
+from kvjax.cache.planning.limits import Limits, sizes_for
+from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.collectives import collectives
 from kvjax.devices import local_device

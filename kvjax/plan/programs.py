@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from kvjax import sharding
-from kvjax.cache.layout import CacheLayout
-from kvjax.cache.lowering import Lowered
+from kvjax.cache.planning.layout import CacheLayout
+from kvjax.cache.planning.lowering import Lowered
 from kvjax.decoding import decode_steps
 from kvjax.errors import KvjaxError
 from kvjax.models.config import DecoderConfig

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.empty import empty_layers
-from kvjax.cache.layout import CacheLayout
-from kvjax.cache.lowering import Budgets
+from kvjax.cache.planning.layout import CacheLayout
+from kvjax.cache.planning.lowering import Budgets
 from kvjax.cache.state import Block, KVState
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import memory
-from kvjax.cache.layout import Phase
+from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.decoding import CHUNK
 from kvjax.finite import PAD, only_finite

@@ -8,9 +8,9 @@ import numpy as np
 
 from kvjax import processes
 from kvjax.attention import Implementation
-from kvjax.cache.layout import CacheLayout
-from kvjax.cache.limits import Limits, Sizes, prompt_bucket
-from kvjax.cache.lowering import Budgets, budgets_of, lower
+from kvjax.cache.planning.layout import CacheLayout
+from kvjax.cache.planning.limits import Limits, Sizes, prompt_bucket
+from kvjax.cache.planning.lowering import Budgets, budgets_of, lower
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import InputError, KvjaxError
 from kvjax.inputs import check_count, check_positions

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
-from kvjax.cache.limits import Limits
+from kvjax.cache.planning.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.decoding import CHUNK
 from kvjax.errors import InputError, NonFiniteError

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvjax import memory
 from kvjax.cache.empty import empty_layers, memories
-from kvjax.cache.lowering import budgets_of
+from kvjax.cache.planning.lowering import budgets_of
 from kvjax.cache.state import KVState
 from kvjax.checkpoint import orbax
 from kvjax.errors import CheckpointError

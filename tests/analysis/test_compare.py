@@ -14,8 +14,8 @@ from kvjax import analysis, policies, selection, storage
 from kvjax.analysis import compare, scan
 from kvjax.cache import CacheSpec, KVState
 from kvjax.cache.empty import empty_layers
-from kvjax.cache.limits import Sizes
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import Sizes
+from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import as_spec
 from kvjax.errors import InputError, PolicyError
 from kvjax.models.parameters import parameter_shapes

@@ -20,8 +20,8 @@ from kvjax.cache import Block, CacheSpec, Layer
 from kvjax.cache.context_parallel import victim_candidates
 from kvjax.cache.empty import empty
 from kvjax.cache.groups import RANK, Group
-from kvjax.cache.limits import Sizes
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import Sizes
+from kvjax.cache.planning.lowering import lower
 from kvjax.cache.slots import AXES, divided
 from kvjax.cache.spec import as_spec
 from kvjax.cache.step.step import step_layer

@@ -10,7 +10,8 @@ import pytest
 
 import kvjax
 from kvjax import policies, statistics
-from kvjax.cache import CacheSpec, declared
+from kvjax.cache import CacheSpec
+from kvjax.cache.planning import declared
 from kvjax.errors import PolicyError, SelectionError, StorageError
 from kvjax.policies import Importance, Scope, evict
 from kvjax.policies.components import Merge

@@ -10,8 +10,8 @@ import numpy as np
 from kvjax import policies, products, selection, storage
 from kvjax.attention import Implementation
 from kvjax.cache import CacheSpec, Limits
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.errors import KvjaxError
 from kvjax.models import shapes
 from kvjax.policies.base import Policy

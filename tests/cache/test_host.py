@@ -11,8 +11,8 @@ import pytest
 import kvjax
 from kvjax import memory, policies, presets, selection, storage
 from kvjax.cache import layers_of
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.cache.state import nbytes
 from kvjax.decoding import decode_steps
 from kvjax.errors import PolicyError

@@ -8,9 +8,9 @@ import pytest
 
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
-from kvjax.cache.branches import branches_of
-from kvjax.cache.limits import half_steps, power_of_two, prompt_bucket, quarter_steps, sizes_for, slots_bucket
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.head_groups import branches_of
+from kvjax.cache.planning.limits import half_steps, power_of_two, prompt_bucket, quarter_steps, sizes_for, slots_bucket
+from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import as_spec
 from kvjax.errors import ConfigError, InputError, PolicyError, SelectionError, StorageError
 from kvjax.models.config import DecoderConfig

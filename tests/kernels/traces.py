@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax import policies
-from kvjax.cache.layout import Group
+from kvjax.cache.planning.layout import Group
 from kvjax.cache.step.fused_kernel import observe_and_evict
 
 #: Policies, and whether a kernel traces them: as a flag of each once said.

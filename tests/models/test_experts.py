@@ -11,8 +11,8 @@ import pytest
 
 import kvjax
 from kvjax.cache import Limits
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import as_spec
 from kvjax.devices import Device
 from kvjax.errors import ConfigError

@@ -11,9 +11,9 @@ import numpy as np
 from kvjax import policies, storage
 from kvjax.cache import CacheSpec, LayerKV
 from kvjax.cache.arrangements import layer_pairs
-from kvjax.cache.layout import CacheLayout
-from kvjax.cache.limits import Limits, sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.layout import CacheLayout
+from kvjax.cache.planning.limits import Limits, sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.cache.state import EMPTY, Block, Layer
 from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig

@@ -13,8 +13,8 @@ import pytest
 
 from kvjax import policies, selection, storage
 from kvjax.cache import Block, CacheSpec, LayerKV
-from kvjax.cache.limits import Limits, sizes_for
-from kvjax.cache.lowering import Lowered, lower
+from kvjax.cache.planning.limits import Limits, sizes_for
+from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.cache.state import EMPTY
 from kvjax.cache.step.step import step
 from kvjax.errors import StorageError

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvjax import storage
-from kvjax.cache.limits import Limits, sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import Limits, sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.decoding import decode_steps
 from kvjax.devices import Device
 from kvjax.roofline import average_slots, decode_shapes, roofline

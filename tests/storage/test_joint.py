@@ -245,7 +245,7 @@ def calibration() -> Calibration:
 
 def dense_layer():
     from kvjax.cache.empty import empty
-    from kvjax.cache.layout import Group
+    from kvjax.cache.planning.layout import Group
 
     return empty(Group(storage=storage.int8(), slots=(4,)), 1, 2, DIM, "float32")
 

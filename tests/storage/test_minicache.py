@@ -13,8 +13,8 @@ import pytest
 import kvjax
 from kvjax import policies, storage
 from kvjax.cache import CacheSpec, Limits
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import lower
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.devices import Device
 from kvjax.errors import StorageError
 from kvjax.prefill import prefill

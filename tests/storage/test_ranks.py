@@ -5,8 +5,8 @@ import pytest
 
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec
-from kvjax.cache.limits import Limits, sizes_for
-from kvjax.cache.lowering import budgets_of, lower
+from kvjax.cache.planning.limits import Limits, sizes_for
+from kvjax.cache.planning.lowering import budgets_of, lower
 from kvjax.errors import StorageError
 from kvjax.rope import Rope
 from kvjax.storage import Calibration, Integer, Samples

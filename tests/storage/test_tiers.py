@@ -14,9 +14,9 @@ import pytest
 
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, LayerKV
-from kvjax.cache.capacities import most_evicted
-from kvjax.cache.limits import Limits, sizes_for
-from kvjax.cache.lowering import Lowered, lower
+from kvjax.cache.planning.capacities import most_evicted
+from kvjax.cache.planning.limits import Limits, sizes_for
+from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.rope import Rope

@@ -13,8 +13,8 @@ from experiments.papers.parts import Cached, Lab, Result
 from experiments.papers.recipes import caches
 from experiments.papers.settings import Settings
 from kvjax.cache import Limits
-from kvjax.cache.limits import sizes_for
-from kvjax.cache.lowering import Lowered, lower
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.devices import DEVICES, GIGA, PCIE_3, PCIE_4, TERA, Device
 from kvjax.models import shapes
 from kvjax.models.config import DecoderConfig

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import arrange
+from kvjax.cache import store_order
 from kvjax.cache.arrangements.blocks import (
     EXACT,
     OF_PROMPT,
@@ -266,7 +266,7 @@ def _apart(position: Array, per_slot: PerSlot, coded: Array, group: Group) -> tu
     late = coded + jnp.arange(slots - early.size, dtype=jnp.int32)
     # [B, K, S]: the token of each slot; none is S
     early = jnp.broadcast_to(jnp.where(early < coded, early, slots), (*shape[:2], early.size))
-    token = arrange.joined([early, jnp.minimum(late, slots)], group.parts)
+    token = store_order.joined([early, jnp.minimum(late, slots)], group.parts)
     known = jnp.minimum(token, slots - 1)
     moved = jax.tree.map(
         lambda x: jnp.take_along_axis(x, known.reshape(*shape, *(1,) * (x.ndim - 3)), axis=2), per_slot

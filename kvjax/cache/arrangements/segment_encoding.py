@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import arrange
+from kvjax.cache import store_order
 from kvjax.cache.arrangements.segments import (
     HIGH,
     LOW,
@@ -206,7 +206,7 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, made: tuple[Store, 
         def with_later(part: Array, fill: int, more: int = count - first) -> Array:
             """Appends the slots of the segments after the prompt."""
             later = jnp.full((*part.shape[:2], more, *part.shape[3:]), fill, part.dtype)
-            return arrange.joined([part, later], after.parts)
+            return store_order.joined([part, later], after.parts)
 
         stores.append({
             "key": {**made[tier]["key"], **{part_of_prompt(own, name): part for name, part in keys.items()}},
@@ -216,7 +216,7 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, made: tuple[Store, 
         moved.append({name: take(leaf, order, count) for name, leaf in whole.items()})
     shape = slots_of(layer.position)[:2]
     window = jnp.full((*shape, after.slots[WINDOW]), EMPTY, jnp.int32)
-    position = arrange.joined([*positions, window], after.parts)
+    position = store_order.joined([*positions, window], after.parts)
     joined = {
         name: jnp.concatenate(
             [*(each[name] for each in moved), jnp.zeros((*window.shape, *leaf.shape[3:]), leaf.dtype)], 2

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.cache import arrange
+from kvjax.cache import store_order
 from kvjax.cache.arrangements.blocks import OF_PROMPT
 from kvjax.cache.groups import Extent, Group
 from kvjax.cache.slots import SHARED
@@ -132,8 +132,8 @@ def joined(storage: Storage, layer: LayerKV, pieces: list[Array], side: str) -> 
         for tier in range(WINDOW):
             later = next(iter(later_parts(layer.stores[tier]).values())).shape[2] * regions(storage.layout, tier)
             first = pieces[tier].shape[2] - later
-            pieces[tier] = arrange.joined([pieces[tier][:, :, :first], pieces[tier][:, :, first:]], layer.parts)
-    return arrange.joined(pieces, layer.parts)
+            pieces[tier] = store_order.joined([pieces[tier][:, :, :first], pieces[tier][:, :, first:]], layer.parts)
+    return store_order.joined(pieces, layer.parts)
 
 
 def later_parts(store: Store) -> dict[str, Array]:

@@ -7,7 +7,7 @@ queries attend to both.
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import arrange
+from kvjax.cache import store_order
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import (
     after_reading,
@@ -180,7 +180,7 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, length: Array, side
     high_at = take(jnp.where(live, layer.position, EMPTY), order, count, EMPTY)
     high = held.encode(after.stores[1], take(key, order, count), take(value, order, count), dtype, sides)
     moved = jax.tree.map(lambda leaf: take(leaf, order, count), per_slot)
-    position = arrange.joined([low_at, high_at], after.parts)
+    position = store_order.joined([low_at, high_at], after.parts)
     return layer.replace(position=position, stores=(low, high), parts=after.parts), _of(after, moved, high_at)
 
 
@@ -194,13 +194,13 @@ def ring(group: Group, slots: int) -> int:
 def resize(layer: LayerKV, after: Group, per_slot: PerSlot) -> tuple[LayerKV, PerSlot]:
     """Moves tiers into those of the decoding phase, whose low tier has the same size; see `convert`."""
     size, count = after.slots
-    low_at, high_at = arrange.separated(layer.position, (size, layer.position.shape[2] - size), layer.parts)
+    low_at, high_at = store_order.separated(layer.position, (size, layer.position.shape[2] - size), layer.parts)
     live = high_at >= 0
     order = oldest_first(high_at, live, count)
     high = jax.tree.map(lambda leaf: take(leaf, order, count), layer.stores[1])
     high_at = take(jnp.where(live, high_at, EMPTY), order, count, EMPTY)
     moved = jax.tree.map(lambda leaf: take(leaf, order, count), per_slot)
-    position = arrange.joined([low_at, high_at], after.parts)
+    position = store_order.joined([low_at, high_at], after.parts)
     layer = layer.replace(position=position, stores=(layer.stores[0], high), parts=after.parts)
     return layer, _of(after, moved, high_at)
 

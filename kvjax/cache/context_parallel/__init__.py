@@ -1,0 +1,1 @@
+"""A step of layers whose slots are divided over devices."""

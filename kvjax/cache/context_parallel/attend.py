@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across, attention
-from kvjax.cache import arrange
+from kvjax.cache import store_order
 from kvjax.cache.arrangements.blocks import PROMPT
 from kvjax.cache.context_parallel import (
     gathered_state,
@@ -123,7 +123,7 @@ def attend(
     if len(before.stores) > 1:
         sizes = [jax.tree.leaves(store["value"])[0].shape[2] for store in before.stores]
     # [B, K, S_i] of each store
-    positions = arrange.separated(layer.position, sizes)
+    positions = store_order.separated(layer.position, sizes)
     sides = {**common.sides, **layer.sides}
     pool = Pool(layer, (key, value), jnp.concatenate([layer.position, own.position], axis=2), {}, {}, sides)
     ranks = None
@@ -190,7 +190,7 @@ def _log_weights(layer: LayerKV, own: Own, sizes: list[int], held: Operands, gro
     merge = group.policy.merge
     if merge is None or (log_weight := merge.log_weight(layer.stats)) is None:
         return [None] * len(held.keys)
-    return [*arrange.separated(log_weight, sizes), merge.log_weight(own.stats)]
+    return [*store_order.separated(log_weight, sizes), merge.log_weight(own.stats)]
 
 
 def _told(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import arrange
+from kvjax.cache import store_order
 from kvjax.cache.context_parallel import packing, victims
 from kvjax.cache.context_parallel.placement import Moves, Own
 from kvjax.cache.context_parallel.victims import Evicted
@@ -146,7 +146,7 @@ def _stored(moves: Moves, old: tuple[Array, Array], new: tuple[Array, Array], si
     layer, group, size = moves.layer, moves.group, sum(sizes)
     # [B, K, S]
     changed = jnp.any((old[0] != new[0]) | (old[1] != new[1]), axis=3)[:, :, :size]
-    keys, values, marks = (arrange.separated(each[:, :, :size], sizes) for each in (*new, changed))
+    keys, values, marks = (store_order.separated(each[:, :, :size], sizes) for each in (*new, changed))
     stores = tuple(
         exact_store(key, value) if storage.exact else recode(storage, store, mark, key, value, value.dtype, moves.sides)
         for storage, store, mark, key, value in zip(group.stores, layer.stores, marks, keys, values, strict=True)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import arrange
+from kvjax.cache import store_order
 from kvjax.cache.arrangements import block_encoding
 from kvjax.cache.context_parallel import gathered_state
 from kvjax.cache.context_parallel.gathered_state import Told
@@ -105,7 +105,7 @@ class Moves(NamedTuple):
         if self.goes is None:
             return self.layer.position
         coded_at, exact_at = self._positions(self.layer.position)
-        return arrange.joined([coded_at, self._without_leaving(exact_at)])
+        return store_order.joined([coded_at, self._without_leaving(exact_at)])
 
     def with_leaving(self, leaves: Own) -> tuple["Moves", Array]:
         """Changes the tokens that leave the residual; returns the sum of `packed` over all devices too.
@@ -167,7 +167,7 @@ class Moves(NamedTuple):
         left = jnp.where(exact_at == goes, EMPTY, exact_at)
         of_exact = jnp.where(is_coded | (victim == goes), EMPTY, victim)
         at = self._target(left, jnp.where(stays, self.own.position, EMPTY), of_exact, self.free[..., 1:])
-        position = arrange.joined([coded_at, left])
+        position = store_order.joined([coded_at, left])
         return self._in_stores(jnp.where(position == victim, EMPTY, position), leaves, into, at)
 
     def after_evictions(self, position: Array, stays: Array) -> LayerKV:
@@ -229,7 +229,7 @@ class Moves(NamedTuple):
         into = gathered_state.places(coded_at, leaves.position >= 0, self.free[..., :1], self.axes)
         exact = stays & ~places_of(self.goes.target, self.own.position)[1]
         at = gathered_state.places(left, exact, self.free[..., 1:], self.axes)
-        return self._in_stores(arrange.joined([coded_at, left]), leaves, into, at)
+        return self._in_stores(store_order.joined([coded_at, left]), leaves, into, at)
 
     def _all_leaving(self, found: Array, stats: Stats, stays: Array) -> Own:
         """Returns the tokens of all devices that leave the residual, and those of the step's own that never enter it.
@@ -275,8 +275,8 @@ class Moves(NamedTuple):
         }
 
         def written(old: Array, moved: Array, new: Array) -> Array:
-            one, two = arrange.separated(old, self._sizes)
-            return arrange.joined([write(one, into, moved), write(two, at, new)])
+            one, two = store_order.separated(old, self._sizes)
+            return store_order.joined([write(one, into, moved), write(two, at, new)])
 
         stats = forget(layer.stats, position)
         return layer.replace(
@@ -318,11 +318,11 @@ class Moves(NamedTuple):
         return [jax.tree.leaves(store)[0].shape[2] for store in self.layer.stores]
 
     def _positions(self, position: Array) -> list[Array]:
-        return arrange.separated(position, self._sizes)
+        return store_order.separated(position, self._sizes)
 
     def _exact_stats(self, stats: Stats) -> Stats:
         """Returns the statistics of the exact slots."""
-        return {name: arrange.separated(leaf, self._sizes)[1] for name, leaf in stats.items()}
+        return {name: store_order.separated(leaf, self._sizes)[1] for name, leaf in stats.items()}
 
     def _without_leaving(self, exact_at: Array) -> Array:
         """Returns positions [B, K, R] without those that leave."""

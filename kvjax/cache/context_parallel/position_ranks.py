@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import arrange
+from kvjax.cache import store_order
 from kvjax.cache.groups import RANK
 from kvjax.cache.state import FAR, LIVE, LayerKV
 from kvjax.compaction import compact
@@ -55,7 +55,7 @@ def of_step(layer: LayerKV, own: Array, sizes: Sequence[int], axes: across.Acros
     # Few models rotate by it; in others XLA removes this.
     longest = jax.lax.pmax(longest, axes.heads) if axes.heads else longest
     new = before + jnp.maximum(jnp.cumsum(own >= 0, axis=2, dtype=jnp.int32) - 1, 0)
-    return Ranks([*arrange.separated(layer.stats[RANK].astype(jnp.int32), sizes), new], longest)
+    return Ranks([*store_order.separated(layer.stats[RANK].astype(jnp.int32), sizes), new], longest)
 
 
 def counted(layer: LayerKV, own: Array) -> LayerKV:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.cache import arrange
+from kvjax.cache import store_order
 from kvjax.cache.arrangements import blocks
 from kvjax.cache.arrangements.blocks import OF_PROMPT, PROMPT, unit_of
 from kvjax.cache.context_parallel import placement
@@ -55,7 +55,7 @@ def halves(layer: LayerKV, storage: Storage, parts: int = 1) -> Halves:
     Args:
       layer: of one device, or of `parts` devices.
       storage: how it is held.
-      parts: see `kvjax.cache.arrange`.
+      parts: see `kvjax.cache.store_order`.
     """
     (store,) = layer.stores
     early: Store = {
@@ -66,7 +66,7 @@ def halves(layer: LayerKV, storage: Storage, parts: int = 1) -> Halves:
     sizes = (count, layer.position.shape[2] - count)
 
     def split(x: Array) -> list[Array]:
-        return arrange.separated(x, sizes, parts)
+        return store_order.separated(x, sizes, parts)
 
     position, after = split(layer.position)
     stats = {name: split(leaf) for name, leaf in layer.stats.items()}
@@ -94,7 +94,7 @@ def decode(storage: Storage, layer: LayerKV, side: str, dtype: DTypeLike, sides:
     assert isinstance(codec, BlockCodec) and codec.prompt is not None
     empty = jnp.zeros((*own.position.shape, layer.dim), dtype)
     early = blocks.from_prompt(codec.prompt, own.store[side], unit_of(storage, side), empty)
-    return arrange.joined([early, blocks.decode(storage, own.later, side, dtype, sides)], parts)
+    return store_order.joined([early, blocks.decode(storage, own.later, side, dtype, sides)], parts)
 
 
 def settle(layer: LayerKV, own: Own, told: Told, newest: Array, group: Group, offset: Array, sides: Sides) -> LayerKV:

@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import arrange
+from kvjax.cache import store_order
 from kvjax.cache.arrangements import segment_encoding
 from kvjax.cache.arrangements.segments import ENDED, FILLED, HIGH, WINDOW, later_parts
 from kvjax.cache.context_parallel.placement import Own
@@ -59,7 +59,7 @@ def settle(before: LayerKV, layer: LayerKV, own: Own, group: Group, sides: Sides
     position = jnp.concatenate([layer.position, own.position], axis=2)
     stats = {name: jnp.concatenate([leaf, own.stats[name]], axis=2) for name, leaf in layer.stats.items()}
     after, moved = segment_encoding.settle(layer, own.key, own.value, position, PerSlot(stats, {}), held, sides, ended)
-    *tiers, at = arrange.separated(after.position, (*sizes, window))
+    *tiers, at = store_order.separated(after.position, (*sizes, window))
     part = window // group.slot_parts
     at = jax.lax.dynamic_slice_in_dim(at, me * part, part, axis=2)
     # [B, K, 1]: a row without a token has not been asked for its window, and stays as it is.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import arrange
+from kvjax.cache import store_order
 from kvjax.cache.context_parallel import gathered_state, pages
 from kvjax.cache.context_parallel.placement import Own
 from kvjax.cache.context_parallel.residual import Leaving
@@ -109,7 +109,7 @@ def choose(
     """
     selection, size, newest = group.selection, layer.position.shape[2], jnp.max(rows.position, axis=1)
     sizes = [key.shape[2] for key in keys[:-1]]
-    first_store = arrange.separated(layer.position, sizes)[0]
+    first_store = store_order.separated(layer.position, sizes)[0]
     slot = jnp.full(first_store.shape[:2], sizes[0], jnp.int32)
     # [B, K, G, D]
     by = query.reshape(*first_store.shape[:2], -1, *query.shape[2:])[:, :, :, -1]
@@ -147,12 +147,12 @@ def choose(
             chosen, index = selection.choose(index | joined, by, view)
             index = index | {name: index[name][:, :, :size] for name in joined}
         mask = chosen[:, :, :size] | selection.always(index, view)[:, :, :size]
-    positions = arrange.separated(jnp.where(mask, layer.position, EMPTY), sizes)
+    positions = store_order.separated(jnp.where(mask, layer.position, EMPTY), sizes)
     looked = Looked(mask, chosen[:, :, :size])
     width = selection.width(group.capacity)
     if width is None or width >= sizes[0]:
         return Choice(positions, None, index, looked)
-    slots, valid = compact(arrange.separated(mask, sizes)[0], width)
+    slots, valid = compact(store_order.separated(mask, sizes)[0], width)
     positions[0] = jnp.where(valid, gather(first_store, slots), EMPTY)
     return Choice(positions, jnp.where(valid, slots, sizes[0]), index, looked)
 

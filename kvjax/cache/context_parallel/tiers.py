@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.cache import arrange
+from kvjax.cache import store_order
 from kvjax.cache.arrangements import tiers
 from kvjax.cache.context_parallel import placement, victim_candidates
 from kvjax.cache.context_parallel.gathered_state import Told
@@ -230,7 +230,7 @@ def _several(
 
 
 def _joined(layer: LayerKV, low: Low, high: LayerKV) -> LayerKV:
-    position = arrange.joined([low.position, high.position])
+    position = store_order.joined([low.position, high.position])
     return layer.replace(position=position, stores=(low.store, *high.stores), stats=high.stats)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import memory
-from kvjax.cache import arrange
+from kvjax.cache import store_order
 from kvjax.cache.arrangements import block_encoding, segment_encoding, segments, tiers
 from kvjax.cache.context_parallel import position_ranks
 from kvjax.cache.groups import RANK, Group
@@ -103,9 +103,9 @@ def _converted(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> L
     pieces = []
     # The number of slots per store. The phase before has a single store unless both phases have the same stores.
     sizes = [jax.tree.leaves(store)[0].shape[2] for store in layer.stores] if in_place else [layer.position.shape[2]]
-    of_stores = arrange.separated(layer.position, sizes, layer.parts)
+    of_stores = store_order.separated(layer.position, sizes, layer.parts)
     leaves, tree = jax.tree.flatten(per_slot)
-    split = [arrange.separated(leaf, sizes, layer.parts) for leaf in leaves]
+    split = [store_order.separated(leaf, sizes, layer.parts) for leaf in leaves]
     owns = [jax.tree.unflatten(tree, own) for own in zip(*split, strict=True)] or [per_slot] * len(sizes)
     for number, (storage, slots) in enumerate(zip(after.stores, after.slots, strict=True)):
         if in_place:
@@ -126,8 +126,8 @@ def _converted(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> L
         pieces.append((position, own, held.place(storage, store)))
     positions, moves, stores = zip(*pieces, strict=True)
     # [B, K, S], then [B, K, S, ...]
-    position = arrange.joined(positions, after.parts)
-    moved: PerSlot = forget(jax.tree.map(lambda *leaves: arrange.joined(leaves, after.parts), *moves), position)
+    position = store_order.joined(positions, after.parts)
+    moved: PerSlot = forget(jax.tree.map(lambda *leaves: store_order.joined(leaves, after.parts), *moves), position)
     fresh = empty_stats(after.needs, after.remembers, slots_of(position))
     stats = {name: moved.stats.get(name, new) for name, new in fresh.items()}
     return layer.replace(

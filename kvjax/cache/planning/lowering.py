@@ -15,14 +15,14 @@ from jax.typing import DTypeLike
 
 from kvjax.attention import Implementation
 from kvjax.cache.arrangements import layer_pairs
-from kvjax.cache.branches import Branch, branches_of, by_head, held_alike
-from kvjax.cache.capacities import capacities, extent_of, low_slots, newest_stay, shares, split_stores
-from kvjax.cache.declared import check_names, check_policy, check_selection, check_storage
 from kvjax.cache.groups import Group
-from kvjax.cache.kernels import Chooser
-from kvjax.cache.layout import CacheLayout
-from kvjax.cache.limits import Sizes
-from kvjax.cache.refusals import check
+from kvjax.cache.planning.capacities import capacities, extent_of, low_slots, newest_stay, shares, split_stores
+from kvjax.cache.planning.compatibility import check
+from kvjax.cache.planning.declared import check_names, check_policy, check_selection, check_storage
+from kvjax.cache.planning.head_groups import Branch, branches_of, by_head, held_alike
+from kvjax.cache.planning.kernel_choice import Chooser
+from kvjax.cache.planning.layout import CacheLayout
+from kvjax.cache.planning.limits import Sizes
 from kvjax.cache.spec import CacheSpec
 from kvjax.models.config import DecoderConfig
 from kvjax.policies.base import Evict, named

@@ -13,8 +13,8 @@ import numpy as np
 
 from kvjax import processes
 from kvjax.cache.empty import empty
-from kvjax.cache.explain import explain
 from kvjax.cache.groups import Extent, Group, Phase, keep_everything, stores_of
+from kvjax.cache.planning.explain import explain
 from kvjax.cache.state import KVState, LayerKV
 from kvjax.errors import InputError
 from kvjax.storage.calibration import side_shapes

@@ -18,7 +18,7 @@ from kvjax.storage.layouts import Blocks, Segments
 from kvjax.units import size
 
 if TYPE_CHECKING:
-    from kvjax.cache.layout import CacheLayout
+    from kvjax.cache.planning.layout import CacheLayout
 
 
 def explain(layout: "CacheLayout") -> str:

@@ -3,9 +3,9 @@
 import functools
 
 from kvjax.cache.arrangements import segments
-from kvjax.cache.branches import Branch
 from kvjax.cache.groups import Extent, stores_of
-from kvjax.cache.limits import Sizes, slots_bucket
+from kvjax.cache.planning.head_groups import Branch
+from kvjax.cache.planning.limits import Sizes, slots_bucket
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError
 from kvjax.policies.base import Evict

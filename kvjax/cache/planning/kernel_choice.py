@@ -13,7 +13,7 @@ from kvjax.attention import Implementation
 from kvjax.cache.arrangements import blocks, segments
 from kvjax.cache.context_parallel import undivided
 from kvjax.cache.groups import Group
-from kvjax.cache.limits import Sizes
+from kvjax.cache.planning.limits import Sizes
 from kvjax.cache.step.fused_kernel import observe_and_evict
 from kvjax.errors import ConfigError
 from kvjax.kernels import platform as pallas_platform

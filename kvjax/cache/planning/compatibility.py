@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import sharding
-from kvjax.cache.branches import Branch
-from kvjax.cache.limits import Sizes
+from kvjax.cache.planning.head_groups import Branch
+from kvjax.cache.planning.limits import Sizes
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError, StorageError
 from kvjax.memory import HOST
