@@ -20,7 +20,7 @@ from kvjax.kernels.decode import xla as decode_xla
 from kvjax.kernels.prefill import devices
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.kernels.problem import Attended, Problem, check
-from kvjax.statistics import COUNT, Statistic
+from kvjax.statistics import COUNT, Statistic, by_name
 
 Array = jax.Array
 Columns = dict[str, Array]  # statistic name -> [B, K, S] or [B, K, S, words] float32
@@ -107,7 +107,7 @@ def problem(
         exempt=exempt,
         log_weight=log_weight,
         offset=offset,
-        counts=tuple(sorted((s for s in needs if s.transform == "one"), key=lambda s: s.name)),
+        counts=tuple(s for s in by_name(needs) if s.transform == "one"),
         scale=dim**-0.5 if scale is None else scale,
         soft_cap=soft_cap,
         grows=grows,
@@ -127,7 +127,7 @@ def problem(
     # [B, n]
     age = jnp.where(real, newest - query_position, -1)
     left = jnp.where(real, last - query_position, -1)
-    statistics = tuple(sorted((s for s in needs if s.needs_attention), key=lambda s: s.name))
+    statistics = tuple(s for s in by_name(needs) if s.needs_attention)
     weights = tuple(statistic.query_weights(age, left) for statistic in statistics)
     return made.replace(statistics=statistics, weights=weights)
 

@@ -329,6 +329,14 @@ def popcount(words: Array) -> Array:
     return jnp.sum(jax.lax.population_count(words), axis=-1, dtype=jnp.uint16).astype(jnp.float32)
 
 
+def by_name(statistics: Iterable[Statistic]) -> list[Statistic]:
+    """Returns statistics in the order of their names.
+
+    That of a set differs from one process to the next, and so would programs, which could not be kept.
+    """
+    return sorted(statistics, key=lambda statistic: statistic.name)
+
+
 def resolve(needs: Iterable[str | Statistic]) -> frozenset[Statistic]:
     """Replaces names by statistics, so that a policy may declare ``needs={"mass", "mass_sq"}``.
 

@@ -1,6 +1,9 @@
-"""The number of programs that texts of many lengths compile: lengths go up to buckets, and results to the host."""
+"""Programs: how many are compiled for texts of many lengths, and that they are the same in every process."""
 
 import contextlib
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -14,6 +17,7 @@ from kvjax.extend import extend
 from kvjax.generate import decode
 from kvjax.prefill import prefill
 from kvjax.serve import Request, Runner
+from tests.conftest import ROOT
 from tests.tiny import VOCAB, tiny
 
 LENGTHS = range(20, 110, 3)  # 30 lengths in three buckets of prompts: 64, 96 and 128 tokens
@@ -86,3 +90,31 @@ def test_thirty_lengths_compile_few_programs(work):
     with compilations() as compiled:
         work(tiny(layers=1).model)
     assert len(compiled) <= OTHERS + BUCKETS
+
+
+PROGRAM = """
+import jax
+import jax.numpy as jnp
+from kvjax import policies, sampling
+from kvjax.decoding import decode_steps
+from kvjax.roofline import decode_shapes
+from tests.test_compiled import WIDE, lowered
+
+for policy in (policies.roco(16), policies.mean_attention(16), policies.h2o(16, merge=policies.cam())):
+    layout = lowered(policy, 64).layout
+    shapes = decode_shapes(WIDE, layout, jnp.float32, 1, None)
+    stop = jax.ShapeDtypeStruct((1,), jnp.int32)
+    print(decode_steps.trace(*shapes, stop, 5, config=WIDE, phase=layout.decode, sampler=sampling.Greedy()).jaxpr)
+"""
+
+
+def test_programs_are_the_same_in_every_process():
+    """Otherwise a program that was kept is not found, for example because the order of a set is that of hashes."""
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=os.environ | {"PYTHONHASHSEED": seed}, cwd=ROOT, check=True,
+            capture_output=True, text=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert len(texts[0]) > 10_000 and texts[0] == texts[1]

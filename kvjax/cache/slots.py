@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from kvjax import memory, sharding
 from kvjax.cache.state import EMPTY, FAR, LayerKV, exact_store
 from kvjax.memory import write
-from kvjax.statistics import Statistic
+from kvjax.statistics import Statistic, by_name
 
 Array = jax.Array
 T = TypeVar("T")
@@ -35,7 +35,7 @@ def empty_stats(
       remembers: names of the statistics of a merge.
       shape: (B, K, S).
     """
-    observed = {s.name: s.empty(shape) for s in sorted(needs, key=lambda s: s.name)}
+    observed = {s.name: s.empty(shape) for s in by_name(needs)}
     return observed | {name: jnp.zeros(shape, jnp.float32) for name in remembers}
 
 

@@ -35,6 +35,7 @@ from kvjax.cache.state import LIVE, LayerKV
 from kvjax.cache.step import evict
 from kvjax.cache.step.operands import Pool
 from kvjax.rope import Rope
+from kvjax.statistics import by_name
 from kvjax.storage.layouts import Blocks, Segments, Tiers
 from kvjax.storage.side import Sides
 
@@ -267,7 +268,7 @@ def _observed(
       rows: the rows.
       group: of heads.
     """
-    zeros = {s.name: jnp.zeros((), jnp.float32) for s in group.needs if s.of_selection}
+    zeros = {s.name: jnp.zeros((), jnp.float32) for s in by_name(group.needs) if s.of_selection}
     queries = jnp.sum(rows.position >= 0, axis=1, dtype=jnp.int32)
 
     def after(columns: Sequence[Columns], position: Array, stats: dict[str, Array]) -> dict[str, Array]:

@@ -20,6 +20,7 @@ from kvjax.kernels import platform as pallas_platform
 from kvjax.kernels import registry
 from kvjax.kernels.registry import Choice, Op, Request
 from kvjax.models.config import DecoderConfig
+from kvjax.statistics import by_name
 from kvjax.storage.layouts import Blocks, Segments
 
 #: Why ``auto`` on a GPU, which means XLA, does not try the Pallas kernels for it.
@@ -150,7 +151,7 @@ class Chooser:
             slots=slots,
             dim=self.config.head_dim,
             dtype=self.dtype.name,
-            statistics=tuple(sorted(group.reports, key=lambda s: s.name)),
+            statistics=tuple(by_name(group.reports)),
             parts=parts,
             codecs=group.codecs,
             band=group.selection.whole_text,

@@ -16,6 +16,7 @@ from kvjax.kernels.coded import Coded, as_array
 from kvjax.memory import gather
 from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact
+from kvjax.statistics import by_name
 from kvjax.storage import store as held
 
 Array = jax.Array
@@ -206,7 +207,7 @@ def columns_of(chosen: Array | None, pool: Pool, block: Block, group: Group) -> 
     shape = pool.position[:, :, _unranked(pool, group) :].shape
     one = jnp.zeros(shape, jnp.float32) if chosen is None else chosen.astype(jnp.float32)
     at = (block.newest + 1).astype(jnp.float32)[:, None, None]
-    return {s.name: one if s.transform == "chosen" else one * at for s in group.needs if s.of_selection}
+    return {s.name: one if s.transform == "chosen" else one * at for s in by_name(group.needs) if s.of_selection}
 
 
 def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight: Array | None, **options: Any) -> Any:
@@ -289,7 +290,9 @@ def attend_text(query: Array, reading: Reading, pool: Pool, group: Group, **opti
     assert reading.view is not None
     run = functools.partial(attention.attend_and_reduce, implementation="xla")
     output = group.selection.attend_text(run, problem, reading.view)
-    return attention.ungroup(output), {s.name: jnp.zeros_like(pool.stats[s.name], jnp.float32) for s in group.needs}
+    return attention.ungroup(output), {
+        s.name: jnp.zeros_like(pool.stats[s.name], jnp.float32) for s in by_name(group.needs)
+    }
 
 
 def spread(column: Array, slots: Array, size: int) -> Array:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from kvjax.cache.state import EMPTY, FAR
 from kvjax.order import largest, lowest
 from kvjax.policies.base import Evict, View
-from kvjax.statistics import Statistic
+from kvjax.statistics import Statistic, by_name
 
 Array = jax.Array
 
@@ -22,7 +22,7 @@ def observe(
       queries: [B] int32 number of real queries of each row.
     """
     columns, queries = jax.lax.stop_gradient((columns, queries))
-    return stats | {s.name: s.merge(stats[s.name], columns[s.name], queries) for s in needs}
+    return stats | {s.name: s.merge(stats[s.name], columns[s.name], queries) for s in by_name(needs)}
 
 
 def victims(policy: Evict, stats: dict[str, Array], view: View, *, one: bool, most: int | None = None) -> Array:

@@ -17,6 +17,7 @@ from kvjax.cache.step import evict
 from kvjax.kernels import registry
 from kvjax.kernels.coded import Coded
 from kvjax.policies.base import View
+from kvjax.statistics import by_name
 from kvjax.storage.store import encode
 
 Array = jax.Array
@@ -117,8 +118,8 @@ def observe_and_evict(
       The statistics and positions afterwards.
     """
     # The one query of a row is its newest.
-    weight = {s.name: 1 - s.gamma if s.accumulate == "decay" else 1.0 for s in group.needs}
-    seen = {s.name: columns[s.transform] * weight[s.name] for s in group.needs}
+    weight = {s.name: 1 - s.gamma if s.accumulate == "decay" else 1.0 for s in by_name(group.needs)}
+    seen = {s.name: columns[s.transform] * weight[s.name] for s in by_name(group.needs)}
     stats = evict.observe(stats, group.needs, seen, (newest >= 0).astype(jnp.int32))
     if group.policy.budget is not None:
         outside: Any = _Outside()
