@@ -1,4 +1,4 @@
-"""The tokens that the files of a tokenizer name beside its vocabulary, read as transformers 5 reads them.
+"""The tokens that the files of a tokenizer name in addition to its vocabulary, read as transformers 5 reads them.
 
 They are spread over four files: tokenizer_config.json has ``added_tokens_decoder`` (an id and flags for each) and the
 special tokens by name; in folders of older releases, which lack the former, added_tokens.json has the ids and

@@ -39,7 +39,7 @@ def library(sources: Sequence[Path], headers: Sequence[Path], flags: Sequence[st
 
     Args:
       sources: C++ files.
-      headers: what they include, beside what jaxlib brings.
+      headers: what they include, in addition to what jaxlib brings.
       flags: of the compiler.
 
     Raises:
