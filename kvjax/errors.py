@@ -16,6 +16,11 @@ def shown(value: object, longest: int = LONGEST) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
+def without_middle(text: str, longest: int) -> str:
+    """Returns a text, of one that is longer than `longest` characters the beginning and the end."""
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
+
+
 class KvjaxError(ValueError):
     """Base class of the errors that kvjax raises for invalid arguments, files and configurations.
 
@@ -23,9 +28,7 @@ class KvjaxError(ValueError):
     """
 
     def __init__(self, message: str = ""):
-        if len(message) > LONGEST_MESSAGE:
-            message = f"{message[: LONGEST_MESSAGE // 2]} ... {message[-LONGEST_MESSAGE // 2 :]}"
-        super().__init__(message)
+        super().__init__(without_middle(message, LONGEST_MESSAGE))
 
 
 class PolicyError(KvjaxError):

@@ -68,8 +68,8 @@ def _files() -> Iterator[tuple[str, str]]:
         for name in names:
             rng = np.random.default_rng(zlib.crc32(name.encode()))
             asked = [_question(rng) for _ in range(QUESTIONS)]
-            for beside, content in write(name, asked).items():
-                yield f"tasks/{Path(name).with_name(beside)}", content
+            for file, content in write(name, asked).items():
+                yield f"tasks/{Path(name).with_name(file)}", content
 
 
 #: A beginning, what follows it, what does not, and whether the first choice is the one that follows.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.checkpoint import sandbox
 from kvjax.checkpoint.sandbox import ChatTemplateError
 from kvjax.checkpoint.special_tokens import read_settings
-from kvjax.errors import InputError
+from kvjax.errors import InputError, shown
 
 if TYPE_CHECKING:
     from kvjax.checkpoint.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ DEFAULT, TOOL_USE = "default", "tool_use"  # the templates that are used unless 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES_FOLDER, SUFFIX = "additional_chat_templates", ".jinja"  # of further templates, named by their files
 MARK_DIGITS = 24
-MAX_GIVEN = 200  # characters of an argument that an error quotes
+MAX_REASON = 200  # characters of what JSON says is wrong
 
 
 def templates(tokenizer: "Tokenizer") -> dict[str, str]:
@@ -54,7 +54,7 @@ def _listed(found: Any) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(x, str) for each in found.items() for x in each):
         raise InputError(
             "chat_template in tokenizer_config.json must be a template, or a list of objects with a name and a "
-            f"template; got {_shortened(found)}."
+            f"template; got {shown(found)}."
         )
     return found
 
@@ -159,22 +159,14 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if not valid or not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages):
         raise InputError(
             "a conversation must be messages of the form {'role': 'user', 'content': 'Hello'}, at least one; got "
-            f"{_shortened(messages)}."
+            f"{shown(messages)}."
         )
     try:
         talk: list[dict[str, Any]] = json.loads(json.dumps([dict(each) for each in messages]))
     except (TypeError, ValueError, RecursionError) as error:
-        reason = str(error)[:MAX_GIVEN]
+        reason = str(error)[:MAX_REASON]
         raise InputError(f"the messages of a conversation must be what JSON can hold: {reason}.") from None
     return [{name: value for name, value in each.items() if value is not None} for each in talk]
-
-
-def _shortened(given: object) -> str:
-    try:
-        text = repr(given)
-    except RecursionError:
-        return f"a {type(given).__name__} that is nested too deeply"
-    return text if len(text) <= MAX_GIVEN else f"{text[:MAX_GIVEN]}..."
 
 
 __all__ = ["ChatTemplateError", "Message", "render", "template", "templates"]

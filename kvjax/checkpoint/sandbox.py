@@ -31,7 +31,7 @@ MEMORY = 512 << 20  # bytes of address space of a process
 CHARACTERS = 16 << 20  # of the text that a template makes
 WORKERS = 2  # processes, each of which renders one template at a time
 JINJA = (3, 1, 6)  # older releases have known ways out of Jinja's sandbox
-MAX_GIVEN = 200  # characters of an argument that an error quotes
+MAX_REASON = 200  # characters of what JSON says is wrong
 
 
 class ChatTemplateError(InputError):
@@ -83,7 +83,7 @@ class Sandbox:
             request = json.dumps({"source": source, "variables": variables}).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(
-                f"the messages and arguments of a conversation must be what JSON can hold: {str(error)[:MAX_GIVEN]}."
+                f"the messages and arguments of a conversation must be what JSON can hold: {str(error)[:MAX_REASON]}."
             ) from None
         with self._one() as worker:
             kind, answer = worker.ask(request)
@@ -206,7 +206,7 @@ class _Worker:
                 pipe.close()
 
     def _read(self, size: int) -> bytes:
-        """Reads so many bytes, or fewer if the process has ended."""
+        """Reads `size` bytes, or fewer if the process has ended."""
         assert self.process.stdout is not None
         found = bytearray()
         while len(found) < size and (part := self.process.stdout.read(min(size - len(found), 1 << 20))):

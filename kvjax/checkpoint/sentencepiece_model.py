@@ -91,7 +91,7 @@ class Model:
         made = self.backend.encode(text, add_special_tokens=False)
         for number, (start, end) in zip(made.ids, made.offsets, strict=True):
             part = text[start:end]
-            # The spaces beside an added token are part of it if its flags say so.
+            # The spaces next to an added token are part of it if its flags say so.
             if part.strip() == self._added.get(number, "\0").strip():
                 found.append(number)
             elif part:

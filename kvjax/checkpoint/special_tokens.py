@@ -106,7 +106,7 @@ class SpecialTokens:
         names = sorted(self.named, key=lambda name: NAMES.index(name) if name in NAMES else len(NAMES))
         new: list[Json] = []
         for token in (*(self.named[name] for name in names), *(self.mapped if self.extra is None else self.extra)):
-            # Of two with one text and other flags, the last one counts.
+            # Two tokens may have the same text and different flags; then the last one counts.
             if token["content"] not in known and token not in new:
                 new.append(token)
         tokens += [{"special": True} | token for token in new]

@@ -72,7 +72,7 @@ def _sampler(raw: Json) -> Sampler:
     """Returns the sampling method. Without ``do_sample``, or at temperature 0, only the penalty counts."""
 
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-        # Of any size, and of files that do not sample too, as 0.0 for none.
+        # Only the type: files that do not sample may have a number that sampling could not use, such as 0.0 for none.
         if raw.get(name) is not None and (isinstance(raw[name], bool) or not isinstance(raw[name], int | float)):
             raise ConfigError(f"{FILE}: {name} must be a number or null, but is {shown(raw[name])}.")
     if not isinstance(raw.get("do_sample"), bool | None):

@@ -32,7 +32,7 @@ def parameter_shapes(config: DecoderConfig, dtype: DTypeLike = jnp.float32) -> P
 
 @functools.lru_cache(maxsize=16)
 def _traced_shapes(config: DecoderConfig, dtype: jnp.dtype) -> Params:
-    """Traces the initialisation, for so many tokens that no form of a product is timed, nor divided into parts."""
+    """Traces the initialisation, for too many tokens for a form of products to be timed or divided into parts."""
     tokens = jax.ShapeDtypeStruct((1, MAX_ROWS + 1), jnp.int32)
     init = Decoder(config, dtype).init
     return jax.eval_shape(lambda key, x: init(key, x)["params"], jax.random.key(0), tokens)

@@ -1,8 +1,8 @@
 """Who sends a request, and what clients that flood the server leave to others.
 
 A client is its address, and within an address the key that it sends. Where the server has keys, which cannot be made
-up, it is the key, and within a key the address. The first has its share first, so that nobody gets more by making up
-many of the second. Headers such as X-Forwarded-For are not read, since anybody can send them.
+up, it is the key, and within a key the address. The first has its share first, so that a client gets no more by making
+up many of the second. Headers such as X-Forwarded-For are not read, since anybody can send them.
 """
 
 import collections

@@ -75,7 +75,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit and sig == signal.SIGINT:
-            # Interrupted again: nobody waits for it. Python's own end would crash under a thread that computes.
+            # Interrupted again: end at once. Python's own end would crash under a thread that computes.
             _end_now()
         self.interrupts.put(sig)
         super().handle_exit(sig, frame)

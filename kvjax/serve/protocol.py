@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, without_middle
 from kvjax.models.model import Model
 from kvjax.sampling import Greedy, Sample, Sampler
 from kvjax.serve.prefix import Prefix
@@ -70,11 +70,9 @@ class ApiError(Exception):
         """The JSON of the response."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
-        message, param = str(self), self.param
-        if len(message) > MOST_CHARACTERS:  # what was given may be as long as a body
-            message = f"{message[: MOST_CHARACTERS // 2]} ... {message[-MOST_CHARACTERS // 2 :]}"
-        if param is not None and len(param) > MOST_CHARACTERS:
-            param = f"{param[:MOST_CHARACTERS]} ..."
+        # What was given may be as long as a body.
+        message = without_middle(str(self), MOST_CHARACTERS)
+        param = None if self.param is None else without_middle(self.param, MOST_CHARACTERS)
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 

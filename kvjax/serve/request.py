@@ -37,7 +37,7 @@ class Request:
         the number of the requests that were submitted before. A sampled token depends on the key, this number and the
         token's position, and on no other request.
       prefix: a state that the request continues; see `kvjax.serve.prefix`.
-      early: whether somebody waits for its first tokens: the chunk that chooses them is then a short one.
+      early: whether its first tokens are sent as soon as possible; the chunk that chooses them is then a short one.
       until: see `Until`; for ends that are no single token. It is called on the host after every chunk of tokens, and a
         request may hold its row until the end of the next chunk.
     """
