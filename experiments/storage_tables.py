@@ -20,7 +20,7 @@ from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.storage import STORAGES, Storage
 
 PAGE = Path(__file__).parents[1] / "docs" / "storages.md"

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.assumed import Assumed
+from kvjax.numerics.assumed_top_k import Assumed
 
 Array = jax.Array
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class Across(NamedTuple):
       heads: the mesh axes that KV heads are divided over.
       traced: whether a function is only traced, to see whether it reduces over slots otherwise; see
         `kvjax.cache.context_parallel.slotwise`.
-      assumed: answers `kvjax.order.largest` without a search; None = it searches.
+      assumed: answers `kvjax.numerics.top_k.largest` without a search; None = it searches.
     """
 
     slots: tuple[str, ...] = ()

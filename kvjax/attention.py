@@ -20,7 +20,7 @@ from kvjax.kernels.decode import xla as decode_xla
 from kvjax.kernels.prefill import devices
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.kernels.problem import Attended, Problem, check
-from kvjax.statistics import COUNT, Statistic, by_name
+from kvjax.numerics.statistics import COUNT, Statistic, by_name
 
 Array = jax.Array
 Columns = dict[str, Array]  # statistic name -> [B, K, S] or [B, K, S, words] float32

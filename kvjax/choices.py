@@ -17,13 +17,13 @@ from kvjax.cache.planning.limits import Limits, half_steps, power_of_two
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
-from kvjax.finite import error_of
 from kvjax.generate import check_room
 from kvjax.inputs import check_batch, check_no_text
 from kvjax.models.bound import BoundDecoder, bind, logprob_of, over_logits
 from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
+from kvjax.numerics.finite import error_of
 from kvjax.policies.base import Policy
 from kvjax.prefill import Prefilled, prepare, run_prompts
 from kvjax.selection.base import Selection

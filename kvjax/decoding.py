@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from kvjax import records
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
-from kvjax.finite import PAD, only_finite
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
+from kvjax.numerics.finite import PAD, only_finite
 from kvjax.sampling import Sampler, penalised, penalty_of
 from kvjax.sharding import Params
 

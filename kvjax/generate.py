@@ -17,10 +17,10 @@ from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import KVState, live_slots
 from kvjax.decoding import CHUNK, Carry, decode_steps, first_token
 from kvjax.errors import InputError, shown
-from kvjax.finite import PAD, check_finite
 from kvjax.inputs import check_count, check_stop
 from kvjax.models.calibrate import calibrated, with_calibration
 from kvjax.models.model import Model
+from kvjax.numerics.finite import PAD, check_finite
 from kvjax.policies.base import Policy
 from kvjax.prefill import Prefilled, prefill
 from kvjax.records import Record

@@ -16,12 +16,12 @@ from kvjax.cache.planning.layout import CacheLayout, Phase, kept
 from kvjax.cache.planning.limits import Limits, power_of_two
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
-from kvjax.finite import check_finite
 from kvjax.inputs import check_batch, check_prompt
 from kvjax.models.bound import SCORE_ROWS, bind, logprobs_of
 from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
+from kvjax.numerics.finite import check_finite
 from kvjax.policies.base import Policy
 from kvjax.prefill import prepare, run_prompts
 from kvjax.records import Record

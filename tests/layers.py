@@ -21,8 +21,8 @@ from kvjax.cache.state import EMPTY
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig
+from kvjax.numerics.rope import Rope
 from kvjax.policies import Policy
-from kvjax.rope import Rope
 
 RUBBISH = 7.0  # what padding holds
 

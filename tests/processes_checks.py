@@ -30,7 +30,7 @@ from kvjax.checkpoint import orbax
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.serve import Runner
 from tests import conftest  # noqa: F401, it sets how programs are compiled
 

@@ -26,9 +26,9 @@ from kvjax.extend import extend
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.models.parameters import random_parameters
+from kvjax.numerics.rope import Rope
 from kvjax.prefill import Prefilled, prefill
 from kvjax.roofline import decode_shapes
-from kvjax.rope import Rope
 from kvjax.sampling import Greedy
 from kvjax.selection import Selection, everything, infinigen, optimal, quest
 from kvjax.serve import Request, Runner

@@ -12,7 +12,7 @@ from kvjax import attention
 from kvjax.attention import Attended
 from kvjax.errors import ConfigError, PolicyError
 from kvjax.kernels.prefill import xla as prefill_xla
-from kvjax.statistics import ABOVE, COUNT, EXACT, LAST, MASS, MASS_SQ, Statistic, decayed
+from kvjax.numerics.statistics import ABOVE, COUNT, EXACT, LAST, MASS, MASS_SQ, Statistic, decayed
 from tests.kernels import cases
 from tests.kernels.cases import Case
 
@@ -475,7 +475,7 @@ def test_statistics_that_depend_on_blocks_are_refused(fields, message):
 
 @pytest.mark.parametrize("n", [1, 64])
 def test_counts_and_sums_stop_at_two_to_the_24th(n):
-    """As `kvjax.statistics` says: exact up to `EXACT`, and from there on neither larger nor smaller."""
+    """As `kvjax.numerics.statistics` says: exact up to `EXACT`, and from there on neither larger nor smaller."""
     block, queries = jnp.full((1, 1, 1), float(n)), jnp.full((1,), n, jnp.int32)
 
     def after(statistic, old):

@@ -23,12 +23,12 @@ from kvjax.decoding import decode_steps
 from kvjax.kernels.decode import coded
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.models.parameters import parameter_shapes
+from kvjax.numerics.rope import Rope
+from kvjax.numerics.statistics import MASS
 from kvjax.prefill import prefill_steps
 from kvjax.products import native
 from kvjax.roofline import decode_shapes
-from kvjax.rope import Rope
 from kvjax.sampling import Greedy
-from kvjax.statistics import MASS
 from tests.tiny import tiny
 
 BATCH, SLOTS = 2, 512

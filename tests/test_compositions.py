@@ -14,8 +14,8 @@ import pytest
 
 from kvjax import policies
 from kvjax.errors import PolicyError
+from kvjax.numerics.rope import Rope
 from kvjax.policies import COMBINATORS, POLICIES, Phases, Policy, Shared
-from kvjax.rope import Rope
 from tests import layers
 
 pytestmark = pytest.mark.thorough

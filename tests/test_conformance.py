@@ -18,9 +18,9 @@ import pytest
 import kvjax
 from kvjax import policies
 from kvjax.cache import CacheSpec
+from kvjax.numerics.rope import Rope
 from kvjax.policies import POLICIES, Policy
 from kvjax.policies.base import Evict
-from kvjax.rope import Rope
 from tests import layers
 from tests.tiny import assert_same_state, evolve, random_tokens, tiny
 

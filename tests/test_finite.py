@@ -14,7 +14,7 @@ from kvjax import policies, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.decoding import decode_steps
 from kvjax.errors import KvjaxError, NonFiniteError
-from kvjax.finite import PAD
+from kvjax.numerics.finite import PAD
 from kvjax.serve import Request, Runner
 from tests.tiny import random_tokens, tiny, untied
 

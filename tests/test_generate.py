@@ -12,10 +12,10 @@ import kvjax
 from kvjax import policies
 from kvjax.cache import Limits
 from kvjax.errors import InputError, KvjaxError, PolicyError
+from kvjax.numerics.statistics import MASS
 from kvjax.policies import Importance, evict, protect_newest
 from kvjax.prefill import prefill
 from kvjax.sampling import Greedy, Sample
-from kvjax.statistics import MASS
 from tests.tiny import assert_same_state, kept, random_tokens, tiny
 
 loop = importlib.import_module("kvjax.generate")  # the package's attribute of that name is the function

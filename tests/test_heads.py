@@ -12,8 +12,8 @@ from experiments.training.induction import initial_parameters
 from kvjax import analysis, cache, policies
 from kvjax.cache import Limits
 from kvjax.errors import InputError, PolicyError
+from kvjax.numerics.rope import Rope
 from kvjax.plan import plan
-from kvjax.rope import Rope
 from kvjax.spec_text import build
 from tests import layers, reference
 from tests.test_slots import LENGTHS, PROMPTS, TOKENS

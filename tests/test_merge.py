@@ -16,8 +16,8 @@ from kvjax.cache import Block
 from kvjax.cache.empty import empty
 from kvjax.cache.step.step import step
 from kvjax.errors import PolicyError
+from kvjax.numerics.rope import Rope
 from kvjax.policies import MERGES
-from kvjax.rope import Rope
 from tests import layers
 from tests.reference.step import rotate
 

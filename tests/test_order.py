@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.order import DEPTH, LANES, largest
+from kvjax.numerics.top_k import DEPTH, LANES, largest
 
 SIZE = 60
 KINDS = ["normal", "huge and tiny", "ties", "all equal", "zeros of both signs", "infinities"]

@@ -17,9 +17,9 @@ from kvjax import devices, policies, storage
 from kvjax.errors import ConfigError, InputError, KvjaxError, PolicyError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_count
+from kvjax.numerics.rope import Rope
 from kvjax.plan import plan
 from kvjax.plan.programs import compile_for
-from kvjax.rope import Rope
 from kvjax.units import size
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None

@@ -18,8 +18,8 @@ from kvjax.cache.planning.lowering import lower
 from kvjax.cache.step.step import step_layer
 from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig
+from kvjax.numerics.rope import Rope
 from kvjax.policies import COMBINATORS, HEAD_PLANS, MERGES, POLICIES
-from kvjax.rope import Rope
 from kvjax.selection import SELECTIONS
 from kvjax.storage import STORAGES
 from kvjax.storage.calibration import side_shapes

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvjax import policies
 from kvjax.errors import PolicyError
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from tests import layers, reference
 from tests.reference.decoder import _blocks
 from tests.reference.step import empty_heads, step

@@ -12,7 +12,7 @@ import kvjax
 from kvjax.cache import Block, KVState, LayerKV, layers_of
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from tests.reference import ReferenceConfig, random_model
 
 VOCAB = 64

@@ -24,7 +24,7 @@ from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.step.step import step as one_step
 from kvjax.errors import ConfigError
 from kvjax.models import shapes
-from kvjax.statistics import MASS, Statistic
+from kvjax.numerics.statistics import MASS, Statistic
 
 Array = jax.Array
 # Rows, slots, features, dtype and implementation -> the output, calls to be timed, and the kernel that runs

@@ -26,11 +26,11 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import random_parameters
 from kvjax.models.quantize import WeightCodes
 from kvjax.models.shapes import by_name
+from kvjax.numerics.rope import Rope
 from kvjax.policies import evict, low_norm
 from kvjax.policies.base import Policy
 from kvjax.prefill import Prefilled, prefill
 from kvjax.roofline import average_slots, decode_shapes, roofline
-from kvjax.rope import Rope
 
 Key = TypeVar("Key")
 LLAMA = "llama-12x768"  # as large as OPT-125M, of a family that every peer has

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.errors import ConfigError
+from kvjax.numerics.statistics import MASS
 from kvjax.policies import (
     Importance,
     Policy,
@@ -27,7 +28,6 @@ from kvjax.policies.patterns import Uniform
 from kvjax.selection.base import Columns, Index, SelectView
 from kvjax.selection.choose import best, grouped_logits, rank
 from kvjax.selection.oracle import Optimal
-from kvjax.statistics import MASS
 
 Array = jax.Array
 PREFIX = "own:"

@@ -11,7 +11,7 @@ from experiments.tasks import recall
 from experiments.training import layouts
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 
 BY_STAGE = ("repeat_fraction", "invented_fraction", "wordy_fraction")  # of the mixture
 SHORTEST = 16  # tokens of a window

@@ -11,9 +11,9 @@ import numpy as np
 from experiments.tasks.prompts import Prompt
 from experiments.training.corpus import Text
 from kvjax import processes
-from kvjax.finite import check_finite
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
+from kvjax.numerics.finite import check_finite
 
 Array = jax.Array
 ROWS = 8  # of one forward pass

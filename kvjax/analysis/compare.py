@@ -18,7 +18,7 @@ from kvjax.cache.state import Layer
 from kvjax.errors import InputError
 from kvjax.inputs import check_count
 from kvjax.models.model import Model
-from kvjax.order import largest
+from kvjax.numerics.top_k import largest
 from kvjax.policies.base import Evict, Keep, Policy
 from kvjax.policies.window import full
 from kvjax.summary import one_line

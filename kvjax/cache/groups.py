@@ -4,12 +4,12 @@ import dataclasses
 import functools
 
 from kvjax.attention import Implementation
+from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict
 from kvjax.policies.components import Everything
 from kvjax.policies.window import First, full
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
-from kvjax.statistics import Statistic
 from kvjax.storage import dense
 from kvjax.storage.base import UNROTATED, Codec, Exact, Storage
 from kvjax.storage.layouts import Pairs, Segments, Tiers, slots

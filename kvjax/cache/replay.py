@@ -24,9 +24,9 @@ from kvjax.cache.step.step import step_layer
 from kvjax.errors import InputError, StorageError
 from kvjax.inputs import check_count
 from kvjax.models.config import DecoderConfig
+from kvjax.numerics.rope import Rope
 from kvjax.policies.base import Policy
 from kvjax.policies.window import full
-from kvjax.rope import Rope
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
 from kvjax.storage import dense

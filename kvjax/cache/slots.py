@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from kvjax import memory, sharding
 from kvjax.cache.state import EMPTY, FAR, LayerKV, exact_store
 from kvjax.memory import write
-from kvjax.statistics import Statistic, by_name
+from kvjax.numerics.statistics import Statistic, by_name
 
 Array = jax.Array
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.coded import Coded, as_array
-from kvjax.statistics import Statistic
+from kvjax.numerics.statistics import Statistic
 
 Array = jax.Array
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from kvjax.errors import ConfigError
 from kvjax.kernels.coded import Coded
 from kvjax.kernels.problem import Problem
-from kvjax.statistics import Statistic
+from kvjax.numerics.statistics import Statistic
 from kvjax.storage.base import Codec
 
 Op = Literal["step", "decode", "prefill", "append"]

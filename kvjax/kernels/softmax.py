@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.kernels.decode.coded import product
 from kvjax.kernels.problem import Problem
-from kvjax.soft_cap import soft_capped
+from kvjax.numerics.soft_cap import soft_capped
 
 Array = jax.Array
 NEGATIVE = float(jnp.finfo(jnp.float32).min)

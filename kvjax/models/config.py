@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal, NamedTuple
 
 from kvjax.errors import ConfigError
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 
 
 class LayerKind(NamedTuple):

@@ -24,8 +24,8 @@ from kvjax.cache.step.step import Seen, step_layer
 from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.experts import Experts
 from kvjax.models.layers import Embed, Linear, Mlp, Norm, PositionEmbed
+from kvjax.numerics.soft_cap import soft_capped
 from kvjax.sharding import Params
-from kvjax.soft_cap import soft_capped
 
 Array = jax.Array
 

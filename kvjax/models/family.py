@@ -9,7 +9,7 @@ from kvjax.models import rope_keys, values
 from kvjax.models.config import DecoderConfig
 from kvjax.models.layers import ACTIVATIONS
 from kvjax.models.values import Json
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 
 Fields = dict[str, Any]  # DecoderConfig field -> value
 #: DecoderConfig field -> its key in ``config.json``, and the value that ``transformers`` uses if the key is absent.

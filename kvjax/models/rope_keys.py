@@ -10,7 +10,7 @@ from kvjax.errors import ConfigError, shown
 from kvjax.models import values
 from kvjax.models.config import DecoderConfig
 from kvjax.models.values import Json
-from kvjax.rope import Rope, Scaling
+from kvjax.numerics.rope import Rope, Scaling
 
 TYPES: tuple[Scaling, ...] = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 THETA = 10_000.0  # default base of the frequencies

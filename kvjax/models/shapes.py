@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.errors import ConfigError
 from kvjax.models import families
 from kvjax.models.config import DecoderConfig
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 
 
 def _opt(hidden_size: int, num_layers: int, num_heads: int) -> DecoderConfig:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import PolicyError
-from kvjax.order import largest
+from kvjax.numerics.top_k import largest
 from kvjax.policies.budget import Budget, Fraction, Slots, TextFraction, as_budget, exact, single
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from kvjax.arguments import checked_call, choice_argument, count_argument, did_you_mean, named, plain_signature
 from kvjax.errors import KvjaxError, PolicyError
+from kvjax.numerics.statistics import NAMED, Statistic, resolve
 from kvjax.policies.budget import Budget, BudgetLike, as_budget
 from kvjax.policies.components import Importance, Keep, Merge, Scope, Stats, View, check_declared, everything, keep
-from kvjax.statistics import NAMED, Statistic, resolve
 
 Array = jax.Array
 When = Literal["step", "prompt_end"]

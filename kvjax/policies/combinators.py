@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from kvjax.arguments import number_argument
 from kvjax.errors import PolicyError
-from kvjax.order import largest
+from kvjax.numerics.statistics import Statistic
+from kvjax.numerics.top_k import largest
 from kvjax.policies.base import Evict, Policy, evict, factory
 from kvjax.policies.budget import FromLayer, exact
 from kvjax.policies.components import Importance, Scope, Stats, View
@@ -16,7 +17,6 @@ from kvjax.policies.h2o import mass
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
 from kvjax.policies.phases import Phases
-from kvjax.statistics import Statistic
 
 Array = jax.Array
 

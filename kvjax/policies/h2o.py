@@ -6,10 +6,10 @@ import jax
 
 from kvjax.arguments import choice_argument, count_argument, named, number_argument
 from kvjax.errors import PolicyError
+from kvjax.numerics.statistics import Statistic, decayed
 from kvjax.policies.base import Evict, Policy, evict, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Merge, Scope, Stats, View
-from kvjax.statistics import Statistic, decayed
 
 Array = jax.Array
 HIDING = ("masked", "global", "local")  # variants that keep every token and hide some

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from kvjax.arguments import count_argument
 from kvjax.errors import PolicyError
+from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, Policy, evict, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Folded, Merge, Stats, View
 from kvjax.policies.window import First, full, recency
-from kvjax.statistics import Statistic
 
 Array = jax.Array
 Table = tuple[tuple[bool, ...], ...]

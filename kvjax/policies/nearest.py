@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import across
-from kvjax.compaction import compact
-from kvjax.order import largest
+from kvjax.numerics.mask_indices import compact
+from kvjax.numerics.top_k import largest
 from kvjax.policies.components import View
 
 Array = jax.Array

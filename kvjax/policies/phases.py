@@ -3,11 +3,11 @@
 import dataclasses
 
 from kvjax.errors import PolicyError
+from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, Policy, factory
 from kvjax.policies.budget import Budget
 from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Split
-from kvjax.statistics import Statistic
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.arguments import count_argument
+from kvjax.numerics.statistics import FETCHED, LAST_FETCHED, Statistic, saturating_fetched
 from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Scope, Stats, View
 from kvjax.policies.window import recency
-from kvjax.statistics import FETCHED, LAST_FETCHED, Statistic, saturating_fetched
 
 Array = jax.Array
 ONE_BYTE = 255  # the largest counter of one byte

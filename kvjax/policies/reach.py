@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import PolicyError
+from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict
 from kvjax.policies.components import Importance, Scope, Stats, View
-from kvjax.statistics import Statistic
 
 Array = jax.Array
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.arguments import count_argument
-from kvjax.order import largest
+from kvjax.numerics.top_k import largest
 from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Merge, Scope, Stats, View

@@ -5,11 +5,11 @@ import dataclasses
 import jax
 
 from kvjax.arguments import count_argument
+from kvjax.numerics.statistics import ABOVE, Statistic, popcount, recent_above
 from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Merge, Stats, View
 from kvjax.policies.h2o import Newest
-from kvjax.statistics import ABOVE, Statistic, popcount, recent_above
 
 Array = jax.Array
 

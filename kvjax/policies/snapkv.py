@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 from kvjax.arguments import choice_argument, count_argument, named
 from kvjax.errors import PolicyError
+from kvjax.numerics.statistics import Statistic, prompt_tail
 from kvjax.policies.allocation import Pyramid, Shared
 from kvjax.policies.base import Evict, Policy, compress, factory, fixed_slots
 from kvjax.policies.budget import BudgetLike, Fraction, Slots, as_budget
 from kvjax.policies.components import Importance, Scope, Stats, View
 from kvjax.policies.phases import Phases
-from kvjax.statistics import Statistic, prompt_tail
 
 Array = jax.Array
 POOLINGS = ("avg", "max")

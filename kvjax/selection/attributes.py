@@ -4,9 +4,9 @@ from typing import Any
 
 from kvjax.arguments import check_hashable, count_argument
 from kvjax.errors import KvjaxError, SelectionError
+from kvjax.numerics.statistics import Statistic
 from kvjax.policies.budget import Budget
 from kvjax.selection.base import Selection
-from kvjax.statistics import Statistic
 
 NAMES = ("per_slot", "per_head")  # sets of names of arrays
 
@@ -32,7 +32,7 @@ def check_selection(selection: Selection) -> None:
     if not isinstance(needs, frozenset) or not all(isinstance(each, Statistic) for each in needs):
         raise SelectionError(
             f"{about}: needs={needs!r} is not a frozenset of statistics; give one such as "
-            "frozenset({kvjax.statistics.MASS})."
+            "frozenset({kvjax.numerics.statistics.MASS})."
         )
     budget = _read(about, selection, "budget")
     if not (budget is None or isinstance(budget, Budget)):

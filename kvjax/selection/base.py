@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Policy
 from kvjax.policies.budget import Budget
 from kvjax.selection.ends import Ends
-from kvjax.statistics import Statistic
 
 if TYPE_CHECKING:
     from kvjax.kernels.problem import Problem

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.compaction import compact
-from kvjax.order import largest
+from kvjax.numerics.mask_indices import compact
+from kvjax.numerics.soft_cap import soft_capped
+from kvjax.numerics.top_k import largest
 from kvjax.products import product
 from kvjax.selection.base import SelectView
 from kvjax.selection.ends import Ends, ends_of_all
-from kvjax.soft_cap import soft_capped
 
 Array = jax.Array
 Normalise = Literal["gap", "softmax", "probability", "none"]

@@ -16,14 +16,14 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
 from kvjax.errors import SelectionError
+from kvjax.numerics.soft_cap import soft_capped
+from kvjax.numerics.statistics import MASS
 from kvjax.policies.base import Policy, fixed_slots
 from kvjax.policies.budget import Budget, as_budget
 from kvjax.policies.traits import evicting, splits_heads
 from kvjax.selection.base import Columns, Index, Selection, SelectView
 from kvjax.selection.checks import named
 from kvjax.selection.choose import best, softmax
-from kvjax.soft_cap import soft_capped
-from kvjax.statistics import MASS
 
 if TYPE_CHECKING:
     from kvjax.kernels.problem import Problem

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.compaction import compact
-from kvjax.order import largest
+from kvjax.numerics.mask_indices import compact
+from kvjax.numerics.top_k import largest
 
 Array = jax.Array
 FAR = jnp.iinfo(jnp.int32).max

@@ -16,13 +16,13 @@ from jax.typing import DTypeLike
 
 from kvjax import across
 from kvjax.arguments import count_argument
+from kvjax.numerics.soft_cap import soft_capped
 from kvjax.policies.base import Policy
 from kvjax.policies.traits import evicting_while_decoding
 from kvjax.selection.base import Held, Index, Selection, SelectView
 from kvjax.selection.checks import merges, named, rotated_once
 from kvjax.selection.choose import best, rank
 from kvjax.selection.naming import best_named, name_best
-from kvjax.soft_cap import soft_capped
 
 if TYPE_CHECKING:
     from kvjax.storage.base import Storage

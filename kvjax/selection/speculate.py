@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from kvjax import across
 from kvjax.arguments import choice_argument, count_argument, warn_once
 from kvjax.errors import SelectionError
-from kvjax.order import largest_counted
+from kvjax.numerics.top_k import largest_counted
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Held, Index, Selection, SelectView
 from kvjax.selection.checks import factory, merges, named, rotated_once

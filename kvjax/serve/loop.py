@@ -14,9 +14,9 @@ from kvjax import memory
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.decoding import CHUNK
-from kvjax.finite import PAD, only_finite
 from kvjax.models.bound import BoundDecoder, bind
 from kvjax.models.config import DecoderConfig
+from kvjax.numerics.finite import PAD, only_finite
 from kvjax.serve.sampling import Leaf, Settings, choose
 from kvjax.sharding import Params
 

@@ -19,9 +19,9 @@ from kvjax.cache.planning.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.decoding import CHUNK
 from kvjax.errors import InputError, NonFiniteError
-from kvjax.finite import PAD, WHY
 from kvjax.inputs import check_count, check_stop
 from kvjax.models.model import Model
+from kvjax.numerics.finite import PAD, WHY
 from kvjax.policies.base import Policy
 from kvjax.sampling import Greedy, Sampler, check_sampling
 from kvjax.selection.base import Selection

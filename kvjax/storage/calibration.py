@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from kvjax.errors import StorageError
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.storage.base import Codec, Storage
 from kvjax.storage.layouts import Blocks
 from kvjax.storage.side import CALIBRATION, Samples, Sides

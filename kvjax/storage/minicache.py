@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from kvjax.arguments import number_argument
 from kvjax.errors import StorageError
 from kvjax.memory import write
-from kvjax.order import largest
+from kvjax.numerics.top_k import largest
 from kvjax.storage.base import Codec, Parts, Shapes, Storage, factory, straight_through
 from kvjax.storage.layouts import LOWER, UPPER, Pairs
 from kvjax.storage.rounding import as_stored

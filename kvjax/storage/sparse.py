@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import StorageError
-from kvjax.order import indices_of_largest
+from kvjax.numerics.top_k import indices_of_largest
 from kvjax.storage.base import Codec, Parts, Shapes
 from kvjax.storage.fitting import FITTED
 from kvjax.storage.levels import VectorTable

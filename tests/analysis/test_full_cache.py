@@ -13,7 +13,7 @@ from kvjax.analysis import full_cache, rows, scan
 from kvjax.errors import InputError
 from kvjax.kernels.prefill.xla import tile_rows
 from kvjax.models.parameters import parameter_shapes, random_parameters
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from tests.analysis.dense import full
 from tests.tiny import random_tokens, tiny
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import order, policies, sharding, storage
+from kvjax import policies, sharding, storage
 from kvjax.cache import Block, CacheSpec, Layer
 from kvjax.cache.context_parallel import victim_candidates
 from kvjax.cache.empty import empty
@@ -26,8 +26,9 @@ from kvjax.cache.slots import AXES, divided
 from kvjax.cache.spec import as_spec
 from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig
+from kvjax.numerics import top_k
+from kvjax.numerics.rope import Rope
 from kvjax.policies import POLICIES, Policy
-from kvjax.rope import Rope
 from kvjax.selection import Selection, everything, infinigen, lserve, optimal, quest, retrieval, tokenselect
 from kvjax.storage import Samples, Storage, dense
 from kvjax.storage.side import CALIBRATION
@@ -35,7 +36,7 @@ from tests import conftest, layers  # noqa: F401, conftest sets how programs are
 
 LENGTHS, STEPS, BUDGET = np.array([24, 6, 14, 17]), 14, 12
 ROWS, KV_HEADS, GROUP, DIM = len(LENGTHS), 2, 2, 4
-USUAL = victim_candidates.NAMED, order.FIRST, order.CANDIDATES
+USUAL = victim_candidates.NAMED, top_k.FIRST, top_k.CANDIDATES
 MANY = 1024  # slots, of which each device has more than numbers that a collective may move
 
 
@@ -277,7 +278,7 @@ def sides_of(case: Case) -> Any:
 
 def difference(case: Case) -> dict[str, Any]:
     """Compares a run on the mesh with one on a single device."""
-    victim_candidates.NAMED, order.FIRST, order.CANDIDATES = USUAL if case.named is None else (case.named,) * 3
+    victim_candidates.NAMED, top_k.FIRST, top_k.CANDIDATES = USUAL if case.named is None else (case.named,) * 3
     total = int(LENGTHS.max()) + STEPS
     streams = layers.random_streams(range(ROWS), total, heads=case.heads, dim=DIM)
     ends = LENGTHS + np.array([STEPS, STEPS, STEPS - 5, 0])

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import policies, statistics
+from kvjax import policies
 from kvjax.cache import CacheSpec
 from kvjax.cache.planning import declared
 from kvjax.errors import PolicyError, SelectionError, StorageError
+from kvjax.numerics import statistics
+from kvjax.numerics.statistics import Statistic
 from kvjax.policies import Importance, Scope, evict
 from kvjax.policies.components import Merge
 from kvjax.selection import Selection
-from kvjax.statistics import Statistic
 from kvjax.storage import Codec, Side, Storage
 from tests.tiny import random_tokens, tiny
 

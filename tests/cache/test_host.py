@@ -16,7 +16,7 @@ from kvjax.cache.planning.lowering import lower
 from kvjax.cache.state import nbytes
 from kvjax.decoding import decode_steps
 from kvjax.errors import PolicyError
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from tests.test_compiled import computations
 from tests.tiny import kept, random_tokens, tiny
 

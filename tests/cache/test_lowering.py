@@ -14,9 +14,9 @@ from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import as_spec
 from kvjax.errors import ConfigError, InputError, PolicyError, SelectionError, StorageError
 from kvjax.models.config import DecoderConfig
+from kvjax.numerics.rope import Rope
 from kvjax.policies.allocation import Pyramid
 from kvjax.policies.budget import Slots
-from kvjax.rope import Rope
 from tests.test_products import all_policies
 
 PROMPTS = np.array([100, 7, 40])

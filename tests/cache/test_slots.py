@@ -11,7 +11,7 @@ from kvjax.cache.empty import empty
 from kvjax.cache.state import EMPTY, Layer, exact_store
 from kvjax.cache.step import evict
 from kvjax.cache.step.prompt_end import Prompt, convert
-from kvjax.statistics import MASS
+from kvjax.numerics.statistics import MASS
 
 DIM = 2
 

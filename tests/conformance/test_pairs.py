@@ -16,8 +16,8 @@ import pytest
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec
 from kvjax.errors import PolicyError
+from kvjax.numerics.rope import Rope
 from kvjax.policies import COMBINATORS, POLICIES
-from kvjax.rope import Rope
 from kvjax.selection import SELECTIONS
 from kvjax.storage import STORAGES, Storage
 from kvjax.storage.base import Memory

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.config import DataConfig, ExperimentConfig, PolicyConfig
 from kvjax.models import shapes
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 
 
 @pytest.fixture(autouse=True)

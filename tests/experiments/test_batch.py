@@ -28,7 +28,7 @@ CONFIG = """
 import dataclasses
 from experiments.config import ExperimentConfig, PolicyConfig
 from kvjax.models import shapes
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 
 shapes.SHAPES["tiny"] = dataclasses.replace(
     shapes.SHAPES["tiny"], hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_size=16,

@@ -10,7 +10,7 @@ from kvjax import attention
 from kvjax.attention import Attended
 from kvjax.kernels import registry
 from kvjax.kernels.problem import Problem, check
-from kvjax.statistics import ABOVE, MASS, recent_above
+from kvjax.numerics.statistics import ABOVE, MASS, recent_above
 
 BATCH, KV_HEADS, GROUP, SLOTS, DIM = 2, 3, 2, 72, 64
 HISTORY = recent_above(20)

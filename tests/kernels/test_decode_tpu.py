@@ -18,7 +18,7 @@ from kvjax.kernels import forms, registry
 from kvjax.kernels.coded import Coded
 from kvjax.kernels.decode import append_tpu, coded_tpu, codes_tpu, pallas_tpu
 from kvjax.kernels.registry import Request
-from kvjax.statistics import ABOVE, MASS
+from kvjax.numerics.statistics import ABOVE, MASS
 from kvjax.storage import Fp8, Integer, TurboQuant
 from tests.kernels.cases import DECODE, Case, DecodeCases
 from tests.kernels.codes import CODED

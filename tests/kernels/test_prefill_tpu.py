@@ -12,7 +12,7 @@ from kvjax import attention
 from kvjax.devices import topology_devices
 from kvjax.kernels.prefill import grid_tpu
 from kvjax.kernels.prefill.grid_tpu import Grid
-from kvjax.statistics import ABOVE, MASS, MASS_SQ
+from kvjax.numerics.statistics import ABOVE, MASS, MASS_SQ
 from tests.kernels.cases import EVERY, WIDE, Case, PrefillCases
 from tests.kernels.conftest import needs_libtpu
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.kernels.rank1 import on_lines
-from kvjax.statistics import MASS
+from kvjax.numerics.statistics import MASS
 from tests.kernels.traces import TRACED, every_primitive, policy, trace_of
 
 SLOTS = 40

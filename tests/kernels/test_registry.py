@@ -16,7 +16,7 @@ from kvjax.errors import ConfigError
 from kvjax.kernels import rank1, registry
 from kvjax.kernels.registry import Choice, Request, choose
 from kvjax.kernels.step import trace as tracing
-from kvjax.statistics import MASS, prompt_tail, recent_above
+from kvjax.numerics.statistics import MASS, prompt_tail, recent_above
 from kvjax.storage import Fp8, Integer, Levels, TurboQuant
 from tests.kernels.conftest import needs_libtpu
 from tests.kernels.traces import EVERY_PRIMITIVE, TRACED, policy, trace_of

@@ -21,9 +21,9 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.parameters import parameter_count, random_parameters
 from kvjax.models.quantize import parameter_bytes
+from kvjax.numerics.rope import Rope
 from kvjax.products.quantized import dequantize, is_quantized
 from kvjax.roofline import Roofline, average_slots, decode_shapes, roofline
-from kvjax.rope import Rope
 from tests.checkpoint.folders import assert_same
 from tests.tiny import random_tokens
 

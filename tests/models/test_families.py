@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.errors import ConfigError
 from kvjax.models import families
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from tests.checkpoint.folders import raw_config
 from tests.conftest import ROOT
 

@@ -13,7 +13,7 @@ import pytest
 from kvjax.errors import ConfigError
 from kvjax.models import families, values
 from kvjax.models.parameters import parameter_shapes
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from tests.checkpoint.folders import raw_config
 
 SCALING = {

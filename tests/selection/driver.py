@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.selection import Held, SelectView
 from tests.reference.selection import Layer as ReferenceLayer
 from tests.reference.step import rotate

@@ -19,7 +19,7 @@ from kvjax.models import skew
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SKEW
 from kvjax.models.parameters import random_parameters
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from tests import reference
 from tests.reference import decoder as reference_decoder
 from tests.reference.eviction import full as reference_full

@@ -13,8 +13,8 @@ import pytest
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec
 from kvjax.errors import PolicyError
+from kvjax.numerics.rope import Rope
 from kvjax.policies import TextFraction
-from kvjax.rope import Rope
 from tests import layers
 from tests.conformance import CLEAR
 from tests.reference import policies as reference

@@ -17,7 +17,7 @@ from kvjax.cache.planning.lowering import lower
 from kvjax.cache.state import EMPTY, Block, Layer
 from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.storage import Calibration, Samples, Storage, read
 
 DIM, HEADS, KV_HEADS, WIDTH, STEPS = 8, 4, 2, 12, 5

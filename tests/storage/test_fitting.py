@@ -11,7 +11,7 @@ import kvjax
 from kvjax import policies, storage
 from kvjax.errors import StorageError
 from kvjax.models.gradients import gradients
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.storage import Calibration, Samples, kvquant
 from kvjax.storage.fitting import kmeans_levels, normalised
 from kvjax.storage.tables import lookup, nearest_level

@@ -13,7 +13,7 @@ from kvjax import policies, storage
 from kvjax.errors import StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import random_parameters
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.storage import Calibration, Integer, Joint, Samples
 from kvjax.storage.joint import JointDirections
 from kvjax.storage.kivi import Channels

@@ -10,7 +10,7 @@ import pytest
 
 from kvjax import policies, storage
 from kvjax.errors import StorageError
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.storage import Calibration, Storage, kvquant
 from kvjax.storage.kvquant import ChannelLevels
 from kvjax.storage.levels import Levels

@@ -8,7 +8,7 @@ from kvjax.cache import CacheSpec
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import budgets_of, lower
 from kvjax.errors import StorageError
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.storage import Calibration, Integer, Samples
 from tests.conformance import replay
 from tests.storage import every

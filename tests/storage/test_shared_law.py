@@ -10,7 +10,7 @@ import pytest
 
 from kvjax import policies
 from kvjax.cache import LayerKV
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.storage import Calibration, Samples, Storage, low_rank, think
 from tests.conformance import assert_same, replay, streams
 from tests.reference import policies as reference

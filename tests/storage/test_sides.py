@@ -10,7 +10,7 @@ import pytest
 
 from kvjax import policies, storage
 from kvjax.errors import StorageError
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.storage import Chain, Codec, Dims, Exact, Integer, Scaled, Side, Storage, ThinK
 from tests.conformance import replay
 

@@ -19,7 +19,7 @@ from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.storage import Codec, Storage
 from kvjax.storage.gradient import differentiable
 from tests.conformance import CLEAR, TIE, read, replay, streams

@@ -18,7 +18,7 @@ from experiments.papers.settings import Settings
 from kvjax.analysis.rows import Rows, in_text_order
 from kvjax.analysis.scan import over_steps
 from kvjax.cache.state import Layer
-from kvjax.order import largest
+from kvjax.numerics.top_k import largest
 from kvjax.policies import Evict, Keep
 
 Array = jax.Array

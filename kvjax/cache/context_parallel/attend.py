@@ -34,8 +34,8 @@ from kvjax.cache.slots import empty_stats
 from kvjax.cache.state import LIVE, LayerKV
 from kvjax.cache.step import evict
 from kvjax.cache.step.operands import Pool
-from kvjax.rope import Rope
-from kvjax.statistics import by_name
+from kvjax.numerics.rope import Rope
+from kvjax.numerics.statistics import by_name
 from kvjax.storage.layouts import Blocks, Segments, Tiers
 from kvjax.storage.side import Sides
 

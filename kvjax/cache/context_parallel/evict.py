@@ -28,7 +28,7 @@ from kvjax.cache.context_parallel.select import Rows
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, FAR, LayerKV
 from kvjax.cache.step import evict
-from kvjax.order import CANDIDATES
+from kvjax.numerics.top_k import CANDIDATES
 from kvjax.policies.base import View
 from kvjax.storage.layouts import Blocks, Segments, Tiers
 

@@ -21,7 +21,7 @@ from kvjax.cache.context_parallel.victims import Evicted
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, LayerKV, exact_store
 from kvjax.cache.step.update import recode
-from kvjax.compaction import compact
+from kvjax.numerics.mask_indices import compact
 from kvjax.policies.base import View
 from kvjax.storage.base import UNROTATED
 

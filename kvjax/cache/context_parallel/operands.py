@@ -13,7 +13,7 @@ from kvjax.cache.groups import Group
 from kvjax.cache.step import attend
 from kvjax.cache.step.operands import Pool, Turn, decoded, pieces, placed
 from kvjax.kernels.coded import as_array
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.storage.layouts import Tiers
 from kvjax.storage.side import Sides
 

@@ -15,7 +15,7 @@ from kvjax.cache.slots import forget, free_slots, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV
 from kvjax.cache.step import evict
 from kvjax.cache.step.evict import by_page
-from kvjax.order import largest, lowest
+from kvjax.numerics.top_k import largest, lowest
 from kvjax.policies.base import View
 
 Array = jax.Array

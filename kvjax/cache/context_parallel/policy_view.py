@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import across
-from kvjax.assumed import Assumed
 from kvjax.cache.context_parallel import merge, victims
 from kvjax.cache.context_parallel.placement import Moves, Own
 from kvjax.cache.context_parallel.residual import Leaving
@@ -12,6 +11,7 @@ from kvjax.cache.context_parallel.select import Rows
 from kvjax.cache.context_parallel.victims import Named
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, LayerKV
+from kvjax.numerics.assumed_top_k import Assumed
 from kvjax.policies.base import View
 from kvjax.storage.layouts import Tiers
 

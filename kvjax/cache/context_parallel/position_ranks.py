@@ -15,7 +15,7 @@ from kvjax import across
 from kvjax.cache import store_order
 from kvjax.cache.groups import RANK
 from kvjax.cache.state import FAR, LIVE, LayerKV
-from kvjax.compaction import compact
+from kvjax.numerics.mask_indices import compact
 
 Array = jax.Array
 

@@ -10,8 +10,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from kvjax import across
 from kvjax.cache.slots import empty_stats
 from kvjax.cache.step.evict import ranking
+from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, View
-from kvjax.statistics import Statistic
 
 #: The number of slots of the trace, which is no other dimension's.
 SLOTS = 1009
@@ -60,7 +60,7 @@ CALLS = frozenset({"closed_call", "core_call", "custom_jvp_call", "custom_vjp_ca
 def reason(policy: Evict, needs: frozenset[Statistic], heads: tuple[int, ...] | None, kv_heads: int, dim: int) -> str:
     """Returns why a device cannot rank its own slots, or an empty string if it can.
 
-    Reductions by `kvjax.order.largest` add up over all devices, and count as each slot by itself.
+    Reductions by `kvjax.numerics.top_k.largest` add up over all devices, and count as each slot by itself.
 
     Args:
       policy: one that has a budget.

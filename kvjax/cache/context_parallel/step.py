@@ -21,7 +21,7 @@ from kvjax.cache.context_parallel.select import Looked, Rows
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import AXES, divided
 from kvjax.cache.state import Block, LayerKV
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 
 Array = jax.Array
 HEADS = AXES[:2]

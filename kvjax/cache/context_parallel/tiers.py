@@ -22,7 +22,7 @@ from kvjax.cache.slots import oldest_first, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV, Store
 from kvjax.cache.step import evict
 from kvjax.memory import gather
-from kvjax.order import CANDIDATES
+from kvjax.numerics.top_k import CANDIDATES
 from kvjax.policies.base import View
 from kvjax.storage import store as held
 from kvjax.storage.layouts import Tiers

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import across
-from kvjax.assumed import Assumed, Call
 from kvjax.cache.context_parallel import victims
 from kvjax.cache.context_parallel.placement import Left, Moves
 from kvjax.cache.context_parallel.victims import Evicted, Sent
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, FAR
 from kvjax.cache.step import evict
+from kvjax.numerics.assumed_top_k import Assumed, Call
 from kvjax.policies.base import Evict, View
 
 Array = jax.Array

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.errors import CodecError, KvjaxError, PolicyError, SelectionError, StorageError
+from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, View
 from kvjax.policies.components import READABLE, Folded
 from kvjax.selection.base import Held, Selection, SelectView
-from kvjax.statistics import Statistic
 from kvjax.storage.base import Storage
 from kvjax.storage.codec import Codec
 from kvjax.storage.layouts import Blocks, Segments, Tiers
@@ -39,7 +39,7 @@ class _Declared(dict[str, Any]):
         known = ", ".join(sorted(self)) or "none"
         raise PolicyError(
             f"{self._about} reads statistic {name!r}, which it does not declare; it declares {known}. Add it to "
-            "`needs`, as a name of kvjax.statistics.NAMED or a Statistic."
+            "`needs`, as a name of kvjax.numerics.statistics.NAMED or a Statistic."
         )
 
     def get(self, name: str, default: Any = None) -> Any:

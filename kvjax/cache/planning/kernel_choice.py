@@ -20,7 +20,7 @@ from kvjax.kernels import platform as pallas_platform
 from kvjax.kernels import registry
 from kvjax.kernels.registry import Choice, Op, Request
 from kvjax.models.config import DecoderConfig
-from kvjax.statistics import by_name
+from kvjax.numerics.statistics import by_name
 from kvjax.storage.layouts import Blocks, Segments
 
 #: Why ``auto`` on a GPU, which means XLA, does not try the Pallas kernels for it.

@@ -14,9 +14,9 @@ from kvjax.cache.state import EMPTY, FAR, Block
 from kvjax.cache.step.operands import Pool, decoded, fetched, joined
 from kvjax.kernels.coded import Coded, as_array
 from kvjax.memory import gather
+from kvjax.numerics.statistics import by_name
 from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact
-from kvjax.statistics import by_name
 from kvjax.storage import store as held
 
 Array = jax.Array

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.state import EMPTY, FAR
-from kvjax.order import largest, lowest
+from kvjax.numerics.statistics import Statistic, by_name
+from kvjax.numerics.top_k import largest, lowest
 from kvjax.policies.base import Evict, View
-from kvjax.statistics import Statistic, by_name
 
 Array = jax.Array
 

@@ -16,8 +16,8 @@ from kvjax.cache.state import EMPTY, LayerKV, exact_store
 from kvjax.cache.step import evict
 from kvjax.kernels import registry
 from kvjax.kernels.coded import Coded
+from kvjax.numerics.statistics import by_name
 from kvjax.policies.base import View
-from kvjax.statistics import by_name
 from kvjax.storage.store import encode
 
 Array = jax.Array

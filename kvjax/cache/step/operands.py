@@ -13,7 +13,7 @@ from kvjax.cache.slots import append, constrain, empty_stats, longest, ranks, sl
 from kvjax.cache.state import Block, LayerKV
 from kvjax.kernels.coded import Coded, as_array
 from kvjax.memory import HOST, gather
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.storage import store as held
 from kvjax.storage.base import Codec, Exact, Storage
 from kvjax.storage.dims import Chain

@@ -12,7 +12,7 @@ from kvjax.cache.context_parallel import position_ranks
 from kvjax.cache.groups import RANK, Group
 from kvjax.cache.slots import empty_stats, forget, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, LIVE, LayerKV, PerSlot, Store, live_slots
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.selection.base import Held
 from kvjax.storage import store as held
 from kvjax.storage.base import UNROTATED

@@ -33,7 +33,7 @@ from kvjax.cache.step.operands import (
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.step_end import finish
 from kvjax.kernels.coded import as_array
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 from kvjax.selection.base import Selection
 from kvjax.storage import store as held
 from kvjax.storage.base import UNROTATED

@@ -16,7 +16,7 @@ from kvjax.models.tables.common import (
     OUTPUT_NORMS,
 )
 from kvjax.models.values import Json
-from kvjax.rope import Rope
+from kvjax.numerics.rope import Rope
 
 
 def _gemma(raw: Json, fields: Fields) -> Fields:

@@ -1,4 +1,4 @@
-"""What a policy would do if `kvjax.order.largest` marked every slot, or none.
+"""What a policy would do if `kvjax.numerics.top_k.largest` marked every slot, or none.
 
 The slots that hold the largest values of a statistic are known only after a search over all devices. What a policy
 makes of each answer is known before, since it ranks each slot by itself otherwise.
@@ -13,7 +13,7 @@ Array = jax.Array
 
 
 class Call(NamedTuple):
-    """The arguments of a call of `kvjax.order.largest`."""
+    """The arguments of a call of `kvjax.numerics.top_k.largest`."""
 
     value: Array
     position: Array
@@ -33,6 +33,6 @@ class Assumed:
         self.calls: list[Call] = []
 
     def answer(self, value: Array, position: Array, count: Array | int) -> Array:
-        """Returns the assumed answer of `kvjax.order.largest`, [..., S] bool."""
+        """Returns the assumed answer of `kvjax.numerics.top_k.largest`, [..., S] bool."""
         self.calls.append(Call(value, position, count))
         return position >= 0 if self.mark else jnp.zeros(position.shape, bool)

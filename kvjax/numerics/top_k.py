@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import across
-from kvjax.compaction import compact
+from kvjax.numerics.mask_indices import compact
 
 Array = jax.Array
 LANES = 64  # counters that a CPU adds to at once, see `_count_in_blocks`
