@@ -14,8 +14,9 @@ from ml_collections import config_flags
 
 from experiments import fields
 from experiments.config import ExperimentConfig
-from kvjax import host, processes
+from kvjax import host
 from kvjax.errors import ConfigError, KvjaxError
+from kvjax.parallel import distributed
 
 USAGE_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 HELP = {"--help", "-h", "-help", "--helpfull"}
@@ -170,13 +171,13 @@ def start_processes(values: flags.FlagValues) -> None:
     """Joins the other processes, if there are any; all but the first print nothing on stdout from here on.
 
     Raises:
-      ConfigError: see `kvjax.processes.initialize`.
+      ConfigError: see `kvjax.parallel.distributed.initialize`.
     """
     given = [values[name].value for name in (COORDINATOR, COUNT, NUMBER)]
     if not values[DISTRIBUTED].value and given == [None] * 3:
         return
-    processes.initialize(*given)
-    if not processes.is_first():
+    distributed.initialize(*given)
+    if not distributed.is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, until the process ends
 
 
@@ -197,15 +198,15 @@ def main(program: Callable[[Sequence[str]], int], interrupted: str = "no unfinis
     except KvjaxError as error:
         print(f"error: {error}", file=sys.stderr)
         status = USAGE_ERROR
-        if processes.count() > 1:
-            processes.leave(status)  # the others may never come to the end that JAX would wait for
+        if distributed.count() > 1:
+            distributed.leave(status)  # the others may never come to the end that JAX would wait for
     except BrokenPipeError:  # as in `... --help | head`, which ends before everything is printed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = PIPE_CLOSED
     except Exception:
-        if processes.count() > 1:
+        if distributed.count() > 1:
             traceback.print_exc()
-            processes.leave(1)
+            distributed.leave(1)
         raise
     except KeyboardInterrupt:
         print(f"\ninterrupted: {interrupted}", file=sys.stderr)

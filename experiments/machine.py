@@ -12,9 +12,10 @@ import jax
 import numpy as np
 
 from experiments import identity
-from kvjax import host, processes, products, sharding
+from kvjax import host, products
 from kvjax.models.config import DecoderConfig
 from kvjax.models.quantize import WeightCodes, parameter_bytes
+from kvjax.parallel import distributed, sharding
 
 GB = 1e9
 #: Share of the memory that weights and cache may take; the rest is for activations and everybody else.
@@ -54,15 +55,15 @@ def fit(config: DecoderConfig, dtype: Any, *, cache: int, mesh: str = "", codes:
     devices = list(sharding.make_mesh(mesh).devices.flat) if mesh else jax.local_devices()[:1]
     weights = parameter_bytes(config, dtype, codes)
     # A process knows the memory of its own devices.
-    here = [device for device in devices if device.process_index == processes.number()]
+    here = [device for device in devices if device.process_index == distributed.number()]
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in here]
     if all(limits):
-        kind, least = devices[0].device_kind, int(processes.from_all(np.int64(min(limits, default=0))).min())
+        kind, least = devices[0].device_kind, int(distributed.from_all(np.int64(min(limits, default=0))).min())
         return Fit(
             weights, cache, least * len(devices), f"{len(devices)} {kind}s" if len(devices) > 1 else f"the {kind}"
         )
     # All processes come to the same answer.
-    every = processes.from_all(np.int64(host_memory()))
+    every = distributed.from_all(np.int64(host_memory()))
     where = "this machine's free memory" if len(every) == 1 else f"the free memory of {len(every)} processes"
     return Fit(weights, cache, int(every.min()) * len(every), where)
 
@@ -110,7 +111,7 @@ def environment() -> dict[str, Any]:
         "platform": devices[0].platform,
         "device": devices[0].device_kind,
         "devices": len(devices),
-        "processes": processes.count(),
+        "processes": distributed.count(),
         "cpu": host.cpu_name(),
         "cores": host.cores(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 1),

@@ -14,7 +14,6 @@ import numpy as np
 from experiments.tasks.base import Answer, Asked
 from experiments.tasks.prompts import Prompt
 from experiments.tasks.score import SPARE_TOKENS, exact_matches
-from kvjax import processes
 from kvjax.attention import Implementation
 from kvjax.cache import CacheSpec, KVState, Limits, layers_of, live_slots
 from kvjax.cache.spec import as_spec
@@ -22,6 +21,7 @@ from kvjax.generate import decode
 from kvjax.likelihood import log_likelihood
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
+from kvjax.parallel import distributed
 from kvjax.policies import Policy
 from kvjax.prefill import prefill
 from kvjax.storage import breakdown
@@ -231,5 +231,5 @@ def _fits(recall: Mapping[str, Sequence[Prompt]], limits: Limits) -> bool:
 
 def _live(state: KVState) -> np.ndarray:
     """The number of live slots of every KV head of every row and layer."""
-    found: list[np.ndarray] = processes.to_host([live_slots(group) for _, group in layers_of(state)])
+    found: list[np.ndarray] = distributed.to_host([live_slots(group) for _, group in layers_of(state)])
     return np.concatenate([live.ravel() for live in found])

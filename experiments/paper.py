@@ -23,7 +23,8 @@ from experiments.papers.config import PaperConfig
 from experiments.papers.entry import registry
 from experiments.papers.settings import FAST, FULL, Settings, find_data
 from experiments.resolve import decoder_config
-from kvjax import processes, products
+from kvjax import products
+from kvjax.parallel import distributed
 
 SOME_FAILED = 1
 CONFIG = "--config=papers"
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     names = [argument for argument in argv[1:] if not argument.startswith("-")]
     given = [argument for argument in argv[1:] if argument.startswith("-")]
     config, values = cli.parse([*argv[:1], CONFIG, *given], about=__doc__, define=define, cls=PaperConfig)
-    processes.check_single("experiments.paper")
+    distributed.check_single("experiments.paper")
     if values.list:
         for name, entry in registry().items():
             print(f"{name}: {entry.question}")

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from tqdm.auto import tqdm
 
-from kvjax import processes
+from kvjax.parallel import distributed
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def tracked(
       leave: whether the bar stays.
     """
     terminal = sys.stderr.isatty()
-    show = show if processes.is_first() else False
+    show = show if distributed.is_first() else False
     bar = tqdm(items, unit=unit, disable=not (show or (show is None and terminal)), leave=leave)
     for number, item in enumerate(bar):
         bar.set_description(name(item))

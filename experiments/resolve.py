@@ -11,7 +11,7 @@ import numpy as np
 from experiments import config as configs
 from experiments import machine, results
 from experiments.config import ExperimentConfig, ModelConfig
-from kvjax import sharding, spec_text
+from kvjax import spec_text
 from kvjax.cache import CacheLayout, CacheSpec, Limits
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
@@ -21,8 +21,9 @@ from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models import families, shapes
 from kvjax.models.config import DecoderConfig
 from kvjax.models.quantize import WeightCodes
+from kvjax.parallel import sharding
+from kvjax.parallel.rules import Rules
 from kvjax.policies import full
-from kvjax.rules import Rules
 
 DTYPES = ("float32", "bfloat16", "float16")
 

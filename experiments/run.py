@@ -26,9 +26,9 @@ from experiments.config import ExperimentConfig
 from experiments.resolve import CannotRun, codes_of, decoder_config, dtype_of, specs_of
 from experiments.session import Outcome, Session, describe
 from experiments.tasks import answering, score
-from kvjax import processes
 from kvjax.errors import ConfigError, KvjaxError
-from kvjax.rules import Rules
+from kvjax.parallel import distributed
+from kvjax.parallel.rules import Rules
 
 ONLY_PLANNED = 3  # the exit status if a run was asked for that this machine, or its disk, has no model for
 
@@ -49,7 +49,7 @@ def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = 
     answering.check(config.tasks)
     session = Session()
     print(describe(session.model(config), config.model), flush=True)
-    if not processes.is_first():
+    if not distributed.is_first():
         session.run(config, progress=progress)
         return Path(config.output)
     name = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"

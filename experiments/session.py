@@ -21,7 +21,7 @@ from experiments.progress import tracked
 from experiments.resolve import CannotRun, check_fit, dtype_of, model_name, specs_of
 from experiments.tasks import answering, score
 from experiments.tasks.journal import FOLDER, Journal
-from kvjax import processes, sharding, user_files
+from kvjax import user_files
 from kvjax.cache import CacheSpec
 from kvjax.checkpoint.skew import load_skew
 from kvjax.errors import CheckpointError
@@ -31,8 +31,9 @@ from kvjax.models.offload import offload
 from kvjax.models.parameters import parameter_count, random_parameters
 from kvjax.models.quantize import WeightCodes, quantize_weights
 from kvjax.models.skew import skewed
+from kvjax.parallel import distributed, sharding
+from kvjax.parallel.rules import Rules, using
 from kvjax.products.quantized import is_quantized
-from kvjax.rules import Rules, using
 from kvjax.storage.calibration import Calibration, required
 
 T = TypeVar("T")
@@ -165,7 +166,7 @@ class Session:
         pairs = zip(specs, task_specs, strict=True)
         missing = [pair for pair in pairs if (key, pair[0].name, pair[0]) not in self._measured]
         # Several processes must run the same programs in the same order.
-        alone = bool(config.repeats) or processes.count() > 1
+        alone = bool(config.repeats) or distributed.count() > 1
         made = _side_by_side(one, missing, at_once=1 if alone else os.cpu_count() or 1)
         shown = tracked(missing, unit="policy", name=lambda pair: pair[0].name, show=progress, leave=False)
         for (spec, _), measurement in zip(shown, made, strict=True):
@@ -199,7 +200,7 @@ class Session:
     def _journal(self, config: ExperimentConfig) -> Journal:
         """The answers that there are to the tasks of a config, whatever its policies."""
         # Several processes must ask the same questions together, whatever a file has when each of them looks.
-        if not config.tasks.names or processes.count() > 1:
+        if not config.tasks.names or distributed.count() > 1:
             return Journal(None)
         # A model that was replaced after it was loaded: its answers must not be taken for those of the new one.
         if self._is_loaded(config) and self._files != identity.of_model(config):
@@ -265,7 +266,7 @@ def calibrated_for(model: Model, spec: CacheSpec, given: Calibration | None) -> 
 
 def _load_plain(config: ExperimentConfig, codes: WeightCodes | None) -> Model:
     mesh, rules = sharding.make_mesh(config.mesh) if config.mesh else None, Rules.parse(config.rules)
-    processes.check_mesh(mesh)
+    distributed.check_mesh(mesh)
     dtype = dtype_of(config.model)
     if config.model.path is not None:
         try:

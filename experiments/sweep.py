@@ -36,8 +36,9 @@ from experiments.config import ExperimentConfig
 from experiments.progress import tracked
 from experiments.session import Session
 from experiments.sharing import MISSING, Shard
-from kvjax import processes, user_files
+from kvjax import user_files
 from kvjax.errors import ConfigError, KvjaxError
+from kvjax.parallel import distributed
 
 Axis = tuple[str, list[Any]]  # a field and its values
 SOME_FAILED = 1
@@ -294,7 +295,7 @@ def main(argv: Sequence[str]) -> int:
         flags.DEFINE_bool("wait", False, about, flag_values=values)
 
     base, values = cli.parse(argv, about=__doc__, define=define)
-    if processes.count() > 1:
+    if distributed.count() > 1:
         raise ConfigError("a sweep's workers share runs, not a model: leave out --distributed and the like.")
     axes = [parse_axis(text) for text in values.sweep]
     shard = None if values.shard is None else sharing.parse_shard(values.shard)

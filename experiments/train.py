@@ -38,13 +38,13 @@ from experiments.training.config import BY_STAGE, TrainConfig, check, decoder_co
 from experiments.training.induction import grown, initial_parameters
 from experiments.training.mixture import Kind, Mixture
 from experiments.training.optimizer import optimizer
-from kvjax import processes, sharding
 from kvjax.checkpoint.huggingface import load, save
 from kvjax.checkpoint.tokenizer import load_tokenizer
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.model import Model
+from kvjax.parallel import distributed, sharding
 
 Array = jax.Array
 METRICS = "metrics.jsonl"
@@ -93,7 +93,7 @@ def train(config: TrainConfig, *, command: str = "", progress: bool | None = Non
         return _train(config, command, progress)
     except KvjaxError:
         # Before the first step: there is nothing to go on from, and the folder would only be in the way.
-        if made and processes.is_first() and not (folder / METRICS).exists():
+        if made and distributed.is_first() and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -106,7 +106,7 @@ def _train(config: TrainConfig, command: str, progress: bool | None) -> Path:
     # As many devices as every stage's windows can be divided among.
     devices = math.gcd(jax.device_count(), *(config.batch_tokens // context for context in config.contexts))
     mesh = sharding.make_mesh({"data": devices})
-    processes.check_mesh(mesh)
+    distributed.check_mesh(mesh)
     everywhere, by_row = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data")))
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2, save_interval_steps=config.checkpoint_every, cleanup_tmp_directories=True
@@ -116,10 +116,10 @@ def _train(config: TrainConfig, command: str, progress: bool | None) -> Path:
         start = manager.latest_step() or 0
         if start:
             _check_same_past(config, folder, start, scaled=changed)
-        with processes.first_before_others():
+        with distributed.first_before_others():
             before = _start_model(config, folder) if config.start else None
             # The first process writes the tokenizer.
-            mixture, held_out = corpus.load(config, folder, resume=bool(start or before or not processes.is_first()))
+            mixture, held_out = corpus.load(config, folder, resume=bool(start or before or not distributed.is_first()))
         checksums = corpus.checksums(config)
         decoder = decoder_config(config, mixture.bos)
 
@@ -128,16 +128,16 @@ def _train(config: TrainConfig, command: str, progress: bool | None) -> Path:
             return TrainState.create(apply_fn=Decoder(decoder).apply, params=params, tx=optimizer(config))
 
         initial = before.params if before else initial_parameters(decoder, jax.random.key(config.seed))
-        state = begin(jax.tree.map(lambda leaf: processes.put(leaf, everywhere), initial))
+        state = begin(jax.tree.map(lambda leaf: distributed.put(leaf, everywhere), initial))
         if start:
             state = manager.restore(start, args=ocp.args.StandardRestore(state))
-        if processes.is_first():
+        if distributed.is_first():
             results.write(folder / "config.json", results.to_json(fields.to_dict(config)))
         log = Log(folder / METRICS, start)
         environment = machine.environment()
         log.write(kind="start", step=start, command=command, devices_used=devices, **environment, sha256=checksums)
         bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if progress is None else not progress)
-        in_log = progress is None and not sys.stderr.isatty() and processes.is_first()
+        in_log = progress is None and not sys.stderr.isatty() and distributed.is_first()
         since, logged = time.perf_counter(), start
         for step in range(start, config.steps):
             at = stage(config, step)
@@ -146,12 +146,12 @@ def _train(config: TrainConfig, command: str, progress: bool | None) -> Path:
                 step, config.batch_tokens // context, context,
                 **{name: getattr(config.mixture, name)[at] for name in BY_STAGE},
             )  # fmt: skip
-            placed = [processes.put(each, by_row) for each in batch]
+            placed = [distributed.put(each, by_row) for each in batch]
             state, losses = train_step(state, *placed, config.mixture.answer_weight)
             done, last = step + 1, step + 1 == config.steps
             if done % config.log_every == 0 or last:
                 # NaN of a kind is a kind that this batch does not have.
-                losses = processes.to_host(losses)
+                losses = distributed.to_host(losses)
                 values = {name: float(value) for name, value in losses.items() if not np.isnan(value)}
                 if not np.isfinite(losses["total"]):
                     raise Diverged(f"the loss is {losses['total']} at step {done}; lower optimizer.learning_rate.")
@@ -172,8 +172,8 @@ def _train(config: TrainConfig, command: str, progress: bool | None) -> Path:
                 since += time.perf_counter() - began
             manager.save(done, args=ocp.args.StandardSave(state), force=last)
         bar.close()
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), processes.to_host(state.params))
-    if processes.is_first():
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), distributed.to_host(state.params))
+    if distributed.is_first():
         save(Model(decoder, params, load_tokenizer(folder, decoder)), folder / "model")
     return folder / "model"
 
@@ -225,7 +225,7 @@ class Log:
     """JSON lines, one an event; those of steps that are about to be repeated are dropped. The first process writes."""
 
     def __init__(self, path: Path, start: int):
-        self.path = path if processes.is_first() else None
+        self.path = path if distributed.is_first() else None
         if self.path is None:
             return
         content = path.read_bytes() if path.is_file() else b""

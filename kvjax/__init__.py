@@ -40,9 +40,9 @@ from kvjax.models.calibrate import calibrate, calibrated
 from kvjax.models.compress import compress_kv_heads
 from kvjax.models.model import Model
 from kvjax.models.quantize import WeightCodes, quantize_weights
-from kvjax.rules import Rules
+from kvjax.parallel.rules import Rules
+from kvjax.parallel.sharding import make_mesh
 from kvjax.sampling import Greedy, Sample
-from kvjax.sharding import make_mesh
 from kvjax.storage.calibration import Calibration, load_calibration
 from kvjax.text import TextGeneration, generate_text
 from kvjax.version import __version__

@@ -12,7 +12,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from kvjax import sharding
 from kvjax.errors import ConfigError
 from kvjax.kernels import registry
 from kvjax.kernels.coded import Coded
@@ -21,6 +20,7 @@ from kvjax.kernels.prefill import devices
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.kernels.problem import Attended, Problem, check
 from kvjax.numerics.statistics import COUNT, Statistic, by_name
+from kvjax.parallel import sharding
 
 Array = jax.Array
 Columns = dict[str, Array]  # statistic name -> [B, K, S] or [B, K, S, words] float32

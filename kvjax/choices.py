@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax import memory, processes
 from kvjax.attention import Implementation
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.planning.limits import Limits, half_steps, power_of_two
@@ -24,10 +23,11 @@ from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.numerics.finite import error_of
+from kvjax.parallel import distributed, host_memory
+from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
 from kvjax.prefill import Prefilled, prepare, run_prompts
 from kvjax.selection.base import Selection
-from kvjax.sharding import Params
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration
 from kvjax.summary import one_line
@@ -139,7 +139,7 @@ def score_prefilled(
         decoding have too few slots.
       NonFiniteError: see `score_choices`.
     """
-    lengths = processes.to_host(prefilled.state.length)[: prefilled.num_rows]
+    lengths = distributed.to_host(prefilled.state.length)[: prefilled.num_rows]
     asked = _check_choices(model.config, choices, lengths)
     if longest := max((len(each) for own in asked for each in own), default=0):
         check_room(prefilled, longest)
@@ -168,7 +168,7 @@ def _scores(model: Model, prefilled: Prefilled, asked: list[list[np.ndarray]]) -
                 model.params, prefilled.state, prefilled.logits, *model.place((sources, ids, ends)),
                 config=model.config, phase=phase, at_once=at_once,
             )  # fmt: skip
-        logprobs, best = processes.to_host((scores, greedy))
+        logprobs, best = distributed.to_host((scores, greedy))
         for place, (row, number) in enumerate(part):
             found[row][number] = ChoiceScore(logprobs[place, : ends[place]], bool(best[place]))
     scores = [[each for each in own if each is not None] for own in found]
@@ -227,9 +227,9 @@ def score_copies(
     """
     decoder = bind(config, params)
     count, width = tokens.shape
-    kv: KVState = jax.tree.map(lambda leaf: memory.take_rows(leaf, rows), state)
+    kv: KVState = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, rows), state)
     # [R] each
-    first, best = _score(memory.take_rows(logits, rows), tokens[:, 0])
+    first, best = _score(host_memory.take_rows(logits, rows), tokens[:, 0])
     # [R, n]
     scores = jnp.zeros((count, width), jnp.float32).at[:, 0].set(first)
     if width == 1:

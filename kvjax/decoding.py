@@ -12,8 +12,8 @@ from kvjax.cache.state import Block, KVState
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.finite import PAD, only_finite
+from kvjax.parallel.sharding import Params
 from kvjax.sampling import Sampler, penalised, penalty_of
-from kvjax.sharding import Params
 
 Array = jax.Array
 CHUNK = 64  # tokens per call of the decode loop; between calls the host checks for stops and updates the progress bar

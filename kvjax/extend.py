@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax import memory, processes
 from kvjax.arguments import plain_signature
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.planning.limits import half_steps, power_of_two
@@ -19,8 +18,9 @@ from kvjax.inputs import check_batch
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
+from kvjax.parallel import distributed, host_memory
+from kvjax.parallel.sharding import Params
 from kvjax.prefill import Prefilled
-from kvjax.sharding import Params
 
 Array = jax.Array
 
@@ -62,7 +62,7 @@ def extend(
     if not valid or source.min() < 0 or source.max() >= contexts:
         raise InputError(f"rows must be {count} whole numbers from 0 to {contexts - 1}, one per row; got {rows!r}.")
     # [R]
-    fed = processes.to_host(prefilled.state.length)[source] + batch.lengths
+    fed = distributed.to_host(prefilled.state.length)[source] + batch.lengths
     if model.config.learned_positions and int(fed.max()) > model.config.max_positions:
         raise InputError(
             f"this model's learned position table ends at {model.config.max_positions} tokens, but a context and its "
@@ -118,7 +118,7 @@ def feed_copies(
     """
     decoder = bind(config, params)
     count, width = tokens.shape
-    kv: KVState = jax.tree.map(lambda leaf: memory.take_rows(leaf, rows), state)
+    kv: KVState = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, rows), state)
     # [R]
     real = lengths > 0
     kv = kv.replace(

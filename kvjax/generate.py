@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
-from kvjax import processes, records
+from kvjax import records
 from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache.planning.layout import CacheLayout, kept
@@ -21,6 +21,7 @@ from kvjax.inputs import check_count, check_stop
 from kvjax.models.calibrate import calibrated, with_calibration
 from kvjax.models.model import Model
 from kvjax.numerics.finite import PAD, check_finite
+from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
 from kvjax.prefill import Prefilled, prefill
 from kvjax.records import Record
@@ -197,14 +198,14 @@ def decode(
             prefilled.logits, prefilled.state, model.place(request), key, stop_ids,
             model.place(seen_tokens(prefilled, sampler)), sampler=sampler,
         )  # fmt: skip
-        first, logprob = processes.to_host((first, logprob))
+        first, logprob = distributed.to_host((first, logprob))
         produced.append((first[:rows, None], logprob[:rows, None]))
         bar.update()
         if stream:
             stream(produced[0][0][:, 0])
         may_end = len(stop_ids) > 0 or until is not None
         may_end = may_end or not _all_finite(produced)
-        while done < max_new_tokens and (not may_end or bool(processes.to_host(carry.active).any())):
+        while done < max_new_tokens and (not may_end or bool(distributed.to_host(carry.active).any())):
             if until is not None:
                 carry = _ended(carry, until(np.concatenate([ids for ids, _ in produced], axis=1)))
             steps = min(1 if stream else UNTIL_EVERY if until else CHUNK, max_new_tokens - done)
@@ -213,7 +214,7 @@ def decode(
                 sampler=sampler, record=record,
             )  # fmt: skip
             recorded.append((own, steps))
-            ids, logprobs = processes.to_host((ids, logprobs))
+            ids, logprobs = distributed.to_host((ids, logprobs))
             produced.append((ids[:rows, :steps], logprobs[:rows, :steps]))
             may_end = may_end or not _all_finite(produced[-1:])
             if stream:
@@ -259,7 +260,7 @@ def _ended(carry: Carry, ended: np.ndarray) -> Carry:
     """Returns the carry in which rows, [B] bool, have ended."""
     ended = np.pad(np.asarray(ended, bool), (0, carry.active.shape[0] - len(ended)))
     # The sharding of the rows stays as it is.
-    return carry._replace(active=carry.active & ~processes.put(ended, carry.active.sharding))
+    return carry._replace(active=carry.active & ~distributed.put(ended, carry.active.sharding))
 
 
 def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
@@ -274,7 +275,7 @@ def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
     """
     check_count("max_new_tokens", max_new_tokens)
     layout, state = prefilled.layout, prefilled.state
-    length, prompt = processes.to_host((state.length, state.prompt))
+    length, prompt = distributed.to_host((state.length, state.prompt))
     capacities, held = [], []
     for index, groups in enumerate(zip(layout.prompt, layout.decode, strict=True)):
         for number, (before, after) in enumerate(zip(*groups, strict=True)):
@@ -282,7 +283,7 @@ def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
                 capacities.append(after.capacity)
                 # A compressor leaves fewer than the row's tokens.
                 held.append(live_slots(state.layers[index][number]) if before.evicts else length)
-    for capacity, slots in zip(capacities, processes.to_host(held), strict=True):
+    for capacity, slots in zip(capacities, distributed.to_host(held), strict=True):
         if int(slots.max()) + max_new_tokens - 1 > capacity:
             raise InputError(
                 f"{int(slots.max())} tokens are held and {max_new_tokens} are to follow, but the cache has {capacity} "

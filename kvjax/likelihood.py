@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
-from kvjax import processes, records
+from kvjax import records
 from kvjax.attention import Implementation
 from kvjax.cache.planning.layout import CacheLayout, Phase, kept
 from kvjax.cache.planning.limits import Limits, power_of_two
@@ -22,11 +22,12 @@ from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.numerics.finite import check_finite
+from kvjax.parallel import distributed
+from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
 from kvjax.prefill import prepare, run_prompts
 from kvjax.records import Record
 from kvjax.selection.base import Selection
-from kvjax.sharding import Params
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration
 from kvjax.storage.gradient import differentiable
@@ -152,7 +153,7 @@ def log_likelihood(
     if differentiated:
         return LogLikelihood(jnp.where(known, scores[:rows, : total - 1], 0.0), state, layout=prepared.layout)
     # On the host, because XLA would compile a program for every length of the slice; so would `jnp.asarray`.
-    whole = processes.to_host(scores)[:rows, : total - 1]
+    whole = distributed.to_host(scores)[:rows, : total - 1]
     whole = np.where(known, whole, np.float32(0))
     result = LogLikelihood(jax.device_put(whole), state, made, prepared.layout)
     check_finite(whole, result)

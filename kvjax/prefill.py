@@ -29,9 +29,9 @@ from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES, SKEW
 from kvjax.models.model import Model
+from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Selection
-from kvjax.sharding import Params
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration
 from kvjax.storage.side import rows_of

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import processes
 from kvjax.cache.planning.layout import CacheLayout, Group, Phase
-from kvjax.memory import HOST
+from kvjax.parallel import distributed
+from kvjax.parallel.host_memory import HOST
 from kvjax.summary import one_line
 
 Array = jax.Array
@@ -164,7 +164,7 @@ def joined(parts: list[tuple[Steps | None, int]], layout: CacheLayout, rows: int
       rows: the number of rows, which others of the arrays may follow.
     """
     host = [
-        jax.tree.map(lambda leaf, taken=taken: leaf[:taken, :, :rows], processes.to_host(steps))
+        jax.tree.map(lambda leaf, taken=taken: leaf[:taken, :, :rows], distributed.to_host(steps))
         for steps, taken in parts
         if steps is not None
     ]

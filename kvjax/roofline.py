@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
-from kvjax import sharding
 from kvjax.cache.arrangements import layer_pairs
 from kvjax.cache.empty import empty_layers, memories
 from kvjax.cache.groups import Group
@@ -25,14 +24,15 @@ from kvjax.cache.slots import axes_of, divided
 from kvjax.cache.state import KVState, Layer, LayerKV, layers_of
 from kvjax.decoding import Carry
 from kvjax.devices import Device
-from kvjax.memory import DEVICE, HOST, PINNED
 from kvjax.models import offload
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES
 from kvjax.models.quantize import WeightCodes, held_shapes
+from kvjax.parallel import sharding
+from kvjax.parallel.host_memory import DEVICE, HOST, PINNED
+from kvjax.parallel.rules import Rules, using
+from kvjax.parallel.sharding import Params, PyTree
 from kvjax.products.quantized import MATRIX, QuantizedMatrix, is_quantized
-from kvjax.rules import Rules, using
-from kvjax.sharding import Params, PyTree
 from kvjax.storage.calibration import side_shapes
 from kvjax.storage.layouts import UPPER
 
@@ -334,8 +334,8 @@ def fewest_bytes(
       rules: see `kvjax.load`.
 
     Returns:
-      The sizes of the axes, ``data``, ``model`` and where it is needed ``context``, see `kvjax.sharding.fit_sizes`;
-      among equal ones those with the smaller ``data``.
+      The sizes of the axes, ``data``, ``model`` and where it is needed ``context``, see
+      `kvjax.parallel.sharding.fit_sizes`; among equal ones those with the smaller ``data``.
     """
     unknown = Device("", None, None, None, "")
 

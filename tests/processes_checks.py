@@ -24,13 +24,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 import kvjax
 from experiments import cli, run, train
 from experiments.config import DataConfig, ExperimentConfig, ModelConfig, PolicyConfig, build_spec
-from kvjax import analysis, policies, processes, storage
+from kvjax import analysis, policies, storage
 from kvjax.cache import Limits
 from kvjax.checkpoint import orbax
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.numerics.rope import Rope
+from kvjax.parallel import distributed
 from kvjax.serve import Runner
 from tests import conftest  # noqa: F401, it sets how programs are compiled
 
@@ -79,13 +80,13 @@ def everything(folder: Path, axes: str) -> tuple[dict[str, Any], dict[str, np.nd
     Returns:
       Numbers about this process, and arrays that are the same for any number of processes.
     """
-    mesh, count = kvjax.make_mesh(axes) if axes else None, processes.count()
+    mesh, count = kvjax.make_mesh(axes) if axes else None, distributed.count()
     kvjax.load(folder / "model", mesh=mesh)  # imports what it needs
     files, sockets = read(), received()
     model = kvjax.load(folder / "model", mesh=mesh)
     about: dict[str, Any] = {"read": read() - files, "received": received() - sockets}
     sockets, leaves = received(), jax.tree.leaves(model.params)
-    whole = processes.to_host(model.params)
+    whole = distributed.to_host(model.params)
     about |= {
         "gathered": received() - sockets, "model": sum(leaf.nbytes for leaf in leaves),
         "own": sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards),
@@ -103,7 +104,7 @@ def everything(folder: Path, axes: str) -> tuple[dict[str, Any], dict[str, np.nd
 
     with model.on_mesh():
         place = None if mesh is None else NamedSharding(mesh, PartitionSpec("data"))
-        batch = [processes.put(x, place) for x in (text, np.full(text.shape, 1, np.int32))]
+        batch = [distributed.put(x, place) for x in (text, np.full(text.shape, 1, np.int32))]
         state = TrainState.create(apply_fn=Decoder(CONFIG).apply, params=model.params, tx=optax.sgd(0.1))
         saved = folder / f"orbax-{count}"
         orbax.save_params(saved, model.params)
@@ -114,10 +115,11 @@ def everything(folder: Path, axes: str) -> tuple[dict[str, Any], dict[str, np.nd
     run.run(settings, progress=False)
     arrays = {
         "tokens": made.tokens, "logprobs": made.logprobs, "scores": np.asarray(scored.logprobs),
-        "positions": processes.to_host(made.state.layers[0][0].position), "loss": processes.to_host(losses["total"]),
+        "positions": distributed.to_host(made.state.layers[0][0].position),
+        "loss": distributed.to_host(losses["total"]),
     }  # fmt: skip
     for name, tree in {"loaded": whole, "trained": state.params, "restored": restored}.items():
-        leaves, _ = jax.tree_util.tree_flatten_with_path(processes.to_host(tree))
+        leaves, _ = jax.tree_util.tree_flatten_with_path(distributed.to_host(tree))
         arrays |= {f"{name} {jax.tree_util.keystr(path)}": np.asarray(leaf, np.float32) for path, leaf in leaves}
     return about, arrays
 
@@ -137,12 +139,12 @@ def errors(folder: Path, axes: str) -> list[str]:
         except KvjaxError as error:
             found.append(str(error))
     try:
-        processes.check_mesh(None)
+        distributed.check_mesh(None)
     except ConfigError as error:
         found.append(str(error))
     try:
-        with processes.together("reading"):
-            if not processes.is_first():
+        with distributed.together("reading"):
+            if not distributed.is_first():
                 raise ConfigError("the disk is gone")
     except KvjaxError as error:
         found.append(str(error))
@@ -156,11 +158,13 @@ def main(argv: list[str]) -> None:
     cli.start_processes(values)
     about, arrays = everything(Path(folder), axes)
     about["silent"] = sys.stdout.name == os.devnull
-    about["wide"] = bool((processes.from_all(2**40 + processes.number()) == 2**40 + np.arange(processes.count())).all())
-    every = processes.from_all(np.asarray([about[name] for name in sorted(about)], np.int64))
+    about["wide"] = bool(
+        (distributed.from_all(2**40 + distributed.number()) == 2**40 + np.arange(distributed.count())).all()
+    )
+    every = distributed.from_all(np.asarray([about[name] for name in sorted(about)], np.int64))
     said = errors(Path(folder), axes)
-    if processes.is_first():
-        count = processes.count()
+    if distributed.is_first():
+        count = distributed.count()
         np.savez(Path(folder) / f"found-{count}.npz", **arrays)
         about = [dict(zip(sorted(about), map(int, row), strict=True)) for row in every]
         (Path(folder) / f"found-{count}.json").write_text(json.dumps({"about": about, "errors": said}))

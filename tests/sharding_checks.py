@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 import kvjax
-from kvjax import policies, sharding
+from kvjax import policies
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
@@ -27,6 +27,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.models.parameters import random_parameters
 from kvjax.numerics.rope import Rope
+from kvjax.parallel import sharding
 from kvjax.prefill import Prefilled, prefill
 from kvjax.roofline import decode_shapes
 from kvjax.sampling import Greedy

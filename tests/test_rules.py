@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from kvjax import policies, sharding
+from kvjax import policies
 from kvjax.cache import CacheSpec
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.errors import ConfigError
 from kvjax.models import shapes
+from kvjax.parallel import sharding
+from kvjax.parallel.rules import Rules, rules, using
 from kvjax.roofline import decode_shapes, local_bytes
-from kvjax.rules import Rules, rules, using
 
 
 def test_rules_are_in_force_and_printable():

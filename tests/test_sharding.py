@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
-from kvjax import sharding
 from kvjax.errors import ConfigError
+from kvjax.parallel import sharding
 from tests.conftest import XLA_FLAGS
 from tests.sharding_checks import CASES, MODELS, ROWS
 

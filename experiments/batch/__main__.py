@@ -21,10 +21,11 @@ from experiments.batch.requests import Asked, Defaults
 from experiments.config import DataConfig, ExperimentConfig, TasksConfig, build_spec
 from experiments.resolve import check_fit, dtype_of
 from experiments.session import Session, calibrated_for, describe, given_calibration
-from kvjax import processes, user_files
+from kvjax import user_files
 from kvjax.cache import Limits
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.model import Model
+from kvjax.parallel import distributed
 from kvjax.policies.budget import LEAST_SLOTS
 from kvjax.sampling import Sample
 from kvjax.serve import Request, Result, Runner
@@ -63,7 +64,7 @@ def define(values: flags.FlagValues) -> None:
 
 def main(argv: Sequence[str]) -> int:
     config, values = cli.parse(argv, about=str(experiments.batch.__doc__), define=define)
-    processes.check_single("experiments.batch")
+    distributed.check_single("experiments.batch")
     for name in ("requests", "output"):
         if values[name].value is None:
             raise ConfigError(f"give --{name}=FILE.jsonl.")

@@ -10,7 +10,7 @@ import numpy as np
 from absl import flags
 
 from experiments.bench.sides import shape
-from kvjax import memory, policies, selection, storage
+from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
@@ -18,6 +18,7 @@ from kvjax.devices import PCIE_3, PCIE_4
 from kvjax.errors import ConfigError
 from kvjax.models import offload
 from kvjax.models.parameters import parameter_shapes
+from kvjax.parallel import host_memory
 from kvjax.roofline import average_slots, local_bytes
 
 DTYPE = jnp.bfloat16
@@ -67,10 +68,12 @@ def schemes() -> dict[str, CacheSpec]:
     """The systems of the figures, by name."""
     full = policies.full()
     return {
-        "FlexGen": CacheSpec(full, storage.dense(memory=memory.HOST)),
-        "FlexGen, INT4": CacheSpec(full, storage.int4(memory=memory.HOST)),
-        "H2O, 20 %": CacheSpec(policies.h2o(KEPT), storage.dense(memory=memory.HOST)),
-        "InfiniGen, at most 20 %": CacheSpec(full, storage.dense(memory=memory.HOST), selection.infinigen(cap=KEPT)),
+        "FlexGen": CacheSpec(full, storage.dense(memory=host_memory.HOST)),
+        "FlexGen, INT4": CacheSpec(full, storage.int4(memory=host_memory.HOST)),
+        "H2O, 20 %": CacheSpec(policies.h2o(KEPT), storage.dense(memory=host_memory.HOST)),
+        "InfiniGen, at most 20 %": CacheSpec(
+            full, storage.dense(memory=host_memory.HOST), selection.infinigen(cap=KEPT)
+        ),
     }
 
 
@@ -86,7 +89,7 @@ def one_setting(setting: Setting) -> list[dict[str, Any]]:
     for name, spec in schemes().items():
         lowered = lower(spec, config, sizes, prompts, implementation="xla", dtype=DTYPE)
         slots = average_slots(config, lowered, setting.prompt, setting.new)
-        slot = batch * config.num_kv_heads * spec.storage.bytes_per_slot(config.head_dim, DTYPE, memory.HOST)
+        slot = batch * config.num_kv_heads * spec.storage.bytes_per_slot(config.head_dim, DTYPE, host_memory.HOST)
         # A layer reads all older tokens that it holds, or at most as many as are gathered.
         needed = slot * sum(min(own.held - 1, own.fetched) for own in slots)
         moved = slot * sum(own.fetched for own in slots)
@@ -116,4 +119,4 @@ def host_bytes_of_weights(name: str, share: float) -> int:
     config = shape(name)
     shapes = parameter_shapes(config, DTYPE)
     layers = offload.host_layers(config.num_layers, share)
-    return local_bytes(offload.shapes_with_host_layers(shapes, layers), memory.HOST)
+    return local_bytes(offload.shapes_with_host_layers(shapes, layers), host_memory.HOST)

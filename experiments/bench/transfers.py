@@ -13,7 +13,7 @@ from experiments.bench.device import published
 from experiments.bench.sides import CALLS, in_turns, timed
 from kvjax.devices import GIGA
 from kvjax.errors import KvjaxError
-from kvjax.memory import DEVICE, PINNED
+from kvjax.parallel.host_memory import DEVICE, PINNED
 
 SIZES: tuple[int, ...] = (
     1 << 20,

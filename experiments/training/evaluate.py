@@ -10,10 +10,10 @@ import numpy as np
 
 from experiments.tasks.prompts import Prompt
 from experiments.training.corpus import Text
-from kvjax import processes
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.numerics.finite import check_finite
+from kvjax.parallel import distributed
 
 Array = jax.Array
 ROWS = 8  # of one forward pass
@@ -35,7 +35,7 @@ def log_probabilities(params: Any, rows: np.ndarray, config: DecoderConfig) -> t
       NonFiniteError: a log-probability is not finite.
     """
     parts = [_score(params, rows[start : start + ROWS], config) for start in range(0, len(rows), ROWS)]
-    parts = processes.to_host(parts)
+    parts = distributed.to_host(parts)
     logprobs = np.concatenate([logprob for logprob, _ in parts])
     check_finite(logprobs, logprobs)
     return logprobs, np.concatenate([best for _, best in parts])

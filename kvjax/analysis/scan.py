@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import processes
 from kvjax.analysis.rows import look
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.planning.layout import Group
@@ -23,6 +22,7 @@ from kvjax.errors import InputError
 from kvjax.inputs import check_batch, check_prompt
 from kvjax.kernels.prefill.xla import tile_rows
 from kvjax.models.model import Model
+from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
 from kvjax.prefill import prepare, run_prompts
 
@@ -65,7 +65,7 @@ def over_tiles(model: Model, tokens: Any, lengths: Any, step: Step, start: Calla
     Raises:
       ConfigError: a model that is spread over several processes.
     """
-    processes.check_alone(model.params, ANALYSIS)
+    distributed.check_alone(model.params, ANALYSIS)
     config = model.config
     batch = check_batch(config, tokens, lengths, new_tokens=0)
     ids = _padded(batch.tokens)
@@ -146,7 +146,7 @@ def over_steps(
       ConfigError: a model that is spread over several processes.
       PolicyError: a policy that cannot work.
     """
-    processes.check_alone(model.params, ANALYSIS)
+    distributed.check_alone(model.params, ANALYSIS)
     config = model.config
     # What attention saw of a pool in host memory is not kept, and is the same as of one on the device.
     specs = tuple(on_device(as_spec(policy)) for policy in policies)

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax import memory
 from kvjax.cache.arrangements import blocks, segments
 from kvjax.cache.groups import Group, Phase
 from kvjax.cache.slots import constrain, constrain_slots, empty_stats
 from kvjax.cache.state import EMPTY, LIVE, Layer, LayerKV, Store
+from kvjax.parallel import host_memory
 from kvjax.storage import store as held
 from kvjax.storage.layouts import Blocks, Segments
 
@@ -61,10 +61,10 @@ def empty_layers(phase: Phase, batch: int, kv_heads: int, dim: int, dtype: DType
 
 
 def memories(phase: Phase, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """Returns the memory of every array of a phase, one of `kvjax.memory.MEMORIES`, as a tree like `layers`."""
+    """Returns the memory of every array of a phase, one of `host_memory.MEMORIES`, as a tree like `layers`."""
 
     def of_group(group: Group, layer: LayerKV) -> LayerKV:
-        on_device: LayerKV = jax.tree.map(lambda _: memory.DEVICE, layer)
+        on_device: LayerKV = jax.tree.map(lambda _: host_memory.DEVICE, layer)
         return on_device.replace(
             stores=tuple(
                 {side: dict.fromkeys(parts, storage.memories[side]) for side, parts in store.items()}

@@ -5,10 +5,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from kvjax import memory, sharding
 from kvjax.cache.state import EMPTY, FAR, LayerKV, exact_store
-from kvjax.memory import write
 from kvjax.numerics.statistics import Statistic, by_name
+from kvjax.parallel import host_memory, sharding
+from kvjax.parallel.host_memory import write
 
 Array = jax.Array
 T = TypeVar("T")
@@ -147,9 +147,9 @@ def take(leaf: Array, order: Array, capacity: int, fill: int = 0) -> Array:
       capacity: the number of slots of the result.
       fill: value of the padding; in host memory, where only keys and values are, it may be any number.
     """
-    if memory.on_host(leaf):
+    if host_memory.on_host(leaf):
         empty = ((0, 0), (0, 0), (0, max(0, capacity - order.shape[2])))
-        return memory.take(leaf, jnp.pad(order.astype(jnp.int32), empty))
+        return host_memory.take(leaf, jnp.pad(order.astype(jnp.int32), empty))
     index = order.reshape(*order.shape, *(1,) * (leaf.ndim - 3))
     moved = jnp.take_along_axis(leaf, index, axis=2)
     pad = ((0, 0), (0, 0), (0, max(0, capacity - order.shape[2])), *((0, 0),) * (leaf.ndim - 3))

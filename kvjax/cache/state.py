@@ -127,7 +127,8 @@ class Layer(tuple[LayerKV, ...]):
 
 
 class KVState(flax.struct.PyTreeNode):
-    """The whole cache. Every leaf has the batch first, so that `kvjax.memory.put_row` replaces one row in place.
+    """The whole cache. Every leaf has the batch first, so that `kvjax.parallel.host_memory.put_row` replaces one row in
+    place.
 
     Attributes:
       layers: one `Layer` per layer of the model.

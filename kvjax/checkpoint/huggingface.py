@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
-from kvjax import processes, sharding
 from kvjax.checkpoint import names, quantized, readers, shards
 from kvjax.checkpoint.locate import FORMATS, listing, locate, shorten
 from kvjax.checkpoint.readers import Stored
@@ -23,9 +22,10 @@ from kvjax.models import families, generation, offload, quantize
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.models.quantize import WeightCodes, as_weight_codes
+from kvjax.parallel import distributed, sharding
+from kvjax.parallel.rules import Rules, using
+from kvjax.parallel.sharding import PyTree
 from kvjax.products import QuantizedMatrix
-from kvjax.rules import Rules, using
-from kvjax.sharding import PyTree
 
 Array = jax.Array
 DTYPES = ("float32", "bfloat16", "float16")  # of parameters
@@ -46,8 +46,8 @@ def load(
     memory for those parameters that stay on the host and for the largest tensor. The same holds for weights that are
     quantised here.
 
-    Where the mesh spans several processes (`kvjax.processes`), each reads the bytes of its own shards; of GPTQ and AWQ
-    folders, all.
+    Where the mesh spans several processes (`kvjax.parallel.distributed`), each reads the bytes of its own shards; of
+    GPTQ and AWQ folders, all.
 
     Weights of GPTQ and AWQ folders (`kvjax.checkpoint.quantized`) stay quantised. A generation_config.json is read for
     `kvjax.generate_text`; see `kvjax.models.generation`.
@@ -58,9 +58,9 @@ def load(
         ``facebook/opt-125m``. An existing folder has precedence.
       dtype: of the parameters: float32, bfloat16 or float16. None for float32 on CPUs, where narrower weights decode
         ten times slower, and for bfloat16 on GPUs and TPUs.
-      mesh: the mesh to shard the parameters over, by `kvjax.sharding.PARAMETERS`; None for the default device. If its
-        axis ``model`` does not divide the KV heads, the model has a mesh of the same devices that also divides slots;
-        see `kvjax.sharding.fit`.
+      mesh: the mesh to shard the parameters over, by `kvjax.parallel.sharding.PARAMETERS`; None for the default device.
+        If its axis ``model`` does not divide the KV heads, the model has a mesh of the same devices that also divides
+        slots; see `kvjax.parallel.sharding.fit`.
       rules: over which axes of the mesh each dimension is divided; None for the defaults of `kvjax.Rules`.
       host_weights: the share of the layers whose weights stay in host memory, see `kvjax.models.offload`.
       weights: what the projections are quantised to, ``int8``, ``int4``, ``int2`` or a `kvjax.WeightCodes`; None = as
@@ -74,8 +74,8 @@ def load(
     """
     if mesh is None:
         return _load(locate(path_or_name), dtype, mesh, rules or Rules(), host_weights, weights)
-    processes.check_mesh(mesh)
-    with processes.together(f"loading {path_or_name}"):
+    distributed.check_mesh(mesh)
+    with distributed.together(f"loading {path_or_name}"):
         return _load(locate(path_or_name), dtype, mesh, rules or Rules(), host_weights, weights)
 
 
@@ -117,7 +117,7 @@ def _load(
             else:
                 # Codes are made of exact weights, whatever the dtype of the model.
                 kind = np.dtype(np.float32) if coded else target
-                if mesh is not None and processes.count() > 1:
+                if mesh is not None and distributed.count() > 1:
                     parts = [*shards.read(tensor, stored[tensor.name], kind, place.of_tensor(tensor))]
                 else:
                     whole = stored[tensor.name].read(kind, transposed_memory=tensor.out_first and not tensor.rearranged)
@@ -258,11 +258,11 @@ def _untie(config: DecoderConfig, stored: dict[str, Stored], *, everywhere: bool
     if not config.tie_embeddings or head is None or embedding is None or head.shape != embedding.shape:
         return config
     native = readers.FLOATS.get(embedding.dtype, np.dtype(np.float32))
-    number, count = (processes.number(), processes.count()) if everywhere else (0, 1)
+    number, count = (distributed.number(), distributed.count()) if everywhere else (0, 1)
     rows = number * head.shape[0] // count, (number + 1) * head.shape[0] // count
     one, other = (each.read_block([[rows], [(0, head.shape[1])]], native) for each in (embedding, head))
     equal = np.array_equal(one, other)
-    if processes.from_all(equal).all() if everywhere else equal:
+    if distributed.from_all(equal).all() if everywhere else equal:
         del stored[names.embedding_and_head(config.family)[1]]
         return config
     warnings.warn(

@@ -12,14 +12,14 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from kvjax import processes, sharding
 from kvjax.cache.state import KVState, Layer, LayerKV
 from kvjax.errors import CheckpointError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_shapes
+from kvjax.parallel import distributed, sharding
+from kvjax.parallel.rules import Rules, using
+from kvjax.parallel.sharding import QUANTIZED, Params, PyTree
 from kvjax.products.quantized import BYTE, WIDTHS, QuantizedMatrix
-from kvjax.rules import Rules, using
-from kvjax.sharding import QUANTIZED, Params, PyTree
 
 MAX_LISTED = 8  # leaves that an error message lists
 MAX_REASON = 200  # characters of Orbax's message that an error quotes
@@ -126,7 +126,7 @@ def _unmarked(x: jax.Array) -> jax.Array:
     """Returns the array without entries that a mark stands for, and any other array as it is."""
     if x.dtype != MARK or x.ndim != 1:
         return x
-    *shape, kind = processes.to_host(x).tolist()
+    *shape, kind = distributed.to_host(x).tolist()
     return jnp.zeros(shape, KINDS[kind])
 
 
@@ -229,7 +229,7 @@ def _save(folder: str | Path, tree: PyTree) -> None:
     """Saves a tree of arrays."""
     path = Path(folder).expanduser().resolve()
     # Another process may look when the first one has begun to write.
-    if processes.from_first(path.exists()):
+    if distributed.from_first(path.exists()):
         raise CheckpointError(f"{path} exists already; save to a new folder.")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, tree)

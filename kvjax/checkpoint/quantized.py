@@ -21,14 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import processes
 from kvjax.checkpoint import names, readers
 from kvjax.checkpoint.memory import own
 from kvjax.checkpoint.readers import Json, Stored
 from kvjax.errors import CheckpointError, ConfigError, shown
 from kvjax.models import values
+from kvjax.parallel import distributed
+from kvjax.parallel.sharding import QUANTIZED
 from kvjax.products.quantized import BYTE, WIDTHS, QuantizedMatrix, pack, unpack
-from kvjax.sharding import QUANTIZED
 
 Array = jax.Array
 Shape = tuple[int, ...]
@@ -282,14 +282,14 @@ def written(tensor: names.Tensor, matrices: list[QuantizedMatrix]) -> dict[str, 
         )
 
     def merged(part: str) -> np.ndarray:
-        return tensor.merge_outputs([processes.to_host(getattr(each, part)) for each in matrices])
+        return tensor.merge_outputs([distributed.to_host(getattr(each, part)) for each in matrices])
 
     def in_order(x: np.ndarray) -> np.ndarray:
         """Undoes the order of a matrix's inputs."""
         if matrices[0].order is None:
             return x
         y = np.empty_like(x)
-        y[processes.to_host(matrices[0].order)] = x
+        y[distributed.to_host(matrices[0].order)] = x
         return y
 
     def qweight() -> np.ndarray:

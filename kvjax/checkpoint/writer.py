@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax import processes
 from kvjax.checkpoint import chat, names, quantized, readers
 from kvjax.errors import CheckpointError
 from kvjax.models import families, generation
 from kvjax.models.model import Model
+from kvjax.parallel import distributed
+from kvjax.parallel.sharding import Params, PyTree
 from kvjax.products.quantized import is_quantized
-from kvjax.sharding import Params, PyTree
 
 SHARD_BYTES = 5_000_000_000  # maximum size of a safetensors file
 HEADER_ALIGNMENT = 8  # a safetensors header is padded to a multiple of this number of bytes
@@ -40,8 +40,8 @@ def save(model: Model, folder: str | Path) -> None:
     Writes to a hidden folder next to the target and renames it at the end, so that the target is either complete or
     unchanged. An existing checkpoint is replaced.
 
-    A model that is spread over several processes (`kvjax.processes`) is saved by all of them together: each calls this,
-    one tensor after the other is collected, and the first process writes.
+    A model that is spread over several processes (`kvjax.parallel.distributed`) is saved by all of them together: each
+    calls this, one tensor after the other is collected, and the first process writes.
 
     Args:
       model: the model.
@@ -64,10 +64,10 @@ def save(model: Model, folder: str | Path) -> None:
         raw["quantization_config"] = quantized.settings(matrices, head=head)
     files = _files(entries)
     pending = collections.deque(entry for own in files.values() for entry in own)
-    shared = processes.shares(model.params)
-    with processes.together(f"saving {folder}") if shared else contextlib.nullcontext():
+    shared = distributed.shares(model.params)
+    with distributed.together(f"saving {folder}") if shared else contextlib.nullcontext():
         try:
-            if processes.is_first() or not shared:
+            if distributed.is_first() or not shared:
                 _write(model, folder, raw, files, lambda: pending.popleft().read())
         finally:
             # Every process takes part in reading what is spread over them, also if the first one has failed.
@@ -156,7 +156,7 @@ def _entries(tensor: names.Tensor, parts: list[Any]) -> list[Entry]:
 
         def read() -> np.ndarray:
             own = [part[tensor.index] for part in parts] if tensor.stack else parts
-            return tensor.merge([processes.to_host(part) for part in own])
+            return tensor.merge([distributed.to_host(part) for part in own])
 
         return [Entry(tensor.name, parts[0].dtype.name, tensor.shape, read)]
     if tensor.stack:

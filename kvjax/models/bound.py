@@ -11,7 +11,7 @@ from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
-from kvjax.sharding import Params, PyTree
+from kvjax.parallel.sharding import Params, PyTree
 
 Array = jax.Array
 SCORE_ROWS = 512  # tokens per row whose logits exist at the same time when scoring

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax import memory, processes
 from kvjax.cache.planning.layout import Group
 from kvjax.cache.state import Block
 from kvjax.errors import StorageError
@@ -20,9 +19,10 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES, Decoder, run_layer
 from kvjax.models.gradients import gradients
 from kvjax.models.model import Model
+from kvjax.parallel import distributed, host_memory
+from kvjax.parallel.sharding import Params
 from kvjax.policies.window import full
 from kvjax.products.quantized import dequantize, is_quantized
-from kvjax.sharding import Params
 from kvjax.storage.base import UNROTATED, Storage
 from kvjax.storage.calibration import Calibration, required
 from kvjax.storage.side import Samples
@@ -51,7 +51,7 @@ def calibrate(model: Model, tokens: ArrayLike, storage: Storage, *, lengths: Arr
     """
     if not required(storage):
         raise StorageError(f"storage {storage.name} needs no calibration; leave it out.")
-    processes.check_alone(model.params, "kvjax.calibrate")
+    distributed.check_alone(model.params, "kvjax.calibrate")
     storage = storage.bound(model.config.num_kv_heads)
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     with model.on_mesh():
@@ -90,7 +90,7 @@ def with_calibration(model: Model, storages: Sequence[Storage], calibration: Cal
             )
         Calibration(tuple(layers), "the model's own", config.rope).check(*shape)
         return model
-    processes.check_alone(model.params, f"storage {storages[0].name}, which has a calibration,")
+    distributed.check_alone(model.params, f"storage {storages[0].name}, which has a calibration,")
     if not isinstance(calibration, Calibration):
         raise StorageError(f"calibration={type(calibration).__name__} is not valid; give one from kvjax.calibrate.")
     calibration.check(*shape)
@@ -122,7 +122,7 @@ def fingerprint(model: Model) -> str | None:
     with jax.ensure_compile_time_eval():
         for x in leaves:
             # So that it is the same in bfloat16 and in float32.
-            found.update(np.asarray(memory.to_device(x)[:EMBEDDINGS].astype(jnp.bfloat16)).tobytes())
+            found.update(np.asarray(host_memory.to_device(x)[:EMBEDDINGS].astype(jnp.bfloat16)).tobytes())
     return found.hexdigest()[:DIGITS]
 
 
@@ -170,7 +170,7 @@ def _kernels(params: Params, config: DecoderConfig) -> dict[str, np.ndarray]:
     shape = (config.hidden_size, config.num_kv_heads, config.head_dim)
 
     def exact(name: str) -> np.ndarray:
-        kernel = memory.to_device(params["attention"][name]["kernel"])
+        kernel = host_memory.to_device(params["attention"][name]["kernel"])
         return np.asarray(dequantize(kernel) if is_quantized(kernel) else kernel, np.float32).reshape(shape)
 
     return {name: exact(name) for name in ("key", "value")}

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import memory, processes
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
 from kvjax.models.calibrate import calibrated
@@ -14,8 +13,9 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES, SKEW
 from kvjax.models.model import Model
 from kvjax.models.skew import can_fold
+from kvjax.parallel import distributed, host_memory
+from kvjax.parallel.sharding import Params
 from kvjax.products.quantized import is_quantized
-from kvjax.sharding import Params
 from kvjax.storage.calibration import Calibration
 from kvjax.storage.joint import kv_heads
 
@@ -38,7 +38,7 @@ def compress_kv_heads(model: Model, calibration: Calibration, heads: int) -> Mod
         keys are rotated or normalised after their projection, or one whose weights are codes.
       ConfigError: a model that is spread over several processes.
     """
-    processes.check_alone(model.params, "compress_kv_heads")
+    distributed.check_alone(model.params, "compress_kv_heads")
     config = model.config
     heads = count_argument("compress_kv_heads: heads", heads, minimum=1, error=StorageError)
     held = kv_heads(heads).bound(config.num_kv_heads)
@@ -71,7 +71,7 @@ def _folded(attention: Params, basis: dict[str, np.ndarray], config: DecoderConf
     group = config.num_heads // kv
 
     def array(name: str, part: str) -> np.ndarray:
-        return np.asarray(memory.to_device(attention[name][part]), np.float64)
+        return np.asarray(host_memory.to_device(attention[name][part]), np.float64)
 
     def joined(name: str, part: str) -> np.ndarray:
         """Keys or values of the new heads: the sum over a group of what each head has in the directions."""

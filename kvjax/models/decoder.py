@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from kvjax import memory, sharding
 from kvjax.cache.arrangements import layer_pairs
 from kvjax.cache.planning.layout import Group, Phase, keep_everything
 from kvjax.cache.state import Block, KVState
@@ -25,7 +24,8 @@ from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.experts import Experts
 from kvjax.models.layers import Embed, Linear, Mlp, Norm, PositionEmbed
 from kvjax.numerics.soft_cap import soft_capped
-from kvjax.sharding import Params
+from kvjax.parallel import host_memory, sharding
+from kvjax.parallel.sharding import Params
 
 Array = jax.Array
 
@@ -216,7 +216,7 @@ def run_layer(
     """
     module = Layer(config, kind, dtype, parent=None)
     # Weights in host memory are on the device while their layer runs.
-    return cast(LayerOutput, module.apply({"params": memory.to_device(params)}, x, layer, block, groups, hint))
+    return cast(LayerOutput, module.apply({"params": host_memory.to_device(params)}, x, layer, block, groups, hint))
 
 
 class Decoder(nn.Module):
@@ -309,7 +309,7 @@ class Decoder(nn.Module):
                 output = module(*arguments, phase[index], hint)
             else:
                 # What is in host memory is moved for a layer while the layer before it runs.
-                params, held = memory.after((self.variables["params"][f"layer_{index}"], arguments[1]), before)
+                params, held = host_memory.after((self.variables["params"][f"layer_{index}"], arguments[1]), before)
                 before = x
                 output = run_layer(
                     params, x, held, arguments[2], hint, config=config, kind=module.kind, dtype=self.dtype,

@@ -17,9 +17,9 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from kvjax import sharding
 from kvjax.models.config import DecoderConfig
 from kvjax.models.layers import ACTIVATIONS, Linear
+from kvjax.parallel import sharding
 from kvjax.products import QuantizedMatrix, product
 
 Array = jax.Array

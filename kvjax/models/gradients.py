@@ -13,8 +13,8 @@ from kvjax.cache.state import Block
 from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.decoder import SHIFT, Decoder, run_layer
 from kvjax.models.model import Model
+from kvjax.parallel.sharding import Params
 from kvjax.policies.window import full
-from kvjax.sharding import Params
 
 Array = jax.Array
 Slopes = dict[str, np.ndarray]  # ``key`` and ``value`` -> [B, K, T, D] float32

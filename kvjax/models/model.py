@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from kvjax import processes, sharding
 from kvjax.models.config import DecoderConfig
 from kvjax.models.generation import GenerationConfig
-from kvjax.rules import Rules, using
-from kvjax.sharding import Params, PyTree
+from kvjax.parallel import distributed, sharding
+from kvjax.parallel.rules import Rules, using
+from kvjax.parallel.sharding import Params, PyTree
 
 if TYPE_CHECKING:
     from kvjax.checkpoint.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ class Model:
         return sharding.on_mesh(self.mesh, self.rules)
 
     def rows_on_mesh(self, rows: int) -> int:
-        """Returns the number of rows of arrays for a batch of `rows` rows; see `kvjax.sharding.padded_rows`."""
+        """Returns the number of rows of arrays for a batch of `rows` rows; see `sharding.padded_rows`."""
         return sharding.padded_rows(rows, self.mesh, self.rules)
 
     def place(self, batch: PyTree) -> PyTree:
@@ -93,6 +93,6 @@ class Model:
                 return jax.device_put(np.array(x))
             axes = ("batch", *(None,) * (x.ndim - 1))
             with using(self.rules):
-                return processes.put(x, NamedSharding(self.mesh, sharding.spec(axes, x.shape, self.mesh)))
+                return distributed.put(x, NamedSharding(self.mesh, sharding.spec(axes, x.shape, self.mesh)))
 
         return jax.tree.map(put, batch)

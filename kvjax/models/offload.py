@@ -11,11 +11,11 @@ from typing import Any, cast
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from kvjax import memory, sharding
 from kvjax.arguments import number_argument
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
-from kvjax.sharding import Params
+from kvjax.parallel import host_memory, sharding
+from kvjax.parallel.sharding import Params
 
 LAYER = "layer_"  # names of a decoder's layers begin with it
 ROUNDING = 1e-9  # a share of 0.1 of 10 layers is one layer, whatever its binary fraction
@@ -44,7 +44,7 @@ def is_on_host(path: Sequence[str], layers: frozenset[int]) -> bool:
 def in_host_memory(place: Sharding | None) -> Sharding:
     """Returns a sharding with its arrays in host memory; None = a single device."""
     place = place or NamedSharding(sharding.one_device_mesh(), PartitionSpec())
-    return place.with_memory_kind(memory.PINNED)
+    return place.with_memory_kind(host_memory.PINNED)
 
 
 def shapes_with_host_layers(params: Params, layers: frozenset[int]) -> Params:
@@ -73,6 +73,6 @@ def offload(model: Model, share: float = 1.0) -> Model:
     def move(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         if not is_on_host(sharding.path_names(path), layers):
             return leaf
-        return jax.device_put(leaf, leaf.sharding.with_memory_kind(memory.PINNED))
+        return jax.device_put(leaf, leaf.sharding.with_memory_kind(host_memory.PINNED))
 
     return dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(move, model.params))

@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
+from kvjax.parallel.sharding import Params
 from kvjax.products import MAX_ROWS
-from kvjax.sharding import Params
 
 Array = jax.Array
 

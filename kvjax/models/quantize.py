@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
-from kvjax import memory, processes, sharding
 from kvjax.arguments import count_argument
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
@@ -23,6 +22,8 @@ from kvjax.models.experts import ROUTER
 from kvjax.models.model import Model
 from kvjax.models.offload import LAYER, in_host_memory
 from kvjax.models.parameters import parameter_shapes
+from kvjax.parallel import distributed, host_memory, sharding
+from kvjax.parallel.sharding import Params, PyTree
 from kvjax.products.quantized import (
     PARTS,
     WIDTHS,
@@ -32,7 +33,6 @@ from kvjax.products.quantized import (
     quantize,
     quantized_shape,
 )
-from kvjax.sharding import Params, PyTree
 
 Array = jax.Array
 
@@ -145,7 +145,7 @@ def quantize_weights(model: Model, bits: int = 4, group: int | None = GROUP, *, 
         names = sharding.path_names(path)
         if not weights.takes(names):
             return leaf
-        return quantized(leaf, names, weights, model.mesh, leaf.dtype, on_host=memory.on_host(leaf))
+        return quantized(leaf, names, weights, model.mesh, leaf.dtype, on_host=host_memory.on_host(leaf))
 
     return dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(code, model.params))
 
@@ -182,7 +182,7 @@ def quantized(
       ConfigError: see `WeightCodes.group_of`.
     """
     group = weights.group_of(path, kernel.shape[-2])
-    made = quantize(memory.to_device(kernel), weights.bits, group, dtype)
+    made = quantize(host_memory.to_device(kernel), weights.bits, group, dtype)
     return placed(made, path, mesh, on_host=on_host)
 
 
@@ -204,7 +204,7 @@ def placed(
         where: Sharding | None = None
         if mesh is not None:
             where = NamedSharding(mesh, sharding.parameter_spec((*path, name), part.shape, mesh))
-        parts[name] = processes.put(part, in_host_memory(where) if on_host else where)
+        parts[name] = distributed.put(part, in_host_memory(where) if on_host else where)
     return jax.block_until_ready(QuantizedMatrix(bits=matrix.bits, **parts))
 
 

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax import memory, processes
 from kvjax.arguments import plain_signature
 from kvjax.cache.state import Block
 from kvjax.errors import InputError
@@ -24,8 +23,9 @@ from kvjax.inputs import check_batch
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SKEW, Decoder
 from kvjax.models.model import Model
+from kvjax.parallel import distributed, host_memory
+from kvjax.parallel.sharding import Params
 from kvjax.products.quantized import is_quantized
-from kvjax.sharding import Params
 
 Array = jax.Array
 ORTHOGONAL = 1e-3  # largest error of AᵀA = 1, for matrices that were stored in a narrow dtype
@@ -49,7 +49,7 @@ def find_skew(model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = No
       InputError: invalid tokens, or fewer queries than features of a head.
       ConfigError: a model that is spread over several processes.
     """
-    processes.check_alone(model.params, "find_skew")
+    distributed.check_alone(model.params, "find_skew")
     config = model.config
     batch = check_batch(config, tokens, lengths, new_tokens=0)
     group = config.num_heads // config.num_kv_heads
@@ -105,7 +105,7 @@ def skewed(model: Model, skew: ArrayLike, *, fold: bool | None = None) -> Model:
         quantised weights cannot.
       ConfigError: a model that is spread over several processes.
     """
-    processes.check_alone(model.params, "a skew")
+    distributed.check_alone(model.params, "a skew")
     config = model.config
     matrices = np.asarray(skew, np.float32)
     shape = (config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)
@@ -135,12 +135,12 @@ def _folded(attention: Params, skew: Array, config: DecoderConfig) -> Params:
 
     def multiplied(x: Array, heads: int) -> Array:
         # [..., K, G, D]
-        columns = memory.to_device(x).reshape(
+        columns = host_memory.to_device(x).reshape(
             *x.shape[:-1], config.num_kv_heads, heads // config.num_kv_heads, config.head_dim
         )
         made = jnp.einsum("...kgd,kde->...kge", columns.astype(jnp.float32), skew, precision=jax.lax.Precision.HIGHEST)
         made = made.reshape(x.shape).astype(x.dtype)
-        return jax.device_put(made, x.sharding) if memory.on_host(x) else made
+        return jax.device_put(made, x.sharding) if host_memory.on_host(x) else made
 
     heads = {"query": config.num_heads, "key": config.num_kv_heads}
     changed = {

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import across
 from kvjax.numerics.mask_indices import compact
+from kvjax.parallel import slot_reductions
 
 Array = jax.Array
 LANES = 64  # counters that a CPU adds to at once, see `_count_in_blocks`
@@ -39,11 +39,11 @@ def largest(value: Array, position: Array, count: Array | int, *, in_kernels: bo
     """
     # [..., S]
     live = position >= 0
-    if across.current().traced:
+    if slot_reductions.current().traced:
         return live & (value == value)
-    if (assumed := across.current().assumed) is not None:
+    if (assumed := slot_reductions.current().assumed) is not None:
         return assumed.answer(value, position, count)
-    on_several = bool(across.current().slots)
+    on_several = bool(slot_reductions.current().slots)
     if on_several and isinstance(count, int) and count <= CANDIDATES:
         return _largest_by_candidates(value, position, count).marks
     # [..., 1]
@@ -61,11 +61,11 @@ def largest(value: Array, position: Array, count: Array | int, *, in_kernels: bo
 
     def newest_tied() -> Array:
         # [..., 1]
-        remaining = count - across.sum_over_slots(_count(keys > threshold))
+        remaining = count - slot_reductions.sum_over_slots(_count(keys > threshold))
         return _threshold(recency, remaining, by_rows)[0]
 
     # [..., 1]: usually exactly `count` keys are at or above the threshold, and then every tied slot is marked.
-    ties = across.anywhere(jnp.any(reached > count))
+    ties = slot_reductions.anywhere(jnp.any(reached > count))
     oldest_marked = jax.lax.cond(ties, newest_tied, lambda: jnp.zeros_like(threshold))
     # [..., S]
     return (keys > threshold) | (tied & (recency >= oldest_marked))
@@ -107,12 +107,12 @@ def largest_counted(value: Array, position: Array, most: int, numbers: Array, co
     Returns:
       [B, K, S] bool.
     """
-    if not across.current().slots:
+    if not slot_reductions.current().slots:
         return largest(value, position, count(numbers), in_kernels=False)
     if most <= CANDIDATES:
         return _largest_by_candidates(value, position, most, numbers, count).marks
     found = _largest_by_candidates(value, position, FIRST, numbers, count)
-    unknown = across.anywhere(jnp.any(found.more))
+    unknown = slot_reductions.anywhere(jnp.any(found.more))
     return jax.lax.cond(unknown, lambda: largest(value, position, found.number), lambda: found.marks)
 
 
@@ -148,7 +148,7 @@ def _largest_by_candidates(
     """
     live = position >= 0
     width = min(most, value.shape[2])
-    with across.alone():
+    with slot_reductions.alone():
         mine = largest(value, position, width, in_kernels=False)
     # [B, K, W]
     slots, valid = compact(mine, width)
@@ -156,7 +156,7 @@ def _largest_by_candidates(
     bits = jax.lax.bitcast_convert_type(jnp.take_along_axis(value, slots, axis=2), jnp.int32)
     more = jnp.zeros((*held.shape[:2], 0), jnp.int32) if numbers is None else numbers
     # [C, B, K, 2 * W + m]
-    every = across.gathered(jnp.concatenate([bits, held, more], axis=2))
+    every = slot_reductions.gathered(jnp.concatenate([bits, held, more], axis=2))
     number: Array | int = most if count is None else count(jnp.sum(every[..., 2 * width :], axis=0))
     # [B, K, C * W]
     bits, held = (
@@ -164,7 +164,7 @@ def _largest_by_candidates(
         for part in (every[..., :width], every[..., width : 2 * width])
     )
     values = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    with across.alone():
+    with slot_reductions.alone():
         chosen = largest(values, held, number, in_kernels=False)
     # [B, K, 1]: the last that is marked
     least = jnp.min(jnp.where(chosen, values, jnp.inf), axis=2, keepdims=True)
@@ -224,7 +224,7 @@ def _threshold(keys: Array, count: Array, by_rows: bool) -> tuple[Array, Array]:
       The threshold, [..., 1] uint32, which is 0 if fewer than `count` keys are above 0, and the number of keys at or
       above it, [..., 1] float32.
     """
-    if across.current().slots:
+    if slot_reductions.current().slots:
         return _threshold_by_digits(keys, count)
     count_marks = _count
     if not by_rows:
@@ -265,14 +265,14 @@ def _threshold_by_digits(keys: Array, count: Array) -> tuple[Array, Array]:
         # [..., digits]: fewer keys reach a larger candidate
         candidate = prefix | digit << jnp.uint32(BITS - DIGIT) - jnp.uint32(DIGIT) * jnp.uint32(number)
         marks = jnp.sum(keys[..., None, :] >= candidate[..., None], axis=-1, dtype=jnp.float32)
-        reaches = across.sum_over_slots(marks)
+        reaches = slot_reductions.sum_over_slots(marks)
         # [..., 1]
         enough = jnp.sum(reaches >= count, axis=-1, keepdims=True, dtype=jnp.int32)
         at = jnp.maximum(enough - 1, 0)
         prefix = jnp.where(enough > 0, jnp.take_along_axis(candidate, at, axis=-1), prefix)
         return prefix, jnp.where(enough > 0, jnp.take_along_axis(reaches, at, axis=-1), reached)
 
-    start = (jnp.zeros((*keys.shape[:-1], 1), jnp.uint32), across.sum_over_slots(_count(keys > 0)))
+    start = (jnp.zeros((*keys.shape[:-1], 1), jnp.uint32), slot_reductions.sum_over_slots(_count(keys > 0)))
     return jax.lax.fori_loop(0, BITS // DIGIT, narrow, start)
 
 

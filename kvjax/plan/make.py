@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
-from kvjax import policies, sharding
+from kvjax import policies
 from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache.planning.limits import Limits, sizes_for
@@ -19,15 +19,16 @@ from kvjax.collectives import collectives
 from kvjax.devices import local_device
 from kvjax.errors import ConfigError
 from kvjax.inputs import check_batch, check_count
-from kvjax.memory import DEVICE
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_count
 from kvjax.models.quantize import WeightCodes, as_weight_codes
+from kvjax.parallel import sharding
+from kvjax.parallel.host_memory import DEVICE
+from kvjax.parallel.rules import Rules, using
 from kvjax.plan.programs import Memory, compile_decode, compile_prefill
 from kvjax.plan.report import Plan, fits_in
 from kvjax.policies.base import Policy
 from kvjax.roofline import average_slots, decode_shapes, fewest_bytes, local_bytes, roofline
-from kvjax.rules import Rules, using
 from kvjax.selection.base import Selection
 from kvjax.storage.base import Storage
 from kvjax.targets import find_target

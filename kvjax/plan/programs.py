@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from kvjax import sharding
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.lowering import Lowered
 from kvjax.decoding import decode_steps
 from kvjax.errors import KvjaxError
 from kvjax.models.config import DecoderConfig
+from kvjax.parallel import sharding
 from kvjax.prefill import prefill_steps
 from kvjax.roofline import Shapes
 from kvjax.sampling import Greedy

@@ -173,8 +173,8 @@ class Merge:
       over_devices: whether `fold` runs where slots are divided over devices. Its arrays then have the slots of one
         device, those tokens that every device knows (the step's own, and those that leave a residual) and the victims
         of all devices. What it reduces over the slots that stay must be reduced over devices too, by the functions of
-        `kvjax.across` or `kvjax.policies.nearest`, and must not change if the tokens that every device knows are
-        counted once for each device, which a maximum does not and a sum does.
+        `kvjax.parallel.slot_reductions` or `kvjax.policies.nearest`, and must not change if the tokens that every
+        device knows are counted once for each device, which a maximum does not and a sum does.
     """
 
     needs: frozenset[Any] = frozenset()

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import across
 from kvjax.numerics.mask_indices import compact
 from kvjax.numerics.top_k import largest
+from kvjax.parallel import slot_reductions
 from kvjax.policies.components import View
 
 Array = jax.Array
@@ -97,7 +97,7 @@ def nearest(
     # [B, K, n, D]
     found = None if key is None else _at(key, slot).astype(jnp.float32)
     most = jnp.zeros((*position.shape[:2], 1), jnp.float32) if most is None else most
-    if not across.current().slots:
+    if not slot_reductions.current().slots:
         return Nearest(slot, jnp.ones(slot.shape, bool), highest, found, most)
     batch, kv_heads, n = slot.shape
     # [B, K, n]: -1 where a device keeps no slot
@@ -106,7 +106,7 @@ def nearest(
     parts = [_bits(highest), at, _bits(most)]
     if found is not None:
         parts.append(_bits(found).reshape(batch, kv_heads, -1))
-    every = across.gathered(jnp.concatenate(parts, axis=2))
+    every = slot_reductions.gathered(jnp.concatenate(parts, axis=2))
     positions = every[..., n : 2 * n]
     scores = jnp.where(positions >= 0, _float(every[..., :n]), -jnp.inf)
     # [B, K, n]
@@ -135,14 +135,14 @@ def newest(position: Array, kept: Array, count: int, most: Array) -> tuple[Array
       [B, K, S] bool, and the largest `most` of all devices.
     """
     held, order = jnp.where(kept, position, -1), position.astype(jnp.float32)
-    if not across.current().slots:
+    if not slot_reductions.current().slots:
         return kept & largest(order, held, count), most
     width = min(count, position.shape[2])
-    with across.alone():
+    with slot_reductions.alone():
         mine = largest(order, held, width, in_kernels=False)
     slots, valid = compact(mine, width)
     # [C, B, K, W + 1]
-    every = across.gathered(jnp.concatenate([jnp.where(valid, _at(held, slots), -1), _bits(most)], axis=2))
+    every = slot_reductions.gathered(jnp.concatenate([jnp.where(valid, _at(held, slots), -1), _bits(most)], axis=2))
     # [B, K, C * W], in falling order; a step's own token is there once for each device.
     named = -jnp.sort(-jnp.moveaxis(every[..., :-1], 0, 2).reshape(*position.shape[:2], -1), axis=2)
     first = jnp.pad(named[..., 1:] != named[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=True)

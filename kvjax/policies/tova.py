@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax import across
 from kvjax.errors import PolicyError
+from kvjax.parallel import slot_reductions
 from kvjax.policies.base import Evict, evict, factory
 from kvjax.policies.budget import BudgetLike
 from kvjax.policies.components import Importance, Merge, Stats, View
@@ -36,7 +36,7 @@ class SharedLast(Importance):
 
     def score(self, stats: Stats, view: View) -> Array:
         # [B, 1, S] -> [B, K, S]
-        return jnp.broadcast_to(across.mean_over_heads(stats["last"]), stats["last"].shape)
+        return jnp.broadcast_to(slot_reductions.mean_over_heads(stats["last"]), stats["last"].shape)
 
 
 last = Last()

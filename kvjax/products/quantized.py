@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from kvjax.parallel.sharding import QUANTIZED
 from kvjax.products.codes import weights_product
-from kvjax.sharding import QUANTIZED
 from kvjax.summary import one_line
 
 Array = jax.Array

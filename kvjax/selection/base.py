@@ -140,7 +140,8 @@ class Selection:
       shared_by_heads: whether all KV heads of a layer read the same positions.
       watches: whether `build` needs the sums of `watch`.
       over_devices: whether slots may be divided over devices. A method is then given the slots of one device, and
-        reduces over all by `kvjax.across`; arrays of the index have an entry for each slot or each unit, or for none.
+        reduces over all by `kvjax.parallel.slot_reductions`; arrays of the index have an entry for each slot or each
+        unit, or for none.
       per_slot: the names of arrays of the index that have an entry for each slot, [B, K, S, ...]. They move with the
         slots; an empty slot may have any entry.
       per_head: the names of arrays of the index, and of the sums of `watch`, whose third dimension is neither one of

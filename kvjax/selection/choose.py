@@ -8,10 +8,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from kvjax import across
 from kvjax.numerics.mask_indices import compact
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.numerics.top_k import largest
+from kvjax.parallel import slot_reductions
 from kvjax.products import product
 from kvjax.selection.base import SelectView
 from kvjax.selection.ends import Ends, ends_of_all
@@ -66,7 +66,7 @@ def rank(
             if known is not None and known.top is not None:
                 top = known.top
             else:
-                top = across.max_over_slots(jnp.max(jnp.where(among, score, -jnp.inf), axis=-1, keepdims=True))
+                top = slot_reductions.max_over_slots(jnp.max(jnp.where(among, score, -jnp.inf), axis=-1, keepdims=True))
             # The comparison makes the maximum 0 even if a compiler fuses scaling and subtraction into one rounding.
             score = jnp.where(score >= top, 0.0, score - top)
         case "softmax":
@@ -94,7 +94,7 @@ def softmax(score: Array, mask: Array) -> Array:
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     weight = jnp.exp(jnp.where(mask, score - top, -jnp.inf))
     total = jnp.sum(weight, axis=-1, keepdims=True)
-    return across.softmax_of_all(weight / jnp.where(total > 0, total, 1.0), top, total)
+    return slot_reductions.softmax_of_all(weight / jnp.where(total > 0, total, 1.0), top, total)
 
 
 def best(worth: Array, candidate: Array, position: Array, count: Array | int) -> Array:
@@ -121,7 +121,7 @@ def mark_ends(position: Array, new: Array, oldest: int, newest: int) -> Array:
       oldest: a number.
       newest: a number.
     """
-    if across.current().slots:
+    if slot_reductions.current().slots:
         return ends_of_all(jnp.where(new, -1, position), new, oldest, newest).marks
     marks = jnp.zeros(position.shape, bool)
     old = (position >= 0) & ~new

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax import across
 from kvjax.numerics.mask_indices import compact
 from kvjax.numerics.top_k import largest
+from kvjax.parallel import slot_reductions
 
 Array = jax.Array
 FAR = jnp.iinfo(jnp.int32).max
@@ -65,7 +65,7 @@ def ends_of_all(position: Array, visible: Array, oldest: int, newest: int, score
     age = -position.astype(jnp.float32)
     old, left = _named(position, left, age, oldest, score)
     new, left = _named(position, left, -age, newest, score)
-    parts = across.gathered_together((old, new, _others(left, score)))
+    parts = slot_reductions.gathered_together((old, new, _others(left, score)))
     # [B, K, ..., C * W], of all devices
     old, new, others = (jax.tree.map(_side_by_side, each) for each in parts)
     # [B, K, 1]: the newest of the oldest slots, and the oldest of the newest
@@ -103,7 +103,7 @@ def _named(position: Array, left: Array, worth: Array, count: int, score: Array 
     width = min(count, position.shape[2])
     marks = jnp.zeros(position.shape, bool)
     if width:
-        with across.alone():
+        with slot_reductions.alone():
             marks = largest(worth, position, width, in_kernels=False)
     slots, valid = compact(marks, width)
     seen = valid & jnp.take_along_axis(left, slots, axis=2)

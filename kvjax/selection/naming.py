@@ -8,9 +8,9 @@ chosen of all. An entry that is chosen is thus named, with the score that its wo
 import jax
 import jax.numpy as jnp
 
-from kvjax import across
 from kvjax.numerics.mask_indices import compact
 from kvjax.numerics.top_k import largest
+from kvjax.parallel import slot_reductions
 
 Array = jax.Array
 FAR = jnp.iinfo(jnp.int32).max
@@ -29,7 +29,7 @@ def name_best(score: Array, position: Array, count: int) -> Array:
     # [B, K, G, U], then [B, K * G, U]
     at = jnp.broadcast_to(position[:, :, None], score.shape)
     score, at = (x.reshape(batch, kv_heads * queries, units) for x in (score, at))
-    with across.alone():
+    with slot_reductions.alone():
         slots, valid = compact(largest(score, at, width, in_kernels=False), width)
     held = jnp.where(valid, jnp.take_along_axis(at, slots, axis=2), -1)
     bits = jax.lax.bitcast_convert_type(jnp.take_along_axis(score, slots, axis=2), jnp.int32)
@@ -59,7 +59,7 @@ def best_named(every: Array, top: Array, position: Array, count: int, without: A
     held, gap = jax.lax.sort((held.reshape(batch, kv_heads, -1), gap.reshape(batch, kv_heads, -1)), num_keys=2)
     again = jnp.pad(held[..., 1:] == held[..., :-1], ((0, 0), (0, 0), (1, 0)))
     again = again if without is None else again | (held == without)
-    with across.alone():
+    with slot_reductions.alone():
         chosen = largest(-gap, jnp.where(again, -1, held), count, in_kernels=False)
     # [B, K, W'], ascending
     slots, valid = compact(chosen, min(count, chosen.shape[2]))

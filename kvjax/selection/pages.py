@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax import across
 from kvjax.arguments import count_argument
 from kvjax.numerics.soft_cap import soft_capped
+from kvjax.parallel import slot_reductions
 from kvjax.policies.base import Policy
 from kvjax.policies.traits import evicting_while_decoding
 from kvjax.selection.base import Held, Index, Selection, SelectView
@@ -176,7 +176,7 @@ class Pages(Selection):
         else:
             due = (index["steps"] % self.every == 0) & view.active[:, 0]
             # Devices that have slots of a head choose together, whatever rows others have.
-            together = bool(across.current().slots)
+            together = bool(slot_reductions.current().slots)
             fresh = (
                 best_pages()
                 if together

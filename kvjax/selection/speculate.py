@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from kvjax import across
 from kvjax.arguments import choice_argument, count_argument, warn_once
 from kvjax.errors import SelectionError
 from kvjax.numerics.top_k import largest_counted
+from kvjax.parallel import slot_reductions
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Held, Index, Selection, SelectView
 from kvjax.selection.checks import factory, merges, named, rotated_once
@@ -133,13 +133,13 @@ class InfiniGen(Selection):
         score = self.ends_scores(index, query, view)
         # [B, K, S]
         worth = jax.lax.stop_gradient(rank(score, candidate, normalise="gap", reduce="max", known=view.ends))
-        caps = self._caps(across.size_of_all(candidate.shape[2]))
+        caps = self._caps(slot_reductions.size_of_all(candidate.shape[2]))
 
         def count(numbers: Array) -> Array:
             # [B, K, 1] each
             among, above = numbers[..., :1], numbers[..., 1:]
             # [B, 1, 1]: the same for all KV heads
-            mean = across.sum_over_heads(above) // across.number_of_heads(above.shape[1])
+            mean = slot_reductions.sum_over_heads(above) // slot_reductions.number_of_heads(above.shape[1])
             return jnp.minimum(jnp.maximum(1, jnp.minimum(mean, jnp.asarray(caps)[among])), among)
 
         # [B, K, 2]

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax import across
 from kvjax.arguments import count_argument, number_argument
+from kvjax.parallel import slot_reductions
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Index, Selection, SelectView
 from kvjax.selection.checks import aligned, factory, merges, named, rotated_once
@@ -103,7 +103,7 @@ class TokenSelect(Selection):
         def votes() -> Array:
             # [B, K, S]
             own = rank(self._scores(query, view), candidate, normalise="softmax", reduce="mean", known=view.ends)
-            layer = jnp.where(candidate, across.mean_over_heads(own), -jnp.inf)
+            layer = jnp.where(candidate, slot_reductions.mean_over_heads(own), -jnp.inf)
             return best(jax.lax.stop_gradient(layer), candidate, view.position, self.k)
 
         if self.reuse is None:
@@ -113,18 +113,18 @@ class TokenSelect(Selection):
         # [B, 1]: of all heads side by side
         products = (own * index["query"], jnp.square(index["query"]), jnp.square(own))
         product, before, now = jnp.moveaxis(
-            across.sum_over_heads(jnp.stack([jnp.sum(each, axis=2) for each in products], axis=2)), 2, 0
+            slot_reductions.sum_over_heads(jnp.stack([jnp.sum(each, axis=2) for each in products], axis=2)), 2, 0
         )
         alike = product >= self.reuse * jnp.sqrt(before * now)
         # [B, 1]
         if view.ends is None:
-            among = across.sum_over_slots(jnp.sum(candidate, axis=2, dtype=jnp.int32)[:, :1])
+            among = slot_reductions.sum_over_slots(jnp.sum(candidate, axis=2, dtype=jnp.int32)[:, :1])
         else:
             among = view.ends.among[:, :1, 0]
         several = among > self.k
         stands = index["chose"][:, :1] & alike
         due = several & ~stands & view.active[:, :, 0]
-        made = jax.lax.cond(across.anywhere(jnp.any(due)), votes, lambda: jnp.zeros(candidate.shape, bool))
+        made = jax.lax.cond(slot_reductions.anywhere(jnp.any(due)), votes, lambda: jnp.zeros(candidate.shape, bool))
         marks = jnp.where(due[..., None], made, index["stands"])
         index = {
             "stands": marks,

@@ -25,12 +25,12 @@ from kvjax.checkpoint.huggingface import load
 from kvjax.errors import ConfigError, KvjaxError, PolicyError
 from kvjax.lm_eval import options
 from kvjax.models.calibrate import calibrated
-from kvjax.rules import Rules
+from kvjax.parallel.rules import Rules
+from kvjax.parallel.sharding import make_mesh
 from kvjax.serve import address
 from kvjax.serve.keys import read_keys
 from kvjax.serve.request import Request
 from kvjax.serve.runner import Runner
-from kvjax.sharding import make_mesh
 from kvjax.storage.calibration import load_calibration
 
 USAGE_ERROR = 2

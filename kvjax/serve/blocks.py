@@ -14,8 +14,8 @@ from kvjax.cache.state import Block, KVState
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
+from kvjax.parallel.sharding import Params
 from kvjax.prefill import GroupBudgets, converted
-from kvjax.sharding import Params
 
 Array = jax.Array
 

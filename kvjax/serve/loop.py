@@ -10,15 +10,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax import memory
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.decoding import CHUNK
 from kvjax.models.bound import BoundDecoder, bind
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.finite import PAD, only_finite
+from kvjax.parallel import host_memory
+from kvjax.parallel.sharding import Params
 from kvjax.serve.sampling import Leaf, Settings, choose
-from kvjax.sharding import Params
 
 Array = jax.Array
 
@@ -116,7 +116,7 @@ def empty_rows(state: KVState, entry: Entry, *, rows: int) -> Rows:
 
     # [R]
     none, no = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,), bool)
-    held = jax.tree.map(lambda leaf: memory.take_rows(leaf, none), state)
+    held = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, none), state)
     return Rows(
         state=held, token=none, active=no, remaining=none, fresh=no, logprob=jnp.zeros((rows,), jnp.float32),
         stop=many(entry.stop), key=many(entry.key), sampling=jax.tree.map(many, entry.sampling), seen=many(entry.seen),
@@ -138,12 +138,12 @@ def admit(rows: Rows, state: KVState, logits: Array, source: Array, row: Array, 
     """
     # [1] each
     one = source[None]
-    own: KVState = jax.tree.map(lambda leaf: memory.take_rows(leaf, one), state)
+    own: KVState = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, one), state)
     key = jax.random.fold_in(entry.key, entry.number)[None]
     sampling = jax.tree.map(lambda x: x[None], entry.sampling)
     # [1, V]
     seen = entry.seen[None]
-    chosen, logprob = choose(memory.take_rows(logits, one), own.length, key, seen, sampling)
+    chosen, logprob = choose(host_memory.take_rows(logits, one), own.length, key, seen, sampling)
     fresh = entry.given_length[None] == 0
     token = jnp.where(fresh, only_finite(chosen, logprob), entry.given[:1])
     remaining = entry.max_new_tokens[None] - fresh.astype(jnp.int32)
@@ -154,7 +154,7 @@ def admit(rows: Rows, state: KVState, logits: Array, source: Array, row: Array, 
         given_length=entry.given_length[None], fed=jnp.ones((1,), jnp.int32),
     )  # fmt: skip
     keys = rows.key.at[row].set(new.key[0])
-    put = functools.partial(jax.tree.map, lambda whole, own: memory.put_row(whole, row, own))
+    put = functools.partial(jax.tree.map, lambda whole, own: host_memory.put_row(whole, row, own))
     replaced: Rows = put(rows._replace(key=()), new._replace(key=()))  # type: ignore[arg-type]
     return replaced._replace(key=keys)
 

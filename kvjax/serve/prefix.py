@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax import memory
 from kvjax.arguments import plain_signature
 from kvjax.cache.state import KVState
 from kvjax.choices import takes_blocks
@@ -21,6 +20,7 @@ from kvjax.errors import InputError
 from kvjax.extend import extend
 from kvjax.inputs import check_batch, check_count, check_one_row
 from kvjax.models.config import DecoderConfig
+from kvjax.parallel import host_memory
 from kvjax.prefill import Prefilled
 from kvjax.serve.blocks import Started
 from kvjax.serve.prompts import Prompts
@@ -162,7 +162,7 @@ def _one_row(config: DecoderConfig, tokens: ArrayLike, *, new_tokens: int) -> np
 @jax.jit
 def _rows(tree: Any, rows: Array) -> Any:
     """Copies rows [R] int32 of every array of a tree."""
-    return jax.tree.map(lambda leaf: memory.take_rows(leaf, rows), tree)
+    return jax.tree.map(lambda leaf: host_memory.take_rows(leaf, rows), tree)
 
 
 def _described(prompts: Prompts) -> str:

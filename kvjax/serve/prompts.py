@@ -6,7 +6,6 @@ All of them end in the arrays of one decoding phase, so that any prompt's state 
 import jax
 import numpy as np
 
-from kvjax import processes
 from kvjax.attention import Implementation
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.limits import Limits, Sizes, prompt_bucket
@@ -16,6 +15,7 @@ from kvjax.errors import InputError, KvjaxError
 from kvjax.inputs import check_count, check_positions
 from kvjax.models.calibrate import calibrated
 from kvjax.models.model import Model
+from kvjax.parallel import distributed
 from kvjax.policies.traits import evicting_in_prompt
 from kvjax.prefill import prefill_steps
 from kvjax.serve.blocks import InBlocks, Prompt, Started
@@ -65,7 +65,7 @@ class Prompts:
         if not isinstance(limits, Limits):
             raise InputError(f"limits must be kvjax.Limits(prompt=1024, new_tokens=256) or the like; got {limits!r}.")
         check_count("rows", rows)
-        processes.check_alone(model.params, "serving with a Runner")
+        distributed.check_alone(model.params, "serving with a Runner")
         self.model, self.spec, self.limits = calibrated(model, spec.storage, None), spec, limits
         check_positions(model.config, spec.policy.positions)
         self._rows, self._implementation = rows, implementation

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import memory
 from kvjax.cache.empty import empty_layers, memories
 from kvjax.cache.planning.lowering import budgets_of
 from kvjax.cache.state import KVState
 from kvjax.checkpoint import orbax
 from kvjax.errors import CheckpointError
 from kvjax.models.model import Model
+from kvjax.parallel import host_memory
 from kvjax.serve import functions
 from kvjax.serve.prefix import Prefix
 from kvjax.serve.prompts import Prompts
@@ -101,10 +101,10 @@ def load(folder: str | Path, prompts: Prompts) -> Prefix:
 
 
 def _move(leaf: Array, where: str) -> Array:
-    """Moves an array to one of `kvjax.memory.MEMORIES`."""
-    if where == memory.DEVICE:
+    """Moves an array to one of `kvjax.parallel.host_memory.MEMORIES`."""
+    if where == host_memory.DEVICE:
         return leaf
-    return jax.device_put(leaf, leaf.sharding.with_memory_kind(memory.PINNED))
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind(host_memory.PINNED))
 
 
 def _shapes(prompts: Prompts) -> KVState:

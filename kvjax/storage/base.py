@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import checked_call, choice_argument, count_argument
 from kvjax.errors import StorageError
-from kvjax.memory import DEVICE, HOST, MEMORIES
 from kvjax.numerics.statistics import COUNT, MASS, Statistic
+from kvjax.parallel.host_memory import DEVICE, HOST, MEMORIES
 from kvjax.storage.checks import ANY, check_codec, check_layout
 from kvjax.storage.codec import Codec, CodecFunctions, Exact, entry_of, round_trip, straight_through
 from kvjax.storage.layouts import BlockCodec, Blocks, Pairs, Segments, Tiers, slots

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
-from kvjax.memory import DEVICE
+from kvjax.parallel.host_memory import DEVICE
 from kvjax.products.codes import SIGNED, Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.exponents import LARGEST_EXPONENT, MANTISSA, scaled, shifted, split

@@ -1,7 +1,7 @@
 """Holds keys and values as the model computes them."""
 
 from kvjax.errors import StorageError
-from kvjax.memory import DEVICE
+from kvjax.parallel.host_memory import DEVICE
 from kvjax.storage.base import Exact, Memory, Storage, factory
 
 

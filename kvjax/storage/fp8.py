@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import number_argument
 from kvjax.errors import StorageError
-from kvjax.memory import DEVICE
+from kvjax.parallel.host_memory import DEVICE
 from kvjax.products.codes import BYTE, E4M3, Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, entry_of, factory
 from kvjax.storage.rounding import FLOAT32, as_stored, divide, nearest

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
-from kvjax.memory import DEVICE
+from kvjax.parallel.host_memory import DEVICE
 from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.packing import MOST_BITS, over_groups, pack, packed_size, unpack

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
-from kvjax.memory import DEVICE
+from kvjax.parallel.host_memory import DEVICE
 from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.fitting import FITTED, Fit

@@ -14,8 +14,8 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import number_argument
 from kvjax.errors import StorageError
-from kvjax.memory import write
 from kvjax.numerics.top_k import largest
+from kvjax.parallel.host_memory import write
 from kvjax.storage.base import Codec, Parts, Shapes, Storage, factory, straight_through
 from kvjax.storage.layouts import LOWER, UPPER, Pairs
 from kvjax.storage.rounding import as_stored

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax import memory
+from kvjax.parallel import host_memory
 from kvjax.storage.base import Codec, Exact, Parts, Storage
 from kvjax.storage.dims import Chain
 from kvjax.storage.rounding import within
@@ -28,7 +28,7 @@ def empty(storage: Storage, shape: tuple[int, ...], dim: int, dtype: DTypeLike) 
     warn_if_larger(storage, dim, dtype)
     return {
         name: {
-            part: memory.zeros((*shape, *own), each, storage.memories[name])
+            part: host_memory.zeros((*shape, *own), each, storage.memories[name])
             for part, (own, each) in codec.parts(dim, dtype).items()
         }
         for name, codec in _codecs(storage).items()
@@ -38,7 +38,8 @@ def empty(storage: Storage, shape: tuple[int, ...], dim: int, dtype: DTypeLike) 
 def place(storage: Storage, store: Store) -> Store:
     """Moves keys and values to the memory in which a storage holds them."""
     return {
-        name: memory.to_host(parts) if storage.memories[name] == memory.HOST else parts for name, parts in store.items()
+        name: host_memory.to_host(parts) if storage.memories[name] == host_memory.HOST else parts
+        for name, parts in store.items()
     }
 
 
@@ -119,7 +120,7 @@ def decode_side(
     storage: Storage, store: Store, side: str, dim: int, dtype: DTypeLike, sides: Sides | None = None
 ) -> Array:
     """Decodes keys or values alone, `side` of which is ``key`` or ``value``; see `decode`."""
-    codec, parts = _codecs(storage)[side], memory.to_device(store[side])
+    codec, parts = _codecs(storage)[side], host_memory.to_device(store[side])
     if isinstance(codec, Exact):
         return parts["exact"]
     return within(codec.decode(parts, aligned(storage, sides or {}, side, 4), dim), dtype)
@@ -131,7 +132,7 @@ def attended_side(
     """Decodes keys or values to what attention runs on: as `decode_side`, or shorter vectors [B, K, S, D']."""
     codec = _codecs(storage)[side]
     if isinstance(codec, Chain):
-        return codec.held(memory.to_device(store[side]), dim).astype(dtype)
+        return codec.held(host_memory.to_device(store[side]), dim).astype(dtype)
     return decode_side(storage, store, side, dim, dtype, sides)
 
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from kvjax.arguments import choice_argument, count_argument
 from kvjax.errors import StorageError
-from kvjax.memory import DEVICE
+from kvjax.parallel.host_memory import DEVICE
 from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.exponents import BIAS, power_of_two, split

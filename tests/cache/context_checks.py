@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import policies, sharding, storage
+from kvjax import policies, storage
 from kvjax.cache import Block, CacheSpec, Layer
 from kvjax.cache.context_parallel import victim_candidates
 from kvjax.cache.empty import empty
@@ -28,6 +28,7 @@ from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics import top_k
 from kvjax.numerics.rope import Rope
+from kvjax.parallel import sharding
 from kvjax.policies import POLICIES, Policy
 from kvjax.selection import Selection, everything, infinigen, lserve, optimal, quest, retrieval, tokenselect
 from kvjax.storage import Samples, Storage, dense

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import memory, policies, presets, selection, storage
+from kvjax import policies, presets, selection, storage
 from kvjax.cache import layers_of
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
@@ -17,6 +17,7 @@ from kvjax.cache.state import nbytes
 from kvjax.decoding import decode_steps
 from kvjax.errors import PolicyError
 from kvjax.numerics.rope import Rope
+from kvjax.parallel import host_memory as memory
 from tests.test_compiled import computations
 from tests.tiny import kept, random_tokens, tiny
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import memory
 from kvjax.kernels.decode import append_tpu
+from kvjax.parallel import host_memory
 
 BATCH, KV_HEADS, SLOTS = 2, 3, 256
 #: Bytes with slots along the lanes and along the rows; scales of two groups, and of whole vectors.
@@ -24,4 +24,4 @@ def test_slots_are_those_of_xla(interpreted):
     slots = jnp.asarray([[[0], [130], [SLOTS]], [[SLOTS - 1], [SLOTS], [33]]], jnp.int32)
     got = jax.jit(append_tpu.write)(arrays, slots, new)
     for ours, x, one in zip(got, arrays, new, strict=True):
-        np.testing.assert_array_equal(ours, memory.write(x, slots, one))
+        np.testing.assert_array_equal(ours, host_memory.write(x, slots, one))

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import memory, policies, selection, storage
+from kvjax import policies, selection, storage
 from kvjax.checkpoint.huggingface import save
 from kvjax.errors import ConfigError
 from kvjax.models import shapes, skew
 from kvjax.models.offload import host_layers, offload
 from kvjax.models.parameters import random_parameters
+from kvjax.parallel import host_memory
 from kvjax.plan import plan
 from tests.test_plan import needs_libtpu
 from tests.tiny import random_tokens, tiny
@@ -37,9 +38,11 @@ def on_host(model: kvjax.Model) -> list[bool]:
     """Per layer, whether its weights are in host memory, which all of them are or none."""
     found = []
     for index in range(model.config.num_layers):
-        (place,) = {memory.on_host(leaf) for leaf in jax.tree.leaves(model.params[f"layer_{index}"])}
+        (place,) = {host_memory.on_host(leaf) for leaf in jax.tree.leaves(model.params[f"layer_{index}"])}
         found.append(place)
-    assert not any(map(memory.on_host, jax.tree.leaves({k: v for k, v in model.params.items() if "layer_" not in k})))
+    assert not any(
+        map(host_memory.on_host, jax.tree.leaves({k: v for k, v in model.params.items() if "layer_" not in k}))
+    )
     return found
 
 
@@ -67,7 +70,7 @@ def test_weights_in_host_memory_can_be_skewed(rope):
     arguments = {"max_new_tokens": 5, "selection": look, "storage": storage.dense(memory="host")}
     expected = kvjax.generate(skew.skewed(model, matrices), tokens, policies.full(), **arguments)
     moved = skew.skewed(offload(model), matrices)
-    assert memory.on_host(moved.params["layer_1"]["attention"]["query"]["kernel"])
+    assert host_memory.on_host(moved.params["layer_1"]["attention"]["query"]["kernel"])
     np.testing.assert_array_equal(expected.tokens, kvjax.generate(moved, tokens, policies.full(), **arguments).tokens)
 
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import memory, policies, selection
+from kvjax import policies, selection
 from kvjax.errors import ConfigError, InputError
 from kvjax.models import shapes, skew
 from kvjax.models.offload import offload
 from kvjax.models.parameters import parameter_count
 from kvjax.models.quantize import parameter_bytes
+from kvjax.parallel import host_memory
 from kvjax.plan import plan
 from kvjax.products.quantized import dequantize, is_quantized
 from tests.test_plan import TINY, needs_libtpu
@@ -58,7 +59,7 @@ def test_scores_are_those_of_the_decoded_weights():
 def test_codes_in_host_memory():
     tokens, look = random_tokens(2, 20), selection.infinigen(2.0, first_layer=1)
     moved = offload(coded(), 0.5)
-    places = [{memory.on_host(x) for x in jax.tree.leaves(moved.params[f"layer_{i}"])} for i in range(2)]
+    places = [{host_memory.on_host(x) for x in jax.tree.leaves(moved.params[f"layer_{i}"])} for i in range(2)]
     assert places == [{False}, {True}]
     results = [
         kvjax.generate(model, tokens, policies.full(), selection=look, max_new_tokens=6) for model in (coded(), moved)
@@ -66,7 +67,7 @@ def test_codes_in_host_memory():
     np.testing.assert_array_equal(results[0].tokens, results[1].tokens)
     quantised_there = kvjax.quantize_weights(offload(tiny().model, 0.5), 4, group=16)
     for one, other in zip(jax.tree.leaves(quantised_there.params), jax.tree.leaves(moved.params), strict=True):
-        assert memory.on_host(one) == memory.on_host(other)
+        assert host_memory.on_host(one) == host_memory.on_host(other)
         np.testing.assert_array_equal(one, other)
 
 

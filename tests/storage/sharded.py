@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kvjax import sharding
+from kvjax.parallel import sharding
 from tests import conftest  # noqa: F401, it sets how programs are compiled
 from tests.storage import every
 

@@ -9,9 +9,9 @@ from experiments.bench.link import Setting, one_setting, schemes
 from experiments.papers.parts import Lab, Part, Result
 from experiments.papers.recipes.plan import lowered_for
 from experiments.papers.settings import Settings
-from kvjax import memory
 from kvjax.models import shapes
 from kvjax.models.parameters import parameter_count
+from kvjax.parallel import host_memory
 from kvjax.roofline import average_slots
 
 DTYPE = jnp.bfloat16
@@ -79,7 +79,7 @@ class Own(Part):
         for cache, spec in zip(("full", "full + int4", "h2o", "full"), schemes().values(), strict=True):
             lowered = lowered_for(config, cache, 0.2, 1, self.prompt, self.new)
             slots.append([each.held - 1 for each in average_slots(config, lowered, self.prompt, self.new)])
-            sizes.append(config.num_kv_heads * spec.storage.bytes_per_slot(config.head_dim, DTYPE, memory.HOST))
+            sizes.append(config.num_kv_heads * spec.storage.bytes_per_slot(config.head_dim, DTYPE, host_memory.HOST))
         partial = 2 * config.num_kv_heads * np.ceil(self.ratio * config.head_dim - 1e-9)
         return {"slots": np.array(slots), "bytes": np.array(sizes, np.float64), "partial": np.asarray(partial)}
 

@@ -21,8 +21,8 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder, Streams
 from kvjax.models.layers import ACTIVATIONS, Linear, Norm
 from kvjax.models.model import Model
+from kvjax.parallel.sharding import Params
 from kvjax.products.quantized import is_quantized
-from kvjax.sharding import Params
 
 Array = jax.Array
 TOP = 0.1  # of a token's gates count as active where no activation is ever 0

@@ -19,7 +19,7 @@ from experiments.training.optimizer import optimizer
 from kvjax.models.decoder import Decoder
 from kvjax.models.model import Model
 from kvjax.models.parameters import random_parameters
-from kvjax.sharding import Params
+from kvjax.parallel.sharding import Params
 
 MOST_ROWS = 1_000  # of a text that is trained on
 HEAVY = 0.2  # of the tokens

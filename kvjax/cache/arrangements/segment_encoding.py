@@ -22,8 +22,8 @@ from kvjax.cache.arrangements.segments import (
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import constrain, empty_stats, forget, oldest_first, slots_of, take, write
 from kvjax.cache.state import EMPTY, LayerKV, PerSlot, Store
-from kvjax.memory import gather
 from kvjax.numerics.top_k import largest
+from kvjax.parallel.host_memory import gather
 from kvjax.storage.base import Storage
 from kvjax.storage.layouts import BlockCodec, Segments
 from kvjax.storage.side import Sides

@@ -21,7 +21,7 @@ from kvjax.cache.slots import (
     write,
 )
 from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
-from kvjax.memory import gather
+from kvjax.parallel.host_memory import gather
 from kvjax.storage import store as held
 from kvjax.storage.layouts import Tiers
 from kvjax.storage.side import Sides

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax import across, attention
+from kvjax import attention
 from kvjax.cache import store_order
 from kvjax.cache.arrangements.blocks import PROMPT
 from kvjax.cache.context_parallel import (
@@ -36,6 +36,7 @@ from kvjax.cache.step import evict
 from kvjax.cache.step.operands import Pool
 from kvjax.numerics.rope import Rope
 from kvjax.numerics.statistics import by_name
+from kvjax.parallel import slot_reductions
 from kvjax.storage.layouts import Blocks, Segments, Tiers
 from kvjax.storage.side import Sides
 
@@ -98,7 +99,7 @@ def attend(
     hint: Hint,
     *,
     group: Group,
-    axes: across.Across,
+    axes: slot_reductions.Across,
     rope: Rope | None,
     **options: Any,
 ) -> Observed:
@@ -168,7 +169,7 @@ def _own(key: Array, value: Array, rows: Rows, group: Group) -> Own:
     return Own(key, value, position, empty_stats(group.needs, group.remembers, (batch, kv_heads, n)))
 
 
-def _local(layer: LayerKV, own: Array, group: Group, axes: across.Across) -> tuple[LayerKV, Array]:
+def _local(layer: LayerKV, own: Array, group: Group, axes: slot_reductions.Across) -> tuple[LayerKV, Array]:
     """Returns a layer as this device sees it, and its first slot; see `Observed`.
 
     Args:
@@ -203,7 +204,7 @@ def _told(
     newest: Array,
     named: Named | None,
     group: Group,
-    axes: across.Across,
+    axes: slot_reductions.Across,
 ) -> Told:
     """Gathers what each device knows of its slots.
 

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from kvjax import across
 from kvjax.cache.context_parallel import (
     attend,
     pages,
@@ -29,6 +28,7 @@ from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, FAR, LayerKV
 from kvjax.cache.step import evict
 from kvjax.numerics.top_k import CANDIDATES
+from kvjax.parallel import slot_reductions
 from kvjax.policies.base import View
 from kvjax.storage.layouts import Blocks, Segments, Tiers
 
@@ -36,7 +36,9 @@ Array = jax.Array
 Stats = dict[str, Array]
 
 
-def settle(step: Observed, rows: Rows, number: Array, group: Group, axes: across.Across, skew: Array | None) -> LayerKV:
+def settle(
+    step: Observed, rows: Rows, number: Array, group: Group, axes: slot_reductions.Across, skew: Array | None
+) -> LayerKV:
     """Returns the layer of this device after a step.
 
     Args:
@@ -62,7 +64,7 @@ def settle(step: Observed, rows: Rows, number: Array, group: Group, axes: across
     return after.replace(index=index)
 
 
-def _evicted(step: Observed, moves: Moves, rows: Rows, number: Array, axes: across.Across) -> LayerKV:
+def _evicted(step: Observed, moves: Moves, rows: Rows, number: Array, axes: slot_reductions.Across) -> LayerKV:
     """Evicts, and writes the step's own tokens; for the arguments see `settle`."""
     group, own = moves.group, moves.own
     tiers = isinstance(group.storage.layout, Tiers)
@@ -80,7 +82,7 @@ def _evicted(step: Observed, moves: Moves, rows: Rows, number: Array, axes: acro
     return _several(step, moves, both, view, axes)
 
 
-def _one(step: Observed, moves: Moves, stats: Stats, view: View, axes: across.Across) -> LayerKV:
+def _one(step: Observed, moves: Moves, stats: Stats, view: View, axes: slot_reductions.Across) -> LayerKV:
     """Writes the only token of a step, to the slot of what is evicted.
 
     Args:
@@ -92,7 +94,7 @@ def _one(step: Observed, moves: Moves, stats: Stats, view: View, axes: across.Ac
     """
     group, merge = moves.group, moves.group.policy.merge
     total = step.told.live + (moves.newest >= 0).astype(jnp.int32)[:, None, None]
-    with across.devices(axes):
+    with slot_reductions.devices(axes):
         if step.named is not None:
             evicted = victims.lowest_of(step.told.named, step.named, total)
         else:
@@ -108,11 +110,11 @@ def _one(step: Observed, moves: Moves, stats: Stats, view: View, axes: across.Ac
     return position_ranks.after_eviction(after, jnp.where(lowest >= 0, lowest, FAR)) if group.holds_ranks else after
 
 
-def _several(step: Observed, moves: Moves, stats: Stats, view: View, axes: across.Across) -> LayerKV:
+def _several(step: Observed, moves: Moves, stats: Stats, view: View, axes: slot_reductions.Across) -> LayerKV:
     """Writes the tokens of a block, or of a step after which any number is evicted; for the arguments see `_one`."""
     group, policy, (size, n) = moves.group, moves.group.policy, (x.position.shape[2] for x in (moves.layer, moves.own))
     evicted = None
-    with across.devices(axes):
+    with slot_reductions.devices(axes):
         # A budget that stays as it is frees a slot for each token of the step.
         most = n if group.evicts_one and policy.when == "step" and n <= CANDIDATES else None
         victim = evict.victims(policy, stats, view, one=False, most=most)

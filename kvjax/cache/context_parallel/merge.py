@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from kvjax import across
 from kvjax.cache import store_order
 from kvjax.cache.context_parallel import packing, victims
 from kvjax.cache.context_parallel.placement import Moves, Own
@@ -22,6 +21,7 @@ from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, LayerKV, exact_store
 from kvjax.cache.step.update import recode
 from kvjax.numerics.mask_indices import compact
+from kvjax.parallel import slot_reductions
 from kvjax.policies.base import View
 from kvjax.storage.base import UNROTATED
 
@@ -67,7 +67,7 @@ def gathered(moves: Moves, keys: Sequence[Array], values: Sequence[Array], victi
     each = jnp.concatenate([position[..., None], bits], axis=3)
     flat = each.reshape(*slots.shape[:2], math.prod(each.shape[2:]))
     # [C, B, K, n * (1 + m) + m'] int32
-    every = across.gathered(jnp.concatenate([flat, moves.packed()], axis=2))
+    every = slot_reductions.gathered(jnp.concatenate([flat, moves.packed()], axis=2))
     # [C, B, K, n, 1 + m], then [B, K, C * n, 1 + m]
     sent = every[..., : flat.shape[2]].reshape(-1, *each.shape)
     sent = jnp.moveaxis(sent, 0, 2).reshape(*slots.shape[:2], -1, each.shape[3])

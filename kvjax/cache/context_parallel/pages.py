@@ -9,13 +9,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kvjax import across
 from kvjax.cache.context_parallel.placement import Moves
 from kvjax.cache.slots import forget, free_slots, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV
 from kvjax.cache.step import evict
 from kvjax.cache.step.evict import by_page
 from kvjax.numerics.top_k import largest, lowest
+from kvjax.parallel import slot_reductions
 from kvjax.policies.base import View
 
 Array = jax.Array
@@ -54,7 +54,7 @@ def places(position: Array, stays: Array, free: Array, page: int, axes: tuple[st
     return jnp.where(stays & (in_first | in_second), slots, size)
 
 
-def finish(moves: Moves, stats: dict[str, Array], view: View, axes: across.Across) -> LayerKV:
+def finish(moves: Moves, stats: dict[str, Array], view: View, axes: slot_reductions.Across) -> LayerKV:
     """Writes the step's own tokens, and evicts pages until every head is within its limit.
 
     Args:
@@ -69,7 +69,7 @@ def finish(moves: Moves, stats: dict[str, Array], view: View, axes: across.Acros
     # Each of the own tokens counts on the device that it is written to.
     counted = jnp.where(target < size, own.position, EMPTY)
     view = view._replace(position=jnp.concatenate([layer.position, counted], axis=2))
-    with across.devices(axes):
+    with slot_reductions.devices(axes):
         priority, limit = evict.ranking(group.policy, stats, view)
         # [B, K, S]
         worth, position = (write(x[:, :, :size], target, x[:, :, size:]) for x in (priority, view.position))
@@ -79,7 +79,7 @@ def finish(moves: Moves, stats: dict[str, Array], view: View, axes: across.Acros
             if not group.evicts_one:
                 # As in the first step after a prompt.
                 several = functools.partial(_pages, worth, position, limit, page, view, most)
-                chosen = jax.lax.cond(across.anywhere(jnp.any(more)), several, lambda: chosen)
+                chosen = jax.lax.cond(slot_reductions.anywhere(jnp.any(more)), several, lambda: chosen)
         else:
             chosen = _pages(worth, position, limit, page, view, most)
     victim = jnp.repeat(chosen, page, axis=2)[:, :, :size]
@@ -108,7 +108,7 @@ def _page(priority: Array, position: Array, limit: Array, page: int, view: View)
     live = jnp.sum(position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
     # [C, B, K, 3] int32, of which the first are the bits of floats
     bits = jax.lax.bitcast_convert_type(least, jnp.int32)
-    every = across.gathered(jnp.concatenate([bits, oldest, live], axis=2))
+    every = slot_reductions.gathered(jnp.concatenate([bits, oldest, live], axis=2))
     named = jnp.where(every[..., 1:2] < FAR, every[..., 1:2], EMPTY)
     goes = evict.first_to_go(jax.lax.bitcast_convert_type(every[..., :1], jnp.float32), named, axis=0)[1]
     over = jnp.sum(every[..., 2:], axis=0) - jnp.minimum(limit, FAR // page) * page
@@ -120,7 +120,7 @@ def _pages(priority: Array, position: Array, limit: Array, page: int, view: View
     worth, newest = _worth(priority, position, page)
     worth = jnp.where(newest == view.newest[:, None, None], jnp.inf, worth)
     counts = [jnp.sum(each >= 0, axis=2, keepdims=True, dtype=jnp.int32) for each in (position, newest)]
-    live, pages = jnp.split(across.sum_over_slots(jnp.concatenate(counts, axis=2)), 2, axis=2)
+    live, pages = jnp.split(slot_reductions.sum_over_slots(jnp.concatenate(counts, axis=2)), 2, axis=2)
     over = jnp.maximum(live - jnp.minimum(limit, FAR // page) * page, 0)
     keep = pages - (over + page - 1) // page
     if most is not None:

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from kvjax import across
 from kvjax.cache.context_parallel import merge, victims
 from kvjax.cache.context_parallel.placement import Moves, Own
 from kvjax.cache.context_parallel.residual import Leaving
@@ -12,6 +11,7 @@ from kvjax.cache.context_parallel.victims import Named
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, LayerKV
 from kvjax.numerics.assumed_top_k import Assumed
+from kvjax.parallel import slot_reductions
 from kvjax.policies.base import View
 from kvjax.storage.layouts import Tiers
 
@@ -26,7 +26,7 @@ def named(
     rows: Rows,
     number: Array,
     group: Group,
-    axes: across.Across,
+    axes: slot_reductions.Across,
 ) -> Named | None:
     """Names the slot of this device that would be evicted first, if attention does not change it; otherwise None.
 
@@ -41,7 +41,7 @@ def named(
     moves = Moves(layer, own, goes, None, none, rows.position[:, 0], group, axes.slots, {})
     view, stats = view_of(layer, own, stored, rows, number, group, axes), both_stats(layer, own)
     assumed = Assumed(mark=False)
-    with across.devices(axes._replace(assumed=assumed)):
+    with slot_reductions.devices(axes._replace(assumed=assumed)):
         sent = victims.nothing if policy.merge is None else merge.sender(moves, *stored)
         found = victims.named(group, stats, view, moves.packed(), sent)
     # A policy that asks which slots hold the largest values compares them; see
@@ -61,7 +61,7 @@ def view_of(
     rows: Rows,
     number: Array,
     group: Group,
-    axes: across.Across,
+    axes: slot_reductions.Across,
 ) -> View:
     """Returns what a policy reads of this device's slots and of the step's own tokens.
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax import across
 from kvjax.cache import store_order
 from kvjax.cache.groups import RANK
 from kvjax.cache.state import FAR, LIVE, LayerKV
 from kvjax.numerics.mask_indices import compact
+from kvjax.parallel import slot_reductions
 
 Array = jax.Array
 
@@ -40,7 +40,7 @@ def of_slots(position: Array) -> Array:
     return jnp.where(live, rank, 0).astype(jnp.float32)
 
 
-def of_step(layer: LayerKV, own: Array, sizes: Sequence[int], axes: across.Across) -> Ranks:
+def of_step(layer: LayerKV, own: Array, sizes: Sequence[int], axes: slot_reductions.Across) -> Ranks:
     """Returns the ranks of this device's slots and of a step's own tokens.
 
     Args:
@@ -82,5 +82,5 @@ def evicted_positions(position: Array, victim: Array, most: int) -> Array:
       most: the most victims of a head.
     """
     slots, valid = compact(victim, most)
-    every = across.gathered(jnp.where(valid, jnp.take_along_axis(position, slots, axis=2), FAR))
+    every = slot_reductions.gathered(jnp.where(valid, jnp.take_along_axis(position, slots, axis=2), FAR))
     return jnp.moveaxis(every, 0, 2).reshape(*position.shape[:2], -1)

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax import across
 from kvjax.cache import store_order
 from kvjax.cache.context_parallel import gathered_state, pages
 from kvjax.cache.context_parallel.placement import Own
@@ -14,7 +13,8 @@ from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, LayerKV
 from kvjax.cache.step.attend import spread
 from kvjax.cache.step.operands import Pool, fetched
-from kvjax.memory import gather, write
+from kvjax.parallel import slot_reductions
+from kvjax.parallel.host_memory import gather, write
 from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact
 from kvjax.selection.ends import ends_of_all
@@ -91,7 +91,7 @@ def choose(
     rows: Rows,
     number: Array,
     group: Group,
-    axes: across.Across,
+    axes: slot_reductions.Across,
     **about: Any,
 ) -> Choice:
     """Chooses the slots to read.
@@ -132,7 +132,7 @@ def choose(
             slot = pages.places(first_store, stays, empty, page, axes.slots)[:, :, 0]
         view = view._replace(slot=slot, told=told)
     index = selection.write(layer.index, keys[-1], slot, newest >= 0)
-    with across.devices(axes):
+    with slot_reductions.devices(axes):
         if selection.ahead:
             # A choice that looks ahead depends on nothing of this layer's input; see `kvjax.cache.step.attend`.
             view = view._replace(position=layer.position, key=None)

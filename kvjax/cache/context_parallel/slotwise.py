@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from kvjax import across
 from kvjax.cache.slots import empty_stats
 from kvjax.cache.step.evict import ranking
 from kvjax.numerics.statistics import Statistic
+from kvjax.parallel import slot_reductions
 from kvjax.policies.base import Evict, View
 
 #: The number of slots of the trace, which is no other dimension's.
@@ -77,7 +77,7 @@ def reason(policy: Evict, needs: frozenset[Statistic], heads: tuple[int, ...] | 
     stats = jax.eval_shape(lambda: empty_stats(needs, policy.remembers, shape))
     vectors = jax.ShapeDtypeStruct((*shape, dim), jnp.float32)
     row, layer = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    with across.devices(across.Across(traced=True)):
+    with slot_reductions.devices(slot_reductions.Across(traced=True)):
         traced = jax.make_jaxpr(rank)(
             stats, jax.ShapeDtypeStruct(shape, jnp.int32), vectors, vectors, row, layer
         )  # fmt: skip

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from kvjax import across, attention, sharding
+from kvjax import attention
 from kvjax.cache.context_parallel import attend, evict, select
 from kvjax.cache.context_parallel.attend import Hint
 from kvjax.cache.context_parallel.operands import Common
@@ -22,6 +22,7 @@ from kvjax.cache.groups import Group
 from kvjax.cache.slots import AXES, divided
 from kvjax.cache.state import Block, LayerKV
 from kvjax.numerics.rope import Rope
+from kvjax.parallel import sharding, slot_reductions
 
 Array = jax.Array
 HEADS = AXES[:2]
@@ -70,7 +71,7 @@ def step(
     hint = hint._replace(guess=hint.guess.reshape(grouped.shape) if ahead and hint.guess is not None else None)
     rows = Rows(block.position, block.prompt, jnp.zeros_like(block.prompt) if budget is None else budget)
     of_heads = tuple(name for name in sharding.mesh_axes("kv_heads", kv_heads, mesh) if mesh.shape[name] > 1)
-    axes = across.Across(slots=group.slot_axes, heads=of_heads)
+    axes = slot_reductions.Across(slots=group.slot_axes, heads=of_heads)
 
     def specs(tree: Any, *names: str) -> Any:
         return jax.tree.map(lambda leaf: sharding.spec(names, leaf.shape[: len(names)], mesh), tree)
@@ -101,7 +102,7 @@ def _step(
     hint: Hint,
     *,
     group: Group,
-    axes: across.Across,
+    axes: slot_reductions.Across,
     rope: Rope | None,
     **options: Any,
 ) -> tuple[Array, LayerKV, Looked | None]:

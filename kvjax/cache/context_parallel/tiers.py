@@ -11,7 +11,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax import across
 from kvjax.cache import store_order
 from kvjax.cache.arrangements import tiers
 from kvjax.cache.context_parallel import placement, victim_candidates
@@ -21,8 +20,9 @@ from kvjax.cache.groups import Group
 from kvjax.cache.slots import oldest_first, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV, Store
 from kvjax.cache.step import evict
-from kvjax.memory import gather
 from kvjax.numerics.top_k import CANDIDATES
+from kvjax.parallel import slot_reductions
+from kvjax.parallel.host_memory import gather
 from kvjax.policies.base import View
 from kvjax.storage import store as held
 from kvjax.storage.layouts import Tiers
@@ -156,7 +156,7 @@ def of_high(group: Group) -> Group:
     return dataclasses.replace(group, storage=group.storage.layout.high, slots=group.slots[1:])
 
 
-def settle(layer: LayerKV, tier: Tier, told: Told, view: View, over: across.Across) -> LayerKV:
+def settle(layer: LayerKV, tier: Tier, told: Told, view: View, over: slot_reductions.Across) -> LayerKV:
     """Evicts, writes victims to the low tier, and the step's own tokens to the high one.
 
     Args:
@@ -176,7 +176,7 @@ def settle(layer: LayerKV, tier: Tier, told: Told, view: View, over: across.Acro
     if group.policy.budget is None:
         return _joined(layer, low, moves.without_evictions())
     both = {name: jnp.concatenate([high.stats[name], own.stats[name]], axis=2) for name in own.stats}
-    with across.devices(over):
+    with slot_reductions.devices(over):
         if n == 1 and group.policy.when == "step":
             total, sent = told.live + count, lambda slots: _bits(tier.vectors(slots))
             one = victim_candidates.lowest_position(group, both, view, total, over, moves.packed(), sent)
@@ -199,7 +199,7 @@ def settle(layer: LayerKV, tier: Tier, told: Told, view: View, over: across.Acro
 
 
 def _several(
-    tier: Tier, stats: dict[str, Array], view: View, total: Array, lowest: Array, over: across.Across
+    tier: Tier, stats: dict[str, Array], view: View, total: Array, lowest: Array, over: slot_reductions.Across
 ) -> tuple[Array, Array, Array, Array]:
     """Searches for the victims of a step of one token, where some head has several, as in the first after a prompt.
 
@@ -218,14 +218,14 @@ def _several(
 
     def several() -> tuple[Array, Array, Array, Array]:
         victim = evict.victims(tier.group.policy, stats, view, one=False)
-        newest = across.max_over_slots(jnp.max(jnp.where(victim, view.position, EMPTY), axis=2, keepdims=True))
+        newest = slot_reductions.max_over_slots(jnp.max(jnp.where(victim, view.position, EMPTY), axis=2, keepdims=True))
         return newest, jnp.full(newest.shape, EMPTY, jnp.int32), victim, tier.rounds(victim)
 
     def one() -> tuple[Array, Array, Array, Array]:
         return lowest, lowest, jnp.zeros(view.position.shape, bool), jnp.int32(0)
 
     flag = victim_candidates.several_go(tier.group.policy, stats, view, total, over)
-    with across.devices(over):
+    with slot_reductions.devices(over):
         return jax.lax.cond(flag, several, one)
 
 

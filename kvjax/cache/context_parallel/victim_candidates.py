@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import across
 from kvjax.cache.context_parallel import victims
 from kvjax.cache.context_parallel.placement import Left, Moves
 from kvjax.cache.context_parallel.victims import Evicted, Sent
@@ -17,6 +16,7 @@ from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, FAR
 from kvjax.cache.step import evict
 from kvjax.numerics.assumed_top_k import Assumed, Call
+from kvjax.parallel import slot_reductions
 from kvjax.policies.base import Evict, View
 
 Array = jax.Array
@@ -31,7 +31,7 @@ def lowest_position(
     stats: Stats,
     view: View,
     total: Array,
-    axes: across.Across,
+    axes: slot_reductions.Across,
     more: Array,
     sent: Sent = victims.nothing,
 ) -> Evicted:
@@ -52,12 +52,12 @@ def lowest_position(
 
     def ranked(mark: bool) -> tuple[Array, Array, list[Call]]:
         assumed = Assumed(mark)
-        with across.devices(axes._replace(assumed=assumed)):
+        with slot_reductions.devices(axes._replace(assumed=assumed)):
             priority, limit = evict.ranking(group.policy, stats, view)
         return priority, limit, assumed.calls
 
     def exact(more: Array) -> Evicted:
-        with across.devices(axes):
+        with slot_reductions.devices(axes):
             return victims.lowest_position(group, stats, view, total, axes.slots, more, sent)
 
     priority, limit, calls = ranked(mark=False)
@@ -79,8 +79,8 @@ def lowest_position(
     # [C, B, K, W] each
     *bits, at, rest = jnp.split(every, np.arange(1, 5) * slots.shape[2], axis=3)
     without, with_it, value = (jax.lax.bitcast_convert_type(each, jnp.float32) for each in bits)
-    with across.devices(axes):
-        rank = across.sum_over_slots(_larger(call, value, at))
+    with slot_reductions.devices(axes):
+        rank = slot_reductions.sum_over_slots(_larger(call, value, at))
         worth = jnp.where(at < 0, jnp.inf, jnp.where(rank < number, with_it, without))
         # [B, K, 1]
         least, found = (each[0] for each in evict.first_to_go(worth, at, axis=(0, 3)))
@@ -88,7 +88,7 @@ def lowest_position(
         bound, last = jnp.minimum(without, with_it)[..., -1:], at[..., -1:]
         beyond = (last >= 0) & ((least > bound) | ((least == bound) & (found > last)))
         over = total > limit
-        unknown = across.anywhere(jnp.any(beyond & over))
+        unknown = slot_reductions.anywhere(jnp.any(beyond & over))
     totals, every_sent = jnp.split(rest, [more.shape[2]], axis=3)
     every_sent = every_sent.reshape(*at.shape, vectors.shape[3])
     of_victim = jnp.sum(jnp.where((at == found)[..., None], every_sent, 0), axis=(0, 3))[:, :, None]
@@ -131,7 +131,7 @@ def _larger(call: Call, value: Array, at: Array) -> Array:
 
 
 def evicted_before(
-    moves: Moves, stats: Stats, view: View, total: Array, lowest: Array, axes: across.Across
+    moves: Moves, stats: Stats, view: View, total: Array, lowest: Array, axes: slot_reductions.Across
 ) -> tuple[Moves, Array]:
     """Evicts what a head holds beyond its limit and one more slot, as in the first step after a prompt.
 
@@ -152,7 +152,7 @@ def evicted_before(
         victim = evict.victims(policy, stats, view, one=False)
         # Of its victims, the newest is left to the step, which may be its own token.
         newest = jnp.max(jnp.where(victim, view.position, EMPTY), axis=2, keepdims=True)
-        newest = across.max_over_slots(newest)
+        newest = slot_reductions.max_over_slots(newest)
         left = jnp.where(victim[:, :, : position.shape[2]] & (position != newest), EMPTY, position)
         return newest, left, moves.counted(left)
 
@@ -160,15 +160,15 @@ def evicted_before(
         return lowest, position, Left(moves.free, moves.found)
 
     flag = several_go(policy, stats, view, total, axes)
-    with across.devices(axes):
+    with slot_reductions.devices(axes):
         lowest, position, left = jax.lax.cond(flag, several, one)
     return moves.after(position, left), lowest
 
 
-def several_go(policy: Evict, stats: Stats, view: View, total: Array, axes: across.Across) -> Array:
+def several_go(policy: Evict, stats: Stats, view: View, total: Array, axes: slot_reductions.Across) -> Array:
     """Returns whether a head of any device evicts several slots, [] bool; see `lowest_position`."""
     # The limit does not depend on a search, and the priority is not used.
-    with across.devices(axes._replace(assumed=Assumed(mark=False))):
+    with slot_reductions.devices(axes._replace(assumed=Assumed(mark=False))):
         limit = evict.ranking(policy, stats, view)[1]
-    with across.devices(axes):
-        return across.anywhere(jnp.any(total - 1 > limit))
+    with slot_reductions.devices(axes):
+        return slot_reductions.anywhere(jnp.any(total - 1 > limit))

@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from kvjax import sharding
 from kvjax.cache.planning.head_groups import Branch
 from kvjax.cache.planning.limits import Sizes
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError, StorageError
-from kvjax.memory import HOST
+from kvjax.parallel import sharding
+from kvjax.parallel.host_memory import HOST
 from kvjax.policies.heads import Split
 from kvjax.policies.traits import holding_apart, ranking_by_more_than_position
 from kvjax.selection.base import Selection

@@ -10,7 +10,7 @@ from kvjax import products
 from kvjax.cache.empty import empty
 from kvjax.cache.groups import Group
 from kvjax.kernels.decode import coded
-from kvjax.memory import HOST
+from kvjax.parallel.host_memory import HOST
 from kvjax.products.slots import reads_used_slots
 from kvjax.storage.base import UNROTATED, Codec, Exact, Storage
 from kvjax.storage.dims import Chain

@@ -8,7 +8,7 @@ import warnings
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax import attention, sharding
+from kvjax import attention
 from kvjax.attention import Implementation
 from kvjax.cache.arrangements import blocks, segments
 from kvjax.cache.context_parallel import undivided
@@ -21,6 +21,7 @@ from kvjax.kernels import registry
 from kvjax.kernels.registry import Choice, Op, Request
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.statistics import by_name
+from kvjax.parallel import sharding
 from kvjax.storage.layouts import Blocks, Segments
 
 #: Why ``auto`` on a GPU, which means XLA, does not try the Pallas kernels for it.

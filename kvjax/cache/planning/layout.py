@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax import processes
 from kvjax.cache.empty import empty
 from kvjax.cache.groups import Extent, Group, Phase, keep_everything, stores_of
 from kvjax.cache.planning.explain import explain
 from kvjax.cache.state import KVState, LayerKV
 from kvjax.errors import InputError
+from kvjax.parallel import distributed
 from kvjax.storage.calibration import side_shapes
 from kvjax.units import size
 
@@ -102,7 +102,7 @@ class CacheLayout:
         if isinstance(layer, bool) or not isinstance(layer, numbers.Integral) or not -layers <= layer < layers:
             raise InputError(f"layer must be a whole number from 0 to {layers - 1}; got {layer!r}.")
         # [B, k, S] each, of the k heads of a group
-        held = processes.to_host([group.position for group in state.layers[layer]])
+        held = distributed.to_host([group.position for group in state.layers[layer]])
         heads = [head for group in self.decode[layer] for head in group.heads or range(self.kv_heads)]
         # [B, S] each
         slots = [group[:, number] for group in held for number in range(group.shape[1])]

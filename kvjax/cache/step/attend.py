@@ -13,8 +13,8 @@ from kvjax.cache.slots import free_slots, write
 from kvjax.cache.state import EMPTY, FAR, Block
 from kvjax.cache.step.operands import Pool, decoded, fetched, joined
 from kvjax.kernels.coded import Coded, as_array
-from kvjax.memory import gather
 from kvjax.numerics.statistics import by_name
+from kvjax.parallel.host_memory import gather
 from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact
 from kvjax.storage import store as held

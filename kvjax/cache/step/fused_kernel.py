@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax import sharding
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import forget
 from kvjax.cache.state import EMPTY, LayerKV, exact_store
@@ -17,6 +16,7 @@ from kvjax.cache.step import evict
 from kvjax.kernels import registry
 from kvjax.kernels.coded import Coded
 from kvjax.numerics.statistics import by_name
+from kvjax.parallel import sharding
 from kvjax.policies.base import View
 from kvjax.storage.store import encode
 

@@ -12,8 +12,8 @@ from kvjax.cache.groups import Group
 from kvjax.cache.slots import append, constrain, empty_stats, longest, ranks, slots_of, transient
 from kvjax.cache.state import Block, LayerKV
 from kvjax.kernels.coded import Coded, as_array
-from kvjax.memory import HOST, gather
 from kvjax.numerics.rope import Rope
+from kvjax.parallel.host_memory import HOST, gather
 from kvjax.storage import store as held
 from kvjax.storage.base import Codec, Exact, Storage
 from kvjax.storage.dims import Chain

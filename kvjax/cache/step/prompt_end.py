@@ -5,7 +5,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax import memory
 from kvjax.cache import store_order
 from kvjax.cache.arrangements import block_encoding, segment_encoding, segments, tiers
 from kvjax.cache.context_parallel import position_ranks
@@ -13,6 +12,7 @@ from kvjax.cache.groups import RANK, Group
 from kvjax.cache.slots import empty_stats, forget, oldest_first, slots_of, take
 from kvjax.cache.state import EMPTY, LIVE, LayerKV, PerSlot, Store, live_slots
 from kvjax.numerics.rope import Rope
+from kvjax.parallel import host_memory
 from kvjax.selection.base import Held
 from kvjax.storage import store as held
 from kvjax.storage.base import UNROTATED
@@ -163,7 +163,7 @@ def _index(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> dict[
         # Lowering refuses selections that summarise exact keys.
         return {}
     # [B, K, S] and [B, K, S, D]: one layer of a pool in host memory is on the device at a time.
-    position, keys = layer.position, [memory.to_device(store["key"]["exact"]) for store in layer.stores]
+    position, keys = layer.position, [host_memory.to_device(store["key"]["exact"]) for store in layer.stores]
     key = keys[0] if len(keys) == 1 else jnp.concatenate(keys, axis=2)
     if after.storage.frame == UNROTATED:
         key = prompt.rotate(key, position)

@@ -7,12 +7,12 @@ once, from its exact numbers, into an empty coded slot. While decoding, that is 
 import jax
 import jax.numpy as jnp
 
-from kvjax import sharding
 from kvjax.cache.arrangements import block_encoding, layer_pairs, segment_encoding
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import constrain, forget, free_slots, free_slots_for, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
 from kvjax.kernels import registry
+from kvjax.parallel import sharding
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
 from kvjax.storage.layouts import Blocks, Pairs, Segments

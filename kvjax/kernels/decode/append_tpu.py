@@ -13,8 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax import memory
 from kvjax.kernels.decode.codes_tpu import LANES, PACKED
+from kvjax.parallel import host_memory
 from kvjax.storage.packing import BYTE
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def write(arrays: list[Array], slots: Array, new: list[Array]) -> list[Array]:
     """
     taken = [i for i, x in enumerate(arrays) if takes(x)]
     found = dict(zip(taken, _write([arrays[i] for i in taken], slots, [new[i] for i in taken]), strict=True))
-    return [found[i] if i in found else memory.write(x, slots, new[i]) for i, x in enumerate(arrays)]
+    return [found[i] if i in found else host_memory.write(x, slots, new[i]) for i, x in enumerate(arrays)]
 
 
 def refuses(request: "Request") -> str | None:

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from kvjax import sharding
 from kvjax.kernels.problem import Attended, Problem
+from kvjax.parallel import sharding
 
 Array = jax.Array
 Run = Callable[[Problem], tuple[Attended, dict[str, Array]]]

@@ -16,13 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax import memory
 from kvjax.kernels.decode import append_tpu, coded_tpu
 from kvjax.kernels.decode.coded_tpu import SUBLANES, Running, add_chunk, in_chunks
 from kvjax.kernels.decode.codes_tpu import LANES, PACKED, Side, side_of
 from kvjax.kernels.forms import form_of
 from kvjax.kernels.softmax import NEGATIVE, transformed
 from kvjax.kernels.step.arguments import Step, Stepped
+from kvjax.parallel import host_memory
 
 if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
@@ -140,7 +140,7 @@ def step(given: Step) -> Stepped:
             x = returned[written.index((name, part))]
             after[name][part] = (jnp.swapaxes(x, 2, 3) if _lanes((name, part), sides) else x).reshape(old.shape)
         else:
-            after[name][part] = memory.write(old, slot, new[name][part])
+            after[name][part] = host_memory.write(old, slot, new[name][part])
     position, *columns = returned[len(written) :]
     flat = output.reshape(batch * kv_heads, *output.shape[2:])
     # [B, K, G, D]

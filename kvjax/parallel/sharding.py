@@ -1,4 +1,4 @@
-"""Sharding of parameters and caches over a mesh, by the rules in force; see `kvjax.rules.Rules`."""
+"""Sharding of parameters and caches over a mesh, by the rules in force; see `kvjax.parallel.rules.Rules`."""
 
 import itertools
 import math
@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.meshes import abstract_mesh, fit, fit_sizes, make_mesh, on_mesh, one_device_mesh, padded_rows
-from kvjax.rules import Rules, rules
+from kvjax.parallel.meshes import abstract_mesh, fit, fit_sizes, make_mesh, on_mesh, one_device_mesh, padded_rows
+from kvjax.parallel.rules import Rules, rules
 
 Array = jax.Array
 Axes = Sequence[str | None]

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kvjax.errors import ConfigError
-from kvjax.rules import AXES, Rules, using
+from kvjax.parallel.rules import AXES, Rules, using
 
 
 def make_mesh(axes: str | Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -20,7 +20,7 @@ def make_mesh(axes: str | Mapping[str, int], devices: Sequence[jax.Device] | Non
       devices: the devices to choose from; None for all devices of the process.
 
     Returns:
-      A mesh with the axes ``data`` and ``model``, and ``context`` if it is given; see `kvjax.rules.Rules`.
+      A mesh with the axes ``data`` and ``model``, and ``context`` if it is given; see `kvjax.parallel.rules.Rules`.
 
     Raises:
       ConfigError: if an axis is unknown, a size is not a whole number of at least 1, or there are too few devices.
