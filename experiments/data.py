@@ -7,8 +7,8 @@ import numpy as np
 from experiments.config import DataConfig
 from experiments.tasks import words
 from experiments.tasks.story import story
-from kvjax.detokenize import text_after
 from kvjax.errors import ConfigError, InputError
+from kvjax.generation.detokenize import text_after
 from kvjax.models.model import Model
 
 LONGEST_TOKEN = 16  # characters that a token of a story has at the most, on average

@@ -17,13 +17,13 @@ from experiments.tasks.score import SPARE_TOKENS, exact_matches
 from kvjax.attention import Implementation
 from kvjax.cache import CacheSpec, KVState, Limits, layers_of, live_slots
 from kvjax.cache.spec import as_spec
-from kvjax.generate import decode
-from kvjax.likelihood import log_likelihood
+from kvjax.generation.generate import decode
+from kvjax.generation.likelihood import log_likelihood
+from kvjax.generation.prefill import prefill
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies import Policy
-from kvjax.prefill import prefill
 from kvjax.storage import breakdown
 
 

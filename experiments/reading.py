@@ -30,7 +30,7 @@ from experiments.tasks.score import exact_matches, make_prompts
 from kvjax import policies, selection
 from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import ConfigError
-from kvjax.generate import Generation
+from kvjax.generation.generate import Generation
 from kvjax.models.model import Model
 
 TASKS = ("passkey", "associative")

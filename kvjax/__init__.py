@@ -32,19 +32,19 @@ from kvjax.arguments import plain_signature
 from kvjax.cache import CacheSpec, KVState, LayerKV, Limits
 from kvjax.checkpoint.huggingface import load
 from kvjax.checkpoint.writer import save
-from kvjax.choices import ChoiceScore, score_choices
 from kvjax.errors import KvjaxError
-from kvjax.generate import Generation, generate
-from kvjax.likelihood import LogLikelihood, log_likelihood
+from kvjax.generation.generate import Generation, generate
+from kvjax.generation.likelihood import LogLikelihood, log_likelihood
+from kvjax.generation.multiple_choice import ChoiceScore, score_choices
+from kvjax.generation.sampling import Greedy, Sample
+from kvjax.generation.text import TextGeneration, generate_text
 from kvjax.models.calibrate import calibrate, calibrated
 from kvjax.models.compress import compress_kv_heads
 from kvjax.models.model import Model
 from kvjax.models.quantize import WeightCodes, quantize_weights
 from kvjax.parallel.rules import Rules
 from kvjax.parallel.sharding import make_mesh
-from kvjax.sampling import Greedy, Sample
 from kvjax.storage.calibration import Calibration, load_calibration
-from kvjax.text import TextGeneration, generate_text
 from kvjax.version import __version__
 
 # jax says so when it is imported where there is no TPU. With the TPU compiler installed it looks for one all the same,

@@ -22,8 +22,8 @@ from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.lowering import Lowered
 from kvjax.cache.slots import axes_of, divided
 from kvjax.cache.state import KVState, Layer, LayerKV, layers_of
-from kvjax.decoding import Carry
 from kvjax.devices import Device
+from kvjax.generation.decoding import Carry
 from kvjax.models import offload
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES
@@ -91,7 +91,7 @@ class Shapes(NamedTuple):
 
     Attributes:
       params: of the decoder.
-      carry: see `kvjax.decoding.Carry`.
+      carry: see `kvjax.generation.decoding.Carry`.
     """
 
     params: Params

@@ -21,16 +21,16 @@ from kvjax import policies
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
-from kvjax.decoding import decode_steps
-from kvjax.extend import extend
+from kvjax.generation.continue_cache import extend
+from kvjax.generation.decoding import decode_steps
+from kvjax.generation.prefill import Prefilled, prefill
+from kvjax.generation.sampling import Greedy
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.models.parameters import random_parameters
 from kvjax.numerics.rope import Rope
 from kvjax.parallel import sharding
-from kvjax.prefill import Prefilled, prefill
 from kvjax.roofline import decode_shapes
-from kvjax.sampling import Greedy
 from kvjax.selection import Selection, everything, infinigen, optimal, quest
 from kvjax.serve import Request, Runner
 from kvjax.storage import Storage, dense, int8, read, think

@@ -19,16 +19,16 @@ from kvjax.cache.empty import empty
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import as_spec
-from kvjax.decoding import decode_steps
+from kvjax.generation.decoding import decode_steps
+from kvjax.generation.prefill import prefill_steps
+from kvjax.generation.sampling import Greedy
 from kvjax.kernels.decode import coded
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.models.parameters import parameter_shapes
 from kvjax.numerics.rope import Rope
 from kvjax.numerics.statistics import MASS
-from kvjax.prefill import prefill_steps
 from kvjax.products import native
 from kvjax.roofline import decode_shapes
-from kvjax.sampling import Greedy
 from tests.tiny import tiny
 
 BATCH, SLOTS = 2, 512

@@ -25,7 +25,7 @@ from tests import layers
 from tests.tiny import assert_same_state, evolve, random_tokens, tiny
 
 loop = importlib.import_module("kvjax.generate")  # the package's attribute of that name is the function
-prompts = importlib.import_module("kvjax.prefill")
+prompts = importlib.import_module("kvjax.generation.prefill")
 
 PROMPTS = random_tokens(3, 24)
 LENGTHS = np.array([24, 10, 17])

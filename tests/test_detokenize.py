@@ -11,7 +11,7 @@ from tokenizers import decoders, models
 
 import kvjax
 from kvjax.checkpoint.tokenizer import load_tokenizer
-from kvjax.detokenize import Detokenizer, marked_text, text_after
+from kvjax.generation.detokenize import Detokenizer, marked_text, text_after
 from kvjax.models import families
 from tests.conftest import ROOT
 from tests.scripted import BYTES, LLAMA2, byte_ids, ids, write_tokenizer

@@ -11,8 +11,8 @@ import pytest
 import kvjax
 from kvjax import policies, spec_text, storage
 from kvjax.cache import Block, Limits
+from kvjax.generation.prefill import prefill
 from kvjax.models.decoder import Decoder
-from kvjax.prefill import prefill
 from tests.conftest import ROOT
 from tests.tiny import random_tokens, tiny
 

@@ -9,11 +9,11 @@ from kvjax import policies
 from kvjax.cache.planning.limits import Limits
 from kvjax.cache.state import live_slots
 from kvjax.errors import InputError
-from kvjax.extend import extend
-from kvjax.generate import decode, generate
-from kvjax.likelihood import log_likelihood
+from kvjax.generation.continue_cache import extend
+from kvjax.generation.generate import decode, generate
+from kvjax.generation.likelihood import log_likelihood
+from kvjax.generation.prefill import prefill
 from kvjax.lm_eval.runner import Runner
-from kvjax.prefill import prefill
 from tests.test_choices import AT_ONCE, CONTEXTS, LENGTHS, SPECS
 from tests.tiny import assert_same_state, kept, tiny
 

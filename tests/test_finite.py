@@ -12,8 +12,8 @@ import kvjax
 import tests.tiny
 from kvjax import policies, storage
 from kvjax.cache import CacheSpec, Limits
-from kvjax.decoding import decode_steps
 from kvjax.errors import KvjaxError, NonFiniteError
+from kvjax.generation.decoding import decode_steps
 from kvjax.numerics.finite import PAD
 from kvjax.serve import Request, Runner
 from tests.tiny import random_tokens, tiny, untied

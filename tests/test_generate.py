@@ -12,14 +12,14 @@ import kvjax
 from kvjax import policies
 from kvjax.cache import Limits
 from kvjax.errors import InputError, KvjaxError, PolicyError
+from kvjax.generation.prefill import prefill
+from kvjax.generation.sampling import Greedy, Sample
 from kvjax.numerics.statistics import MASS
 from kvjax.policies import Importance, evict, protect_newest
-from kvjax.prefill import prefill
-from kvjax.sampling import Greedy, Sample
 from tests.tiny import assert_same_state, kept, random_tokens, tiny
 
 loop = importlib.import_module("kvjax.generate")  # the package's attribute of that name is the function
-likelihood = importlib.import_module("kvjax.likelihood")
+likelihood = importlib.import_module("kvjax.generation.likelihood")
 
 PROMPTS = random_tokens(3, 24)
 LENGTHS = np.array([24, 10, 17])

@@ -11,9 +11,9 @@ import pytest
 import kvjax
 from kvjax import policies
 from kvjax.cache import CacheSpec, Limits
+from kvjax.generation.prefill import prefill_steps, prepare
 from kvjax.models.decoder import Decoder
 from kvjax.models.parameters import random_parameters
-from kvjax.prefill import prefill_steps, prepare
 from kvjax.storage import Codec, Storage, fp8, int4
 from tests.tiny import random_tokens
 from tests.tiny import tiny as tiny_of

@@ -6,8 +6,8 @@ import pytest
 import kvjax
 from kvjax import policies, selection, storage
 from kvjax.errors import InputError, KvjaxError
+from kvjax.generation.prefill import prefill
 from kvjax.inputs import LARGEST_COUNT
-from kvjax.prefill import prefill
 from kvjax.serve import Request, Runner
 
 TOKENS = np.arange(3, 13)[None]

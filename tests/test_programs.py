@@ -12,10 +12,10 @@ import pytest
 import kvjax
 from kvjax import policies
 from kvjax.cache import Limits
-from kvjax.choices import score_prefilled
-from kvjax.extend import extend
-from kvjax.generate import decode
-from kvjax.prefill import prefill
+from kvjax.generation.continue_cache import extend
+from kvjax.generation.generate import decode
+from kvjax.generation.multiple_choice import score_prefilled
+from kvjax.generation.prefill import prefill
 from kvjax.serve import Request, Runner
 from tests.conftest import ROOT
 from tests.tiny import VOCAB, tiny
@@ -96,7 +96,7 @@ PROGRAM = """
 import jax
 import jax.numpy as jnp
 from kvjax import policies, sampling
-from kvjax.decoding import decode_steps
+from kvjax.generation.decoding import decode_steps
 from kvjax.roofline import decode_shapes
 from tests.test_compiled import WIDE, lowered
 

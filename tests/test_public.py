@@ -11,9 +11,10 @@ import pytest
 
 import kvjax
 from experiments import config as configs
-from kvjax import arguments, errors, policies, prefill, presets, selection, storage
-from kvjax.extend import extend
-from kvjax.generate import decode
+from kvjax import arguments, errors, policies, presets, selection, storage
+from kvjax.generation import prefill
+from kvjax.generation.continue_cache import extend
+from kvjax.generation.generate import decode
 from kvjax.serve import Request, Runner
 from tests.tiny import random_tokens, tiny
 

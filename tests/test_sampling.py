@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.generate import seen_tokens
-from kvjax.prefill import Prefilled
-from kvjax.sampling import Greedy, Sample, check_sampling, penalised
+from kvjax.generation.generate import seen_tokens
+from kvjax.generation.prefill import Prefilled
+from kvjax.generation.sampling import Greedy, Sample, check_sampling, penalised
 
 # Probabilities 0.05, 0.4, 0.15, 0.3, 0.1 in no order.
 P = np.array([0.05, 0.4, 0.15, 0.3, 0.1], np.float32)

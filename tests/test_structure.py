@@ -32,9 +32,9 @@ ROOMS = [
     {"attention"},
     {"inputs", "models.config"},
     {"cache"},
-    {"models", "sampling"},
+    {"models", "generation.sampling"},
     {"checkpoint"},
-    {"prefill", "decoding", "generate", "likelihood", "choices", "extend", "records", "detokenize", "text"},
+    {"generation"},
     {"presets", "spec_text"},
     {"roofline", "collectives", "plan", "need", "capacity", "analysis", "lm_eval", "serve"},
 ]

@@ -12,8 +12,8 @@ import kvjax
 from kvjax import policies
 from kvjax.checkpoint.tokenizer import load_tokenizer
 from kvjax.errors import InputError, NonFiniteError
-from kvjax.models import generation
-from kvjax.sampling import Greedy, Sample
+from kvjax.generation.sampling import Greedy, Sample
+from kvjax.models import generation_config
 from tests.tiny import VOCAB, spoiled, tiny, untied
 
 H2O = policies.h2o(budget=0.5)
@@ -37,7 +37,7 @@ def model(tmp_path_factory) -> kvjax.Model:
 
 
 def with_defaults(model, **raw):
-    return dataclasses.replace(model, generation=generation.read(raw))
+    return dataclasses.replace(model, generation=generation_config.read(raw))
 
 
 def test_a_batch_of_texts_is_each_text_by_itself(model):
@@ -60,7 +60,7 @@ def test_what_is_given_wins_over_the_file_and_the_file_over_the_config(model, mo
         asked.update(options)
         return kvjax.Generation(np.array([[9]]), np.array([1]), np.zeros((1, 1)), state=None)
 
-    monkeypatch.setattr("kvjax.text.generate", generate)
+    monkeypatch.setattr("kvjax.generation.text.generate", generate)
 
     def of(model, **options):
         assert kvjax.generate_text(model, TEXTS[:1], H2O, prefill_block=4, **options).texts == [" w9"]

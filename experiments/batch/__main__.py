@@ -24,10 +24,10 @@ from experiments.session import Session, calibrated_for, describe, given_calibra
 from kvjax import user_files
 from kvjax.cache import Limits
 from kvjax.errors import ConfigError, KvjaxError
+from kvjax.generation.sampling import Sample
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.budget import LEAST_SLOTS
-from kvjax.sampling import Sample
 from kvjax.serve import Request, Result, Runner
 
 FAILED = 1  # the exit status if some request could not be answered

@@ -8,8 +8,8 @@ from typing import Any
 
 from experiments.lines import numbered
 from kvjax.errors import ConfigError, InputError, KvjaxError
+from kvjax.generation.sampling import Greedy, Sample, Sampler
 from kvjax.models.model import Model
-from kvjax.sampling import Greedy, Sample, Sampler
 from kvjax.serve import Request
 from kvjax.serve.text import TextStream
 

@@ -17,7 +17,7 @@ from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.slots import empty_stats, transient
 from kvjax.cache.step.prompt_end import Prompt, convert
-from kvjax.prefill import Prefilled
+from kvjax.generation.prefill import Prefilled
 
 
 def filled_steps(

@@ -23,10 +23,10 @@ from experiments.bench.sides import (
 )
 from kvjax import Model, products
 from kvjax.cache import Limits
-from kvjax.decoding import decode_steps, first_token
+from kvjax.generation.decoding import decode_steps, first_token
+from kvjax.generation.prefill import prefill
+from kvjax.generation.sampling import Greedy
 from kvjax.policies.base import Policy
-from kvjax.prefill import prefill
-from kvjax.sampling import Greedy
 
 WORK = ((1, 512), (8, 512), (8, 2048), (32, 512))  # batch, context
 FORMS = ("fixed", "auto")

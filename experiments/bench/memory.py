@@ -18,9 +18,9 @@ from experiments.bench.sides import lengths, policy_of, random_model, random_pro
 from experiments.peers.transformers import cache_bytes
 from kvjax.cache import Limits
 from kvjax.errors import ConfigError
-from kvjax.generate import decode
+from kvjax.generation.generate import decode
+from kvjax.generation.prefill import prefill
 from kvjax.plan import plan
-from kvjax.prefill import prefill
 
 CONTEXTS = (512, 1024, 2048, 4096)
 NEW_TOKENS = 8

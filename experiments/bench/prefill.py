@@ -25,7 +25,7 @@ from experiments.bench.sides import (
 from experiments.peers.process import PeerProcess
 from kvjax.cache import Limits
 from kvjax.devices import TERA
-from kvjax.prefill import prefill
+from kvjax.generation.prefill import prefill
 
 CONTEXT = 2048
 PRODUCT = "a large product"

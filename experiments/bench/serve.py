@@ -20,8 +20,8 @@ import kvjax
 from experiments.bench.sides import LLAMA, NOISE, lengths, policy_of, random_model, shape
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.planning.limits import prompt_bucket
-from kvjax.decoding import CHUNK
 from kvjax.errors import ConfigError
+from kvjax.generation.decoding import CHUNK
 from kvjax.models.model import Model
 from kvjax.serve import Request, Runner
 

@@ -21,7 +21,8 @@ from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.devices import Device
 from kvjax.errors import ConfigError
-from kvjax.generate import decode
+from kvjax.generation.generate import decode
+from kvjax.generation.prefill import Prefilled, prefill
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import random_parameters
 from kvjax.models.quantize import WeightCodes
@@ -29,7 +30,6 @@ from kvjax.models.shapes import by_name
 from kvjax.numerics.rope import Rope
 from kvjax.policies import evict, low_norm
 from kvjax.policies.base import Policy
-from kvjax.prefill import Prefilled, prefill
 from kvjax.roofline import average_slots, decode_shapes, roofline
 
 Key = TypeVar("Key")

@@ -12,7 +12,7 @@ from experiments.bench.sides import advance, copied, in_turns, ratio
 from experiments.config import DataConfig
 from kvjax import cache, policies
 from kvjax.cache import Limits
-from kvjax.prefill import Prefilled, prefill
+from kvjax.generation.prefill import Prefilled, prefill
 
 SHORT = 1_000  # tokens of a turn at the beginning, and at the end
 

@@ -10,8 +10,8 @@ from experiments.tasks.files import Row, existing
 from experiments.tasks.multiple_choice import GAP
 from experiments.tasks.spec import TaskSpec, at_least_one, folder_of, room, too_long
 from experiments.tasks.written import Item, Written, text_scores
-from kvjax.detokenize import Detokenizer
 from kvjax.errors import ConfigError
+from kvjax.generation.detokenize import Detokenizer
 
 ARTICLE = "###\nArticle: {article}\n\n"  # as in H2O's files
 REPEAT = "Repeat the article above, word for word:\n"

@@ -13,7 +13,7 @@ from experiments.tasks.prompts import Prompt
 from experiments.tasks.words import HELD_OUT, Words
 from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import ConfigError
-from kvjax.generate import Generation
+from kvjax.generation.generate import Generation
 from kvjax.models.model import Model
 from kvjax.policies import Policy
 

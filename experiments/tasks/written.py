@@ -10,7 +10,7 @@ import numpy as np
 from experiments.tasks import ngrams
 from experiments.tasks.base import SAME, Answer, Asked, Done, share
 from kvjax.checkpoint.tokenizer import Tokenizer
-from kvjax.detokenize import marked_text
+from kvjax.generation.detokenize import marked_text
 from kvjax.lm_eval.runner import Runner
 
 FULL = " to full"  # ends the names of scores against what the full cache wrote

@@ -16,11 +16,11 @@ from kvjax.analysis.rows import Rows
 from kvjax.analysis.scan import over_steps
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.errors import InputError
+from kvjax.generation.selection_record import NONE
 from kvjax.models.decoder import SKEW
 from kvjax.models.model import Model
 from kvjax.models.skew import find_skew, skewed
 from kvjax.policies.base import Policy
-from kvjax.records import NONE
 from kvjax.selection import InfiniGen
 from kvjax.selection.choose import best, softmax
 from kvjax.summary import one_line
@@ -35,7 +35,7 @@ class Selected(NamedTuple):
     numbers are -1 and all shares NaN.
 
     Attributes:
-      number: int32 n, the number of slots that the selection chose, as in `kvjax.records.Record`.
+      number: int32 n, the number of slots that the selection chose, as in `kvjax.generation.selection_record.Record`.
       overlap: float32 in [0, 1], the share of the n chosen slots that are among the best n, which are the candidates of
         largest true probability; NaN where no slot was chosen.
       mass: float32 in [0, 1], the sum of the true probabilities of the slots that were read.

@@ -19,12 +19,12 @@ from kvjax.cache.planning.limits import prompt_bucket
 from kvjax.cache.spec import CacheSpec, as_spec, on_device
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
+from kvjax.generation.prefill import prepare, run_prompts
 from kvjax.inputs import check_batch, check_prompt
 from kvjax.kernels.prefill.xla import tile_rows
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
-from kvjax.prefill import prepare, run_prompts
 
 # (the layer's carry, the layer's rows in each run, *arguments) -> (the carry, a result for each query)
 Step = Callable[..., tuple[Any, Any]]

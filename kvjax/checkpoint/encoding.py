@@ -12,7 +12,7 @@ from kvjax.checkpoint import chat
 from kvjax.errors import InputError
 from kvjax.summary import one_line
 
-PAD = -1  # `kvjax.decoding.PAD`, which `Tokenizer.decode` skips
+PAD = -1  # `kvjax.generation.decoding.PAD`, which `Tokenizer.decode` skips
 
 
 class EncodedBatch(NamedTuple):
@@ -104,8 +104,8 @@ class Tokenizer:
         """Converts token ids to text, without special tokens.
 
         Args:
-          ids: the token ids. Padding (`kvjax.decoding.PAD`), and ids that the model has but the tokenizer has not, are
-            skipped.
+          ids: the token ids. Padding (`kvjax.generation.decoding.PAD`), and ids that the model has but the tokenizer
+            has not, are skipped.
 
         Raises:
           InputError: if an id is outside the vocabularies of both the tokenizer and the model.

@@ -18,7 +18,7 @@ from kvjax.checkpoint.readers import Stored
 from kvjax.checkpoint.tokenizer import load_tokenizer
 from kvjax.checkpoint.writer import save
 from kvjax.errors import CheckpointError, ConfigError, shown
-from kvjax.models import families, generation, offload, quantize
+from kvjax.models import families, generation_config, offload, quantize
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.models.quantize import WeightCodes, as_weight_codes
@@ -50,7 +50,7 @@ def load(
     GPTQ and AWQ folders, all.
 
     Weights of GPTQ and AWQ folders (`kvjax.checkpoint.quantized`) stay quantised. A generation_config.json is read for
-    `kvjax.generate_text`; see `kvjax.models.generation`.
+    `kvjax.generate_text`; see `kvjax.models.generation_config`.
 
     Args:
       path_or_name: a folder with ``config.json`` and weights (safetensors, Flax msgpack, or PyTorch if torch is
@@ -143,13 +143,13 @@ def _load(
     return Model(config, params, tokenizer, mesh, defaults, rules)
 
 
-def _generation_config(folder: Path) -> generation.GenerationConfig:
+def _generation_config(folder: Path) -> generation_config.GenerationConfig:
     """Reads a folder's generation_config.json, if there is one."""
-    path = folder / generation.FILE
+    path = folder / generation_config.FILE
     if not path.is_file():
-        return generation.GenerationConfig()
+        return generation_config.GenerationConfig()
     try:
-        return generation.read(readers.read_json(path), path.read_bytes())
+        return generation_config.read(readers.read_json(path), path.read_bytes())
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
 

@@ -15,7 +15,7 @@ from kvjax.checkpoint import quantized, readers
 from kvjax.checkpoint.readers import Stored
 from kvjax.checkpoint.tokenizer import TOKENIZER_FILES
 from kvjax.errors import CheckpointError
-from kvjax.models.generation import FILE as GENERATION
+from kvjax.models.generation_config import FILE as GENERATION
 
 PRETRAINED = Path(__file__).resolve().parent.parent / "pretrained"  # the models that kvjax contains
 ADAPTER = "adapter_config.json"  # of an adapter (PEFT)

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvjax.checkpoint import chat, names, quantized, readers
 from kvjax.errors import CheckpointError
-from kvjax.models import families, generation
+from kvjax.models import families, generation_config
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params, PyTree
@@ -96,7 +96,7 @@ def _write(model: Model, folder: Path, raw: readers.Json, files: "Files", read_n
         if model.tokenizer is not None:
             model.tokenizer.save(staging)
         if model.generation.content is not None:
-            (staging / generation.FILE).write_bytes(model.generation.content)
+            (staging / generation_config.FILE).write_bytes(model.generation.content)
         (staging / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         _replace(staging, folder)
     finally:

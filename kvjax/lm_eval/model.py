@@ -16,14 +16,14 @@ from kvjax.attention import Implementation
 from kvjax.checkpoint import chat
 from kvjax.checkpoint.huggingface import load
 from kvjax.checkpoint.tokenizer import Tokenizer
-from kvjax.detokenize import marked_text
 from kvjax.errors import ConfigError, InputError
+from kvjax.generation.detokenize import marked_text
+from kvjax.generation.sampling import Greedy, Sample, Sampler
 from kvjax.lm_eval import options
 from kvjax.lm_eval.runner import Pair, Runner
 from kvjax.models.calibrate import calibrated
 from kvjax.models.model import Model
 from kvjax.policies import Policy
-from kvjax.sampling import Greedy, Sample, Sampler
 from kvjax.selection import Selection
 from kvjax.storage import Storage
 from kvjax.storage.calibration import load_calibration

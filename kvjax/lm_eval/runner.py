@@ -9,17 +9,17 @@ import numpy as np
 from kvjax.attention import Implementation
 from kvjax.cache.planning.limits import Limits, power_of_two
 from kvjax.cache.spec import CacheSpec
-from kvjax.choices import ChoiceScore, score_choices, score_prefilled
 from kvjax.errors import InputError
-from kvjax.extend import extend
-from kvjax.generate import decode, generate
-from kvjax.likelihood import log_likelihood
+from kvjax.generation.continue_cache import extend
+from kvjax.generation.generate import decode, generate
+from kvjax.generation.likelihood import log_likelihood
+from kvjax.generation.multiple_choice import ChoiceScore, score_choices, score_prefilled
+from kvjax.generation.prefill import Prefilled, prepare, run_prompts
+from kvjax.generation.sampling import Greedy, Sampler, penalty_of
 from kvjax.lm_eval.batches import Ended, batches, bucket, ends, padded, until
 from kvjax.lm_eval.beginnings import Group, groups
 from kvjax.models.model import Model
 from kvjax.policies.traits import splits_heads
-from kvjax.prefill import Prefilled, prepare, run_prompts
-from kvjax.sampling import Greedy, Sampler, penalty_of
 
 Ids = Sequence[int]
 SMALLEST_CHOICE = 16  # tokens that shorter continuations have arrays for

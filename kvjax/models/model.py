@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from kvjax.models.config import DecoderConfig
-from kvjax.models.generation import GenerationConfig
+from kvjax.models.generation_config import GenerationConfig
 from kvjax.parallel import distributed, sharding
 from kvjax.parallel.rules import Rules, using
 from kvjax.parallel.sharding import Params, PyTree

@@ -9,13 +9,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.lowering import Lowered
-from kvjax.decoding import decode_steps
 from kvjax.errors import KvjaxError
+from kvjax.generation.decoding import decode_steps
+from kvjax.generation.prefill import prefill_steps
+from kvjax.generation.sampling import Greedy
 from kvjax.models.config import DecoderConfig
 from kvjax.parallel import sharding
-from kvjax.prefill import prefill_steps
 from kvjax.roofline import Shapes
-from kvjax.sampling import Greedy
 
 PALLAS = "jax._src.pallas"
 #: What the compiler of TPUs says of a kernel that needs too much of another memory than the device's.

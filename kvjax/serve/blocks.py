@@ -11,11 +11,11 @@ from kvjax.cache.empty import empty_layers
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.lowering import Budgets
 from kvjax.cache.state import Block, KVState
+from kvjax.generation.prefill import GroupBudgets, converted
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.parallel.sharding import Params
-from kvjax.prefill import GroupBudgets, converted
 
 Array = jax.Array
 

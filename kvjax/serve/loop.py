@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
-from kvjax.decoding import CHUNK
+from kvjax.generation.decoding import CHUNK
 from kvjax.models.bound import BoundDecoder, bind
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.finite import PAD, only_finite

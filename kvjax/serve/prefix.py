@@ -1,9 +1,9 @@
 """States that many requests continue: a context is run and compressed once, and saved, loaded, extended and forked.
 
 A prefix is the cache after some tokens, and the logits after the last of them. What continues it is fed as if the model
-had generated it (`kvjax.extend`): one token at a time, or in one block where that makes no difference but for rounding.
-On one device, a loaded, a forked and a recomputed prefix are equal bit for bit, and so is one that was extended one
-token at a time, in several parts or in one.
+had generated it (`kvjax.generation.continue_cache`): one token at a time, or in one block where that makes no
+difference but for rounding. On one device, a loaded, a forked and a recomputed prefix are equal bit for bit, and so is
+one that was extended one token at a time, in several parts or in one.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from numpy.typing import ArrayLike
 
 from kvjax.arguments import plain_signature
 from kvjax.cache.state import KVState
-from kvjax.choices import takes_blocks
 from kvjax.errors import InputError
-from kvjax.extend import extend
+from kvjax.generation.continue_cache import extend
+from kvjax.generation.multiple_choice import takes_blocks
+from kvjax.generation.prefill import Prefilled
 from kvjax.inputs import check_batch, check_count, check_one_row
 from kvjax.models.config import DecoderConfig
 from kvjax.parallel import host_memory
-from kvjax.prefill import Prefilled
 from kvjax.serve.blocks import Started
 from kvjax.serve.prompts import Prompts
 from kvjax.summary import one_line
@@ -115,7 +115,7 @@ class Prefix:
         return Started(whole.logits, whole.state)
 
     def fork(self, rows: int) -> Prefilled:
-        """Copies the state, for `kvjax.generate.decode`.
+        """Copies the state, for `kvjax.generation.generate.decode`.
 
         Args:
           rows: the number of copies.

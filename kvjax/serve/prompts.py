@@ -12,12 +12,12 @@ from kvjax.cache.planning.limits import Limits, Sizes, prompt_bucket
 from kvjax.cache.planning.lowering import Budgets, budgets_of, lower
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import InputError, KvjaxError
+from kvjax.generation.prefill import prefill_steps
 from kvjax.inputs import check_count, check_positions
 from kvjax.models.calibrate import calibrated
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.traits import evicting_in_prompt
-from kvjax.prefill import prefill_steps
 from kvjax.serve.blocks import InBlocks, Prompt, Started
 
 AUTO = "auto"

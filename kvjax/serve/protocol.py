@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvjax.errors import KvjaxError, without_middle
+from kvjax.generation.sampling import Greedy, Sample, Sampler
 from kvjax.models.model import Model
-from kvjax.sampling import Greedy, Sample, Sampler
 from kvjax.serve.prefix import Prefix
 from kvjax.serve.request import SEEDS, Request
 from kvjax.serve.text import TextStream

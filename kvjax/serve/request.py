@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from kvjax.errors import InputError, NonFiniteError, shown
+from kvjax.generation.sampling import Greedy, Sample, Sampler, check_sampling
 from kvjax.inputs import check_batch, check_count, check_one_row, check_stop
 from kvjax.models.config import DecoderConfig
-from kvjax.sampling import Greedy, Sample, Sampler, check_sampling
 from kvjax.summary import one_line
 
 if TYPE_CHECKING:

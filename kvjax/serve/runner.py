@@ -17,13 +17,13 @@ from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache.planning.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
-from kvjax.decoding import CHUNK
 from kvjax.errors import InputError, NonFiniteError
+from kvjax.generation.decoding import CHUNK
+from kvjax.generation.sampling import Greedy, Sampler, check_sampling
 from kvjax.inputs import check_count, check_stop
 from kvjax.models.model import Model
 from kvjax.numerics.finite import PAD, WHY
 from kvjax.policies.base import Policy
-from kvjax.sampling import Greedy, Sampler, check_sampling
 from kvjax.selection.base import Selection
 from kvjax.serve import loop, saved
 from kvjax.serve import prefix as prefixes

@@ -1,4 +1,4 @@
-"""Sampling of rows that each have settings of their own: `kvjax.sampling` with settings that are data."""
+"""Sampling of rows that each have settings of their own: `kvjax.generation.sampling` with settings that are data."""
 
 import math
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.sampling import Greedy, Sample, penalised
+from kvjax.generation.sampling import Greedy, Sample, penalised
 
 Array = jax.Array
 Leaf = Any  # an array of JAX, or of NumPy before a program takes it
@@ -18,7 +18,7 @@ class Settings(NamedTuple):
     """The settings of each row.
 
     Attributes:
-      penalty: [B] float32, see `kvjax.sampling.penalised`.
+      penalty: [B] float32, see `kvjax.generation.sampling.penalised`.
       sampled: [B] bool, whether the row is sampled; otherwise it takes the most probable token.
       temperature: [B] float32.
       top_k: [B] int32, `ALL` for all tokens.

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from kvjax.checkpoint.tokenizer import Tokenizer
-from kvjax.detokenize import Decoded, Detokenizer, MarkedText, mark
+from kvjax.generation.detokenize import Decoded, Detokenizer, MarkedText, mark
 
 
 @dataclasses.dataclass

@@ -247,7 +247,7 @@ def test_what_errs_is_an_error_that_says_what_was_expected(name, monkeypatch):
     def traced(*arguments, **options):
         raise AssertionError("a program was traced")
 
-    monkeypatch.setattr(sys.modules["kvjax.prefill"], "run_prompts", traced)
+    monkeypatch.setattr(sys.modules["kvjax.generation.prefill"], "run_prompts", traced)
     spec, message = WRONG[name]
     with pytest.raises(PolicyError, match=message) as raised:
         run(spec)

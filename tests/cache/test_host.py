@@ -14,8 +14,8 @@ from kvjax.cache import layers_of
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.state import nbytes
-from kvjax.decoding import decode_steps
 from kvjax.errors import PolicyError
+from kvjax.generation.decoding import decode_steps
 from kvjax.numerics.rope import Rope
 from kvjax.parallel import host_memory as memory
 from tests.test_compiled import computations

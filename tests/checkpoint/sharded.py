@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from kvjax import policies, storage
 from kvjax.checkpoint import orbax
 from kvjax.checkpoint.huggingface import load, save
-from kvjax.generate import generate
+from kvjax.generation.generate import generate
 from kvjax.models.quantize import WeightCodes
 from kvjax.parallel import sharding
 from tests.checkpoint.folders import assert_same, folder_with, raw_config

@@ -9,8 +9,8 @@ from safetensors.numpy import save_file
 
 from kvjax.checkpoint.huggingface import load, save
 from kvjax.errors import CheckpointError, ConfigError
-from kvjax.models.generation import FILE, read
-from kvjax.sampling import Greedy, Sample
+from kvjax.generation.sampling import Greedy, Sample
+from kvjax.models.generation_config import FILE, read
 from tests.checkpoint.folders import folder_with, raw_config
 from tests.models.test_odd_configs import ODD
 

@@ -16,11 +16,11 @@ from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.checkpoint import orbax
 from kvjax.errors import CheckpointError
-from kvjax.generate import generate
+from kvjax.generation.generate import generate
+from kvjax.generation.prefill import prefill
 from kvjax.models import families
 from kvjax.models.model import Model
 from kvjax.models.parameters import random_parameters
-from kvjax.prefill import prefill
 from tests.checkpoint.folders import raw_config
 from tests.tiny import random_tokens, tiny
 

@@ -15,9 +15,9 @@ from kvjax import policies, products
 from kvjax.cache import CacheSpec, Limits
 from kvjax.devices import DEVICES, Device
 from kvjax.errors import ConfigError, KvjaxError
+from kvjax.generation.prefill import prefill
 from kvjax.models import shapes
 from kvjax.models.parameters import parameter_count
-from kvjax.prefill import prefill
 
 QUICK = ("--shape=tiny", "--tokens=4", "--rounds=1")
 

@@ -11,8 +11,8 @@ import kvjax
 from kvjax import policies, selection, storage, user_files
 from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import CheckpointError, InputError
-from kvjax.generate import decode
-from kvjax.sampling import Greedy, Sample
+from kvjax.generation.generate import decode
+from kvjax.generation.sampling import Greedy, Sample
 from kvjax.serve import Request, Runner
 from tests.tiny import kept, random_tokens, tiny
 

@@ -11,7 +11,7 @@ import kvjax
 from kvjax import policies, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import InputError, PolicyError
-from kvjax.sampling import Greedy, Sample
+from kvjax.generation.sampling import Greedy, Sample
 from kvjax.serve import Request, Runner
 from kvjax.serve.request import MOST_STOPS
 from tests.tiny import VOCAB, tiny

@@ -258,7 +258,7 @@ def test_stop_texts_and_prefixes(server, model):
     continued = server.complete(" into", max_tokens=10, prefix="anna")["text"]
     ids = model.tokenizer.encode(" into", bos=False)
     asked = server.runner.prefix(model.tokenizer.encode(PROMPTS[0])).extend(ids)
-    from kvjax.generate import decode
+    from kvjax.generation.generate import decode
 
     expected = decode(model, asked.fork(1), max_new_tokens=10)
     assert continued == model.tokenizer.decode(expected.tokens[0])

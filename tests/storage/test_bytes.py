@@ -11,10 +11,10 @@ import pytest
 from kvjax import storage
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import lower
-from kvjax.decoding import decode_steps
 from kvjax.devices import Device
+from kvjax.generation.decoding import decode_steps
+from kvjax.generation.sampling import Greedy
 from kvjax.roofline import average_slots, decode_shapes, roofline
-from kvjax.sampling import Greedy
 from tests.storage import every
 
 ROWS, PROMPT, NEW = 2, 20, 9

@@ -18,8 +18,8 @@ import kvjax.plan
 from kvjax import policies, storage
 from kvjax.cache.replay import _run
 from kvjax.errors import StorageError
+from kvjax.generation.prefill import prefill
 from kvjax.numerics.rope import Rope
-from kvjax.prefill import prefill
 from kvjax.storage import Calibration, Integer, Samples
 from kvjax.storage.calibration import kind_of
 from kvjax.units import size

@@ -17,7 +17,7 @@ from kvjax import policies, storage
 from kvjax.cache import LayerKV
 from kvjax.cache.arrangements import segments
 from kvjax.errors import InputError, StorageError
-from kvjax.prefill import Prefilled
+from kvjax.generation.prefill import Prefilled
 from kvjax.storage.gradient import differentiable
 from tests.conformance import CLEAR, TIE, live, read, replay, streams
 from tests.reference import policies as reference

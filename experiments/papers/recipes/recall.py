@@ -10,7 +10,7 @@ from experiments.papers.recipes import caches
 from experiments.papers.settings import MAIN, Settings
 from experiments.papers.statistics import Comparison, sign_test
 from experiments.tasks.score import answers, exact_matches, make_prompts
-from kvjax.generate import Generation
+from kvjax.generation.generate import Generation
 
 #: Distances from the fact to the end of a prompt of 984 tokens, at the least and at the most.
 DISTANCES = {"close": (50, 200), "near": (250, 450), "far": (700, 900)}

@@ -16,7 +16,8 @@ from kvjax.cache.planning.limits import Limits, half_steps, power_of_two
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
-from kvjax.generate import check_room
+from kvjax.generation.generate import check_room
+from kvjax.generation.prefill import Prefilled, prepare, run_prompts
 from kvjax.inputs import check_batch, check_no_text
 from kvjax.models.bound import BoundDecoder, bind, logprob_of, over_logits
 from kvjax.models.calibrate import calibrated
@@ -26,7 +27,6 @@ from kvjax.numerics.finite import error_of
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
-from kvjax.prefill import Prefilled, prepare, run_prompts
 from kvjax.selection.base import Selection
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration
@@ -127,8 +127,8 @@ def score_prefilled(
 
     Args:
       model: that of the contexts.
-      prefilled: from `kvjax.prefill.prefill` or `kvjax.extend.extend`, with room for the longest choice. It is
-        unchanged.
+      prefilled: from `kvjax.generation.prefill.prefill` or `kvjax.generation.continue_cache.extend`, with room for the
+        longest choice. It is unchanged.
       choices: for each context its continuations, each of at least one token.
 
     Returns:

@@ -11,16 +11,16 @@ from kvjax.arguments import plain_signature
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.planning.limits import half_steps, power_of_two
 from kvjax.cache.state import EMPTY, Block, KVState, Layer, LayerKV
-from kvjax.choices import FEW_FED, MANY_FED, takes_blocks, without_step_kernels
 from kvjax.errors import InputError
-from kvjax.generate import check_room
+from kvjax.generation.generate import check_room
+from kvjax.generation.multiple_choice import FEW_FED, MANY_FED, takes_blocks, without_step_kernels
+from kvjax.generation.prefill import Prefilled
 from kvjax.inputs import check_batch
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
-from kvjax.prefill import Prefilled
 
 Array = jax.Array
 
@@ -41,15 +41,15 @@ def extend(
 
     Args:
       model: that of the prompts.
-      prefilled: from `kvjax.prefill.prefill`, whose `max_new_tokens` covers these tokens and those that are generated
-        after them. It is unchanged, and can be extended again.
+      prefilled: from `kvjax.generation.prefill.prefill`, whose `max_new_tokens` covers these tokens and those that are
+        generated after them. It is unchanged, and can be extended again.
       tokens: [R, n] or [n] int, rows padded at the end; or a list of rows of any lengths.
       lengths: [R] int, the number of real tokens of each row, at least 1; None for n.
       rows: [R] int, the row of the cache that each row of tokens continues; None for the rows in their order.
 
     Returns:
-      The copies, from which `kvjax.generate.decode` generates. On a mesh that does not divide them, rows without a
-      token follow; see `Prefilled`.
+      The copies, from which `kvjax.generation.generate.decode` generates. On a mesh that does not divide them, rows
+      without a token follow; see `Prefilled`.
 
     Raises:
       InputError: tokens, lengths or rows that are not valid, or heads that evict nothing while decoding have too few
@@ -111,7 +111,7 @@ def feed_copies(
       lengths: [R] int32, the number of tokens of each; 0 for a row of padding, which holds nothing afterwards.
       config: the decoder.
       phase: the groups of heads of each layer while decoding.
-      at_once: whether tokens are fed in one block; see `kvjax.choices.takes_blocks`.
+      at_once: whether tokens are fed in one block; see `kvjax.generation.multiple_choice.takes_blocks`.
 
     Returns:
       The logits after the last token of each, [R, V] float32, and the copies.

@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any
 
 from kvjax.errors import ConfigError, InputError, shown
+from kvjax.generation.sampling import Greedy, Sample, Sampler
 from kvjax.inputs import LARGEST_COUNT
 from kvjax.models import values
 from kvjax.models.values import Json
-from kvjax.sampling import Greedy, Sample, Sampler
 
 FILE = "generation_config.json"
 TOP_K = 50  # of a file that asks for sampling and says nothing else, as in transformers

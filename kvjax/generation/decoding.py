@@ -6,14 +6,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax import records
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
+from kvjax.generation import selection_record
+from kvjax.generation.sampling import Sampler, penalised, penalty_of
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.finite import PAD, only_finite
 from kvjax.parallel.sharding import Params
-from kvjax.sampling import Sampler, penalised, penalty_of
 
 Array = jax.Array
 CHUNK = 64  # tokens per call of the decode loop; between calls the host checks for stops and updates the progress bar
@@ -41,7 +41,7 @@ class Carry(NamedTuple):
 
 
 # The number of steps taken, the carry, tokens and log-probabilities [B, CHUNK], and the record.
-Loop = tuple[Array, Carry, Array, Array, records.Steps | None]
+Loop = tuple[Array, Carry, Array, Array, selection_record.Steps | None]
 
 
 @functools.partial(jax.jit, static_argnames=("sampler",), donate_argnames=("state",))
@@ -89,7 +89,7 @@ def decode_steps(
     phase: Phase,
     sampler: Sampler,
     record: bool = False,
-) -> tuple[Carry, Array, Array, records.Steps | None]:
+) -> tuple[Carry, Array, Array, selection_record.Steps | None]:
     """Generates up to `CHUNK` tokens per row.
 
     The length of the loop is data, so that one trace serves any number of tokens, and the loop ends early when every
@@ -125,7 +125,7 @@ def decode_steps(
         # [B, 1, E]
         x, kv, sown = decoder.step(jnp.maximum(carry.token, 0)[:, None], kv, block, phase)
         if recorded is not None:
-            recorded = records.add(recorded, i, sown, phase, active)
+            recorded = selection_record.add(recorded, i, sown, phase, active)
         # [B, V]
         logits = decoder.logits(x[:, 0])
         # [B]
@@ -139,7 +139,7 @@ def decode_steps(
 
     # [B, CHUNK]
     ids = jnp.full((rows, CHUNK), PAD, jnp.int32)
-    recorded = records.empty(phase, rows, config.num_kv_heads) if record else None
+    recorded = selection_record.empty(phase, rows, config.num_kv_heads) if record else None
     loop = (jnp.int32(0), carry, ids, jnp.zeros((rows, CHUNK), jnp.float32), recorded)
     return jax.lax.while_loop(unfinished, body, loop)[1:]
 

@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
-from kvjax import records
 from kvjax.attention import Implementation
 from kvjax.cache.planning.layout import CacheLayout, Phase, kept
 from kvjax.cache.planning.limits import Limits, power_of_two
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import Block, KVState
+from kvjax.generation import selection_record
+from kvjax.generation.prefill import prepare, run_prompts
+from kvjax.generation.selection_record import Record
 from kvjax.inputs import check_batch, check_prompt
 from kvjax.models.bound import SCORE_ROWS, bind, logprobs_of
 from kvjax.models.calibrate import calibrated
@@ -25,8 +27,6 @@ from kvjax.numerics.finite import check_finite
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
-from kvjax.prefill import prepare, run_prompts
-from kvjax.records import Record
 from kvjax.selection.base import Selection
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration
@@ -57,7 +57,7 @@ class LogLikelihood(NamedTuple):
         return one_line(self)
 
     def kept(self, layer: int) -> list[list[np.ndarray]]:
-        """Returns the positions that a layer still holds; see `kvjax.generate.Generation.kept`."""
+        """Returns the positions that a layer still holds; see `kvjax.generation.generate.Generation.kept`."""
         return kept(self.layout, self.state, layer, len(self.logprobs))
 
 
@@ -113,7 +113,7 @@ def log_likelihood(
     prompt = check_prompt(prompt_length, batch.lengths)
     total, width = int(batch.lengths.max()), int(prompt.max())
     steps = int((batch.lengths - prompt).max())
-    recorded: list[tuple[records.Steps | None, int]] = []
+    recorded: list[tuple[selection_record.Steps | None, int]] = []
     # A loop whose length is data serves texts of any length; only a loop of static length has a gradient.
     differentiated = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params))
     if differentiated:
@@ -135,7 +135,7 @@ def log_likelihood(
             ids = np.zeros((prepared.rows, size), np.int32)
             ids[: len(prompt), :total] = batch.tokens
             ids, ends = model.place((ids, np.pad(batch.lengths, (0, prepared.rows - len(prompt)))))
-        most = records.STEPS if record else SCORE_ROWS
+        most = selection_record.STEPS if record else SCORE_ROWS
         for start in range(0, steps, most):
             count = min(most, steps - start)
             scores, state, own = score_steps(
@@ -147,7 +147,7 @@ def log_likelihood(
                 jax.block_until_ready(scores)
             bar.update(count)
     rows = len(prompt)
-    made = records.joined(recorded, prepared.layout, rows)
+    made = selection_record.joined(recorded, prepared.layout, rows)
     # [B, total - 1]
     known = np.arange(1, total) < batch.lengths[:, None]
     if differentiated:
@@ -175,7 +175,7 @@ def score_steps(
     phase: Phase,
     static_steps: int | None = None,
     record: bool = False,
-) -> tuple[Array, KVState, records.Steps | None]:
+) -> tuple[Array, KVState, selection_record.Steps | None]:
     """Feeds the next tokens of each row and records the log-probability of each token after them.
 
     Args:
@@ -188,7 +188,7 @@ def score_steps(
       config: the decoder.
       phase: the groups of heads of each layer.
       static_steps: the number of tokens to feed as a static argument, so that the function has a gradient.
-      record: whether to record what selections choose, of up to `kvjax.records.STEPS` steps.
+      record: whether to record what selections choose, of up to `kvjax.generation.selection_record.STEPS` steps.
 
     Returns:
       The updated scores and cache, and the record or None.
@@ -210,13 +210,13 @@ def score_steps(
         # [B, 1, E]
         x, kv, sown = decoder.step(token[:, None], kv, block, phase)
         if recorded is not None:
-            recorded = records.add(recorded, number, sown, phase, active)
+            recorded = selection_record.add(recorded, number, sown, phase, active)
         # [B]
         target = tokens[row, jnp.minimum(at + 1, width - 1)]
         logprob = logprobs_of(decoder, x, target[:, None])[:, 0]
         # Nothing is written for a row that has ended: its index is out of bounds.
         return kv, scores.at[row, jnp.where(active, at, width)].set(logprob, mode="drop"), recorded
 
-    carry = (state, scores, records.empty(phase, rows, config.num_kv_heads) if record else None)
+    carry = (state, scores, selection_record.empty(phase, rows, config.num_kv_heads) if record else None)
     state, scores, recorded = jax.lax.fori_loop(0, steps if static_steps is None else static_steps, body, carry)
     return scores, state, recorded

@@ -9,13 +9,13 @@ import jax
 from kvjax.cache.spec import CacheSpec
 from kvjax.checkpoint.chat import Message
 from kvjax.checkpoint.encoding import EncodedBatch, Tokenizer, padded
-from kvjax.detokenize import text_after
 from kvjax.errors import InputError, NonFiniteError
-from kvjax.generate import Generation, generate
-from kvjax.models.generation import FILE
+from kvjax.generation.detokenize import text_after
+from kvjax.generation.generate import Generation, generate
+from kvjax.generation.sampling import Sampler
+from kvjax.models.generation_config import FILE
 from kvjax.models.model import Model
 from kvjax.policies.base import Policy
-from kvjax.sampling import Sampler
 from kvjax.summary import one_line
 
 NEW_TOKENS = 256  # at most, if neither the caller nor the checkpoint says how many
@@ -54,8 +54,8 @@ def generate_text(
 ) -> TextGeneration:
     """Generates text after texts or conversations of any lengths, with a cache that is limited by a policy.
 
-    What is not given is as the checkpoint's generation_config.json says (`kvjax.models.generation`), and where that
-    says nothing, as below. An argument always has precedence.
+    What is not given is as the checkpoint's generation_config.json says (`kvjax.models.generation_config`), and where
+    that says nothing, as below. An argument always has precedence.
 
     Args:
       model: from `kvjax.load`, with a tokenizer.

@@ -63,7 +63,7 @@ class Prefilled(NamedTuple):
         return one_line(self)
 
     def kept(self, layer: int) -> list[list[np.ndarray]]:
-        """Returns the positions that a layer holds; see `kvjax.generate.Generation.kept`."""
+        """Returns the positions that a layer holds; see `kvjax.generation.generate.Generation.kept`."""
         return self.layout.kept(self.state, layer, self.num_rows)
 
     @property

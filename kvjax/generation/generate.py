@@ -1,4 +1,4 @@
-"""Generation: prompts in, new tokens out; `kvjax.decoding` is the loop."""
+"""Generation: prompts in, new tokens out; `kvjax.generation.decoding` is the loop."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,24 +8,24 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
-from kvjax import records
 from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
 from kvjax.cache.planning.layout import CacheLayout, kept
 from kvjax.cache.planning.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.cache.state import KVState, live_slots
-from kvjax.decoding import CHUNK, Carry, decode_steps, first_token
 from kvjax.errors import InputError, shown
+from kvjax.generation import selection_record
+from kvjax.generation.decoding import CHUNK, Carry, decode_steps, first_token
+from kvjax.generation.prefill import Prefilled, prefill
+from kvjax.generation.sampling import Greedy, Sampler, check_sampling, penalty_of
+from kvjax.generation.selection_record import Record
 from kvjax.inputs import check_count, check_stop
 from kvjax.models.calibrate import calibrated, with_calibration
 from kvjax.models.model import Model
 from kvjax.numerics.finite import PAD, check_finite
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
-from kvjax.prefill import Prefilled, prefill
-from kvjax.records import Record
-from kvjax.sampling import Greedy, Sampler, check_sampling, penalty_of
 from kvjax.selection.base import Selection
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration, required
@@ -162,7 +162,7 @@ def decode(
 
     Args:
       model: see `generate`.
-      prefilled: from `kvjax.prefill.prefill`. Its state is donated and cannot be used afterwards.
+      prefilled: from `kvjax.generation.prefill.prefill`. Its state is donated and cannot be used afterwards.
       max_new_tokens: see `generate`; at most as many as given to `prefill`.
       sampler: see `generate`.
       key: see `generate`.
@@ -191,7 +191,7 @@ def decode(
     request = np.pad(_check_requests(requests, rows), (0, prefilled.logits.shape[0] - rows))
     check_room(prefilled, max_new_tokens)
     produced: list[tuple[np.ndarray, np.ndarray]] = []
-    recorded: list[tuple[records.Steps | None, int]] = []
+    recorded: list[tuple[selection_record.Steps | None, int]] = []
     done = 1
     with model.on_mesh(), tqdm(total=max_new_tokens, desc="decode", unit="tok", disable=not progress) as bar:
         carry, first, logprob = first_token(
@@ -227,7 +227,7 @@ def decode(
     # [B, max_new_tokens]
     ids = np.pad(ids, pad, constant_values=PAD)
     lengths = np.asarray(np.sum(ids != PAD, axis=1), np.int32)
-    made = records.joined(recorded, prefilled.layout, rows)
+    made = selection_record.joined(recorded, prefilled.layout, rows)
     known = np.where(np.isfinite(logprobs), logprobs, np.float32(0))
     result = Generation(ids, lengths, np.pad(known, pad), carry.state, made, prefilled.layout)
     check_finite(logprobs, result)

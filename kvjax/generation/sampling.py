@@ -1,8 +1,8 @@
 """Sampling methods: how the next token is chosen from logits.
 
 Methods are frozen dataclasses, so that they can be static arguments of the decode loop. They have no state: the tokens
-that a row has so far, which a repetition penalty needs, are part of the loop's carry (`kvjax.decoding.Carry`). A method
-of another class takes part in that with a field `repetition_penalty`.
+that a row has so far, which a repetition penalty needs, are part of the loop's carry
+(`kvjax.generation.decoding.Carry`). A method of another class takes part in that with a field `repetition_penalty`.
 """
 
 import dataclasses

@@ -1,0 +1,1 @@
+"""The jitted loops: prompts, decoding, scores of texts and of choices, and text in and out."""
