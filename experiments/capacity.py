@@ -27,9 +27,9 @@ from tabulate import tabulate
 from experiments import capacity_page, cli, machine, prices, results
 from experiments.config import ExperimentConfig
 from experiments.resolve import codes_of, decoder_config, dtype_of, model_name, specs_of
-from kvjax.capacity import Capacity, capacity
 from kvjax.errors import ConfigError, KvjaxError
-from kvjax.targets import find_target
+from kvjax.planning.capacity import Capacity, capacity
+from kvjax.planning.topologies import find_target
 from kvjax.units import size
 
 PROGRAM, CONFIG = "python -m experiments.capacity", "--config=capacity"

@@ -170,7 +170,7 @@ def plan(config: ExperimentConfig, topology: str | None) -> None:
     Raises:
       ConfigError: a decoder that is not known without its checkpoint.
     """
-    from kvjax import plan as planning  # compiles for TPUs too: not for every run
+    from kvjax import planning  # compiles for TPUs too: not for every run
 
     decoder = decoder_config(config.model)
     if decoder is None:

@@ -19,7 +19,8 @@ Caches
 
 Elsewhere
   `kvjax.serve`: many requests, and an HTTP server. `kvjax.analysis`: what attention does, and a policy makes of it.
-  `kvjax.plan` and `kvjax.capacity`: models that do not fit on this machine. `kvjax.lm_eval`: lm-evaluation-harness.
+  `kvjax.planning` and `kvjax.planning.capacity`: models that do not fit on this machine. `kvjax.lm_eval`:
+  lm-evaluation-harness.
 
 Errors that a caller can cause are `KvjaxError`. `__version__` is the version.
 """

@@ -30,7 +30,7 @@ from kvjax.models.model import Model
 from kvjax.models.parameters import random_parameters
 from kvjax.numerics.rope import Rope
 from kvjax.parallel import sharding
-from kvjax.roofline import decode_shapes
+from kvjax.planning.roofline import decode_shapes
 from kvjax.selection import Selection, everything, infinigen, optimal, quest
 from kvjax.serve import Request, Runner
 from kvjax.storage import Storage, dense, int8, read, think

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvjax import capacity as capacities
 from kvjax import devices, policies
-from kvjax.capacity import capacity
-from kvjax.collectives import Collectives, collectives
 from kvjax.errors import ConfigError
-from kvjax.need import Need, Run, without_merges
-from kvjax.plan import plan
+from kvjax.planning import capacity as capacities
+from kvjax.planning import plan
+from kvjax.planning.capacity import capacity
+from kvjax.planning.hlo_collectives import Collectives, collectives
+from kvjax.planning.memory_estimate import Need, Run, without_merges
 from tests.test_plan import GROUPED, TINY
 
 needs_libtpu = pytest.mark.skipif(

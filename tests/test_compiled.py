@@ -27,8 +27,8 @@ from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.models.parameters import parameter_shapes
 from kvjax.numerics.rope import Rope
 from kvjax.numerics.statistics import MASS
+from kvjax.planning.roofline import decode_shapes
 from kvjax.products import native
-from kvjax.roofline import decode_shapes
 from tests.tiny import tiny
 
 BATCH, SLOTS = 2, 512

@@ -13,7 +13,7 @@ from kvjax import analysis, cache, policies
 from kvjax.cache import Limits
 from kvjax.errors import InputError, PolicyError
 from kvjax.numerics.rope import Rope
-from kvjax.plan import plan
+from kvjax.planning import plan
 from kvjax.spec_text import build
 from tests import layers, reference
 from tests.test_slots import LENGTHS, PROMPTS, TOKENS

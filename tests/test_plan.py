@@ -18,8 +18,8 @@ from kvjax.errors import ConfigError, InputError, KvjaxError, PolicyError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_count
 from kvjax.numerics.rope import Rope
-from kvjax.plan import plan
-from kvjax.plan.programs import compile_for
+from kvjax.planning import plan
+from kvjax.planning.programs import compile_for
 from kvjax.units import size
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None

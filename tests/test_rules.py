@@ -16,7 +16,7 @@ from kvjax.errors import ConfigError
 from kvjax.models import shapes
 from kvjax.parallel import sharding
 from kvjax.parallel.rules import Rules, rules, using
-from kvjax.roofline import decode_shapes, local_bytes
+from kvjax.planning.roofline import decode_shapes, local_bytes
 
 
 def test_rules_are_in_force_and_printable():

@@ -24,7 +24,6 @@ ROOMS = [
         "expressions",
         "imports",
         "user_files",
-        "targets",
     },
     {"policies"},
     {"storage", "selection"},
@@ -36,7 +35,7 @@ ROOMS = [
     {"checkpoint"},
     {"generation"},
     {"presets", "spec_text"},
-    {"roofline", "collectives", "plan", "need", "capacity", "analysis", "lm_eval", "serve"},
+    {"planning", "analysis", "lm_eval", "serve"},
 ]
 #: Public names that run the cache, found when they are asked for; and a policy that is made of a selection.
 LATE = {("storage/__init__.py", "cache"), ("policies/h2o_variants.py", "selection")}
@@ -89,9 +88,9 @@ def test_imports_point_downwards(path):
 
 def test_a_wrong_import_would_be_seen(tmp_path):
     path = tmp_path / "wrong.py"
-    path.write_text("def f():\n    from kvjax.cache import step\n    import kvjax.plan\n")
-    assert imports(path) == {"kvjax.cache", "kvjax.plan"}
-    assert room_of("kvjax.policies.h2o") < room_of("kvjax.cache.step.step") < room_of("kvjax.plan")
+    path.write_text("def f():\n    from kvjax.cache import step\n    import kvjax.planning\n")
+    assert imports(path) == {"kvjax.cache", "kvjax.planning"}
+    assert room_of("kvjax.policies.h2o") < room_of("kvjax.cache.step.step") < room_of("kvjax.planning")
 
 
 def test_only_policies_and_the_cache_read_how_a_policy_is_made():

@@ -19,7 +19,7 @@ from kvjax.errors import ConfigError
 from kvjax.models import offload
 from kvjax.models.parameters import parameter_shapes
 from kvjax.parallel import host_memory
-from kvjax.roofline import average_slots, local_bytes
+from kvjax.planning.roofline import average_slots, local_bytes
 
 DTYPE = jnp.bfloat16
 KEPT = 0.2  # of H2O, and the most that InfiniGen reads

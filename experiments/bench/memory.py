@@ -20,7 +20,7 @@ from kvjax.cache import Limits
 from kvjax.errors import ConfigError
 from kvjax.generation.generate import decode
 from kvjax.generation.prefill import prefill
-from kvjax.plan import plan
+from kvjax.planning import plan
 
 CONTEXTS = (512, 1024, 2048, 4096)
 NEW_TOKENS = 8

@@ -28,9 +28,9 @@ from kvjax.models.parameters import random_parameters
 from kvjax.models.quantize import WeightCodes
 from kvjax.models.shapes import by_name
 from kvjax.numerics.rope import Rope
+from kvjax.planning.roofline import average_slots, decode_shapes, roofline
 from kvjax.policies import evict, low_norm
 from kvjax.policies.base import Policy
-from kvjax.roofline import average_slots, decode_shapes, roofline
 
 Key = TypeVar("Key")
 LLAMA = "llama-12x768"  # as large as OPT-125M, of a family that every peer has
@@ -191,7 +191,7 @@ def timed(run: Callable[[], Any], calls: int = 1) -> Iterator[float]:
 def bytes_a_step(
     model: kvjax.Model, policy: Policy, batch: int, context: int, tokens: int, codes: WeightCodes | None = None
 ) -> int:
-    """The least that a decoding step moves; see `kvjax.roofline.Roofline`. `codes`: what weights are quantised to."""
+    """The least that a decoding step moves; see `roofline.Roofline`. `codes`: what weights are quantised to."""
     config, lowered = model.config, lowered_for(model, policy, batch, context, tokens)
     slots = average_slots(config, lowered, context, tokens)
     shapes = decode_shapes(config, lowered.layout, dtype_of(model), batch, None, weights=codes)

@@ -21,8 +21,7 @@ from experiments import calibrate, claims, data, fields, machine, resolve, resul
 from experiments import config as configs
 from experiments.config import DataConfig, PolicyConfig
 from experiments.measure import Measurement
-from kvjax import plan as planning
-from kvjax import storage
+from kvjax import planning, storage
 from kvjax.errors import ConfigError, InputError, KvjaxError
 from kvjax.models.model import Model
 from kvjax.models.parameters import parameter_count

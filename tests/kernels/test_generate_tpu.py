@@ -14,7 +14,7 @@ from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.step import fused_kernel
 from kvjax.kernels import registry
 from kvjax.models.shapes import by_name
-from kvjax.plan import plan
+from kvjax.planning import plan
 from tests.tiny import random_tokens, tiny
 
 needs_libtpu = pytest.mark.skipif(

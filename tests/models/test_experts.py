@@ -22,8 +22,8 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.parameters import parameter_count, random_parameters
 from kvjax.models.quantize import parameter_bytes
 from kvjax.numerics.rope import Rope
+from kvjax.planning.roofline import Roofline, average_slots, decode_shapes, roofline
 from kvjax.products.quantized import dequantize, is_quantized
-from kvjax.roofline import Roofline, average_slots, decode_shapes, roofline
 from tests.checkpoint.folders import assert_same
 from tests.tiny import random_tokens
 

@@ -15,7 +15,7 @@ from kvjax.models import shapes, skew
 from kvjax.models.offload import host_layers, offload
 from kvjax.models.parameters import random_parameters
 from kvjax.parallel import host_memory
-from kvjax.plan import plan
+from kvjax.planning import plan
 from tests.test_plan import needs_libtpu
 from tests.tiny import random_tokens, tiny
 

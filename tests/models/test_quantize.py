@@ -16,7 +16,7 @@ from kvjax.models.offload import offload
 from kvjax.models.parameters import parameter_count
 from kvjax.models.quantize import parameter_bytes
 from kvjax.parallel import host_memory
-from kvjax.plan import plan
+from kvjax.planning import plan
 from kvjax.products.quantized import dequantize, is_quantized
 from tests.test_plan import TINY, needs_libtpu
 from tests.tiny import random_tokens, tiny

@@ -14,7 +14,7 @@ from kvjax.cache.planning.lowering import lower
 from kvjax.devices import Device
 from kvjax.generation.decoding import decode_steps
 from kvjax.generation.sampling import Greedy
-from kvjax.roofline import average_slots, decode_shapes, roofline
+from kvjax.planning.roofline import average_slots, decode_shapes, roofline
 from tests.storage import every
 
 ROWS, PROMPT, NEW = 2, 20, 9

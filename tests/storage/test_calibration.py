@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import kvjax
-import kvjax.plan
+import kvjax.planning
 from kvjax import policies, storage
 from kvjax.cache.replay import _run
 from kvjax.errors import StorageError
@@ -404,11 +404,11 @@ def test_plans_count_it():
     """The compiled program takes the calibration as an argument, and rows have it in common."""
     config = model().config
     made = {
-        batch: kvjax.plan.plan(config, policies.full(), batch=batch, prompt_length=8, new_tokens=4, storage=LOW)
+        batch: kvjax.planning.plan(config, policies.full(), batch=batch, prompt_length=8, new_tokens=4, storage=LOW)
         for batch in (1, 2)
     }
     shared = config.num_layers * config.num_kv_heads * DIM * (4 + 5 + 2) * 4
-    plain = kvjax.plan.plan(config, policies.full(), batch=1, prompt_length=8, new_tokens=4)
+    plain = kvjax.planning.plan(config, policies.full(), batch=1, prompt_length=8, new_tokens=4)
     assert made[1].weights == made[2].weights == plain.weights + shared
     assert made[2].cache == 2 * made[1].cache
     assert f"calibration: {size(shared)} that rows have in common" in made[1].explain

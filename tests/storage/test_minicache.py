@@ -18,7 +18,7 @@ from kvjax.cache.planning.lowering import lower
 from kvjax.devices import Device
 from kvjax.errors import StorageError
 from kvjax.generation.prefill import prefill
-from kvjax.roofline import average_slots, decode_shapes, roofline
+from kvjax.planning.roofline import average_slots, decode_shapes, roofline
 from kvjax.storage import Merged, merged_vectors
 from tests.storage.test_blocks import lowered
 from tests.tiny import random_tokens, tiny

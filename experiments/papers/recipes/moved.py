@@ -12,7 +12,7 @@ from experiments.papers.settings import Settings
 from kvjax.models import shapes
 from kvjax.models.parameters import parameter_count
 from kvjax.parallel import host_memory
-from kvjax.roofline import average_slots
+from kvjax.planning.roofline import average_slots
 
 DTYPE = jnp.bfloat16
 FULL, INT4, H2O, INFINIGEN = "FlexGen", "INT4", "H2O", "InfiniGen"  # InfiniGen's names of the systems, in order

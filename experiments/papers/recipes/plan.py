@@ -1,6 +1,6 @@
 """BYTES and PLAN: what a cache of a published model holds, and the tokens per second that a device's memory allows.
 
-Both are counted from shapes; nothing is allocated, and nothing is compiled. `kvjax.plan` compiles the same step.
+Both are counted from shapes; nothing is allocated, and nothing is compiled. `kvjax.planning` compiles the same step.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from kvjax.devices import DEVICES, GIGA, PCIE_3, PCIE_4, TERA, Device
 from kvjax.models import shapes
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_count
-from kvjax.roofline import average_slots, decode_shapes, roofline
+from kvjax.planning.roofline import average_slots, decode_shapes, roofline
 
 A100 = DEVICES["NVIDIA A100-SXM4-80GB"]
 SHEET = "NVIDIA's data sheet of the product"

@@ -1,7 +1,7 @@
 """The largest batch that fits on a mesh with a cache, prefill included, and what its tokens cost.
 
-See `kvjax.need` for how bytes are counted. Bytes beyond the weights are nearly in proportion to the rows, so that the
-search needs two batches, often one.
+See `kvjax.planning.memory_estimate` for how bytes are counted. Bytes beyond the weights are nearly in proportion to the
+rows, so that the search needs two batches, often one.
 """
 
 import dataclasses
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from kvjax.cache.spec import CacheSpec, as_spec
-from kvjax.collectives import Collectives
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
-from kvjax.need import DEPTHS, Need, Run, without_merges
-from kvjax.plan import Plan, plan
+from kvjax.planning import Plan, plan
+from kvjax.planning.hlo_collectives import Collectives
+from kvjax.planning.memory_estimate import DEPTHS, Need, Run, without_merges
+from kvjax.planning.topologies import find_target
 from kvjax.policies.base import Policy
-from kvjax.targets import find_target
 
 #: The search ends when no batch that is larger by more than this share can fit.
 PRECISION = 0.02
@@ -127,16 +127,17 @@ def capacity(
       policy: which slots the cache keeps, or a `CacheSpec`.
       prompt_length: the number of tokens of each row's prompt.
       new_tokens: the number of new tokens of each row.
-      mesh_axes: see `kvjax.plan.plan`. If empty, the mesh on which the largest batch moves the fewest bytes per step.
-      topology: see `kvjax.plan.plan`.
+      mesh_axes: see `kvjax.planning.plan`. If empty, the mesh on which the largest batch moves the fewest bytes per
+        step.
+      topology: see `kvjax.planning.plan`.
       price: US dollars for an hour of a chip, of your own offer; None to leave costs out.
       like: the result for another cache of the same run, whose scratch memory says where the search begins.
       verify: whether to compile all layers for the batch that was found too, which takes minutes; else it is between
         those of programs that were refused, of which the compiler of TPUs says how much they need.
-      options: further arguments of `kvjax.plan.plan`, such as `dtype`, `weights` and `prefill_block`.
+      options: further arguments of `kvjax.planning.plan`, such as `dtype`, `weights` and `prefill_block`.
 
     Raises:
-      KvjaxError: as `kvjax.plan.plan`; for a device whose memory is unknown.
+      KvjaxError: as `kvjax.planning.plan`; for a device whose memory is unknown.
     """
     spec = as_spec(policy, options.pop("storage", None), options.pop("selection", None))
     planned = functools.partial(

@@ -15,7 +15,7 @@ from kvjax.generation.prefill import prefill_steps
 from kvjax.generation.sampling import Greedy
 from kvjax.models.config import DecoderConfig
 from kvjax.parallel import sharding
-from kvjax.roofline import Shapes
+from kvjax.planning.roofline import Shapes
 
 PALLAS = "jax._src.pallas"
 #: What the compiler of TPUs says of a kernel that needs too much of another memory than the device's.

@@ -4,7 +4,7 @@ The program is the decode loop of `kvjax.generate`. It is compiled for this mach
 not be present. No parameters and no cache are allocated.
 """
 
-from kvjax.plan.make import plan
-from kvjax.plan.report import Plan
+from kvjax.planning.make_plan import plan
+from kvjax.planning.plan_report import Plan
 
 __all__ = ["Plan", "plan"]

@@ -15,7 +15,6 @@ from kvjax.attention import Implementation
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.cache.spec import CacheSpec, as_spec
-from kvjax.collectives import collectives
 from kvjax.devices import local_device
 from kvjax.errors import ConfigError
 from kvjax.inputs import check_batch, check_count
@@ -25,13 +24,14 @@ from kvjax.models.quantize import WeightCodes, as_weight_codes
 from kvjax.parallel import sharding
 from kvjax.parallel.host_memory import DEVICE
 from kvjax.parallel.rules import Rules, using
-from kvjax.plan.programs import Memory, compile_decode, compile_prefill
-from kvjax.plan.report import Plan, fits_in
+from kvjax.planning.hlo_collectives import collectives
+from kvjax.planning.plan_report import Plan, fits_in
+from kvjax.planning.programs import Memory, compile_decode, compile_prefill
+from kvjax.planning.roofline import average_slots, decode_shapes, fewest_bytes, local_bytes, roofline
+from kvjax.planning.topologies import find_target
 from kvjax.policies.base import Policy
-from kvjax.roofline import average_slots, decode_shapes, fewest_bytes, local_bytes, roofline
 from kvjax.selection.base import Selection
 from kvjax.storage.base import Storage
-from kvjax.targets import find_target
 
 
 @plain_signature

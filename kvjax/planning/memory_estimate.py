@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from kvjax.collectives import Collectives
 from kvjax.models.config import DecoderConfig
-from kvjax.plan import Plan
+from kvjax.planning import Plan
+from kvjax.planning.hlo_collectives import Collectives
 from kvjax.policies.base import Policy
 
 DEPTHS = (3, 4)  # layers of the programs that are compiled
@@ -67,7 +67,7 @@ class Run:
 
     Attributes:
       config: the decoder.
-      plan: `kvjax.plan.plan` with everything but the decoder, the batch and the mesh.
+      plan: `kvjax.planning.plan` with everything but the decoder, the batch and the mesh.
       axes: of the mesh.
       one: the plan, from shapes alone, of one row; its arrays have as many as divide evenly over the mesh.
     """
@@ -107,7 +107,7 @@ class Run:
         return Need(rows, self.held(rows), scratch["decode"], scratch["prefill"], asked, programs, seconds)
 
     def collectives(self, rows: int, **options: Any) -> Collectives:
-        """Returns the collectives of a decode step with other arguments of `kvjax.plan.plan`."""
+        """Returns the collectives of a decode step with other arguments of `kvjax.planning.plan`."""
         return self._collectives(
             [self._few(depth, rows, decode=True, prefill=False, **options) for depth in self._depths]
         )

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from tabulate import tabulate
 
-from kvjax.collectives import Collectives
 from kvjax.devices import Device
-from kvjax.roofline import Roofline
+from kvjax.planning.hlo_collectives import Collectives
+from kvjax.planning.roofline import Roofline
 from kvjax.units import si, size
 
 
