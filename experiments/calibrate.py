@@ -19,10 +19,10 @@ from absl import flags
 import kvjax
 from experiments import cli, data, results
 from experiments.config import DataConfig
-from kvjax import spec_text
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 from kvjax.policies import full
+from kvjax.specs import parse
 from kvjax.storage import Calibration, Storage
 
 ROWS, TOKENS, BLOCK = 4, 512, 64  # rows of the sample, tokens of each, tokens of a block when training
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     _, values = cli.parse_flags(argv, about=str(__doc__), define=define)
     if None in (values.model, values.storage, values.output):
         raise ConfigError("give --model=FOLDER, --storage='low_rank(...)' and --output=FILE.safetensors.")
-    output, storage = results.make_file(values.output), spec_text.build("storage", values.storage)
+    output, storage = results.make_file(values.output), parse.build("storage", values.storage)
     model = kvjax.load(values.model, dtype=values.dtype)
     width = min(values.tokens, model.config.max_positions)
     if values.text is None:

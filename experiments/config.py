@@ -8,15 +8,15 @@ from typing import Any
 
 from experiments import fields
 from experiments.fields import Budget, Count, Kernels, Names, Number, OptionalCount, OptionalText, Text, Whole
-from kvjax import spec_text
 from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.quantize import WeightCodes
 from kvjax.policies import Fraction, Policy
 from kvjax.policies.budget import LEAST_SLOTS
+from kvjax.specs import parse
 
 DENSE, EVERYTHING = "dense", "everything"  # how slots are held and read unless a config says otherwise
-PLAIN: dict[spec_text.Axis, str] = {"storage": DENSE, "selection": EVERYTHING}
+PLAIN: dict[parse.Axis, str] = {"storage": DENSE, "selection": EVERYTHING}
 JOINED = " + "  # between the parts of a cache in one text, as in the name of a `CacheSpec`
 
 
@@ -44,7 +44,7 @@ class ModelConfig:
 @dataclasses.dataclass
 class PolicyConfig:
     """Attributes:
-    name: a policy as text (`kvjax.spec_text`): h2o, roco(guard=4), FILE.py:factory.
+    name: a policy as text (`kvjax.specs.parse`): h2o, roco(guard=4), FILE.py:factory.
     budget: slots per KV head (int), or a fraction of each row's prompt (float in (0, 1]).
     recent: as in the policy's factory; None = its default.
     sinks: likewise.
@@ -122,7 +122,7 @@ class ExperimentConfig:
     name: names the results.
     model: what runs.
     policy: what the cache keeps.
-    storage: how the policy's slots are held, as text (`kvjax.spec_text`): int4(residual=32), FILE.py:factory.
+    storage: how the policy's slots are held, as text (`kvjax.specs.parse`): int4(residual=32), FILE.py:factory.
     selection: which of these slots a query reads, as text: quest(page=16, budget=512), FILE.py:factory.
     baselines: caches to compare with, under the same budget: a policy, held as it is and read whole, or with a storage
       and a selection of its own, ``full + int8``; agreement is measured against ``full`` if it is here.
@@ -177,7 +177,7 @@ def build_policy(config: PolicyConfig, least_slots: int | None = None) -> Policy
     Raises:
       PolicyError, ConfigError: an unknown policy, a setting that it does not take, or values that cannot work.
     """
-    accepted = spec_text.accepts("policy", config.name)
+    accepted = parse.accepts("policy", config.name)
     given = {key: value for key, value in dataclasses.asdict(config).items() if value is not None and key != "name"}
     # Every config carries a budget; `full` has no use for one.
     ignored = {"budget"} - accepted
@@ -187,7 +187,7 @@ def build_policy(config: PolicyConfig, least_slots: int | None = None) -> Policy
     taken = {key: value for key, value in given.items() if key in accepted}
     if least_slots is not None and isinstance(taken.get("budget"), float):
         taken["budget"] = Fraction(taken["budget"], least=least_slots)
-    policy: Policy = spec_text.build("policy", config.name, **taken)
+    policy: Policy = parse.build("policy", config.name, **taken)
     return policy
 
 
@@ -197,7 +197,7 @@ def build_spec(config: ExperimentConfig, least_slots: int | None = None) -> Cach
     Raises:
       KvjaxError: as `build_policy`, or the same of a storage or a selection.
     """
-    storage, selection = (spec_text.build(axis, getattr(config, axis)) for axis in ("storage", "selection"))
+    storage, selection = (parse.build(axis, getattr(config, axis)) for axis in ("storage", "selection"))
     return CacheSpec(build_policy(config.policy, least_slots), storage, selection)
 
 
@@ -207,7 +207,7 @@ def build_weights(config: ModelConfig) -> WeightCodes | None:
     Raises:
       ConfigError: an unknown name, or values that cannot work.
     """
-    codes: WeightCodes | None = None if config.weights is None else spec_text.build("weights", config.weights)
+    codes: WeightCodes | None = None if config.weights is None else parse.build("weights", config.weights)
     return codes
 
 
@@ -230,13 +230,13 @@ def baseline(config: ExperimentConfig, text: str, least_slots: int | None = None
       KvjaxError: as `build_spec`; also a part that is neither a storage nor a selection.
     """
     name, *others = (part.strip() for part in text.split(JOINED))
-    found: dict[spec_text.Axis, Any] = {}
+    found: dict[parse.Axis, Any] = {}
     for part in others:
-        axis = spec_text.axis_of(part, ("storage", "selection"))
+        axis = parse.axis_of(part, ("storage", "selection"))
         if axis in found:
             raise ConfigError(f"{text!r} has two parts that are a {axis}; give one of each.")
-        found[axis] = spec_text.build(axis, part)
-    defaults = {axis: spec_text.build(axis, plain) for axis, plain in PLAIN.items()}
+        found[axis] = parse.build(axis, part)
+    defaults = {axis: parse.build(axis, plain) for axis, plain in PLAIN.items()}
     return CacheSpec(build_policy(_policy(config, name), least_slots), **(defaults | found))
 
 
@@ -244,6 +244,6 @@ def _policy(config: ExperimentConfig, name: str) -> PolicyConfig:
     """A policy to compare with: the same budget and positions, everything else its default."""
     if name == config.policy.name:
         return config.policy
-    accepted = spec_text.accepts("policy", name)
+    accepted = parse.accepts("policy", name)
     shared = {key: getattr(config.policy, key) for key in ("budget", "positions") if key in accepted and name != "full"}
     return PolicyConfig(name=name, **shared)

@@ -12,9 +12,9 @@ import kvjax
 from experiments import fields
 from experiments.config import ExperimentConfig
 from experiments.tasks import answering, registry
-from kvjax import spec_text, user_files
 from kvjax.checkpoint.locate import bundled
 from kvjax.errors import ConfigError
+from kvjax.specs import parse, user_files
 
 WHOLE = 64 << 20  # bytes up to which all of a file is read; weights beyond are sampled
 SAMPLES, SAMPLE = 64, 64 << 10  # of a larger file, evenly spread, and the bytes of each
@@ -90,7 +90,7 @@ def of_sources(folders: Sequence[Path]) -> str:
 def _of_own(config: ExperimentConfig) -> dict[str, str]:
     """A user's own Python files, and those that they import."""
     texts = (config.policy.name, config.storage, config.selection, *config.baselines)
-    files = [file for text in texts for file in spec_text.files(text)]
+    files = [file for text in texts for file in parse.files(text)]
     files += [file for name in config.tasks.names for file in registry.files(name)]
     return {str(path): found[:DIGITS] for file in files for path, found in user_files.digests(file).items()}
 

@@ -11,7 +11,6 @@ import numpy as np
 from experiments import config as configs
 from experiments import machine, results
 from experiments.config import ExperimentConfig, ModelConfig
-from kvjax import spec_text
 from kvjax.cache import CacheLayout, CacheSpec, Limits
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
@@ -24,6 +23,7 @@ from kvjax.models.quantize import WeightCodes
 from kvjax.parallel import sharding
 from kvjax.parallel.rules import Rules
 from kvjax.policies import full
+from kvjax.specs import parse
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -85,7 +85,7 @@ def specs_of(config: ExperimentConfig, least_slots: int | None = None) -> list[C
         if found.get(spec.name, spec) != spec:
             # Policies of two files may have one name.
             text = name.partition(configs.JOINED)[0].strip()
-            spec = dataclasses.replace(spec, policy=spec_text.named(spec.policy, text))
+            spec = dataclasses.replace(spec, policy=parse.named(spec.policy, text))
         found.setdefault(spec.name, spec)
     # The full cache opens every table, also when it is the policy itself, which otherwise ends it.
     return sorted([*(spec for spec in found.values() if spec is not own), own], key=lambda spec: spec.name != "full")

@@ -21,7 +21,6 @@ from experiments.progress import tracked
 from experiments.resolve import CannotRun, check_fit, dtype_of, model_name, specs_of
 from experiments.tasks import answering, score
 from experiments.tasks.journal import FOLDER, Journal
-from kvjax import user_files
 from kvjax.cache import CacheSpec
 from kvjax.checkpoint.skew import load_skew
 from kvjax.errors import CheckpointError
@@ -34,6 +33,7 @@ from kvjax.models.skew import skewed
 from kvjax.parallel import distributed, sharding
 from kvjax.parallel.rules import Rules, using
 from kvjax.products.quantized import is_quantized
+from kvjax.specs import user_files
 from kvjax.storage.calibration import Calibration, required
 
 T = TypeVar("T")

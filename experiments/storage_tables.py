@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import policies, spec_text
+from kvjax import policies
 from kvjax.cache import CacheSpec
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.rope import Rope
+from kvjax.specs import parse
 from kvjax.storage import STORAGES, Storage
 
 PAGE = Path(__file__).parents[1] / "docs" / "storages.md"
@@ -86,7 +87,7 @@ def rows() -> dict[str, list[str]]:
 
 
 def build(text: str) -> Storage:
-    storage: Storage = spec_text.build("storage", text)
+    storage: Storage = parse.build("storage", text)
     return storage
 
 

@@ -6,10 +6,10 @@ Any field can be swept: --sweep='storage=dense,int8,int4(residual=32)', --sweep=
 Where storages are swept the plot shows quality against the bytes held, otherwise against the budget; if dense is one of
 them, sweep.md has what each of the others costs against it, text by text (seed by seed). sweep.json has the numbers.
 Results are JSON files in OUTPUT/NAME-sweep/, named by a hash of the resolved config and of the contents of the files
-that it names, and of those that a user's own Python file imports from its folder (`kvjax.user_files`); called again, it
-runs what is missing or failed, and everything with --rerun. Results of other code are marked. --sweep=seed=0,1,2 gives
-the mean and the standard deviation over seeds. Values are separated by commas, or by semicolons if there are any:
---sweep='mesh=data:2;data:1,model:2'.
+that it names, and of those that a user's own Python file imports from its folder (`kvjax.specs.user_files`); called
+again, it runs what is missing or failed, and everything with --rerun. Results of other code are marked.
+--sweep=seed=0,1,2 gives the mean and the standard deviation over seeds. Values are separated by commas, or by
+semicolons if there are any: --sweep='mesh=data:2;data:1,model:2'.
 
 Several workers, on machines that share the folder, may be given the same command: each run is claimed by one of them, a
 run of a worker that died is taken over, and the last one writes the report. --shard=2/8 runs every eighth instead, from
@@ -36,9 +36,9 @@ from experiments.config import ExperimentConfig
 from experiments.progress import tracked
 from experiments.session import Session
 from experiments.sharing import MISSING, Shard
-from kvjax import user_files
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.parallel import distributed
+from kvjax.specs import user_files
 
 Axis = tuple[str, list[Any]]  # a field and its values
 SOME_FAILED = 1

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import policies, spec_text, storage
+from kvjax import policies, storage
 from kvjax.cache import Block, Limits
 from kvjax.generation.prefill import prefill
 from kvjax.models.decoder import Decoder
+from kvjax.specs import parse
 from tests.conftest import ROOT
 from tests.tiny import random_tokens, tiny
 
@@ -91,7 +92,7 @@ def test_by_its_file(page, tmp_path):
     (block,) = (block for block in BLOCKS if "def mean_pages(" in block)
     file = tmp_path / "mine.py"
     file.write_text(f"{imports}\n\n{block}")
-    made = spec_text.build("selection", f"{file}:mean_pages(page=16, slots=256)")
+    made = parse.build("selection", f"{file}:mean_pages(page=16, slots=256)")
     assert dataclasses.asdict(made) == dataclasses.asdict(page["mean_pages"](page=16, slots=256))
 
 

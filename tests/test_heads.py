@@ -14,7 +14,7 @@ from kvjax.cache import Limits
 from kvjax.errors import InputError, PolicyError
 from kvjax.numerics.rope import Rope
 from kvjax.planning import plan
-from kvjax.spec_text import build
+from kvjax.specs.parse import build
 from tests import layers, reference
 from tests.test_slots import LENGTHS, PROMPTS, TOKENS
 from tests.tiny import random_tokens, tiny

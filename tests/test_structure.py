@@ -13,6 +13,7 @@ ROOMS = [
         "errors",
         "numerics",
         "parallel",
+        "specs",
         "devices",
         "host",
         "kept_files",
@@ -21,9 +22,6 @@ ROOMS = [
         "summary",
         "arguments",
         "version",
-        "expressions",
-        "imports",
-        "user_files",
     },
     {"policies"},
     {"storage", "selection"},
@@ -34,7 +32,7 @@ ROOMS = [
     {"models", "generation.sampling"},
     {"checkpoint"},
     {"generation"},
-    {"presets", "spec_text"},
+    {"presets", "specs.parse"},
     {"planning", "analysis", "lm_eval", "serve"},
 ]
 #: Public names that run the cache, found when they are asked for; and a policy that is made of a selection.

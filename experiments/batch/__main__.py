@@ -21,7 +21,6 @@ from experiments.batch.requests import Asked, Defaults
 from experiments.config import DataConfig, ExperimentConfig, TasksConfig, build_spec
 from experiments.resolve import check_fit, dtype_of
 from experiments.session import Session, calibrated_for, describe, given_calibration
-from kvjax import user_files
 from kvjax.cache import Limits
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generation.sampling import Sample
@@ -29,6 +28,7 @@ from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.budget import LEAST_SLOTS
 from kvjax.serve import Request, Result, Runner
+from kvjax.specs import user_files
 
 FAILED = 1  # the exit status if some request could not be answered
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

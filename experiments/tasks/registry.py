@@ -26,9 +26,9 @@ from experiments.tasks.needles import FORMS, Needles
 from experiments.tasks.published import SOURCES, Instructions, MultipleChoice, Reconstruction, Summaries
 from experiments.tasks.ruler import Ruler
 from experiments.tasks.spec import TaskSpec
-from kvjax import user_files
 from kvjax.arguments import did_you_mean
 from kvjax.errors import ConfigError
+from kvjax.specs import user_files
 
 Factory = Callable[..., TaskSpec]
 TASKS: Mapping[str, Factory] = {

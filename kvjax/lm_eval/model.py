@@ -82,7 +82,7 @@ class KVJaxLM(TemplateLM):
         Args:
           path: see `kvjax.load`; or a model.
           pretrained: another name of `path`.
-          policy: which slots the cache keeps, as text (`kvjax.spec_text`) or a policy.
+          policy: which slots the cache keeps, as text (`kvjax.specs.parse`) or a policy.
           budget: of the policies in the text: slots, or a fraction of each context.
           storage: how slots are held.
           selection: which slots a query reads.

@@ -3,12 +3,13 @@
 import ast
 from typing import Any
 
-from kvjax import policies, spec_text
+from kvjax import policies
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import ConfigError
 from kvjax.policies import Policy
 from kvjax.policies import budget as budgets
 from kvjax.selection import Selection
+from kvjax.specs import parse
 from kvjax.storage import Storage
 
 AUTO_ROWS = 16  # rows of a batch where lm_eval asks for ``auto``
@@ -22,7 +23,7 @@ def spec(
     selection: str | Selection = "everything",
     least_slots: int = LEAST_SLOTS,
 ) -> CacheSpec:
-    """Builds a spec from texts, see `kvjax.spec_text`, or from what they describe.
+    """Builds a spec from texts, see `kvjax.specs.parse`, or from what they describe.
 
     Args:
       policy: which slots stay.
@@ -39,8 +40,8 @@ def spec(
         raise ConfigError("budget= is for a policy that is given as text; this one has its own.")
     given = {} if budget is None else {"budget": as_budget(budget, least_slots)}
 
-    def made(axis: spec_text.Axis, value: Any, **given: Any) -> Any:
-        return spec_text.build(axis, value, **given) if isinstance(value, str) else value
+    def made(axis: parse.Axis, value: Any, **given: Any) -> Any:
+        return parse.build(axis, value, **given) if isinstance(value, str) else value
 
     return CacheSpec(made("policy", policy, **given), made("storage", storage), made("selection", selection))
 

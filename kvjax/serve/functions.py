@@ -10,7 +10,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import kvjax
-from kvjax import user_files
+from kvjax.specs import user_files
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 KVJAX = Path(kvjax.__path__[0])
@@ -20,7 +20,7 @@ def described(value: Any) -> str:
     """Returns the text of a value without addresses, with a digest if it holds functions that are not of kvjax.
 
     The digest covers their code, their defaults, what they enclose, and the contents of their files with what these
-    import (`kvjax.imports`).
+    import (`kvjax.specs.source_imports`).
 
     Args:
       value: made of dataclasses, containers and functions.

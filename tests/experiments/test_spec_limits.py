@@ -8,8 +8,8 @@ import pytest
 from experiments import config as configs
 from experiments import fields
 from kvjax.errors import ConfigError, KvjaxError
-from kvjax.expressions import MOST_DEPTH
-from kvjax.spec_text import accepts, axis_of, build, files
+from kvjax.specs.expressions import MOST_DEPTH
+from kvjax.specs.parse import accepts, axis_of, build, files
 
 TEXTS = {
     "name": lambda n: "a" * n,

@@ -14,8 +14,9 @@ import kvjax
 from experiments import config as configs
 from experiments import fields, resolve, run, sweep
 from experiments.config import PolicyConfig
-from kvjax import policies, selection, spec_text, storage, user_files
+from kvjax import policies, selection, storage
 from kvjax.errors import ConfigError, KvjaxError, PolicyError
+from kvjax.specs import parse, user_files
 from tests.conftest import ROOT
 from tests.tiny import random_tokens, tiny
 
@@ -55,11 +56,11 @@ from tests.tiny import random_tokens, tiny
     ],
 )
 def test_a_text_is_a_policy(text, same):
-    built = spec_text.build("policy", text, budget=9)
+    built = parse.build("policy", text, budget=9)
     assert built == same()
     assert built.name == text
     assert pickle.loads(pickle.dumps(built)).name == text
-    assert built is spec_text.build("policy", text, budget=9)
+    assert built is parse.build("policy", text, budget=9)
 
 
 @pytest.mark.parametrize(
@@ -82,21 +83,21 @@ def test_a_text_is_a_policy(text, same):
     ],
 )
 def test_a_text_is_a_storage_or_a_selection(axis, text, same):
-    built = spec_text.build(axis, text)
+    built = parse.build(axis, text)
     assert (built, built.name, hash(built)) == (same, text, hash(same))
     assert pickle.loads(pickle.dumps(built)) == same
-    assert spec_text.accepts("storage", "int8") == {"group", "residual", "memory"}
+    assert parse.accepts("storage", "int8") == {"group", "residual", "memory"}
 
 
 def test_a_name_is_that_of_one_text():
     texts = ("quest(16, 512)", "quest(page=16, budget=512)")
-    built = [spec_text.build("selection", text) for text in texts]
+    built = [parse.build("selection", text) for text in texts]
     assert built[0] == built[1] == selection.quest(16, 512)
     assert [each.name for each in (*built, selection.quest(16, 512))] == [*texts, "quest"]
 
 
 def test_one_slot_is_not_the_whole_prompt():
-    built = [spec_text.build("policy", "h2o", budget=b).budget for b in (1, 1.0)]
+    built = [parse.build("policy", "h2o", budget=b).budget for b in (1, 1.0)]
     assert built == [policies.Slots(1), policies.Fraction(1.0)]
 
 
@@ -129,7 +130,7 @@ def test_one_slot_is_not_the_whole_prompt():
 )
 def test_what_is_wrong_with_a_text(axis, text, message):
     with pytest.raises(KvjaxError, match=message) as caught:
-        spec_text.build(axis, text, **({"budget": 9} if axis == "policy" else {}))
+        parse.build(axis, text, **({"budget": 9} if axis == "policy" else {}))
     assert "\n" not in str(caught.value)
 
 
@@ -162,7 +163,7 @@ def mine(tmp_path):
 @pytest.mark.thorough
 def test_a_policy_in_a_users_own_file(mine, small, capsys):
     name = f"{mine}:loudest"
-    loudest = spec_text.build("policy", name, budget=6)
+    loudest = parse.build("policy", name, budget=6)
     model, tokens = tiny().model, random_tokens(2, 20)
     got = kvjax.generate(model, tokens, loudest, max_new_tokens=5)
     assert all(np.asarray(layer.position >= 0).sum(axis=2).max() == 6 for layer in got.state.layers)
@@ -176,7 +177,7 @@ def test_a_policy_in_a_users_own_file(mine, small, capsys):
     )
     assert [result["status"] for result in results] == ["ok"] * 4
     with pytest.raises(ConfigError, match="no factory and no policy of that name"):
-        spec_text.build("policy", f"{mine}:quietest", budget=6)
+        parse.build("policy", f"{mine}:quietest", budget=6)
 
 
 NAMED = """
@@ -205,7 +206,7 @@ def test_reports_use_the_name_that_a_policy_has(tmp_path, small):
         f"{one}:plain": f"{one}:plain",
         f"value_norm({one}:passed_on)": f"value_norm({one}:passed_on)",
     }
-    assert [spec_text.build("policy", text, budget=6).name for text in texts] == list(texts.values())
+    assert [parse.build("policy", text, budget=6).name for text in texts] == list(texts.values())
     # Two files may give one name: a table has both.
     small.policy, small.baselines = PolicyConfig(name=f"{one}:mine", budget=6), ("full", f"{two}:mine", f"{one}:mine")
     assert [spec.name for spec in resolve.specs_of(small)] == ["full", f"{two}:mine", "my method"]
@@ -238,9 +239,9 @@ def nothing():
 def test_storages_and_selections_in_a_users_own_file(tmp_path, small):
     path = tmp_path / "own.py"
     path.write_text(OWN)
-    made = spec_text.build("storage", f"{path}:coarse(bits=4)")
+    made = parse.build("storage", f"{path}:coarse(bits=4)")
     assert made == storage.integer(4, key_bits=8)
-    assert spec_text.build("selection", f"{path}:best") == selection.optimal(4)
+    assert parse.build("selection", f"{path}:best") == selection.optimal(4)
     small.policy, small.baselines = PolicyConfig(name="full"), ("full",)
     small.storage, small.selection = f"{path}:coarse", f"{path}:few(4)"
     found = resolve.specs_of(small)
@@ -253,7 +254,7 @@ def test_storages_and_selections_in_a_users_own_file(tmp_path, small):
         ("storage", f"{path}:coarse(bit=3)", "unexpected keyword argument 'bit'"),
     ):
         with pytest.raises(KvjaxError, match=message):
-            spec_text.build(axis, text)
+            parse.build(axis, text)
     small.policy = PolicyConfig(name="h2o(variant=masked)", budget=8)
     with pytest.raises(PolicyError, match="has a selection of its own"):
         resolve.specs_of(small)

@@ -9,8 +9,8 @@ import pytest
 
 from experiments import identity, results, session, sweep, trades
 from experiments.config import PolicyConfig
-from kvjax import spec_text
 from kvjax.errors import ConfigError
+from kvjax.specs import parse
 
 AXES = [("policy.budget", [4, 8]), ("policy.name", ["h2o", "window"])]
 
@@ -246,7 +246,7 @@ def test_what_an_own_file_imports_is_a_part_of_it(small, calls, tmp_path):
     assert "(mine.py, line 1)." in broken["error"] and len(calls) == 2
     mine.write_text("import pack\nfrom kvjax.policies import windw\n")
     with pytest.raises(ConfigError, match=r"cannot import name 'windw' .*mine.py, line 2\)\."):
-        spec_text.build("policy", f"{mine}:recent", budget=8)
+        parse.build("policy", f"{mine}:recent", budget=8)
 
 
 def test_an_edit_during_a_sweep_changes_nothing_of_it(small, tmp_path, monkeypatch):

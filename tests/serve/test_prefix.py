@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import policies, selection, storage, user_files
+from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import CheckpointError, InputError
 from kvjax.generation.generate import decode
 from kvjax.generation.sampling import Greedy, Sample
 from kvjax.serve import Request, Runner
+from kvjax.specs import user_files
 from tests.tiny import kept, random_tokens, tiny
 
 LIMITS = Limits(prompt=40, new_tokens=30)

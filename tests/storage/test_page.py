@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from experiments import storage_tables
-from kvjax import spec_text, storage
+from kvjax import storage
+from kvjax.specs import parse
 from kvjax.storage import STORAGES
 from tests.conftest import ROOT
 
@@ -67,10 +68,10 @@ def test_a_table_that_is_not_the_codes_would_be_seen():
 
 
 def test_what_is_refused_has_its_reason():
-    held = spec_text.build("storage", "int8(residual=4)")
+    held = parse.build("storage", "int8(residual=4)")
     ((spec, block),) = storage_tables.COLUMNS["`merge=`"].values()
     assert storage_tables.refusal(spec, held, block) is None
-    host = spec_text.build("storage", 'int8(memory="host")')
+    host = parse.build("storage", 'int8(memory="host")')
     assert "merge" in str(storage_tables.refusal(spec, host, block))
 
 

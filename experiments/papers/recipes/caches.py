@@ -7,9 +7,9 @@ from experiments import config as configs
 from experiments.config import ExperimentConfig, PolicyConfig
 from experiments.papers import own
 from experiments.papers.settings import Settings
-from kvjax import spec_text
 from kvjax.cache import CacheSpec
 from kvjax.policies import Budget, Evict, Fraction, Slots
+from kvjax.specs import parse
 
 HALF = 0.5  # a tier of its own
 
@@ -57,7 +57,7 @@ def exact_spec(cache: str, budget: int | float, seed: int = 0) -> CacheSpec:
     if policy.startswith(own.PREFIX):
         return CacheSpec(own.build(policy, own.POLICIES, budget=budget))
     if others and others[0].startswith(own.PREFIX):
-        return CacheSpec(spec_text.build("policy", policy), selection=own.build(others[0], own.SELECTIONS))
+        return CacheSpec(parse.build("policy", policy), selection=own.build(others[0], own.SELECTIONS))
     if seed and policy == "random":
         cache = cache.replace("random", f"random(seed={seed})", 1)
     return configs.baseline(ExperimentConfig(policy=PolicyConfig(name="full", budget=budget)), cache)
@@ -94,4 +94,4 @@ def build(cache: str, budget: int | float, settings: Settings, prompt: int) -> C
 
 def takes(cache: str, argument: str) -> bool:
     """Whether a policy as text has an argument."""
-    return argument in spec_text.accepts("policy", cache)
+    return argument in parse.accepts("policy", cache)

@@ -18,11 +18,11 @@ from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict, View
 from kvjax.policies.components import READABLE, Folded
 from kvjax.selection.base import Held, Selection, SelectView
+from kvjax.specs.user_files import described_error
 from kvjax.storage.base import Storage
 from kvjax.storage.codec import Codec
 from kvjax.storage.layouts import Blocks, Segments, Tiers
 from kvjax.storage.side import PROMPT, PromptView
-from kvjax.user_files import described_error
 
 ROWS, TOKENS = 2, 64  # of the arrays that are asked about
 FLOAT, BOOL = jnp.dtype("float32"), jnp.dtype("bool")

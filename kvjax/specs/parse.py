@@ -28,15 +28,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from kvjax import user_files
 from kvjax.arguments import closest, did_you_mean
 from kvjax.errors import ConfigError, KvjaxError, PolicyError, SelectionError, StorageError
-from kvjax.expressions import SHOWN, parse, short
 from kvjax.models.quantize import WEIGHTS, WeightCodes
 from kvjax.policies import COMBINATORS, HEAD_PLANS, MERGES, POLICIES, Merge, Policy
 from kvjax.selection import SELECTIONS, Selection
+from kvjax.specs import user_files
+from kvjax.specs.expressions import SHOWN, parse, short
+from kvjax.specs.user_files import raised_at
 from kvjax.storage import STORAGES, Storage
-from kvjax.user_files import raised_at
 
 Axis = Literal["policy", "merge", "storage", "selection", "weights"]
 Factory = Callable[..., Any]
@@ -96,7 +96,7 @@ def build(axis: Axis, text: str, **defaults: Any) -> Any:
       text: see this module.
       defaults: arguments of every policy in the text that takes them and is not given them there. Equal arguments give
         the very same object, so that functions in a user's file are equal too and nothing is compiled twice, until
-        the file, or one that it imports (`kvjax.user_files`), changes.
+        the file, or one that it imports (`kvjax.specs.user_files`), changes.
 
     Raises:
       ConfigError: a text that is none of the above, or an unknown name.
@@ -143,7 +143,7 @@ def _accepts(axis: Axis, text: str, modules: tuple[ModuleType, ...]) -> frozense
 
 
 def files(text: str) -> tuple[str, ...]:
-    """The files of a user's own that a text names; see `kvjax.imports` for what those import."""
+    """The files of a user's own that a text names; see `kvjax.specs.source_imports` for what those import."""
     return tuple(each.file for each in _own(text))
 
 

@@ -1,4 +1,4 @@
-"""A user's own Python files of policies, storages, selections or tasks, with what they import; see `kvjax.imports`."""
+"""A user's own Python files of policies, storages, selections or tasks, with the files that they import."""
 
 import contextlib
 import hashlib
@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from kvjax.errors import ConfigError
-from kvjax.imports import Stamp, late_imports, sources, stamp_of
+from kvjax.specs.source_imports import Stamp, late_imports, sources, stamp_of
 
 ATTEMPTS = 3  # to load a file that changes meanwhile
 LIBRARIES = ("kvjax", "jax", "jaxlib", "numpy")  # whose lines say nothing about a user's error
