@@ -4,7 +4,6 @@ The list comes from `kvjax.policies.POLICIES`; a policy without an entry in `EXA
 """
 
 import functools
-import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,14 +17,13 @@ import pytest
 import kvjax
 from kvjax import policies
 from kvjax.cache import CacheSpec
+from kvjax.generation import generate as loop
+from kvjax.generation import prefill as prompts
 from kvjax.numerics.rope import Rope
 from kvjax.policies import POLICIES, Policy
 from kvjax.policies.base import Evict
 from tests import layers
 from tests.tiny import assert_same_state, evolve, random_tokens, tiny
-
-loop = importlib.import_module("kvjax.generate")  # the package's attribute of that name is the function
-prompts = importlib.import_module("kvjax.generation.prefill")
 
 PROMPTS = random_tokens(3, 24)
 LENGTHS = np.array([24, 10, 17])

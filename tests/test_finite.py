@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import pickle
-import sys
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import tests.tiny
 from kvjax import policies, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import KvjaxError, NonFiniteError
+from kvjax.generation import generate as loop
 from kvjax.generation.decoding import decode_steps
 from kvjax.numerics.finite import PAD
 from kvjax.serve import Request, Runner
@@ -114,7 +114,7 @@ def test_a_row_of_nan_stops_at_once(monkeypatch):
         calls.append(args[3])
         return decode_steps(*args, **options)
 
-    monkeypatch.setattr(sys.modules["kvjax.generate"], "decode_steps", counted)
+    monkeypatch.setattr(loop, "decode_steps", counted)
     given = np.full((2, 8), BAD)
     for sampler in (kvjax.Greedy(), kvjax.Sample(top_k=3, top_p=0.5, temperature=0.7)):
         with pytest.raises(NonFiniteError) as raised:

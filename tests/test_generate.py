@@ -1,7 +1,6 @@
 """`generate` and `log_likelihood` beyond what the conformance table says of every policy."""
 
 import dataclasses
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +11,13 @@ import kvjax
 from kvjax import policies
 from kvjax.cache import Limits
 from kvjax.errors import InputError, KvjaxError, PolicyError
+from kvjax.generation import generate as loop
+from kvjax.generation import likelihood
 from kvjax.generation.prefill import prefill
 from kvjax.generation.sampling import Greedy, Sample
 from kvjax.numerics.statistics import MASS
 from kvjax.policies import Importance, evict, protect_newest
 from tests.tiny import assert_same_state, kept, random_tokens, tiny
-
-loop = importlib.import_module("kvjax.generate")  # the package's attribute of that name is the function
-likelihood = importlib.import_module("kvjax.generation.likelihood")
 
 PROMPTS = random_tokens(3, 24)
 LENGTHS = np.array([24, 10, 17])

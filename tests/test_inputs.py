@@ -1,7 +1,6 @@
 """What a call is given: refused at the edge, in one paragraph, before anything is traced."""
 
 import dataclasses
-import importlib
 
 import jax
 import numpy as np
@@ -14,13 +13,13 @@ from kvjax.cache import CacheSpec
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower, most_positions
 from kvjax.errors import InputError, KvjaxError, PolicyError
+from kvjax.generation import prefill as loop
 from kvjax.generation.continue_cache import extend
 from kvjax.inputs import check_batch, check_count, warn_beyond_context
 from kvjax.models.parameters import random_parameters
 from kvjax.serve import Request, Runner
 from tests.tiny import tiny
 
-loop = importlib.import_module("kvjax.generation.prefill")  # the package's attribute of that name is the function
 CONFIG = tiny().model.config
 LEARNED = dataclasses.replace(
     CONFIG, family="opt", rope=None, learned_positions=True, position_offset=2, max_positions=16

@@ -33,7 +33,6 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
         stores = (store,)
     elif group.slots and isinstance(group.storage.layout, Segments):
         stores = segments.empty(group, (batch, heads), dim, dtype)
-        marks = segments.empty_marks(group, (batch, heads))
     else:
         stores = tuple(
             held.empty(storage, (batch, heads, slots), dim, dtype)

@@ -140,8 +140,7 @@ class Group:
     @property
     def parts(self) -> int:
         """See `LayerKV.parts`."""
-        # The blocks of a prompt are in slots of their own.
-        return self.slot_parts if len(self.slots) > 1 or self.storage.of_prompt else 1
+        return self.slot_parts if len(self.slots) > 1 else 1
 
     @property
     def capacity(self) -> int:

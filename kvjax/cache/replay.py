@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 from kvjax.arguments import count_argument, plain_signature
 from kvjax.cache import store_order
 from kvjax.cache.arrangements import blocks, layer_pairs, segments
-from kvjax.cache.context_parallel import prompt_blocks
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.groups import Group, stores_of
 from kvjax.cache.planning.limits import Limits, sizes_for
@@ -270,10 +269,7 @@ def _read_blocks(storage: Storage, layer: LayerKV, sides: Sides) -> tuple[Array,
         names = {name for name in layer.stores[0][side] if not name.startswith((blocks.OF_PROMPT, blocks.SHARED))}
         if names != {*blocks.parts_of(storage, side, layer.dim, "float32"), blocks.EXACT}:
             raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
-    decode = blocks.decode
-    if prompt_blocks.apart(layer):
-        decode = functools.partial(prompt_blocks.decode, parts=layer.parts)
-    key, value = (decode(storage, layer, side, jnp.float32, sides) for side in storage.codecs)
+    key, value = (blocks.decode(storage, layer, side, jnp.float32, sides) for side in storage.codecs)
     return key, value, layer.position
 
 
@@ -282,11 +278,9 @@ def _read_segments(storage: Storage, layer: LayerKV, sides: Sides) -> tuple[Arra
     if len(layer.stores) != segments.WINDOW + 1:
         raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
     key, value = (
-        segments.joined(
-            storage,
-            layer,
+        jnp.concatenate(
             [segments.decode(storage, layer, tier, side, jnp.float32, sides) for tier in range(len(layer.stores))],
-            side,
+            axis=2,
         )
         for side in ("key", "value")
     )

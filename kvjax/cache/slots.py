@@ -14,8 +14,6 @@ Array = jax.Array
 T = TypeVar("T")
 
 EXACT = "exact"  # the part of tokens that are not encoded
-SHARED = "shared_"  # prefix of a part that the tokens of a prompt share
-MOST_DIVIDED = 2  # stores, all of which are divided over devices; the third of segments is their window
 AXES = ("batch", "kv_heads", "slots")  # logical axes of the first dimensions of an array of slots
 
 
@@ -234,8 +232,6 @@ def divided(layer: LayerKV, per_head: frozenset[str]) -> LayerKV:
         # Every device has the exact tokens that wait until their block is full, and what a head has once.
         once = names[0] in ("sides", "marks") or (layer.in_blocks and names[-1] == EXACT)
         once |= names[0] == "index" and names[-1] in per_head
-        # So it has the window of segments, and what the tokens of a block share that are on several devices.
-        once |= (names[0] == "stats" and len(layer.stores) > MOST_DIVIDED) or str(names[-1]).startswith(SHARED)
         return 2 if once else 3
 
     found: LayerKV = jax.tree_util.tree_map_with_path(count, layer)

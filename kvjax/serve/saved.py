@@ -28,7 +28,7 @@ from kvjax.serve.prompts import Prompts
 
 Array = jax.Array
 ABOUT, ARRAYS, STATE = "prefix.json", "arrays.npz", "state"  # the files of a saved prefix
-FORMAT = 2
+FORMAT = 3
 SAMPLED = 1024  # numbers of the first row of each parameter that a model is recognised by
 
 

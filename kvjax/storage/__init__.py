@@ -6,6 +6,7 @@ from kvjax.arguments import Registry
 from kvjax.errors import StorageError
 from kvjax.storage.base import Codec, Exact, Storage, round_trip
 from kvjax.storage.bfp import Bfp, bfp
+from kvjax.storage.block_codec import BlockCodec, SegmentCodec
 from kvjax.storage.calibration import Calibration
 from kvjax.storage.dense import dense
 from kvjax.storage.dims import Chain, Dims, chain
@@ -16,7 +17,7 @@ from kvjax.storage.integer import Integer, int2, int4, int8, integer
 from kvjax.storage.joint import Joint, JointBlocks, cskv, kv_heads
 from kvjax.storage.kivi import Channels, kivi
 from kvjax.storage.kvquant import kvquant
-from kvjax.storage.layouts import BlockCodec, Blocks, Pairs, SegmentCodec, Segments, Tiers, slots
+from kvjax.storage.layouts import Blocks, Pairs, Segments, Tiers, slots
 from kvjax.storage.levels import Levels, levels
 from kvjax.storage.low_rank import LowRank, low_rank
 from kvjax.storage.mikv import Balance, Halves, mikv

@@ -9,13 +9,13 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from kvjax.arguments import checked_call, choice_argument, count_argument
+from kvjax.arguments import check_hashable, checked_call, choice_argument, count_argument
 from kvjax.errors import StorageError
-from kvjax.numerics.statistics import COUNT, MASS, Statistic
+from kvjax.numerics.statistics import Statistic
 from kvjax.parallel.host_memory import DEVICE, HOST, MEMORIES
-from kvjax.storage.checks import ANY, check_codec, check_layout
+from kvjax.storage.block_codec import BlockCodec
 from kvjax.storage.codec import Codec, CodecFunctions, Exact, entry_of, round_trip, straight_through
-from kvjax.storage.layouts import BlockCodec, Blocks, Pairs, Segments, Tiers, slots
+from kvjax.storage.layouts import ANY, Layout, Slots, slots
 from kvjax.storage.side import Parts, Shapes, Side
 
 Memory = str | tuple[str, str]  # ``device``, ``host``, or a pair of these for keys and for values
@@ -49,7 +49,7 @@ class Storage:
 
     key: Codec | BlockCodec
     value: Codec | BlockCodec
-    layout: str | Blocks | Tiers | Segments | Pairs = slots
+    layout: str | Layout = slots
     residual: int = 0
     frame: str = ANY
     memory: Memory = DEVICE
@@ -57,14 +57,20 @@ class Storage:
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        kinds = (Codec, BlockCodec) if isinstance(self.layout, Blocks | Segments) else Codec
+        if self.layout != slots and not isinstance(self.layout, Layout):
+            raise StorageError(
+                f"storage {self.name}: layout={self.layout!r} is not valid; use 'slots', blocks(n), tiers(high) or "
+                "pairs()."
+            )
+        layout = self.resolved_layout
+        kinds = (Codec, BlockCodec) if layout.of_blocks else Codec
         if not isinstance(self.key, kinds) or not isinstance(self.value, kinds):
             raise StorageError(
                 f"storage {self.name}: key={self.key!r} and value={self.value!r} must be codecs, such as "
                 "kvjax.storage.Integer(4) or kvjax.storage.Exact(); of blocks only with layout=blocks(n)."
             )
         for field in ("key", "value"):
-            check_codec(f"storage {self.name}: {field}", getattr(self, field))
+            _check_codec(f"storage {self.name}: {field}", getattr(self, field))
         choice_argument(f"storage {self.name}: frame", self.frame, FRAMES, error=StorageError)
         object.__setattr__(self, "memory", _memory(self.name, self.memory))
         for field in ("residual", "sinks"):
@@ -85,24 +91,22 @@ class Storage:
                 "each step, and shorter vectors, are on the device: leave out memory."
             )
         of_pairs = [codec for codec in (self.key, self.value) if isinstance(codec, Codec) and codec.of_pairs]
-        if len(of_pairs) != (2 if isinstance(self.layout, Pairs) else 0):
+        if len(of_pairs) != (2 if layout.of_pairs else 0):
             raise StorageError(
                 f"storage {self.name}: key={self.key!r} and value={self.value!r} with layout={self.layout!r}: codecs "
                 "of two layers, such as kvjax.storage.Merged(), and layout=pairs() go together."
             )
-        if self.layout == slots:
-            return
-        if not isinstance(self.layout, Blocks | Tiers | Segments | Pairs):
-            raise StorageError(
-                f"storage {self.name}: layout={self.layout!r} is not valid; use 'slots', blocks(n), tiers(high) or "
-                "pairs()."
-            )
-        check_layout(self)
+        layout.check(self)
+
+    @property
+    def resolved_layout(self) -> Layout:
+        """The layout; `Slots` where it is given by its name."""
+        return self.layout if isinstance(self.layout, Layout) else Slots()
 
     @property
     def needs(self) -> frozenset[Statistic]:
         """The statistics by which the storage chooses how tokens are held."""
-        return frozenset({MASS, COUNT}) if isinstance(self.layout, Segments) else frozenset()
+        return self.resolved_layout.needs
 
     @property
     def codecs(self) -> dict[str, Codec | BlockCodec]:
@@ -154,8 +158,8 @@ class Storage:
         """Calls a method of every codec, those of a high tier too."""
         key, value = (getattr(codec, method)(*arguments) for codec in self.codecs.values())
         layout = self.layout
-        if isinstance(layout, Tiers) and (high := getattr(layout.high, method)(*arguments)) is not layout.high:
-            layout = dataclasses.replace(layout, high=high)
+        if isinstance(layout, Layout):
+            layout = layout.with_nested(lambda storage: getattr(storage, method)(*arguments))
         if (key, value, layout) == (self.key, self.value, self.layout):
             return self
         return dataclasses.replace(self, key=key, value=value, layout=layout)
@@ -165,14 +169,8 @@ class Storage:
 
         None if tokens of a block are encoded together, or if there are no blocks.
         """
-        if not isinstance(self.layout, Blocks):
-            return None
-        key, value = (
-            codec.single if isinstance(codec, BlockCodec) else codec for codec in self.codecs.values()
-        )  # fmt: skip
-        if key is None or value is None:
-            return None
-        return dataclasses.replace(self, key=key, value=value, layout=slots, residual=self.layout.size)
+        found: Storage | None = self.resolved_layout.one_by_one(self)
+        return found
 
     @property
     def of_prompt(self) -> bool:
@@ -240,19 +238,28 @@ class Storage:
         """Returns the bytes of a ``key`` or a ``value``; of one in a block its share, rounded up."""
         codec = self.codecs[side]
         if isinstance(codec, BlockCodec):
-            assert isinstance(self.layout, Blocks | Segments)
-            size = self.layout.size if isinstance(self.layout, Blocks) else self.layout.window
+            size = self.resolved_layout.block_size
+            assert size is not None
             return -(-codec.bytes(size, dim, dtype) // size)
         return codec.bytes(dim, dtype)
 
     def codes_nothing(self, tokens: int) -> bool:
         """Returns whether all of a row's `tokens` tokens stay exact."""
-        if isinstance(self.layout, Blocks):
-            late = {True: self.layout.size > tokens, False: self.residual >= tokens}
-            return all(late[isinstance(codec, BlockCodec)] for codec in self.codecs.values())
-        if isinstance(self.layout, Tiers | Segments | Pairs):
-            return False
-        return self.kept_exact >= tokens
+        return self.resolved_layout.codes_nothing(self, tokens)
+
+
+def _check_codec(what: str, codec: Codec | BlockCodec) -> None:
+    """Checks what a codec is, without calling its functions.
+
+    Raises:
+      StorageError: a function is missing, or it cannot be hashed. The message begins with `what`.
+    """
+    for name in ("parts", "encode", "decode"):
+        if not callable(given := getattr(codec, name, None)):
+            raise StorageError(
+                f"{what}: {name}={given!r} must be a function of {type(codec).__name__}; see kvjax.storage.Codec."
+            )
+    check_hashable(what, codec, error=StorageError)
 
 
 def _memory(name: str, given: Any) -> Memory:

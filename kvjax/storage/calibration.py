@@ -21,7 +21,6 @@ from safetensors.flax import save_file
 from kvjax.errors import StorageError
 from kvjax.numerics.rope import Rope
 from kvjax.storage.base import Codec, Storage
-from kvjax.storage.layouts import Blocks
 from kvjax.storage.side import CALIBRATION, Samples, Sides
 from kvjax.summary import one_line
 
@@ -85,8 +84,8 @@ class Calibration(flax.struct.PyTreeNode):
             for codec in one.codecs.values():
                 if isinstance(codec, Codec):
                     codec.parts(given.key.shape[-1], dtype)
-                elif isinstance(one.layout, Blocks):
-                    codec.parts(one.layout.size, given.key.shape[-1], dtype)
+                elif (size := one.resolved_layout.block_size) is not None:
+                    codec.parts(size, given.key.shape[-1], dtype)
             own = {"key": given.key, "value": given.value}
             for name, x in own.items():
                 if not np.all(np.isfinite(x)):

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from kvjax.errors import StorageError
 from kvjax.products.codes import Affine
-from kvjax.storage.layouts import BlockCodec
+from kvjax.storage.block_codec import BlockCodec
 from kvjax.storage.rounding import as_stored
 from kvjax.storage.side import Parts, Shapes, Side
 

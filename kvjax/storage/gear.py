@@ -9,8 +9,9 @@ from jax.typing import DTypeLike
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
 from kvjax.storage.base import Parts, Shapes, Storage, factory
+from kvjax.storage.block_codec import BlockCodec, SegmentCodec
 from kvjax.storage.integer import codes_within, group_size, range_as_stored
-from kvjax.storage.layouts import BlockCodec, Blocks, SegmentCodec
+from kvjax.storage.layouts import Blocks
 from kvjax.storage.packing import MOST_BITS, pack, packed_size, unpack
 from kvjax.storage.rounding import as_stored
 

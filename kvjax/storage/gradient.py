@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.storage.base import Codec, Exact, Parts, Shapes, Storage, round_trip, straight_through
+from kvjax.storage.block_codec import BlockCodec, SegmentCodec
 from kvjax.storage.dims import Chain
-from kvjax.storage.layouts import BlockCodec, SegmentCodec, Segments, Tiers
+from kvjax.storage.layouts import Layout
 from kvjax.storage.minicache import Merged
 from kvjax.storage.side import Side
 from kvjax.storage.wrapping import Wrapping
@@ -133,10 +134,8 @@ def differentiable(storage: Storage) -> Storage:
         for codec in (storage.key, storage.value)
     )
     layout = storage.layout
-    if isinstance(layout, Tiers):
-        layout = dataclasses.replace(layout, high=differentiable(layout.high))
-    if isinstance(layout, Segments) and layout.high is not None:
-        layout = dataclasses.replace(layout, high=differentiable(layout.high))
+    if isinstance(layout, Layout):
+        layout = layout.with_nested(differentiable)
     return dataclasses.replace(storage, key=key, value=value, layout=layout)
 
 

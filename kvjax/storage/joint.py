@@ -12,8 +12,9 @@ from jax.typing import DTypeLike
 from kvjax.arguments import choice_argument, count_argument
 from kvjax.errors import StorageError
 from kvjax.storage.base import UNROTATED, Codec, Parts, Shapes, Storage, entry_of, factory
+from kvjax.storage.block_codec import BlockCodec
 from kvjax.storage.dims import EXACT, LATENT
-from kvjax.storage.layouts import BlockCodec, Blocks
+from kvjax.storage.layouts import Blocks
 from kvjax.storage.low_rank import BASES, Basis, directions, second_moment, weight_moment
 from kvjax.storage.side import CALIBRATION, Samples, Side
 

@@ -9,8 +9,9 @@ from jax.typing import DTypeLike
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
 from kvjax.storage.base import Parts, Shapes, Storage, factory
+from kvjax.storage.block_codec import BlockCodec
 from kvjax.storage.integer import Integer, uniform
-from kvjax.storage.layouts import BlockCodec, Blocks
+from kvjax.storage.layouts import Blocks
 from kvjax.storage.packing import MOST_BITS, pack, packed_size, unpack
 
 Array = jax.Array
@@ -40,11 +41,6 @@ class Channels(BlockCodec):
             name, given = f"storage channels: {field}", getattr(self, field)
             value = count_argument(name, given, minimum=1, maximum=most, error=StorageError)
             object.__setattr__(self, field, value)
-
-    @property
-    def by_token(self) -> tuple[str, ...]:
-        """See `BlockCodec`: the codes, if all tokens of a block share a scale."""
-        return ("codes",) if self.group is None else ()
 
     def check(self, size: int) -> None:
         if self.group is not None and size % self.group:

@@ -1,26 +1,80 @@
-"""Layouts: how the slots of a store are arranged, where each vector is not held by itself."""
+"""Layouts: how the slots of a store are arranged.
+
+A storage asks its layout what goes with it; `kvjax.cache.arrangements` has the arrays of each layout, and what a step
+does with them. A new layout inherits from `Layout`.
+"""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
-from kvjax.storage.side import Parts, Shapes, Side
+from kvjax.numerics.statistics import COUNT, MASS, Statistic
+from kvjax.storage.block_codec import BlockCodec
+from kvjax.storage.codec import Codec
 
-Array = jax.Array
-
-slots = "slots"  # the layout in which each vector is held by itself
+ANY = "any"  # the frame in which keys are held as they are
+slots = "slots"  # names the layout in which each vector is held by itself, `Slots`
 LOWER, UPPER = "lower", "upper"  # the layers of a pair
 
 
+class Layout:
+    """Base class of layouts, which are frozen dataclasses.
+
+    Attributes:
+      of_blocks: whether the codecs of keys or values may be of blocks.
+      of_pairs: whether the codecs are of two layers.
+      needs: the statistics by which tokens are encoded.
+      block_size: the number of tokens that are encoded together; None = each vector is encoded by itself.
+    """
+
+    of_blocks: bool = False
+    of_pairs: bool = False
+    needs: frozenset[Statistic] = frozenset()
+
+    @property
+    def block_size(self) -> int | None:
+        return None
+
+    def check(self, storage: Any) -> None:
+        """Checks the `Storage` whose layout this is.
+
+        Raises:
+          StorageError: its codecs, residual, frame, sinks or memory do not go with the layout.
+        """
+
+    def with_nested(self, change: Callable[[Any], Any]) -> "Layout":
+        """Returns the layout with a change of the storages that are part of it."""
+        return self
+
+    def one_by_one(self, storage: Any) -> Any:
+        """Returns a storage of single slots that holds the same once all is encoded; None = there is none."""
+        return None
+
+    def codes_nothing(self, storage: Any, tokens: int) -> bool:
+        """Returns whether all of a row's `tokens` tokens stay exact."""
+        return False
+
+    def _check_plain(self, storage: Any) -> None:
+        """Refuses what only single slots have."""
+        if storage.on_host or storage.sinks:
+            raise StorageError(
+                f"storage {storage.name}: memory={storage.memory!r} and sinks={storage.sinks} are not valid with "
+                f"layout={storage.layout!r}; use 'device' and 0."
+            )
+
+
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class Slots(Layout):
+    """The layout in which each vector is held by itself; ``layout="slots"`` in a storage."""
+
+    def codes_nothing(self, storage: Any, tokens: int) -> bool:
+        return bool(storage.kept_exact >= tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks(Layout):
     """The layout in which blocks of consecutive tokens are encoded together.
 
     Tokens are counted in order of position. When a row has seen t tokens, the first ⌊t / size⌋ blocks are encoded, and
@@ -35,14 +89,44 @@ class Blocks:
     """
 
     size: int
+    of_blocks = True
 
     def __post_init__(self) -> None:
         size = count_argument("blocks: size", self.size, minimum=1, error=StorageError)
         object.__setattr__(self, "size", size)
 
+    @property
+    def block_size(self) -> int:
+        return self.size
+
+    def check(self, storage: Any) -> None:
+        self._check_plain(storage)
+        of_blocks = [codec for codec in storage.codecs.values() if isinstance(codec, BlockCodec)]
+        if not of_blocks:
+            raise StorageError(f"storage {storage.name}: layout={self!r} needs a BlockCodec; use layout='slots'.")
+        if len(of_blocks) == 2 and storage.residual:
+            raise StorageError(
+                f"storage {storage.name}: residual={storage.residual} is for single vectors, and keys and values are "
+                "both in blocks; use residual=0."
+            )
+        for codec in of_blocks:
+            codec.check(self.size)
+
+    def one_by_one(self, storage: Any) -> Any:
+        key, value = (
+            codec.single if isinstance(codec, BlockCodec) else codec for codec in storage.codecs.values()
+        )  # fmt: skip
+        if key is None or value is None:
+            return None
+        return dataclasses.replace(storage, key=key, value=value, layout=slots, residual=self.size)
+
+    def codes_nothing(self, storage: Any, tokens: int) -> bool:
+        late = {True: self.size > tokens, False: storage.residual >= tokens}
+        return all(late[isinstance(codec, BlockCodec)] for codec in storage.codecs.values())
+
 
 @dataclasses.dataclass(frozen=True)
-class Tiers:
+class Tiers(Layout):
     """The layout in which slots that a policy evicts are encoded into a second tier instead of being dropped.
 
     The policy's live slots are the high tier, which its budget counts. What it evicts stays in the low tier for ever,
@@ -65,9 +149,32 @@ class Tiers:
             low = count_argument("tiers: low_capacity", self.low_capacity, minimum=1, error=StorageError)
             object.__setattr__(self, "low_capacity", low)
 
+    def check(self, storage: Any) -> None:
+        self._check_plain(storage)
+        high = self.high
+        single = isinstance(high, type(storage)) and high.layout == slots
+        if not single or high.kept_exact or high.on_host or high.sides or high.frame != ANY:
+            raise StorageError(
+                f"storage {storage.name}: high={high!r} must be a storage of single slots on the device, without "
+                "residual and sides; use one such as kvjax.storage.int8()."
+            )
+        if storage.exact or storage.shortened:
+            raise StorageError(
+                f"storage {storage.name}: key={storage.key!r} and value={storage.value!r} must be codecs of whole "
+                "vectors, other than Exact, for the low tier; use one such as kvjax.storage.Integer(2)."
+            )
+        if storage.residual or storage.frame != ANY:
+            raise StorageError(
+                f"storage {storage.name}: residual={storage.residual} and frame={storage.frame!r} are not valid with "
+                "tiers; the policy says what stays exact. Leave them out."
+            )
+
+    def with_nested(self, change: Callable[[Any], Any]) -> "Tiers":
+        return dataclasses.replace(self, high=change(self.high))
+
 
 @dataclasses.dataclass(frozen=True)
-class Segments:
+class Segments(Layout):
     """The layout in which tokens are encoded when a segment ends, in two tiers by the attention that they were paid.
 
     The prompt is a segment, and so is every `window` tokens that follow. When a segment ends, the ⌈ratio·n⌉ of its n
@@ -83,10 +190,35 @@ class Segments:
     high: Any
     ratio: float
     window: int
+    of_blocks = True
+    needs = frozenset({MASS, COUNT})
+
+    @property
+    def block_size(self) -> int:
+        return self.window
+
+    def check(self, storage: Any) -> None:
+        self._check_plain(storage)
+        tiers = [storage, *([] if self.high is None else [self.high])]
+        for each in tiers:
+            in_blocks = isinstance(each, type(storage)) and isinstance(each.key, BlockCodec)
+            if not (in_blocks and isinstance(each.value, Codec)):
+                raise StorageError(
+                    f"storage {storage.name}: a tier of segments holds keys in blocks and values by themselves; got "
+                    f"{each!r}."
+                )
+        if any(each.residual or each.frame != ANY or each.shortened for each in tiers):
+            raise StorageError(
+                f"storage {storage.name}: residual, frame and shorter vectors are not valid with segments; leave them "
+                "out."
+            )
+
+    def with_nested(self, change: Callable[[Any], Any]) -> "Segments":
+        return self if self.high is None else dataclasses.replace(self, high=change(self.high))
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairs:
+class Pairs(Layout):
     """The layout in which two neighbouring layers hold their prompts together.
 
     Layers from `start` on are taken in pairs, each with the next one. A last one without a partner, and all before
@@ -100,10 +232,19 @@ class Pairs:
     """
 
     start: int | None = None
+    of_pairs = True
 
     def __post_init__(self) -> None:
         if self.start is not None:
             object.__setattr__(self, "start", count_argument("pairs: start", self.start, error=StorageError))
+
+    def check(self, storage: Any) -> None:
+        self._check_plain(storage)
+        if storage.residual or storage.frame != ANY:
+            raise StorageError(
+                f"storage {storage.name}: residual={storage.residual} and frame={storage.frame!r} are not valid with "
+                "pairs of layers, in which all that follows a prompt stays exact; leave them out."
+            )
 
     def half(self, layer: int, layers: int) -> str | None:
         """Returns whether a layer is the ``lower`` or the ``upper`` one of a pair, or None if it is in none.
@@ -121,104 +262,3 @@ class Pairs:
         if layer < start or layer >= layers - (layers - start) % 2:
             return None
         return UPPER if (layer - start) % 2 else LOWER
-
-
-class BlockCodec:
-    """The form in which a block of n consecutive tokens is held.
-
-    Write a frozen dataclass that inherits from this class, as for a `Codec`, or call
-    ``BlockCodec(parts, encode, decode, side)``.
-
-    Attributes:
-      parts: (n, dim, dtype) -> {name: (shape, dtype)} of one block, all that is held of it.
-      encode: (x [..., n, dim] float32, side, dtype) -> {name: [..., *shape]}; `dtype` is the model's.
-      decode: (parts, side, n, dim) -> [..., n, dim] float32; finite where all parts are 0.
-      side: what vectors share, or None; see `Codec`.
-      dims: None; vectors of a block are held whole.
-      has_gradient: see `Codec`.
-      joint_heads: see `Codec`.
-      prompt: the `SegmentCodec` of the blocks of a prompt, if these are held in another form; or None.
-      single: the codec of one vector that holds the same of each, or None.
-      by_token: names of the parts that have an entry for each token of a block, first of their axes, if any tokens of
-        the block decode by themselves, with the parts that all share; () = a block is decoded as a whole.
-    """
-
-    parts: Callable[[int, int, Any], Shapes]
-    encode: Callable[[Array, Any, Any], Parts]
-    decode: Callable[[Parts, Any, int, int], Array]
-    dims: Any = None
-    has_gradient: Any = False
-    joint_heads: Any = 1
-    single: Any = None
-    by_token: Any = ()
-
-    @property
-    def prompt(self) -> "SegmentCodec | None":
-        """The form of the blocks of a prompt, if it is another one."""
-        return None
-
-    @property
-    def side(self) -> Side | None:
-        """What vectors share, or None."""
-        return None
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "BlockCodec":
-        return super().__new__(BlockFunctions if cls is BlockCodec else cls)
-
-    def bound(self, kv_heads: int) -> "BlockCodec":
-        """Returns the codec for a layer of `kv_heads` KV heads; see `Codec.bound`."""
-        return self
-
-    def of_layer(self, layer: int, layers: int | None = None) -> "BlockCodec":
-        """Returns the codec of one layer, if layers differ; see `Codec.of_layer`."""
-        return self
-
-    def of_head(self, head: int, kv_heads: int | None = None) -> "BlockCodec":
-        """Returns the codec of one KV head of a layer, if heads differ; see `Codec.of_head`."""
-        return self
-
-    def bytes(self, tokens: int, dim: int, dtype: DTypeLike) -> int:
-        """Returns the number of bytes of a block of `tokens` vectors of `dim` numbers."""
-        shapes = self.parts(tokens, dim, dtype).values()
-        return sum(math.prod(shape) * jnp.dtype(each).itemsize for shape, each in shapes)
-
-    def check(self, size: int) -> None:
-        """Checks a number of tokens of a block.
-
-        Raises:
-          StorageError: the codec does not take blocks of this size.
-        """
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockFunctions(BlockCodec):
-    """A codec of blocks made of functions; ``BlockCodec(parts, encode, decode, side)`` returns one."""
-
-    parts: Callable[[int, int, Any], Shapes]
-    encode: Callable[[Array, Any, Any], Parts]
-    decode: Callable[[Parts, Any, int, int], Array]
-    side: Side | None = None
-
-    def __post_init__(self) -> None:
-        for field in ("parts", "encode", "decode"):
-            if not callable(given := getattr(self, field)):
-                raise StorageError(f"BlockCodec: {field}={given!r} must be a function; see kvjax.storage.BlockCodec.")
-
-
-class SegmentCodec:
-    """The form in which all blocks of a prompt are held, which share some of their parts.
-
-    Write a frozen dataclass that inherits from this class.
-
-    Attributes:
-      parts: (n, dim, dtype) -> {name: (shape, dtype)} of one block of n tokens.
-      shared: (dim, dtype) -> {name: (shape, dtype)} of all blocks of a prompt.
-      encode: (x [..., blocks, n, dim] float32, live [..., blocks] bool, dtype) -> parts {name: [..., blocks, *shape]}
-        and shared parts {name: [..., *shape]}, which do not depend on blocks that are not live.
-      decode: (parts, shared, n, dim) -> [..., blocks, n, dim] float32.
-    """
-
-    parts: Callable[[int, int, Any], Shapes]
-    shared: Callable[[int, Any], Shapes]
-    encode: Callable[[Array, Array, Any], tuple[Parts, Parts]]
-    decode: Callable[[Parts, Parts, int, int], Array]

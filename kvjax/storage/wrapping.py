@@ -6,7 +6,7 @@ from typing import Any, Self, TypeVar
 
 from kvjax.errors import StorageError
 from kvjax.storage.base import Codec, Storage
-from kvjax.storage.layouts import BlockCodec
+from kvjax.storage.block_codec import BlockCodec
 
 Wrapped = TypeVar("Wrapped", Codec, Storage)
 

@@ -87,11 +87,6 @@ def merging(merge: policies.Merge, policy: Callable[..., Policy] = policies.h2o)
     return lambda budget: policy(budget, merge=merge)
 
 
-def paged(page: int, policy: Callable[[int], Policy] = policies.h2o) -> Callable[[int], Policy]:
-    """A policy that evicts whole pages."""
-    return lambda budget: policies.by_page(policy(budget), page=page)
-
-
 def ranked(policy: Callable[..., Policy], **given: Any) -> Callable[[int], Policy]:
     """A policy whose keys are rotated to their ranks."""
     return lambda budget: policy(budget, positions="cache", **given)
@@ -110,18 +105,13 @@ MESHES = {
     "snapkv": "model:2,context:4", "less": "data:2,context:2", "newest": "context:8",
 }  # fmt: skip
 EVICTS = ("full", "h2o", "roco", "snapkv", "less")
-#: Storages whose vectors share something, are changed before attention or are held in tiers; and their policies.
+#: Storages whose vectors share something or are changed before attention, and their policies.
 SHARING: dict[str, tuple[Storage, tuple[str, ...]]] = {
     "think": (storage.think(0.4, 4, 3), EVICTS),
     "think codes": (storage.think(0.5, 4, 0, codec=storage.Integer(4)), EVICTS),
     "low_rank": (storage.low_rank(2, 3, 2), EVICTS),
     "low_rank codes": (storage.low_rank(3, 2, value_codec=storage.Integer(8), center=False), EVICTS),
     "kvquant": (storage.kvquant(3, 0.2, 1, "kmeans", residual=2, qnorm=True), EVICTS),
-    "gear": (storage.gear(4, 3, 4, rank=2, decode_rank=1), ("full", "snapkv", "newest")),
-    "zipcache": (storage.zipcache(4, 2, 0.6, 3), ("full", "snapkv", "newest")),
-    "zipcache, long": (storage.zipcache(8, 4, 0.3, 9), ("full", "snapkv", "newest")),
-    "mikv": (storage.mikv(2), EVICTS[1:]),
-    "mikv queue": (storage.mikv(4, high=storage.int8(), low_capacity=5), EVICTS[1:]),
 }
 h2o, full = registered("h2o"), registered("full")
 CASES = {
@@ -152,13 +142,8 @@ CASES = {
         lambda budget: policies.roco(budget, protect=budget - 2, guard=2, merge=policies.d2o()), "data:2,context:4",
         named=1,
     ),
-    "d2o, residual in blocks": Case(
-        merging(policies.d2o()), "data:2,context:4", storage=storage.int8(residual=3), block=5
-    ),
     "cam of a few": Case(merging(policies.cam(recent=1)), "model:2,context:4"),
     "d2o, int8": Case(merging(policies.d2o()), storage=storage.int8()),
-    "d2o, residual": Case(merging(policies.d2o()), storage=storage.int8(residual=4), block=5),
-    "anchors, residual": Case(merging(policies.anchors(), policies.scissorhands), storage=storage.int4(residual=6)),
     "merge by ranks": Case(merging(policies.anchors(), policies.streaming_llm), "data:2,context:4", block=5),
     "merge after a prompt": Case(
         lambda budget: policies.after_prefill(
@@ -172,17 +157,6 @@ CASES = {
     "razor in blocks": Case(
         lambda budget: policies.razor_attention([[True, False, False, False]], budget, sinks=1),
         "data:2,model:2", heads=(8, 4), divided=("model",), block=5,
-    ),
-    "pages": Case(paged(3), "data:2,context:4"),
-    "pages in blocks": Case(paged(4), "data:2,model:1,context:4", block=5),
-    "pages of the newest": Case(paged(3, registered("window")), "context:8", block=7),
-    "pages of codes": Case(paged(2, policies.roco), storage=storage.int8()),
-    "pages of codes in blocks": Case(paged(2), "data:2,context:4", storage=storage.int8(), block=2),
-    "pages after a prompt": Case(
-        lambda budget: policies.after_prefill(policies.snapkv(budget + 4, window=4), then=paged(3)(budget - 3))
-    ),
-    "quest of pages": Case(
-        paged(2, policies.tova), "data:2,context:4", selection=quest(2, 8, first_layer=0), storage=storage.int8()
     ),
     "by rank": Case(ranked(policies.h2o), "data:2,model:2,context:2"),
     "by rank in blocks": Case(ranked(policies.h2o), "data:2,context:4", block=5),
@@ -244,11 +218,6 @@ CASES = {
         for name, (own, kinds) in SHARING.items() for kind in kinds
     },
     "kvquant in blocks": Case(h2o, "data:2,model:1,context:4", block=5, storage=storage.kvquant(4, 0.2, 2)),
-    "mikv in blocks": Case(h2o, "data:2,model:1,context:4", block=5, storage=storage.mikv(3, balance=False)),
-    "mikv queue in blocks": Case(h2o, "context:8", block=9, storage=storage.mikv(3, balance=False, low_capacity=6)),
-    "mikv by ranks": Case(
-        lambda budget: policies.h2o(budget, positions="cache"), "data:2,context:4", storage=storage.mikv(3)
-    ),
     "kvquant by ranks": Case(registered("streaming_llm"), storage=storage.kvquant(3, 0.2, 1)),
     "kv_heads": Case(policies.tova, "data:2,context:4", storage=storage.kv_heads(2, residual=2)),
     "kv_heads apart": Case(full, heads=(8, 4), storage=storage.kv_heads(2)),

@@ -30,22 +30,18 @@ RUN = (
     "parts of heads", "residual", "residual by ranks", "kivi", "optimal, residual", "quest", "lserve", "retrieval",
     "infinigen", "infinigen, ends", "infinigen, few named", "infinigen, residual", "tokenselect", "tokenselect, anew",
     "think h2o", "low_rank codes less", "kvquant in blocks", "kv_heads", "cskv in blocks", "optimal of latents", "cam",
-    "d2o", "kvmerger in blocks", "anchors, residual", "d2o, residual in blocks", "merge of roco", "merge by ranks",
-    "merge after a prompt", "razor in blocks", "pages in blocks", "pages of codes in blocks", "quest of pages",
-    "pages after a prompt", "smaller, in codes", "kvquant less", "by rank in blocks", "by rank, residual",
-    "by rank, merged", "by rank, compressed in blocks", "mikv h2o", "mikv roco", "mikv snapkv", "mikv queue less",
-    "mikv queue in blocks", "zipcache snapkv", "gear full",
+    "d2o", "kvmerger in blocks", "merge of roco", "merge by ranks", "merge after a prompt", "razor in blocks",
+    "smaller, in codes", "kvquant less", "by rank in blocks", "by rank, residual", "by rank, merged",
+    "by rank, compressed in blocks",
 )  # fmt: skip
 #: Collectives of a step of all heads, without those of a search that runs where it is needed; 2 where it is not said.
 COLLECTIVES = {
     "roco in blocks": 4, "roco, few named": 4, "smaller while decoding": 3, "kivi": 1, "optimal, residual": 3,
     "infinigen": 4, "infinigen, ends": 4, "infinigen, few named": 5, "infinigen, residual": 4, "tokenselect": 3,
     "tokenselect, anew": 3, "cskv in blocks": 1, "optimal of latents": 4, "low_rank codes less": 3, "cam": 3, "d2o": 3,
-    "kvmerger in blocks": 3, "anchors, residual": 3, "merge by ranks": 2, "merge after a prompt": 3,
-    "merge of roco": 5, "d2o, residual in blocks": 3, "razor in blocks": 2, "ranks in blocks": 1,
-    "residual by ranks": 1, "parts of heads": 3, "mikv roco": 4, "mikv snapkv": 1, "quest of pages": 3,
-    "pages after a prompt": 3, "smaller, in codes": 4, "kvquant less": 3, "by rank, compressed in blocks": 1,
-    "by rank, merged": 3, "mikv queue less": 4, "zipcache snapkv": 1, "gear full": 1,
+    "kvmerger in blocks": 3, "merge by ranks": 2, "merge after a prompt": 3, "merge of roco": 5, "razor in blocks": 2,
+    "ranks in blocks": 1, "residual by ranks": 1, "parts of heads": 3, "smaller, in codes": 4, "kvquant less": 3,
+    "by rank, compressed in blocks": 1, "by rank, merged": 3,
 }  # fmt: skip
 
 
@@ -107,12 +103,12 @@ def _by_slot(stats, view):
         (_group(policies.streaming_llm(8)), None),
         (_group(policies.h2o(8, positions="cache")), None),
         (_group(policies.h2o(8, positions="cache"), evicts_one=False), "more than it has tokens"),
-        (_group(policies.by_page(policies.h2o(8, positions="cache"), page=2)), "more than it has tokens"),
         (_group(policies.h2o(8, merge=policies.d2o())), None),
         (_group(policies.h2o(8, merge=OfTheFirst())), "compares what is evicted with all slots"),
         (_group(policies.h2o(8, merge=policies.d2o()), evicts_one=False), "more pairs in a step than it has tokens"),
         (_group(policies.h2o(8, merge=policies.d2o()), storage=storage.kvquant()), "held as they are before rotation"),
-        (_group(policies.by_page(policies.h2o(8), page=2)), None),
+        (_group(policies.h2o(8, merge=policies.d2o()), storage=storage.int8(residual=4)), "leaves the residual"),
+        (_group(policies.by_page(policies.h2o(8), page=2)), "whole pages"),
         (_group(selection=selection.quest(4, 8)), None),
         (_group(selection=selection.infinigen(cap=4)), None),
         (_group(selection=selection.tokenselect(4)), None),
@@ -121,13 +117,9 @@ def _by_slot(stats, view):
         (_group(storage=storage.int4(memory="host")), "host"),
         (_group(storage=storage.kivi(2, 2, 4)), "in a block"),
         (_group(policies.full(), storage=storage.minicache(0)), "two layers"),
-        (_group(policies.full(), storage=storage.zipcache()), None),
-        (
-            _group(
-                policies.full(), storage=dataclasses.replace(storage.zipcache(window=4), key=storage.Channels(4, 2))
-            ),
-            "decoded as a whole",
-        ),
+        (_group(policies.full(), storage=storage.zipcache()), "tokens of a segment to two tiers"),
+        (_group(storage=storage.mikv()), "to a second tier"),
+        (_group(policies.full(), storage=storage.gear()), "blocks of a prompt in another form"),
         (_group(policies.evict(importance=policies.key_difference, budget=8)), "compares slots with each other"),
         # The order of slots has no meaning, so that no rank may depend on it.
         (_group(policies.evict(importance=Importance(needs=set(), score=_by_slot), budget=8)), "by iota"),

@@ -1,6 +1,5 @@
 """Where generated answers end: at texts that may be or hold special tokens, also after thoughts."""
 
-import importlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +9,7 @@ import kvjax
 from kvjax import policies
 from kvjax.cache import CacheSpec
 from kvjax.errors import InputError
+from kvjax.generation import generate as loop
 from kvjax.lm_eval.runner import Runner
 from tests import scripted
 from tests.scripted import VOCABULARY, ids
@@ -25,7 +25,7 @@ def model(tmp_path_factory) -> kvjax.Model:
 
 
 def test_the_runner_stops_after_a_stop_text(model, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("kvjax.generate"), "UNTIL_EVERY", 1)
+    monkeypatch.setattr(loop, "UNTIL_EVERY", 1)
     runner = Runner(model, CacheSpec(policies.full()), rows=2, max_length=64)
     contexts = [[1, *ids("x")], [1, *ids("b")], [1, *ids("▁the")]]
     plain = runner.texts(contexts, new_tokens=12, stop=[2])

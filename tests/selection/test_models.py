@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import math
 
 import chex
@@ -15,6 +14,7 @@ import kvjax
 from kvjax import policies, presets, selection
 from kvjax.cache.step import attend
 from kvjax.errors import InputError, PolicyError, SelectionError
+from kvjax.generation import generate as loop
 from kvjax.models import skew
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SKEW
@@ -25,8 +25,6 @@ from tests.reference import decoder as reference_decoder
 from tests.reference.eviction import full as reference_full
 from tests.reference.step import rotate
 from tests.tiny import HEADS, random_tokens, tiny
-
-loop = importlib.import_module("kvjax.generate")  # the package's attribute of that name is the function
 
 PROMPTS, ENDS = np.array([20, 9, 15]), np.array([31, 26, 24])
 TOKENS = random_tokens(3, 31, seed=4)

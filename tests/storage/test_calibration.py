@@ -1,7 +1,6 @@
 """Calibrations: low rank's worked cases, files that are damaged or of another model, traces, and gradients."""
 
 import dataclasses
-import importlib
 import itertools
 import json
 
@@ -18,6 +17,7 @@ import kvjax.planning
 from kvjax import policies, storage
 from kvjax.cache.replay import _run
 from kvjax.errors import StorageError
+from kvjax.generation.generate import decode
 from kvjax.generation.prefill import prefill
 from kvjax.numerics.rope import Rope
 from kvjax.storage import Calibration, Integer, Samples
@@ -27,7 +27,6 @@ from tests.conformance import replay
 from tests.storage.test_sides import DIM, LENGTHS, examples, given, random  # noqa: F401
 from tests.tiny import random_tokens, tiny
 
-decode = importlib.import_module("kvjax.generate").decode
 LOW = storage.low_rank(4, 5, residual=2)
 
 

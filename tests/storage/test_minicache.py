@@ -1,7 +1,6 @@
 """Pairs of layers: the worked case, a float64 reference, a model that reads what was merged, bytes, what is refused."""
 
 import functools
-import importlib
 import json
 import math
 
@@ -17,13 +16,13 @@ from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.devices import Device
 from kvjax.errors import StorageError
+from kvjax.generation import generate
 from kvjax.generation.prefill import prefill
 from kvjax.planning.roofline import average_slots, decode_shapes, roofline
 from kvjax.storage import Merged, merged_vectors
 from tests.storage.test_blocks import lowered
 from tests.tiny import random_tokens, tiny
 
-generate = importlib.import_module("kvjax.generate")
 LAYERS, WIDTH, NEW = 4, 12, 4
 LENGTHS = np.array([12, 7])
 HELD = storage.minicache(1, 0.6, 0.2)  # layers 1 and 2; the last is alone

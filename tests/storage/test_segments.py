@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import json
 import math
 import types
@@ -15,8 +14,9 @@ import pytest
 
 from kvjax import policies, storage
 from kvjax.cache import LayerKV
-from kvjax.cache.arrangements import segments
+from kvjax.cache.arrangements.blocks import OF_PROMPT
 from kvjax.errors import InputError, StorageError
+from kvjax.generation import generate
 from kvjax.generation.prefill import Prefilled
 from kvjax.storage.gradient import differentiable
 from tests.conformance import CLEAR, TIE, live, read, replay, streams
@@ -26,7 +26,6 @@ from tests.reference import tiers as law
 from tests.reference.base import COUNT, MASS, Policy
 from tests.storage.test_blocks import lowered
 
-generate = importlib.import_module("kvjax.generate")
 DIM, WIDTH, STEPS, WINDOW = 6, 13, 11, 4
 LENGTHS = np.array([13, 1, 8])  # of a prompt of one token all go to the high tier
 HELD = storage.zipcache(4, 2, 0.6, WINDOW)
@@ -123,7 +122,7 @@ def test_the_worked_case(shared_data):
         for tier, name in enumerate(("high", "low")):
             for part in ("zero", "scale"):
                 own = layer.stores[tier]["key"]
-                of_prompt = own[segments.part_of_prompt(segments.storage_of(held, tier), part)]
+                of_prompt = own[OF_PROMPT + part]
                 got = np.concatenate([of_prompt[row], own[part][row, 0]])
                 np.testing.assert_allclose(got, examples[f"{case}_{name}_{part}_{row}_0"], rtol=1e-5, atol=1e-6)
 

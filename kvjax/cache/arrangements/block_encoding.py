@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import store_order
 from kvjax.cache.arrangements.blocks import (
     EXACT,
     OF_PROMPT,
@@ -22,7 +21,7 @@ from kvjax.cache.groups import Group
 from kvjax.cache.slots import after_reading, constrain, empty_stats, forget, oldest_first, slots_of, take, write
 from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot
 from kvjax.storage.base import Parts, Storage
-from kvjax.storage.layouts import BlockCodec, SegmentCodec
+from kvjax.storage.block_codec import BlockCodec, SegmentCodec
 from kvjax.storage.side import Sides
 from kvjax.storage.store import aligned
 
@@ -243,35 +242,11 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, newest: Array, side
             exact = _gather(x, jnp.minimum(slots_of_exact(coded[..., 0], entries), x.shape[2] - 1))
         store[side] = {**parts, EXACT: exact}
         marks[side] = coded[..., 0]
-    if after.parts > 1:
-        position, moved = _apart(position, moved, marks[PROMPT][..., None], after)
     per_slot = forget(moved, position)
     fresh = empty_stats(after.needs, after.remembers, slots_of(position))
     stats = {name: per_slot.stats.get(name, new) for name, new in fresh.items()}
-    layer = layer.replace(position=position, stores=(store,), marks=marks, parts=after.parts)
+    layer = layer.replace(position=position, stores=(store,), marks=marks)
     return layer, per_slot.replace(stats=stats)
-
-
-def _apart(position: Array, per_slot: PerSlot, coded: Array, group: Group) -> tuple[Array, PerSlot]:
-    """Moves tokens in order [B, K, S] to the slots of the prompt's blocks and those after them, of all devices.
-
-    Args:
-      position: [B, K, S] int32.
-      per_slot: leaves [B, K, S, ...].
-      coded: [B, K, 1] int32 tokens in full blocks of the prompt.
-      group: has the storage.
-    """
-    slots, shape = position.shape[2], position.shape
-    early = jnp.arange(prompt_blocks(group) * unit_of(group.storage, "key"), dtype=jnp.int32)
-    late = coded + jnp.arange(slots - early.size, dtype=jnp.int32)
-    # [B, K, S]: the token of each slot; none is S
-    early = jnp.broadcast_to(jnp.where(early < coded, early, slots), (*shape[:2], early.size))
-    token = store_order.joined([early, jnp.minimum(late, slots)], group.parts)
-    known = jnp.minimum(token, slots - 1)
-    moved = jax.tree.map(
-        lambda x: jnp.take_along_axis(x, known.reshape(*shape, *(1,) * (x.ndim - 3)), axis=2), per_slot
-    )
-    return jnp.where(token < slots, jnp.take_along_axis(position, known, axis=2), EMPTY), moved
 
 
 def _encoded_prompt(codec: SegmentCodec, x: Array, filled: Array, blocks: int, unit: int) -> Parts:

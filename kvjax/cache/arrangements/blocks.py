@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.cache.groups import Extent, Group
-from kvjax.cache.slots import SHARED, write
+from kvjax.cache.slots import write
 from kvjax.cache.state import LayerKV, Store
 from kvjax.storage.base import Parts, Shapes, Storage
-from kvjax.storage.layouts import BlockCodec, Blocks, SegmentCodec
+from kvjax.storage.block_codec import BlockCodec, SegmentCodec
+from kvjax.storage.layouts import Blocks
 from kvjax.storage.rounding import within
 from kvjax.storage.side import Sides
 from kvjax.storage.store import aligned, warn_if_larger
@@ -25,8 +26,7 @@ Marks = dict[str, Array]  # ``key`` and ``value`` -> [B, K] int32 tokens that ar
 
 EXACT = "exact"  # the part of the tokens that are not encoded
 PROMPT = "prompt"  # the mark of the tokens in blocks of the prompt, where these are held in another form
-#: Prefix of the parts of a prompt's blocks; `SHARED` is that of what these share.
-OF_PROMPT = "prompt_"
+OF_PROMPT, SHARED = "prompt_", "shared_"  # prefixes of the parts of a prompt's blocks, and of what these share
 
 
 def unit_of(storage: Storage, side: str) -> int:
@@ -51,8 +51,6 @@ def room(storage: Storage, side: str, slots: int, extent: Extent, parts: int = 1
     if isinstance(codec, BlockCodec) and codec.prompt is not None:
         # How many blocks are filled after a prompt depends on where it ends in a block.
         longest = slots - extent.following
-        if parts > 1:
-            return later_slots(storage, extent, parts) // unit, unit
         ends = range(max(extent.shortest, longest - unit + 1), longest + 1)
         return max((end + extent.following) // unit - end // unit for end in ends), min(unit, slots)
     if isinstance(codec, BlockCodec):
@@ -64,30 +62,16 @@ def room(storage: Storage, side: str, slots: int, extent: Extent, parts: int = 1
     return max(slots - storage.residual, least, 0), min(storage.residual, slots)
 
 
-def later_slots(storage: Storage, extent: Extent, parts: int) -> int:
-    """Returns the slots after the prompt's blocks on all devices, where these are held in another form."""
-    unit = unit_of(storage, "key")
-    # Up to a block, less a token, is left of the prompt.
-    return -(-(unit - 1 + extent.following) // (unit * parts)) * unit * parts
-
-
 def prompt_blocks(group: Group) -> int:
     """Returns the number of blocks of a prompt, where these are held in another form."""
     assert group.extent is not None
-    unit, parts = unit_of(group.storage, "key"), group.slot_parts
-    later = group.extent.following if parts == 1 else later_slots(group.storage, group.extent, parts)
-    return (group.capacity - later) // unit
+    return (group.capacity - group.extent.following) // unit_of(group.storage, "key")
 
 
 def over_devices(group: Group, parts: int) -> int:
     """Returns the slots of a group on `parts` devices, each of which has as many blocks."""
-    assert group.extent is not None
-    unit = unit_of(group.storage, "key")
-    if not group.storage.of_prompt:
-        each = parts * multiple(group.storage)
-        return -(-group.capacity // each) * each
-    early = -(-prompt_blocks(group) // parts) * unit * parts
-    return early + later_slots(group.storage, group.extent, parts)
+    each = parts * multiple(group.storage)
+    return -(-group.capacity // each) * each
 
 
 def multiple(storage: Storage) -> int:

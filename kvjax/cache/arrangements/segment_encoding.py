@@ -6,14 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import store_order
+from kvjax.cache.arrangements.blocks import OF_PROMPT
 from kvjax.cache.arrangements.segments import (
     HIGH,
     LOW,
     WINDOW,
-    empty_marks,
     later_parts,
-    part_of_prompt,
     regions,
     salient,
     storage_of,
@@ -25,7 +23,8 @@ from kvjax.cache.state import EMPTY, LayerKV, PerSlot, Store
 from kvjax.numerics.top_k import largest
 from kvjax.parallel.host_memory import gather
 from kvjax.storage.base import Storage
-from kvjax.storage.layouts import BlockCodec, Segments
+from kvjax.storage.block_codec import BlockCodec
+from kvjax.storage.layouts import Segments
 from kvjax.storage.side import Sides
 from kvjax.storage.store import aligned
 
@@ -70,7 +69,6 @@ def settle(
     per_slot: PerSlot,
     group: Group,
     sides: Sides,
-    ended: Array | None = None,
 ) -> tuple[LayerKV, PerSlot]:
     """Writes a step's token into the window, and encodes the window of each row in which it is full.
 
@@ -82,15 +80,11 @@ def settle(
       per_slot: an index of all slots and the token, and statistics of these, or of the window and the token alone.
       group: which has the storage.
       sides: what vectors share.
-      ended: of slots that are divided over devices, [B, K, 1] int32 segments that have ended, counted from the first
-        that this device holds; then all arrays are those of one device, whose window is that of all. None = `layer`
-        has all slots.
 
     Returns:
       The layer with its positions and stores, and `per_slot` for its slots.
     """
-    if ended is None:
-        key, value, position, per_slot = constrain((key, value, position, per_slot))
+    key, value, position, per_slot = constrain((key, value, position, per_slot))
     layout = group.storage.layout
     assert isinstance(layout, Segments)
     high, low, size = group.slots
@@ -120,8 +114,8 @@ def settle(
         # [B, K, 1]: the number of segments that have ended
         lives = [jnp.sum(at[:, :, _first(layer, layout, tier) :] >= 0, axis=2, keepdims=True, dtype=jnp.int32)
                  for tier, at in enumerate(tiers_at)]  # fmt: skip
-        ended = (lives[HIGH] + lives[LOW]) // layout.window if ended is None else ended
-        here = due & (ended >= 0) & (ended < segments)
+        ended = (lives[HIGH] + lives[LOW]) // layout.window
+        here = due & (ended < segments)
 
         def end(exact: Own, stats: Any, window_at: Array) -> list[Any]:
             """Encodes the windows of all rows: per tier the tokens, their block of keys, and their values."""
@@ -206,17 +200,17 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, made: tuple[Store, 
         def with_later(part: Array, fill: int, more: int = count - first) -> Array:
             """Appends the slots of the segments after the prompt."""
             later = jnp.full((*part.shape[:2], more, *part.shape[3:]), fill, part.dtype)
-            return store_order.joined([part, later], after.parts)
+            return jnp.concatenate([part, later], axis=2)
 
         stores.append({
-            "key": {**made[tier]["key"], **{part_of_prompt(own, name): part for name, part in keys.items()}},
+            "key": {**made[tier]["key"], **{OF_PROMPT + name: part for name, part in keys.items()}},
             "value": {name: with_later(part, 0) for name, part in values.items()},
         })  # fmt: skip
         positions.append(with_later(jnp.where(known, gather(layer.position, order), EMPTY), EMPTY))
         moved.append({name: take(leaf, order, count) for name, leaf in whole.items()})
     shape = slots_of(layer.position)[:2]
     window = jnp.full((*shape, after.slots[WINDOW]), EMPTY, jnp.int32)
-    position = store_order.joined([*positions, window], after.parts)
+    position = jnp.concatenate([*positions, window], axis=2)
     joined = {
         name: jnp.concatenate(
             [*(each[name] for each in moved), jnp.zeros((*window.shape, *leaf.shape[3:]), leaf.dtype)], 2
@@ -226,7 +220,5 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, made: tuple[Store, 
     joined = forget(joined, position)
     fresh = empty_stats(after.needs, after.remembers, slots_of(position[:, :, after.unranked :]))
     stats = {name: new if after.unranked else joined.get(name, new) for name, new in fresh.items()}
-    layer = layer.replace(
-        position=position, stores=(*stores, made[WINDOW]), parts=after.parts, marks=empty_marks(after, shape)
-    )
+    layer = layer.replace(position=position, stores=(*stores, made[WINDOW]))
     return layer, PerSlot(stats, {name: joined[name] for name in per_slot.index})

@@ -4,7 +4,6 @@ The slots of the high tier come first, then those of the low tier, then the wind
 for the prompt and one of equal size for each segment after it. Only slots of the window have statistics.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -12,13 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.cache import store_order
 from kvjax.cache.arrangements.blocks import OF_PROMPT
 from kvjax.cache.groups import Extent, Group
-from kvjax.cache.slots import SHARED
 from kvjax.cache.state import LayerKV, Store
 from kvjax.storage.base import Codec, Storage
-from kvjax.storage.layouts import BlockCodec, Segments
+from kvjax.storage.block_codec import BlockCodec
+from kvjax.storage.layouts import Segments
 from kvjax.storage.rounding import within
 from kvjax.storage.side import Sides
 from kvjax.storage.store import aligned
@@ -27,7 +25,6 @@ Array = jax.Array
 ROUNDING = 1e-9  # of a share of tokens
 
 HIGH, LOW, WINDOW = range(3)  # the stores
-FILLED, ENDED = "filled", "ended"  # marks of slots on several devices
 
 
 def salient(layout: Segments, tokens: int) -> int:
@@ -51,28 +48,10 @@ def slots(layout: Segments, tokens: int, extent: Extent) -> tuple[int, int, int]
 
 
 def count_of(group: Group) -> int:
-    """Returns the segments after the prompt that there is room for; where slots are divided, as many per device."""
-    layout, parts = group.storage.layout, group.slot_parts
+    """Returns the segments after the prompt that there is room for."""
+    layout = group.storage.layout
     assert isinstance(layout, Segments) and group.extent is not None
-    return -(-(group.extent.following // layout.window) // parts) * parts
-
-
-def over_devices(group: Group, parts: int) -> tuple[int, ...]:
-    """Returns the slots of each store on `parts` devices, which have as much of the prompt and as many segments."""
-    layout, few = group.storage.layout, count_of(group)
-    assert isinstance(layout, Segments)
-    many = count_of(dataclasses.replace(group, slot_parts=parts))
-    tiers = [
-        -(-(count - few * regions(layout, tier)) // parts) * parts + many * regions(layout, tier)
-        for tier, count in enumerate(group.slots[:WINDOW])
-    ]
-    return *tiers, -(-layout.window // parts) * parts
-
-
-def part_of_prompt(storage: Storage, name: str) -> str:
-    """Returns the name of a part of a tier's keys of the prompt, which says whether all tokens share it."""
-    own = storage.key.by_token if isinstance(storage.key, BlockCodec) else ()
-    return (SHARED if own and name not in own else OF_PROMPT) + name
+    return group.extent.following // layout.window
 
 
 def storage_of(storage: Storage, tier: int) -> Storage:
@@ -98,19 +77,13 @@ def empty(group: Group, shape: tuple[int, int], dim: int, dtype: DTypeLike) -> t
         key = {name: jnp.zeros((*shape, segments, *each), kind) for name, (each, kind) in _of(own, size, dim, dtype)}
         first = count - segments * size
         key |= {
-            part_of_prompt(own, name): jnp.zeros((*shape, *each), kind)
-            for name, (each, kind) in _of(own, first, dim, dtype)
+            OF_PROMPT + name: jnp.zeros((*shape, *each), kind) for name, (each, kind) in _of(own, first, dim, dtype)
         }
         parts = value_of(own).parts(dim, dtype).items()
         value = {name: jnp.zeros((*shape, count, *each), kind) for name, (each, kind) in parts}
         made.append({"key": key, "value": value})
     window = jnp.zeros((*shape, group.slots[WINDOW], dim), dtype)
     return *made, {"key": {"exact": window}, "value": {"exact": window}}
-
-
-def empty_marks(group: Group, shape: tuple[int, int]) -> dict[str, Array]:
-    """Returns the marks [B, K] of slots on several devices: tokens in the window, and segments that have ended."""
-    return {name: jnp.zeros(shape, jnp.int32) for name in ((FILLED, ENDED) if group.slot_axes else ())}
 
 
 def _of(storage: Storage, tokens: int, dim: int, dtype: DTypeLike) -> Any:
@@ -124,21 +97,9 @@ def value_of(storage: Storage) -> Codec:
     return storage.value
 
 
-def joined(storage: Storage, layer: LayerKV, pieces: list[Array], side: str) -> Array:
-    """Joins the keys or values of all stores, from `decode`, in the order of positions: [B, K, S, D]."""
-    assert isinstance(storage.layout, Segments)
-    if side == "key":
-        # Of the keys of a tier, those of the prompt come first, on whichever device they are.
-        for tier in range(WINDOW):
-            later = next(iter(later_parts(layer.stores[tier]).values())).shape[2] * regions(storage.layout, tier)
-            first = pieces[tier].shape[2] - later
-            pieces[tier] = store_order.joined([pieces[tier][:, :, :first], pieces[tier][:, :, first:]], layer.parts)
-    return store_order.joined(pieces, layer.parts)
-
-
 def later_parts(store: Store) -> dict[str, Array]:
     """Returns the parts of a tier's keys of the segments after the prompt."""
-    return {name: part for name, part in store["key"].items() if not name.startswith((OF_PROMPT, SHARED))}
+    return {name: part for name, part in store["key"].items() if not name.startswith(OF_PROMPT)}
 
 
 def decode(storage: Storage, layer: LayerKV, tier: int, side: str, dtype: DTypeLike, sides: Sides) -> Array:
@@ -162,7 +123,7 @@ def decode(storage: Storage, layer: LayerKV, tier: int, side: str, dtype: DTypeL
     count, size = jax.tree.leaves(store["value"])[0].shape[2], regions(layout, tier)
     later = later_parts(store)
     prompt = {
-        name.removeprefix(OF_PROMPT).removeprefix(SHARED): part
+        name.removeprefix(OF_PROMPT): part
         for name, part in store[side].items() if name not in later
     }  # fmt: skip
     segments = next(iter(later.values())).shape[2]

@@ -7,7 +7,6 @@ queries attend to both.
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import store_order
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import (
     after_reading,
@@ -23,7 +22,6 @@ from kvjax.cache.slots import (
 from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
 from kvjax.parallel.host_memory import gather
 from kvjax.storage import store as held
-from kvjax.storage.layouts import Tiers
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -160,8 +158,6 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, length: Array, side
       The layer with its positions and stores, and `per_slot` for the slots of the high tier.
     """
     size, count = after.slots
-    # Of slots on several devices there are more than may be used, where their number was rounded up.
-    capacity = ring(after, size)
     exact, dtype = layer.stores[0], layer.value.dtype
     # [B, K, P]
     token = jnp.broadcast_to(jnp.arange(layer.position.shape[2], dtype=jnp.int32), layer.position.shape)
@@ -169,7 +165,7 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, length: Array, side
     total = jnp.sum(gone, axis=2, keepdims=True, dtype=jnp.int32)
     # [B, K, L]: which victim each slot holds; of more than there are slots, the newest
     slot = jnp.arange(size, dtype=jnp.int32)
-    victim = jnp.where(slot < capacity, slot + (total - 1 - slot) // capacity * capacity, EMPTY)
+    victim = slot + (total - 1 - slot) // size * size
     order = oldest_first(token, gone, token.shape[2])
     index = jnp.take_along_axis(order, jnp.clip(victim, 0, token.shape[2] - 1), axis=2)
     low_at = jnp.where(victim >= 0, index, EMPTY).astype(jnp.int32)
@@ -180,28 +176,21 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, length: Array, side
     high_at = take(jnp.where(live, layer.position, EMPTY), order, count, EMPTY)
     high = held.encode(after.stores[1], take(key, order, count), take(value, order, count), dtype, sides)
     moved = jax.tree.map(lambda leaf: take(leaf, order, count), per_slot)
-    position = store_order.joined([low_at, high_at], after.parts)
-    return layer.replace(position=position, stores=(low, high), parts=after.parts), _of(after, moved, high_at)
-
-
-def ring(group: Group, slots: int) -> int:
-    """Returns how many of the low tier's slots are used: the layout may allow fewer than there are on all devices."""
-    assert isinstance(group.storage.layout, Tiers)
-    most = group.storage.layout.low_capacity
-    return slots if most is None else min(most, slots)
+    position = jnp.concatenate([low_at, high_at], axis=2)
+    return layer.replace(position=position, stores=(low, high)), _of(after, moved, high_at)
 
 
 def resize(layer: LayerKV, after: Group, per_slot: PerSlot) -> tuple[LayerKV, PerSlot]:
     """Moves tiers into those of the decoding phase, whose low tier has the same size; see `convert`."""
     size, count = after.slots
-    low_at, high_at = store_order.separated(layer.position, (size, layer.position.shape[2] - size), layer.parts)
+    low_at, high_at = layer.position[:, :, :size], layer.position[:, :, size:]
     live = high_at >= 0
     order = oldest_first(high_at, live, count)
     high = jax.tree.map(lambda leaf: take(leaf, order, count), layer.stores[1])
     high_at = take(jnp.where(live, high_at, EMPTY), order, count, EMPTY)
     moved = jax.tree.map(lambda leaf: take(leaf, order, count), per_slot)
-    position = store_order.joined([low_at, high_at], after.parts)
-    layer = layer.replace(position=position, stores=(layer.stores[0], high), parts=after.parts)
+    position = jnp.concatenate([low_at, high_at], axis=2)
+    layer = layer.replace(position=position, stores=(layer.stores[0], high))
     return layer, _of(after, moved, high_at)
 
 

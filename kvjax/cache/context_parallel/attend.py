@@ -12,17 +12,7 @@ import jax.numpy as jnp
 
 from kvjax import attention
 from kvjax.cache import store_order
-from kvjax.cache.arrangements.blocks import PROMPT
-from kvjax.cache.context_parallel import (
-    gathered_state,
-    pages,
-    placement,
-    policy_view,
-    position_ranks,
-    prompt_blocks,
-    segments,
-    select,
-)
+from kvjax.cache.context_parallel import gathered_state, placement, policy_view, position_ranks, select
 from kvjax.cache.context_parallel.gathered_state import Told
 from kvjax.cache.context_parallel.operands import Common, Operands, operands, problems
 from kvjax.cache.context_parallel.placement import Own
@@ -37,7 +27,7 @@ from kvjax.cache.step.operands import Pool
 from kvjax.numerics.rope import Rope
 from kvjax.numerics.statistics import by_name
 from kvjax.parallel import slot_reductions
-from kvjax.storage.layouts import Blocks, Segments, Tiers
+from kvjax.storage.layouts import Blocks
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -61,7 +51,6 @@ class Observed(NamedTuple):
 
     Attributes:
       output: [B, K, G, n, D].
-      before: the layer of this device before the step.
       layer: the slots that the policy ranks, with the statistics after the step and the positions before it. The marks
         of blocks count from this device's first slot.
       own: the step's own tokens, with their statistics.
@@ -76,7 +65,6 @@ class Observed(NamedTuple):
     """
 
     output: Array
-    before: LayerKV
     layer: LayerKV
     own: Own
     told: Told
@@ -119,11 +107,11 @@ def attend(
       rope: the layer's rotary embedding.
       options: ``scale``, ``soft_cap`` and ``window`` of `kvjax.cache.context_parallel.step.step`.
     """
-    before, own = layer, _own(key, value, rows, group)
-    layer, first = _local(layer, own.position, group, axes)
-    sizes = [before.position.shape[2]]
-    if len(before.stores) > 1:
-        sizes = [jax.tree.leaves(store["value"])[0].shape[2] for store in before.stores]
+    own = _own(key, value, rows, group)
+    layer, first = _local(layer, group, axes)
+    sizes = [layer.position.shape[2]]
+    if len(layer.stores) > 1:
+        sizes = [jax.tree.leaves(store["value"])[0].shape[2] for store in layer.stores]
     # [B, K, S_i] of each store
     positions = store_order.separated(layer.position, sizes)
     sides = {**common.sides, **layer.sides}
@@ -145,20 +133,17 @@ def attend(
         held, (*read, own.position), _log_weights(layer, own, sizes, held, group), pool, group,
         query_position=rows.position, prompt=rows.prompt, **options,
     )  # fmt: skip
-    parts = [each.without_statistics() for each in parts[: group.unranked_stores]] + parts[group.unranked_stores :]
-    # Parts that every device has.
-    known = 2 if isinstance(group.storage.layout, Segments) else 1
     newest = jnp.max(rows.position, axis=1)
     # What leaves the residual leaves an empty slot, whether it is encoded or evicted.
     goes = leaving(positions[1], newest, key.shape[2], group.storage) if group.storage.divided else None
     named = policy_view.named(layer, own, goes, held.stored, rows, number, group, axes)
-    told = _told(layer, positions, parts[:-known], maps[:-known], goes, newest, named, group, axes)
-    output, columns = _combined(told, parts, known)
+    told = _told(layer, positions, parts[:-1], maps[:-1], goes, newest, named, group, axes)
+    output, columns = _combined(told, parts)
     if choice is not None:
         columns[0] = choice.spread(columns[0], sizes[0])
-    layer, own = _observed(columns, layer, own, positions, rows, group)
+    layer, own = _observed(columns, layer, own, rows, group)
     output = output.astype(value.dtype)
-    return Observed(output, before, layer, own, told, goes, held.stored, choice, sides, first, named)
+    return Observed(output, layer, own, told, goes, held.stored, choice, sides, first, named)
 
 
 def _own(key: Array, value: Array, rows: Rows, group: Group) -> Own:
@@ -169,20 +154,17 @@ def _own(key: Array, value: Array, rows: Rows, group: Group) -> Own:
     return Own(key, value, position, empty_stats(group.needs, group.remembers, (batch, kv_heads, n)))
 
 
-def _local(layer: LayerKV, own: Array, group: Group, axes: slot_reductions.Across) -> tuple[LayerKV, Array]:
+def _local(layer: LayerKV, group: Group, axes: slot_reductions.Across) -> tuple[LayerKV, Array]:
     """Returns a layer as this device sees it, and its first slot; see `Observed`.
 
     Args:
       layer: of this device.
-      own: [B, K, n] int32 positions of the step's own tokens.
       group: of heads.
       axes: that slots are divided over.
     """
     first = jnp.int32(0)
-    if isinstance(group.storage.layout, Segments):
-        layer = segments.with_window(layer, own)
     if isinstance(group.storage.layout, Blocks):
-        first = jax.lax.axis_index(axes.slots) * later(layer, group).position.shape[2]
+        first = jax.lax.axis_index(axes.slots) * layer.position.shape[2]
         layer = layer.replace(marks=shifted(layer.marks, -first))
     return layer, first
 
@@ -220,44 +202,33 @@ def _told(
       axes: that slots are divided over.
     """
     storage = group.storage
-    free, more, counted = (
-        [gathered_state.empty_slots(each) for each in positions[group.unranked_stores :]],
-        None,
-        layer.position,
-    )
-    if group.evicts and group.policy.page > 1:
-        free = [pages.empty_slots(layer.position, group.policy.page)]
+    free, more = [gathered_state.empty_slots(each) for each in positions], None
     if goes is not None:
         free[1] += jnp.sum(goes.position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
         more = goes.vectors(layer.stores[1])
     if isinstance(storage.layout, Blocks):
-        counted = later(layer, group).position
         more = placement.older(layer.position, newest, storage).astype(jnp.float32)
-    if isinstance(storage.layout, Tiers):
-        counted = positions[1]
-    live = gathered_state.live_slots(counted)
+    live = gathered_state.live_slots(layer.position)
     bits = None if named is None else named.bits
     return gathered_state.gathered(parts, maps, live, jnp.concatenate(free, axis=2), axes.slots, more, bits)
 
 
-def _combined(told: Told, parts: Sequence[attention.Problem], known: int) -> tuple[Array, list[dict[str, Array]]]:
+def _combined(told: Told, parts: Sequence[attention.Problem]) -> tuple[Array, list[dict[str, Array]]]:
     """Returns the output of all slots, [B, K, G, n, D], and the columns of each part.
 
     Args:
       told: what the devices told each other.
-      parts: attention to each store of this device, and to what every device has.
-      known: the number of parts, the last ones, that every device has.
+      parts: attention to each store of this device, and to the step's own tokens, which every device has.
     """
-    own = parts[-known:]
-    combined = attention.combine(*told.parts, *(attention.attend(each, "xla") for each in own))
+    combined = attention.combine(*told.parts, attention.attend(parts[-1], "xla"))
     lse = combined.lse
     assert lse is not None
-    seen = sum((attention.count_seen(each) for each in own), start=told.seen)
+    seen = told.seen + attention.count_seen(parts[-1])
     return combined.output, [attention.column_sums(each, lse, seen, "xla") for each in parts]
 
 
 def _observed(
-    columns: Sequence[dict[str, Array]], layer: LayerKV, own: Own, positions: Sequence[Array], rows: Rows, group: Group
+    columns: Sequence[dict[str, Array]], layer: LayerKV, own: Own, rows: Rows, group: Group
 ) -> tuple[LayerKV, Own]:
     """Returns the slots that the policy ranks, and the step's own tokens, with the statistics after the step.
 
@@ -265,7 +236,6 @@ def _observed(
       columns: of each store, and of the own tokens.
       layer: of this device.
       own: the step's own tokens.
-      positions: [B, K, S_i] int32 of each store.
       rows: the rows.
       group: of heads.
     """
@@ -277,17 +247,10 @@ def _observed(
         none = {name: jnp.broadcast_to(zero, position.shape) for name, zero in zeros.items()}
         return evict.observe(stats, group.needs, whole | none, queries)
 
-    if isinstance(group.storage.layout, Tiers):
-        layer = layer.replace(position=positions[1], stores=layer.stores[1:])
-    layer = layer.replace(stats=after(columns[group.unranked_stores : -1], layer.position, layer.stats))
+    layer = layer.replace(stats=after(columns[:-1], layer.position, layer.stats))
     return layer, own._replace(stats=after(columns[-1:], own.position, own.stats))
 
 
-def later(layer: LayerKV, group: Group) -> LayerKV:
-    """Returns the slots of a layer in blocks that a step may write to."""
-    return prompt_blocks.halves(layer, group.storage).later if prompt_blocks.apart(layer) else layer
-
-
 def shifted(marks: dict[str, Array], by: Array) -> dict[str, Array]:
-    """Returns marks that count from another slot; that of the prompt's own blocks counts from the first of all."""
-    return {name: mark if name in (PROMPT, LIVE) else mark + by for name, mark in marks.items()}
+    """Returns marks that count from another slot."""
+    return {name: mark if name == LIVE else mark + by for name, mark in marks.items()}

@@ -5,22 +5,14 @@ import jax.numpy as jnp
 
 from kvjax.cache.context_parallel import (
     attend,
-    pages,
     placement,
     policy_view,
     position_ranks,
-    prompt_blocks,
-    segments,
     select,
     victim_candidates,
     victims,
 )
-from kvjax.cache.context_parallel import (
-    merge as folding,
-)
-from kvjax.cache.context_parallel import (
-    tiers as demoting,
-)
+from kvjax.cache.context_parallel import merge as folding
 from kvjax.cache.context_parallel.attend import Observed
 from kvjax.cache.context_parallel.placement import Moves
 from kvjax.cache.context_parallel.select import Rows
@@ -30,7 +22,7 @@ from kvjax.cache.step import evict
 from kvjax.numerics.top_k import CANDIDATES
 from kvjax.parallel import slot_reductions
 from kvjax.policies.base import View
-from kvjax.storage.layouts import Blocks, Segments, Tiers
+from kvjax.storage.layouts import Blocks
 
 Array = jax.Array
 Stats = dict[str, Array]
@@ -51,11 +43,8 @@ def settle(
     """
     layer, own, newest = step.layer, step.own, jnp.max(rows.position, axis=1)
     if isinstance(group.storage.layout, Blocks):
-        write = prompt_blocks.settle if prompt_blocks.apart(layer) else placement.in_blocks
-        after = write(layer, own, step.told, newest, group, step.first, step.sides)
+        after = placement.in_blocks(layer, own, step.told, newest, group, step.first, step.sides)
         return after.replace(marks=attend.shifted(after.marks, step.first))
-    if isinstance(group.storage.layout, Segments):
-        return segments.settle(step.before, layer, own, group, step.sides, axes.slots)
     moves = Moves(layer, own, step.goes, step.told.more, step.told.free, newest, group, axes.slots, step.sides)
     after = _evicted(step, moves, rows, number, axes)
     if step.choice is None:
@@ -67,16 +56,10 @@ def settle(
 def _evicted(step: Observed, moves: Moves, rows: Rows, number: Array, axes: slot_reductions.Across) -> LayerKV:
     """Evicts, and writes the step's own tokens; for the arguments see `settle`."""
     group, own = moves.group, moves.own
-    tiers = isinstance(group.storage.layout, Tiers)
-    if group.policy.budget is None and not tiers:
+    if group.policy.budget is None:
         return moves.without_evictions()
     view = policy_view.view_of(moves.layer, own, step.stored, rows, number, group, axes)
     both = policy_view.both_stats(moves.layer, own)
-    if group.evicts and group.policy.page > 1:
-        return pages.finish(moves, both, view, axes)
-    if tiers:
-        tier = demoting.Tier(moves.layer, own, group, axes.slots, step.sides)
-        return demoting.settle(step.before, tier, step.told, view, axes)
     if own.key.shape[2] == 1 and group.policy.when == "step":
         return _one(step, moves, both, view, axes)
     return _several(step, moves, both, view, axes)
@@ -100,13 +83,13 @@ def _one(step: Observed, moves: Moves, stats: Stats, view: View, axes: slot_redu
         else:
             sent = victims.nothing if merge is None else folding.sender(moves, *step.stored)
             evicted = victim_candidates.lowest_position(group, stats, view, total, axes, moves.packed(), sent)
-        lowest, bits = evicted.position, evicted.total
+        lowest = evicted.position
         if not group.evicts_one:
             moves, lowest = victim_candidates.evicted_before(moves, stats, view, total, lowest, axes)
         if merge is not None:
             victim = (view.position == lowest) & (lowest >= 0)
-            moves, bits = folding.fold(moves, *step.stored, victim, evicted, view)
-    after = moves.with_eviction(lowest, bits)
+            moves = folding.fold(moves, *step.stored, victim, evicted, view)
+    after = moves.with_eviction(lowest, evicted.total)
     return position_ranks.after_eviction(after, jnp.where(lowest >= 0, lowest, FAR)) if group.holds_ranks else after
 
 
@@ -120,7 +103,7 @@ def _several(step: Observed, moves: Moves, stats: Stats, view: View, axes: slot_
         victim = evict.victims(policy, stats, view, one=False, most=most)
         if policy.merge is not None:
             gone = folding.gathered(moves, *step.stored, victim, view)
-            moves, _ = folding.fold(moves, *step.stored, victim, gone, view)
+            moves = folding.fold(moves, *step.stored, victim, gone, view)
         if group.holds_ranks and policy.when == "step":
             evicted = position_ranks.evicted_positions(view.position, victim, n)
     position = jnp.where(victim[:, :, :size], EMPTY, moves.layer.position)

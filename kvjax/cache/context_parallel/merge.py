@@ -37,6 +37,8 @@ def refuses(group: Group) -> str | None:
         return f"the merge of {policy.name} compares what is evicted with all slots"
     if group.storage.frame == UNROTATED:
         return f"the merge of {policy.name} changes keys that are held as they are before rotation"
+    if group.storage.divided:
+        return f"the merge of {policy.name} may change a token that leaves the residual"
     if not group.evicts_one or policy.when != "step":
         return f"the merge of {policy.name} folds more pairs in a step than it has tokens"
     return None
@@ -76,63 +78,49 @@ def gathered(moves: Moves, keys: Sequence[Array], values: Sequence[Array], victi
 
 def fold(
     moves: Moves, keys: Sequence[Array], values: Sequence[Array], victim: Array, evicted: Evicted, view: View
-) -> tuple[Moves, Array]:
-    """Folds the victims of all devices into the slots of this device, and into what every device knows.
+) -> Moves:
+    """Folds the victims of all devices into the slots of this device and into the step's own tokens.
 
-    That is the step's own tokens and those that leave the residual, which all devices change in the same way.
+    All devices change the step's own tokens in the same way.
 
     Args:
       moves: of the step; its layer holds the statistics after the step, and the positions before the eviction.
-      keys: [B, K, S_i, D] of each of this device's stores and of the step's own tokens, decoded.
+      keys: [B, K, S_i, D] of this device's store and of the step's own tokens, decoded.
       values: [B, K, S_i, D], as `keys`.
       victim: [B, K, S + n] bool, of this device's slots, and of the step's own tokens on the first device.
-      evicted: the victims of all devices, with what `sender` sends of them, and the sum of `Moves.packed`.
+      evicted: the victims of all devices, with what `sender` sends of them.
       view: of the step, on this device.
-
-    Returns:
-      `moves` after the merge, and the sum of `Moves.packed` as it is then.
     """
     layer, own, merge, n = moves.layer, moves.own, moves.group.policy.merge, moves.own.key.shape[2]
     assert merge is not None
     whole, size = _whole(moves, keys, values), layer.position.shape[2]
     # [B, K, V, ...]: of all devices
     gone, real = packing.unpacked(evicted.sent, whole), evicted.position >= 0
-    leaves = moves.leaving(evicted.total)
-    # [B, K, n + L]: every device knows which of them are evicted, and removes its own slots.
-    known = jnp.concatenate([own.position, leaves.position], axis=2)
-    out = jnp.any((known[..., None] == evicted.position[:, :, None]) & (known >= 0)[..., None], axis=3)
-    position = jnp.where(victim[:, :, :size], EMPTY, moves.without_leaving())
-
-    def joined(name: str, leaf: Array) -> Array:
-        """[B, K, S + n + L + V, ...]"""
-        return jnp.concatenate([leaf, of_leaving[name].astype(leaf.dtype), gone[name]], axis=2)
-
-    of_leaving = {"key": leaves.key, "value": leaves.value} | leaves.stats
-    every = {name: joined(name, leaf) for name, leaf in whole.items()}
+    # [B, K, n]: every device knows which of the step's own tokens are evicted, and removes its own slots.
+    out = jnp.any((own.position[..., None] == evicted.position[:, :, None]) & (own.position >= 0)[..., None], axis=3)
+    position = jnp.where(victim[:, :, :size], EMPTY, layer.position)
+    # [B, K, S + n + V, ...]
+    every = {name: jnp.concatenate([leaf, gone[name]], axis=2) for name, leaf in whole.items()}
     key, value = every.pop("key"), every.pop("value")
     folded = merge.fold(
         key,
         value,
-        jnp.concatenate([jnp.zeros((*position.shape[:2], size + known.shape[2]), bool), real], axis=2),
+        jnp.concatenate([jnp.zeros((*position.shape[:2], size + n), bool), real], axis=2),
         every,
         view._replace(
-            position=jnp.concatenate([position, jnp.where(out, EMPTY, known), evicted.position], axis=2),
+            position=jnp.concatenate([position, jnp.where(out, EMPTY, own.position), evicted.position], axis=2),
             key=key,
             value=value,
         ),
         n,
     )
-
-    def part(start: int, like: Own) -> Own:
-        """Returns what became of tokens that every device knows."""
-        end = start + like.position.shape[2]
-        key, value = (x[:, :, start:end].astype(old.dtype) for x, old in zip(folded[:2], like[:2], strict=True))
-        return Own(key, value, like.position, {name: leaf[:, :, start:end] for name, leaf in folded.stats.items()})
-
+    new_key, new_value = (
+        x[:, :, size : size + n].astype(old.dtype) for x, old in zip(folded[:2], own[:2], strict=True)
+    )
     stored = _stored(moves, (key, value), folded[:2], [each.shape[2] for each in keys[:-1]])
     stored = stored.replace(stats={name: leaf[:, :, :size] for name, leaf in folded.stats.items()})
-    after = moves._replace(layer=stored, own=part(size, own))
-    return after.with_leaving(part(size + n, leaves))
+    new_stats = {name: leaf[:, :, size : size + n] for name, leaf in folded.stats.items()}
+    return moves._replace(layer=stored, own=Own(new_key, new_value, own.position, new_stats))
 
 
 def _whole(moves: Moves, keys: Sequence[Array], values: Sequence[Array]) -> dict[str, Array]:

@@ -14,7 +14,6 @@ from kvjax.cache.step import attend
 from kvjax.cache.step.operands import Pool, Turn, decoded, pieces, placed
 from kvjax.kernels.coded import as_array
 from kvjax.numerics.rope import Rope
-from kvjax.storage.layouts import Tiers
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -132,10 +131,9 @@ def _known_ranks(positions: Sequence[Array], rows: Rows, group: Group) -> Ranks:
       group: the policy.
     """
     sinks = group.policy.scope.count(0)
-    # [B]: the tokens before the step, those that are held of them, and those that are not
+    # [B]: the tokens before the step, and those that are held of them
     before = jnp.maximum(rows.position[:, 0], 0)
-    # In two tiers all tokens are.
-    kept = before if isinstance(group.storage.layout, Tiers) else jnp.minimum(before, rows.budget)
+    kept = jnp.minimum(before, rows.budget)
     gone = (before - kept)[:, None, None]
     ranks = [jnp.where(position < sinks, position, position - gone) for position in positions]
     return Ranks(ranks, kept + jnp.sum(rows.position >= 0, axis=1, dtype=jnp.int32))

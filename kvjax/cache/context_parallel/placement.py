@@ -81,50 +81,6 @@ class Moves(NamedTuple):
             return jnp.zeros((batch, kv_heads, 0), jnp.int32)
         return packed(self._exact_stats(self.layer.stats), self.goes.slot, self.goes.position >= 0)
 
-    def leaving(self, bits: Array) -> Own:
-        """Returns the tokens that leave the residual from a slot, on whichever device it is; -1 = none.
-
-        Args:
-          bits: [B, K, m] int32, the sum of `packed` over all devices.
-        """
-        own, dim = self.own, self.layer.dim
-        if self.goes is None:
-            nothing: Own = jax.tree.map(lambda leaf: leaf[:, :, :0], own)
-            return nothing
-        assert self.vectors is not None
-        n = self.vectors.shape[2]
-        return Own(
-            self.vectors[..., :dim].astype(own.key.dtype),
-            self.vectors[..., dim : 2 * dim].astype(own.value.dtype),
-            jnp.where(self.found, self.goes.target, EMPTY),
-            unpacked(bits, own.stats, n),
-        )
-
-    def without_leaving(self) -> Array:
-        """Returns the positions [B, K, S] of this device's slots without those that leave the residual."""
-        if self.goes is None:
-            return self.layer.position
-        coded_at, exact_at = self._positions(self.layer.position)
-        return store_order.joined([coded_at, self._without_leaving(exact_at)])
-
-    def with_leaving(self, leaves: Own) -> tuple["Moves", Array]:
-        """Changes the tokens that leave the residual; returns the sum of `packed` over all devices too.
-
-        Args:
-          leaves: as `leaving` returns them, changed in the same way on all devices.
-        """
-        if self.goes is None:
-            return self, self.packed()
-        found = self.found[..., None].astype(jnp.float32)
-        vectors = jnp.concatenate([*(x.astype(jnp.float32) for x in leaves[:2]), found], axis=3)
-        slot = jnp.broadcast_to(jnp.arange(vectors.shape[2], dtype=jnp.int32), leaves.position.shape)
-        # The device that has such a token sends its statistics again if the step evicts several slots.
-        coded, exact = self._sizes
-        target = jnp.where(self.goes.position >= 0, coded + self.goes.slot, coded + exact)
-        stats = {name: write(old, target, leaves.stats[name]) for name, old in self.layer.stats.items()}
-        moves = self._replace(layer=self.layer.replace(stats=stats), vectors=vectors)
-        return moves, packed(leaves.stats, slot, leaves.position >= 0)
-
     def counted(self, position: Array) -> Left:
         """Counts the slots that are left, positions [B, K, S] of this device, in one collective at most."""
         if self.goes is None:

@@ -13,7 +13,6 @@ from kvjax.cache.state import EMPTY, LayerKV
 from kvjax.numerics.assumed_top_k import Assumed
 from kvjax.parallel import slot_reductions
 from kvjax.policies.base import View
-from kvjax.storage.layouts import Tiers
 
 Array = jax.Array
 
@@ -35,7 +34,7 @@ def named(
     """
     policy = group.policy
     one = own.position.shape[2] == 1 and group.evicts and group.evicts_one and policy.when == "step"
-    if not one or group.needs or policy.page > 1 or isinstance(group.storage.layout, Tiers):
+    if not one or group.needs:
         return None
     none = jnp.zeros((*own.position.shape[:2], 0, 0), jnp.int32)
     moves = Moves(layer, own, goes, None, none, rows.position[:, 0], group, axes.slots, {})
@@ -67,7 +66,7 @@ def view_of(
 
     These count once, on the first device. For the arguments see `kvjax.cache.context_parallel.attend`.
     """
-    key, value = (jax.lax.stop_gradient(jnp.concatenate(each[group.unranked_stores :], axis=2)) for each in stored)
+    key, value = (jax.lax.stop_gradient(jnp.concatenate(each, axis=2)) for each in stored)
     counted = jnp.where(jax.lax.axis_index(axes.slots) == 0, own.position, EMPTY)
     return View(
         position=jnp.concatenate([layer.position, counted], axis=2), key=key, value=value,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import store_order
-from kvjax.cache.context_parallel import gathered_state, pages
+from kvjax.cache.context_parallel import gathered_state
 from kvjax.cache.context_parallel.placement import Own
 from kvjax.cache.context_parallel.residual import Leaving
 from kvjax.cache.groups import Group
@@ -122,15 +122,10 @@ def choose(
     if type(selection).write is not Selection.write:
         # Pages must know which of them the token goes to.
         numbers = selection.tell(layer.index, by, view._replace(position=layer.position, key=None))
-        page, stays = group.policy.page if group.evicts else 1, own.position >= 0
-        free = gathered_state.empty_slots(first_store) if page == 1 else pages.empty_slots(first_store, page)
+        free = gathered_state.empty_slots(first_store)
         every = jax.lax.all_gather(jnp.concatenate([free, numbers], axis=2), axes.slots)
-        empty, told = every[..., : free.shape[2]], every[..., free.shape[2] :]
-        if page == 1:
-            slot = gathered_state.places(first_store, stays, empty, axes.slots)[:, :, 0]
-        else:
-            slot = pages.places(first_store, stays, empty, page, axes.slots)[:, :, 0]
-        view = view._replace(slot=slot, told=told)
+        slot = gathered_state.places(first_store, own.position >= 0, every[..., :1], axes.slots)[:, :, 0]
+        view = view._replace(slot=slot, told=every[..., 1:])
     index = selection.write(layer.index, keys[-1], slot, newest >= 0)
     with slot_reductions.devices(axes):
         if selection.ahead:

@@ -6,6 +6,13 @@ from kvjax.selection.base import Selection
 from kvjax.storage.base import UNROTATED
 from kvjax.storage.layouts import Blocks, Pairs, Segments, Tiers
 
+#: Layouts whose slots are not divided, and what they do that would move tokens between devices.
+WHOLE = {
+    Pairs: "holds the tokens of two layers together",
+    Segments: "moves the tokens of a segment to two tiers when it ends",
+    Tiers: "moves what is evicted to a second tier",
+}
+
 
 def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
     """Returns why the slots of a group are not divided over devices, or None if they can be.
@@ -18,23 +25,19 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
     storage, policy = group.storage, group.policy
     if storage.on_host:
         return f"storage {storage.label} is in host memory"
+    for layout, what in WHOLE.items():
+        if isinstance(storage.layout, layout):
+            return f"storage {storage.label} {what}"
     if isinstance(storage.layout, Blocks):
         # While a policy evicts, tokens of blocks are held one by one, or all of them.
         if policy.budget is not None or not group.selection.reads_all:
             return f"storage {storage.label} holds a token in a block, and slots are evicted or chosen"
-        if storage.of_prompt and any(getattr(codec, "prompt", None) is None for codec in storage.codecs.values()):
-            return f"storage {storage.label} holds the keys, or the values, of a prompt alone in another form"
-    elif isinstance(storage.layout, Pairs):
-        return f"storage {storage.label} holds the tokens of two layers together"
-    elif isinstance(storage.layout, Segments) and (reason := _not_in_segments(group)):
-        return reason
-    elif isinstance(storage.layout, Tiers) and not group.selection.reads_all:
-        return f"selection {group.selection.name} hides slots of a tier"
-    if policy.positions != "original" and not group.known_ranks:
-        if policy.page > 1 or not group.evicts_one:
-            return f"positions={policy.positions!r} ranks all slots, of which a step evicts more than it has tokens"
-        if isinstance(storage.layout, Segments | Tiers) or storage.of_prompt:
-            return f"positions={policy.positions!r} ranks slots, and storage {storage.label} moves them between stores"
+        if storage.of_prompt:
+            return f"storage {storage.label} holds the blocks of a prompt in another form than later ones"
+    if policy.page > 1:
+        return f"policy {policy.name} evicts whole pages"
+    if policy.positions != "original" and not (group.known_ranks or group.evicts_one):
+        return f"positions={policy.positions!r} ranks all slots, of which a step evicts more than it has tokens"
     if not group.selection.reads_all and (reason := _not_chosen(group)):
         return reason
     if reason := merge.refuses(group):
@@ -42,17 +45,6 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
     if policy.budget is None:
         return None
     return slotwise.reason(policy, group.needs, group.heads, kv_heads, dim) or None
-
-
-def _not_in_segments(group: Group) -> str | None:
-    """Returns why the tokens of a segment cannot be on several devices, or None if they can."""
-    layout, label = group.storage.layout, group.storage.label
-    assert isinstance(layout, Segments)
-    if not all(getattr(each.key, "by_token", ()) for each in (group.storage, layout.high)):
-        return f"storage {label} holds the keys of a prompt in a block that is decoded as a whole"
-    if not group.selection.reads_all:
-        return f"selection {group.selection.name} hides slots of a segment"
-    return None
 
 
 def _not_chosen(group: Group) -> str | None:

@@ -13,7 +13,8 @@ from kvjax.policies.heads import Split
 from kvjax.policies.traits import holding_apart, ranking_by_more_than_position
 from kvjax.selection.base import Selection
 from kvjax.storage.base import ROTATED, Storage
-from kvjax.storage.layouts import LOWER, BlockCodec, Blocks, Pairs, Segments, Tiers
+from kvjax.storage.block_codec import BlockCodec
+from kvjax.storage.layouts import LOWER, Blocks, Pairs, Segments, Tiers
 from kvjax.storage.side import PROMPT
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.arrangements import blocks, segments
-from kvjax.cache.context_parallel import prompt_blocks
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import append, constrain, empty_stats, longest, ranks, slots_of, transient
 from kvjax.cache.state import Block, LayerKV
@@ -173,8 +172,7 @@ def pieces(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[Any,
         if isinstance(group.storage.layout, Segments):
             return segments.decode(group.storage, pool.layer, number, side, pool.dtype, pool.sides)
         if isinstance(storage.layout, Blocks):
-            decode = prompt_blocks.decode if prompt_blocks.apart(pool.layer) else blocks.decode
-            return decode(storage, pool.layer, side, pool.dtype, pool.sides)
+            return blocks.decode(storage, pool.layer, side, pool.dtype, pool.sides)
         return _piece(storage, pool.layer.stores[number], side, pool, whole)
 
     found = [(piece("key", number), piece("value", number)) for number in range(len(group.stores))]
