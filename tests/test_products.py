@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax import policies, storage
-from kvjax.cache import Block, CacheSpec
-from kvjax.cache.arrangements import layer_pairs as pairs_of_layers
+from kvjax.cache import Block, CacheSpec, shared_layers
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
@@ -107,7 +106,7 @@ def trace(spec: CacheSpec, block: int | None) -> None:
         heads = [jnp.zeros((2, count, tokens, DIM)) for count in (HEADS, KV_HEADS, KV_HEADS)]
         position = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (2, tokens))
         given = Block(position=position, prompt=row, total=row, budget=budget).of_layer(LAYER)
-        layer = None if layers is None else pairs_of_layers.lent(layers, LAYER, groups[LAYER])
+        layer = None if layers is None else shared_layers.borrow(layers, LAYER, groups[LAYER])
         output, layer, _ = step_layer(
             layer, *heads, block=given, groups=groups[LAYER], rope=CONFIG.rope, guess=heads[0] if tokens == 1 else None,
             sides=sides,
@@ -115,8 +114,8 @@ def trace(spec: CacheSpec, block: int | None) -> None:
         assert output.shape == (2, HEADS, tokens, DIM)
         if layers is None:
             # The other layer of a pair is alike.
-            return pairs_of_layers.merge_prompts((layer,) * CONFIG.num_layers, layout.decode)[LAYER]
-        return pairs_of_layers.returned(layer, layers[LAYER])
+            return shared_layers.join_prompts((layer,) * CONFIG.num_layers, layout.decode)[LAYER]
+        return shared_layers.release(layer, layers[LAYER], groups[LAYER])
 
     def unchanged(phase, budget, tokens):
         layers = jax.eval_shape(lambda: empty_layers(phase, 2, KV_HEADS, DIM, jnp.float32))

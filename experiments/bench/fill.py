@@ -10,8 +10,7 @@ import numpy as np
 
 import kvjax
 from experiments.bench.sides import advance, dtype_of
-from kvjax.cache import CacheSpec, KVState, Layer, LayerKV, Limits
-from kvjax.cache.arrangements import layer_pairs
+from kvjax.cache import CacheSpec, KVState, Layer, LayerKV, Limits, shared_layers
 from kvjax.cache.planning.layout import Group
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
@@ -69,7 +68,7 @@ def filled(
     layers = tuple(
         Layer((make(key, before, live),)) for key, (before,), live in zip(keys, layout.prompt, kept, strict=True)
     )
-    layers = jax.jit(functools.partial(layer_pairs.merge_prompts, phase=layout.decode))(layers)
+    layers = jax.jit(functools.partial(shared_layers.join_prompts, phase=layout.decode))(layers)
     budget: Any = jax.tree.map(jnp.asarray, lowered.budgets.decode)
     # Each is an array of its own, which can be donated.
     state = KVState(layers, length=row.copy(), prompt=row.copy(), total=row + tokens, budget=budget)

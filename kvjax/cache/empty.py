@@ -4,13 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.cache.arrangements import blocks, segments
 from kvjax.cache.groups import Group, Phase
 from kvjax.cache.slots import constrain, constrain_slots, empty_stats
-from kvjax.cache.state import EMPTY, LIVE, Layer, LayerKV, Store
+from kvjax.cache.state import EMPTY, LIVE, Layer, LayerKV
 from kvjax.parallel import host_memory
 from kvjax.storage import store as held
-from kvjax.storage.layouts import Blocks, Segments
 
 
 def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -> LayerKV:
@@ -26,20 +24,9 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
     heads = kv_heads if group.heads is None else len(group.heads)
     shape, dtype = (batch, heads, group.capacity), jnp.dtype(dtype)
     watch = group.watch
-    stores: tuple[Store, ...]
-    marks: blocks.Marks = {}
-    if group.slots and isinstance(group.storage.layout, Blocks):
-        store, marks = blocks.empty(group, (batch, heads), dim, dtype)
-        stores = (store,)
-    elif group.slots and isinstance(group.storage.layout, Segments):
-        stores = segments.empty(group, (batch, heads), dim, dtype)
-    else:
-        stores = tuple(
-            held.empty(storage, (batch, heads, slots), dim, dtype)
-            for storage, slots in zip(group.stores, group.slots, strict=True)
-        )
+    stores, marks = group.arrangement.empty(group, (batch, heads), dim, dtype) if group.slots else ((), {})
     if group.slots and group.holds_ranks:
-        marks = marks | {LIVE: jnp.zeros((batch, heads), jnp.int32)}
+        marks = {**marks, LIVE: jnp.zeros((batch, heads), jnp.int32)}
     ranked = (batch, heads, group.capacity - group.unranked)
     layer = LayerKV(
         position=jnp.full(shape, EMPTY, jnp.int32),

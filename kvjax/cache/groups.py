@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 from kvjax.attention import Implementation
+from kvjax.cache.arrangements import Arrangement, arrangement_of
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Evict
 from kvjax.policies.components import Everything
@@ -12,7 +13,6 @@ from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
 from kvjax.storage import dense
 from kvjax.storage.base import UNROTATED, Codec, Exact, Storage
-from kvjax.storage.layouts import Pairs, Segments, Tiers, slots
 
 #: The statistic that holds the ranks of slots, [B, K, S] float32, where devices have some of them.
 RANK = "rank of a slot"
@@ -86,7 +86,12 @@ class Group:
     @property
     def stores(self) -> tuple[Storage, ...]:
         """How the slots of each store are held."""
-        return stores_of(self.storage)
+        return self.arrangement.stores(self.storage)
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """How the slots lie in arrays."""
+        return arrangement_of(self.storage)
 
     @property
     def codecs(self) -> tuple[Codec | None, Codec | None]:
@@ -97,7 +102,12 @@ class Group:
         """
         storage = self.storage
         late = self.policy.positions == "cache" or storage.frame == UNROTATED or storage.shortened
-        if storage.layout != slots or late or storage.on_host or not (self.slots and self.selection.reads_all):
+        if (
+            not self.arrangement.codes_readable
+            or late
+            or storage.on_host
+            or not (self.slots and self.selection.reads_all)
+        ):
             return None, None
         key, value = (codec if isinstance(codec, Codec) else None for codec in (storage.key, storage.value))
         return (None if isinstance(key, Exact) else key), (None if isinstance(value, Exact) else value)
@@ -120,10 +130,7 @@ class Group:
     @property
     def known_ranks(self) -> bool:
         """Whether positions alone say what is held, and so the rank of each slot: the first and the newest."""
-        policy, layout = self.policy, self.storage.layout
-        if isinstance(layout, Tiers):
-            # All tokens are held, in one tier or the other.
-            return layout.low_capacity is None
+        policy = self.policy
         first = isinstance(policy.scope, First | Everything) and policy.page == 1
         return first and policy.importance.by_age and self.evicts_one and policy.when == "step"
 
@@ -150,19 +157,12 @@ class Group:
     @property
     def unranked(self) -> int:
         """The number of slots, the first of all, that the policy does not rank; they have no statistics."""
-        if not self.slots:
-            return 0
-        if isinstance(self.storage.layout, Segments):
-            # A selection that hides slots looks at the statistics of all.
-            return self.slots[0] + self.slots[1] if self.selection.reads_all else 0
-        return self.slots[0] if isinstance(self.storage.layout, Tiers) else 0
+        return sum(self.slots[: self.unranked_stores])
 
     @property
     def unranked_stores(self) -> int:
         """The number of stores, the first of all, whose slots have no statistics."""
-        if not self.slots:
-            return 0
-        return {Tiers: 1, Segments: 2}.get(type(self.storage.layout), 0)
+        return self.arrangement.unranked_stores(self.selection) if self.slots else 0
 
     @property
     def gathered(self) -> int | None:
@@ -178,20 +178,6 @@ class Group:
         if not self.storage.on_host:
             return 0
         return self.slots[0] if self.gathered is None else self.gathered
-
-
-def stores_of(storage: Storage) -> tuple[Storage, ...]:
-    """The ways in which a storage holds slots: its own and, where some positions stay exact, exactly on the device."""
-    if isinstance(storage.layout, Tiers):
-        low = dataclasses.replace(storage, layout=slots, name=f"{storage.name} low")
-        return low, storage.layout.high
-    if isinstance(storage.layout, Segments):
-        return storage.layout.high, storage, dense()
-    if isinstance(storage.layout, Pairs):
-        return storage, dense()
-    if storage.layout != slots:
-        return (storage,)
-    return (storage, dense()) if storage.divided else (storage,)
 
 
 #: Per layer, its groups of heads.

@@ -10,14 +10,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument, plain_signature
-from kvjax.cache import store_order
-from kvjax.cache.arrangements import blocks, layer_pairs, segments
+from kvjax.cache.arrangements import arrangement_of
+from kvjax.cache.arrangements.block_arrays import OF_PROMPT
 from kvjax.cache.empty import empty_layers
-from kvjax.cache.groups import Group, stores_of
+from kvjax.cache.groups import Group
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import CacheSpec
-from kvjax.cache.state import Block, KVState, Layer, LayerKV, Store, layers_of
+from kvjax.cache.state import Block, KVState, Layer, LayerKV, layers_of
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.step import step_layer
 from kvjax.errors import InputError, StorageError
@@ -28,12 +28,9 @@ from kvjax.policies.base import Policy
 from kvjax.policies.window import full
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
-from kvjax.storage import dense
-from kvjax.storage import store as held
 from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration, required
 from kvjax.storage.dims import LATENT
-from kvjax.storage.layouts import Blocks, Pairs, Segments
 from kvjax.storage.minicache import DIRECTION
 from kvjax.storage.side import Sides, rows_of
 
@@ -199,35 +196,14 @@ def read(
             f"heads={tuple(heads)} are {len(heads)}, and the layer has {layer.position.shape[1]} KV heads."
         )
     storage = storage.bound(layer.position.shape[1]).of_layer(index).of_head(0 if heads is None else heads[0])
-    if required(storage) and calibration is None and not _is_exact(layer):
+    if required(storage) and calibration is None and not layer.is_exact:
         raise StorageError(f"storage {storage.name} needs its calibration to be read; pass calibration=.")
     if calibration is not None:
         _check_type(calibration)
         count_argument("index", index, minimum=0, maximum=len(calibration.layers) - 1, error=StorageError)
-    if isinstance(storage.layout, Pairs):
-        layer = _together(storage, layer, lower)
-    shared = {} if calibration is None else calibration.layers[index]
-    sides = {**rows_of(shared, heads), **layer.sides}
-    if isinstance(storage.layout, Blocks) and layer.in_blocks:
-        return _read_blocks(storage, layer, sides)
-    if isinstance(storage.layout, Segments):
-        return _read_segments(storage, layer, sides)
-    if not (layer.in_blocks or _is_exact(layer)):
-        storage = storage.by_age() or storage
-    ways = stores_of(storage)
-    # A residual that covers every token, and blocks of which none is ever full.
-    if len(ways) > len(layer.stores) or (isinstance(storage.layout, Blocks) and _is_exact(layer)):
-        ways = (dense(),)
-    if len(ways) != len(layer.stores) or any(map(_differs, ways, layer.stores, [layer.dim] * len(ways))):
-        raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
-    pieces = [
-        held.decode(each, store, layer.dim, jnp.dtype(jnp.float32), sides)
-        for each, store in zip(ways, layer.stores, strict=True)
-    ]
-    key, value = (
-        store_order.joined([x.astype(jnp.float32) for x in each], layer.parts) for each in zip(*pieces, strict=True)
-    )
-    return key, value, layer.position
+    shared = {} if calibration is None else rows_of(calibration.layers[index], heads)
+    below = None if lower is None else _one_group(lower)
+    return arrangement_of(storage).read(storage, layer, shared, below)
 
 
 def _one_group(layer: LayerKV) -> LayerKV:
@@ -241,56 +217,6 @@ def _one_group(layer: LayerKV) -> LayerKV:
     if len(layer) != 1:
         raise InputError(f"the layer has {len(layer)} groups of heads; read one at a time, such as layer[0].")
     return cast(LayerKV, layer[0])
-
-
-def _together(storage: Storage, layer: LayerKV, lower: LayerKV | None) -> LayerKV:
-    """Returns a layer of a pair with what is held of it in the lower one.
-
-    Raises:
-      StorageError: the upper layer without the lower one.
-    """
-    if _is_exact(layer) or DIRECTION in layer.stores[0]["key"]:
-        return layer
-    if lower is None:
-        raise StorageError(
-            f"storage {storage.name}: this layer is the upper one of a pair; pass lower=, the layer before it."
-        )
-    return layer_pairs.together(_one_group(lower), layer)
-
-
-def _is_exact(layer: LayerKV) -> bool:
-    """Whether a layer holds no codes."""
-    return len(layer.stores) == 1 and all(set(parts) == {"exact"} for parts in layer.stores[0].values())
-
-
-def _read_blocks(storage: Storage, layer: LayerKV, sides: Sides) -> tuple[Array, Array, Array]:
-    """`read` of a layer in blocks."""
-    for side in storage.codecs:
-        names = {name for name in layer.stores[0][side] if not name.startswith((blocks.OF_PROMPT, blocks.SHARED))}
-        if names != {*blocks.parts_of(storage, side, layer.dim, "float32"), blocks.EXACT}:
-            raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
-    key, value = (blocks.decode(storage, layer, side, jnp.float32, sides) for side in storage.codecs)
-    return key, value, layer.position
-
-
-def _read_segments(storage: Storage, layer: LayerKV, sides: Sides) -> tuple[Array, Array, Array]:
-    """`read` of a layer in segments."""
-    if len(layer.stores) != segments.WINDOW + 1:
-        raise StorageError(f"the layer is not held as {storage!r}; give the storage that it was made with.")
-    key, value = (
-        jnp.concatenate(
-            [segments.decode(storage, layer, tier, side, jnp.float32, sides) for tier in range(len(layer.stores))],
-            axis=2,
-        )
-        for side in ("key", "value")
-    )
-    return key, value, layer.position
-
-
-def _differs(storage: Storage, store: Store, dim: int) -> bool:
-    """Whether a store's parts are not those of a storage, apart from their dtypes."""
-    expected = jax.eval_shape(lambda: held.empty(storage, (1, 1, 1), dim, jnp.float32))
-    return jax.tree.map(lambda x: x.shape[3:], expected) != jax.tree.map(lambda x: x.shape[3:], store)
 
 
 def _triple(name: str, given: Triple) -> Triple:
@@ -327,7 +253,7 @@ def breakdown(state: KVState | LayerKV) -> dict[str, int]:
     for layer in layers:
         for path, leaf in jax.tree_util.tree_leaves_with_path(layer.stores):
             part = path[-1].key
-            found[KINDS.get(part.removeprefix(blocks.OF_PROMPT), "parameters")] += leaf.size * leaf.dtype.itemsize
+            found[KINDS.get(part.removeprefix(OF_PROMPT), "parameters")] += leaf.size * leaf.dtype.itemsize
         for path, leaf in jax.tree_util.tree_leaves_with_path(layer.sides):
             found["exact" if path[-1].key == "exact" else "sides"] += leaf.size * leaf.dtype.itemsize
     rest = jax.tree.leaves([(layer.position, layer.stats, layer.index, layer.marks) for layer in layers])

@@ -64,6 +64,11 @@ class LayerKV(flax.struct.PyTreeNode):
         """Whether tokens are encoded in blocks or segments, and held exactly until theirs is full."""
         return bool(self.marks.keys() - {LIVE})
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether keys and values are held as they are."""
+        return len(self.stores) == 1 and all(set(parts) == {"exact"} for parts in self.stores[0].values())
+
     def _exact(self, name: str) -> Array:
         if len(self.stores) != 1 or set(self.stores[0][name]) != {"exact"}:
             raise AttributeError(

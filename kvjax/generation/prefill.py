@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from kvjax.arguments import plain_signature
 from kvjax.attention import Implementation
-from kvjax.cache.arrangements import layer_pairs
+from kvjax.cache import shared_layers
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.planning.layout import CacheLayout, Group
 from kvjax.cache.planning.limits import Limits, sizes_for
@@ -285,7 +285,7 @@ def prefill_steps(
 
     if layout.block is None:
         kv, last, logprobs = run_block(None, 0, padded[:, :width], padded[:, 1 : width + 1])
-        kv = kv.replace(layers=layer_pairs.merge_prompts(kv.layers, layout.decode))
+        kv = kv.replace(layers=shared_layers.join_prompts(kv.layers, layout.decode))
     else:
         start = empty_layers(layout.prompt, rows, config.num_kv_heads, config.head_dim, decoder.dtype)
         # [B]

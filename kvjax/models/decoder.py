@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from kvjax.cache.arrangements import layer_pairs
+from kvjax.cache import shared_layers
 from kvjax.cache.planning.layout import Group, Phase, keep_everything
 from kvjax.cache.state import Block, KVState
 from kvjax.cache.state import Layer as LayerCache
@@ -299,10 +299,9 @@ class Decoder(nn.Module):
             hint: Array | None = (
                 entered if x.shape[1] == 1 and any(group.selection.ahead for group in phase[index]) else None
             )
-            # What two layers hold together is with the lower one.
             arguments = (
                 x,
-                None if kv is None else layer_pairs.lent(kv.layers, index, phase[index]),
+                None if kv is None else shared_layers.borrow(kv.layers, index, phase[index]),
                 block.of_layer(index),
             )
             if self.is_initializing():
@@ -318,7 +317,8 @@ class Decoder(nn.Module):
             # For `kvjax.analysis`; Flax discards it unless the caller makes "intermediates" mutable.
             self.sow("intermediates", f"attention_{index}", output.seen)
             self.sow("intermediates", f"streams_{index}", output.streams)
-            after.append(output.cache if kv is None else layer_pairs.returned(output.cache, kv.layers[index]))
+            made = output.cache
+            after.append(made if kv is None else shared_layers.release(made, kv.layers[index], phase[index]))
             x, entered = output.x, output.entered
         # [B]
         added = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)

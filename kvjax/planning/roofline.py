@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
-from kvjax.cache.arrangements import layer_pairs
+from kvjax.cache.arrangements.layer_pairs import PairArrangement
 from kvjax.cache.empty import empty_layers, memories
 from kvjax.cache.groups import Group
 from kvjax.cache.planning.layout import CacheLayout
@@ -34,7 +34,6 @@ from kvjax.parallel.rules import Rules, using
 from kvjax.parallel.sharding import Params, PyTree
 from kvjax.products.quantized import MATRIX, QuantizedMatrix, is_quantized
 from kvjax.storage.calibration import side_shapes
-from kvjax.storage.layouts import UPPER
 
 Array = jax.Array
 POSITION_BYTES = 4  # of the int32 position of a slot
@@ -174,14 +173,14 @@ class AverageSlots(NamedTuple):
       held: the number of live slots.
       read: the number of slots that a step reads.
       fetched: the number of slots that a step moves from host memory, if they are there.
-      lent: whether a step also reads what the layer before it holds for both; see
+      borrows: whether a step also reads what the layer before it holds for both; see
         `kvjax.cache.arrangements.layer_pairs`.
     """
 
     held: float
     read: float
     fetched: float = 0.0
-    lent: bool = False
+    borrows: bool = False
 
 
 def average_slots(
@@ -219,8 +218,8 @@ def average_slots(
             width = None if group.selection.ranks_by_keys else group.selection.width(group.capacity)
             read = held if width is None else np.minimum(held, width)
             read = read if window is None else np.minimum(read, window)
-            lent = layer_pairs.half_of(group) == UPPER
-            slots.append(AverageSlots(float(np.mean(held)), float(np.mean(read)), float(group.moved), lent))
+            borrows = group.arrangement.borrows(group)
+            slots.append(AverageSlots(float(np.mean(held)), float(np.mean(read)), float(group.moved), borrows))
     return tuple(slots)
 
 
@@ -248,9 +247,9 @@ def roofline(config: DecoderConfig, shapes: Shapes, slots: tuple[AverageSlots, .
     moved, linked = 0.0, 0.0
     before: LayerKV | None = None
     for (index, layer), own in zip(layers_of(state), slots, strict=True):
-        assert before is not None or not own.lent
+        assert before is not None or not own.borrows
         # What two layers share is held once, and read by both.
-        read = layer_pairs.together(before, layer) if own.lent and before is not None else layer
+        read = PairArrangement().borrow(before, layer) if own.borrows and before is not None else layer
         before = layer
         local_rows, kv_heads, local_slots = _local(layer.position)
         # The share of the slots that is on a device.

@@ -15,7 +15,7 @@ from kvjax.numerics.statistics import Statistic
 from kvjax.parallel.host_memory import DEVICE, HOST, MEMORIES
 from kvjax.storage.block_codec import BlockCodec
 from kvjax.storage.codec import Codec, CodecFunctions, Exact, entry_of, round_trip, straight_through
-from kvjax.storage.layouts import ANY, Layout, Slots, slots
+from kvjax.storage.layouts import ANY, Layout, SingleSlots, slots
 from kvjax.storage.side import Parts, Shapes, Side
 
 Memory = str | tuple[str, str]  # ``device``, ``host``, or a pair of these for keys and for values
@@ -100,8 +100,8 @@ class Storage:
 
     @property
     def resolved_layout(self) -> Layout:
-        """The layout; `Slots` where it is given by its name."""
-        return self.layout if isinstance(self.layout, Layout) else Slots()
+        """The layout; `SingleSlots` where it is given by its name."""
+        return self.layout if isinstance(self.layout, Layout) else SingleSlots()
 
     @property
     def needs(self) -> frozenset[Statistic]:

@@ -15,7 +15,7 @@ from kvjax.storage.block_codec import BlockCodec
 from kvjax.storage.codec import Codec
 
 ANY = "any"  # the frame in which keys are held as they are
-slots = "slots"  # names the layout in which each vector is held by itself, `Slots`
+slots = "slots"  # names the layout in which each vector is held by itself, `SingleSlots`
 LOWER, UPPER = "lower", "upper"  # the layers of a pair
 
 
@@ -37,12 +37,22 @@ class Layout:
     def block_size(self) -> int | None:
         return None
 
+    @property
+    def nested(self) -> tuple[Any, ...]:
+        """The storages that are part of the layout."""
+        return ()
+
     def check(self, storage: Any) -> None:
         """Checks the `Storage` whose layout this is.
 
         Raises:
           StorageError: its codecs, residual, frame, sinks or memory do not go with the layout.
         """
+        if storage.on_host or storage.sinks:
+            raise StorageError(
+                f"storage {storage.name}: memory={storage.memory!r} and sinks={storage.sinks} are not valid with "
+                f"layout={storage.layout!r}; use 'device' and 0."
+            )
 
     def with_nested(self, change: Callable[[Any], Any]) -> "Layout":
         """Returns the layout with a change of the storages that are part of it."""
@@ -56,18 +66,13 @@ class Layout:
         """Returns whether all of a row's `tokens` tokens stay exact."""
         return False
 
-    def _check_plain(self, storage: Any) -> None:
-        """Refuses what only single slots have."""
-        if storage.on_host or storage.sinks:
-            raise StorageError(
-                f"storage {storage.name}: memory={storage.memory!r} and sinks={storage.sinks} are not valid with "
-                f"layout={storage.layout!r}; use 'device' and 0."
-            )
-
 
 @dataclasses.dataclass(frozen=True)
-class Slots(Layout):
+class SingleSlots(Layout):
     """The layout in which each vector is held by itself; ``layout="slots"`` in a storage."""
+
+    def check(self, storage: Any) -> None:
+        pass
 
     def codes_nothing(self, storage: Any, tokens: int) -> bool:
         return bool(storage.kept_exact >= tokens)
@@ -100,7 +105,7 @@ class Blocks(Layout):
         return self.size
 
     def check(self, storage: Any) -> None:
-        self._check_plain(storage)
+        super().check(storage)
         of_blocks = [codec for codec in storage.codecs.values() if isinstance(codec, BlockCodec)]
         if not of_blocks:
             raise StorageError(f"storage {storage.name}: layout={self!r} needs a BlockCodec; use layout='slots'.")
@@ -150,7 +155,7 @@ class Tiers(Layout):
             object.__setattr__(self, "low_capacity", low)
 
     def check(self, storage: Any) -> None:
-        self._check_plain(storage)
+        super().check(storage)
         high = self.high
         single = isinstance(high, type(storage)) and high.layout == slots
         if not single or high.kept_exact or high.on_host or high.sides or high.frame != ANY:
@@ -168,6 +173,10 @@ class Tiers(Layout):
                 f"storage {storage.name}: residual={storage.residual} and frame={storage.frame!r} are not valid with "
                 "tiers; the policy says what stays exact. Leave them out."
             )
+
+    @property
+    def nested(self) -> tuple[Any, ...]:
+        return (self.high,)
 
     def with_nested(self, change: Callable[[Any], Any]) -> "Tiers":
         return dataclasses.replace(self, high=change(self.high))
@@ -198,7 +207,7 @@ class Segments(Layout):
         return self.window
 
     def check(self, storage: Any) -> None:
-        self._check_plain(storage)
+        super().check(storage)
         tiers = [storage, *([] if self.high is None else [self.high])]
         for each in tiers:
             in_blocks = isinstance(each, type(storage)) and isinstance(each.key, BlockCodec)
@@ -212,6 +221,10 @@ class Segments(Layout):
                 f"storage {storage.name}: residual, frame and shorter vectors are not valid with segments; leave them "
                 "out."
             )
+
+    @property
+    def nested(self) -> tuple[Any, ...]:
+        return () if self.high is None else (self.high,)
 
     def with_nested(self, change: Callable[[Any], Any]) -> "Segments":
         return self if self.high is None else dataclasses.replace(self, high=change(self.high))
@@ -239,7 +252,7 @@ class Pairs(Layout):
             object.__setattr__(self, "start", count_argument("pairs: start", self.start, error=StorageError))
 
     def check(self, storage: Any) -> None:
-        self._check_plain(storage)
+        super().check(storage)
         if storage.residual or storage.frame != ANY:
             raise StorageError(
                 f"storage {storage.name}: residual={storage.residual} and frame={storage.frame!r} are not valid with "

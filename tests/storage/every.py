@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import policies, storage
-from kvjax.cache import CacheSpec, LayerKV
-from kvjax.cache.arrangements import layer_pairs
+from kvjax.cache import CacheSpec, LayerKV, shared_layers
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import lower
@@ -149,19 +148,19 @@ def run(
 
     position = jnp.arange(WIDTH, dtype=jnp.int32)
     position = jnp.where(position < lengths[:, None], position, EMPTY)
-    paired = layer_pairs.half_of(layout.decode[index][0]) is not None
+    paired = layout.decode[index][0].storage.resolved_layout.of_pairs
     layers = tuple(
         take(None, of, position, budgets[0], layout.prompt)[1] for of in ((lower_layer, given) if paired else (given,))
     )
-    layers = layer_pairs.merge_prompts(layers, layout.decode) if paired else (layers[0],) * LAYERS
+    layers = shared_layers.join_prompts(layers, layout.decode) if paired else (layers[0],) * LAYERS
 
     def one(layer: LayerKV, number: jax.Array) -> tuple[LayerKV, Any]:
         own = Layer((layer if change is None else change(layer),))
         both = zip(jax.tree.leaves(layer.stores), jax.tree.leaves(own[0].stores), strict=True)
         changed = jnp.any(jnp.stack([jnp.any(x != y) for x, y in both]))
-        lent = layer_pairs.lent((*layers[:index], own), index, layout.decode[index])
-        output, after = take(lent, given, (lengths + number)[:, None], budgets[1], layout.decode)
-        return layer_pairs.returned(after, own)[0], (output[:, :, 0], changed)
+        borrowed = shared_layers.borrow((*layers[:index], own), index, layout.decode[index])
+        output, after = take(borrowed, given, (lengths + number)[:, None], budgets[1], layout.decode)
+        return shared_layers.release(after, own, layout.decode[index])[0], (output[:, :, 0], changed)
 
     layer, (outputs, changed) = jax.lax.scan(one, layers[index][0], jnp.arange(STEPS, dtype=jnp.int32))
     calibration = Calibration((sides,), rope=ROPE) if sides else None

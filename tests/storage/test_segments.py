@@ -14,7 +14,7 @@ import pytest
 
 from kvjax import policies, storage
 from kvjax.cache import LayerKV
-from kvjax.cache.arrangements.blocks import OF_PROMPT
+from kvjax.cache.arrangements.block_arrays import OF_PROMPT
 from kvjax.errors import InputError, StorageError
 from kvjax.generation import generate
 from kvjax.generation.prefill import Prefilled
@@ -30,6 +30,12 @@ DIM, WIDTH, STEPS, WINDOW = 6, 13, 11, 4
 LENGTHS = np.array([13, 1, 8])  # of a prompt of one token all go to the high tier
 HELD = storage.zipcache(4, 2, 0.6, WINDOW)
 SEED = 1
+#: Segments whose values share nothing.
+PLAIN = dataclasses.replace(
+    HELD, value=storage.Integer(2),
+    layout=dataclasses.replace(HELD.layout, high=dataclasses.replace(HELD.layout.high, value=storage.Integer(4))),
+)  # fmt: skip
+
 pytestmark = pytest.mark.filterwarnings("ignore:storage zipcache.*takes:UserWarning")
 
 
@@ -205,6 +211,7 @@ def test_more_tokens_than_there_is_room_for_are_refused(held):
         (lambda: storage.zipcache(window=0), "storage zipcache: window must be a whole number of at least 1; got 0"),
         (lambda: storage.zipcache(high=9), "storage zipcache: high must be a whole number from 1 to 8; got 9"),
         (lambda: lowered(HELD, policies.full(), LENGTHS, STEPS, block=4), "leave out prefill_block"),
+        (lambda: lowered(PLAIN, policies.full(), LENGTHS, STEPS, block=4), "a prompt is one segment"),
         (lambda: lowered(HELD, policies.h2o(0.5), LENGTHS, STEPS), "storage zipcache4.2 with policy h2o: it evicts"),
         (
             lambda: storage.Storage(key=storage.Integer(2), value=storage.Integer(2), layout=HELD.layout),

@@ -14,7 +14,7 @@ import pytest
 
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, LayerKV
-from kvjax.cache.planning.capacities import most_evicted
+from kvjax.cache.arrangements.tiers import most_evicted
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.errors import PolicyError, StorageError

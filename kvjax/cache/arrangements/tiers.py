@@ -4,10 +4,15 @@ The slots of the low tier come first, then those of the high tier, which the pol
 queries attend to both.
 """
 
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.groups import Group
+from kvjax.cache.arrangements.base import Arrangement, Counts, PromptSlots, StepTokens, merges
+from kvjax.cache.arrangements.single_slots import read_stores
 from kvjax.cache.slots import (
     after_reading,
     constrain,
@@ -20,40 +25,84 @@ from kvjax.cache.slots import (
     write,
 )
 from kvjax.cache.state import EMPTY, FAR, LayerKV, PerSlot, Store
+from kvjax.errors import PolicyError
 from kvjax.parallel.host_memory import gather
+from kvjax.policies.base import Evict
+from kvjax.policies.traits import splits_heads
+from kvjax.selection.base import Selection
 from kvjax.storage import store as held
+from kvjax.storage.base import Storage
+from kvjax.storage.layouts import Tiers, slots
 from kvjax.storage.side import Sides
+
+if TYPE_CHECKING:
+    from kvjax.cache.groups import Group
+    from kvjax.cache.planning.head_groups import Branch
+    from kvjax.cache.planning.limits import Sizes
+    from kvjax.cache.spec import CacheSpec
 
 Array = jax.Array
 
 
-def settle(
-    layer: LayerKV,
-    key: Array,
-    value: Array,
-    position: Array,
-    victim: Array | None,
-    per_slot: PerSlot,
-    newest: Array,
-    group: Group,
-    sides: Sides,
-) -> tuple[LayerKV, PerSlot]:
-    """Encodes victims into the low tier and writes a step's own tokens into the high tier.
+class TierArrangement(Arrangement):
+    """The arrangement of `kvjax.storage.layouts.Tiers`."""
 
-    Args:
-      layer: the slots before the step.
-      key: [B, K, n, D] of the step's own tokens, as they are held.
-      value: [B, K, n, D].
-      position: [B, K, L + H + n] int32 of the low tier, the high tier and the step's own tokens, before eviction.
-      victim: [B, K, H + n] bool; None if nothing is evicted.
-      per_slot: leaves [B, K, H + n, ...], after the step was observed.
-      newest: [B] int32 newest position of each row, -1 for a row without a token.
-      group: which has the storage.
-      sides: what vectors share.
+    holds_victims = True
+    follows_windows = False
+    without_prompt_side = ", or use balance=False"
 
-    Returns:
-      The layer with its positions and stores, and `per_slot` for the slots of the high tier.
-    """
+    def refuses(self, spec: "CacheSpec", branch: "Branch", sizes: "Sizes", layers: int) -> str | None:
+        if merges(branch):
+            return "a merge folds what is evicted into what stays, and a low tier keeps it; leave out merge."
+        if not branch.selection.reads_all:
+            return (
+                f"selection={branch.selection!r} hides or chooses slots of one tier; leave it out, or use a storage of "
+                "single slots such as int4."
+            )
+        if branch.prompt.budget is None and branch.decode.budget is None and not splits_heads(spec.policy):
+            return "it evicts nothing that a low tier could hold; use a policy with a budget, such as h2o(0.2)."
+        return None
+
+    def of_layer(self, storage: Storage, branch: "Branch", layer: int, layers: int, sizes: "Sizes") -> Storage:
+        layout = storage.layout
+        assert isinstance(layout, Tiers)
+        low = most_evicted(branch.prompt, branch.decode, sizes.prompts, sizes.following, layers)[layer]
+        if not low:
+            # Nothing is ever evicted.
+            high: Storage = layout.high
+            return high
+        low = low if layout.low_capacity is None else min(low, layout.low_capacity)
+        return dataclasses.replace(storage, layout=dataclasses.replace(layout, low_capacity=low))
+
+    def stores(self, storage: Storage) -> tuple[Storage, ...]:
+        assert isinstance(storage.layout, Tiers)
+        return dataclasses.replace(storage, layout=slots, name=f"{storage.name} low"), storage.layout.high
+
+    def slots(self, storage: Storage, counts: Counts) -> tuple[int, ...]:
+        assert isinstance(storage.layout, Tiers) and storage.layout.low_capacity is not None, "see `of_layer`"
+        return storage.layout.low_capacity, counts.slots
+
+    def unranked_stores(self, selection: Selection) -> int:
+        return 1
+
+    def refuses_devices(self, group: "Group") -> str | None:
+        return f"storage {group.storage.label} moves what is evicted to a second tier"
+
+    def read(self, storage: Storage, layer: LayerKV, sides: Sides, lower: LayerKV | None) -> tuple[Array, Array, Array]:
+        return read_stores(self.stores(storage), storage, layer, sides)
+
+    def write(self, step: StepTokens) -> tuple[LayerKV, PerSlot]:
+        return _write(step)
+
+    def convert(self, prompt: PromptSlots) -> tuple[LayerKV, PerSlot]:
+        if prompt.in_place:
+            return _resize(prompt.layer, prompt.group, prompt.per_slot)
+        return _convert(prompt.layer, prompt.group, prompt.per_slot, prompt.length, prompt.sides)
+
+
+def _write(step: StepTokens) -> tuple[LayerKV, PerSlot]:
+    """Encodes victims into the low tier and writes a step's own tokens into the high tier."""
+    layer, key, value, position, victim, per_slot, newest, group, sides = step
     key, value, position, per_slot = constrain((key, value, position, per_slot))
     size, count, n = group.slots[0], group.slots[1], key.shape[2]
     low, high = layer.stores
@@ -104,7 +153,7 @@ def _first(victim: Array, position: Array, most: int) -> tuple[Array, Array]:
 
 
 def _victims(
-    layer: LayerKV, key: Array, value: Array, index: Array, due: Array, group: Group, sides: Sides
+    layer: LayerKV, key: Array, value: Array, index: Array, due: Array, group: "Group", sides: Sides
 ) -> tuple[Array, Array]:
     """Returns keys and values [B, K, m, D] float32 of the high tier, as it decodes, and of a step's own tokens.
 
@@ -144,7 +193,7 @@ def _victims(
     return keys, values
 
 
-def convert(layer: LayerKV, after: Group, per_slot: PerSlot, length: Array, sides: Sides) -> tuple[LayerKV, PerSlot]:
+def _convert(layer: LayerKV, after: "Group", per_slot: PerSlot, length: Array, sides: Sides) -> tuple[LayerKV, PerSlot]:
     """Splits the slots of a one-shot prompt into what stays and what its step has evicted.
 
     Args:
@@ -180,8 +229,8 @@ def convert(layer: LayerKV, after: Group, per_slot: PerSlot, length: Array, side
     return layer.replace(position=position, stores=(low, high)), _of(after, moved, high_at)
 
 
-def resize(layer: LayerKV, after: Group, per_slot: PerSlot) -> tuple[LayerKV, PerSlot]:
-    """Moves tiers into those of the decoding phase, whose low tier has the same size; see `convert`."""
+def _resize(layer: LayerKV, after: "Group", per_slot: PerSlot) -> tuple[LayerKV, PerSlot]:
+    """Moves tiers into those of the decoding phase, whose low tier has the same size; see `_convert`."""
     size, count = after.slots
     low_at, high_at = layer.position[:, :, :size], layer.position[:, :, size:]
     live = high_at >= 0
@@ -194,8 +243,50 @@ def resize(layer: LayerKV, after: Group, per_slot: PerSlot) -> tuple[LayerKV, Pe
     return layer, _of(after, moved, high_at)
 
 
-def _of(after: Group, per_slot: PerSlot, position: Array) -> PerSlot:
+def _of(after: "Group", per_slot: PerSlot, position: Array) -> PerSlot:
     """Returns `per_slot` with the statistics of the decoding phase, 0 in empty slots."""
     per_slot = forget(per_slot, position)
     fresh = empty_stats(after.needs, after.remembers, slots_of(position))
     return per_slot.replace(stats={name: per_slot.stats.get(name, new) for name, new in fresh.items()})
+
+
+@functools.lru_cache(maxsize=256)
+def most_evicted(first: Evict, then: Evict, prompts: range, following: int, layers: int) -> tuple[int, ...]:
+    """Returns the most slots of a head that are evicted in each layer.
+
+    Args:
+      first: the policy of the prompt.
+      then: the policy that decodes.
+      prompts: the lengths of prompts.
+      following: the most tokens that follow.
+      layers: the number of layers.
+    """
+
+    def left(policy: Evict, tokens: int, length: int) -> list[int]:
+        """Returns the slots of each layer that stay of `tokens`, under a budget for prompts of `length` tokens."""
+        budget = policy.budget
+        if budget is None:
+            return [tokens] * layers
+        if budget.shared:
+            # A head's share of its layer's slots may be any.
+            return [1] * layers
+        own = budget.slots(length + following if budget.of_text else length, layers)
+        if policy.page > 1:
+            # The newest page has one slot at the least.
+            own = tuple((each // policy.page - 1) * policy.page + 1 for each in own)
+        return [min(each, tokens) if layer >= budget.first_layer else tokens for layer, each in enumerate(own)]
+
+    most = [0] * layers
+    for length in prompts:
+        total = length + following
+        try:
+            if first.when == "step":
+                stays = left(first, total, length)
+            else:
+                kept = [each + following for each in left(first, length, length)]
+                stays = [min(pair) for pair in zip(kept, left(then, total, length), strict=True)]
+        except PolicyError:
+            # The budget does not allow such a prompt, and a batch that has one is refused.
+            continue
+        most = [max(each, total - other) for each, other in zip(most, stays, strict=True)]
+    return tuple(most)

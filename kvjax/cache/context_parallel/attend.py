@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kvjax import attention
 from kvjax.cache import store_order
-from kvjax.cache.context_parallel import gathered_state, placement, policy_view, position_ranks, select
+from kvjax.cache.context_parallel import blocks, gathered_state, policy_view, position_ranks, select
 from kvjax.cache.context_parallel.gathered_state import Told
 from kvjax.cache.context_parallel.operands import Common, Operands, operands, problems
 from kvjax.cache.context_parallel.placement import Own
@@ -21,13 +21,12 @@ from kvjax.cache.context_parallel.select import Choice, Rows
 from kvjax.cache.context_parallel.victims import Named
 from kvjax.cache.groups import RANK, Group
 from kvjax.cache.slots import empty_stats
-from kvjax.cache.state import LIVE, LayerKV
+from kvjax.cache.state import LayerKV
 from kvjax.cache.step import evict
 from kvjax.cache.step.operands import Pool
 from kvjax.numerics.rope import Rope
 from kvjax.numerics.statistics import by_name
 from kvjax.parallel import slot_reductions
-from kvjax.storage.layouts import Blocks
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -163,9 +162,9 @@ def _local(layer: LayerKV, group: Group, axes: slot_reductions.Across) -> tuple[
       axes: that slots are divided over.
     """
     first = jnp.int32(0)
-    if isinstance(group.storage.layout, Blocks):
-        first = jax.lax.axis_index(axes.slots) * layer.position.shape[2]
-        layer = layer.replace(marks=shifted(layer.marks, -first))
+    if group.arrangement.in_order:
+        first = blocks.first_slot(layer, axes)
+        layer = layer.replace(marks=blocks.shifted(layer.marks, -first))
     return layer, first
 
 
@@ -206,8 +205,8 @@ def _told(
     if goes is not None:
         free[1] += jnp.sum(goes.position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
         more = goes.vectors(layer.stores[1])
-    if isinstance(storage.layout, Blocks):
-        more = placement.older(layer.position, newest, storage).astype(jnp.float32)
+    if group.arrangement.in_order:
+        more = blocks.older(layer.position, newest, storage).astype(jnp.float32)
     live = gathered_state.live_slots(layer.position)
     bits = None if named is None else named.bits
     return gathered_state.gathered(parts, maps, live, jnp.concatenate(free, axis=2), axes.slots, more, bits)
@@ -249,8 +248,3 @@ def _observed(
 
     layer = layer.replace(stats=after(columns[:-1], layer.position, layer.stats))
     return layer, own._replace(stats=after(columns[-1:], own.position, own.stats))
-
-
-def shifted(marks: dict[str, Array], by: Array) -> dict[str, Array]:
-    """Returns marks that count from another slot."""
-    return {name: mark if name == LIVE else mark + by for name, mark in marks.items()}

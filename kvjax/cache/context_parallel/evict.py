@@ -3,15 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.context_parallel import (
-    attend,
-    placement,
-    policy_view,
-    position_ranks,
-    select,
-    victim_candidates,
-    victims,
-)
+from kvjax.cache.context_parallel import blocks, policy_view, position_ranks, select, victim_candidates, victims
 from kvjax.cache.context_parallel import merge as folding
 from kvjax.cache.context_parallel.attend import Observed
 from kvjax.cache.context_parallel.placement import Moves
@@ -22,7 +14,6 @@ from kvjax.cache.step import evict
 from kvjax.numerics.top_k import CANDIDATES
 from kvjax.parallel import slot_reductions
 from kvjax.policies.base import View
-from kvjax.storage.layouts import Blocks
 
 Array = jax.Array
 Stats = dict[str, Array]
@@ -42,9 +33,8 @@ def settle(
       skew: see `kvjax.cache.context_parallel.attend.Hint`.
     """
     layer, own, newest = step.layer, step.own, jnp.max(rows.position, axis=1)
-    if isinstance(group.storage.layout, Blocks):
-        after = placement.in_blocks(layer, own, step.told, newest, group, step.first, step.sides)
-        return after.replace(marks=attend.shifted(after.marks, step.first))
+    if group.arrangement.in_order:
+        return blocks.write(layer, own, step.told, newest, group, step.first, step.sides)
     moves = Moves(layer, own, step.goes, step.told.more, step.told.free, newest, group, axes.slots, step.sides)
     after = _evicted(step, moves, rows, number, axes)
     if step.choice is None:

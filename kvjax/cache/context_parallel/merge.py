@@ -19,7 +19,7 @@ from kvjax.cache.context_parallel.placement import Moves, Own
 from kvjax.cache.context_parallel.victims import Evicted
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, LayerKV, exact_store
-from kvjax.cache.step.update import recode
+from kvjax.cache.step.step_end import recode
 from kvjax.numerics.mask_indices import compact
 from kvjax.parallel import slot_reductions
 from kvjax.policies.base import View

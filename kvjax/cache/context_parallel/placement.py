@@ -6,15 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import store_order
-from kvjax.cache.arrangements import block_encoding
 from kvjax.cache.context_parallel import gathered_state
-from kvjax.cache.context_parallel.gathered_state import Told
 from kvjax.cache.context_parallel.residual import Leaving, packed, places_of, unpacked
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import forget, write
-from kvjax.cache.state import EMPTY, LayerKV, PerSlot
+from kvjax.cache.state import EMPTY, LayerKV
 from kvjax.storage import store as held
-from kvjax.storage.base import Storage
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -285,36 +282,3 @@ class Moves(NamedTuple):
         assert self.goes is not None
         gone = jnp.any(exact_at[..., None] == self.goes.target[:, :, None], axis=3)
         return jnp.where(gone, EMPTY, exact_at)
-
-
-def older(position: Array, newest: Array, storage: Storage) -> Array:
-    """Counts the slots [B, K, S] that are no longer in the residual, [B, K, 1] int32."""
-    old = (position >= 0) & (position <= (newest - storage.residual)[:, None, None])
-    return jnp.sum(old, axis=2, keepdims=True, dtype=jnp.int32)
-
-
-def in_blocks(
-    layer: LayerKV, own: Own, told: Told, newest: Array, group: Group, offset: Array, sides: Sides
-) -> LayerKV:
-    """Writes the step's own tokens to a layer in blocks, which are where the slots of their tokens are.
-
-    Every device has the exact tokens that wait until their block is full; the one that has the block encodes it.
-
-    Args:
-      layer: of this device, with the statistics after the step; its marks count from its first slot.
-      own: the step's own tokens.
-      told: `Told.more` is the sum of `older` over all devices.
-      newest: [B] int32 newest position of each row.
-      group: has the storage.
-      offset: int32, this device's first slot.
-      sides: what keys and values share.
-    """
-    assert told.more is not None
-    old = told.more.astype(jnp.int32) + older(own.position, newest, group.storage) - offset
-    position = jnp.concatenate([layer.position, own.position], axis=2)
-    per_slot = PerSlot(
-        {name: jnp.concatenate([leaf, own.stats[name]], axis=2) for name, leaf in layer.stats.items()}, {}
-    )
-    others = block_encoding.Others(told.live - offset, old)
-    after, moved = block_encoding.settle(layer, own.key, own.value, position, per_slot, newest, group, sides, others)
-    return after.replace(stats=moved.stats)

@@ -4,14 +4,6 @@ from kvjax.cache.context_parallel import merge, slotwise
 from kvjax.cache.groups import Group
 from kvjax.selection.base import Selection
 from kvjax.storage.base import UNROTATED
-from kvjax.storage.layouts import Blocks, Pairs, Segments, Tiers
-
-#: Layouts whose slots are not divided, and what they do that would move tokens between devices.
-WHOLE = {
-    Pairs: "holds the tokens of two layers together",
-    Segments: "moves the tokens of a segment to two tiers when it ends",
-    Tiers: "moves what is evicted to a second tier",
-}
 
 
 def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
@@ -25,15 +17,8 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
     storage, policy = group.storage, group.policy
     if storage.on_host:
         return f"storage {storage.label} is in host memory"
-    for layout, what in WHOLE.items():
-        if isinstance(storage.layout, layout):
-            return f"storage {storage.label} {what}"
-    if isinstance(storage.layout, Blocks):
-        # While a policy evicts, tokens of blocks are held one by one, or all of them.
-        if policy.budget is not None or not group.selection.reads_all:
-            return f"storage {storage.label} holds a token in a block, and slots are evicted or chosen"
-        if storage.of_prompt:
-            return f"storage {storage.label} holds the blocks of a prompt in another form than later ones"
+    if reason := group.arrangement.refuses_devices(group):
+        return reason
     if policy.page > 1:
         return f"policy {policy.name} evicts whole pages"
     if policy.positions != "original" and not (group.known_ranks or group.evicts_one):

@@ -1,16 +1,12 @@
 """The number of slots that are allocated for each head."""
 
-import functools
-
-from kvjax.cache.arrangements import segments
-from kvjax.cache.groups import Extent, stores_of
+from kvjax.cache.arrangements import arrangement_of
+from kvjax.cache.arrangements.base import Counts
+from kvjax.cache.groups import Extent
 from kvjax.cache.planning.head_groups import Branch
 from kvjax.cache.planning.limits import Sizes, slots_bucket
 from kvjax.cache.spec import CacheSpec
-from kvjax.errors import PolicyError
 from kvjax.policies.base import Evict
-from kvjax.storage.layouts import Pairs, Segments, Tiers
-from kvjax.storage.layouts import slots as single_slots
 
 
 def capacities(
@@ -91,7 +87,6 @@ def split_stores(
     slots: int,
     budgets: list[int | None],
     following: int = 0,
-    low: int = 0,
     extent: Extent | None = None,
 ) -> tuple[int, ...]:
     """Returns the slots of each store: the encoded ones, and those of the newest tokens, which are exact.
@@ -102,78 +97,18 @@ def split_stores(
       slots: the most slots that a head holds between steps.
       budgets: the largest of the batch, for each phase.
       following: the most tokens that follow a prompt while these arrays are in use.
-      low: slots of a low tier.
       extent: what else arrays are sized for.
     """
-    if isinstance(spec.storage.layout, Segments) and extent is not None:
-        return segments.slots(spec.storage.layout, slots, extent)
-    if isinstance(spec.storage.layout, Tiers):
-        return low, slots
-    if isinstance(spec.storage.layout, Pairs):
-        # A store has a slot at the least, also if no token follows.
-        return slots - following, max(following, 1)
-    residual = spec.storage.residual
-    if len(stores_of(spec.storage)) == 1:
-        return (slots,)
-    exact, newest = min(spec.storage.kept_exact, slots), min(residual, slots)
-    if branch.decode.budget is not None:
-        # Where the newest tokens may be evicted, all that stays may be encoded; so may the first ones.
-        return (slots - newest if newest_stay(spec, branch, budgets) else slots), exact
-    # A compressor may drop the newest tokens of the prompt. Those that follow stay, and the newest of them are exact.
-    return slots - (exact if branch.prompt.budget is None else min(newest, following)), exact
-
-
-def low_slots(layout: Tiers, branch: Branch, layer: int, layers: int, sizes: Sizes) -> int:
-    """Returns the slots of a tier that holds all that is evicted of a row, or as many as the layout says."""
-    evicted = most_evicted(branch.prompt, branch.decode, sizes.prompts, sizes.following, layers)[layer]
-    return evicted if layout.low_capacity is None else min(evicted, layout.low_capacity)
-
-
-@functools.lru_cache(maxsize=256)
-def most_evicted(first: Evict, then: Evict, prompts: range, following: int, layers: int) -> tuple[int, ...]:
-    """Returns the most slots of a head that are evicted in each layer.
-
-    Args:
-      first: the policy of the prompt.
-      then: the policy that decodes.
-      prompts: the lengths of prompts.
-      following: the most tokens that follow.
-      layers: the number of layers.
-    """
-
-    def left(policy: Evict, tokens: int, length: int) -> list[int]:
-        """Returns the slots of each layer that stay of `tokens`, under a budget for prompts of `length` tokens."""
-        budget = policy.budget
-        if budget is None:
-            return [tokens] * layers
-        if budget.shared:
-            # A head's share of its layer's slots may be any.
-            return [1] * layers
-        own = budget.slots(length + following if budget.of_text else length, layers)
-        if policy.page > 1:
-            # The newest page has one slot at the least.
-            own = tuple((each // policy.page - 1) * policy.page + 1 for each in own)
-        return [min(each, tokens) if layer >= budget.first_layer else tokens for layer, each in enumerate(own)]
-
-    most = [0] * layers
-    for length in prompts:
-        total = length + following
-        try:
-            if first.when == "step":
-                stays = left(first, total, length)
-            else:
-                kept = [each + following for each in left(first, length, length)]
-                stays = [min(pair) for pair in zip(kept, left(then, total, length), strict=True)]
-        except PolicyError:
-            # The budget does not allow such a prompt, and a batch that has one is refused.
-            continue
-        most = [max(each, total - other) for each, other in zip(most, stays, strict=True)]
-    return tuple(most)
+    counts = Counts(
+        slots, following, extent, compressed=branch.prompt.budget is not None,
+        evicts=branch.decode.budget is not None, newest_stay=newest_stay(spec, branch, budgets),
+    )  # fmt: skip
+    return arrangement_of(spec.storage).slots(spec.storage, counts)
 
 
 def extent_of(spec: CacheSpec, branch: Branch, sizes: Sizes) -> Extent | None:
     """Returns what arrays are sized for beyond the number of slots; None for a storage of single slots."""
-    if spec.storage.layout == single_slots:
+    if not arrangement_of(spec.storage).sized_by_extent:
         return None
     compressed = branch.prompt.budget is not None
     return Extent(shortest=1 if compressed else sizes.shortest, following=sizes.following, compressed=compressed)

@@ -3,18 +3,17 @@
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.arrangements import arrangement_of
+from kvjax.cache.arrangements.base import reads_some
 from kvjax.cache.planning.head_groups import Branch
 from kvjax.cache.planning.limits import Sizes
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError, StorageError
 from kvjax.parallel import sharding
 from kvjax.parallel.host_memory import HOST
-from kvjax.policies.heads import Split
-from kvjax.policies.traits import holding_apart, ranking_by_more_than_position
+from kvjax.policies.traits import holding_apart
 from kvjax.selection.base import Selection
 from kvjax.storage.base import ROTATED, Storage
-from kvjax.storage.block_codec import BlockCodec
-from kvjax.storage.layouts import LOWER, Blocks, Pairs, Segments, Tiers
 from kvjax.storage.side import PROMPT
 
 
@@ -33,13 +32,7 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int, layers: 
       StorageError: the storage cannot be combined with the rest.
     """
     selection, name = branch.selection, spec.policy.name
-    if isinstance(spec.storage.layout, Blocks | Segments) and (reason := _refuses_blocks(spec, branch, sizes)):
-        raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
-    if isinstance(spec.storage.layout, Tiers) and (reason := _refuses_tiers(spec, branch)):
-        raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
-    if isinstance(spec.storage.layout, Pairs) and (
-        reason := _refuses_pairs(spec.storage.layout, branch, sizes, layers)
-    ):
+    if reason := arrangement_of(spec.storage).refuses(spec, branch, sizes, layers):
         raise StorageError(f"storage {spec.storage.name} with policy {name}: {reason}")
     if reason := selection.refuses(spec.policy, spec.storage, positions=branch.decode.positions):
         raise PolicyError(f"policy {name} with selection={selection!r}: {reason}")
@@ -70,18 +63,13 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int, layers: 
         )
 
 
-def _reads_some(selection: Selection) -> bool:
-    """Returns whether a selection gathers slots; those that hide slots read all of them."""
-    return not selection.reads_all and selection.budget is None
-
-
 def _refuses_sides(storage: Storage, branch: Branch, sizes: Sizes) -> str | None:
     """Returns why what the storage's vectors share, or how they are shortened, does not allow it; None if it does."""
     if not storage.apart:
         return None
     selection = branch.selection
     if storage.sides_of(PROMPT) and sizes.block is not None:
-        without = ", or use balance=False" if isinstance(storage.layout, Tiers) else ""
+        without = arrangement_of(storage).without_prompt_side
         return (
             "what its vectors share is made from the whole prompt when that ends, so that it goes in in one shot; "
             f"leave out prefill_block{without}."
@@ -119,7 +107,7 @@ def _refuses_joint(heads: int, branch: Branch, kv_heads: int) -> str | None:
                 f"{heads} KV heads are held together, so that all hold the same positions, and under the policy "
                 f"{apart} each head holds its own; use full(), a window, or tova()."
             )
-    if _reads_some(branch.selection):
+    if reads_some(branch.selection):
         return (
             f"selection={branch.selection!r} reads slots of each head, and heads are held together; leave it out, or "
             "use a storage of single heads such as low_rank."
@@ -130,77 +118,6 @@ def _refuses_joint(heads: int, branch: Branch, kv_heads: int) -> str | None:
             f"{heads} KV heads are held together, and a device of this mesh has {local} of {kv_heads}; use a mesh "
             "whose axis 'model' does not divide a group of heads."
         )
-    return None
-
-
-def _refuses_tiers(spec: CacheSpec, branch: Branch) -> str | None:
-    """Returns why what a policy evicts cannot be kept in a second tier; None if it can."""
-    if any(policy.merge is not None for policy in (branch.prompt, branch.decode)):
-        return "a merge folds what is evicted into what stays, and a low tier keeps it; leave out merge."
-    if not branch.selection.reads_all:
-        return (
-            f"selection={branch.selection!r} hides or chooses slots of one tier; leave it out, or use a storage of "
-            "single slots such as int4."
-        )
-    splits = isinstance(spec.policy, Split)
-    if branch.prompt.budget is None and branch.decode.budget is None and not splits:
-        return "it evicts nothing that a low tier could hold; use a policy with a budget, such as h2o(0.2)."
-    return None
-
-
-def _refuses_blocks(spec: CacheSpec, branch: Branch, sizes: Sizes) -> str | None:
-    """Returns why blocks of consecutive tokens do not go with a policy or a selection; None if they do."""
-    if any(policy.merge is not None for policy in (branch.prompt, branch.decode)):
-        return "a merge changes tokens that are encoded in blocks; leave out merge, or use a storage of slots."
-    if branch.decode.budget is not None:
-        return (
-            "it evicts tokens of blocks that were encoded together while decoding; use full, a prompt compressor such "
-            "as snapkv, or a storage of slots such as int4."
-        )
-    if isinstance(spec.storage.layout, Segments) and _reads_some(branch.selection):
-        return (
-            f"selection={branch.selection!r} reads slots of one store, and tokens of a segment go to two; leave it "
-            "out, or use a storage of slots or blocks such as int4 or kivi."
-        )
-    of_prompt = [codec.prompt for codec in spec.storage.codecs.values() if isinstance(codec, BlockCodec)]
-    if sizes.block is not None and any(each is not None for each in of_prompt):
-        return "the blocks of a prompt are encoded together when it ends; leave out prefill_block."
-    return None
-
-
-def _refuses_pairs(layout: Pairs, branch: Branch, sizes: Sizes, layers: int) -> str | None:
-    """Returns why two layers whose prompts are held together do not go with the rest; None if they do."""
-    if branch.heads is not None:
-        return "two layers are held together, and the policy treats heads of a layer apart; use one policy for all."
-    if any(policy.merge is not None for policy in (branch.prompt, branch.decode)):
-        return "a merge changes tokens of one layer, and two are held together; leave out merge."
-    if branch.decode.budget is not None:
-        return (
-            "it evicts tokens of one layer while decoding, and two are held together; use full, a prompt compressor "
-            "that ranks by position, or a storage of single layers such as int4."
-        )
-    budget = branch.prompt.budget
-    if apart := ranking_by_more_than_position(branch.prompt):
-        return (
-            f"two layers are held together, so that both hold the same positions, and under the policy {apart} each "
-            "holds its own; use full, or a prompt compressor that ranks by position."
-        )
-    if budget is not None:
-        pairs = [layer for layer in range(layers) if layout.half(layer, layers) == LOWER]
-        for own in (budget.slots(length, layers) for length in (sizes.prompts[0], sizes.prompts[-1])):
-            for lower in pairs:
-                if own[lower] != own[lower + 1] or budget.first_layer == lower + 1:
-                    return (
-                        f"layers {lower} and {lower + 1} are held together, so that both hold the same positions, and "
-                        "their budgets differ; use the same budget for both."
-                    )
-    if _reads_some(branch.selection):
-        return (
-            f"selection={branch.selection!r} reads single slots, and those of two layers are decoded as a whole; leave "
-            "it out, or use a storage of slots such as int4."
-        )
-    if sizes.block is not None:
-        return "two layers are merged when a whole prompt has ended; leave out prefill_block."
     return None
 
 

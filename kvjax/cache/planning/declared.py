@@ -21,7 +21,6 @@ from kvjax.selection.base import Held, Selection, SelectView
 from kvjax.specs.user_files import described_error
 from kvjax.storage.base import Storage
 from kvjax.storage.codec import Codec
-from kvjax.storage.layouts import Blocks, Segments, Tiers
 from kvjax.storage.side import PROMPT, PromptView
 
 ROWS, TOKENS = 2, 64  # of the arrays that are asked about
@@ -152,11 +151,12 @@ def check_storage(storage: Storage, heads: int, queries: int, dim: int, dtype: s
     """
     for side, codec in storage.codecs.items():
         if _is_own(codec) and codec.dims is None and not codec.of_pairs if isinstance(codec, Codec) else _is_own(codec):
-            sizes = (dim,) if isinstance(codec, Codec) else (_block(storage), dim)
+            block = storage.resolved_layout.block_size
+            sizes = (dim,) if block is None or isinstance(codec, Codec) else (block, dim)
             shape = (ROWS, heads, 3, *sizes)
             _check_codec(f"storage {storage.name}: its {side} codec's", codec, shape, sizes, queries, dtype)
-    if isinstance(storage.layout, Tiers):
-        check_storage(storage.layout.high, heads, queries, dim, dtype)
+    for nested in storage.resolved_layout.nested:
+        check_storage(nested, heads, queries, dim, dtype)
 
 
 def _check_codec(
@@ -290,12 +290,6 @@ def _is_own(part: Any) -> bool:
     """Whether a component is of a user's own: of a class outside of kvjax, or made of functions."""
     kind = type(part)
     return not kind.__module__.startswith("kvjax.") or kind.__name__ in ("CodecFunctions", "BlockFunctions")
-
-
-def _block(storage: Storage) -> int:
-    layout = storage.layout
-    assert isinstance(layout, Blocks | Segments)
-    return layout.size if isinstance(layout, Blocks) else layout.window
 
 
 def _evaluated(what: str, function: Callable[..., Any], arguments: tuple[Any, ...], error: type[KvjaxError]) -> None:

@@ -14,7 +14,6 @@ from kvjax.parallel.host_memory import HOST
 from kvjax.products.slots import reads_used_slots
 from kvjax.storage.base import UNROTATED, Codec, Exact, Storage
 from kvjax.storage.dims import Chain
-from kvjax.storage.layouts import Blocks, Segments
 from kvjax.units import size
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ def _codes(group: Group, layout: "CacheLayout") -> str:
 def _way(storage: Storage, side: str, count: int, group: Group, layout: "CacheLayout") -> str:
     """Says how a step reads the codes of keys or values of one store."""
     codec = storage.codecs[side]
-    if isinstance(storage.layout, Blocks | Segments) or not isinstance(codec, Codec):
+    if storage.resolved_layout.of_blocks or not isinstance(codec, Codec):
         return "in blocks, decoded at once"
     if storage.memories[side] == HOST:
         return "decoded at once on the device"

@@ -9,7 +9,6 @@ from jax.typing import DTypeLike
 
 from kvjax import attention
 from kvjax.attention import Implementation
-from kvjax.cache.arrangements import blocks
 from kvjax.cache.context_parallel import undivided
 from kvjax.cache.groups import Group
 from kvjax.cache.planning.limits import Sizes
@@ -21,7 +20,6 @@ from kvjax.kernels.registry import Choice, Op, Request
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.statistics import by_name
 from kvjax.parallel import sharding
-from kvjax.storage.layouts import Blocks
 
 #: Why ``auto`` on a GPU, which means XLA, does not try the Pallas kernels for it.
 ONLY_BY_NAME = "pallas_gpu: its kernels run only if they are asked for by name, implementation='pallas_gpu'"
@@ -100,11 +98,7 @@ class Chooser:
                 f"implementation={self.asked!r} cannot run this: {over}, which attention by XLA alone combines. Use "
                 "'auto' or 'xla', or a mesh whose axis model divides the KV heads and which has no axis context."
             )
-        # No page of a selection and no block is on two devices.
-        multiple = parts * group.selection.unit
-        slots = tuple(-(-size // multiple) * multiple for size in group.slots)
-        if isinstance(group.storage.layout, Blocks):
-            slots = (blocks.over_devices(group, parts),)
+        slots = group.arrangement.slots_over_devices(group, parts)
         return dataclasses.replace(
             group, slots=slots, slot_axes=axes, slot_parts=parts, attend="xla", step=None,
             reasons=(f"pallas: {over}",) if self.implementation != "xla" else (),

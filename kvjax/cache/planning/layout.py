@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from kvjax.cache.empty import empty
-from kvjax.cache.groups import Extent, Group, Phase, keep_everything, stores_of
+from kvjax.cache.groups import Extent, Group, Phase, keep_everything
 from kvjax.cache.planning.explain import explain
 from kvjax.cache.state import KVState, LayerKV
 from kvjax.errors import InputError
@@ -134,4 +134,4 @@ def kept(layout: CacheLayout | None, state: KVState, layer: int, rows: int) -> l
     return layout.kept(state, layer, rows)
 
 
-__all__ = ["CacheLayout", "Extent", "Group", "Phase", "keep_everything", "kept", "stores_of"]
+__all__ = ["CacheLayout", "Extent", "Group", "Phase", "keep_everything", "kept"]

@@ -14,9 +14,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.attention import Implementation
-from kvjax.cache.arrangements import layer_pairs
+from kvjax.cache.arrangements import arrangement_of
 from kvjax.cache.groups import Group
-from kvjax.cache.planning.capacities import capacities, extent_of, low_slots, newest_stay, shares, split_stores
+from kvjax.cache.planning.capacities import capacities, extent_of, newest_stay, shares, split_stores
 from kvjax.cache.planning.compatibility import check
 from kvjax.cache.planning.declared import check_names, check_policy, check_selection, check_storage
 from kvjax.cache.planning.head_groups import Branch, branches_of, by_head, held_alike
@@ -30,7 +30,6 @@ from kvjax.policies.budget import batch_slots
 from kvjax.selection.everything import everything
 from kvjax.storage import dense
 from kvjax.storage.base import Storage
-from kvjax.storage.layouts import Blocks, Pairs, Tiers
 
 
 class Budgets(NamedTuple):
@@ -163,7 +162,7 @@ def _held(spec: CacheSpec, config: DecoderConfig) -> tuple[tuple[Storage, ...], 
 def _windows(spec: CacheSpec, config: DecoderConfig) -> tuple[int | None, ...]:
     """Returns the sliding window of each layer that budgets and evictions follow."""
     # What a tier or a pair of layers holds is of one order of tokens for all; there, windows only hide tokens.
-    return (None,) * config.num_layers if isinstance(spec.storage.layout, Tiers | Pairs) else config.windows
+    return config.windows if arrangement_of(spec.storage).follows_windows else (None,) * config.num_layers
 
 
 def _all_budgets(
@@ -273,17 +272,13 @@ def _groups(
     kernels: Chooser,
 ) -> tuple[Group, Group]:
     """A group for the prompt and one for decoding; budgets: the largest of the batch, for each phase."""
-    own_heads, low = config.num_kv_heads if heads is None else len(heads), 0
+    own_heads = config.num_kv_heads if heads is None else len(heads)
     spec = dataclasses.replace(spec, storage=_held(spec, config)[layer][0 if heads is None else heads[0]])
     if newest_stay(spec, branch, budgets) and max(b or 0 for b in budgets) <= spec.storage.residual:
         # All that stays is among the newest, which are exact.
         spec = dataclasses.replace(spec, storage=dense())
-    if isinstance(spec.storage.layout, Tiers):
-        low = low_slots(spec.storage.layout, branch, layer, config.num_layers, sizes)
-        if not low:
-            # Nothing is ever evicted.
-            spec = dataclasses.replace(spec, storage=spec.storage.layout.high)
-    spec = dataclasses.replace(spec, storage=layer_pairs.of_layer(spec.storage, layer, config.num_layers))
+    storage = arrangement_of(spec.storage).of_layer(spec.storage, branch, layer, config.num_layers, sizes)
+    spec = dataclasses.replace(spec, storage=storage)
     prompt, decode = capacities(spec, branch, budgets, own_heads, sizes)
     whole = branch.selection.dense(layer, config.windows[layer])
     queries = config.num_heads // config.num_kv_heads
@@ -294,26 +289,23 @@ def _groups(
     needs = branch.decode.needs | spec.storage.needs
     check_names(branch.decode.name, needs | branch.prompt.needs | branch.selection.needs)
     extent = extent_of(spec, branch, sizes)
-    stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following, low, extent)
-    if isinstance(spec.storage.layout, Pairs):
-        spec = dataclasses.replace(spec, storage=layer_pairs.with_slots(spec.storage, stores[0]))
+    stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following, extent)
+    arrangement = arrangement_of(storage)
+    spec = dataclasses.replace(spec, storage=arrangement.sized(storage, stores))
     after = Group(
         heads=heads, storage=spec.storage, policy=branch.decode.traced(), selection=selection, needs=needs,
         slots=stores, extent=extent, decoding=True, evicts_one=branch.evicts_one,
         shares=shares(branch, budgets[0], own_heads, sizes),
     )  # fmt: skip
-    after = ended = kernels.decode(after, own_heads)
-    if isinstance(spec.storage.layout, Pairs):
-        # A layer's prompt stays as it is until that of the other layer of its pair has ended.
-        spec, extent = dataclasses.replace(spec, storage=dense()), None
-        ended = dataclasses.replace(after, storage=dense(), slots=(after.capacity,), extent=None)
-    if isinstance(spec.storage.layout, Blocks) and branch.prompt.budget is not None and sizes.block is not None:
-        # Blocks are of the tokens that survive the prompt, which are known at its end; until then all are exact.
-        spec, extent = dataclasses.replace(spec, storage=dense()), None
+    after = kernels.decode(after, own_heads)
+    own = arrangement.prompt_storage(
+        spec.storage, compressed=branch.prompt.budget is not None, in_blocks=sizes.block is not None
+    )
+    spec, extent = dataclasses.replace(spec, storage=own), extent if own == spec.storage else None
     before = Group(
         heads=heads, storage=spec.storage, policy=branch.prompt.traced(), selection=early,
         needs=needs | branch.prompt.needs, extent=extent,
-        slots=() if sizes.block is None else split_stores(spec, branch, kernels.round_up(prompt), budgets, low=low),
-        watch=watch, decode_group=ended if sizes.block is None else None,
+        slots=() if sizes.block is None else split_stores(spec, branch, kernels.round_up(prompt), budgets),
+        watch=watch, decode_group=arrangement.prompt_end(after) if sizes.block is None else None,
     )  # fmt: skip
     return kernels.prompt(before, own_heads), after

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.arrangements import blocks, segments
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import append, constrain, empty_stats, longest, ranks, slots_of, transient
 from kvjax.cache.state import Block, LayerKV
@@ -16,7 +15,6 @@ from kvjax.parallel.host_memory import HOST, gather
 from kvjax.storage import store as held
 from kvjax.storage.base import Codec, Exact, Storage
 from kvjax.storage.dims import Chain
-from kvjax.storage.layouts import Blocks, Segments
 from kvjax.storage.side import Sides
 
 Array = jax.Array
@@ -169,11 +167,8 @@ def pieces(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[Any,
         storage = group.stores[number]
         if number == 0 and storage.memories[side] == HOST and group.gathered is not None:
             return None
-        if isinstance(group.storage.layout, Segments):
-            return segments.decode(group.storage, pool.layer, number, side, pool.dtype, pool.sides)
-        if isinstance(storage.layout, Blocks):
-            return blocks.decode(storage, pool.layer, side, pool.dtype, pool.sides)
-        return _piece(storage, pool.layer.stores[number], side, pool, whole)
+        found = group.arrangement.decoded(group.storage, pool.layer, number, side, pool.dtype, pool.sides)
+        return found if found is not None else _piece(storage, pool.layer.stores[number], side, pool, whole)
 
     found = [(piece("key", number), piece("value", number)) for number in range(len(group.stores))]
     # A query sees its own block exactly: its tokens are a piece of their own until they are encoded.

@@ -5,15 +5,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.arrangements import tiers
+from kvjax.cache.arrangements.base import StepTokens
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import forget
 from kvjax.cache.state import EMPTY, Block, LayerKV, PerSlot, exact_store
 from kvjax.cache.step import evict
 from kvjax.cache.step.operands import Pool, Turn, decoded, joined, placed, run_after_inputs
-from kvjax.cache.step.update import recode, settle
 from kvjax.policies.base import View
-from kvjax.storage.layouts import Tiers
+from kvjax.storage import store as held
+from kvjax.storage.base import Storage
+from kvjax.storage.side import Sides
+from kvjax.storage.store import Store
 
 Array = jax.Array
 
@@ -34,9 +36,9 @@ def finish(
     position, layer, policy, own, stats = pool.position, pool.layer, group.policy, pool.own, per_slot.stats
     unranked, victim = 0 if own is None else group.unranked, None
     if policy.budget is not None:
-        tokens = block.position.shape[1]
+        n = block.position.shape[1]
         # A compressor evicts once, whatever the last block of the prompt brings.
-        one = group.evicts_one and tokens == 1 and policy.when == "step"
+        one = group.evicts_one and n == 1 and policy.when == "step"
 
         def choose(pool: Pool, stats: dict[str, Array]) -> Array:
             view = _view(pool, *_held(pool, group, turn), block, group, budget)
@@ -47,18 +49,17 @@ def finish(
         victim = run_after_inputs(choose, pool, stats) if policy.reads else choose(pool, stats)
         if policy.merge is not None:
             key, value = _held(pool, group, turn)
-            most = tokens if group.evicts_one else position.shape[2]
+            most = n if group.evicts_one else position.shape[2]
             view = _view(pool, key, value, block, group, budget)
             folded = policy.merge.fold(key, value, victim, stats, view, most)
             stats = folded.stats
             layer, own = _merged(pool, (key, value), (folded.key, folded.value), group, turn)
-        if not unranked:
+        if own is None or not group.arrangement.holds_victims:
             position = jnp.where(victim, EMPTY, position)
     per_slot = per_slot.replace(stats=stats)
-    if unranked and own is not None and isinstance(group.storage.layout, Tiers):
-        return tiers.settle(layer, *own, position, victim, per_slot, block.newest, group, pool.sides)
     if own is not None:
-        return settle(layer, *own, position, per_slot, block.newest, group, pool.sides)
+        tokens = StepTokens(layer, *own, position, victim, per_slot, block.newest, group, pool.sides)
+        return group.arrangement.write(tokens)
     return layer.replace(position=position), per_slot.replace(stats=forget(per_slot.stats, position))
 
 
@@ -119,3 +120,23 @@ def _merged(
         )
     )
     return pool.layer.replace(stores=stores), (keys[-1], values[-1])
+
+
+def recode(
+    storage: Storage, store: Store, changed: Array, key: Array, value: Array, dtype: jnp.dtype, sides: Sides
+) -> Store:
+    """Encodes the slots again that a merge has changed.
+
+    Args:
+      storage: how the slots are held.
+      store: before the merge.
+      changed: [B, K, S] bool.
+      key: [B, K, S, D] after the merge.
+      value: [B, K, S, D].
+      dtype: the model's.
+      sides: what keys and values share.
+    """
+    new = held.encode(storage, key, value, dtype, sides)
+    return jax.tree.map(
+        lambda old, made: jnp.where(changed.reshape(*changed.shape, *(1,) * (old.ndim - 3)), made, old), store, new
+    )
