@@ -18,6 +18,7 @@ from kvjax.cache.planning.limits import Sizes
 from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.cache.spec import as_spec
 from kvjax.cache.state import EMPTY
+from kvjax.cache.step.interface import LayerArgs
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig
@@ -197,9 +198,8 @@ def program(streams, prompts, ends, budget, decode_budget, sides, *, layout, wid
         ]
         block = Block(position=position, prompt=prompts, total=ends, budget=budget).of_layer(len(layout.decode) - 1)
         guess = tokens[0] if any(group.selection.ahead for group in groups) else None
-        return step_layer(
-            layer, *tokens, block=block, groups=groups, rope=rope, window=window, guess=guess, sides=sides
-        )
+        args = LayerArgs(rope=rope, window=window, guess=guess, sides=sides)
+        return step_layer(layer, *tokens, block=block, groups=groups, args=args)
 
     size = layout.block or width
     starts = jnp.arange(0, width, size, dtype=jnp.int32)

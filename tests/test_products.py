@@ -14,6 +14,7 @@ from kvjax.cache import Block, CacheSpec, shared_layers
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
+from kvjax.cache.step.interface import LayerArgs
 from kvjax.cache.step.step import step_layer
 from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig
@@ -107,10 +108,8 @@ def trace(spec: CacheSpec, block: int | None) -> None:
         position = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (2, tokens))
         given = Block(position=position, prompt=row, total=row, budget=budget).of_layer(LAYER)
         layer = None if layers is None else shared_layers.borrow(layers, LAYER, groups[LAYER])
-        output, layer, _ = step_layer(
-            layer, *heads, block=given, groups=groups[LAYER], rope=CONFIG.rope, guess=heads[0] if tokens == 1 else None,
-            sides=sides,
-        )  # fmt: skip
+        args = LayerArgs(rope=CONFIG.rope, guess=heads[0] if tokens == 1 else None, sides=sides)
+        output, layer, _ = step_layer(layer, *heads, block=given, groups=groups[LAYER], args=args)
         assert output.shape == (2, HEADS, tokens, DIM)
         if layers is None:
             # The other layer of a pair is alike.

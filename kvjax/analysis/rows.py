@@ -15,7 +15,7 @@ from kvjax import attention
 from kvjax.cache.planning.layout import Group, Phase
 from kvjax.cache.slots import write
 from kvjax.cache.state import EMPTY, Block, KVState
-from kvjax.cache.step.step import Seen
+from kvjax.cache.step.interface import Seen
 from kvjax.kernels import softmax
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder, Streams

@@ -18,6 +18,7 @@ from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState, Layer, LayerKV, layers_of
+from kvjax.cache.step.interface import LayerArgs
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.step import step_layer
 from kvjax.errors import InputError, StorageError
@@ -101,11 +102,11 @@ def _run(
 ) -> Any:
     before, after = layout.prompt[0], layout.decode[0]
     width, steps = prompt[0].shape[2], decode[0].shape[2]
-    total = lengths + steps
+    total, args = lengths + steps, LayerArgs(rope=rope, sides=sides)
 
     def take(layer: Layer | None, own: Any, position: Array, budget: Any, groups: tuple[Group, ...]) -> Any:
         block = Block(position=position, prompt=lengths, total=total, budget=budget).of_layer(0)
-        output, layer, _ = step_layer(layer, *own, block=block, groups=groups, rope=rope, sides=sides)
+        output, layer, _ = step_layer(layer, *own, block=block, groups=groups, args=args)
         return output, layer
 
     def one(layer: Layer | None, own: Any, start: Any) -> Layer:

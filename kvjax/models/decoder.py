@@ -19,7 +19,8 @@ from kvjax.cache import shared_layers
 from kvjax.cache.planning.layout import Group, Phase, keep_everything
 from kvjax.cache.state import Block, KVState
 from kvjax.cache.state import Layer as LayerCache
-from kvjax.cache.step.step import Seen, step_layer
+from kvjax.cache.step.interface import LayerArgs, Seen
+from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.experts import Experts
 from kvjax.models.layers import Embed, Linear, Mlp, Norm, PositionEmbed
@@ -133,12 +134,12 @@ class Attention(nn.Module):
         if (shift := optional(SHIFT)) is not None:
             key, value = key + shift["key"], value + shift["value"]
         # [B, H, n, D]
-        output, layer, seen = step_layer(
-            layer, query, key, value, block=block, groups=groups, rope=self.kind.rope, window=self.kind.window,
-            scale=config.attention_scale, soft_cap=config.attention_soft_cap,
-            guess=None if hint is None else to_query(hint),
-            skew=optional(SKEW), sides=optional(SIDES),
+        args = LayerArgs(
+            rope=self.kind.rope, scale=config.attention_scale, soft_cap=config.attention_soft_cap,
+            window=self.kind.window, guess=None if hint is None else to_query(hint), skew=optional(SKEW),
+            sides=optional(SIDES),
         )  # fmt: skip
+        output, layer, seen = step_layer(layer, query, key, value, block=block, groups=groups, args=args)
         # [B, n, H * D]
         output = jnp.swapaxes(output, 1, 2).reshape(batch, n, config.num_heads * config.head_dim)
         output = sharding.constrain_heads(output, config.num_heads, enters=True)

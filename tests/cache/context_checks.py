@@ -24,6 +24,7 @@ from kvjax.cache.planning.limits import Sizes
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.slots import AXES, divided
 from kvjax.cache.spec import as_spec
+from kvjax.cache.step.interface import LayerArgs
 from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics import top_k
@@ -321,10 +322,8 @@ def step_program(spec: CacheSpec, mesh: Any, heads: tuple[int, int]) -> tuple[La
         def run(layer, query, key, value, at, row, sides):
             budget = tuple(row if group.has_budget else None for group in groups)
             block = Block(position=at, prompt=row, total=row, budget=budget, layer=jnp.int32(0))
-            return step_layer(
-                layer, query, key, value, block=block, groups=groups, rope=config.rope, sides=sides,
-                guess=query if ahead else None,
-            )[:2]  # fmt: skip
+            args = LayerArgs(rope=config.rope, guess=query if ahead else None, sides=sides)
+            return step_layer(layer, query, key, value, block=block, groups=groups, args=args)[:2]
 
         shared = jax.tree.map(lambda x: shaped(x, "kv_heads"), sides)
         program = jax.jit(run, donate_argnums=0).lower(layer, q, kv, kv, at, row, shared).compile()

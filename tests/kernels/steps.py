@@ -11,6 +11,7 @@ from kvjax import policies
 from kvjax.cache import Block, Group
 from kvjax.cache.empty import empty
 from kvjax.cache.state import LayerKV
+from kvjax.cache.step.interface import LayerArgs
 from kvjax.cache.step.step import step
 from kvjax.storage import Storage, dense
 from kvjax.storage.store import encode
@@ -34,7 +35,7 @@ def one_step(group, layer, query, key, value, position, budget, window=None):
     """One decoding step; the output and the layer afterwards."""
     row = position[:, 0]
     block = Block(position=position, prompt=row, total=row + 1, budget=((budget,),))
-    return step(layer, query, key, value, block=block, group=group, budget=budget, window=window)[:2]
+    return step(layer, query, key, value, block=block, group=group, budget=budget, args=LayerArgs(window=window))[:2]
 
 
 def build(name: str, budget: int, **more) -> policies.Policy:

@@ -14,6 +14,7 @@ from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.state import EMPTY, Block, Layer
+from kvjax.cache.step.interface import LayerArgs
 from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.rope import Rope
@@ -143,7 +144,9 @@ def run(
         at = jnp.maximum(position, 0)[:, None, :, None]
         own = [jnp.where(position[:, None, :, None] >= 0, jnp.take_along_axis(x, at, axis=2), 7.0) for x in of]
         block = Block(position=position, prompt=lengths, total=total, budget=budget).of_layer(index)
-        output, after, _ = step_layer(layer, *own, block=block, groups=phase[index], rope=ROPE, sides=sides)
+        output, after, _ = step_layer(
+            layer, *own, block=block, groups=phase[index], args=LayerArgs(rope=ROPE, sides=sides)
+        )
         return output, after
 
     position = jnp.arange(WIDTH, dtype=jnp.int32)

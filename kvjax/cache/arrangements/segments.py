@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from kvjax.cache.spec import CacheSpec
 
 Array = jax.Array
-Own = Mapping[str, Array]  # ``key`` and ``value`` -> [B, K, n, D]
+Vectors = Mapping[str, Array]  # ``key`` and ``value`` -> [B, K, n, D]
 
 
-def _encoded(storage: Storage, exact: Own, index: Array, known: Array, sides: Sides) -> tuple[Any, Any]:
+def _encoded(storage: Storage, exact: Vectors, index: Array, known: Array, sides: Sides) -> tuple[Any, Any]:
     """Encodes some tokens of a segment as one block of keys, and their values.
 
     Args:
@@ -179,7 +179,7 @@ def _write(step: StepTokens) -> tuple[LayerKV, PerSlot]:
         ended = (lives[HIGH] + lives[LOW]) // layout.window
         here = due & (ended < segments)
 
-        def end(exact: Own, stats: Any, window_at: Array) -> list[Any]:
+        def end(exact: Vectors, stats: Any, window_at: Array) -> list[Any]:
             """Encodes the windows of all rows: per tier the tokens, their block of keys, and their values."""
             up = _chosen(layout, stats, window_at)
             made = list[Any]()

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from kvjax import attention
 from kvjax.cache import store_order
 from kvjax.cache.context_parallel import blocks, gathered_state, policy_view, position_ranks, select
-from kvjax.cache.context_parallel.gathered_state import Told
-from kvjax.cache.context_parallel.operands import Common, Operands, operands, problems
-from kvjax.cache.context_parallel.placement import Own
-from kvjax.cache.context_parallel.residual import Leaving, leaving
+from kvjax.cache.context_parallel.gathered_state import GatheredState
+from kvjax.cache.context_parallel.operands import Operands, SharedParams, operands, problems
+from kvjax.cache.context_parallel.placement import NewTokens
+from kvjax.cache.context_parallel.residual import LeavingTokens, leaving
 from kvjax.cache.context_parallel.select import Choice, Rows
-from kvjax.cache.context_parallel.victims import Named
+from kvjax.cache.context_parallel.victims import LocalVictim
 from kvjax.cache.groups import RANK, Group
 from kvjax.cache.slots import empty_stats
 from kvjax.cache.state import LayerKV
@@ -33,7 +33,7 @@ Array = jax.Array
 Columns = Mapping[str, Array]
 
 
-class Hint(NamedTuple):
+class SelectionInputs(NamedTuple):
     """What a selection chooses by, besides the step's query.
 
     Attributes:
@@ -60,19 +60,19 @@ class Observed(NamedTuple):
       sides: what keys and values share.
       first: int32, this device's first slot, of a layout of blocks.
       named: the slot of this device that would be evicted first, where it was known before attention, so that
-        `Told.named` has that of all devices; otherwise None.
+        `GatheredState.named` has that of all devices; otherwise None.
     """
 
     output: Array
     layer: LayerKV
-    own: Own
-    told: Told
-    goes: Leaving | None
+    own: NewTokens
+    told: GatheredState
+    goes: LeavingTokens | None
     stored: tuple[list[Array], list[Array]]
     choice: Choice | None
     sides: Sides
     first: Array
-    named: Named | None
+    named: LocalVictim | None
 
 
 def attend(
@@ -81,9 +81,9 @@ def attend(
     value: Array,
     layer: LayerKV,
     rows: Rows,
-    common: Common,
+    common: SharedParams,
     number: Array,
-    hint: Hint,
+    hint: SelectionInputs,
     *,
     group: Group,
     axes: slot_reductions.Across,
@@ -145,12 +145,12 @@ def attend(
     return Observed(output, layer, own, told, goes, held.stored, choice, sides, first, named)
 
 
-def _own(key: Array, value: Array, rows: Rows, group: Group) -> Own:
+def _own(key: Array, value: Array, rows: Rows, group: Group) -> NewTokens:
     """Returns the step's own tokens, with empty statistics."""
     batch, kv_heads, n, _ = key.shape
     # [B, K, n]
     position = jnp.broadcast_to(rows.position[:, None], (batch, kv_heads, n))
-    return Own(key, value, position, empty_stats(group.needs, group.remembers, (batch, kv_heads, n)))
+    return NewTokens(key, value, position, empty_stats(group.needs, group.remembers, (batch, kv_heads, n)))
 
 
 def _local(layer: LayerKV, group: Group, axes: slot_reductions.Across) -> tuple[LayerKV, Array]:
@@ -168,7 +168,9 @@ def _local(layer: LayerKV, group: Group, axes: slot_reductions.Across) -> tuple[
     return layer, first
 
 
-def _log_weights(layer: LayerKV, own: Own, sizes: list[int], held: Operands, group: Group) -> Sequence[Array | None]:
+def _log_weights(
+    layer: LayerKV, own: NewTokens, sizes: list[int], held: Operands, group: Group
+) -> Sequence[Array | None]:
     """Returns what a merge adds to the logits of each store and of the step's own tokens, [B, K, S_i] or None each."""
     merge = group.policy.merge
     if merge is None or (log_weight := merge.log_weight(layer.stats)) is None:
@@ -181,12 +183,12 @@ def _told(
     positions: Sequence[Array],
     parts: Sequence[attention.Problem],
     maps: Sequence[attention.Mapped],
-    goes: Leaving | None,
+    goes: LeavingTokens | None,
     newest: Array,
-    named: Named | None,
+    named: LocalVictim | None,
     group: Group,
     axes: slot_reductions.Across,
-) -> Told:
+) -> GatheredState:
     """Gathers what each device knows of its slots.
 
     Args:
@@ -212,7 +214,7 @@ def _told(
     return gathered_state.gathered(parts, maps, live, jnp.concatenate(free, axis=2), axes.slots, more, bits)
 
 
-def _combined(told: Told, parts: Sequence[attention.Problem]) -> tuple[Array, list[dict[str, Array]]]:
+def _combined(told: GatheredState, parts: Sequence[attention.Problem]) -> tuple[Array, list[dict[str, Array]]]:
     """Returns the output of all slots, [B, K, G, n, D], and the columns of each part.
 
     Args:
@@ -227,8 +229,8 @@ def _combined(told: Told, parts: Sequence[attention.Problem]) -> tuple[Array, li
 
 
 def _observed(
-    columns: Sequence[dict[str, Array]], layer: LayerKV, own: Own, rows: Rows, group: Group
-) -> tuple[LayerKV, Own]:
+    columns: Sequence[dict[str, Array]], layer: LayerKV, own: NewTokens, rows: Rows, group: Group
+) -> tuple[LayerKV, NewTokens]:
     """Returns the slots that the policy ranks, and the step's own tokens, with the statistics after the step.
 
     Args:

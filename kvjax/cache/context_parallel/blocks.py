@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from kvjax.cache.arrangements.base import StepTokens
 from kvjax.cache.arrangements.blocks import Others, write_tokens
-from kvjax.cache.context_parallel.gathered_state import Told
-from kvjax.cache.context_parallel.placement import Own
+from kvjax.cache.context_parallel.gathered_state import GatheredState
+from kvjax.cache.context_parallel.placement import NewTokens
 from kvjax.cache.groups import Group
 from kvjax.cache.state import LIVE, LayerKV, PerSlot
 from kvjax.parallel import slot_reductions
@@ -36,13 +36,15 @@ def older(position: Array, newest: Array, storage: Storage) -> Array:
     return jnp.sum(old, axis=2, keepdims=True, dtype=jnp.int32)
 
 
-def write(layer: LayerKV, own: Own, told: Told, newest: Array, group: Group, offset: Array, sides: Sides) -> LayerKV:
+def write(
+    layer: LayerKV, own: NewTokens, told: GatheredState, newest: Array, group: Group, offset: Array, sides: Sides
+) -> LayerKV:
     """Writes the step's own tokens.
 
     Args:
       layer: of this device, with the statistics after the step; its marks count from its first slot.
       own: the step's own tokens.
-      told: `Told.more` is the sum of `older` over all devices.
+      told: `GatheredState.more` is the sum of `older` over all devices.
       newest: [B] int32 newest position of each row.
       group: has the storage.
       offset: int32, this device's first slot.

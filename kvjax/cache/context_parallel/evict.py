@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from kvjax.cache.context_parallel import blocks, policy_view, position_ranks, select, victim_candidates, victims
 from kvjax.cache.context_parallel import merge as folding
 from kvjax.cache.context_parallel.attend import Observed
-from kvjax.cache.context_parallel.placement import Moves
+from kvjax.cache.context_parallel.placement import PendingWrites
 from kvjax.cache.context_parallel.select import Rows
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, FAR, LayerKV
@@ -30,12 +30,12 @@ def settle(
       number: int32 index of the layer.
       group: of heads.
       axes: that slots and heads are divided over.
-      skew: see `kvjax.cache.context_parallel.attend.Hint`.
+      skew: see `kvjax.cache.context_parallel.attend.SelectionInputs`.
     """
     layer, own, newest = step.layer, step.own, jnp.max(rows.position, axis=1)
     if group.arrangement.in_order:
         return blocks.write(layer, own, step.told, newest, group, step.first, step.sides)
-    moves = Moves(layer, own, step.goes, step.told.more, step.told.free, newest, group, axes.slots, step.sides)
+    moves = PendingWrites(layer, own, step.goes, step.told.more, step.told.free, newest, group, axes.slots, step.sides)
     after = _evicted(step, moves, rows, number, axes)
     if step.choice is None:
         return after
@@ -43,7 +43,7 @@ def settle(
     return after.replace(index=index)
 
 
-def _evicted(step: Observed, moves: Moves, rows: Rows, number: Array, axes: slot_reductions.Across) -> LayerKV:
+def _evicted(step: Observed, moves: PendingWrites, rows: Rows, number: Array, axes: slot_reductions.Across) -> LayerKV:
     """Evicts, and writes the step's own tokens; for the arguments see `settle`."""
     group, own = moves.group, moves.own
     if group.policy.budget is None:
@@ -55,7 +55,7 @@ def _evicted(step: Observed, moves: Moves, rows: Rows, number: Array, axes: slot
     return _several(step, moves, both, view, axes)
 
 
-def _one(step: Observed, moves: Moves, stats: Stats, view: View, axes: slot_reductions.Across) -> LayerKV:
+def _one(step: Observed, moves: PendingWrites, stats: Stats, view: View, axes: slot_reductions.Across) -> LayerKV:
     """Writes the only token of a step, to the slot of what is evicted.
 
     Args:
@@ -83,7 +83,7 @@ def _one(step: Observed, moves: Moves, stats: Stats, view: View, axes: slot_redu
     return position_ranks.after_eviction(after, jnp.where(lowest >= 0, lowest, FAR)) if group.holds_ranks else after
 
 
-def _several(step: Observed, moves: Moves, stats: Stats, view: View, axes: slot_reductions.Across) -> LayerKV:
+def _several(step: Observed, moves: PendingWrites, stats: Stats, view: View, axes: slot_reductions.Across) -> LayerKV:
     """Writes the tokens of a block, or of a step after which any number is evicted; for the arguments see `_one`."""
     group, policy, (size, n) = moves.group, moves.group.policy, (x.position.shape[2] for x in (moves.layer, moves.own))
     evicted = None

@@ -15,7 +15,7 @@ from kvjax.cache.slots import free_slots
 Array = jax.Array
 
 
-class Told(NamedTuple):
+class GatheredState(NamedTuple):
     """What the devices tell each other before a step's attention is complete.
 
     Attributes:
@@ -24,8 +24,8 @@ class Told(NamedTuple):
       live: [B, K, 1] int32, the number of live slots on all devices.
       free: [C, B, K, m] int32, the number of empty slots of each store of each device.
       more: [B, K, ...] float32, the sum over all devices of what was given, or None.
-      named: [C, B, K, m] int32, `kvjax.cache.context_parallel.victims.Named.bits` of each device, where it is known
-        before attention.
+      named: [C, B, K, m] int32, `kvjax.cache.context_parallel.victims.LocalVictim.bits` of each device, where it is
+        known before attention.
     """
 
     parts: list[Attended]
@@ -44,7 +44,7 @@ def gathered(
     axes: tuple[str, ...],
     more: Array | None = None,
     bits: Array | None = None,
-) -> Told:
+) -> GatheredState:
     """Gathers what each device knows of its slots, in one collective.
 
     Args:
@@ -54,7 +54,7 @@ def gathered(
       free: [B, K, m] int32 empty slots of each store.
       axes: that slots are divided over.
       more: [B, K, ...] float32 to be added up.
-      bits: [B, K, m] int32, see `Told.named`; or None.
+      bits: [B, K, m] int32, see `GatheredState.named`; or None.
     """
     part = attention.combine(*(of.mapped(attention.attend(each, "xla")) for each, of in zip(here, maps, strict=True)))
     assert part.lse is not None
@@ -78,7 +78,7 @@ def gathered(
         Attended(one.reshape(part.output.shape), two.reshape(part.lse.shape))
         for one, two in zip(output, lse, strict=True)
     ]
-    return Told(
+    return GatheredState(
         parts, jnp.sum(seen, axis=0), jnp.sum(held, axis=0).astype(jnp.int32), empty.astype(jnp.int32),
         None if more is None else jnp.sum(added, axis=0).reshape(more.shape), packing.from_floats(names),
     )  # fmt: skip

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from kvjax.cache import store_order
 from kvjax.cache.context_parallel import packing, victims
-from kvjax.cache.context_parallel.placement import Moves, Own
+from kvjax.cache.context_parallel.placement import NewTokens, PendingWrites
 from kvjax.cache.context_parallel.victims import Evicted
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, LayerKV, exact_store
@@ -44,12 +44,14 @@ def refuses(group: Group) -> str | None:
     return None
 
 
-def sender(moves: Moves, keys: Sequence[Array], values: Sequence[Array]) -> victims.Sent:
+def sender(moves: PendingWrites, keys: Sequence[Array], values: Sequence[Array]) -> victims.VictimPayload:
     """Returns what a device sends of a slot that may be evicted: its pair and its statistics; see `fold`."""
     return functools.partial(packing.packed, _whole(moves, keys, values))
 
 
-def gathered(moves: Moves, keys: Sequence[Array], values: Sequence[Array], victim: Array, view: View) -> Evicted:
+def gathered(
+    moves: PendingWrites, keys: Sequence[Array], values: Sequence[Array], victim: Array, view: View
+) -> Evicted:
     """Gathers the victims of all devices, n of each, in one collective; see `fold`.
 
     Args:
@@ -60,7 +62,7 @@ def gathered(moves: Moves, keys: Sequence[Array], values: Sequence[Array], victi
       view: of the step, on this device.
 
     Returns:
-      [B, K, C * n, ...] of the victims, and the sum of `Moves.packed`.
+      [B, K, C * n, ...] of the victims, and the sum of `PendingWrites.packed`.
     """
     slots, valid = compact(victim, moves.own.key.shape[2])
     bits = sender(moves, keys, values)(slots)
@@ -77,8 +79,8 @@ def gathered(moves: Moves, keys: Sequence[Array], values: Sequence[Array], victi
 
 
 def fold(
-    moves: Moves, keys: Sequence[Array], values: Sequence[Array], victim: Array, evicted: Evicted, view: View
-) -> Moves:
+    moves: PendingWrites, keys: Sequence[Array], values: Sequence[Array], victim: Array, evicted: Evicted, view: View
+) -> PendingWrites:
     """Folds the victims of all devices into the slots of this device and into the step's own tokens.
 
     All devices change the step's own tokens in the same way.
@@ -120,16 +122,16 @@ def fold(
     stored = _stored(moves, (key, value), folded[:2], [each.shape[2] for each in keys[:-1]])
     stored = stored.replace(stats={name: leaf[:, :, :size] for name, leaf in folded.stats.items()})
     new_stats = {name: leaf[:, :, size : size + n] for name, leaf in folded.stats.items()}
-    return moves._replace(layer=stored, own=Own(new_key, new_value, own.position, new_stats))
+    return moves._replace(layer=stored, own=NewTokens(new_key, new_value, own.position, new_stats))
 
 
-def _whole(moves: Moves, keys: Sequence[Array], values: Sequence[Array]) -> dict[str, Array]:
+def _whole(moves: PendingWrites, keys: Sequence[Array], values: Sequence[Array]) -> dict[str, Array]:
     """Returns the pairs and the statistics of this device's slots and of the own tokens, [B, K, S + n, ...] each."""
     stats = {name: jnp.concatenate([leaf, moves.own.stats[name]], axis=2) for name, leaf in moves.layer.stats.items()}
     return stats | {"key": jnp.concatenate(keys, axis=2), "value": jnp.concatenate(values, axis=2)}
 
 
-def _stored(moves: Moves, old: tuple[Array, Array], new: tuple[Array, Array], sizes: list[int]) -> LayerKV:
+def _stored(moves: PendingWrites, old: tuple[Array, Array], new: tuple[Array, Array], sizes: list[int]) -> LayerKV:
     """Stores merged pairs [B, K, S + n, D] of this device's slots. A slot that did not change keeps its bytes."""
     layer, group, size = moves.layer, moves.group, sum(sizes)
     # [B, K, S]

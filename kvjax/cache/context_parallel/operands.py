@@ -11,7 +11,7 @@ from kvjax.cache.context_parallel.position_ranks import Ranks
 from kvjax.cache.context_parallel.select import Rows
 from kvjax.cache.groups import Group
 from kvjax.cache.step import attend
-from kvjax.cache.step.operands import Pool, Turn, decoded, pieces, placed
+from kvjax.cache.step.operands import KeyRotation, Pool, decoded, pieces, placed
 from kvjax.kernels.coded import as_array
 from kvjax.numerics.rope import Rope
 from kvjax.storage.side import Sides
@@ -19,7 +19,7 @@ from kvjax.storage.side import Sides
 Array = jax.Array
 
 
-class Common(NamedTuple):
+class SharedParams(NamedTuple):
     """What the vectors of all slots share, on whichever device they are.
 
     Attributes:
@@ -55,7 +55,7 @@ def operands(
     rows: Rows,
     group: Group,
     rope: Rope | None,
-    common: Common,
+    common: SharedParams,
     ranks: Ranks | None = None,
 ) -> Operands:
     """Decodes what must be decoded, and rotates what is held as it is before rotation.
@@ -71,7 +71,7 @@ def operands(
       ranks: of slots that hold theirs; None = ranks follow from positions, or keys are not rotated by rank.
     """
     keys, values = pieces(pool, group)
-    turn = None if rope is None or common.frequencies is None else Turn(rope, common.frequencies)
+    turn = None if rope is None or common.frequencies is None else KeyRotation(rope, common.frequencies)
     keys = placed(pool, keys, turn)
     # What is held shorter has all its features for policies and selections; XLA removes this if none looks.
     whole = decoded(pool, group, whole=True) if group.storage.shortened else (keys, values)

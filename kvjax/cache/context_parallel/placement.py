@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.cache import store_order
 from kvjax.cache.context_parallel import gathered_state
-from kvjax.cache.context_parallel.residual import Leaving, packed, places_of, unpacked
+from kvjax.cache.context_parallel.residual import LeavingTokens, packed, places_of, unpacked
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import forget, write
 from kvjax.cache.state import EMPTY, LayerKV
@@ -18,7 +18,7 @@ Array = jax.Array
 Stats = dict[str, Array]
 
 
-class Own(NamedTuple):
+class NewTokens(NamedTuple):
     """The step's own tokens, which every device knows.
 
     Attributes:
@@ -34,11 +34,11 @@ class Own(NamedTuple):
     stats: Stats
 
 
-class Left(NamedTuple):
+class RemainingSlots(NamedTuple):
     """What every device knows of the slots that are left in a step.
 
     Attributes:
-      free: see `Moves`.
+      free: see `PendingWrites`.
       found: [B, K, n] bool, which of the tokens that leave the residual are in a slot of some device.
     """
 
@@ -46,7 +46,7 @@ class Left(NamedTuple):
     found: Array
 
 
-class Moves(NamedTuple):
+class PendingWrites(NamedTuple):
     """What is known when a step has attended, and what moves.
 
     Attributes:
@@ -62,8 +62,8 @@ class Moves(NamedTuple):
     """
 
     layer: LayerKV
-    own: Own
-    goes: Leaving | None
+    own: NewTokens
+    goes: LeavingTokens | None
     vectors: Array | None
     free: Array
     newest: Array
@@ -78,17 +78,17 @@ class Moves(NamedTuple):
             return jnp.zeros((batch, kv_heads, 0), jnp.int32)
         return packed(self._exact_stats(self.layer.stats), self.goes.slot, self.goes.position >= 0)
 
-    def counted(self, position: Array) -> Left:
+    def counted(self, position: Array) -> RemainingSlots:
         """Counts the slots that are left, positions [B, K, S] of this device, in one collective at most."""
         if self.goes is None:
             # A token takes the slot of the victim.
-            return Left(self.free, self.found)
+            return RemainingSlots(self.free, self.found)
         coded_at, exact_at = self._positions(position)
         empty = [gathered_state.empty_slots(each) for each in (coded_at, self._without_leaving(exact_at))]
         every = jax.lax.all_gather(jnp.concatenate([*empty, self._here(exact_at).astype(jnp.int32)], axis=2), self.axes)
-        return Left(every[..., :2], jnp.sum(every[..., 2:], axis=0) > 0)
+        return RemainingSlots(every[..., :2], jnp.sum(every[..., 2:], axis=0) > 0)
 
-    def after(self, position: Array, left: Left) -> "Moves":
+    def after(self, position: Array, left: RemainingSlots) -> "PendingWrites":
         """Returns what is left to move if this device's slots have positions [B, K, S], of which some were evicted."""
         vectors = self.vectors
         if vectors is not None:
@@ -184,7 +184,7 @@ class Moves(NamedTuple):
         at = gathered_state.places(left, exact, self.free[..., 1:], self.axes)
         return self._in_stores(store_order.joined([coded_at, left]), leaves, into, at)
 
-    def _all_leaving(self, found: Array, stats: Stats, stays: Array) -> Own:
+    def _all_leaving(self, found: Array, stats: Stats, stays: Array) -> NewTokens:
         """Returns the tokens of all devices that leave the residual, and those of the step's own that never enter it.
 
         Args:
@@ -203,14 +203,14 @@ class Moves(NamedTuple):
             chosen = jnp.take_along_axis(other, at.reshape(wide), axis=2)
             return jnp.where(found.reshape(wide), one.astype(other.dtype), chosen)
 
-        return Own(
+        return NewTokens(
             pick(self.vectors[..., :dim], own.key),
             pick(self.vectors[..., dim : 2 * dim], own.value),
             jnp.where(found | of_own, target, EMPTY),
             {name: pick(stats[name], leaf) for name, leaf in own.stats.items()},
         )
 
-    def _in_stores(self, position: Array, leaves: Own, into: Array, at: Array) -> LayerKV:
+    def _in_stores(self, position: Array, leaves: NewTokens, into: Array, at: Array) -> LayerKV:
         """Writes what leaves the residual to coded slots, and the step's own tokens to exact ones.
 
         Args:
@@ -238,7 +238,7 @@ class Moves(NamedTuple):
             stats={name: written(old, leaves.stats[name], own.stats[name]) for name, old in stats.items()},
         )
 
-    def _written(self, position: Array, target: Array, own: Own, stats: Stats) -> LayerKV:
+    def _written(self, position: Array, target: Array, own: NewTokens, stats: Stats) -> LayerKV:
         """Writes the step's own tokens to slots [B, K, n] of this device's only store."""
         (store,) = self.layer.stores
         made = held.encode(self.group.storage, own.key, own.value, own.value.dtype, self.sides)

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.context_parallel import merge, victims
-from kvjax.cache.context_parallel.placement import Moves, Own
-from kvjax.cache.context_parallel.residual import Leaving
+from kvjax.cache.context_parallel.placement import NewTokens, PendingWrites
+from kvjax.cache.context_parallel.residual import LeavingTokens
 from kvjax.cache.context_parallel.select import Rows
-from kvjax.cache.context_parallel.victims import Named
+from kvjax.cache.context_parallel.victims import LocalVictim
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, LayerKV
 from kvjax.numerics.assumed_top_k import Assumed
@@ -19,14 +19,14 @@ Array = jax.Array
 
 def named(
     layer: LayerKV,
-    own: Own,
-    goes: Leaving | None,
+    own: NewTokens,
+    goes: LeavingTokens | None,
     stored: tuple[list[Array], list[Array]],
     rows: Rows,
     number: Array,
     group: Group,
     axes: slot_reductions.Across,
-) -> Named | None:
+) -> LocalVictim | None:
     """Names the slot of this device that would be evicted first, if attention does not change it; otherwise None.
 
     That is so if no statistic of attention is kept, slots are ranked one by one, and a step evicts at most one slot of
@@ -37,7 +37,7 @@ def named(
     if not one or group.needs:
         return None
     none = jnp.zeros((*own.position.shape[:2], 0, 0), jnp.int32)
-    moves = Moves(layer, own, goes, None, none, rows.position[:, 0], group, axes.slots, {})
+    moves = PendingWrites(layer, own, goes, None, none, rows.position[:, 0], group, axes.slots, {})
     view, stats = view_of(layer, own, stored, rows, number, group, axes), both_stats(layer, own)
     assumed = Assumed(mark=False)
     with slot_reductions.devices(axes._replace(assumed=assumed)):
@@ -48,14 +48,14 @@ def named(
     return None if assumed.calls else found
 
 
-def both_stats(layer: LayerKV, own: Own) -> dict[str, Array]:
+def both_stats(layer: LayerKV, own: NewTokens) -> dict[str, Array]:
     """Returns the statistics [B, K, S + n, ...] of this device's slots and of the step's own tokens."""
     return {name: jnp.concatenate([layer.stats[name], own.stats[name]], axis=2) for name in own.stats}
 
 
 def view_of(
     layer: LayerKV,
-    own: Own,
+    own: NewTokens,
     stored: tuple[list[Array], list[Array]],
     rows: Rows,
     number: Array,

@@ -20,7 +20,7 @@ Array = jax.Array
 Stats = dict[str, Array]
 
 
-class Leaving(NamedTuple):
+class LeavingTokens(NamedTuple):
     """The tokens of this device that leave the residual, in the order of their ages; the youngest first.
 
     Attributes:
@@ -40,7 +40,7 @@ class Leaving(NamedTuple):
         return jnp.concatenate([each.astype(jnp.float32) for each in (*both, found)], axis=3)
 
 
-def leaving(position: Array, newest: Array, count: int, storage: Storage) -> Leaving:
+def leaving(position: Array, newest: Array, count: int, storage: Storage) -> LeavingTokens:
     """Finds the tokens of this device that leave the residual.
 
     Args:
@@ -53,7 +53,7 @@ def leaving(position: Array, newest: Array, count: int, storage: Storage) -> Lea
     target = (newest[:, None] - storage.residual - jnp.arange(count, dtype=jnp.int32))[:, None]
     target = jnp.where((target >= storage.sinks) & (newest >= 0)[:, None, None], target, EMPTY)
     slot, found = places_of(position, target)
-    return Leaving(jnp.where(found, target, EMPTY), slot, target)
+    return LeavingTokens(jnp.where(found, target, EMPTY), slot, target)
 
 
 def places_of(position: Array, target: Array) -> tuple[Array, Array]:

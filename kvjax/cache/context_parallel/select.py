@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from kvjax.cache import store_order
 from kvjax.cache.context_parallel import gathered_state
-from kvjax.cache.context_parallel.placement import Own
-from kvjax.cache.context_parallel.residual import Leaving
+from kvjax.cache.context_parallel.placement import NewTokens
+from kvjax.cache.context_parallel.residual import LeavingTokens
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, LayerKV
 from kvjax.cache.step.attend import spread
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     budget: Array
 
 
-class Looked(NamedTuple):
+class ReadMask(NamedTuple):
     """Which slots a step reads.
 
     Attributes:
@@ -62,7 +62,7 @@ class Choice(NamedTuple):
     positions: list[Array]
     slots: Array | None
     index: Any
-    looked: Looked
+    looked: ReadMask
 
     def fetched(self, pool: Pool, group: Group, keys: Any, values: Any) -> tuple[Any, Any]:
         """Returns the keys and values of the first store that are read, from those of each store."""
@@ -86,7 +86,7 @@ def chooses(group: Group, tokens: int) -> bool:
 def choose(
     layer: LayerKV,
     keys: list[Array],
-    own: Own,
+    own: NewTokens,
     query: Array,
     rows: Rows,
     number: Array,
@@ -143,7 +143,7 @@ def choose(
             index = index | {name: index[name][:, :, :size] for name in joined}
         mask = chosen[:, :, :size] | selection.always(index, view)[:, :, :size]
     positions = store_order.separated(jnp.where(mask, layer.position, EMPTY), sizes)
-    looked = Looked(mask, chosen[:, :, :size])
+    looked = ReadMask(mask, chosen[:, :, :size])
     width = selection.width(group.capacity)
     if width is None or width >= sizes[0]:
         return Choice(positions, None, index, looked)
@@ -153,7 +153,13 @@ def choose(
 
 
 def with_entries(
-    after: LayerKV, own: Own, key: Array, goes: Leaving | None, vectors: Array | None, group: Group, skew: Any
+    after: LayerKV,
+    own: NewTokens,
+    key: Array,
+    goes: LeavingTokens | None,
+    vectors: Array | None,
+    group: Group,
+    skew: Any,
 ) -> Any:
     """Returns the index of the layer after a step, with the entries of the tokens that the step wrote to slots.
 
@@ -162,7 +168,7 @@ def with_entries(
       own: the step's own token.
       key: [B, K, 1, D], its key, rotated.
       goes: the token of this device that leaves the residual; None for a storage of one store.
-      vectors: see `kvjax.cache.context_parallel.placement.Moves`.
+      vectors: see `kvjax.cache.context_parallel.placement.PendingWrites`.
       group: the selection.
       skew: of these heads, or None.
     """

@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec
 
 from kvjax import attention
 from kvjax.cache.context_parallel import attend, evict, select
-from kvjax.cache.context_parallel.attend import Hint
-from kvjax.cache.context_parallel.operands import Common
-from kvjax.cache.context_parallel.select import Looked, Rows
+from kvjax.cache.context_parallel.attend import SelectionInputs
+from kvjax.cache.context_parallel.operands import SharedParams
+from kvjax.cache.context_parallel.select import ReadMask, Rows
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import AXES, divided
-from kvjax.cache.state import Block, LayerKV
+from kvjax.cache.state import EMPTY, Block, LayerKV
+from kvjax.cache.step.interface import LayerArgs, Seen, StepInputs, watched
 from kvjax.numerics.rope import Rope
 from kvjax.parallel import sharding, slot_reductions
 
@@ -29,46 +30,27 @@ HEADS = AXES[:2]
 
 
 def step(
-    layer: LayerKV,
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    block: Block,
-    group: Group,
-    budget: Array | None,
-    rope: Rope | None,
-    common: Common,
-    hint: Hint,
-    scale: float,
-    soft_cap: float | None,
-    window: int | None,
-) -> tuple[Array, LayerKV, Looked | None]:
-    """Runs a step of one group of heads.
+    layer: LayerKV, inputs: StepInputs, block: Block, group: Group, budget: Array | None, args: LayerArgs
+) -> tuple[Array, LayerKV, Seen]:
+    """Runs a step of one group of heads; for the arguments see `kvjax.cache.step.step.step`.
 
     Args:
       layer: the slots, whose number divides into equal parts.
-      query: [B, H, n, D], rotated, unless ``positions="cache"``.
-      key: [B, K, n, D], as it is held.
-      value: [B, K, n, D].
+      inputs: the step's own tokens.
       block: the tokens of the step.
-      group: see `kvjax.cache.step.step`.
+      group: the policy, storage and selection.
       budget: [B] int32 or None.
-      rope: the layer's rotary embedding.
-      common: what the vectors of all slots share.
-      hint: what a selection chooses by.
-      scale: of the logits.
-      soft_cap: of the logits.
-      window: the layer's sliding window.
-
-    Returns:
-      The output [B, H, n, D], the layer afterwards, and which slots are read; None if all are.
+      args: of the layer.
     """
-    batch, kv_heads, n, dim = key.shape
+    if group.watch is not None:
+        layer = layer.replace(index=watched(layer.index, group.watch, inputs, block, args.skew))
+    batch, kv_heads, n, dim = inputs.key.shape
     mesh = jax.sharding.get_abstract_mesh()
-    grouped = query.reshape(batch, kv_heads, -1, n, dim)
-    ahead = hint.guess is not None and group.selection.ahead and select.chooses(group, n)
-    hint = hint._replace(guess=hint.guess.reshape(grouped.shape) if ahead and hint.guess is not None else None)
+    grouped = inputs.query.reshape(batch, kv_heads, -1, n, dim)
+    ahead = inputs.guess is not None and group.selection.ahead and select.chooses(group, n)
+    guess = inputs.guess.reshape(grouped.shape) if ahead and inputs.guess is not None else None
+    hint = SelectionInputs(guess, args.skew)
+    shared = SharedParams(args.sides or {}, None if inputs.rotation is None else inputs.rotation.frequencies)
     rows = Rows(block.position, block.prompt, jnp.zeros_like(block.prompt) if budget is None else budget)
     of_heads = tuple(name for name in sharding.mesh_axes("kv_heads", kv_heads, mesh) if mesh.shape[name] > 1)
     axes = slot_reductions.Across(slots=group.slot_axes, heads=of_heads)
@@ -76,19 +58,31 @@ def step(
     def specs(tree: Any, *names: str) -> Any:
         return jax.tree.map(lambda leaf: sharding.spec(names, leaf.shape[: len(names)], mesh), tree)
 
-    by_head = specs(key, *HEADS)
+    by_head = specs(inputs.key, *HEADS)
     by_slot = jax.tree.map(lambda leaf, count: specs(leaf, *AXES[:count]), layer, divided(layer, group.per_head))
-    shared = Common(specs(common.sides, "kv_heads"), specs(common.frequencies, "batch"))
-    of_hint = Hint(specs(hint.guess, *HEADS), specs(hint.skew, "kv_heads"))
-    run = functools.partial(_step, group=group, axes=axes, rope=rope, scale=scale, soft_cap=soft_cap, window=window)
+    of_shared = SharedParams(specs(shared.sides, "kv_heads"), specs(shared.frequencies, "batch"))
+    of_hint = SelectionInputs(specs(hint.guess, *HEADS), specs(hint.skew, "kv_heads"))
+    options: dict[str, Any] = {"scale": inputs.scale, "soft_cap": args.soft_cap, "window": args.window}
+    run: Any = functools.partial(_step, group=group, axes=axes, rope=args.rope, **options)
     number = jnp.zeros((), jnp.int32) if block.layer is None else block.layer
-    looks = Looked(by_slot.position, by_slot.position) if select.chooses(group, n) else None
-    output, after, looked = jax.shard_map(
+    masks = ReadMask(by_slot.position, by_slot.position) if select.chooses(group, n) else None
+    output, after, mask = jax.shard_map(
         run, mesh=mesh,
-        in_specs=(by_head, by_head, by_head, by_slot, specs(rows, "batch"), shared, PartitionSpec(), of_hint),
-        out_specs=(by_head, by_slot, looks), check_vma=False,
-    )(grouped, key, value, layer, rows, common, number, hint)  # fmt: skip
-    return attention.ungroup(output), after, looked
+        in_specs=(by_head, by_head, by_head, by_slot, specs(rows, "batch"), of_shared, PartitionSpec(), of_hint),
+        out_specs=(by_head, by_slot, masks), check_vma=False,
+    )(grouped, inputs.key, inputs.value, layer, rows, shared, number, hint)  # fmt: skip
+    return attention.ungroup(output), after, _seen(inputs.query, layer, block, mask)
+
+
+def _seen(query: Array, layer: LayerKV, block: Block, mask: ReadMask | None) -> Seen:
+    """Returns the operands of attention without the keys, which are on several devices."""
+    own = jnp.broadcast_to(block.position[:, None], (*layer.position.shape[:2], block.position.shape[1]))
+    every = jnp.concatenate([layer.position, own], axis=2)
+    if mask is None:
+        return Seen(query, None, every, None, every)
+    read = jnp.concatenate([jnp.where(mask.read, layer.position, EMPTY), own], axis=2)
+    choice = jnp.pad(mask.chosen, ((0, 0), (0, 0), (0, own.shape[2])))
+    return Seen(query, None, read, None, every, choice)
 
 
 def _step(
@@ -97,15 +91,15 @@ def _step(
     value: Array,
     layer: LayerKV,
     rows: Rows,
-    common: Common,
+    common: SharedParams,
     number: Array,
-    hint: Hint,
+    hint: SelectionInputs,
     *,
     group: Group,
     axes: slot_reductions.Across,
     rope: Rope | None,
     **options: Any,
-) -> tuple[Array, LayerKV, Looked | None]:
+) -> tuple[Array, LayerKV, ReadMask | None]:
     """Runs `step` on one device, for its rows, heads and slots; the step's own tokens are on every device."""
     observed = attend.attend(
         query, key, value, layer, rows, common, number, hint, group=group, axes=axes, rope=rope, **options

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.context_parallel import victims
-from kvjax.cache.context_parallel.placement import Left, Moves
-from kvjax.cache.context_parallel.victims import Evicted, Sent
+from kvjax.cache.context_parallel.placement import PendingWrites, RemainingSlots
+from kvjax.cache.context_parallel.victims import Evicted, VictimPayload
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, FAR
 from kvjax.cache.step import evict
@@ -33,7 +33,7 @@ def lowest_position(
     total: Array,
     axes: slot_reductions.Across,
     more: Array,
-    sent: Sent = victims.nothing,
+    sent: VictimPayload = victims.nothing,
 ) -> Evicted:
     """Finds the slot that is evicted in each head; see `victims.lowest_position`.
 
@@ -131,8 +131,8 @@ def _larger(call: Call, value: Array, at: Array) -> Array:
 
 
 def evicted_before(
-    moves: Moves, stats: Stats, view: View, total: Array, lowest: Array, axes: slot_reductions.Across
-) -> tuple[Moves, Array]:
+    moves: PendingWrites, stats: Stats, view: View, total: Array, lowest: Array, axes: slot_reductions.Across
+) -> tuple[PendingWrites, Array]:
     """Evicts what a head holds beyond its limit and one more slot, as in the first step after a prompt.
 
     Args:
@@ -148,7 +148,7 @@ def evicted_before(
     """
     policy, position = moves.group.policy, moves.layer.position
 
-    def several() -> tuple[Array, Array, Left]:
+    def several() -> tuple[Array, Array, RemainingSlots]:
         victim = evict.victims(policy, stats, view, one=False)
         # Of its victims, the newest is left to the step, which may be its own token.
         newest = jnp.max(jnp.where(victim, view.position, EMPTY), axis=2, keepdims=True)
@@ -156,8 +156,8 @@ def evicted_before(
         left = jnp.where(victim[:, :, : position.shape[2]] & (position != newest), EMPTY, position)
         return newest, left, moves.counted(left)
 
-    def one() -> tuple[Array, Array, Left]:
-        return lowest, position, Left(moves.free, moves.found)
+    def one() -> tuple[Array, Array, RemainingSlots]:
+        return lowest, position, RemainingSlots(moves.free, moves.found)
 
     flag = several_go(policy, stats, view, total, axes)
     with slot_reductions.devices(axes):

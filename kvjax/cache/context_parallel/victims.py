@@ -14,7 +14,7 @@ from kvjax.policies.base import View
 Array = jax.Array
 
 #: Slots [B, K, W] int32 -> what their device sends of them, [B, K, W, m] int32.
-Sent = Callable[[Array], Array]
+VictimPayload = Callable[[Array], Array]
 
 
 class Evicted(NamedTuple):
@@ -36,7 +36,7 @@ def nothing(slots: Array) -> Array:
     return jnp.zeros((*slots.shape, 0), jnp.int32)
 
 
-class Named(NamedTuple):
+class LocalVictim(NamedTuple):
     """The slot of this device that would be evicted first.
 
     Attributes:
@@ -51,21 +51,21 @@ class Named(NamedTuple):
     added: int
 
 
-def named(group: Group, stats: dict[str, Array], view: View, more: Array, sent: Sent = nothing) -> Named:
+def named(group: Group, stats: dict[str, Array], view: View, more: Array, sent: VictimPayload = nothing) -> LocalVictim:
     """Names the slot of lowest priority of this device; for the arguments see `lowest_position`."""
     priority, limit = evict.ranking(group.policy, stats, view)
     # [B, K, 1] each, of this device's slots
     lowest, oldest = evict.first_to_go(priority, view.position)
     here = sent(slots_at(view.position, oldest))[:, :, 0]
     bits = jax.lax.bitcast_convert_type(lowest, jnp.int32)
-    return Named(jnp.concatenate([bits, oldest, more, here], axis=2), limit, more.shape[2])
+    return LocalVictim(jnp.concatenate([bits, oldest, more, here], axis=2), limit, more.shape[2])
 
 
-def lowest_of(every: Array, own: Named, total: Array) -> Evicted:
+def lowest_of(every: Array, own: LocalVictim, total: Array) -> Evicted:
     """Finds the slot that is evicted in each head.
 
     Args:
-      every: [C, B, K, 2 + m' + m] int32, `Named.bits` of all devices.
+      every: [C, B, K, 2 + m' + m] int32, `LocalVictim.bits` of all devices.
       own: of this device.
       total: [B, K, 1] int32 live slots on all devices, with the step's own token.
     """
@@ -85,7 +85,7 @@ def lowest_position(
     total: Array,
     axes: tuple[str, ...],
     more: Array,
-    sent: Sent = nothing,
+    sent: VictimPayload = nothing,
 ) -> Evicted:
     """Finds the slot that is evicted in each head, in one collective.
 

@@ -1,7 +1,6 @@
 """Reads slots: asks the selection which, and attends to them."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ from kvjax import attention
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import free_slots, write
 from kvjax.cache.state import EMPTY, FAR, Block
+from kvjax.cache.step.interface import LayerArgs, StepInputs
 from kvjax.cache.step.operands import Pool, decoded, fetched, joined
 from kvjax.kernels.coded import Coded, as_array
 from kvjax.numerics.statistics import by_name
@@ -63,10 +63,9 @@ def read(
     values: tuple[Any, ...],
     block: Block,
     group: Group,
-    *,
-    guess: Array | None,
-    rotate: Callable[[Array, Array], Array] | None,
-    **about: Any,
+    inputs: StepInputs,
+    budget: Array | None,
+    args: LayerArgs,
 ) -> Reading:
     """Chooses the slots to read.
 
@@ -77,9 +76,9 @@ def read(
       values: [B, K, S_i, D] of each piece, as `keys`.
       block: the tokens of the step.
       group: the selection.
-      guess: [B, H, 1, D] the query of a selection that looks ahead, rotated; None = the query itself.
-      rotate: rotates keys [B, K, W, D] to positions [B, K, W]; None = the model has no rotary embedding.
-      about: ``budget``, ``scale``, ``soft_cap``, ``window`` and ``skew`` of `kvjax.cache.step.step`.
+      inputs: the step's own tokens.
+      budget: [B] int32 slots per KV head, or None.
+      args: of the layer.
     """
     selection, n = group.selection, query.shape[2]
     parts = tuple(map(Part, keys, values, pool.cut(pool.position)))
@@ -89,10 +88,11 @@ def read(
     slot = _slot(pool, block, group.policy.page)
     # Selections look at keys of all D features; of those that do not, XLA removes the decoding.
     looked = decoded(pool, group, whole=True)[0] if group.storage.shortened and pool.own is not None else keys
+    given: dict[str, Any] = {"budget": budget, "skew": args.skew}
     view = SelectView(
         position=pool.position, key=None if looked[0] is None else joined(tuple(map(as_array, looked))),
         newest=block.newest, prompt=block.prompt, slot=slot, layer=block.layer, first=block.position[:, 0],
-        **about,
+        scale=inputs.scale, soft_cap=args.soft_cap, window=args.window, **given,
     )  # fmt: skip
     if not selection.in_prompt and not (group.decoding and n == 1):
         return Reading(parts, pool.position, None, index, view)
@@ -100,7 +100,8 @@ def read(
         newest = keys[-1] if pool.own is not None else jnp.take_along_axis(keys[0], slot[:, :, None, None], axis=2)
         index = _written(index, newest, slot, pool, block, selection, view.skew)
     # [B, K, G, D]: of the block's last query; selections of whole blocks look at no query
-    by = _grouped(guess if selection.ahead and guess is not None else query, pool.position)[:, :, :, -1]
+    by = query if inputs.guess is None or not selection.ahead else inputs.guess
+    by = _grouped(by, pool.position)[:, :, :, -1]
     width, units = group.gathered, None
     if width is not None and selection.unit > 1 and width % selection.unit == 0:
         units, index = selection.choose_units(index, by, view)
@@ -117,7 +118,8 @@ def read(
         key = selection.restore(index, part.position)
         if key is None:
             return part
-        key = key if rotate is None else rotate(key, part.position)
+        if args.rope is not None and inputs.frequencies is not None:
+            key = args.rope.rotate(key, part.position, inputs.frequencies)
         return part._replace(key=jnp.where(chosen[..., None], key.astype(part.key.dtype), as_array(part.key)))
 
     first, chosen_first = parts[0], chosen[:, :, :size]

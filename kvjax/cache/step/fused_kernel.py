@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import forget
-from kvjax.cache.state import EMPTY, LayerKV, exact_store
+from kvjax.cache.state import EMPTY, Block, LayerKV, exact_store
 from kvjax.cache.step import evict
+from kvjax.cache.step.interface import LayerArgs, StepInputs
 from kvjax.kernels import registry
 from kvjax.kernels.coded import Coded
 from kvjax.numerics.statistics import by_name
@@ -24,41 +25,31 @@ Array = jax.Array
 
 
 def step(
-    layer: LayerKV,
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    group: Group,
-    budget: Array | None,
-    newest: Array,
-    scale: float,
-    window: int | None,
-) -> tuple[Array, LayerKV]:
+    layer: LayerKV, inputs: StepInputs, block: Block, group: Group, budget: Array | None, args: LayerArgs
+) -> tuple[Array, LayerKV, None]:
     """Feeds one token per row.
 
     Args:
       layer: dense, or of codes that the kernel reads.
-      query: [B, H, 1, D], rotated.
-      key: [B, K, 1, D], rotated.
-      value: [B, K, 1, D].
-      group: see `kvjax.cache.step.step`.
+      inputs: the tokens.
+      block: the tokens of the step.
+      group: see `kvjax.cache.step.step.step`.
       budget: [B] int32 or None.
-      newest: [B] int32 position of each row's token, -1 = a row that has ended.
-      scale: of the logits.
-      window: the layer's sliding window.
+      args: of the layer.
 
     Returns:
-      The output [B, H, 1, D], and the layer afterwards.
+      The output [B, H, 1, D], the layer afterwards, and None, since the operands of attention are in the kernel.
     """
+    assert args.soft_cap is None, "kernels of whole steps refuse soft-caps; see `kvjax.kernels.registry`"
+    query, key, value, newest = *inputs[:3], block.newest
     batch, query_heads, _, dim = query.shape
     assert group.step is not None
     kernel = functools.partial(
         registry.find("step", group.step).load(),
         settle=functools.partial(observe_and_evict, group),
         transforms=tuple(sorted({s.transform for s in group.needs})),
-        scale=scale,
-        window=window,
+        scale=inputs.scale,
+        window=args.window,
         group_reduce=group.policy.group_reduce,
     )
 
@@ -86,7 +77,7 @@ def step(
     budget = jnp.zeros_like(newest) if budget is None else budget
     arguments = (query.reshape(batch, key.shape[1], -1, dim), key, value, layer, newest, budget)
     output, layer = sharding.on_each_device(run, arguments, (by_head,) * 4 + (by_row,) * 2, by_head)
-    return output.reshape(batch, query_heads, 1, dim), layer
+    return output.reshape(batch, query_heads, 1, dim), layer, None
 
 
 class _Outside:

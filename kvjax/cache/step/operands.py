@@ -1,7 +1,7 @@
 """The slots of a step and its own tokens: joined, decoded, and rotated for attention."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,15 @@ from kvjax.storage.base import Codec, Exact, Storage
 from kvjax.storage.dims import Chain
 from kvjax.storage.side import Sides
 
+if TYPE_CHECKING:
+    from kvjax.cache.step.interface import LayerArgs, StepInputs
+
 Array = jax.Array
 T = TypeVar("T")
 
 
-class Turn(NamedTuple):
-    """The rotation of keys that are held as they are before it.
+class KeyRotation(NamedTuple):
+    """The rotation of keys that are held as they are before it to their positions.
 
     Attributes:
       rope: the model's rotary embedding.
@@ -32,12 +35,12 @@ class Turn(NamedTuple):
     rope: Rope
     frequencies: Array
 
-    def forth(self, key: Array, position: Array) -> Array:
+    def apply(self, key: Array, position: Array) -> Array:
         """Rotates keys [B, K, S, D] to positions [B, K, S]."""
         return self.rope.rotate(key, position, self.frequencies)
 
-    def back(self, key: Array, position: Array) -> Array:
-        """Inverts `forth`."""
+    def invert(self, key: Array, position: Array) -> Array:
+        """Inverts `apply`."""
         return self.rope.unrotate(key, position, self.frequencies).astype(key.dtype)
 
 
@@ -102,29 +105,17 @@ def prompt_pool(key: Array, value: Array, block: Block, group: Group) -> Pool:
     return Pool(layer, None, layer.position, layer.stats, layer.index, {})
 
 
-def pool_of(
-    layer: LayerKV,
-    key: Array,
-    value: Array,
-    block: Block,
-    group: Group,
-    *,
-    rotated: Array,
-    skew: Array | None = None,
-    sides: Sides | None = None,
-) -> Pool:
+def pool_of(layer: LayerKV, inputs: "StepInputs", block: Block, group: Group, args: "LayerArgs") -> Pool:
     """Returns the pool of a layer and the tokens of a block.
 
     Args:
       layer: the slots.
-      key: [B, K, n, D] of the tokens, as it is held.
-      value: [B, K, n, D].
+      inputs: the tokens' keys and values.
       block: the tokens.
       group: the storage and the selection.
-      rotated: [B, K, n, D], the keys as selections look at them.
-      skew: see `kvjax.cache.step.step.step_layer`.
-      sides: see `kvjax.cache.step.step.step_layer`.
+      args: of the layer.
     """
+    key, value = inputs.key, inputs.value
     if not group.storage.apart:
         # Constrained before attention too: if KV heads are replicated but query heads are not, XLA would otherwise
         # write the cache in parts and gather it at every step.
@@ -135,12 +126,12 @@ def pool_of(
     new = empty_stats(group.needs, group.remembers, slots_of(key))
     index = layer.index
     if group.selection.per_slot:
-        entries = group.selection.entries(index, rotated, skew)
+        entries = group.selection.entries(index, inputs.rotated_key, args.skew)
         joined_up = {name: jnp.concatenate([index[name], own], axis=2) for name, own in entries.items()}
         index = index | joined_up
     stats = {name: jnp.concatenate([leaf, new[name]], axis=2) for name, leaf in layer.stats.items()}
     position = jnp.concatenate([layer.position, own], axis=2)
-    return Pool(layer, (key, value), position, stats, index, {**(sides or {}), **layer.sides})
+    return Pool(layer, (key, value), position, stats, index, {**(args.sides or {}), **layer.sides})
 
 
 def decoded(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -213,11 +204,11 @@ def fetched(pool: Pool, group: Group, slots: Array, whole: tuple[Any, Any]) -> t
     return fetch("key", whole[0]), fetch("value", whole[1])
 
 
-def placed(pool: Pool, keys: tuple[Any, ...], turn: Turn | None) -> tuple[Any, ...]:
+def placed(pool: Pool, keys: tuple[Any, ...], rotation: KeyRotation | None) -> tuple[Any, ...]:
     """Rotates the keys [B, K, S_i, D] of each piece to their positions; None = they are as attention takes them."""
-    if turn is None:
+    if rotation is None:
         return keys
-    return tuple(turn.forth(as_array(key), at) for key, at in zip(keys, pool.cut(pool.position), strict=True))
+    return tuple(rotation.apply(as_array(key), at) for key, at in zip(keys, pool.cut(pool.position), strict=True))
 
 
 def run_after_inputs(function: Callable[..., T], pool: Pool, *arguments: Any) -> T:

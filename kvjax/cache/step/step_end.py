@@ -10,7 +10,7 @@ from kvjax.cache.groups import Group
 from kvjax.cache.slots import forget
 from kvjax.cache.state import EMPTY, Block, LayerKV, PerSlot, exact_store
 from kvjax.cache.step import evict
-from kvjax.cache.step.operands import Pool, Turn, decoded, joined, placed, run_after_inputs
+from kvjax.cache.step.operands import KeyRotation, Pool, decoded, joined, placed, run_after_inputs
 from kvjax.policies.base import View
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
@@ -21,7 +21,7 @@ Array = jax.Array
 
 
 def finish(
-    pool: Pool, per_slot: PerSlot, block: Block, group: Group, budget: Array | None, turn: Turn | None
+    pool: Pool, per_slot: PerSlot, block: Block, group: Group, budget: Array | None, rotation: KeyRotation | None
 ) -> tuple[LayerKV, PerSlot]:
     """Evicts until every head is within its limit, and moves the step's own tokens into the layer.
 
@@ -31,7 +31,7 @@ def finish(
       block: the tokens of the step.
       group: the policy and the storage.
       budget: [B] int32 slots per KV head, or None.
-      turn: the rotation of keys that are held as they are before it; or None.
+      rotation: the rotation of keys that are held as they are before it; or None.
     """
     position, layer, policy, own, stats = pool.position, pool.layer, group.policy, pool.own, per_slot.stats
     unranked, victim = 0 if own is None else group.unranked, None
@@ -41,19 +41,19 @@ def finish(
         one = group.evicts_one and n == 1 and policy.when == "step"
 
         def choose(pool: Pool, stats: dict[str, Array]) -> Array:
-            view = _view(pool, *_held(pool, group, turn), block, group, budget)
+            view = _view(pool, *_held(pool, group, rotation), block, group, budget)
             view = view._replace(position=view.position[:, :, unranked:]) if unranked else view
             return evict.victims(policy, stats, view, one=one)
 
         # [B, K, S'] bool, of the slots that are ranked
         victim = run_after_inputs(choose, pool, stats) if policy.reads else choose(pool, stats)
         if policy.merge is not None:
-            key, value = _held(pool, group, turn)
+            key, value = _held(pool, group, rotation)
             most = n if group.evicts_one else position.shape[2]
             view = _view(pool, key, value, block, group, budget)
             folded = policy.merge.fold(key, value, victim, stats, view, most)
             stats = folded.stats
-            layer, own = _merged(pool, (key, value), (folded.key, folded.value), group, turn)
+            layer, own = _merged(pool, (key, value), (folded.key, folded.value), group, rotation)
         if own is None or not group.arrangement.holds_victims:
             position = jnp.where(victim, EMPTY, position)
     per_slot = per_slot.replace(stats=stats)
@@ -63,14 +63,14 @@ def finish(
     return layer.replace(position=position), per_slot.replace(stats=forget(per_slot.stats, position))
 
 
-def _held(pool: Pool, group: Group, turn: Turn | None) -> tuple[Any, Any]:
+def _held(pool: Pool, group: Group, rotation: KeyRotation | None) -> tuple[Any, Any]:
     """Decodes the keys and values [B, K, S', D] of all slots; None for what is gathered from host memory."""
     keys, values = decoded(pool, group, whole=True)
     if pool.own is not None and group.unranked:
         # The policy does not see what it has evicted.
         pool = pool._replace(position=pool.position[:, :, group.unranked :])
         keys, values = keys[group.unranked_stores :], values[group.unranked_stores :]
-    key, value = (None if pieces[0] is None else joined(pieces) for pieces in (placed(pool, keys, turn), values))
+    key, value = (None if pieces[0] is None else joined(pieces) for pieces in (placed(pool, keys, rotation), values))
     return key, value
 
 
@@ -91,7 +91,7 @@ def _view(pool: Pool, key: Any, value: Any, block: Block, group: Group, budget: 
 
 
 def _merged(
-    pool: Pool, old: tuple[Array, Array], new: tuple[Array, Array], group: Group, turn: Turn | None
+    pool: Pool, old: tuple[Array, Array], new: tuple[Array, Array], group: Group, rotation: KeyRotation | None
 ) -> tuple[LayerKV, tuple[Array, Array] | None]:
     """Stores merged pairs. A slot that nothing was merged into keeps its bytes.
 
@@ -100,16 +100,16 @@ def _merged(
       old: keys and values [B, K, S', D] before the merge.
       new: keys and values [B, K, S', D] after the merge.
       group: the storage.
-      turn: the rotation of keys that are held as they are before it; or None.
+      rotation: the rotation of keys that are held as they are before it; or None.
 
     Returns:
       The layer, and keys and values of the step's own tokens.
     """
     # [B, K, S']
     changed = jnp.any((old[0] != new[0]) | (old[1] != new[1]), axis=3)
-    if turn is not None:
+    if rotation is not None:
         plain = joined(decoded(pool, group)[0])
-        new = jnp.where(changed[..., None], turn.back(new[0], pool.position), plain), new[1]
+        new = jnp.where(changed[..., None], rotation.invert(new[0], pool.position), plain), new[1]
     if pool.own is None:
         return pool.layer.with_exact(*new), None
     keys, values, marks = (pool.cut(x) for x in (*new, changed))

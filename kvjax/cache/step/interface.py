@@ -1,0 +1,139 @@
+"""What goes into a step of a layer, and what comes out of it besides the cache."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from kvjax.cache.groups import Group
+from kvjax.cache.state import Block
+from kvjax.cache.step.operands import KeyRotation
+from kvjax.numerics.rope import Rope
+from kvjax.selection.base import Selection
+from kvjax.storage.base import UNROTATED
+from kvjax.storage.side import Sides, rows_of
+
+Array = jax.Array
+
+
+class LayerArgs(NamedTuple):
+    """What a layer gives to its steps besides queries, keys and values.
+
+    Attributes:
+      rope: the layer's rotary embedding.
+      scale: factor of the logits; None for D ** -0.5.
+      soft_cap: of the logits, see `kvjax.attention.Problem`.
+      window: the layer's sliding window.
+      guess: [B, H, n, D] the query that selections choose by if they look ahead, not rotated; None if none does.
+      skew: [K, D, D], see `kvjax.models.skew`; None = the identity.
+      sides: of a calibration, leaves [K, ...] or [1, ...]; None = the storage has none.
+    """
+
+    rope: Rope | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    window: int | None = None
+    guess: Array | None = None
+    skew: Array | None = None
+    sides: Sides | None = None
+
+    def of_heads(self, heads: tuple[int, ...], kv_heads: int) -> "LayerArgs":
+        """Returns the arguments of some of the model's `kv_heads` KV heads."""
+        return self._replace(
+            guess=None if self.guess is None else query_heads(self.guess, heads, kv_heads),
+            skew=None if self.skew is None else self.skew[np.asarray(heads)],
+            sides=rows_of(self.sides, heads),
+        )
+
+
+class StepInputs(NamedTuple):
+    """The queries, keys and values of a step's own tokens.
+
+    Attributes:
+      query: [B, H, n, D], rotated, unless ``positions="cache"``.
+      key: [B, K, n, D], as it is held.
+      value: [B, K, n, D].
+      rotated_key: [B, K, n, D], as selections look at it.
+      guess: `LayerArgs.guess`, rotated.
+      scale: factor of the logits.
+      frequencies: of the rows, see `Rope.frequencies`; None if keys are not rotated to their positions.
+      rotation: of keys that are held as they are before it; None = keys are held as attention takes them.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    rotated_key: Array
+    guess: Array | None
+    scale: float
+    frequencies: Array | None
+    rotation: KeyRotation | None
+
+
+class Seen(NamedTuple):
+    """The operands of attention in a step, for `kvjax.analysis`.
+
+    Attributes:
+      query: [B, H, n, D], rotated.
+      key: [B, K, S, D], rotated; None for slots on several devices, and for a pool in host memory, whose keys XLA would
+        move even if they are not used.
+      position: [B, K, S] int32; -1 for a slot that is empty or not read.
+      log_weight: [B, K, S] float32 added to the logits, or None.
+      held: [B, K, S] int32; -1 for a slot that is empty.
+      choice: [B, K, S] bool, whether a selection chose the slot; None if everything is read.
+    """
+
+    query: Array
+    key: Array | None
+    position: Array
+    log_weight: Array | None
+    held: Array
+    choice: Array | None = None
+
+
+def rotated(query: Array, key: Array, value: Array, block: Block, group: Group, args: LayerArgs) -> StepInputs:
+    """Rotates a step's queries and keys to their positions.
+
+    Args:
+      query: [B, H, n, D], not rotated.
+      key: [B, K, n, D], not rotated.
+      value: [B, K, n, D].
+      block: the tokens of the step.
+      group: the policy and the storage.
+      args: of the layer.
+    """
+    rope, scale = args.rope, query.shape[-1] ** -0.5 if args.scale is None else args.scale
+    if rope is None or group.policy.positions == "cache":
+        return StepInputs(query, key, value, key, args.guess, scale, None, None)
+    frequencies = rope.frequencies(block.total)
+    query, turned = (rope.rotate(x, block.position, frequencies) for x in (query, key))
+    guess = None if args.guess is None else rope.rotate(args.guess, block.position, frequencies)
+    if group.storage.frame == UNROTATED:
+        # Keys are rotated to their positions in each step.
+        return StepInputs(query, key, value, turned, guess, scale, frequencies, KeyRotation(rope, frequencies))
+    return StepInputs(query, turned, value, turned, guess, scale, frequencies, None)
+
+
+def query_heads(x: Array, heads: tuple[int, ...], kv_heads: int) -> Array:
+    """Returns the query heads [B, H', n, D] of some of `kv_heads` KV heads; `x` is [B, H, n, D]."""
+    batch, _, n, dim = x.shape
+    return x.reshape(batch, kv_heads, -1, n, dim)[:, np.asarray(heads)].reshape(batch, -1, n, dim)
+
+
+def watched(
+    index: dict[str, Array], watch: Selection, inputs: StepInputs, block: Block, skew: Array | None
+) -> dict[str, Array]:
+    """Adds a block of the prompt to the sums that a selection needs when the prompt ends.
+
+    Args:
+      index: the sums so far; {} before the first block.
+      watch: the selection.
+      inputs: the block's tokens.
+      block: their positions.
+      skew: [K, D, D] or None.
+    """
+    batch, kv_heads, n, dim = inputs.rotated_key.shape
+    sums = index or watch.start((batch, kv_heads), dim)
+    # [B, K, G, n, D]
+    grouped = inputs.query.reshape(batch, kv_heads, -1, n, dim)
+    return watch.watch(sums, *jax.lax.stop_gradient((grouped, inputs.rotated_key)), block.position >= 0, skew)

@@ -1,0 +1,134 @@
+"""A step of a group of heads of which a device has all slots, and the prompt in one shot."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.groups import Group
+from kvjax.cache.slots import after_reading, constrain, constrain_slots
+from kvjax.cache.state import Block, LayerKV, PerSlot
+from kvjax.cache.step import attend, evict
+from kvjax.cache.step.interface import LayerArgs, Seen, StepInputs, watched
+from kvjax.cache.step.operands import (
+    Pool,
+    joined,
+    pieces,
+    placed,
+    pool_of,
+    prompt_pool,
+    rotated_by_rank,
+    run_after_inputs,
+)
+from kvjax.cache.step.prompt_end import Prompt, convert
+from kvjax.cache.step.step_end import finish
+from kvjax.kernels.coded import as_array
+from kvjax.storage import store as held
+from kvjax.storage.side import PROMPT, PromptView, Sides
+
+Array = jax.Array
+
+
+def step(
+    layer: LayerKV | None, inputs: StepInputs, block: Block, group: Group, budget: Array | None, args: LayerArgs
+) -> tuple[Array, LayerKV, Seen]:
+    """Runs the step; for the arguments see `kvjax.cache.step.step.step`.
+
+    Args:
+      layer: the slots; None if the block is the whole prompt.
+      inputs: the step's own tokens.
+      block: the tokens of the step.
+      group: the policy, storage, selection and kernels.
+      budget: [B] int32 slots per KV head, or None.
+      args: of the layer.
+    """
+    rope, fresh = args.rope, layer is None
+    if layer is None:
+        pool = prompt_pool(inputs.key, inputs.value, block, group)
+    else:
+        pool = pool_of(layer, inputs, block, group, args)
+    if group.watch is not None:
+        pool = pool._replace(index=watched(pool.index, group.watch, inputs, block, args.skew))
+    options: dict[str, Any] = {
+        "query_position": block.position, "scale": inputs.scale, "soft_cap": args.soft_cap, "window": args.window,
+        "causal": fresh, "prompt": block.prompt, "group_reduce": group.policy.group_reduce,
+    }  # fmt: skip
+
+    def attended(pool: Pool, query: Array, *, whole: bool = False) -> tuple[Array, tuple[Any, ...], tuple[Any, ...]]:
+        """Returns the operands of attention, with keys rotated; see `pieces`."""
+        keys, values = pieces(pool, group, whole=whole)
+        if rope is not None and group.policy.positions == "cache":
+            query, keys = rotated_by_rank(pool, keys, query, block, rope, fresh)
+        return query, placed(pool, keys, inputs.rotation), values
+
+    def look(pool: Pool, query: Array) -> tuple[Array, dict[str, Array], Any, Array, Array | None]:
+        """Returns the output, the columns, the selection's index, and what was read and chosen (see `Reading`)."""
+        query, keys, values = attended(pool, query)
+        chosen = attend.read(pool, query, keys, values, block, group, inputs, budget, args)
+        if fresh and group.selection.whole_text:
+            output, columns = attend.attend_text(query, chosen, pool, group, **options)
+        else:
+            output, columns = attend.attend(query, chosen, pool, group, log_weight, **options)
+        index = chosen.index if chosen.view is None else group.selection.settle(chosen.index, columns, chosen.view)
+        return output, columns, index, chosen.position, chosen.chosen
+
+    log_weight = None if fresh or group.policy.merge is None else group.policy.merge.log_weight(pool.stats)
+    output, columns, index, read, chosen = run_after_inputs(look, pool, inputs.query)
+    columns |= attend.columns_of(chosen, pool, block, group)
+    if pool.own is not None:
+        pool = pool._replace(position=_after_reading(pool, output))
+    # If KV heads are replicated but query heads are not, XLA would otherwise merge in parts and gather the cache.
+    columns = constrain(columns)
+    # [B]
+    queries = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
+    stats = evict.observe(pool.stats, group.needs, columns, queries)
+    per_slot = PerSlot(stats, {name: index[name] for name in group.selection.per_slot})
+    after, moved = finish(pool, per_slot, block, group, budget, inputs.rotation)
+    after = after.replace(stats=moved.stats, index=index | moved.index)
+    # The slots of a prompt in one shot are in the arrays of the decoding phase.
+    then = group.decode_group if fresh else None
+    if then is not None:
+        after = after.replace(sides=_prompt_sides(after, inputs, block, then))
+        prompt = Prompt(block.prompt, rope, inputs.frequencies, args.skew, args.sides)
+        after = convert(after, group, then, prompt)
+    after = constrain(after) if then is None or not then.slot_axes else constrain_slots(after, then.per_head)
+    if group.storage.on_host:
+        return output, after, Seen(inputs.query, None, read, log_weight, pool.position, chosen)
+    # XLA removes this second call unless the caller uses its result.
+    query, keys, _ = attended(pool, inputs.query, whole=True)
+    return (
+        output,
+        after,
+        Seen(query, joined(tuple(map(as_array, keys))), read, log_weight, pool.position, chosen),
+    )
+
+
+def _after_reading(pool: Pool, output: Array) -> Array:
+    """Returns the positions [B, K, S'] as they are, those of the step's own tokens after the output [B, H, n, D].
+
+    In a step that evicts nothing, no write would depend on what is read. XLA would then copy every store that is read
+    and written in the same step; see `kvjax.cache.slots.after_reading`.
+    """
+    batch, kv_heads = pool.position.shape[:2]
+    size, n = pool.layer.position.shape[2], output.shape[2]
+    # [B, K, n]: one number of each KV head
+    number = output.reshape(batch, kv_heads, -1, n, output.shape[3])[:, :, 0, :, 0]
+    own = after_reading(pool.position[:, :, size:], number)
+    return jnp.concatenate([pool.position[:, :, :size], own], axis=2)
+
+
+def _prompt_sides(after: LayerKV, inputs: StepInputs, block: Block, group: Group) -> Sides:
+    """Makes what the keys and values of each row share from its whole prompt.
+
+    Args:
+      after: the prompt's slots after eviction, token i in slot i.
+      inputs: the prompt's queries, keys and values.
+      block: the prompt's tokens.
+      group: of the decoding phase.
+    """
+    if not group.storage.sides_of(PROMPT):
+        return {}
+    query, key, value = (x.astype(jnp.float32) for x in inputs[:3])
+    grouped = query.reshape(*key.shape[:2], -1, *query.shape[2:])
+    view = PromptView(key, grouped, key, value, block.position, after.position >= 0)
+    return constrain(held.prompt_sides(group.storage, view, inputs.value.dtype))
