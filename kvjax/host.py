@@ -52,7 +52,7 @@ def cores() -> int:
 
 
 class Others:
-    """What other processes used while something was timed; see `watch`.
+    """The load of other processes while something was timed; see `watch`.
 
     Attributes:
       share: of the time of the processors that this process may use, 0 to 1; 0 where the system does not say.

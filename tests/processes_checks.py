@@ -143,7 +143,7 @@ def errors(folder: Path, axes: str) -> list[str]:
     except ConfigError as error:
         found.append(str(error))
     try:
-        with distributed.together("reading"):
+        with distributed.collective("reading"):
             if not distributed.is_first():
                 raise ConfigError("the disk is gone")
     except KvjaxError as error:

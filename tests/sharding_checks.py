@@ -142,7 +142,7 @@ CASES = {
         + ["ragged"] * c.ragged
         + ["ranks"] * (c.positions == "cache")
         + ([c.merge] if c.merge else [])
-        + ([c.storage.label.replace(" ", "_")] if c.storage.apart else [])
+        + ([c.storage.label.replace(" ", "_")] if c.storage.new_tokens_separate else [])
         + ([f"residual{c.storage.residual}"] if c.storage.residual else [])
         + ([c.selection.name] if not c.selection.reads_all else [])
     ): c

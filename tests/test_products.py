@@ -151,7 +151,7 @@ def does_not_compose(name: str, held: str, block: int | None) -> bool:
     block = None if name in ("h2o[global]", "h2o[local]") else block  # of whole texts
     return any((
         # A residual is no part of a page, and merges are on the device.
-        name == "by_page" and own.apart and own.kept_exact,
+        name == "by_page" and own.new_tokens_separate and own.kept_exact,
         held == "host" and merges,
         # Channels and bases are of rotated keys, of which nothing is whole; prompts in blocks have no end to look from.
         own.shortened and (merges or POLICY[name].positions == "cache"),

@@ -1,4 +1,4 @@
-"""What attention looks like, and what a policy misses of it: the measures of the papers, in linear memory.
+"""Measures of attention, and of the part that a policy misses: those of the papers, in linear memory.
 
 `sparsity`, `accumulated_attention`, `keys_for_mass` and `attention_std` measure the full cache; `attention_cosine`,
 `jaccard`, `miss_rate` and `retained` compare a policy with it, or a `CacheSpec` of policy, storage and selection;

@@ -73,7 +73,7 @@ def _cosine(carry: Any, attention: tuple[Rows, Rows]) -> tuple[Any, Array]:
 
 
 class MissRate(NamedTuple):
-    """What `miss_rate` returns; both [L, B, H, T] float32 in [0, 1], NaN in the prompt and past a row's end.
+    """The result of `miss_rate`; both [L, B, H, T] float32 in [0, 1], NaN in the prompt and past a row's end.
 
     Attributes:
       tokens: the share of the `top` tokens to which the full cache's query pays most attention that are not seen.
@@ -188,7 +188,7 @@ def _similarity(carry: Any, attention: tuple[Rows, Rows], top: Array, mean: Arra
 
 
 class Retained(NamedTuple):
-    """What `retained` returns: for each token the newest query that saw it.
+    """The result of `retained`: for each token the newest query that saw it.
 
     Query t saw token j where j <= t <= last_seen[j], from which a map of any size can be drawn. A token that a
     selection hides for a while and then shows again counts as seen in between.

@@ -1,4 +1,4 @@
-"""What the figures of `kvjax.analysis` are made of; matplotlib is imported only when something is drawn."""
+"""Parts of the figures of `kvjax.analysis`; matplotlib is imported only when something is drawn."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -74,7 +74,7 @@ def _keys_needed(carry: Any, attention: tuple[Rows], share: Array) -> tuple[Any,
 
 
 class AccumulatedAttention(NamedTuple):
-    """What `accumulated_attention` returns.
+    """The result of `accumulated_attention`.
 
     Attributes:
       mass: [L, B, H, T] float32 attention that each token received from all queries, the largest first; 0 past a row's
@@ -120,7 +120,7 @@ def _add_mass(carry: Array, attention: tuple[Rows]) -> tuple[Array, Any]:
 
 
 class AttentionStd(NamedTuple):
-    """What `attention_std` returns.
+    """The result of `attention_std`.
 
     Attributes:
       positions: [P] int32 tokens that are followed.

@@ -21,7 +21,7 @@ LONGEST = 4096  # tokens of the test, unless the model has fewer positions
 
 
 class RetrievalScores(NamedTuple):
-    """What `retrieval_scores` returns: shares of attention in [0, 1], averaged over all repetitions but the first.
+    """The result of `retrieval_scores`: shares of attention in [0, 1], averaged over all repetitions but the first.
 
     Attributes:
       induction: [L, H] float32 share on the tokens that followed earlier occurrences of the query's token.

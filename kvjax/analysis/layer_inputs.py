@@ -15,7 +15,7 @@ Array = jax.Array
 
 
 class InputCosine(NamedTuple):
-    """What `input_cosine` returns: cosine similarities, [L, B] float32 in [-1, 1] each.
+    """The result of `input_cosine`: cosine similarities, [L, B] float32 in [-1, 1] each.
 
     Entry i is the mean over the real tokens of each row; NaN for layer 0. A vector of zeros has similarity 0.
 
@@ -37,7 +37,7 @@ class InputCosine(NamedTuple):
 
 
 def input_cosine(model: Model, tokens: Any, *, lengths: Any = None) -> InputCosine:
-    """What the input of a layer resembles of the layer before: its input, or what it added (InfiniGen, Table 1).
+    """Compares each layer's input with the layer before: its input, and what it added (InfiniGen, Table 1).
 
     The last three are the rows of the table (arXiv:2406.19707), which has their means over the layers. They are
     measured under the full cache.

@@ -1,4 +1,4 @@
-"""What a selection reads, measured against what the same queries would attend to if they read everything.
+"""Compares the slots that a selection reads with those that the same queries would attend to if they read everything.
 
 InfiniGen (arXiv:2406.19707) reads few of the slots that are held, and chooses them by a guess of the query. `selected`
 compares such a choice with the best one of the same size; `skew_effect` measures how much skewing improves the guess.
@@ -29,7 +29,7 @@ Array = jax.Array
 
 
 class Selected(NamedTuple):
-    """What `selected` returns, for each layer, row, KV head and query; all [L, B, K, T].
+    """The result of `selected`, for each layer, row, KV head and query; all [L, B, K, T].
 
     Entry t is of query t. In the prompt and past a row's end, and where a layer or a KV head reads everything, all
     numbers are -1 and all shares NaN.
@@ -111,7 +111,7 @@ def _count(marks: Array) -> Array:
 
 
 class SkewEffect(NamedTuple):
-    """What `skew_effect` returns; the second axis is 0 without a skew and 1 with one.
+    """The result of `skew_effect`; the second axis is 0 without a skew and 1 with one.
 
     Attributes:
       ratios: [R] float64, the shares of columns.

@@ -88,7 +88,7 @@ def in_text_order(leaf: Array, position: Array, width: int, fill: int = 0) -> Ar
 
 
 def _whole_layer(seen: tuple[Seen, ...], groups: tuple[Group, ...], width: int) -> Seen:
-    """What attention saw in all groups of a layer: heads in the model's order, slots in the order of the text."""
+    """Joins the operands of attention of a layer's groups: heads in the model's order, slots in that of the text."""
     parts = []
     for each in seen:
         weight = jnp.zeros(each.position.shape) if each.log_weight is None else each.log_weight

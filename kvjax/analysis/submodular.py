@@ -130,7 +130,7 @@ def stream(attention: np.ndarray, size: int, concave: str = "mass") -> list[tupl
 
 
 class Comparison(NamedTuple):
-    """What `compare` returns.
+    """The result of `compare`.
 
     Attributes:
       greedy: f of the greedy set.

@@ -19,8 +19,8 @@ RANK = "rank of a slot"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Extent:
-    """What arrays are sized for beyond the number of slots, where a storage's layout depends on it.
+class ArraySizes:
+    """Sizes of arrays besides the number of slots, for storages whose layout depends on them.
 
     Attributes:
       shortest: the least tokens that are held when a prompt ends.
@@ -66,7 +66,7 @@ class Group:
     selection: Selection = dataclasses.field(default_factory=everything)
     needs: frozenset[Statistic] = frozenset()
     slots: tuple[int, ...] = ()
-    extent: Extent | None = None
+    extent: ArraySizes | None = None
     decoding: bool = False
     evicts_one: bool = True
     attend: Implementation = "xla"
@@ -169,7 +169,7 @@ class Group:
         """The number of slots that a decoding step gathers from the first store; None = it takes the whole store."""
         width = self.selection.width(self.capacity) if self.decoding else None
         # A token that is apart from the slots is not gathered.
-        width = width if width is None or not self.storage.apart else width - 1
+        width = width if width is None or not self.storage.new_tokens_separate else width - 1
         return None if width is None or width >= self.slots[0] else width
 
     @property

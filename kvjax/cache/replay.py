@@ -174,7 +174,7 @@ def read(
     lower: LayerKV | None = None,
     heads: Sequence[int] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """What a layer holds, as it decodes.
+    """Decodes the keys and values that a layer holds.
 
     Args:
       storage: how its slots are held.

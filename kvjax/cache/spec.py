@@ -68,7 +68,7 @@ class CacheSpec:
     def name(self) -> str:
         """The name of the policy, followed by those of a storage that is not dense and of a selection."""
         parts = [self.policy.name]
-        if self.storage.apart:
+        if self.storage.new_tokens_separate:
             parts.append(self.storage.label)
         if not (self.selection.reads_all or isinstance(self.policy, WithSelection)):
             parts.append(self.selection.name)

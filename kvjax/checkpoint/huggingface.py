@@ -75,7 +75,7 @@ def load(
     if mesh is None:
         return _load(locate(path_or_name), dtype, mesh, rules or Rules(), host_weights, weights)
     distributed.check_mesh(mesh)
-    with distributed.together(f"loading {path_or_name}"):
+    with distributed.collective(f"loading {path_or_name}"):
         return _load(locate(path_or_name), dtype, mesh, rules or Rules(), host_weights, weights)
 
 

@@ -65,7 +65,7 @@ def save(model: Model, folder: str | Path) -> None:
     files = _files(entries)
     pending = collections.deque(entry for own in files.values() for entry in own)
     shared = distributed.shares(model.params)
-    with distributed.together(f"saving {folder}") if shared else contextlib.nullcontext():
+    with distributed.collective(f"saving {folder}") if shared else contextlib.nullcontext():
         try:
             if distributed.is_first() or not shared:
                 _write(model, folder, raw, files, lambda: pending.popleft().read())

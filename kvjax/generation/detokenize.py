@@ -36,7 +36,7 @@ BYTE_LEVEL = _byte_level()
 
 
 class Decoded(NamedTuple):
-    """What a token adds to a text.
+    """The text that a token adds.
 
     Attributes:
       text: the characters of which it has the last byte.

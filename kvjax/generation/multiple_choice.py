@@ -182,7 +182,7 @@ def takes_blocks(phase: Phase) -> bool:
     """Returns whether tokens that are fed in one block have the same scores as tokens that are fed one at a time."""
     return not any(
         group.evicts
-        or group.storage.apart
+        or group.storage.new_tokens_separate
         or not group.selection.reads_all
         or group.policy.positions != "original"
         for layer in phase

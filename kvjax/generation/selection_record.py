@@ -31,7 +31,7 @@ class Steps(flax.struct.PyTreeNode):
 
 
 class Record(NamedTuple):
-    """What was chosen and read while decoding; of T steps, L layers, B rows and K KV heads.
+    """Slots that were chosen and read while decoding; for T steps, L layers, B rows and K KV heads.
 
     Attributes:
       positions: [T, L, B, K, W] int32 positions that were chosen, ascending, followed by -1. W is the largest number of

@@ -1,4 +1,4 @@
-"""What kernels that decode on chip know of a codec: numbers of a few bits, each group of which has a scale and a zero.
+"""Forms of codecs for kernels that decode on chip: numbers of a few bits, groups of which have a scale and a zero.
 
 A vector is x = scale · number(code) + zero, group by group of its channels. Attention needs no decoded vector: its
 logits are scale · (q · numbers) + zero · Σ q of a group, and its output is the sum of numbers weighted by
@@ -76,7 +76,7 @@ class Form:
 
     @property
     def factor(self) -> float:
-        """What the logits of `query` must be multiplied by."""
+        """The factor of the logits of `query`."""
         return self.constant if self.seed is None else 1 / self.dim
 
     def query(self, query: Array) -> Array:

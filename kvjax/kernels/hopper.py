@@ -1,4 +1,4 @@
-"""What the kernels for Hopper GPUs share: layouts, operands of tensor cores, and numbers as sums of 16-bit parts.
+"""Parts of the kernels for Hopper GPUs: layouts, operands of tensor cores, and numbers as sums of 16-bit parts.
 
 Tensor cores multiply 16-bit numbers exactly, but not float32. A float32 number is split into three bfloat16 parts; the
 six largest products of parts give the product to nearly the last bit.

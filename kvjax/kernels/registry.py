@@ -23,7 +23,7 @@ Backend = Literal["xla", "pallas_tpu", "pallas_gpu"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is known about a layer's step before it is traced; sizes are per device.
+    """A layer's step before it is traced; sizes are per device.
 
     Attributes:
       batch: the number of rows.

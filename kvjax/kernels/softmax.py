@@ -1,4 +1,4 @@
-"""What the reference kernels share: which slots are visible, logits, softmax, and column sums of probabilities."""
+"""Parts of the reference kernels: which slots are visible, logits, softmax, and column sums of probabilities."""
 
 from collections.abc import Callable
 

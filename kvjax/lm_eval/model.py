@@ -267,7 +267,7 @@ class KVJaxLM(TemplateLM):
             return chat.render(self._texts, source, others, answer=add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What results depend on, for results.json."""
+        """Returns the settings that results depend on, for results.json."""
         spec, config = self.spec, self.runner.model.config
         budget = spec.policy.budget
         leaves = jax.tree.leaves(self.runner.model.params)

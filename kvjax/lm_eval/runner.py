@@ -65,7 +65,7 @@ class Runner:
         """Whether a text's score depends on which of its tokens are its prompt."""
         spec = self.spec
         evicts = spec.policy.budget is not None or splits_heads(spec.policy)
-        return evicts or spec.storage.apart or not spec.selection.reads_all
+        return evicts or spec.storage.new_tokens_separate or not spec.selection.reads_all
 
     @property
     def _shares(self) -> bool:

@@ -8,7 +8,7 @@ from kvjax.numerics.rope import Rope
 
 
 class LayerKind(NamedTuple):
-    """What one layer has of its own. Layers of the same kind share a program.
+    """The settings of one layer. Layers of the same kind share a program.
 
     Attributes:
       window: the number of newest positions that a query sees, its own included; None = all.

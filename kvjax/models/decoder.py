@@ -36,7 +36,7 @@ SHIFT = "shift"  # optional parameters of an attention, added to {"key": [B, K, 
 
 
 class Streams(NamedTuple):
-    """What enters a layer and its attention, and what these add, for `kvjax.analysis`; all [B, n, hidden].
+    """The inputs and outputs of a layer and of its attention, for `kvjax.analysis`; all [B, n, hidden].
 
     Attributes:
       block_input: the residual stream that enters the layer.
@@ -52,7 +52,7 @@ class Streams(NamedTuple):
 
 
 class LayerOutput(NamedTuple):
-    """What a layer, or its attention, returns.
+    """The result of a layer, or of its attention.
 
     Attributes:
       x: [B, n, hidden].

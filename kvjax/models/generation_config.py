@@ -23,7 +23,7 @@ _OTHERS: Json = {
 
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig:
-    """What `kvjax.generate_text` does unless it is told otherwise.
+    """The defaults of `kvjax.generate_text`.
 
     Attributes:
       eos_token_ids: token ids that end a text; None = those of the `DecoderConfig`.

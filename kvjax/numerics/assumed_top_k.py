@@ -1,4 +1,4 @@
-"""What a policy would do if `kvjax.numerics.top_k.largest` marked every slot, or none.
+"""Runs a policy as if `kvjax.numerics.top_k.largest` marked every slot, or none.
 
 The slots that hold the largest values of a statistic are known only after a search over all devices. What a policy
 makes of each answer is known before, since it ranks each slot by itself otherwise.

@@ -156,7 +156,7 @@ def _largest_by_candidates(
     bits = jax.lax.bitcast_convert_type(jnp.take_along_axis(value, slots, axis=2), jnp.int32)
     more = jnp.zeros((*held.shape[:2], 0), jnp.int32) if numbers is None else numbers
     # [C, B, K, 2 * W + m]
-    every = slot_reductions.gathered(jnp.concatenate([bits, held, more], axis=2))
+    every = slot_reductions.gather(jnp.concatenate([bits, held, more], axis=2))
     number: Array | int = most if count is None else count(jnp.sum(every[..., 2 * width :], axis=0))
     # [B, K, C * W]
     bits, held = (

@@ -187,7 +187,7 @@ def first_before_others() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def together(what: str) -> Iterator[None]:
+def collective(what: str) -> Iterator[None]:
     """A context that ends with an error in every process if it does in one of them, so that none waits for another.
 
     Args:

@@ -119,18 +119,18 @@ def softmax_of_all(weight: Array, top: Array, total: Array) -> Array:
     return weight * (own / jnp.where(whole > 0, whole, 1.0))
 
 
-def gathered(x: Array) -> Array:
+def gather(x: Array) -> Array:
     """Gathers the arrays [...] of all devices that have the slots of a head: [C, ...]."""
     return jax.lax.all_gather(x, current().slots)
 
 
-def gathered_together(tree: T) -> T:
+def gather_tree(tree: T) -> T:
     """Gathers a tree of arrays [B, K, ...] int32 or float32 in one collective: [C, B, K, ...] each."""
     leaves, structure = jax.tree.flatten(tree)
     sizes = [math.prod(leaf.shape[2:]) for leaf in leaves]
     bits = [jax.lax.bitcast_convert_type(leaf, jnp.int32) for leaf in leaves]
     flat = [leaf.reshape(*leaf.shape[:2], size) for leaf, size in zip(bits, sizes, strict=True)]
-    every = jnp.split(gathered(jnp.concatenate(flat, axis=2)), np.cumsum(sizes)[:-1].tolist(), axis=3)
+    every = jnp.split(gather(jnp.concatenate(flat, axis=2)), np.cumsum(sizes)[:-1].tolist(), axis=3)
     whole = [
         jax.lax.bitcast_convert_type(part.reshape(len(part), *leaf.shape), leaf.dtype)
         for part, leaf in zip(every, leaves, strict=True)

@@ -1,4 +1,4 @@
-"""What a batch needs of a device: counted from the shapes of the whole model, and from programs of few layers.
+"""The memory and collectives of a batch: from the shapes of the whole model, and from programs of few layers.
 
 Weights and cache are counted from shapes. Scratch memory and collectives are known to a compiler alone, and grow by the
 same amount with every layer: programs of three and of four layers are compiled and extrapolated. The order in which
@@ -27,7 +27,7 @@ P = TypeVar("P", bound=Policy)
 
 
 class Need(NamedTuple):
-    """What a batch needs.
+    """The memory and the collectives of a batch.
 
     Attributes:
       rows: the batch.

@@ -1,4 +1,4 @@
-"""What a plan says: the memory that a run needs, its maximum speed, and a table of both."""
+"""The report of a plan: the memory that a run needs, its maximum speed, and a table of both."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a run is planned for, by name: this machine, a TPU topology, or GPUs of one machine."""
+"""The devices that a run is planned for, by name: this machine, a TPU topology, or GPUs of one machine."""
 
 import re
 from typing import NamedTuple

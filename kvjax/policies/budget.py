@@ -107,7 +107,7 @@ class Budget:
 
     @property
     def value(self) -> Any:
-        """What a user writes for it: a number of slots, a fraction, or a tuple with one of these per layer."""
+        """Returns the budget as users write it: a number of slots, a fraction, or a tuple of one of these per layer."""
         raise NotImplementedError
 
 

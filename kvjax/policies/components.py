@@ -17,7 +17,7 @@ READABLE = frozenset({"key", "value"})  # what ranking may read in addition to s
 
 
 class View(NamedTuple):
-    """What a policy reads when it ranks the slots of one group of heads of one layer.
+    """The arguments of a policy that ranks the slots of one group of heads of one layer.
 
     Attributes:
       position: [B, K, S] int32 absolute token position, -1 = empty.

@@ -1,4 +1,4 @@
-"""What a merge asks of all slots: the evicted pairs, the nearest slots that stay, and the newest ones.
+"""Searches of merges over all slots: the evicted pairs, the nearest slots that stay, and the newest ones.
 
 Where slots are divided over devices, each device looks at its own, and one collective joins what they found. Its size
 depends on the number of victims, and not on the number of slots. The step's own tokens are on every device, which all
@@ -106,7 +106,7 @@ def nearest(
     parts = [_bits(highest), at, _bits(most)]
     if found is not None:
         parts.append(_bits(found).reshape(batch, kv_heads, -1))
-    every = slot_reductions.gathered(jnp.concatenate(parts, axis=2))
+    every = slot_reductions.gather(jnp.concatenate(parts, axis=2))
     positions = every[..., n : 2 * n]
     scores = jnp.where(positions >= 0, _float(every[..., :n]), -jnp.inf)
     # [B, K, n]
@@ -142,7 +142,7 @@ def newest(position: Array, kept: Array, count: int, most: Array) -> tuple[Array
         mine = largest(order, held, width, in_kernels=False)
     slots, valid = compact(mine, width)
     # [C, B, K, W + 1]
-    every = slot_reductions.gathered(jnp.concatenate([jnp.where(valid, _at(held, slots), -1), _bits(most)], axis=2))
+    every = slot_reductions.gather(jnp.concatenate([jnp.where(valid, _at(held, slots), -1), _bits(most)], axis=2))
     # [B, K, C * W], in falling order; a step's own token is there once for each device.
     named = -jnp.sort(-jnp.moveaxis(every[..., :-1], 0, 2).reshape(*position.shape[:2], -1), axis=2)
     first = jnp.pad(named[..., 1:] != named[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=True)

@@ -63,7 +63,7 @@ def evicting_while_decoding(policy: Policy, *, page: int) -> str | None:
     return decode.name if decode.budget is not None and decode.when == "step" and decode.page != page else None
 
 
-def holding_apart(policy: Policy) -> str | None:
+def per_head_positions(policy: Policy) -> str | None:
     """Returns the name of the first of its `phases` under which heads may hold different positions, or None."""
     return next(
         (

@@ -91,7 +91,7 @@ def library(sources: Sequence[Path], headers: Sequence[Path], flags: Sequence[st
 
 
 def _identity(compiler: str) -> tuple[str, ...]:
-    """What tells a compiler from another one that is installed under the same name."""
+    """Returns an identifier of a compiler, which another one of the same name does not have."""
     found = shutil.which(compiler.split()[0]) if compiler.split() else None
     if found is None:
         return ()

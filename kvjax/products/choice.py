@@ -96,7 +96,7 @@ Timings = dict[str, dict[str, float]]  # key of an `Entry` -> its speeds
 
 
 class _Process:
-    """What this process has decided; a program that is traced once keeps its forms."""
+    """The choices of this process; a program that is traced once keeps its forms."""
 
     setting: str | None = None
     given: ClassVar[Timings] = {}

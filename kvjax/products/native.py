@@ -24,7 +24,7 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "
 
 
 class _Process:
-    """What this process has done: `reason` is that of `load`, once `tried`."""
+    """The state of this process: `reason` is that of `load`, once `tried`."""
 
     lock = threading.Lock()
     tried = False

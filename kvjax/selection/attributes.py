@@ -1,4 +1,4 @@
-"""What the attributes of a selection must be, in particular of a user's own."""
+"""Checks of the attributes of a selection, in particular of a user's own."""
 
 from typing import Any
 

@@ -37,7 +37,7 @@ Columns = dict[str, Array]  # statistic name -> [B, K, S]
 
 
 class Held(NamedTuple):
-    """What is held of a prompt when it has ended.
+    """The slots of a prompt that has ended.
 
     Attributes:
       position: [B, K, S] int32 absolute token position, -1 = empty; ascending from slot 0 on, unless the index has an
@@ -56,7 +56,7 @@ class Held(NamedTuple):
 
 
 class SelectView(NamedTuple):
-    """What a selection reads when it chooses for the query heads of one group of KV heads of one layer.
+    """The arguments of a selection that chooses for the query heads of one group of KV heads of one layer.
 
     If slots are held as codes, the step's own tokens have no slot yet and follow after the slots.
 
@@ -75,7 +75,8 @@ class SelectView(NamedTuple):
       first: [B] int32 position of the step's first token, -1 for a row without a token; None = `newest`, in decoding.
       skew: [K, D, D] of the layer, see `kvjax.models.skew`; None = the identity.
       soft_cap: c, where logits x become c · tanh(x / c); None = they stay as they are.
-      told: [C, B, K, m] int32, of slots on several devices, what each tells by `Selection.tell`; otherwise None.
+      from_devices: [C, B, K, m] int32, of slots on several devices, what each tells by `Selection.to_devices`;
+        otherwise None.
       ends: of slots on several devices, those that `Selection.ends` counts, and what is known of the others; otherwise
         None.
     """
@@ -92,7 +93,7 @@ class SelectView(NamedTuple):
     first: Array | None = None
     skew: Array | None = None
     soft_cap: float | None = None
-    told: Array | None = None
+    from_devices: Array | None = None
     ends: Ends | None = None
 
     @property
@@ -250,7 +251,7 @@ class Selection:
         """
         return index
 
-    def tell(self, index: Index, query: Array, view: SelectView) -> Array:
+    def to_devices(self, index: Index, query: Array, view: SelectView) -> Array:
         """Computes what devices tell each other before `write`, together with their numbers of empty slots.
 
         Called only where slots are divided over devices, of a selection that has a `write`.

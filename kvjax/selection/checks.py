@@ -5,7 +5,7 @@ import functools
 from kvjax import arguments
 from kvjax.errors import SelectionError
 from kvjax.policies.base import Policy
-from kvjax.policies.traits import evicting, holding_apart, merging, phases, with_ring
+from kvjax.policies.traits import evicting, merging, per_head_positions, phases, with_ring
 
 factory = arguments.checked_call(SelectionError)  # decorates the factories of selections
 named = functools.partial(arguments.named, noun="selection", error=SelectionError)
@@ -29,7 +29,7 @@ def keeps_all(policy: Policy) -> str | None:
 
 def aligned(policy: Policy) -> str | None:
     """Returns why the heads of a policy may hold different positions; None if all hold the same."""
-    name = holding_apart(policy)
+    name = per_head_positions(policy)
     return name and (
         f"all heads of a layer read the same positions, and under the policy {name} each head holds its own; use "
         "full(), a window, or tova()."

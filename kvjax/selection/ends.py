@@ -18,7 +18,7 @@ FAR = jnp.iinfo(jnp.int32).max
 
 
 class Ends(NamedTuple):
-    """What is known of the slots of all devices.
+    """The first and last slots of all devices.
 
     Attributes:
       marks: [B, K, S] bool, this device's slots that are among the oldest or the newest ones.
@@ -65,7 +65,7 @@ def ends_of_all(position: Array, visible: Array, oldest: int, newest: int, score
     age = -position.astype(jnp.float32)
     old, left = _named(position, left, age, oldest, score)
     new, left = _named(position, left, -age, newest, score)
-    parts = slot_reductions.gathered_together((old, new, _others(left, score)))
+    parts = slot_reductions.gather_tree((old, new, _others(left, score)))
     # [B, K, ..., C * W], of all devices
     old, new, others = (jax.tree.map(_side_by_side, each) for each in parts)
     # [B, K, 1]: the newest of the oldest slots, and the oldest of the newest

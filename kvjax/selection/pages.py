@@ -176,10 +176,10 @@ class Pages(Selection):
         else:
             due = (index["steps"] % self.every == 0) & view.active[:, 0]
             # Devices that have slots of a head choose together, whatever rows others have.
-            together = bool(slot_reductions.current().slots)
+            over_devices_now = bool(slot_reductions.current().slots)
             fresh = (
                 best_pages()
-                if together
+                if over_devices_now
                 else jax.lax.cond(jnp.any(due), best_pages, lambda: jnp.zeros(position.shape, bool))
             )
             stands = jnp.where(due[..., None], fresh | newest, index["stands"])
@@ -191,8 +191,8 @@ class Pages(Selection):
     def _best(self, index: Index, query: Array, position: Array, view: SelectView) -> Array:
         """Marks the pages to choose, [B, K, U] bool, of those whose position [B, K, U] is not -1."""
         candidate, count = position >= 0, self.pages - self.first
-        if view.told is not None:
-            oldest, top, names = self._told(query.shape[2], view.told)
+        if view.from_devices is not None:
+            oldest, top, names = self._from_devices(query.shape[2], view.from_devices)
             chosen = best_named(names, top, position, count, oldest if self.first else None)
         else:
             oldest = _oldest(position)
@@ -203,7 +203,7 @@ class Pages(Selection):
             chosen = best(jax.lax.stop_gradient(worth), candidate, position, count)
         return (chosen | (position == oldest)) if self.first else chosen
 
-    def tell(self, index: Index, query: Array, view: SelectView) -> Array:
+    def to_devices(self, index: Index, query: Array, view: SelectView) -> Array:
         score = jax.lax.stop_gradient(self._scores(index, query, view))
         position = self._full(view, score.shape[3])
         candidate, oldest = position >= 0, _oldest(position)
@@ -217,12 +217,12 @@ class Pages(Selection):
         names = name_best(score, position, self.pages)
         return jnp.concatenate([oldest, jax.lax.bitcast_convert_type(tops, jnp.int32), names], axis=2)
 
-    def _told(self, queries: int, every: Array) -> tuple[Array, Array, Array]:
+    def _from_devices(self, queries: int, every: Array) -> tuple[Array, Array, Array]:
         """Returns the oldest page's position, [B, K, 1] int32, the largest score, [B, K, G, 1], and what is named.
 
         Args:
           queries: G.
-          every: [C, B, K, m] int32, from `tell`, of all devices.
+          every: [C, B, K, m] int32, from `to_devices`, of all devices.
         """
         # [C, B, K, 1] int32, [C, B, K, G] each, and the rest
         oldest, firsts, others, names = jnp.split(every, [1, 1 + queries, 1 + 2 * queries], axis=3)

@@ -15,7 +15,7 @@ DONE = b"data: [DONE]\n\n"  # ends a stream
 
 @dataclasses.dataclass
 class Choice:
-    """What has come of one choice.
+    """One choice of an answer so far.
 
     Attributes:
       index: of the choice.

@@ -144,7 +144,7 @@ class _Edge:
 
 
 class _Pages:
-    """What the routes answer."""
+    """The handlers of the routes."""
 
     def __init__(self, engine: Engine, served: Served, keys: Sequence[bytes], admission: Admission):
         self._engine, self._served, self._keys, self._admission = engine, served, keys, admission

@@ -53,7 +53,7 @@ def _network(address: str) -> str:
 
 @dataclasses.dataclass(eq=False)
 class _Group(Generic[Item]):
-    """What a client holds.
+    """The requests and the bodies of a client.
 
     Attributes:
       open: its requests that have not ended.

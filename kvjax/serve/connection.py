@@ -73,7 +73,7 @@ class Connection(H11Protocol):
 
     @property
     def phase(self) -> Phase:
-        """What it does."""
+        """The phase of the connection."""
         if self.transport.is_closing():
             return "closing"
         if self.cycle is None or self.cycle.response_complete:

@@ -47,7 +47,7 @@ class Connections:
         self.count_files()
 
     def __str__(self) -> str:
-        """What they may do, as the log has it."""
+        """Returns the limits as text, for the log."""
         limits, files = self.deadlines, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
             f"at most {self.limit} connections at the same time (limit of open files: {files}), each with "

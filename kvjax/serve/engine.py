@@ -27,7 +27,7 @@ class Stopped(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What has come of a request since the last piece.
+    """The part of an answer that is new since the last one.
 
     Attributes:
       text: new text; empty without a tokenizer.
@@ -105,14 +105,14 @@ class Engine:
 
     @property
     def load(self) -> Load:
-        """What the runner held after its last chunk; requests that wait include those that it does not have yet."""
+        """The load of the runner after its last chunk; requests that wait include those that it does not have yet."""
         with self._change:
             running = self._load.running
             return dataclasses.replace(self._load, running=running, waiting=max(0, self._queue.open - running))
 
     @property
     def counts(self) -> Counts:
-        """What the runner had done after its last chunk."""
+        """The counts of the runner after its last chunk."""
         return self._counts
 
     def submit(self, requests: list[Asked], client: Client = SHARED, *, places: int | None = None) -> list[Ticket]:

@@ -60,7 +60,7 @@ def _described(function: FunctionType) -> str:
 
 
 def _code(code: CodeType) -> list[Any]:
-    """What a function does: its instructions, names and constants."""
+    """Returns the code of a function: its instructions, names and constants."""
     constants = [_code(each) if isinstance(each, CodeType) else each for each in code.co_consts]
     return [code.co_code, code.co_names, constants]
 

@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a request brings to its row.
+    """The arguments of a request for its row.
 
     Attributes:
       key: [] random key.
@@ -82,7 +82,7 @@ class Entry(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What a call of `decode_chunk` reports.
+    """The result of a call of `decode_chunk`.
 
     Attributes:
       tokens: [R, 1 + CHUNK] int32: the token that was chosen when a request was admitted, and those of each step; `PAD`

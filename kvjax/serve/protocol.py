@@ -78,7 +78,7 @@ class ApiError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What a server has.
+    """The model and the settings of a server.
 
     Attributes:
       model: the model.

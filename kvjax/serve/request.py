@@ -58,7 +58,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came of a request.
+    """The result of a request.
 
     Attributes:
       id: from `Runner.submit`.

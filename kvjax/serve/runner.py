@@ -51,7 +51,7 @@ TURN_TOKENS = 2048  # tokens of prompts, padding included, that are run between 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What a runner holds.
+    """The load of a runner.
 
     Attributes:
       rows: its rows.
@@ -66,7 +66,7 @@ class Load:
 
 @dataclasses.dataclass
 class Counts:
-    """What a runner has done. Rates are quotients of differences of two of these.
+    """Counts of a runner since it started. Rates are quotients of differences of two of these.
 
     Attributes:
       requests: requests that have ended, those cancelled included.
@@ -244,7 +244,7 @@ class Runner:
 
     @property
     def load(self) -> Load:
-        """What is held at the moment."""
+        """The load at the moment."""
         running = sum(job is not None and not job.ended for job in self._jobs)
         return Load(self._rows_count, running, sum(not job.ended for job in self._alive.values()) - running)
 

@@ -121,7 +121,7 @@ def _shapes(prompts: Prompts) -> KVState:
 
 
 def _cache(prompts: Prompts) -> dict[str, Any]:
-    """What the arrays of a cache depend on, as JSON has it."""
+    """Returns the settings that the arrays of a cache depend on, for JSON."""
     layout = prompts.layout
     parts = [[group.parts for group in layer] for layer in layout.decode]
     return {
@@ -137,7 +137,7 @@ def _cache(prompts: Prompts) -> dict[str, Any]:
 
 
 def _fingerprint(model: Model) -> str:
-    """What tells models apart: the configuration, and numbers of every row of every parameter."""
+    """Returns a fingerprint of a model: of the configuration, and numbers of every row of every parameter."""
     digest = hashlib.sha256(repr(model.config).encode())
     for path, leaf in jax.tree_util.tree_flatten_with_path(model.params)[0]:
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())

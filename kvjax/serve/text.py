@@ -9,7 +9,7 @@ from kvjax.generation.detokenize import Decoded, Detokenizer, MarkedText, mark
 
 @dataclasses.dataclass
 class TokenText:
-    """What a token has of a text. The tokens of a text have all of its characters and bytes, in their order.
+    """The text of a token. The tokens of a text have all of its characters and bytes, in their order.
 
     Attributes:
       text: the characters of which it has the last byte; empty for a special token, and for what a stop text cuts off.
@@ -68,7 +68,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """What may be shown so far."""
+        """The text that may be shown so far."""
         return "".join(self._parts)
 
     def take(self, tokens: Iterable[int]) -> int | None:

@@ -51,7 +51,7 @@ _OBJECTS = (Policy, Merge, Storage, Selection)  # what a file may hold instead o
 
 
 class Registry(NamedTuple):
-    """What a text of one axis may name.
+    """The names that a text of one axis may have.
 
     Attributes:
       kind: the class of what is built.
@@ -249,7 +249,7 @@ class _Reader:
             ) from None
 
     def made(self, node: ast.expr) -> Any:
-        """What a name or a call builds."""
+        """Builds the object that a name or a call describes."""
         built = self.built(node)
         name = node.func if isinstance(node, ast.Call) else node
         own = getattr(built, "name", None) if isinstance(built, Policy) else None
@@ -340,7 +340,7 @@ class _Reader:
 
 
 def _unknown(axis: Axis, name: str, known: Mapping[str, Any]) -> str:
-    """What to say of a name that there is not."""
+    """Returns the error message for an unknown name."""
     registry = REGISTRIES[axis]
     hint = did_you_mean(name, known)
     plural = {"policy": "policies", "weights": "weights"}.get(axis, f"{axis}s")

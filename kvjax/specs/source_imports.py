@@ -1,4 +1,4 @@
-"""What a Python file imports from its own folder or from the working folder."""
+"""Finds what a Python file imports from its own folder or from the working folder."""
 
 import ast
 import functools
@@ -47,7 +47,7 @@ def late_imports(files: Sequence[Path]) -> frozenset[str]:
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """What is another once a file has changed; None where there is no file."""
+    """Returns a stamp of a file, which changes with it; None where there is no file."""
     try:
         status = path.stat()
     except OSError:
@@ -64,7 +64,7 @@ def _imported(path: Path, folders: Sequence[Path], stamp: Stamp) -> Iterator[Pat
 
 @functools.lru_cache(maxsize=1024)
 def _imports(path: str, stamp: Stamp) -> tuple[_Import, ...]:
-    """What a file imports; nothing if it is no Python, which is said where it is loaded."""
+    """Returns what a file imports; nothing if it is not Python, which is an error where it is loaded."""
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, SyntaxError, ValueError):

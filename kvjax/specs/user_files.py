@@ -63,11 +63,13 @@ def digests(path: str | Path) -> dict[Path, str]:
     if _pinned is not None:
         with contextlib.suppress(ConfigError):  # is said where it is used
             found, real = _load(given).digests, given.resolve()
-            return {_beside(given, each, real): digest for each, digest in found.items()}
-    return {_beside(given, each, given.resolve()): digest for each, digest in _digests(sources(given)).items()}
+            return {_relative_to_given(given, each, real): digest for each, digest in found.items()}
+    return {
+        _relative_to_given(given, each, given.resolve()): digest for each, digest in _digests(sources(given)).items()
+    }
 
 
-def _beside(given: Path, each: Path, real: Path) -> Path:
+def _relative_to_given(given: Path, each: Path, real: Path) -> Path:
     """The path of a file as a user would write it who wrote `given` for the file that imports it."""
     return given.parent / each.relative_to(real.parent) if each.is_relative_to(real.parent) else each
 

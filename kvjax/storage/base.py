@@ -130,8 +130,8 @@ class Storage:
         return HOST in self.memories.values()
 
     @property
-    def apart(self) -> bool:
-        """Whether a step's own tokens are apart from the slots until the step ends.
+    def new_tokens_separate(self) -> bool:
+        """Whether a step's own tokens are separate from the slots until the step ends.
 
         They are appended to the slots before the step attends only if these are exact and on the device.
         """
@@ -190,11 +190,11 @@ class Storage:
     @property
     def divided(self) -> bool:
         """Whether a token is in one store while it is exact and in another once it is encoded."""
-        return self.layout == slots and self.apart and self.kept_exact > 0
+        return self.layout == slots and self.new_tokens_separate and self.kept_exact > 0
 
     @property
     def sides(self) -> dict[str, Side]:
-        """What keys share and what values share, where they have a side."""
+        """The sides of keys and values: what vectors share, where they have one."""
         return {
             name: codec.side for name, codec in (("key", self.key), ("value", self.value)) if codec.side is not None
         }

@@ -48,7 +48,7 @@ class BlockCodec:
 
     @property
     def side(self) -> Side | None:
-        """What vectors share, or None."""
+        """The part that vectors share, or None."""
         return None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "BlockCodec":

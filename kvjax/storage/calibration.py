@@ -31,7 +31,7 @@ FORMAT = "kvjax calibration 2"
 
 
 class Calibration(flax.struct.PyTreeNode):
-    """What keys and values of each layer share; `kvjax.calibrate` makes one.
+    """The parts that keys and values of each layer share; `kvjax.calibrate` makes one.
 
     It is a pytree whose leaves are its arrays, so that gradients reach them and `optax` updates them.
 
@@ -109,7 +109,7 @@ class Calibration(flax.struct.PyTreeNode):
         return _hash(_named(self.layers), self._about())
 
     def _about(self) -> dict[str, str]:
-        """What a file says of the arrays, but for the hash."""
+        """Returns the description of the arrays for a file, without the hash."""
         about = {"format": FORMAT, "method": self.method, "rope": repr(self.rope)}
         about["shapes"] = json.dumps({name: list(x.shape) for name, x in _named(self.layers).items()})
         return about | {name: x for name in ("model", "kind") if (x := getattr(self, name)) is not None}

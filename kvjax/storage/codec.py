@@ -50,7 +50,7 @@ class Codec:
 
     @property
     def side(self) -> Side | None:
-        """What vectors share, or None."""
+        """The part that vectors share, or None."""
         return None
 
     def encode_without(self, x: Array, left_out: Array, side: Any, dtype: DTypeLike) -> Parts:

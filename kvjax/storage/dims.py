@@ -46,7 +46,7 @@ class Dims:
 
     @property
     def side(self) -> Side | None:
-        """What the map is made of, or None."""
+        """The part that the map is made of, or None."""
         return None
 
     def of_layer(self, layer: int, layers: int | None = None) -> "Dims":

@@ -1,4 +1,4 @@
-"""What a policy evicts is kept with few bits (MiKV, arXiv:2402.18096)."""
+"""Keeps what a policy evicts with few bits (MiKV, arXiv:2402.18096)."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ MOST_CHANNELS = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Balance(Side):
-    """What keys are multiplied by so that channels in which queries are large take more of a code's range.
+    """Factors of keys, so that channels in which queries are large take more of a code's range.
 
     b_c = sqrt(max |q_c| / max |k_c|) over the prompt's tokens and the query heads of the group, 1 where either is 0
     (MiKV, arXiv:2402.18096, section 3.3).

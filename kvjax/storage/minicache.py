@@ -77,9 +77,9 @@ def merged_vectors(lower: Array, upper: Array, t: float) -> MergedVectors:
 def _angle(one: Array, other: Array) -> Array:
     """Returns the angle [...] between directions [..., D], in radians; π/2 where one of them is 0."""
     # The arc cosine of a float32 number cannot tell angles below 3e-4 from 0, nor those near π from it.
-    apart, along = (jnp.sqrt(jnp.sum(jnp.square(x), axis=-1)) for x in (one - other, one + other))
+    across, along = (jnp.sqrt(jnp.sum(jnp.square(x), axis=-1)) for x in (one - other, one + other))
     known = jnp.any(one != 0, axis=-1) & jnp.any(other != 0, axis=-1)
-    return jnp.where(known, 2 * jnp.arctan2(apart, along), jnp.pi / 2)
+    return jnp.where(known, 2 * jnp.arctan2(across, along), jnp.pi / 2)
 
 
 def _polar(x: Array) -> tuple[Array, Array]:

@@ -42,7 +42,7 @@ class Permuted(Wrapping):
 
     @property
     def side(self) -> Side | None:
-        """What vectors share, or None: that of `codec`."""
+        """The part that vectors share, or None: that of `codec`."""
         return self.codec.side
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:

@@ -86,7 +86,7 @@ class Samples(NamedTuple):
 
 
 class Side:
-    """What the vectors of a KV head share.
+    """The part that the vectors of a KV head share.
 
     Write a frozen dataclass that inherits from this class, with `parts` and `prepare` as its methods, or call
     ``Side(prepare, parts, when="prompt")``.

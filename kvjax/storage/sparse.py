@@ -104,7 +104,7 @@ class Sparse(Wrapping):
 
     @property
     def side(self) -> Side | None:
-        """What vectors share, or None: that of `codec`. Levels are fitted without outliers."""
+        """The part that vectors share, or None: that of `codec`. Levels are fitted without outliers."""
         side = self.codec.side
         return TableWithoutOutliers(side, self.outliers) if isinstance(side, VectorTable) else side
 

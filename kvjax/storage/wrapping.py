@@ -1,4 +1,4 @@
-"""What codecs made of codecs have in common."""
+"""The base of codecs that are made of codecs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -42,10 +42,10 @@ def check_codec(name: str, given: Any) -> None:
             "kvjax.storage.Integer(4)."
         )
     if given.of_pairs or type(given).bound is not Codec.bound:
-        together = "two layers" if given.of_pairs else "several KV heads"
+        held_jointly = "two layers" if given.of_pairs else "several KV heads"
         raise StorageError(
-            f"{name}: codec={given!r} holds the vectors of {together} together, and each of them has channels of its "
-            "own; give a codec of one vector, such as kvjax.storage.Integer(4)."
+            f"{name}: codec={given!r} holds the vectors of {held_jointly} together, and each of them has channels of "
+            "its own; give a codec of one vector, such as kvjax.storage.Integer(4)."
         )
 
 

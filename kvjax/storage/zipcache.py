@@ -27,7 +27,7 @@ LEAST_RATIO = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class ChannelRoots(Side):
-    """What the channels of values are divided by: sqrt(max |v_c|) over the prompt's tokens, 1 where that is 0.
+    """The divisors of the channels of values: sqrt(max |v_c|) over the prompt's tokens, 1 where that is 0.
 
     ZipCache, arXiv:2405.14256, section 4.1.
     """

@@ -1,4 +1,4 @@
-"""What lowering, the step and reports ask of an arrangement: how the slots of a group of heads lie in arrays.
+"""The interface of arrangements, for lowering, the step and reports: how the slots of a group of heads lie in arrays.
 
 The layout of a storage says which arrangement it is; see `ARRANGEMENTS` and `Group.arrangement`. The base class holds
 its slots in the storage's own form, in one store.
@@ -16,7 +16,7 @@ from kvjax.storage.base import Storage
 from kvjax.storage.side import Sides
 
 if TYPE_CHECKING:
-    from kvjax.cache.groups import Extent, Group
+    from kvjax.cache.groups import ArraySizes, Group
     from kvjax.cache.planning.head_groups import Branch
     from kvjax.cache.planning.limits import Sizes
     from kvjax.cache.spec import CacheSpec
@@ -25,7 +25,7 @@ Array = jax.Array
 
 
 class Counts(NamedTuple):
-    """What the number of slots of each store depends on.
+    """The numbers that the slots of each store are computed from.
 
     Attributes:
       slots: the most slots that a head holds between steps.
@@ -38,14 +38,14 @@ class Counts(NamedTuple):
 
     slots: int
     following: int
-    extent: "Extent | None"
+    extent: "ArraySizes | None"
     compressed: bool
     evicts: bool
     newest_stay: bool
 
 
 class StepTokens(NamedTuple):
-    """What is known when a step has evicted, before its own tokens are in the layer.
+    """The state of a step after eviction, before its own tokens are in the layer.
 
     Attributes:
       layer: the slots before the step.
@@ -95,7 +95,7 @@ class Arrangement:
     """Base class of arrangements, which have no state of their own.
 
     Attributes:
-      sized_by_extent: whether the arrays depend on more than a number of slots; see `Extent`.
+      sized_by_extent: whether the arrays depend on more than a number of slots; see `ArraySizes`.
       codes_readable: whether attention may read codes as they are held.
       holds_victims: whether what a policy evicts is held and read for ever, without statistics.
       in_order: whether slot i of a head holds its i-th token, since nothing is evicted while decoding. Every device has

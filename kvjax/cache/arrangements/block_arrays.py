@@ -22,7 +22,7 @@ from kvjax.storage.side import Sides
 from kvjax.storage.store import aligned, warn_if_larger
 
 if TYPE_CHECKING:
-    from kvjax.cache.groups import Extent, Group
+    from kvjax.cache.groups import ArraySizes, Group
 
 Array = jax.Array
 Marks = dict[str, Array]  # ``key`` and ``value`` -> [B, K] int32 tokens that are encoded
@@ -38,7 +38,7 @@ def unit_of(storage: Storage, side: str) -> int:
     return storage.layout.size if isinstance(storage.codecs[side], BlockCodec) else 1
 
 
-def room(storage: Storage, side: str, slots: int, extent: "Extent", parts: int = 1) -> tuple[int, int]:
+def room(storage: Storage, side: str, slots: int, extent: "ArraySizes", parts: int = 1) -> tuple[int, int]:
     """Returns the number of units of tokens that can be encoded, and the number of exact tokens.
 
     Args:

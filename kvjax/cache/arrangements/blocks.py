@@ -44,7 +44,7 @@ BEYOND = FAR - 1  # above every slot; see `after_reading`
 
 
 class Others(NamedTuple):
-    """What is known of the slots of all devices, where slots are divided; numbers count from the first slot of one.
+    """Counts of the slots of all devices, where slots are divided; numbers count from the first slot of one.
 
     Attributes:
       held: [B, K, 1] int32, the number of tokens before the step.

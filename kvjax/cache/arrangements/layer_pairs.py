@@ -46,10 +46,10 @@ class PairArrangement(Arrangement):
                 "it evicts tokens of one layer while decoding, and two are held together; use full, a prompt "
                 "compressor that ranks by position, or a storage of single layers such as int4."
             )
-        if apart := ranking_by_more_than_position(branch.prompt):
+        if named_policy := ranking_by_more_than_position(branch.prompt):
             return (
-                f"two layers are held together, so that both hold the same positions, and under the policy {apart} "
-                "each holds its own; use full, or a prompt compressor that ranks by position."
+                f"two layers are held together, so that both hold the same positions, and under the policy "
+                f"{named_policy} each holds its own; use full, or a prompt compressor that ranks by position."
             )
         if (lower := _pair_of_other_budgets(spec.storage, branch, sizes, layers)) is not None:
             return (

@@ -21,7 +21,7 @@ from kvjax.storage.side import Sides
 from kvjax.storage.store import aligned
 
 if TYPE_CHECKING:
-    from kvjax.cache.groups import Extent, Group
+    from kvjax.cache.groups import ArraySizes, Group
 
 Array = jax.Array
 ROUNDING = 1e-9  # of a share of tokens
@@ -40,7 +40,7 @@ def regions(layout: Segments, tier: int) -> int:
     return high if tier == HIGH else layout.window - high
 
 
-def slots(layout: Segments, tokens: int, extent: "Extent") -> tuple[int, int, int]:
+def slots(layout: Segments, tokens: int, extent: "ArraySizes") -> tuple[int, int, int]:
     """Returns the slots of the high tier, of the low tier and of the window, for heads of `tokens` tokens."""
     prompt, segments = tokens - extent.following, extent.following // layout.window
     high = salient(layout, prompt)

@@ -210,12 +210,12 @@ def _convert(layer: LayerKV, after: "Group", per_slot: PerSlot, length: Array, s
     exact, dtype = layer.stores[0], layer.value.dtype
     # [B, K, P]
     token = jnp.broadcast_to(jnp.arange(layer.position.shape[2], dtype=jnp.int32), layer.position.shape)
-    gone = (token < length[:, None, None]) & (layer.position < 0)
-    total = jnp.sum(gone, axis=2, keepdims=True, dtype=jnp.int32)
+    evicted = (token < length[:, None, None]) & (layer.position < 0)
+    total = jnp.sum(evicted, axis=2, keepdims=True, dtype=jnp.int32)
     # [B, K, L]: which victim each slot holds; of more than there are slots, the newest
     slot = jnp.arange(size, dtype=jnp.int32)
     victim = slot + (total - 1 - slot) // size * size
-    order = oldest_first(token, gone, token.shape[2])
+    order = oldest_first(token, evicted, token.shape[2])
     index = jnp.take_along_axis(order, jnp.clip(victim, 0, token.shape[2] - 1), axis=2)
     low_at = jnp.where(victim >= 0, index, EMPTY).astype(jnp.int32)
     key, value = exact["key"]["exact"], exact["value"]["exact"]

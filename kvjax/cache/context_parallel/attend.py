@@ -1,7 +1,7 @@
 """The attention of a step of a layer whose slots are divided over devices, and what the step observes.
 
 Each device attends to its own slots, and one collective joins the devices; see
-`kvjax.cache.context_parallel.gathered_state.gathered`.
+`kvjax.cache.context_parallel.gathered_state.gather_state`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from kvjax.cache.context_parallel import blocks, gathered_state, policy_view, po
 from kvjax.cache.context_parallel.gathered_state import GatheredState
 from kvjax.cache.context_parallel.operands import Operands, SharedParams, operands, problems
 from kvjax.cache.context_parallel.placement import NewTokens
-from kvjax.cache.context_parallel.residual import LeavingTokens, leaving
+from kvjax.cache.context_parallel.residual import LeavingTokens, find_leaving
 from kvjax.cache.context_parallel.select import Choice, Rows
 from kvjax.cache.context_parallel.victims import LocalVictim
 from kvjax.cache.groups import RANK, Group
@@ -34,7 +34,7 @@ Columns = Mapping[str, Array]
 
 
 class SelectionInputs(NamedTuple):
-    """What a selection chooses by, besides the step's query.
+    """The inputs of a selection besides the step's query.
 
     Attributes:
       guess: [B, H, 1, D] the query of a selection that looks ahead, rotated; None = the query itself.
@@ -53,8 +53,8 @@ class Observed(NamedTuple):
       layer: the slots that the policy ranks, with the statistics after the step and the positions before it. The marks
         of blocks count from this device's first slot.
       own: the step's own tokens, with their statistics.
-      told: what the devices told each other.
-      goes: the tokens that leave the residual, or None.
+      gathered: what the devices told each other.
+      leaving: the tokens that leave the residual, or None.
       stored: keys and values [B, K, S_i, D] of each store and of the own tokens, as policies look at them.
       choice: the slots that a selection chose, or None.
       sides: what keys and values share.
@@ -66,8 +66,8 @@ class Observed(NamedTuple):
     output: Array
     layer: LayerKV
     own: NewTokens
-    told: GatheredState
-    goes: LeavingTokens | None
+    gathered: GatheredState
+    leaving: LeavingTokens | None
     stored: tuple[list[Array], list[Array]]
     choice: Choice | None
     sides: Sides
@@ -134,15 +134,15 @@ def attend(
     )  # fmt: skip
     newest = jnp.max(rows.position, axis=1)
     # What leaves the residual leaves an empty slot, whether it is encoded or evicted.
-    goes = leaving(positions[1], newest, key.shape[2], group.storage) if group.storage.divided else None
-    named = policy_view.named(layer, own, goes, held.stored, rows, number, group, axes)
-    told = _told(layer, positions, parts[:-1], maps[:-1], goes, newest, named, group, axes)
-    output, columns = _combined(told, parts)
+    leaving = find_leaving(positions[1], newest, key.shape[2], group.storage) if group.storage.divided else None
+    named = policy_view.named(layer, own, leaving, held.stored, rows, number, group, axes)
+    gathered = _gathered_state(layer, positions, parts[:-1], maps[:-1], leaving, newest, named, group, axes)
+    output, columns = _combined(gathered, parts)
     if choice is not None:
         columns[0] = choice.spread(columns[0], sizes[0])
     layer, own = _observed(columns, layer, own, rows, group)
     output = output.astype(value.dtype)
-    return Observed(output, layer, own, told, goes, held.stored, choice, sides, first, named)
+    return Observed(output, layer, own, gathered, leaving, held.stored, choice, sides, first, named)
 
 
 def _own(key: Array, value: Array, rows: Rows, group: Group) -> NewTokens:
@@ -178,12 +178,12 @@ def _log_weights(
     return [*store_order.separated(log_weight, sizes), merge.log_weight(own.stats)]
 
 
-def _told(
+def _gathered_state(
     layer: LayerKV,
     positions: Sequence[Array],
     parts: Sequence[attention.Problem],
     maps: Sequence[attention.Mapped],
-    goes: LeavingTokens | None,
+    leaving: LeavingTokens | None,
     newest: Array,
     named: LocalVictim | None,
     group: Group,
@@ -196,7 +196,7 @@ def _told(
       positions: [B, K, S_i] int32 of each store.
       parts: attention to each store.
       maps: of each.
-      goes: the tokens that leave the residual, or None.
+      leaving: the tokens that leave the residual, or None.
       newest: [B] int32 newest position of each row.
       named: see `Observed`.
       group: of heads.
@@ -204,27 +204,27 @@ def _told(
     """
     storage = group.storage
     free, more = [gathered_state.empty_slots(each) for each in positions], None
-    if goes is not None:
-        free[1] += jnp.sum(goes.position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
-        more = goes.vectors(layer.stores[1])
+    if leaving is not None:
+        free[1] += jnp.sum(leaving.position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
+        more = leaving.vectors(layer.stores[1])
     if group.arrangement.in_order:
         more = blocks.older(layer.position, newest, storage).astype(jnp.float32)
     live = gathered_state.live_slots(layer.position)
     bits = None if named is None else named.bits
-    return gathered_state.gathered(parts, maps, live, jnp.concatenate(free, axis=2), axes.slots, more, bits)
+    return gathered_state.gather_state(parts, maps, live, jnp.concatenate(free, axis=2), axes.slots, more, bits)
 
 
-def _combined(told: GatheredState, parts: Sequence[attention.Problem]) -> tuple[Array, list[dict[str, Array]]]:
+def _combined(gathered: GatheredState, parts: Sequence[attention.Problem]) -> tuple[Array, list[dict[str, Array]]]:
     """Returns the output of all slots, [B, K, G, n, D], and the columns of each part.
 
     Args:
-      told: what the devices told each other.
+      gathered: what the devices told each other.
       parts: attention to each store of this device, and to the step's own tokens, which every device has.
     """
-    combined = attention.combine(*told.parts, attention.attend(parts[-1], "xla"))
+    combined = attention.combine(*gathered.parts, attention.attend(parts[-1], "xla"))
     lse = combined.lse
     assert lse is not None
-    seen = told.seen + attention.count_seen(parts[-1])
+    seen = gathered.seen + attention.count_seen(parts[-1])
     return combined.output, [attention.column_sums(each, lse, seen, "xla") for each in parts]
 
 

@@ -37,14 +37,14 @@ def older(position: Array, newest: Array, storage: Storage) -> Array:
 
 
 def write(
-    layer: LayerKV, own: NewTokens, told: GatheredState, newest: Array, group: Group, offset: Array, sides: Sides
+    layer: LayerKV, own: NewTokens, gathered: GatheredState, newest: Array, group: Group, offset: Array, sides: Sides
 ) -> LayerKV:
     """Writes the step's own tokens.
 
     Args:
       layer: of this device, with the statistics after the step; its marks count from its first slot.
       own: the step's own tokens.
-      told: `GatheredState.more` is the sum of `older` over all devices.
+      gathered: `GatheredState.more` is the sum of `older` over all devices.
       newest: [B] int32 newest position of each row.
       group: has the storage.
       offset: int32, this device's first slot.
@@ -53,10 +53,10 @@ def write(
     Returns:
       The layer, whose marks count from the first slot of all devices.
     """
-    assert told.more is not None
-    old = told.more.astype(jnp.int32) + older(own.position, newest, group.storage) - offset
+    assert gathered.more is not None
+    old = gathered.more.astype(jnp.int32) + older(own.position, newest, group.storage) - offset
     position = jnp.concatenate([layer.position, own.position], axis=2)
     stats = {name: jnp.concatenate([leaf, own.stats[name]], axis=2) for name, leaf in layer.stats.items()}
     step = StepTokens(layer, own.key, own.value, position, None, PerSlot(stats, {}), newest, group, sides)
-    after, moved = write_tokens(step, Others(told.live - offset, old))
+    after, moved = write_tokens(step, Others(gathered.live - offset, old))
     return after.replace(stats=moved.stats, marks=shifted(after.marks, offset))

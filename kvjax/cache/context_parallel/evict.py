@@ -19,7 +19,7 @@ Array = jax.Array
 Stats = dict[str, Array]
 
 
-def settle(
+def finish(
     step: Observed, rows: Rows, number: Array, group: Group, axes: slot_reductions.Across, skew: Array | None
 ) -> LayerKV:
     """Returns the layer of this device after a step.
@@ -34,17 +34,18 @@ def settle(
     """
     layer, own, newest = step.layer, step.own, jnp.max(rows.position, axis=1)
     if group.arrangement.in_order:
-        return blocks.write(layer, own, step.told, newest, group, step.first, step.sides)
-    moves = PendingWrites(layer, own, step.goes, step.told.more, step.told.free, newest, group, axes.slots, step.sides)
+        return blocks.write(layer, own, step.gathered, newest, group, step.first, step.sides)
+    known = step.gathered
+    moves = PendingWrites(layer, own, step.leaving, known.more, known.free, newest, group, axes.slots, step.sides)
     after = _evicted(step, moves, rows, number, axes)
     if step.choice is None:
         return after
-    index = select.with_entries(after, own, step.stored[0][-1], step.goes, step.told.more, group, skew)
+    index = select.with_entries(after, own, step.stored[0][-1], step.leaving, known.more, group, skew)
     return after.replace(index=index)
 
 
 def _evicted(step: Observed, moves: PendingWrites, rows: Rows, number: Array, axes: slot_reductions.Across) -> LayerKV:
-    """Evicts, and writes the step's own tokens; for the arguments see `settle`."""
+    """Evicts, and writes the step's own tokens; for the arguments see `finish`."""
     group, own = moves.group, moves.own
     if group.policy.budget is None:
         return moves.without_evictions()
@@ -66,10 +67,10 @@ def _one(step: Observed, moves: PendingWrites, stats: Stats, view: View, axes: s
       axes: that slots and heads are divided over.
     """
     group, merge = moves.group, moves.group.policy.merge
-    total = step.told.live + (moves.newest >= 0).astype(jnp.int32)[:, None, None]
+    total = step.gathered.live + (moves.newest >= 0).astype(jnp.int32)[:, None, None]
     with slot_reductions.devices(axes):
         if step.named is not None:
-            evicted = victims.lowest_of(step.told.named, step.named, total)
+            evicted = victims.lowest_of(step.gathered.named, step.named, total)
         else:
             sent = victims.nothing if merge is None else folding.sender(moves, *step.stored)
             evicted = victim_candidates.lowest_position(group, stats, view, total, axes, moves.packed(), sent)
@@ -92,8 +93,8 @@ def _several(step: Observed, moves: PendingWrites, stats: Stats, view: View, axe
         most = n if group.evicts_one and policy.when == "step" and n <= CANDIDATES else None
         victim = evict.victims(policy, stats, view, one=False, most=most)
         if policy.merge is not None:
-            gone = folding.gathered(moves, *step.stored, victim, view)
-            moves = folding.fold(moves, *step.stored, victim, gone, view)
+            evicted_pairs = folding.gather_victims(moves, *step.stored, victim, view)
+            moves = folding.fold(moves, *step.stored, victim, evicted_pairs, view)
         if group.holds_ranks and policy.when == "step":
             evicted = position_ranks.evicted_positions(view.position, victim, n)
     position = jnp.where(victim[:, :, :size], EMPTY, moves.layer.position)

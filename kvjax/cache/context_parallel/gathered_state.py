@@ -1,4 +1,4 @@
-"""What devices that share the slots of a head tell each other in a step, and where its tokens go."""
+"""Gathers the state of devices that share the slots of a head, and places a step's tokens in slots."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ Array = jax.Array
 
 
 class GatheredState(NamedTuple):
-    """What the devices tell each other before a step's attention is complete.
+    """The state of all devices that is gathered before a step's attention is complete.
 
     Attributes:
       parts: attention over the slots of each device.
@@ -36,7 +36,7 @@ class GatheredState(NamedTuple):
     named: Array
 
 
-def gathered(
+def gather_state(
     here: Sequence[attention.Problem],
     maps: Sequence[attention.Mapped],
     live: Array,

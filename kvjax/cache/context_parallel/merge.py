@@ -49,7 +49,7 @@ def sender(moves: PendingWrites, keys: Sequence[Array], values: Sequence[Array])
     return functools.partial(packing.packed, _whole(moves, keys, values))
 
 
-def gathered(
+def gather_victims(
     moves: PendingWrites, keys: Sequence[Array], values: Sequence[Array], victim: Array, view: View
 ) -> Evicted:
     """Gathers the victims of all devices, n of each, in one collective; see `fold`.
@@ -71,7 +71,7 @@ def gathered(
     each = jnp.concatenate([position[..., None], bits], axis=3)
     flat = each.reshape(*slots.shape[:2], math.prod(each.shape[2:]))
     # [C, B, K, n * (1 + m) + m'] int32
-    every = slot_reductions.gathered(jnp.concatenate([flat, moves.packed()], axis=2))
+    every = slot_reductions.gather(jnp.concatenate([flat, moves.packed()], axis=2))
     # [C, B, K, n, 1 + m], then [B, K, C * n, 1 + m]
     sent = every[..., : flat.shape[2]].reshape(-1, *each.shape)
     sent = jnp.moveaxis(sent, 0, 2).reshape(*slots.shape[:2], -1, each.shape[3])
@@ -97,12 +97,12 @@ def fold(
     assert merge is not None
     whole, size = _whole(moves, keys, values), layer.position.shape[2]
     # [B, K, V, ...]: of all devices
-    gone, real = packing.unpacked(evicted.sent, whole), evicted.position >= 0
+    evicted_pairs, real = packing.unpacked(evicted.sent, whole), evicted.position >= 0
     # [B, K, n]: every device knows which of the step's own tokens are evicted, and removes its own slots.
     out = jnp.any((own.position[..., None] == evicted.position[:, :, None]) & (own.position >= 0)[..., None], axis=3)
     position = jnp.where(victim[:, :, :size], EMPTY, layer.position)
     # [B, K, S + n + V, ...]
-    every = {name: jnp.concatenate([leaf, gone[name]], axis=2) for name, leaf in whole.items()}
+    every = {name: jnp.concatenate([leaf, evicted_pairs[name]], axis=2) for name, leaf in whole.items()}
     key, value = every.pop("key"), every.pop("value")
     folded = merge.fold(
         key,

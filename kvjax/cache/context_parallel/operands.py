@@ -20,7 +20,7 @@ Array = jax.Array
 
 
 class SharedParams(NamedTuple):
-    """What the vectors of all slots share, on whichever device they are.
+    """Parameters that the vectors of all slots share, on whichever device they are.
 
     Attributes:
       sides: of a calibration, leaves [K, ...] or [1, ...]; {} if the storage has none.
@@ -134,6 +134,6 @@ def _known_ranks(positions: Sequence[Array], rows: Rows, group: Group) -> Ranks:
     # [B]: the tokens before the step, and those that are held of them
     before = jnp.maximum(rows.position[:, 0], 0)
     kept = jnp.minimum(before, rows.budget)
-    gone = (before - kept)[:, None, None]
-    ranks = [jnp.where(position < sinks, position, position - gone) for position in positions]
+    dropped = (before - kept)[:, None, None]
+    ranks = [jnp.where(position < sinks, position, position - dropped) for position in positions]
     return Ranks(ranks, kept + jnp.sum(rows.position >= 0, axis=1, dtype=jnp.int32))

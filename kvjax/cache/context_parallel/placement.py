@@ -35,7 +35,7 @@ class NewTokens(NamedTuple):
 
 
 class RemainingSlots(NamedTuple):
-    """What every device knows of the slots that are left in a step.
+    """Counts of the slots that are left in a step, which every device has.
 
     Attributes:
       free: see `PendingWrites`.
@@ -47,12 +47,12 @@ class RemainingSlots(NamedTuple):
 
 
 class PendingWrites(NamedTuple):
-    """What is known when a step has attended, and what moves.
+    """The tokens that a step writes after attention, and the slots that they come from.
 
     Attributes:
       layer: of this device, with the statistics after the step and the positions before it.
       own: the step's own tokens.
-      goes: the tokens of this device that leave the residual; None for a storage of one store.
+      leaving: the tokens of this device that leave the residual; None for a storage of one store.
       vectors: [B, K, n, 2 * D + 1] float32, keys and values of those of all devices, and whether there is one; or None.
       free: [C, B, K, m] int32, empty slots of each store of each device; those that tokens leave count as empty.
       newest: [B] int32 newest position of each row.
@@ -63,7 +63,7 @@ class PendingWrites(NamedTuple):
 
     layer: LayerKV
     own: NewTokens
-    goes: LeavingTokens | None
+    leaving: LeavingTokens | None
     vectors: Array | None
     free: Array
     newest: Array
@@ -74,13 +74,13 @@ class PendingWrites(NamedTuple):
     def packed(self) -> Array:
         """Returns what is known of this device's leaving tokens, [B, K, m] int32, to be added up over all devices."""
         batch, kv_heads = self.layer.position.shape[:2]
-        if self.goes is None:
+        if self.leaving is None:
             return jnp.zeros((batch, kv_heads, 0), jnp.int32)
-        return packed(self._exact_stats(self.layer.stats), self.goes.slot, self.goes.position >= 0)
+        return packed(self._exact_stats(self.layer.stats), self.leaving.slot, self.leaving.position >= 0)
 
     def counted(self, position: Array) -> RemainingSlots:
         """Counts the slots that are left, positions [B, K, S] of this device, in one collective at most."""
-        if self.goes is None:
+        if self.leaving is None:
             # A token takes the slot of the victim.
             return RemainingSlots(self.free, self.found)
         coded_at, exact_at = self._positions(position)
@@ -103,22 +103,22 @@ class PendingWrites(NamedTuple):
           victim: [B, K, 1] int32, the position that is evicted, on whichever device it is; -1 = none.
           bits: [B, K, m] int32, the sum of `packed` over all devices.
         """
-        if self.goes is None:
+        if self.leaving is None:
             target = self._target(self.layer.position, self.own.position, victim, self.free)
             return self._written(self.layer.position, target, self.own, self.layer.stats)
         coded_at, exact_at = self._positions(self.layer.position)
         # [B, 1, 1]: what leaves, and older tokens that are not among the first, are in coded slots.
-        goes, sinks = self.goes.target, self.group.storage.sinks
+        leaving, sinks = self.leaving.target, self.group.storage.sinks
         old = self.newest[:, None, None] - self.group.storage.residual
         is_coded = (victim >= sinks) & (victim < old)
         leaves = self._all_leaving(
-            self.found & (victim != goes), unpacked(bits, self.own.stats, 1), self.own.position != victim
+            self.found & (victim != leaving), unpacked(bits, self.own.stats, 1), self.own.position != victim
         )
         into = self._target(coded_at, leaves.position, jnp.where(is_coded, victim, EMPTY), self.free[..., :1])
-        stays = (self.own.position >= 0) & (self.own.position != victim) & (self.own.position != goes)
+        stays = (self.own.position >= 0) & (self.own.position != victim) & (self.own.position != leaving)
         # A slot that a token leaves counts as empty, also where that token is evicted.
-        left = jnp.where(exact_at == goes, EMPTY, exact_at)
-        of_exact = jnp.where(is_coded | (victim == goes), EMPTY, victim)
+        left = jnp.where(exact_at == leaving, EMPTY, exact_at)
+        of_exact = jnp.where(is_coded | (victim == leaving), EMPTY, victim)
         at = self._target(left, jnp.where(stays, self.own.position, EMPTY), of_exact, self.free[..., 1:])
         position = store_order.joined([coded_at, left])
         return self._in_stores(jnp.where(position == victim, EMPTY, position), leaves, into, at)
@@ -132,7 +132,7 @@ class PendingWrites(NamedTuple):
         """
         own, n = self.own, self.own.key.shape[2]
         layer = self.layer.replace(stats=forget(self.layer.stats, position))
-        if self.goes is None:
+        if self.leaving is None:
             free = gathered_state.empty_slots(position)
             every = jax.lax.all_gather(jnp.concatenate([stays.astype(jnp.int32), free], axis=2), self.axes)
             target = gathered_state.places(position, every[0, :, :, :n] > 0, every[:, :, :, n:], self.axes)
@@ -143,17 +143,17 @@ class PendingWrites(NamedTuple):
         left = self._without_leaving(exact_at)
         known = [
             stays.astype(jnp.int32), here.astype(jnp.int32), gathered_state.empty_slots(coded_at),
-            gathered_state.empty_slots(left), packed(self._exact_stats(layer.stats), self.goes.slot, here),
+            gathered_state.empty_slots(left), packed(self._exact_stats(layer.stats), self.leaving.slot, here),
         ]  # fmt: skip
         every = jax.lax.all_gather(jnp.concatenate(known, axis=2), self.axes)
-        found, told = jnp.sum(every[..., n : 2 * n], axis=0) > 0, jnp.sum(every[..., 2 * n + 2 :], axis=0)
+        found, bits = jnp.sum(every[..., n : 2 * n], axis=0) > 0, jnp.sum(every[..., 2 * n + 2 :], axis=0)
         moves = self._replace(layer=layer, free=every[..., 2 * n : 2 * n + 2])
-        return moves._settled(coded_at, left, every[0, :, :, :n] > 0, found, unpacked(told, own.stats, n))
+        return moves._write_remaining(coded_at, left, every[0, :, :, :n] > 0, found, unpacked(bits, own.stats, n))
 
     def without_evictions(self) -> LayerKV:
         """Writes the step's own tokens where nothing is evicted."""
         own, position = self.own, self.layer.position
-        if self.goes is None:
+        if self.leaving is None:
             target = gathered_state.places(position, own.position >= 0, self.free, self.axes)
             return self._written(position, target, own, self.layer.stats)
         if own.stats:
@@ -161,13 +161,13 @@ class PendingWrites(NamedTuple):
             first = jax.lax.axis_index(self.axes) == 0
             return self.after_evictions(position, (own.position >= 0) & first)
         coded_at, exact_at = self._positions(position)
-        return self._settled(coded_at, self._without_leaving(exact_at), own.position >= 0, self.found, {})
+        return self._write_remaining(coded_at, self._without_leaving(exact_at), own.position >= 0, self.found, {})
 
     def appended(self, target: Array) -> LayerKV:
         """Writes the step's own tokens to slots [B, K, n] int32 of this device's only store; S for none."""
         return self._written(self.layer.position, target, self.own, self.layer.stats)
 
-    def _settled(self, coded_at: Array, left: Array, stays: Array, found: Array, stats: Stats) -> LayerKV:
+    def _write_remaining(self, coded_at: Array, left: Array, stays: Array, found: Array, stats: Stats) -> LayerKV:
         """Writes what leaves the residual, and the step's own tokens, to empty slots.
 
         Args:
@@ -177,10 +177,10 @@ class PendingWrites(NamedTuple):
           found: [B, K, n] bool, which of the leaving tokens are left of those in slots.
           stats: of these.
         """
-        assert self.goes is not None
+        assert self.leaving is not None
         leaves = self._all_leaving(found, stats, stays)
         into = gathered_state.places(coded_at, leaves.position >= 0, self.free[..., :1], self.axes)
-        exact = stays & ~places_of(self.goes.target, self.own.position)[1]
+        exact = stays & ~places_of(self.leaving.target, self.own.position)[1]
         at = gathered_state.places(left, exact, self.free[..., 1:], self.axes)
         return self._in_stores(store_order.joined([coded_at, left]), leaves, into, at)
 
@@ -192,9 +192,9 @@ class PendingWrites(NamedTuple):
           stats: [B, K, n, ...] of these.
           stays: [B, K, n] bool, which of the step's own tokens are not evicted.
         """
-        assert self.goes is not None and self.vectors is not None
+        assert self.leaving is not None and self.vectors is not None
         own, dim = self.own, self.layer.dim
-        target = jnp.broadcast_to(self.goes.target, found.shape)
+        target = jnp.broadcast_to(self.leaving.target, found.shape)
         at, of_own = places_of(jnp.where(stays, own.position, EMPTY), target)
 
         def pick(one: Array, other: Array) -> Array:
@@ -262,8 +262,8 @@ class PendingWrites(NamedTuple):
 
     def _here(self, exact_at: Array) -> Array:
         """[B, K, n] bool: which of the tokens that leave this device's exact slots are left in [B, K, R]."""
-        assert self.goes is not None
-        return (self.goes.position >= 0) & (jnp.take_along_axis(exact_at, self.goes.slot, axis=2) >= 0)
+        assert self.leaving is not None
+        return (self.leaving.position >= 0) & (jnp.take_along_axis(exact_at, self.leaving.slot, axis=2) >= 0)
 
     @property
     def _sizes(self) -> list[int]:
@@ -279,6 +279,6 @@ class PendingWrites(NamedTuple):
 
     def _without_leaving(self, exact_at: Array) -> Array:
         """Returns positions [B, K, R] without those that leave."""
-        assert self.goes is not None
-        gone = jnp.any(exact_at[..., None] == self.goes.target[:, :, None], axis=3)
-        return jnp.where(gone, EMPTY, exact_at)
+        assert self.leaving is not None
+        is_leaving = jnp.any(exact_at[..., None] == self.leaving.target[:, :, None], axis=3)
+        return jnp.where(is_leaving, EMPTY, exact_at)

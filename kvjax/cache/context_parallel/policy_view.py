@@ -1,4 +1,4 @@
-"""What a policy looks at on a device that has some of the slots, and what it ranks before attention."""
+"""The view of a policy on a device that has some of the slots, and the slot that it ranks lowest before attention."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ Array = jax.Array
 def named(
     layer: LayerKV,
     own: NewTokens,
-    goes: LeavingTokens | None,
+    leaving: LeavingTokens | None,
     stored: tuple[list[Array], list[Array]],
     rows: Rows,
     number: Array,
@@ -37,7 +37,7 @@ def named(
     if not one or group.needs:
         return None
     none = jnp.zeros((*own.position.shape[:2], 0, 0), jnp.int32)
-    moves = PendingWrites(layer, own, goes, None, none, rows.position[:, 0], group, axes.slots, {})
+    moves = PendingWrites(layer, own, leaving, None, none, rows.position[:, 0], group, axes.slots, {})
     view, stats = view_of(layer, own, stored, rows, number, group, axes), both_stats(layer, own)
     assumed = Assumed(mark=False)
     with slot_reductions.devices(axes._replace(assumed=assumed)):

@@ -82,5 +82,5 @@ def evicted_positions(position: Array, victim: Array, most: int) -> Array:
       most: the most victims of a head.
     """
     slots, valid = compact(victim, most)
-    every = slot_reductions.gathered(jnp.where(valid, jnp.take_along_axis(position, slots, axis=2), FAR))
+    every = slot_reductions.gather(jnp.where(valid, jnp.take_along_axis(position, slots, axis=2), FAR))
     return jnp.moveaxis(every, 0, 2).reshape(*position.shape[:2], -1)

@@ -40,7 +40,7 @@ class LeavingTokens(NamedTuple):
         return jnp.concatenate([each.astype(jnp.float32) for each in (*both, found)], axis=3)
 
 
-def leaving(position: Array, newest: Array, count: int, storage: Storage) -> LeavingTokens:
+def find_leaving(position: Array, newest: Array, count: int, storage: Storage) -> LeavingTokens:
     """Finds the tokens of this device that leave the residual.
 
     Args:

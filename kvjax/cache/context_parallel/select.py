@@ -1,4 +1,4 @@
-"""What a step reads of the slots of one device, if a selection chooses among the slots of several devices."""
+"""Reads the slots of one device that a selection chooses among the slots of several devices."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ Array = jax.Array
 
 
 class Rows(NamedTuple):
-    """What a step knows of its rows; see `Block`.
+    """The rows of a step; see `Block`.
 
     Attributes:
       position: [B, n] int32.
@@ -121,11 +121,11 @@ def choose(
     )  # fmt: skip
     if type(selection).write is not Selection.write:
         # Pages must know which of them the token goes to.
-        numbers = selection.tell(layer.index, by, view._replace(position=layer.position, key=None))
+        numbers = selection.to_devices(layer.index, by, view._replace(position=layer.position, key=None))
         free = gathered_state.empty_slots(first_store)
         every = jax.lax.all_gather(jnp.concatenate([free, numbers], axis=2), axes.slots)
         slot = gathered_state.places(first_store, own.position >= 0, every[..., :1], axes.slots)[:, :, 0]
-        view = view._replace(slot=slot, told=every[..., 1:])
+        view = view._replace(slot=slot, from_devices=every[..., 1:])
     index = selection.write(layer.index, keys[-1], slot, newest >= 0)
     with slot_reductions.devices(axes):
         if selection.ahead:
@@ -156,7 +156,7 @@ def with_entries(
     after: LayerKV,
     own: NewTokens,
     key: Array,
-    goes: LeavingTokens | None,
+    leaving: LeavingTokens | None,
     vectors: Array | None,
     group: Group,
     skew: Any,
@@ -167,7 +167,7 @@ def with_entries(
       after: of this device, with its index before the tokens were written.
       own: the step's own token.
       key: [B, K, 1, D], its key, rotated.
-      goes: the token of this device that leaves the residual; None for a storage of one store.
+      leaving: the token of this device that leaves the residual; None for a storage of one store.
       vectors: see `kvjax.cache.context_parallel.placement.PendingWrites`.
       group: the selection.
       skew: of these heads, or None.
@@ -176,10 +176,10 @@ def with_entries(
     if not selection.per_slot:
         return index
     moved = [(key, own.position)]
-    if goes is not None:
+    if leaving is not None:
         assert vectors is not None
         left = vectors[..., : own.key.shape[3]].astype(own.key.dtype)
-        moved.append((left, jnp.where(vectors[..., -1] > 0, goes.target, EMPTY)))
+        moved.append((left, jnp.where(vectors[..., -1] > 0, leaving.target, EMPTY)))
     size = after.position.shape[2]
     slot = jnp.arange(size, dtype=jnp.int32)
     for key, position in moved:

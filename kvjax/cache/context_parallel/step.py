@@ -104,5 +104,5 @@ def _step(
     observed = attend.attend(
         query, key, value, layer, rows, common, number, hint, group=group, axes=axes, rope=rope, **options
     )
-    after = evict.settle(observed, rows, number, group, axes, hint.skew)
+    after = evict.finish(observed, rows, number, group, axes, hint.skew)
     return observed.output, after, None if observed.choice is None else observed.choice.looked

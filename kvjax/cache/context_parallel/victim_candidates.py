@@ -83,7 +83,7 @@ def lowest_position(
         rank = slot_reductions.sum_over_slots(_larger(call, value, at))
         worth = jnp.where(at < 0, jnp.inf, jnp.where(rank < number, with_it, without))
         # [B, K, 1]
-        least, found = (each[0] for each in evict.first_to_go(worth, at, axis=(0, 3)))
+        least, found = (each[0] for each in evict.lowest_priority_oldest(worth, at, axis=(0, 3)))
         # What a device does not name comes after what it names last, [C, B, K, 1] each.
         bound, last = jnp.minimum(without, with_it)[..., -1:], at[..., -1:]
         beyond = (last >= 0) & ((least > bound) | ((least == bound) & (found > last)))
@@ -108,7 +108,7 @@ def _lowest(priority: Array, position: Array) -> tuple[Array, Array]:
     slots, named, left = [], [], position
     for _ in range(min(NAMED, position.shape[2])):
         # [B, K, 1]
-        oldest = evict.first_to_go(priority, left)[1]
+        oldest = evict.lowest_priority_oldest(priority, left)[1]
         slots.append(victims.slots_at(left, oldest))
         named.append(jnp.where(oldest < FAR, oldest, EMPTY))
         left = jnp.where(left == oldest, EMPTY, left)
@@ -159,13 +159,13 @@ def evicted_before(
     def one() -> tuple[Array, Array, RemainingSlots]:
         return lowest, position, RemainingSlots(moves.free, moves.found)
 
-    flag = several_go(policy, stats, view, total, axes)
+    flag = needs_multi_evict(policy, stats, view, total, axes)
     with slot_reductions.devices(axes):
         lowest, position, left = jax.lax.cond(flag, several, one)
     return moves.after(position, left), lowest
 
 
-def several_go(policy: Evict, stats: Stats, view: View, total: Array, axes: slot_reductions.Across) -> Array:
+def needs_multi_evict(policy: Evict, stats: Stats, view: View, total: Array, axes: slot_reductions.Across) -> Array:
     """Returns whether a head of any device evicts several slots, [] bool; see `lowest_position`."""
     # The limit does not depend on a search, and the priority is not used.
     with slot_reductions.devices(axes._replace(assumed=Assumed(mark=False))):

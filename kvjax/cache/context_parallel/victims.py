@@ -55,7 +55,7 @@ def named(group: Group, stats: dict[str, Array], view: View, more: Array, sent: 
     """Names the slot of lowest priority of this device; for the arguments see `lowest_position`."""
     priority, limit = evict.ranking(group.policy, stats, view)
     # [B, K, 1] each, of this device's slots
-    lowest, oldest = evict.first_to_go(priority, view.position)
+    lowest, oldest = evict.lowest_priority_oldest(priority, view.position)
     here = sent(slots_at(view.position, oldest))[:, :, 0]
     bits = jax.lax.bitcast_convert_type(lowest, jnp.int32)
     return LocalVictim(jnp.concatenate([bits, oldest, more, here], axis=2), limit, more.shape[2])
@@ -70,7 +70,8 @@ def lowest_of(every: Array, own: LocalVictim, total: Array) -> Evicted:
       total: [B, K, 1] int32 live slots on all devices, with the step's own token.
     """
     positions = jnp.where(every[..., 1:2] < FAR, every[..., 1:2], EMPTY)
-    found = evict.first_to_go(jax.lax.bitcast_convert_type(every[..., :1], jnp.float32), positions, axis=0)[1]
+    priority = jax.lax.bitcast_convert_type(every[..., :1], jnp.float32)
+    found = evict.lowest_priority_oldest(priority, positions, axis=0)[1]
     end = 2 + own.added
     # Positions of a head are distinct.
     of_victim = jnp.sum(jnp.where(positions == found, every[..., end:], 0), axis=0)[:, :, None]

@@ -1,1 +1,1 @@
-"""What is decided before anything is traced: which groups of heads there are, how many slots, and which kernels."""
+"""Decisions before anything is traced: which groups of heads there are, how many slots, and which kernels."""

@@ -2,7 +2,7 @@
 
 from kvjax.cache.arrangements import arrangement_of
 from kvjax.cache.arrangements.base import Counts
-from kvjax.cache.groups import Extent
+from kvjax.cache.groups import ArraySizes
 from kvjax.cache.planning.head_groups import Branch
 from kvjax.cache.planning.limits import Sizes, slots_bucket
 from kvjax.cache.spec import CacheSpec
@@ -14,11 +14,11 @@ def capacities(
 ) -> tuple[int, int]:
     """Slots per head of the arrays: while the prompt goes in block by block, and while decoding.
 
-    Where a step's own tokens are apart (`Storage.apart`), they take none.
+    Where a step's own tokens are apart (`Storage.new_tokens_separate`), they take none.
     """
     whole, total = sizes.prompt, sizes.total
     first, then = budgets
-    room = 0 if spec.storage.apart else 1  # for the step's own token
+    room = 0 if spec.storage.new_tokens_separate else 1  # for the step's own token
 
     def up(slots: int, policy: Evict) -> int:
         return (
@@ -34,7 +34,7 @@ def capacities(
             # Also where the step's own tokens are apart: which slots they will have is known before any is freed.
             page = branch.prompt.page
             return _in_pages(first, sizes.block or 1, page, total), _in_pages(first, 1, page, total)
-        block = 0 if spec.storage.apart else (sizes.block or 1)
+        block = 0 if spec.storage.new_tokens_separate else (sizes.block or 1)
         return min(up(first + block, branch.prompt), total), min(up(first + room, branch.prompt), total)
     assert first is not None and branch.prompt.budget is not None
     left = up(_left(branch.prompt, first, kv_heads, sizes), branch.prompt)
@@ -87,7 +87,7 @@ def split_stores(
     slots: int,
     budgets: list[int | None],
     following: int = 0,
-    extent: Extent | None = None,
+    extent: ArraySizes | None = None,
 ) -> tuple[int, ...]:
     """Returns the slots of each store: the encoded ones, and those of the newest tokens, which are exact.
 
@@ -106,9 +106,9 @@ def split_stores(
     return arrangement_of(spec.storage).slots(spec.storage, counts)
 
 
-def extent_of(spec: CacheSpec, branch: Branch, sizes: Sizes) -> Extent | None:
+def extent_of(spec: CacheSpec, branch: Branch, sizes: Sizes) -> ArraySizes | None:
     """Returns what arrays are sized for beyond the number of slots; None for a storage of single slots."""
     if not arrangement_of(spec.storage).sized_by_extent:
         return None
     compressed = branch.prompt.budget is not None
-    return Extent(shortest=1 if compressed else sizes.shortest, following=sizes.following, compressed=compressed)
+    return ArraySizes(shortest=1 if compressed else sizes.shortest, following=sizes.following, compressed=compressed)

@@ -11,7 +11,7 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.errors import PolicyError, StorageError
 from kvjax.parallel import sharding
 from kvjax.parallel.host_memory import HOST
-from kvjax.policies.traits import holding_apart
+from kvjax.policies.traits import per_head_positions
 from kvjax.selection.base import Selection
 from kvjax.storage.base import ROTATED, Storage
 from kvjax.storage.side import PROMPT
@@ -65,7 +65,7 @@ def check(spec: CacheSpec, branch: Branch, sizes: Sizes, kv_heads: int, layers: 
 
 def _refuses_sides(storage: Storage, branch: Branch, sizes: Sizes) -> str | None:
     """Returns why what the storage's vectors share, or how they are shortened, does not allow it; None if it does."""
-    if not storage.apart:
+    if not storage.new_tokens_separate:
         return None
     selection = branch.selection
     if storage.sides_of(PROMPT) and sizes.block is not None:
@@ -102,10 +102,10 @@ def _refuses_joint(heads: int, branch: Branch, kv_heads: int) -> str | None:
     for policy in (branch.prompt, branch.decode):
         if policy.merge is not None:
             return "a merge changes one head, and heads are held together; leave out merge."
-        if apart := holding_apart(policy):
+        if named_policy := per_head_positions(policy):
             return (
                 f"{heads} KV heads are held together, so that all hold the same positions, and under the policy "
-                f"{apart} each head holds its own; use full(), a window, or tova()."
+                f"{named_policy} each head holds its own; use full(), a window, or tova()."
             )
     if reads_some(branch.selection):
         return (

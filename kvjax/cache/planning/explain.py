@@ -58,7 +58,7 @@ def _describe(group: Group, layout: "CacheLayout") -> str:
         for each in ((made.stores, made.sides), made.index)
     )
     slots = " + ".join(
-        f"{count} {storage.label if storage.apart else 'exact'}"
+        f"{count} {storage.label if storage.new_tokens_separate else 'exact'}"
         for count, storage in zip(group.slots, group.stores, strict=True)
     )
     reads = "" if group.selection.reads_all else f", reads {group.selection.name}"

@@ -166,7 +166,7 @@ def by_head(storage: Storage, layers: int, kv_heads: int) -> tuple[tuple[Storage
     return tuple(tuple(own.of_head(head, kv_heads) for head in range(kv_heads)) for own in of_layers)
 
 
-def held_alike(branches: list[Branch], storage: Storage, config: DecoderConfig) -> list[Branch]:
+def group_by_storage(branches: list[Branch], storage: Storage, config: DecoderConfig) -> list[Branch]:
     """Divides branches whose heads a storage holds in different ways, so that those of each are held alike.
 
     Args:
@@ -191,14 +191,14 @@ def held_alike(branches: list[Branch], storage: Storage, config: DecoderConfig) 
         if most <= 1:
             made.append(branch)
             continue
-        _check_apart(branch, storage)
+        _check_separate_heads(branch, storage)
         for number in range(most):
             heads = tuple(each[number] if number < len(each) else () for each in kinds)
             made.append(branch._replace(heads=heads))
     return made
 
 
-def _check_apart(branch: Branch, storage: Storage) -> None:
+def _check_separate_heads(branch: Branch, storage: Storage) -> None:
     """Checks that the heads of a layer can be in several groups.
 
     Raises:

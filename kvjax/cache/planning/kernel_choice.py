@@ -73,7 +73,7 @@ class Chooser:
         return self._decode(group, kv_heads)
 
     def _decode(self, group: Group, kv_heads: int) -> Group:
-        parts = len(group.slots) + 1 if group.storage.apart else 1
+        parts = len(group.slots) + 1 if group.storage.new_tokens_separate else 1
         request = self._request(group, kv_heads, tokens=1, slots=group.capacity, parts=parts)
         whole = self._choose("step", request, group)
         storage, lanes = group.storage, self.config.head_dim % LANES == 0
@@ -113,7 +113,7 @@ class Chooser:
                 return group
         tokens = self.sizes.prompt if one_shot else self.sizes.block
         assert tokens is not None
-        parts = len(group.slots) + 1 if group.storage.apart and not one_shot else 1
+        parts = len(group.slots) + 1 if group.storage.new_tokens_separate and not one_shot else 1
         slots = tokens if one_shot else group.capacity
         request = self._request(group, kv_heads, tokens=tokens, slots=slots, parts=parts)
         choice = self._choose("prefill" if tokens > 1 else "decode", request, group)
@@ -126,7 +126,7 @@ class Chooser:
             extras.append("eviction of whole pages")
         if group.policy.merge is not None:
             extras.append("a merge")
-        if group.storage.apart and not any(group.codecs):
+        if group.storage.new_tokens_separate and not any(group.codecs):
             extras.append(f"storage {group.storage.label}")
         if not group.selection.reads_all:
             extras.append(f"selection {group.selection.name}")

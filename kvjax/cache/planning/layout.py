@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from kvjax.cache.empty import empty
-from kvjax.cache.groups import Extent, Group, Phase, keep_everything
+from kvjax.cache.groups import ArraySizes, Group, Phase, keep_everything
 from kvjax.cache.planning.explain import explain
 from kvjax.cache.state import KVState, LayerKV
 from kvjax.errors import InputError
@@ -24,7 +24,7 @@ from kvjax.units import size
 @jax.tree_util.register_static  # it is a part of results, and has no arrays
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """What `lower` returns.
+    """The groups of heads of each layer, which programs are compiled for; `lower` returns it.
 
     Attributes:
       prompt: the groups of each layer while the prompt goes in.
@@ -134,4 +134,4 @@ def kept(layout: CacheLayout | None, state: KVState, layer: int, rows: int) -> l
     return layout.kept(state, layer, rows)
 
 
-__all__ = ["CacheLayout", "Extent", "Group", "Phase", "keep_everything", "kept"]
+__all__ = ["ArraySizes", "CacheLayout", "Group", "Phase", "keep_everything", "kept"]

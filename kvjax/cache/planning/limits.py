@@ -51,7 +51,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What `kvjax.cache.planning.lowering.lower` allocates for.
+    """Sizes that `kvjax.cache.planning.lowering.lower` allocates for.
 
     Attributes:
       rows: of a batch.

@@ -19,7 +19,7 @@ from kvjax.cache.groups import Group
 from kvjax.cache.planning.capacities import capacities, extent_of, newest_stay, shares, split_stores
 from kvjax.cache.planning.compatibility import check
 from kvjax.cache.planning.declared import check_names, check_policy, check_selection, check_storage
-from kvjax.cache.planning.head_groups import Branch, branches_of, by_head, held_alike
+from kvjax.cache.planning.head_groups import Branch, branches_of, by_head, group_by_storage
 from kvjax.cache.planning.kernel_choice import Chooser
 from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.limits import Sizes
@@ -151,7 +151,7 @@ def _check_declared(branch: Branch, config: DecoderConfig, sizes: Sizes, dtype: 
 def _branches(spec: CacheSpec, config: DecoderConfig) -> list[Branch]:
     """Returns the policies of heads that are held alike."""
     branches = [branch.protecting() for branch in branches_of(spec.policy, spec.selection, config)]
-    return held_alike(branches, spec.storage, config)
+    return group_by_storage(branches, spec.storage, config)
 
 
 def _held(spec: CacheSpec, config: DecoderConfig) -> tuple[tuple[Storage, ...], ...]:

@@ -64,7 +64,7 @@ def ranking(policy: Evict, stats: dict[str, Array], view: View) -> tuple[Array, 
     return priority, jnp.where(counts[:, None, None], limit // policy.page if policy.page > 1 else limit, FAR)
 
 
-def first_to_go(priority: Array, position: Array, axis: int | tuple[int, ...] = 2) -> tuple[Array, Array]:
+def lowest_priority_oldest(priority: Array, position: Array, axis: int | tuple[int, ...] = 2) -> tuple[Array, Array]:
     """Returns the lowest priority of live slots and, of those that have it, the oldest position; FAR = none is live.
 
     This is the order of evictions, of slots of one device as of those that devices name. Minima and comparisons only:
@@ -83,7 +83,7 @@ def first_to_go(priority: Array, position: Array, axis: int | tuple[int, ...] = 
 def one_victim(priority: Array, position: Array, limit: Array) -> Array:
     """Marks the slot of lowest priority, among equals the oldest, in heads over the limit; [B, K, S] bool."""
     over = jnp.sum(position >= 0, axis=2, keepdims=True, dtype=jnp.int32) > limit
-    return over & (position == first_to_go(priority, position)[1])
+    return over & (position == lowest_priority_oldest(priority, position)[1])
 
 
 def all_victims(priority: Array, position: Array, limit: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What goes into a step of a layer, and what comes out of it besides the cache."""
+"""The inputs of a step of a layer, and its outputs besides the cache."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ Array = jax.Array
 
 
 class LayerArgs(NamedTuple):
-    """What a layer gives to its steps besides queries, keys and values.
+    """The arguments of a layer's steps besides queries, keys and values.
 
     Attributes:
       rope: the layer's rotary embedding.

@@ -47,7 +47,7 @@ class KeyRotation(NamedTuple):
 class Pool(NamedTuple):
     """The slots of a layer and the tokens of a step.
 
-    The step's own tokens are appended to the layer, or follow its slots; see `Storage.apart`.
+    The step's own tokens are appended to the layer, or follow its slots; see `Storage.new_tokens_separate`.
 
     Attributes:
       layer: the layer, with the step's tokens if it is dense.
@@ -116,7 +116,7 @@ def pool_of(layer: LayerKV, inputs: "StepInputs", block: Block, group: Group, ar
       args: of the layer.
     """
     key, value = inputs.key, inputs.value
-    if not group.storage.apart:
+    if not group.storage.new_tokens_separate:
         # Constrained before attention too: if KV heads are replicated but query heads are not, XLA would otherwise
         # write the cache in parts and gather it at every step.
         layer = constrain(append(layer, key, value, block.position, group.policy.page))

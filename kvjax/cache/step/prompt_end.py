@@ -20,7 +20,7 @@ Array = jax.Array
 
 
 class Prompt(NamedTuple):
-    """What `convert` knows of a layer's prompts.
+    """The prompts of a layer, for `convert`.
 
     Attributes:
       length: [B] int32 tokens of each row's prompt.
@@ -75,7 +75,7 @@ def convert(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> Laye
 def _converted(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> LayerKV:
     """Returns the slots without their ranks; see `convert`."""
     # A one-shot prompt is exact and on the device, whatever the storage.
-    in_place = bool(before.slots) and before.storage.apart
+    in_place = bool(before.slots) and before.storage.new_tokens_separate
     index = _index(layer, before, after, prompt)
     per_slot = PerSlot(layer.stats, {name: index.pop(name) for name in after.selection.per_slot})
     sides = {**(prompt.sides or {}), **layer.sides}

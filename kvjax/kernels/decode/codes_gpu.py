@@ -1,4 +1,4 @@
-"""What the GPU kernels need to read a cache of codes: its arrays as operands, and the decoded numbers of a tile.
+"""Operands of the GPU kernels that read a cache of codes: its arrays as operands, and the decoded numbers of a tile.
 
 A tile of codes is decoded in registers and stored as 16-bit numbers in the order that tensor cores read. Codes of one
 byte belong to neighbouring features, but lie in different registers after they are taken apart: those at the same place

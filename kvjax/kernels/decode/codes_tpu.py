@@ -1,4 +1,4 @@
-"""What the TPU kernels need to read a cache of codes: how its arrays enter a kernel, and numbers of a block of codes.
+"""Operands of the TPU kernels that read a cache of codes: its arrays, and the numbers of a block of codes.
 
 XLA lays an array out so that its tiles have little padding: [B, K, S, n] with n a multiple of 128 as it is written, any
 other n as [B, K, n, S], with slots along the lanes. A kernel takes each array as it lies, so that nothing is copied.

@@ -105,14 +105,14 @@ def attend_and_reduce(
     # [pairs, spans, G]: the maximum and the sum of each span
     top, total = ends[:, :, 0, :group], ends[:, :, 1, :group]
     # [pairs, G], of the other parts, if they are not in the first span
-    apart = jnp.where(others > NEGATIVE / 2, 1.0, 0.0) if launch.spans > 1 else jnp.zeros_like(others)
+    separate = jnp.where(others > NEGATIVE / 2, 1.0, 0.0) if launch.spans > 1 else jnp.zeros_like(others)
     # [pairs, 1, G]
     highest = jnp.max(top, axis=1, keepdims=True)
     highest = jnp.maximum(highest, others[:, None]) if launch.spans > 1 else highest
     # [pairs, spans, G]
     share = total * jnp.exp(top - highest)
     # [pairs, 1, G]
-    sums = jnp.sum(share, axis=1, keepdims=True) + apart[:, None] * jnp.exp(others[:, None] - highest)
+    sums = jnp.sum(share, axis=1, keepdims=True) + separate[:, None] * jnp.exp(others[:, None] - highest)
     known = jnp.where(sums > 0, sums, 1.0)
     # [pairs, G, D]
     output = codes_gpu.outputs(jnp.sum(output * (share / known)[..., None], axis=1), launch)

@@ -1,4 +1,4 @@
-"""What both passes of the GPU's prefill kernel share: rings of tiles, products with them, and warpgroups."""
+"""Parts of both passes of the GPU's prefill kernel: rings of tiles, products with them, and warpgroups."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What the kernels of a whole decoding step take and return."""
+"""Arguments and results of the kernels of a whole decoding step."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What the tables of several families share: keys of ``config.json`` and names of tensors."""
+"""Parts of the tables of several families: keys of ``config.json`` and names of tensors."""
 
 from kvjax.errors import ConfigError, shown
 from kvjax.models import values
