@@ -114,7 +114,7 @@ def planned(
 
 
 def described(config: ExperimentConfig, values: flags.FlagValues) -> dict[str, Any]:
-    """What all results of a run have in common, as JSON values.
+    """Returns the settings that all results of a run share, as JSON values.
 
     Raises:
       ConfigError: a checkpoint that is not here, of which no shape is named.

@@ -211,7 +211,7 @@ def _parts(path: Path) -> tuple[str, int]:
 
 
 def _contents(path: Path) -> bytes | None:
-    """What the owner of a claim has written last."""
+    """Returns the text that the owner of a claim has written last."""
     try:
         return next(path.iterdir()).read_bytes()
     except (OSError, StopIteration):

@@ -1,4 +1,4 @@
-"""What an experiment is: dataclasses whose every field the command line can override (see `experiments.fields`).
+"""Configs of experiments: dataclasses whose every field the command line can override (see `experiments.fields`).
 
 No postponed annotations here: `config_flags` reads the types themselves.
 """
@@ -202,7 +202,7 @@ def build_spec(config: ExperimentConfig, least_slots: int | None = None) -> Cach
 
 
 def build_weights(config: ModelConfig) -> WeightCodes | None:
-    """What weights are quantised to.
+    """Returns the codes that weights are quantised to.
 
     Raises:
       ConfigError: an unknown name, or values that cannot work.
@@ -212,7 +212,7 @@ def build_weights(config: ModelConfig) -> WeightCodes | None:
 
 
 def name_of(config: ExperimentConfig) -> str:
-    """What reports call the config's own policy: with its storage and its selection, where these are no defaults."""
+    """Returns the name of the config's policy in reports, with a storage and a selection that are no defaults."""
     try:
         return build_spec(config).name
     except KvjaxError:

@@ -29,7 +29,7 @@ def encode(model: Model, text: str) -> np.ndarray:
 
 
 def opening(model: Model) -> list[int]:
-    """What every row begins with: BOS where the model expects it, or nothing."""
+    """Returns the tokens that every row begins with: BOS where the model expects it, or nothing."""
     tokenizer = model.tokenizer
     return [tokenizer.bos_id] if tokenizer is not None and tokenizer.adds_bos and tokenizer.bos_id is not None else []
 

@@ -138,7 +138,7 @@ def by_name(name: str, cls: type) -> Any:
 
 
 def _read(path: Path) -> Any:
-    """What the file's `get_config` returns, or None if it has none."""
+    """Returns the result of the file's `get_config`, or None if it has none."""
     spec = importlib.util.spec_from_file_location(f"configs.{path.stem}", path)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     spec.loader.exec_module(module)  # type: ignore[union-attr]

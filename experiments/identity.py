@@ -1,4 +1,4 @@
-"""What a result depends on: a config's settings, the contents of the files that it names, and this code."""
+"""The inputs of a result: a config's settings, the contents of the files that it names, and this code."""
 
 import contextlib
 import functools
@@ -96,7 +96,7 @@ def _of_own(config: ExperimentConfig) -> dict[str, str]:
 
 
 def _of_texts(config: ExperimentConfig) -> Iterator[Path]:
-    """What is read, and asked."""
+    """Returns the texts that are read, and the questions."""
     if config.data.text:
         yield Path(config.data.text)
     with contextlib.suppress(ConfigError):  # is said where tasks are checked

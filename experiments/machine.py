@@ -24,7 +24,7 @@ MOST_MAPS = 40_000  # memory maps of a process, of which Linux allows 65,530; wi
 
 
 class Fit(NamedTuple):
-    """What a model needs and what the machine has, in bytes."""
+    """The bytes that a model needs and that the machine has."""
 
     weights: int
     cache: int
@@ -99,7 +99,7 @@ def _number(path: str, label: str = "") -> int:
 
 
 def environment() -> dict[str, Any]:
-    """What a result depends on in addition to its config: versions, devices, processor, commit, sources."""
+    """Returns the environment of a result: versions, devices, processor, commit, sources."""
     devices = jax.devices()
     return {
         "python": platform.python_version(),
@@ -124,7 +124,7 @@ def environment() -> dict[str, Any]:
 
 
 def compilers() -> dict[str, Any]:
-    """What a program that is compiled and not run depends on in addition to its config."""
+    """Returns the environment of a program that is compiled and not run."""
     own = environment()
     names = ("python", "kvjax", "jax", "jaxlib", "commit", "code", "uncommitted_changes")
     return {name: own[name] for name in names} | {"libtpu": _version("libtpu")}

@@ -30,7 +30,7 @@ def colors(names: Sequence[str]) -> dict[str, str]:
 
 
 def label_of(name: str) -> str:
-    """What a plot calls a policy: a file without its folders, a line for each of policy, storage and selection."""
+    """Returns a policy's label in a plot: files without folders, a line each for policy, storage and selection."""
     parts = re.sub(r"[^\s()=,']*/", "", short(name)).split(" + ")
     lines = [textwrap.wrap(part, LABEL_WIDTH, break_long_words=False) or [part] for part in parts]
     return "\n+ ".join("\n".join(each) for each in lines)

@@ -12,7 +12,7 @@ TABLE = Path(__file__).with_suffix(".toml")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Price:
-    """What one chip, or one GPU, costs for an hour on demand.
+    """The price of one chip, or one GPU, for an hour on demand.
 
     Attributes:
       device: JAX's ``device_kind``.

@@ -1,4 +1,4 @@
-"""What a long program says while it runs: a bar on a terminal, a line for each item in a log."""
+"""Progress of a long program: a bar on a terminal, a line for each item in a log."""
 
 import sys
 import time

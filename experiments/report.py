@@ -121,7 +121,7 @@ PARTS = {
 
 
 def bytes_table(rows: Sequence[Row]) -> str:
-    """What each cache holds by kind in Markdown, if one of them holds anything but exact numbers."""
+    """Returns the bytes of each cache by kind in Markdown, if one of them holds anything but exact numbers."""
     known = [row for row in rows if row.get("kv_parts")]
     if not any(row["kv_parts"]["codes"] or row["kv_parts"]["parameters"] for row in known):
         return ""

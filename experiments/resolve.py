@@ -1,4 +1,4 @@
-"""What a config comes to before anything is loaded: specs, decoder, layouts, and whether the machine can hold them."""
+"""Resolves a config before anything is loaded: specs, decoder, layouts, and whether the machine can hold them."""
 
 import dataclasses
 from pathlib import Path
@@ -42,7 +42,7 @@ def dtype_of(config: ModelConfig, platform: str | None = None) -> Any:
 
 
 def decoder_config(config: ModelConfig) -> DecoderConfig | None:
-    """What the decoder will be, as far as that is known before loading it."""
+    """Returns the decoder's config, as far as it is known before the model is loaded."""
     if config.path is not None and isinstance(raw := results.read_json(_folder(config.path) / "config.json"), dict):
         return families.read(raw)
     if config.shape is not None or config.path is None:
@@ -51,7 +51,7 @@ def decoder_config(config: ModelConfig) -> DecoderConfig | None:
 
 
 def codes_of(config: ModelConfig) -> WeightCodes | None:
-    """What weights will be quantised to, or are in the checkpoint, as far as that is known before loading it."""
+    """Returns the codes of the weights, of the config or the checkpoint, as far as they are known before loading."""
     if (codes := configs.build_weights(config)) is not None or config.path is None:
         return codes
     folder = _folder(config.path)
@@ -126,7 +126,7 @@ def check_fit(config: ExperimentConfig) -> None:
 
 
 def layout_of(config: ExperimentConfig, spec: CacheSpec, decoder: DecoderConfig, prompt_length: int) -> CacheLayout:
-    """What `measure` will allocate for a spec when it generates from prompts of `prompt_length` tokens.
+    """Returns the layout of a spec when `measure` generates from prompts of `prompt_length` tokens.
 
     Raises:
       KvjaxError: see `kvjax.cache.planning.lowering.lower`.

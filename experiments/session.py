@@ -42,7 +42,7 @@ SAMPLE_ROWS, SAMPLE_TOKENS = 4, 512  # of the story that calibrates storages
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a config.
+    """The outcome of a config.
 
     Attributes:
       model: what it is, in words.
@@ -223,7 +223,7 @@ def _side_by_side(one: Callable[[T], Measurement], items: Sequence[T], at_once: 
 
 
 def _codes(model: Model) -> str:
-    """What weights are quantised to, in words; empty if they are exact."""
+    """Returns the codes of weights in words; empty if they are exact."""
     leaves = jax.tree.leaves(model.params, is_leaf=is_quantized)
     if not (matrices := [leaf for leaf in leaves if is_quantized(leaf)]):
         return ""

@@ -100,7 +100,7 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What is another for every file that is written; None where there is none."""
+    """Returns a stamp of a file, which changes when it is written; None where there is none."""
     try:
         status = path.stat()
     except OSError:
@@ -109,7 +109,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 class Sharing:
-    """What this worker runs, and what it leaves to others."""
+    """Divides runs between this worker and others."""
 
     def __init__(self, folder: Folder, *, shard: Shard | None, wait: bool) -> None:
         """Notes how runs are shared.
@@ -153,7 +153,7 @@ class Sharing:
         """
         if self._shard is not None:
             return True
-        told: list[str] = []
+        reported: list[str] = []
         while True:
             missing = [name for name in names if self.folder.result(name) is None]
             holders = [self._claims.holder(Path(name).stem) for name in missing]
@@ -161,7 +161,7 @@ class Sharing:
                 return False
             if not missing or not (self._wait or any(life is Life.UNKNOWN for life, _ in holders)):
                 return bool(missing)
-            told = _tell([worker for _, worker in holders], self._claims.timeout, told)
+            reported = _report_waiting([worker for _, worker in holders], self._claims.timeout, reported)
             time.sleep(POLL)
 
     def by_others(self, name: str) -> Result | None:
@@ -169,10 +169,10 @@ class Sharing:
         return self.folder.result(name, old=self._shard is not None)
 
 
-def _tell(holders: Sequence[Worker | None], timeout: float, told: list[str]) -> list[str]:
+def _report_waiting(holders: Sequence[Worker | None], timeout: float, reported: list[str]) -> list[str]:
     """Says, once, who is waited for; returns what was said."""
     said = [str(worker or "a worker that has not said who it is") for worker in holders]
     for each in dict.fromkeys(said):
-        if each not in told:
+        if each not in reported:
             print(f"waiting for {each}, or for {timeout:.0f} s without a sign of life", file=sys.stderr, flush=True)
-    return [*told, *said]
+    return [*reported, *said]

@@ -141,11 +141,11 @@ def sweep(
             found[-1]["policy"] = configs.name_of(config) if i in done else None
         if all(result["status"] == "ok" for result in found):
             session.finish([config for _, config in combinations])
-    _told_apart([result for result in found if result["status"] != MISSING])
+    _with_labels([result for result in found if result["status"] != MISSING])
     return folder.path, found
 
 
-def _told_apart(found: list[report.Row]) -> list[report.Row]:
+def _with_labels(found: list[report.Row]) -> list[report.Row]:
     """Adds a ``label``: the name of the policy, or its text where policies of two files have one name."""
     texts = collections.defaultdict(set)
     for result in found:
@@ -184,7 +184,7 @@ def _attempt(session: Session, config: ExperimentConfig, swept: dict[str, Any], 
 
 
 def label_of(result: report.Row) -> str:
-    """What tables and plots call the policy of a result."""
+    """Returns the label of a result's policy in tables and plots."""
     return str(result.get("label", result["policy"]))
 
 
@@ -213,7 +213,7 @@ def _of_other_code(result: report.Row) -> bool:
 
 
 def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
-    """What the plot shows: the budget as it was swept, or the share of the cache where that has no one unit."""
+    """Returns the points of the plot: the swept budget, or the share of the cache where that has no one unit."""
     done, spread = [], []
     for group in seeds.groups([result for result in found if result["status"] == "ok"]):
         own = [report.own_row(result) for result in group]

@@ -18,7 +18,7 @@ LEGEND_ROWS = 20  # of a column
 
 
 def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
-    """What the plot shows.
+    """Returns the points of the plot.
 
     Args:
       found: results of a sweep that were measured.
@@ -47,7 +47,7 @@ def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
 
 
 def costs(found: Sequence[report.Row]) -> list[report.Row]:
-    """What storages cost against exact slots on the same texts, where `dense` was swept too.
+    """Returns the costs of storages against exact slots on the same texts, where `dense` was swept too.
 
     Differences are taken text by text (seed by seed), so that what texts differ in does not count.
 
@@ -103,7 +103,7 @@ def cost_cells(row: report.Row) -> dict[str, str]:
 
 
 def _but_storage(result: report.Row) -> list[tuple[str, object]]:
-    """What else was swept, seeds too."""
+    """Returns the other fields that were swept, seeds too."""
     return [item for item in result["swept"].items() if item[0] != "storage"]
 
 

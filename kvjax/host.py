@@ -52,7 +52,7 @@ def cores() -> int:
 
 
 class Others:
-    """The load of other processes while something was timed; see `watch`.
+    """The load of other processes while something was timed; see `measure_load`.
 
     Attributes:
       share: of the time of the processors that this process may use, 0 to 1; 0 where the system does not say.
@@ -62,7 +62,7 @@ class Others:
 
 
 @contextlib.contextmanager
-def watch() -> Iterator[Others]:
+def measure_load() -> Iterator[Others]:
     """Finds out how busy others keep this process's processors meanwhile."""
     others = Others()
     start, before = time.perf_counter(), _others_seconds()
@@ -112,4 +112,4 @@ def keep_programs(folder: Path | None = None) -> bool:
     return folder is not None
 
 
-__all__ = ["Others", "cores", "cpu_name", "keep_programs", "processor", "user_cache", "watch"]
+__all__ = ["Others", "cores", "cpu_name", "keep_programs", "measure_load", "processor", "user_cache"]

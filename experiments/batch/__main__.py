@@ -122,7 +122,7 @@ def check_sampling(values: flags.FlagValues) -> None:
 
 
 def about(config: ExperimentConfig, values: flags.FlagValues, given: list[tuple[int, bytes]]) -> dict[str, Any]:
-    """What results depend on."""
+    """Returns the settings that results depend on."""
     used = ("model", "policy", "storage", "selection", "mesh", "rules", "prefill_block", "implementation", "seed")
     own = ("rows", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
     # With their numbers, which are the names of requests without one.

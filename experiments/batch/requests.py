@@ -22,7 +22,7 @@ MOST_TEXTS = 16  # stop texts of a request
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """What requests are that say nothing.
+    """Settings of requests that have none of their own.
 
     Attributes:
       max_new_tokens: see `Request`.

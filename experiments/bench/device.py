@@ -1,4 +1,4 @@
-"""What the device does at most: memory that is read and copied, large products; measured, beside what is published."""
+"""The highest speed of the device: memory that is read and copied, large products; measured and published."""
 
 import time
 from collections.abc import Iterator

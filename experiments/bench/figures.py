@@ -183,7 +183,7 @@ def _link(rows: Sequence[Row]) -> Any:
 
 
 def _device(rows: Sequence[Row]) -> Any:
-    """What was measured, a panel for bytes and one for FLOPs; what is published in grey."""
+    """Draws measurements, a panel for bytes and one for FLOPs; published ones in grey."""
     units = list(dict.fromkeys(row["unit"] for row in rows))
     figure, panels = new_figure(len(units), figsize=(6 * len(units), 2.4))
     for axes, unit in zip(panels[0], units, strict=True):

@@ -59,7 +59,7 @@ def filled(
         position = jnp.broadcast_to(jnp.arange(context - live, context, dtype=jnp.int32), (batch, live))
         stats = empty_stats(before.needs, before.policy.remembers, (batch, kv_heads, live))
         # Sums of a prompt that a selection would have watched; their values do not change the time of a step.
-        sums: Any = {} if before.watch is None else before.watch.start((batch, kv_heads), dim)
+        sums: Any = {} if before.prompt_index is None else before.prompt_index.start((batch, kv_heads), dim)
         assert before.decode_group is not None
         return convert(transient(both[0], both[1], position, stats, sums), before, before.decode_group, Prompt(row))
 

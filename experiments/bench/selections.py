@@ -53,7 +53,7 @@ def one_context(values: flags.FlagValues, context: int) -> list[dict[str, Any]]:
 
 
 def combinations(context: int) -> dict[str, CacheSpec]:
-    """What is compared with a full cache, by name.
+    """Returns the caches that are compared with a full one, by name.
 
     The first two layers read everything unless the name says otherwise: of 12 layers, those alone take a sixth of the
     time of attention.

@@ -48,7 +48,7 @@ class Asked(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one side has done.
+    """The results of one side.
 
     Attributes:
       seconds: it took.

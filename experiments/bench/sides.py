@@ -1,4 +1,4 @@
-"""What the benchmarks share: sides that take turns, kvjax as one of them, and what this machine can read a second.
+"""Parts of the benchmarks: sides that take turns, kvjax as one of them, and what this machine can read a second.
 
 Programs are compiled for exactly the sizes that are measured, not for buckets of them.
 """
@@ -117,7 +117,7 @@ def ratio(times: npt.ArrayLike, others: npt.ArrayLike) -> float:
 
 
 def lowered_for(model: kvjax.Model, policy: Policy, batch: int, context: int, tokens: int) -> Lowered:
-    """What kvjax runs for prompts of `context` tokens and `tokens` new ones, by the implementation in XLA."""
+    """Returns what kvjax runs for prompts of `context` tokens and `tokens` new ones, by XLA."""
     prompts = np.full((batch,), context, np.int32)
     sizes = sizes_for(
         prompts, tokens - 1, width=context, block=None, limits=Limits(context, tokens, shortest=context), last_fed=False

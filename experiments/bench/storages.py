@@ -68,12 +68,12 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
 
 
 def dense_of(name: str) -> str:
-    """What a cache is compared with."""
+    """Returns the dense cache that a cache is compared with."""
     return DENSE if name.startswith("h2o") else "full, dense"
 
 
 def combinations(budget: int) -> dict[str, CacheSpec]:
-    """What is compared, by name."""
+    """Returns the caches that are compared, by name."""
     h2o, full = policies.h2o(budget), policies.full()
     made = {DENSE: CacheSpec(h2o)}
     storages = (storage.int8(), storage.int4(), storage.fp8(), storage.turboquant(4))

@@ -86,7 +86,7 @@ def numbers(text: str) -> list[dict[str, str]]:
     return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
 
 
-def beside(
+def with_published(
     measured: Iterable[Mapping[str, str]], published: Published, matches: Mapping[str, str], key: str
 ) -> list[dict[str, str]]:
     """Measured rows with the paper's numbers in further columns.

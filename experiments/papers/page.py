@@ -1,4 +1,4 @@
-"""What a person reads: an entry's report, and the page of all of them."""
+"""Pages for readers: an entry's report, and the page of all of them."""
 
 import dataclasses
 import re

@@ -120,7 +120,7 @@ class Lab:
         return name in self._found or (not self.rerun and (self.folder / f"{name}.npz").is_file())
 
     def digest(self, part: Part) -> str:
-        """What names a part's result: its settings, and the contents of its files."""
+        """Returns a digest that names a part's result: of its settings, and the contents of its files."""
         model = ExperimentConfig(model=self.settings.config(part.model), baselines=())
         files = [*identity.contents(model).values(), *map(identity.of_file, part.files(self.settings))]
         about = described(part, self.settings) | {"files": files}

@@ -1,4 +1,4 @@
-"""What all entries share: the model, the texts, the seed and the sizes."""
+"""Settings of all entries: the model, the texts, the seed and the sizes."""
 
 import dataclasses
 import os

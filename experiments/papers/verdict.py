@@ -1,4 +1,4 @@
-"""What a measurement says about a paper's claim: claims that hold or not, and the verdict that follows from them."""
+"""Verdicts of measurements on a paper's claims: claims that hold or not, and the verdict that follows from them."""
 
 import dataclasses
 import enum
@@ -9,7 +9,7 @@ from experiments.papers.statistics import Comparison
 
 
 class Verdict(enum.Enum):
-    """What an entry ends with."""
+    """The verdict of an entry."""
 
     CONFIRM = "CONFIRM"
     CONTRADICT = "CONTRADICT"
@@ -51,7 +51,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """What an entry makes of its measurements.
+    """The tables and claims that an entry draws from its measurements.
 
     Attributes:
       tables: what was measured, in the paper's form.

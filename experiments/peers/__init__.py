@@ -1,4 +1,4 @@
-"""What kvjax is measured against, each at its best setting: all cores, inference mode, nothing recomputed.
+"""The peers that kvjax is measured against, each at its best setting: all cores, inference mode, nothing recomputed.
 
 A peer is imported when it is first asked for; each names what to install.
 """
@@ -18,7 +18,7 @@ from kvjax.errors import ConfigError
 
 
 class Work(NamedTuple):
-    """What a peer is to decode.
+    """The decoding task of a peer.
 
     Attributes:
       prompt: [B, T] token ids.

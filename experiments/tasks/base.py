@@ -1,4 +1,4 @@
-"""What tasks have in common: how they are made, asked and scored; and questions with choices."""
+"""The base of tasks: how they are made, asked and scored; and questions with choices."""
 
 import abc
 import dataclasses
@@ -18,7 +18,7 @@ SAME = "as full"  # the share of answers that are the full cache's own
 
 
 class Setting(NamedTuple):
-    """What tasks are made for.
+    """The sizes and the tokenizer that tasks are made for.
 
     Attributes:
       folder: of the published files; None if it was not given.
@@ -53,7 +53,7 @@ class Asked(abc.ABC):
     @property
     @abc.abstractmethod
     def content(self) -> str:
-        """What answers depend on, as text: two tasks with equal content have the same answers."""
+        """Returns the inputs of the answers as text: two tasks with equal content have the same answers."""
 
     @abc.abstractmethod
     def ask(self, runner: Runner, tokenizer: Tokenizer, wanted: Sequence[int], done: Done) -> None:
@@ -139,7 +139,7 @@ class Choices(Asked):
 
 
 def pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
-    """What is read and what is scored, in tokens, as lm_eval splits them.
+    """Returns the tokens that are read and those that are scored, as lm_eval splits them.
 
     Spaces at the end of the context belong to the continuation, and the tokens of the continuation are those that the
     whole text has beyond the context's own. An empty context is a BOS or an end-of-text token.

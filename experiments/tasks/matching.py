@@ -94,7 +94,7 @@ def boxed(text: str, references: Sequence[str], about: Mapping[str, Any]) -> flo
 
 
 def in_box(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` of a text holds; None if there is none, or it does not end."""
+    r"""Returns the contents of the last ``\boxed{...}`` of a text; None if there is none, or it does not end."""
     start = text.rfind(_BOX)
     if start < 0:
         return None

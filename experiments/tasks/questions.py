@@ -27,7 +27,7 @@ CHOICES_SHARE, SAID_SHARE = 0.25, 0.2  # of the questions
 
 
 class Fact(NamedTuple):
-    """What a sentence says, and what can be asked about it.
+    """A fact of a sentence, and questions about it.
 
     Attributes:
       text: the sentence; {v} stands for what can be wrong in it.

@@ -79,8 +79,8 @@ def passkey(rng: np.random.Generator, words: Words, difficulty: int) -> Episode:
     fact, question = _template(rng, words, "passkey")
     thing = words.things[rng.integers(len(words.things))]
     value = _number(rng, difficulty)
-    told = fact.format(k=thing, v=value)
-    return Episode((_capital(told),), (Question(_capital(question.format(k=thing)), _answer(told, value), 0),))
+    text = fact.format(k=thing, v=value)
+    return Episode((_capital(text),), (Question(_capital(question.format(k=thing)), _answer(text, value), 0),))
 
 
 def multi_key(rng: np.random.Generator, words: Words, difficulty: int) -> Episode:
@@ -88,17 +88,17 @@ def multi_key(rng: np.random.Generator, words: Words, difficulty: int) -> Episod
     thing = words.things[rng.integers(len(words.things))]
     names = _pick(rng, words.names, difficulty)
     values = _numbers(rng, difficulty, int(rng.integers(3, 6)))
-    told = [_capital(fact.format(k=thing, n=name, v=value)) for name, value in zip(names, values, strict=True)]
+    facts = [_capital(fact.format(k=thing, n=name, v=value)) for name, value in zip(names, values, strict=True)]
     asked = [_capital(question.format(k=thing, n=name)) for name in names]
-    return _each(told, asked, values)
+    return _each(facts, asked, values)
 
 
 def associative(rng: np.random.Generator, words: Words, difficulty: int) -> Episode:
     fact, question = _template(rng, words, "associative")
     pairs = _pick(rng, words.nouns, 2 * difficulty)
     names, values = pairs[::2], pairs[1::2]
-    told = [fact.format(n=name, v=value) for name, value in zip(names, values, strict=True)]
-    return _each(told, [question.format(n=name) for name in names], values)
+    facts = [fact.format(n=name, v=value) for name, value in zip(names, values, strict=True)]
+    return _each(facts, [question.format(n=name) for name in names], values)
 
 
 def copy(rng: np.random.Generator, words: Words, difficulty: int) -> Episode:
@@ -114,18 +114,18 @@ def variable(rng: np.random.Generator, words: Words, difficulty: int) -> Episode
     first, hand_over, question = _template(rng, words, "variable")
     *names, stranger = _pick(rng, words.nouns, difficulty + 2)
     value, other = _numbers(rng, 2, 2)
-    told = [first.format(n=names[0], v=value)]
-    told += [hand_over.format(n=name, m=previous) for previous, name in itertools.pairwise(names)]
-    at = int(rng.integers(len(told) + 1))
-    told.insert(at, first.format(n=stranger, v=other))
-    last = len(told) - (2 if at == len(told) - 1 else 1)
-    return Episode(tuple(told), (Question(question.format(n=names[-1]), f" {value}.", last),))
+    facts = [first.format(n=names[0], v=value)]
+    facts += [hand_over.format(n=name, m=previous) for previous, name in itertools.pairwise(names)]
+    at = int(rng.integers(len(facts) + 1))
+    facts.insert(at, first.format(n=stranger, v=other))
+    last = len(facts) - (2 if at == len(facts) - 1 else 1)
+    return Episode(tuple(facts), (Question(question.format(n=names[-1]), f" {value}.", last),))
 
 
 def _each(facts: list[str], questions: list[str], values: list[str]) -> Episode:
     """A question about every fact."""
-    told = zip(questions, facts, values, strict=True)
-    return Episode(tuple(facts), tuple(Question(q, _answer(fact, value), i) for i, (q, fact, value) in enumerate(told)))
+    triples = enumerate(zip(questions, facts, values, strict=True))
+    return Episode(tuple(facts), tuple(Question(q, _answer(fact, value), i) for i, (q, fact, value) in triples))
 
 
 Task = Callable[[np.random.Generator, Words, int], Episode]

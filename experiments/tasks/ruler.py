@@ -137,8 +137,8 @@ class Ruler(TaskSpec):
         kinds = form.kind + "s"
         keys = [_drawn(rng, form.key_kind) for _ in range(form.keys)]
         values = [[_drawn(rng, form.kind) for _ in range(form.values)] for _ in keys]
-        told = [_needle(kinds, key, value) for key, own in zip(keys, values, strict=True) for value in own]
-        told = [told[place] for place in rng.permutation(len(told))]
+        facts = [_needle(kinds, key, value) for key, own in zip(keys, values, strict=True) for value in own]
+        facts = [facts[place] for place in rng.permutation(len(facts))]
         if form.hay == "text":
             sentences, joint = self._text(rng, size), " "
         elif form.hay == "noise":
@@ -146,7 +146,7 @@ class Ruler(TaskSpec):
         else:
             others = ((_drawn(rng, form.key_kind), _drawn(rng, form.kind)) for _ in range(size))
             sentences, joint = [_needle(kinds, *each) for each in others], "\n"
-        context = joint.join(_among(rng, sentences, told))
+        context = joint.join(_among(rng, sentences, facts))
         picked = rng.choice(len(keys), form.queries, replace=False)
         queries = [keys[place] for place in picked]
         query = ", ".join(queries[:-1]) + f", and {queries[-1]}" if len(queries) > 1 else queries[0]
@@ -236,11 +236,11 @@ def _largest(fits: Callable[[int], bool], task: str, length: int) -> int:
     return low
 
 
-def _among(rng: np.random.Generator, sentences: list[str], told: list[str]) -> list[str]:
+def _among(rng: np.random.Generator, sentences: list[str], facts: list[str]) -> list[str]:
     """Sentences with others among them, in their order, at places that are drawn."""
-    places = sorted(rng.integers(0, len(sentences) + 1, len(told)))
+    places = sorted(rng.integers(0, len(sentences) + 1, len(facts)))
     found = list(sentences)
-    for number, (place, each) in enumerate(zip(places, told, strict=True)):
+    for number, (place, each) in enumerate(zip(places, facts, strict=True)):
         found.insert(int(place) + number, each)
     return found
 

@@ -40,7 +40,7 @@ def invent(rng: np.random.Generator, words: Words, wordy_fraction: float = 0.5) 
         return choices[rng.integers(len(choices))]
 
     def joint() -> str:
-        """What stands between a name and its value."""
+        """Returns the text between a name and its value."""
         if rng.random() < wordy_fraction:
             return f" {some(1, 4)}".rstrip()
         return f" {one(SYMBOLS)}" if rng.random() < 0.7 else one(SYMBOLS)
@@ -51,7 +51,7 @@ def invent(rng: np.random.Generator, words: Words, wordy_fraction: float = 0.5) 
     key = "{k}" + other + " {n}" if rng.random() < 0.5 else "{n}" + other + " {k}"
     key = key if rng.random() < 0.5 else "{n}"
 
-    def told(name: str) -> tuple[str, str]:
+    def templates_of(name: str) -> tuple[str, str]:
         return f"{opening}{name}{middle} {{v}}{end}", f"{asked}{opening}{name}{middle}"
 
     before = some(1, 3)
@@ -60,9 +60,9 @@ def invent(rng: np.random.Generator, words: Words, wordy_fraction: float = 0.5) 
         words,
         names=words.names if rng.random() < 0.5 else tuple(dict.fromkeys(words.nouns[i].capitalize() for i in nouns)),
         templates={
-            "passkey": (told("{k}"),),
-            "multi_key": (told(key),),
-            "associative": (told("{n}"),),
+            "passkey": (templates_of("{k}"),),
+            "multi_key": (templates_of(key),),
+            "associative": (templates_of("{n}"),),
             # These two end with a full stop.
             "variable": (
                 (f"{opening}{{n}}{middle} {{v}}.", f"{opening}{{n}}{middle} {{m}}.", f"{asked}{opening}{{n}}{middle}"),

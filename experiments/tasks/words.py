@@ -1,4 +1,4 @@
-"""What generated tasks are made of: names, nouns and templates, apart for training and for evaluation.
+"""Words of generated tasks: names, nouns and templates, of training and of evaluation.
 
 A model that was trained on `TRAINING` meets every name, noun and wording of `HELD_OUT` for the first time in a task.
 """

@@ -1,1 +1,1 @@
-"""What `python -m experiments.train` is made of: a tokenizer, a mixture of texts and tasks, optimizers."""
+"""Parts of `python -m experiments.train`: a tokenizer, a mixture of texts and tasks, optimizers."""

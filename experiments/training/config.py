@@ -1,4 +1,4 @@
-"""What a training run is; every field can be overridden on the command line (see `experiments.fields`)."""
+"""Configs of training runs; every field can be overridden on the command line (see `experiments.fields`)."""
 
 import dataclasses
 import glob

@@ -80,9 +80,9 @@ def load(config: TrainConfig, folder: Path, *, resume: bool) -> tuple[Mixture, l
     for path, ids in zip(training, tokens, strict=False):
         _check_length(path.name, ids, config)
     for kind in generated:
-        told = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids in encode(kind))])
-        if told.size > config.contexts[-1]:
-            tokens.append(told)
+        joined_ids = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids in encode(kind))])
+        if joined_ids.size > config.contexts[-1]:
+            tokens.append(joined_ids)
     ends = np.zeros(config.decoder.vocab_size, bool)
     for entry, index in tokenizer.get_vocab().items():
         ends[index] = entry.endswith((".", "!", "?", "Ċ"))

@@ -1,4 +1,4 @@
-"""What a decoder is worth with its full cache: bits per byte of held-out text, exact matches on recall tasks."""
+"""Evaluates a decoder with its full cache: bits per byte of held-out text, exact matches on recall tasks."""
 
 import functools
 from collections.abc import Sequence

@@ -91,7 +91,7 @@ def grown(params: Any, config: DecoderConfig, new_layers: Sequence[int], key: ja
 
 
 def _make_identity(layer: dict[str, Any]) -> dict[str, Any]:
-    """What it adds to the residual stream becomes zero, in place; everything else stays as drawn."""
+    """Sets the block's output to zero, in place; everything else stays as drawn."""
     for module, name in (("attention", "out"), ("mlp", "down")):
         layer[module][name]["kernel"] = np.zeros_like(layer[module][name]["kernel"])
     return layer

@@ -25,7 +25,7 @@ DIFFICULTY = {
 
 
 class Kind(enum.IntEnum):
-    """What a token of a window is. A fact and a question are given, not taught: most of them cannot be predicted."""
+    """The kind of a token of a window. Facts and questions are given, not taught: most cannot be predicted."""
 
     GIVEN = 0
     TEXT = 1
@@ -155,9 +155,9 @@ class Mixture:
         name = str(rng.choice(list(recall.TASKS), p=shares / shares.sum()))
         episode = recall.TASKS[name](rng, words, int(rng.choice(DIFFICULTY[name])))
         count = len(episode.facts)
-        together = rng.random() < 0.6
+        adjacent = rng.random() < 0.6
         # Half of the questions stand at the end: far from most facts.
-        places = np.full(count, 0.85 * rng.random()) if together else np.sort(0.85 * rng.random(count))
+        places = np.full(count, 0.85 * rng.random()) if adjacent else np.sort(0.85 * rng.random(count))
         last = places[-1]
         asked = rng.permutation(len(episode.questions))[: rng.integers(1, 4)]
         texts = [f" {fact}" for fact in episode.facts]

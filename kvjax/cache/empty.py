@@ -23,7 +23,10 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
     """
     heads = kv_heads if group.heads is None else len(group.heads)
     shape, dtype = (batch, heads, group.capacity), jnp.dtype(dtype)
-    watch = group.watch
+    if group.prompt_index is None:
+        index = group.selection.init(shape, dim, dtype)
+    else:
+        index = group.prompt_index.start((batch, heads), dim)
     stores, marks = group.arrangement.empty(group, (batch, heads), dim, dtype) if group.slots else ((), {})
     if group.slots and group.holds_ranks:
         marks = {**marks, LIVE: jnp.zeros((batch, heads), jnp.int32)}
@@ -32,7 +35,7 @@ def empty(group: Group, batch: int, kv_heads: int, dim: int, dtype: DTypeLike) -
         position=jnp.full(shape, EMPTY, jnp.int32),
         stores=stores,
         stats=empty_stats(group.needs, group.remembers, ranked),
-        index=group.selection.init(shape, dim, dtype) if watch is None else watch.start((batch, heads), dim),
+        index=index,
         dim=dim,
         parts=group.parts,
         sides=held.empty_sides(group.storage, (batch, heads), dim, dtype) if group.slots else {},

@@ -56,7 +56,7 @@ class Group:
       reasons: why no faster kernel runs, and why slots are not divided.
       shares: where heads share their layer's slots, the slots of the average head when the longest prompt ends, and the
         most that a head can get of them; None = each head has a number of slots of its own.
-      watch: of a prompt, the selection of the decoding phase, if it adds up what the prompt's queries and keys are.
+      prompt_index: of a prompt, the selection of the decoding phase, if it adds up the prompt's queries and keys.
       decode_group: of a one-shot prompt, the group of the decoding phase, into whose arrays each layer moves its slots.
     """
 
@@ -75,13 +75,13 @@ class Group:
     slot_parts: int = 1
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     shares: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
-    watch: Selection | None = None
+    prompt_index: Selection | None = None
     decode_group: "Group | None" = None
 
     @property
     def per_head(self) -> frozenset[str]:
         """The names of arrays of the index that a head has once; see `Selection.per_head`."""
-        return (self.watch or self.selection).per_head
+        return (self.prompt_index or self.selection).per_head
 
     @property
     def stores(self) -> tuple[Storage, ...]:

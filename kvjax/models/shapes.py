@@ -70,7 +70,7 @@ def _llama(
     )
 
 
-def _of(family: str, **settings: Any) -> DecoderConfig:
+def _shape(family: str, **settings: Any) -> DecoderConfig:
     """Returns the decoder that a published ``config.json`` describes.
 
     Args:
@@ -100,51 +100,51 @@ SHAPES: dict[str, DecoderConfig] = {
     "llama2-7b": _llama(4096, 32, 32, 11_008),
     "llama2-13b": _llama(5120, 40, 40, 13_824),
     "llama2-70b": _llama(8192, 80, 64, 28_672, num_kv_heads=8),
-    "gemma2-2b": _of("gemma2"),
-    "gemma2-9b": _of(
+    "gemma2-2b": _shape("gemma2"),
+    "gemma2-9b": _shape(
         "gemma2", hidden_size=3584, intermediate_size=14_336, num_hidden_layers=42, num_attention_heads=16,
         num_key_value_heads=8,
     ),
-    "gemma2-27b": _of(
+    "gemma2-27b": _shape(
         "gemma2", hidden_size=4608, intermediate_size=36_864, num_hidden_layers=46, num_attention_heads=32,
         num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=144,
     ),
-    "gemma3-1b": _of(
+    "gemma3-1b": _shape(
         "gemma3_text", vocab_size=262_144, hidden_size=1152, intermediate_size=6912, num_attention_heads=4,
         num_key_value_heads=1, sliding_window=512, max_position_embeddings=32_768,
     ),
-    "qwen2-72b": _of(
+    "qwen2-72b": _shape(
         "qwen2", vocab_size=152_064, hidden_size=8192, intermediate_size=29_568, num_hidden_layers=80,
         num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=131_072, rope_theta=1_000_000.0,
         rms_norm_eps=1e-5, bos_token_id=151_643, eos_token_id=151_643,
     ),
-    "mixtral-8x7b": _of("mixtral", max_position_embeddings=32_768),
-    "qwen3-30b-a3b": _of(
+    "mixtral-8x7b": _shape("mixtral", max_position_embeddings=32_768),
+    "qwen3-30b-a3b": _shape(
         "qwen3_moe", num_hidden_layers=48, head_dim=128, max_position_embeddings=40_960, rope_theta=1_000_000.0,
         norm_topk_prob=True, bos_token_id=151_643, eos_token_id=151_645,
     ),
-    "olmo2-7b": _of(
+    "olmo2-7b": _shape(
         "olmo2", vocab_size=100_352, max_position_embeddings=4096, rope_theta=500_000.0, rms_norm_eps=1e-6,
         eos_token_id=100_257, pad_token_id=100_277,
     ),
-    "smollm3-3b": _of("smollm3", max_position_embeddings=65_536, rope_theta=5_000_000.0),
-    "granite3-8b": _of(
+    "smollm3-3b": _shape("smollm3", max_position_embeddings=65_536, rope_theta=5_000_000.0),
+    "granite3-8b": _shape(
         "granite", vocab_size=49_155, intermediate_size=12_800, num_hidden_layers=40, num_key_value_heads=8,
         max_position_embeddings=4096, rms_norm_eps=1e-5, tie_word_embeddings=True, embedding_multiplier=12.0,
         residual_multiplier=0.22, attention_multiplier=0.0078125, logits_scaling=16.0, bos_token_id=0, eos_token_id=0,
         pad_token_id=0,
     ),
-    "starcoder2-3b": _of(
+    "starcoder2-3b": _shape(
         "starcoder2", sliding_window=4096, max_position_embeddings=16_384, rope_theta=999_999.4420358813,
         bos_token_id=0, eos_token_id=0,
     ),
-    "stablelm-3b": _of("stablelm"),
-    "phi-2": _of(
+    "stablelm-3b": _shape("stablelm"),
+    "phi-2": _shape(
         "phi", hidden_size=2560, intermediate_size=10_240, num_hidden_layers=32, partial_rotary_factor=0.4,
         bos_token_id=50_256, eos_token_id=50_256,
     ),
-    "command-r": _of("cohere", rope_theta=8_000_000.0),
-    "command-r7b": _of(
+    "command-r": _shape("cohere", rope_theta=8_000_000.0),
+    "command-r7b": _shape(
         "cohere2", hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, rope_theta=50_000.0, logit_scale=0.25,
     ),

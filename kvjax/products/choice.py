@@ -232,7 +232,7 @@ def _measure(dtype: str, batched: bool, transposed: bool, rows: int) -> tuple[di
     for call in calls.values():
         jax.block_until_ready(call())  # compiles
     times: dict[str, list[float]] = {name: [] for name in calls}
-    with host.watch() as others:
+    with host.measure_load() as others:
         for _ in range(ROUNDS):
             for name, call in calls.items():
                 start = time.perf_counter()

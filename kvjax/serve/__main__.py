@@ -116,7 +116,7 @@ def serve(flags: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'kvjax[serve]'.") from None
     from kvjax.serve.engine import Engine
-    from kvjax.serve.protocol import Served
+    from kvjax.serve.protocol import ServerInfo
 
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         host.keep_programs()
@@ -138,7 +138,7 @@ def serve(flags: argparse.Namespace) -> int:
         warm_up(runner)
     name = flags.name or Path(flags.model).name
     limits = runner.prompts.limits
-    served = Served(runner.model, name, prefixes, limits.prompt, limits.new_tokens)
+    served = ServerInfo(runner.model, name, prefixes, limits.prompt, limits.new_tokens)
     engine = Engine(runner, most_waiting=flags.waiting)
     most = flags.connections or max(MOST, PLACES * (flags.rows + flags.waiting))
     connections, hosts = Connections(most), address.names(listener, flags.host)

@@ -6,8 +6,8 @@ import time
 import uuid
 from typing import Any
 
-from kvjax.serve.engine import Piece
-from kvjax.serve.protocol import Call, Served
+from kvjax.serve.engine import StreamChunk
+from kvjax.serve.protocol import Call, ServerInfo
 from kvjax.serve.text import TokenText
 
 DONE = b"data: [DONE]\n\n"  # ends a stream
@@ -35,7 +35,7 @@ class Choice:
     reason: str | None = None
     prompt: int = 0
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: StreamChunk) -> None:
         """Adds a piece."""
         self.text += piece.text
         self.tokens += piece.tokens
@@ -55,7 +55,7 @@ class Answer:
       choices: what has come so far.
     """
 
-    def __init__(self, call: Call, served: Served):
+    def __init__(self, call: Call, served: ServerInfo):
         self._call = call
         self._chat = call.kind == "chat"
         about = {"created": int(time.time()), "model": served.name}
@@ -75,7 +75,7 @@ class Answer:
         deltas = [{"role": "assistant", "content": ""} for _ in self.choices]
         return b"".join(self._event(index, {"delta": delta}) for index, delta in enumerate(deltas))
 
-    def part(self, index: int, piece: Piece) -> bytes:
+    def part(self, index: int, piece: StreamChunk) -> bytes:
         """The event of a piece of a choice; empty if it would say nothing."""
         choice = self.choices[index]
         before = len(choice.token_texts)

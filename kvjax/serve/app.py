@@ -29,14 +29,14 @@ from kvjax.serve.answers import Answer, error_event
 from kvjax.serve.bodies import CLOSE, Bodies
 from kvjax.serve.clients import Client, client_of
 from kvjax.serve.connections import Connections
-from kvjax.serve.engine import Busy, Engine, Piece, Stopped, Ticket
+from kvjax.serve.engine import Busy, Engine, Stopped, StreamChunk, Ticket
 from kvjax.serve.keys import bearer_token, is_among
 from kvjax.serve.protocol import (
     BUSY,
     JSON_TYPE,
     ApiError,
     Call,
-    Served,
+    ServerInfo,
     check_model,
     conversation,
     parse,
@@ -50,12 +50,12 @@ VERSIONS = ("1.0", "1.1")  # of HTTP
 IDENTITY = "identity"  # the encoding of a body that is sent as it is
 LOOK_SECONDS = 0.25  # between looks whether a client still waits for its chat template
 
-Pieces = asyncio.Queue[tuple[int, Piece | Exception]]
+Pieces = asyncio.Queue[tuple[int, StreamChunk | Exception]]
 
 
 def make_app(
     engine: Engine,
-    served: Served,
+    served: ServerInfo,
     *,
     api_keys: Sequence[bytes] = (),
     hosts: Sequence[str] = ("*",),
@@ -146,7 +146,7 @@ class _Edge:
 class _Pages:
     """The handlers of the routes."""
 
-    def __init__(self, engine: Engine, served: Served, keys: Sequence[bytes], admission: Admission):
+    def __init__(self, engine: Engine, served: ServerInfo, keys: Sequence[bytes], admission: Admission):
         self._engine, self._served, self._keys, self._admission = engine, served, keys, admission
         self._started, self._bodies = time.time(), Bodies()
         self._rendering = 0  # conversations whose text is made, or waits for that
@@ -252,8 +252,8 @@ class _Pages:
         """Waits for places, and adds the tickets."""
         loop = asyncio.get_running_loop()
 
-        def deliver_to(index: int) -> Callable[[Piece | Exception], None]:
-            def deliver(piece: Piece | Exception) -> None:
+        def deliver_to(index: int) -> Callable[[StreamChunk | Exception], None]:
+            def deliver(piece: StreamChunk | Exception) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
 

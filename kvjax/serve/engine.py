@@ -26,7 +26,7 @@ class Stopped(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class StreamChunk:
     """The part of an answer that is new since the last one.
 
     Attributes:
@@ -46,7 +46,7 @@ class Piece:
 
 
 #: Takes the pieces of a request, or the error that refused it; called by the engine's thread, and must not wait.
-Deliver = Callable[[Piece | Exception], None]
+Deliver = Callable[[StreamChunk | Exception], None]
 
 #: A request that is to be submitted, what makes its text, or None, and what takes its pieces.
 Asked = tuple[Request, TextStream | None, Deliver]
@@ -248,7 +248,7 @@ class Engine:
                 ticket.text.finish()
             text, token_texts = ticket.text.pop(), ticket.text.pop_tokens()
         tokens, logprobs = [int(x) for x in progress.tokens], [float(x) for x in progress.logprobs]
-        piece = Piece(text, tokens, logprobs, progress.result, token_texts)
+        piece = StreamChunk(text, tokens, logprobs, progress.result, token_texts)
         if progress.result is None:
             if ticket.open:
                 ticket.deliver(piece)
@@ -261,13 +261,13 @@ class Engine:
             ticket.deliver(dataclasses.replace(piece, result=None))
         self._close(ticket, progress.result.error)
 
-    def _close(self, ticket: Ticket, last: Piece | Exception | None) -> None:
+    def _close(self, ticket: Ticket, last: StreamChunk | Exception | None) -> None:
         """Delivers the last piece of a request that was taken, and makes room for another."""
         with self._change:
             self._queue.end(ticket.client)
         self._deliver_last(ticket, last)
 
-    def _deliver_last(self, ticket: Ticket, last: Piece | Exception | None) -> None:
+    def _deliver_last(self, ticket: Ticket, last: StreamChunk | Exception | None) -> None:
         with self._change:
             wanted, ticket.open = ticket.open, False
         if wanted and last is not None:

@@ -77,7 +77,7 @@ class ApiError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
+class ServerInfo:
     """The model and the settings of a server.
 
     Attributes:
@@ -133,7 +133,10 @@ def parse(content: bytes | bytearray) -> dict[str, Any]:
     return body
 
 
-def read(kind: str, body: dict[str, Any], served: Served, rendered: str | None = None) -> Call:
+Served = ServerInfo  # its name in earlier versions
+
+
+def read(kind: str, body: dict[str, Any], served: ServerInfo, rendered: str | None = None) -> Call:
     """Checks the body of a request.
 
     Args:
@@ -151,9 +154,9 @@ def read(kind: str, body: dict[str, Any], served: Served, rendered: str | None =
             raise ApiError(400, f"{name} is not supported.", param=name, code="unsupported_parameter")
     if unknown := sorted(body.keys() - FIELDS[kind]):
         raise ApiError(400, f"unknown field {unknown[0]!r}.", param=unknown[0], code="unknown_parameter")
-    check_model(_of(body, "model", str, served.name), served)
+    check_model(_field(body, "model", str, served.name), served)
     logprobs = _logprobs(kind, body)
-    stream, options = _of(body, "stream", bool, False), _of(body, "stream_options", dict, {})
+    stream, options = _field(body, "stream", bool, False), _field(body, "stream_options", dict, {})
     prefix = _prefix(body, served)
     if kind == "chat":
         prompts = [_encoded(conversation(body, served) if rendered is None else rendered, served)]
@@ -188,7 +191,7 @@ def read(kind: str, body: dict[str, Any], served: Served, rendered: str | None =
     return Call(kind, requests, texts, len(prompts), stream, bool(options.get("include_usage")), logprobs)
 
 
-def check_model(name: str, served: Served) -> None:
+def check_model(name: str, served: ServerInfo) -> None:
     """Raises ApiError if a request is for another model."""
     if name != served.name:
         raise ApiError(404, f"there is no model {name!r}; this server has {served.name!r}.", param="model",
@@ -200,7 +203,7 @@ def refused(error: KvjaxError) -> ApiError:
     return ApiError(400, str(error), code="invalid_value")
 
 
-def _prompts(body: dict[str, Any], served: Served, prefix: Prefix | None) -> list[list[int]]:
+def _prompts(body: dict[str, Any], served: ServerInfo, prefix: Prefix | None) -> list[list[int]]:
     """The prompts of a completion: a text, token ids, or a list of either."""
     given = body.get("prompt")
     if isinstance(given, str) or (isinstance(given, list) and given and all(map(_is_id, given))):
@@ -227,7 +230,7 @@ def _prompts(body: dict[str, Any], served: Served, prefix: Prefix | None) -> lis
     return found
 
 
-def conversation(body: dict[str, Any], served: Served) -> str:
+def conversation(body: dict[str, Any], served: ServerInfo) -> str:
     """Returns the text of a chat's messages, after which the model's answer follows.
 
     The chat template makes it, which may take as long as `kvjax.checkpoint.sandbox` allows.
@@ -247,7 +250,7 @@ def conversation(body: dict[str, Any], served: Served) -> str:
         raise ApiError(400, str(error), param="messages") from None
 
 
-def _encoded(text: str, served: Served) -> list[int]:
+def _encoded(text: str, served: ServerInfo) -> list[int]:
     """Returns the token ids of a conversation."""
     assert served.model.tokenizer is not None
     _check_size(text, served, None, "messages")
@@ -285,12 +288,12 @@ def _logprobs(kind: str, body: dict[str, Any]) -> bool:
     return True
 
 
-def _most(served: Served, prefix: Prefix | None) -> int:
+def _most(served: ServerInfo, prefix: Prefix | None) -> int:
     """The most tokens of a prompt."""
     return served.longest_prompt if prefix is None else prefix.room - 1
 
 
-def _check_size(text: str, served: Served, prefix: Prefix | None, param: str) -> None:
+def _check_size(text: str, served: ServerInfo, prefix: Prefix | None, param: str) -> None:
     """Refuses a text that cannot fit before it is tokenized, which keeps everybody waiting."""
     assert served.model.tokenizer is not None
     most = _most(served, prefix)
@@ -302,7 +305,7 @@ def _check_size(text: str, served: Served, prefix: Prefix | None, param: str) ->
         )  # fmt: skip
 
 
-def _check_length(prompt: list[int], served: Served, prefix: Prefix | None, param: str) -> None:
+def _check_length(prompt: list[int], served: ServerInfo, prefix: Prefix | None, param: str) -> None:
     most = _most(served, prefix)
     if len(prompt) > most:
         raise ApiError(
@@ -313,8 +316,8 @@ def _check_length(prompt: list[int], served: Served, prefix: Prefix | None, para
         raise ApiError(400, "the prompt has no token.", param=param)
 
 
-def _prefix(body: dict[str, Any], served: Served) -> Prefix | None:
-    name = _of(body, "prefix", str, None)
+def _prefix(body: dict[str, Any], served: ServerInfo) -> Prefix | None:
+    name = _field(body, "prefix", str, None)
     if name is not None and name not in served.prefixes:
         raise ApiError(404, f"there is no prefix {name!r}; there are {', '.join(served.prefixes) or 'none'}.",
                        param="prefix")  # fmt: skip
@@ -329,10 +332,10 @@ def _stops(body: dict[str, Any], model: Model) -> tuple[list[str], list[int]]:
         raise ApiError(400, f"stop must be a text or at most {MOST_STOPS} texts, none of them empty.", param="stop")
     if texts and model.tokenizer is None:
         raise ApiError(400, "the model has no tokenizer; give stop_token_ids.", param="stop")
-    ids = _of(body, "stop_token_ids", list, [])
+    ids = _field(body, "stop_token_ids", list, [])
     if not all(map(_is_id, ids)):
         raise ApiError(400, "stop_token_ids must be token ids.", param="stop_token_ids")
-    return texts, [*ids, *(() if _of(body, "ignore_eos", bool, False) else model.eos_token_ids)]
+    return texts, [*ids, *(() if _field(body, "ignore_eos", bool, False) else model.eos_token_ids)]
 
 
 def _sampler(body: dict[str, Any], model: Model) -> Sampler:
@@ -354,7 +357,9 @@ def _sampler(body: dict[str, Any], model: Model) -> Sampler:
         raise ApiError(400, str(error)) from None
 
 
-def _max_tokens(kind: str, body: dict[str, Any], served: Served, prefix: Prefix | None) -> Callable[[list[int]], int]:
+def _max_tokens(
+    kind: str, body: dict[str, Any], served: ServerInfo, prefix: Prefix | None
+) -> Callable[[list[int]], int]:
     """The number of new tokens of a request, by its prompt."""
     names = ("max_completion_tokens", "max_tokens") if kind == "chat" else ("max_tokens",)
     most = served.most_new_tokens
@@ -375,7 +380,7 @@ def _max_tokens(kind: str, body: dict[str, Any], served: Served, prefix: Prefix 
     return room
 
 
-def _of(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+def _field(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
     """A field of one type."""
     value = body.get(name, default)
     if value is not default and not isinstance(value, kind):

@@ -102,12 +102,12 @@ class Chain(Codec):
         return self.dims.side
 
     def of_layer(self, layer: int, layers: int | None = None) -> "Chain":
-        return self._of(self.dims.of_layer(layer, layers), self.codec.of_layer(layer, layers))
+        return self._with_codec(self.dims.of_layer(layer, layers), self.codec.of_layer(layer, layers))
 
     def of_head(self, head: int, kv_heads: int | None = None) -> "Chain":
-        return self._of(self.dims.of_head(head, kv_heads), self.codec.of_head(head, kv_heads))
+        return self._with_codec(self.dims.of_head(head, kv_heads), self.codec.of_head(head, kv_heads))
 
-    def _of(self, dims: Dims, codec: Codec) -> "Chain":
+    def _with_codec(self, dims: Dims, codec: Codec) -> "Chain":
         return self if (dims, codec) == (self.dims, self.codec) else Chain(dims, codec)
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:

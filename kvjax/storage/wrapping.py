@@ -21,12 +21,12 @@ class Wrapping(Codec):
     codec: Codec
 
     def of_layer(self, layer: int, layers: int | None = None) -> Self:
-        return self._of(self.codec.of_layer(layer, layers))
+        return self._with_codec(self.codec.of_layer(layer, layers))
 
     def of_head(self, head: int, kv_heads: int | None = None) -> Self:
-        return self._of(self.codec.of_head(head, kv_heads))
+        return self._with_codec(self.codec.of_head(head, kv_heads))
 
-    def _of(self, codec: Codec) -> Self:
+    def _with_codec(self, codec: Codec) -> Self:
         return self if codec is self.codec else dataclasses.replace(self, codec=codec)  # type: ignore[type-var]
 
 

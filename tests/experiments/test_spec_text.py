@@ -211,10 +211,10 @@ def test_reports_use_the_name_that_a_policy_has(tmp_path, small):
     small.policy, small.baselines = PolicyConfig(name=f"{one}:mine", budget=6), ("full", f"{two}:mine", f"{one}:mine")
     assert [spec.name for spec in resolve.specs_of(small)] == ["full", f"{two}:mine", "my method"]
     found = [{"policy": "my method + int8", "config": {"policy": {"name": f"{file}:mine"}}} for file in (one, two, one)]
-    assert [each["label"] for each in sweep._told_apart(found)] == [
+    assert [each["label"] for each in sweep._with_labels(found)] == [
         f"{one}:mine + int8", f"{two}:mine + int8", f"{one}:mine + int8",
     ]  # fmt: skip
-    assert [each["label"] for each in sweep._told_apart(found[::2])] == ["my method + int8"] * 2
+    assert [each["label"] for each in sweep._with_labels(found[::2])] == ["my method + int8"] * 2
 
 
 OWN = """

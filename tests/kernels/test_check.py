@@ -152,7 +152,7 @@ def slots_of_a_step(**changes):
 )
 def test_a_wrong_step_is_refused(backend, change):
     kernel = functools.partial(
-        registry.find("step", backend).load(), settle=lambda stats, position, *_: (stats, position),
+        registry.find("step", backend).load(), observe_and_evict=lambda stats, position, *_: (stats, position),
         transforms=("identity",), scale=1.0, window=None, group_reduce="mean",
     )  # fmt: skip
     with pytest.raises(AssertionError):

@@ -22,11 +22,11 @@ def arguments(statistics, budget):
     return stats, jnp.asarray(position, jnp.int32), columns, jnp.int32(60), jnp.int32(budget)
 
 
-def both(settle, given):
+def both(observe_and_evict, given):
     """The results on a line, and on an array of one head."""
     as_head = jax.tree.map(lambda x: x[None, None] if x.ndim else x[None], given)
     # As programs: each operation by itself would be one.
-    run = jax.jit(lambda given, as_head: (on_lines(settle, SLOTS)(*given), settle(*as_head)))
+    run = jax.jit(lambda given, as_head: (on_lines(observe_and_evict, SLOTS)(*given), observe_and_evict(*as_head)))
     got, expected = run(given, as_head)
     return got, jax.tree.map(lambda x: np.asarray(x)[0, 0], expected)
 

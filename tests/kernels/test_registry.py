@@ -243,8 +243,8 @@ def test_heads_on_several_devices_are_not_compared():
 
 
 def test_heads_may_decide_how_long_a_loop_runs_but_not_what_it_finds():
-    def at(settle):
-        return tracing.compares_heads(settle, request(statistics=(MASS,)))
+    def at(observe_and_evict):
+        return tracing.compares_heads(observe_and_evict, request(statistics=(MASS,)))
 
     def longest_search(stats, position, columns, newest, budget):
         def unfinished(state):
@@ -327,8 +327,8 @@ def arguments(kv_heads, slots, dim, dtype, sharding=None):
 
 def step(backend):
     run = functools.partial(
-        registry.find("step", backend).load(), settle=EVERY_PRIMITIVE[backend], transforms=("identity",), scale=1.0,
-        window=None, group_reduce="mean",
+        registry.find("step", backend).load(), observe_and_evict=EVERY_PRIMITIVE[backend], transforms=("identity",),
+        scale=1.0, window=None, group_reduce="mean",
     )  # fmt: skip
     return jax.jit(lambda given, row: run(*given, newest=row, budget=row))
 

@@ -68,13 +68,13 @@ def bias(self, tiles, at, hidden=None, *, real=Lines.bias):
     return real(self, tiles, at)
 
 
-def settle(self, *args, real=Lines.settle):
+def observe_and_evict(self, *args, real=Lines.observe_and_evict):
     """Leaves out the own token's probability."""
     real(self, *args[:-1])
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
-@pytest.mark.parametrize("mistake", [bias, settle])
+@pytest.mark.parametrize("mistake", [bias, observe_and_evict])
 def test_a_mistake_with_codes_is_noticed(machine, monkeypatch, mistake):
     monkeypatch.setattr(Lines, mistake.__name__, mistake)
     with pytest.raises(AssertionError):
@@ -197,6 +197,6 @@ def test_a_step_that_no_program_holds_says_so():
     with pytest.raises(ValueError, match="a program takes 64 to 4096 slots, a multiple of 8, not 70"):
         step_gpu.step(
             one, one, one, layer.key, layer.value, layer.position, layer.stats, newest=jnp.zeros(1, jnp.int32),
-            budget=jnp.ones(1, jnp.int32), settle=functools.partial(fused_kernel.observe_and_evict, group),
+            budget=jnp.ones(1, jnp.int32), observe_and_evict=functools.partial(fused_kernel.observe_and_evict, group),
             transforms=("identity",), scale=1.0, window=None, group_reduce="mean",
         )  # fmt: skip

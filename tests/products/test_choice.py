@@ -155,7 +155,7 @@ def test_others_work_is_noticed():
     busy = "import time; print(flush=True); end = time.time() + 5\nwhile time.time() < end: pass"
     with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as other:
         other.stdout.readline()  # it has begun
-        with host.watch() as others:
+        with host.measure_load() as others:
             time.sleep(0.3)
         other.kill()
     assert sys.platform != "linux" or others.share > 0.3 / host.cores()

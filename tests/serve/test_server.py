@@ -31,7 +31,7 @@ from kvjax.serve import __main__ as program  # noqa: E402
 from kvjax.serve import address, bodies, listening  # noqa: E402
 from kvjax.serve import app as pages  # noqa: E402
 from kvjax.serve.engine import Engine  # noqa: E402
-from kvjax.serve.protocol import ApiError, Served  # noqa: E402
+from kvjax.serve.protocol import ApiError, ServerInfo  # noqa: E402
 
 WAIT = 300  # seconds, where programs are compiled beside other tests
 LIMITS = Limits(prompt=64, new_tokens=100)
@@ -101,7 +101,7 @@ def serving(model, *, waiting=300, step=None, **options):
         runner.step = lambda: step(whole)
     prefixes = {"anna": runner.prefix(model.tokenizer.encode(PROMPTS[0]))}
     engine = Engine(runner, most_waiting=waiting)
-    served = Served(model, "tiny", prefixes, LIMITS.prompt, LIMITS.new_tokens)
+    served = ServerInfo(model, "tiny", prefixes, LIMITS.prompt, LIMITS.new_tokens)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     app = pages.make_app(engine, served, **({"hosts": ("localhost", "127.0.0.1")} | options))
     server = listening.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=WAIT), engine, grace=1)

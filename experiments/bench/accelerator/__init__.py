@@ -92,7 +92,7 @@ def run(values: flags.FlagValues) -> int:
 
 
 def probe(folder: Path, tiny: bool) -> dict[str, Any]:
-    """What the accelerator is, asked by a child.
+    """Describes the accelerator, by a child process.
 
     Raises:
       ConfigError: jax sees none, or cannot start; without `tiny`.

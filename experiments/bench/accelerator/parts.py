@@ -1,4 +1,4 @@
-"""What is run on an accelerator, in the order of its worth: command lines of the benchmarks, and the marked tests."""
+"""Parts of a run on an accelerator, in order of worth: command lines of the benchmarks, and the marked tests."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What an accelerator is, asked by a process of its own: the one that starts the parts must not hold its memory.
+"""Describes an accelerator in a process of its own: the one that starts the parts must not hold its memory.
 
 python -m experiments.bench.accelerator.probe FILE
 """

@@ -121,7 +121,7 @@ def summary(environment: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> 
 
 
 def _measured(figure: Figure, outcome: Outcome | None, kernel: str) -> tuple[str, float | None, str]:
-    """What was measured, the figure to compare, and why there is none."""
+    """Returns the measurement, the figure to compare, and the reason if there is none."""
     if outcome is None:
         return "", None, NOT_RUN
     if not outcome["rows"]:

@@ -12,7 +12,7 @@ from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 
 TEXTS = ("book", "ptb", "wiki")
-TOGETHER = 16  # neurons that a figure shows as one point
+JOINTLY = 16  # neurons that a figure shows as one point
 OFTEN, RARELY = 0.5, 0.01  # of the tokens
 NOTE = (
     "SiLU is never 0: where the activation has no zeros, the largest tenth of a token's gates count as active, so that "
@@ -74,7 +74,7 @@ def _fig9(settings: Settings, found: Found) -> Judgement:
     ]
     least = min(min(each) for each in found_by.values())
     order = np.argsort(-active["wiki"][0], kind="stable")
-    parts = np.array_split(order, max(1, order.size // TOGETHER))
+    parts = np.array_split(order, max(1, order.size // JOINTLY))
     ends = np.cumsum([part.size for part in parts]).tolist()
     lines = {text: (ends, [100 * float(active[text][0][part].mean()) for part in parts]) for text in TEXTS}
     return Judgement(
@@ -83,7 +83,7 @@ def _fig9(settings: Settings, found: Found) -> Judgement:
         contradict=[Claim("it is under 0.3 in a layer", least < 0.3, f"the least is {least:.3f}")],
         notes=[NOTE],
         draw=lambda: figures.curves(
-            [figures.Panel(f"Layer 0, means of {TOGETHER} neurons", "neuron, in wiki's order", "% of tokens", lines)]
+            [figures.Panel(f"Layer 0, means of {JOINTLY} neurons", "neuron, in wiki's order", "% of tokens", lines)]
         ),
     )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from experiments.papers.entry import Entry, Found, Published, beside, numbers
+from experiments.papers.entry import Entry, Found, Published, numbers, with_published
 from experiments.papers.parts import Part
 from experiments.papers.recipes import choice, lm
 from experiments.papers.settings import Settings
@@ -84,8 +84,9 @@ def _table1(settings: Settings, found: Found) -> Judgement:
     gains = [better[name, 0.2] for name in ASKED]
     matches = {name: name for name in named} | {"full": "Full"}
     shown = ", ".join(f"{name} {each.result}" for name, each in zip(ASKED, gains, strict=True))
+    compared = with_published(rows, TABLE1, matches, "cache")
     return Judgement(
-        tables=[Table("Perplexity; accuracy in %, questions decided as full", beside(rows, TABLE1, matches, "cache"))],
+        tables=[Table("Perplexity; accuracy in %, questions decided as full", compared)],
         confirm=[Claim("each pattern is better with heavy hitters than without", all(g.lower for g in gains), shown)],
         contradict=[
             Claim(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from experiments.papers.entry import Entry, Found, Published, beside, numbers
+from experiments.papers.entry import Entry, Found, Published, numbers, with_published
 from experiments.papers.parts import Part
 from experiments.papers.recipes import lm, plan, recall
 from experiments.papers.settings import Settings
@@ -40,7 +40,7 @@ def _table5(settings: Settings, found: Found) -> Judgement:
     most = held["full + int4"] * slots * (1 + 2 / (0.2 * settings.scale.prompt))
     matches = dict(zip(STORED, ("Full", "H2O", "Quant-4bit", "H2O w. Quant-4bit"), strict=True))
     return Judgement(
-        tables=[Table("At a budget of 0.2", beside(rows, TABLE5, matches, "cache"))],
+        tables=[Table("At a budget of 0.2", with_published(rows, TABLE5, matches, "cache"))],
         confirm=[
             Claim("the loss of both is at most 1.2 times the sum of theirs", losses[STORED[3]] <= 1.2 * both, shown),
             Claim(
@@ -103,8 +103,9 @@ def _table8(settings: Settings, found: Found) -> Judgement:
     most = len(budgets) // 2 + 1
     matches = {"full": "Full", "TopK w.o.": "TopK w.o.", "TopK w.": "TopK w."}
     counts = {word: sum(each.result == word for each in readers) for word in ("lower", "higher")}
+    compared = with_published(rows, TABLE8, matches, "cache")
     return Judgement(
-        tables=[Table("Perplexity by share of the prompt that a step reads", beside(rows, TABLE8, matches, "cache"))],
+        tables=[Table("Perplexity by share of the prompt that a step reads", compared)],
         confirm=[
             Claim(f"half heavy hitters is better than pure top-k at {most} of {len(budgets)} shares or more",
                   at_least([each.lower for each in mixed], most), shown)

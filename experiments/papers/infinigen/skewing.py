@@ -142,11 +142,11 @@ def _fig17(settings: Settings, found: Found) -> Judgement:
         second.append({"ratio": f"{ratio:g}", **cells(result), "partial keys, of the cache": f"{100 * held:.1f} %"})
     loss = {alpha: lm.loss(result, full) for alpha, result in by_alpha.items()}
     shares = [reading.share(result) for result in by_alpha.values()]
-    apart = {ratio: lm.loss(result, by_ratio[1.0]) for ratio, result in by_ratio.items()}
+    differences = {ratio: lm.loss(result, by_ratio[1.0]) for ratio, result in by_ratio.items()}
     flat = [alpha for alpha in alphas if alpha >= PLATEAU]
     before = [a for a in alphas if abs(loss[a]) <= NEAR and reading.mean(by_alpha[a], "capped") < OFTEN]
     shown = ", ".join(f"{alpha:g}: {value:+.2%}" for alpha, value in loss.items())
-    columns = ", ".join(f"{ratio:g}: {value:+.2%}" for ratio, value in apart.items())
+    columns = ", ".join(f"{ratio:g}: {value:+.2%}" for ratio, value in differences.items())
     comparisons = [
         lm.compare(f"alpha {alpha:g} against full", by_alpha[alpha], full, settings) for alpha in alphas
     ] + [
@@ -170,10 +170,10 @@ def _fig17(settings: Settings, found: Found) -> Judgement:
                   all(abs(loss[alpha]) <= NEAR for alpha in flat), shown),
             Claim("the share that is read rises with alpha", shares == sorted(shares) and shares[-1] > shares[0],
                   f"{shares[0]:.1%} to {shares[-1]:.1%}"),
-            Claim(f"a ratio of 0.3 is within {NEAR:.0%} of 1", abs(apart[0.3]) <= NEAR, columns),
+            Claim(f"a ratio of 0.3 is within {NEAR:.0%} of 1", abs(differences[0.3]) <= NEAR, columns),
         ],
         contradict=[
-            Claim(f"the ratio must exceed 0.6 to be within {NEAR:.0%} of 1", abs(apart[0.6]) > NEAR, columns),
+            Claim(f"the ratio must exceed 0.6 to be within {NEAR:.0%} of 1", abs(differences[0.6]) > NEAR, columns),
             Claim("no alpha reaches the plateau before the cap binds in half of the steps", not before,
                   ", ".join(f"{alpha:g}" for alpha in before) or "none"),
         ],

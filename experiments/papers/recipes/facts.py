@@ -1,4 +1,4 @@
-"""What attention a fact in the prompt receives from the text after it, until it is asked for."""
+"""The attention that a fact in the prompt receives from the text after it, until it is asked for."""
 
 import dataclasses
 from typing import Any

@@ -91,7 +91,7 @@ def _sums(params: Any, tokens: Array, *, config: DecoderConfig) -> tuple[Array, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs(Streams):
-    """What the input of a layer resembles of the layer before.
+    """Cosines of each layer's input with the layer before.
 
     The result has the fields of `kvjax.analysis.InputCosine`, [L] each, the mean over rows; NaN for layer 0.
     """

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from experiments.papers.entry import Entry, Found, Published, beside, numbers
+from experiments.papers.entry import Entry, Found, Published, numbers, with_published
 from experiments.papers.parts import Part
 from experiments.papers.recipes import blocks, fullref, lm
 from experiments.papers.roco.scopes import RATE, text_rows
@@ -99,7 +99,7 @@ def _judge(model: str, published: Published) -> Callable[[Settings, Found], Judg
         gain = speed[16] / speed[1]
         matches = {_name(block): _name(block) for block in results}
         return Judgement(
-            tables=[Table(f"roco at {RATE:g}", beside(rows, published, matches, "block"))],
+            tables=[Table(f"roco at {RATE:g}", with_published(rows, published, matches, "block"))],
             confirm=[
                 Claim(f"the perplexity at blocks of 16 is within {NEAR:.0%} of that at 1", abs(cost) <= NEAR,
                       f"{cost:+.2%}"),

@@ -76,10 +76,10 @@ def empty(group: "Group", shape: tuple[int, int], dim: int, dtype: DTypeLike) ->
     segments = count_of(group)
     for tier, count in enumerate(group.slots[:WINDOW]):
         own, size = storage_of(group.storage, tier), regions(layout, tier)
-        key = {name: jnp.zeros((*shape, segments, *each), kind) for name, (each, kind) in _of(own, size, dim, dtype)}
+        key = {name: jnp.zeros((*shape, segments, *each), kind) for name, (each, kind) in _parts(own, size, dim, dtype)}
         first = count - segments * size
         key |= {
-            OF_PROMPT + name: jnp.zeros((*shape, *each), kind) for name, (each, kind) in _of(own, first, dim, dtype)
+            OF_PROMPT + name: jnp.zeros((*shape, *each), kind) for name, (each, kind) in _parts(own, first, dim, dtype)
         }
         parts = value_of(own).parts(dim, dtype).items()
         value = {name: jnp.zeros((*shape, count, *each), kind) for name, (each, kind) in parts}
@@ -88,7 +88,7 @@ def empty(group: "Group", shape: tuple[int, int], dim: int, dtype: DTypeLike) ->
     return *made, {"key": {"exact": window}, "value": {"exact": window}}
 
 
-def _of(storage: Storage, tokens: int, dim: int, dtype: DTypeLike) -> Any:
+def _parts(storage: Storage, tokens: int, dim: int, dtype: DTypeLike) -> Any:
     assert isinstance(storage.key, BlockCodec)
     return storage.key.parts(tokens, dim, dtype).items()
 

@@ -226,7 +226,7 @@ def _convert(layer: LayerKV, after: "Group", per_slot: PerSlot, length: Array, s
     high = held.encode(after.stores[1], take(key, order, count), take(value, order, count), dtype, sides)
     moved = jax.tree.map(lambda leaf: take(leaf, order, count), per_slot)
     position = jnp.concatenate([low_at, high_at], axis=2)
-    return layer.replace(position=position, stores=(low, high)), _of(after, moved, high_at)
+    return layer.replace(position=position, stores=(low, high)), _with_fresh_stats(after, moved, high_at)
 
 
 def _resize(layer: LayerKV, after: "Group", per_slot: PerSlot) -> tuple[LayerKV, PerSlot]:
@@ -240,10 +240,10 @@ def _resize(layer: LayerKV, after: "Group", per_slot: PerSlot) -> tuple[LayerKV,
     moved = jax.tree.map(lambda leaf: take(leaf, order, count), per_slot)
     position = jnp.concatenate([low_at, high_at], axis=2)
     layer = layer.replace(position=position, stores=(layer.stores[0], high))
-    return layer, _of(after, moved, high_at)
+    return layer, _with_fresh_stats(after, moved, high_at)
 
 
-def _of(after: "Group", per_slot: PerSlot, position: Array) -> PerSlot:
+def _with_fresh_stats(after: "Group", per_slot: PerSlot, position: Array) -> PerSlot:
     """Returns `per_slot` with the statistics of the decoding phase, 0 in empty slots."""
     per_slot = forget(per_slot, position)
     fresh = empty_stats(after.needs, after.remembers, slots_of(position))

@@ -21,7 +21,7 @@ from kvjax.cache.context_parallel.select import ReadMask, Rows
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import AXES, divided
 from kvjax.cache.state import EMPTY, Block, LayerKV
-from kvjax.cache.step.interface import LayerArgs, Seen, StepInputs, watched
+from kvjax.cache.step.interface import LayerArgs, Seen, StepInputs, add_to_prompt_index
 from kvjax.numerics.rope import Rope
 from kvjax.parallel import sharding, slot_reductions
 
@@ -42,8 +42,8 @@ def step(
       budget: [B] int32 or None.
       args: of the layer.
     """
-    if group.watch is not None:
-        layer = layer.replace(index=watched(layer.index, group.watch, inputs, block, args.skew))
+    if group.prompt_index is not None:
+        layer = layer.replace(index=add_to_prompt_index(layer.index, group.prompt_index, inputs, block, args.skew))
     batch, kv_heads, n, dim = inputs.key.shape
     mesh = jax.sharding.get_abstract_mesh()
     grouped = inputs.query.reshape(batch, kv_heads, -1, n, dim)

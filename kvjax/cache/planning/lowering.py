@@ -285,7 +285,7 @@ def _groups(
     selection = everything() if whole else branch.selection.traced().bound(queries, sizes.following)
     # A prompt is read whole, except by selections that hide slots of it.
     early = selection if selection.in_prompt or selection.whole_text else everything()
-    watch = selection if selection.watches else None
+    prompt_index = selection if selection.watches else None
     needs = branch.decode.needs | spec.storage.needs
     check_names(branch.decode.name, needs | branch.prompt.needs | branch.selection.needs)
     extent = extent_of(spec, branch, sizes)
@@ -306,6 +306,6 @@ def _groups(
         heads=heads, storage=spec.storage, policy=branch.prompt.traced(), selection=early,
         needs=needs | branch.prompt.needs, extent=extent,
         slots=() if sizes.block is None else split_stores(spec, branch, kernels.round_up(prompt), budgets),
-        watch=watch, decode_group=arrangement.prompt_end(after) if sizes.block is None else None,
+        prompt_index=prompt_index, decode_group=arrangement.prompt_end(after) if sizes.block is None else None,
     )  # fmt: skip
     return kernels.prompt(before, own_heads), after

@@ -46,7 +46,7 @@ def step(
     assert group.step is not None
     kernel = functools.partial(
         registry.find("step", group.step).load(),
-        settle=functools.partial(observe_and_evict, group),
+        observe_and_evict=functools.partial(observe_and_evict, group),
         transforms=tuple(sorted({s.transform for s in group.needs})),
         scale=inputs.scale,
         window=args.window,

@@ -120,20 +120,20 @@ def query_heads(x: Array, heads: tuple[int, ...], kv_heads: int) -> Array:
     return x.reshape(batch, kv_heads, -1, n, dim)[:, np.asarray(heads)].reshape(batch, -1, n, dim)
 
 
-def watched(
-    index: dict[str, Array], watch: Selection, inputs: StepInputs, block: Block, skew: Array | None
+def add_to_prompt_index(
+    index: dict[str, Array], selection: Selection, inputs: StepInputs, block: Block, skew: Array | None
 ) -> dict[str, Array]:
     """Adds a block of the prompt to the sums that a selection needs when the prompt ends.
 
     Args:
       index: the sums so far; {} before the first block.
-      watch: the selection.
+      selection: of the decoding phase.
       inputs: the block's tokens.
       block: their positions.
       skew: [K, D, D] or None.
     """
     batch, kv_heads, n, dim = inputs.rotated_key.shape
-    sums = index or watch.start((batch, kv_heads), dim)
+    sums = index or selection.start((batch, kv_heads), dim)
     # [B, K, G, n, D]
     grouped = inputs.query.reshape(batch, kv_heads, -1, n, dim)
-    return watch.watch(sums, *jax.lax.stop_gradient((grouped, inputs.rotated_key)), block.position >= 0, skew)
+    return selection.watch(sums, *jax.lax.stop_gradient((grouped, inputs.rotated_key)), block.position >= 0, skew)

@@ -9,7 +9,7 @@ from kvjax.cache.groups import Group
 from kvjax.cache.slots import after_reading, constrain, constrain_slots
 from kvjax.cache.state import Block, LayerKV, PerSlot
 from kvjax.cache.step import attend, evict
-from kvjax.cache.step.interface import LayerArgs, Seen, StepInputs, watched
+from kvjax.cache.step.interface import LayerArgs, Seen, StepInputs, add_to_prompt_index
 from kvjax.cache.step.operands import (
     Pool,
     joined,
@@ -47,8 +47,8 @@ def step(
         pool = prompt_pool(inputs.key, inputs.value, block, group)
     else:
         pool = pool_of(layer, inputs, block, group, args)
-    if group.watch is not None:
-        pool = pool._replace(index=watched(pool.index, group.watch, inputs, block, args.skew))
+    if group.prompt_index is not None:
+        pool = pool._replace(index=add_to_prompt_index(pool.index, group.prompt_index, inputs, block, args.skew))
     options: dict[str, Any] = {
         "query_position": block.position, "scale": inputs.scale, "soft_cap": args.soft_cap, "window": args.window,
         "causal": fresh, "prompt": block.prompt, "group_reduce": group.policy.group_reduce,

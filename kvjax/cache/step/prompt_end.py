@@ -108,4 +108,4 @@ def _index(layer: LayerKV, before: Group, after: Group, prompt: Prompt) -> dict[
     if not index:
         return {}
     kept = Held(position, key, prompt.length, prompt.skew, lambda key: prompt.unrotate(key, position))
-    return selection.build(index, layer.index if before.watch else {}, kept)
+    return selection.build(index, layer.index if before.prompt_index else {}, kept)

@@ -13,7 +13,7 @@ Array = jax.Array
 Stats = dict[str, Array]  # statistic name -> [B, K, S] float32
 # (stats, positions including the new token [1, K, S], columns by transform, newest [1], budget [1]) of one row
 # -> (stats, positions) after eviction
-Settle = Callable[[Stats, Array, Stats, Array, Array], tuple[Stats, Array]]
+ObserveAndEvict = Callable[[Stats, Array, Stats, Array, Array], tuple[Stats, Array]]
 Stepped = tuple[Array, Any, Any, Array, Stats]  # output [B, K, G, D]; key, value, position and stats afterwards
 
 
@@ -31,9 +31,9 @@ class Step(NamedTuple):
       position: [B, K, S] int32; -1 = empty.
       stats: statistic name -> [B, K, S] float32.
       newest: [B] int32 position of each row's token; -1 = a row that has ended, whose slots are unchanged.
-      budget: [B] int32, passed to `settle`.
-      settle: updates statistics and evicts slots after attention.
-      transforms: the transforms whose columns `settle` needs; see `Statistic`.
+      budget: [B] int32, passed to `observe_and_evict`.
+      observe_and_evict: updates statistics and evicts slots after attention.
+      transforms: the transforms whose columns `observe_and_evict` needs; see `Statistic`.
       scale: see `Problem`.
       window: see `Problem`.
       group_reduce: see `Problem`.
@@ -49,7 +49,7 @@ class Step(NamedTuple):
     stats: Stats
     newest: Array
     budget: Array
-    settle: Settle
+    observe_and_evict: ObserveAndEvict
     transforms: tuple[str, ...]
     scale: float
     window: int | None

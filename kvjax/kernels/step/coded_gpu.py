@@ -62,7 +62,12 @@ def step(given: Step, launch: Launch) -> Stepped:
         "begun": plgpu.Barrier(num_arrivals=launch.parts + 2 + lines_gpu.copies(size, len(names))),
     }  # fmt: skip
     body = functools.partial(
-        _kernel, launch=launch, names=names, settle=given.settle, transforms=given.transforms, window=given.window
+        _kernel,
+        launch=launch,
+        names=names,
+        observe_and_evict=given.observe_and_evict,
+        transforms=given.transforms,
+        window=given.window,
     )
     outputs = [
         jax.ShapeDtypeStruct((pairs, launch.padded, -(-dim // TILE) * WIDE), jnp.float32),
@@ -87,7 +92,7 @@ def step(given: Step, launch: Launch) -> Stepped:
 def _kernel(
     query_ref, own_ref, newest_ref, budget_ref, *refs,
     query_smem, codes_smem, position_smem, column_smem, stat_smem, begun,
-    launch, names, settle, transforms, window, **scratch,
+    launch, names, observe_and_evict, transforms, window, **scratch,
 ):  # fmt: skip
     """Processes all slots of one (row, KV head)."""
     form: Form = launch.form
@@ -142,5 +147,5 @@ def _kernel(
         m = m * (1.0 / launch.group) if launch.group_reduce == "mean" else m
         return jnp.where(lines.slot == free, m, column)
 
-    lines.settle(settle, names, transforms, position, budget_ref[row], own)
+    lines.observe_and_evict(observe_and_evict, names, transforms, position, budget_ref[row], own)
     plgpu.wait_smem_to_gmem(0)

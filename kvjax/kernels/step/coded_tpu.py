@@ -88,7 +88,7 @@ def step(given: Step) -> Stepped:
             written=written,
             sides=sides,
             names=names,
-            settle=given.settle,
+            observe_and_evict=given.observe_and_evict,
             transforms=given.transforms,
             factor=given.scale * sides["key"].form.factor,
             window=given.window,
@@ -192,7 +192,7 @@ def _placed(part: Array) -> Array:
 
 def _kernel(
     newest_ref, budget_ref, query_ref, own_ref, *refs,
-    parts, written, sides, names, settle, transforms, factor, window, size, tile, group, group_reduce,
+    parts, written, sides, names, observe_and_evict, transforms, factor, window, size, tile, group, group_reduce,
 ):  # fmt: skip
     """Processes one tile of slots of all KV heads of one row.
 
@@ -303,7 +303,7 @@ def _kernel(
 
         columns = {each: seen if each == "one" else transformed(each, m, uniform) for each in transforms}
         stats = {name: ref[...][None] for name, ref in zip(names, stat_refs, strict=True)}
-        stats, position = settle(
+        stats, position = observe_and_evict(
             stats, jnp.where(new, newest, position), columns, jnp.full((1,), newest), jnp.full((1,), budget_ref[row])
         )
         position_out[...] = position[0]

@@ -63,7 +63,12 @@ def step(given: Step) -> Stepped:
         "begun": plgpu.Barrier(num_arrivals=launch.parts + 2 + lines_gpu.copies(size, len(names))),
     }  # fmt: skip
     body = functools.partial(
-        _kernel, launch=launch, names=names, settle=given.settle, transforms=given.transforms, window=given.window
+        _kernel,
+        launch=launch,
+        names=names,
+        observe_and_evict=given.observe_and_evict,
+        transforms=given.transforms,
+        window=given.window,
     )
     outputs = [jax.ShapeDtypeStruct((pairs, launch.padded, -(-dim // TILE) * WIDE), jnp.float32)]
     (output,) = lines_gpu.run(body, pairs, outputs, scratch)(
@@ -142,7 +147,7 @@ def launch_of(
 def _kernel(
     query_ref, new_key_ref, new_value_ref, newest_ref, budget_ref, key_ref, value_ref, *refs,
     query_smem, pair_smem, position_smem, column_smem, stat_smem, begun,
-    launch, names, settle, transforms, window, **scratch,
+    launch, names, observe_and_evict, transforms, window, **scratch,
 ):  # fmt: skip
     """Processes all slots of one (row, KV head)."""
     *line_refs, output_ref = refs
@@ -176,5 +181,5 @@ def _kernel(
     lines.observe(tiles)
     tiles.store(tiles.output(top, total), output_ref.at[pair])
 
-    lines.settle(settle, names, transforms, position, budget_ref[row])
+    lines.observe_and_evict(observe_and_evict, names, transforms, position, budget_ref[row])
     plgpu.wait_smem_to_gmem(0)

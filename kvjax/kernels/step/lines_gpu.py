@@ -14,7 +14,7 @@ from kvjax.kernels.decode.pass_gpu import Pass
 from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE
 from kvjax.kernels.rank1 import on_lines
 from kvjax.kernels.softmax import NEGATIVE, transformed
-from kvjax.kernels.step.arguments import Settle
+from kvjax.kernels.step.arguments import ObserveAndEvict
 
 Array = jax.Array
 Ref = Any
@@ -27,7 +27,7 @@ COPY_BYTES = 128  # the bytes of a copy are a multiple of this
 class Lines:
     """The lines of one (row, KV head).
 
-    The methods are called in this order: `read`, `append`, `bias` for each tile, `observe`, `settle`.
+    The methods are called in this order: `read`, `append`, `bias` for each tile, `observe`, `observe_and_evict`.
 
     Attributes:
       pair: index of the (row, KV head).
@@ -112,9 +112,9 @@ class Lines:
             self.column_smem[pl.ds(tiles.start(at), TILE)] = tiles.column(at)
             plgpu.commit_smem()
 
-    def settle(
+    def observe_and_evict(
         self,
-        settle: Settle,
+        observe_and_evict: ObserveAndEvict,
         names: tuple[str, ...],
         transforms: tuple[str, ...],
         position: Array,
@@ -124,7 +124,7 @@ class Lines:
         """Observes and evicts by the policy's own code, and writes all lines; the copies must be waited for.
 
         Args:
-          settle: see `Step`.
+          observe_and_evict: see `Step`.
           names: of the statistics.
           transforms: see `Step`.
           position: from `append`.
@@ -140,7 +140,7 @@ class Lines:
 
         columns = {each: visible if each == "one" else transformed(each, m, uniform) for each in transforms}
         stats = {name: line[...] for name, line in zip(names, self.stat_smem, strict=True)}
-        stats, position = on_lines(settle, self.length)(stats, position, columns, self.newest, budget)
+        stats, position = on_lines(observe_and_evict, self.length)(stats, position, columns, self.newest, budget)
         self.position_smem[...] = position
         for name, line_smem in zip(names, self.stat_smem, strict=True):
             line_smem[...] = stats[name]

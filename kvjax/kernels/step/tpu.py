@@ -57,7 +57,7 @@ def step(given: Step) -> Stepped:
             _kernel,
             names=names,
             inside=inside,
-            settle=given.settle,
+            observe_and_evict=given.observe_and_evict,
             transforms=given.transforms,
             scale=given.scale,
             window=given.window,
@@ -147,7 +147,7 @@ def tile_slots(kv_heads: int, size: int, dim: int, itemsize: int) -> int:
 
 def _kernel(
     newest_ref, budget_ref, query_ref, new_key_ref, new_value_ref, key_ref, value_ref, position_ref, *refs,
-    names, inside, settle, transforms, scale, window, size, tile, shared, group_reduce,
+    names, inside, observe_and_evict, transforms, scale, window, size, tile, shared, group_reduce,
 ):  # fmt: skip
     """Processes one tile of slots of all KV heads of one row.
 
@@ -245,7 +245,7 @@ def _kernel(
 
         columns = {each: seen if each == "one" else transformed(each, m, uniform) for each in transforms}
         stats = {name: ref[...] for name, ref in zip(names, stat_refs, strict=True)}
-        stats, position = settle(
+        stats, position = observe_and_evict(
             stats, jnp.where(new, newest, position), columns, jnp.full((1,), newest), jnp.full((1,), budget_ref[row])
         )
         position_out[...] = position

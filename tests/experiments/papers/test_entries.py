@@ -7,7 +7,7 @@ import pytest
 
 from experiments import paper
 from experiments.config import ModelConfig
-from experiments.papers.entry import beside, numbers, registry
+from experiments.papers.entry import numbers, registry, with_published
 from experiments.papers.names import H2O, INFINIGEN, NAMES, ROCO
 from experiments.papers.parts import check_unique
 from experiments.papers.settings import FAST, FULL, TEXTS, Settings
@@ -63,6 +63,8 @@ def test_numbers_beside():
     """)
     assert theirs == [{"policy": "Full", "A": "1", "B": "2"}]
     published = type("P", (), {"rows": theirs})
-    rows = beside([{"policy": "full", "x": "3"}, {"policy": "h2o", "x": "4"}], published, {"full": "Full"}, "policy")
+    rows = with_published(
+        [{"policy": "full", "x": "3"}, {"policy": "h2o", "x": "4"}], published, {"full": "Full"}, "policy"
+    )
     assert rows[0] == {"policy": "full", "x": "3", "paper: A": "1", "paper: B": "2"}
     assert rows[1]["paper: A"] == "-"
