@@ -14,8 +14,8 @@ Caches
   `storage`: how slots are held, such as ``storage.int8()``; those that need it have a `Calibration` (`calibrate`,
   `calibrated`, `load_calibration`). `selection`: which slots a query reads, such as ``selection.quest(budget=512)``.
   `presets`: published systems made of the three. Each of the four has ``names()`` and ``by_name(name, ...)``.
-  `Limits` says what arrays are allocated for. `KVState` is the cache of a result and `LayerKV` one of its layers;
-  ``result.kept(layer)`` lists the positions that a layer holds.
+  `CacheOptions` are all options of a run's cache; its `Limits` say what arrays are allocated for. `KVState` is the
+  cache of a result and `LayerKV` one of its layers; ``result.kept(layer)`` lists the positions that a layer holds.
 
 Elsewhere
   `kvjax.serve`: many requests, and an HTTP server. `kvjax.analysis`: what attention does, and a policy makes of it.
@@ -37,6 +37,7 @@ from kvjax.errors import KvjaxError
 from kvjax.generation.generate import Generation, generate
 from kvjax.generation.likelihood import LogLikelihood, log_likelihood
 from kvjax.generation.multiple_choice import ChoiceScore, score_choices
+from kvjax.generation.options import CacheOptions
 from kvjax.generation.sampling import Greedy, Sample
 from kvjax.generation.text import TextGeneration, generate_text
 from kvjax.models.calibrate import calibrate, calibrated
@@ -54,6 +55,7 @@ if os.environ.get("TPU_SKIP_MDS_QUERY"):
     devices.prepare_libtpu()
 
 __all__ = [
+    "CacheOptions",
     "CacheSpec",
     "Calibration",
     "ChoiceScore",

@@ -78,7 +78,7 @@ def optimised():
 
 
 #: Tests that read what the compiler made, or compile for devices that are absent: their programs are not kept.
-READ_PROGRAMS = {"test_compiled.py", "test_context.py", "test_plan.py", "kernels"}
+READ_PROGRAMS = {"test_compiled.py", "test_context.py", "test_make_plan.py", "kernels"}
 
 
 def kept_programs() -> Path:
@@ -109,15 +109,16 @@ def find_shared() -> Path | None:
 
 #: Files that take minutes, the longest first: a worker that took one of them up last would keep the others waiting.
 LONG = (
-    "test_sharding.py", "test_context.py", "test_models.py", "test_slots.py", "test_pairs.py", "test_law.py",
-    "test_conformance.py", "test_train.py", "test_pretrained.py", "test_step_tpu.py", "test_host.py",
+    "test_sharding.py", "test_context.py", "test_models.py", "test_slots.py", "test_pairs.py",
+    "test_storage_conformance.py", "test_conformance.py", "test_train.py", "test_pretrained.py", "test_step_tpu.py",
+    "test_host_memory.py",
     "test_products.py", "test_compare.py", "test_gradients.py", "test_notebook.py", "test_prefill_tpu.py",
     "test_fused_step.py", "test_joint.py", "test_kvquant.py", "test_gear.py", "test_segments.py",
     "test_worked_examples.py", "test_offload.py", "test_pools.py", "test_generate_tpu.py", "test_bench.py",
-    "test_quantized.py", "test_shared_law.py", "test_calibration.py", "test_tiers.py", "test_blocks.py",
-    "test_accelerator.py", "test_docs.py", "test_compositions.py", "test_properties.py", "test_choices.py",
-    "test_attention.py", "test_compiled.py", "test_plan.py", "test_heads.py", "test_parity.py", "test_reading.py",
-    "test_spec_text.py", "test_step_gpu.py", "test_prefill_gpu.py", "test_decode_gpu.py",
+    "test_quantized.py", "test_shared_sides.py", "test_calibration.py", "test_tiers.py", "test_blocks.py",
+    "test_accelerator.py", "test_docs.py", "test_compositions.py", "test_properties.py", "test_multiple_choice.py",
+    "test_attention.py", "test_compiled.py", "test_make_plan.py", "test_heads.py", "test_parity.py", "test_reading.py",
+    "test_parse.py", "test_step_gpu.py", "test_prefill_gpu.py", "test_decode_gpu.py",
 )  # fmt: skip
 
 
@@ -127,8 +128,9 @@ OTHER_THAN_JAX = {
     "text in and out": ("checkpoint/test_chat.py", "checkpoint/test_tokenizer.py", "experiments/test_texts.py"),
     "names, settings and their errors": (
         "checkpoint/test_generation_config.py", "checkpoint/test_names.py", "experiments/test_config.py",
-        "experiments/test_reading.py", "experiments/test_spec_text.py", "experiments/test_sweep.py",
-        "models/test_families.py", "models/test_shapes.py", "test_inputs.py", "test_install.py", "test_policies.py",
+        "experiments/test_reading.py", "specs/test_parse.py", "experiments/test_sweep.py",
+        "models/test_families.py", "models/test_shapes.py", "test_inputs.py", "test_install.py", "test_names.py",
+        "policies/test_policies.py",
     ),
     "data made and scored in NumPy": (
         "experiments/test_mixture.py", "experiments/test_multiple_choice.py", "experiments/test_ngrams.py",

@@ -140,8 +140,8 @@ def test_fractions_that_leave_few_slots_are_warned_of_once(policy, says):
     lengths = np.array([60, 40], np.int32)
 
     def prepare():
-        spec, options = kvjax.CacheSpec(policy), {"width": 60, "prefill_block": None, "implementation": "xla"}
-        prefill.prepare(tiny().model, spec, lengths, lengths + 1, **options)
+        spec, options = kvjax.CacheSpec(policy), kvjax.CacheOptions(implementation="xla")
+        prefill.prepare(tiny().model, spec, lengths, lengths + 1, width=60, options=options)
 
     found = warned_of(prepare, times=2)
     assert len(found) == (0 if says is None else 1)

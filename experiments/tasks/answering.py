@@ -81,8 +81,8 @@ def answers(
       rows: questions that are answered at once.
       journal: has the answers that there are, and is given each new one as soon as it is there.
       texts: what a config calls its caches. Functions of a user's own in `spec` are told apart by it, between runs.
-      prefill_block: see `kvjax.generate`.
-      implementation: see `kvjax.generate`.
+      prefill_block: see `kvjax.CacheOptions`.
+      implementation: see `kvjax.CacheOptions`.
       progress: whether to show a bar of questions; None = on a terminal.
     """
     assert model.tokenizer is not None  # `make` refuses models without

@@ -19,9 +19,11 @@ from kvjax.cache.planning.limits import prompt_bucket
 from kvjax.cache.spec import CacheSpec, as_spec, on_device
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
+from kvjax.generation.options import CacheOptions
 from kvjax.generation.prefill import prepare, run_prompts
 from kvjax.inputs import check_batch, check_prompt
 from kvjax.kernels.prefill.xla import tile_rows
+from kvjax.models.calibrate import calibrated
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
@@ -150,6 +152,8 @@ def over_steps(
     config = model.config
     # What attention saw of a pool in host memory is not kept, and is the same as of one on the device.
     specs = tuple(on_device(as_spec(policy)) for policy in policies)
+    for spec in specs:
+        calibrated(model, spec.storage, None)
     batch = check_batch(config, tokens, lengths, new_tokens=0)
     prompt = check_prompt(prompt_length, batch.lengths)
     steps = int((batch.lengths - prompt).max())
@@ -162,11 +166,9 @@ def over_steps(
     shape = (len(padded), config.num_kv_heads, config.num_heads // config.num_kv_heads, padded.shape[1])
     with model.on_mesh():
         # XLA's ops, step by step: a kernel that does a whole step reports no rows.
+        options = CacheOptions(implementation="xla")
         prepared = [
-            prepare(
-                model, spec, prompt, batch.lengths, width=int(prompt.max()), prefill_block=None, implementation="xla"
-            )
-            for spec in specs
+            prepare(model, spec, prompt, batch.lengths, width=int(prompt.max()), options=options) for spec in specs
         ]
         states = tuple(
             run_prompts(model, batch.tokens, prompt, batch.lengths, each, score=False)[2] for each in prepared

@@ -1,7 +1,7 @@
 """Generation: prompts in, new tokens out; `kvjax.generation.decoding` is the loop."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import numpy as np
@@ -9,25 +9,22 @@ from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from kvjax.arguments import plain_signature
-from kvjax.attention import Implementation
 from kvjax.cache.planning.layout import CacheLayout, kept
-from kvjax.cache.planning.limits import Limits
-from kvjax.cache.spec import CacheSpec, as_spec
+from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import KVState, live_slots
 from kvjax.errors import InputError, shown
 from kvjax.generation import selection_record
 from kvjax.generation.decoding import CHUNK, Carry, decode_steps, first_token
-from kvjax.generation.prefill import Prefilled, prefill
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
+from kvjax.generation.prefill import Prefilled, run_prefill
 from kvjax.generation.sampling import Greedy, Sampler, check_sampling, penalty_of
 from kvjax.generation.selection_record import Record
 from kvjax.inputs import check_count, check_stop
-from kvjax.models.calibrate import calibrated, with_calibration
+from kvjax.models.calibrate import with_calibration
 from kvjax.models.model import Model
 from kvjax.numerics.finite import PAD, check_finite
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
-from kvjax.selection.base import Selection
-from kvjax.storage.base import Storage
 from kvjax.storage.calibration import Calibration, required
 from kvjax.summary import one_line
 
@@ -71,6 +68,7 @@ class Generation(NamedTuple):
         return kept(self.layout, self.state, layer, len(self.tokens))
 
 
+@cache_keywords()
 def generate(
     model: Model,
     tokens: ArrayLike,
@@ -80,18 +78,14 @@ def generate(
     lengths: ArrayLike | None = None,
     sampler: Sampler = Greedy(),
     key: Array | None = None,
-    prefill_block: int | None = None,
     stop: Sequence[int] = (),
     stream: Callable[[np.ndarray], None] | None = None,
     until: Callable[[np.ndarray], np.ndarray] | None = None,
     progress: bool = False,
-    implementation: Implementation = "auto",
-    storage: Storage | None = None,
-    selection: Selection | None = None,
-    limits: Limits | None = None,
     requests: ArrayLike | None = None,
     record: bool = False,
-    calibration: Calibration | None = None,
+    options: CacheOptions | None = None,
+    **cache: Unpack[CacheKeywords],
 ) -> Generation:
     """Generates tokens after prompts, with a cache that is limited by a policy.
 
@@ -104,23 +98,17 @@ def generate(
       lengths: [B] int, the number of real tokens of each row; None for T, or for the whole rows of a list.
       sampler: how a token is chosen from the logits.
       key: random key for sampling; None for `jax.random.key(0)`.
-      prefill_block: the number of prompt tokens per block; None for the whole prompt in one shot. Blocks change what is
-        kept: a policy evicts after each block, by what the queries so far have attended to, and later blocks attend to
-        the slots that are left.
       stop: token ids that end a row. The stop token is part of the result.
       stream: a function that is called after every step with the new token of each row, [B] int32, `PAD` for a row that
         has ended.
       until: a function that says which rows have ended, [B] bool, from their new tokens so far, [B, n] int32. It is
         called every `UNTIL_EVERY` tokens at the most; a row may have some tokens beyond its end.
       progress: whether to show a progress bar.
-      implementation: of attention and eviction; see `kvjax.attention`.
-      storage: how slots are stored, such as ``kvjax.storage.int8()``; None for the model's dtype.
-      selection: which slots a query reads, such as ``kvjax.selection.quest(budget=512)``; None for all.
-      limits: the sizes that programs are compiled for; None for buckets, see `kvjax.cache.planning.limits`.
       requests: [B] int, the id of each row's request. A sampled token depends on the key, the request's id and the
         token's position, and not on the rest of the batch. None for the row numbers.
       record: whether to record what selections choose; not with a kernel that does a whole step.
-      calibration: of the storage, if it needs one: from `kvjax.calibrate` or `kvjax.load_calibration`.
+      options: storage, selection, blocks of the prompt and other options of the cache; see `kvjax.CacheOptions`.
+      cache: its fields, which may be given one by one, such as ``storage=kvjax.storage.int8()``.
 
     Raises:
       InputError: if tokens, lengths or options are not valid for the model; before anything is traced.
@@ -131,12 +119,10 @@ def generate(
       NonFiniteError: if the log-probability of a token is not finite. Its row ends there, and the error is raised when
         the other rows have ended; ``error.result`` is the `Generation`.
     """
-    model = calibrated(model, as_spec(policy, storage, selection).storage, calibration)
-    prefilled = prefill(
-        model, tokens, policy, max_new_tokens=max_new_tokens, lengths=lengths, prefill_block=prefill_block,
-        implementation=implementation, storage=storage, selection=selection, limits=limits,
-    )  # fmt: skip
-    return decode(
+    options = (options or CacheOptions()).updated(cache, "generate")
+    model, spec = options.resolve(model, policy)
+    prefilled = run_prefill(model, spec, tokens, lengths, max_new_tokens, options)
+    return _decode(
         model, prefilled, max_new_tokens=max_new_tokens, sampler=sampler, key=key, stop=stop, stream=stream,
         until=until, progress=progress, requests=requests, record=record,
     )  # fmt: skip
@@ -180,11 +166,31 @@ def decode(
       StorageError: if the storage needs a calibration that the model has not, or the one that is given does not fit.
       NonFiniteError: see `generate`.
     """
-    key = check_sampling(sampler, key)
     held = [[group.storage for group in layer] for layer in prefilled.layout.decode]
     # Groups of heads that hold every token exactly need none.
     storages = [next((each for each in layer if required(each)), layer[0]) for layer in held]
-    model = with_calibration(model, storages, calibration)
+    return _decode(
+        with_calibration(model, storages, calibration), prefilled, max_new_tokens=max_new_tokens, sampler=sampler,
+        key=key, stop=stop, stream=stream, until=until, progress=progress, requests=requests, record=record,
+    )  # fmt: skip
+
+
+def _decode(
+    model: Model,
+    prefilled: Prefilled,
+    *,
+    max_new_tokens: int,
+    sampler: Sampler,
+    key: Array | None,
+    stop: Sequence[int],
+    stream: Callable[[np.ndarray], None] | None,
+    until: Callable[[np.ndarray], np.ndarray] | None,
+    progress: bool,
+    requests: ArrayLike | None,
+    record: bool,
+) -> Generation:
+    """Runs `decode` with a model that has the calibration of the storage."""
+    key = check_sampling(sampler, key)
     key = jax.random.key(0) if key is None else key
     stop_ids = check_stop(stop)
     rows = prefilled.num_rows

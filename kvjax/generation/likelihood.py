@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,26 +10,22 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
-from kvjax.attention import Implementation
 from kvjax.cache.planning.layout import CacheLayout, Phase, kept
-from kvjax.cache.planning.limits import Limits, power_of_two
-from kvjax.cache.spec import CacheSpec, as_spec
+from kvjax.cache.planning.limits import power_of_two
+from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState
 from kvjax.generation import selection_record
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.generation.prefill import prepare, run_prompts
 from kvjax.generation.selection_record import Record
 from kvjax.inputs import check_batch, check_prompt
 from kvjax.models.bound import SCORE_ROWS, bind, logprobs_of
-from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.numerics.finite import check_finite
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
-from kvjax.selection.base import Selection
-from kvjax.storage.base import Storage
-from kvjax.storage.calibration import Calibration
 from kvjax.storage.gradient import differentiable
 from kvjax.summary import one_line
 
@@ -61,6 +57,7 @@ class LogLikelihood(NamedTuple):
         return kept(self.layout, self.state, layer, len(self.logprobs))
 
 
+@cache_keywords(implementation="xla")
 def log_likelihood(
     model: Model,
     tokens: ArrayLike,
@@ -68,14 +65,10 @@ def log_likelihood(
     *,
     prompt_length: ArrayLike,
     lengths: ArrayLike | None = None,
-    prefill_block: int | None = None,
     progress: bool = False,
-    implementation: Implementation = "xla",
-    storage: Storage | None = None,
-    selection: Selection | None = None,
-    limits: Limits | None = None,
     record: bool = False,
-    calibration: Calibration | None = None,
+    options: CacheOptions | None = None,
+    **cache: Unpack[CacheKeywords],
 ) -> LogLikelihood:
     """Scores texts by teacher forcing. The cache evolves as it does in generation.
 
@@ -90,14 +83,11 @@ def log_likelihood(
         fed one at a time.
       lengths: [B] int, the number of real tokens of each row; None for T. A row that is shorter than its prompt length
         is all prompt.
-      prefill_block: see `kvjax.generate`.
       progress: whether to show a progress bar.
-      implementation: see `kvjax.attention`. The default is XLA because the kernels have no gradient.
-      storage: see `kvjax.generate`.
-      selection: see `kvjax.generate`.
-      limits: see `kvjax.generate`. All tokens after the prompt are fed to the model here.
       record: whether to record what selections choose; not with a kernel that does a whole step, nor in a gradient.
-      calibration: see `kvjax.generate`.
+      options: see `kvjax.CacheOptions`. The default implementation is XLA, because the kernels have no gradient. All
+        tokens after the prompt are fed to the model, and count as new tokens of the limits.
+      cache: fields of the options.
 
     Raises:
       InputError: if tokens, lengths or options are not valid for the model; before anything is traced.
@@ -107,8 +97,9 @@ def log_likelihood(
       NonFiniteError: if a log-probability is not finite; ``error.result`` is the `LogLikelihood`. Not raised while a
         gradient is traced.
     """
-    spec = as_spec(policy, storage, selection)
-    model = calibrated(model, spec.storage, calibration)
+    options = (options or CacheOptions(implementation="xla")).updated(cache, "log_likelihood")
+    model, spec = options.resolve(model, policy)
+    limits = options.limits
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     prompt = check_prompt(prompt_length, batch.lengths)
     total, width = int(batch.lengths.max()), int(prompt.max())
@@ -120,8 +111,7 @@ def log_likelihood(
         spec = dataclasses.replace(spec, storage=differentiable(spec.storage))
     with model.on_mesh(), tqdm(total=total, desc="score", unit="tok", disable=not progress) as bar:
         prepared = prepare(
-            model, spec, prompt, batch.lengths, width=width if steps else batch.width, prefill_block=prefill_block,
-            limits=limits, implementation=implementation, pad_rows=True,
+            model, spec, prompt, batch.lengths, width=width if steps else batch.width, options=options, pad_rows=True
         )  # fmt: skip
         _, scores, state = run_prompts(model, batch.tokens, prompt, batch.lengths, prepared, score=True)
         bar.update(width)

@@ -3,33 +3,29 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax.attention import Implementation
 from kvjax.cache.planning.layout import Phase
-from kvjax.cache.planning.limits import Limits, half_steps, power_of_two
-from kvjax.cache.spec import CacheSpec, as_spec
+from kvjax.cache.planning.limits import half_steps, power_of_two
+from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
 from kvjax.generation.generate import check_room
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.generation.prefill import Prefilled, prepare, run_prompts
 from kvjax.inputs import check_batch, check_no_text
 from kvjax.models.bound import BoundDecoder, bind, logprob_of, over_logits
-from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.numerics.finite import error_of
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
-from kvjax.selection.base import Selection
-from kvjax.storage.base import Storage
-from kvjax.storage.calibration import Calibration
 from kvjax.summary import one_line
 
 Array = jax.Array
@@ -57,6 +53,7 @@ class ChoiceScore(NamedTuple):
         return float(np.sum(self.logprobs, dtype=np.float64))
 
 
+@cache_keywords()
 def score_choices(
     model: Model,
     tokens: ArrayLike,
@@ -64,12 +61,8 @@ def score_choices(
     policy: Policy | CacheSpec,
     *,
     lengths: ArrayLike | None = None,
-    prefill_block: int | None = None,
-    implementation: Implementation = "auto",
-    storage: Storage | None = None,
-    selection: Selection | None = None,
-    limits: Limits | None = None,
-    calibration: Calibration | None = None,
+    options: CacheOptions | None = None,
+    **cache: Unpack[CacheKeywords],
 ) -> list[list[ChoiceScore]]:
     """Scores the choices of questions: several continuations of each context, by teacher forcing.
 
@@ -85,12 +78,8 @@ def score_choices(
       choices: for each context its continuations, each of at least one token.
       policy: which slots the cache keeps, or a `CacheSpec`.
       lengths: [B] int, the number of real tokens of each context; None for T.
-      prefill_block: see `kvjax.generate`.
-      implementation: see `kvjax.generate`.
-      storage: see `kvjax.generate`.
-      selection: see `kvjax.generate`.
-      limits: see `kvjax.generate`; `new_tokens` is of the longest choice.
-      calibration: see `kvjax.generate`.
+      options: see `kvjax.CacheOptions`; the new tokens of its limits are those of the longest choice.
+      cache: fields of the options.
 
     Returns:
       For each context the scores of its choices. What depends on the length of a text (frequencies of some rotary
@@ -104,18 +93,15 @@ def score_choices(
       NonFiniteError: if a log-probability is not finite; ``error.rows`` are contexts, and ``error.result`` has all
         scores.
     """
-    spec = as_spec(policy, storage, selection)
-    model = calibrated(model, spec.storage, calibration)
+    options = (options or CacheOptions()).updated(cache, "score_choices")
+    model, spec = options.resolve(model, policy)
     batch = check_batch(model.config, tokens, lengths, new_tokens=0)
     asked = _check_choices(model.config, choices, batch.lengths)
     # [B]: contexts without choices have room for one token
     longest = np.array([max((len(each) for each in own), default=1) for own in asked], np.int32)
     total = batch.lengths + longest
     with model.on_mesh():
-        prepared = prepare(
-            model, spec, batch.lengths, total, width=batch.width, prefill_block=prefill_block, limits=limits,
-            implementation=implementation, pad_rows=True,
-        )  # fmt: skip
+        prepared = prepare(model, spec, batch.lengths, total, width=batch.width, options=options, pad_rows=True)
         logits, _, state = run_prompts(model, batch.tokens, batch.lengths, total, prepared, score=False)
     return _scores(model, Prefilled(logits, state, prepared.layout, rows=len(asked)), asked)
 

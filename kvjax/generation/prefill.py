@@ -5,35 +5,30 @@ that invalid arguments raise an error before anything is traced.
 """
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax.arguments import plain_signature
-from kvjax.attention import Implementation
 from kvjax.cache import shared_layers
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.planning.layout import CacheLayout, Group
-from kvjax.cache.planning.limits import Limits, sizes_for
+from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import Budgets, lower, most_positions
 from kvjax.cache.slots import constrain_slots
-from kvjax.cache.spec import CacheSpec, as_spec
+from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
 from kvjax.cache.step.prompt_end import Prompt, convert
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.inputs import check_batch, check_count, check_positions, warn_beyond_context
 from kvjax.models.bound import bind, logprobs_of
-from kvjax.models.calibrate import calibrated
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES, SKEW
 from kvjax.models.model import Model
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
-from kvjax.selection.base import Selection
-from kvjax.storage.base import Storage
-from kvjax.storage.calibration import Calibration
 from kvjax.storage.side import rows_of
 from kvjax.summary import one_line
 
@@ -72,7 +67,7 @@ class Prefilled(NamedTuple):
         return self.logits.shape[0] if self.rows is None else self.rows
 
 
-@plain_signature
+@cache_keywords()
 def prefill(
     model: Model,
     tokens: ArrayLike,
@@ -80,12 +75,8 @@ def prefill(
     *,
     max_new_tokens: int,
     lengths: ArrayLike | None = None,
-    prefill_block: int | None = None,
-    implementation: Implementation = "auto",
-    storage: Storage | None = None,
-    selection: Selection | None = None,
-    limits: Limits | None = None,
-    calibration: Calibration | None = None,
+    options: CacheOptions | None = None,
+    **cache: Unpack[CacheKeywords],
 ) -> Prefilled:
     """Runs prompts through the model.
 
@@ -95,29 +86,36 @@ def prefill(
       policy: see `kvjax.generate`.
       max_new_tokens: the number of tokens that will be generated, for which the cache has room.
       lengths: see `kvjax.generate`.
-      prefill_block: see `kvjax.generate`.
-      implementation: see `kvjax.generate`.
-      storage: see `kvjax.generate`.
-      selection: see `kvjax.generate`.
-      limits: see `kvjax.generate`.
-      calibration: see `kvjax.generate`. Decoding needs it too.
+      options: see `kvjax.CacheOptions`. Decoding needs the same calibration.
+      cache: fields of the options.
 
     Raises:
       InputError: see `kvjax.generate`.
       PolicyError: see `kvjax.generate`.
       StorageError: see `kvjax.generate`.
     """
-    spec = as_spec(policy, storage, selection)
-    model = calibrated(model, spec.storage, calibration)
+    options = (options or CacheOptions()).updated(cache, "prefill")
+    model, spec = options.resolve(model, policy)
+    return run_prefill(model, spec, tokens, lengths, max_new_tokens, options)
+
+
+def run_prefill(
+    model: Model,
+    spec: CacheSpec,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None,
+    max_new_tokens: int,
+    options: CacheOptions,
+) -> Prefilled:
+    """Runs `prefill` with what `CacheOptions.resolve` returns."""
     check_count("max_new_tokens", max_new_tokens)
     batch = check_batch(model.config, tokens, lengths, new_tokens=max_new_tokens)
     # [B]: the last new token is not fed back to the model.
     total = batch.lengths + max_new_tokens - 1
     with model.on_mesh():
         prepared = prepare(
-            model, spec, batch.lengths, total, width=batch.width, prefill_block=prefill_block, limits=limits,
-            implementation=implementation, last_fed=False, pad_rows=True,
-        )  # fmt: skip
+            model, spec, batch.lengths, total, width=batch.width, options=options, last_fed=False, pad_rows=True
+        )
         logits, _, state = run_prompts(model, batch.tokens, batch.lengths, total, prepared, score=False)
     rows = len(batch.lengths)
     # [B, T]
@@ -149,9 +147,7 @@ def prepare(
     total: np.ndarray,
     *,
     width: int,
-    prefill_block: int | None,
-    implementation: Implementation,
-    limits: Limits | None = None,
+    options: CacheOptions,
     last_fed: bool = True,
     pad_rows: bool = False,
 ) -> Prepared:
@@ -163,35 +159,33 @@ def prepare(
       prompt: [B] int32, the number of tokens of each row's prompt.
       total: [B] int32, the number of tokens that each row will hold in all.
       width: the number of columns of the caller's array of prompts.
-      prefill_block: see `kvjax.generate`.
-      implementation: see `kvjax.generate`.
-      limits: see `kvjax.generate`.
+      options: blocks of the prompt, limits and implementation.
       last_fed: see `kvjax.cache.planning.limits.sizes_for`.
       pad_rows: whether arrays have rows without a token where the mesh does not divide those of the batch.
 
     Raises:
       InputError: if the batch exceeds the limits, or the model has no rotary positions to place by rank.
       PolicyError: if policy, storage and selection cannot be combined.
-      StorageError: if the storage cannot be combined with the policy, or needs a calibration that the model has not.
+      StorageError: if the storage cannot be combined with the policy.
       ConfigError: if an implementation was requested by name that cannot run.
     """
-    calibrated(model, spec.storage, None)
     check_positions(model.config, spec.policy.positions)
-    if prefill_block is not None:
-        check_count("prefill_block", prefill_block)
+    if options.prefill_block is not None:
+        check_count("prefill_block", options.prefill_block)
     rows = model.rows_on_mesh(len(prompt)) if pad_rows else len(prompt)
     # A row without a token has the budget of the first one, and holds nothing.
     prompt, total = (np.concatenate([each, np.repeat(each[:1], rows - len(each))]) for each in (prompt, total))
     sizes = sizes_for(
-        prompt, int(np.max(total - prompt)), width=width, block=prefill_block, limits=limits, last_fed=last_fed
-    )
+        prompt, int(np.max(total - prompt)), width=width, block=options.prefill_block, limits=options.limits,
+        last_fed=last_fed,
+    )  # fmt: skip
     lowered = lower(
-        spec, model.config, sizes, prompt, implementation=implementation, platform=model.platform,
+        spec, model.config, sizes, prompt, implementation=options.implementation, platform=model.platform,
         dtype=jax.tree.leaves(model.params)[0].dtype, totals=total,
     )  # fmt: skip
     # The prediction after the last token of a scored text is not used, so that its position does not matter.
     positions = total - 1 if last_fed else total
-    warn_beyond_context(model.config, most_positions(lowered, prompt, positions, prefill_block))
+    warn_beyond_context(model.config, most_positions(lowered, prompt, positions, options.prefill_block))
     return Prepared(lowered.layout, lowered.budgets, sizes.prompt, rows)
 
 

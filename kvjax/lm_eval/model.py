@@ -90,8 +90,8 @@ class KVJaxLM(TemplateLM):
           calibration: a file of `python -m experiments.calibrate`, if the storage needs one.
           dtype: see `kvjax.load`.
           weights: see `kvjax.load`.
-          prefill_block: see `kvjax.generate`.
-          implementation: see `kvjax.generate`.
+          prefill_block: see `kvjax.CacheOptions`.
+          implementation: see `kvjax.CacheOptions`.
           rolling_prompt: see `kvjax.lm_eval.runner.Runner`.
           max_length: the most tokens that are fed for one request; None for the model's trained context.
           max_gen_toks: new tokens of generation tasks that do not say how many.

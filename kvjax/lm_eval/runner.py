@@ -14,6 +14,7 @@ from kvjax.generation.continue_cache import extend
 from kvjax.generation.generate import decode, generate
 from kvjax.generation.likelihood import log_likelihood
 from kvjax.generation.multiple_choice import ChoiceScore, score_choices, score_prefilled
+from kvjax.generation.options import CacheOptions
 from kvjax.generation.prefill import Prefilled, prepare, run_prompts
 from kvjax.generation.sampling import Greedy, Sampler, penalty_of
 from kvjax.lm_eval.batches import Ended, batches, bucket, ends, padded, until
@@ -48,8 +49,8 @@ class Runner:
       max_length: the most tokens that are fed to the model for one request.
       rolling_prompt: the share of a window that is its prompt when texts are scored under a cache that changes while
         decoding, in (0, 1]; the tokens after it are fed one at a time.
-      prefill_block: see `kvjax.generate`.
-      implementation: see `kvjax.generate`.
+      prefill_block: see `kvjax.CacheOptions`.
+      implementation: see `kvjax.CacheOptions`.
     """
 
     model: Model
@@ -158,8 +159,8 @@ class Runner:
             else:
                 longest = max(longest_of[number] for number in batch)
                 made = score_choices(
-                    self.model, tokens, asked, self.spec, lengths=lengths,
-                    limits=Limits(prompt=limit, new_tokens=power_of_two(longest, SMALLEST_CHOICE)), **self._options,
+                    self.model, tokens, asked, self.spec, lengths=lengths, options=self._options,
+                    limits=Limits(prompt=limit, new_tokens=power_of_two(longest, SMALLEST_CHOICE)),
                 )  # fmt: skip
             for number, scores in zip(batch, made, strict=False):
                 yield contexts[number][1], scores
@@ -185,7 +186,7 @@ class Runner:
             longest, most = (bucket(int(each.max())) for each in (prompt, lengths - prompt))
             scored = log_likelihood(
                 self.model, tokens, self.spec, prompt_length=prompt, lengths=lengths,
-                limits=Limits(prompt=longest, new_tokens=most), **self._options,
+                limits=Limits(prompt=longest, new_tokens=most), options=self._options,
             )  # fmt: skip
             logprobs = np.asarray(scored.logprobs, np.float64)
             for (index, text), row in zip(batch, logprobs, strict=False):
@@ -250,7 +251,7 @@ class Runner:
                 else:
                     made = generate(
                         self.model, tokens, self.spec, lengths=lengths,
-                        limits=Limits(prompt=limit, new_tokens=new_tokens), **options, **self._options,
+                        limits=Limits(prompt=limit, new_tokens=new_tokens), **options, options=self._options,
                     )  # fmt: skip
                 for (index, _), row, length in zip(batch, made.tokens, made.lengths, strict=False):
                     found[index] = row[:length]
@@ -356,15 +357,15 @@ class Runner:
         total = lengths + following - 1
         with self.model.on_mesh():
             prepared = prepare(
-                self.model, self.spec, lengths, total, width=tokens.shape[1], limits=limits, last_fed=False,
-                **self._options,
+                self.model, self.spec, lengths, total, width=tokens.shape[1],
+                options=dataclasses.replace(self._options, limits=limits), last_fed=False,
             )  # fmt: skip
             logits, _, state = run_prompts(self.model, tokens, lengths, total, prepared, score=False)
         return Prefilled(logits, state, prepared.layout)
 
     @property
-    def _options(self) -> dict[str, Any]:
-        return {"prefill_block": self.prefill_block, "implementation": self.implementation}
+    def _options(self) -> CacheOptions:
+        return CacheOptions(prefill_block=self.prefill_block, implementation=self.implementation)
 
     def _fitting(self, pair: Pair) -> tuple[int, ...]:
         """The end of a context that is fed with its continuation, whose last token is not fed."""

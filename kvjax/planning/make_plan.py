@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,12 @@ from jax.typing import DTypeLike
 
 from kvjax import policies
 from kvjax.arguments import plain_signature
-from kvjax.attention import Implementation
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import Lowered, lower
-from kvjax.cache.spec import CacheSpec, as_spec
+from kvjax.cache.spec import CacheSpec
 from kvjax.devices import local_device
 from kvjax.errors import ConfigError
+from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.inputs import check_batch, check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_count
@@ -30,11 +31,10 @@ from kvjax.planning.programs import Memory, compile_decode, compile_prefill
 from kvjax.planning.roofline import average_slots, decode_shapes, fewest_bytes, local_bytes, roofline
 from kvjax.planning.topologies import find_target
 from kvjax.policies.base import Policy
-from kvjax.selection.base import Selection
-from kvjax.storage.base import Storage
 
 
 @plain_signature
+@cache_keywords()
 def plan(
     config: DecoderConfig,
     policy: Policy | CacheSpec,
@@ -46,15 +46,13 @@ def plan(
     mesh_axes: str = "",
     topology: str | None = None,
     prefill: bool = False,
-    prefill_block: int | None = None,
-    implementation: Implementation = "auto",
-    storage: Storage | None = None,
-    selection: Selection | None = None,
     host_weights: float = 0.0,
     weights: WeightCodes | str | None = None,
     rules: Rules | None = None,
     compiles: bool = True,
     decode: bool = True,
+    options: CacheOptions | None = None,
+    **cache: Unpack[CacheKeywords],
 ) -> Plan:
     """Compiles a run ahead of time, and counts its memory and FLOPs.
 
@@ -73,21 +71,20 @@ def plan(
       topology: a TPU topology such as ``"v5e:2x4"``, which needs the libtpu wheel but no TPU; the number of GPUs of a
         machine, such as ``"h100:8"``, which is planned from shapes alone; None for this machine.
       prefill: whether to compile the prefill as well.
-      prefill_block: see `kvjax.generate`.
-      implementation: see `kvjax.generate`.
-      storage: see `kvjax.generate`.
-      selection: see `kvjax.generate`.
       host_weights: see `kvjax.load`.
       weights: see `kvjax.load`.
       rules: see `kvjax.load`.
       compiles: False to count from shapes alone, in a second or two. What only a compiler knows is then None, and
         `total` the bytes of parameters and cache.
       decode: False to leave out the decode program, where only the prefill's is asked for.
+      options: see `kvjax.CacheOptions`. The limits are those of the run, and calibrations are not read.
+      cache: fields of the options.
 
     Raises:
       KvjaxError: if `kvjax.generate` would raise one, the topology or the mesh is not valid, or libtpu is missing.
     """
-    spec, codes = as_spec(policy, storage, selection), as_weight_codes(weights)
+    options = (options or CacheOptions()).updated(cache, "plan")
+    spec, codes = options.spec(policy), as_weight_codes(weights)
     for name, value in (("batch", batch), ("prompt_length", prompt_length), ("new_tokens", new_tokens)):
         check_count(name, value)
     check_batch(config, np.zeros((1, prompt_length), np.int32), None, new_tokens=new_tokens)
@@ -95,7 +92,7 @@ def plan(
     dtype, compiles = _dtype(dtype, target.platform), compiles and target.devices is not None
     prompts = np.full((batch,), prompt_length, np.int32)
     sizes = sizes_for(
-        prompts, new_tokens - 1, width=prompt_length, block=prefill_block,
+        prompts, new_tokens - 1, width=prompt_length, block=options.prefill_block,
         limits=Limits(prompt_length, new_tokens, shortest=prompt_length), last_fed=False,
     )  # fmt: skip
 
@@ -105,7 +102,7 @@ def plan(
         with sharding.on_mesh(mesh, rules):
             return lower(
                 spec, config, dataclasses.replace(sizes, rows=rows), np.resize(prompts, rows),
-                implementation=implementation, platform=target.platform, dtype=dtype,
+                implementation=options.implementation, platform=target.platform, dtype=dtype,
             )  # fmt: skip
 
     axes: str | dict[str, int] = mesh_axes
@@ -135,11 +132,11 @@ def plan(
     step = roofline(config, shapes, slots, device)
     full = roofline(config, full_shapes, average_slots(config, full_lowered, prompt_length, new_tokens), device)
     whole = roofline(config, whole_shapes, slots, device)
-    weight_bytes, cache = local_bytes(shapes.params, DEVICE), step.cache
+    weight_bytes, cache_bytes = local_bytes(shapes.params, DEVICE), step.cache
     # Rows are divided over the devices of the other axes.
     copies = sharding.padded_rows(1, mesh, rules)
     # On a CPU, host memory is the device's.
-    arguments = weight_bytes + cache + (step.host if target.platform == "cpu" else 0)
+    arguments = weight_bytes + cache_bytes + (step.host if target.platform == "cpu" else 0)
 
     start = time.perf_counter()
     with sharding.on_mesh(mesh, rules):
@@ -168,7 +165,7 @@ def plan(
         explain=layout.explain(),
         weights=weight_bytes,
         weights_even=-(-local_bytes(whole_shapes.params, DEVICE) * copies // count),
-        cache=cache,
+        cache=cache_bytes,
         cache_even=-(-whole.cache // count),
         rows=rows,
         temporaries=memory and memory.temporaries,

@@ -56,7 +56,7 @@ class Prompts:
           rows: the rows that will decode.
           prefill_block: tokens of a block of a prompt, as in `kvjax.generate`; None for one shot; ``auto`` for
             `AUTO_BLOCK` where blocks do not change what is kept or read, otherwise one shot.
-          implementation: see `kvjax.generate`.
+          implementation: see `kvjax.CacheOptions`.
 
         Raises:
           KvjaxError: a spec that cannot work with this model; see `kvjax.generate`; or a model that is spread over

@@ -148,9 +148,9 @@ class Runner:
           chunk: the most steps between two reads of the host, 1 to `CHUNK`.
           refill: the number of idle rows at which a chunk ends if requests wait; None for an eighth of the rows.
           turn_tokens: the number of tokens of prompts, padding included, after which the running rows go on.
-          implementation: see `kvjax.generate`.
-          storage: see `kvjax.generate`.
-          selection: see `kvjax.generate`.
+          implementation: see `kvjax.CacheOptions`.
+          storage: see `kvjax.CacheOptions`.
+          selection: see `kvjax.CacheOptions`.
 
         Raises:
           KvjaxError: arguments that are not valid, or a combination that cannot work; see `kvjax.generate`.

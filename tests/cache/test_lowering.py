@@ -17,7 +17,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.numerics.rope import Rope
 from kvjax.policies.allocation import Pyramid
 from kvjax.policies.budget import Slots
-from tests.test_products import all_policies
+from tests.laws.test_products import all_policies
 
 PROMPTS = np.array([100, 7, 40])
 

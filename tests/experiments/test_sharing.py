@@ -192,7 +192,7 @@ def test_every_command_of_the_page_is_one(monkeypatch):
 
 def test_commands_of_several_processes(monkeypatch):
     joined, text = [], PAGE.replace("\\\n", " ")
-    monkeypatch.setattr(cli.processes, "initialize", lambda *given: joined.append(given))
+    monkeypatch.setattr(cli.distributed, "initialize", lambda *given: joined.append(given))
     monkeypatch.setattr(cli, "use_compilation_cache", lambda values: None)
     commands = re.findall(r"-m experiments\.run (.*)", text)
     meshes = [cli.parse(["run", *shlex.split(each.strip(' "&'))], about="")[0].mesh for each in commands]

@@ -11,7 +11,7 @@ import kvjax
 from kvjax import policies
 from kvjax.cache.step import evict, fused_kernel
 from tests import reference
-from tests.test_slots import assert_same
+from tests.laws.test_slots import assert_same
 from tests.tiny import random_tokens, tiny
 
 pytestmark = pytest.mark.thorough
@@ -39,7 +39,7 @@ def run(
 
 
 # Statistics of every kind, heads of every layout; test_step_tpu compares every policy's step with the cache's, which
-# tests/test_slots.py compares with the reference.
+# tests/laws/test_slots.py compares with the reference.
 CASES = [("h2o", "gqa"), ("h2o", "mha"), ("roco", "mqa"), ("scissorhands", "gqa"), ("tova", "gqa")]
 
 

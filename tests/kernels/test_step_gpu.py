@@ -19,7 +19,7 @@ from kvjax.kernels.step.lines_gpu import Lines
 from tests import reference
 from tests.kernels.conftest import ON_GPU
 from tests.kernels.steps import FUSED, Steps, build, decoding, one_step
-from tests.test_slots import assert_same
+from tests.laws.test_slots import assert_same
 from tests.tiny import random_tokens, tiny
 
 pytestmark = pytest.mark.newest  # whose interpreter takes kernels for GPUs

@@ -16,7 +16,7 @@ from kvjax.models.offload import host_layers, offload
 from kvjax.models.parameters import random_parameters
 from kvjax.parallel import host_memory
 from kvjax.planning import plan
-from tests.test_plan import needs_libtpu
+from tests.planning.test_make_plan import needs_libtpu
 from tests.tiny import random_tokens, tiny
 
 

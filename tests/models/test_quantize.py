@@ -18,7 +18,7 @@ from kvjax.models.quantize import parameter_bytes
 from kvjax.parallel import host_memory
 from kvjax.planning import plan
 from kvjax.products.quantized import dequantize, is_quantized
-from tests.test_plan import TINY, needs_libtpu
+from tests.planning.test_make_plan import TINY, needs_libtpu
 from tests.tiny import random_tokens, tiny
 
 FLOAT, BYTE = 4, 1

@@ -8,7 +8,7 @@ import pytest
 from kvjax import products
 from kvjax.products import choice, native
 from kvjax.products.forms import FORMS
-from tests.test_slots import CASES, assert_same, describe, run_library, run_reference
+from tests.laws.test_slots import CASES, assert_same, describe, run_library, run_reference
 
 SHAPES = [(1, 1), (3, 5), (16, 48), (97, 31), (400, 130), (384, 513), (1030, 1040), (2, 5000)]  # inputs, outputs
 

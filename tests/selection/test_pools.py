@@ -16,7 +16,7 @@ from kvjax.errors import PolicyError
 from kvjax.numerics.rope import Rope
 from kvjax.policies import TextFraction
 from tests import layers
-from tests.conformance import CLEAR
+from tests.laws import CLEAR
 from tests.reference import policies as reference
 from tests.reference import replay
 from tests.reference import selection as looks

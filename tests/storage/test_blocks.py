@@ -21,7 +21,7 @@ from kvjax.errors import StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.storage import Channels, Storage
 from kvjax.storage.gradient import differentiable
-from tests.conformance import CLEAR, TIE, live, read, replay, streams
+from tests.laws import CLEAR, TIE, live, read, replay, streams
 from tests.reference import blocks as law
 from tests.reference import policies as reference
 from tests.reference import replay as rows_of

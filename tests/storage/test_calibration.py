@@ -23,7 +23,7 @@ from kvjax.numerics.rope import Rope
 from kvjax.storage import Calibration, Integer, Samples
 from kvjax.storage.calibration import kind_of
 from kvjax.units import size
-from tests.conformance import replay
+from tests.laws import replay
 from tests.storage.test_sides import DIM, LENGTHS, examples, given, random  # noqa: F401
 from tests.tiny import random_tokens, tiny
 

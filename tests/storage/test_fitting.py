@@ -15,8 +15,8 @@ from kvjax.numerics.rope import Rope
 from kvjax.storage import Calibration, Samples, kvquant
 from kvjax.storage.fitting import kmeans_levels, normalised
 from kvjax.storage.tables import lookup, nearest_level
-from tests.conformance import replay
-from tests.storage.test_shared_law import DIM, LENGTHS, random, samples
+from tests.laws import replay
+from tests.laws.test_shared_sides import DIM, LENGTHS, random, samples
 from tests.tiny import random_tokens, tiny
 
 BITS, SHARE = 3, 0.2

@@ -14,7 +14,7 @@ from kvjax.cache import LayerKV
 from kvjax.errors import StorageError
 from kvjax.storage.gear import low_rank_factors
 from kvjax.storage.gradient import differentiable
-from tests.conformance import CLEAR, TIE, read, replay, streams
+from tests.laws import CLEAR, TIE, read, replay, streams
 from tests.reference import blocks as law
 from tests.reference import policies as reference
 from tests.reference import replay as rows_of

@@ -17,7 +17,7 @@ from kvjax.numerics.rope import Rope
 from kvjax.storage import Calibration, Integer, Joint, Samples
 from kvjax.storage.joint import JointDirections
 from kvjax.storage.kivi import Channels
-from tests.conformance import read, replay
+from tests.laws import read, replay
 from tests.storage.test_blocks import lowered
 from tests.storage.test_sides import DIM, LENGTHS, STEPS, examples, random  # noqa: F401
 from tests.tiny import random_tokens, tiny

@@ -15,12 +15,12 @@ from kvjax.storage import Calibration, Storage, kvquant
 from kvjax.storage.kvquant import ChannelLevels
 from kvjax.storage.levels import Levels
 from kvjax.storage.sparse import Sparse
-from tests.conformance import replay, streams
+from tests.laws import replay, streams
+from tests.laws.test_shared_sides import BLOCK, DIM, HEADS, KV_HEADS, LENGTHS, STEPS, THETA, Case, both, check, samples
+from tests.policies.test_merge import REFERENCES as MERGES
 from tests.reference import replay as law
 from tests.reference import shared
-from tests.storage.test_shared_law import BLOCK, DIM, HEADS, KV_HEADS, LENGTHS, STEPS, THETA, Case, both, check, samples
 from tests.storage.test_sides import examples, given  # noqa: F401
-from tests.test_merge import REFERENCES as MERGES
 
 BITS, SHARE = 3, 0.2  # two outliers of a key
 

@@ -10,7 +10,7 @@ from kvjax.cache.planning.lowering import budgets_of, lower
 from kvjax.errors import StorageError
 from kvjax.numerics.rope import Rope
 from kvjax.storage import Calibration, Integer, Samples
-from tests.conformance import replay
+from tests.laws import replay
 from tests.storage import every
 
 DIM, LENGTHS, STEPS, RESIDUAL, SLOTS = 8, np.array([12, 7]), 5, 2, 6

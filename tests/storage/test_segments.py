@@ -19,7 +19,7 @@ from kvjax.errors import InputError, StorageError
 from kvjax.generation import generate
 from kvjax.generation.prefill import Prefilled
 from kvjax.storage.gradient import differentiable
-from tests.conformance import CLEAR, TIE, live, read, replay, streams
+from tests.laws import CLEAR, TIE, live, read, replay, streams
 from tests.reference import policies as reference
 from tests.reference import replay as rows_of
 from tests.reference import tiers as law

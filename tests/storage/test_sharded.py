@@ -1,7 +1,7 @@
 """A storage on a mesh holds what it holds on one device, where its rows and heads are.
 
 Eight simulated devices exist only if XLA is told before jax starts, so one subprocess (`python -m
-tests.storage.sharded`) runs every storage; `tests/test_sharding.py` has whole models.
+tests.storage.sharded`) runs every storage; `tests/parallel/test_sharding.py` has whole models.
 """
 
 import json

@@ -12,7 +12,7 @@ from kvjax import policies, storage
 from kvjax.errors import StorageError
 from kvjax.numerics.rope import Rope
 from kvjax.storage import Chain, Codec, Dims, Exact, Integer, Scaled, Side, Storage, ThinK
-from tests.conformance import replay
+from tests.laws import replay
 
 LENGTHS, STEPS, DIM = np.array([12, 7]), 5, 8
 

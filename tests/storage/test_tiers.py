@@ -22,7 +22,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.numerics.rope import Rope
 from kvjax.storage import Codec, Storage
 from kvjax.storage.gradient import differentiable
-from tests.conformance import CLEAR, TIE, read, replay, streams
+from tests.laws import CLEAR, TIE, read, replay, streams
 from tests.reference import policies as reference
 from tests.reference import replay as rows_of
 from tests.reference import tiers as law

@@ -63,7 +63,7 @@ def _fig3(settings: Settings, found: Found) -> Judgement:
         tables=[Table("The first layer's first head, tokens counted from 0", rows)],
         confirm=[Claim("kvjax evicts what Algorithm 1 does in every row and head", same == count, shown)],
         contradict=[Claim("a token is evicted at another step", same < count, shown)],
-        notes=["Worked cases of all policies: tests/test_worked_examples.py."],
+        notes=["Worked cases of all policies: tests/laws/test_worked_examples.py."],
     )
 
 

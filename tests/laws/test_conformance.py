@@ -19,6 +19,7 @@ from kvjax import policies
 from kvjax.cache import CacheSpec
 from kvjax.generation import generate as loop
 from kvjax.generation import prefill as prompts
+from kvjax.generation.options import CacheOptions
 from kvjax.numerics.rope import Rope
 from kvjax.policies import POLICIES, Policy
 from kvjax.policies.base import Evict
@@ -100,7 +101,7 @@ class Run(NamedTuple):
 @pytest.fixture(scope="module", params=list(POLICIES))
 def run(request) -> Run:
     own, policy = model(request.param), build(request.param)
-    prefilled = loop.prefill(own, PROMPTS, policy, max_new_tokens=NEW, lengths=LENGTHS)
+    prefilled = prompts.prefill(own, PROMPTS, policy, max_new_tokens=NEW, lengths=LENGTHS)
     generated = kvjax.generate(own, PROMPTS, policy, max_new_tokens=NEW, lengths=LENGTHS)
     tokens = np.zeros((3, PROMPTS.shape[1] + NEW), np.int32)
     for row, n in enumerate(LENGTHS):
@@ -252,7 +253,7 @@ def test_one_layout_however_many_tokens(name):
     for lengths, width, new_tokens, changes in BATCHES:
         made = prompts.prepare(
             model(name), CacheSpec(build(name, **changes)), lengths, lengths + new_tokens - 1, width=width,
-            prefill_block=None, implementation="auto", last_fed=False,
+            options=CacheOptions(), last_fed=False,
         )  # fmt: skip
         leaves, tree = jax.tree.flatten(made.budgets)
         found.add((made.layout, made.width, tree, *(leaf.shape for leaf in leaves)))

@@ -98,7 +98,7 @@ import jax.numpy as jnp
 from kvjax import policies, sampling
 from kvjax.generation.decoding import decode_steps
 from kvjax.planning.roofline import decode_shapes
-from tests.test_compiled import WIDE, lowered
+from tests.laws.test_compiled import WIDE, lowered
 
 for policy in (policies.roco(16), policies.mean_attention(16), policies.h2o(16, merge=policies.cam())):
     layout = lowered(policy, 64).layout

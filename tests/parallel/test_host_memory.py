@@ -18,7 +18,7 @@ from kvjax.errors import PolicyError
 from kvjax.generation.decoding import decode_steps
 from kvjax.numerics.rope import Rope
 from kvjax.parallel import host_memory as memory
-from tests.test_compiled import computations
+from tests.laws.test_compiled import computations
 from tests.tiny import kept, random_tokens, tiny
 
 TOKENS, PROMPTS, ENDS = random_tokens(3, 31, seed=4), np.array([20, 9, 15]), np.array([31, 26, 24])
@@ -190,7 +190,7 @@ def test_the_functions_of_memory():
 
 def program(held, look, prompt=500, layers=4):
     """The compiled decoding loop of a model of some layers, and the shape of a layer's keys."""
-    from tests.test_compiled import WIDE, Greedy, decode_shapes, lowered
+    from tests.laws.test_compiled import WIDE, Greedy, decode_shapes, lowered
 
     config = dataclasses.replace(WIDE, num_layers=layers, windows=(), max_positions=1024)
     spec = kvjax.cache.CacheSpec(policies.full(), held, look or selection.everything())

@@ -15,7 +15,7 @@ from kvjax.planning import plan
 from kvjax.planning.capacity import capacity
 from kvjax.planning.hlo_collectives import Collectives, collectives
 from kvjax.planning.memory_estimate import Need, Run, without_merges
-from tests.test_plan import GROUPED, TINY
+from tests.planning.test_make_plan import GROUPED, TINY
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'kvjax[tpu]'"

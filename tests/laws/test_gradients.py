@@ -11,6 +11,7 @@ import pytest
 import kvjax
 from kvjax import policies
 from kvjax.cache import CacheSpec, Limits
+from kvjax.generation.options import CacheOptions
 from kvjax.generation.prefill import prefill_steps, prepare
 from kvjax.models.decoder import Decoder
 from kvjax.models.parameters import random_parameters
@@ -154,7 +155,7 @@ def test_memory_is_that_of_a_few_blocks():
         lengths = np.array([tokens])
         prepared = prepare(
             dataclasses.replace(tiny().model, config=config), CacheSpec(policy), lengths, lengths, width=tokens,
-            prefill_block=256, implementation="xla", limits=Limits(tokens, 1),
+            options=CacheOptions(prefill_block=256, implementation="xla", limits=Limits(tokens, 1)),
         )  # fmt: skip
 
         def loss(params, ids):

@@ -19,12 +19,12 @@ from kvjax.kernels.decode import coded
 from kvjax.products import codes, native
 from kvjax.storage import Bfp, Codec, Exact, Fp8, Integer, Levels, Mxfp4, Permuted, Sparse, Storage, TurboQuant
 from tests import layers
-from tests.conformance import assert_same, covering, held_in, live, pairs, replay, streams
+from tests.laws import assert_same, covering, held_in, live, pairs, replay, streams
+from tests.policies.test_merge import REFERENCES as MERGES
 from tests.reference import policies as reference
 from tests.reference import replay as law
 from tests.reference.base import Policy
 from tests.storage.against import of_reference
-from tests.test_merge import REFERENCES as MERGES
 
 HEADS = {"mha": 4, "gqa": 2, "mqa": 1}  # KV heads of four query heads
 DIM, WIDTH, STEPS, BLOCK, SEED = 8, 12, 10, 6, 0

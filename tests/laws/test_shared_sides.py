@@ -12,7 +12,7 @@ from kvjax import policies
 from kvjax.cache import LayerKV
 from kvjax.numerics.rope import Rope
 from kvjax.storage import Calibration, Samples, Storage, low_rank, think
-from tests.conformance import assert_same, replay, streams
+from tests.laws import assert_same, replay, streams
 from tests.reference import policies as reference
 from tests.reference import replay as law
 from tests.reference import shared

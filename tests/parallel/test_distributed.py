@@ -1,6 +1,6 @@
 """Two and four processes of one device each give what one process gives, and share the work of loading.
 
-Each count of processes runs `tests.processes_checks` once, which does everything; the tests here read what it found.
+Each count of processes runs `tests.parallel.distributed_checks` once; the tests here read what it found.
 """
 
 import json
@@ -16,8 +16,8 @@ import pytest
 import kvjax
 from kvjax.models.model import Model
 from kvjax.models.parameters import random_parameters
-from tests import processes_checks
 from tests.conftest import ROOT, XLA_FLAGS
+from tests.parallel import distributed_checks
 
 MESHES = {2: "model:2", 4: "data:2,model:2"}
 LOADED_SHARE, CROSSED_SHARE = 1.1, 0.01  # of a process's own shards' bytes, and of the model's
@@ -27,8 +27,8 @@ LOADED_SHARE, CROSSED_SHARE = 1.1, 0.01  # of a process's own shards' bytes, and
 def folder(tmp_path_factory):
     """A checkpoint and a text."""
     folder = tmp_path_factory.mktemp("processes")
-    params = jax.jit(lambda key: random_parameters(processes_checks.CONFIG, key))(jax.random.key(0))
-    kvjax.save(Model(processes_checks.CONFIG, params), folder / "model")
+    params = jax.jit(lambda key: random_parameters(distributed_checks.CONFIG, key))(jax.random.key(0))
+    kvjax.save(Model(distributed_checks.CONFIG, params), folder / "model")
     (folder / "text").write_bytes(np.random.default_rng(0).integers(0, 256, 256, dtype=np.uint8).tobytes())
     return folder
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(folder):
     """What this process finds."""
-    return processes_checks.everything(folder, "")[1]
+    return distributed_checks.everything(folder, "")[1]
 
 
 def free_port() -> int:
@@ -49,7 +49,7 @@ def free_port() -> int:
 def several(request, folder):
     """The number of processes, and what they find."""
     count = request.param
-    command = [sys.executable, "-m", "tests.processes_checks", str(folder), MESHES[count],
+    command = [sys.executable, "-m", "tests.parallel.distributed_checks", str(folder), MESHES[count],
                f"--coordinator_address=localhost:{free_port()}", f"--num_processes={count}"]  # fmt: skip
     environment = os.environ | {"XLA_FLAGS": XLA_FLAGS, "JAX_PLATFORMS": "cpu"}
     started = [

@@ -13,7 +13,7 @@ import kvjax
 from kvjax import policies
 from kvjax.errors import PolicyError
 from tests import reference
-from tests.conformance import set_bits
+from tests.laws import set_bits
 from tests.tiny import Tiny, kept, random_tokens, tiny
 
 pytestmark = pytest.mark.thorough

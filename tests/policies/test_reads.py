@@ -6,7 +6,7 @@ import pytest
 
 from kvjax import policies
 from kvjax.policies import Evict
-from tests.test_policy_values import VALUES
+from tests.policies.test_values import VALUES
 
 B, K, S, D = 2, 2, 12, 4
 

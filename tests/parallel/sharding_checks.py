@@ -1,4 +1,4 @@
-"""Runs each case with and without a mesh, for tests/test_sharding.py, in a process with eight simulated devices.
+"""Runs each case with and without a mesh, for test_sharding.py, in a process with eight simulated devices.
 
 Prints one line of JSON for each case whose name is an argument.
 """

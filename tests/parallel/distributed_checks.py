@@ -1,6 +1,7 @@
-"""Does everything once, in one of several processes or in one alone, for tests/test_processes.py.
+r"""Does everything once, in one of several processes or in one alone, for tests/parallel/test_distributed.py.
 
-    python -m tests.processes_checks FOLDER MESH --coordinator_address=HOST:PORT --num_processes=N --process_id=I
+    python -m tests.parallel.distributed_checks FOLDER MESH --coordinator_address=HOST:PORT \
+        --num_processes=N --process_id=I
 
 FOLDER has a checkpoint in ``model``; the first process writes what was found to ``found-N.npz`` and ``found-N.json``.
 """

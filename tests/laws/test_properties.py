@@ -1,7 +1,7 @@
 """Whatever the policy, its parameters, budget, heads, blocks and lengths: one layer, slot for slot as the reference.
 
 Hypothesis draws them; a fixed seed keeps the suite the same from run to run. For another search:
-HYPOTHESIS_EXAMPLES=1000 python -m pytest tests/test_properties.py -n 0
+HYPOTHESIS_EXAMPLES=1000 python -m pytest tests/laws/test_properties.py -n 0
 """
 
 import itertools

@@ -16,7 +16,7 @@ from kvjax.numerics.rope import Rope
 from kvjax.planning import plan
 from kvjax.specs.parse import build
 from tests import layers, reference
-from tests.test_slots import LENGTHS, PROMPTS, TOKENS
+from tests.laws.test_slots import LENGTHS, PROMPTS, TOKENS
 from tests.tiny import random_tokens, tiny
 
 HALF = ((1, 0), (0, 1))  # of a model with two layers of two KV heads

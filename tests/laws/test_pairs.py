@@ -22,15 +22,15 @@ from kvjax.selection import SELECTIONS
 from kvjax.storage import STORAGES, Storage
 from kvjax.storage.base import Memory
 from tests import layers
-from tests.conformance import Pair, Triple, assert_same, covering, pairs, streams
-from tests.conformance import replay as quick_replay
+from tests.laws import Pair, Triple, assert_same, covering, pairs, streams
+from tests.laws import replay as quick_replay
+from tests.policies.test_merge import REFERENCES as FOLDS
 from tests.reference import policies as reference
 from tests.reference import replay
 from tests.reference import selection as looks
 from tests.reference.base import COUNT, MASS, Policy, Ranking
 from tests.reference.step import rotate
 from tests.storage.against import of_reference
-from tests.test_merge import REFERENCES as FOLDS
 
 HEADS, KV_HEADS, DIM, WIDTH, STEPS, BLOCK, THETA = 4, 2, 8, 12, 10, 6, 10_000.0
 LENGTHS = np.array([12, 6, 9])  # row 1 has no token in the second block

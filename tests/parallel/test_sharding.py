@@ -1,7 +1,7 @@
 """A run on a mesh equals the run on one device, and really is spread over the mesh.
 
 Eight simulated CPU devices exist only if XLA is told before jax starts, so one subprocess (`python -m
-tests.sharding_checks`) runs every check and prints a line of JSON each; the tests here read them.
+tests.parallel.sharding_checks`) runs every check and prints a line of JSON each; the tests here read them.
 """
 
 import json
@@ -16,9 +16,9 @@ import pytest
 from kvjax.errors import ConfigError
 from kvjax.parallel import sharding
 from tests.conftest import XLA_FLAGS
-from tests.sharding_checks import CASES, MODELS, ROWS
+from tests.parallel.sharding_checks import CASES, MODELS, ROWS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def results(request) -> dict[str, dict]:
     asked = {item.callspec.params["name"] for item in request.session.items if "results" in item.fixturenames}
     flags = XLA_FLAGS + " --xla_force_host_platform_device_count=8"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.sharding_checks", *(name for name in CASES if name in asked)]
+    command = [sys.executable, "-m", "tests.parallel.sharding_checks", *(name for name in CASES if name in asked)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
