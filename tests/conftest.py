@@ -118,7 +118,7 @@ LONG = (
     "test_quantized.py", "test_shared_sides.py", "test_calibration.py", "test_tiers.py", "test_blocks.py",
     "test_accelerator.py", "test_docs.py", "test_compositions.py", "test_properties.py", "test_multiple_choice.py",
     "test_attention.py", "test_compiled.py", "test_make_plan.py", "test_heads.py", "test_parity.py", "test_reading.py",
-    "test_parse.py", "test_step_gpu.py", "test_prefill_gpu.py", "test_decode_gpu.py",
+    "test_spec_text.py", "test_step_gpu.py", "test_prefill_gpu.py", "test_decode_gpu.py",
 )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ OTHER_THAN_JAX = {
     "text in and out": ("checkpoint/test_chat.py", "checkpoint/test_tokenizer.py", "experiments/test_texts.py"),
     "names, settings and their errors": (
         "checkpoint/test_generation_config.py", "checkpoint/test_names.py", "experiments/test_config.py",
-        "experiments/test_reading.py", "specs/test_parse.py", "experiments/test_sweep.py",
+        "experiments/test_reading.py", "experiments/test_spec_text.py", "experiments/test_sweep.py",
         "models/test_families.py", "models/test_shapes.py", "test_inputs.py", "test_install.py", "test_names.py",
         "policies/test_policies.py",
     ),

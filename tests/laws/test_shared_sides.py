@@ -22,11 +22,6 @@ HEADS, KV_HEADS = 4, 2
 ROPE = Rope(dim=DIM, theta=THETA)
 
 
-@pytest.fixture(autouse=True)
-def optimised():
-    """Nothing, instead of the folder's: programs are many, and `test_codecs` has what optimisations could change."""
-
-
 @functools.cache
 def samples() -> Samples:
     key, value = np.random.default_rng(1).normal(size=(2, 60, KV_HEADS, DIM)).astype(np.float32)

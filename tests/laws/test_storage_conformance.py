@@ -52,11 +52,6 @@ CODECS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def optimised():
-    """Nothing, instead of the folder's: programs are many, and `test_codecs` has what optimisations could change."""
-
-
 @functools.cache
 def random() -> tuple[law.Triple, law.Triple]:
     """Of prompts and of decoding steps, four heads each."""
