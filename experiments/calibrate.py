@@ -17,8 +17,9 @@ import optax
 from absl import flags
 
 import kvjax
-from experiments import cli, data, results
+from experiments import cli, results
 from experiments.config import DataConfig
+from experiments.runs import data
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 from kvjax.policies import full

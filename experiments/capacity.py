@@ -6,9 +6,9 @@ For the full cache, the baselines and the config's own policy: the largest batch
 device, prompts included, to within 2 %; which of prompt and decoding needs more; bytes of weights and cache; what a
 decoding step exchanges between devices, moves from host memory and reads of experts, and how long these take; the
 largest number of tokens a second that memory, arithmetic, the host link and the interconnect allow; and dollars for a
-million new tokens, by --price or by the dated table of experiments/prices.toml. Nothing is allocated: programs of three
-and of four layers are compiled for the topology, or for this machine, and extrapolated; of a TPU, programs of all
-layers that are slightly too large correct them, since the compiler says how much these need. GPUs (h100:8) are
+million new tokens, by --price or by the dated table of experiments/reports/prices.toml. Nothing is allocated: programs
+of three and of four layers are compiled for the topology, or for this machine, and extrapolated; of a TPU, programs of
+all layers that are slightly too large correct them, since the compiler says how much these need. GPUs (h100:8) are
 planned from shapes alone. --verify compiles all layers for the very batches that are found. --output keeps the results
 as JSON, and --page=FOLDER makes the page of those in a folder.
 """
@@ -24,9 +24,11 @@ import jax
 from absl import flags
 from tabulate import tabulate
 
-from experiments import capacity_page, cli, machine, prices, results
+from experiments import cli, results
 from experiments.config import ExperimentConfig
-from experiments.resolve import codes_of, decoder_config, dtype_of, model_name, specs_of
+from experiments.reports import capacity_page, prices
+from experiments.runs import machine
+from experiments.runs.resolve import codes_of, decoder_config, dtype_of, model_name, specs_of
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.planning.capacity import Capacity, capacity
 from kvjax.planning.topologies import find_target
@@ -41,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     def define(values: flags.FlagValues) -> None:
         where = "a TPU, e.g. v5e:2x4, or GPUs of one machine, e.g. h100:8; else this machine"
         flags.DEFINE_string("topology", None, where, flag_values=values)
-        about = "US dollars for an hour of a chip; else that of experiments/prices.toml, if it has the device"
+        about = "US dollars for an hour of a chip; else that of experiments/reports/prices.toml, if it has the device"
         flags.DEFINE_float("price", None, about, lower_bound=0.0, flag_values=values)
         flags.DEFINE_bool("verify", False, "compile all layers for every batch that was found", flag_values=values)
         flags.DEFINE_string("output", None, "a file for the results as JSON", flag_values=values)

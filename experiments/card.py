@@ -20,10 +20,11 @@ from absl import flags
 from tabulate import tabulate
 
 import kvjax
-from experiments import cli, fields, plots, results
+from experiments import cli, fields, results
 from experiments.config import RecallConfig
 from experiments.lines import numbered
-from experiments.report import NONE
+from experiments.reports import plots
+from experiments.reports.tables import NONE
 from experiments.tasks import recall, score
 from experiments.tasks.prompts import NoRoom, Prompt
 from experiments.tasks.words import AFTERWARDS, HELD_OUT, Words

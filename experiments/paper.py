@@ -22,7 +22,7 @@ from experiments.papers import generated, runner
 from experiments.papers.config import PaperConfig
 from experiments.papers.entry import registry
 from experiments.papers.settings import FAST, FULL, Settings, find_data
-from experiments.resolve import decoder_config
+from experiments.runs.resolve import decoder_config
 from kvjax import products
 from kvjax.parallel import distributed
 

@@ -23,8 +23,9 @@ from absl import flags
 from tabulate import tabulate
 
 import kvjax
-from experiments import cli, data, machine, results
+from experiments import cli, results
 from experiments.config import DataConfig, RecallConfig
+from experiments.runs import data, machine
 from experiments.tasks.prompts import Prompt
 from experiments.tasks.score import exact_matches, make_prompts
 from kvjax import policies, selection
@@ -137,7 +138,7 @@ def measure(
 
 def draw(points: Sequence[Point]) -> bytes:
     """Draws recall of each task and perplexity against the share, and perplexity along the text, as a PNG."""
-    from experiments import plots
+    from experiments.reports import plots
 
     names = list(dict.fromkeys(point.method for point in points))
     colors = plots.colors(names)

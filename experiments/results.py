@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments import claims
+from experiments.sweeps import claims
 from kvjax import host
 from kvjax.errors import ConfigError
 

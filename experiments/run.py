@@ -20,11 +20,14 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from experiments import cli, fields, heat_maps, machine, plots, report, results
+from experiments import cli, fields, results
 from experiments import config as configs
 from experiments.config import ExperimentConfig
-from experiments.resolve import CannotRun, codes_of, decoder_config, dtype_of, specs_of
-from experiments.session import Outcome, Session, describe
+from experiments.reports import heat_maps, plots
+from experiments.reports import tables as report
+from experiments.runs import machine
+from experiments.runs.resolve import CannotRun, codes_of, decoder_config, dtype_of, specs_of
+from experiments.runs.session import Outcome, Session, describe
 from experiments.tasks import answering, score
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.parallel import distributed

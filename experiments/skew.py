@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from absl import flags
 
 import kvjax
-from experiments import cli, data, results
+from experiments import cli, results
 from experiments.config import DataConfig
+from experiments.runs import data
 from kvjax.checkpoint.skew import save_skew
 from kvjax.errors import ConfigError
 from kvjax.models.skew import can_fold, find_skew

@@ -30,12 +30,15 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli, fields, identity, machine, plots, report, results, seeds, sharing, trades
+from experiments import cli, fields, results
 from experiments import config as configs
 from experiments.config import ExperimentConfig
 from experiments.progress import tracked
-from experiments.session import Session
-from experiments.sharing import MISSING, Shard
+from experiments.reports import plots, tables, trades
+from experiments.runs import identity, machine
+from experiments.runs.session import Session
+from experiments.sweeps import seeds, sharing
+from experiments.sweeps.sharing import MISSING, Shard
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.parallel import distributed
 from kvjax.specs import user_files
@@ -91,8 +94,8 @@ def sweep(
     shard: Shard | None = None,
     wait: bool = False,
     progress: bool | None = None,
-) -> tuple[Path, list[report.Row]]:
-    """Runs what is missing of a product and is not left to other workers; see `experiments.sharing`.
+) -> tuple[Path, list[tables.Row]]:
+    """Runs what is missing of a product and is not left to other workers; see `experiments.sweeps.sharing`.
 
     Args:
       base: the config whose fields the product sets.
@@ -114,7 +117,7 @@ def sweep(
     combinations = product(base, axes)
     before = Path(base.output) / f"{base.name}-sweep"
     results.make_folder(before)
-    done: dict[int, report.Row] = {}
+    done: dict[int, tables.Row] = {}
     with user_files.pinned():
         # A result is named by the contents of files as they are now.
         contents = [identity.contents(config) for _, config in combinations]
@@ -145,7 +148,7 @@ def sweep(
     return folder.path, found
 
 
-def _with_labels(found: list[report.Row]) -> list[report.Row]:
+def _with_labels(found: list[tables.Row]) -> list[tables.Row]:
     """Adds a ``label``: the name of the policy, or its text where policies of two files have one name."""
     texts = collections.defaultdict(set)
     for result in found:
@@ -161,10 +164,10 @@ def _named(swept: dict[str, Any]) -> str:
     return " ".join(f"{path.split('.')[-1]}={value}" for path, value in swept.items())
 
 
-def _attempt(session: Session, config: ExperimentConfig, swept: dict[str, Any], contents: dict[str, str]) -> report.Row:
+def _attempt(session: Session, config: ExperimentConfig, swept: dict[str, Any], contents: dict[str, str]) -> tables.Row:
     """One run's result; an error is a result too. An interruption is not: it ends the sweep."""
     start = time.perf_counter()
-    result: report.Row = {
+    result: tables.Row = {
         "config": fields.to_dict(config), "contents": contents, "environment": machine.environment()
     }  # fmt: skip
     try:
@@ -183,12 +186,12 @@ def _attempt(session: Session, config: ExperimentConfig, swept: dict[str, Any], 
     return result | {"seconds": round(time.perf_counter() - start, 3), "swept": swept}
 
 
-def label_of(result: report.Row) -> str:
+def label_of(result: tables.Row) -> str:
     """Returns the label of a result's policy in tables and plots."""
     return str(result.get("label", result["policy"]))
 
 
-def cells(found: Sequence[report.Row]) -> list[dict[str, str]]:
+def cells(found: Sequence[tables.Row]) -> list[dict[str, str]]:
     """One line a combination, all seeds in one: what it set, then what came of it."""
     lines = []
     for group in seeds.groups(found):
@@ -197,26 +200,26 @@ def cells(found: Sequence[report.Row]) -> list[dict[str, str]]:
         swept = shown["swept"] | ({seeds.SEED: f"{len(done)} seeds"} if len(group) > 1 else {})
         line = {_COLUMNS.get(path, path.split(".")[-1]): str(value) for path, value in swept.items()}
         if done:
-            line |= seeds.cells([report.own_row(result) for result in done])
+            line |= seeds.cells([tables.own_row(result) for result in done])
         line |= {"policy": label_of(shown)} if "policy" in line else {}
         if any(_of_other_code(result) for result in done):
             first = next(iter(line))
             line[first] += OTHER_CODE
         lines.append(line)
     columns = list(dict.fromkeys(key for line in lines for key in line))
-    return [{key: line.get(key, "FAILED" if key == columns[-1] else report.NONE) for key in columns} for line in lines]
+    return [{key: line.get(key, "FAILED" if key == columns[-1] else tables.NONE) for key in columns} for line in lines]
 
 
-def _of_other_code(result: report.Row) -> bool:
+def _of_other_code(result: tables.Row) -> bool:
     """Whether a result was computed by other sources than these."""
     return bool(result["environment"].get("code") != identity.code())
 
 
-def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
+def points(found: Sequence[tables.Row], quality: str) -> list[tables.Row]:
     """Returns the points of the plot: the swept budget, or the share of the cache where that has no one unit."""
     done, spread = [], []
     for group in seeds.groups([result for result in found if result["status"] == "ok"]):
-        own = [report.own_row(result) for result in group]
+        own = [tables.own_row(result) for result in group]
         if own[0][quality] is None or own[0]["policy"] == "full":
             continue
         done.append((group[0], seeds.mean(own)))
@@ -243,12 +246,12 @@ def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
     return shown
 
 
-def write(folder: Path, base: ExperimentConfig, found: Sequence[report.Row], command: str) -> list[dict[str, str]]:
+def write(folder: Path, base: ExperimentConfig, found: Sequence[tables.Row], command: str) -> list[dict[str, str]]:
     """Writes sweep.md, sweep.json and sweep.png over the combinations of this call; returns the table's lines."""
     lines = cells(found)
     done = [result for result in found if result["status"] == "ok"]
     paragraphs = list(dict.fromkeys(result[key] for key in ("model", "text") for result in done))
-    quality = "perplexity" if any(report.own_row(result)["perplexity"] is not None for result in done) else "agreement"
+    quality = "perplexity" if any(tables.own_row(result)["perplexity"] is not None for result in done) else "agreement"
     storages = any("storage" in result["swept"] for result in found)
     shown = trades.points(done, quality) if storages else points(found, quality)
     if shown:
@@ -256,12 +259,12 @@ def write(folder: Path, base: ExperimentConfig, found: Sequence[report.Row], com
         folder = sharing.write(folder, "sweep.png", draw(shown, quality))
     failures = [f"Failed, {_what(result)}: {result['error']}" for result in found if result["status"] != "ok"]
     paragraphs += other_code(found)
-    text = report.markdown(f"{base.name}, swept", [*paragraphs, f"`{command}`"], lines, "sweep.png" if shown else None)
-    parts = [text, report.LEGEND, "", *failures, ""]
+    text = tables.markdown(f"{base.name}, swept", [*paragraphs, f"`{command}`"], lines, "sweep.png" if shown else None)
+    parts = [text, tables.LEGEND, "", *failures, ""]
     if costs := trades.costs(done):
-        parts += ["## Against exact slots", "", report.table(list(map(trades.cost_cells, costs)), "github"), ""]
+        parts += ["## Against exact slots", "", tables.table(list(map(trades.cost_cells, costs)), "github"), ""]
     sharing.write(folder, "sweep.md", "\n".join(parts))
-    rows = [{**result["swept"], **{name: report.own_row(result).get(name) for name in _NUMBERS}} for result in done]
+    rows = [{**result["swept"], **{name: tables.own_row(result).get(name) for name in _NUMBERS}} for result in done]
     numbers = {
         "environment": machine.environment(), "command": command, "about": paragraphs, "failed": failures,
         "points": rows, "costs": costs,
@@ -270,7 +273,7 @@ def write(folder: Path, base: ExperimentConfig, found: Sequence[report.Row], com
     return lines
 
 
-def other_code(found: Sequence[report.Row]) -> list[str]:
+def other_code(found: Sequence[tables.Row]) -> list[str]:
     """A line about results that were computed by other code, if there are any."""
     old = [result for result in found if result["status"] == "ok" and _of_other_code(result)]
     if not old:
@@ -281,7 +284,7 @@ def other_code(found: Sequence[report.Row]) -> list[str]:
     return [f"{OTHER_CODE.strip()} {count}; --rerun computes them anew."]
 
 
-def _what(result: report.Row) -> str:
+def _what(result: tables.Row) -> str:
     return ", ".join(f"{path}={value}" for path, value in result["swept"].items())
 
 
@@ -305,9 +308,9 @@ def main(argv: Sequence[str]) -> int:
     for about in dict.fromkeys(result["model"] for result in found if result["status"] == "ok"):
         print(about)
     if lines:
-        print(f"\n{report.table(lines)}\n")
+        print(f"\n{tables.table(lines)}\n")
     if costs := trades.costs([result for result in found if result["status"] == "ok"]):
-        print(f"Against exact slots:\n\n{report.table(list(map(trades.cost_cells, costs)))}\n")
+        print(f"Against exact slots:\n\n{tables.table(list(map(trades.cost_cells, costs)))}\n")
     for line in other_code(found):
         print(line)
     failed = [result for result in found if result["status"] != "ok"]

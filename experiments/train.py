@@ -29,8 +29,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm.auto import tqdm
 
-from experiments import cli, fields, machine, results
+from experiments import cli, fields, results
 from experiments.lines import divided
+from experiments.runs import machine
 from experiments.tasks.prompts import NoRoom, make_many
 from experiments.tasks.recall import DIFFICULTY
 from experiments.training import corpus, evaluate

@@ -14,13 +14,14 @@ from tqdm.auto import tqdm
 
 import experiments.batch
 import kvjax.products
-from experiments import cli, fields, identity
+from experiments import cli, fields
 from experiments.batch import requests
 from experiments.batch.journal import FILES, Journal
 from experiments.batch.requests import Asked, Defaults
 from experiments.config import DataConfig, ExperimentConfig, TasksConfig, build_spec
-from experiments.resolve import check_fit, dtype_of
-from experiments.session import Session, calibrated_for, describe, given_calibration
+from experiments.runs import identity
+from experiments.runs.resolve import check_fit, dtype_of
+from experiments.runs.session import Session, calibrated_for, describe, given_calibration
 from kvjax.cache import Limits
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generation.sampling import Sample

@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 import experiments.bench
 import kvjax.products
-from experiments import cli, machine, peers, results
+from experiments import cli, peers, results
 from experiments.bench import (
     accelerator,
     decode,
@@ -35,6 +35,7 @@ from experiments.bench import (
     stream,
     transfers,
 )
+from experiments.runs import machine
 from experiments.tasks import multiple_choice
 from kvjax.attention import IMPLEMENTATIONS
 from kvjax.errors import ConfigError

@@ -13,7 +13,7 @@ import numpy as np
 from absl import flags
 
 import kvjax
-from experiments import machine, peers
+from experiments import peers
 from experiments.bench.fill import filled_steps
 from experiments.bench.sides import (
     LLAMA,
@@ -34,6 +34,7 @@ from experiments.bench.sides import (
     shape,
 )
 from experiments.peers.process import PeerProcess
+from experiments.runs import machine
 from kvjax import policies
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.planning.limits import sizes_for

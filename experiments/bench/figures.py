@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.peers import PEERS
-from experiments.plots import COLORS, FULL_COLOR, Row, label_lines, new_figure, png, style
+from experiments.reports.plots import COLORS, FULL_COLOR, Row, label_lines, new_figure, png, style
 
 
 def draw(task: str, rows: Sequence[Row]) -> bytes:

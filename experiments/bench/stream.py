@@ -7,9 +7,9 @@ import numpy as np
 from absl import flags
 
 import kvjax
-from experiments import data
 from experiments.bench.sides import advance, copied, in_turns, ratio
 from experiments.config import DataConfig
+from experiments.runs import data
 from kvjax import cache, policies
 from kvjax.cache import Limits
 from kvjax.generation.prefill import Prefilled, prefill

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments import plots
+from experiments.reports import plots
 
 MARKERS = "os^Dv<>pX*P"
 

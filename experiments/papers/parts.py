@@ -23,12 +23,13 @@ import numpy as np
 
 import experiments
 import kvjax
-from experiments import identity, machine, results
+from experiments import results
 from experiments.config import DataConfig, ExperimentConfig, ModelConfig
 from experiments.papers import texts
 from experiments.papers.settings import MAIN, Settings
-from experiments.resolve import dtype_of
-from experiments.session import Session
+from experiments.runs import identity, machine
+from experiments.runs.resolve import dtype_of
+from experiments.runs.session import Session
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import machine, results
+from experiments import results
 from experiments.papers import page, verdict
 from experiments.papers.entry import Entry, registry
 from experiments.papers.names import NAMES
@@ -15,6 +15,7 @@ from experiments.papers.page import Report
 from experiments.papers.parts import Lab, check_unique, code
 from experiments.papers.settings import Settings
 from experiments.progress import tracked
+from experiments.runs import machine
 from kvjax.errors import ConfigError, KvjaxError
 
 PARTS = "parts"  # the folder of measurements, below the output

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments import data
 from experiments.config import DataConfig
+from experiments.runs import data
 from experiments.tasks import files
 from kvjax.errors import ConfigError, InputError
 from kvjax.models.model import Model

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments import data
 from experiments.config import RecallConfig
+from experiments.runs import data
 from experiments.tasks import prompts, recall
 from experiments.tasks.prompts import Prompt
 from experiments.tasks.words import HELD_OUT, Words

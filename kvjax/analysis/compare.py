@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvjax.analysis.rows import Rows, in_text_order
 from kvjax.analysis.scan import over_steps
@@ -38,7 +39,12 @@ COUNTING = Evict(importance=Counted(), budget=None, name="full")
 
 
 def attention_cosine(
-    model: Model, tokens: Any, policy: Policy | CacheSpec, *, prompt_length: Any, lengths: Any = None
+    model: Model,
+    tokens: ArrayLike,
+    policy: Policy | CacheSpec,
+    *,
+    prompt_length: ArrayLike,
+    lengths: ArrayLike | None = None,
 ) -> np.ndarray:
     """Cosine similarity of a policy's attention rows with the full cache's (InfiniGen, arXiv:2406.19707, Fig. 4).
 
@@ -88,7 +94,13 @@ class MissRate(NamedTuple):
 
 
 def miss_rate(
-    model: Model, tokens: Any, policy: Policy | CacheSpec, *, prompt_length: Any, top: int, lengths: Any = None
+    model: Model,
+    tokens: ArrayLike,
+    policy: Policy | CacheSpec,
+    *,
+    prompt_length: ArrayLike,
+    top: int,
+    lengths: ArrayLike | None = None,
 ) -> MissRate:
     """How much of what a query of the full cache attends to a policy has evicted, or hides from the same query.
 
@@ -123,13 +135,13 @@ def _missed(carry: Any, attention: tuple[Rows, Rows], top: Array) -> tuple[Any, 
 
 def jaccard(
     model: Model,
-    tokens: Any,
+    tokens: ArrayLike,
     policy: Policy | CacheSpec,
     *,
-    prompt_length: Any,
+    prompt_length: ArrayLike,
     top: int,
     importance: Literal["mass", "mean"] = "mass",
-    lengths: Any = None,
+    lengths: ArrayLike | None = None,
 ) -> np.ndarray:
     """Jaccard similarity of a policy's top tokens with the full cache's (RoCo, arXiv:2402.06262, Fig. 2).
 
@@ -209,7 +221,12 @@ class Retained(NamedTuple):
 
 
 def retained(
-    model: Model, tokens: Any, policy: Policy | CacheSpec, *, prompt_length: Any, lengths: Any = None
+    model: Model,
+    tokens: ArrayLike,
+    policy: Policy | CacheSpec,
+    *,
+    prompt_length: ArrayLike,
+    lengths: ArrayLike | None = None,
 ) -> Retained:
     """How long a policy keeps every token: a retained-position map in linear memory.
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvjax.analysis.rows import Rows
 from kvjax.analysis.scan import over_tiles
@@ -16,7 +17,9 @@ from kvjax.summary import one_line
 Array = jax.Array
 
 
-def sparsity(model: Model, tokens: Any, *, lengths: Any = None, threshold: float = 0.01) -> np.ndarray:
+def sparsity(
+    model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = None, threshold: float = 0.01
+) -> np.ndarray:
     """Share of attention that is below `threshold` of its row's maximum (H2O, arXiv:2306.14048, section 3, Fig. 2 a).
 
     Args:
@@ -47,7 +50,9 @@ def _count_kept(carry: Any, attention: tuple[Rows], threshold: Array) -> tuple[A
     return carry, (_count(kept), _count(rows.seen))
 
 
-def keys_for_mass(model: Model, tokens: Any, *, lengths: Any = None, share: float = 0.9) -> np.ndarray:
+def keys_for_mass(
+    model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = None, share: float = 0.9
+) -> np.ndarray:
     """The number of keys, the largest first, that hold `share` of a query's attention (InfiniGen, 2406.19707, Fig. 5).
 
     Args:
@@ -90,7 +95,7 @@ class AccumulatedAttention(NamedTuple):
         return one_line(self)
 
 
-def accumulated_attention(model: Model, tokens: Any, *, lengths: Any = None) -> AccumulatedAttention:
+def accumulated_attention(model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = None) -> AccumulatedAttention:
     """Sorted accumulated attention of each layer and head: a few heavy hitters (H2O, section 3, Fig. 2 b).
 
     Args:
@@ -137,7 +142,9 @@ class AttentionStd(NamedTuple):
         return one_line(self)
 
 
-def attention_std(model: Model, tokens: Any, *, lengths: Any = None, positions: Any = None) -> AttentionStd:
+def attention_std(
+    model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = None, positions: Any = None
+) -> AttentionStd:
     """How much the attention that a token receives varies from query to query (RoCo, arXiv:2402.06262, Fig. 3).
 
     std = sqrt(Q / N - (S / N)^2) over the N queries so far, the token's own included, as in RoCo's scope, which takes

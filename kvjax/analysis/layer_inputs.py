@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvjax.analysis.rows import Rows
 from kvjax.analysis.scan import over_tiles
@@ -36,7 +37,7 @@ class InputCosine(NamedTuple):
         return one_line(self)
 
 
-def input_cosine(model: Model, tokens: Any, *, lengths: Any = None) -> InputCosine:
+def input_cosine(model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None = None) -> InputCosine:
     """Compares each layer's input with the layer before: its input, and what it added (InfiniGen, Table 1).
 
     The last three are the rows of the table (arXiv:2406.19707), which has their means over the layers. They are

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvjax.analysis.rows import Rows
 from kvjax.analysis.scan import over_steps
@@ -52,7 +53,12 @@ class Selected(NamedTuple):
 
 
 def selected(
-    model: Model, tokens: Any, spec: Policy | CacheSpec, *, prompt_length: Any, lengths: Any = None
+    model: Model,
+    tokens: ArrayLike,
+    spec: Policy | CacheSpec,
+    *,
+    prompt_length: ArrayLike,
+    lengths: ArrayLike | None = None,
 ) -> Selected:
     """How good the choice of a selection is: its size, its overlap with the best choice, and the attention it covers.
 
@@ -130,14 +136,14 @@ class SkewEffect(NamedTuple):
 
 def skew_effect(
     model: Model,
-    tokens: Any,
+    tokens: ArrayLike,
     spec: CacheSpec,
     *,
     ratios: Sequence[float],
     sample: Any,
-    prompt_length: Any,
-    lengths: Any = None,
-    sample_lengths: Any = None,
+    prompt_length: ArrayLike,
+    lengths: ArrayLike | None = None,
+    sample_lengths: ArrayLike | None = None,
 ) -> SkewEffect:
     """How much skewing improves the choice of `kvjax.selection.infinigen` (InfiniGen, arXiv:2406.19707, Fig. 13).
 

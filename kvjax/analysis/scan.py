@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvjax.analysis.rows import look
 from kvjax.cache.empty import empty_layers
@@ -50,7 +51,9 @@ class Reduced(NamedTuple):
     prompt: np.ndarray
 
 
-def over_tiles(model: Model, tokens: Any, lengths: Any, step: Step, start: Callable[..., Any], *args: Any) -> Reduced:
+def over_tiles(
+    model: Model, tokens: ArrayLike, lengths: ArrayLike | None, step: Step, start: Callable[..., Any], *args: Any
+) -> Reduced:
     """Reduces every attention row of the full cache, one tile of queries at a time.
 
     A tile is a block of a block-wise prefill, whose results are those of a prefill in one shot.
@@ -121,13 +124,13 @@ def scan_tiles(params, tokens, lengths, carried, args, *, config, step, tile):
 
 def over_steps(
     model: Model,
-    tokens: Any,
+    tokens: ArrayLike,
     policies: tuple[Policy | CacheSpec, ...],
     step: Step,
     start: Callable[..., Any],
     *args: Any,
-    prompt_length: Any,
-    lengths: Any,
+    prompt_length: ArrayLike,
+    lengths: ArrayLike | None,
 ) -> Reduced:
     """Reduces the attention rows of decoding, one query at a time, under several caches side by side.
 

@@ -1,9 +1,10 @@
 """Slots: finds empty ones, writes and moves them, and orders them by position."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
 
 from kvjax.cache.state import EMPTY, FAR, LayerKV, exact_store
 from kvjax.numerics.statistics import Statistic, by_name
@@ -227,7 +228,7 @@ def divided(layer: LayerKV, per_head: frozenset[str]) -> LayerKV:
       per_head: the names of arrays of the index that are not divided; see `Group.per_head`.
     """
 
-    def count(path: tuple[Any, ...], leaf: Array) -> int:
+    def count(path: KeyPath, leaf: Array) -> int:
         names = sharding.path_names(path)
         # Every device has the exact tokens that wait until their block is full, and what a head has once.
         once = names[0] in ("sides", "marks") or (layer.in_blocks and names[-1] == EXACT)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from kvjax.cache.state import KVState, Layer, LayerKV
@@ -82,7 +83,7 @@ def _as_saved(target: Params, saved: PyTree) -> Params:
       saved: the saved tree. What it has not is returned as it is.
     """
 
-    def form(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> PyTree:
+    def form(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> PyTree:
         found = saved
         for name in sharding.path_names(path):
             found = found.get(name) if isinstance(found, dict) else None
@@ -164,7 +165,7 @@ def restore_state(
 
     by_slot = {name for name, leaf in _by_name(saved).items() if _slots_divided(leaf)}
 
-    def place(path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def place(path: KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         where: Sharding = SingleDeviceSharding(jax.local_devices()[0])
         given = getattr(leaf, "sharding", None)
         if mesh is not None and isinstance(given, NamedSharding) and given.mesh == mesh:
@@ -267,7 +268,7 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path} is not a complete Orbax checkpoint ({type(error).__name__}: {reason}).")
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _name(path: KeyPath) -> str:
     """Returns the name of a path of `jax.tree_util`, which a tree and its metadata have in common."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 

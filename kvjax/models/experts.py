@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import PartitionSpec
+from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from kvjax.models.config import DecoderConfig
@@ -151,7 +152,7 @@ def _on_mesh(run: Callable[..., Array], x: Array, chosen: Array, weight: Array, 
     if mesh.empty:
         return run(x, chosen, weight, kernels)
 
-    def place(path: tuple[Any, ...], leaf: Array) -> PartitionSpec:
+    def place(path: KeyPath, leaf: Array) -> PartitionSpec:
         name, *part = sharding.path_names(path)
         return sharding.parameter_spec(("mlp", name, "kernel", *part), leaf.shape, mesh)
 

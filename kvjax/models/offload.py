@@ -6,10 +6,11 @@ layers are there at a time. Embeddings, the last norm and the output head stay o
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import KeyPath
 
 from kvjax.arguments import number_argument
 from kvjax.errors import ConfigError
@@ -50,7 +51,7 @@ def in_host_memory(place: Sharding | None) -> Sharding:
 def shapes_with_host_layers(params: Params, layers: frozenset[int]) -> Params:
     """Returns a tree of `jax.ShapeDtypeStruct` with the parameters of some layers in host memory."""
 
-    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def place(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if not is_on_host(sharding.path_names(path), layers):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=in_host_memory(leaf.sharding))
@@ -70,7 +71,7 @@ def offload(model: Model, share: float = 1.0) -> Model:
     """
     layers = host_layers(model.config.num_layers, share)
 
-    def move(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    def move(path: KeyPath, leaf: jax.Array) -> jax.Array:
         if not is_on_host(sharding.path_names(path), layers):
             return leaf
         return jax.device_put(leaf, leaf.sharding.with_memory_kind(host_memory.PINNED))

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
@@ -141,7 +142,7 @@ def quantize_weights(model: Model, bits: int = 4, group: int | None = GROUP, *, 
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise ConfigError("the weights of this model are quantised already; load exact ones.")
 
-    def code(path: tuple[Any, ...], leaf: Array) -> PyTree:
+    def code(path: KeyPath, leaf: Array) -> PyTree:
         names = sharding.path_names(path)
         if not weights.takes(names):
             return leaf
@@ -224,7 +225,7 @@ def held_shapes(config: DecoderConfig, dtype: DTypeLike = jnp.float32, weights: 
     if weights is None:
         return params
 
-    def code(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> PyTree:
+    def code(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> PyTree:
         names = sharding.path_names(path)
         if not weights.takes(names):
             return leaf

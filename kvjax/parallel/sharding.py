@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from kvjax.parallel.meshes import abstract_mesh, fit, fit_sizes, make_mesh, on_mesh, one_device_mesh, padded_rows
 from kvjax.parallel.rules import Rules, rules
@@ -216,7 +217,7 @@ def parameter_shardings(params: Params, mesh: Mesh | AbstractMesh) -> Params:
       A tree of `NamedSharding` with the structure of `params`.
     """
 
-    def place(path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+    def place(path: KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
         return NamedSharding(mesh, parameter_spec(path_names(path), leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(place, params)

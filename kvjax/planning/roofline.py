@@ -7,12 +7,13 @@ runs.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from kvjax.cache.arrangements.layer_pairs import PairArrangement
@@ -287,7 +288,7 @@ def roofline(config: DecoderConfig, shapes: Shapes, slots: tuple[AverageSlots, .
     return dataclasses.replace(step, tokens_per_second=batch / known[limit], limit=limit)
 
 
-def _is_read(config: DecoderConfig, path: tuple[Any, ...]) -> bool:
+def _is_read(config: DecoderConfig, path: KeyPath) -> bool:
     """Returns whether a step reads the whole parameter.
 
     It looks up single rows of the position table, and of the token embedding if that is not the output head too.

@@ -8,7 +8,7 @@ hashable and picklable, and `repr` evaluates to an equal object.
 import dataclasses
 import functools
 import operator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,15 @@ class Policy:
     """
 
     name: str
-    positions: str
-    group_reduce: str
-    budget: Budget | None
+
+    if TYPE_CHECKING:  # fields of some policies, and computed from their parts by others
+
+        @property
+        def positions(self) -> str: ...
+        @property
+        def group_reduce(self) -> str: ...
+        @property
+        def budget(self) -> Budget | None: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -42,11 +42,11 @@ class Best(Scope):
         object.__setattr__(self, "fraction", number_argument("fraction", self.fraction, minimum=0.0, maximum=1.0))
 
     @property
-    def needs(self) -> frozenset[Statistic]:  # type: ignore[override]
+    def needs(self) -> frozenset[Statistic]:
         return self.policy.needs
 
     @property
-    def reads(self) -> frozenset[str]:  # type: ignore[override]
+    def reads(self) -> frozenset[str]:
         return self.policy.reads
 
     def kept(self, budget: Array | int) -> Any:
@@ -98,15 +98,15 @@ class TimesValueNorm(Importance):
             )
 
     @property
-    def needs(self) -> frozenset[Any]:  # type: ignore[override]
+    def needs(self) -> frozenset[Any]:
         return frozenset(self.importance.needs)
 
     @property
-    def shared_by_heads(self) -> bool:  # type: ignore[override]
+    def shared_by_heads(self) -> bool:
         return self.importance.shared_by_heads
 
     @property
-    def reads(self) -> frozenset[str]:  # type: ignore[override]
+    def reads(self) -> frozenset[str]:
         return self.importance.reads | {"value"}
 
     def score(self, stats: Stats, view: View) -> Array:

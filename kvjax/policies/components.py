@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.arguments import check_hashable
 from kvjax.errors import PolicyError
+from kvjax.numerics.statistics import Statistic
 
 Array = jax.Array
 Stats = Mapping[str, Array]  # statistic name -> [B, K, S, ...]
@@ -75,13 +76,24 @@ class Importance:
       reads: which of "key" and "value" `score` reads from the view.
     """
 
-    needs: frozenset[Any]
     score: Callable[[Stats, View], Array]
-    amount: bool = True
-    shared_by_heads: bool = False
-    by_age: bool = False
-    by_position: bool = False
-    reads: frozenset[str] = frozenset()
+
+    if TYPE_CHECKING:  # attributes of some classes, and properties of others
+
+        @property
+        def needs(self) -> frozenset[str | Statistic]: ...
+        @property
+        def amount(self) -> bool: ...
+        @property
+        def shared_by_heads(self) -> bool: ...
+        @property
+        def by_age(self) -> bool: ...
+        @property
+        def by_position(self) -> bool: ...
+        @property
+        def reads(self) -> frozenset[str]: ...
+    else:
+        amount, shared_by_heads, by_age, by_position, reads = True, False, False, False, frozenset()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Importance":
         return super().__new__(ImportanceFunction if cls is Importance else cls)
@@ -91,7 +103,7 @@ class Importance:
 class ImportanceFunction(Importance):
     """An importance made of a function; ``Importance(needs=..., score=...)`` returns one."""
 
-    needs: frozenset[Any]
+    needs: frozenset[str | Statistic]
     score: Any = None
     amount: bool = True
     shared_by_heads: bool = False
@@ -115,10 +127,17 @@ class Scope:
       reads: which of "key" and "value" `protected` reads from the view.
     """
 
-    needs: frozenset[Any]
     protected: Callable[[Stats, View], Array]
     count: Callable[[int], int]
-    reads: frozenset[str] = frozenset()
+
+    if TYPE_CHECKING:  # attributes of some classes, and properties of others
+
+        @property
+        def needs(self) -> frozenset[str | Statistic]: ...
+        @property
+        def reads(self) -> frozenset[str]: ...
+    else:
+        reads = frozenset()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Scope":
         return super().__new__(ScopeFunction if cls is Scope else cls)
@@ -141,7 +160,7 @@ class Scope:
 class ScopeFunction(Scope):
     """A scope made of functions; ``Scope(needs=..., protected=..., count=...)`` returns one."""
 
-    needs: frozenset[Any]
+    needs: frozenset[str | Statistic]
     protected: Any = None
     count: Any = None
     reads: frozenset[str] = READABLE
@@ -177,7 +196,7 @@ class Merge:
         device knows are counted once for each device, which a maximum does not and a sum does.
     """
 
-    needs: frozenset[Any] = frozenset()
+    needs: frozenset[str | Statistic] = frozenset()
     remembers: tuple[str, ...] = ()
     over_devices: bool = False
 

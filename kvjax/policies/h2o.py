@@ -40,7 +40,7 @@ class DecayedMass(Importance):
         object.__setattr__(self, "gamma", number_argument("gamma", self.gamma, minimum=0.0, maximum=1.0))
 
     @property
-    def needs(self) -> frozenset[Statistic]:  # type: ignore[override]
+    def needs(self) -> frozenset[Statistic]:
         return frozenset({decayed(self.gamma)})
 
     def score(self, stats: Stats, view: View) -> Array:

@@ -40,15 +40,15 @@ class WithSelection(Policy):
             )
 
     @property
-    def positions(self) -> str:  # type: ignore[override]
+    def positions(self) -> str:
         return self.keep.positions
 
     @property
-    def group_reduce(self) -> str:  # type: ignore[override]
+    def group_reduce(self) -> str:
         return self.keep.group_reduce
 
     @property
-    def budget(self) -> Budget | None:  # type: ignore[override]
+    def budget(self) -> Budget | None:
         """The number of slots that a query may read."""
         return self.selection.budget
 

@@ -60,16 +60,16 @@ class Split(Policy):
             )
 
     @property
-    def positions(self) -> str:  # type: ignore[override]
+    def positions(self) -> str:
         return self.chosen.positions
 
     @property
-    def group_reduce(self) -> str:  # type: ignore[override]
+    def group_reduce(self) -> str:
         """The `group_reduce` of `chosen`; the other heads use that of `others`."""
         return self.chosen.group_reduce
 
     @property
-    def budget(self) -> None:  # type: ignore[override]
+    def budget(self) -> None:
         """None: each of the two policies has its own."""
         return None
 

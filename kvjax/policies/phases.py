@@ -63,15 +63,15 @@ class Phases(Policy):
             )
 
     @property
-    def positions(self) -> str:  # type: ignore[override]
+    def positions(self) -> str:
         return self.prompt.positions
 
     @property
-    def group_reduce(self) -> str:  # type: ignore[override]
+    def group_reduce(self) -> str:
         return (self.prompt if self.prompt.needs else self.decode).group_reduce
 
     @property
-    def budget(self) -> Budget | None:  # type: ignore[override]
+    def budget(self) -> Budget | None:
         """The budget of `prompt`."""
         return self.prompt.budget
 

@@ -50,7 +50,7 @@ class Fetched(Importance):
         return FETCHED if self.saturate is None else saturating_fetched(self.saturate)
 
     @property
-    def needs(self) -> frozenset[Statistic]:  # type: ignore[override]
+    def needs(self) -> frozenset[Statistic]:
         return frozenset({self._statistic})
 
     def score(self, stats: Stats, view: View) -> Array:

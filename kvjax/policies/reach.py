@@ -27,27 +27,27 @@ class Seen(Importance):
     window: int
 
     @property
-    def needs(self) -> frozenset[str | Statistic]:  # type: ignore[override]
+    def needs(self) -> frozenset[str | Statistic]:
         return self.inner.needs
 
     @property
-    def amount(self) -> bool:  # type: ignore[override]
+    def amount(self) -> bool:
         return self.inner.amount
 
     @property
-    def shared_by_heads(self) -> bool:  # type: ignore[override]
+    def shared_by_heads(self) -> bool:
         return self.inner.shared_by_heads
 
     @property
-    def by_age(self) -> bool:  # type: ignore[override]
+    def by_age(self) -> bool:
         return self.inner.by_age
 
     @property
-    def by_position(self) -> bool:  # type: ignore[override]
+    def by_position(self) -> bool:
         return self.inner.by_position
 
     @property
-    def reads(self) -> frozenset[str]:  # type: ignore[override]
+    def reads(self) -> frozenset[str]:
         return self.inner.reads
 
     def score(self, stats: Stats, view: View) -> Array:
@@ -67,11 +67,11 @@ class SeenScope(Scope):
     window: int
 
     @property
-    def needs(self) -> frozenset[str | Statistic]:  # type: ignore[override]
+    def needs(self) -> frozenset[str | Statistic]:
         return self.inner.needs
 
     @property
-    def reads(self) -> frozenset[str]:  # type: ignore[override]
+    def reads(self) -> frozenset[str]:
         return self.inner.reads
 
     def protected(self, stats: Stats, view: View) -> Array:

@@ -34,7 +34,7 @@ class TimesAbove(Importance):
         return ABOVE if self.history is None else recent_above(self.history)
 
     @property
-    def needs(self) -> frozenset[Statistic]:  # type: ignore[override]
+    def needs(self) -> frozenset[Statistic]:
         return frozenset({self.statistic})
 
     def score(self, stats: Stats, view: View) -> Array:

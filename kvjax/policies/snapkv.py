@@ -45,7 +45,7 @@ class ObservationWindow(Importance):
         return prompt_tail(self.window)
 
     @property
-    def needs(self) -> frozenset[Statistic]:  # type: ignore[override]
+    def needs(self) -> frozenset[Statistic]:
         return frozenset({self.statistic})
 
     def score(self, stats: Stats, view: View) -> Array:

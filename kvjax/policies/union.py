@@ -39,11 +39,11 @@ class Union(Scope):
             raise PolicyError("Union: give at least one scope, such as protect_first(4).")
 
     @property
-    def needs(self) -> frozenset[Any]:  # type: ignore[override]
+    def needs(self) -> frozenset[Any]:
         return frozenset().union(*(each.needs for each in self.scopes))
 
     @property
-    def reads(self) -> frozenset[str]:  # type: ignore[override]
+    def reads(self) -> frozenset[str]:
         return frozenset().union(*(each.reads for each in self.scopes))
 
     def protected(self, stats: Stats, view: View) -> Array:

@@ -157,12 +157,19 @@ class Selection:
     whole_text: bool = False
     needs: frozenset[Statistic] = frozenset()
     ranks_by_keys: bool = False
-    unit: int = 1
     shared_by_heads: bool = False
     watches: bool = False
     over_devices: bool = False
-    per_slot: frozenset[str] = frozenset()
     per_head: frozenset[str] = frozenset()
+
+    if TYPE_CHECKING:  # attributes of some selections, and properties of others
+
+        @property
+        def unit(self) -> int: ...
+        @property
+        def per_slot(self) -> frozenset[str]: ...
+    else:
+        unit, per_slot = 1, frozenset()
 
     @property
     def reads_all(self) -> bool:

@@ -246,7 +246,7 @@ class Pages(Selection):
         return self.choose(index, query, view)[0]
 
     @property
-    def unit(self) -> int:  # type: ignore[override]
+    def unit(self) -> int:
         return self.page
 
     def always_units(self, units: int, view: SelectView) -> Array:

@@ -67,7 +67,7 @@ class TokenSelect(Selection):
                 object.__setattr__(self, "reuse", reuse)
 
     @property
-    def per_slot(self) -> frozenset[str]:  # type: ignore[override]
+    def per_slot(self) -> frozenset[str]:
         return frozenset() if self.reuse is None else frozenset({"stands"})
 
     @property

@@ -1,7 +1,6 @@
 """Block floating point: integers with one exponent per group of channels (OCP MX specification, v1.0: MXINT8)."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +48,7 @@ class Bfp(Codec):
             "exponent": ((dim // group_size(dim, self.group),), jnp.dtype(jnp.uint8)),
         }
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         # [..., groups, g]
         negative, exponent, mantissa = split(grouped(x, self.group))
         # [..., groups, 1]
@@ -62,14 +61,14 @@ class Bfp(Codec):
         codes = codes.reshape(*codes.shape[:-2], -1)
         return {"codes": pack(codes, self.bits), "exponent": shared[..., 0].astype(jnp.uint8)}
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         sign = 1 << (self.bits - 1)
         # [..., D]
         codes = unpack(parts["codes"], self.bits, dim).astype(jnp.int32)
         mantissa = ((codes ^ sign) - sign).astype(jnp.float32)
         return scaled(mantissa, over_groups(self._exponent(parts), dim))
 
-    def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
+    def affine(self, parts: Parts, side: Parts | None, dim: int) -> Affine:
         scale = scaled(jnp.float32(1), self._exponent(parts))
         return Affine(codes=parts["codes"], scale=scale, bits=self.bits, levels=SIGNED, dim=dim)
 

@@ -53,7 +53,7 @@ class Codec:
         """The part that vectors share, or None."""
         return None
 
-    def encode_without(self, x: Array, left_out: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode_without(self, x: Array, left_out: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         """Encodes a vector some of whose entries are held elsewhere, so that they should not widen a range.
 
         Args:
@@ -64,7 +64,7 @@ class Codec:
         """
         return self.encode(jnp.where(left_out, 0.0, x), side, dtype)
 
-    def affine(self, parts: Parts, side: Any, dim: int) -> Affine | None:
+    def affine(self, parts: Parts, side: Parts | None, dim: int) -> Affine | None:
         """Returns vectors as levels of their codes, for products that read codes; None = they can only be decoded.
 
         Args:
@@ -142,11 +142,11 @@ class Exact(Codec):
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         return {"exact": ((dim,), jnp.dtype(dtype))}
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         # A vector in the model's dtype is held as it is.
         return {"exact": x if x.dtype == dtype else as_stored(x.astype(jnp.float32), dtype)}
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         return parts["exact"].astype(jnp.float32)
 
 
@@ -164,7 +164,7 @@ def entry_of(name: str, entries: Sequence[T], index: int, count: int | None, nou
     return entries[index]
 
 
-def round_trip(codec: Codec | BlockCodec, x: Array, side: Any, dtype: DTypeLike) -> Array:
+def round_trip(codec: Codec | BlockCodec, x: Array, side: Parts | None, dtype: DTypeLike) -> Array:
     """Encodes and decodes; the gradient passes straight through.
 
     Args:

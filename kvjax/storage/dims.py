@@ -119,7 +119,7 @@ class Chain(Codec):
             return {LATENT: ((short,), jnp.dtype(dtype))}
         return self.codec.parts(short, dtype)
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         made = self.codec.encode(self.dims.forward(x, side), None, dtype)
         return {LATENT: made["exact"]} if isinstance(self.codec, Exact) else made
 
@@ -127,7 +127,7 @@ class Chain(Codec):
         """Decodes to the shorter vectors, [..., D'] float32 or the model's dtype."""
         return parts[LATENT] if isinstance(self.codec, Exact) else self.codec.decode(parts, None, self.dims.dim(dim))
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         """Decodes [..., n, dim]; attention does not need it."""
         # [..., n, D']
         short = self.held(parts, dim).astype(jnp.float32)

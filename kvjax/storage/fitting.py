@@ -1,7 +1,6 @@
 """Levels that are fitted to a calibration: weighted k-means, and Q-Norm (KVQuant, arXiv:2401.18079)."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 
 from kvjax.arguments import choice_argument
 from kvjax.errors import StorageError
-from kvjax.storage.side import Samples, Shapes
+from kvjax.storage.side import Parts, Samples, Shapes
 from kvjax.storage.tables import Table, checked_table, normal_levels
 
 Array = jax.Array
@@ -146,10 +145,12 @@ class Fit:
         made = {LEVELS: levels[None], DECODED: (normalised(levels, own) if own.size else levels)[None]}
         return {name: made[name] for name in self.parts()}
 
-    def levels(self, side: Any) -> Table | Array:
+    def levels(self, side: Parts | None) -> Table | Array:
         """Returns the levels to encode by."""
+        assert side is not None
         return side[LEVELS].reshape(-1) if self.given is None else self.given
 
-    def decoded(self, side: Any) -> Table | Array:
+    def decoded(self, side: Parts | None) -> Table | Array:
         """Returns what codes are decoded to."""
+        assert side is not None
         return side[DECODED].reshape(-1) if self.qnorm else self.levels(side)

@@ -43,7 +43,7 @@ class Fp8(Codec):
         codes: Shapes = {"codes": ((dim,), jnp.dtype(jnp.uint8))}
         return codes if self.scale is not None else codes | {"scale": ((), jnp.dtype(dtype))}
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         if self.scale is not None:
             return {"codes": _codes(divide(x, self.scale))}
         # [...]
@@ -51,7 +51,7 @@ class Fp8(Codec):
         scale = jnp.where(scale == 0, jnp.ones((), dtype), scale)
         return {"codes": _codes(divide(x, scale.astype(jnp.float32)[..., None])), "scale": scale}
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         # [..., D]
         y = jax.lax.bitcast_convert_type(parts["codes"], FLOAT8).astype(jnp.float32)
         # No number is encoded as NaN; an empty slot may hold any bits.
@@ -59,7 +59,7 @@ class Fp8(Codec):
         scale = jnp.float32(self.scale) if self.scale is not None else parts["scale"].astype(jnp.float32)[..., None]
         return scale * y
 
-    def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
+    def affine(self, parts: Parts, side: Parts | None, dim: int) -> Affine:
         scale = parts["scale"][..., None] if self.scale is None else None
         made = Affine(codes=parts["codes"], scale=scale, bits=BYTE, levels=E4M3, dim=dim)
         constant = self.scale
@@ -85,10 +85,10 @@ class Fp8Layers(Codec):
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         return Fp8(1.0).parts(dim, dtype)
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         raise StorageError(f"storage fp8: scales {self.scales} are of different layers; see Storage.of_layer.")
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         raise StorageError(f"storage fp8: scales {self.scales} are of different layers; see Storage.of_layer.")
 
 

@@ -1,7 +1,6 @@
 """Codecs whose gradient passes straight through, for scores that are differentiated (STORAGE.md)."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,10 +44,10 @@ class StraightThrough(Wrapping):
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         return {"decoded": ((dim,), jnp.dtype(dtype))}
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         return {"decoded": round_trip(self.codec, x, side, dtype).astype(dtype)}
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         return parts["decoded"].astype(jnp.float32)
 
 
@@ -80,10 +79,10 @@ class StraightThroughBlocks(BlockCodec):
     def parts(self, tokens: int, dim: int, dtype: DTypeLike) -> Shapes:
         return {"decoded": ((tokens, dim), jnp.dtype(dtype))}
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         return {"decoded": round_trip(self.codec, x, side, dtype).astype(dtype)}
 
-    def decode(self, parts: Parts, side: Any, tokens: int, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, tokens: int, dim: int) -> Array:
         return parts["decoded"].astype(jnp.float32)
 
     def check(self, size: int) -> None:

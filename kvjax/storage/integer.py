@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,12 +65,12 @@ class Integer(Codec):
             "zero": ((groups,), jnp.dtype(dtype)),
         }
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         # [..., groups, g], and [..., groups, 1] twice
         codes, scale, zero = uniform(self._grouped(x), self.bits, dtype, axis=-1)
         return self._parts(codes, scale, zero)
 
-    def encode_without(self, x: Array, left_out: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode_without(self, x: Array, left_out: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         levels = (1 << self.bits) - 1
         # [..., groups, g]
         x, left_out = self._grouped(x), self._grouped(left_out)
@@ -91,13 +90,13 @@ class Integer(Codec):
             "zero": zero[..., 0],
         }
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         # [..., D] each
         codes = unpack(parts["codes"], self.bits, dim).astype(jnp.float32)
         scale, zero = (over_groups(parts[name].astype(jnp.float32), dim) for name in ("scale", "zero"))
         return zero + scale * codes
 
-    def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
+    def affine(self, parts: Parts, side: Parts | None, dim: int) -> Affine:
         return Affine(codes=parts["codes"], scale=parts["scale"], zero=parts["zero"], bits=self.bits, dim=dim)
 
     def _grouped(self, x: Array) -> Array:

@@ -131,13 +131,13 @@ class Joint(Codec):
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         return {LATENT: ((self.share(dim),), jnp.dtype(dtype))}
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         return {LATENT: EXACT.encode(self.shares(x, side), None, dtype)["exact"]}
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         return self.joined(parts[LATENT].astype(jnp.float32), side, dim)
 
-    def shares(self, x: Array, side: Any) -> Array:
+    def shares(self, x: Array, side: Parts | None) -> Array:
         """Returns each head's share of the latents of vectors [B, K, ..., D], [B, K, ..., share]."""
         batch, kv_heads, *middle, dim = x.shape
         assert isinstance(self.heads, int)
@@ -150,7 +150,7 @@ class Joint(Codec):
         split = jnp.moveaxis(jnp.pad(latent, pad).reshape(*latent.shape[:-1], self.heads, share), -2, 2)
         return split.reshape(batch, kv_heads, *middle, share)
 
-    def joined(self, shares: Array, side: Any, dim: int) -> Array:
+    def joined(self, shares: Array, side: Parts | None, dim: int) -> Array:
         """Returns vectors [B, K, ..., D] of each head's share of their latents, [B, K, ..., share]."""
         batch, kv_heads, *middle, share = shares.shape
         assert isinstance(self.heads, int)
@@ -180,7 +180,8 @@ def _number(rank: Rank | None, dim: int) -> int:
     return dim if rank is None else rank
 
 
-def _product(subscripts: str, x: Array, side: Any) -> Array:
+def _product(subscripts: str, x: Array, side: Parts | None) -> Array:
+    assert side is not None
     return jnp.einsum(subscripts, x, side["basis"].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
@@ -240,11 +241,11 @@ class JointBlocks(BlockCodec):
             _renamed(name): ((tokens, *shape), each) for name, (shape, each) in self.codec.parts(share, dtype).items()
         }
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         made = self.codec.encode(self.joint.shares(x, side), None, dtype)
         return {_renamed(name): x for name, x in made.items()}
 
-    def decode(self, parts: Parts, side: Any, tokens: int, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, tokens: int, dim: int) -> Array:
         share = self.joint.share(dim)
         if isinstance(self.codec, BlockCodec):
             return self.joint.joined(self.codec.decode(parts, None, tokens, share), side, dim)

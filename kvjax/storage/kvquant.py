@@ -111,7 +111,7 @@ class ChannelLevels(Codec):
             "value": ((count,), jnp.dtype(dtype)),
         }
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         dim = x.shape[-1]
         middle, half = _range(side)
         # [..., D]
@@ -129,7 +129,7 @@ class ChannelLevels(Codec):
             "value": as_stored(value, dtype),
         }
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         middle, half = _range(side)
         # [..., D]
         rest = middle + half * lookup(self.fit.decoded(side), unpack(parts["codes"], self.bits, dim))
@@ -139,8 +139,9 @@ class ChannelLevels(Codec):
         return jnp.where(jnp.any(own, axis=-2), jnp.sum(value, axis=-2), rest)
 
 
-def _range(side: Any) -> tuple[Array, Array]:
+def _range(side: Parts | None) -> tuple[Array, Array]:
     """Returns the middle of each channel's range and half its width."""
+    assert side is not None
     lower, upper = side["lower"], side["upper"]
     half = (upper - lower) / 2
     return (lower + upper) / 2, jnp.where(half == 0, 1.0, half)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,10 +91,10 @@ class Levels(Codec):
             "range": ((), jnp.dtype(dtype)),
         }
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         return self.encode_without(x, jnp.zeros(x.shape, bool), side, dtype)
 
-    def encode_without(self, x: Array, left_out: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode_without(self, x: Array, left_out: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         # [..., 1]; halves first, since the sum may be too large
         low = jnp.min(jnp.where(left_out, jnp.inf, x), axis=-1, keepdims=True) / 2
         high = jnp.max(jnp.where(left_out, -jnp.inf, x), axis=-1, keepdims=True) / 2
@@ -109,13 +108,13 @@ class Levels(Codec):
         codes = jnp.where(left_out, 0, nearest_level(self.fit.levels(side), y))
         return {"codes": pack(codes, self.bits), "offset": offset[..., 0], "range": width[..., 0]}
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         # [..., D]
         level = lookup(self.fit.decoded(side), unpack(parts["codes"], self.bits, dim))
         offset, width = (parts[name].astype(jnp.float32)[..., None] for name in ("offset", "range"))
         return offset + width * level
 
-    def affine(self, parts: Parts, side: Any, dim: int) -> Affine | None:
+    def affine(self, parts: Parts, side: Parts | None, dim: int) -> Affine | None:
         if self.side is not None:  # tables that are data
             return None
         scale, zero, levels = parts["range"][..., None], parts["offset"][..., None], tuple(self.fit.decoded(None))

@@ -13,7 +13,7 @@ from kvjax.arguments import choice_argument, count_argument
 from kvjax.errors import StorageError
 from kvjax.storage.base import ROTATED, Codec, Storage, entry_of, factory
 from kvjax.storage.dims import EXACT, Chain, Dims
-from kvjax.storage.side import CALIBRATION, Samples, Shapes, Side
+from kvjax.storage.side import CALIBRATION, Parts, Samples, Shapes, Side
 
 Array = jax.Array
 Basis = Literal["keys", "weights"]
@@ -161,25 +161,29 @@ class LowRank(Dims):
     def dim(self, dim: int) -> int:
         return _number(self.rank)
 
-    def forward(self, x: Array, side: Any) -> Array:
+    def forward(self, x: Array, side: Parts | None) -> Array:
         # [..., D] and [..., r]
+        assert side is not None
         x = x - side["mean"].astype(jnp.float32) if self.center else x
         return self._product("...d,...dr->...r", x, side)
 
-    def query(self, q: Array, side: Any) -> tuple[Array, Array]:
+    def query(self, q: Array, side: Parts | None) -> tuple[Array, Array]:
         # [..., r] and [...]
+        assert side is not None
         short = self._product("...d,...dr->...r", q, side)
         if not self.center:
             return short, jnp.zeros(q.shape[:-1], jnp.float32)
         return short, jnp.sum(q * side["mean"].astype(jnp.float32), axis=-1)
 
-    def output(self, weighted: Array, total: Array, side: Any) -> Array:
+    def output(self, weighted: Array, total: Array, side: Parts | None) -> Array:
         # [..., D]
+        assert side is not None
         full = self._product("...r,...dr->...d", weighted, side)
         return full + side["mean"].astype(jnp.float32) * total[..., None] if self.center else full
 
-    def _product(self, subscripts: str, x: Array, side: Any) -> Array:
+    def _product(self, subscripts: str, x: Array, side: Parts | None) -> Array:
         """Multiplies vectors by the basis [..., D, r], in full float32: GPUs and TPUs would multiply fewer bits."""
+        assert side is not None
         basis = side["basis"] if self.known is None else side["basis"][..., : _number(self.rank)]
         return jnp.einsum(subscripts, x, basis.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 

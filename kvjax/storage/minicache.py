@@ -6,7 +6,7 @@ holds one direction a token, and each layer its own length. Tokens whose vectors
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -161,7 +161,7 @@ class Merged(Codec):
         pair = sum(math.prod(shape) * jnp.dtype(each).itemsize for own in both for shape, each in own)
         return -(-pair // 2)
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         raise StorageError(
             f"{self!r} holds the vectors of two layers, which are encoded together; see Merged.encode_pair."
         )
@@ -205,8 +205,9 @@ class Merged(Codec):
         shared = {DIRECTION: as_stored(made.direction, dtype), LENGTH: as_stored(made.lower, dtype)}
         return (shared, {SLOT: slot, **first}), ({LENGTH: as_stored(made.upper, dtype)}, second)
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         """Decodes vectors [B, K, n, dim]; of the upper layer with the direction and the slots of the lower one."""
+        assert side is not None
         if self.straight:
             return parts[DECODED].astype(jnp.float32)
         # [B, K, n, D]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +51,7 @@ class Mxfp4(Codec):
             "exponent": ((dim // group_size(dim, self.group),), jnp.dtype(jnp.uint8)),
         }
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         # [..., groups, g]
         negative, exponent, mantissa = split(grouped(x, self.group))
         # [..., groups, 1]
@@ -71,12 +70,12 @@ class Mxfp4(Codec):
         codes = codes.reshape(*codes.shape[:-2], -1)
         return {"codes": pack(codes, BITS), "exponent": shared[..., 0].astype(jnp.uint8)}
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         # [..., D]
         codes = unpack(parts["codes"], BITS, dim)
         return scaled(lookup(LEVELS, codes), over_groups(_exponent(parts), dim))
 
-    def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
+    def affine(self, parts: Parts, side: Parts | None, dim: int) -> Affine:
         scale = scaled(jnp.float32(1), _exponent(parts))
         return Affine(codes=parts["codes"], scale=scale, bits=BITS, levels=LEVELS, dim=dim)
 

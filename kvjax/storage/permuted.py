@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -50,17 +49,17 @@ class Permuted(Wrapping):
             raise StorageError(f"permuted: order has {len(self.order)} channels, and a head has {dim}.")
         return self.codec.parts(dim, dtype)
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         return self.codec.encode(x[..., np.array(self.order)], side, dtype)
 
-    def encode_without(self, x: Array, left_out: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode_without(self, x: Array, left_out: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         order = np.array(self.order)
         return self.codec.encode_without(x[..., order], left_out[..., order], side, dtype)
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         return self.codec.decode(parts, side, dim)[..., np.argsort(self.order)]
 
-    def affine(self, parts: Parts, side: Any, dim: int) -> Affine | None:
+    def affine(self, parts: Parts, side: Parts | None, dim: int) -> Affine | None:
         made, order = self.codec.affine(parts, side, dim), np.array(self.order)
         return made and made.within(lambda q: q[..., order], lambda a: a[..., np.argsort(order)])
 

@@ -1,7 +1,6 @@
 """Scales the channels of a vector before another codec holds it, so that channels of any size share a range."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,21 +41,22 @@ class Scaled(Wrapping):
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         return self.codec.parts(dim, dtype)
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         return self.codec.encode(x * _scale(side), None, dtype)
 
-    def encode_without(self, x: Array, left_out: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode_without(self, x: Array, left_out: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         return self.codec.encode_without(x * _scale(side), left_out, None, dtype)
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         return self.codec.decode(parts, None, dim) / _scale(side)
 
-    def affine(self, parts: Parts, side: Any, dim: int) -> Affine | None:
+    def affine(self, parts: Parts, side: Parts | None, dim: int) -> Affine | None:
         made = self.codec.affine(parts, None, dim)
         return made and made.within(lambda q: q / _scale(side), lambda a: a / _scale(side))
 
 
-def _scale(side: Any) -> Array:
+def _scale(side: Parts | None) -> Array:
+    assert side is not None
     scale = side[SCALE].astype(jnp.float32)
     # In float16 a small one is rounded to 0.
     return jnp.where(scale == 0, 1.0, scale)

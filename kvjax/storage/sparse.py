@@ -119,7 +119,7 @@ class Sparse(Wrapping):
             "value": ((count,), jnp.dtype(dtype)),
         }
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         dim = x.shape[-1]
         count = self.count(dim)
         # Comparisons of 0 and -0 differ between operations.
@@ -134,7 +134,7 @@ class Sparse(Wrapping):
         rest = self.codec.encode_without(x, outlying, side, dtype)
         return {**rest, "index": index.astype(index_dtype(dim)), "value": as_stored(value, dtype)}
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         # [..., D]
         rest = self.codec.decode({name: parts[name] for name in parts if name not in ("index", "value")}, side, dim)
         # [..., 2n, D]

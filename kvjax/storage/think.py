@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from kvjax.errors import StorageError
 from kvjax.numerics.top_k import indices_of_largest
 from kvjax.storage.base import ROTATED, Codec, Storage, factory
 from kvjax.storage.dims import EXACT, Chain, Dims
-from kvjax.storage.side import PROMPT, PromptView, Shapes, Side
+from kvjax.storage.side import PROMPT, Parts, PromptView, Shapes, Side
 
 Array = jax.Array
 
@@ -99,11 +98,13 @@ class ThinK(Dims):
     def dim(self, dim: int) -> int:
         return _kept(dim, self.ratio)
 
-    def forward(self, x: Array, side: Any) -> Array:
+    def forward(self, x: Array, side: Parts | None) -> Array:
         # [..., D']
+        assert side is not None
         return _take(x, side[CHANNELS])
 
-    def query(self, q: Array, side: Any) -> tuple[Array, Array]:
+    def query(self, q: Array, side: Parts | None) -> tuple[Array, Array]:
+        assert side is not None
         return _take(q, side[CHANNELS]), jnp.zeros(q.shape[:-1], jnp.float32)
 
 

@@ -8,7 +8,6 @@ of its limit, the normal distribution; its variant for inner products, with a se
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +153,7 @@ class TurboQuant(Codec):
             "scale": ((), jnp.dtype(dtype)),
         }
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
         # [..., 1]; x times 2^(127 + WITHIN - 1 - exponent) is within ±2^WITHIN, and no square of it too large or small
         exponent = jnp.maximum(jnp.max(split(x)[1], axis=-1, keepdims=True), WITHIN - 1)
         unit = power_of_two(2 * BIAS + WITHIN - 1 - exponent)
@@ -167,12 +166,12 @@ class TurboQuant(Codec):
         codes = nearest_level(self.levels, divide(_turn_alike(x, self.seed), length))
         return {"codes": pack(codes, self.bits), "scale": scale[..., 0]}
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         # [..., D]
         y = lookup(self.levels, unpack(parts["codes"], self.bits, dim))
         return parts["scale"].astype(jnp.float32)[..., None] * turn_back(y, self.seed)
 
-    def affine(self, parts: Parts, side: Any, dim: int) -> Affine:
+    def affine(self, parts: Parts, side: Parts | None, dim: int) -> Affine:
         made = Affine(
             codes=parts["codes"], scale=parts["scale"][..., None], bits=self.bits, levels=self.levels, dim=dim
         )  # fmt: skip

@@ -1,7 +1,6 @@
 """Salient tokens in more bits than others (ZipCache, arXiv:2405.14256)."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,13 +44,16 @@ class ChannelRoots(Side):
 class Divided(Scaled):
     """Encodes x / c and decodes to y·c, where c is a side with an entry for each channel; see `Scaled`."""
 
-    def encode(self, x: Array, side: Any, dtype: DTypeLike) -> Parts:
+    def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
+        assert side is not None
         return self.codec.encode(divide(x, side[SCALE].astype(jnp.float32)), None, dtype)
 
-    def decode(self, parts: Parts, side: Any, dim: int) -> Array:
+    def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
+        assert side is not None
         return self.codec.decode(parts, None, dim) * side[SCALE].astype(jnp.float32)
 
-    def affine(self, parts: Parts, side: Any, dim: int) -> Affine | None:
+    def affine(self, parts: Parts, side: Parts | None, dim: int) -> Affine | None:
+        assert side is not None
         made = self.codec.affine(parts, None, dim)
         scale = lambda: side[SCALE].astype(jnp.float32)  # noqa: E731
         return made and made.within(lambda q: q * scale(), lambda a: a * scale())

@@ -18,7 +18,7 @@ from experiments import fields
 from experiments.batch.__main__ import main
 from experiments.batch.journal import Journal
 from experiments.config import ExperimentConfig
-from experiments.session import Session
+from experiments.runs.session import Session
 from kvjax import policies
 from kvjax.errors import ConfigError, InputError
 from tests.conftest import ROOT, XLA_FLAGS

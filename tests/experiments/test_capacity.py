@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from experiments import capacity, capacity_page, prices
+from experiments import capacity
+from experiments.reports import capacity_page, prices
 from kvjax.devices import DEVICES
 from kvjax.errors import ConfigError
 from tests.conftest import ROOT

@@ -11,14 +11,14 @@ import time
 
 import pytest
 
-from experiments import claims
-from experiments.claims import Claims, Life
+from experiments.sweeps import claims
+from experiments.sweeps.claims import Claims, Life
 from tests.conftest import ROOT
 
 #: Claims every name without a result, as long as there are some, and counts what it did.
 WORKER = """
 import os, pathlib, sys, time
-from experiments.claims import Claims
+from experiments.sweeps.claims import Claims
 folder, names = pathlib.Path(sys.argv[1]), [f"{i:02}" for i in range(40)]
 own, left = Claims(folder), set(names)
 while left:
@@ -36,7 +36,7 @@ while left:
 #: Claims one name, says so, and does nothing more.
 HOLDER = """
 import pathlib, sys, time
-from experiments.claims import Claims
+from experiments.sweeps.claims import Claims
 with Claims(pathlib.Path(sys.argv[1])).take("a"):
     print("taken", flush=True)
     time.sleep(60)

@@ -11,10 +11,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments import cli, fields, identity, machine
+from experiments import cli, fields
 from experiments import config as configs
 from experiments.config import ModelConfig, PolicyConfig
-from experiments.resolve import check_fit, codes_of, decoder_config, layout_of, specs_of
+from experiments.runs import identity, machine
+from experiments.runs.resolve import check_fit, codes_of, decoder_config, layout_of, specs_of
 from kvjax import host
 from kvjax.errors import ConfigError, KvjaxError, PolicyError
 from kvjax.models import shapes

@@ -2,14 +2,14 @@
 
 import pytest
 
-from experiments import plots, report
+from experiments.reports import plots, tables
 
 
 @pytest.mark.parametrize(
     ("count", "shown"), [(0, "0 B"), (999, "999 B"), (1580, "1.58 kB"), (59.9e9, "59.9 GB"), (2e15, "2e+03 TB")]
 )
 def test_bytes(count, shown):
-    assert report.show_bytes(count) == shown
+    assert tables.show_bytes(count) == shown
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_bytes(count, shown):
 )
 def test_a_budget_says_all_only_where_everything_is_kept(budget, least, most, keeps_all, shown):
     row = {"budget": budget, "least_slots": least, "slots": most, "keeps_all": keeps_all}
-    assert report.show_budget(row) == shown
+    assert tables.show_budget(row) == shown
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_labels_are_moved_apart_and_no_further(places, expected):
 
 
 def test_a_table_says_so_when_there_is_nothing():
-    assert report.table([]) == "(nothing)"
+    assert tables.table([]) == "(nothing)"
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_bytes_are_shown_by_kind_where_anything_is_coded():
         "kv_parts": dict.fromkeys(parts, 0) | {"exact": 2000, "stores": 2000},
     }
     old = {"policy": "h2o", "full_kv_bytes": 2000}
-    assert report.bytes_table([exact, old]) == ""
-    *_, first, second = report.bytes_table([exact, coded, old]).splitlines()
+    assert tables.bytes_table([exact, old]) == ""
+    *_, first, second = tables.bytes_table([exact, coded, old]).splitlines()
     assert [cell.strip() for cell in first.split("|")[1:-1]] == [
         "full",
         "-",

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments import calibrate, claims, data, fields, machine, resolve, results, run, session, skew
+from experiments import calibrate, fields, results, run, skew
 from experiments import config as configs
 from experiments.config import DataConfig, PolicyConfig
-from experiments.measure import Measurement
+from experiments.runs import data, machine, resolve, session
+from experiments.runs.measure import Measurement
+from experiments.sweeps import claims
 from kvjax import planning, storage
 from kvjax.errors import ConfigError, InputError, KvjaxError
 from kvjax.models.model import Model

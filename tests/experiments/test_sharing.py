@@ -12,9 +12,11 @@ import types
 import pytest
 import yaml
 
-from experiments import claims, cli, fields, identity, sharing, sweep
+from experiments import cli, fields, sweep
 from experiments.config import ExperimentConfig
-from experiments.sharing import Shard, parse_shard
+from experiments.runs import identity
+from experiments.sweeps import claims, sharing
+from experiments.sweeps.sharing import Shard, parse_shard
 from kvjax.errors import ConfigError
 from tests.conftest import ROOT
 from tests.experiments.test_claims import elsewhere

@@ -12,8 +12,9 @@ import pytest
 
 import kvjax
 from experiments import config as configs
-from experiments import fields, resolve, run, sweep
+from experiments import fields, run, sweep
 from experiments.config import PolicyConfig
+from experiments.runs import resolve
 from kvjax import policies, selection, storage
 from kvjax.errors import ConfigError, KvjaxError, PolicyError
 from kvjax.specs import parse, user_files

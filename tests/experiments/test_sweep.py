@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import identity, results, session, sweep, trades
+from experiments import results, sweep
 from experiments.config import PolicyConfig
+from experiments.reports import trades
+from experiments.runs import identity, session
 from kvjax.errors import ConfigError
 from kvjax.specs import parse
 

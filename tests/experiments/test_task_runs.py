@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import run, session, sweep
+from experiments import run, sweep
 from experiments.config import PolicyConfig, TasksConfig
+from experiments.runs import session
 from experiments.tasks import answering, journal
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model

@@ -15,7 +15,7 @@ import pytest
 
 import kvjax
 from experiments import card, fields, train
-from experiments.data import generated_text
+from experiments.runs.data import generated_text
 from experiments.training import config as training
 from experiments.training.config import DecoderShape, MixtureConfig, OptimizerConfig, TrainConfig
 from experiments.training.optimizer import schedule

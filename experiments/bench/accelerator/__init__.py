@@ -14,10 +14,11 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli, identity, results
+from experiments import cli, results
 from experiments.bench.accelerator import children, marked, report
 from experiments.bench.accelerator import parts as known_parts
 from experiments.bench.accelerator.parts import Part
+from experiments.runs import identity
 from kvjax.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import jax
 
-from experiments import machine, results
+from experiments import results
+from experiments.runs import machine
 
 
 def main() -> None:

@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Iterable
 
-from experiments import report
 from experiments.papers import figures
 from experiments.papers.entry import Entry, Found, Published
 from experiments.papers.parts import Part
 from experiments.papers.recipes import lm, plan
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
+from experiments.reports import tables
 
 BUDGETS = (0.05, 0.1, 0.2, 0.4, 0.8)
 JUDGED = (0.05, 0.1, 0.2, 0.4)
@@ -77,7 +77,7 @@ def _fig1(settings: Settings, found: Found) -> Judgement:
             ),
             Claim(
                 "OPT-30B at batch 128 and length 1,024 has a cache of 180 GB, within 1 %",
-                abs(held_bytes / STATED - 1) < 0.01, report.show_bytes(held_bytes),
+                abs(held_bytes / STATED - 1) < 0.01, tables.show_bytes(held_bytes),
             ),
         ],
         contradict=[

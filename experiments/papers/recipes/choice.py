@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 import kvjax
-from experiments import data
 from experiments.papers.parts import Cached, Lab, Result
 from experiments.papers.recipes import caches
 from experiments.papers.settings import MAIN, Settings
 from experiments.papers.statistics import Comparison, sign_test
+from experiments.runs import data
 from experiments.tasks import multiple_choice
 from experiments.tasks.multiple_choice import Question
 from kvjax.cache import Limits

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from experiments import report
-from experiments.report import Row
+from experiments.reports import tables
+from experiments.reports.tables import Row
 
 SEED = "seed"  # the field
 
@@ -38,17 +38,17 @@ def deviation(values: Sequence[Any]) -> float | None:
 
 def cells(rows: Sequence[Row]) -> dict[str, str]:
     """The measurements of one setting under several seeds as a person reads them: 2.95 ± 0.02."""
-    shown = report.cells(_whole(mean(rows)))
+    shown = tables.cells(_whole(mean(rows)))
     spread = {"perplexity": (deviation([row["perplexity"] for row in rows]), ".2f", "")}
     agreement = deviation([row["agreement"] for row in rows])
     spread["agrees with full"] = (None if agreement is None else 100 * agreement, ".1f", " %")
     for task in rows[0].get("recall", {}):
         share = deviation([row["recall"][task] for row in rows])
         spread[task] = (None if share is None else 100 * share, ".0f", " %")
-    for name in report.headlines(rows[0]):
-        spread[name] = (deviation([report.headlines(row)[name] for row in rows]), ".2f", "")
+    for name in tables.headlines(rows[0]):
+        spread[name] = (deviation([tables.headlines(row)[name] for row in rows]), ".2f", "")
     for name, (value, form, unit) in spread.items():
-        if value is not None and shown.get(name, report.NONE) != report.NONE:
+        if value is not None and shown.get(name, tables.NONE) != tables.NONE:
             shown[name] = f"{shown[name].removesuffix(unit)} ± {value:{form}}{unit}"
     return shown
 

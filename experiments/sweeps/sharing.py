@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import results
-from experiments.claims import HEARTBEAT, Claims, Life, Worker
+from experiments.sweeps.claims import HEARTBEAT, Claims, Life, Worker
 from kvjax.errors import ConfigError
 
 Result = dict[str, Any]

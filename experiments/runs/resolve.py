@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import config as configs
-from experiments import machine, results
+from experiments import results
 from experiments.config import ExperimentConfig, ModelConfig
+from experiments.runs import machine
 from kvjax.cache import CacheLayout, CacheSpec, Limits
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower

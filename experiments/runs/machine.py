@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments import identity
+from experiments.runs import identity
 from kvjax import host, products
 from kvjax.models.config import DecoderConfig
 from kvjax.models.quantize import WeightCodes, parameter_bytes
@@ -140,7 +140,7 @@ def _version(package: str) -> str | None:
 def _git(*arguments: str) -> str | None:
     """Output of a git command in the project, or None where there is no git or no commit."""
     try:
-        root = Path(__file__).resolve().parent.parent
+        root = Path(__file__).resolve().parents[2]
         done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None

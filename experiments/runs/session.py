@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 import kvjax
-from experiments import data, fields, identity, machine
+from experiments import fields
 from experiments.config import ExperimentConfig, ModelConfig, build_weights
-from experiments.measure import Measurement, measure
 from experiments.progress import tracked
-from experiments.resolve import CannotRun, check_fit, dtype_of, model_name, specs_of
+from experiments.runs import data, identity, machine
+from experiments.runs.measure import Measurement, measure
+from experiments.runs.resolve import CannotRun, check_fit, dtype_of, model_name, specs_of
 from experiments.tasks import answering, score
 from experiments.tasks.journal import FOLDER, Journal
 from kvjax.cache import CacheSpec

@@ -4,8 +4,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from experiments import plots, report, seeds
 from experiments.config import DENSE, JOINED
+from experiments.reports import plots, tables
+from experiments.sweeps import seeds
 
 #: One for each storage of a plot, from the largest to the smallest; a policy has a marker.
 STORAGE_COLORS = (
@@ -17,7 +18,7 @@ MARKERS = "os^Dv<>pX*P"
 LEGEND_ROWS = 20  # of a column
 
 
-def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
+def points(found: Sequence[tables.Row], quality: str) -> list[tables.Row]:
     """Returns the points of the plot.
 
     Args:
@@ -28,7 +29,7 @@ def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
       ``storage``, ``policy``, ``bytes`` and ``y`` of each, which is the mean over seeds, and ``error``, the standard
       deviation of y or None.
     """
-    rows = [(group[0], [report.own_row(result) for result in group]) for group in seeds.groups(found)]
+    rows = [(group[0], [tables.own_row(result) for result in group]) for group in seeds.groups(found)]
     done = [(result, seeds.mean(own), [row[quality] for row in own]) for result, own in rows]
     many = len({row["budget"] for _, row, _ in done if row["budget"] is not None}) > 1
     factor, shown = 100 if quality == "agreement" else 1, []
@@ -37,7 +38,7 @@ def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
             continue
         storage = result["config"]["storage"]
         name = result.get("label", result["config"]["policy"]["name"]).partition(JOINED)[0]
-        policy = f"{name}, {report.show_budget(row)}" if many and row["budget"] is not None else name
+        policy = f"{name}, {tables.show_budget(row)}" if many and row["budget"] is not None else name
         error = seeds.deviation(values)
         shown.append({
             "storage": storage, "policy": policy, "bytes": row["kv_bytes"], "y": factor * row[quality],
@@ -46,7 +47,7 @@ def points(found: Sequence[report.Row], quality: str) -> list[report.Row]:
     return shown
 
 
-def costs(found: Sequence[report.Row]) -> list[report.Row]:
+def costs(found: Sequence[tables.Row]) -> list[tables.Row]:
     """Returns the costs of storages against exact slots on the same texts, where `dense` was swept too.
 
     Differences are taken text by text (seed by seed), so that what texts differ in does not count.
@@ -61,11 +62,11 @@ def costs(found: Sequence[report.Row]) -> list[report.Row]:
       of perplexity is that over all tokens; ``error`` is the standard error over texts, None of one text.
     """
     found = [result for result in found if "storage" in result["swept"]]
-    dense = {repr(_but_storage(each)): report.own_row(each) for each in found if each["swept"]["storage"] == DENSE}
+    dense = {repr(_but_storage(each)): tables.own_row(each) for each in found if each["swept"]["storage"] == DENSE}
     made = []
     for group in seeds.groups(found):
         pairs = [
-            (report.own_row(result), dense[repr(_but_storage(result))])
+            (tables.own_row(result), dense[repr(_but_storage(result))])
             for result in group
             if result["swept"]["storage"] != DENSE and repr(_but_storage(result)) in dense
         ]
@@ -73,7 +74,7 @@ def costs(found: Sequence[report.Row]) -> list[report.Row]:
             continue
         swept = {path: value for path, value in group[0]["swept"].items() if path != seeds.SEED}
         held, exact = pairs[0]
-        row: report.Row = {"swept": swept, "texts": len(pairs), "kv_bytes": held["kv_bytes"]}
+        row: tables.Row = {"swept": swept, "texts": len(pairs), "kv_bytes": held["kv_bytes"]}
         row["of_exact"] = held["kv_bytes"] / exact["kv_bytes"]
         if held["perplexity"] is not None:
             change = _mean([math.log(held["perplexity"] / exact["perplexity"]) for held, exact in pairs])
@@ -88,10 +89,10 @@ def costs(found: Sequence[report.Row]) -> list[report.Row]:
     return made
 
 
-def cost_cells(row: report.Row) -> dict[str, str]:
+def cost_cells(row: tables.Row) -> dict[str, str]:
     """A row of `costs` as a person reads it: +1.35 ± 0.71 %."""
 
-    def cell(change: report.Row, form: str) -> str:
+    def cell(change: tables.Row, form: str) -> str:
         error = "" if change["error"] is None else f" ± {100 * change['error']:{form}}"
         return f"{100 * change['mean']:+{form}}{error} %"
 
@@ -102,17 +103,17 @@ def cost_cells(row: report.Row) -> dict[str, str]:
     return shown | {task: cell(change, ".1f") for task, change in row.get("recall", {}).items()}
 
 
-def _but_storage(result: report.Row) -> list[tuple[str, object]]:
+def _but_storage(result: tables.Row) -> list[tuple[str, object]]:
     """Returns the other fields that were swept, seeds too."""
     return [item for item in result["swept"].items() if item[0] != "storage"]
 
 
-def _mean(values: Sequence[float]) -> report.Row:
+def _mean(values: Sequence[float]) -> tables.Row:
     spread = seeds.deviation(values)
     return {"mean": statistics.fmean(values), "error": None if spread is None else spread / math.sqrt(len(values))}
 
 
-def plot(points: Sequence[report.Row], quality: str) -> bytes:
+def plot(points: Sequence[tables.Row], quality: str) -> bytes:
     """A PNG of quality against the bytes held: a colour a storage, a marker a policy.
 
     A line joins the caches that no other one beats in both.

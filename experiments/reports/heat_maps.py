@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from experiments import plots
+from experiments.reports import plots
 from experiments.tasks.base import Grid
 
 CELL, MARGIN = 0.55, 1.5  # inches of a cell, and around the cells of a panel

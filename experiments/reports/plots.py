@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.measure import Measurement
-from experiments.report import Row, short, show_bytes
+from experiments.reports.tables import Row, short, show_bytes
+from experiments.runs.measure import Measurement
 
 FULL_COLOR = "#555555"
 #: Okabe and Ito's colours, told apart by colour-blind readers too.
