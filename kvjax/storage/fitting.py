@@ -147,10 +147,14 @@ class Fit:
 
     def levels(self, side: Parts | None) -> Table | Array:
         """Returns the levels to encode by."""
+        if self.given is not None:
+            return self.given
         assert side is not None
-        return side[LEVELS].reshape(-1) if self.given is None else self.given
+        return side[LEVELS].reshape(-1)
 
     def decoded(self, side: Parts | None) -> Table | Array:
         """Returns what codes are decoded to."""
+        if not self.qnorm:
+            return self.levels(side)
         assert side is not None
-        return side[DECODED].reshape(-1) if self.qnorm else self.levels(side)
+        return side[DECODED].reshape(-1)

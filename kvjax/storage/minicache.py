@@ -207,9 +207,9 @@ class Merged(Codec):
 
     def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         """Decodes vectors [B, K, n, dim]; of the upper layer with the direction and the slots of the lower one."""
-        assert side is not None
         if self.straight:
             return parts[DECODED].astype(jnp.float32)
+        assert side is not None
         # [B, K, n, D]
         whole = parts[DIRECTION].astype(jnp.float32) * parts[LENGTH].astype(jnp.float32)[..., None]
         # An aligned side has an axis of size 1 for slots: [B, K, 1, count] and [B, K, 1, count, D].

@@ -45,18 +45,19 @@ class Divided(Scaled):
     """Encodes x / c and decodes to y·c, where c is a side with an entry for each channel; see `Scaled`."""
 
     def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
-        assert side is not None
-        return self.codec.encode(divide(x, side[SCALE].astype(jnp.float32)), None, dtype)
+        return self.codec.encode(divide(x, _scale(side)), None, dtype)
 
     def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
-        assert side is not None
-        return self.codec.decode(parts, None, dim) * side[SCALE].astype(jnp.float32)
+        return self.codec.decode(parts, None, dim) * _scale(side)
 
     def affine(self, parts: Parts, side: Parts | None, dim: int) -> Affine | None:
-        assert side is not None
         made = self.codec.affine(parts, None, dim)
-        scale = lambda: side[SCALE].astype(jnp.float32)  # noqa: E731
-        return made and made.within(lambda q: q * scale(), lambda a: a * scale())
+        return made and made.within(lambda q: q * _scale(side), lambda a: a * _scale(side))
+
+
+def _scale(side: Parts | None) -> Array:
+    assert side is not None
+    return side[SCALE].astype(jnp.float32)
 
 
 @factory

@@ -95,7 +95,8 @@ def test_thirty_lengths_compile_few_programs(work):
 PROGRAM = """
 import jax
 import jax.numpy as jnp
-from kvjax import policies, sampling
+from kvjax import policies
+from kvjax.generation import sampling
 from kvjax.generation.decoding import decode_steps
 from kvjax.planning.roofline import decode_shapes
 from tests.laws.test_compiled import WIDE, lowered
