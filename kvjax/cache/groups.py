@@ -53,6 +53,7 @@ class Group:
       step: the implementation of a whole decoding step; None = step by step.
       slot_axes: the mesh axes that slots are divided over; () = each device has all slots of its heads.
       slot_parts: the number of devices that slots are divided over.
+      by_xla: whether XLA divides the step of slots on several devices; False = `kvjax.cache.context_parallel` does.
       reasons: why no faster kernel runs, and why slots are not divided.
       shares: where heads share their layer's slots, the slots of the average head when the longest prompt ends, and the
         most that a head can get of them; None = each head has a number of slots of its own.
@@ -73,6 +74,7 @@ class Group:
     step: Implementation | None = None
     slot_axes: tuple[str, ...] = ()
     slot_parts: int = 1
+    by_xla: bool = False
     reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     shares: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
     prompt_index: Selection | None = None
@@ -125,7 +127,7 @@ class Group:
     @property
     def holds_ranks(self) -> bool:
         """Whether the slots of each device hold their ranks; see `kvjax.cache.context_parallel.position_ranks`."""
-        return bool(self.slot_axes) and self.policy.positions == "cache" and not self.known_ranks
+        return bool(self.slot_axes) and not self.by_xla and self.policy.positions == "cache" and not self.known_ranks
 
     @property
     def known_ranks(self) -> bool:
@@ -147,7 +149,7 @@ class Group:
     @property
     def parts(self) -> int:
         """See `LayerKV.parts`."""
-        return self.slot_parts if len(self.slots) > 1 else 1
+        return self.slot_parts if len(self.slots) > 1 and not self.by_xla else 1
 
     @property
     def capacity(self) -> int:

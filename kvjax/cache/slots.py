@@ -207,9 +207,14 @@ def forget(tree: T, position: Array) -> T:
     return jax.tree.map(clear, tree)
 
 
-def constrain(tree: T) -> T:
-    """Constrains the sharding of arrays [B, K, ...] on the current mesh to that of the cache."""
-    return jax.tree.map(lambda leaf: sharding.constrain(leaf, axes_of(leaf, 2)), tree)
+def constrain(tree: T, *, by_xla: bool = False) -> T:
+    """Constrains the sharding of arrays [B, K, ...] on the current mesh to that of the cache.
+
+    Args:
+      tree: the arrays.
+      by_xla: whether XLA divides the other dimensions as it likes; see `Group.by_xla`.
+    """
+    return jax.tree.map(lambda leaf: sharding.constrain(leaf, axes_of(leaf, 2), free=by_xla), tree)
 
 
 def constrain_slots(layer: LayerKV, per_head: frozenset[str]) -> LayerKV:

@@ -79,12 +79,13 @@ def _most_parts(axes: Sequence[str], size: int, mesh: Mesh | AbstractMesh) -> tu
     return choices[max(range(len(choices)), key=lambda i: sizes[i] if size % sizes[i] == 0 else 0)]
 
 
-def constrain(x: Array, axes: Axes) -> Array:
+def constrain(x: Array, axes: Axes, *, free: bool = False) -> Array:
     """Constrains the sharding of an array on the current mesh (`jax.set_mesh`).
 
     Args:
       x: the array.
       axes: the logical axis of each dimension of x.
+      free: whether XLA chooses how dimensions without an axis are divided; otherwise they are not.
 
     Returns:
       The array; unchanged if there is no current mesh.
@@ -92,7 +93,11 @@ def constrain(x: Array, axes: Axes) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
+    partition = spec(axes, x.shape, mesh)
+    if free:
+        chosen = zip(axes, partition, strict=True)
+        partition = PartitionSpec(*(PartitionSpec.UNCONSTRAINED if axis is None else own for axis, own in chosen))
+    return jax.lax.with_sharding_constraint(x, partition)
 
 
 def divided(axis: str, size: int) -> int:

@@ -88,6 +88,11 @@ def merging(merge: policies.Merge, policy: Callable[..., Policy] = policies.h2o)
     return lambda budget: policy(budget, merge=merge)
 
 
+def paged(page: int, policy: Callable[[int], Policy] = policies.h2o) -> Callable[[int], Policy]:
+    """A policy that evicts whole pages."""
+    return lambda budget: policies.by_page(policy(budget), page=page)
+
+
 def ranked(policy: Callable[..., Policy], **given: Any) -> Callable[[int], Policy]:
     """A policy whose keys are rotated to their ranks."""
     return lambda budget: policy(budget, positions="cache", **given)
@@ -233,6 +238,16 @@ CASES = {
         "data:2,model:2", heads=(4, 4), divided=("model",),
     ),
 }  # fmt: skip
+#: Cases whose steps XLA divides.
+BY_XLA = {
+    "pages": Case(paged(3), "data:2,context:4"),
+    "pages in blocks": Case(paged(4), "data:2,model:1,context:4", block=5),
+    "pages of the newest": Case(paged(3, registered("window")), "context:8", block=7),
+    "pages after a prompt": Case(
+        lambda budget: policies.after_prefill(policies.snapkv(budget + 4, window=4), then=paged(3)(budget - 3))
+    ),
+}
+CASES |= BY_XLA
 
 
 def sides_of(case: Case) -> Any:

@@ -21,7 +21,7 @@ from kvjax.cache.groups import Group
 from kvjax.policies import POLICIES, Importance
 from kvjax.policies.components import Merge
 from tests.cache import context_checks
-from tests.cache.context_checks import CASES
+from tests.cache.context_checks import BY_XLA, CASES, DIM
 from tests.conftest import ROOT, XLA_FLAGS
 
 #: Cases that run here; every other one runs by its name, and is like one of these.
@@ -32,7 +32,7 @@ RUN = (
     "think h2o", "low_rank codes less", "kvquant in blocks", "kv_heads", "cskv in blocks", "optimal of latents", "cam",
     "d2o", "kvmerger in blocks", "merge of roco", "merge by ranks", "merge after a prompt", "razor in blocks",
     "smaller, in codes", "kvquant less", "by rank in blocks", "by rank, residual", "by rank, merged",
-    "by rank, compressed in blocks",
+    "by rank, compressed in blocks", *BY_XLA,
 )  # fmt: skip
 #: Collectives of a step of all heads, without those of a search that runs where it is needed; 2 where it is not said.
 COLLECTIVES = {
@@ -68,7 +68,17 @@ def test_equals_one_device(results, name):
     assert result["divided"] == [list(CASES[name].divided)] * len(result["divided"]), result
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", BY_XLA)
+def test_xla_gathers_no_keys_and_values(results, name):
+    """It gathers positions in blocks of a prompt, fewer numbers than a device's keys and values."""
+    result = results[name]
+    assert len(result["collectives"]) <= 9, result
+    most = max(result["collectives"] + result["in branches"])
+    assert most < result["local_rows"] * result["local_slots"] * 2 * DIM, result
+    assert not result["copied"] and result["uneven"] < 1.05, result
+
+
+@pytest.mark.parametrize("name", [name for name in RUN if name not in BY_XLA])
 def test_few_collectives(results, name):
     """A compiled step has few, none of one number per slot, and updates the cache in place."""
     result = results[name]
@@ -108,7 +118,7 @@ def _by_slot(stats, view):
         (_group(policies.h2o(8, merge=policies.d2o()), evicts_one=False), "more pairs in a step than it has tokens"),
         (_group(policies.h2o(8, merge=policies.d2o()), storage=storage.kvquant()), "held as they are before rotation"),
         (_group(policies.h2o(8, merge=policies.d2o()), storage=storage.int8(residual=4)), "leaves the residual"),
-        (_group(policies.by_page(policies.h2o(8), page=2)), "whole pages"),
+        (_group(policies.by_page(policies.h2o(8), page=2), storage=storage.int8()), "whole pages"),
         (_group(selection=selection.quest(4, 8)), None),
         (_group(selection=selection.infinigen(cap=4)), None),
         (_group(selection=selection.tokenselect(4)), None),

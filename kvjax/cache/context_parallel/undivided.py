@@ -32,6 +32,17 @@ def refuses(group: Group, kv_heads: int, dim: int) -> str | None:
     return slotwise.reason(policy, group.needs, group.heads, kv_heads, dim) or None
 
 
+def divided_by_xla(group: Group) -> bool:
+    """Returns whether XLA divides the slots of a group that `refuses` names, by constraints on arrays alone.
+
+    For exact slots whose pages are evicted as a whole, its collectives are a few numbers of a head; for blocks of a
+    prompt it also gathers positions. Where slots are encoded or moved, it would gather keys and values.
+    """
+    policy, storage = group.policy, group.storage
+    exact = storage.exact and not storage.on_host and group.selection.reads_all
+    return exact and policy.page > 1 and policy.positions == "original"
+
+
 def _not_chosen(group: Group) -> str | None:
     """Returns why a selection cannot choose among slots of several devices, or None if it can."""
     if not group.selection.over_devices:

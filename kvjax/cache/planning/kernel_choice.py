@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import warnings
 
 import jax.numpy as jnp
@@ -89,7 +90,15 @@ class Chooser:
         if not axes:
             return group
         over = f"slots over {'+'.join(axes)}, {parts} devices"
-        if reason := undivided.refuses(group, kv_heads, self.config.head_dim):
+        reason = undivided.refuses(group, kv_heads, self.config.head_dim)
+        if reason and undivided.divided_by_xla(group):
+            multiple = math.lcm(parts, group.policy.page)
+            return dataclasses.replace(
+                group, slots=tuple(-(-size // multiple) * multiple for size in group.slots), slot_axes=axes,
+                slot_parts=parts, by_xla=True, attend="xla", step=None,
+                reasons=(f"{over}, which XLA divides: {reason}",),
+            )  # fmt: skip
+        if reason:
             text = f"{over}, each of which holds them all: {reason}"
             warnings.warn(f"policy {group.policy.name}: not {text}.", stacklevel=2)
             return dataclasses.replace(group, reasons=(text,))

@@ -78,7 +78,7 @@ def step(
     if pool.own is not None:
         pool = pool._replace(position=_after_reading(pool, output))
     # If KV heads are replicated but query heads are not, XLA would otherwise merge in parts and gather the cache.
-    columns = constrain(columns)
+    columns = constrain(columns, by_xla=group.by_xla)
     # [B]
     queries = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     stats = evict.observe(pool.stats, group.needs, columns, queries)
@@ -86,8 +86,8 @@ def step(
     after, moved = finish(pool, per_slot, block, group, budget, inputs.rotation)
     after = after.replace(stats=moved.stats, index=index | moved.index)
     # The slots of a prompt in one shot are in the arrays of the decoding phase.
-    then = group.decode_group if fresh else None
-    if then is not None:
+    then = group.decode_group if fresh else group if group.by_xla else None
+    if fresh and then is not None:
         after = after.replace(sides=_prompt_sides(after, inputs, block, then))
         prompt = Prompt(block.prompt, rope, inputs.frequencies, args.skew, args.sides)
         after = convert(after, group, then, prompt)

@@ -119,9 +119,9 @@ def pool_of(layer: LayerKV, inputs: "StepInputs", block: Block, group: Group, ar
     if not group.storage.new_tokens_separate:
         # Constrained before attention too: if KV heads are replicated but query heads are not, XLA would otherwise
         # write the cache in parts and gather it at every step.
-        layer = constrain(append(layer, key, value, block.position, group.policy.page))
+        layer = constrain(append(layer, key, value, block.position, group.policy.page), by_xla=group.by_xla)
         return Pool(layer, None, layer.position, layer.stats, layer.index, {})
-    layer = constrain(layer)
+    layer = constrain(layer, by_xla=group.by_xla)
     own = jnp.broadcast_to(block.position[:, None], key.shape[:3])
     new = empty_stats(group.needs, group.remembers, slots_of(key))
     index = layer.index

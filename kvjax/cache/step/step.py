@@ -99,7 +99,7 @@ def step(
     inputs = rotated(query, key, value, block, group, args)
     if layer is not None and group.step is not None:
         return fused_kernel.step(layer, inputs, block, group, budget, args)
-    if layer is not None and group.slot_axes:
+    if layer is not None and group.slot_axes and not group.by_xla:
         return context_parallel.step(layer, inputs, block, group, budget, args)
     return on_device.step(layer, inputs, block, group, budget, args)
 
