@@ -5,16 +5,14 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import jax
 from absl import flags
 from ml_collections import config_flags
 
 from experiments import fields
 from experiments.config import ExperimentConfig
-from kvjax import host
+from kvjax import host, products
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.parallel import distributed
 
@@ -93,7 +91,7 @@ def parse(
     if rest[1:]:
         raise ConfigError(f"unexpected argument {rest[1]!r}; every setting is of the form --config.FIELD=VALUE.")
     start_processes(values)
-    use_compilation_cache(values)
+    prepare_programs(values)
     return values.config, values
 
 
@@ -128,33 +126,32 @@ def parse_flags(
         raise ConfigError(f"{str(error).removeprefix('flag ').rstrip('.')}; {known}") from None
     if rest[positional:]:
         raise ConfigError(f"unexpected argument {rest[positional]!r}; {known}")
-    use_compilation_cache(values)
+    prepare_programs(values)
     return rest, values
 
 
 def define_compilation_cache(values: flags.FlagValues) -> None:
-    """Adds the flag that `use_compilation_cache` reads."""
+    """Adds the flag that `prepare_programs` reads."""
     about = "folder in which compiled programs are kept, or none; else $JAX_COMPILATION_CACHE_DIR, or the user's cache"
     flags.DEFINE_string(CACHE_FLAG, None, about, flag_values=values)
 
 
-def use_compilation_cache(values: flags.FlagValues) -> None:
-    """Keeps compiled programs in a folder, so that the next process does not compile them again.
+def prepare_programs(values: flags.FlagValues) -> None:
+    """Keeps compiled programs in a folder, and lets them use kvjax's own products even if these must be built first.
 
-    Call it before anything is compiled.
-    Where $JAX_COMPILATION_CACHE_DIR is set and no folder is given, jax's own settings stay as they are.
+    Where no folder is given, the environment decides; see `kvjax.keep_programs`.
 
     Raises:
       ConfigError: a folder that was asked for and cannot be written.
     """
     given = values[CACHE_FLAG].value
-    if given is None and "JAX_COMPILATION_CACHE_DIR" in os.environ:
-        return
-    if given is not None and given.strip().lower() in ("none", ""):
-        jax.config.update("jax_compilation_cache_dir", None)
-        return
-    if not host.keep_programs(None if given is None else Path(given)) and given is not None:
+    if given is None:
+        host.keep_programs_by_default()
+    elif given.strip().lower() in ("none", ""):
+        host.keep_programs(False)
+    elif not host.keep_programs(given):
         raise ConfigError(f"--{CACHE_FLAG}={given!r} cannot be written: give a folder of your own, or none.")
+    products.await_native()
 
 
 def define_processes(values: flags.FlagValues) -> None:

@@ -22,6 +22,9 @@ Elsewhere
   `kvjax.planning` and `kvjax.planning.capacity`: models that do not fit on this machine. `kvjax.lm_eval`:
   lm-evaluation-harness.
 
+This machine
+  Compiled programs are kept for later processes in the user's cache folder; `keep_programs` takes another one, or none.
+
 Errors that a caller can cause are `KvjaxError`. `__version__` is the version.
 """
 
@@ -40,6 +43,7 @@ from kvjax.generation.multiple_choice import ChoiceScore, score_choices
 from kvjax.generation.options import CacheOptions
 from kvjax.generation.sampling import Greedy, Sample
 from kvjax.generation.text import TextGeneration, generate_text
+from kvjax.host import keep_programs
 from kvjax.models.calibrate import calibrate, calibrated
 from kvjax.models.compress import compress_kv_heads
 from kvjax.models.model import Model
@@ -77,6 +81,7 @@ __all__ = [
     "compress_kv_heads",
     "generate",
     "generate_text",
+    "keep_programs",
     "load",
     "load_calibration",
     "log_likelihood",

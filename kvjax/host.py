@@ -7,11 +7,15 @@ import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
+from kvjax.errors import ConfigError
 from kvjax.kept_files import private_folder, user_cache
 
+VARIABLE = "KVJAX_COMPILATION_CACHE"
 CACHE_BYTES = 4 * 2**30  # of compiled programs; the least recently used ones go when a folder holds more
 
 
@@ -83,22 +87,34 @@ def _others_seconds() -> float | None:
     return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
-def keep_programs(folder: Path | None = None) -> bool:
+class _Process:
+    """Whether this process has said where compiled programs are kept."""
+
+    decided = False
+
+
+def keep_programs(folder: str | Path | Literal[False] | None = None) -> bool:
     """Keeps compiled programs in a folder, so that the next process does not compile them again.
 
-    Call it before anything is compiled.
+    `kvjax.load` does this for the user's cache folder, unless this function was called, ``KVJAX_COMPILATION_CACHE`` is
+    ``off``, or jax's own settings (``JAX_COMPILATION_CACHE_DIR``) name a folder. At most `CACHE_BYTES` are kept.
 
     Args:
-      folder: where they are kept; None for the user's cache.
+      folder: where they are kept; None for the user's cache; False to keep none.
 
     Returns:
-      Whether the folder can be written; if not, nothing is kept.
+      Whether programs are kept; they are not if the folder cannot be written.
     """
+    _Process.decided = True
+    if folder is False:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
+        return False
     if folder is None:  # jax runs what is there
         folder = private_folder("xla", processor())
     else:
         try:
-            folder = folder.expanduser()
+            folder = Path(folder).expanduser()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder = folder if os.access(folder, os.W_OK) else None
         except (OSError, RuntimeError):  # RuntimeError: there is no home folder
@@ -109,7 +125,34 @@ def keep_programs(folder: Path | None = None) -> bool:
         # Decoders are one large program among many small ones, which take as long together.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        # jax asks once, when the first program is compiled, which may have been before.
+        compilation_cache.reset_cache()
     return folder is not None
 
 
-__all__ = ["Others", "cores", "cpu_name", "keep_programs", "measure_load", "processor", "user_cache"]
+def keep_programs_by_default() -> None:
+    """Keeps compiled programs in the user's cache, where neither this process nor its environment says otherwise.
+
+    Raises:
+      ConfigError: the environment variable has an unknown value.
+    """
+    given = os.environ.get(VARIABLE, "on").strip().lower()
+    if given not in ("on", "off"):
+        raise ConfigError(
+            f"{VARIABLE}={given!r} must be on or off; kvjax.keep_programs and JAX_COMPILATION_CACHE_DIR take a folder."
+        )
+    settings: Any = jax.config
+    if not _Process.decided and given == "on" and settings.jax_compilation_cache_dir is None:
+        keep_programs()
+
+
+__all__ = [
+    "Others",
+    "cores",
+    "cpu_name",
+    "keep_programs",
+    "keep_programs_by_default",
+    "measure_load",
+    "processor",
+    "user_cache",
+]

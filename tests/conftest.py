@@ -45,12 +45,17 @@ os.environ["XLA_FLAGS"] = XLA_FLAGS
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from kvjax import products  # noqa: E402
+
 # An accidental float64 or int32 -> float32 promotion is an error here.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Hundreds of tiny programs: compiling them is most of the time. What is left out is the optimisation of machine code:
 # the HLO that tests read, and the memory that it takes, are the same.
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
+
+# A test must not depend on how long the compiler of kvjax's own products takes.
+products.await_native()
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
+from kvjax import host, products
 from kvjax.checkpoint import names, quantized, readers, shards
 from kvjax.checkpoint.locate import FORMATS, listing, locate, shorten
 from kvjax.checkpoint.readers import Stored
@@ -88,6 +89,9 @@ def _load(
     weights: WeightCodes | str | None,
 ) -> Model:
     """See `load`."""
+    host.keep_programs_by_default()
+    if mesh is None:
+        products.begin()
     target, codes = _dtype(dtype, mesh), as_weight_codes(weights)
     raw = readers.read_json(folder / "config.json")
     try:

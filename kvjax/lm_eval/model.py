@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from tqdm.auto import tqdm
 
-from kvjax import host
+from kvjax import products
 from kvjax.attention import Implementation
 from kvjax.checkpoint import chat
 from kvjax.checkpoint.huggingface import load
@@ -118,9 +118,7 @@ class KVJaxLM(TemplateLM):
         self.spec = options.spec(policy, budget, storage, selection, least_slots)
         # Standard errors are otherwise bootstrapped in forks of this process, which JAX's threads do not survive.
         os.environ.setdefault("DISABLE_MULTIPROC", "1")
-        settings: Any = jax.config
-        if settings.jax_compilation_cache_dir is None:
-            host.keep_programs()
+        products.await_native()
         model = name if isinstance(name, Model) else load(name, dtype=dtype, weights=weights)
         tokenizer = model.tokenizer
         if tokenizer is None:

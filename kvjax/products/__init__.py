@@ -30,6 +30,7 @@ from kvjax.products.choice import (
     use_timings,
 )
 from kvjax.products.forms import FORMS
+from kvjax.products.native import await_native
 from kvjax.products.quantized import QuantizedMatrix, quantized_product
 from kvjax.products.slots import reads_used_slots, slots_product
 
@@ -41,6 +42,8 @@ __all__ = [
     "MAX_ROWS",
     "Entry",
     "QuantizedMatrix",
+    "await_native",
+    "begin",
     "chosen",
     "explain",
     "product",
@@ -50,6 +53,12 @@ __all__ = [
     "use",
     "use_timings",
 ]
+
+
+def begin() -> None:
+    """Starts to build kvjax's own products for the models of this process, where programs use them."""
+    if runs_native():
+        native.begin()
 
 
 def product(
@@ -83,7 +92,7 @@ def product(
         few = 0 < math.prod(x.shape[:-1]) <= MAX_ROWS
         return quantized_product(
             x, kernel, lambda x, rows: product(x, rows, dtype=dtype), dtype,
-            native=few and runs_native() and native.load() is None,
+            native=few and runs_native() and native.load(native.CODED_WEIGHTS) is None,
         )  # fmt: skip
     if used is not None and reads_used_slots(x, kernel):
         # [*batch, rows, S] or [*batch, rows, D]

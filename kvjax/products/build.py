@@ -1,5 +1,7 @@
 """Builds a C++ library once for all processes of this user, and loads it only if it is whole.
 
+One lock for threads and processes: of two that need the same library, one builds it and the other waits.
+
 A library that was cut short kills the process that loads it, so that no error can be caught. The name of a built one
 therefore has the digest and the size of its content, which are compared before it is loaded; whatever is odd is built
 again. A build that fails is remembered for a day, because every process would try it again.
@@ -17,8 +19,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -34,51 +36,75 @@ class BuildError(Exception):
     """A library that cannot be built or loaded."""
 
 
-def library(sources: Sequence[Path], headers: Sequence[Path], flags: Sequence[str]) -> ctypes.CDLL:
-    """Returns a library, which is built unless it is kept.
+class Recipe(NamedTuple):
+    """The files and options from which a library is built.
 
-    Args:
+    Attributes:
       sources: C++ files.
       headers: what they include, in addition to what jaxlib brings.
       flags: of the compiler.
+    """
+
+    sources: tuple[Path, ...]
+    headers: tuple[Path, ...]
+    flags: tuple[str, ...]
+
+    @property
+    def names(self) -> str:
+        """The names of the sources, for messages."""
+        return ", ".join(source.name for source in self.sources)
+
+
+def kept(recipe: Recipe) -> ctypes.CDLL | None:
+    """Returns a library that was built before, or None.
+
+    Args:
+      recipe: of the library.
+
+    Raises:
+      BuildError: there is no compiler, or it failed during the last day.
+    """
+    compiler = _compiler()
+    folder, key = _place(recipe, compiler)
+    found = _load(folder, key)
+    if found is None and (reason := _remembered(folder / f"{key}.failed")) is not None:
+        raise BuildError(f"{reason} (remembered for a day in {folder / f'{key}.failed'}; delete it to try again)")
+    return found
+
+
+def library(recipe: Recipe) -> ctypes.CDLL:
+    """Returns a library, which is built unless it is kept.
+
+    Args:
+      recipe: of the library.
 
     Raises:
       BuildError: there is no compiler, or it fails, or the library cannot be loaded.
     """
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise BuildError(
-            f"there is no C++ compiler: none of {', '.join(COMPILERS)} is on the PATH, and $CXX is not set"
-        )
-    texts = [path.read_text() for path in (*sources, *headers)]
-    about = (*texts, " ".join(flags), compiler, *_identity(compiler), host.processor(),
-             importlib.metadata.version("jaxlib"))  # fmt: skip
-    key = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
-    folder = kept_files.private_folder("native") or Path(_unkept().name)
-    if (found := _load(folder, key)) is not None:
+    if (found := kept(recipe)) is not None:
         return found
+    compiler = _compiler()
+    folder, key = _place(recipe, compiler)
     with kept_files.locked(folder / f"{key}.lock", seconds=1.5 * SECONDS):
-        # Another process may have built it meanwhile.
-        if (found := _load(folder, key)) is not None:
+        # Another thread or process may have built it meanwhile.
+        if (found := kept(recipe)) is not None:
             return found
         failure = folder / f"{key}.failed"
-        if (reason := _remembered(failure)) is not None:
-            raise BuildError(f"{reason} (remembered for a day in {failure}; delete it to try again)")
-        command = [*compiler.split(), *flags, f"-I{jax.ffi.include_dir()}", *map(str, sources)]
-        names = ", ".join(source.name for source in sources)
+        command = [*compiler.split(), *recipe.flags, f"-I{jax.ffi.include_dir()}", *map(str, recipe.sources)]
         try:
             content = _compiled(command, folder)
         except subprocess.CalledProcessError as error:
             lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
-            reason = f"{compiler} cannot compile {names}: {next((x for x in lines if 'error' in x), lines[-1])}"
-            _remember(failure, reason[:MAX_REASON])
-            raise BuildError(reason[:MAX_REASON]) from None
+            first = next((line for line in lines if "error" in line), lines[-1])
+            reason = f"{compiler} cannot compile {recipe.names}: {first}"[:MAX_REASON]
+            _remember(failure, reason)
+            raise BuildError(reason) from None
         except subprocess.TimeoutExpired:
-            reason = f"{names} were not built: {compiler} takes more than {SECONDS} s"
+            reason = f"{recipe.names} was not built: {compiler} takes more than {SECONDS} s"
             _remember(failure, reason)
             raise BuildError(reason) from None
         except OSError as error:
-            raise BuildError(f"{names} were not built: {error}") from None
+            raise BuildError(f"{recipe.names} was not built: {error}") from None
         for odd in folder.glob(f"{key}-*"):
             if odd.is_file() or odd.is_symlink():
                 odd.unlink(missing_ok=True)
@@ -87,7 +113,30 @@ def library(sources: Sequence[Path], headers: Sequence[Path], flags: Sequence[st
             kept_files.write(path, content)
             return ctypes.CDLL(str(path))
         except OSError as error:
-            raise BuildError(f"{names} were built, but cannot be loaded: {error}") from None
+            raise BuildError(f"{recipe.names} was built, but cannot be loaded: {error}") from None
+
+
+def _compiler() -> str:
+    """Returns the command of the compiler.
+
+    Raises:
+      BuildError: there is none.
+    """
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise BuildError(
+            f"there is no C++ compiler: none of {', '.join(COMPILERS)} is on the PATH, and $CXX is not set"
+        )
+    return compiler
+
+
+def _place(recipe: Recipe, compiler: str) -> tuple[Path, str]:
+    """Returns the folder where a library is kept, and the beginning of its name there."""
+    texts = [path.read_text() for path in (*recipe.sources, *recipe.headers)]
+    about = (*texts, " ".join(recipe.flags), compiler, *_identity(compiler), host.processor(),
+             importlib.metadata.version("jaxlib"))  # fmt: skip
+    folder = kept_files.private_folder("native") or Path(_unkept().name)
+    return folder, hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
 
 
 def _identity(compiler: str) -> tuple[str, ...]:

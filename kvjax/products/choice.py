@@ -138,6 +138,8 @@ def check(setting: str) -> None:
     """Raises ConfigError if a setting is not valid; see `use`."""
     if setting not in SETTINGS:
         raise ConfigError(f"unknown form of products {setting!r}; give one of {', '.join(SETTINGS)}.")
+    if setting == "native":
+        native.await_native()
     if setting == "native" and (reason := FORMS["native"].refuses(jax.ShapeDtypeStruct((1, 1), jnp.float32), False)):
         raise ConfigError(f"the form native of products is not available: {reason}.")
 
@@ -163,6 +165,8 @@ def form_for(x: Shaped, kernel: Shaped, transposed: bool) -> str:
         return setting() if _can(setting(), kernel, transposed) else fixed
     least = MIN_TABLE if transposed and not batched else MIN_OF_MANY
     if kernel.size < least or kernel.dtype != x.dtype or jax.default_backend() != "cpu":
+        return fixed
+    if native.load() == native.BUILDING:
         return fixed
     found = chosen(kernel.dtype.name, batched, transposed, 1 << (rows - 1).bit_length()).form
     return found if _can(found, kernel, transposed) else fixed

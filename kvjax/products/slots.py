@@ -29,7 +29,7 @@ def reads_used_slots(x: Shaped, cache: Shaped) -> bool:
     """
     *_, slots, dim = cache.shape
     few = 0 < x.shape[-2] <= MAX_ROWS and slots * dim >= MIN_CACHE
-    return few and cache.dtype.name in NATIVE_DTYPES and runs_native() and native.load() is None
+    return few and cache.dtype.name in NATIVE_DTYPES and runs_native() and native.load(native.SLOTS) is None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))

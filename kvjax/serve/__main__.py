@@ -16,9 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from kvjax import host
+from kvjax import products
 from kvjax.attention import IMPLEMENTATIONS
 from kvjax.cache import Limits
 from kvjax.checkpoint.huggingface import load
@@ -118,8 +116,7 @@ def serve(flags: argparse.Namespace) -> int:
     from kvjax.serve.engine import Engine
     from kvjax.serve.protocol import ServerInfo
 
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        host.keep_programs()
+    products.await_native()
     if not flags.waiting >= 0:
         raise ConfigError(f"--waiting must be at least 0; got {flags.waiting}.")
     if flags.connections is not None and not flags.connections >= 1:

@@ -1,6 +1,7 @@
 """The native library at each vector width that this machine has."""
 
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,10 @@ def load(width: str) -> dict[str, str]:
         pytest.skip("vector widths are those of x86-64 on Linux")
     if feature not in info.read_text().split():
         pytest.skip(f"this processor has no {feature}: {width} is the widest, or is not there")
-    assert native.register((*native.FLAGS, LEVEL, flag), suffix=f"_{width}") is None
+    flags = (*native.FLAGS, LEVEL, flag)
+    with ThreadPoolExecutor() as threads:
+        reasons = list(threads.map(lambda each: native.register(each, flags, f"_{width}"), native.LIBRARIES))
+    assert not any(reasons), reasons
     return {name: f"{getattr(native, name)}_{width}" for name in NAMES}
 
 
@@ -34,8 +38,9 @@ LOADED: dict[str, dict[str, str]] = {}
 @pytest.fixture(params=WIDTHS)
 def width(request, monkeypatch):
     """Products are those of one vector width."""
-    if reason := native.load():
-        pytest.skip(reason)
+    for name in NAMES:
+        if reason := native.load(getattr(native, name)):
+            pytest.skip(reason)
     if request.param != "widest":
         if request.param not in LOADED:
             LOADED[request.param] = load(request.param)

@@ -37,7 +37,7 @@ def compiled(monkeypatch, tmp_path, folder, commands):
     monkeypatch.delenv("CXX", raising=False)
     source = tmp_path / "answer.cc"
     source.write_text(SOURCE)
-    return lambda: build.library([source], [], ["-shared", "-fPIC"]).answer()
+    return lambda: build.library(build.Recipe((source,), (), ("-shared", "-fPIC"))).answer()
 
 
 def script(path, text):
@@ -113,7 +113,7 @@ def test_where_nothing_can_be_kept_it_is_built_for_this_process(compiled, folder
 def failing(monkeypatch, tmp_path, text):
     monkeypatch.setenv("CXX", script(tmp_path / "cxx", text))
     with pytest.raises(build.BuildError) as raised:
-        build.library([], [], [])
+        build.library(build.Recipe((), (), ()))
     return str(raised.value)
 
 
@@ -127,7 +127,7 @@ def test_a_failure_is_remembered_for_a_day(monkeypatch, tmp_path, folder, comman
     # The compiler was written again, which is another one.
     assert len(commands) == 2
     with pytest.raises(build.BuildError, match=r"not today \(remembered for a day in .*; delete it to try again\)"):
-        build.library([], [], [])
+        build.library(build.Recipe((), (), ()))
     assert len(commands) == 2 and again.endswith("not today")
     (kept,) = set(folder.glob("*.failed")) - {kept}
     for content in (
@@ -138,7 +138,7 @@ def test_a_failure_is_remembered_for_a_day(monkeypatch, tmp_path, folder, comman
         before = len(commands)
         kept.write_text(content)
         with pytest.raises(build.BuildError, match=r"today$"):
-            build.library([], [], [])
+            build.library(build.Recipe((), (), ()))
         assert len(commands) == before + 1, content
 
 
@@ -146,13 +146,13 @@ def test_a_compiler_that_takes_too_long_is_remembered(monkeypatch, tmp_path, fol
     monkeypatch.setattr(build, "SECONDS", 0.2)
     assert "takes more than 0.2 s" in failing(monkeypatch, tmp_path, "exec sleep 30")
     with pytest.raises(build.BuildError, match="remembered"):
-        build.library([], [], [])
+        build.library(build.Recipe((), (), ()))
 
 
 def test_a_compiler_that_is_not_there_is_looked_for_again(monkeypatch, tmp_path, folder):
     monkeypatch.setenv("CXX", str(tmp_path / "missing"))
-    with pytest.raises(build.BuildError, match="were not built"):
-        build.library([], [], [])
+    with pytest.raises(build.BuildError, match="was not built"):
+        build.library(build.Recipe((), (), ()))
     assert not list(folder.glob("*.failed"))
 
 

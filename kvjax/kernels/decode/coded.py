@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from kvjax import products
 from kvjax.kernels.coded import Coded
-from kvjax.products import codes
+from kvjax.products import codes, native
 from kvjax.storage.base import Codec
 
 Array = jax.Array
@@ -100,16 +100,15 @@ def way(codec: Codec, dim: int, dtype: DTypeLike, slots: int, platform: str, gro
       platform: ``cpu``, ``gpu`` or ``tpu``.
       grows: whether rows may use a small part of the slots; see `Problem`.
     """
-    native = platform == CPU and products.runs_native()
-    reason = refuses(codec, dim, jnp.dtype(dtype)) if native else None
-    if native and reason is None:
+    own = platform == CPU and products.runs_native()
+    reason = refuses(codec, dim, jnp.dtype(dtype)) if own else None
+    if own and reason is None:
         return f"multiplied as they are{' over the slots in use' * grows}, by up to {products.MAX_ROWS} rows"
     chunk = CHUNKS.get(platform, CHUNK)
     text = f"decoded {chunk} at a time" if slots > AT_ONCE * chunk else "decoded at once"
     return text if reason is None else f"{text} ({reason})"
 
 
-@functools.lru_cache(maxsize=1024)
 def refuses(codec: Codec, dim: int, dtype: DTypeLike) -> str | None:
     """Returns why the codes of a codec cannot be multiplied by on a CPU, or None.
 
@@ -118,6 +117,12 @@ def refuses(codec: Codec, dim: int, dtype: DTypeLike) -> str | None:
       dim: their features.
       dtype: the model's.
     """
+    return _other_codes(codec, dim, jnp.dtype(dtype)) or native.load(native.CODED_VECTORS)
+
+
+@functools.lru_cache(maxsize=1024)
+def _other_codes(codec: Codec, dim: int, dtype: jnp.dtype) -> str | None:
+    """Returns why the codes of a codec are not those that `codes.codes_product` reads, or None."""
     reasons: list[str | None] = []
 
     def ask(parts: dict[str, Array]) -> None:

@@ -7,6 +7,7 @@ from kvjax.kernels import softmax
 from kvjax.kernels.coded import Coded
 from kvjax.kernels.decode.coded import product
 from kvjax.kernels.problem import Attended, Problem, check
+from kvjax.products import native
 from kvjax.products.slots import attend_slots, reads_used_slots
 
 Array = jax.Array
@@ -70,7 +71,9 @@ def _in_one_pass(problem: Problem) -> bool:
         return False
     if problem.statistics or any(x is not None for x in (problem.soft_cap, problem.log_weight, problem.offset)):
         return False
-    return softmax.leaves_out_slots(problem) and reads_used_slots(problem.query[:, :, :, 0], key)
+    if not (softmax.leaves_out_slots(problem) and reads_used_slots(problem.query[:, :, :, 0], key)):
+        return False
+    return native.load(native.ATTEND) is None
 
 
 def _attend_slots(problem: Problem) -> tuple[Array, Array]:
