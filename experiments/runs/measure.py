@@ -18,7 +18,7 @@ from kvjax.attention import Implementation
 from kvjax.cache import CacheSpec, KVState, Limits, layers_of, live_slots
 from kvjax.cache.spec import as_spec
 from kvjax.generation.generate import decode
-from kvjax.generation.likelihood import log_likelihood
+from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.prefill import prefill
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
@@ -145,9 +145,10 @@ def measure(
     recall: Mapping[str, Sequence[Prompt]] = MappingProxyType({}),
     progress: bool = False,
 ) -> Measurement:
-    """Scores the true continuation, then generates greedily from the prompts, timed, then asks the recall tasks.
+    """Scores the true continuation, generates greedily from the same prompts, timed, then asks the recall tasks.
 
-    Programs are compiled for exactly these sizes, so that the bytes held are those of the policy and no bucket's.
+    The first cache of the prompts serves both. Programs are compiled for exactly these sizes, so that the bytes held
+    are those of the policy and no bucket's.
 
     Args:
       tokens: [rows, prompt_length + new_tokens] int32; [rows, prompt_length] when there is no true continuation.
@@ -164,25 +165,20 @@ def measure(
     shared: dict[str, Any] = {"limits": limits, "rows": rows}
     prompts = tokens[:, :prompt_length]
     logprobs = None
-    if tokens.shape[1] > prompt_length:
-        scored = log_likelihood(
-            model, tokens, spec, prompt_length=prompt_length, prefill_block=prefill_block, progress=progress,
-            implementation=implementation, limits=limits,
-        )  # fmt: skip
-        # Entry t scores token t + 1.
-        logprobs = np.asarray(scored.logprobs)[:, prompt_length - 1 :]
     prefill_times, decode_times = [], []
-    for _ in range(1 + repeats):
+    for turn in range(1 + repeats):
         start = time.perf_counter()
         prefilled = prefill(
             model, prompts, spec, max_new_tokens=new_tokens, prefill_block=prefill_block,
             implementation=implementation, limits=limits,
         )  # fmt: skip
         jax.block_until_ready(prefilled.state)
+        prefill_times.append(time.perf_counter() - start)
+        if turn == 0 and tokens.shape[1] > prompt_length:
+            logprobs = score_continuation(model, prefilled, tokens[:, prompt_length:], progress=progress)
         middle = time.perf_counter()
         generation = decode(model, prefilled, max_new_tokens=new_tokens)
         jax.block_until_ready(generation.state)
-        prefill_times.append(middle - start)
         decode_times.append(time.perf_counter() - middle)
     layout = prefilled.layout
     steps = new_tokens - 1  # the first new token comes out of the prompt

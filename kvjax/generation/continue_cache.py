@@ -12,6 +12,7 @@ from kvjax.cache.planning.layout import Phase
 from kvjax.cache.planning.limits import half_steps, power_of_two
 from kvjax.cache.state import EMPTY, Block, KVState, Layer, LayerKV
 from kvjax.errors import InputError
+from kvjax.generation import compiling
 from kvjax.generation.generate import check_room
 from kvjax.generation.multiple_choice import FEW_FED, MANY_FED, takes_blocks, without_step_kernels
 from kvjax.generation.prefill import Prefilled
@@ -80,7 +81,7 @@ def extend(
     ids[:count, :longest] = batch.tokens
     # [R + padding]
     copied, lengths = (np.pad(each.astype(np.int32), (0, padding)) for each in (source, batch.lengths))
-    with model.on_mesh():
+    with model.on_mesh(), compiling.announced(compiling.tokens_of(phase)):
         placed = model.place((copied, ids, lengths))
         logits, state = feed_copies(
             model.params, prefilled.state, *placed, config=model.config, at_once=at_once,
@@ -116,6 +117,7 @@ def feed_copies(
     Returns:
       The logits after the last token of each, [R, V] float32, and the copies.
     """
+    compiling.traced()
     decoder = bind(config, params)
     count, width = tokens.shape
     kv: KVState = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, rows), state)

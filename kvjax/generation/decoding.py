@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
-from kvjax.generation import selection_record
+from kvjax.generation import compiling, selection_record
 from kvjax.generation.sampling import Sampler, penalised, penalty_of
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
@@ -109,6 +109,7 @@ def decode_steps(
       The carry, the tokens [B, CHUNK] int32, `PAD` where none was generated, their log-probabilities [B, CHUNK]
       float32, and the record or None. A row ends with a log-probability that is not finite, whose token is `PAD`.
     """
+    compiling.traced()
     decoder = bind(config, params)
     rows = carry.token.shape[0]
 

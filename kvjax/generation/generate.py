@@ -13,7 +13,7 @@ from kvjax.cache.planning.layout import CacheLayout, kept
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import KVState, live_slots
 from kvjax.errors import InputError, shown
-from kvjax.generation import selection_record
+from kvjax.generation import compiling, selection_record
 from kvjax.generation.decoding import CHUNK, Carry, decode_steps, first_token
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.generation.prefill import Prefilled, run_prefill
@@ -215,10 +215,11 @@ def _decode(
             if until is not None:
                 carry = _ended(carry, until(np.concatenate([ids for ids, _ in produced], axis=1)))
             steps = min(1 if stream else UNTIL_EVERY if until else CHUNK, max_new_tokens - done)
-            carry, ids, logprobs, own = decode_steps(
-                model.params, carry, stop_ids, steps, config=model.config, phase=prefilled.layout.decode,
-                sampler=sampler, record=record,
-            )  # fmt: skip
+            with compiling.announced(compiling.tokens_of(prefilled.layout.decode)):
+                carry, ids, logprobs, own = decode_steps(
+                    model.params, carry, stop_ids, steps, config=model.config, phase=prefilled.layout.decode,
+                    sampler=sampler, record=record,
+                )  # fmt: skip
             recorded.append((own, steps))
             ids, logprobs = distributed.to_host((ids, logprobs))
             produced.append((ids[:rows, :steps], logprobs[:rows, :steps]))

@@ -14,12 +14,13 @@ from kvjax.cache.planning.layout import CacheLayout, Phase, kept
 from kvjax.cache.planning.limits import power_of_two
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState
-from kvjax.generation import selection_record
+from kvjax.generation import compiling, selection_record
+from kvjax.generation.generate import check_room
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
-from kvjax.generation.prefill import prepare, run_prompts
+from kvjax.generation.prefill import Prefilled, prepare, run_prompts
 from kvjax.generation.selection_record import Record
 from kvjax.inputs import check_batch, check_prompt
-from kvjax.models.bound import SCORE_ROWS, bind, logprobs_of
+from kvjax.models.bound import SCORE_ROWS, bind, logprob_of, logprobs_of
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.numerics.finite import check_finite
@@ -128,10 +129,11 @@ def log_likelihood(
         most = selection_record.STEPS if record else SCORE_ROWS
         for start in range(0, steps, most):
             count = min(most, steps - start)
-            scores, state, own = score_steps(
-                model.params, state, scores, ids, ends, jnp.int32(count), config=model.config,
-                phase=prepared.layout.decode, static_steps=count if differentiated else None, record=record,
-            )  # fmt: skip
+            with compiling.announced(compiling.tokens_of(prepared.layout.decode)):
+                scores, state, own = score_steps(
+                    model.params, state, scores, ids, ends, jnp.int32(count), config=model.config,
+                    phase=prepared.layout.decode, static_steps=count if differentiated else None, record=record,
+                )  # fmt: skip
             recorded.append((own, count))
             if progress:
                 jax.block_until_ready(scores)
@@ -148,6 +150,63 @@ def log_likelihood(
     result = LogLikelihood(jax.device_put(whole), state, made, prepared.layout)
     check_finite(whole, result)
     return result
+
+
+def score_continuation(model: Model, prefilled: Prefilled, tokens: np.ndarray, *, progress: bool = False) -> np.ndarray:
+    """Scores a continuation of each prompt, which is fed token by token as in generation.
+
+    Where prompts themselves need no scores, this runs the same program for them as generation does.
+
+    Args:
+      model: see `log_likelihood`.
+      prefilled: from `kvjax.generation.prefill.prefill`. Its state is copied, so that it can be decoded too.
+      tokens: [B, n] int32, n at most its `max_new_tokens`.
+      progress: see `log_likelihood`.
+
+    Returns:
+      The log-probability of each token, [B, n] float32.
+
+    Raises:
+      InputError: there are too few slots for n tokens, or the tokens are not valid for the model.
+      NonFiniteError: a log-probability is not finite; ``error.result`` has all of them.
+    """
+    new = check_batch(model.config, tokens, None, new_tokens=0).tokens
+    rows, count = new.shape
+    check_room(prefilled, count)
+    prompt = np.asarray(distributed.to_host(prefilled.state.length))
+    size = power_of_two(int(prompt.max()) + count, SMALLEST_TEXT)
+    # [B, size]: the scores and tokens of the continuations, at their positions.
+    ids = np.zeros((len(prompt), size), np.int32)
+    for row in range(rows):
+        ids[row, prompt[row] : prompt[row] + count] = new[row]
+    phase = prefilled.layout.decode
+    with model.on_mesh(), tqdm(total=count, desc="score", unit="tok", disable=not progress) as bar:
+        ids, ends, first = model.place(
+            (ids, np.where(prompt > 0, prompt + count, 0), ids[np.arange(len(prompt)), prompt])
+        )
+        state = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding, may_alias=False), prefilled.state)
+        scores = jnp.zeros(ids.shape, jnp.float32)
+        # [B]
+        first = _logprob_of(prefilled.logits, first)
+        bar.update()
+        for start in range(0, count - 1, SCORE_ROWS):
+            steps = min(SCORE_ROWS, count - 1 - start)
+            with compiling.announced(compiling.tokens_of(phase)):
+                scores, state, _ = score_steps(
+                    model.params, state, scores, ids, ends, jnp.int32(steps), config=model.config, phase=phase
+                )
+            if progress:
+                jax.block_until_ready(scores)
+            bar.update(steps)
+    first, scores = distributed.to_host((first, scores))
+    # [B, n]: entry t of `scores` is of token t + 1.
+    later = [scores[row, prompt[row] : prompt[row] + count - 1] for row in range(rows)]
+    whole = np.concatenate([first[:rows, None], np.stack(later)], axis=1)
+    check_finite(whole, whole)
+    return whole
+
+
+_logprob_of = jax.jit(logprob_of)
 
 
 @functools.partial(
@@ -183,6 +242,7 @@ def score_steps(
     Returns:
       The updated scores and cache, and the record or None.
     """
+    compiling.traced()
     decoder = bind(config, params)
     rows, width = tokens.shape
     # [B]

@@ -15,6 +15,7 @@ from kvjax.cache.planning.limits import half_steps, power_of_two
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
+from kvjax.generation import compiling
 from kvjax.generation.generate import check_room
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.generation.prefill import Prefilled, prepare, run_prompts
@@ -149,7 +150,7 @@ def _scores(model: Model, prefilled: Prefilled, asked: list[list[np.ndarray]]) -
         for place, (row, number) in enumerate(part):
             choice = asked[row][number]
             ids[place, : len(choice)], ends[place], sources[place] = choice, len(choice), row
-        with model.on_mesh():
+        with model.on_mesh(), compiling.announced(compiling.tokens_of(phase)):
             scores, greedy, _ = score_copies(
                 model.params, prefilled.state, prefilled.logits, *model.place((sources, ids, ends)),
                 config=model.config, phase=phase, at_once=at_once,
@@ -211,6 +212,7 @@ def score_copies(
       The log-probability of each token, [R, n] float32, 0 from the end of the continuation on; whether all its tokens
       are the most probable ones, [R] bool; and the copies of the cache afterwards.
     """
+    compiling.traced()
     decoder = bind(config, params)
     count, width = tokens.shape
     kv: KVState = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, rows), state)

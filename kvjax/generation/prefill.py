@@ -21,6 +21,7 @@ from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
 from kvjax.cache.step.prompt_end import Prompt, convert
+from kvjax.generation import compiling
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.inputs import check_batch, check_count, check_positions, warn_beyond_context
 from kvjax.models.bound import bind, logprobs_of
@@ -212,11 +213,12 @@ def run_prompts(
     given = min(width, tokens.shape[1])
     ids[:rows, :given] = tokens[:, :given]
     lengths, total = (np.pad(each, (0, prepared.rows - rows)) for each in (lengths, total))
-    place = model.place
-    return prefill_steps(
-        model.params, *place((ids, lengths, total.astype(np.int32), prepared.budgets.prompt, prepared.budgets.decode)),
-        config=model.config, layout=prepared.layout, score=score,
-    )  # fmt: skip
+    budgets = prepared.budgets
+    arrays = model.place((ids, lengths, total.astype(np.int32), budgets.prompt, budgets.decode))
+    with compiling.announced(compiling.prompts_of(prepared.layout, prepared.width)):
+        return prefill_steps(
+            model.params, *arrays, config=model.config, layout=prepared.layout, score=score
+        )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("config", "layout", "score"))
@@ -249,6 +251,7 @@ def prefill_steps(
       The logits after each row's last prompt token, [B, V] float32; the log-probability of the token after each token,
       [B, width] float32, or [B, 0] when not scoring; and the cache, in the arrays of the decoding phase.
     """
+    compiling.traced()
     decoder = bind(config, params)
     rows = tokens.shape[0]
     width = tokens.shape[1] - (1 if score else 0)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
+from kvjax.generation import compiling
 from kvjax.generation.decoding import CHUNK
 from kvjax.models.bound import BoundDecoder, bind
 from kvjax.models.config import DecoderConfig
@@ -187,6 +188,7 @@ def decode_chunk(
       phase: the groups of heads of each layer.
       least: the number of row-steps before which idle rows do not end the loop.
     """
+    compiling.traced()
     decoder = bind(config, params)
     count = rows.token.shape[0]
     rows = rows._replace(active=rows.active & going_on)

@@ -12,6 +12,7 @@ from kvjax.cache.planning.limits import Limits, Sizes, prompt_bucket
 from kvjax.cache.planning.lowering import Budgets, budgets_of, lower
 from kvjax.cache.spec import CacheSpec
 from kvjax.errors import InputError, KvjaxError
+from kvjax.generation import compiling
 from kvjax.generation.prefill import prefill_steps
 from kvjax.inputs import check_count, check_positions
 from kvjax.models.calibrate import calibrated
@@ -137,10 +138,12 @@ class Prompts:
         totals = np.array([prompt.total for prompt in rows], np.int32)
         budgets: Budgets = jax.tree.map(lambda *each: np.concatenate(each), *(prompt.budgets for prompt in rows))
         model = self.model
-        logits, _, state = prefill_steps(
-            model.params, *model.place((tokens, lengths, totals, budgets.prompt, budgets.decode)),
-            config=model.config, layout=self._lowered(bucket), score=False,
-        )  # fmt: skip
+        layout = self._lowered(bucket)
+        with compiling.announced(compiling.prompts_of(layout, bucket)):
+            logits, _, state = prefill_steps(
+                model.params, *model.place((tokens, lengths, totals, budgets.prompt, budgets.decode)),
+                config=model.config, layout=layout, score=False,
+            )  # fmt: skip
         return Started(logits, state)
 
     def begin(self, prompt: Prompt) -> InBlocks:

@@ -18,6 +18,7 @@ from kvjax.attention import Implementation
 from kvjax.cache.planning.limits import Limits
 from kvjax.cache.spec import CacheSpec, as_spec
 from kvjax.errors import InputError, NonFiniteError
+from kvjax.generation import compiling
 from kvjax.generation.decoding import CHUNK
 from kvjax.generation.sampling import Greedy, Sampler, check_sampling
 from kvjax.inputs import check_count, check_stop
@@ -337,11 +338,13 @@ class Runner:
         steps = min([self._chunk, *(FIRST_STEPS + job.given for job in new if job.request.early)])
         for job in new:
             job.dispatched = True
-        self._rows, chunk = loop.decode_chunk(
-            self.model.params, self._rows, going_on, np.int32(steps),
-            np.int32(self._refill if self._intake else self._rows_count + 1), config=self.model.config,
-            phase=self.prompts.layout.decode, least=TOKENS_PER_READ,
-        )  # fmt: skip
+        phase = self.prompts.layout.decode
+        with compiling.announced(compiling.tokens_of(phase)):
+            self._rows, chunk = loop.decode_chunk(
+                self.model.params, self._rows, going_on, np.int32(steps),
+                np.int32(self._refill if self._intake else self._rows_count + 1), config=self.model.config,
+                phase=phase, least=TOKENS_PER_READ,
+            )  # fmt: skip
         self._flights.append(_Flight(chunk, list(self._jobs), steps))
         self._intake.begin_turn()
 
