@@ -39,7 +39,8 @@ class PeerProcess:
         self.name = name
         ours, theirs = Pipe()
         environment = child_environment() | {PLATFORM: jax.default_backend()}
-        command = [python or sys.executable, "-m", __name__, name, str(folder), str(theirs.fileno())]
+        # Not buffered: what was printed before a crash says why.
+        command = [python or sys.executable, "-u", "-m", __name__, name, str(folder), str(theirs.fileno())]
         try:
             # What a library prints would be taken for a part of a table.
             self.process = subprocess.Popen(
