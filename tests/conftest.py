@@ -190,7 +190,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """What the modules hold stays: the collector need not walk through it each time that traces fill its youngest."""
+    """Objects of modules stay: the collector need not walk through them each time that traces fill its youngest."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
@@ -198,7 +198,7 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(scope="session", autouse=True)
 def flags_of_this_process():
-    """What tests start compiles with optimisations, for which the other emitter is several times slower."""
+    """Processes that tests start compile with optimisations, for which the other emitter is several times slower."""
     jax.devices()  # jax has read the flags
     os.environ["XLA_FLAGS"] = " ".join([*GIVEN, ONE_PART])
 

@@ -127,7 +127,7 @@ def lowered(policy: Policy | CacheSpec, case: Case, implementation: Any = "xla")
 
 
 class Run(NamedTuple):
-    """What a layer did.
+    """The results of a layer.
 
     Attributes:
       output: [B, H, T, D] of every token of each row; 0 past its end.

@@ -125,7 +125,7 @@ def _seen(decoder, params, tokens, kv, block, phase):
 
 @dataclasses.dataclass
 class Head:
-    """What one KV head of a row saw.
+    """Returns the tokens that one KV head of a row saw.
 
     Attributes:
       prompt: queries [n, G, D] of the prompt.

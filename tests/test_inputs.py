@@ -1,4 +1,4 @@
-"""What a call is given: refused at the edge, in one paragraph, before anything is traced."""
+"""Invalid arguments of calls are refused at the edge, in one paragraph, before anything is traced."""
 
 import dataclasses
 

@@ -91,7 +91,7 @@ def drawn(notebook, name) -> list[bytes]:
 
 
 def texts(notebook) -> dict[str, str]:
-    """What each policy wrote: the indented lines below its name."""
+    """Returns the lines that each policy wrote: those indented below its name."""
     pattern = r"^(\w+): \d+ slots a head.*\n(?:the first .*\n)?((?:    .*\n)+)"
     return dict(re.findall(pattern, printed(notebook), re.MULTILINE))
 

@@ -1,4 +1,4 @@
-"""What a newcomer meets first: names, help, suggestions, warnings, and how results are shown."""
+"""The first encounter with the library: names, help, suggestions, warnings, and how results are shown."""
 
 import dataclasses
 import inspect
@@ -36,7 +36,7 @@ def test_all_that_is_public_is_named_and_described():
 
 @pytest.mark.parametrize("axis", AXES, ids=lambda axis: axis.__name__)
 def test_names(axis):
-    """What `names` lists `by_name` knows; a name that is nearly one of them is suggested."""
+    """Names that `names` lists are known to `by_name`; a name that is nearly one of them is suggested."""
     assert len(axis.names()) == len(set(axis.names())) >= 1
     for name in axis.names():
         assert callable(getattr(axis, name)) and axis.accepts(name) is not None

@@ -79,7 +79,7 @@ def build(name: str, package: Any) -> Any:
 
 
 def model_for(heads: str, name: str) -> Tiny:
-    """Of two layers where layers differ, and for one policy whose hidden states are then its own; else of one."""
+    """Returns a model of two layers for some policies: where layers differ, and one with hidden states of its own."""
     two = name in SPLIT or name == "pyramidkv" or (heads, name) == ("gqa", "h2o")
     return tiny(heads, layers=2 if two else 1)
 

@@ -1,4 +1,4 @@
-"""What selections read, and the inputs of consecutive layers, against a float64 decoder that selects."""
+"""The reads of selections, and the inputs of consecutive layers, against a float64 decoder that selects."""
 
 import functools
 import math
@@ -35,7 +35,7 @@ SPECS = {
 
 
 class Query(NamedTuple):
-    """What a query of one KV head could read, and what it read; over the tokens up to its own."""
+    """The tokens that a query of one KV head could read, and those it read, of the tokens up to its own."""
 
     probability: np.ndarray  # [G, t + 1] float64 over everything
     chosen: np.ndarray  # positions

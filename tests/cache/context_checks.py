@@ -251,7 +251,7 @@ CASES |= BY_XLA
 
 
 def sides_of(case: Case) -> Any:
-    """What keys and values share by a calibration with random vectors; None if the storage has no such sides."""
+    """Returns the sides of a calibration with random vectors; None if the storage has no such sides."""
     held = case.storage.bound(case.heads[1])
     if not held.sides_of(CALIBRATION):
         return None

@@ -47,7 +47,7 @@ COLLECTIVES = {
 
 @pytest.fixture(scope="session")
 def results(request) -> dict[str, dict]:
-    """What was found in each case that a test of this run asks for."""
+    """The findings of each case that a test of this run asks for."""
     here = [item for item in request.session.items if item.path.name == "test_context.py"]
     asked = {item.callspec.params["name"] for item in here if "results" in item.fixturenames}
     flags = XLA_FLAGS + " --xla_force_host_platform_device_count=8"

@@ -1,4 +1,4 @@
-"""What a user's own policy, storage or selection computes is checked before anything is traced for a program."""
+"""The results of a user's own policy, storage or selection are checked before a program is traced."""
 
 import dataclasses
 import sys

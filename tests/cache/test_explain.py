@@ -1,4 +1,4 @@
-"""What layouts come to, as golden text: losing a fast path, or bytes, shows.
+"""Explanations and bytes of layouts, as golden text: losing a fast path shows.
 
 After a change that is meant, ``python -m tests.cache.test_explain`` writes the file anew.
 """

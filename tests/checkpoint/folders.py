@@ -44,7 +44,7 @@ def get(params: Any, path: names.Path) -> Any:
 
 
 def tensors(config: DecoderConfig, params: Any) -> dict[str, np.ndarray]:
-    """What a checkpoint of these parameters holds."""
+    """Returns the tensors that a checkpoint of these parameters holds."""
     return {
         t.name: t.merge([get(params, path)[t.index] if t.stack else get(params, path) for path in t.paths])
         for t in names.tensors(config)

@@ -134,7 +134,7 @@ PIECES = [
 
 
 def continued(own, name, last):
-    """What kvjax makes of a talk that ends with a message, and what is right."""
+    """Returns kvjax's text of a conversation that ends with a message, and the expected one."""
     source, kept = CONTINUED[name]
     source = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + source + "{% endfor %}"
     source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

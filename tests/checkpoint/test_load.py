@@ -501,7 +501,7 @@ def test_hub_names(tmp_path, monkeypatch):
 
 
 def test_retries_are_one_line(monkeypatch, caplog):
-    """What huggingface_hub logs of each try is replaced by what to do; other lines of it are not."""
+    """The lines that huggingface_hub logs of each try are replaced by advice; its other lines are not."""
     import huggingface_hub as hub
 
     logger = logging.getLogger("huggingface_hub.utils._http")

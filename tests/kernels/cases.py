@@ -49,7 +49,7 @@ class Case:
 
     @property
     def shapes(self):
-        """Of query, key, value; query_position, key_position; and what is given of exempt and log_weight."""
+        """The shapes of the arguments of attention, with exempt and log_weight if the case has them."""
         pairs, size = (len(self.real), self.kv_heads), self.before + self.n
         array, cache = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((*pairs, size, self.dim), self.dtype)
         known = {

@@ -83,7 +83,7 @@ def test_a_mistake_with_codes_is_noticed(machine, monkeypatch, mistake):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 def test_a_step_on_a_mesh_is_that_of_the_cache(machine):
-    """Of one device, since the interpreter takes no more; what surrounds the kernel is that of many."""
+    """The kernel is that of one device, since the interpreter takes no more; the program around it is for many."""
     with jax.set_mesh(kvjax.make_mesh("data:1,model:1")):
         Steps("roco", 72).run(2, "pallas_gpu")
 

@@ -35,7 +35,7 @@ def policy(name, budget=60):
 
 
 def trace_of(own):
-    """What follows attention in a step of a policy."""
+    """Returns the part of a policy's step that follows attention."""
     return functools.partial(observe_and_evict, Group(policy=own, needs=own.needs, decoding=True))
 
 

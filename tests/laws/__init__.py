@@ -1,4 +1,4 @@
-"""What the conformance tests have in common: which combinations to run, and how a layer compares with the reference."""
+"""The common part of the conformance tests: which combinations run, and how a layer compares with the reference."""
 
 import functools
 import heapq

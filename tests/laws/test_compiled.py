@@ -1,4 +1,4 @@
-"""What the compiled programs do to memory: no copy of a cache while decoding, nothing quadratic in a prompt.
+"""Compiled programs and memory: no copy of a cache while decoding, nothing quadratic in a prompt.
 
 Programs are compiled from shapes and read, not run.
 """

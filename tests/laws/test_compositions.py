@@ -1,4 +1,4 @@
-"""What combinators make of every policy: the conformance table on one layer, and what is refused.
+"""Combinators of every policy: the conformance table on one layer, and what is refused.
 
 A layer on random queries, keys and values instead of a model: what a policy does is the layer's business, and a model
 takes ten times as long to compile. `test_conformance` has the policies themselves on a whole model.

@@ -1,4 +1,4 @@
-"""What every registered policy must do, in one table (DESIGN.md, "Tests that mean something", 2).
+"""The conformance table of every registered policy (DESIGN.md, "Tests that mean something", 2).
 
 The list comes from `kvjax.policies.POLICIES`; a policy without an entry in `EXAMPLES` fails.
 """
@@ -82,7 +82,7 @@ def limits(policy: Policy, lengths: np.ndarray = LENGTHS, layer: int = 0) -> lis
 
 
 def model(name: str) -> kvjax.Model:
-    """Of one layer, unless the policy's layers differ: what it does in a second one is the same."""
+    """Runs one layer, unless the policy's layers differ: a second one would do the same."""
     return tiny(layers=2 if name == "pyramidkv" else 1).model
 
 

@@ -146,7 +146,7 @@ ALIKE = {
 
 
 def does_not_compose(name: str, held: str, block: int | None) -> bool:
-    """What STORAGE.md's table refuses of a policy and a storage."""
+    """Whether STORAGE.md's table refuses a policy with a storage."""
     merges, own = "+" in name or name == "razor_attention", STORAGE[held]
     block = None if name in ("h2o[global]", "h2o[local]") else block  # of whole texts
     return any((

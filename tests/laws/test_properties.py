@@ -111,7 +111,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
 
 
 def run_reference(case: Drawn, row: int) -> tuple[np.ndarray, list[Any]]:
-    """What the layer should do with one row: output [H, end, D], and its heads at the end."""
+    """Runs the reference on one row of a layer: returns output [H, end, D], and its heads at the end."""
     policy, prompt = case.of(reference.policies), case.prompts[row]
     q, k, v = (np.swapaxes(x[row].astype(np.float64), 0, 1) for x in case.layer.streams)
     heads = empty_heads(case.heads[1], DIM, policy)

@@ -54,7 +54,7 @@ CODECS = {
 
 @functools.cache
 def random() -> tuple[law.Triple, law.Triple]:
-    """Of prompts and of decoding steps, four heads each."""
+    """Returns the inputs of prompts and of decoding steps, for four heads."""
     return streams(SEED, (4, 4), DIM, LENGTHS, STEPS, [codec for _, codec in CODECS.values()])
 
 

@@ -154,7 +154,7 @@ def test_a_thousand_lengths_run_a_few_programs():
 
 @pytest.mark.parametrize(("context", "choice"), [((8, 120), (1, 30)), ((8, 40), (8, 200))])
 def test_padding_is_saved_where_most_tokens_are(context, choice, monkeypatch):
-    """Of what is fed for long contexts, or for long choices, at most a quarter is padding."""
+    """At most a quarter of the tokens that are fed for long contexts, or for long choices, is padding."""
     rng = np.random.default_rng(5)
     pairs = []
     for _ in range(64):

@@ -170,7 +170,7 @@ def test_the_error_is_one_of_values_and_can_be_pickled():
 
 
 def test_requests():
-    """Of a runner, in prompts and later: one request ends, its row takes the next one, and the others are unchanged."""
+    """A request of a runner ends, in prompts or later, its row takes the next one, and the others are unchanged."""
     given, token, at, expected = late()
     runner = Runner(spoiled(token), SPECS["h2o"], rows=2, limits=LIMITS, chunk=4)
     good = {runner.submit(Request(tokens=given[row], max_new_tokens=NEW)): row for row in (1, 2)}

@@ -126,7 +126,7 @@ def everything(folder: Path, axes: str) -> tuple[dict[str, Any], dict[str, np.nd
 
 
 def errors(folder: Path, axes: str) -> list[str]:
-    """What is said where processes do not agree, and where one process is needed."""
+    """Returns the messages of errors where processes do not agree, and where one process is needed."""
     found = []
     model, text = kvjax.load(folder / "model", mesh=kvjax.make_mesh(axes)), np.ones((1, 8), np.int32)
     for call in (

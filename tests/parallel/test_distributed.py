@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """What this process finds."""
+    """The findings of this process."""
     return distributed_checks.everything(folder, "")[1]
 
 

@@ -106,7 +106,7 @@ def planned():
 
 
 def need(rows, before=None):
-    """Of a run with 100 bytes of weights, whose prompts take more than decoding."""
+    """The estimate of a run with 100 bytes of weights, whose prompts take more than decoding."""
     programs = before.programs if before else 0
     return Need(rows, 100 + 2 * rows, 1 * rows, 20 + 2 * rows, Collectives(0, 0), programs + 1, 1.0)
 

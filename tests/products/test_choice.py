@@ -171,7 +171,7 @@ def test_settings_are_checked(monkeypatch):
 
 
 def load():
-    """What `native.load` says in a process that has not called it, and where it fails."""
+    """Returns the result of `native.load` in a process that has not called it, and where it fails."""
     return native.register(native.LIBRARIES[0], native.FLAGS)
 
 

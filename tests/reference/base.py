@@ -1,4 +1,4 @@
-"""What reference policies are made of: a priority for every live slot of one KV head.
+"""The parts of reference policies: a priority for every live slot of one KV head.
 
 A policy here is a set of column statistics and a function from a `View` of one head to `Ranking`:
 one priority a slot (larger stays, +inf is protected). Nearly all are importance x scope, as in
@@ -30,7 +30,7 @@ class View(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """What one block's n queries tell about the S live slots of one KV head."""
+    """The statistics that one block's n queries give the S live slots of one KV head."""
 
     m: Array  # [n, S] attention reduced over the query group, 0 where not seen
     sees: Array  # [n, S] bool

@@ -14,7 +14,7 @@ from tests.reference.replay import Array, Codec, Slots
 
 @dataclass
 class Coded:
-    """What became of a head's tokens, by position."""
+    """The codes of a head's tokens, by position."""
 
     key: dict[int, Array] = field(default_factory=dict)  # packed codes of a token
     value: dict[int, Array] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Gear:
         self.coded[id(slots)] = full
 
     def bytes(self, prompt: int, total: int, dim: int, width: int = 4) -> int:
-        """Of a row and head."""
+        """Returns the bytes of a row and head."""
         blocks, first = total // self.block, prompt // self.block
         codes, index = math.ceil(dim * self.bits / 8), 2 * self.outliers * (width + 1)
         key = self.block * codes + dim * (2 * width + index)

@@ -16,7 +16,7 @@ from tests.reference.step import Head, empty_heads, step
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """What the reference reads of a configuration; any object with these attributes will do."""
+    """The part of a configuration that the reference reads; any object with these attributes will do."""
 
     num_layers: int
     num_heads: int

@@ -113,7 +113,7 @@ class Slots:
 
 
 class Row(NamedTuple):
-    """What became of a row.
+    """The results of a row.
 
     Of every choice made `gap` is the narrowest, relative; of everything that was rounded `near` was nearest to a tie.
     """
@@ -273,7 +273,7 @@ def _attend(
 
 
 def _choices(look: Look, layer: list[Slots], query: Array, policy: Policy, theta: float | None) -> list[Choice]:
-    """What the query [K, G, D] of the newest token reads in each head."""
+    """Returns the slots that the query [K, G, D] of the newest token reads in each head."""
     held = [slots.head.position for slots in layer]
     keys = [
         np.stack([slots.exact[p] for p in slots.head.position.tolist()]) if look.exact else slots.head.key

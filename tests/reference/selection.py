@@ -17,7 +17,7 @@ Array = np.ndarray
 
 
 class Text(NamedTuple):
-    """What became of a text; `gap` is the smallest difference between two slots of which one was chosen.
+    """The results of a text; `gap` is the smallest difference between two slots of which one was chosen.
 
     A difference of logits where these are ranked, relative where probabilities are.
     """
@@ -79,7 +79,7 @@ def optimal(n: int, scale: float, window: int | None = None) -> Choose:
 
 
 class Look:
-    """What the decoding steps of one row of one layer read; an object for each row.
+    """The reads of the decoding steps of one row of one layer; an object for each row.
 
     `held` are the positions that each KV head holds, ascending; the last of them is the new token's. `key` has theirs.
     """

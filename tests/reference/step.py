@@ -111,7 +111,7 @@ def recent_of(policy: Policy, budget: int) -> int:
 
 
 def hide(head: Head, query: Array, position: Array, policy: Policy, theta: float, budget: int) -> tuple[Array, Array]:
-    """What `attend` gives when some slots are hidden from the queries."""
+    """Returns the result of `attend` when some slots are hidden from the queries."""
     recent = recent_of(policy, budget)
     if policy.hides == "masked":
         seen = (head.stats["allowed"] > 0) | (head.position >= position[0])

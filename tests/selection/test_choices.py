@@ -306,7 +306,7 @@ def test_a_row_alone_is_the_row_in_a_batch(name):
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "masked"])
 def test_counts(name):
-    """What is chosen is a candidate; no more than `most` are chosen, or than `width` read; all where there are few."""
+    """Chosen slots are candidates, at most `most` are chosen or `width` read, and all where there are few."""
     selection = EVERY[name]
     found = run(selection, texts("gqa", seed=7))
     width = selection.bound(2, 36).width(10_000)
@@ -421,7 +421,7 @@ class NeverJoins(Quest):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Older(Quest):
-    """Of equal pages the older."""
+    """The older of two equal pages is read."""
 
     def choose(self, index, query, view):
         flipped = jnp.where(view.live, 1000 - view.position, -1)

@@ -1,4 +1,4 @@
-"""What every selection keeps: values, tables, errors, refusals."""
+"""The common properties of all selections: values, tables, errors, refusals."""
 
 import pickle
 

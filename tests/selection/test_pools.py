@@ -126,7 +126,7 @@ def expected(name: str) -> list[replay.Row]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_the_reference(name):
-    """What each query reads, what stays, and how often and when it was fetched."""
+    """Returns the reads of each query, the slots that stay, and how often and when each was fetched."""
     run, rows = ran(name), expected(name)
     assert min(row.gap for row in rows) > CLEAR, "a choice is too near; another seed"
     for row, (n, own) in enumerate(zip(PROMPTS, rows, strict=True)):

@@ -51,7 +51,7 @@ def test_every_row_and_head(kind, heads, recent):
 
 
 def test_local_in_a_sliding_window():
-    """What is outside the model's window is neither paid nor seen."""
+    """Slots outside of the model's window are neither paid nor seen."""
     batch = texts("gqa", seed=13, whole=True)
     found = run(Local(20, 0), batch, (40, 40, 40), window=6)
     # Heavy sets of all tokens: dense attention inside the window.

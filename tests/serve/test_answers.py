@@ -1,4 +1,4 @@
-"""What the server answers with the text of tokens that are words, bytes and special tokens, and so does a batch."""
+"""Answers of the server, and of a batch, to tokens that are words, bytes and special tokens."""
 
 import json
 

@@ -97,7 +97,7 @@ def connect(port, content=b""):
 
 
 def read(connection):
-    """What comes until the connection ends."""
+    """Returns the bytes that come until the connection ends."""
     found = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(1 << 16):

@@ -30,7 +30,7 @@ SPECS = {
 
 
 def model_for(name):
-    """Of two layers where these differ."""
+    """Returns a model of one layer, or of two where the policy tells layers apart."""
     return tiny(layers=2 if name == "pyramidkv" else 1).model
 
 
@@ -147,7 +147,7 @@ def test_no_program_is_compiled_after_the_first_requests():
 
 
 def test_rows_are_used_and_the_host_seldom_reads():
-    """Of requests of all lengths, as long as some wait; in the same memory at any time."""
+    """Requests of all lengths are run as long as some wait, in the same memory at any time."""
     rng = np.random.default_rng(1)
     runner = runner_for("h2o", rows=16, stop=(), limits=Limits(prompt=64, new_tokens=120))
     held = []

@@ -44,7 +44,7 @@ def expect(codec: Codec, dtype: str, x: np.ndarray) -> tuple[Encoded, np.ndarray
 
 
 def _parts(codec: Codec, dtype: str, x: np.ndarray, kept: np.ndarray | None) -> Encoded:
-    """What is held of the entries that `kept` marks."""
+    """Encodes vectors [n, D] by the reference, of which only the entries that `kept` marks count."""
     whole = x if kept is None else np.where(kept, x, 0)
     match codec:
         case Integer(bits, group):

@@ -75,7 +75,7 @@ class Prepared(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a run yields.
+    """The results of a run.
 
     Attributes:
       output: [B, H, STEPS, D] of the decoding steps.
@@ -118,7 +118,7 @@ def prepare(name: str) -> Prepared:
 
 
 def tokens(seed: int = 0) -> Tokens:
-    """Of prompts and of what follows them; padding is large."""
+    """Returns queries, keys and values of prompts and of the tokens that follow; those of padding are large."""
     rng = np.random.default_rng(seed)
     made = [rng.normal(size=(len(LENGTHS), count, WIDTH + STEPS, DIM)) for count in (HEADS, KV_HEADS, KV_HEADS)]
     return tuple(x.astype(np.float32) for x in made)  # type: ignore[return-value]

@@ -193,7 +193,7 @@ def test_what_is_never_full_is_a_dense_cache():
 
 
 def test_bytes_of_a_token_at_a_size_that_is_used():
-    """Of 128 channels in bfloat16, without the exact tokens: 2 bits and two parameters per 32 numbers."""
+    """Bytes of 128 channels in bfloat16, without the exact tokens: 2 bits and two parameters per 32 numbers."""
     assert storage.kivi().bytes_per_slot(128, jnp.bfloat16) == 96
     assert storage.kivi(4).bytes_per_slot(128, jnp.bfloat16) == 160
 
@@ -353,7 +353,7 @@ def test_what_does_not_compose_is_refused(spec, match):
     "look", [selection.optimal(3), selection.quest(2, 8, first_layer=0)], ids=lambda look: look.name
 )
 def test_a_selection_reads_slots_of_blocks(look):
-    """What is read of the last step, in numpy, of the cache before it."""
+    """The last step reads what numpy chooses from the cache before it."""
     prompt, decode = random(2)
     output, _ = replay(HELD, prompt, decode, LENGTHS, selection=look)
     earlier = tuple(x[:, :, :-1] for x in decode)

@@ -147,7 +147,7 @@ def test_bytes_do_not_depend_on_the_program(codec, dim):
 
 
 def test_bytes_of_255_decode_to_finite_numbers():
-    """What an empty slot holds must not make a sum NaN, even with a weight of 0."""
+    """The content of an empty slot must not make a sum NaN, even with a weight of 0."""
     codecs = [*(codec for codec, dim, _ in CASES if dim != 1), Integer(4), Fp8(), Fp8(0.5)]
 
     def decode(codec: Codec) -> jax.Array:

@@ -71,7 +71,7 @@ def tokens_of(prompt, decode, row: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("kind", ["slots", "blocks"])
 def test_what_is_held_is_the_projection_of_all_heads(kind):
-    """Of keys before rotation; CSKV codes whole windows, and the others by their age."""
+    """Keys are projected before rotation; CSKV encodes whole windows, the other storage the tokens of some age."""
     window, residual, heads, rank = 4, 3, 2, 5
     held = storage.cskv(rank, window) if kind == "blocks" else storage.kv_heads(heads, rank, residual)
     given = samples()

@@ -46,7 +46,7 @@ def slerp(lower: np.ndarray, upper: np.ndarray, t: float) -> tuple[np.ndarray, n
 
 
 def expected(lower: np.ndarray, upper: np.ndarray, t: float, retained: float) -> tuple[np.ndarray, np.ndarray]:
-    """What [n, D] of two layers are held as, in float64."""
+    """Returns the vectors [n, D] of two layers as they are held, in float64."""
     made = [slerp(*pair, t) for pair in zip(lower, upper, strict=True)]
     order = sorted(range(len(made)), key=lambda i: (made[i][1], i))
     kept = order[len(made) - math.ceil(retained * len(made) - 1e-9) :]

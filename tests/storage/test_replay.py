@@ -62,7 +62,7 @@ def test_a_layer_without_a_full_block_is_read_as_it_is(held):
 
 @pytest.mark.parametrize("held", [storage.kivi(2, 2, 4), storage.gear(4, 4, rank=2), storage.sparse(storage.int4(), 1)])
 def test_the_largest_numbers_of_float16_stay_finite(held):
-    """What codes decode to may be larger by an error."""
+    """Decoded values may exceed float16's largest number by an error of rounding, and are limited."""
     rng = np.random.default_rng(2)
     signs = [rng.choice([-65504.0, 65504.0, 1.0], size=(1, 2, 12, 8)) for _ in range(2)]
     prompt, new = (

@@ -24,7 +24,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def results(request) -> dict[str, dict]:
-    """What was found for each storage that a test of this run asks for."""
+    """The findings of each storage that a test of this run asks for."""
     asked = {item.callspec.params["name"] for item in request.session.items if "results" in item.fixturenames}
     flags = XLA_FLAGS + " --xla_force_host_platform_device_count=8"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}

@@ -1,4 +1,4 @@
-"""What vectors share, and vectors that are held shorter: the worked cases, bytes, and what is refused."""
+"""Sides that vectors share, and vectors that are held shorter: the worked cases, bytes, and what is refused."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""What the slots of evicted tokens hold never matters, in any storage."""
+"""The content of the slots of evicted tokens never matters, in any storage."""
 
 import functools
 

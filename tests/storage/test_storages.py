@@ -111,7 +111,7 @@ def test_a_store_of_slots(name, dtype):
 
 
 def test_bytes_of_the_definition():
-    """Of a slot of 128 channels in bfloat16, which is 512 bytes."""
+    """Bytes of a slot of 128 channels in bfloat16, which is 512 bytes."""
     sizes = {
         storage.dense(): 512, storage.int8(): 272, storage.int4(): 144, storage.int2(32): 96, storage.fp8(): 260,
         storage.fp8(1): 256, storage.bfp(): 264, storage.mxfp4(): 136, storage.turboquant(4): 132,

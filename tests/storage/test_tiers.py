@@ -238,7 +238,7 @@ def lowered(held: Storage, policy: Any, lengths: np.ndarray, steps: int, *, bloc
     ],
 )  # fmt: skip
 def test_capacities(policy, slots):
-    """Of a row of 12 tokens, which 9 follow: the low tier has the slots that the policy's budget does not."""
+    """Slots of a row of 12 tokens, which 9 follow: the low tier has the slots that the policy's budget does not."""
     layout = lowered(HELD["balanced"], policy, np.array([12, 4, 9]), 9).layout
     found = [group.slots for (group,) in layout.decode]
     assert found == (slots if isinstance(slots, list) else [slots] * 3)
@@ -251,7 +251,7 @@ def test_capacities(policy, slots):
 
 
 def test_most_that_is_evicted():
-    """Of every length of a prompt: a share that falls as prompts grow is largest in the middle."""
+    """Slots of every length of a prompt: a share that falls as prompts grow is largest in the middle."""
     pyramid = policies.pyramidkv(12, window=2)
     most = most_evicted(pyramid, policies.full(), range(1, 41), 5, 3)
     by_hand = [

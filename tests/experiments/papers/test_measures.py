@@ -42,7 +42,7 @@ def lab(tmp_path):
 
 
 def scores(m, seen, kind):
-    """What the columns of m [t + 1, t + 1] rank by at its last query; of what was seen all along."""
+    """The importance of the columns of m [t + 1, t + 1] at its last query, of all queries so far."""
     found = np.full(m.shape[1], -np.inf)
     for j in np.flatnonzero(seen[-1]):
         rows = [i for i in range(j, len(m)) if seen[i, j]]

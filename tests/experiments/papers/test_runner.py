@@ -73,7 +73,7 @@ def settings(seed=0, scale=FULL):
 
 
 def files(folder):
-    """What a run wrote, but the page's line about the commit."""
+    """Returns the files that a run wrote, without the page's line about the commit."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
