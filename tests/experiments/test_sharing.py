@@ -179,7 +179,7 @@ def test_every_command_of_the_page_is_one(monkeypatch):
     monkeypatch.setattr(sweep, "sweep", lambda base, axes, **_: (len(sweep.product(base, axes)), []))
     asked = []
     monkeypatch.setattr(sweep, "cells", lambda found: [])
-    monkeypatch.setattr(cli, "use_compilation_cache", lambda values: None)
+    monkeypatch.setattr(cli, "prepare_programs", lambda values: None)
     monkeypatch.setattr(sweep, "write", lambda folder, base, found, command: asked.append(command))
     text = PAGE.replace("\\\n", " ")
     commands = re.findall(r"-m experiments\.sweep (.*)", text) + re.findall(
@@ -195,7 +195,7 @@ def test_every_command_of_the_page_is_one(monkeypatch):
 def test_commands_of_several_processes(monkeypatch):
     joined, text = [], PAGE.replace("\\\n", " ")
     monkeypatch.setattr(cli.distributed, "initialize", lambda *given: joined.append(given))
-    monkeypatch.setattr(cli, "use_compilation_cache", lambda values: None)
+    monkeypatch.setattr(cli, "prepare_programs", lambda values: None)
     commands = re.findall(r"-m experiments\.run (.*)", text)
     meshes = [cli.parse(["run", *shlex.split(each.strip(' "&'))], about="")[0].mesh for each in commands]
     assert meshes == ["data:2,model:8"] * 2 + ["data:2"] * 2
