@@ -1,8 +1,8 @@
 """The attention rows of a step, as its attention saw them.
 
-A step of the decoder hands out what its attention saw (`kvjax.cache.step.step.Seen`): rotated queries and keys, and the
-positions of the slots that were read. The rows are computed again from these, whatever the policy, the storage and the
-selection.
+A step of the decoder hands out what its attention saw (`kvjax.cache.step.interface.Seen`): rotated queries and keys,
+and the positions of the slots that were read. The rows are computed again from these, whatever the policy, the storage
+and the selection.
 """
 
 from typing import Any, NamedTuple

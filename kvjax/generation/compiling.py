@@ -44,14 +44,15 @@ class _Call:
             self._timer.daemon = True
             self._timer.start()
 
-    def end(self) -> None:
-        """The call has returned: the program runs, or is not valid."""
+    def end(self, failed: bool) -> None:
+        """The call has returned, or has raised an error."""
         if self._timer is not None:
             self._timer.cancel()
         with self._lock:
             self._ended = True
             if self._said:
-                _write(f"compiled {self.what}: {time.perf_counter() - self._start:.0f} s")
+                seconds = time.perf_counter() - self._start
+                _write(f"{'not compiled' if failed else 'compiled'}: {self.what}, {seconds:.0f} s")
 
     def _say(self) -> None:
         with self._lock:
@@ -82,11 +83,13 @@ def announced(what: str) -> Iterator[None]:
     """
     call = _Call(what)
     token = _current.set(call)
+    failed = True
     try:
         yield
+        failed = False
     finally:
         _current.reset(token)
-        call.end()
+        call.end(failed)
 
 
 def traced() -> None:

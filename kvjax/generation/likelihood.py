@@ -14,6 +14,7 @@ from kvjax.cache.planning.layout import CacheLayout, Phase, kept
 from kvjax.cache.planning.limits import power_of_two
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState
+from kvjax.errors import InputError
 from kvjax.generation import compiling, selection_record
 from kvjax.generation.generate import check_room
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
@@ -167,11 +168,15 @@ def score_continuation(model: Model, prefilled: Prefilled, tokens: np.ndarray, *
       The log-probability of each token, [B, n] float32.
 
     Raises:
-      InputError: there are too few slots for n tokens, or the tokens are not valid for the model.
+      InputError: there are too few slots for n tokens, or the tokens are not valid for the model or the prompts.
       NonFiniteError: a log-probability is not finite; ``error.result`` has all of them.
     """
     new = check_batch(model.config, tokens, None, new_tokens=0).tokens
     rows, count = new.shape
+    if rows != prefilled.num_rows:
+        raise InputError(
+            f"tokens has {rows} rows, but {prefilled.num_rows} prompts were prefilled; give one row for each."
+        )
     check_room(prefilled, count)
     prompt = np.asarray(distributed.to_host(prefilled.state.length))
     size = power_of_two(int(prompt.max()) + count, SMALLEST_TEXT)

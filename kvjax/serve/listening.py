@@ -1,4 +1,7 @@
-"""Runs the HTTP server until it is interrupted, and then ends its requests one way or the other."""
+"""Runs the HTTP server until a signal (SIGINT, SIGTERM) stops it, and then ends its requests.
+
+Requests have `GRACE_SECONDS` to end; the others are answered with an error, and the process ends after `END_SECONDS`.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,7 @@
-"""Keys in integers per channel and values in integers per token (KIVI, arXiv:2402.02750)."""
+"""Keys in integers per channel and values in integers per token (KIVI, arXiv:2402.02750).
+
+The newest tokens stay exact until their block is full: `kvjax.cache.arrangements.blocks`.
+"""
 
 import dataclasses
 

@@ -79,7 +79,7 @@ def build(name: str, package: Any) -> Any:
 
 
 def model_for(heads: str, name: str) -> Tiny:
-    """Returns a model of two layers for some policies: where layers differ, and one with hidden states of its own."""
+    """Returns a model with two layers for policies whose layers differ and for one other, with one layer otherwise."""
     two = name in SPLIT or name == "pyramidkv" or (heads, name) == ("gqa", "h2o")
     return tiny(heads, layers=2 if two else 1)
 

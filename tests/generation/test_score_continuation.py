@@ -55,6 +55,8 @@ def test_a_continuation_that_is_too_long():
     )  # fmt: skip
     with pytest.raises(InputError, match="20 tokens are held and 7 are to follow, but the cache has 22 slots"):
         score_continuation(tiny().model, made, TOKENS[:, PROMPT:])
+    with pytest.raises(InputError, match="tokens has 2 rows, but 3 prompts were prefilled"):
+        score_continuation(tiny().model, made, TOKENS[:2, PROMPT:])
     with pytest.raises(InputError, match="outside the model's vocabulary"):
         score_continuation(tiny().model, made, np.full((3, 2), 64))
 

@@ -1,4 +1,4 @@
-"""The libraries of custom calls are built side by side, when they are needed, and nobody waits who does not ask to."""
+"""Libraries of custom calls are built in parallel, on first use, in the background unless the process waits."""
 
 import time
 

@@ -1,6 +1,7 @@
 """How the slots of a layer lie in arrays, for each layout of a storage.
 
-A new one inherits from `Arrangement`, and is one line of `ARRANGEMENTS`.
+A new one inherits from `Arrangement`, and is one line of `ARRANGEMENTS`, whose key is the `kvjax.storage.Layout` that a
+storage names. Nothing else tests for it.
 """
 
 from kvjax.cache.arrangements.base import Arrangement

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from kvjax import attention
-from kvjax.cache.context_parallel import attend, evict, select
+from kvjax.cache.context_parallel import attend, select, step_end
 from kvjax.cache.context_parallel.attend import SelectionInputs
 from kvjax.cache.context_parallel.operands import SharedParams
 from kvjax.cache.context_parallel.select import ReadMask, Rows
@@ -104,5 +104,5 @@ def _step(
     observed = attend.attend(
         query, key, value, layer, rows, common, number, hint, group=group, axes=axes, rope=rope, **options
     )
-    after = evict.finish(observed, rows, number, group, axes, hint.skew)
+    after = step_end.finish(observed, rows, number, group, axes, hint.skew)
     return observed.output, after, None if observed.choice is None else observed.choice.looked
