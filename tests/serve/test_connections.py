@@ -165,7 +165,9 @@ def test_slow_clients_are_ended():
         ended.set()
         for thread in threads:
             thread.join(WAIT)
-        assert alive(port) and len(connections.open) <= 1
+        assert alive(port)
+        # The client sees the end of a connection before the server has let go of it.
+        wait_until(lambda: not connections.open)
 
 
 def test_a_client_that_takes_nothing_of_its_answer_is_ended():
