@@ -32,6 +32,7 @@ from experiments.runs.resolve import codes_of, decoder_config, dtype_of, model_n
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.planning.capacity import Capacity, capacity
 from kvjax.planning.topologies import find_target
+from kvjax.typing import JsonObject
 from kvjax.units import size
 
 PROGRAM, CONFIG = "python -m experiments.capacity", "--config=capacity"
@@ -92,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def planned(
-    config: ExperimentConfig, spec: Any, values: flags.FlagValues, price: dict[str, Any] | None, like: Capacity | None
+    config: ExperimentConfig, spec: Any, values: flags.FlagValues, price: JsonObject | None, like: Capacity | None
 ) -> Capacity:
     """Finds the largest batch of one cache."""
     decoder = decoder_config(config.model)
@@ -115,7 +116,7 @@ def planned(
     )
 
 
-def described(config: ExperimentConfig, values: flags.FlagValues) -> dict[str, Any]:
+def described(config: ExperimentConfig, values: flags.FlagValues) -> JsonObject:
     """Returns the settings that all results of a run share, as JSON values.
 
     Raises:

@@ -34,6 +34,7 @@ from kvjax import policies
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 from kvjax.models.parameters import parameter_count
+from kvjax.typing import JsonObject
 
 WINDOWS, GAIN_WINDOWS = 32, 128  # of each held-out text; the gain is a small difference, and takes more
 GAIN_STRIDE = 1  # the gain is measured on every n-th token; tests take fewer
@@ -64,7 +65,7 @@ class Run(NamedTuple):
         events = [json.loads(line) for _, line in numbered((folder / "metrics.jsonl").read_bytes())]
         return cls(folder, fields.from_dict(TrainConfig, results.read_json(folder / "config.json")), events)
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def of(self, kind: str) -> list[JsonObject]:
         return [event for event in self.events if event["kind"] == kind]
 
     def before(self) -> "list[Run]":

@@ -28,7 +28,7 @@ class _Parser(flags.ArgumentParser):
     def __init__(self, kind: Any):
         self.kind = kind
 
-    def parse(self, argument: Any) -> Any:
+    def parse(self, argument: object) -> Any:
         return fields.read(self.kind, argument) if isinstance(argument, str) else argument
 
     def flag_type(self) -> str:

@@ -12,7 +12,7 @@ from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.models.quantize import WeightCodes
 from kvjax.policies import Fraction, Policy
-from kvjax.policies.budget import LEAST_SLOTS
+from kvjax.policies.budget import MIN_SLOTS
 from kvjax.specs import parse
 
 DENSE, EVERYTHING = "dense", "everything"  # how slots are held and read unless a config says otherwise
@@ -113,7 +113,7 @@ class TasksConfig:
     folder: OptionalText = None
     questions: OptionalCount = None
     rows: Count = 16
-    least_slots: Count = LEAST_SLOTS
+    least_slots: Count = MIN_SLOTS
 
 
 @dataclasses.dataclass
@@ -186,7 +186,7 @@ def build_policy(config: PolicyConfig, least_slots: int | None = None) -> Policy
         raise ConfigError(f"policy {config.name} does not take {setting}; it takes {', '.join(sorted(accepted))}.")
     taken = {key: value for key, value in given.items() if key in accepted}
     if least_slots is not None and isinstance(taken.get("budget"), float):
-        taken["budget"] = Fraction(taken["budget"], least=least_slots)
+        taken["budget"] = Fraction(taken["budget"], min_slots=least_slots)
     policy: Policy = parse.build("policy", config.name, **taken)
     return policy
 

@@ -12,11 +12,12 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from kvjax.arguments import closest, did_you_mean
 from kvjax.attention import IMPLEMENTATIONS, Implementation
 from kvjax.errors import ConfigError
+from kvjax.typing import JsonObject
 
 FOLDER = Path(__file__).resolve().parent.parent / "configs"
 
@@ -79,6 +80,8 @@ def _budget(text: str) -> int | float:
 
 
 #: How each kind reads the text of a command line; raises ValueError when it cannot.
+Config: TypeAlias = Any  # a frozen dataclass of settings, or its class
+Kind: TypeAlias = Any  # the annotated type of a field
 KINDS: dict[Any, Callable[[str], Any]] = {
     Count: lambda text: _whole(text, 1),
     OptionalCount: lambda text: None if _is_none(text) else _whole(text, 0),
@@ -95,7 +98,7 @@ KINDS: dict[Any, Callable[[str], Any]] = {
 }
 
 
-def read(kind: Any, text: str) -> Any:
+def read(kind: Kind, text: str) -> object:
     """The value that `text` means for a field of this kind.
 
     Raises:
@@ -112,7 +115,7 @@ def names(cls: type) -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem[0] != "_" and isinstance(_read(path), cls))
 
 
-def by_name(name: str, cls: type) -> Any:
+def by_name(name: str, cls: type) -> Config:
     """The config of configs/`name`.py, or of a Python file given by its path.
 
     Raises:
@@ -137,7 +140,7 @@ def by_name(name: str, cls: type) -> Any:
     return config
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> Config:
     """Returns the result of the file's `get_config`, or None if it has none."""
     spec = importlib.util.spec_from_file_location(f"configs.{path.stem}", path)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
@@ -145,7 +148,7 @@ def _read(path: Path) -> Any:
     return module.get_config() if hasattr(module, "get_config") else None
 
 
-def kind_of(path: str, cls: type) -> Any:
+def kind_of(path: str, cls: type) -> Kind:
     """The kind of the field at a dotted path such as ``policy.budget``.
 
     Raises:
@@ -171,7 +174,7 @@ def kind_of(path: str, cls: type) -> Any:
     return here
 
 
-def leaves(cls: Any, prefix: str = "") -> list[str]:
+def leaves(cls: Config, prefix: str = "") -> list[str]:
     """Every dotted path that can be overridden."""
     found = []
     for field in dataclasses.fields(cls):
@@ -180,7 +183,7 @@ def leaves(cls: Any, prefix: str = "") -> list[str]:
     return found
 
 
-def override(config: Any, path: str, value: Any) -> Any:
+def override(config: object, path: str, value: object) -> Config:
     """A copy of `config` with one field set (`value` as text, or already of the field's type)."""
     kind = kind_of(path, type(config))
     config = copy.deepcopy(config)
@@ -192,12 +195,12 @@ def override(config: Any, path: str, value: Any) -> Any:
     return config
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(config: Config) -> JsonObject:
     """As JSON would hold it."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def from_dict(cls: Any, fields: dict[str, Any]) -> Any:
+def from_dict(cls: Config, fields: JsonObject) -> Config:
     """The config that `to_dict` was given; fields that it did not have then are as they are by default."""
     values = {}
     for field in dataclasses.fields(cls):

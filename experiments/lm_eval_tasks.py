@@ -14,7 +14,6 @@ import json
 import string
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from absl import flags
@@ -26,6 +25,7 @@ from experiments.tasks import multiple_choice, score
 from experiments.tasks.multiple_choice import Question
 from experiments.tasks.story import story
 from experiments.tasks.words import HELD_OUT
+from kvjax.typing import JsonObject
 
 PREFIX, RECALL = "kvjax_", ("passkey", "multi_key", "associative")
 CHARACTERS = 3_000  # of a text that is scored by itself
@@ -88,10 +88,10 @@ def write_answers(folder: Path, task: str, asked: Iterable[tuple[str, str]], *, 
 def _write(
     folder: Path,
     task: str,
-    rows: list[dict[str, Any]],
-    settings: dict[str, Any],
+    rows: list[JsonObject],
+    settings: JsonObject,
     metrics: list[str],
-    shots: Sequence[dict[str, Any]] = (),
+    shots: Sequence[JsonObject] = (),
 ) -> None:
     files = {}
     for split, own in (("test", rows), ("examples", shots)):

@@ -140,7 +140,7 @@ def write(path: Path, content: str | bytes) -> None:
         raise
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     """Readable JSON that ends in a newline."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 

@@ -42,6 +42,7 @@ from experiments.sweeps.sharing import MISSING, Shard
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.parallel import distributed
 from kvjax.specs import user_files
+from kvjax.typing import JsonObject
 
 Axis = tuple[str, list[Any]]  # a field and its values
 SOME_FAILED = 1
@@ -68,7 +69,7 @@ def parse_axis(text: str) -> Axis:
     return path, list(dict.fromkeys(fields.read(kind, value) for value in values))
 
 
-def product(base: ExperimentConfig, axes: Sequence[Axis]) -> list[tuple[dict[str, Any], ExperimentConfig]]:
+def product(base: ExperimentConfig, axes: Sequence[Axis]) -> list[tuple[JsonObject, ExperimentConfig]]:
     """Every combination of values, as the fields that it sets and the resolved config.
 
     Raises:
@@ -160,11 +161,11 @@ def _with_labels(found: list[tables.Row]) -> list[tables.Row]:
     return found
 
 
-def _named(swept: dict[str, Any]) -> str:
+def _named(swept: JsonObject) -> str:
     return " ".join(f"{path.split('.')[-1]}={value}" for path, value in swept.items())
 
 
-def _attempt(session: Session, config: ExperimentConfig, swept: dict[str, Any], contents: dict[str, str]) -> tables.Row:
+def _attempt(session: Session, config: ExperimentConfig, swept: JsonObject, contents: dict[str, str]) -> tables.Row:
     """One run's result; an error is a result too. An interruption is not: it ends the sweep."""
     start = time.perf_counter()
     result: tables.Row = {

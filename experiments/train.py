@@ -46,6 +46,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.model import Model
 from kvjax.parallel import distributed, sharding
+from kvjax.typing import PyTree
 
 Array = jax.Array
 METRICS = "metrics.jsonl"
@@ -54,7 +55,7 @@ ANSWER_TOKENS = 40  # of a window, left to the answer
 
 
 def loss_of(
-    params: Any, apply: Any, tokens: Array, kind: Array, answer_weight: float
+    params: PyTree, apply: Any, tokens: Array, kind: Array, answer_weight: float
 ) -> tuple[Array, dict[str, Array]]:
     """Mean negative log-likelihood in nats, answers weighted, and the mean of each kind (NaN where there is none).
 
@@ -125,7 +126,7 @@ def _train(config: TrainConfig, command: str, progress: bool | None) -> Path:
         decoder = decoder_config(config, mixture.bos)
 
         @functools.partial(jax.jit, out_shardings=everywhere)
-        def begin(params: Any) -> TrainState:
+        def begin(params: PyTree) -> TrainState:
             return TrainState.create(apply_fn=Decoder(decoder).apply, params=params, tx=optimizer(config))
 
         initial = before.params if before else initial_parameters(decoder, jax.random.key(config.seed))
@@ -196,7 +197,7 @@ def _start_model(config: TrainConfig, folder: Path) -> Model:
 
 
 def evaluated(
-    params: Any, decoder: DecoderConfig, mixture: Mixture, held_out: Sequence[corpus.Text], context: int
+    params: PyTree, decoder: DecoderConfig, mixture: Mixture, held_out: Sequence[corpus.Text], context: int
 ) -> dict[str, float]:
     """Bits per byte of each held-out text, and the share of exact matches of each recall task that has room."""
     scores = {

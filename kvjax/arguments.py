@@ -1,6 +1,7 @@
 """Checks of arguments, and tables of factories by name; policies, storages and selections are built with them."""
 
 import contextlib
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -10,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any, ParamSpec, TypeVar
 
 from kvjax.errors import KvjaxError, PolicyError, shown
+from kvjax.typing import JsonObject
 
 LONGEST_NAME = 100  # characters of a name that others are compared with
 
@@ -22,25 +24,43 @@ LARGEST = (1 << 31) - 1  # whole number of an argument that gives no other limit
 _warned: set[Hashable] = set()  # what `warn_once` has warned of in this process
 
 
+class Restorable:
+    """A dataclass that refuses to be unpickled from fields of other names, which another version of kvjax saved.
+
+    Raises:
+      PolicyError: a field is missing; its default would otherwise stand for a number that was saved.
+    """
+
+    def __setstate__(self, state: JsonObject) -> None:
+        missing = sorted({field.name for field in dataclasses.fields(self)} - set(state))  # type: ignore[arg-type]
+        if missing:
+            names = ", ".join(sorted(set(state)))
+            raise PolicyError(
+                f"a {type(self).__name__} that another version of kvjax saved has {names} and lacks "
+                f"{', '.join(missing)}; make it again."
+            )
+        self.__dict__.update(state)
+
+
 def count_argument(
-    name: str, value: Any, *, minimum: int = 0, maximum: int | None = None, error: type[KvjaxError] = PolicyError
+    name: str, value: object, *, minimum: int = 0, maximum: int | None = None, error: type[KvjaxError] = PolicyError
 ) -> int:
     """Returns a whole number as an int.
 
     Raises:
       error: `value` is not a whole number from `minimum` to `maximum` (None = `LARGEST`). The message says `name`.
     """
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    most = LARGEST if maximum is None else maximum
-    if not whole or not minimum <= value <= most:
-        plain = maximum is None and not (whole and value > most)
-        valid = f"of at least {minimum}" if plain else f"from {minimum} to {most}"
+    whole = int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
+    largest = LARGEST if maximum is None else maximum
+    if whole is None or not minimum <= whole <= largest:
+        plain = maximum is None and not (whole is not None and whole > largest)
+        valid = f"of at least {minimum}" if plain else f"from {minimum} to {largest}"
         raise error(f"{name} must be a whole number {valid}; got {shown(value)}.")
-    return int(value)
+    return whole
 
 
 def number_argument(
-    name: str, value: Any, *, minimum: float, maximum: float, error: type[KvjaxError] = PolicyError
+    name: str, value: object, *, minimum: float, maximum: float, error: type[KvjaxError] = PolicyError
 ) -> float:
     """Returns a number as a float.
 
@@ -48,9 +68,9 @@ def number_argument(
       error: `value` is not a number from `minimum` to `maximum`. The message says `name`.
     """
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not minimum <= value <= maximum:  # NaN fails this too
+    if not real or not minimum <= value <= maximum:  # type: ignore[operator]  # NaN fails this too
         raise error(f"{name} must be a number from {minimum:g} to {maximum:g}; got {shown(value)}.")
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
 
 
 def choice_argument(name: str, value: T, valid: Sequence[T], *, error: type[KvjaxError] = PolicyError) -> T:
@@ -66,7 +86,7 @@ def choice_argument(name: str, value: T, valid: Sequence[T], *, error: type[Kvja
     return value
 
 
-def check_hashable(what: str, value: Any, *, error: type[KvjaxError] = PolicyError) -> None:
+def check_hashable(what: str, value: object, *, error: type[KvjaxError] = PolicyError) -> None:
     """Checks that a value can be a static argument of a program.
 
     Raises:

@@ -16,11 +16,12 @@ from kvjax.errors import ConfigError
 from kvjax.kernels import registry
 from kvjax.kernels.coded import Coded
 from kvjax.kernels.decode import xla as decode_xla
-from kvjax.kernels.prefill import devices
+from kvjax.kernels.prefill import sharded
 from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.kernels.problem import Attended, Problem, check
 from kvjax.numerics.statistics import COUNT, Statistic, by_name
 from kvjax.parallel import sharding
+from kvjax.typing import JsonObject
 
 Array = jax.Array
 Columns = dict[str, Array]  # statistic name -> [B, K, S] or [B, K, S, words] float32
@@ -73,7 +74,7 @@ def problem(
     Args:
       query: [B, H, n, D], rotated; H is a multiple of K.
       key: [B, K, S, D], rotated; includes the block's own tokens unless they are another part. XLA takes `Coded` too.
-      value: [B, K, S, D], as `key`.
+      value: [B, K, S, D'], as `key`; D' is D unless values are held shorter.
       query_position: [B, n] int32 absolute positions, ascending; -1 = padding at the end of a row, whose output is 0.
       key_position: [B, K, S] int32; -1 = a slot that is empty or not read.
       scale: factor of the logits; None = D ** -0.5.
@@ -238,10 +239,10 @@ def _by_kernel(
     """Calls a kernel, where all slots are one part, or given the log-sum-exps and counts of slots of the others."""
     kernel = registry.find("decode" if problem.query.shape[3] == 1 else "prefill", implementation).load()
     if implementation == "xla":
-        attended, sums = devices.attend_and_reduce(problem, kernel)
+        attended, sums = sharded.attend_and_reduce(problem, kernel)
     else:
 
-        def run(by_head: dict[str, Any], by_row: dict[str, Any], others: dict[str, Any]) -> tuple[Attended, Columns]:
+        def run(by_head: JsonObject, by_row: JsonObject, others: JsonObject) -> tuple[Attended, Columns]:
             return kernel(problem.replace(**by_head, **by_row), **others)
 
         heads = ("batch", "kv_heads")

@@ -209,12 +209,14 @@ def parse_topology(name: str) -> tuple[str, tuple[int, ...]]:
         raise ConfigError(f"topology {name!r} is unknown; {valid}")
     sizes = tuple(int(size) for size in match[2].split("x"))
     sizes += (1,) * (3 - len(sizes))
-    axes, most = TOPOLOGIES[match[1]]
+    axes, maximum = TOPOLOGIES[match[1]]
     # The compiler hangs for some shapes that do not exist, such as v5e:3x9.
     flat = sizes[2] == 1 and all(size & (size - 1) == 0 for size in sizes)
-    if min(sizes) < 1 or math.prod(sizes) > most or (axes == 2 and not flat):
+    if min(sizes) < 1 or math.prod(sizes) > maximum or (axes == 2 and not flat):
         shape = "two axes, each a power of two," if axes == 2 else "two or three axes"
-        raise ConfigError(f"topology {name!r} cannot be built: {match[1]} has {shape} and 1 to {most} chips; {valid}")
+        raise ConfigError(
+            f"topology {name!r} cannot be built: {match[1]} has {shape} and 1 to {maximum} chips; {valid}"
+        )
     return match[1], sizes
 
 

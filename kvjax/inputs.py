@@ -129,7 +129,7 @@ def check_one_row(name: str, tokens: object) -> None:
         raise InputError(f"{name} is of one row of tokens, [n]; got {got}.")
 
 
-def _row(row: Any) -> np.ndarray | None:
+def _row(row: object) -> np.ndarray | None:
     """Returns a row of token ids as an array [n] int, possibly without any; None if it is no row."""
     try:
         ids = np.asarray(row)

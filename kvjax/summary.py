@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-MOST_TEXT = 60  # characters of a text or of another value's own repr
-MOST_KINDS = 4  # different items of a sequence that are listed
+MAX_TEXT = 60  # characters of a text or of another value's own repr
+MAX_KINDS = 4  # different items of a sequence that are listed
 
 
-def one_line(result: Any) -> str:
+def one_line(result: object) -> str:
     """Returns the `repr` of a dataclass or a named tuple of arrays, as in ``Generation(tokens=int32[2, 64], ...)``.
 
     Attributes that are None or empty mappings, private ones, and those that a dataclass does not show, are left out.
@@ -43,15 +43,15 @@ def described(value: Any) -> str:
 
 def items(values: Sequence[Any]) -> str:
     """Describes the items of a sequence; those in a row that are alike are described once."""
-    if len(values) > MOST_KINDS and all(isinstance(each, int | float) for each in values):
+    if len(values) > MAX_KINDS and all(isinstance(each, int | float) for each in values):
         return f"{described(values[0])}, {described(values[1])}, ... {len(values)} in all"
     runs: Iterator[tuple[str, int]] = (
         (text, sum(1 for _ in run)) for text, run in itertools.groupby(map(described, values))
     )
-    parts = [text if count == 1 else f"{count} x {text}" for text, count in itertools.islice(runs, MOST_KINDS)]
+    parts = [text if count == 1 else f"{count} x {text}" for text, count in itertools.islice(runs, MAX_KINDS)]
     more = next(runs, None)
     return ", ".join(parts) + (f", ... {len(values)} in all" if more else "")
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 3]}..."
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."

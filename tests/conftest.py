@@ -122,7 +122,8 @@ LONG = (
     "test_worked_examples.py", "test_offload.py", "test_pools.py", "test_generate_tpu.py", "test_bench.py",
     "test_quantized.py", "test_shared_sides.py", "test_calibration.py", "test_tiers.py", "test_blocks.py",
     "test_accelerator.py", "test_docs.py", "test_compositions.py", "test_properties.py", "test_multiple_choice.py",
-    "test_attention.py", "test_compiled.py", "test_make_plan.py", "test_heads.py", "test_parity.py", "test_reading.py",
+    "test_attention.py", "test_compiled.py", "test_make_plan.py", "test_heads.py", "test_parity.py", 
+    "test_selection_quality.py",
     "test_spec_text.py", "test_step_gpu.py", "test_prefill_gpu.py", "test_decode_gpu.py",
 )  # fmt: skip
 
@@ -133,7 +134,7 @@ OTHER_THAN_JAX = {
     "text in and out": ("checkpoint/test_chat.py", "checkpoint/test_tokenizer.py", "experiments/test_texts.py"),
     "names, settings and their errors": (
         "checkpoint/test_generation_config.py", "checkpoint/test_names.py", "experiments/test_config.py",
-        "experiments/test_reading.py", "experiments/test_spec_text.py", "experiments/test_sweep.py",
+        "experiments/test_read_fraction.py", "experiments/test_spec_text.py", "experiments/test_sweep.py",
         "models/test_families.py", "models/test_shapes.py", "test_inputs.py", "test_install.py", "test_names.py",
         "policies/test_policies.py",
     ),

@@ -11,7 +11,7 @@ import kvjax.analysis
 from kvjax import policies
 from kvjax.cache import CacheSpec
 from kvjax.cache.planning.limits import sizes_for
-from kvjax.cache.planning.lowering import lower, most_positions
+from kvjax.cache.planning.lowering import lower, max_positions
 from kvjax.errors import InputError, KvjaxError, PolicyError
 from kvjax.generation import prefill as loop
 from kvjax.generation.continue_cache import extend
@@ -177,7 +177,7 @@ def test_nothing_is_traced_before_a_refusal(monkeypatch):
 def positions(policy, block=None, prompt=(20, 9), new=8):
     lengths = np.array(prompt)
     sizes = sizes_for(lengths, new, width=max(prompt), block=block, limits=None, last_fed=True)
-    return most_positions(lower(CacheSpec(policy), CONFIG, sizes, lengths), lengths, lengths + new, block)
+    return max_positions(lower(CacheSpec(policy), CONFIG, sizes, lengths), lengths, lengths + new, block)
 
 
 def test_positions_that_rope_tells_apart():

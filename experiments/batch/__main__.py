@@ -27,9 +27,10 @@ from kvjax.errors import ConfigError, KvjaxError
 from kvjax.generation.sampling import Sample
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
-from kvjax.policies.budget import LEAST_SLOTS
+from kvjax.policies.budget import MIN_SLOTS
 from kvjax.serve import Request, Result, Runner
 from kvjax.specs import user_files
+from kvjax.typing import Json, JsonObject
 
 FAILED = 1  # the exit status if some request could not be answered
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -93,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         exact = "highest" if dtype_of(config.model) == jnp.float32 else None
         with jax.default_matmul_precision(exact):
             # Requests may be short, as those of the server.
-            spec = build_spec(config, LEAST_SLOTS)
+            spec = build_spec(config, MIN_SLOTS)
             runner = Runner(
                 calibrated_for(model, spec, given_calibration(config.model)), spec, rows=values.rows, limits=limits,
                 key=jax.random.key(config.seed), prefill_block=config.prefill_block or "auto",
@@ -122,7 +123,7 @@ def check_sampling(values: flags.FlagValues) -> None:
     Sample(**own)
 
 
-def about(config: ExperimentConfig, values: flags.FlagValues, given: list[tuple[int, bytes]]) -> dict[str, Any]:
+def about(config: ExperimentConfig, values: flags.FlagValues, given: list[tuple[int, bytes]]) -> JsonObject:
     """Returns the settings that results depend on."""
     used = ("model", "policy", "storage", "selection", "mesh", "rules", "prefill_block", "implementation", "seed")
     own = ("rows", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
@@ -146,7 +147,7 @@ def limits_for(given: list[tuple[int, bytes]], model: Model, defaults: Defaults,
     return Limits(largest(values.longest_prompt, prompts), largest(values.most_new_tokens, tokens))
 
 
-def answer(runner: Runner, asked: Any, journal: Journal, *, rows: int, name: str) -> None:
+def answer(runner: Runner, asked: Json, journal: Journal, *, rows: int, name: str) -> None:
     """Answers requests and writes their results.
 
     Args:
@@ -160,7 +161,7 @@ def answer(runner: Runner, asked: Any, journal: Journal, *, rows: int, name: str
     timings: dict[str, Any] = journal.notes.get(PRODUCTS, {})
     with tqdm(unit="request", initial=journal.written, disable=None) as bar:
 
-        def put(each: Asked, result: dict[str, Any]) -> None:
+        def put(each: Asked, result: JsonObject) -> None:
             journal.put(each.index, {"id": each.id} | result)
             bar.update()
 
@@ -201,7 +202,7 @@ def submit(runner: Runner, each: Asked, running: dict[int, Asked], refuse: Calla
         refuse(each, str(error))
 
 
-def described(each: Asked, result: Result) -> dict[str, Any]:
+def described(each: Asked, result: Result) -> JsonObject:
     """A result as JSON."""
     tokens = [int(token) for token in result.tokens]
     text = None

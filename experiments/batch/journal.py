@@ -15,6 +15,7 @@ from typing import Any
 from experiments import results
 from experiments.lines import divided
 from kvjax.errors import ConfigError
+from kvjax.typing import Json, JsonObject
 
 SYNC_SECONDS = 1.0  # at least, between two calls that make the disk write
 SUFFIX = ".journal"
@@ -32,7 +33,7 @@ class Journal:
       notes: what `note` has written, by name.
     """
 
-    def __init__(self, output: Path, about: dict[str, Any]):
+    def __init__(self, output: Path, about: JsonObject):
         """Opens the files, and reads what an earlier call has written.
 
         Args:
@@ -79,7 +80,7 @@ class Journal:
         """Whether the result of a request is there."""
         return index < self.written or index in self._held
 
-    def put(self, index: int, result: dict[str, Any]) -> None:
+    def put(self, index: int, result: JsonObject) -> None:
         """Writes the result of a request.
 
         Args:
@@ -95,7 +96,7 @@ class Journal:
         while (line := self._held.pop(self.written, "")) != "":
             self._write(line)
 
-    def note(self, name: str, value: Any) -> None:
+    def note(self, name: str, value: object) -> None:
         """Writes something that the next call must know."""
         self.notes[name] = value
         _append(self._journal, _line({"note": name, "value": value}))
@@ -122,7 +123,7 @@ class Journal:
         self.written += 1
         self.failed += "error" in json.loads(line)
 
-    def _recover(self, about: dict[str, Any]) -> None:
+    def _recover(self, about: JsonObject) -> None:
         """Reads both files, and cuts off what is not whole."""
         for line in _whole_lines(self._output):
             self.written += 1
@@ -151,17 +152,17 @@ class Journal:
             self._write(line)
 
 
-def _changed(before: Any, after: Any) -> str:
+def _changed(before: object, after: object) -> str:
     """The files whose contents differ, in brackets."""
     one, other = (each if isinstance(each, dict) else {} for each in (before, after))
     return f" ({', '.join(sorted({name for name, _ in one.items() ^ other.items()}))})"
 
 
-def _line(value: Any) -> str:
+def _line(value: object) -> str:
     return json.dumps(value, ensure_ascii=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Json:
     """A value as JSON gives it back."""
     return json.loads(json.dumps(value))
 

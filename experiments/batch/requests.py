@@ -11,13 +11,14 @@ from kvjax.errors import ConfigError, InputError, KvjaxError
 from kvjax.generation.sampling import Greedy, Sample, Sampler
 from kvjax.models.model import Model
 from kvjax.serve import Request
-from kvjax.serve.text import TextStream
+from kvjax.serve.text_stream import TextStream
+from kvjax.typing import JsonObject
 
 FIELDS = (
     "id", "prompt", "max_new_tokens", "stop", "stop_tokens", "temperature", "top_k", "top_p", "min_p",
     "repetition_penalty", "seed",
 )  # fmt: skip
-MOST_TEXTS = 16  # stop texts of a request
+MAX_TEXTS = 16  # stop texts of a request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def read(given: list[tuple[int, bytes]], model: Model, defaults: Defaults) -> It
             yield Asked(index, number, name, None, error=str(error))
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def _object(line: bytes) -> JsonObject:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -101,7 +102,7 @@ def _object(line: bytes) -> dict[str, Any]:
     return entry
 
 
-def _name(entry: dict[str, Any], number: int) -> str | int:
+def _name(entry: JsonObject, number: int) -> str | int:
     name = entry.get("id", number)
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise InputError(f"id must be a text or a whole number; got {name!r}.")
@@ -113,7 +114,7 @@ def _name(entry: dict[str, Any], number: int) -> str | int:
     return name
 
 
-def _request(entry: dict[str, Any], model: Model, defaults: Defaults, index: int) -> tuple[Request, TextStream | None]:
+def _request(entry: JsonObject, model: Model, defaults: Defaults, index: int) -> tuple[Request, TextStream | None]:
     if unknown := sorted(entry.keys() - set(FIELDS)):
         raise InputError(f"unknown field {unknown[0]!r}; a request may have {', '.join(FIELDS)}.")
     prompt: Any = entry.get("prompt")
@@ -126,8 +127,8 @@ def _request(entry: dict[str, Any], model: Model, defaults: Defaults, index: int
         raise InputError(f"prompt must be a text or a list of token ids; got {_short(prompt)}.")
     stops = entry.get("stop", [])
     stops = [stops] if isinstance(stops, str) else stops
-    if not isinstance(stops, list) or len(stops) > MOST_TEXTS or not all(isinstance(x, str) and x for x in stops):
-        raise InputError(f"stop must be a text or at most {MOST_TEXTS} texts that are not empty; got {_short(stops)}.")
+    if not isinstance(stops, list) or len(stops) > MAX_TEXTS or not all(isinstance(x, str) and x for x in stops):
+        raise InputError(f"stop must be a text or at most {MAX_TEXTS} texts that are not empty; got {_short(stops)}.")
     if stops and tokenizer is None:
         raise InputError("the model has no tokenizer; give stop_tokens instead of stop.")
     tokens = entry.get("stop_tokens", [])
@@ -144,7 +145,7 @@ def _request(entry: dict[str, Any], model: Model, defaults: Defaults, index: int
     return request, text
 
 
-def _sampler(entry: dict[str, Any], model: Model, defaults: Defaults) -> Sampler:
+def _sampler(entry: JsonObject, model: Model, defaults: Defaults) -> Sampler:
     usual = dataclasses.asdict(model.generation.sampler)
     if isinstance(model.generation.sampler, Greedy):
         usual["temperature"] = 0
@@ -158,10 +159,10 @@ def _sampler(entry: dict[str, Any], model: Model, defaults: Defaults) -> Sampler
     return Sample(**own)
 
 
-def _ids(value: Any) -> bool:
+def _ids(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -17,6 +17,7 @@ import kvjax.products
 from experiments import cli, peers, results
 from experiments.bench import (
     accelerator,
+    contestants,
     decode,
     device,
     every_policy,
@@ -30,7 +31,6 @@ from experiments.bench import (
     products,
     selections,
     serve,
-    sides,
     storages,
     stream,
     transfers,
@@ -39,6 +39,7 @@ from experiments.runs import machine
 from experiments.tasks import multiple_choice
 from kvjax.attention import IMPLEMENTATIONS
 from kvjax.errors import ConfigError
+from kvjax.typing import JsonObject
 
 TASKS = {
     "decode": decode.run,
@@ -132,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
         AGAINST[task](values)
         peers.check_installed(decode.names_of_peers(values.against), pythons)
     environment = machine.environment() | {"peers": peers.versions(pythons)}
-    environment["reads_gb_per_second"] = 1e-9 / next(sides.reading())
+    environment["reads_gb_per_second"] = 1e-9 / next(contestants.reading())
     print(describe(environment))
     # float32 means float32 on every side: left alone, accelerators multiply it in fewer bits.
     with jax.default_matmul_precision("highest" if values.dtype == "float32" else None), interpreting(values.interpret):
@@ -150,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
 
 def shrink() -> None:
     """Arrays and products of nothing but a test: what a machine does at most is not measured."""
-    sides.READ_BYTES, device.SQUARE["cpu"], transfers.SIZES = 1 << 16, 64, (1 << 12, 1 << 16)
+    contestants.READ_BYTES, device.SQUARE["cpu"], transfers.SIZES = 1 << 16, 64, (1 << 12, 1 << 16)
 
 
 def interpreting(machine: str) -> contextlib.AbstractContextManager[Any]:
@@ -169,7 +170,7 @@ def interpreting(machine: str) -> contextlib.AbstractContextManager[Any]:
     return gpu.force_gpu_interpret_mode(gpu.InterpretGPUParams())
 
 
-def describe(environment: dict[str, Any]) -> str:
+def describe(environment: JsonObject) -> str:
     """One line: what this ran on."""
     platform, kind = environment["platform"], environment["device"]
     where = f"{environment['cpu']}, {environment['cores']} cores, {environment['memory_gb']} GB"

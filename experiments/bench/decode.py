@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,7 @@ from absl import flags
 
 import kvjax
 from experiments import peers
-from experiments.bench.fill import filled_steps
-from experiments.bench.sides import (
+from experiments.bench.contestants import (
     LLAMA,
     attended,
     bytes_a_step,
@@ -33,9 +32,11 @@ from experiments.bench.sides import (
     reading,
     shape,
 )
+from experiments.bench.fill import filled_steps
 from experiments.peers.process import PeerProcess
 from experiments.runs import machine
 from kvjax import policies
+from kvjax.attention import Implementation
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
@@ -46,6 +47,7 @@ from kvjax.policies import LowNorm
 from kvjax.policies.base import Policy
 from kvjax.policies.budget import Fraction
 from kvjax.policies.components import Stats, View
+from kvjax.typing import JsonObject
 
 WORK = ((1, 512), (8, 2048))  # batch, context: what is measured unless the command line says otherwise
 #: Largest difference in log-probability between two implementations of the same model. In bfloat16 a logit of 10 is off
@@ -66,7 +68,7 @@ def check(values: flags.FlagValues) -> None:
     shape_for(values, against)
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     against = names_of_peers(values.against)
     settings = WORK if values.batch is None else tuple((values.batch, context) for context in lengths(values))
     return [row for batch, context in settings for row in one_setting(values, against, batch, context)]
@@ -110,7 +112,7 @@ def shape_for(values: flags.FlagValues, against: list[str]) -> kvjax.models.conf
     return config
 
 
-def one_setting(values: flags.FlagValues, against: list[str], batch: int, context: int) -> list[dict[str, Any]]:
+def one_setting(values: flags.FlagValues, against: list[str], batch: int, context: int) -> list[JsonObject]:
     """A row for every side, times in milliseconds a step (all rows of the batch advance one token)."""
     rounds, tokens, implementation = values.rounds, values.tokens, values.implementation
     slots = Fraction(values.budget).slots(context, 1)[0] + 1
@@ -172,7 +174,7 @@ def one_setting(values: flags.FlagValues, against: list[str], batch: int, contex
         for name in against
     }
 
-    def row(side: str, seconds: Any, slots: int, moved: int | None) -> dict[str, Any]:
+    def row(side: str, seconds: Sequence[float] | np.ndarray, slots: int, moved: int | None) -> JsonObject:
         return {
             "batch": batch,
             "context": context,
@@ -209,7 +211,7 @@ def check_fits(
         raise ConfigError(f"a batch of {batch} rows of {context:,} tokens does not fit: {fit}.")
 
 
-def check_same(model: kvjax.Model, peer: Any, tokens: np.ndarray, name: str, implementation: Any) -> None:
+def check_same(model: kvjax.Model, peer: Any, tokens: np.ndarray, name: str, implementation: Implementation) -> None:
     """Both sides must compute the same model, or their times mean nothing."""
     mine = kvjax.log_likelihood(
         model, tokens, policies.full(), prompt_length=tokens.shape[1] // 2, implementation=implementation
@@ -225,7 +227,7 @@ class ExactNorm(LowNorm):
         return -jnp.linalg.norm(view.key.astype(jnp.float32), axis=-1)
 
 
-def check_kept(model: kvjax.Model, peer: Any, implementation: Any) -> None:
+def check_kept(model: kvjax.Model, peer: Any, implementation: Implementation) -> None:
     """A press that does what a policy does must keep the same slots: then what follows has the same probability.
 
     No token comes twice: its keys would be equally long in the first layer, and which of them goes is anybody's choice.

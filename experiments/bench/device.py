@@ -1,29 +1,29 @@
 """The highest speed of the device: memory that is read and copied, large products; measured and published."""
 
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments.bench import sides
-from experiments.bench.sides import CALLS, in_turns, reading, timed
+from experiments.bench import contestants
+from experiments.bench.contestants import CALLS, in_turns, reading, timed
 from kvjax.devices import DEVICES, GIGA, TERA, Device
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import parameter_shapes
 from kvjax.products.quantized import MATRIX
+from kvjax.typing import JsonObject
 
 SQUARE = {"cpu": 1024}  # rows and columns of the product that is measured, by platform
 LARGE = 8192  # elsewhere: 1.1e12 operations on arrays of 128 MiB in bfloat16
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     """Bytes or FLOPs a second, a row for each kind of work; what is published is of the device's maker."""
     known = published()
-    count = sides.READ_BYTES // 8
+    count = contestants.READ_BYTES // 8
     times = in_turns(
         {
             "memory, read": reading(),
@@ -38,7 +38,9 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
     # The published rate is that of products of bfloat16.
     flops = known.flops if known and values.dtype == "bfloat16" else None
 
-    def row(name: str, seconds: Any, unit: str, scale: float, most: float | None) -> dict[str, Any]:
+    def row(
+        name: str, seconds: Sequence[float] | np.ndarray, unit: str, scale: float, most: float | None
+    ) -> JsonObject:
         rate = 1 / float(np.median(seconds)) / scale
         return {
             "work": name,

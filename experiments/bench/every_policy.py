@@ -1,17 +1,16 @@
 """A decoding step of every policy that evicts while decoding, on the same slots."""
 
-from typing import Any
-
 import numpy as np
 from absl import flags
 
-from experiments.bench.sides import in_turns, ours, random_model, random_prompt, ratio, shape
+from experiments.bench.contestants import in_turns, ours, random_model, random_prompt, ratio, shape
 from kvjax import policies
 from kvjax.policies import Policy
 from kvjax.policies.traits import one_at_every_step
+from kvjax.typing import JsonObject
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     """Times in milliseconds a step."""
     rounds, tokens, budget = values.rounds, values.tokens, values.slots
     prompt_length = budget + 1

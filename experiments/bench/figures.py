@@ -2,10 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.peers import PEERS
 from experiments.reports.plots import COLORS, FULL_COLOR, Row, label_lines, new_figure, png, style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def draw(task: str, rows: Sequence[Row]) -> bytes:
@@ -13,7 +17,7 @@ def draw(task: str, rows: Sequence[Row]) -> bytes:
     return png(PLOTS[task](rows))
 
 
-def _bars(axes: Any, rows: Sequence[Row], name: str, value: str, form: str = ".1f") -> None:
+def _bars(axes: "Axes", rows: Sequence[Row], name: str, value: str, form: str = ".1f") -> None:
     """A bar a row, its value at the end: kvjax, its peers in a second colour, yardsticks grey."""
     values = [row[value] for row in rows]
     axes.barh(range(len(rows)), values, color=[_color(row[name]) for row in rows], height=0.6)
@@ -31,7 +35,7 @@ def _color(side: str) -> str:
     return COLORS[1] if side.startswith(tuple(PEERS)) else COLORS[0]
 
 
-def _settings(rows: Sequence[Row], value: str, title: str, unit: str) -> Any:
+def _settings(rows: Sequence[Row], value: str, title: str, unit: str) -> "Figure":
     """Bars, a panel for every batch and context."""
     settings = list(dict.fromkeys((row["batch"], row["context"]) for row in rows))
     count = max(sum((row["batch"], row["context"]) == each for row in rows) for each in settings)
@@ -42,29 +46,29 @@ def _settings(rows: Sequence[Row], value: str, title: str, unit: str) -> Any:
     return figure
 
 
-def _decode(rows: Sequence[Row]) -> Any:
+def _decode(rows: Sequence[Row]) -> "Figure":
     return _settings(rows, "ms/step", "Decoding", "milliseconds a step (median)")
 
 
-def _prefill(rows: Sequence[Row]) -> Any:
+def _prefill(rows: Sequence[Row]) -> "Figure":
     return _settings(rows, "ms/prompt", "Prefill", "milliseconds a prompt (median)")
 
 
-def _policies(rows: Sequence[Row]) -> Any:
+def _policies(rows: Sequence[Row]) -> "Figure":
     figure, panels = new_figure(1, figsize=(7, 1.2 + 0.32 * len(rows)))
     _bars(panels[0, 0], rows, "policy", "times h2o", ".2f")
     style(panels[0, 0], f"A decoding step on {rows[0]['slots']:,} slots", "time, h2o = 1")
     return figure
 
 
-def _storages(rows: Sequence[Row]) -> Any:
+def _storages(rows: Sequence[Row]) -> "Figure":
     figure, panels = new_figure(1, figsize=(7, 1.2 + 0.32 * len(rows)))
     _bars(panels[0, 0], rows, "cache", "times dense", ".2f")
     style(panels[0, 0], "A decoding step", "time, dense slots read whole = 1")
     return figure
 
 
-def _stream(rows: Sequence[Row]) -> Any:
+def _stream(rows: Sequence[Row]) -> "Figure":
     tenths = [row for row in rows if row["perplexity of the text"] is not None]
     x = [int(row["tokens"].split(" to ")[1].replace(",", "")) for row in tenths]
     figure, panels = new_figure(2, figsize=(10, 3.6))
@@ -81,7 +85,7 @@ def _stream(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _memory(rows: Sequence[Row]) -> Any:
+def _memory(rows: Sequence[Row]) -> "Figure":
     columns = {
         "cache MB": "Cache held while decoding",
         "prefill MB": "Needed for a prompt, weights left out",
@@ -109,7 +113,7 @@ def _memory(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _kernels(rows: Sequence[Row]) -> Any:
+def _kernels(rows: Sequence[Row]) -> "Figure":
     """Bytes a second of every shape."""
     shapes = list(dict.fromkeys((row["batch*heads"], row["slots"], row["head dim"]) for row in rows))
     figure, panels = new_figure(len(shapes), figsize=(5 * len(shapes), 2.8))
@@ -125,7 +129,7 @@ def _with(statistics: str | None) -> str:
     return "" if statistics is None else ", no statistics" if statistics == "none" else f", {statistics}"
 
 
-def _selections(rows: Sequence[Row]) -> Any:
+def _selections(rows: Sequence[Row]) -> "Figure":
     """Time against the context, a line for every cache."""
     figure, panels = new_figure(1, figsize=(7, 4))
     sides = list(dict.fromkeys(row["cache"] for row in rows))
@@ -142,7 +146,7 @@ def _selections(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _products(rows: Sequence[Row]) -> Any:
+def _products(rows: Sequence[Row]) -> "Figure":
     """Bytes a second, a panel for every kind of matrix and number of rows."""
     kinds = list(dict.fromkeys(row["matrices"] for row in rows))
     counts = list(dict.fromkeys(row["rows"] for row in rows))
@@ -155,12 +159,12 @@ def _products(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _forms(rows: Sequence[Row]) -> Any:
+def _forms(rows: Sequence[Row]) -> "Figure":
     named = [row | {"side": f"{row['policy']}, {row['products']}"} for row in rows]
     return _settings(named, "ms/step", "Decoding, by form of products", "milliseconds a step (median)")
 
 
-def _link(rows: Sequence[Row]) -> Any:
+def _link(rows: Sequence[Row]) -> "Figure":
     """Time of the link, a panel for every figure."""
     names = [name for name in dict.fromkeys(row["figure"] for row in rows) if name]
     figure, panels = new_figure(len(names), figsize=(5 * len(names), 3.6))
@@ -182,7 +186,7 @@ def _link(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _device(rows: Sequence[Row]) -> Any:
+def _device(rows: Sequence[Row]) -> "Figure":
     """Draws measurements, a panel for bytes and one for FLOPs; published ones in grey."""
     units = list(dict.fromkeys(row["unit"] for row in rows))
     figure, panels = new_figure(len(units), figsize=(6 * len(units), 2.4))
@@ -196,7 +200,7 @@ def _device(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _transfers(rows: Sequence[Row]) -> Any:
+def _transfers(rows: Sequence[Row]) -> "Figure":
     figure, panels = new_figure(1, figsize=(7, 1.2 + 0.32 * len(rows)))
     shown = [{"name": f"{row['direction']}, {row['MB']:,.0f} MB", "GB/s": row["GB/s"]} for row in rows]
     _bars(panels[0, 0], shown, "name", "GB/s")
@@ -204,7 +208,7 @@ def _transfers(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _lm_eval(rows: Sequence[Row]) -> Any:
+def _lm_eval(rows: Sequence[Row]) -> "Figure":
     named = [row | {"name": f"{row['task']}, {row['shots']} shots, {row['side']}"} for row in rows]
     value, unit = "times as fast", "times as fast as --model hf (median)"
     if value not in rows[0]:
@@ -215,7 +219,7 @@ def _lm_eval(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _serve(rows: Sequence[Row]) -> Any:
+def _serve(rows: Sequence[Row]) -> "Figure":
     figure, panels = new_figure(1, figsize=(7, 1.2 + 0.32 * len(rows)))
     _bars(panels[0, 0], rows, "side", "tokens/s")
     style(

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.bench.sides import advance, dtype_of
+from experiments.bench.contestants import advance, dtype_of
+from kvjax.attention import Implementation
 from kvjax.cache import CacheSpec, KVState, Layer, LayerKV, Limits, shared_layers
 from kvjax.cache.planning.layout import Group
 from kvjax.cache.planning.limits import sizes_for
@@ -26,7 +27,7 @@ def filled_steps(
     context: int,
     tokens: int,
     rounds: int,
-    implementation: Any = "xla",
+    implementation: Implementation = "xla",
 ) -> Iterator[float]:
     """Seconds a step; each round continues the last one, and there is room for `rounds` after one that warms up."""
     prefilled = filled(model, spec, batch, context, (rounds + 1) * tokens, implementation)
@@ -36,7 +37,7 @@ def filled_steps(
 
 
 def filled(
-    model: kvjax.Model, spec: CacheSpec, batch: int, context: int, tokens: int, implementation: Any = "xla"
+    model: kvjax.Model, spec: CacheSpec, batch: int, context: int, tokens: int, implementation: Implementation = "xla"
 ) -> Prefilled:
     """A cache as after a prompt of `context` tokens, with room for `tokens` more; what is kept is the newest.
 

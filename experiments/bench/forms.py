@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
 from absl import flags
 
-from experiments.bench.sides import (
+from experiments.bench.contestants import (
     bytes_a_step,
     copied,
     in_turns,
@@ -27,12 +26,13 @@ from kvjax.generation.decoding import decode_steps, first_token
 from kvjax.generation.prefill import prefill
 from kvjax.generation.sampling import Greedy
 from kvjax.policies.base import Policy
+from kvjax.typing import JsonObject
 
 WORK = ((1, 512), (8, 512), (8, 2048), (32, 512))  # batch, context
 FORMS = ("fixed", "auto")
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     """Milliseconds a step, a row for every setting, policy and form."""
     before = products.setting()
     settings = tuple((values.batch or 1, context) for context in lengths(values) or (512,))
@@ -49,7 +49,7 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
         products.use(before)
 
 
-def _one_setting(values: flags.FlagValues, batch: int, context: int, name: str) -> list[dict[str, Any]]:
+def _one_setting(values: flags.FlagValues, batch: int, context: int, name: str) -> list[JsonObject]:
     tokens = min(values.tokens, 32)
     model = random_model(shape(values.shape or "opt-125m"), context + (values.rounds + 2) * tokens, values.dtype)
     policy = policy_of(name, values.budget)

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments.bench import sides
+from experiments.bench import contestants
+from experiments.bench.contestants import CALLS, in_turns, ratio, timed
 from experiments.bench.device import copying
-from experiments.bench.sides import CALLS, in_turns, ratio, timed
 from kvjax import attention, policies
-from kvjax.attention import IMPLEMENTATIONS
+from kvjax.attention import IMPLEMENTATIONS, Implementation
 from kvjax.cache import Block, Group, LayerKV, Limits
 from kvjax.cache.empty import empty
 from kvjax.cache.planning.kernel_choice import Chooser
@@ -25,17 +25,18 @@ from kvjax.cache.step.step import step as one_step
 from kvjax.errors import ConfigError
 from kvjax.models import shapes
 from kvjax.numerics.statistics import MASS, Statistic
+from kvjax.typing import JsonObject, PyTree
 
 Array = jax.Array
 # Rows, slots, features, dtype and implementation -> the output, calls to be timed, and the kernel that runs
-Work = Callable[[int, int, int, str, str], tuple[np.ndarray, Callable[[], Any], str]]
+Work = Callable[[int, int, int, str, Implementation], tuple[np.ndarray, Callable[[], object], str]]
 
 STEP = "h2o, a whole step"
 KINDS = {"none": "none", "mass": "mass", "step": STEP}  # --kinds, and what the rows call them
 SAME = {"float32": 1e-4, "bfloat16": 2e-2}  # largest difference of an output from XLA's; values are about 1
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     shapes = [parse(each) for each in values.grid]
     if unknown := [kind for kind in values.kinds if kind not in KINDS]:
         raise ConfigError(f"--kinds={unknown[0]!r} is unknown; known kinds: {', '.join(KINDS)}.")
@@ -55,12 +56,12 @@ def parse(text: str) -> tuple[int, int, int]:
 
 
 def one_shape(
-    rows: int, slots: int, dim: int, dtype: str, rounds: int, names: Sequence[str], kinds: Sequence[str]
-) -> list[dict[str, Any]]:
+    rows: int, slots: int, dim: int, dtype: str, rounds: int, names: Sequence[Implementation], kinds: Sequence[str]
+) -> list[JsonObject]:
     """A row for every implementation and kind of work; and for a copy of as many bytes or more."""
     known = {"none": attention_work(frozenset()), "mass": attention_work(frozenset({MASS})), STEP: step_work}
     works = {KINDS[kind]: known[KINDS[kind]] for kind in kinds}
-    runs: dict[tuple[str, str], Callable[[], Any]] = {}
+    runs: dict[tuple[str, str], Callable[[], object]] = {}
     kernels: dict[tuple[str, str], str] = {}
     refused: dict[tuple[str, str], str] = {}
     expected: dict[str, np.ndarray] = {}
@@ -89,13 +90,13 @@ def one_shape(
         key: rows * (slots * (2 * dim * item + 4 * lines[key[1]]) + pairs[key[1]] * 2 * dim * item) for key in runs
     }
     # As many bytes, and more than any cache holds, half of them read and half written.
-    copied = max([*moved.values(), sides.READ_BYTES]) // 8 * 8
+    copied = max([*moved.values(), contestants.READ_BYTES]) // 8 * 8
     turns = {key: timed(each) for key, each in runs.items()} | {("copy", ""): copying(copied // 8)}
     times = in_turns(turns, rounds)
     a_byte = np.array(times.pop(("copy", ""))) / CALLS / copied
     common = {"batch*heads": rows, "slots": slots, "head dim": dim, "dtype": dtype}
 
-    def row(name: str, statistics: str | None, seconds: Any, size: float) -> dict[str, Any]:
+    def row(name: str, statistics: str | None, seconds: Sequence[float] | np.ndarray, size: float) -> JsonObject:
         return common | {
             "implementation": name,
             "statistics": statistics,
@@ -120,8 +121,8 @@ def attention_work(needs: frozenset[Statistic]) -> Work:
     """The attention of one query per head, to be timed."""
 
     def work(
-        rows: int, slots: int, dim: int, dtype: str, implementation: Any
-    ) -> tuple[np.ndarray, Callable[[], Any], str]:
+        rows: int, slots: int, dim: int, dtype: str, implementation: Implementation
+    ) -> tuple[np.ndarray, Callable[[], object], str]:
         query, key, value = (
             jax.random.normal(jax.random.key(i), (1, rows, n, dim), dtype) for i, n in enumerate((1, slots, slots))
         )
@@ -142,8 +143,8 @@ def attention_work(needs: frozenset[Statistic]) -> Work:
 
 
 def step_work(
-    rows: int, slots: int, dim: int, dtype: str, implementation: Any
-) -> tuple[np.ndarray, Callable[[], Any], str]:
+    rows: int, slots: int, dim: int, dtype: str, implementation: Implementation
+) -> tuple[np.ndarray, Callable[[], object], str]:
     """A layer's whole decoding step under h2o: append, attend, observe, evict; all slots but one are live."""
     heads = math.gcd(rows, 8)
     batch, group = rows // heads, step_group(rows // heads, heads, slots, dim, dtype, implementation)
@@ -162,17 +163,17 @@ def step_work(
 
     output, *state = step(layer, jnp.int32(slots))
 
-    def calls() -> Any:
+    def calls() -> PyTree:
         nonlocal state
         for _ in range(CALLS):
             _, *state = step(*state)
         return state
 
-    kernel = f"step/{group.step}" if group.step else f"decode/{group.attend}"
+    kernel = f"step/{group.step_implementation}" if group.step_implementation else f"decode/{group.attn_implementation}"
     return np.asarray(output, np.float32), calls, kernel
 
 
-def step_group(batch: int, heads: int, slots: int, dim: int, dtype: str, implementation: Any) -> Group:
+def step_group(batch: int, heads: int, slots: int, dim: int, dtype: str, implementation: Implementation) -> Group:
     """One layer under h2o, as `kvjax.cache.planning.lowering` has it, with the kernels of an implementation."""
     config = dataclasses.replace(
         shapes.by_name("tiny"), num_layers=1, num_heads=heads, num_kv_heads=heads, head_dim=dim, windows=()

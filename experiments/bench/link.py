@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments.bench.sides import shape
+from experiments.bench.contestants import shape
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.planning.limits import sizes_for
@@ -20,6 +20,7 @@ from kvjax.models import offload
 from kvjax.models.parameters import parameter_shapes
 from kvjax.parallel import host_memory
 from kvjax.planning.roofline import average_slots, local_bytes
+from kvjax.typing import JsonObject
 
 DTYPE = jnp.bfloat16
 KEPT = 0.2  # of H2O, and the most that InfiniGen reads
@@ -55,7 +56,7 @@ SETTINGS = (
 )
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     """A row for every setting and way of holding a cache in host memory."""
     known = {setting.shape for setting in SETTINGS}
     if values.shape and values.shape not in known:
@@ -77,7 +78,7 @@ def schemes() -> dict[str, CacheSpec]:
     }
 
 
-def one_setting(setting: Setting) -> list[dict[str, Any]]:
+def one_setting(setting: Setting) -> list[JsonObject]:
     """Bytes per step of the whole batch: of what is read at most, and of the arrays of fixed shapes that move."""
     config, batch = shape(setting.shape), setting.batch
     prompts = np.full((batch,), setting.prompt, np.int32)

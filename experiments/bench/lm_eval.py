@@ -19,9 +19,10 @@ from absl import flags
 
 import kvjax
 from experiments import lm_eval_tasks
-from experiments.bench.sides import in_turns, ratio
+from experiments.bench.contestants import in_turns, ratio
 from experiments.tasks import multiple_choice
 from kvjax.errors import ConfigError
+from kvjax.typing import Foreign, JsonObject
 
 KVJAX, PEER = "kvjax", "hf"
 MODEL = "kvjax-tiny"
@@ -31,7 +32,7 @@ ROWS = 16
 FIRST, DRAWN = "first", "drawn"
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     """A row for each task, number of shots and policy.
 
     Raises:
@@ -70,8 +71,8 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
 
 
 def one_task(
-    values: flags.FlagValues, models: dict[str, Any], folder: str, task: str, shots: int, compared: bool
-) -> list[dict[str, Any]]:
+    values: flags.FlagValues, models: JsonObject, folder: str, task: str, shots: int, compared: bool
+) -> list[JsonObject]:
     """A row for each policy: seconds of the whole evaluation, and of the model's part of it."""
     accuracy: dict[str, float] = {}
     spent: dict[str, list[float]] = {name: [] for name in models}
@@ -100,7 +101,7 @@ def one_task(
 
 
 def evaluating(
-    model: Any, folder: str, task: str, shots: int, spent: list[float], accuracy: dict[str, float], name: str
+    model: object, folder: str, task: str, shots: int, spent: list[float], accuracy: dict[str, float], name: str
 ) -> Iterator[float]:
     """Seconds of each evaluation; those of the model's part are added to `spent`."""
     while True:
@@ -113,14 +114,14 @@ def evaluating(
         yield whole
 
 
-def evaluate(model: Any, folder: str, task: str, shots: int) -> tuple[float, float, float]:
+def evaluate(model: Foreign, folder: str, task: str, shots: int) -> tuple[float, float, float]:
     """The seconds of one evaluation, those of the model's part, and the accuracy."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     plain, spent = type(model)._loglikelihood_tokens, [0.0]
 
-    def measured(*arguments: Any, **options: Any) -> Any:
+    def measured(*arguments: Any, **options: Any) -> Foreign:
         start = time.perf_counter()
         answers = plain(model, *arguments, **options)
         spent[0] += time.perf_counter() - start
@@ -135,7 +136,7 @@ def evaluate(model: Any, folder: str, task: str, shots: int) -> tuple[float, flo
     return time.perf_counter() - start, spent[0], found["results"][task]["acc,none"]
 
 
-def made(values: flags.FlagValues, policy: str) -> Any:
+def made(values: flags.FlagValues, policy: str) -> Foreign:
     """kvjax-tiny in lm_eval."""
     try:
         from kvjax.lm_eval import KVJaxLM

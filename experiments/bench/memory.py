@@ -13,14 +13,15 @@ from absl import flags
 
 import kvjax
 from experiments import peers
+from experiments.bench.contestants import lengths, policy_of, random_model, random_prompt
 from experiments.bench.decode import names_of_peers, shape_for
-from experiments.bench.sides import lengths, policy_of, random_model, random_prompt
 from experiments.peers.transformers import cache_bytes
 from kvjax.cache import Limits
 from kvjax.errors import ConfigError
 from kvjax.generation.generate import decode
 from kvjax.generation.prefill import prefill
 from kvjax.planning import plan
+from kvjax.typing import JsonObject
 
 CONTEXTS = (512, 1024, 2048, 4096)
 NEW_TOKENS = 8
@@ -34,13 +35,13 @@ def check(values: flags.FlagValues) -> None:
     shape_for(values, against)
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     """Rows in megabytes; weights, which all sides hold alike, are in none of them."""
     against = names_of_peers(values.against)
     return [row for context in lengths(values) or CONTEXTS for row in one_length(values, against, context)]
 
 
-def one_length(values: flags.FlagValues, against: list[str], context: int) -> list[dict[str, Any]]:
+def one_length(values: flags.FlagValues, against: list[str], context: int) -> list[JsonObject]:
     batch = values.batch or 1
     config = shape_for(values, against)
     model = random_model(config, context + NEW_TOKENS, values.dtype)
@@ -80,7 +81,7 @@ def one_length(values: flags.FlagValues, against: list[str], context: int) -> li
     return rows
 
 
-def peak(run: Callable[[], Any]) -> int | None:
+def peak(run: Callable[[], object]) -> int | None:
     """Bytes by which a process on Linux grew while `run` ran a second time; None elsewhere, and on accelerators."""
     jax.block_until_ready(run())
     if jax.default_backend() != "cpu":

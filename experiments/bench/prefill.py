@@ -4,15 +4,12 @@ import contextlib
 import functools
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from absl import flags
 
 import kvjax
-from experiments.bench.decode import check_same, interpreters, names_of_peers, shape_for
-from experiments.bench.device import multiplying, prompt_flops, published
-from experiments.bench.sides import (
+from experiments.bench.contestants import (
     in_turns,
     lengths,
     milliseconds,
@@ -22,10 +19,13 @@ from experiments.bench.sides import (
     ratio,
     timed,
 )
+from experiments.bench.decode import check_same, interpreters, names_of_peers, shape_for
+from experiments.bench.device import multiplying, prompt_flops, published
 from experiments.peers.process import PeerProcess
 from kvjax.cache import Limits
 from kvjax.devices import TERA
 from kvjax.generation.prefill import prefill
+from kvjax.typing import JsonObject
 
 CONTEXT = 2048
 PRODUCT = "a large product"
@@ -37,12 +37,12 @@ def check(values: flags.FlagValues) -> None:
     lengths(values)
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     against = names_of_peers(values.against)
     return [row for context in lengths(values) or [CONTEXT] for row in one_length(values, against, context)]
 
 
-def one_length(values: flags.FlagValues, against: list[str], context: int) -> list[dict[str, Any]]:
+def one_length(values: flags.FlagValues, against: list[str], context: int) -> list[JsonObject]:
     """A row for every side, times in milliseconds a prompt."""
     batch = values.batch or 1
     config = shape_for(values, against)

@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments.bench.sides import in_turns, ratio, reading
+from experiments.bench.contestants import in_turns, ratio, reading
 from kvjax.devices import measure
 from kvjax.products import FORMS
+from kvjax.typing import JsonObject, PyTree
 
 ROWS = (1, 8, 32)
 #: Matrices of each layout: the two of an MLP of OPT-125M's, and keys and values of 96 heads. Each second one maps back.
@@ -23,7 +24,7 @@ CALLS = 3  # of a round
 SMALL = {"weights": (64, 128), "96 heads": (2, 8, 16)}  # of --shape=tiny
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     """GB of matrices a second, of what memory allows; and GFLOP/s, of what the largest product that XLA does allows."""
     _, flops = measure(jax.devices()[0])
     rows = []
@@ -36,7 +37,7 @@ def run(values: flags.FlagValues) -> list[dict[str, Any]]:
 
 def _one_setting(
     values: flags.FlagValues, rows: int, name: str, shape: tuple[int, ...], transposed: bool, flops: float
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     *batch, inputs, outputs = shape
     keys = jax.random.split(jax.random.key(0), 2 * COPIES)
     pairs = ((*batch, inputs, outputs), (*batch, outputs, inputs))
@@ -57,7 +58,7 @@ def _one_setting(
     moved = sum(kernel.nbytes for kernel in kernels)
     work = 2 * rows * sum(kernel.size for kernel in kernels)
 
-    def row(side: str, seconds: Any) -> dict[str, Any]:
+    def row(side: str, seconds: Sequence[float] | np.ndarray) -> JsonObject:
         middle = float(np.median(seconds))
         return {
             "rows": rows,
@@ -72,7 +73,7 @@ def _one_setting(
     return [row(side, each) for side, each in times.items()]
 
 
-def _settled(call: Callable[[], Any]) -> Iterator[float]:
+def _settled(call: Callable[[], object]) -> Iterator[float]:
     """Seconds of a call, the mean of three after one that is not timed: threads of other libraries wait for their next
     work in a loop, for up to 20 ms, and slow down whoever comes after them."""
     while True:
@@ -83,21 +84,21 @@ def _settled(call: Callable[[], Any]) -> Iterator[float]:
         yield (time.perf_counter() - start) / CALLS
 
 
-def _chain(run: Callable[[Any, Any], Any], x: Any, kernels: list[Any]) -> Any:
+def _chain(run: Callable[[PyTree, PyTree], PyTree], x: object, kernels: list[PyTree]) -> PyTree:
     """Products one after the other, so that none can be left out or done beside another."""
     for kernel in kernels:
         x = run(x, kernel)
     return x
 
 
-def _libraries(x: jax.Array, kernels: list[jax.Array], transposed: bool) -> dict[str, Callable[[], Any]]:
+def _libraries(x: jax.Array, kernels: list[jax.Array], transposed: bool) -> dict[str, Callable[[], object]]:
     """The same products by NumPy's BLAS, and by torch where it is installed, on the same arrays."""
 
-    def multiply(x: Any, kernel: Any) -> Any:
+    def multiply(x: PyTree, kernel: Any) -> Any:
         return x @ (kernel.swapaxes(-1, -2) if transposed else kernel)
 
     arrays = [np.asarray(kernel) for kernel in kernels]
-    calls: dict[str, Callable[[], Any]] = {"numpy": lambda: _chain(multiply, np.asarray(x), arrays)}
+    calls: dict[str, Callable[[], object]] = {"numpy": lambda: _chain(multiply, np.asarray(x), arrays)}
     if importlib.util.find_spec("torch"):
         import torch
 

@@ -3,29 +3,28 @@
 Contexts are filled with random keys and values: a prompt of 32,768 tokens would take a CPU many minutes.
 """
 
-from typing import Any
-
 import numpy as np
 from absl import flags
 
+from experiments.bench.contestants import in_turns, lengths, milliseconds, random_model, ratio, shape
 from experiments.bench.fill import filled_steps
-from experiments.bench.sides import in_turns, lengths, milliseconds, random_model, ratio, shape
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError
+from kvjax.typing import JsonObject
 
 CONTEXTS = (2048, 8192, 32768)
 WHOLE = "full"
 READ = 512  # slots that a selection reads at most
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     """Times in milliseconds per step, at every context."""
     contexts = lengths(values) or CONTEXTS
     return [row for context in contexts for row in one_context(values, context)]
 
 
-def one_context(values: flags.FlagValues, context: int) -> list[dict[str, Any]]:
+def one_context(values: flags.FlagValues, context: int) -> list[JsonObject]:
     """A row for every side."""
     batch, tokens, rounds = values.batch or 1, values.tokens, values.rounds
     model = random_model(shape(values.shape or "opt-125m"), context + (rounds + 2) * tokens, values.dtype)

@@ -9,7 +9,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,13 +17,15 @@ from absl import flags
 from tqdm.auto import tqdm
 
 import kvjax
-from experiments.bench.sides import LLAMA, NOISE, lengths, policy_of, random_model, shape
+from experiments.bench.contestants import LLAMA, NOISE, lengths, policy_of, random_model, shape
+from kvjax.attention import Implementation
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.planning.limits import prompt_bucket
 from kvjax.errors import ConfigError
 from kvjax.generation.decoding import CHUNK
 from kvjax.models.model import Model
 from kvjax.serve import Request, Runner
+from kvjax.typing import JsonObject
 
 FIXED, RUNNER = "fixed batches", "rows refilled"
 SHORTEST = 8  # tokens of a prompt
@@ -63,7 +65,7 @@ class Outcome(NamedTuple):
     reads: int | None = None
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     """A row for each side: useful new tokens a second, the share of row-steps that were useful, reads by the host.
 
     Lengths of prompts and of answers are spread evenly over their logarithms, up to --context and --tokens. Sides take
@@ -128,7 +130,9 @@ def requests(count: int, longest: int, most: int, vocabulary: int) -> Asked:
     return Asked(prompts, [int(each) for each in sizes(1, most)])
 
 
-def refilled(model: Model, spec: CacheSpec, asked: Asked, rows: int, limits: Limits, implementation: Any) -> Outcome:
+def refilled(
+    model: Model, spec: CacheSpec, asked: Asked, rows: int, limits: Limits, implementation: Implementation
+) -> Outcome:
     """Answers requests with a `Runner`."""
     runner = Runner(model, spec, rows=rows, limits=limits, implementation=implementation)
     start = time.perf_counter()
@@ -148,7 +152,9 @@ def refilled(model: Model, spec: CacheSpec, asked: Asked, rows: int, limits: Lim
     return Outcome(seconds, counts.steps, counts.useful_row_steps, counts.reads)
 
 
-def fixed(model: Model, spec: CacheSpec, asked: Asked, rows: int, limits: Limits, implementation: Any) -> Outcome:
+def fixed(
+    model: Model, spec: CacheSpec, asked: Asked, rows: int, limits: Limits, implementation: Implementation
+) -> Outcome:
     """Answers requests in batches, in their order; each batch runs until its longest answer is there."""
     start, steps, reads = time.perf_counter(), 0, 0
     for begin in tqdm(range(0, len(asked.prompts), rows), desc=FIXED, disable=None):

@@ -1,13 +1,11 @@
 """A decoding step with each storage, under h2o and of a full cache, and with selections of it, against dense slots."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from absl import flags
 
-from experiments.bench.fill import filled_steps
-from experiments.bench.sides import (
+from experiments.bench.contestants import (
     dtype_of,
     in_turns,
     lengths,
@@ -18,16 +16,18 @@ from experiments.bench.sides import (
     ratio,
     shape,
 )
+from experiments.bench.fill import filled_steps
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.errors import ConfigError
+from kvjax.typing import JsonObject
 
 DENSE = "h2o, dense"
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     """Times in milliseconds per step, and the bytes of keys and values that are held."""
     rounds, tokens, budget = values.rounds, values.tokens, values.slots
     batch, (context, *others) = values.batch or 1, lengths(values) or [budget + 1]

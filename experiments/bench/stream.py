@@ -1,23 +1,23 @@
 """Generation without end in a fixed number of slots: time per token, bytes held, what the model makes of a text."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from absl import flags
 
 import kvjax
-from experiments.bench.sides import advance, copied, in_turns, ratio
+from experiments.bench.contestants import advance, copied, in_turns, ratio
 from experiments.config import DataConfig
 from experiments.runs import data
 from kvjax import cache, policies
 from kvjax.cache import Limits
 from kvjax.generation.prefill import Prefilled, prefill
+from kvjax.typing import JsonObject
 
 SHORT = 1_000  # tokens of a turn at the beginning, and at the end
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     """A tenth of the tokens a row: milliseconds a generated token, bytes of keys and values, perplexity of the text.
 
     Then the first 1,000 tokens (or a tenth) again, and as many after the last, in turns: what 100,000 tokens have

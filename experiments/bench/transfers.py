@@ -2,18 +2,18 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
 from absl import flags
 from jax.sharding import SingleDeviceSharding
 
+from experiments.bench.contestants import CALLS, in_turns, timed
 from experiments.bench.device import published
-from experiments.bench.sides import CALLS, in_turns, timed
 from kvjax.devices import GIGA
 from kvjax.errors import KvjaxError
 from kvjax.parallel.host_memory import DEVICE, PINNED
+from kvjax.typing import JsonObject
 
 SIZES: tuple[int, ...] = (
     1 << 20,
@@ -21,7 +21,7 @@ SIZES: tuple[int, ...] = (
 )  # bytes of an array: one that shows what a transfer takes at least, and one that is large
 
 
-def run(values: flags.FlagValues) -> list[dict[str, Any]]:
+def run(values: flags.FlagValues) -> list[JsonObject]:
     """GB a second, a row for every size and direction.
 
     Raises:

@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import experiments.papers
 from experiments.papers.names import NAMES, PAPERS
@@ -37,9 +39,8 @@ class Entry:
     """One table or figure.
 
     Attributes:
-      name: as in PAPERS.md, such as h2o_table6.
+      name: such as h2o_table6; a table of the paper's file beside this module has the same.
       question: what it asks, one sentence.
-      published: the paper's answer.
       here: what is measured instead, in a sentence or two.
       parts: the measurements, of some settings.
       judge: the tables, claims and comparisons, a pure function of the measurements.
@@ -49,12 +50,16 @@ class Entry:
 
     name: str
     question: str
-    published: Published
     here: str
     parts: Callable[[Settings], Iterable[Part]]
     judge: Callable[[Settings, Found], Judgement]
     needs: str = ""
     exact: bool = False
+
+    @property
+    def published(self) -> Published:
+        """The paper's numbers."""
+        return published(self.name)
 
     @property
     def paper(self) -> str:
@@ -80,10 +85,31 @@ def registry() -> Mapping[str, Entry]:
     return {name: found[name] for name in NAMES if name in found}
 
 
-def numbers(text: str) -> list[dict[str, str]]:
-    """Rows of a table that is written with bars between its cells, the names of the columns first."""
-    lines = [[cell.strip() for cell in line.split("|")] for line in text.strip().splitlines()]
-    return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+def published(name: str) -> Published:
+    """Returns the paper's numbers for an entry, from h2o.toml, roco.toml or infinigen.toml.
+
+    Args:
+      name: of the entry.
+
+    Raises:
+      ConfigError: no file has it.
+    """
+    known = _published()
+    if name not in known:
+        raise ConfigError(f"the papers' files have no table [{name}]; they have {', '.join(known)}.")
+    return known[name]
+
+
+@functools.cache
+def _published() -> Mapping[str, Published]:
+    """Every entry's numbers, by name."""
+    found = {}
+    for folder in FOLDERS:
+        tables = tomllib.loads((Path(__file__).parent / f"{folder}.toml").read_text(encoding="utf-8"))
+        for name, table in tables.items():
+            rows = [dict(zip(table["columns"], row, strict=True)) for row in table.get("rows", ())]
+            found[name] = Published(table["caption"], rows, table.get("shape", ""))
+    return found
 
 
 def with_published(

@@ -3,9 +3,12 @@
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from experiments.reports import plots
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MARKERS = "os^Dv<>pX*P"
 
@@ -89,11 +92,11 @@ def bars(title: str, y: str, groups: Mapping[str, Mapping[str, float]], *, log: 
     return plots.png(figure)
 
 
-def png(figure: Any) -> bytes:
+def png(figure: object) -> bytes:
     """The bytes of a figure of `kvjax.analysis.plots`."""
     return plots.png(figure)
 
 
-def _legend(ax: Any, labels: Sequence[str]) -> None:
+def _legend(ax: "Axes", labels: Sequence[str]) -> None:
     if len(labels) > 1:
         ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1))

@@ -24,6 +24,7 @@ from kvjax.policies import (
     protect_varying,
     times_above,
 )
+from kvjax.policies.budget import BudgetLike
 from kvjax.policies.patterns import Uniform
 from kvjax.selection.base import Columns, Index, SelectView
 from kvjax.selection.choose import best, grouped_logits, rank
@@ -44,17 +45,17 @@ class Lightness(Importance):
         return -stats["mass"]
 
 
-def lightest(budget: Any) -> Policy:
+def lightest(budget: BudgetLike) -> Policy:
     """Evicts the heaviest hitters first; the newest half of the budget is protected."""
     return evict(importance=Lightness(), scope=protect_newest(None), budget=budget, name="lightest")
 
 
-def chance(budget: Any, seed: int = 0) -> Policy:
+def chance(budget: BudgetLike, seed: int = 0) -> Policy:
     """Evicts at random; the newest half of the budget is protected."""
     return evict(importance=Uniform(seed), scope=protect_newest(None), budget=budget, name="chance")
 
 
-def ranked(budget: Any, by: str, protect: str) -> Policy:
+def ranked(budget: BudgetLike, by: str, protect: str) -> Policy:
     """Any importance with any scope of RoCo's Table 1.
 
     Args:

@@ -3,13 +3,13 @@
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tabulate import tabulate
 
 from experiments.papers.entry import Entry
 from experiments.papers.names import PAPERS
 from experiments.papers.verdict import Claim, Judgement, Verdict
+from kvjax.typing import Json
 
 INTRODUCTION = """\
 Every table and figure of three papers, by name, with what was measured here and a verdict. CONFIRM: all claims of that
@@ -92,7 +92,7 @@ def _claim(claim: Claim) -> str:
     return f"- {'holds' if claim.holds else 'does not hold'}: {claim.text}{found}"
 
 
-def page(sections: Mapping[str, tuple[Mapping[str, Any], str]], about: Sequence[str]) -> str:
+def page(sections: Mapping[str, tuple[Mapping[str, Json], str]], about: Sequence[str]) -> str:
     """The page of all entries that have been run.
 
     Args:

@@ -15,7 +15,6 @@ import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,7 @@ from experiments.runs.resolve import dtype_of
 from experiments.runs.session import Session
 from kvjax.errors import ConfigError
 from kvjax.models.model import Model
+from kvjax.typing import JsonObject
 
 Result = Mapping[str, np.ndarray]
 #: What measures, below the folder of experiments; all of kvjax does besides.
@@ -179,7 +179,7 @@ def code() -> str:
 _SMALLEST = DataConfig(num_sequences=1, prompt_length=16, new_tokens=1)
 
 
-def described(part: Part, settings: Settings) -> dict[str, Any]:
+def described(part: Part, settings: Settings) -> JsonObject:
     """All that a part's result depends on but the contents of files."""
     model = dataclasses.asdict(settings.config(part.model))
     fields = json.loads(json.dumps(dataclasses.asdict(part)))

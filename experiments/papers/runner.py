@@ -5,7 +5,6 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from experiments import results
 from experiments.papers import page, verdict
@@ -17,6 +16,7 @@ from experiments.papers.settings import Settings
 from experiments.progress import tracked
 from experiments.runs import machine
 from kvjax.errors import ConfigError, KvjaxError
+from kvjax.typing import Json, JsonObject
 
 PARTS = "parts"  # the folder of measurements, below the output
 PAGE = "README.md"
@@ -109,7 +109,7 @@ def report(entry: Entry, lab: Lab, *, progress: bool | None = None) -> Report:
 def write(output: Path, done: Report, settings: Settings) -> None:
     """Writes an entry's report, its figure and its results as JSON."""
     name = done.entry.name
-    about: dict[str, Any] = {
+    about: JsonObject = {
         "name": name,
         "question": done.entry.question,
         "verdict": done.verdict.value,
@@ -122,7 +122,7 @@ def write(output: Path, done: Report, settings: Settings) -> None:
     results.write(output / f"{name}.json", results.to_json(about))
 
 
-def write_page(output: Path, described: Mapping[str, Any]) -> list[str]:
+def write_page(output: Path, described: Mapping[str, Json]) -> list[str]:
     """Writes the page of the entries in a folder that were run with some settings.
 
     Args:
@@ -137,9 +137,9 @@ def write_page(output: Path, described: Mapping[str, Any]) -> list[str]:
     return list(sections)
 
 
-def entries_in(output: Path, described: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:
+def entries_in(output: Path, described: Mapping[str, Json]) -> dict[str, tuple[JsonObject, str]]:
     """Entry -> its results and its report, of those in a folder that were run with some settings."""
-    sections: dict[str, tuple[dict[str, Any], str]] = {}
+    sections: dict[str, tuple[JsonObject, str]] = {}
     wanted = json.loads(json.dumps(described))
     for name in NAMES:
         result = results.read_json(output / f"{name}.json")
@@ -159,7 +159,7 @@ def measured_on() -> dict[str, str]:
     }
 
 
-def about(described: Mapping[str, Any], sections: Mapping[str, tuple[Mapping[str, Any], str]]) -> list[str]:
+def about(described: Mapping[str, Json], sections: Mapping[str, tuple[Mapping[str, Json], str]]) -> list[str]:
     """Paragraphs about a run: its model, its sizes and its machines."""
     scale = described["scale"]
     shown = ", ".join(f"{key} {value}" for key, value in described["model"].items() if value)

@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 from numpy.typing import ArrayLike
 
-LEAST_ROWS, LEAST_PROMPTS = 32, 128  # that a comparison needs for a verdict
+MIN_ROWS, MIN_PROMPTS = 32, 128  # that a comparison needs for a verdict
 RESAMPLES = 10_000
 LEVEL = 0.05  # of a test; intervals have a level of 95 %
 
@@ -88,7 +88,7 @@ def paired_bootstrap(
     # [resamples]
     means = gap[rng.integers(gap.size, size=(resamples, gap.size))].mean(axis=1)
     low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])
-    return Comparison(what, float(gap.mean()), gap.size, gap.size >= LEAST_ROWS, float(low), float(high))
+    return Comparison(what, float(gap.mean()), gap.size, gap.size >= MIN_ROWS, float(low), float(high))
 
 
 def sign_test(what: str, one: ArrayLike, other: ArrayLike) -> Comparison:
@@ -105,4 +105,4 @@ def sign_test(what: str, one: ArrayLike, other: ArrayLike) -> Comparison:
     fewer = sum(math.comb(number, k) for k in range(min(only_first, only_second) + 1))
     p = float(min(1.0, 2 * fewer / 2**number))
     gap = float(first.mean() - second.mean())
-    return Comparison(what, gap, first.size, first.size >= LEAST_PROMPTS, p=p)
+    return Comparison(what, gap, first.size, first.size >= MIN_PROMPTS, p=p)

@@ -3,9 +3,9 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from experiments.papers.statistics import Comparison
+from kvjax.typing import JsonObject
 
 
 class Verdict(enum.Enum):
@@ -115,7 +115,7 @@ def at_least(claims: Sequence[bool], count: int) -> bool:
     return sum(map(bool, claims)) >= count
 
 
-def as_json(judgement: Judgement) -> dict[str, Any]:
+def as_json(judgement: Judgement) -> JsonObject:
     """Everything but the figure, for results.json."""
     return {
         "tables": [{"title": table.title, "rows": [dict(row) for row in table.rows]} for table in judgement.tables],

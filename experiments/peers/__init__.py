@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.errors import ConfigError
+from kvjax.typing import Foreign
 
 
 class Work(NamedTuple):
@@ -51,25 +52,25 @@ class Peer(NamedTuple):
     extra: str = "bench"
 
 
-def _transformers(folder: str) -> Any:
+def _transformers(folder: str) -> Foreign:
     from experiments.peers.transformers import Transformers
 
     return Transformers(folder)
 
 
-def _kvpress(folder: str) -> Any:
+def _kvpress(folder: str) -> Foreign:
     from experiments.peers.kvpress import Kvpress
 
     return Kvpress(folder)
 
 
-def _llama_cpp(folder: str) -> Any:
+def _llama_cpp(folder: str) -> Foreign:
     from experiments.peers.llama_cpp import LlamaCpp
 
     return LlamaCpp(folder)
 
 
-def _vllm(folder: str) -> Any:
+def _vllm(folder: str) -> Foreign:
     from experiments.peers.vllm import Vllm
 
     return Vllm(folder)

@@ -28,6 +28,7 @@ import numpy as np
 from experiments.peers import Work
 from experiments.peers.transformers import Transformers, greedy, median_of_steps
 from kvjax.errors import ConfigError
+from kvjax.typing import Foreign
 
 #: kvjax's policy -> kvpress's class, and the attention that it needs.
 PRESSES = {
@@ -102,7 +103,7 @@ class Kvpress(Transformers):
         press = self.kvpress.PrefillDecodingPress(prefilling_press=prompts, decoding_press=decoding)
         return self.with_attention(attention), press
 
-    def _position(self, place: int, token: Any) -> Any:
+    def _position(self, place: int, token: object) -> Foreign:
         """The true position: the cache's length is no longer it."""
         return self.torch.full_like(token, place)
 

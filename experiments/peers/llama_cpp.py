@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -18,6 +17,7 @@ from safetensors.numpy import load_file
 from experiments.peers import Work
 from experiments.peers.transformers import median_of_steps
 from kvjax.errors import ConfigError
+from kvjax.typing import Foreign
 
 TOKENS = 2048  # of a call at most, and
 PIECE = 512  # of one pass through the model: the defaults of llama.cpp's tools
@@ -131,7 +131,7 @@ class Context:
         return logits
 
 
-def write_gguf(gguf: Any, folder: Path, path: Path) -> int:
+def write_gguf(gguf: Foreign, folder: Path, path: Path) -> int:
     """Writes a Hugging Face LLaMA as float32 GGUF without a tokenizer; returns the vocabulary's size."""
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]

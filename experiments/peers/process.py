@@ -15,6 +15,7 @@ import numpy as np
 
 from experiments.peers import PEERS, PLATFORM, Work, child_environment
 from kvjax.errors import ConfigError
+from kvjax.typing import Foreign
 
 STDERR = 2
 
@@ -63,7 +64,7 @@ class PeerProcess:
     def __enter__(self) -> "PeerProcess":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.connection.close()
         try:
             self.process.wait(timeout=10)
@@ -92,7 +93,7 @@ class PeerProcess:
         while True:
             yield self._ask("next", kind)
 
-    def _ask(self, *request: Any) -> Any:
+    def _ask(self, *request: Any) -> Foreign:
         try:
             if request != ("ready",):  # the child says so without being asked
                 self.connection.send(request)
@@ -111,7 +112,7 @@ def serve(name: str, folder: str, connection: Connection) -> None:
     sides: dict[str, Iterator[float]] = {}
     peer: Any = None
 
-    def answer(method: str, *arguments: Any) -> Any:
+    def answer(method: str, *arguments: Any) -> Foreign:
         nonlocal peer
         if method == "ready":
             peer = PEERS[name].load(folder)

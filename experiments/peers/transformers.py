@@ -12,6 +12,7 @@ import numpy as np
 
 from experiments.peers import PLATFORM, Work
 from kvjax.errors import ConfigError
+from kvjax.typing import Foreign
 
 SLOW = 0.1  # seconds a step beyond which a sixteenth of the round is enough
 
@@ -39,7 +40,7 @@ class Transformers:
             torch.set_num_threads(len(os.sched_getaffinity(0)))
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval().to(self.device)
 
-    def ids(self, tokens: np.ndarray) -> Any:
+    def ids(self, tokens: np.ndarray) -> Foreign:
         return self.torch.as_tensor(tokens, device=self.device)
 
     def logprobs(self, tokens: np.ndarray) -> np.ndarray:
@@ -49,13 +50,13 @@ class Transformers:
             scores = self.model(ids).logits.float().log_softmax(-1)
             return scores[:, :-1].gather(-1, ids[:, 1:, None])[..., 0].cpu().numpy()
 
-    def with_attention(self, kind: str) -> Any:
+    def with_attention(self, kind: str) -> Foreign:
         """The model with ``sdpa`` or ``eager`` attention and hooks of its own; the weights are the same arrays."""
         model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
         model.set_attn_implementation(kind)
         return model
 
-    def cache(self, kind: str, room: int) -> Any:
+    def cache(self, kind: str, room: int) -> Foreign:
         """An empty ``dynamic`` cache, or a ``static`` one for `room` tokens."""
         if kind == "static":
             return self.transformers.StaticCache(config=self.model.config, max_cache_len=room)
@@ -75,7 +76,7 @@ class Transformers:
             sides["static, compiled"] = (self._full(work, "static", room, compiled), room)
         return sides
 
-    def _full(self, work: Work, kind: str, room: int, model: Any = None) -> Iterator[float]:
+    def _full(self, work: Work, kind: str, room: int, model: object = None) -> Iterator[float]:
         """Seconds a greedy step (the median of a round), round after round."""
         cache = self.cache(kind, room)
         with self.torch.inference_mode():
@@ -86,7 +87,7 @@ class Transformers:
             with self.torch.inference_mode():
                 own, token = copy.deepcopy(cache), first
 
-                def step(own: Any = own) -> None:
+                def step(own: object = own) -> None:
                     nonlocal token
                     token = greedy(self.model if model is None else model, token, own)
 
@@ -106,7 +107,7 @@ class Transformers:
                 greedy(model, ids, self.cache("dynamic", 0))
             yield time.perf_counter() - start
 
-    def fill(self, tokens: np.ndarray, kind: str, new_tokens: int) -> Any:
+    def fill(self, tokens: np.ndarray, kind: str, new_tokens: int) -> Foreign:
         """A cache after a prompt, in one shot, and the greedy tokens that follow."""
         with self.torch.inference_mode():
             cache = self.cache(kind, tokens.shape[1] + new_tokens)
@@ -116,7 +117,7 @@ class Transformers:
         return cache
 
 
-def greedy(model: Any, ids: Any, cache: Any, **positions: Any) -> Any:
+def greedy(model: Foreign, ids: Foreign, cache: Foreign, **positions: Any) -> Foreign:
     """Feeds [B, n] ids; returns the next token [B, 1] once the device has it."""
     out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **positions)
     token = out.logits[:, -1].argmax(-1)[:, None]
@@ -138,6 +139,6 @@ def median_of_steps(step: Callable[[], None], tokens: int) -> float:
     return float(np.median(times))
 
 
-def cache_bytes(cache: Any) -> int:
+def cache_bytes(cache: Foreign) -> int:
     """Bytes of a cache's keys and values."""
     return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))

@@ -15,6 +15,7 @@ import numpy as np
 from experiments.peers import Work
 from experiments.peers.transformers import median_of_steps
 from kvjax.errors import ConfigError
+from kvjax.typing import Foreign
 
 #: One process, so that a step is a call; no messages home; all cores.
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -34,7 +35,7 @@ class Vllm:
             raise ConfigError(f"benchmarks against vllm need {error.name}; install kvjax[bench-vllm].") from None
         self.vllm, self.folder, self.engines = vllm, folder, 0
 
-    def load(self, room: int, batch: int, *, keep: bool, compile: bool = False) -> Any:
+    def load(self, room: int, batch: int, *, keep: bool, compile: bool = False) -> Foreign:
         """An engine for `batch` rows of `room` tokens; keep: whether prompts stay in its cache."""
         return self.vllm.LLM(
             self.folder, dtype="float32", skip_tokenizer_init=True, max_model_len=room, max_num_seqs=batch,
@@ -49,7 +50,7 @@ class Vllm:
         numbers = 2 * config["num_hidden_layers"] * config["hidden_size"] // shared  # of a token
         return max(2 * 4 * numbers * batch * (room + 2 * BLOCK), GIB // 4)
 
-    def parameters(self, **options: Any) -> Any:
+    def parameters(self, **options: Any) -> Foreign:
         return self.vllm.SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **options)
 
     def logprobs(self, tokens: np.ndarray) -> np.ndarray:
@@ -79,7 +80,7 @@ class Vllm:
             while engine.has_unfinished_requests():
                 engine.step()
 
-    def _start(self, engine: Any, prompt: np.ndarray, tokens: int) -> list[str]:
+    def _start(self, engine: Foreign, prompt: np.ndarray, tokens: int) -> list[str]:
         """Adds a request for each row, and steps until every row has its first token."""
         names = [f"{self.engines}-{row}" for row in range(len(prompt))]
         self.engines += 1

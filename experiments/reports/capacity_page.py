@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tabulate import tabulate
 
 from experiments import results
+from kvjax.typing import Json
 from kvjax.units import size
 
 PAGE = "README.md"
@@ -54,7 +54,7 @@ def page(folder: Path) -> str:
     return "\n\n".join([*head, *(section(each) for each in found)]) + "\n"
 
 
-def section(result: Mapping[str, Any]) -> str:
+def section(result: Mapping[str, Json]) -> str:
     """Returns the part of the page that is about one result."""
     caches = result["caches"]
     first = caches[0]
@@ -72,14 +72,14 @@ def section(result: Mapping[str, Any]) -> str:
     return "\n\n".join([title, about + cost, f"    {result['command']}", table, *refused])
 
 
-def rows(caches: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def rows(caches: Sequence[Mapping[str, Json]]) -> list[dict[str, str]]:
     """Returns a row for each cache. Columns in which no row has anything are left out."""
     most = max((each["batch"] for each in caches if each["policy"] == "full"), default=0)
     made = [_row(each, most) for each in caches]
     return [{name: text for name, text in row.items() if any(other[name] for other in made)} for row in made]
 
 
-def price_line(price: Mapping[str, Any] | None) -> str:
+def price_line(price: Mapping[str, Json] | None) -> str:
     """Says which price was taken, of which day and from where."""
     if price is None:
         return "No price: --price gives one."
@@ -89,7 +89,7 @@ def price_line(price: Mapping[str, Any] | None) -> str:
     return f"{amount} on demand, {price['provider']}, region {price['region']}, {price['date']} ({price['source']})."
 
 
-def _row(each: Mapping[str, Any], most: int) -> dict[str, str]:
+def _row(each: Mapping[str, Json], most: int) -> dict[str, str]:
     seconds, shapes = each["seconds"], each["binds"] == "shapes"
     step, dollars, tokens = each["step_seconds"], each["dollars_per_million"], each["tokens_per_second"]
     return {
@@ -123,7 +123,7 @@ def _in_time(moved: float, seconds: float | None) -> str:
     return f"{size(moved)}, {1e3 * seconds:.3g} ms" if seconds else size(moved)
 
 
-def _count(cache: Mapping[str, Any]) -> int:
+def _count(cache: Mapping[str, Json]) -> int:
     """Returns the number of devices."""
     count = 1
     for size_of_axis in cache["mesh"].values():
@@ -131,6 +131,6 @@ def _count(cache: Mapping[str, Any]) -> int:
     return count
 
 
-def _versions(environment: Mapping[str, Any]) -> str:
+def _versions(environment: Mapping[str, Json]) -> str:
     compiler = f", libtpu {environment['libtpu']}" if environment["libtpu"] else ""
     return f"jax {environment['jax']}{compiler}, commit {environment['commit']}"

@@ -5,12 +5,15 @@ import itertools
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from experiments.reports.tables import Row, short, show_bytes
 from experiments.runs.measure import Measurement
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FULL_COLOR = "#555555"
 #: Okabe and Ito's colours, told apart by colour-blind readers too.
@@ -19,7 +22,7 @@ LABEL_WIDTH = 28  # characters of a line of a label, where it can be broken
 CHARACTER = 0.075  # inches of a character of a label, about
 LINE = 0.19  # inches of a line of a label
 PANEL = 3.3  # inches of a panel whose ratio is 1
-MOST_LINES = 5  # caches whose lines and bars can be told apart in one plot
+MAX_LINES = 5  # caches whose lines and bars can be told apart in one plot
 ROW = 0.5  # inches of a cache's row
 
 
@@ -52,7 +55,7 @@ def new_figure(columns: int, **options: Any) -> tuple[Any, Any]:
     return figure, figure.subplots(1, columns, squeeze=False, sharey=sharey, width_ratios=width_ratios)
 
 
-def style(axes: Any, title: str, x: str = "", y: str = "") -> None:
+def style(axes: "Axes", title: str, x: str = "", y: str = "") -> None:
     axes.set_title(title, loc="left", fontsize=11, pad=10)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -86,7 +89,7 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
     return [mean + (i - (count - 1) / 2) * gap for mean, count in groups for i in range(int(count))]
 
 
-def label_lines(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
+def label_lines(axes: "Axes", ends: Sequence[tuple[float, float, str, str]]) -> None:
     """Labels each line at its right end instead of in a legend, moved apart where the labels would touch.
 
     Args:
@@ -112,7 +115,7 @@ def run_plot(measurements: Sequence[Measurement]) -> bytes:
     Perplexities of one text under two policies differ far less than those of two lengths of it, so they are shown
     relative to the full cache's where that was measured. Of many caches with recall tasks, see `recall_plot`.
     """
-    if len(measurements) > MOST_LINES and any(m.recall for m in measurements):
+    if len(measurements) > MAX_LINES and any(m.recall for m in measurements):
         return recall_plot(measurements)
     scored = {m.policy: np.asarray(m.logprobs, np.float64) for m in measurements if m.logprobs is not None}
     color = colors([m.policy for m in measurements])
@@ -178,7 +181,7 @@ def recall_plot(measurements: Sequence[Measurement]) -> bytes:
     return png(figure)
 
 
-def _loss_panel(axes: Any, scored: dict[str, np.ndarray], color: dict[str, str]) -> None:
+def _loss_panel(axes: "Axes", scored: dict[str, np.ndarray], color: dict[str, str]) -> None:
     """Perplexity of the first 1, 2, ... tokens of the continuation."""
     count = next(iter(scored.values())).shape[1]
     x = np.arange(1, count + 1)
@@ -203,7 +206,7 @@ def _one_line(name: str) -> str:
     return " ".join(label_of(name).split("\n"))
 
 
-def _recall_panel(axes: Any, measurements: Sequence[Measurement], color: dict[str, str]) -> None:
+def _recall_panel(axes: "Axes", measurements: Sequence[Measurement], color: dict[str, str]) -> None:
     """Exact matches by task, a bar a policy."""
     tasks = list(measurements[0].recall)
     height = 0.8 / len(measurements)

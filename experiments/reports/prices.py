@@ -5,7 +5,8 @@ import datetime
 import functools
 import tomllib
 from pathlib import Path
-from typing import Any
+
+from kvjax.typing import JsonObject
 
 TABLE = Path(__file__).with_suffix(".toml")
 
@@ -32,7 +33,7 @@ class Price:
     date: datetime.date
     source: str
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Returns all attributes as JSON values."""
         return dataclasses.asdict(self) | {"date": self.date.isoformat()}
 

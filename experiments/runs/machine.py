@@ -6,21 +6,23 @@ import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from experiments.runs import identity
 from kvjax import host, products
 from kvjax.models.config import DecoderConfig
 from kvjax.models.quantize import WeightCodes, parameter_bytes
 from kvjax.parallel import distributed, sharding
+from kvjax.typing import JsonObject
 
 GB = 1e9
 #: Share of the memory that weights and cache may take; the rest is for activations and everybody else.
 USABLE = 0.9
-MOST_MAPS = 40_000  # memory maps of a process, of which Linux allows 65,530; without any the compiler crashes
+MAX_MAPS = 40_000  # memory maps of a process, of which Linux allows 65,530; without any the compiler crashes
 
 
 class Fit(NamedTuple):
@@ -42,7 +44,9 @@ class Fit(NamedTuple):
         )
 
 
-def fit(config: DecoderConfig, dtype: Any, *, cache: int, mesh: str = "", codes: WeightCodes | None = None) -> Fit:
+def fit(
+    config: DecoderConfig, dtype: DTypeLike, *, cache: int, mesh: str = "", codes: WeightCodes | None = None
+) -> Fit:
     """Compares a model with this machine, before anything is allocated.
 
     Args:
@@ -84,7 +88,7 @@ def host_memory() -> int:
 def forget_programs() -> None:
     """Lets compiled programs go if this process has too many memory maps: each program holds some."""
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
+    if maps.exists() and maps.read_text().count("\n") > MAX_MAPS:
         jax.clear_caches()
         gc.collect()
 
@@ -98,7 +102,7 @@ def _number(path: str, label: str = "") -> int:
         return 0
 
 
-def environment() -> dict[str, Any]:
+def environment() -> JsonObject:
     """Returns the environment of a result: versions, devices, processor, commit, sources."""
     devices = jax.devices()
     return {
@@ -123,7 +127,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def compilers() -> dict[str, Any]:
+def compilers() -> JsonObject:
     """Returns the environment of a program that is compiled and not run."""
     own = environment()
     names = ("python", "kvjax", "jax", "jaxlib", "commit", "code", "uncommitted_changes")

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies import Policy
 from kvjax.storage import breakdown
+from kvjax.typing import JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Measurement:
         loss = -self.logprobs.astype(np.float64)
         return [math.exp(loss[:, start : start + tokens].mean()) for start in range(0, loss.shape[1], tokens)]
 
-    def scores(self, full: "Measurement | None") -> dict[str, dict[str, Any]]:
+    def scores(self, full: "Measurement | None") -> dict[str, JsonObject]:
         """Task -> what it is (``about``), its ``scores``, and those that tables of all tasks show (``headline``)."""
         found = {}
         for name, each in self.asked.items():
@@ -103,7 +103,7 @@ class Measurement:
             found[name] = {"about": each.about, "scores": scores, "headline": shown}
         return found
 
-    def row(self, full: "Measurement | None", chunk: int | None = None) -> dict[str, Any]:
+    def row(self, full: "Measurement | None", chunk: int | None = None) -> JsonObject:
         """The scalars, for metrics.jsonl and tables; `chunk`: see `by_chunk`."""
         return {
             "policy": self.policy,
@@ -162,7 +162,7 @@ def measure(
     spec = as_spec(policy)
     limits = Limits(prompt=prompt_length, new_tokens=new_tokens, shortest=prompt_length)
     rows = tokens.shape[0]
-    shared: dict[str, Any] = {"limits": limits, "rows": rows}
+    shared: JsonObject = {"limits": limits, "rows": rows}
     prompts = tokens[:, :prompt_length]
     logprobs = None
     prefill_times, decode_times = [], []

@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,7 @@ class CannotRun(ConfigError):
     """A model that this machine cannot hold, or whose checkpoint it does not have."""
 
 
-def dtype_of(config: ModelConfig, platform: str | None = None) -> Any:
+def dtype_of(config: ModelConfig, platform: str | None = None) -> jnp.dtype:
     """The dtype of weights and cache: as configured, else float32 on a CPU and bfloat16 elsewhere."""
     if config.dtype is not None:
         if config.dtype not in DTYPES:
@@ -118,7 +117,7 @@ def check_fit(config: ExperimentConfig) -> None:
     else:
         # A prompt that is given has at most as many tokens as bytes; budgets are for its own length, not yet known.
         layouts = [layout_of(config, CacheSpec(full()), decoder, max(len(config.data.prompt.encode()), 1))]
-    cache = max(most_bytes(layout, rows) for layout in layouts)
+    cache = max(max_cache_bytes(layout, rows) for layout in layouts)
     codes = codes_of(config.model)
     fit = machine.fit(decoder, dtype, cache=cache, mesh=config.mesh, codes=codes)
     if not fit.fits:
@@ -146,7 +145,7 @@ def layout_of(config: ExperimentConfig, spec: CacheSpec, decoder: DecoderConfig,
         ).layout  # fmt: skip
 
 
-def most_bytes(layout: CacheLayout, rows: int) -> int:
+def max_cache_bytes(layout: CacheLayout, rows: int) -> int:
     """Bytes of keys and values while decoding, or while the prompt goes in where that is more."""
     # A prompt in one shot leaves the survivors of each layer before the next one begins.
     phases = [layout.decode] if layout.block is None else [layout.decode, layout.prompt]

@@ -36,6 +36,7 @@ from kvjax.parallel.rules import Rules, using
 from kvjax.products.quantized import is_quantized
 from kvjax.specs import user_files
 from kvjax.storage.calibration import Calibration, required
+from kvjax.typing import JsonObject
 
 T = TypeVar("T")
 SAMPLE_ROWS, SAMPLE_TOKENS = 4, 512  # of the story that calibrates storages
@@ -65,7 +66,7 @@ class Outcome:
     def full(self) -> Measurement | None:
         return next((m for m in self.measurements if m.policy == "full"), None)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[JsonObject]:
         return [measurement.row(self.full, self.chunk) for measurement in self.measurements]
 
     def explain(self) -> dict[str, list[str]]:

@@ -17,6 +17,7 @@ from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError
 from kvjax.lm_eval.runner import Runner
 from kvjax.models.model import Model
+from kvjax.typing import Json
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function in a policy's text, which differs between processes
 
@@ -99,7 +100,7 @@ def answers(
             total=len(each), initial=len(known), desc=name, unit="question", disable=not show, leave=False
         ) as bar:
 
-            def done(number: int, answer: Answer, key: str = key, bar: Any = bar) -> None:
+            def done(number: int, answer: Answer, key: str = key, bar: Json = bar) -> None:
                 journal.add(key, number, answer)
                 bar.update()
 

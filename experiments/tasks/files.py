@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from experiments.lines import divided, numbered
 from kvjax.errors import ConfigError
+from kvjax.typing import Json, JsonObject
 
 
 class Row(NamedTuple):
@@ -70,7 +71,7 @@ class Row(NamedTuple):
             raise ConfigError(f"{self.place}: {name!r} should be a whole number of at least 1, but is {value!r:.80}.")
         return int(value)
 
-    def value(self, name: str) -> Any:
+    def value(self, name: str) -> Json:
         """A field.
 
         Raises:
@@ -153,7 +154,7 @@ def json_list(path: Path) -> Iterator[Row]:
         yield Row(values, path, number, "record")
 
 
-def json_object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> JsonObject:
     """A file that is one JSON object.
 
     Raises:
@@ -228,11 +229,11 @@ def _object(text: str, path: Path, line: int) -> Row:
     return Row(values, path, line)
 
 
-def _json(text: str, path: Path, line: int | None = None) -> Any:
+def _json(text: str, path: Path, line: int | None = None) -> Json:
     """The value of a JSON text, which is one line of a file or, where `line` is None, all of it."""
     place = f"{path}, line {line}" if line else str(path)
 
-    def no_value(name: str) -> Any:
+    def no_value(name: str) -> Json:
         raise ConfigError(f"{place}: not JSON ({name} is no value of it).")
 
     try:

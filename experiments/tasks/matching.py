@@ -6,41 +6,41 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
 
 from experiments.tasks import ngrams
 from kvjax.errors import ConfigError
+from kvjax.typing import Json
 
-Metric = Callable[[str, Sequence[str], Mapping[str, Any]], float]  # of a text, its references and what else is known
+Metric = Callable[[str, Sequence[str], Mapping[str, Json]], float]  # of a text, its references and what else is known
 _BOX = r"\boxed{"
 
 
-def contains_all(text: str, references: Sequence[str], about: Mapping[str, Any]) -> float:
+def contains_all(text: str, references: Sequence[str], about: Mapping[str, Json]) -> float:
     """The share of references that a text holds, in whatever case: RULER's string_match_all."""
     return sum(each.lower() in text.lower() for each in references) / len(references)
 
 
-def contains_any(text: str, references: Sequence[str], about: Mapping[str, Any]) -> float:
+def contains_any(text: str, references: Sequence[str], about: Mapping[str, Json]) -> float:
     """Whether a text holds one of its references, in whatever case: RULER's string_match_part."""
     return float(any(each.lower() in text.lower() for each in references))
 
 
-def exact(text: str, references: Sequence[str], about: Mapping[str, Any]) -> float:
+def exact(text: str, references: Sequence[str], about: Mapping[str, Json]) -> float:
     """Whether a text is one of its references, but for spaces around it."""
     return float(text.strip() in [each.strip() for each in references])
 
 
-def word_f1(text: str, references: Sequence[str], about: Mapping[str, Any]) -> float:
+def word_f1(text: str, references: Sequence[str], about: Mapping[str, Json]) -> float:
     """The best F1 of a text's words, without case, punctuation and articles (SQuAD, arXiv:1606.05250)."""
     return max(_f1(_words(text), _words(each)) for each in references)
 
 
-def rouge_l(text: str, references: Sequence[str], about: Mapping[str, Any]) -> float:
+def rouge_l(text: str, references: Sequence[str], about: Mapping[str, Json]) -> float:
     """The best ROUGE-L F measure, by rouge_score without stemming."""
     return max(ngrams.text_scores([text], [each])["ROUGE-L"] for each in references) / 100
 
 
-def classification(text: str, references: Sequence[str], about: Mapping[str, Any]) -> float:
+def classification(text: str, references: Sequence[str], about: Mapping[str, Json]) -> float:
     """One over the number of classes that a text names, if the right one is among them; LongBench's.
 
     A class whose name is part of the right one's does not count as named.
@@ -54,14 +54,14 @@ def classification(text: str, references: Sequence[str], about: Mapping[str, Any
     return max(map(score, references))
 
 
-def count(text: str, references: Sequence[str], about: Mapping[str, Any]) -> float:
+def count(text: str, references: Sequence[str], about: Mapping[str, Json]) -> float:
     """The share of the numbers in a text that are the number in a reference; LongBench's."""
     found = re.findall(r"\d+", text)
     right = {number for each in references for number in re.findall(r"\d+", each)[:1]}
     return sum(each in right for each in found) / len(found) if found else 0.0
 
 
-def similarity(text: str, references: Sequence[str], about: Mapping[str, Any]) -> float:
+def similarity(text: str, references: Sequence[str], about: Mapping[str, Json]) -> float:
     """The best similarity of a text's first line of code, without comments, to a reference: difflib's ratio."""
     code = [line for line in text.lstrip("\n").split("\n") if not any(mark in line for mark in ("`", "#", "//"))]
     line = code[0] if code else ""
@@ -69,7 +69,7 @@ def similarity(text: str, references: Sequence[str], about: Mapping[str, Any]) -
     return max(round(100 * difflib.SequenceMatcher(None, line, each).ratio()) for each in references) / 100
 
 
-def letters(text: str, references: Sequence[str], about: Mapping[str, Any]) -> float:
+def letters(text: str, references: Sequence[str], about: Mapping[str, Json]) -> float:
     """Whether a text gives the letters of a reference, ``B``, ``(B) because ...`` or ``AC``, as in L-Eval's exams.
 
     The first capital letters from A to H that stand alone in the text count, in any order. A reference that does not
@@ -85,7 +85,7 @@ def letters(text: str, references: Sequence[str], about: Mapping[str, Any]) -> f
     return float(any(map(right, references)))
 
 
-def boxed(text: str, references: Sequence[str], about: Mapping[str, Any]) -> float:
+def boxed(text: str, references: Sequence[str], about: Mapping[str, Json]) -> float:
     """Whether the last ``\\boxed{...}`` of a text holds a reference, which may be in a box itself."""
     answer = in_box(text)
     if answer is None:
@@ -148,7 +148,7 @@ def by_name(name: str) -> Metric:
     return METRICS[name]
 
 
-def check(place: str, metric: str, references: Sequence[str], about: Mapping[str, Any]) -> None:
+def check(place: str, metric: str, references: Sequence[str], about: Mapping[str, Json]) -> None:
     """Refuses a question whose score would say nothing.
 
     Raises:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.errors import ConfigError, InputError
+from kvjax.typing import Json
 
 ROUGE = {"ROUGE-1": "rouge1", "ROUGE-2": "rouge2", "ROUGE-L": "rougeL"}  # by rouge_score's names
 BLEU, METEOR = "BLEU-4", "METEOR"
@@ -75,7 +76,7 @@ def diversity(rows: Sequence[Tokens]) -> dict[str, float]:
     return shares | {"longest repeat": float(np.mean([_longest_repeat(row) for row in kept]))}
 
 
-def wordnet() -> Any:
+def wordnet() -> Json:
     """nltk's reader of WordNet, without which there is no METEOR.
 
     Raises:
@@ -126,7 +127,7 @@ def library(name: str) -> ModuleType:
         raise ConfigError(f"{name.split('.')[0]} is not installed; `pip install 'kvjax[tasks]'` brings it.") from None
 
 
-def _check(hypotheses: Sequence[Any], references: Sequence[Any]) -> None:
+def _check(hypotheses: Sequence[object], references: Sequence[Any]) -> None:
     if len(hypotheses) != len(references) or not len(references):
         raise InputError(f"{len(hypotheses)} texts and {len(references)} references were given; give one for each.")
 

@@ -29,6 +29,7 @@ from experiments.tasks.spec import TaskSpec
 from kvjax.arguments import did_you_mean
 from kvjax.errors import ConfigError
 from kvjax.specs import user_files
+from kvjax.typing import Json, JsonObject
 
 Factory = Callable[..., TaskSpec]
 TASKS: Mapping[str, Factory] = {
@@ -101,7 +102,7 @@ def _from_file(path: str, name: str) -> Factory:
     return factory
 
 
-def _settings(text: str, call: str) -> dict[str, Any]:
+def _settings(text: str, call: str) -> JsonObject:
     try:
         node = ast.parse(f"f{call}", mode="eval").body
         assert isinstance(node, ast.Call) and not node.args
@@ -112,13 +113,13 @@ def _settings(text: str, call: str) -> dict[str, Any]:
         ) from None
 
 
-def _value(node: ast.expr) -> Any:
+def _value(node: ast.expr) -> Json:
     if isinstance(node, ast.Name):
         return {"true": True, "false": False, "none": None}.get(node.id, node.id)
     return ast.literal_eval(node)
 
 
-def _kinds(factory: Factory) -> dict[str, Any]:
+def _kinds(factory: Factory) -> JsonObject:
     """The settings of a task, and the types of their values; empty if the factory is no dataclass."""
     inner = factory.func if isinstance(factory, functools.partial) else factory
     if not dataclasses.is_dataclass(inner):
@@ -132,7 +133,7 @@ def _kinds(factory: Factory) -> dict[str, Any]:
     return {name: hints.get(name, Any) for name in (names[1:] if isinstance(factory, functools.partial) else names)}
 
 
-def _is(value: Any, kind: Any) -> bool:
+def _is(value: object, kind: object) -> bool:
     """Whether a value is of a type that settings are written in; always, for a type that is none of these."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -144,7 +145,7 @@ def _is(value: Any, kind: Any) -> bool:
     return kind not in (str, bool, types.NoneType) or isinstance(value, kind)
 
 
-def _worded(kind: Any) -> str:
+def _worded(kind: Json) -> str:
     """A type in words."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
@@ -156,6 +157,6 @@ def _worded(kind: Any) -> str:
     )
 
 
-def _unknown(factory: Factory, settings: Mapping[str, Any]) -> str:
+def _unknown(factory: Factory, settings: Mapping[str, Json]) -> str:
     others = [f"{key}={value!r}" for key, value in settings.items() if key not in _kinds(factory)]
     return others[0] if others else f"these values: {settings}"

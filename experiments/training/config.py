@@ -3,7 +3,6 @@
 import dataclasses
 import glob
 from pathlib import Path
-from typing import Any
 
 from experiments import fields
 from experiments.fields import Count, Counts, Names, Number, Numbers, OptionalCount, Text, Whole
@@ -12,6 +11,7 @@ from experiments.training import layouts
 from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.rope import Rope
+from kvjax.typing import JsonObject
 
 BY_STAGE = ("repeat_fraction", "invented_fraction", "wordy_fraction")  # of the mixture
 SHORTEST = 16  # tokens of a window
@@ -248,7 +248,7 @@ def files(config: TrainConfig) -> tuple[list[Path], list[Path]]:
     return training, held_out
 
 
-def past(config: TrainConfig, step: int) -> dict[str, Any]:
+def past(config: TrainConfig, step: int) -> JsonObject:
     """Everything that the state after `step` steps depends on: two configs that agree on it share that state."""
     settings = fields.to_dict(config)
     for name in ("output", "name", "evaluate_every", "checkpoint_every", "log_every", "steps"):

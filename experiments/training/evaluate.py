@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,14 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.numerics.finite import check_finite
 from kvjax.parallel import distributed
+from kvjax.typing import PyTree
 
 Array = jax.Array
 ROWS = 8  # of one forward pass
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _score(params: Any, tokens: Array, config: DecoderConfig) -> tuple[Array, Array]:
+def _score(params: PyTree, tokens: Array, config: DecoderConfig) -> tuple[Array, Array]:
     """Scores all but the first of tokens [B, T + 1]: log-probability and whether it is the likeliest, [B, T] each."""
     logits, _ = Decoder(config).apply({"params": params}, tokens[:, :-1])
     target = tokens[:, 1:]
@@ -28,7 +28,7 @@ def _score(params: Any, tokens: Array, config: DecoderConfig) -> tuple[Array, Ar
     return chosen - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == target
 
 
-def log_probabilities(params: Any, rows: np.ndarray, config: DecoderConfig) -> tuple[np.ndarray, np.ndarray]:
+def log_probabilities(params: PyTree, rows: np.ndarray, config: DecoderConfig) -> tuple[np.ndarray, np.ndarray]:
     """Scores all but the first token of rows [N, T + 1]: log-probability, whether it is the likeliest; [N, T] each.
 
     Raises:
@@ -41,7 +41,7 @@ def log_probabilities(params: Any, rows: np.ndarray, config: DecoderConfig) -> t
     return logprobs, np.concatenate([best for _, best in parts])
 
 
-def bits_per_byte(params: Any, config: DecoderConfig, text: Text, *, bos: int, context: int, windows: int) -> float:
+def bits_per_byte(params: PyTree, config: DecoderConfig, text: Text, *, bos: int, context: int, windows: int) -> float:
     """Bits per byte of `windows` windows, spread evenly over a text, each after BOS."""
     starts = np.linspace(0, text.tokens.size - context, windows).astype(int)
     rows = np.stack([text.tokens[start : start + context] for start in starts])
@@ -52,7 +52,7 @@ def bits_per_byte(params: Any, config: DecoderConfig, text: Text, *, bos: int, c
     return float(-logprobs.sum(dtype=np.float64) / (np.log(2) * size))
 
 
-def exact_match(params: Any, config: DecoderConfig, asked: Sequence[Prompt]) -> float:
+def exact_match(params: PyTree, config: DecoderConfig, asked: Sequence[Prompt]) -> float:
     """Share of prompts, all of one length, that greedy decoding with the full cache answers exactly.
 
     Greedy decoding is right throughout if and only if every token of the answer is the likeliest after the true ones,

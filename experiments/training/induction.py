@@ -17,6 +17,7 @@ import numpy as np
 
 from kvjax.models.config import DecoderConfig
 from kvjax.models.parameters import random_parameters
+from kvjax.typing import JsonObject, PyTree
 
 CONSTANT = 1.0  # feature 0 of every token: what a head reads that goes by position alone
 SHARPNESS = 8.0  # of the head that looks one back, times the square root of its size
@@ -73,7 +74,7 @@ def initial_parameters(config: DecoderConfig, key: jax.Array) -> Any:
     return jax.tree.map(jnp.asarray, params)
 
 
-def grown(params: Any, config: DecoderConfig, new_layers: Sequence[int], key: jax.Array) -> Any:
+def grown(params: PyTree, config: DecoderConfig, new_layers: Sequence[int], key: jax.Array) -> PyTree:
     """The same function in more layers: the new ones add nothing yet, but learn at once (LLaMA Pro, arXiv:2401.02415).
 
     Args:
@@ -90,7 +91,7 @@ def grown(params: Any, config: DecoderConfig, new_layers: Sequence[int], key: ja
     return params | layers
 
 
-def _make_identity(layer: dict[str, Any]) -> dict[str, Any]:
+def _make_identity(layer: JsonObject) -> JsonObject:
     """Sets the block's output to zero, in place; everything else stays as drawn."""
     for module, name in (("attention", "out"), ("mlp", "down")):
         layer[module][name]["kernel"] = np.zeros_like(layer[module][name]["kernel"])

@@ -6,6 +6,7 @@ import jax
 import optax
 
 from experiments.training.config import TrainConfig
+from kvjax.typing import PyTree
 
 
 def schedule(config: TrainConfig, peak: float) -> optax.Schedule:
@@ -31,7 +32,7 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     (arXiv:2502.16982), so that one scale of learning rates serves both."""
     settings = config.optimizer
 
-    def projections(params: Any) -> Any:
+    def projections(params: PyTree) -> Any:
         return jax.tree_util.tree_map_with_path(
             lambda path, _: optax.contrib.MuonDimensionNumbers() if path[-1].key == "kernel" else None, params
         )

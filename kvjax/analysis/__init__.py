@@ -21,7 +21,7 @@ from kvjax.analysis.full_cache import (
 )
 from kvjax.analysis.heads import RetrievalScores, retrieval_heads, retrieval_scores
 from kvjax.analysis.layer_inputs import InputCosine, input_cosine
-from kvjax.analysis.reading import Selected, SkewEffect, selected, skew_effect
+from kvjax.analysis.selection_quality import Selected, SkewEffect, selected, skew_effect
 
 __all__ = [
     "AccumulatedAttention",

@@ -5,7 +5,7 @@ eviction that follows it.
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from kvjax.numerics.top_k import largest
 from kvjax.policies.base import Evict, Keep, Policy
 from kvjax.policies.window import full
 from kvjax.summary import one_line
+from kvjax.typing import PyTree
 
 Array = jax.Array
 
@@ -69,7 +70,7 @@ def attention_cosine(
     ).queries
 
 
-def _cosine(carry: Any, attention: tuple[Rows, Rows]) -> tuple[Any, Array]:
+def _cosine(carry: PyTree, attention: tuple[Rows, Rows]) -> tuple[PyTree, Array]:
     # [B, K, G, 1, T]
     one, two = (rows.probability for rows in attention)
     # [B, K, G, 1]
@@ -124,7 +125,7 @@ def miss_rate(
     return MissRate(*run.queries)
 
 
-def _missed(carry: Any, attention: tuple[Rows, Rows], top: Array) -> tuple[Any, tuple[Array, Array]]:
+def _missed(carry: PyTree, attention: tuple[Rows, Rows], top: Array) -> tuple[PyTree, tuple[Array, Array]]:
     reference, own = attention
     # [B, K, G, 1, T]
     heavy = _largest(reference.probability, reference.seen, top)
@@ -185,7 +186,7 @@ def _after_prompt(runs: tuple[Layer, ...], *shape: int) -> tuple[tuple[Array, Ar
     return ((mass, count),) * len(runs)
 
 
-def _similarity(carry: Any, attention: tuple[Rows, Rows], top: Array, mean: Array) -> tuple[Any, Array]:
+def _similarity(carry: PyTree, attention: tuple[Rows, Rows], top: Array, mean: Array) -> tuple[PyTree, Array]:
     sums, sets = [], []
     for (mass, count), rows in zip(carry, attention, strict=True):
         # [B, K, 1, T], of the single query
@@ -253,7 +254,7 @@ def retained(
     return Retained(np.maximum(run.carried, in_prompt[:, None]).astype(np.int32), run.lengths, run.prompt)
 
 
-def _seen_by(carry: Array, attention: tuple[Rows]) -> tuple[Array, Any]:
+def _seen_by(carry: Array, attention: tuple[Rows]) -> tuple[Array, PyTree]:
     (rows,) = attention
     # [B, 1, 1, 1], of the single query
     at = rows.query[:, :, None, None]

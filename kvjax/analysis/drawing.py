@@ -1,17 +1,21 @@
 """Parts of the figures of `kvjax.analysis`; matplotlib is imported only when something is drawn."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvjax.errors import InputError
+from kvjax.typing import PyTree
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Results = Any  # a result, or a dict of results by policy name
 POINTS = 100  # of a line, at most; longer ones are averaged over equal intervals
 
 
-def draw_lines(axes: Any, results: Results, label: str) -> str:
+def draw_lines(axes: "Axes", results: Results, label: str) -> str:
     """Draws lines over the position of the query, one per policy or per layer of a single result; returns which."""
     if isinstance(results, Mapping):
         title, lines = "policy", {name: line_means(values[None])[0] for name, values in results.items()}
@@ -41,21 +45,21 @@ def thinned(line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.array([part.mean() for part in parts]), np.array([line[part].mean() for part in parts])
 
 
-def side_legend(axes: Any, title: str) -> None:
+def side_legend(axes: "Axes", title: str) -> None:
     lines = len(axes.get_lines())
     axes.legend(
         title=title, frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), ncols=-(-lines // 16)
     )
 
 
-def ordered_colors(count: int) -> list[Any]:
+def ordered_colors(count: int) -> list[PyTree]:
     """`count` colors in order."""
     from matplotlib import colormaps
 
     return [colormaps["viridis"](0.9 * i / max(count - 1, 1)) for i in range(count)]
 
 
-def make_figure(panels: int = 1, rows: int = 1) -> tuple[Any, Any]:
+def make_figure(panels: int = 1, rows: int = 1) -> tuple[PyTree, PyTree]:
     """A figure that needs no display, and its axes: one, `panels` side by side, or some `rows` of them."""
     try:
         from matplotlib.figure import Figure

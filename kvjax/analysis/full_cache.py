@@ -13,6 +13,7 @@ from kvjax.errors import InputError
 from kvjax.inputs import check_batch
 from kvjax.models.model import Model
 from kvjax.summary import one_line
+from kvjax.typing import PyTree
 
 Array = jax.Array
 
@@ -42,7 +43,7 @@ def sparsity(
     return np.asarray(1 - kept / seen[:, :, :1], np.float32)
 
 
-def _count_kept(carry: Any, attention: tuple[Rows], threshold: Array) -> tuple[Any, tuple[Array, Array]]:
+def _count_kept(carry: PyTree, attention: tuple[Rows], threshold: Array) -> tuple[PyTree, tuple[Array, Array]]:
     """Keys at or above the threshold, [B, K, G, n], and keys that are seen, [B, K, 1, n]; 0 for padding."""
     (rows,) = attention
     top = jnp.max(rows.probability, axis=-1, keepdims=True)
@@ -71,7 +72,7 @@ def keys_for_mass(
     return over_tiles(model, tokens, lengths, _keys_needed, lambda *shape: (), jnp.float32(share)).queries
 
 
-def _keys_needed(carry: Any, attention: tuple[Rows], share: Array) -> tuple[Any, Array]:
+def _keys_needed(carry: PyTree, attention: tuple[Rows], share: Array) -> tuple[PyTree, Array]:
     (rows,) = attention
     held = jnp.cumsum(jnp.sort(rows.probability, axis=-1, descending=True), axis=-1)
     # A row may add up to a little less than 1; all tokens that the query sees are always enough.
@@ -119,7 +120,7 @@ def accumulated_attention(model: Model, tokens: ArrayLike, *, lengths: ArrayLike
     return AccumulatedAttention(mass, exponent)
 
 
-def _add_mass(carry: Array, attention: tuple[Rows]) -> tuple[Array, Any]:
+def _add_mass(carry: Array, attention: tuple[Rows]) -> tuple[Array, PyTree]:
     (rows,) = attention
     return carry + jnp.sum(rows.probability, axis=-2), ()
 
@@ -179,7 +180,7 @@ def attention_std(
     )
 
 
-def _follow(carry: tuple[Array, Array, Array], attention: tuple[Rows], followed: Array) -> tuple[Any, Array]:
+def _follow(carry: tuple[Array, Array, Array], attention: tuple[Rows], followed: Array) -> tuple[PyTree, Array]:
     """Count, mean and squared deviations of all tokens, and the deviation of the followed ones after each query.
 
     Query by query (Welford's recurrence): a sink's attention is near 1 and hardly varies, so that a difference of

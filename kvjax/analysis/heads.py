@@ -15,6 +15,7 @@ from kvjax.analysis.scan import over_tiles
 from kvjax.errors import InputError
 from kvjax.models.model import Model
 from kvjax.summary import one_line
+from kvjax.typing import PyTree
 
 Array = jax.Array
 LONGEST = 4096  # tokens of the test, unless the model has fewer positions
@@ -38,7 +39,7 @@ class RetrievalScores(NamedTuple):
 def retrieval_scores(
     model: Model,
     *,
-    draw_from: Any = None,
+    draw_from: object = None,
     repeats: int = 4,
     period: int | None = None,
     rows: int = 2,
@@ -64,9 +65,9 @@ def retrieval_scores(
     bos = [] if config.bos_token_id is None else [config.bos_token_id]
     if period is None:
         period = (min(config.max_positions or LONGEST, LONGEST) - len(bos)) // max(repeats, 1)
-    for name, value, least in (("repeats", repeats, 2), ("period", period, 2), ("rows", rows, 1)):
-        if value < least:
-            raise InputError(f"{name}={value!r} is too few; give at least {least}.")
+    for name, value, minimum in (("repeats", repeats, 2), ("period", period, 2), ("rows", rows, 1)):
+        if value < minimum:
+            raise InputError(f"{name}={value!r} is too few; give at least {minimum}.")
     special = {*bos, *config.eos_token_ids}
     pool = np.asarray([i for i in range(config.vocab_size) if i not in special] if draw_from is None else draw_from)
     if (
@@ -84,7 +85,9 @@ def retrieval_scores(
     return RetrievalScores(*means)
 
 
-def _look_back(carry: Any, attention: tuple[Rows], period: Array, first: Array) -> tuple[Any, tuple[Array, Array]]:
+def _look_back(
+    carry: PyTree, attention: tuple[Rows], period: Array, first: Array
+) -> tuple[PyTree, tuple[Array, Array]]:
     (rows,) = attention
     query = rows.query[:, None, None, :, None]
     key = jnp.arange(rows.probability.shape[-1])
@@ -98,7 +101,7 @@ def _look_back(carry: Any, attention: tuple[Rows], period: Array, first: Array) 
 
 
 def retrieval_heads(
-    model: Model, *, induction_share: float = 0.14, echo_share: float = 0.01, draw_from: Any = None, **options: Any
+    model: Model, *, induction_share: float = 0.14, echo_share: float = 0.01, draw_from: object = None, **options: Any
 ) -> np.ndarray:
     """The KV heads that must keep every token: a table for `kvjax.policies.razor_attention` and `duo_attention`.
 

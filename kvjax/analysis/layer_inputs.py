@@ -1,6 +1,6 @@
 """How alike the inputs of consecutive layers are: why the input of one layer foretells the query of the next."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from kvjax.analysis.rows import Rows
 from kvjax.analysis.scan import over_tiles
 from kvjax.models.model import Model
 from kvjax.summary import one_line
+from kvjax.typing import PyTree
 
 Array = jax.Array
 
@@ -60,7 +61,7 @@ def input_cosine(model: Model, tokens: ArrayLike, *, lengths: ArrayLike | None =
     return InputCosine(*means)
 
 
-def _compare_streams(carry: Any, attention: tuple[Rows]) -> tuple[Any, tuple[Array, ...]]:
+def _compare_streams(carry: PyTree, attention: tuple[Rows]) -> tuple[PyTree, tuple[Array, ...]]:
     """Returns the fields of `InputCosine` for each query of one layer, [B, 1, 1, n] float32 each."""
     (rows,) = attention
     own, before = rows.streams, rows.before

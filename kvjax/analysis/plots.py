@@ -6,7 +6,7 @@ layers, rows and heads; a single result draws one line per layer.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,10 +18,13 @@ from kvjax.analysis.reading_plots import plot_input_cosine as plot_input_cosine
 from kvjax.analysis.reading_plots import plot_selected as plot_selected
 from kvjax.analysis.reading_plots import plot_skew_effect as plot_skew_effect
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 PIXELS = 400  # of a retained-position map, at most
 
 
-def plot_sparsity(sparsity: np.ndarray, *, threshold: float = 0.01) -> Any:
+def plot_sparsity(sparsity: np.ndarray, *, threshold: float = 0.01) -> "Figure":
     """Sparsity by layer (H2O, Fig. 2 a): the mean over heads and rows, and their range.
 
     Args:
@@ -40,7 +43,7 @@ def plot_sparsity(sparsity: np.ndarray, *, threshold: float = 0.01) -> Any:
     return figure
 
 
-def plot_accumulated_attention(result: AccumulatedAttention) -> Any:
+def plot_accumulated_attention(result: AccumulatedAttention) -> "Figure":
     """Accumulated attention by rank on logarithmic axes, one line per layer (H2O, Fig. 2 b); a power law is a line."""
     figure, axes = make_figure()
     rank = np.arange(1, result.mass.shape[-1] + 1)
@@ -54,7 +57,7 @@ def plot_accumulated_attention(result: AccumulatedAttention) -> Any:
     return figure
 
 
-def plot_keys_for_mass(counts: np.ndarray, *, layers: Iterable[int] | None = None, share: float = 0.9) -> Any:
+def plot_keys_for_mass(counts: np.ndarray, *, layers: Iterable[int] | None = None, share: float = 0.9) -> "Figure":
     """Histogram of the number of keys that hold the share, over queries and heads (InfiniGen, Fig. 5).
 
     Args:
@@ -80,7 +83,7 @@ def plot_keys_for_mass(counts: np.ndarray, *, layers: Iterable[int] | None = Non
     return figure
 
 
-def plot_retrieval_scores(scores: RetrievalScores) -> Any:
+def plot_retrieval_scores(scores: RetrievalScores) -> "Figure":
     """Induction and echo scores of every query head, one layer per line: which heads look far back (RazorAttention)."""
     figure, panels = make_figure(2)
     for axes, name in zip(panels, ("induction", "echo"), strict=True):
@@ -93,7 +96,7 @@ def plot_retrieval_scores(scores: RetrievalScores) -> Any:
     return figure
 
 
-def plot_attention_std(result: AttentionStd, *, layer: int = 0, row: int = 0) -> Any:
+def plot_attention_std(result: AttentionStd, *, layer: int = 0, row: int = 0) -> "Figure":
     """Standard deviation of the followed tokens by query, the mean over a layer's heads (RoCo, Fig. 3)."""
     figure, axes = make_figure()
     for index, color in enumerate(ordered_colors(len(result.positions))):
@@ -108,17 +111,17 @@ def plot_attention_std(result: AttentionStd, *, layer: int = 0, row: int = 0) ->
     return figure
 
 
-def plot_attention_cosine(results: Results) -> Any:
+def plot_attention_cosine(results: Results) -> "Figure":
     """Cosine similarity with the full cache, by query (InfiniGen, Fig. 4); [L, B, H, T] or a dict of them."""
     return _similarity(results, "cosine similarity with\nthe full cache's attention")
 
 
-def plot_jaccard(results: Results) -> Any:
+def plot_jaccard(results: Results) -> "Figure":
     """Jaccard similarity of top tokens by query (RoCo, Fig. 2); [L, B, K, T] or a dict of them."""
     return _similarity(results, "Jaccard similarity with\nthe full cache's top tokens")
 
 
-def plot_miss_rate(results: MissRate | Mapping[str, MissRate]) -> Any:
+def plot_miss_rate(results: MissRate | Mapping[str, MissRate]) -> "Figure":
     """Shares of the full cache's top tokens, and of its attention, that are missed, by query."""
     figure, panels = make_figure(2)
     for axes, field, label in zip(
@@ -133,7 +136,7 @@ def plot_miss_rate(results: MissRate | Mapping[str, MissRate]) -> Any:
     return figure
 
 
-def plot_retained(result: Retained, *, layer: int = 0, row: int = 0, head: int = 0) -> Any:
+def plot_retained(result: Retained, *, layer: int = 0, row: int = 0, head: int = 0) -> "Figure":
     """Which tokens (horizontal) each query (vertical) saw, in one layer, row and KV head."""
     figure, axes = make_figure()
     length, prompt = int(result.lengths[row]), int(result.prompt[row])
@@ -156,7 +159,7 @@ def plot_retained(result: Retained, *, layer: int = 0, row: int = 0, head: int =
     return figure
 
 
-def _similarity(results: Results, label: str) -> Any:
+def _similarity(results: Results, label: str) -> "Figure":
     figure, axes = make_figure()
     title = draw_lines(axes, results, label)
     axes.set_ylim(top=1.005)

@@ -1,13 +1,16 @@
 """The figures of `selected`, `input_cosine` and `skew_effect`; users find them in `kvjax.analysis.plots`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvjax.analysis.drawing import draw_lines, make_figure
 from kvjax.analysis.layer_inputs import InputCosine
-from kvjax.analysis.reading import Selected, SkewEffect, mean_by_layer
+from kvjax.analysis.selection_quality import Selected, SkewEffect, mean_by_layer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: Labels of the fields of `Selected`, and factors.
 PANELS = {
@@ -25,7 +28,7 @@ STREAMS = {
 }
 
 
-def plot_selected(results: Selected | Mapping[str, Selected]) -> Any:
+def plot_selected(results: Selected | Mapping[str, Selected]) -> "Figure":
     """The size of a choice and how good it is, by query; layers that read everything are left out.
 
     Args:
@@ -44,7 +47,7 @@ def plot_selected(results: Selected | Mapping[str, Selected]) -> Any:
     return figure
 
 
-def _field(results: Any, field: str, factor: int) -> Any:
+def _field(results: object, field: str, factor: int) -> Any:
     """A field of a result, or of each result of a dict, as float32; NaN where there is none."""
     if isinstance(results, Mapping):
         return {name: _field(result, field, factor) for name, result in results.items()}
@@ -52,7 +55,7 @@ def _field(results: Any, field: str, factor: int) -> Any:
     return np.where(values < 0, np.nan, factor * values.astype(np.float32))
 
 
-def plot_input_cosine(result: InputCosine) -> Any:
+def plot_input_cosine(result: InputCosine) -> "Figure":
     """Cosine similarity of a layer's inputs with those of the layer before and what it added (InfiniGen, Table 1).
 
     Args:
@@ -69,7 +72,7 @@ def plot_input_cosine(result: InputCosine) -> Any:
     return figure
 
 
-def plot_skew_effect(result: SkewEffect) -> Any:
+def plot_skew_effect(result: SkewEffect) -> "Figure":
     """Overlap and covered attention by the share of columns, with and without a skew (InfiniGen, Fig. 13).
 
     Args:

@@ -1,8 +1,8 @@
 """The attention rows of a step, as its attention saw them.
 
-A step of the decoder hands out what its attention saw (`kvjax.cache.step.interface.Seen`): rotated queries and keys,
-and the positions of the slots that were read. The rows are computed again from these, whatever the policy, the storage
-and the selection.
+A step of the decoder returns the operands of its attention (`kvjax.cache.step.interface.AttentionOperands`): rotated
+queries and keys, and the positions of the slots that were read. The rows are computed again from these, whatever the
+policy, the storage and the selection.
 """
 
 from typing import Any, NamedTuple
@@ -15,10 +15,11 @@ from kvjax import attention
 from kvjax.cache.planning.layout import Group, Phase
 from kvjax.cache.slots import write
 from kvjax.cache.state import EMPTY, Block, KVState
-from kvjax.cache.step.interface import Seen
+from kvjax.cache.step.interface import AttentionOperands
 from kvjax.kernels import softmax
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder, Streams
+from kvjax.typing import PyTree
 
 Array = jax.Array
 
@@ -51,7 +52,7 @@ class Rows(NamedTuple):
 
 
 def look(
-    params: Any, config: DecoderConfig, ids: Array, kv: KVState, block: Block, phase: Phase, width: int
+    params: PyTree, config: DecoderConfig, ids: Array, kv: KVState, block: Block, phase: Phase, width: int
 ) -> tuple[KVState, list[Rows]]:
     """One step of the decoder: the state afterwards, and the rows of each layer over `width` positions."""
     decoder = Decoder(config, params["embed"]["tokens"].dtype)
@@ -87,14 +88,14 @@ def in_text_order(leaf: Array, position: Array, width: int, fill: int = 0) -> Ar
     return write(jnp.full((*leaf.shape[:2], width, *leaf.shape[3:]), fill, leaf.dtype), target, leaf)
 
 
-def _whole_layer(seen: tuple[Seen, ...], groups: tuple[Group, ...], width: int) -> Seen:
+def _whole_layer(seen: tuple[AttentionOperands, ...], groups: tuple[Group, ...], width: int) -> AttentionOperands:
     """Joins the operands of attention of a layer's groups: heads in the model's order, slots in that of the text."""
     parts = []
     for each in seen:
         weight = jnp.zeros(each.position.shape) if each.log_weight is None else each.log_weight
         batch, heads = each.position.shape[:2]
         assert each.key is not None, "a pool in host memory, which `kvjax.analysis.scan` puts on the device"
-        part = Seen(
+        part = AttentionOperands(
             # [B, K, G, n, D]
             query=each.query.reshape(batch, heads, -1, *each.query.shape[2:]),
             key=in_text_order(each.key, each.held, width),
@@ -106,7 +107,7 @@ def _whole_layer(seen: tuple[Seen, ...], groups: tuple[Group, ...], width: int) 
             ),
         )
         parts.append(part)
-    whole: Seen = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
+    whole: AttentionOperands = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
     order = _order(groups)
     if len(order):
         whole = jax.tree.map(lambda leaf: leaf[:, order], whole)
@@ -120,14 +121,14 @@ def _order(groups: tuple[Group, ...]) -> np.ndarray:
     return np.argsort([head for group in groups for head in group.heads or ()])
 
 
-def _selects(seen: tuple[Seen, ...], groups: tuple[Group, ...]) -> np.ndarray:
+def _selects(seen: tuple[AttentionOperands, ...], groups: tuple[Group, ...]) -> np.ndarray:
     """Whether a selection chooses what each KV head of a layer reads, [K] bool."""
     marks = np.concatenate([np.full(each.position.shape[1], each.choice is not None) for each in seen])
     order = _order(groups)
     return marks[order] if len(order) else marks
 
 
-def _rows(seen: Seen, query_position: Array, config: DecoderConfig, layer: int) -> Rows:
+def _rows(seen: AttentionOperands, query_position: Array, config: DecoderConfig, layer: int) -> Rows:
     """The rows of a layer whose slots are in the order of the text."""
     assert seen.key is not None
     problem = attention.problem(

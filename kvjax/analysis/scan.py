@@ -28,6 +28,7 @@ from kvjax.models.calibrate import calibrated
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
+from kvjax.typing import PyTree
 
 # (the layer's carry, the layer's rows in each run, *arguments) -> (the carry, a result for each query)
 Step = Callable[..., tuple[Any, Any]]
@@ -231,7 +232,7 @@ def scan_steps(params, states, carried, tokens, lengths, args, *, config, phases
     return states, carried, results
 
 
-def _reduce(step: Step, carried: Any, layers: Any, args: Any) -> tuple[Any, Any]:
+def _reduce(step: Step, carried: PyTree, layers: PyTree, args: PyTree) -> tuple[PyTree, PyTree]:
     """Calls `step` for each layer, with its carry and its rows in each run; returns the carries and the results."""
     pairs = [step(carry, rows, *args) for carry, rows in zip(carried, layers, strict=True)]
     return tuple(carry for carry, _ in pairs), tuple(result for _, result in pairs)
@@ -243,7 +244,7 @@ def _padded(tokens: np.ndarray) -> np.ndarray:
     return np.pad(tokens, ((0, 0), (0, prompt_bucket(size) - size)))
 
 
-def _by_head(layers: Any, size: int) -> Any:
+def _by_head(layers: PyTree, size: int) -> Any:
     """One pytree per layer, leaves [B, K, G, ..., T'] -> one pytree, leaves [L, B, K * G, ..., size], on the host."""
 
     def stack(*leaves):

@@ -25,7 +25,7 @@ from kvjax.errors import InputError
 from kvjax.summary import one_line
 
 BOUND = 1 - 1 / math.e  # of greedy selection, for a monotone submodular f with f({}) = 0
-MOST_SETS = 1_000_000  # that `brute_force` tries
+MAX_SETS = 1_000_000  # that `brute_force` tries
 
 #: h of the paper's examples, shifted so that h(0) = 0, as the bound requires.
 CONCAVE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -89,10 +89,10 @@ def brute_force(attention: np.ndarray, size: int, concave: str = "mass") -> tupl
     attention, h = _attention(attention), _concave(concave)
     tokens = attention.shape[1]
     _check_size(size, tokens)
-    if math.comb(tokens, size) > MOST_SETS:
+    if math.comb(tokens, size) > MAX_SETS:
         raise InputError(
             f"{size} of {tokens} tokens can be chosen in {math.comb(tokens, size):,} ways, and all are tried; give an "
-            f"instance of at most {MOST_SETS:,}."
+            f"instance of at most {MAX_SETS:,}."
         )
     return max(itertools.combinations(range(tokens), size), key=lambda chosen: _value(attention, chosen, h))
 

@@ -46,11 +46,11 @@ class Group:
       selection: which slots a query reads.
       needs: the statistics that are kept, for this policy and for the one that decodes.
       slots: the number of slots of each store; () = as many as the prompt has tokens (one-shot prefill).
-      extent: what else arrays are sized for, if the storage's layout is not of single slots.
+      array_sizes: what else arrays are sized for, if the storage's layout is not of single slots.
       decoding: whether the prompt is over.
       evicts_one: whether a step of one token evicts at most one slot per head.
-      attend: the implementation of attention.
-      step: the implementation of a whole decoding step; None = step by step.
+      attn_implementation: the implementation of attention.
+      step_implementation: the implementation of a whole decoding step; None = step by step.
       slot_axes: the mesh axes that slots are divided over; () = each device has all slots of its heads.
       slot_parts: the number of devices that slots are divided over.
       by_xla: whether XLA divides the step of slots on several devices; False = `kvjax.cache.context_parallel` does.
@@ -67,11 +67,11 @@ class Group:
     selection: Selection = dataclasses.field(default_factory=everything)
     needs: frozenset[Statistic] = frozenset()
     slots: tuple[int, ...] = ()
-    extent: ArraySizes | None = None
+    array_sizes: ArraySizes | None = None
     decoding: bool = False
     evicts_one: bool = True
-    attend: Implementation = "xla"
-    step: Implementation | None = None
+    attn_implementation: Implementation = "xla"
+    step_implementation: Implementation | None = None
     slot_axes: tuple[str, ...] = ()
     slot_parts: int = 1
     by_xla: bool = False

@@ -26,6 +26,7 @@ from kvjax.inputs import check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.rope import Rope
 from kvjax.policies.base import Policy
+from kvjax.policies.budget import BudgetLike
 from kvjax.policies.window import full
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
@@ -34,6 +35,7 @@ from kvjax.storage.calibration import Calibration, required
 from kvjax.storage.dims import LATENT
 from kvjax.storage.minicache import DIRECTION
 from kvjax.storage.side import Sides, rows_of
+from kvjax.typing import PyTree
 
 Array = jax.Array
 Triple = tuple[Any, Any, Any]  # queries, keys and values
@@ -47,14 +49,14 @@ def replay(
     storage: Storage,
     prompt: Triple,
     decode: Triple,
-    lengths: Any,
+    lengths: object,
     policy: Policy | None = None,
     rope: Rope | None = None,
     *,
     selection: Selection | None = None,
     prefill_block: int | None = None,
     calibration: Calibration | None = None,
-) -> tuple[Array, Any]:
+) -> tuple[Array, PyTree]:
     """One layer's prompt and decoding steps, exactly as generation takes them.
 
     Args:
@@ -98,18 +100,20 @@ def replay(
 
 @functools.partial(jax.jit, static_argnames=("rope", "layout"))
 def _run(
-    prompt: Triple, decode: Triple, lengths: Array, budgets: Any, sides: Sides, *, rope: Rope | None, layout: Any
-) -> Any:
+    prompt: Triple, decode: Triple, lengths: Array, budgets: PyTree, sides: Sides, *, rope: Rope | None, layout: Any
+) -> PyTree:
     before, after = layout.prompt[0], layout.decode[0]
     width, steps = prompt[0].shape[2], decode[0].shape[2]
     total, args = lengths + steps, LayerArgs(rope=rope, sides=sides)
 
-    def take(layer: Layer | None, own: Any, position: Array, budget: Any, groups: tuple[Group, ...]) -> Any:
+    def take(
+        layer: Layer | None, own: PyTree, position: Array, budget: BudgetLike, groups: tuple[Group, ...]
+    ) -> PyTree:
         block = Block(position=position, prompt=lengths, total=total, budget=budget).of_layer(0)
         output, layer, _ = step_layer(layer, *own, block=block, groups=groups, args=args)
         return output, layer
 
-    def one(layer: Layer | None, own: Any, start: Any) -> Layer:
+    def one(layer: Layer | None, own: PyTree, start: PyTree) -> Layer:
         # [B, n]
         position = start + jnp.arange(own[0].shape[2], dtype=jnp.int32)
         position = jnp.where(position < lengths[:, None], position, -1)
@@ -132,7 +136,7 @@ def _run(
             for own, first, then in zip(layer, before, after, strict=True)
         )
 
-    def body(layer: Any, inputs: tuple[Array, tuple[Array, ...]]) -> tuple[Any, Array]:
+    def body(layer: PyTree, inputs: tuple[Array, tuple[Array, ...]]) -> tuple[PyTree, Array]:
         number, own = inputs
         output, layer = take(layer, [x[:, :, None] for x in own], (lengths + number)[:, None], budgets.decode, after)
         return layer, output[:, :, 0]
@@ -142,7 +146,7 @@ def _run(
     return jnp.moveaxis(outputs, 0, 2), layer
 
 
-def _sides(storage: Storage, calibration: Calibration | None, config: DecoderConfig, dtype: Any) -> Sides:
+def _sides(storage: Storage, calibration: Calibration | None, config: DecoderConfig, dtype: DTypeLike) -> Sides:
     """Returns what the vectors of the layer share, from a calibration; {} if the storage needs none."""
     if calibration is None:
         if required(storage):

@@ -1,7 +1,6 @@
 """The specification of a cache: which slots stay, how they are held, and which of them a query reads."""
 
 import dataclasses
-from typing import Any
 
 from kvjax.errors import PolicyError, SelectionError, StorageError
 from kvjax.policies.base import POSITIONS, Evict, Policy
@@ -75,7 +74,7 @@ class CacheSpec:
         return " + ".join(parts)
 
 
-def as_spec(policy: Any, storage: Storage | None = None, selection: Selection | None = None) -> CacheSpec:
+def as_spec(policy: object, storage: Storage | None = None, selection: Selection | None = None) -> CacheSpec:
     """Returns a `CacheSpec` for the arguments of a public function.
 
     Args:

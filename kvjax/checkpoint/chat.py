@@ -14,11 +14,12 @@ from kvjax.checkpoint import sandbox
 from kvjax.checkpoint.sandbox import ChatTemplateError
 from kvjax.checkpoint.special_tokens import read_settings
 from kvjax.errors import InputError, shown
+from kvjax.typing import Json, JsonObject
 
 if TYPE_CHECKING:
     from kvjax.checkpoint.tokenizer import Tokenizer
 
-Message = Mapping[str, Any]
+Message = Mapping[str, Json]
 DEFAULT, TOOL_USE = "default", "tool_use"  # the templates that are used unless another is asked for
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES_FOLDER, SUFFIX = "additional_chat_templates", ".jinja"  # of further templates, named by their files
@@ -44,7 +45,7 @@ def templates(tokenizer: "Tokenizer") -> dict[str, str]:
     return found
 
 
-def _listed(found: Any) -> dict[str, str]:
+def _listed(found: object) -> dict[str, str]:
     """Returns the templates that tokenizer_config.json holds: one, a list of named ones, or an object of them."""
     if isinstance(found, list) and all(
         isinstance(each, dict) and {"name", "template"} <= each.keys() for each in found
@@ -103,13 +104,13 @@ def render(tokenizer: "Tokenizer", source: str, messages: Sequence[Message], *, 
     talk = _checked(messages)
     given = {"tools": None, "documents": None} | dict(tokenizer.special_tokens) | arguments
 
-    def rendered(talk: list[dict[str, Any]]) -> str:
+    def rendered(talk: list[JsonObject]) -> str:
         return sandbox.SHARED.render(source, {**given, "messages": talk, "add_generation_prompt": answer})
 
     return rendered(talk) if answer else _within_last(rendered, talk, source)
 
 
-def _within_last(rendered: Callable[[list[dict[str, Any]]], str], talk: list[dict[str, Any]], source: str) -> str:
+def _within_last(rendered: Callable[[list[JsonObject]], str], talk: list[JsonObject], source: str) -> str:
     """Renders a conversation up to the end of the last message's content.
 
     The content can be any text, and can occur in what the template writes after it. It is found by a mark, which occurs
@@ -128,7 +129,7 @@ def _within_last(rendered: Callable[[list[dict[str, Any]]], str], talk: list[dic
     return text if same else before
 
 
-def _mark(source: str, talk: list[dict[str, Any]]) -> str:
+def _mark(source: str, talk: list[JsonObject]) -> str:
     """Returns digits, which no filter for upper case changes, that occur neither in a template nor in messages."""
     text = source + json.dumps(talk)
     while (mark := str(secrets.randbelow(9 * 10 ** (MARK_DIGITS - 1)) + 10 ** (MARK_DIGITS - 1))) in text:
@@ -136,7 +137,7 @@ def _mark(source: str, talk: list[dict[str, Any]]) -> str:
     return mark
 
 
-def _extended(message: dict[str, Any], mark: str) -> tuple[str, dict[str, Any]]:
+def _extended(message: JsonObject, mark: str) -> tuple[str, JsonObject]:
     """Appends a mark to the content of a message, to the last text if the content has several parts.
 
     Returns:
@@ -153,7 +154,7 @@ def _extended(message: dict[str, Any], mark: str) -> tuple[str, dict[str, Any]]:
     raise InputError("the last message has no text that could be continued.")
 
 
-def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _checked(messages: Sequence[Message]) -> list[JsonObject]:
     """Returns messages as plain data, without the fields that are None, which templates expect to be absent."""
     valid = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
     if not valid or not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages):
@@ -162,7 +163,7 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
             f"{shown(messages)}."
         )
     try:
-        talk: list[dict[str, Any]] = json.loads(json.dumps([dict(each) for each in messages]))
+        talk: list[JsonObject] = json.loads(json.dumps([dict(each) for each in messages]))
     except (TypeError, ValueError, RecursionError) as error:
         reason = str(error)[:MAX_REASON]
         raise InputError(f"the messages of a conversation must be what JSON can hold: {reason}.") from None

@@ -112,9 +112,9 @@ def _load(
         quantize.check(config, codes)
         place = _Place(mesh, on_host)
         params: dict[str, PyTree] = {}
-        stacks: dict[names.Path, list[Any]] = {}
+        stacks: dict[names.Path, list[PyTree]] = {}
         for tensor in _expected(folder, config, stored, form):
-            parts: list[Any]
+            parts: list[PyTree]
             coded = codes is not None and codes.takes(tensor.paths[0])
             if form is not None and quantized.is_stored(tensor, stored):
                 parts = quantized.read(tensor, stored, form, target)
@@ -308,7 +308,7 @@ def _expected(
     return expected
 
 
-def _stacked(entries: list[Any], path: names.Path) -> Any:
+def _stacked(entries: list[PyTree], path: names.Path) -> Any:
     """Joins the entries of a parameter, each of which was a tensor of its own."""
     try:
         return jax.tree.map(lambda *each: np.stack(each), *entries)

@@ -21,6 +21,7 @@ from kvjax.parallel import distributed, sharding
 from kvjax.parallel.rules import Rules, using
 from kvjax.parallel.sharding import QUANTIZED, Params, PyTree
 from kvjax.products.quantized import BYTE, WIDTHS, QuantizedMatrix
+from kvjax.typing import JsonObject
 
 MAX_LISTED = 8  # leaves that an error message lists
 MAX_REASON = 200  # characters of Orbax's message that an error quotes
@@ -200,7 +201,7 @@ def _same_parts(folder: str | Path, target: KVState, saved: PyTree) -> None:
                 )
 
 
-def _slots_divided(saved: Any) -> bool:
+def _slots_divided(saved: PyTree) -> bool:
     """Returns whether the third dimension of an array, [B, K, S, ...], was divided when it was saved."""
     spec = getattr(saved.sharding, "partition_spec", None) or ()
     return len(spec) > SLOTS and spec[SLOTS] is not None
@@ -273,7 +274,7 @@ def _name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _by_name(tree: PyTree) -> dict[str, Any]:
+def _by_name(tree: PyTree) -> JsonObject:
     """Returns the leaves of a tree by their names."""
     return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 

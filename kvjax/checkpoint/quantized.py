@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from kvjax.parallel.sharding import QUANTIZED
 from kvjax.products.quantized import BYTE, WIDTHS, QuantizedMatrix, pack, unpack
 
 Array = jax.Array
+Vectors = TypeVar("Vectors", Array, np.ndarray)
 Shape = tuple[int, ...]
 
 GPTQ, AWQ = "gptq", "awq"
@@ -224,7 +225,7 @@ def _zeros(qzeros: np.ndarray, form: StoredFormat) -> np.ndarray:
     return _outputs_in_order(zeros, form.method == AWQ).reshape(len(words), -1)
 
 
-def _outputs_in_order(x: Any, awq: bool) -> Any:
+def _outputs_in_order(x: Vectors, awq: bool) -> Vectors:
     """Undoes AWQ's order of the last axis."""
     return x[..., np.argsort(AWQ_ORDER)] if awq else x
 

@@ -20,10 +20,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from kvjax.checkpoint import template_worker
 from kvjax.errors import ConfigError, InputError
+from kvjax.typing import Json
 
 PROCESSOR_SECONDS = 1.0  # of one template; ordinary ones take a thousandth
 SECONDS = 10.0  # of one template, by the clock
@@ -66,7 +66,7 @@ class Sandbox:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
 
-    def render(self, source: str, variables: Mapping[str, Any]) -> str:
+    def render(self, source: str, variables: Mapping[str, Json]) -> str:
         """Renders a template.
 
         Args:
@@ -221,8 +221,8 @@ def _check_jinja() -> None:
     except metadata.PackageNotFoundError:
         raise ConfigError("chat templates need Jinja: pip install 'kvjax[chat]'.") from None
     if tuple(map(int, re.findall(r"\d+", found)[:3])) < JINJA:
-        least = ".".join(map(str, JINJA))
-        raise ConfigError(f"chat templates need Jinja {least} or newer, not {found}: pip install -U jinja2.")
+        minimum = ".".join(map(str, JINJA))
+        raise ConfigError(f"chat templates need Jinja {minimum} or newer, not {found}: pip install -U jinja2.")
 
 
 SHARED = Sandbox()

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
+from jax import Array
+
 if TYPE_CHECKING:
     import jinja2
     import jinja2.nodes
@@ -64,12 +66,12 @@ def _limit_memory(memory: int) -> None:
 
 def _limit_time(processor_seconds: float, seconds: float) -> None:
     """Lets the kernel end this process after these times; 0 for never."""
-    for timer, name, most in (("ITIMER_PROF", "SIGPROF", processor_seconds), ("ITIMER_REAL", "SIGALRM", seconds)):
+    for timer, name, maximum in (("ITIMER_PROF", "SIGPROF", processor_seconds), ("ITIMER_REAL", "SIGALRM", seconds)):
         if hasattr(signal, timer):  # not on Windows
             # What the process that started this one ignores or blocks is inherited.
             signal.signal(getattr(signal, name), signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {getattr(signal, name)})
-            signal.setitimer(getattr(signal, timer), most)
+            signal.setitimer(getattr(signal, timer), maximum)
 
 
 def _answer(request: bytes, characters: int) -> tuple[bytes, bytes]:
@@ -131,7 +133,7 @@ def _environment() -> "jinja2.Environment":
         raise jinja2.exceptions.TemplateError(message)
 
     def to_json(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+        value: Array, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -11,7 +11,6 @@ import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -103,7 +102,7 @@ def _write(model: Model, folder: Path, raw: readers.Json, files: "Files", read_n
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _parts(tensor: names.Tensor, params: Params) -> list[Any]:
+def _parts(tensor: names.Tensor, params: Params) -> list[PyTree]:
     """Returns the parameters that a tensor contains, on their devices."""
     parts = []
     for path, shape in zip(tensor.paths, tensor.shapes, strict=True):
@@ -150,7 +149,7 @@ class Entry:
         return math.prod(self.shape) * readers.READ[_DTYPE_NAMES[self.dtype]].itemsize
 
 
-def _entries(tensor: names.Tensor, parts: list[Any]) -> list[Entry]:
+def _entries(tensor: names.Tensor, parts: list[PyTree]) -> list[Entry]:
     """Returns the tensors of a file that hold a tensor: itself, or those of its quantised form."""
     if not is_quantized(parts[0]):
 

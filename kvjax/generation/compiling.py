@@ -105,8 +105,8 @@ def prompts_of(layout: CacheLayout, width: int) -> str:
 
 def tokens_of(phase: Phase) -> str:
     """Returns the name of the program for the tokens that follow a prompt."""
-    most = max(group.capacity for layer in phase for group in layer)
-    return f"{_policies(phase)} for new tokens, with {most:,} slots"
+    capacity = max(group.capacity for layer in phase for group in layer)
+    return f"{_policies(phase)} for new tokens, with {capacity:,} slots"
 
 
 def _policies(phase: Phase) -> str:

@@ -297,7 +297,7 @@ def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
                 "slots; give `prefill` a larger max_new_tokens or larger limits."
             )
     # Blocks, tiers and segments have arrays for what follows a prompt, however long that was.
-    following = [group.extent.following for group in layout.groups if group.extent is not None]
+    following = [group.array_sizes.following for group in layout.groups if group.array_sizes is not None]
     fed = int(np.max(length - prompt)) if following else 0
     if following and fed + max_new_tokens - 1 > min(following):
         raise InputError(
@@ -311,7 +311,9 @@ def _check_requests(requests: ArrayLike | None, rows: int) -> np.ndarray:
     if requests is None:
         return np.arange(rows, dtype=np.int32)
     ids = np.asarray(requests)
-    most = np.iinfo(np.int32).max
-    if ids.shape != (rows,) or not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() > most:
-        raise InputError(f"requests must be {rows} whole numbers from 0 to {most}, one per row; got {shown(requests)}.")
+    maximum = np.iinfo(np.int32).max
+    if ids.shape != (rows,) or not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() > maximum:
+        raise InputError(
+            f"requests must be {rows} whole numbers from 0 to {maximum}, one per row; got {shown(requests)}."
+        )
     return ids.astype(np.int32)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
 from kvjax.storage.gradient import differentiable
 from kvjax.summary import one_line
+from kvjax.typing import PyTree
 
 Array = jax.Array
 SMALLEST_TEXT = 256  # shorter texts are padded to this number of tokens
@@ -127,9 +128,9 @@ def log_likelihood(
             ids = np.zeros((prepared.rows, size), np.int32)
             ids[: len(prompt), :total] = batch.tokens
             ids, ends = model.place((ids, np.pad(batch.lengths, (0, prepared.rows - len(prompt)))))
-        most = selection_record.STEPS if record else SCORE_ROWS
-        for start in range(0, steps, most):
-            count = min(most, steps - start)
+        maximum = selection_record.STEPS if record else SCORE_ROWS
+        for start in range(0, steps, maximum):
+            count = min(maximum, steps - start)
             with compiling.announced(compiling.tokens_of(prepared.layout.decode)):
                 scores, state, own = score_steps(
                     model.params, state, scores, ids, ends, jnp.int32(count), config=model.config,
@@ -253,7 +254,7 @@ def score_steps(
     # [B]
     row = jnp.arange(rows)
 
-    def body(number: Array, carry: tuple[KVState, Array, Any]) -> tuple[KVState, Array, Any]:
+    def body(number: Array, carry: tuple[KVState, Array, PyTree]) -> tuple[KVState, Array, PyTree]:
         kv, scores, recorded = carry
         # [B]: position of the token to feed
         at = kv.length

@@ -179,7 +179,10 @@ def takes_blocks(phase: Phase) -> bool:
 
 def without_step_kernels(phase: Phase) -> Phase:
     """Returns the phase without kernels that take one token a row."""
-    return tuple(tuple(dataclasses.replace(group, step=None, attend="xla") for group in layer) for layer in phase)
+    return tuple(
+        tuple(dataclasses.replace(group, step_implementation=None, attn_implementation="xla") for group in layer)
+        for layer in phase
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "phase", "at_once"))
@@ -231,8 +234,8 @@ def score_copies(
         # [R, n - 1, E]
         x, kv = decoder.hidden(tokens[:, :-1], kv, block, phase)
         # [R, n - 1] each
-        more, most = over_logits(decoder, x, tokens[:, 1:], _score)
-        scores, best = scores.at[:, 1:].set(more), best & jnp.all(most | ~fed, axis=1)
+        more, agrees = over_logits(decoder, x, tokens[:, 1:], _score)
+        scores, best = scores.at[:, 1:].set(more), best & jnp.all(agrees | ~fed, axis=1)
         return _known(scores, lengths), best, kv
 
     def body(number: Array, carry: tuple[KVState, Array, Array]) -> tuple[KVState, Array, Array]:
@@ -243,8 +246,8 @@ def score_copies(
         # [R, 1, E]
         x, kv = decoder.hidden(tokens[:, number][:, None], kv, block, phase)
         # [R] each
-        score, most = _score_hidden(decoder, x, tokens[:, number + 1])
-        return kv, scores.at[:, number + 1].set(score), best & (most | ~active)
+        score, agrees = _score_hidden(decoder, x, tokens[:, number + 1])
+        return kv, scores.at[:, number + 1].set(score), best & (agrees | ~active)
 
     kv, scores, best = jax.lax.fori_loop(0, jnp.max(lengths) - 1, body, (kv, scores, best))
     return _known(scores, lengths), best, kv

@@ -16,7 +16,7 @@ from kvjax.cache import shared_layers
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.planning.layout import CacheLayout, Group
 from kvjax.cache.planning.limits import sizes_for
-from kvjax.cache.planning.lowering import Budgets, lower, most_positions
+from kvjax.cache.planning.lowering import Budgets, lower, max_positions
 from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import Block, KVState, Layer, LayerKV
@@ -186,7 +186,7 @@ def prepare(
     )  # fmt: skip
     # The prediction after the last token of a scored text is not used, so that its position does not matter.
     positions = total - 1 if last_fed else total
-    warn_beyond_context(model.config, most_positions(lowered, prompt, positions, options.prefill_block))
+    warn_beyond_context(model.config, max_positions(lowered, prompt, positions, options.prefill_block))
     return Prepared(lowered.layout, lowered.budgets, sizes.prompt, rows)
 
 

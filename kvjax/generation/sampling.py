@@ -17,7 +17,7 @@ from kvjax.errors import InputError, shown
 from kvjax.inputs import check_count
 
 Array = jax.Array
-LEAST = 1e-20  # of temperatures, probabilities and penalties: logits that are divided by it are finite in float32
+SMALLEST = 1e-20  # of temperatures, probabilities and penalties: logits that are divided by it are finite in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,16 +78,17 @@ class Sample:
 
     def __post_init__(self) -> None:
         _check_penalty(self.repetition_penalty)
-        if not _between(self.temperature, LEAST, 1 / LEAST):
+        if not _between(self.temperature, SMALLEST, 1 / SMALLEST):
             raise InputError(
-                f"temperature must be from {LEAST} to {1 / LEAST} (use Greedy() for 0); got {shown(self.temperature)}."
+                f"temperature must be from {SMALLEST} to {1 / SMALLEST} (use Greedy() for 0); got "
+                f"{shown(self.temperature)}."
             )
         if self.top_k is not None:
             check_count("top_k", self.top_k)
         for name in ("top_p", "min_p"):
             p: Any = getattr(self, name)
-            if p is not None and not _between(p, LEAST, 1):
-                raise InputError(f"{name} must be from {LEAST} to 1, or None for all tokens; got {shown(p)}.")
+            if p is not None and not _between(p, SMALLEST, 1):
+                raise InputError(f"{name} must be from {SMALLEST} to 1, or None for all tokens; got {shown(p)}.")
 
     def __call__(self, logits: Array, keys: Array) -> Array:
         """Samples a token for each row.
@@ -115,8 +116,8 @@ class Sample:
         logits = logits / self.temperature
         if self.min_p is None:
             return self._filter_ranked(logits)
-        least = jnp.max(logits, axis=-1, keepdims=True) + math.log(self.min_p)
-        return jnp.where(logits >= least, self._filter_ranked(logits), -jnp.inf)
+        threshold = jnp.max(logits, axis=-1, keepdims=True) + math.log(self.min_p)
+        return jnp.where(logits >= threshold, self._filter_ranked(logits), -jnp.inf)
 
     def _filter_ranked(self, logits: Array) -> Array:
         """Excludes tokens by `top_k` and `top_p`; [B, V] float32 after the temperature."""
@@ -162,19 +163,19 @@ def penalty_of(sampler: object) -> float | None:
     return None if penalty == 1.0 else penalty
 
 
-def _check_penalty(penalty: Any) -> None:
-    if not _between(penalty, LEAST, 1 / LEAST):
+def _check_penalty(penalty: object) -> None:
+    if not _between(penalty, SMALLEST, 1 / SMALLEST):
         raise InputError(
-            f"repetition_penalty must be from {LEAST} to {1 / LEAST}, where 1 is none; got {shown(penalty)}."
+            f"repetition_penalty must be from {SMALLEST} to {1 / SMALLEST}, where 1 is none; got {shown(penalty)}."
         )
 
 
-def _between(value: Any, least: float, most: float) -> bool:
-    """Whether a value is a number from `least` to `most`, of any size."""
+def _between(value: object, minimum: float, maximum: float) -> bool:
+    """Whether a value is a number from `minimum` to `maximum`, of any size."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
     number: Any = value  # not as a float, which a whole number of hundreds of digits cannot be
-    return bool(least <= number <= most)
+    return bool(minimum <= number <= maximum)
 
 
 Sampler = Greedy | Sample

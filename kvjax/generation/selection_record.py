@@ -1,6 +1,6 @@
 """Records: what selections chose and what was read, for each step, layer, row and KV head of a decoding loop."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -11,6 +11,7 @@ from kvjax.cache.planning.layout import CacheLayout, Group, Phase
 from kvjax.parallel import distributed
 from kvjax.parallel.host_memory import HOST
 from kvjax.summary import one_line
+from kvjax.typing import PyTree
 
 Array = jax.Array
 STEPS = 64  # steps of one call of a loop that records; a record is large
@@ -114,7 +115,7 @@ def empty(phase: Phase, rows: int, kv_heads: int) -> Steps:
     )
 
 
-def add(steps: Steps, number: Array, sown: Any, phase: Phase, active: Array) -> Steps:
+def add(steps: Steps, number: Array, sown: PyTree, phase: Phase, active: Array) -> Steps:
     """Records a step.
 
     Args:
@@ -134,7 +135,7 @@ def add(steps: Steps, number: Array, sown: Any, phase: Phase, active: Array) -> 
     return jax.tree.map(lambda old, new: old.at[number].set(new), steps, made)
 
 
-def _layer(seen: tuple[Any, ...], groups: tuple[Group, ...], active: Array, width: int) -> Steps:
+def _layer(seen: tuple[PyTree, ...], groups: tuple[Group, ...], active: Array, width: int) -> Steps:
     """The record of one layer, leaves [B, K, ...]."""
     parts = []
     for each in seen:

@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from kvjax.typing import Ref
 
 Array = jax.Array
 TILE = 64  # slots of a tile
 ROWS = 64  # rows of a tensor core's product
-MOST_DIM = 256  # the largest number of features of a head
+MAX_DIM = 256  # the largest number of features of a head
 MATRIX = plgpu.Layout.WGMMA
 PER_ROW, PER_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)  # layouts of one number per row, and per column
 # Lane semantics use the layouts given here. Layout inference, the default of newer jax, fails for these kernels.
@@ -51,16 +54,16 @@ def check_dim(dim: int) -> None:
     Raises:
       ValueError: if they do not.
     """
-    if dim % 16 or not TILE <= dim <= MOST_DIM:
-        raise ValueError(f"it takes head sizes of {TILE} to {MOST_DIM}, a multiple of 16, not {dim}.")
+    if dim % 16 or not TILE <= dim <= MAX_DIM:
+        raise ValueError(f"it takes head sizes of {TILE} to {MAX_DIM}, a multiple of 16, not {dim}.")
 
 
-def full(shape: tuple[int, ...], fill: float, layout: Any) -> Array:
+def full(shape: tuple[int, ...], fill: float, layout: Ref) -> Array:
     """Returns an array in registers that is filled with one number, in the given layout."""
     return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
 
 
-def load(ref: Any, layout: Any) -> Array:
+def load(ref: Ref, layout: Ref) -> Array:
     """Loads a reference into registers in a layout that need not be the fastest to load."""
     # Before jax 0.11, an index comes second.
     return plgpu.load(ref, *INDEX, layout=layout, optimized=False)
@@ -76,7 +79,7 @@ def along_columns(x: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(x, shape, (1,))
 
 
-def tiled(lines: Array, tile: int, fill: float, least: int = 1) -> Array:
+def tiled(lines: Array, tile: int, fill: float, minimum: int = 1) -> Array:
     """Cuts lines into tiles: [..., S] -> [..., tiles, tile].
 
     The last tile that holds slots ends with the last slot, so that every copy moves a whole tile and stays inside the
@@ -86,11 +89,11 @@ def tiled(lines: Array, tile: int, fill: float, least: int = 1) -> Array:
       lines: one number for each slot.
       tile: slots of a tile.
       fill: the number for slots that the last tile repeats and for additional tiles.
-      least: the smallest number of tiles.
+      minimum: the smallest number of tiles.
     """
     size = lines.shape[-1]
     whole, before = size // tile * tile, lines.shape[:-1]
-    tiles = max(-(-size // tile), least)
+    tiles = max(-(-size // tile), minimum)
     # [..., repeated slots]
     hidden = jnp.full((*before, -size % tile), fill, lines.dtype)
     # [..., slots of additional tiles]
@@ -107,12 +110,12 @@ def untiled(column: Array, size: int) -> Array:
     return jnp.concatenate([column[..., :whole], last], axis=-1)
 
 
-def num_parts(dtype: Any) -> int:
+def num_parts(dtype: object) -> int:
     """Returns the number of 16-bit parts of an array."""
     return 3 if dtype == jnp.float32 else 1
 
 
-def part_dtype(dtype: Any) -> Any:
+def part_dtype(dtype: object) -> Any:
     """Returns the dtype of a part."""
     return jnp.bfloat16 if num_parts(dtype) > 1 else dtype
 
@@ -133,7 +136,7 @@ def leading(x: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def operand(shape: tuple[int, ...], dtype: Any, columns: int | None = None) -> Any:
+def operand(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> Any:
     """Returns shared memory in the order in which tensor cores read an operand.
 
     Args:

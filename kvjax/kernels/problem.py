@@ -1,7 +1,5 @@
 """The problem that every attention kernel solves: queries, slots, and the statistics to report."""
 
-from typing import Any
-
 import chex
 import flax.struct
 import jax
@@ -9,6 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.kernels.coded import Coded, as_array
 from kvjax.numerics.statistics import Statistic
+from kvjax.typing import PyTree
 
 Array = jax.Array
 
@@ -78,12 +77,12 @@ class Problem(flax.struct.PyTreeNode, kw_only=True):
         """Whether a statistic depends on the number of slots that a query sees."""
         return any(statistic.transform == "above" for statistic in self.statistics)
 
-    def by_head(self) -> dict[str, Any]:
+    def by_head(self) -> dict[str, PyTree]:
         """Returns the arrays [B, K, ...], for `replace`."""
         names = ("query", "key", "value", "key_position", "exempt", "log_weight", "offset")
         return {name: getattr(self, name) for name in names}
 
-    def by_row(self) -> dict[str, Any]:
+    def by_row(self) -> dict[str, PyTree]:
         """Returns the arrays [B, ...] that the heads share, for `replace`."""
         return {name: getattr(self, name) for name in ("query_position", "weights", "band")}
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
+from kvjax.typing import Equation
+
 Array = jax.Array
 
 #: Primitives that act on each number separately.
@@ -54,7 +56,7 @@ def on_lines(function: Callable[..., Any], slots: int) -> Callable[..., Any]:
     return call
 
 
-def unsupported(equation: Any, slots: int) -> str | None:
+def unsupported(equation: Equation, slots: int) -> str | None:
     """Returns the reason why an equation, apart from the jaxprs inside it, is not supported on lines, or None."""
     name = equation.primitive.name
     if name not in PRIMITIVES:
@@ -72,13 +74,13 @@ def unsupported(equation: Any, slots: int) -> str | None:
 
 
 def _evaluate(traced: ClosedJaxpr, slots: int, arguments: Sequence[Array]) -> list[Array]:
-    jaxpr: Any = traced.jaxpr
+    jaxpr: Equation = traced.jaxpr
     values: dict[Any, Array] = {
         **dict(zip(jaxpr.constvars, (_line(x, slots) for x in traced.consts), strict=True)),
         **dict(zip(jaxpr.invars, arguments, strict=True)),
     }
 
-    def read(atom: Any) -> Array:
+    def read(atom: object) -> Array:
         if not isinstance(atom, Literal):
             return values[atom]
         aval: Any = atom.aval
@@ -93,7 +95,7 @@ def _evaluate(traced: ClosedJaxpr, slots: int, arguments: Sequence[Array]) -> li
     return [read(x) for x in jaxpr.outvars]
 
 
-def _apply(equation: Any, inputs: list[Array], slots: int, wide: bool) -> Sequence[Array]:
+def _apply(equation: Equation, inputs: list[Array], slots: int, wide: bool) -> Sequence[Array]:
     """Evaluates one equation.
 
     Args:

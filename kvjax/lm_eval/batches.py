@@ -8,7 +8,7 @@ import numpy as np
 from kvjax.cache.planning.limits import power_of_two, quarter_steps
 from kvjax.checkpoint.tokenizer import Tokenizer
 from kvjax.models.model import Model
-from kvjax.serve.text import TextStream
+from kvjax.serve.text_stream import TextStream
 
 T = TypeVar("T")
 Ended = Callable[[np.ndarray], bool]  # whether the new tokens [n] of a text contain its end

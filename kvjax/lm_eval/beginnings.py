@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LEAST = 64  # tokens of a beginning; a shorter one saves less than running it separately costs
+MIN_LENGTH = 64  # tokens of a beginning; a shorter one saves less than running it separately costs
 MEMBERS = 4  # contexts that share it
 
 Ids = tuple[int, ...]
@@ -43,15 +43,15 @@ def _grown(contexts: Sequence[Ids], members: list[int], size: int) -> tuple[list
     for number in members:
         own = contexts[number]
         # Contexts that are too short to share more are together.
-        alike.setdefault(own[size : size + LEAST] if len(own) > size + LEAST else (), []).append(number)
+        alike.setdefault(own[size : size + MIN_LENGTH] if len(own) > size + MIN_LENGTH else (), []).append(number)
     for more, own_members in alike.items():
         if not more or len(own_members) < MEMBERS:
             others += own_members
             continue
         # What the first and the last in lexicographical order share, all share.
         first, last = (pick(contexts[number] for number in own_members) for pick in (min, max))
-        most = min(len(contexts[number]) for number in own_members) - 1
-        longer = next((at for at in range(size + LEAST, most) if first[at] != last[at]), most)
+        limit = min(len(contexts[number]) for number in own_members) - 1
+        longer = next((at for at in range(size + MIN_LENGTH, limit) if first[at] != last[at]), limit)
         inner, rest = _grown(contexts, own_members, longer)
         found += inner
         others += rest

@@ -24,9 +24,11 @@ from kvjax.lm_eval.runner import Pair, Runner
 from kvjax.models.calibrate import calibrated
 from kvjax.models.model import Model
 from kvjax.policies import Policy
+from kvjax.policies.budget import BudgetLike
 from kvjax.selection import Selection
 from kvjax.storage import Storage
 from kvjax.storage.calibration import load_calibration
+from kvjax.typing import JsonObject
 from kvjax.version import __version__
 
 try:
@@ -56,10 +58,10 @@ class KVJaxLM(TemplateLM):
         *,
         pretrained: str | Path | Model | None = None,
         policy: str | Policy = "full",
-        budget: Any = None,
+        budget: BudgetLike = None,
         storage: str | Storage = "dense",
         selection: str | Selection = "everything",
-        least_slots: int = options.LEAST_SLOTS,
+        least_slots: int = options.MIN_SLOTS,
         calibration: str | None = None,
         dtype: str | None = None,
         weights: str | None = None,
@@ -264,7 +266,7 @@ class KVJaxLM(TemplateLM):
             others = [each for each in chat_history if each["role"] != "system"]
             return chat.render(self._texts, source, others, answer=add_generation_prompt)
 
-    def get_model_info(self) -> dict[str, Any]:
+    def get_model_info(self) -> JsonObject:
         """Returns the settings that results depend on, for results.json."""
         spec, config = self.spec, self.runner.model.config
         budget = spec.policy.budget
@@ -310,7 +312,7 @@ class KVJaxLM(TemplateLM):
         return code.co_varnames[1 : 1 + code.co_argcount - 1 + code.co_kwonlyargcount]
 
 
-def sampler(settings: dict[str, Any]) -> Sampler:
+def sampler(settings: JsonObject) -> Sampler:
     """Returns the sampling method that settings of a generation describe.
 
     Raises:

@@ -8,20 +8,22 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.errors import ConfigError
 from kvjax.policies import Policy
 from kvjax.policies import budget as budgets
+from kvjax.policies.budget import BudgetLike
 from kvjax.selection import Selection
 from kvjax.specs import parse
 from kvjax.storage import Storage
+from kvjax.typing import JsonObject
 
 AUTO_ROWS = 16  # rows of a batch where lm_eval asks for ``auto``
-LEAST_SLOTS = budgets.LEAST_SLOTS  # of the shortest contexts, where a budget is a fraction
+MIN_SLOTS = budgets.MIN_SLOTS  # of the shortest contexts, where a budget is a fraction
 
 
 def spec(
     policy: str | Policy,
-    budget: Any = None,
+    budget: BudgetLike = None,
     storage: str | Storage = "dense",
     selection: str | Selection = "everything",
-    least_slots: int = LEAST_SLOTS,
+    least_slots: int = MIN_SLOTS,
 ) -> CacheSpec:
     """Builds a spec from texts, see `kvjax.specs.parse`, or from what they describe.
 
@@ -40,16 +42,16 @@ def spec(
         raise ConfigError("budget= is for a policy that is given as text; this one has its own.")
     given = {} if budget is None else {"budget": as_budget(budget, least_slots)}
 
-    def made(axis: parse.Axis, value: Any, **given: Any) -> Any:
+    def made(axis: parse.Axis, value: object, **given: Any) -> Any:
         return parse.build(axis, value, **given) if isinstance(value, str) else value
 
     return CacheSpec(made("policy", policy, **given), made("storage", storage), made("selection", selection))
 
 
-def as_budget(budget: Any, least_slots: int) -> policies.Budget | None:
+def as_budget(budget: BudgetLike, least_slots: int) -> policies.Budget | None:
     """Returns a budget; a fraction keeps `least_slots` of the shortest contexts."""
     if isinstance(budget, float):
-        return policies.Fraction(budget, least=least_slots)
+        return policies.Fraction(budget, min_slots=least_slots)
     return budgets.as_budget(budget)
 
 
@@ -67,7 +69,7 @@ def rows(batch_size: int | str | None) -> int:
     return int(text)
 
 
-def parsed(text: str) -> dict[str, Any]:
+def parsed(text: str) -> JsonObject:
     """Reads ``key=value,key=value``, where a comma in brackets or quotes belongs to a value.
 
     Raises:

@@ -93,7 +93,7 @@ class Runner:
         """Scores continuations. Those of one context are scored from copies of one cache.
 
         Under a cache that does not change, `beginnings.MEMBERS` contexts or more that begin with the same
-        `beginnings.LEAST` tokens are copies of one cache too: their beginning is processed once. Not with a
+        `beginnings.MIN_LENGTH` tokens are copies of one cache too: their beginning is processed once. Not with a
         `prefill_block`, since what follows a beginning is fed in one block.
 
         Args:
@@ -203,7 +203,7 @@ class Runner:
         stop: Sequence[int] = (),
         ended: Ended | Sequence[str] = (),
         sampler: Sampler = Greedy(),
-        key: Any = None,
+        key: object = None,
         done: Callable[[int, np.ndarray], None] = lambda index, tokens: None,
     ) -> list[np.ndarray]:
         """Generates after each context.

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +144,7 @@ def _samples(model: Model, tokens: np.ndarray, lengths: np.ndarray, storage: Sto
     policy = full(positions="cache" if config.rotates else "original")
     real = np.asarray(block.position) >= 0
 
-    def flat(heads: Any) -> np.ndarray:
+    def flat(heads: object) -> np.ndarray:
         """[B, heads, T, D] -> [n, heads, D], without padding."""
         return np.asarray(np.swapaxes(np.asarray(heads, np.float32), 1, 2)[real])
 

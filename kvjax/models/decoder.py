@@ -8,7 +8,7 @@ which returns the output of attention and the updated cache of the layer.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from kvjax.cache import shared_layers
 from kvjax.cache.planning.layout import Group, Phase, keep_everything
 from kvjax.cache.state import Block, KVState
 from kvjax.cache.state import Layer as LayerCache
-from kvjax.cache.step.interface import LayerArgs, Seen
+from kvjax.cache.step.interface import AttentionOperands, LayerArgs
 from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.experts import Experts
@@ -27,6 +27,7 @@ from kvjax.models.layers import Embed, Linear, Mlp, Norm, PositionEmbed
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.parallel import host_memory, sharding
 from kvjax.parallel.sharding import Params
+from kvjax.typing import PyTree
 
 Array = jax.Array
 
@@ -64,7 +65,7 @@ class LayerOutput(NamedTuple):
 
     x: Array
     cache: LayerCache
-    seen: tuple[Seen | None, ...]
+    seen: tuple[AttentionOperands | None, ...]
     entered: Array
     streams: Streams | None = None
 
@@ -122,7 +123,7 @@ class Attention(nn.Module):
 
             return heads
 
-        def optional(name: str) -> Any:
+        def optional(name: str) -> PyTree:
             return self.get_variable("params", name) if self.has_variable("params", name) else None
 
         to_query = projection("query", config.num_heads, "query_norm")

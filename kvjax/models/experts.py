@@ -128,12 +128,12 @@ def routed(x: Array, chosen: Array, weight: Array, kernels: Kernels, *, activati
     def step(total: Array, block: Array) -> tuple[Array, None]:
         return jax.lax.cond(block < blocks[-1], add, lambda total, _: (total, None), total, block)
 
-    most = most_blocks(count * k, count, experts)
-    total, _ = jax.lax.scan(step, jnp.zeros((count, hidden), jnp.float32), jnp.arange(most, dtype=jnp.int32))
+    maximum = max_blocks(count * k, count, experts)
+    total, _ = jax.lax.scan(step, jnp.zeros((count, hidden), jnp.float32), jnp.arange(maximum, dtype=jnp.int32))
     return total.reshape(x.shape)
 
 
-def most_blocks(pairs: int, tokens: int, experts: int) -> int:
+def max_blocks(pairs: int, tokens: int, experts: int) -> int:
     """Returns the most blocks that any choice of experts needs.
 
     Args:

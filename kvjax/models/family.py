@@ -189,14 +189,14 @@ def setting(family: str, raw: Json, key: str, default: object, kind: object) -> 
         valid = None if isinstance(value, str) else "a name"
     elif kind in (float, float | None):
         largest = values.MAX_EPSILON if key.endswith(_EPSILON) else values.LARGEST
-        valid = None if values.is_number(value, most=largest) else f"a number above 0, of at most {largest:g}"
+        valid = None if values.is_number(value, maximum=largest) else f"a number above 0, of at most {largest:g}"
     elif key.endswith("_token_id"):
         # Some old files have -1 for null.
         value = None if values.is_whole(value, -1, -1) else value
         valid = None if value is None or values.is_whole(value, 0, values.MAX_ID) else "a token id or null"
     elif not (value is None and key in _NULLABLE):
-        most = values.MAX_LAYERS if key in _LAYERS else values.MAX_SIZE
-        valid = None if values.is_whole(value, 1, most) else f"a whole number above 0, of at most {most}"
+        maximum = values.MAX_LAYERS if key in _LAYERS else values.MAX_SIZE
+        valid = None if values.is_whole(value, 1, maximum) else f"a whole number above 0, of at most {maximum}"
     if valid:
         raise ConfigError(f"config.json of {family}: {key} must be {valid}, but is {shown(value)}.")
     return value

@@ -58,14 +58,14 @@ def read(raw: Json, content: bytes | None = None) -> GenerationConfig:
     ids = ids if isinstance(ids, list) or ids is None else [ids]
     if ids is not None and not all(values.is_whole(each, 0, values.MAX_ID) for each in ids):
         raise ConfigError(f"{FILE}: eos_token_id must be a token id, a list of them or null, but is {shown(ids)}.")
-    most = raw.get("max_new_tokens")
-    if most is not None and not values.is_whole(most, 1, LARGEST_COUNT):
+    maximum = raw.get("max_new_tokens")
+    if maximum is not None and not values.is_whole(maximum, 1, LARGEST_COUNT):
         raise ConfigError(
             f"{FILE}: max_new_tokens must be a whole number of at least 1 or null, and at most {LARGEST_COUNT}, but is "
-            f"{shown(most)}."
+            f"{shown(maximum)}."
         )
     unsupported = tuple(name for name, plain in _OTHERS.items() if raw.get(name) not in (None, plain))
-    return GenerationConfig(None if ids is None else tuple(ids), sampler, most, unsupported, content)
+    return GenerationConfig(None if ids is None else tuple(ids), sampler, maximum, unsupported, content)
 
 
 def _sampler(raw: Json) -> Sampler:
@@ -78,7 +78,7 @@ def _sampler(raw: Json) -> Sampler:
     if not isinstance(raw.get("do_sample"), bool | None):
         raise ConfigError(f"{FILE}: do_sample must be true, false or null, but is {shown(raw['do_sample'])}.")
 
-    def given(name: str, default: Any, none: Any = None) -> Any:
+    def given(name: str, default: object, none: object = None) -> Any:
         """Returns a value; `default` for null, and None for the value `none`, which changes nothing."""
         value = raw.get(name)
         value = default if value is None else value

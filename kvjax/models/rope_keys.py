@@ -80,10 +80,10 @@ def read(family: str, raw: Json, keys: RopeKeys, head_dim: int, max_positions: i
         value = raw.get(fallback) if value is None and fallback else value
         value = default if value is None else value
         # Frequencies fall with the powers of the base; YaRN divides by its logarithm.
-        least, most = (1, values.LARGEST) if key == "rope_theta" else (0, MAX_FACTOR)
-        if not values.is_number(value, most=most) or value <= least:
+        minimum, maximum = (1, values.LARGEST) if key == "rope_theta" else (0, MAX_FACTOR)
+        if not values.is_number(value, maximum=maximum) or value <= minimum:
             raise ConfigError(
-                f"{where}: {key} of a {kind} {name} must be a number above {least}, of at most {most:g}, but is "
+                f"{where}: {key} of a {kind} {name} must be a number above {minimum}, of at most {maximum:g}, but is "
                 f"{shown(value)}."
             )
         return float(value)
@@ -108,10 +108,10 @@ def read(family: str, raw: Json, keys: RopeKeys, head_dim: int, max_positions: i
         original = keys.original_default
     original = original if raw.get(key) is None else raw[key]
     # LongRoPE divides by the logarithm of the trained length.
-    least = 2 if kind == "longrope" else 1
-    if not values.is_whole(original, least, values.MAX_SIZE):
+    minimum = 2 if kind == "longrope" else 1
+    if not values.is_whole(original, minimum, values.MAX_SIZE):
         raise ConfigError(
-            f"{where}: {key} must be a whole number from {least} to {values.MAX_SIZE}, but is {shown(original)}."
+            f"{where}: {key} must be a whole number from {minimum} to {values.MAX_SIZE}, but is {shown(original)}."
         )
     match kind:
         case "linear":
@@ -247,7 +247,7 @@ def _factors(family: str, name: str, key: str, value: object, count: int) -> tup
     if not isinstance(value, list) or len(value) != count:
         got = f"{len(value)} values" if isinstance(value, list) else shown(value)
         raise ConfigError(f"config.json of {family}: {key} of {name} must list {count} numbers, but is {got}.")
-    if wrong := [each for each in value if not values.is_number(each, most=MAX_FACTOR)]:
+    if wrong := [each for each in value if not values.is_number(each, maximum=MAX_FACTOR)]:
         raise ConfigError(
             f"config.json of {family}: {key} of {name} must list numbers above 0, but has {shown(wrong[0])}."
         )

@@ -21,14 +21,14 @@ SMALLEST, LARGEST = 1e-20, 1e11  # of numbers that are not whole; the largest ar
 MAX_EPSILON = 1.0  # of norms
 
 
-def is_whole(value: object, least: int, most: int) -> TypeGuard[int]:
-    """Returns whether a JSON value is a whole number from `least` to `most`; true and 1.0 are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+def is_whole(value: object, minimum: int, maximum: int) -> TypeGuard[int]:
+    """Returns whether a JSON value is a whole number from `minimum` to `maximum`; true and 1.0 are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
-def is_number(value: object, least: float = SMALLEST, most: float = LARGEST) -> TypeGuard[float]:
-    """Returns whether a JSON value is a number from `least` to `most`; NaN is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+def is_number(value: object, minimum: float = SMALLEST, maximum: float = LARGEST) -> TypeGuard[float]:
+    """Returns whether a JSON value is a number from `minimum` to `maximum`; NaN is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 def choice(where: str, key: str, value: object, valid: Sequence[T]) -> T:

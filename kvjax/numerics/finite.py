@@ -6,8 +6,6 @@ waits for nothing else. Log-probabilities are of the model's logits before any f
 or whose probability is 0 in float32, has a finite one. So one that is NaN or infinite is always an error.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +33,7 @@ def only_finite(token: Array, logprob: Array) -> Array:
     return jnp.where(jnp.isfinite(logprob), token, PAD)
 
 
-def check_finite(logprobs: np.ndarray, result: Any, *, noun: str = "row") -> None:
+def check_finite(logprobs: np.ndarray, result: object, *, noun: str = "row") -> None:
     """Checks the log-probabilities of a batch.
 
     Args:
@@ -52,7 +50,7 @@ def check_finite(logprobs: np.ndarray, result: Any, *, noun: str = "row") -> Non
         raise error_of(rows, len(finite), result, noun=noun)
 
 
-def error_of(rows: list[int], count: int, result: Any = None, *, noun: str = "row") -> NonFiniteError:
+def error_of(rows: list[int], count: int, result: object = None, *, noun: str = "row") -> NonFiniteError:
     """Makes the error of rows whose log-probabilities are not finite.
 
     Args:

@@ -71,16 +71,16 @@ def largest(value: Array, position: Array, count: Array | int, *, in_kernels: bo
     return (keys > threshold) | (tied & (recency >= oldest_marked))
 
 
-def lowest(value: Array, position: Array, keep: Array, most: int) -> Array:
+def lowest(value: Array, position: Array, keep: Array, maximum: int) -> Array:
     """Marks live slots of several devices until `keep` are left, the smallest values first; of equal ones the older.
 
-    Each device names `most` of its own, in one collective.
+    Each device names `maximum` of its own, in one collective.
 
     Args:
       value: [B, K, S] float32; see `largest`.
       position: [B, K, S] int32; see `largest`.
       keep: int32 that broadcasts against [B, K, 1].
-      most: the most slots of all devices that are marked.
+      maximum: the most slots of all devices that are marked.
 
     Returns:
       [B, K, S] bool.
@@ -88,10 +88,12 @@ def lowest(value: Array, position: Array, keep: Array, most: int) -> Array:
     # Larger for an older slot.
     age = jnp.where(position >= 0, np.iinfo(np.int32).max - 1 - position, -1)
     live = jnp.sum(position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
-    return _largest_by_candidates(-value, age, most, live, lambda total: jnp.maximum(total - keep, 0)).marks
+    return _largest_by_candidates(-value, age, maximum, live, lambda total: jnp.maximum(total - keep, 0)).marks
 
 
-def largest_counted(value: Array, position: Array, most: int, numbers: Array, count: Callable[[Array], Array]) -> Array:
+def largest_counted(
+    value: Array, position: Array, maximum: int, numbers: Array, count: Callable[[Array], Array]
+) -> Array:
     """Marks the live slots with the largest values, whose number follows from sums over the slots of all devices.
 
     In one collective, if at most `CANDIDATES` are marked. Of more, each device names `FIRST` of its own, and a
@@ -100,7 +102,7 @@ def largest_counted(value: Array, position: Array, most: int, numbers: Array, co
     Args:
       value: [B, K, S] float32; see `largest`.
       position: [B, K, S] int32; see `largest`.
-      most: the largest number of slots that are marked.
+      maximum: the largest number of slots that are marked.
       numbers: [B, K, m] int32, the sums over this device's slots.
       count: the sums over all slots, [B, K, m] -> the number of slots to mark, [B, K or 1, 1] int32.
 
@@ -109,8 +111,8 @@ def largest_counted(value: Array, position: Array, most: int, numbers: Array, co
     """
     if not slot_reductions.current().slots:
         return largest(value, position, count(numbers), in_kernels=False)
-    if most <= CANDIDATES:
-        return _largest_by_candidates(value, position, most, numbers, count).marks
+    if maximum <= CANDIDATES:
+        return _largest_by_candidates(value, position, maximum, numbers, count).marks
     found = _largest_by_candidates(value, position, FIRST, numbers, count)
     unknown = slot_reductions.anywhere(jnp.any(found.more))
     return jax.lax.cond(unknown, lambda: largest(value, position, found.number), lambda: found.marks)
@@ -133,7 +135,7 @@ class Found(NamedTuple):
 def _largest_by_candidates(
     value: Array,
     position: Array,
-    most: int,
+    maximum: int,
     numbers: Array | None = None,
     count: Callable[[Array], Array] | None = None,
 ) -> Found:
@@ -142,12 +144,12 @@ def _largest_by_candidates(
     Args:
       value: [B, K, S] float32; see `largest`.
       position: [B, K, S] int32; see `largest`.
-      most: the number of slots that a device names.
+      maximum: the number of slots that a device names.
       numbers: [B, K, m] int32 to be added up over all devices, or None.
-      count: the sums -> the number of slots to mark; None = `most` are marked.
+      count: the sums -> the number of slots to mark; None = `maximum` are marked.
     """
     live = position >= 0
-    width = min(most, value.shape[2])
+    width = min(maximum, value.shape[2])
     with slot_reductions.alone():
         mine = largest(value, position, width, in_kernels=False)
     # [B, K, W]
@@ -157,7 +159,7 @@ def _largest_by_candidates(
     more = jnp.zeros((*held.shape[:2], 0), jnp.int32) if numbers is None else numbers
     # [C, B, K, 2 * W + m]
     every = slot_reductions.gather(jnp.concatenate([bits, held, more], axis=2))
-    number: Array | int = most if count is None else count(jnp.sum(every[..., 2 * width :], axis=0))
+    number: Array | int = maximum if count is None else count(jnp.sum(every[..., 2 * width :], axis=0))
     # [B, K, C * W]
     bits, held = (
         jnp.moveaxis(part, 0, 2).reshape(*value.shape[:2], -1)
@@ -167,10 +169,10 @@ def _largest_by_candidates(
     with slot_reductions.alone():
         chosen = largest(values, held, number, in_kernels=False)
     # [B, K, 1]: the last that is marked
-    least = jnp.min(jnp.where(chosen, values, jnp.inf), axis=2, keepdims=True)
-    last = chosen & (values == least)
+    minimum = jnp.min(jnp.where(chosen, values, jnp.inf), axis=2, keepdims=True)
+    last = chosen & (values == minimum)
     oldest = jnp.min(jnp.where(last, held, np.iinfo(np.int32).max), axis=2, keepdims=True)
-    beyond = (value > least) | ((value == least) & (position >= oldest))
+    beyond = (value > minimum) | ((value == minimum) & (position >= oldest))
     # [B, K, C, W]: devices whose named slots are all marked
     all_chosen = jnp.all(chosen.reshape(*value.shape[:2], -1, width), axis=3)
     more = jnp.any(all_chosen, axis=2, keepdims=True) & (width < value.shape[2])

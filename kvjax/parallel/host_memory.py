@@ -28,7 +28,7 @@ PINNED = "pinned_host"  # JAX's name of the host memory that a device reads dire
 _run_on: Any = getattr(_compute_on, "compute_on2", _compute_on.compute_on)
 
 
-def on_host(x: Any) -> bool:
+def on_host(x: object) -> bool:
     """Returns whether an array is in host memory."""
     return jax.typeof(x).memory_space == Space.Host
 

@@ -46,7 +46,7 @@ QUANTIZED = ("codes", "scale", "zero", "order")
 #: The weights' dimension that is divided last, over what is left.
 LAST = "embed"
 #: Of the even share of the weights: norms and biases are held whole.
-MOST = 1.03
+MAX_UNEVEN = 1.03
 
 
 def spec(axes: Axes, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -67,12 +67,12 @@ def spec(axes: Axes, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> Partiti
     for number in sorted(range(len(shape)), key=lambda number: axes[number] == LAST):
         if (axis := axes[number]) is not None:
             open_axes = [name for name in rules().of(axis) if name in mesh.shape and name not in used]
-            names[number] = _most_parts(open_axes, shape[number], mesh)
+            names[number] = _parts(open_axes, shape[number], mesh)
             used.update(names[number])
     return PartitionSpec(*((each if len(each) > 1 else each[0]) if each else None for each in names))
 
 
-def _most_parts(axes: Sequence[str], size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+def _parts(axes: Sequence[str], size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Returns those of some mesh axes that divide a dimension of `size` into the most parts."""
     choices = [own for count in range(len(axes), -1, -1) for own in itertools.combinations(axes, count)]
     sizes = [math.prod(mesh.shape[axis] for axis in own) for own in choices]
@@ -229,7 +229,7 @@ def parameter_shardings(params: Params, mesh: Mesh | AbstractMesh) -> Params:
 
 
 def warn_of_copies(params: Params, mesh: Mesh | None, given: Rules | None = None) -> None:
-    """Warns if a device holds more than `MOST` times its even share of the weights.
+    """Warns if a device holds more than `MAX_UNEVEN` times its even share of the weights.
 
     Args:
       params: the arrays, where they are on the mesh.
@@ -242,7 +242,7 @@ def warn_of_copies(params: Params, mesh: Mesh | None, given: Rules | None = None
     leaves = jax.tree_util.tree_leaves_with_path(params)
     held = {path: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for path, x in leaves}
     even = sum(x.size * x.dtype.itemsize for _, x in leaves) / parts
-    if sum(held.values()) > MOST * even:
+    if sum(held.values()) > MAX_UNEVEN * even:
         whole = max((path for path, x in leaves if x.sharding.is_fully_replicated), key=held.__getitem__, default=())
         largest = f"; {'/'.join(path_names(whole))} is the largest that no axis divides" if whole else ""
         warnings.warn(

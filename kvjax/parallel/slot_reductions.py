@@ -93,10 +93,10 @@ def number_of_heads(heads: int) -> int:
     return heads * jax.lax.axis_size(axes) if axes else heads
 
 
-def max_over_slots(most: Array) -> Array:
+def max_over_slots(x: Array) -> Array:
     """Returns the maximum over the slots of all devices, of the maxima [..., n] of this device's slots."""
     axes = current().slots
-    return jax.lax.pmax(most, axes) if axes else most
+    return jax.lax.pmax(x, axes) if axes else x
 
 
 def softmax_of_all(weight: Array, top: Array, total: Array) -> Array:

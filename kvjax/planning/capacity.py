@@ -18,14 +18,15 @@ from kvjax.planning.hlo_collectives import Collectives
 from kvjax.planning.memory_estimate import DEPTHS, Need, Run, without_merges
 from kvjax.planning.topologies import find_target
 from kvjax.policies.base import Policy
+from kvjax.typing import JsonObject
 
 #: The search ends when no batch that is larger by more than this share can fit.
 PRECISION = 0.02
 #: Of the largest batch whose weights and cache fit: where the search begins if nothing is known of its scratch memory.
 FIRST = 0.4
 ROUNDS = 12  # of the search
-LEAST = 0.5  # of the mean need of a row: the smallest slope that the search believes
-MOST = 1 << 16  # rows
+MIN_SLOPE = 0.5  # of the mean need of a row: the smallest slope that the search believes
+MAX_ROWS = 1 << 16  # rows
 #: The first program of all layers is of a batch that is larger by this share than what few layers say.
 ABOVE = 0.04
 #: A program that needs more than the memory by at most this share says how many rows would fit.
@@ -97,7 +98,7 @@ class Capacity:
         """Bytes beyond weights and cache, of the phase that needs more memory, for each row."""
         return (max(self.decode, self.prefill) - self.weights - self.cache) / max(self.batch, 1)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Returns all attributes as JSON values."""
         asked = {name: each and each._asdict() for name, each in self._asked.items()}
         return dataclasses.asdict(self) | asked
@@ -197,7 +198,7 @@ def _mesh(shapes: Callable[..., Plan], mesh_axes: str) -> tuple[Plan, int]:
 
 def _units(one: Plan) -> int:
     """Returns how many times the rows of a plan's arrays fit, without scratch memory."""
-    return min(int(((one.device.memory or 0) - one.weights) // max(one.cache, 1)), MOST // one.rows)
+    return min(int(((one.device.memory or 0) - one.weights) // max(one.cache, 1)), MAX_ROWS // one.rows)
 
 
 def _axes(plan: Plan) -> str:
@@ -205,14 +206,14 @@ def _axes(plan: Plan) -> str:
 
 
 def _largest(
-    need: Callable[[int, Need | None], Need], unit: int, most: int, memory: float, weights: int, first: int
+    need: Callable[[int, Need | None], Need], unit: int, max_units: int, memory: float, weights: int, first: int
 ) -> tuple[Need, int]:
     """Searches for the largest number of units of rows that fits.
 
     Args:
       need: rows, and what another batch needs if that is known -> what they need.
       unit: rows are multiples of it.
-      most: the number of units beyond which weights and cache alone do not fit.
+      max_units: the number of units beyond which weights and cache alone do not fit.
       memory: bytes of a device.
       weights: bytes that do not depend on the rows.
       first: the number of units to begin with.
@@ -220,17 +221,17 @@ def _largest(
     Returns:
       What that number needs, or one unit if nothing fits, and the number.
     """
-    if most < 1:
+    if max_units < 1:
         return need(unit, None), 0
-    low, high, guess = 0, most + 1, min(max(first, 1), most)
+    low, high, guess = 0, max_units + 1, min(max(first, 1), max_units)
     best, found = None, None
     before, then = 0, float(weights)  # the last number of units, and what it needs
     for _ in range(ROUNDS):
         found = need(guess * unit, found)
-        slope = max((found.most - then) / (guess - before), (found.most - weights) / guess * LEAST)
-        exact = guess + (memory - found.most) / max(slope, 1e-9)
-        before, then = guess, found.most
-        if found.most <= memory:
+        slope = max((found.peak - then) / (guess - before), (found.peak - weights) / guess * MIN_SLOPE)
+        exact = guess + (memory - found.peak) / max(slope, 1e-9)
+        before, then = guess, found.peak
+        if found.peak <= memory:
             low, best = guess, found
         else:
             high = guess
@@ -259,7 +260,7 @@ def _refined(run: Run, first: int, memory: float, verify: bool) -> tuple[Need, i
     found = run.need(first * unit)
     # Decoding grows evenly with the layers, so that few tell how many rows it has room for.
     room = int(first * (memory - weights) / max(found.held + found.decode - weights, 1))
-    start = max(1, min(room, int(first * (memory - weights) / max(found.most - weights, 1))))
+    start = max(1, min(room, int(first * (memory - weights) / max(found.peak - weights, 1))))
     low, high, guess = 0, max(room, 1) + 1, min(start + max(1, round(start * ABOVE)), max(room, 1))
     before, then, programs = 0, float(weights), found.programs
     needs: dict[int, float] = {}  # units -> bytes of those that fit
@@ -274,7 +275,7 @@ def _refined(run: Run, first: int, memory: float, verify: bool) -> tuple[Need, i
         if used is None:
             return None
         programs += 1
-        slope = max((used - then) / (guess - before), (used - weights) / guess * LEAST)
+        slope = max((used - then) / (guess - before), (used - weights) / guess * MIN_SLOPE)
         exact = guess + (memory - used) / slope
         before, then = guess, used
         if used <= memory:

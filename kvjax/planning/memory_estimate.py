@@ -48,7 +48,7 @@ class Need(NamedTuple):
     seconds: float
 
     @property
-    def most(self) -> float:
+    def peak(self) -> float:
         """Bytes that the larger of both phases needs in all."""
         return self.held + max(self.decode, self.prefill)
 
@@ -90,9 +90,9 @@ class Run:
             need about as much.
         """
         known = before and before.scaled(rows)
-        most = max(known.decode, known.prefill) + self.held(rows) if known else 0.0
+        peak = max(known.decode, known.prefill) + self.held(rows) if known else 0.0
         phases = [
-            phase for phase in PHASES if not known or getattr(known, phase) + self.held(rows) >= CLOSE * most
+            phase for phase in PHASES if not known or getattr(known, phase) + self.held(rows) >= CLOSE * peak
         ]  # fmt: skip
         depths = self._depths
         few = [self._few(depth, rows, **{phase: phase in phases for phase in PHASES}) for depth in depths]

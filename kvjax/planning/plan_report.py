@@ -1,7 +1,6 @@
 """The report of a plan: the memory that a run needs, its maximum speed, and a table of both."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from tabulate import tabulate
@@ -9,6 +8,7 @@ from tabulate import tabulate
 from kvjax.devices import Device
 from kvjax.planning.hlo_collectives import Collectives
 from kvjax.planning.roofline import Roofline
+from kvjax.typing import JsonObject
 from kvjax.units import si, size
 
 
@@ -87,7 +87,7 @@ class Plan:
     compile_seconds: float
     compiled: jax.stages.Compiled | None = dataclasses.field(default=None, repr=False, compare=False)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Returns all attributes except the program, as JSON values."""
         values = dataclasses.asdict(dataclasses.replace(self, compiled=None))
         del values["compiled"]

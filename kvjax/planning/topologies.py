@@ -10,7 +10,7 @@ from kvjax.errors import ConfigError
 
 #: Name -> ``device_kind`` of the GPUs of a machine, which NVLink connects.
 GPUS = {"a100": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
-MOST_GPUS = 8  # of a machine
+MAX_GPUS = 8  # of a machine
 
 
 class Target(NamedTuple):
@@ -49,8 +49,8 @@ def find_target(topology: str | None) -> Target:
         return Target("this machine", devices[0].platform, len(devices), len(devices), devices, None)
     if gpus := re.fullmatch(rf"({'|'.join(GPUS)})[:=_-](\d+)", topology.strip().lower()):
         kind, count = GPUS[gpus[1]], int(gpus[2])
-        if not 1 <= count <= MOST_GPUS:
-            raise ConfigError(f"topology {topology!r} is unknown: a machine has 1 to {MOST_GPUS} GPUs.")
+        if not 1 <= count <= MAX_GPUS:
+            raise ConfigError(f"topology {topology!r} is unknown: a machine has 1 to {MAX_GPUS} GPUs.")
         return Target(f"{count} x {kind}", "gpu", count, count, None, DEVICES[kind])
     try:
         devices = tuple(topology_devices(topology))

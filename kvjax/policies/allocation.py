@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from kvjax.policies.components import Stats, View
 
 Array = jax.Array
+Number: TypeAlias = Any  # an int, or an array of integers
 
-MOST_SHARE = 1_000.0  # of an average head's slots; models have fewer KV heads
+MAX_SHARE = 1_000.0  # of an average head's slots; models have fewer KV heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +69,12 @@ class Pyramid(Budget):
     def _slots(self, n: np.ndarray, b: np.ndarray, num_layers: int) -> np.ndarray:
         """Returns the slots of each layer, [N, L], for prompts of `n` tokens [N] and average budgets `b` [N]."""
         w = self.window
-        least = (b - w) // self.beta
-        most = np.minimum(2 * (b - w) - least, n - w)
-        least = 2 * (b - w) - most
-        step = (most - least) // max(num_layers - 1, 1)
+        last = (b - w) // self.beta
+        first = np.minimum(2 * (b - w) - last, n - w)
+        last = 2 * (b - w) - first
+        step = (first - last) // max(num_layers - 1, 1)
         # [N, L]
-        falling = most[:, None] - np.arange(num_layers) * step[:, None] + w
+        falling = first[:, None] - np.arange(num_layers) * step[:, None] + w
         # A prompt within its budget is left alone. One shorter than the window still has the window's slots.
         return np.where((n <= b)[:, None], np.maximum(n, w)[:, None], falling)
 
@@ -100,12 +101,12 @@ class Shared(Budget):
     K·(b - w) slots go to the largest importances over all heads, of equal ones to the lower head, then the newer slot.
 
     Which head gets many slots is known when a prompt ends, and arrays are allocated before: they have room for the most
-    slots that any head may get, in every head. `most` limits these; the paper has no such limit.
+    slots that any head may get, in every head. `max_share` limits these; the paper has no such limit.
 
     Attributes:
       average: the budget of the average head.
       safeguard: the share of each head's slots that other heads cannot take, 0 to 1.
-      most: no head gets more than ⌊most·(b - w)⌋ slots beyond the window; at least 1. None = without limit.
+      max_share: no head gets more than ⌊max_share·(b - w)⌋ slots beyond the window; at least 1. None = without limit.
 
     Raises:
       PolicyError: an attribute that is not valid.
@@ -113,7 +114,7 @@ class Shared(Budget):
 
     average: Budget
     safeguard: float
-    most: float | None = None
+    max_share: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.average, Budget):
@@ -122,8 +123,10 @@ class Shared(Budget):
             raise PolicyError(f"average={self.average!r} cannot be shared by heads; give slots or a fraction.")
         safeguard = number_argument("safeguard", self.safeguard, minimum=0.0, maximum=1.0)
         object.__setattr__(self, "safeguard", safeguard)
-        if self.most is not None:
-            object.__setattr__(self, "most", number_argument("most", self.most, minimum=1.0, maximum=MOST_SHARE))
+        if self.max_share is not None:
+            object.__setattr__(
+                self, "max_share", number_argument("max_share", self.max_share, minimum=1.0, maximum=MAX_SHARE)
+            )
 
     @property
     def shared(self) -> bool:
@@ -147,19 +150,19 @@ class Shared(Budget):
     def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
         return self.average.largest(prompt_lengths, num_layers)
 
-    def own(self, room: Any) -> Any:
+    def own(self, room: Number) -> Number:
         """Returns ⌊safeguard·room⌋ for a number or an array of integers."""
         share = exact(self.safeguard)
         return room * share.numerator // share.denominator
 
-    def largest_share(self, room: Any, kv_heads: int) -> Any:
+    def largest_share(self, room: Number, kv_heads: int) -> Number:
         """Returns the most slots beyond the window that a head can get, for a number or an array of integers."""
         own = self.own(room)
         share = own + kv_heads * (room - own)
-        if self.most is None:
+        if self.max_share is None:
             return share
-        most = exact(self.most)
-        limit = room * most.numerator // most.denominator
+        times = exact(self.max_share)
+        limit = room * times.numerator // times.denominator
         return min(share, limit) if isinstance(room, int) else jnp.minimum(share, limit)
 
     def kept(self, policy: Evict, stats: Stats, view: View) -> Array:
@@ -173,7 +176,9 @@ class Shared(Budget):
         safe = largest(score, jnp.where(protected, -1, view.position), own)
         # What a head holds of the others' slots is the best of its own.
         share = self.largest_share(room, kv_heads)
-        open_to = view.live if self.most is None else largest(score, jnp.where(protected, -1, view.position), share)
+        open_to = (
+            view.live if self.max_share is None else largest(score, jnp.where(protected, -1, view.position), share)
+        )
         # The lower head wins ties, then the newer slot: the heads are joined to one row in that order.
         head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
         order = jnp.where(protected | safe | ~open_to, -1, view.position + (kv_heads - 1 - head) * size)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Union
 import jax
 import numpy as np
 
-from kvjax.arguments import count_argument, warn_once
+from kvjax.arguments import Restorable, count_argument, warn_once
 from kvjax.errors import PolicyError, shown
 
 if TYPE_CHECKING:
@@ -28,17 +28,17 @@ Array = jax.Array
 #: What a user may write for a budget.
 BudgetLike = Union["Budget", int, float, Sequence[int | float], np.ndarray, None]
 
-MOST_SLOTS = 2**31 - 1  # positions are int32
-MOST_DENOMINATOR = 10_000  # of a fraction that a user writes, such as 0.29
+MAX_SLOTS = 2**31 - 1  # positions are int32
+MAX_DENOMINATOR = 10_000  # of a fraction that a user writes, such as 0.29
 #: Slots below which predictions mean little. The server, batches, tasks and lm_eval keep as many of short prompts, as
-#: `Fraction.least`. Elsewhere a fraction keeps max(1, ⌊f·n + 1e-9⌋) slots, as it is defined, and warns: another default
-#: would change what policies of given arguments keep.
-LEAST_SLOTS = 32
+#: `Fraction.min_slots`. Elsewhere a fraction keeps max(1, ⌊f·n + 1e-9⌋) slots, as it is defined, and warns: another
+#: default would change what policies of given arguments keep.
+MIN_SLOTS = 32
 HINT = "give a whole number of slots (at least 1) or a fraction of the prompt as a float in (0, 1]."
 
 
 @dataclasses.dataclass(frozen=True)
-class Budget:
+class Budget(Restorable):
     """The number of slots per KV head that remain after each step; a subclass for each kind.
 
     Attributes:
@@ -143,7 +143,7 @@ class Slots(Budget):
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not isinstance(self.count, numbers.Integral):
             raise PolicyError(f"budget {shown(self.count)} is not a number of slots; {HINT}")
-        if not 1 <= self.count <= MOST_SLOTS:
+        if not 1 <= self.count <= MAX_SLOTS:
             raise PolicyError(f"budget {shown(self.count)} is out of range; {HINT}")
         object.__setattr__(self, "count", int(self.count))
 
@@ -157,21 +157,21 @@ class Slots(Budget):
 
 @dataclasses.dataclass(frozen=True)
 class Fraction(Budget):
-    """A fraction f of each row's own prompt: max(least, ⌊f·n + 1e-9⌋) slots, computed in float64.
+    """A fraction f of each row's own prompt: max(min_slots, ⌊f·n + 1e-9⌋) slots, computed in float64.
 
     Attributes:
       fraction: in (0, 1].
-      least: slots that are kept of the shortest prompts, at least 1.
+      min_slots: slots that are kept of the shortest prompts, at least 1.
 
     Raises:
       PolicyError: any other fraction or number of slots.
     """
 
     fraction: float
-    least: int = 1
+    min_slots: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "least", count_argument("a budget's least", self.least, minimum=1))
+        object.__setattr__(self, "min_slots", count_argument("a budget's min_slots", self.min_slots, minimum=1))
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, numbers.Real):
             raise PolicyError(f"budget {shown(self.fraction)} is not a fraction; {HINT}")
         if not 0 < float(self.fraction) <= 1:  # NaN fails this too
@@ -184,10 +184,10 @@ class Fraction(Budget):
 
     @property
     def fractions(self) -> tuple[Fraction | TextFraction, ...]:
-        return (self,) if self.least == 1 else ()
+        return (self,) if self.min_slots == 1 else ()
 
     def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
-        return (max(self.least, math.floor(self.fraction * prompt_length + 1e-9)),) * num_layers
+        return (max(self.min_slots, math.floor(self.fraction * prompt_length + 1e-9)),) * num_layers
 
     @property
     def value(self) -> float:
@@ -336,7 +336,7 @@ def as_budget(value: BudgetLike) -> Budget | None:
     return PerLayer(tuple(value)) if isinstance(value, list | tuple) else single(value)
 
 
-def single(value: Any) -> Slots | Fraction:
+def single(value: object) -> Slots | Fraction:
     """Returns the budget that a user writes as a number of slots or a fraction.
 
     Raises:
@@ -357,7 +357,7 @@ def single(value: Any) -> Slots | Fraction:
 
 def exact(fraction: float) -> fractions.Fraction:
     """Returns the decimal fraction that a user wrote, so that ⌊0.29·100⌋ is 29 although 0.29 is stored as less."""
-    return fractions.Fraction(fraction).limit_denominator(MOST_DENOMINATOR)
+    return fractions.Fraction(fraction).limit_denominator(MAX_DENOMINATOR)
 
 
 def batch_slots(
@@ -379,7 +379,7 @@ def batch_slots(
             check(each)
     for fraction in budget.fractions:
         (kept,) = fraction.slots(lengths[0], 1)
-        if kept < min(LEAST_SLOTS, lengths[0]):
+        if kept < min(MIN_SLOTS, lengths[0]):
             _warn_of_few(fraction, kept, lengths[0])
     return np.array([rows[int(n)] for n in prompt_lengths], np.int32).T.reshape(num_layers, -1)
 
@@ -388,9 +388,9 @@ def _warn_of_few(fraction: Fraction | TextFraction, kept: int, length: int) -> N
     """Warns that a fraction leaves few slots of a batch's shortest text; once for each fraction."""
     instead = "a number of slots"
     if isinstance(fraction, Fraction):
-        instead += f", or kvjax.policies.Fraction({fraction.fraction:g}, least={LEAST_SLOTS})"
+        instead += f", or kvjax.policies.Fraction({fraction.fraction:g}, min_slots={MIN_SLOTS})"
     warn_once(
-        f"budget {fraction.fraction:g} leaves {kept} of {length} tokens; with fewer than {LEAST_SLOTS} slots "
+        f"budget {fraction.fraction:g} leaves {kept} of {length} tokens; with fewer than {MIN_SLOTS} slots "
         f"predictions mean little: give {instead}.",
         about=fraction,
     )

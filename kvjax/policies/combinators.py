@@ -98,7 +98,7 @@ class TimesValueNorm(Importance):
             )
 
     @property
-    def needs(self) -> frozenset[Any]:
+    def needs(self) -> frozenset[str | Statistic]:
         return frozenset(self.importance.needs)
 
     @property

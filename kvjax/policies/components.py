@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.arguments import check_hashable
+from kvjax.arguments import Restorable, check_hashable
 from kvjax.errors import PolicyError
 from kvjax.numerics.statistics import Statistic
 
@@ -113,7 +113,7 @@ class ImportanceFunction(Importance):
         _check_functions("Importance", self)
 
 
-class Scope:
+class Scope(Restorable):
     """The slots that may not be evicted, whatever their importance.
 
     Write a frozen dataclass that inherits from this class, or call
@@ -277,7 +277,7 @@ def check_declared(what: str, component: Any) -> None:
     check_hashable(what, component)
 
 
-def _check_functions(what: str, made: Any) -> None:
+def _check_functions(what: str, made: object) -> None:
     for field in ("needs", "reads"):
         given = getattr(made, field)
         if isinstance(given, Iterable) and not isinstance(given, str):

@@ -82,7 +82,7 @@ class Split(Policy):
         return tuple(tuple(head for head, each in enumerate(row) if each is chosen) for row in self.heads)
 
 
-def _table(name: str, heads: Any) -> Table:
+def _table(name: str, heads: object) -> Table:
     heads = _tuples(heads)
     rows = heads if isinstance(heads, tuple) else ()
     if not rows or not all(isinstance(row, tuple) and row and len(row) == len(rows[0]) for row in rows):
@@ -94,14 +94,14 @@ def _table(name: str, heads: Any) -> Table:
     return tuple(tuple(bool(each) for each in row) for row in rows)
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> Any:
     """Converts sequences and arrays to tuples."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return tuple(_tuples(each) for each in value) if isinstance(value, list | tuple) else value
 
 
 @factory
-def split_heads(heads: Any, chosen: Policy, others: Policy, *, name: str = "split_heads") -> Split:
+def split_heads(heads: object, chosen: Policy, others: Policy, *, name: str = "split_heads") -> Split:
     """Puts the marked KV heads under one policy and all others under another, each with a cache of its own capacity.
 
     Args:
@@ -117,7 +117,7 @@ def split_heads(heads: Any, chosen: Policy, others: Policy, *, name: str = "spli
 
 
 @factory
-def duo_attention(heads: Any, *, sinks: int = 64, recent: int = 256, positions: str = "original") -> Split:
+def duo_attention(heads: object, *, sinks: int = 64, recent: int = 256, positions: str = "original") -> Split:
     """Keeps every token in retrieval heads, the first and the newest in the others (DuoAttention, arXiv:2410.10819).
 
     These others, the streaming heads, have importance p and {p < sinks} protected.
@@ -139,7 +139,7 @@ def duo_attention(heads: Any, *, sinks: int = 64, recent: int = 256, positions: 
 
 
 @factory
-def razor_attention(heads: Any, budget: BudgetLike = 0.2, *, sinks: int = 4, positions: str = "original") -> Split:
+def razor_attention(heads: object, budget: BudgetLike = 0.2, *, sinks: int = 4, positions: str = "original") -> Split:
     """Splits heads as `duo_attention`, with one slot for the mean of a head's dropped tokens (arXiv:2407.15891).
 
     See `Compensation` for that slot.

@@ -84,10 +84,10 @@ class CaM(Merge):
         attention = stats["mass"] / jnp.maximum(stats["count"], 1)
         kept = view.live & ~victim
         # [B, K, 1]
-        most = jnp.max(jnp.where(kept, attention, 0.0), axis=2, keepdims=True)
-        among, most = newest(view.position, kept, self.recent, most)
+        maximum = jnp.max(jnp.where(kept, attention, 0.0), axis=2, keepdims=True)
+        among, maximum = newest(view.position, kept, self.recent, maximum)
         # [B, K, n]
-        share = jnp.take_along_axis(attention, victims.slot, axis=2) / jnp.maximum(most, TINY)
+        share = jnp.take_along_axis(attention, victims.slot, axis=2) / jnp.maximum(maximum, TINY)
         weight = jnp.where(victims.real, jnp.minimum(share, 1.0), 0.0) / self.recent
         # [B, K, D]
         added = jnp.einsum("bkn,bknd->bkd", weight, victims.value)
@@ -118,13 +118,13 @@ class D2O(Merge):
         victims = victims_of(key, value, victim, view, tokens)
         # [B, K, 1]: every live slot has the same
         before = jnp.max(stats["threshold"], axis=2, keepdims=True)
-        found = nearest(victims, view.live & ~victim, view.position, _by_cosine(key), most=before)
+        found = nearest(victims, view.live & ~victim, view.position, _by_cosine(key), maximum=before)
         # [B, K, n]
         similarity = jnp.where(victims.real, found.score, 0.0)
         # [B, K, 1]
         count = jnp.sum(victims.real, axis=2, keepdims=True)
         mean = jnp.sum(similarity, axis=2, keepdims=True) / jnp.maximum(count, 1).astype(jnp.float32)
-        before = found.most
+        before = found.maximum
         now = jnp.where(before == 0, mean, self.beta * mean + (1 - self.beta) * (before - THRESHOLD_OFFSET))
         # [B, K, n]
         weight = jnp.where(victims.real & found.here & (similarity >= now), jnp.exp(similarity), 0.0)

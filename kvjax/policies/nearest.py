@@ -48,14 +48,14 @@ class Nearest(NamedTuple):
       here: [B, K, n] bool, whether it is a slot of this device.
       score: [B, K, n] float32.
       key: [B, K, n, D] float32 of that slot, on whichever device it is; None if it was not asked for.
-      most: [B, K, 1] float32, the largest of what all devices gave.
+      maximum: [B, K, 1] float32, the largest of what all devices gave.
     """
 
     slot: Array
     here: Array
     score: Array
     key: Array | None
-    most: Array
+    maximum: Array
 
 
 def victims_of(key: Array, value: Array, victim: Array, view: View, tokens: int) -> Victims:
@@ -81,7 +81,7 @@ def nearest(
     score: Callable[[Array, Array], Array],
     *,
     key: Array | None = None,
-    most: Array | None = None,
+    maximum: Array | None = None,
 ) -> Nearest:
     """Finds the kept slot of the highest score for each victim; of equal scores, the newer slot.
 
@@ -91,19 +91,19 @@ def nearest(
       position: [B, K, S] int32.
       score: (keys [B, K, t, D], positions [B, K, t] of victims) -> [B, K, t, S] float32.
       key: [B, K, S, D] as stored, if the keys of the slots that are found are wanted.
-      most: [B, K, 1] float32, of which the largest of all devices is found as well; None = 0.
+      maximum: [B, K, 1] float32, of which the largest of all devices is found as well; None = 0.
     """
     slot, highest = _nearest_here(victims, kept, position, score)
     # [B, K, n, D]
     found = None if key is None else _at(key, slot).astype(jnp.float32)
-    most = jnp.zeros((*position.shape[:2], 1), jnp.float32) if most is None else most
+    maximum = jnp.zeros((*position.shape[:2], 1), jnp.float32) if maximum is None else maximum
     if not slot_reductions.current().slots:
-        return Nearest(slot, jnp.ones(slot.shape, bool), highest, found, most)
+        return Nearest(slot, jnp.ones(slot.shape, bool), highest, found, maximum)
     batch, kv_heads, n = slot.shape
     # [B, K, n]: -1 where a device keeps no slot
     at = _at(jnp.where(kept, position, -1), slot)
     # [C, B, K, n * (2 + D) + 1] int32, of which all but the positions are the bits of floats
-    parts = [_bits(highest), at, _bits(most)]
+    parts = [_bits(highest), at, _bits(maximum)]
     if found is not None:
         parts.append(_bits(found).reshape(batch, kv_heads, -1))
     every = slot_reductions.gather(jnp.concatenate(parts, axis=2))
@@ -122,27 +122,27 @@ def nearest(
     return Nearest(slot, here, score_of_all, found, jnp.max(_float(every[..., 2 * n : 2 * n + 1]), axis=0))
 
 
-def newest(position: Array, kept: Array, count: int, most: Array) -> tuple[Array, Array]:
+def newest(position: Array, kept: Array, count: int, maximum: Array) -> tuple[Array, Array]:
     """Marks the `count` newest slots that stay.
 
     Args:
       position: [B, K, S] int32.
       kept: [B, K, S] bool.
       count: the number of slots to mark, on all devices.
-      most: [B, K, 1] float32.
+      maximum: [B, K, 1] float32.
 
     Returns:
-      [B, K, S] bool, and the largest `most` of all devices.
+      [B, K, S] bool, and the largest `maximum` of all devices.
     """
     held, order = jnp.where(kept, position, -1), position.astype(jnp.float32)
     if not slot_reductions.current().slots:
-        return kept & largest(order, held, count), most
+        return kept & largest(order, held, count), maximum
     width = min(count, position.shape[2])
     with slot_reductions.alone():
         mine = largest(order, held, width, in_kernels=False)
     slots, valid = compact(mine, width)
     # [C, B, K, W + 1]
-    every = slot_reductions.gather(jnp.concatenate([jnp.where(valid, _at(held, slots), -1), _bits(most)], axis=2))
+    every = slot_reductions.gather(jnp.concatenate([jnp.where(valid, _at(held, slots), -1), _bits(maximum)], axis=2))
     # [B, K, C * W], in falling order; a step's own token is there once for each device.
     named = -jnp.sort(-jnp.moveaxis(every[..., :-1], 0, 2).reshape(*position.shape[:2], -1), axis=2)
     first = jnp.pad(named[..., 1:] != named[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=True)

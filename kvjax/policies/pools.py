@@ -64,29 +64,29 @@ class Ends(Scope):
     Attributes:
       recent: the number of newest tokens; None = half of the budget.
       sinks: the number of first positions.
-      least: the least number of newest tokens.
+      min_recent: the least number of newest tokens.
     """
 
     recent: int | None = None
     sinks: int = 0
-    least: int = 1
+    min_recent: int = 1
     needs = frozenset()
 
     def __post_init__(self) -> None:
         if self.recent is not None:
             object.__setattr__(self, "recent", count_argument("recent", self.recent))
-        for field in ("sinks", "least"):
+        for field in ("sinks", "min_recent"):
             object.__setattr__(self, field, count_argument(field, getattr(self, field)))
 
     def protected(self, stats: Stats, view: View) -> Array:
-        recent = jnp.maximum(self.least, view.budget // 2 if self.recent is None else self.recent)
+        recent = jnp.maximum(self.min_recent, view.budget // 2 if self.recent is None else self.recent)
         return view.recent(recent) | (view.live & (view.position < self.sinks))
 
     def count(self, budget: int) -> int:
         return self.newest(budget) + self.sinks
 
     def newest(self, budget: int) -> int:
-        return max(self.least, budget // 2 if self.recent is None else self.recent)
+        return max(self.min_recent, budget // 2 if self.recent is None else self.recent)
 
 
 def protecting(policy: Evict, sinks: int, recent: int) -> Evict:
@@ -100,7 +100,7 @@ def protecting(policy: Evict, sinks: int, recent: int) -> Evict:
     scope = policy.scope
     if not isinstance(scope, Ends):
         return policy
-    scope = dataclasses.replace(scope, sinks=max(scope.sinks, sinks), least=max(scope.least, recent))
+    scope = dataclasses.replace(scope, sinks=max(scope.sinks, sinks), min_recent=max(scope.min_recent, recent))
     return dataclasses.replace(policy, scope=scope)
 
 

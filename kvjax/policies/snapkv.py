@@ -181,7 +181,7 @@ def pyramidkv(
 
 
 @factory
-def adakv(base: Policy, *, safeguard: float = 0.2, most: float | None = None) -> Evict:
+def adakv(base: Policy, *, safeguard: float = 0.2, max_share: float | None = None) -> Evict:
     """Shares a layer's slots among its heads by need (AdaKV, arXiv:2407.11550).
 
     The budget of `base` is that of the average head. See `Shared` for the rule.
@@ -189,8 +189,8 @@ def adakv(base: Policy, *, safeguard: float = 0.2, most: float | None = None) ->
     Args:
       base: a compressor such as snapkv or pyramidkv; the slots that it protects are not shared.
       safeguard: the share of each head's slots that other heads cannot take, 0 to 1.
-      most: the most slots of a head beyond those that are protected, as a multiple of the average head's, at least 1;
-        None = without limit, as published.
+      max_share: the most slots of a head beyond those that are protected, as a multiple of the average head's, at
+        least 1; None = without limit, as published.
 
     Raises:
       PolicyError: a policy that is not a compressor, or that is combined already.
@@ -198,11 +198,11 @@ def adakv(base: Policy, *, safeguard: float = 0.2, most: float | None = None) ->
     Memory: the heads of a layer have arrays of one size, and which head gets many slots is known when they are
     allocated already, so that each has room for as many as any head may get: safeguard + K·(1 - safeguard) times the
     average, at most the prompt. With two KV heads, half of the prompt's slots are held in nine tenths of its bytes;
-    ``most=1.25`` allocates 1.25 times the average. The paper counts live slots: the authors hold heads of different
-    lengths in one flat array, for kernels that accept it.
+    ``max_share=1.25`` allocates 1.25 times the average. The paper counts live slots: the authors hold heads of
+    different lengths in one flat array, for kernels that accept it.
     """
     if isinstance(base, Phases) or (isinstance(base, Evict) and base.budget is not None and base.budget.shared):
         raise PolicyError(f"adakv({base.name}): it is combined already; give the compressor itself, such as snapkv.")
     if not isinstance(base, Evict) or base.when != "prompt_end" or base.budget is None:
         raise PolicyError(f"adakv(): {getattr(base, 'name', base)!r} is not a compressor; give one such as snapkv.")
-    return dataclasses.replace(base, budget=Shared(base.budget, safeguard, most), name=f"adakv[{base.name}]")
+    return dataclasses.replace(base, budget=Shared(base.budget, safeguard, max_share), name=f"adakv[{base.name}]")

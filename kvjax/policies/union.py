@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 import operator
-from typing import Any
 
 import jax
 
 from kvjax.errors import PolicyError
+from kvjax.numerics.statistics import Statistic
 from kvjax.policies.components import Everything, Scope, Stats, View, check_declared, everything
 from kvjax.policies.h2o import Ring
 
@@ -39,7 +39,7 @@ class Union(Scope):
             raise PolicyError("Union: give at least one scope, such as protect_first(4).")
 
     @property
-    def needs(self) -> frozenset[Any]:
+    def needs(self) -> frozenset[str | Statistic]:
         return frozenset().union(*(each.needs for each in self.scopes))
 
     @property

@@ -32,7 +32,7 @@ from kvjax.products.choice import (
 from kvjax.products.forms import FORMS
 from kvjax.products.native import await_native
 from kvjax.products.quantized import QuantizedMatrix, quantized_product
-from kvjax.products.slots import reads_used_slots, slots_product
+from kvjax.products.used_slots import reads_used_slots, slots_product
 
 Array = jax.Array
 

@@ -163,8 +163,8 @@ def form_for(x: Shaped, kernel: Shaped, transposed: bool) -> str:
         return fixed
     if setting() != AUTO:
         return setting() if _can(setting(), kernel, transposed) else fixed
-    least = MIN_TABLE if transposed and not batched else MIN_OF_MANY
-    if kernel.size < least or kernel.dtype != x.dtype or jax.default_backend() != "cpu":
+    minimum = MIN_TABLE if transposed and not batched else MIN_OF_MANY
+    if kernel.size < minimum or kernel.dtype != x.dtype or jax.default_backend() != "cpu":
         return fixed
     if native.load() == native.BUILDING:
         return fixed
@@ -271,7 +271,7 @@ def _read(path: Path | None) -> Timings:
     return {key: each for key, each in found.items() if _is_valid(key, each)} if isinstance(found, dict) else {}
 
 
-def _is_valid(key: str, speeds: Any) -> bool:
+def _is_valid(key: str, speeds: object) -> bool:
     """Whether this is a timing that `chosen` may have kept."""
     if not KEY.fullmatch(key) or not isinstance(speeds, dict) or "dot" not in speeds:
         return False

@@ -70,7 +70,7 @@ class QuantizedMatrix:
         return self.codes.shape[-2] * BYTE // self.bits
 
 
-def is_quantized(leaf: Any) -> bool:
+def is_quantized(leaf: object) -> bool:
     """Whether a leaf of a parameter tree is a `QuantizedMatrix`; serves as `is_leaf` of `jax.tree` functions."""
     return isinstance(leaf, QuantizedMatrix)
 
@@ -85,8 +85,8 @@ def group_size(inputs: int, group: int | None, bits: int) -> int | None:
       bits: of a code.
     """
     per_byte = BYTE // bits
-    most = min(inputs, group or inputs) // per_byte * per_byte
-    return next((size for size in range(most, 0, -per_byte) if inputs % size == 0), None)
+    maximum = min(inputs, group or inputs) // per_byte * per_byte
+    return next((size for size in range(maximum, 0, -per_byte) if inputs % size == 0), None)
 
 
 def pack(codes: Array, bits: int, group: int) -> Array:

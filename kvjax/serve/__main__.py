@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from kvjax import products
 from kvjax.attention import IMPLEMENTATIONS
@@ -26,10 +25,11 @@ from kvjax.models.calibrate import calibrated
 from kvjax.parallel.rules import Rules
 from kvjax.parallel.sharding import make_mesh
 from kvjax.serve import address
-from kvjax.serve.keys import read_keys
+from kvjax.serve.api_keys import read_keys
 from kvjax.serve.request import Request
 from kvjax.serve.runner import Runner
 from kvjax.storage.calibration import load_calibration
+from kvjax.typing import Json
 
 USAGE_ERROR = 2
 
@@ -109,7 +109,7 @@ def serve(flags: argparse.Namespace) -> int:
     try:
         from kvjax.serve.admission import PLACES
         from kvjax.serve.app import make_app
-        from kvjax.serve.connections import MOST, Connections
+        from kvjax.serve.connections import MAX_CONNECTIONS, Connections
         from kvjax.serve.listening import run
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'kvjax[serve]'.") from None
@@ -136,9 +136,9 @@ def serve(flags: argparse.Namespace) -> int:
     name = flags.name or Path(flags.model).name
     limits = runner.prompts.limits
     served = ServerInfo(runner.model, name, prefixes, limits.prompt, limits.new_tokens)
-    engine = Engine(runner, most_waiting=flags.waiting)
-    most = flags.connections or max(MOST, PLACES * (flags.rows + flags.waiting))
-    connections, hosts = Connections(most), address.names(listener, flags.host)
+    engine = Engine(runner, max_waiting=flags.waiting)
+    max_connections = flags.connections or max(MAX_CONNECTIONS, PLACES * (flags.rows + flags.waiting))
+    connections, hosts = Connections(max_connections), address.names(listener, flags.host)
     if not (keys or address.is_local(listener)):
         print("anybody who reaches this address can use the model: there is no --api-key", flush=True)
     app = make_app(engine, served, api_keys=keys, hosts=hosts, connections=connections)
@@ -170,7 +170,7 @@ def warm_up(runner: Runner) -> None:
     list(runner)
 
 
-def _number(text: str) -> Any:
+def _number(text: str) -> Json:
     """Slots as a whole number, or a fraction with a decimal point."""
     return float(text) if "." in text else int(text)
 
@@ -181,7 +181,7 @@ def _port(text: str) -> int:
     return port
 
 
-def _block(text: str) -> Any:
+def _block(text: str) -> Json:
     return {"auto": "auto", "none": None}[text] if text in ("auto", "none") else int(text)
 
 

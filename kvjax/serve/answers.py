@@ -4,11 +4,11 @@ import dataclasses
 import json
 import time
 import uuid
-from typing import Any
 
 from kvjax.serve.engine import StreamChunk
 from kvjax.serve.protocol import Call, ServerInfo
-from kvjax.serve.text import TokenText
+from kvjax.serve.text_stream import TokenText
+from kvjax.typing import JsonObject
 
 DONE = b"data: [DONE]\n\n"  # ends a stream
 
@@ -64,7 +64,7 @@ class Answer:
         self._part = self._whole | ({"object": "chat.completion.chunk"} if self._chat else {})
         self.choices = [Choice(index) for index in range(len(call.requests))]
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> JsonObject:
         """The response, when all choices have ended."""
         return self._whole | {"choices": [self._choice(each) for each in self.choices], "usage": self._usage()}
 
@@ -92,12 +92,12 @@ class Answer:
             return DONE
         return _sent(self._part | {"choices": [], "usage": self._usage()}) + DONE
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: Choice) -> JsonObject:
         logprobs = self._logprobs(choice, 0) if self._call.logprobs else None
         content = {"message": {"role": "assistant", "content": choice.text}} if self._chat else {"text": choice.text}
         return {"index": choice.index, "finish_reason": choice.reason, "logprobs": logprobs} | content
 
-    def _event(self, index: int, content: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
+    def _event(self, index: int, content: JsonObject, reason: str | None = None, logprobs: object = None) -> bytes:
         choice = {"index": index, "finish_reason": reason, "logprobs": logprobs} | content
         return _sent(self._part | {"choices": [choice]})
 
@@ -108,7 +108,7 @@ class Answer:
         new = sum(len(choice.tokens) for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
-    def _logprobs(self, choice: Choice, start: int) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, start: int) -> JsonObject:
         """The log-probabilities of the tokens from `start` on whose text is there."""
         tokens = choice.token_texts[start:]
         logprobs = choice.logprobs[start : start + len(tokens)]
@@ -127,10 +127,10 @@ class Answer:
         }
 
 
-def error_event(body: dict[str, Any]) -> bytes:
+def error_event(body: JsonObject) -> bytes:
     """The event of an error in a stream that has begun."""
     return _sent(body)
 
 
-def _sent(value: dict[str, Any]) -> bytes:
+def _sent(value: JsonObject) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"

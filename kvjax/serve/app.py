@@ -26,11 +26,11 @@ from kvjax.errors import KvjaxError, NonFiniteError
 from kvjax.serve.address import is_called
 from kvjax.serve.admission import FULL, PATIENCE_SECONDS, Admission
 from kvjax.serve.answers import Answer, error_event
+from kvjax.serve.api_keys import bearer_token, is_among
 from kvjax.serve.bodies import CLOSE, Bodies
 from kvjax.serve.clients import Client, client_of
 from kvjax.serve.connections import Connections
 from kvjax.serve.engine import Busy, Engine, Stopped, StreamChunk, Ticket
-from kvjax.serve.keys import bearer_token, is_among
 from kvjax.serve.protocol import (
     BUSY,
     JSON_TYPE,
@@ -43,6 +43,7 @@ from kvjax.serve.protocol import (
     read,
     refused,
 )
+from kvjax.typing import Json, JsonObject
 
 log = logging.getLogger("uvicorn.error")
 
@@ -110,7 +111,7 @@ class _Edge:
             return
         begun = False
 
-        async def sent(message: Any) -> None:
+        async def sent(message: Json) -> None:
             nonlocal begun
             begun = True
             await send(message)
@@ -190,7 +191,7 @@ class _Pages:
     async def chat(self, request: Request) -> Response:
         return await self._answer("chat", request)
 
-    def _about(self) -> dict[str, Any]:
+    def _about(self) -> JsonObject:
         return {"id": self._served.name, "object": "model", "created": int(self._started), "owned_by": "kvjax"}
 
     def _authorise(self, request: Request) -> Client:
@@ -231,9 +232,9 @@ class _Pages:
                 self._engine.cancel(ticket)
         return JSONResponse(answer.whole())
 
-    async def _conversation(self, body: dict[str, Any], request: Request) -> str:
+    async def _conversation(self, body: JsonObject, request: Request) -> str:
         """Returns the text of a chat's messages. Clients that wait for a slow template hold no thread of others."""
-        if self._rendering >= self._engine.most:
+        if self._rendering >= self._engine.max_requests:
             raise ApiError(429, "the server is busy: no further conversation may wait.", code=BUSY)
         self._rendering += 1
         made = asyncio.get_running_loop().run_in_executor(self._renders, conversation, body, self._served)

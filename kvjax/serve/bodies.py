@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from kvjax.serve.protocol import BUSY, ApiError
 
-MOST_BYTES = 16 << 20  # of a body
+MAX_BYTES = 16 << 20  # of a body
 SMALL_BYTES = 64 << 10  # of each body, which the number of connections limits
 ALL_BYTES = 32 << 20  # of all bodies, in addition to those
 #: What comes of a body that is refused is then not even parsed.
@@ -22,13 +22,13 @@ class Bodies:
     large ones slowly leaves room to others, a client may hold half of the bytes, or one body.
     """
 
-    def __init__(self, most: int = ALL_BYTES):
+    def __init__(self, max_bytes: int = ALL_BYTES):
         """Begins without bodies.
 
         Args:
-          most: bytes of all bodies, in addition to the first `SMALL_BYTES` of each.
+          max_bytes: bytes of all bodies, in addition to the first `SMALL_BYTES` of each.
         """
-        self._most = most
+        self._max_bytes = max_bytes
         self._held: collections.Counter[str | bytes] = collections.Counter()
 
     @contextlib.asynccontextmanager
@@ -59,8 +59,8 @@ class Bodies:
                 del self._held[client]
 
     def _check(self, size: int) -> None:
-        if size > MOST_BYTES:
-            raise ApiError(413, f"the body has more than {MOST_BYTES:,} bytes.", headers=CLOSE)
+        if size > MAX_BYTES:
+            raise ApiError(413, f"the body has more than {MAX_BYTES:,} bytes.", headers=CLOSE)
 
     def _count(self, client: str | bytes, counted: int, size: int) -> int:
         """Counts a body of `size` bytes of which `counted` were; returns how many are now."""
@@ -68,7 +68,7 @@ class Bodies:
         if more <= 0:
             return counted
         own, all_held = self._held[client], sum(self._held.values())
-        if all_held + more > self._most or (own > counted and own + more > self._most // 2):
+        if all_held + more > self._max_bytes or (own > counted and own + more > self._max_bytes // 2):
             raise ApiError(
                 503, f"the server is busy: large bodies are being received, and there is no room for {size:,} bytes "
                 "more at the moment.", code=BUSY, headers=CLOSE,

@@ -10,7 +10,7 @@ import time
 from kvjax.serve.connection import Connection, Deadlines
 from kvjax.serve.protocol import BUSY, ApiError
 
-MOST = 1024  # connections at the same time
+MAX_CONNECTIONS = 1024  # connections at the same time
 SPARE_FILES = 16  # open files that connections leave to everything else, such as to the cache of compiled programs
 FRESH_SECONDS = 0.25  # in which a new connection keeps its place: its request may have come, and not be read
 LOOK_SECONDS = 0.02  # between two looks whether there is room
@@ -23,25 +23,25 @@ log = logging.getLogger("uvicorn.error")
 class Connections:
     """The open connections.
 
-    Their number is limited by `most` and by the process's limit of open files, which may be changed while the server
-    runs. One more takes the place of one that waits for its client, which has sent no whole request or takes no
-    answer: of the address that has most of these, the one that has waited longest.
+    Their number is limited by `max_connections` and by the process's limit of open files, which may be changed while
+    the server runs. One more takes the place of one that waits for its client, which has sent no whole request or takes
+    no answer: of the address that has most of these, the one that has waited longest.
 
     Attributes:
       open: all of them.
       deadlines: how long each may take.
     """
 
-    def __init__(self, most: int = MOST, deadlines: Deadlines = Deadlines()):
+    def __init__(self, max_connections: int = MAX_CONNECTIONS, deadlines: Deadlines = Deadlines()):
         """Begins without connections.
 
         Args:
-          most: the number of connections at the most.
+          max_connections: the number of connections at the most.
           deadlines: how long each may take.
         """
         self.open: set[Connection] = set()
         self.deadlines = deadlines
-        self._most, self._others = most, 0
+        self._max_connections, self._others = max_connections, 0
         self._noticed: dict[str, float] = {}
         self._silenced: collections.Counter[str] = collections.Counter()
         self.count_files()
@@ -60,8 +60,8 @@ class Connections:
         """The number of connections that there may be at the moment."""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if files == resource.RLIM_INFINITY:
-            return self._most
-        return max(1, min(self._most, files - self._others - SPARE_FILES))
+            return self._max_connections
+        return max(1, min(self._max_connections, files - self._others - SPARE_FILES))
 
     async def room(self) -> None:
         """Waits until one more connection may be opened. Until then clients wait to be accepted, as they came."""

@@ -10,7 +10,7 @@ from kvjax.errors import InputError
 from kvjax.serve.clients import Client, FairQueue
 from kvjax.serve.request import Progress, Request, Result
 from kvjax.serve.runner import Counts, Load, Runner
-from kvjax.serve.text import TextStream, TokenText
+from kvjax.serve.text_stream import TextStream, TokenText
 
 SHARED = Client()  # who sends requests of which nothing is known
 SHARED_SECONDS = 10.0  # after several clients had requests, for which one that comes again finds few before it
@@ -83,16 +83,16 @@ class Engine:
       error: what has ended the thread; None while all is well.
     """
 
-    def __init__(self, runner: Runner, *, most_waiting: int):
+    def __init__(self, runner: Runner, *, max_waiting: int):
         """Starts the thread.
 
         Args:
           runner: it must not be used by others any more.
-          most_waiting: the number of requests beyond the runner's rows that are accepted, in addition to those of
+          max_waiting: the number of requests beyond the runner's rows that are accepted, in addition to those of
             clients that hold less than their share; see `FairQueue.fits`.
         """
         self.error: Exception | None = None
-        self._runner, self._most = runner, runner.load.rows + most_waiting
+        self._runner, self._max_requests = runner, runner.load.rows + max_waiting
         self._change = threading.Condition()
         self._queue: FairQueue[Ticket] = FairQueue()
         self._taken: collections.deque[Ticket] = collections.deque()  # from the queue, and not submitted
@@ -132,10 +132,10 @@ class Engine:
         with self._change:
             if self._stopping or self.error is not None:
                 raise Stopped(f"the engine has ended: {self.error or 'it was stopped'}")
-            if len(tickets) > self._most:
-                raise InputError(f"{len(tickets)} requests were sent at once, and at most {self._most} fit.")
-            if not self._queue.fits(client, len(tickets), most := self._places(places)):
-                raise Busy(f"{self._queue.open} requests are running or waiting, and at most {most} may.")
+            if len(tickets) > self._max_requests:
+                raise InputError(f"{len(tickets)} requests were sent at once, and at most {self._max_requests} fit.")
+            if not self._queue.fits(client, len(tickets), max_requests := self._places(places)):
+                raise Busy(f"{self._queue.open} requests are running or waiting, and at most {max_requests} may.")
             for ticket in tickets:
                 self._queue.add(client, ticket)
             self._change.notify()
@@ -158,12 +158,12 @@ class Engine:
             return not self._queue.fits(client, 1, self._places(places))
 
     def _places(self, limit: int | None) -> int:
-        return self._most if limit is None else min(self._most, limit)
+        return self._max_requests if limit is None else min(self._max_requests, limit)
 
     @property
-    def most(self) -> int:
+    def max_requests(self) -> int:
         """The most requests that may run or wait."""
-        return self._most
+        return self._max_requests
 
     @property
     def stopping(self) -> bool:

@@ -16,7 +16,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 KVJAX = Path(kvjax.__path__[0])
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """Returns the text of a value without addresses, with a digest if it holds functions that are not of kvjax.
 
     The digest covers their code, their defaults, what they enclose, and the contents of their files with what these
@@ -33,7 +33,7 @@ def described(value: Any) -> str:
     return f"{text} {digest}"
 
 
-def _functions(value: Any, seen: set[int]) -> Iterator[FunctionType]:
+def _functions(value: object, seen: set[int]) -> Iterator[FunctionType]:
     """The functions in a value, and those that they enclose."""
     if id(value) in seen:
         return
@@ -59,13 +59,13 @@ def _described(function: FunctionType) -> str:
     return _ADDRESS.sub("", repr([function.__qualname__, _code(function.__code__), values, files]))
 
 
-def _code(code: CodeType) -> list[Any]:
+def _code(code: CodeType) -> list[object]:
     """Returns the code of a function: its instructions, names and constants."""
     constants = [_code(each) if isinstance(each, CodeType) else each for each in code.co_consts]
     return [code.co_code, code.co_names, constants]
 
 
-def _enclosed(function: FunctionType) -> list[Any]:
+def _enclosed(function: FunctionType) -> list[object]:
     found = []
     for cell in function.__closure__ or ():
         try:

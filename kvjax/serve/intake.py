@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvjax.serve.blocks import InBlocks, Prompt, Started
+from kvjax.serve.chunked_prefill import InBlocks, Prompt, Started
 from kvjax.serve.prompts import Prompts
 from kvjax.serve.request import Checked
 
@@ -152,15 +152,15 @@ class Intake:
             self._waiting.remove(first)
             self._ready.append(Ready(first, first.request.prefix.started(first.request.tokens), 0))
             return 1 + len(first.request.tokens)
-        most = self._prompts.at_once(bucket)
+        max_prompts = self._prompts.at_once(bucket)
         others = (job for job in self._next() if job.bucket == bucket and job is not first)
-        jobs = [first, *itertools.islice(others, most - 1)]
+        jobs = [first, *itertools.islice(others, max_prompts - 1)]
         for job in jobs:
             self._waiting.remove(job)
         started = self._prompts.run([job.prompt for job in jobs if job.prompt is not None], bucket)
         self._ready.extend(Ready(job, started, source) for source, job in enumerate(jobs))
         self.prompt_tokens += sum(len(job.request.tokens) for job in jobs)
-        return bucket * most
+        return bucket * max_prompts
 
     def _next(self) -> Iterator[Job]:
         """The waiting requests among which prompts are looked for."""

@@ -164,7 +164,7 @@ def admit(rows: Rows, state: KVState, logits: Array, source: Array, row: Array, 
 _Loop = tuple[Array, Rows, Array, Array, Array]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "phase", "least"), donate_argnames=("rows",))
+@functools.partial(jax.jit, static_argnames=("config", "phase", "min_row_steps"), donate_argnames=("rows",))
 def decode_chunk(
     params: Params,
     rows: Rows,
@@ -174,7 +174,7 @@ def decode_chunk(
     *,
     config: DecoderConfig,
     phase: Phase,
-    least: int,
+    min_row_steps: int,
 ) -> tuple[Rows, Chunk]:
     """Decodes until `steps` steps are taken, every request has ended, or enough rows are idle.
 
@@ -186,7 +186,7 @@ def decode_chunk(
       idle: int32, the number of idle rows at which the loop ends, since there are requests for them.
       config: the decoder.
       phase: the groups of heads of each layer.
-      least: the number of row-steps before which idle rows do not end the loop.
+      min_row_steps: the number of row-steps before which idle rows do not end the loop.
     """
     compiling.traced()
     decoder = bind(config, params)
@@ -196,7 +196,7 @@ def decode_chunk(
     def unfinished(loop: _Loop) -> Array:
         i, rows, row_steps, *_ = loop
         active = jnp.sum(rows.active, dtype=jnp.int32)
-        refill = (count - active >= idle) & (jnp.sum(row_steps) >= least)
+        refill = (count - active >= idle) & (jnp.sum(row_steps) >= min_row_steps)
         return (i < steps) & (active > 0) & ~refill
 
     def body(loop: _Loop) -> _Loop:

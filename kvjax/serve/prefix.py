@@ -7,7 +7,6 @@ one that was extended one token at a time, in several parts or in one.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,9 +21,10 @@ from kvjax.generation.prefill import Prefilled
 from kvjax.inputs import check_batch, check_count, check_one_row
 from kvjax.models.config import DecoderConfig
 from kvjax.parallel import host_memory
-from kvjax.serve.blocks import Started
+from kvjax.serve.chunked_prefill import Started
 from kvjax.serve.prompts import Prompts
 from kvjax.summary import one_line
+from kvjax.typing import Json, PyTree
 
 Array = jax.Array
 
@@ -160,7 +160,7 @@ def _one_row(config: DecoderConfig, tokens: ArrayLike, *, new_tokens: int) -> np
 
 
 @jax.jit
-def _rows(tree: Any, rows: Array) -> Any:
+def _rows(tree: PyTree, rows: Array) -> Json:
     """Copies rows [R] int32 of every array of a tree."""
     return jax.tree.map(lambda leaf: host_memory.take_rows(leaf, rows), tree)
 

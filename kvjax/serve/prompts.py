@@ -19,7 +19,7 @@ from kvjax.models.calibrate import calibrated
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.traits import evicting_in_prompt
-from kvjax.serve.blocks import InBlocks, Prompt, Started
+from kvjax.serve.chunked_prefill import InBlocks, Prompt, Started
 
 AUTO = "auto"
 AUTO_BLOCK = 512  # tokens of a block, where blocks do not change what is kept
@@ -124,8 +124,8 @@ class Prompts:
 
     def at_once(self, bucket: int) -> int:
         """The number of prompts of a bucket that one program runs. It is fixed: a result does not depend on others."""
-        most = max(1, min(self._rows // 8, AT_ONCE // bucket))
-        return 1 << (most.bit_length() - 1)
+        max_prompts = max(1, min(self._rows // 8, AT_ONCE // bucket))
+        return 1 << (max_prompts.bit_length() - 1)
 
     def run(self, prompts: list[Prompt], bucket: int) -> Started:
         """Dispatches prompts of one bucket, at most `at_once(bucket)`."""

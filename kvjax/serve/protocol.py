@@ -16,14 +16,15 @@ from kvjax.generation.sampling import Greedy, Sample, Sampler
 from kvjax.models.model import Model
 from kvjax.serve.prefix import Prefix
 from kvjax.serve.request import SEEDS, Request
-from kvjax.serve.text import TextStream
+from kvjax.serve.text_stream import TextStream
+from kvjax.typing import Json, JsonObject
 
 COMPLETION_TOKENS = 16  # new tokens of a completion that does not say how many, as in OpenAI's API
-MOST_CHOICES, MOST_STOPS = 16, 16  # of a request
+MAX_CHOICES, MAX_STOPS = 16, 16  # of a request
 JSON_TYPE = "application/json"
 BUSY = "server_busy"  # the code of errors after which the same request may be sent again
 RETRY_SECONDS = 1  # after which it may
-MOST_CHARACTERS = 2000  # of an error's message
+MAX_CHARACTERS = 2000  # of an error's message
 FAST_CHARACTERS = 100_000  # that are tokenized in less than a tenth of a second
 #: Fields that are accepted with a value that changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -66,13 +67,13 @@ class ApiError(Exception):
         self.headers = {"content-type": JSON_TYPE} | more | dict(headers or {})
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonObject:
         """The JSON of the response."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
         # What was given may be as long as a body.
-        message = without_middle(str(self), MOST_CHARACTERS)
-        param = None if self.param is None else without_middle(self.param, MOST_CHARACTERS)
+        message = without_middle(str(self), MAX_CHARACTERS)
+        param = None if self.param is None else without_middle(self.param, MAX_CHARACTERS)
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
@@ -85,14 +86,14 @@ class ServerInfo:
       name: what requests call it.
       prefixes: states that requests may continue, by name.
       longest_prompt: tokens of a prompt at the most.
-      most_new_tokens: new tokens of a request at the most.
+      max_new_tokens: new tokens of a request at the most.
     """
 
     model: Model
     name: str
     prefixes: Mapping[str, Prefix]
     longest_prompt: int
-    most_new_tokens: int
+    max_new_tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Call:
     logprobs: bool
 
 
-def parse(content: bytes | bytearray) -> dict[str, Any]:
+def parse(content: bytes | bytearray) -> JsonObject:
     """Returns the JSON object of a body.
 
     Raises:
@@ -136,7 +137,7 @@ def parse(content: bytes | bytearray) -> dict[str, Any]:
 Served = ServerInfo  # its name in earlier versions
 
 
-def read(kind: str, body: dict[str, Any], served: ServerInfo, rendered: str | None = None) -> Call:
+def read(kind: str, body: JsonObject, served: ServerInfo, rendered: str | None = None) -> Call:
     """Checks the body of a request.
 
     Args:
@@ -164,7 +165,7 @@ def read(kind: str, body: dict[str, Any], served: ServerInfo, rendered: str | No
         prompts = _prompts(body, served, prefix)
     stops, ids = _stops(body, served.model)
     sampler, tokens = _sampler(body, served.model), _max_tokens(kind, body, served, prefix)
-    choices = _whole(body, "n", 1, 1, MOST_CHOICES)
+    choices = _whole(body, "n", 1, 1, MAX_CHOICES)
     # A request without a seed is like no other.
     seed = _whole(body, "seed", secrets.randbelow(SEEDS), 0, SEEDS - 1)
     requests, texts = [], []
@@ -203,14 +204,14 @@ def refused(error: KvjaxError) -> ApiError:
     return ApiError(400, str(error), code="invalid_value")
 
 
-def _prompts(body: dict[str, Any], served: ServerInfo, prefix: Prefix | None) -> list[list[int]]:
+def _prompts(body: JsonObject, served: ServerInfo, prefix: Prefix | None) -> list[list[int]]:
     """The prompts of a completion: a text, token ids, or a list of either."""
     given = body.get("prompt")
     if isinstance(given, str) or (isinstance(given, list) and given and all(map(_is_id, given))):
         given = [given]
-    if not isinstance(given, list) or not given or len(given) > MOST_CHOICES:
+    if not isinstance(given, list) or not given or len(given) > MAX_CHOICES:
         raise ApiError(
-            400, f"prompt must be a text, token ids, or a list of 1 to {MOST_CHOICES} of these.", param="prompt"
+            400, f"prompt must be a text, token ids, or a list of 1 to {MAX_CHOICES} of these.", param="prompt"
         )
     tokenizer, found = served.model.tokenizer, []
     for prompt in given:
@@ -230,7 +231,7 @@ def _prompts(body: dict[str, Any], served: ServerInfo, prefix: Prefix | None) ->
     return found
 
 
-def conversation(body: dict[str, Any], served: ServerInfo) -> str:
+def conversation(body: JsonObject, served: ServerInfo) -> str:
     """Returns the text of a chat's messages, after which the model's answer follows.
 
     The chat template makes it, which may take as long as `kvjax.checkpoint.sandbox` allows.
@@ -262,7 +263,7 @@ def _encoded(text: str, served: ServerInfo) -> list[int]:
     return prompt
 
 
-def _message(message: Any, number: int) -> dict[str, Any]:
+def _message(message: object, number: int) -> JsonObject:
     """A message whose content is one text."""
     where = f"messages[{number}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -278,7 +279,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     return message | {"content": content}
 
 
-def _logprobs(kind: str, body: dict[str, Any]) -> bool:
+def _logprobs(kind: str, body: JsonObject) -> bool:
     """Returns whether log-probabilities of the chosen tokens are sent: ``true`` in a chat, ``0`` in a completion."""
     given: Any = body.get("logprobs", False)
     if given is False:
@@ -288,7 +289,7 @@ def _logprobs(kind: str, body: dict[str, Any]) -> bool:
     return True
 
 
-def _most(served: ServerInfo, prefix: Prefix | None) -> int:
+def _max_prompt(served: ServerInfo, prefix: Prefix | None) -> int:
     """The most tokens of a prompt."""
     return served.longest_prompt if prefix is None else prefix.room - 1
 
@@ -296,27 +297,27 @@ def _most(served: ServerInfo, prefix: Prefix | None) -> int:
 def _check_size(text: str, served: ServerInfo, prefix: Prefix | None, param: str) -> None:
     """Refuses a text that cannot fit before it is tokenized, which keeps everybody waiting."""
     assert served.model.tokenizer is not None
-    most = _most(served, prefix)
+    maximum = _max_prompt(served, prefix)
     # Spaces may be one token however many they are: such a text is short enough to be tokenized.
-    if len(text) > max(most * served.model.tokenizer.longest_token, FAST_CHARACTERS):
+    if len(text) > max(maximum * served.model.tokenizer.longest_token, FAST_CHARACTERS):
         raise ApiError(
-            400, f"the prompt has {len(text)} characters, and at most {most} tokens are accepted.", param=param,
+            400, f"the prompt has {len(text)} characters, and at most {maximum} tokens are accepted.", param=param,
             code="context_length_exceeded",
         )  # fmt: skip
 
 
 def _check_length(prompt: list[int], served: ServerInfo, prefix: Prefix | None, param: str) -> None:
-    most = _most(served, prefix)
-    if len(prompt) > most:
+    maximum = _max_prompt(served, prefix)
+    if len(prompt) > maximum:
         raise ApiError(
-            400, f"the prompt has {len(prompt)} tokens, and at most {most} are accepted.", param=param,
+            400, f"the prompt has {len(prompt)} tokens, and at most {maximum} are accepted.", param=param,
             code="context_length_exceeded",
         )  # fmt: skip
     if not prompt and prefix is None:
         raise ApiError(400, "the prompt has no token.", param=param)
 
 
-def _prefix(body: dict[str, Any], served: ServerInfo) -> Prefix | None:
+def _prefix(body: JsonObject, served: ServerInfo) -> Prefix | None:
     name = _field(body, "prefix", str, None)
     if name is not None and name not in served.prefixes:
         raise ApiError(404, f"there is no prefix {name!r}; there are {', '.join(served.prefixes) or 'none'}.",
@@ -324,12 +325,12 @@ def _prefix(body: dict[str, Any], served: ServerInfo) -> Prefix | None:
     return None if name is None else served.prefixes[name]
 
 
-def _stops(body: dict[str, Any], model: Model) -> tuple[list[str], list[int]]:
+def _stops(body: JsonObject, model: Model) -> tuple[list[str], list[int]]:
     """The texts and the token ids that end a request."""
     texts = body.get("stop", [])
     texts = [texts] if isinstance(texts, str) else texts
-    if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(isinstance(x, str) and x for x in texts):
-        raise ApiError(400, f"stop must be a text or at most {MOST_STOPS} texts, none of them empty.", param="stop")
+    if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(x, str) and x for x in texts):
+        raise ApiError(400, f"stop must be a text or at most {MAX_STOPS} texts, none of them empty.", param="stop")
     if texts and model.tokenizer is None:
         raise ApiError(400, "the model has no tokenizer; give stop_token_ids.", param="stop")
     ids = _field(body, "stop_token_ids", list, [])
@@ -338,7 +339,7 @@ def _stops(body: dict[str, Any], model: Model) -> tuple[list[str], list[int]]:
     return texts, [*ids, *(() if _field(body, "ignore_eos", bool, False) else model.eos_token_ids)]
 
 
-def _sampler(body: dict[str, Any], model: Model) -> Sampler:
+def _sampler(body: JsonObject, model: Model) -> Sampler:
     """The sampling method: what is not said is as in generation_config.json, or else temperature 1."""
     usual: Sampler = model.generation.sampler if model.generation.content is not None else Sample()
     settings = dataclasses.asdict(usual)
@@ -357,19 +358,17 @@ def _sampler(body: dict[str, Any], model: Model) -> Sampler:
         raise ApiError(400, str(error)) from None
 
 
-def _max_tokens(
-    kind: str, body: dict[str, Any], served: ServerInfo, prefix: Prefix | None
-) -> Callable[[list[int]], int]:
+def _max_tokens(kind: str, body: JsonObject, served: ServerInfo, prefix: Prefix | None) -> Callable[[list[int]], int]:
     """The number of new tokens of a request, by its prompt."""
     names = ("max_completion_tokens", "max_tokens") if kind == "chat" else ("max_tokens",)
-    most = served.most_new_tokens
+    maximum = served.max_new_tokens
     given = next((_whole(body, name, 0, 1, 1 << 31) for name in names if name in body), None)
     if given is None:
-        usual = COMPLETION_TOKENS if kind == "completion" else served.model.generation.max_new_tokens or most
-        given = min(usual, most)
+        usual = COMPLETION_TOKENS if kind == "completion" else served.model.generation.max_new_tokens or maximum
+        given = min(usual, maximum)
 
     def room(prompt: list[int]) -> int:
-        fits = most if prefix is None else prefix.room - len(prompt)
+        fits = maximum if prefix is None else prefix.room - len(prompt)
         if given > fits:
             raise ApiError(
                 400, f"{given} new tokens are asked for, and at most {fits} can follow here.", param=names[-1],
@@ -380,7 +379,7 @@ def _max_tokens(
     return room
 
 
-def _field(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+def _field(body: JsonObject, name: str, kind: type, default: object) -> Json:
     """A field of one type."""
     value = body.get(name, default)
     if value is not default and not isinstance(value, kind):
@@ -388,19 +387,19 @@ def _field(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
     return value
 
 
-def _whole(body: dict[str, Any], name: str, default: int, least: int, most: int) -> int:
+def _whole(body: JsonObject, name: str, default: int, minimum: int, maximum: int) -> int:
     value = body.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or (name in body and not least <= value <= most):
-        raise ApiError(400, f"{name} must be a whole number from {least} to {most}; got {value!r}.", param=name)
+    if isinstance(value, bool) or not isinstance(value, int) or (name in body and not minimum <= value <= maximum):
+        raise ApiError(400, f"{name} must be a whole number from {minimum} to {maximum}; got {value!r}.", param=name)
     return value
 
 
-def _number(body: dict[str, Any], name: str) -> float | None:
+def _number(body: JsonObject, name: str) -> float | None:
     value = body.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ApiError(400, f"{name} must be a number; got {value!r}.", param=name)
     return value
 
 
-def _is_id(value: Any) -> bool:
+def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

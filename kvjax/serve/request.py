@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Reason = Literal["stop", "length", "cancelled", "error"]
 #: Receives the new tokens of a request, a few at a time, and says how many of these end it; None = it continues.
 Until = Callable[[Sequence[int]], int | None]
-MOST_STOPS = 16  # token ids that end a request; the rows of a batch have arrays of this size
+MAX_STOPS = 16  # token ids that end a request; the rows of a batch have arrays of this size
 SEEDS = 1 << 32  # seeds are smaller
 NUMBERS = 1 << 31  # so are numbers
 
@@ -174,12 +174,12 @@ def check_stops(shared: np.ndarray, own: int | Sequence[int]) -> np.ndarray:
       own: those of one request.
 
     Raises:
-      InputError: one is no whole number of at least 0, or there are more than `MOST_STOPS`.
+      InputError: one is no whole number of at least 0, or there are more than `MAX_STOPS`.
     """
     stop = np.union1d(shared, check_stop(own)).astype(np.int32)
-    if stop.size > MOST_STOPS or (stop.size and stop[0] < 0):
+    if stop.size > MAX_STOPS or (stop.size and stop[0] < 0):
         raise InputError(
-            f"stop must be at most {MOST_STOPS} token ids of at least 0, those of the runner included; got {stop}."
+            f"stop must be at most {MAX_STOPS} token ids of at least 0, those of the runner included; got {stop}."
         )
     return stop
 

@@ -32,7 +32,7 @@ from kvjax.serve.intake import Intake, Job
 from kvjax.serve.prefix import Prefix
 from kvjax.serve.prompts import AUTO, Prompts
 from kvjax.serve.request import (
-    MOST_STOPS,
+    MAX_STOPS,
     Progress,
     Reason,
     Request,
@@ -313,7 +313,7 @@ class Runner:
 
     def _entry(self, job: Job) -> loop.Entry:
         own = job.request
-        stop = np.full(MOST_STOPS, PAD, np.int32)
+        stop = np.full(MAX_STOPS, PAD, np.int32)
         stop[: len(own.stop)] = own.stop
         given = np.zeros(self.prompts.limits.new_tokens, np.int32)
         given[: job.given] = own.tokens[: job.given]
@@ -343,7 +343,7 @@ class Runner:
             self._rows, chunk = loop.decode_chunk(
                 self.model.params, self._rows, going_on, np.int32(steps),
                 np.int32(self._refill if self._intake else self._rows_count + 1), config=self.model.config,
-                phase=phase, least=TOKENS_PER_READ,
+                phase=phase, min_row_steps=TOKENS_PER_READ,
             )  # fmt: skip
         self._flights.append(_Flight(chunk, list(self._jobs), steps))
         self._intake.begin_turn()

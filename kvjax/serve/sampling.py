@@ -98,5 +98,5 @@ def _filtered(logits: Array, rows: Settings) -> Array:
     few = rows.sampled & ((rows.top_k < logits.shape[-1]) | (rows.top_p < jnp.inf))
     # [B, V]: tokens are sorted only if some row needs their ranks.
     kept = jax.lax.cond(jnp.any(few), ranked, lambda: jnp.ones(logits.shape, bool))
-    least = jnp.max(logits, axis=-1, keepdims=True) + rows.min_logit[:, None]
-    return jnp.where(kept & (logits >= least), logits, -jnp.inf)
+    threshold = jnp.max(logits, axis=-1, keepdims=True) + rows.min_logit[:, None]
+    return jnp.where(kept & (logits >= threshold), logits, -jnp.inf)

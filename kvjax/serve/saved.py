@@ -9,7 +9,6 @@ import tempfile
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from kvjax.parallel import host_memory
 from kvjax.serve import functions
 from kvjax.serve.prefix import Prefix
 from kvjax.serve.prompts import Prompts
+from kvjax.typing import JsonObject, PyTree
 
 Array = jax.Array
 ABOUT, ARRAYS, STATE = "prefix.json", "arrays.npz", "state"  # the files of a saved prefix
@@ -120,7 +120,7 @@ def _shapes(prompts: Prompts) -> KVState:
     )  # fmt: skip
 
 
-def _cache(prompts: Prompts) -> dict[str, Any]:
+def _cache(prompts: Prompts) -> JsonObject:
     """Returns the settings that the arrays of a cache depend on, for JSON."""
     layout = prompts.layout
     parts = [[group.parts for group in layer] for layer in layout.decode]
@@ -155,14 +155,14 @@ def _some(leaf: Array) -> Array:
     return jnp.concatenate([rows[0, :SAMPLED], rows[number, number % rows.shape[1]]])
 
 
-def _digest(*trees: Any) -> str:
+def _digest(*trees: PyTree) -> str:
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(trees):
         digest.update(np.ascontiguousarray(leaf).tobytes())
     return digest.hexdigest()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
     try:
         about = json.loads(path.read_text())
     except FileNotFoundError:

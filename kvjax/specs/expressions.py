@@ -7,9 +7,9 @@ exceed Python's stack, and numbers so large that Python does not print them are 
 import ast
 import re
 
-MOST_DEPTH = 64  # of nodes in nodes
-MOST_NODES = 100_000
-MOST_BITS = 64  # of a whole number
+MAX_DEPTH = 64  # of nodes in nodes
+MAX_NODES = 100_000
+MAX_BITS = 64  # of a whole number
 SHOWN = 200  # characters of a text in a message
 #: Texts with fields, which Python's parser takes quadratic time for; none of them has a meaning here.
 _FORMATTED = re.compile(r"(?<!\w)(?:[fFtT][rR]?|[rR][fFtT])['\"]")
@@ -19,8 +19,8 @@ def parse(text: str) -> ast.expr:
     """Parses an expression.
 
     Raises:
-      ValueError: it is none; it is nested more than `MOST_DEPTH` deep or has more than `MOST_NODES` nodes; or it has a
-        constant that is not a text, None, True, False, a real number or a whole number of up to `MOST_BITS` bits. The
+      ValueError: it is none; it is nested more than `MAX_DEPTH` deep or has more than `MAX_NODES` nodes; or it has a
+        constant that is not a text, None, True, False, a real number or a whole number of up to `MAX_BITS` bits. The
         message says why, as the end of a sentence.
     """
     if _FORMATTED.search(text):
@@ -28,7 +28,7 @@ def parse(text: str) -> ast.expr:
     try:
         body = ast.parse(text, mode="eval").body
     except RecursionError:
-        raise ValueError(f"is nested more than {MOST_DEPTH} deep") from None
+        raise ValueError(f"is nested more than {MAX_DEPTH} deep") from None
     except MemoryError:  # of the parser's own stack
         raise ValueError("is nested too deeply or too large to be parsed") from None
     except (SyntaxError, ValueError):  # a NUL, half a pair of surrogates, a number of thousands of digits
@@ -39,14 +39,14 @@ def parse(text: str) -> ast.expr:
     while waiting:
         node, depth = waiting.pop()
         count += 1
-        if count > MOST_NODES:
-            raise ValueError(f"has more than {MOST_NODES:,} parts")
-        if depth > MOST_DEPTH:
-            raise ValueError(f"is nested more than {MOST_DEPTH} deep")
+        if count > MAX_NODES:
+            raise ValueError(f"has more than {MAX_NODES:,} parts")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"is nested more than {MAX_DEPTH} deep")
         if isinstance(node, ast.Constant):
             value = node.value
-            if isinstance(value, int) and value.bit_length() > MOST_BITS:
-                raise ValueError(f"has a whole number of more than {MOST_BITS} bits")
+            if isinstance(value, int) and value.bit_length() > MAX_BITS:
+                raise ValueError(f"has a whole number of more than {MAX_BITS} bits")
             if not isinstance(value, int | float | str | None):
                 raise ValueError(f"has a constant of type {type(value).__name__}")
         waiting.extend((each, depth + 1) for each in ast.iter_child_nodes(node))

@@ -262,7 +262,7 @@ def _check_codec(what: str, codec: Codec | BlockCodec) -> None:
     check_hashable(what, codec, error=StorageError)
 
 
-def _memory(name: str, given: Any) -> Memory:
+def _memory(name: str, given: object) -> Memory:
     """Returns a checked memory, one word if keys and values are in the same."""
     pair = (given, given) if isinstance(given, str) else tuple(given) if isinstance(given, list | tuple) else ()
     if len(pair) != 2 or any(each not in MEMORIES for each in pair):

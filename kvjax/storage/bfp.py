@@ -13,12 +13,12 @@ from kvjax.products.codes import SIGNED, Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.exponents import LARGEST_EXPONENT, MANTISSA, scaled, shifted, split
 from kvjax.storage.integer import group_size, grouped
-from kvjax.storage.packing import MOST_BITS, over_groups, pack, packed_size, unpack
+from kvjax.storage.packing import MAX_BITS, over_groups, pack, packed_size, unpack
 
 Array = jax.Array
 
 GROUP = 32  # channels
-LEAST_BITS = 2  # a sign and a bit of magnitude
+MIN_BITS = 2  # a sign and a bit of magnitude
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Bfp(Codec):
     group: int = GROUP
 
     def __post_init__(self) -> None:
-        for field, least, most in (("bits", LEAST_BITS, MOST_BITS), ("group", 1, None)):
+        for field, minimum, maximum in (("bits", MIN_BITS, MAX_BITS), ("group", 1, None)):
             name, given = f"storage bfp: {field}", getattr(self, field)
-            value = count_argument(name, given, minimum=least, maximum=most, error=StorageError)
+            value = count_argument(name, given, minimum=minimum, maximum=maximum, error=StorageError)
             object.__setattr__(self, field, value)
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import flax.struct
 import jax
@@ -23,6 +22,7 @@ from kvjax.numerics.rope import Rope
 from kvjax.storage.base import Codec, Storage
 from kvjax.storage.side import CALIBRATION, Samples, Sides
 from kvjax.summary import one_line
+from kvjax.typing import JsonObject, PyTree
 
 Array = jax.Array
 Expected = dict[str, dict[str, tuple[tuple[int, ...], str]]]  # name -> part -> shape and dtype
@@ -188,7 +188,7 @@ def _without(parts: Expected, others: Expected) -> Expected:
     }
 
 
-def required(storage: Storage) -> dict[str, Any]:
+def required(storage: Storage) -> JsonObject:
     """Returns the sides of a storage that come from a calibration."""
     return storage.sides_of(CALIBRATION)
 
@@ -225,7 +225,7 @@ def expected_parts(storage: Storage, kv_heads: int, dim: int, dtype: DTypeLike) 
     }
 
 
-def side_shapes(storage: Storage, kv_heads: int, dim: int, dtype: DTypeLike) -> dict[str, dict[str, Any]]:
+def side_shapes(storage: Storage, kv_heads: int, dim: int, dtype: DTypeLike) -> dict[str, dict[str, PyTree]]:
     """Returns one layer of the calibration that a storage needs as `jax.ShapeDtypeStruct`; {} if it needs none."""
     return {
         name: {part: jax.ShapeDtypeStruct(shape, jnp.dtype(each)) for part, (shape, each) in parts.items()}

@@ -12,7 +12,7 @@ Array = jax.Array
 BIAS = 127
 LARGEST_EXPONENT = 254  # of a finite number, with the bias
 MANTISSA = 23  # bits, without the leading one
-MOST_SHIFT = MANTISSA + 2  # from here on a mantissa rounds to 0
+MAX_SHIFT = MANTISSA + 2  # from here on a mantissa rounds to 0
 
 _LEADING = 1 << MANTISSA
 _MAGNITUDE = 0x7FFFFFFF
@@ -41,7 +41,7 @@ def shifted(mantissa: Array, shift: Array) -> Array:
       mantissa: int32, from 0 to 2^24.
       shift: int32 of at least 1.
     """
-    shift = jnp.minimum(shift, MOST_SHIFT)
+    shift = jnp.minimum(shift, MAX_SHIFT)
     half = jnp.left_shift(1, shift - 1)
     odd = jnp.right_shift(mantissa, shift) & 1
     # Adding a little less than a half carries beyond it; a tie carries only if the quotient is odd.

@@ -92,9 +92,9 @@ class Fp8Layers(Codec):
         raise StorageError(f"storage fp8: scales {self.scales} are of different layers; see Storage.of_layer.")
 
 
-def _checked(scale: Any) -> float:
-    least, most = float(FLOAT32.smallest_normal), float(FLOAT32.max) / LARGEST
-    return number_argument("storage fp8: scale", scale, minimum=least, maximum=most, error=StorageError)
+def _checked(scale: object) -> float:
+    minimum, maximum = float(FLOAT32.smallest_normal), float(FLOAT32.max) / LARGEST
+    return number_argument("storage fp8: scale", scale, minimum=minimum, maximum=maximum, error=StorageError)
 
 
 def _codes(y: Array) -> Array:

@@ -12,14 +12,14 @@ from kvjax.storage.base import Parts, Shapes, Storage, factory
 from kvjax.storage.block_codec import BlockCodec, SegmentCodec
 from kvjax.storage.integer import codes_within, group_size, range_as_stored
 from kvjax.storage.layouts import Blocks
-from kvjax.storage.packing import MOST_BITS, pack, packed_size, unpack
+from kvjax.storage.packing import MAX_BITS, pack, packed_size, unpack
 from kvjax.storage.rounding import as_stored
 
 Array = jax.Array
 
 BLOCK, GROUP = 64, 64  # tokens; channels
 LEFT, RIGHT = "left", "right"  # the factors A and B of a correction A·Bᵀ
-MOST_CHANNELS = 2**16
+MAX_CHANNELS = 2**16
 BYTE = 256  # indices up to here are held in a byte
 
 
@@ -46,10 +46,10 @@ class Gear(BlockCodec):
     group: int | None = None
 
     def __post_init__(self) -> None:
-        most = {"bits": MOST_BITS}
+        maximum = {"bits": MAX_BITS}
         for field in ("bits", "outliers", "rank", "prompt_rank", *(() if self.group is None else ("group",))):
             name, given = f"storage gear: {field}", getattr(self, field)
-            value = count_argument(name, given, minimum=1, maximum=most.get(field), error=StorageError)
+            value = count_argument(name, given, minimum=1, maximum=maximum.get(field), error=StorageError)
             object.__setattr__(self, field, value)
 
     @property
@@ -240,5 +240,5 @@ def gear(
     key = Gear(bits, outliers, decode_rank, rank)
     value = Gear(bits, outliers, decode_rank, rank, group)
     # Raises what is wrong with such a block of any number of channels.
-    key.backbone_parts(block, MOST_CHANNELS, "float32")
+    key.backbone_parts(block, MAX_CHANNELS, "float32")
     return Storage(key=key, value=value, layout=Blocks(block), name=f"gear{key.bits}")

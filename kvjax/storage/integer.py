@@ -12,7 +12,7 @@ from kvjax.errors import StorageError
 from kvjax.parallel.host_memory import DEVICE
 from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
-from kvjax.storage.packing import MOST_BITS, over_groups, pack, packed_size, unpack
+from kvjax.storage.packing import MAX_BITS, over_groups, pack, packed_size, unpack
 from kvjax.storage.rounding import as_stored, divide
 
 Array = jax.Array
@@ -48,9 +48,9 @@ class Integer(Codec):
     group: int = GROUP
 
     def __post_init__(self) -> None:
-        for field, most in (("bits", MOST_BITS), ("group", None)):
+        for field, maximum in (("bits", MAX_BITS), ("group", None)):
             name, given = f"storage integer: {field}", getattr(self, field)
-            value = count_argument(name, given, minimum=1, maximum=most, error=StorageError)
+            value = count_argument(name, given, minimum=1, maximum=maximum, error=StorageError)
             object.__setattr__(self, field, value)
 
     def size(self, dim: int) -> int:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +161,7 @@ class Joint(Codec):
         return _product("...r,...dr->...d", latent, side)
 
 
-def _checked(rank: Any) -> Rank:
+def _checked(rank: object) -> Rank:
     """Returns a rank, or one for each layer, as whole numbers."""
     if isinstance(rank, list | tuple | np.ndarray) and len(rank):
         return tuple(count_argument("storage joint: rank", each, minimum=1, error=StorageError) for each in rank)

@@ -15,7 +15,7 @@ from kvjax.storage.base import Parts, Shapes, Storage, factory
 from kvjax.storage.block_codec import BlockCodec
 from kvjax.storage.integer import Integer, uniform
 from kvjax.storage.layouts import Blocks
-from kvjax.storage.packing import MOST_BITS, pack, packed_size, unpack
+from kvjax.storage.packing import MAX_BITS, pack, packed_size, unpack
 
 Array = jax.Array
 
@@ -39,10 +39,10 @@ class Channels(BlockCodec):
     group: int | None = GROUP
 
     def __post_init__(self) -> None:
-        fields: dict[str, int | None] = {"bits": MOST_BITS, **({} if self.group is None else {"group": None})}
-        for field, most in fields.items():
+        fields: dict[str, int | None] = {"bits": MAX_BITS, **({} if self.group is None else {"group": None})}
+        for field, maximum in fields.items():
             name, given = f"storage channels: {field}", getattr(self, field)
-            value = count_argument(name, given, minimum=1, maximum=most, error=StorageError)
+            value = count_argument(name, given, minimum=1, maximum=maximum, error=StorageError)
             object.__setattr__(self, field, value)
 
     def check(self, size: int) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +151,7 @@ def _is_channel(index: Array, dim: int) -> Array:
     return index[..., None] == jnp.arange(dim, dtype=index.dtype)
 
 
-def _share(outliers: Any) -> float:
+def _share(outliers: object) -> float:
     share = number_argument("storage kvquant: outliers", outliers, minimum=0, maximum=1, error=StorageError)
     if share in (0, 1):
         raise StorageError(f"storage kvquant: outliers must be a share between 0 and 1; got {outliers!r}.")

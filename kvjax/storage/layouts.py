@@ -6,13 +6,16 @@ does with them. A new layout inherits from `Layout`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
 from kvjax.numerics.statistics import COUNT, MASS, Statistic
 from kvjax.storage.block_codec import BlockCodec
 from kvjax.storage.codec import Codec
+
+if TYPE_CHECKING:
+    from kvjax.storage.base import Storage
 
 ANY = "any"  # the frame in which keys are held as they are
 slots = "slots"  # names the layout in which each vector is held by itself, `SingleSlots`
@@ -38,11 +41,11 @@ class Layout:
         return None
 
     @property
-    def nested(self) -> tuple[Any, ...]:
+    def nested(self) -> tuple["Storage", ...]:
         """The storages that are part of the layout."""
         return ()
 
-    def check(self, storage: Any) -> None:
+    def check(self, storage: "Storage") -> None:
         """Checks the `Storage` whose layout this is.
 
         Raises:
@@ -54,15 +57,15 @@ class Layout:
                 f"layout={storage.layout!r}; use 'device' and 0."
             )
 
-    def with_nested(self, change: Callable[[Any], Any]) -> "Layout":
+    def with_nested(self, change: Callable[["Storage"], "Storage"]) -> "Layout":
         """Returns the layout with a change of the storages that are part of it."""
         return self
 
-    def one_by_one(self, storage: Any) -> Any:
+    def one_by_one(self, storage: "Storage") -> "Storage | None":
         """Returns a storage of single slots that holds the same once all is encoded; None = there is none."""
         return None
 
-    def codes_nothing(self, storage: Any, tokens: int) -> bool:
+    def codes_nothing(self, storage: "Storage", tokens: int) -> bool:
         """Returns whether all of a row's `tokens` tokens stay exact."""
         return False
 
@@ -71,10 +74,10 @@ class Layout:
 class SingleSlots(Layout):
     """The layout in which each vector is held by itself; ``layout="slots"`` in a storage."""
 
-    def check(self, storage: Any) -> None:
+    def check(self, storage: "Storage") -> None:
         pass
 
-    def codes_nothing(self, storage: Any, tokens: int) -> bool:
+    def codes_nothing(self, storage: "Storage", tokens: int) -> bool:
         return bool(storage.kept_exact >= tokens)
 
 
@@ -104,7 +107,7 @@ class Blocks(Layout):
     def block_size(self) -> int:
         return self.size
 
-    def check(self, storage: Any) -> None:
+    def check(self, storage: "Storage") -> None:
         super().check(storage)
         of_blocks = [codec for codec in storage.codecs.values() if isinstance(codec, BlockCodec)]
         if not of_blocks:
@@ -117,7 +120,7 @@ class Blocks(Layout):
         for codec in of_blocks:
             codec.check(self.size)
 
-    def one_by_one(self, storage: Any) -> Any:
+    def one_by_one(self, storage: "Storage") -> "Storage | None":
         key, value = (
             codec.single if isinstance(codec, BlockCodec) else codec for codec in storage.codecs.values()
         )  # fmt: skip
@@ -125,7 +128,7 @@ class Blocks(Layout):
             return None
         return dataclasses.replace(storage, key=key, value=value, layout=slots, residual=self.size)
 
-    def codes_nothing(self, storage: Any, tokens: int) -> bool:
+    def codes_nothing(self, storage: "Storage", tokens: int) -> bool:
         late = {True: self.size > tokens, False: storage.residual >= tokens}
         return all(late[isinstance(codec, BlockCodec)] for codec in storage.codecs.values())
 
@@ -154,7 +157,7 @@ class Tiers(Layout):
             low = count_argument("tiers: low_capacity", self.low_capacity, minimum=1, error=StorageError)
             object.__setattr__(self, "low_capacity", low)
 
-    def check(self, storage: Any) -> None:
+    def check(self, storage: "Storage") -> None:
         super().check(storage)
         high = self.high
         single = isinstance(high, type(storage)) and high.layout == slots
@@ -175,10 +178,10 @@ class Tiers(Layout):
             )
 
     @property
-    def nested(self) -> tuple[Any, ...]:
+    def nested(self) -> tuple["Storage", ...]:
         return (self.high,)
 
-    def with_nested(self, change: Callable[[Any], Any]) -> "Tiers":
+    def with_nested(self, change: Callable[["Storage"], "Storage"]) -> "Tiers":
         return dataclasses.replace(self, high=change(self.high))
 
 
@@ -206,7 +209,7 @@ class Segments(Layout):
     def block_size(self) -> int:
         return self.window
 
-    def check(self, storage: Any) -> None:
+    def check(self, storage: "Storage") -> None:
         super().check(storage)
         tiers = [storage, *([] if self.high is None else [self.high])]
         for each in tiers:
@@ -223,10 +226,10 @@ class Segments(Layout):
             )
 
     @property
-    def nested(self) -> tuple[Any, ...]:
+    def nested(self) -> tuple["Storage", ...]:
         return () if self.high is None else (self.high,)
 
-    def with_nested(self, change: Callable[[Any], Any]) -> "Segments":
+    def with_nested(self, change: Callable[["Storage"], "Storage"]) -> "Segments":
         return self if self.high is None else dataclasses.replace(self, high=change(self.high))
 
 
@@ -251,7 +254,7 @@ class Pairs(Layout):
         if self.start is not None:
             object.__setattr__(self, "start", count_argument("pairs: start", self.start, error=StorageError))
 
-    def check(self, storage: Any) -> None:
+    def check(self, storage: "Storage") -> None:
         super().check(storage)
         if storage.residual or storage.frame != ANY:
             raise StorageError(

@@ -14,7 +14,7 @@ from kvjax.parallel.host_memory import DEVICE
 from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.fitting import FITTED, Fit
-from kvjax.storage.packing import MOST_BITS, pack, packed_size, unpack
+from kvjax.storage.packing import MAX_BITS, pack, packed_size, unpack
 from kvjax.storage.rounding import as_stored, divide
 from kvjax.storage.side import CALIBRATION, Samples, Side
 from kvjax.storage.tables import Table, lookup, nearest_level
@@ -71,7 +71,7 @@ class Levels(Codec):
     qnorm: bool = False
 
     def __post_init__(self) -> None:
-        bits = count_argument("storage levels: bits", self.bits, minimum=1, maximum=MOST_BITS, error=StorageError)
+        bits = count_argument("storage levels: bits", self.bits, minimum=1, maximum=MAX_BITS, error=StorageError)
         object.__setattr__(self, "bits", bits)
         object.__setattr__(self, "table", self.fit.table)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def _number(rank: Rank) -> int:
     )
 
 
-def _checked(rank: Any, depth: int = 0) -> Rank:
+def _checked(rank: object, depth: int = 0) -> Rank:
     """Returns a rank, one for each layer, or one for each KV head of a layer, as whole numbers."""
     rank = rank.tolist() if isinstance(rank, np.ndarray) else rank
     if isinstance(rank, list | tuple) and len(rank) and depth < DEPTH:

@@ -16,7 +16,7 @@ from kvjax.storage.side import PromptView, Shapes, Side
 
 Array = jax.Array
 
-MOST_CHANNELS = 2**16
+MAX_CHANNELS = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Halves(Integer):
       group: the most channels of a group.
     """
 
-    group: int = MOST_CHANNELS
+    group: int = MAX_CHANNELS
 
     def size(self, dim: int) -> int:
         return group_size(dim, min(max(dim // 2, 1), self.group))

@@ -85,11 +85,11 @@ def _angle(one: Array, other: Array) -> Array:
 def _polar(x: Array) -> tuple[Array, Array]:
     """Returns the lengths [...] and the directions [..., D] of vectors [..., D]; 0 for vectors of zeros."""
     # Scaled, so that no square of a finite number is too large or too small.
-    most = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    scaled = x / jnp.where(most > 0, most, 1.0)
+    maximum = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    scaled = x / jnp.where(maximum > 0, maximum, 1.0)
     # [..., 1], from 1 to √D
     size = jnp.sqrt(jnp.sum(jnp.square(scaled), axis=-1, keepdims=True))
-    return (most * size)[..., 0], scaled / jnp.where(most > 0, size, 1.0)
+    return (maximum * size)[..., 0], scaled / jnp.where(maximum > 0, size, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +193,8 @@ class Merged(Codec):
         made = merged_vectors(lower, upper, self.t)
         live = position >= 0
         # Shares are counted on the host, in float64.
-        most = jnp.asarray([self.kept(tokens) for tokens in range(position.shape[2] + 1)], jnp.int32)
-        keeps = largest(made.angle, position, most[jnp.sum(live, axis=2, keepdims=True, dtype=jnp.int32)]) & live
+        maximum = jnp.asarray([self.kept(tokens) for tokens in range(position.shape[2] + 1)], jnp.int32)
+        keeps = largest(made.angle, position, maximum[jnp.sum(live, axis=2, keepdims=True, dtype=jnp.int32)]) & live
         # [B, K, count]: the slots of these tokens; out of bounds beyond the last of them
         order = jnp.argsort(~keeps, axis=2, stable=True)[:, :, : self.count].astype(jnp.int32)
         slot = jnp.where(jnp.take_along_axis(keeps, order, axis=2), order, position.shape[2])

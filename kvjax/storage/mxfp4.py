@@ -12,7 +12,7 @@ from kvjax.errors import StorageError
 from kvjax.parallel.host_memory import DEVICE
 from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
-from kvjax.storage.exponents import LARGEST_EXPONENT, MANTISSA, MOST_SHIFT, scaled, split
+from kvjax.storage.exponents import LARGEST_EXPONENT, MANTISSA, MAX_SHIFT, scaled, split
 from kvjax.storage.integer import group_size, grouped
 from kvjax.storage.packing import over_groups, pack, packed_size, unpack
 from kvjax.storage.tables import lookup
@@ -57,7 +57,7 @@ class Mxfp4(Codec):
         # [..., groups, 1]
         shared = jnp.maximum(jnp.max(exponent, axis=-1, keepdims=True) - SPREAD, 0)
         # 8 |x| / 2^E = mantissa / 2^shift, and 16 times |x| / 2^E with a last bit for what is cut off.
-        shift = jnp.clip(shared - jnp.maximum(exponent, 1) + MANTISSA - _EIGHTHS, 0, MOST_SHIFT)
+        shift = jnp.clip(shared - jnp.maximum(exponent, 1) + MANTISSA - _EIGHTHS, 0, MAX_SHIFT)
         eighths = jnp.right_shift(mantissa, shift)
         doubled = 2 * eighths + (jnp.left_shift(eighths, shift) != mantissa).astype(jnp.int32)
         # [..., groups, g]

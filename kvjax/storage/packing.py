@@ -18,7 +18,7 @@ Array = jax.Array
 FEW_GROUPS = 8  # of a vector, up to which their numbers are spread by comparisons
 
 BYTE = 8  # bits
-MOST_BITS = 8
+MAX_BITS = 8
 
 
 def packed_size(dim: int, bits: int) -> int:
@@ -108,7 +108,7 @@ def over_groups(x: Array, dim: int) -> Array:
 
 def _period(bits: Any) -> tuple[int, int]:
     """Returns the smallest number of codes that fill whole bytes, and the number of these bytes."""
-    common = math.gcd(count_argument("bits", bits, minimum=1, maximum=MOST_BITS, error=StorageError), BYTE)
+    common = math.gcd(count_argument("bits", bits, minimum=1, maximum=MAX_BITS, error=StorageError), BYTE)
     return BYTE // common, bits // common
 
 

@@ -44,8 +44,8 @@ def as_stored(x: Array, dtype: DTypeLike) -> Array:
     Returns:
       `dtype`, of x's shape.
     """
-    most = min(float(jnp.finfo(dtype).max), float(FLOAT32.max))
-    return nearest(jnp.clip(x, -most, most), dtype).astype(dtype)
+    maximum = min(float(jnp.finfo(dtype).max), float(FLOAT32.max))
+    return nearest(jnp.clip(x, -maximum, maximum), dtype).astype(dtype)
 
 
 def within(x: Array, dtype: DTypeLike) -> Array:
@@ -55,9 +55,9 @@ def within(x: Array, dtype: DTypeLike) -> Array:
       x: float32.
       dtype: the model's.
     """
-    most = float(jnp.finfo(dtype).max)
+    maximum = float(jnp.finfo(dtype).max)
     # Real vectors come near the largest number of float16 only.
-    return jnp.clip(x, -most, most).astype(dtype) if most < WIDE else x.astype(dtype)
+    return jnp.clip(x, -maximum, maximum).astype(dtype) if maximum < WIDE else x.astype(dtype)
 
 
 def divide(x: Array, divisor: float | Array) -> Array:

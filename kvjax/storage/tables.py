@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.arguments import count_argument, number_argument
 from kvjax.errors import StorageError
-from kvjax.storage.packing import MOST_BITS
+from kvjax.storage.packing import MAX_BITS
 
 Array = jax.Array
 Table = tuple[float, ...]
@@ -31,7 +31,7 @@ def normal_levels(bits: int) -> Table:
     Raises:
       StorageError: `bits` is out of range.
     """
-    bits = count_argument("normal_levels: bits", bits, minimum=1, maximum=MOST_BITS, error=StorageError)
+    bits = count_argument("normal_levels: bits", bits, minimum=1, maximum=MAX_BITS, error=StorageError)
     quantile, half = statistics.NormalDist().inv_cdf, 1 << (bits - 1)
     lower = [quantile(TAIL + (0.5 - TAIL) * i / max(half - 1, 1)) for i in range(half)]
     upper = [quantile(0.5 + (0.5 - TAIL) * i / half) for i in range(1, half + 1)]
@@ -82,7 +82,7 @@ def lookup(table: Sequence[float] | Array, codes: Array) -> Array:
     return found[0]
 
 
-def checked_table(table: Any, bits: int) -> Table:
+def checked_table(table: object, bits: int) -> Table:
     """Returns a table as a tuple of floats.
 
     Raises:

@@ -26,7 +26,7 @@ from kvjax.storage.tables import Table, lookup, nearest_level
 
 Array = jax.Array
 
-MOST_SEED = 2**32 - 1
+MAX_SEED = 2**32 - 1
 WITHIN = 3  # vectors are scaled to numbers within ±2^WITHIN before they are turned
 SUM_BITS = 30  # of the sums of integers
 
@@ -139,7 +139,7 @@ class TurboQuant(Codec):
         name = "storage turboquant"
         object.__setattr__(self, "bits", count_argument(f"{name}: bits", self.bits, error=StorageError))
         choice_argument(f"{name}: bits", self.bits, tuple(POSITIVE), error=StorageError)
-        seed = count_argument(f"{name}: seed", self.seed, maximum=MOST_SEED, error=StorageError)
+        seed = count_argument(f"{name}: seed", self.seed, maximum=MAX_SEED, error=StorageError)
         object.__setattr__(self, "seed", seed)
 
     @property

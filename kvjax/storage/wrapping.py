@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from kvjax.errors import StorageError
 from kvjax.storage.base import Codec, Storage
@@ -30,7 +30,7 @@ class Wrapping(Codec):
         return self if codec is self.codec else dataclasses.replace(self, codec=codec)  # type: ignore[type-var]
 
 
-def check_codec(name: str, given: Any) -> None:
+def check_codec(name: str, given: object) -> None:
     """Refuses anything but a codec of one vector, of one head, that holds all its channels.
 
     Raises:

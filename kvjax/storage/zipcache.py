@@ -13,7 +13,7 @@ from kvjax.storage.base import Parts, Storage, factory
 from kvjax.storage.integer import Integer
 from kvjax.storage.kivi import Channels
 from kvjax.storage.layouts import Segments
-from kvjax.storage.packing import MOST_BITS
+from kvjax.storage.packing import MAX_BITS
 from kvjax.storage.rounding import divide
 from kvjax.storage.scaled import SCALE, Scaled
 from kvjax.storage.side import PromptView, Shapes, Side
@@ -21,7 +21,7 @@ from kvjax.storage.side import PromptView, Shapes, Side
 Array = jax.Array
 
 WHOLE = 2**16  # channels of a group: all
-LEAST_RATIO = 1e-6
+MIN_RATIO = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,8 @@ class ChannelRoots(Side):
 
     def prepare(self, view: PromptView) -> dict[str, Array]:
         # [B, K, D]
-        most = jnp.max(jnp.where(view.real[:, None, :, None], jnp.abs(view.own), 0.0), axis=2)
-        return {SCALE: jnp.where(most > 0, jnp.sqrt(most), 1.0)}
+        maximum = jnp.max(jnp.where(view.real[:, None, :, None], jnp.abs(view.own), 0.0), axis=2)
+        return {SCALE: jnp.where(maximum > 0, jnp.sqrt(maximum), 1.0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +78,10 @@ def zipcache(high: int = 4, low: int = 2, ratio: float = 0.6, window: int = 100)
     Raises:
       StorageError: an argument out of range.
     """
-    ratio = number_argument("storage zipcache: ratio", ratio, minimum=LEAST_RATIO, maximum=1, error=StorageError)
+    ratio = number_argument("storage zipcache: ratio", ratio, minimum=MIN_RATIO, maximum=1, error=StorageError)
     window = count_argument("storage zipcache: window", window, minimum=1, error=StorageError)
     for tier_name, bits in (("high", high), ("low", low)):
-        count_argument(f"storage zipcache: {tier_name}", bits, minimum=1, maximum=MOST_BITS, error=StorageError)
+        count_argument(f"storage zipcache: {tier_name}", bits, minimum=1, maximum=MAX_BITS, error=StorageError)
     name = f"zipcache{high}_{low}"
 
     def tier(bits: int, best: Storage | None, label: str) -> Storage:

@@ -19,7 +19,7 @@ from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import as_spec
 from kvjax.errors import InputError, PolicyError
 from kvjax.models.parameters import parameter_shapes
-from tests import reference
+from tests import examples, reference
 from tests.analysis.dense import Dense, dense, full, top
 from tests.tiny import Tiny, random_tokens, tiny
 
@@ -28,21 +28,12 @@ TOKENS = random_tokens(2, 44, seed=3)
 # No token twice in a prompt: equal tokens have equal key norms in layer 0, and rounding would settle such ties.
 TOKENS[:, :20] = [np.random.default_rng(row).permutation(64)[:20] for row in range(2)]
 
-# What each policy needs beside a budget, small enough for these texts.
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "strided": {"stride": 3, "local": 2},
-    "fixed": {"block": 4, "columns": 1},
-    "roco": {"guard": 2},
-    "snapkv": {"window": 3, "kernel": 3},
-    "pyramidkv": {"window": 3, "kernel": 3, "beta": 3},
-    "random": {"seed": 1},
-}
 COMPARED = {
     "h2o": {"budget": 8},
     "h2o-masked": {"name": "h2o", "budget": 14, "variant": "masked", "recent": 8},
     "h2o-cache": {"name": "h2o", "budget": 0.5, "positions": "cache"},
     "tova": {"budget": 7},
-    "snapkv": {"budget": 8, **ARGUMENTS["snapkv"]},
+    "snapkv": {"budget": 8, "window": 3, "kernel": 3},
 }
 HALF = ((1, 0), (0, 1))  # of two layers of two KV heads
 
@@ -72,10 +63,9 @@ def build(name: str, package: Any) -> Any:
     """A policy of the library's package, or of the reference's."""
     if name in SPLIT:
         return SPLIT[name][package is reference.policies]
-    arguments = COMPARED[name] if name in COMPARED else {"budget": 8} | ARGUMENTS.get(name, {})
-    if name == "full":
-        arguments = {}
-    return package.by_name(**({"name": name} | arguments))
+    if name in COMPARED:
+        return package.by_name(**({"name": name} | COMPARED[name]))
+    return examples.policy(name, 8, package=package)
 
 
 def model_for(heads: str, name: str) -> Tiny:

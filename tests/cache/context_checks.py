@@ -38,7 +38,7 @@ from tests import conftest, layers  # noqa: F401, conftest sets how programs are
 
 LENGTHS, STEPS, BUDGET = np.array([24, 6, 14, 17]), 14, 12
 ROWS, KV_HEADS, GROUP, DIM = len(LENGTHS), 2, 2, 4
-USUAL = victim_candidates.NAMED, top_k.FIRST, top_k.CANDIDATES
+USUAL = victim_candidates.CANDIDATES_PER_DEVICE, top_k.FIRST, top_k.CANDIDATES
 MANY = 1024  # slots, of which each device has more than numbers that a collective may move
 
 
@@ -54,7 +54,7 @@ class Case:
       block: tokens of a block of the prompt; None = in one shot.
       heads: query heads and KV heads.
       divided: the mesh axes that slots are divided over.
-      named: slots that a device names before a threshold is searched; None = as many as usual.
+      candidates: slots that a device names before a threshold is searched; None = as many as usual.
     """
 
     policy: Callable[[int], Policy]
@@ -64,7 +64,7 @@ class Case:
     block: int | None = None
     heads: tuple[int, int] = (KV_HEADS * GROUP, KV_HEADS)
     divided: tuple[str, ...] = ("context",)
-    named: int | None = None
+    candidates: int | None = None
 
     def spec(self, budget: int = BUDGET) -> CacheSpec:
         """The cache, of `budget` slots if that limits it."""
@@ -128,12 +128,12 @@ CASES = {
     "one KV head": Case(h2o, "model:4", heads=(4, 1), divided=("model",)),
     "in blocks": Case(h2o, "data:2,model:1,context:4", block=5),
     "ranks in blocks": Case(registered("streaming_llm"), "data:2,model:1,context:4", block=5),
-    # Where all slots that are named are protected, the victim is searched.
-    "roco, few named": Case(
-        lambda budget: policies.roco(budget, protect=budget - 2, guard=2), "data:2,context:4", named=1
+    # Where all candidates are protected, the victim is searched.
+    "roco, few candidates": Case(
+        lambda budget: policies.roco(budget, protect=budget - 2, guard=2), "data:2,context:4", candidates=1
     ),
     "heavy hitters": Case(
-        lambda budget: policies.with_heavy_hitters(policies.h2o(budget, recent=2)), "context:4", named=2
+        lambda budget: policies.with_heavy_hitters(policies.h2o(budget, recent=2)), "context:4", candidates=2
     ),
     "roco in blocks": Case(policies.roco, "data:4,model:1,context:2", block=5),
     "cam": Case(merging(policies.cam(recent=5)), "data:2,context:4"),
@@ -146,7 +146,7 @@ CASES = {
     # The pairs of all slots that a device names travel with them, or a search finds the victim's.
     "merge of roco": Case(
         lambda budget: policies.roco(budget, protect=budget - 2, guard=2, merge=policies.d2o()), "data:2,context:4",
-        named=1,
+        candidates=1,
     ),
     "cam of a few": Case(merging(policies.cam(recent=1)), "model:2,context:4"),
     "d2o, int8": Case(merging(policies.d2o()), storage=storage.int8()),
@@ -204,8 +204,8 @@ CASES = {
     "infinigen, ends": Case(
         full, "model:2,context:4", selection=infinigen(0.5, cap=4, first_layer=1, sinks=2, recent=3), block=5
     ),
-    "infinigen, few named": Case(
-        h2o, "data:2,context:4", selection=infinigen(1.5, cap=0.6, first_layer=1), named=2
+    "infinigen, few candidates": Case(
+        h2o, "data:2,context:4", selection=infinigen(1.5, cap=0.6, first_layer=1), candidates=2
     ),
     "infinigen, residual": Case(
         h2o, "data:2,context:4", storage=storage.int8(residual=4), selection=infinigen(1.0, cap=4, first_layer=1)
@@ -264,7 +264,9 @@ def sides_of(case: Case) -> Any:
 
 def difference(case: Case) -> dict[str, Any]:
     """Compares a run on the mesh with one on a single device."""
-    victim_candidates.NAMED, top_k.FIRST, top_k.CANDIDATES = USUAL if case.named is None else (case.named,) * 3
+    victim_candidates.CANDIDATES_PER_DEVICE, top_k.FIRST, top_k.CANDIDATES = (
+        USUAL if case.candidates is None else (case.candidates,) * 3
+    )
     total = int(LENGTHS.max()) + STEPS
     streams = layers.random_streams(range(ROWS), total, heads=case.heads, dim=DIM)
     ends = LENGTHS + np.array([STEPS, STEPS, STEPS - 5, 0])

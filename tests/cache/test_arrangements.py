@@ -10,7 +10,7 @@ import pytest
 from kvjax import policies
 from kvjax.cache import CacheSpec
 from kvjax.cache.arrangements import ARRANGEMENTS
-from kvjax.cache.context_parallel import undivided
+from kvjax.cache.context_parallel import refusals
 from kvjax.cache.groups import Group
 from kvjax.cache.replay import read
 from kvjax.errors import StorageError
@@ -50,7 +50,7 @@ def test_its_refusals_are_asked_for():
     with pytest.raises(StorageError, match="shares its scale"):
         layers.lowered(CacheSpec(policies.h2o(4), shared_scales()), case)
     group = Group(storage=shared_scales(), slots=(8,), decoding=True)
-    assert "not divided" in undivided.refuses(group, 2, 8)
+    assert "not divided" in refusals.refuses(group, 2, 8)
 
 
 LAYOUTS = {kind.__name__ for kind in Layout.__subclasses__() if kind.__module__.startswith("kvjax.")}

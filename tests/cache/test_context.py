@@ -16,7 +16,7 @@ import pytest
 
 from kvjax import devices, policies, selection, storage
 from kvjax.cache import CacheSpec
-from kvjax.cache.context_parallel import undivided
+from kvjax.cache.context_parallel import refusals
 from kvjax.cache.groups import Group
 from kvjax.policies import POLICIES, Importance
 from kvjax.policies.components import Merge
@@ -26,18 +26,18 @@ from tests.conftest import ROOT, XLA_FLAGS
 
 #: Cases that run here; every other one runs by its name, and is like one of these.
 RUN = (
-    "tova", "ranks in blocks", "one KV head", "roco in blocks", "roco, few named", "smaller while decoding", "int8",
-    "parts of heads", "residual", "residual by ranks", "kivi", "optimal, residual", "quest", "lserve", "retrieval",
-    "infinigen", "infinigen, ends", "infinigen, few named", "infinigen, residual", "tokenselect", "tokenselect, anew",
-    "think h2o", "low_rank codes less", "kvquant in blocks", "kv_heads", "cskv in blocks", "optimal of latents", "cam",
-    "d2o", "kvmerger in blocks", "merge of roco", "merge by ranks", "merge after a prompt", "razor in blocks",
-    "smaller, in codes", "kvquant less", "by rank in blocks", "by rank, residual", "by rank, merged",
-    "by rank, compressed in blocks", *BY_XLA,
+    "tova", "ranks in blocks", "one KV head", "roco in blocks", "roco, few candidates", "smaller while decoding",
+    "int8", "parts of heads", "residual", "residual by ranks", "kivi", "optimal, residual", "quest", "lserve",
+    "retrieval", "infinigen", "infinigen, ends", "infinigen, few candidates", "infinigen, residual", "tokenselect",
+    "tokenselect, anew", "think h2o", "low_rank codes less", "kvquant in blocks", "kv_heads", "cskv in blocks",
+    "optimal of latents", "cam", "d2o", "kvmerger in blocks", "merge of roco", "merge by ranks",
+    "merge after a prompt", "razor in blocks", "smaller, in codes", "kvquant less", "by rank in blocks",
+    "by rank, residual", "by rank, merged", "by rank, compressed in blocks", *BY_XLA,
 )  # fmt: skip
 #: Collectives of a step of all heads, without those of a search that runs where it is needed; 2 where it is not said.
 COLLECTIVES = {
-    "roco in blocks": 4, "roco, few named": 4, "smaller while decoding": 3, "kivi": 1, "optimal, residual": 3,
-    "infinigen": 4, "infinigen, ends": 4, "infinigen, few named": 5, "infinigen, residual": 4, "tokenselect": 3,
+    "roco in blocks": 4, "roco, few candidates": 4, "smaller while decoding": 3, "kivi": 1, "optimal, residual": 3,
+    "infinigen": 4, "infinigen, ends": 4, "infinigen, few candidates": 5, "infinigen, residual": 4, "tokenselect": 3,
     "tokenselect, anew": 3, "cskv in blocks": 1, "optimal of latents": 4, "low_rank codes less": 3, "cam": 3, "d2o": 3,
     "kvmerger in blocks": 3, "merge by ranks": 2, "merge after a prompt": 3, "merge of roco": 5, "razor in blocks": 2,
     "ranks in blocks": 1, "residual by ranks": 1, "parts of heads": 3, "smaller, in codes": 4, "kvquant less": 3,
@@ -137,7 +137,7 @@ def _by_slot(stats, view):
     ids=lambda value: value.policy.name if isinstance(value, Group) else None,
 )  # fmt: skip
 def test_what_is_not_divided_is_said(group, reason):
-    found = undivided.refuses(group, 2, 8)
+    found = refusals.refuses(group, 2, 8)
     assert found is None if reason is None else reason in found
 
 
@@ -156,5 +156,5 @@ def test_two_collectives_on_tpu(name):
 def test_which_policies_are_divided(name):
     spec = CASES[name].spec()
     decode = spec.policy if spec.policy.when == "step" else policies.full()
-    found = undivided.refuses(_group(decode), 2, 8)
+    found = refusals.refuses(_group(decode), 2, 8)
     assert found is None

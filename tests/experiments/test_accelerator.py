@@ -15,7 +15,7 @@ from absl import flags
 
 from experiments import cli, results
 from experiments.bench import __main__ as bench
-from experiments.bench import accelerator, device, kernels, sides, transfers
+from experiments.bench import accelerator, contestants, device, kernels, transfers
 from experiments.bench.accelerator import children, marked, parts, report
 from experiments.bench.accelerator.parts import Part
 from kvjax.errors import ConfigError
@@ -59,7 +59,7 @@ def fake(monkeypatch, tmp_path):
     monkeypatch.setattr(accelerator, "BENCH", (str(tmp_path / "fake.py"),))
     monkeypatch.setattr(accelerator, "probe", lambda folder, tiny: ENVIRONMENT)
     monkeypatch.setattr(children, "GRACE", 0.2)
-    for name in ("RESERVE", "LEAST"):
+    for name in ("RESERVE", "MIN_SECONDS"):
         monkeypatch.setattr(accelerator, name, 0)
 
     def call(plan, minutes=8.0) -> int:
@@ -292,7 +292,7 @@ def test_every_command_line_is_one(platform, tiny):
 
 def test_every_part_in_the_smallest_sizes(small, monkeypatch, tmp_path):
     """In this process, on one layer; TPU kernels interpreted. The report has a figure for every part."""
-    for module, name in ((sides, "READ_BYTES"), (transfers, "SIZES"), (device, "SQUARE")):
+    for module, name in ((contestants, "READ_BYTES"), (transfers, "SIZES"), (device, "SQUARE")):
         value = getattr(module, name)
         monkeypatch.setattr(module, name, dict(value) if isinstance(value, dict) else value)
     done = {}

@@ -8,7 +8,18 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.bench import decode, device, every_policy, fill, kernels, memory, serve, sides, storages, transfers
+from experiments.bench import (
+    contestants,
+    decode,
+    device,
+    every_policy,
+    fill,
+    kernels,
+    memory,
+    serve,
+    storages,
+    transfers,
+)
 from experiments.bench.__main__ import TASKS, main
 from experiments.peers import PEERS
 from kvjax import policies, products
@@ -31,7 +42,7 @@ def needs(*modules: str):
 @pytest.fixture(autouse=True)
 def _quick(small, monkeypatch):
     """The one-layer decoder of `small`, and a machine that is measured by reading little."""
-    monkeypatch.setattr(sides, "READ_BYTES", 1 << 16)
+    monkeypatch.setattr(contestants, "READ_BYTES", 1 << 16)
     monkeypatch.setitem(device.SQUARE, "cpu", 64)
 
 
@@ -68,11 +79,11 @@ def test_decode_from_filled_caches(tmp_path):
 def test_a_filled_cache_is_that_of_a_prompt():
     """The newest tokens, as many as the budget, in arrays of the same shapes."""
     config = dataclasses.replace(shapes.by_name("tiny"), num_layers=2, windows=(), max_positions=64)
-    model = sides.random_model(config, 64)
+    model = contestants.random_model(config, 64)
     for policy, kept in ((policies.h2o(budget=8), 8), (policies.full(), 20)):
         _, state, layout, *_ = fill.filled(model, CacheSpec(policy), 2, 20, 6)
         after = prefill(
-            model, sides.random_prompt(config, 2, 20), policy, max_new_tokens=7, limits=Limits(20, 7, shortest=20)
+            model, contestants.random_prompt(config, 2, 20), policy, max_new_tokens=7, limits=Limits(20, 7, shortest=20)
         )  # fmt: skip
         assert layout.decode == after.layout.decode
         assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, after.state)
@@ -81,7 +92,7 @@ def test_a_filled_cache_is_that_of_a_prompt():
 
 
 def test_layers_of_a_random_model_differ():
-    params = sides.random_model(dataclasses.replace(shapes.by_name("tiny"), num_layers=3, windows=()), 20).params
+    params = contestants.random_model(dataclasses.replace(shapes.by_name("tiny"), num_layers=3, windows=()), 20).params
     assert {"layer_0", "layer_1", "layer_2", "embed"} <= set(params) and "layer_3" not in params
     first, *others = (params[f"layer_{i}"]["mlp"]["up"]["kernel"] for i in range(3))
     assert all(0.5 < other.std() / first.std() < 2 and (other != first).any() for other in others)
@@ -143,7 +154,9 @@ def test_link(tmp_path):
 def test_the_bytes_of_a_step_by_hand():
     """All weights but the embedding's table of positions, live slots with a position and a statistic, a new slot."""
     config = shapes.by_name("tiny")
-    moved = sides.bytes_a_step(sides.random_model(config, 20), policies.h2o(budget=8), batch=2, context=16, tokens=4)
+    moved = contestants.bytes_a_step(
+        contestants.random_model(config, 20), policies.h2o(budget=8), batch=2, context=16, tokens=4
+    )
     slot = 2 * config.head_dim * 4 + 4
     live = 9
     cache = 2 * config.num_kv_heads * config.num_layers * (live * (slot + 2 * 4) + slot)
@@ -167,15 +180,20 @@ HEADS = ((1, 0), (0, 0))
 def test_the_slots_of_the_last_step_by_hand(policy, slots, grows):
     """A prompt of 40 tokens and 8 new ones, of which the last is not fed back."""
     config = dataclasses.replace(shapes.by_name("tiny"), num_layers=2, num_heads=2, num_kv_heads=2, windows=())
-    lowered = sides.lowered_for(sides.random_model(config, 64), policy, 1, 40, 8)
-    assert (sides.attended(config, lowered, 40, 8), sides.grows(lowered)) == (slots, grows)
-    assert sides.attended(config, sides.lowered_for(sides.random_model(config, 64), policy, 1, 40, 2), 40, 2) <= slots
+    lowered = contestants.lowered_for(contestants.random_model(config, 64), policy, 1, 40, 8)
+    assert (contestants.attended(config, lowered, 40, 8), contestants.grows(lowered)) == (slots, grows)
+    assert (
+        contestants.attended(
+            config, contestants.lowered_for(contestants.random_model(config, 64), policy, 1, 40, 2), 40, 2
+        )
+        <= slots
+    )
 
 
 def test_rounds_that_continue_have_the_slots_of_the_first(monkeypatch):
     """The third round goes beyond every length that was allocated for, in the same slots."""
     config = dataclasses.replace(shapes.by_name("tiny"), max_positions=200)
-    seen, advance = [], sides.advance
+    seen, advance = [], contestants.advance
 
     def watched(model, prefilled, tokens):
         seconds, after = advance(model, prefilled, tokens)
@@ -183,9 +201,9 @@ def test_rounds_that_continue_have_the_slots_of_the_first(monkeypatch):
         seen.append((int(after.state.length[0]), position.shape[2], int(position.max())))
         return seconds, after
 
-    monkeypatch.setattr(sides, "advance", watched)
-    model = sides.random_model(config, 200)
-    rounds = sides.ours(model, sides.random_prompt(config, 1, 20), policies.h2o(budget=8), 16)
+    monkeypatch.setattr(contestants, "advance", watched)
+    model = contestants.random_model(config, 200)
+    rounds = contestants.ours(model, contestants.random_prompt(config, 1, 20), policies.h2o(budget=8), 16)
     for _ in range(3):
         next(rounds)
     # Tokens seen, slots, the newest position.
@@ -194,7 +212,7 @@ def test_rounds_that_continue_have_the_slots_of_the_first(monkeypatch):
 
 def test_the_llama_shape():
     """12 x 768, MLP 3,072, vocabulary 32,000, an output head of its own."""
-    config = sides.shape(sides.LLAMA)
+    config = contestants.shape(contestants.LLAMA)
     assert parameter_count(config) == 12 * (4 * 768**2 + 3 * 768 * 3072 + 2 * 768) + 2 * 32_000 * 768 + 768
     assert config.windows == (None,) * 12
 
@@ -207,10 +225,10 @@ def test_sides_take_turns_after_a_round_that_warms_up(capsys):
             order.append(name)
             yield each
 
-    times = sides.in_turns({"a": side("a", [9, 1, 1.5]), "b": side("b", [9, 3, 8])}, rounds=2)
+    times = contestants.in_turns({"a": side("a", [9, 1, 1.5]), "b": side("b", [9, 3, 8])}, rounds=2)
     assert "".join(order) == "abbaab"
     assert times == {"a": [1, 1.5], "b": [3, 8]}
-    assert sides.ratio(times["b"], times["a"]) == pytest.approx((3 + 8 / 1.5) / 2)
+    assert contestants.ratio(times["b"], times["a"]) == pytest.approx((3 + 8 / 1.5) / 2)
     assert capsys.readouterr().out == "not quiet: rounds of b differ by more than a half; their figures are noise\n"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from experiments import peers
 from experiments.bench import __main__ as bench
-from experiments.bench import sides
+from experiments.bench import contestants
 from kvjax.errors import ConfigError
 
 #: Makes this process's imports fail as if packages were not installed.
@@ -71,7 +71,7 @@ def test_training_without_texts(run, texts, tmp_path):
 )
 def test_peers_are_looked_for_before_anything_is_measured(task, name, monkeypatch):
     monkeypatch.setattr(peers, "_is_found", lambda module: False)
-    monkeypatch.setattr(sides, "reading", lambda: pytest.fail("something was measured"))
+    monkeypatch.setattr(contestants, "reading", lambda: pytest.fail("something was measured"))
     with pytest.raises(ConfigError, match=rf"benchmarks against {name} need .*; install kvjax\[bench"):
         bench.main(["bench", task, f"--against={name}"])
 

@@ -54,7 +54,7 @@ def test_a_session_of_many_runs_does_not_use_up_the_memory_maps(small, monkeypat
     runs = session.Session()
     runs.run(small)
     assert program._cache_size() == 1, "kept while there is room"
-    monkeypatch.setattr(machine, "MOST_MAPS", 0)
+    monkeypatch.setattr(machine, "MAX_MAPS", 0)
     first = runs.run(dataclasses.replace(small, seed=1))
     assert program._cache_size() == 0
     assert [m.kv_bytes for m in first.measurements] and program(1) == 2
@@ -275,7 +275,7 @@ def test_a_block_of_a_prompt_needs_room_for_all_of_it():
     config = dataclasses.replace(configs.by_name("h2o_opt125m"), policy=PolicyConfig(name="snapkv(window=16)"))
     config, decoder = dataclasses.replace(config, prefill_block=64), resolve.decoder_config(config.model)
     layout = resolve.layout_of(config, resolve.specs_of(config)[-1], decoder, 512)
-    assert resolve.most_bytes(layout, 1) == 12 * 512 * 2 * 12 * 64 * 4 > layout.bytes(1)
+    assert resolve.max_cache_bytes(layout, 1) == 12 * 512 * 2 * 12 * 64 * 4 > layout.bytes(1)
 
 
 def test_a_prompt_that_is_given_is_not_held_to_the_length_of_others(small):

@@ -27,7 +27,7 @@ def decoding(
     """A group that decodes step by step in XLA, or in one kernel."""
     return Group(
         policy=policy.traced(), storage=held or dense(), needs=policy.needs, slots=(slots,), decoding=True,
-        step=implementation,
+        step_implementation=implementation,
     )  # fmt: skip
 
 

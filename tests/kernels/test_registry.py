@@ -62,7 +62,7 @@ def test_the_jaxpr_decides_as_the_flags_did(name, backend):
             "pallas_gpu",
             "the policy cannot be traced from positions and statistics alone (AttributeError: keys",
         ),
-        ("snapkv", "pallas_tpu", "statistic tail[32] is of the prompt's end, and the step is of decoding"),
+        ("snapkv", "pallas_tpu", "statistic tail[2] is of the prompt's end, and the step is of decoding"),
         ("tova", "pallas_gpu", "the policy compares heads, which are on several programs"),
     ],
 )

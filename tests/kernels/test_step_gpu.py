@@ -163,7 +163,7 @@ def test_what_is_said_to_fit_into_a_program_does(name, group, dtype):
             return False
         return True
 
-    most = max(slots for slots in range(64, step_gpu.MOST_SLOTS + 1, 8) if fits(slots))
+    most = max(slots for slots in range(64, step_gpu.MAX_SLOTS + 1, 8) if fits(slots))
     assert fits(1024)
     compiled_for_cuda(name, group=group, slots=most, dtype=dtype)
 
@@ -179,8 +179,8 @@ def test_what_one_program_does_not_hold_goes_through_the_cache():
         return registry.find("step", "pallas_gpu").refuses(request) is None
 
     assert taken()
-    assert taken("roco", slots=step_gpu.MOST_SLOTS)
-    assert not taken(slots=step_gpu.MOST_SLOTS + 8)
+    assert taken("roco", slots=step_gpu.MAX_SLOTS)
+    assert not taken(slots=step_gpu.MAX_SLOTS + 8)
     assert not taken(slots=830), "copies move eight slots"
     assert not taken(slots=56), "less than a tile"
     assert not taken(dim=72)

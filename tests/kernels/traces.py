@@ -9,6 +9,7 @@ from jax import lax
 from kvjax import policies
 from kvjax.cache.planning.layout import Group
 from kvjax.cache.step.fused_kernel import observe_and_evict
+from tests import examples
 
 #: Policies, and whether a kernel traces them: as a flag of each once said.
 TRACED = {
@@ -18,7 +19,6 @@ TRACED = {
     "mean_attention": True, "roco": True, "heavy_roco": True, "random": False, "heavy_random": False, "snapkv": False,
     "pyramidkv": False, "knorm": False, "keydiff": False, "value_norm": False,
 }  # fmt: skip
-ARGUMENTS = {"strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}}
 
 
 def policy(name, budget=60):
@@ -31,7 +31,8 @@ def policy(name, budget=60):
             return policies.value_norm(policies.h2o(budget=budget))
         case "heavy_roco" | "heavy_random":
             return policies.with_heavy_hitters(policy(name.removeprefix("heavy_"), budget))
-    return policies.by_name(name, budget=budget, **ARGUMENTS.get(name, {}))
+    # A history is in bits, which kernels do not have.
+    return examples.policy(name, budget, **({"history": None} if name == "scissorhands" else {}))
 
 
 def trace_of(own):

@@ -16,26 +16,14 @@ from kvjax import policies
 from kvjax.errors import PolicyError
 from kvjax.numerics.rope import Rope
 from kvjax.policies import COMBINATORS, POLICIES, Phases, Policy, Shared
-from tests import layers
+from tests import examples, layers
 
 pytestmark = pytest.mark.thorough
 
-#: How each policy is built under a budget.
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "strided": {"stride": 3, "local": 1},
-    "fixed": {"block": 2, "columns": 1},
-    "window": {"sinks": 1},
-    "streaming_llm": {"sinks": 1},
-    "h2o": {"recent": 1},
-    "h2o_decay": {"recent": 1},
-    "scissorhands": {"recent": 1},
-    "mean_attention": {"recent": 1},
-    "roco": {"guard": 2},
-    "lru": {"recent": 1},
-    "counter": {"recent": 1},
+#: Leaves room for what a combinator protects.
+OWN_ARGUMENTS: dict[str, dict[str, Any]] = {
+    **{name: {"recent": 1} for name in ("h2o", "h2o_decay", "scissorhands", "mean_attention", "lru", "counter")},
     "tova": {"share_heads": False},
-    "snapkv": {"window": 2, "kernel": 3},
-    "pyramidkv": {"window": 2, "kernel": 3},
 }
 COMPRESSORS = ("snapkv", "pyramidkv", "knorm", "keydiff")
 EVICTION = [name for name in POLICIES if name not in COMPRESSORS and name != "full"]
@@ -43,7 +31,7 @@ ORDERS = ("strided", "fixed", "lru")  # their importances only order the slots
 
 
 def build(name: str, budget: Any = 0.5, **more: Any) -> Policy:
-    return policies.by_name(name, budget=budget, **(ARGUMENTS.get(name, {}) | more))
+    return examples.policy(name, budget, **(OWN_ARGUMENTS.get(name, {}) | more))
 
 
 def compositions(budget: Any = 0.5) -> dict[str, Policy]:

@@ -1,6 +1,6 @@
 """The conformance table of every registered policy (DESIGN.md, "Tests that mean something", 2).
 
-The list comes from `kvjax.policies.POLICIES`; a policy without an entry in `EXAMPLES` fails.
+The list comes from `kvjax.policies.POLICIES`, and how each is built from `tests.examples`.
 """
 
 import functools
@@ -23,7 +23,7 @@ from kvjax.generation.options import CacheOptions
 from kvjax.numerics.rope import Rope
 from kvjax.policies import POLICIES, Policy
 from kvjax.policies.base import Evict
-from tests import layers
+from tests import examples, layers
 from tests.tiny import assert_same_state, evolve, random_tokens, tiny
 
 PROMPTS = random_tokens(3, 24)
@@ -31,38 +31,20 @@ LENGTHS = np.array([24, 10, 17])
 NEW = 12
 
 
-class Example(NamedTuple):
-    """How a policy is built, and the positions that it must hold when `newest` has just been stepped."""
-
-    arguments: dict[str, Any]
-    protects: Callable[[int, int], set[int]] = lambda newest, budget: set()
-
-
-# Fractions: the rows have budgets of their own, 12, 5 and 8.
-EXAMPLES = {
-    "full": Example({}, lambda newest, budget: set(range(newest + 1))),
-    "window": Example({"budget": 0.5, "sinks": 3}, lambda newest, budget: {0, 1, 2, *last(newest, budget - 3)}),
-    "local_only": Example({"budget": 0.5}, lambda newest, budget: last(newest, budget)),
-    "heavy_only": Example({"budget": 0.5}),
-    "h2o": Example({"budget": 0.5}, lambda newest, budget: last(newest, budget // 2)),
-    "h2o_decay": Example({"budget": 0.5}, lambda newest, budget: last(newest, budget // 2)),
-    "scissorhands": Example({"budget": 0.5}, lambda newest, budget: last(newest, budget // 2)),
-    "mean_attention": Example({"budget": 0.5}, lambda newest, budget: last(newest, budget // 2)),
-    "roco": Example({"budget": 0.5, "guard": 2}, lambda newest, budget: last(newest, min(2, 3 * budget // 10))),
-    "tova": Example({"budget": 0.5}),
-    "random": Example({"budget": 0.5}),
-    "streaming_llm": Example({"budget": 0.5, "sinks": 3}, lambda newest, budget: {0, 1, 2, *last(newest, budget - 3)}),
-    "strided": Example({"budget": 0.5, "stride": 3}, lambda newest, budget: last(newest, budget // 2)),
-    "fixed": Example(
-        {"budget": 0.5, "block": 4, "columns": 1}, lambda newest, budget: set(range(newest // 4 * 4, newest + 1))
-    ),
-    "snapkv": Example({"budget": 0.5, "window": 3, "kernel": 3}),
-    "pyramidkv": Example({"budget": 0.5, "window": 2, "kernel": 3}),
-    "fifo": Example({"budget": 0.5}, lambda newest, budget: last(newest, budget)),
-    "lru": Example({"budget": 0.5, "sinks": 1}, lambda newest, budget: {0, *last(newest, budget // 2)}),
-    "counter": Example({"budget": 0.5}, lambda newest, budget: last(newest, budget // 2)),
-    "knorm": Example({"budget": 0.5}),
-    "keydiff": Example({"budget": 0.5}),
+#: The positions that a policy of `tests.examples` must hold when `newest` has just been stepped.
+PROTECTED: dict[str, Callable[[int, int], set[int]]] = {
+    "full": lambda newest, budget: set(range(newest + 1)),
+    "local_only": lambda newest, budget: last(newest, budget),
+    "fifo": lambda newest, budget: last(newest, budget),
+    "roco": lambda newest, budget: last(newest, min(2, 3 * budget // 10)),
+    "fixed": lambda newest, budget: set(range(newest // 2 * 2, newest + 1)),
+    "strided": lambda newest, budget: last(newest, 1),
+    "lru": lambda newest, budget: {0, *last(newest, budget // 2)},
+    **{name: lambda newest, budget: {0, *last(newest, budget - 1)} for name in ("window", "streaming_llm")},
+    **{
+        name: lambda newest, budget: last(newest, budget // 2)
+        for name in ("h2o", "h2o_decay", "scissorhands", "mean_attention", "counter")
+    },
 }
 
 
@@ -71,7 +53,7 @@ def last(newest: int, count: int) -> set[int]:
 
 
 def build(name: str, **changes: Any) -> Policy:
-    return policies.by_name(name, **(EXAMPLES[name].arguments | changes))
+    return examples.policy(name, **changes)
 
 
 def limits(policy: Policy, lengths: np.ndarray = LENGTHS, layer: int = 0) -> list[int]:
@@ -116,10 +98,6 @@ def score(
     return kvjax.log_likelihood(own, tokens, policy, prompt_length=lengths, lengths=fed, **options)
 
 
-def test_every_policy_has_an_example():
-    assert set(EXAMPLES) == set(POLICIES), "add the policy and its protected positions to EXAMPLES"
-
-
 @functools.cache
 def room(block: int | None) -> layers.Case:
     """One layer, of which a model takes ten times as long to compile."""
@@ -144,7 +122,7 @@ def test_room_for_everything_is_full_attention(name, block):
 def test_limits_protection_and_distinct_positions_at_every_step(run):
     evicts = run.policy.when == "step"
     trace = evolve(model(run.name), run.prefilled, run.tokens, LENGTHS + NEW - 1)
-    protects = EXAMPLES[run.name].protects
+    protects = PROTECTED.get(run.name, lambda newest, budget: set())
     pairs = zip(trace.positions, run.prefilled.state.layers, strict=True)
     for index, (layer, after_prompt) in enumerate(pairs):
         steps = np.concatenate([np.asarray(after_prompt.position)[None], layer])

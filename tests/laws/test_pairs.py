@@ -21,7 +21,7 @@ from kvjax.policies import COMBINATORS, POLICIES
 from kvjax.selection import SELECTIONS
 from kvjax.storage import STORAGES, Storage
 from kvjax.storage.base import Memory
-from tests import layers
+from tests import examples, layers
 from tests.laws import Pair, Triple, assert_same, covering, pairs, streams
 from tests.laws import replay as quick_replay
 from tests.policies.test_merge import REFERENCES as FOLDS
@@ -41,22 +41,9 @@ pytestmark = pytest.mark.thorough
 
 # --- policies ---
 
-#: Beside the budget, half of each row's prompt.
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "window": {"sinks": 1},
-    "streaming_llm": {"sinks": 1},
-    "strided": {"stride": 3, "local": 1},
-    "fixed": {"block": 2, "columns": 1},
-    "scissorhands": {"history": 5},
-    "roco": {"guard": 2},
-    "snapkv": {"window": 2, "kernel": 3},
-    "pyramidkv": {"window": 2, "kernel": 3},
-}
-
 
 def build(package: Any, name: str, **more: Any) -> Any:
-    budget = {} if name == "full" else {"budget": 0.5}
-    return package.by_name(name, **(budget | ARGUMENTS.get(name, {}) | more))
+    return examples.policy(name, package=package, **more)
 
 
 def by_name(package: Any) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from kvjax.cache.step.step import step_layer
 from kvjax.errors import PolicyError, StorageError
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.rope import Rope
-from kvjax.policies import COMBINATORS, HEAD_PLANS, MERGES, POLICIES
+from kvjax.policies import MERGES, POLICIES
 from kvjax.selection import SELECTIONS
 from kvjax.storage import STORAGES
 from kvjax.storage.calibration import side_shapes
+from tests import examples
 
 HEADS, KV_HEADS, DIM, PROMPT, NEW, BLOCK = 4, 2, 8, 48, 8, 16
 CONFIG = DecoderConfig(
@@ -32,60 +33,24 @@ CONFIG = DecoderConfig(
 TABLE = ((True, False), (False, True))
 LAYER = 1  # the one whose steps are traced: in the first, a selection that looks ahead reads everything
 
-#: Arguments without a default.
-ARGUMENTS = {
-    "strided": {"stride": 3}, "fixed": {"block": 4, "columns": 1}, "snapkv": {"window": 4}, "pyramidkv": {"window": 4},
-    "integer": {"bits": 3}, "fp8": {}, "think": {"recent": 4}, "low_rank": {"key_rank": 3, "value_rank": 4},
-    "kivi": {"group": 4, "residual": 8}, "mikv": {}, "gear": {"block": 8, "rank": 2},
-    "zipcache": {"window": 8}, "cskv": {"rank": 4, "window": 8}, "kv_heads": {"heads": 2},
-    "minicache": {"start": 0}, "optimal": {"n": 9},
-    "quest": {"page": 4, "budget": 16, "first_layer": 0},
-    "infinigen": {"alpha": 4.0, "first_layer": 1, "sinks": 1, "recent": 2},
-    "lserve": {"page": 4, "sub": 2, "every": 3, "budget": 16, "first_layer": 0},
-    "retrieval": {"chunk": 4, "budget": 16}, "tokenselect": {"k": 6, "sinks": 2, "recent": 3},
-    "shadowkv": {"rank": 5, "chunk": 4, "budget": 8, "local": 1, "outliers": 1},
-}  # fmt: skip
-
-
-def build(registry, name: str):
-    arguments = dict(ARGUMENTS.get(name, {}))
-    if registry is POLICIES and "budget" in policies.accepts(name):
-        arguments["budget"] = 0.5
-    return registry[name](**arguments)
-
 
 def all_policies() -> dict[str, policies.Policy]:
-    found = {name: build(POLICIES, name) for name in POLICIES}
+    found = {name: examples.policy(name) for name in POLICIES}
     found |= {f"h2o[{variant}]": policies.h2o(0.5, variant=variant) for variant in ("masked", "global", "local")}
     found |= {f"h2o+{name}": policies.h2o(0.5, merge=merge()) for name, merge in MERGES.items()}
     found |= {f"{name}@cache": policies.by_name(name, budget=0.5, positions="cache") for name in ("h2o", "knorm")}
     found["h2o@max"] = policies.h2o(0.5, group_reduce="max")
-    made = {
-        "with_heavy_hitters": policies.with_heavy_hitters(policies.h2o(0.5, recent=4)),
-        "value_norm": policies.value_norm(policies.roco(0.5)),
-        "adakv": policies.adakv(policies.snapkv(0.5, window=4)),
-        "after_prefill": policies.after_prefill(policies.snapkv(0.5, window=4), then=policies.roco(0.4)),
-        "from_layer": policies.from_layer(policies.counter(0.5), first=1),
-        "by_page": policies.by_page(policies.lru(0.5, recent=2), page=4),
-    }
-    assert set(made) == set(COMBINATORS), "a new combinator needs an example here"
-    plans = {
-        "split_heads": policies.split_heads(TABLE, policies.h2o(0.5), policies.window(0.3)),
-        "duo_attention": policies.duo_attention(TABLE, sinks=2, recent=6),
-        "razor_attention": policies.razor_attention(TABLE, 0.4),
-    }
-    assert set(plans) == set(HEAD_PLANS), "a new head plan needs an example here"
-    return found | made | plans
+    return found | examples.combined() | examples.planned()
 
 
 POLICY = all_policies()
-STORAGE = {name: build(STORAGES, name) for name in STORAGES} | {
+STORAGE = {name: examples.held(name) for name in STORAGES} | {
     "int4+8": storage.int4(residual=8),
     # Exact keys beside coded values.
     "mixed": storage.Storage(key=storage.Exact(), value=storage.Integer(4), residual=3, name="mixed"),
     "host": storage.dense(memory="host"),
 }
-SELECTION = {name: build(SELECTIONS, name) for name in SELECTIONS}
+SELECTION = {name: examples.chosen(name) for name in SELECTIONS}
 
 
 def lowered_for(spec: CacheSpec, block: int | None):

@@ -23,7 +23,7 @@ from tests.tiny import VOCAB, tiny
 LENGTHS = range(20, 110, 3)  # 30 lengths in three buckets of prompts: 64, 96 and 128 tokens
 BUCKETS = 3
 OTHERS = 12  # the loop that decodes, and what is made once, such as a random key
-POLICY = policies.h2o(policies.Fraction(0.5, least=8))
+POLICY = policies.h2o(policies.Fraction(0.5, min_slots=8))
 ROWS = 3
 
 

@@ -16,7 +16,7 @@ from kvjax.lm_eval.runner import Pair, Runner
 from tests.tiny import VOCAB, spoiled, tiny, untied
 
 FULL = CacheSpec(policies.full())
-H2O = CacheSpec(policies.h2o(policies.Fraction(0.5, least=6)), storage.int8())
+H2O = CacheSpec(policies.h2o(policies.Fraction(0.5, min_slots=6)), storage.int8())
 
 
 def runner(spec=FULL, **settings) -> Runner:
@@ -205,7 +205,7 @@ def test_arguments_are_split_where_lm_eval_means_it():
 
 def test_specs_of_arguments():
     made = options.spec("after_prefill(snapkv(window=16), then=roco)", 0.2, "int8", least_slots=24)
-    budget = policies.Fraction(0.2, least=24)
+    budget = policies.Fraction(0.2, min_slots=24)
     assert made == CacheSpec(
         policies.after_prefill(policies.snapkv(budget, window=16), then=policies.roco(budget)), storage.int8()
     )

@@ -88,7 +88,7 @@ def test_blocks_suffice_for_any_choice(monkeypatch):
             [own for own in itertools.product(range(tokens + 1), repeat=EXPERTS) if sum(own) == tokens * K]
         )
         needed = np.max(np.sum(-(-counts // min(tokens, 4)), axis=1))
-        assert needed <= experts.most_blocks(tokens * K, tokens, EXPERTS) <= needed + 1
+        assert needed <= experts.max_blocks(tokens * K, tokens, EXPERTS) <= needed + 1
 
 
 @pytest.mark.parametrize("tokens", [1, 300])

@@ -95,7 +95,7 @@ def test_programs_of_all_layers_correct_few(first, verify):
     run = Run(DEEP, programs, "", SimpleNamespace(weights=100, cache=2, rows=1))
     found, rows, sure = capacities._refined(run, first, 1_000, verify)
     assert rows <= 220 <= rows * (1 + capacities.PRECISION)
-    assert found.most == pytest.approx(120 + 4 * rows, rel=0.001) and found.rows == rows
+    assert found.peak == pytest.approx(120 + 4 * rows, rel=0.001) and found.rows == rows
     assert sure == (rows in asked) and sure >= verify and len(asked) <= 4
     assert found.programs == 4 + len(asked) and found.collectives == pytest.approx((6, rows))
 
@@ -134,7 +134,7 @@ def test_a_search_ends_at_the_largest_number_of_rows(memory, unit, expected, fir
     most = int((memory - 100) // (2 * unit))
     found, units = capacities._largest(need, unit, most, memory, 100, first)
     assert units <= expected <= max(units * (1 + capacities.PRECISION), units + 1)
-    assert units == 0 or found.most <= memory
+    assert units == 0 or found.peak <= memory
     assert found.rows == max(units, 1) * unit
 
 

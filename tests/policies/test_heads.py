@@ -189,21 +189,21 @@ def test_errors_of_the_test_of_heads(options, message):
         analysis.retrieval_heads(tiny().model, **options)
 
 
-@pytest.mark.parametrize("most", [None, 1.1])
-def test_a_limit_on_each_heads_share_is_what_arrays_are_sized_for(most):
+@pytest.mark.parametrize("max_share", [None, 1.1])
+def test_a_limit_on_each_heads_share_is_what_arrays_are_sized_for(max_share):
     """Heads hold as many slots in all, and the arrays of a layer have room for one that has reached the limit."""
     model, rows = tiny("mha", layers=1).model, random_tokens(2, 60)
     window, budget, heads, new = 4, 24, 4, 3
-    policy = policies.adakv(policies.snapkv(budget, window=window), safeguard=0.1, most=most)
+    policy = policies.adakv(policies.snapkv(budget, window=window), safeguard=0.1, max_share=max_share)
     made = kvjax.generate(model, rows, policy, max_new_tokens=new, limits=kvjax.Limits(prompt=60, new_tokens=new))
     following = new - 1
-    limit = 60 if most is None else window + int(most * (budget - window))
+    limit = 60 if max_share is None else window + int(max_share * (budget - window))
     ((group,),) = made.layout.decode
     held = np.array([[len(head) for head in row] for row in made.kept(0)])
     np.testing.assert_array_equal(held.sum(axis=1), heads * (budget + following))
     assert group.capacity == limit + following
     # The limit is one that a head reaches; without it, one takes more.
-    assert held.max() > budget + 2 + following if most is None else held.max() == limit + following
+    assert held.max() > budget + 2 + following if max_share is None else held.max() == limit + following
     explained = made.layout.explain()
     assert f"heads share {heads} x {budget} slots" in explained and f"may get {limit}" in explained
     assert f"{limit / budget:.2f} times the average" in explained

@@ -11,7 +11,7 @@ from kvjax import policies
 from kvjax.errors import PolicyError
 from kvjax.policies import POLICIES, Fraction, PerLayer, Slots, accepts, by_name
 from kvjax.policies.budget import as_budget
-from tests import layers
+from tests import examples, layers
 from tests.conftest import ROOT
 
 # SnapKV's window and PyramidKV's layers have rules of their own; see test_compositions.
@@ -26,7 +26,7 @@ SMALL = {
 
 
 def example(name: str, budget):
-    return by_name(name, budget=budget, **{key: SMALL[key] for key in accepts(name) & set(SMALL)})
+    return examples.policy(name, budget, **{key: SMALL[key] for key in accepts(name) & set(SMALL)})
 
 
 @pytest.mark.parametrize(

@@ -35,15 +35,11 @@ from kvjax.selection import (
 )
 from kvjax.storage import int8
 from kvjax.storage.base import Storage
+from tests import examples
 
 NAMES = {**vars(package), "Slots": Slots, "Fraction": Fraction, "Given": Given, "PerLayer": PerLayer}
-ARGUMENTS = {
-    "everything": {}, "optimal": {"n": 5}, "quest": {"page": 8, "budget": 64}, "infinigen": {"alpha": 3, "cap": 9},
-    "lserve": {"page": 8, "sub": 4, "budget": 64}, "retrieval": {"budget": 64}, "tokenselect": {"k": 6},
-    "shadowkv": {"budget": 64},
-}  # fmt: skip
 VARIANTS = (Allowed(8), Allowed(0.2, 3), Hindsight((4, 0.5)), Local(8, 0))
-ALL = (*(by_name(name, **ARGUMENTS[name]) for name in SELECTIONS), *VARIANTS, *(each.traced() for each in VARIANTS))
+ALL = (*(examples.chosen(name) for name in SELECTIONS), *VARIANTS, *(each.traced() for each in VARIANTS))
 
 
 @pytest.mark.parametrize("selection", ALL, ids=repr)
@@ -58,8 +54,8 @@ def test_values(selection):
 
 def test_the_table_names_its_factories():
     for name, function in SELECTIONS.items():
-        assert function.__name__ == name and by_name(name, **ARGUMENTS[name]).name == name
-        assert accepts(name) >= set(ARGUMENTS[name]) and ("Args:" in function.__doc__) == bool(accepts(name))
+        assert function.__name__ == name and examples.chosen(name).name == name
+        assert accepts(name) >= set(examples.SELECTIONS[name]) and ("Args:" in function.__doc__) == bool(accepts(name))
 
 
 def test_budgets_are_data():

@@ -8,8 +8,8 @@ import pytest
 
 from kvjax.errors import ConfigError
 from kvjax.serve import address
+from kvjax.serve.api_keys import bearer_token, is_among, read_keys
 from kvjax.serve.clients import Client, FairQueue, client_of
-from kvjax.serve.keys import bearer_token, is_among, read_keys
 
 pytest.importorskip("starlette", reason="the server needs kvjax[serve]")
 from kvjax.serve import bodies
@@ -132,7 +132,7 @@ class Body:
 
 
 def test_bytes_of_bodies_count_before_they_come(monkeypatch):
-    monkeypatch.setattr(bodies, "MOST_BYTES", 1000)
+    monkeypatch.setattr(bodies, "MAX_BYTES", 1000)
     monkeypatch.setattr(bodies, "SMALL_BYTES", 10)
 
     async def take(counted, body, client):

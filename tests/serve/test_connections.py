@@ -72,9 +72,9 @@ class App:
 
 
 @contextlib.contextmanager
-def serving(deadlines=Deadlines(), most=100):
+def serving(deadlines=Deadlines(), max_connections=100):
     """The port of a server, its pages, and its connections."""
-    pages, connections = App(), Connections(most, deadlines)
+    pages, connections = App(), Connections(max_connections, deadlines)
     app = Starlette(routes=pages.routes(), exception_handlers={ClientDisconnect: _disconnected})
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     engine = types.SimpleNamespace(stop=lambda wait: None)
@@ -190,7 +190,7 @@ def test_keep_alive_connections_last_as_long_as_requests_come():
 
 def test_more_connections_than_there_may_be():
     """The oldest that have sent no request make room, and clients that send one are all answered."""
-    with serving(most=20) as (port, pages, connections):
+    with serving(max_connections=20) as (port, pages, connections):
         waiting = [connect(port, request("wait", b"Connection: close", method="GET")) for _ in range(10)]
         held = [connect(port, b"GET /ea" if number % 2 else b"") for number in range(90)]
         for _ in range(5):

@@ -13,7 +13,7 @@ from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import InputError, PolicyError
 from kvjax.generation.sampling import Greedy, Sample
 from kvjax.serve import Request, Runner
-from kvjax.serve.request import MOST_STOPS
+from kvjax.serve.request import MAX_STOPS
 from tests.tiny import VOCAB, tiny
 
 REQUESTS, ROWS, LONGEST = 64, 8, 90
@@ -207,7 +207,7 @@ def test_the_host_may_end_a_request():
         ({"tokens": [1] * (LONGEST + 1)}, "prompts have 1 to 90 tokens"),
         ({"max_new_tokens": 25}, "at most 24 follow"),
         ({"max_new_tokens": 0}, "max_new_tokens must be"),
-        ({"stop": range(MOST_STOPS + 1)}, "at most 16 token ids"),
+        ({"stop": range(MAX_STOPS + 1)}, "at most 16 token ids"),
         ({"seed": 1 << 32}, "seed must be a whole number from 0 to 4294967295"),
         ({"number": -1}, "number must be"),
         ({"sampler": lambda logits, keys: logits}, "kvjax.Greedy or kvjax.Sample"),

@@ -100,7 +100,7 @@ def serving(model, *, waiting=300, step=None, **options):
         whole = runner.step
         runner.step = lambda: step(whole)
     prefixes = {"anna": runner.prefix(model.tokenizer.encode(PROMPTS[0]))}
-    engine = Engine(runner, most_waiting=waiting)
+    engine = Engine(runner, max_waiting=waiting)
     served = ServerInfo(model, "tiny", prefixes, LIMITS.prompt, LIMITS.new_tokens)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     app = pages.make_app(engine, served, **({"hosts": ("localhost", "127.0.0.1")} | options))
@@ -328,7 +328,7 @@ def test_malformed_bodies(server):
 
 def test_other_requests(server, monkeypatch):
     """Every error is the API's, whoever has found it."""
-    monkeypatch.setattr(bodies, "MOST_BYTES", 1000)
+    monkeypatch.setattr(bodies, "MAX_BYTES", 1000)
     body = {"prompt": "x"}
     for expected, method, path, content, headers in (
         (413, "POST", "/v1/completions", {"prompt": "x" * 1000}, {}),

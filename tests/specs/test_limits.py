@@ -8,7 +8,7 @@ import pytest
 from experiments import config as configs
 from experiments import fields
 from kvjax.errors import ConfigError, KvjaxError
-from kvjax.specs.expressions import MOST_DEPTH
+from kvjax.specs.expressions import MAX_DEPTH
 from kvjax.specs.parse import accepts, axis_of, build, files
 
 TEXTS = {
@@ -88,8 +88,8 @@ def test_what_is_nested_is_refused_beyond_a_depth():
     def nested(depth):
         return "h2o(budget=" + "[" * depth + "4" + "]" * depth + ")"
 
-    with pytest.raises(ConfigError, match=f"is nested more than {MOST_DEPTH} deep"):
-        build("policy", nested(MOST_DEPTH))
+    with pytest.raises(ConfigError, match=f"is nested more than {MAX_DEPTH} deep"):
+        build("policy", nested(MAX_DEPTH))
     with pytest.raises(ConfigError, match=r"is nested more than|is no expression|too deeply"):
         build("policy", nested(100_000))
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvjax import policies, selection, storage
 from kvjax.cache import CacheSpec, LayerKV
-from kvjax.cache.arrangements.tiers import most_evicted
+from kvjax.cache.arrangements.tiers import max_evicted
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import Lowered, lower
 from kvjax.errors import PolicyError, StorageError
@@ -253,7 +253,7 @@ def test_capacities(policy, slots):
 def test_most_that_is_evicted():
     """Slots of every length of a prompt: a share that falls as prompts grow is largest in the middle."""
     pyramid = policies.pyramidkv(12, window=2)
-    most = most_evicted(pyramid, policies.full(), range(1, 41), 5, 3)
+    most = max_evicted(pyramid, policies.full(), range(1, 41), 5, 3)
     by_hand = [
         max(n - min(n, slots) for n in range(1, 41) for slots in [pyramid.budget.slots(n, 3)[layer]])
         for layer in range(3)

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 
@@ -20,6 +19,7 @@ from experiments.bench.accelerator import parts as known_parts
 from experiments.bench.accelerator.parts import Part
 from experiments.runs import identity
 from kvjax.errors import ConfigError
+from kvjax.typing import JsonObject
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("kvjax", "experiments", "tests")  # folders whose code a result depends on
@@ -28,12 +28,12 @@ MINUTES = 8.0  # that the parts' shares of time add up to, and more
 PROBE_SECONDS = 90
 BENCH = ("-m", "experiments.bench")
 RESERVE = 5  # seconds that are left for a child to end and for the report
-LEAST = 10  # seconds: with less, no part is begun
+MIN_SECONDS = 10  # seconds: with less, no part is begun
 SHOWN = 2000  # characters of an error that are kept
 #: A process that must run on the accelerator does not fall back to the CPU.
 PLATFORMS = {"gpu": "cuda,cpu", "tpu": "tpu,cpu", "cpu": "cpu"}
 MEASURED, REFUSED, FAILED = "measured", "refused", "failed"
-Outcome = dict[str, Any]
+Outcome = JsonObject
 
 
 def run(values: flags.FlagValues) -> int:
@@ -70,7 +70,7 @@ def run(values: flags.FlagValues) -> int:
         scale = max(values.minutes / MINUTES, 1)
         for part in left:
             remaining = until - time.monotonic()
-            if remaining < LEAST:
+            if remaining < MIN_SECONDS:
                 break
             print(f"{part.name}: {part.about} ...", flush=True)
             outcome = measure(part, min(scale * part.seconds, remaining), folder, environment, values)
@@ -92,7 +92,7 @@ def run(values: flags.FlagValues) -> int:
     return int(bool(missing))
 
 
-def probe(folder: Path, tiny: bool) -> dict[str, Any]:
+def probe(folder: Path, tiny: bool) -> JsonObject:
     """Describes the accelerator, by a child process.
 
     Raises:
@@ -103,7 +103,7 @@ def probe(folder: Path, tiny: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "experiments.bench.accelerator.probe", str(answer)]
     extra = {"JAX_PLATFORMS": "cpu"} if tiny else {}
     status = children.run(command, PROBE_SECONDS, log, _environment(extra), ROOT)
-    found: dict[str, Any] | None = results.read_json(answer)
+    found: JsonObject | None = results.read_json(answer)
     if status != 0 or found is None:
         raise ConfigError(f"jax cannot say what device there is: {_tail(log, 400)} (all of it: {log})")
     if found["platform"] == "cpu" and not tiny:
@@ -113,10 +113,10 @@ def probe(folder: Path, tiny: bool) -> dict[str, Any]:
     return found
 
 
-def measure(part: Part, seconds: float, folder: Path, environment: dict[str, Any], values: flags.FlagValues) -> Outcome:
+def measure(part: Part, seconds: float, folder: Path, environment: JsonObject, values: flags.FlagValues) -> Outcome:
     """Runs one part, and says how it ended: its rows, or why there are none."""
     log, rows_file = folder / "logs" / f"{part.name}.txt", folder / f".unfinished-{part.name}.json"
-    platform = environment["platform"]
+    platform: str = environment["platform"]
     where = "rocm,cpu" if "rocm" in environment["platform_version"].lower() else PLATFORMS.get(platform, platform)
     variables = _environment({"JAX_PLATFORMS": where})
     outcome: Outcome = {"state": MEASURED, "reason": None, "stopped": False, "command": "", "rows": []}
@@ -134,7 +134,7 @@ def measure(part: Part, seconds: float, folder: Path, environment: dict[str, Any
     if (cache := values[cli.CACHE_FLAG].value) is not None:
         command.append(f"--{cli.CACHE_FLAG}={cache}")
     status = children.run([sys.executable, *command, f"--output={rows_file}"], seconds, log, variables, ROOT)
-    made: dict[str, Any] | None = results.read_json(rows_file)
+    made: JsonObject | None = results.read_json(rows_file)
     rows_file.unlink(missing_ok=True)
     outcome |= {"seconds": time.monotonic() - began, "stopped": status is None}
     if status == 0 and made is not None and made["environment"]["device"] == environment["device"]:

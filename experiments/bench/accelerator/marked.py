@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bench.accelerator import children
+from kvjax.typing import JsonObject
 
 #: A line of ``pytest -v``: the test, its outcome and the share that is done.
 LINE = re.compile(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b.*\[ *\d+%\]", re.MULTILINE)
@@ -19,7 +20,7 @@ SHOWN, WIDTH = 5, 200  # failures of a file that are shown, and characters of ea
 
 def run(
     targets: Sequence[str], marker: str | None, seconds: float, log: Path, environment: Mapping[str, str], folder: Path
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """A row for every file (or test of one) that pytest is given; they share the time that is left."""
     rows, until = [], time.monotonic() + seconds
     for number, target in enumerate(targets):
@@ -32,7 +33,7 @@ def run(
     return rows
 
 
-def counts(text: str, status: int | None) -> dict[str, Any]:
+def counts(text: str, status: int | None) -> JsonObject:
     """Reads what pytest wrote, also if it did not come to an end.
 
     Args:

@@ -7,8 +7,9 @@ from tabulate import tabulate
 
 from experiments.bench.accelerator.parts import KERNELS, Part
 from experiments.bench.kernels import STEP
+from kvjax.typing import Json, JsonObject
 
-Outcome = Mapping[str, Any]
+Outcome = Mapping[str, Json]
 Rows = Sequence[dict[str, Any]]
 NOT_RUN = "not measured: no time was left"
 
@@ -53,7 +54,7 @@ def _step(rows: Rows, kernel: str) -> tuple[str, float]:
 
 
 def _prefill(rows: Rows, kernel: str) -> tuple[str, float | None]:
-    def one(row: dict[str, Any]) -> str:
+    def one(row: JsonObject) -> str:
         share = f"{row['% of a large product']:.0f} % of a large product"
         return share if row["% of published"] is None else f"{row['% of published']:.0f} % of published, {share}"
 
@@ -106,7 +107,7 @@ FIGURES = (
 )  # fmt: skip
 
 
-def summary(environment: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> str:
+def summary(environment: Mapping[str, Json], outcomes: Mapping[str, Outcome]) -> str:
     """The table: bold is what is short of what is wanted; without a figure, the last column says why."""
     platform = environment["platform"]
     rows = []
@@ -144,7 +145,7 @@ def _one_line(text: str, size: int = 200) -> str:
     return line if len(line) <= size else f"... {line[-size:]}"
 
 
-def write(environment: Mapping[str, Any], plan: Sequence[Part], outcomes: Mapping[str, Outcome]) -> str:
+def write(environment: Mapping[str, Json], plan: Sequence[Part], outcomes: Mapping[str, Outcome]) -> str:
     """The whole report, in Markdown."""
     where = f"{environment['devices']} {environment['device']}"
     versions = ", ".join(f"{name} {environment[name]}" for name in ("kvjax", "jax", "jaxlib", "python"))
@@ -179,7 +180,7 @@ def _table(rows: Rows) -> str:
     return tabulate(cells, headers="keys", tablefmt="github", disable_numparse=True)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, float):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import look, worked
 from experiments.papers.settings import Settings
@@ -71,10 +71,6 @@ ENTRIES = (
     Entry(
         name="h2o_fig3",
         question="What does Algorithm 1 evict, step by step?",
-        published=Published(
-            caption="Figure 3: an example with a budget of 3.",
-            shape="After the fourth step the third token is evicted for good, by its accumulated score.",
-        ),
         here="A text, token by token, in the first layer with a budget of 3 of which the newest token is protected; "
         "kvjax beside a loop in NumPy in float64.",
         parts=lambda settings: [worked.algorithm()],
@@ -84,10 +80,6 @@ ENTRIES = (
     Entry(
         name="h2o_fig7",
         question="Are heavy hitters there in every layer?",
-        published=Published(
-            caption="Figure 7: accumulated attention by word in each layer of OPT-1.3B.",
-            shape="Shape only: a few tall points in each layer, none of them without.",
-        ),
         here="Accumulated attention by rank, mean over rows and heads, on a book and on Penn Treebank.",
         parts=_fig7_parts,
         judge=_fig7,

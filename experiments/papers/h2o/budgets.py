@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import choice, fullref, lm, recall
 from experiments.papers.settings import Settings
@@ -152,13 +152,6 @@ ENTRIES = (
     Entry(
         name="h2o_fig4",
         question="At which budget does each policy lose quality?",
-        published=Published(
-            caption="Figure 4: full, H2O and local caches at budgets of 4 to 100 % on eight tasks, models of 6.7B to "
-            "66B.",
-            shape="Shape only, but: H2O is comparable to the full cache with under 20 %; local breaks down at 60 % on "
-            "XSUM (LLaMA-13B) and CNN/DM (LLaMA-7B). H2O gains over the full cache at 20 %: RTE +0.73 (OPT-66B), "
-            "MathQA +0.64 (OPT-30B), XSUM +0.18 (GPT-NeoX-20B).",
-        ),
         here="Perplexity of three texts, passkeys, six multiple-choice tasks after up to five solved questions, and "
         "articles continued.",
         parts=_parts,

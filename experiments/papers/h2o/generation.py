@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import fullref
 from experiments.papers.settings import Settings
@@ -63,10 +63,6 @@ ENTRIES = (
     Entry(
         name="h2o_fig5",
         question="What does the text of OPT look like at 20 % of the cache?",
-        published=Published(
-            caption="Figure 5: one continuation of a science-fiction prompt by OPT-6.7B.",
-            shape="One example: the full cache repeats itself, H2O varies, local prints periods and commas only.",
-        ),
         here=HERE.format("Great Expectations"),
         parts=_parts("book"),
         judge=_judge("book"),
@@ -74,10 +70,6 @@ ENTRIES = (
     Entry(
         name="h2o_fig6",
         question="What does the text of LLaMA look like at 20 % of the cache?",
-        published=Published(
-            caption="Figure 6: one continuation of a prompt about a cafe by LLaMA-7B.",
-            shape="One example: the full cache circles around being moved and crying, H2O moves on, local degenerates.",
-        ),
         here=HERE.format("Alice in Wonderland"),
         parts=_parts("alice"),
         judge=_judge("alice"),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import choice, lm, recall
 from experiments.papers.settings import Settings
@@ -97,25 +97,10 @@ def _judge(settings: Settings, found: Found) -> Judgement:
     )  # fmt: skip
 
 
-PUBLISHED = Published(
-    caption="Table 6: accuracy in % of OPT-13B and OPT-30B, 5-shot, 20 % of the cache; local and heavy alone have all "
-    "of it. OBQA is OpenBookQA.",
-    rows=numbers(
-        """
-        policy | PiQA 13B | PiQA 30B | OBQA 13B | OBQA 30B | MathQA 13B | MathQA 30B | Winogrande 13B | Winogrande 30B
-        Full | 77.37 | 78.51 | 41.40 | 43.20 | 26.67 | 26.23 | 68.59 | 70.24
-        Local | 54.62 | 55.82 | 25.60 | 25.20 | 22.04 | 20.87 | 49.96 | 49.17
-        heavy | 76.12 | 67.25 | 30.40 | 26.60 | 23.82 | 21.98 | 51.85 | 47.36
-        Local + heavy | 77.26 | 78.45 | 41.20 | 43.00 | 26.93 | 26.87 | 67.32 | 69.06
-        """
-    ),
-)
-
 ENTRIES = (
     Entry(
         name="h2o_table6",
         question="Which half of the budget matters: the heavy hitters or the recent tokens?",
-        published=PUBLISHED,
         here="Perplexity of a book, passkeys, and choices of COPA and OpenBookQA, under the "
         "same budgets; and h2o with a quarter and three quarters of its budget for recent tokens.",
         parts=_parts,

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable
 
-from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import cpu, plan
 from experiments.papers.settings import Settings
@@ -117,20 +117,6 @@ def timed(found: Found, parts: Iterable[cpu.Decode]) -> tuple[list[dict[str, str
     return rows, ratios
 
 
-TABLE2 = Published(
-    caption="Table 2: tokens/s on a T4 (16 GB), prompt + new tokens; in brackets the effective batch and the lowest "
-    "memory in use, G for the GPU's and C for the CPU's.",
-    rows=numbers("""
-        system | 512+32 6.7B | 512+32 30B | 512+512 6.7B | 512+512 30B | 512+1024 6.7B | 512+1024 30B
-        Accelerate | 20.4 (2, G) | 0.6 (8, C) | 15.5 (1, G) | 0.6 (8, C) | 5.6 (16, C) | 0.6 (8, C)
-        DeepSpeed | 10.2 (16, C) | 0.6 (4, C) | 9.6 (16, C) | 0.6 (4, C) | 10.1 (16, C) | 0.6 (4, C)
-        FlexGen | 20.2 (2, G) | 8.1 (144, C) | 16.8 (1, G) | 8.5 (80, C) | 16.9 (1, G) | 7.1 (48, C)
-        H2O (20%) | 35.1 (4, G) | 12.7 (728, C) | 51.7 (4, G) | 18.83 (416, C) | 52.1 (4, G) | 13.82 (264, C)
-    """),
-    shape="Claimed: up to 3, 29 and 29 times FlexGen, DeepSpeed and Accelerate.",
-)
-
-
 # Table 7
 def _table7_parts(settings: Settings) -> Iterable[Part]:
     for prompt, new in WORK:
@@ -156,23 +142,10 @@ def _table7(settings: Settings, found: Found) -> Judgement:
     )
 
 
-TABLE7 = Published(
-    caption="Table 7: tokens/s on a T4, OPT-6.7B, no offloading, batch in brackets; H2O-c has weights in four bits.",
-    rows=numbers("""
-        system | 512+32 | 512+512 | 512+1024
-        Accelerate | 20.4 (2) | 15.5 (1) | OOM
-        DeepSpeed | OOM | OOM | OOM
-        FlexGen | 20.2 (2) | 16.8 (1) | 16.9 (1)
-        H2O (20%) | 35.1 (4) | 51.7 (4) | 52.1 (4)
-        H2O-c (20%) | 50.5 (70) | 72.5 (52) | 62.3 (44)
-    """),
-)
-
 ENTRIES = (
     Entry(
         name="h2o_table2",
         question="How many tokens per second does H2O reach on a GPU of 16 GB, against three systems?",
-        published=TABLE2,
         here="Bytes and the batches that fit, tokens/s that a T4's bandwidth allows, and steps on this CPU.",
         parts=_table2_parts,
         judge=_table2,
@@ -181,7 +154,6 @@ ENTRIES = (
     Entry(
         name="h2o_table7",
         question="What does H2O reach without offloading, with weights in four bits?",
-        published=TABLE7,
         here="The batches that fit, from bytes.",
         parts=_table7_parts,
         judge=_table7,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.entry import Entry, Found
 from experiments.papers.h2o.hardware import COMMAND, both, timed
 from experiments.papers.parts import Part
 from experiments.papers.recipes import cpu, plan
@@ -62,24 +62,10 @@ def _table3(settings: Settings, found: Found) -> Judgement:
     )  # fmt: skip
 
 
-TABLE3 = Published(
-    caption="Table 3: one A100 (80 GB), OPT beyond its trained length, everything on the GPU.",
-    rows=numbers("""
-        prompt+new | model | batch | metric | FlexGen | H2O (20%)
-        7000+1024 | 30B | 1 | latency (s) | 57.0 | 50.4
-        5000+5000 | 13B | 4 | latency (s) | 214.2 | 155.4
-        2048+2048 | 6.7B | 24 | latency (s) | 99.5 | 53.5
-        2048+2048 | 6.7B | 24 | tokens/s | 494.1 | 918.9
-        2048+2048 | 6.7B | 64 | tokens/s | OOM | 1161.0
-    """),
-    shape="Claimed: a latency 1.1 to 1.9 times lower, a throughput 2.3 times higher.",
-)
-
 ENTRIES = (
     Entry(
         name="h2o_table3",
         question="What are latency and throughput with long sequences where everything fits on the GPU?",
-        published=TABLE3,
         here="What an A100's memory bandwidth allows at these sizes, and the ratio of steps on this CPU.",
         parts=_table3_parts,
         judge=_table3,

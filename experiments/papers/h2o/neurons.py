@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import neurons
 from experiments.papers.settings import Settings
@@ -125,10 +125,6 @@ ENTRIES = (
     Entry(
         name="h2o_fig8",
         question="Do neurons of MLPs have heavy hitters too?",
-        published=Published(
-            caption="Figure 8: the share of tokens of WikiText-103 that activate each hidden neuron of OPT-6.7B.",
-            shape="Shape only: a power law, few at 100 %, most of them rarely.",
-        ),
         here="The same share on a book.",
         parts=lambda settings: [neurons.neurons(settings, "book")],
         judge=_fig8,
@@ -137,10 +133,6 @@ ENTRIES = (
     Entry(
         name="h2o_fig9",
         question="Are the same neurons heavy on other texts?",
-        published=Published(
-            caption="Figure 9: OPT-1.3B on WikiText-103, Penn Treebank and Amazon Review, neurons in WikiText's order.",
-            shape="Shape only: the three curves keep one order.",
-        ),
         here="A book, Penn Treebank and WikiText-2.",
         parts=_parts,
         judge=_fig9,
@@ -149,15 +141,6 @@ ENTRIES = (
     Entry(
         name="h2o_table9",
         question="What does removing heavy neurons cost, and how much data restores it?",
-        published=Published(
-            caption="Table 9: GPT-2 on WikiText-103; neurons active on over 20 % of tokens are removed, then 500 "
-            "iterations of tuning on a share of the data. Test perplexity.",
-            rows=numbers("""
-                 | 1 % | 10 % | 40 % | 100 %
-                tuned after removal | 19.86 | 19.84 | 19.76 | 19.83
-            """),
-            shape="Pretrained 19.32, after removal 31.78; trained from scratch on 1 % of the data 554.12.",
-        ),
         here="The same on a small model: neurons are counted and the decoder is tuned on one book, another is scored.",
         parts=_table9_parts,
         judge=_table9,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import choice, lm
 from experiments.papers.settings import Settings
@@ -77,27 +77,10 @@ def _table4(settings: Settings, found: Found) -> Judgement:
     )  # fmt: skip
 
 
-TABLE4 = Published(
-    caption="Table 4: accuracy in % of OPT-30B and OPT-66B, 20 % of the cache, 5 and 10 shots.",
-    rows=numbers("""
-        task | cache | 5-shot 30B | 5-shot 66B | 10-shot 30B | 10-shot 66B
-        OpenBookQA | Full | 43.20 | 44.40 | 43.00 | 44.80
-        OpenBookQA | Local | 25.20 | 30.60 | 26.60 | 38.80
-        OpenBookQA | H2O | 43.00 | 44.20 | 42.80 | 44.80
-        COPA | Full | 85.00 | 83.00 | 86.00 | 85.00
-        COPA | Local | 48.00 | 59.00 | 60.00 | 76.00
-        COPA | H2O | 84.00 | 82.00 | 85.00 | 86.00
-        MathQA | Full | 26.23 | 27.87 | 26.67 | 27.00
-        MathQA | Local | 20.87 | 25.49 | 21.11 | 23.08
-        MathQA | H2O | 26.87 | 27.67 | 26.47 | 27.30
-    """),
-)
-
 ENTRIES = (
     Entry(
         name="h2o_table4",
         question="Do more shots, which make longer prompts, change the finding?",
-        published=TABLE4,
         here="Perplexity of a book after prompts of four lengths, and COPA after more and more solved questions.",
         parts=_table4_parts,
         judge=_table4,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import lm, look
 from experiments.papers.settings import Settings
@@ -116,13 +116,6 @@ ENTRIES = (
     Entry(
         name="h2o_fig2",
         question="How sparse is attention, is accumulated attention a power law, and what do its heavy hitters carry?",
-        published=Published(
-            caption="Figure 2: (a) sparsity by layer and (b) accumulated attention of OPT on WikiText-103; (c) "
-            "accuracy with heavy hitters masked, (d) with scores of past queries only or of all, at 20 % of the cache.",
-            shape="Over 95 % of the entries are below 1 % of their row's maximum in almost all layers, so that 5 % of "
-            "the cache might do. Shape only: few words carry most of the mass; accuracy collapses without them; local "
-            "and global statistics coincide, and a local window is far below both.",
-        ),
         here="Attention on a book and on WikiText-2; perplexity of the book for (c) and (d).",
         parts=_parts,
         judge=_judge,

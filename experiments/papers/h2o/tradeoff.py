@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import lm, plan
 from experiments.papers.settings import Settings
@@ -94,11 +94,6 @@ ENTRIES = (
     Entry(
         name="h2o_fig1",
         question="Where does H2O stand between dense, sparse-pattern and window caches, in accuracy against memory?",
-        published=Published(
-            caption="Figure 1: sketches of attention maps, and a small plot of accuracy against memory.",
-            shape="Shape only: static patterns below the dense cache, H2O near it at a fraction of the memory. The "
-            "text beside it: a cache of 180 GB for 30B parameters, batch 128 and length 1024.",
-        ),
         here="Perplexity of a book against the share of the cache that is held, and the bytes of OPT-30B's cache.",
         parts=_fig1_parts,
         judge=_fig1,

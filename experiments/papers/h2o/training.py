@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import look, training
 from experiments.papers.settings import Settings
@@ -52,10 +52,6 @@ ENTRIES = (
     Entry(
         name="h2o_fig10",
         question="When in training do heavy hitters appear?",
-        published=Published(
-            caption="Figure 10: checkpoints of OPT-2.7B.",
-            shape="Shape only: a power law from 4 % of training on, positions drift slowly afterwards.",
-        ),
         here="A decoder of the model's shape is trained on a book for a small number of steps, and its accumulated "
         "attention measured on another at 4, 10, 25, 50 and 100 % of them.",
         parts=_parts,

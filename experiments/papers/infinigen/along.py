@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part, Result
-from experiments.papers.recipes import lm, reading
+from experiments.papers.recipes import lm, speculation
 from experiments.papers.settings import Settings
 from experiments.papers.statistics import paired_bootstrap
 from experiments.papers.verdict import Claim, Judgement, Table
@@ -29,9 +29,9 @@ def chunks(result: Result, settings: Settings) -> np.ndarray:
 def _along(settings: Settings, cache: str, slots: int, text: str) -> Part:
     scale = settings.scale
     prompt, slots = scale.tokens(PROMPT), scale.tokens(slots)
-    spec = reading.infinigen(cap=slots) if cache == "infinigen" else cache
+    spec = speculation.infinigen(cap=slots) if cache == "infinigen" else cache
     of = lm.lm(settings, spec, slots, text=text, prompt=prompt, new=scale.tokens(LENGTH) - prompt)
-    return reading.with_skew(settings, of) if cache == "infinigen" else of
+    return speculation.with_skew(settings, of) if cache == "infinigen" else of
 
 
 def _fig12_caches(settings: Settings) -> dict[str, tuple[str, int]]:
@@ -95,7 +95,7 @@ def _fig12(settings: Settings, found: Found) -> Judgement:
         tables=tables, confirm=confirm, contradict=contradict, comparisons=comparisons,
         notes=[
             f"h2o holds {SMALL} or {LARGE} slots; infinigen holds everything and reads at most {SMALL} slots and the "
-            f"new one, but everything in the first {reading.FIRST} layers.",
+            f"new one, but everything in the first {speculation.FIRST} layers.",
             f"The first chunk follows a prompt of {settings.scale.tokens(PROMPT)} tokens.",
         ],
         draw=lambda: figures.curves(panels),
@@ -116,9 +116,9 @@ def _points(settings: Settings) -> list[tuple[int, int]]:
 
 def _of_length(settings: Settings, cache: str, length: int, slots: int) -> Part:
     tokens = settings.scale.tokens
-    spec = reading.infinigen(cap=tokens(slots)) if cache == "infinigen" else cache
+    spec = speculation.infinigen(cap=tokens(slots)) if cache == "infinigen" else cache
     of = lm.lm(settings, spec, tokens(slots), prompt=tokens(length) - tokens(NEW), new=tokens(NEW))
-    return reading.with_skew(settings, of) if cache == "infinigen" else of
+    return speculation.with_skew(settings, of) if cache == "infinigen" else of
 
 
 def _fig19_parts(settings: Settings) -> Iterable[Part]:
@@ -184,11 +184,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig12",
         question="Does the loss grow along the sequence?",
-        published=Published(
-            caption="Figure 12: perplexity of WikiText-2 by chunks of 256 tokens, OPT-13B (2048) and Llama-2-13B "
-            "(4096), H2O with InfiniGen's amount.",
-            shape="Shape only: InfiniGen on the full cache's line; H2O drifts away with the chunk's number.",
-        ),
         here="The same on two texts after short prompts, in smaller chunks.",
         parts=_fig12_parts,
         judge=_fig12,
@@ -196,12 +191,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig19",
         question="Does it hold for long texts?",
-        published=Published(
-            caption="Figure 19: perplexity of WikiText-2, Llama-2-7B-32K: (a) 32768 tokens by relative size, (b) 64 "
-            "tokens kept by length.",
-            shape="Shape only: InfiniGen on the full cache's line down to the smallest size; H2O and quantisation "
-            "leave it at some size; in (b) H2O's gap widens with the length.",
-        ),
         here="A book, at lengths up to those of the model.",
         parts=_fig19_parts,
         judge=_fig19,

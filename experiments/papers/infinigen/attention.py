@@ -3,7 +3,7 @@
 import numpy as np
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.entry import Entry, Found
 from experiments.papers.recipes import look, versus
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
@@ -131,35 +131,10 @@ def _fig5(settings: Settings, found: Found) -> Judgement:
     )  # fmt: skip
 
 
-FIG5 = Published(
-    caption="Figure 5: keys that hold 0.9 of the attention of queries of OPT-6.7B, layers 0 and 18; the numbers are of "
-    "layer 18.",
-    rows=numbers("""
-        query | keys
-        500 | 80
-        1000 | 146
-        1500 | 160
-        2000 | 164
-        998 | 172
-        999 | 164
-        1000 | 146
-        1001 | 154
-        1002 | 140
-    """),
-    shape="Else shape only: a broad histogram in layer 0, a steep one at few keys in layer 18. A prompt of 200 with "
-    "20 % would keep 40, fewer than any of these.",
-)
-
 ENTRIES = (
     Entry(
         name="infinigen_fig4",
         question="Do kept tokens reproduce the attention row of the full cache, chosen for good or anew each step?",
-        published=Published(
-            caption="Figure 4: cosine similarity of attention rows with the full cache's, OPT-6.7B, 2000 tokens, 200 "
-            "kept, by H2O or by an optimal choice of each step.",
-            shape="Shape only: both near 1 up to 200; then H2O falls and swings, optimal stays high, except in layer "
-            "0, where both fall.",
-        ),
         here="Two texts after short prompts, a tenth of the length kept.",
         parts=lambda settings: [_fig4_part(settings, text) for text in _fig4_texts(settings)],
         judge=_fig4,
@@ -167,7 +142,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig5",
         question="How many keys hold 0.9 of a query's attention?",
-        published=FIG5,
         here="The same on a book.",
         parts=lambda settings: [look.look(settings, "keys_for_mass")],
         judge=_fig5,

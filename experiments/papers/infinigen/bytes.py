@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import plan
 from experiments.papers.settings import Settings
@@ -73,11 +73,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig2",
         question="When does the cache outgrow the weights?",
-        published=Published(
-            caption="Figure 2: OPT-30B, (a) batch 16 by length, (b) length 2048 by batch.",
-            shape="Shape only: weights constant, the cache linear in both and overtaking them; by its formula, 48 x 2 "
-            "x 7168 x 2 bytes for a token and a row, at 2,720 tokens and at batch 22.",
-        ),
         here="Bytes that kvjax would allocate, counted from shapes.",
         parts=_parts,
         judge=_judge,

@@ -3,9 +3,9 @@
 import numpy as np
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.entry import Entry, Found
 from experiments.papers.recipes import streams
-from experiments.papers.recipes.reading import RATIO
+from experiments.papers.recipes.speculation import RATIO
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 
@@ -77,25 +77,10 @@ def _table1(settings: Settings, found: Found) -> Judgement:
     )  # fmt: skip
 
 
-TABLE1 = Published(
-    caption="Table 1: cosine similarity of tensors of layer i - 1 to the input of block i, mean over layers, one "
-    "sentence of 2000 tokens.",
-    rows=numbers("""
-        tensor of layer i - 1 | OPT-6.7B | OPT-13B | OPT-30B | Llama-2-7B | Llama-2-13B
-        block input | 0.95 | 0.96 | 0.97 | 0.89 | 0.91
-        attention output | 0.29 | 0.28 | 0.36 | 0.31 | 0.27
-        FFN output | 0.34 | 0.28 | 0.35 | 0.37 | 0.34
-    """),
-)
-
 ENTRIES = (
     Entry(
         name="infinigen_fig7",
         question="Are queries large in few columns?",
-        published=Published(
-            caption="Figure 7: (a) a sketch of outlier channels, (b) the query matrix of OPT-13B, layer 18.",
-            shape="Shape only: vertical stripes; few columns are large in all rows.",
-        ),
         here="Sums of |q| by column on a book, before and after skewing.",
         parts=lambda settings: [streams.columns(settings)],
         judge=_fig7,
@@ -103,7 +88,6 @@ ENTRIES = (
     Entry(
         name="infinigen_table1",
         question="Does a block's input depend on the last block's input, or on what attention and FFN add?",
-        published=TABLE1,
         here="The same on a book, by layer.",
         parts=lambda settings: [streams.inputs(settings)],
         judge=_table1,

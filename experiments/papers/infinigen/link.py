@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
-from experiments.papers.recipes import lm, moved, plan, reading
+from experiments.papers.recipes import lm, moved, plan, speculation
 from experiments.papers.recipes.moved import FULL, H2O, INFINIGEN, INT4
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
@@ -21,15 +21,15 @@ NEEDS = "a GPU with a host link: `experiments.bench transfers` measures the link
 
 def measured(settings: Settings) -> Part:
     """The share of the slots that the guess reads, on the small model."""
-    return reading.read(settings)
+    return speculation.read(settings)
 
 
 def moved_bytes(settings: Settings, found: Found, part: moved.Moved) -> dict[str, float]:
     """Bytes of a step of each system; InfiniGen's from the measured share, with whole first layers."""
     found_moved = found[part]
     every = dict(zip(SYSTEMS, (float(each) for each in found_moved["moved"]), strict=True))
-    whole = reading.FIRST / shapes.by_name(part.shape).num_layers
-    share = whole + (1 - whole) * reading.share(found[measured(settings)])
+    whole = speculation.FIRST / shapes.by_name(part.shape).num_layers
+    share = whole + (1 - whole) * speculation.share(found[measured(settings)])
     return every | {INFINIGEN: every[FULL] * share}
 
 
@@ -46,19 +46,19 @@ CACHES = {FULL: "full", INT4: "full + int4", H2O: "h2o"}
 
 def _fig14_parts(settings: Settings) -> Iterable[Part]:
     yield from (lm.lm(settings, cache, 0.2) for cache in CACHES.values())
-    yield from (measured(settings), moved.own(settings, reading.RATIO), moved.moved(SHAPE, 20, PROMPT, NEW))
+    yield from (measured(settings), moved.own(settings, speculation.RATIO), moved.moved(SHAPE, 20, PROMPT, NEW))
 
 
 def _fig14(settings: Settings, found: Found) -> Judgement:
-    guess, own = found[measured(settings)], found[moved.own(settings, reading.RATIO)]
+    guess, own = found[measured(settings)], found[moved.own(settings, speculation.RATIO)]
     results = {name: found[lm.lm(settings, cache, 0.2)] for name, cache in CACHES.items()} | {INFINIGEN: guess}
     # [4, L]
     slots = own["slots"].copy()
     slots[3] = np.where(np.isnan(guess["number"]), slots[3], guess["number"])
     sizes = slots * own["bytes"][:, None]
-    later = dict(zip(SYSTEMS, sizes[:, reading.FIRST :].sum(axis=1), strict=True))
+    later = dict(zip(SYSTEMS, sizes[:, speculation.FIRST :].sum(axis=1), strict=True))
     every = dict(zip(SYSTEMS, sizes.sum(axis=1), strict=True))
-    partial = float(own["partial"]) * own["slots"][3].mean() * (sizes.shape[1] - reading.FIRST)
+    partial = float(own["partial"]) * own["slots"][3].mean() * (sizes.shape[1] - speculation.FIRST)
     rows = [
         {"system": name, **lm.cells(results[name], results[FULL]),
          "kB a step, layers that choose": f"{later[name] / 1e3:.1f}",
@@ -152,26 +152,10 @@ def _fig15(settings: Settings, found: Found) -> Judgement:
     )  # fmt: skip
 
 
-FIG15 = Published(
-    caption="Figure 15: tokens/s of OPT-13B, 1920 + 128, by batch.",
-    rows=numbers("""
-        system | batch 4 | batch 20
-        INT4 | 12.22 | 14.02
-        H2O | 21.31 | 25.70
-        InfiniGen | 27.36 | 41.99
-    """),
-    shape="1.28 to 34.64 times the others; UVM jumps at batch 16, FlexGen is nearly linear.",
-)
-
 ENTRIES = (
     Entry(
         name="infinigen_fig14",
         question="What is the latency from end to end, against five systems?",
-        published=Published(
-            caption="Figure 14: seconds of prefill and decoding, OPT-13B, 1920 + 128 tokens, batch 20.",
-            shape="InfiniGen is 1.63 to 32.93 times as fast as the others. Shape: UVM longest; UVM + H2O slow in "
-            "prefill, fast in decoding; FlexGen > INT4 > H2O > InfiniGen.",
-        ),
         here="Bytes that each system moves from the host in a step, and the perplexity that it has for them.",
         parts=_fig14_parts,
         judge=_fig14,
@@ -180,7 +164,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig15",
         question="Does the lead grow with the batch?",
-        published=FIG15,
         here="What bytes and bandwidths allow.",
         parts=_fig15_parts,
         judge=_fig15,

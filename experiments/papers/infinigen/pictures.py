@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.entry import Entry, Found
 from experiments.papers.infinigen.link import NEEDS, NEW, PROMPT, SHAPE
 from experiments.papers.recipes import guess, moved, plan
 from experiments.papers.settings import Settings
@@ -147,10 +147,6 @@ def _fig10(settings: Settings, found: Found) -> Judgement:
     )  # fmt: skip
 
 
-def _picture(caption: str, shape: str = "No result.") -> Published:
-    return Published(caption=caption, shape=shape)
-
-
 def _none(settings: Settings) -> list[moved.Moved]:
     return []
 
@@ -163,9 +159,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig3",
         question="Which styles of execution are there when the cache does not fit?",
-        published=_picture(
-            "Figure 3: all on the GPU; cache on the CPU; prefetch of all; prefetch of the critical part."
-        ),
         here="The least time of a step in each style, from bytes and bandwidths.",
         parts=lambda settings: [moved.moved(SHAPE, BATCH, PROMPT, NEW)],
         judge=_fig3,
@@ -174,7 +167,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig6",
         question="What is InfiniGen made of?",
-        published=_picture("Figure 6: an overview."),
         here="Where its parts are in kvjax.",
         parts=_none,
         judge=_fig6,
@@ -182,7 +174,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig8",
         question="What happens offline, in prefill and in decoding?",
-        published=_picture("Figure 8: the flow of skewing, prefill and decoding."),
         here="The same flow in kvjax, with the shapes of its arrays.",
         parts=_none,
         judge=_fig8,
@@ -190,9 +181,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig9",
         question="Which columns become partial weights?",
-        published=_picture(
-            "Figure 9: partial weights at prefill.", "One top-k over Σ|q| + Σ|k|, 30 % of the columns; no result."
-        ),
         here="kvjax's columns of drawn queries and keys beside NumPy's.",
         parts=_guesses(2),
         judge=_fig9,
@@ -201,11 +189,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig10",
         question="Which tokens does the guess leave out?",
-        published=_picture(
-            "Figure 10: speculation while decoding.",
-            "The threshold is the largest score - alpha; e^5 is about 148.4, so that a token left out weighs less "
-            "than 1 % of the largest; no result.",
-        ),
         here="kvjax's choice by drawn queries and keys, without a cap, beside guessed weights of NumPy.",
         parts=_guesses(1, 2),
         judge=_fig10,

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.entry import Entry, Found
 from experiments.papers.infinigen.along import PROMPT
 from experiments.papers.parts import Part
-from experiments.papers.recipes import lm, reading, streams
+from experiments.papers.recipes import lm, speculation, streams
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 
@@ -18,13 +18,13 @@ NEAR = 0.01
 def _part(settings: Settings, pool: str, limit: float, text: str) -> Part:
     scale = settings.scale
     prompt = scale.tokens(PROMPT)
-    kept = "full" if pool == "none" else f"from_layer({pool}, first={reading.FIRST})"
+    kept = "full" if pool == "none" else f"from_layer({pool}, first={speculation.FIRST})"
     length = scale.tokens(LENGTH)
     slots = int(limit * length)
     of = lm.lm(
-        settings, reading.infinigen(kept=kept), slots, text=text, prompt=prompt, new=length - prompt
+        settings, speculation.infinigen(kept=kept), slots, text=text, prompt=prompt, new=length - prompt
     )  # fmt: skip
-    return reading.with_skew(settings, of)
+    return speculation.with_skew(settings, of)
 
 
 def _pools(settings: Settings) -> tuple[str, ...]:
@@ -90,23 +90,10 @@ def _judge(settings: Settings, found: Found) -> Judgement:
     )
 
 
-TABLE2 = Published(
-    caption="Table 2: perplexity with a pool limited to 80 % of the cache, 2048 tokens; W = WikiText-2, P = PTB; OPT, "
-    "and L2 = Llama-2.",
-    rows=numbers("""
-        pool | 6.7B W | 6.7B P | 13B W | 13B P | 30B W | 30B P | L2-7B W | L2-7B P | L2-13B W | L2-13B P
-        100% | 11.68 | 13.86 | 10.55 | 12.78 | 10.14 | 12.31 | 5.69 | 22.53 | 5.25 | 31.94
-        80-FIFO% | 19.64 | 16.82 | 30.99 | 33.84 | 30.66 | 35.45 | 22.26 | 61.88 | 21.41 | 32.34
-        80-LRU% | 11.68 | 13.85 | 10.55 | 12.78 | 10.14 | 12.31 | 5.69 | 22.53 | 5.25 | 31.94
-        80-Counter% | 11.68 | 13.86 | 10.55 | 12.78 | 10.14 | 12.31 | 5.69 | 22.53 | 5.25 | 31.94
-    """),
-)
-
 ENTRIES = (
     Entry(
         name="infinigen_table2",
         question="Does a pool limit of 80 % of the cache hurt, by victim policy?",
-        published=TABLE2,
         here=f"The same texts after short prompts, {LENGTH} tokens, InfiniGen's guesses with each pool.",
         parts=_parts,
         judge=_judge,

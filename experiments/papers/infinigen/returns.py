@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import facts, look
 from experiments.papers.settings import Settings
@@ -83,11 +83,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig20",
         question="Do more queries attend to few keys as texts grow, and can an unimportant key come back?",
-        published=Published(
-            caption="Figure 20: Llama-3-8B-1048K at up to a million tokens: (a) queries that attend to under 1 % of "
-            "the keys, (b) the attention of sampled keys over the last 16K steps.",
-            shape="Shape only: (a) the share rises with the length; (b) spikes after thousands of quiet steps.",
-        ),
         here="(a) keys that hold 0.9 of the attention, of those that a query sees; (b) the attention that passkeys "
         "receive until they are asked for.",
         parts=_fig20_parts,

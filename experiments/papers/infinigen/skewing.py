@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
-from experiments.papers.recipes import lm, moved, reading, recall
-from experiments.papers.recipes.reading import CAP, WITHOUT_THRESHOLD
+from experiments.papers.recipes import lm, moved, recall, speculation
+from experiments.papers.recipes.speculation import CAP, WITHOUT_THRESHOLD
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 
@@ -22,23 +22,23 @@ def _kept(settings: Settings) -> tuple[float, ...]:
 
 
 def _fixed(ratio: float) -> str:
-    return reading.infinigen(WITHOUT_THRESHOLD, ratio=ratio, cap=CAP)
+    return speculation.infinigen(WITHOUT_THRESHOLD, ratio=ratio, cap=CAP)
 
 
 def _scored(settings: Settings, ratio: float, skew: bool) -> Part:
-    return reading.read(settings, alpha=WITHOUT_THRESHOLD, ratio=ratio, skew=skew)
+    return speculation.read(settings, alpha=WITHOUT_THRESHOLD, ratio=ratio, skew=skew)
 
 
 def _recalled(settings: Settings, ratio: float, skew: bool) -> Part:
     of = recall.recall(settings, _fixed(ratio), 1.0)
-    return reading.with_skew(settings, of) if skew else of
+    return speculation.with_skew(settings, of) if skew else of
 
 
 def _fig13_parts(settings: Settings) -> Iterable[Part]:
     yield lm.lm(settings, "full", 1.0)
     for skew in (False, True):
         for ratio in _kept(settings):
-            yield from (_scored(settings, ratio, skew), reading.overlap(settings, _fixed(ratio), skew=skew))
+            yield from (_scored(settings, ratio, skew), speculation.overlap(settings, _fixed(ratio), skew=skew))
         yield _recalled(settings, LOW, skew)
 
 
@@ -47,7 +47,7 @@ def _fig13(settings: Settings, found: Found) -> Judgement:
     rows, near = [], {}
     for ratio in _kept(settings):
         for skew in (False, True):
-            overlap = found[reading.overlap(settings, _fixed(ratio), skew=skew)]
+            overlap = found[speculation.overlap(settings, _fixed(ratio), skew=skew)]
             near[ratio, skew] = float(np.nanmean(overlap["overlap"]))
             rows.append(
                 {"ratio": f"{ratio:g}", "skew": "with" if skew else "without",
@@ -94,15 +94,15 @@ def _columns(settings: Settings) -> tuple[float, ...]:
 
 
 def _of_alpha(settings: Settings, alpha: float) -> Part:
-    return reading.read(settings, alpha=alpha)
+    return speculation.read(settings, alpha=alpha)
 
 
 def _of_ratio(settings: Settings, ratio: float) -> Part:
-    return reading.read(settings, alpha=AT, ratio=ratio)
+    return speculation.read(settings, alpha=AT, ratio=ratio)
 
 
 def _answers(settings: Settings, alpha: float) -> Part:
-    return reading.with_skew(settings, recall.recall(settings, reading.infinigen(alpha), 1.0))
+    return speculation.with_skew(settings, recall.recall(settings, speculation.infinigen(alpha), 1.0))
 
 
 def _asked(settings: Settings) -> tuple[float, ...]:
@@ -123,11 +123,11 @@ def _fig17(settings: Settings, found: Found) -> Judgement:
     by_alpha = {alpha: found[_of_alpha(settings, alpha)] for alpha in alphas}
     by_ratio = {ratio: found[_of_ratio(settings, ratio)] for ratio in ratios}
 
-    def cells(result: reading.Result) -> dict[str, str]:
+    def cells(result: speculation.Result) -> dict[str, str]:
         return {
-            **lm.cells(result, full), "slots fetched": f"{reading.mean(result, 'number'):.1f}",
-            "share read": f"{100 * reading.share(result):.1f} %",
-            "at the cap": f"{100 * reading.mean(result, 'capped'):.0f} %",
+            **lm.cells(result, full), "slots fetched": f"{speculation.mean(result, 'number'):.1f}",
+            "share read": f"{100 * speculation.share(result):.1f} %",
+            "at the cap": f"{100 * speculation.mean(result, 'capped'):.0f} %",
         }  # fmt: skip
 
     first = [
@@ -141,10 +141,10 @@ def _fig17(settings: Settings, found: Found) -> Judgement:
         held = float(own["partial"]) / float(own["bytes"][0])
         second.append({"ratio": f"{ratio:g}", **cells(result), "partial keys, of the cache": f"{100 * held:.1f} %"})
     loss = {alpha: lm.loss(result, full) for alpha, result in by_alpha.items()}
-    shares = [reading.share(result) for result in by_alpha.values()]
+    shares = [speculation.share(result) for result in by_alpha.values()]
     differences = {ratio: lm.loss(result, by_ratio[1.0]) for ratio, result in by_ratio.items()}
     flat = [alpha for alpha in alphas if alpha >= PLATEAU]
-    before = [a for a in alphas if abs(loss[a]) <= NEAR and reading.mean(by_alpha[a], "capped") < OFTEN]
+    before = [a for a in alphas if abs(loss[a]) <= NEAR and speculation.mean(by_alpha[a], "capped") < OFTEN]
     shown = ", ".join(f"{alpha:g}: {value:+.2%}" for alpha, value in loss.items())
     columns = ", ".join(f"{ratio:g}: {value:+.2%}" for ratio, value in differences.items())
     comparisons = [
@@ -162,7 +162,7 @@ def _fig17(settings: Settings, found: Found) -> Judgement:
     ]  # fmt: skip
     return Judgement(
         tables=[
-            Table(f"(a) By alpha, ratio {reading.RATIO:g}, cap {CAP:g}", first),
+            Table(f"(a) By alpha, ratio {speculation.RATIO:g}, cap {CAP:g}", first),
             Table(f"(b) By ratio, alpha {AT:g}", second),
         ],
         confirm=[
@@ -187,11 +187,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig13",
         question="Is skewing needed?",
-        published=Published(
-            caption="Figure 13: accuracy of five tasks, OPT-6.7B, a fixed 20 % of the cache read, with and without "
-            "skewing (by the scripts: a tenth of the columns, no threshold).",
-            shape="Shape only: without it far below the full cache, with it near. Llama-2: a small drop without.",
-        ),
         here="Perplexity, passkeys, and how many of the chosen slots are among the best.",
         parts=_fig13_parts,
         judge=_fig13,
@@ -199,12 +194,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig17",
         question="How sensitive are alpha and the partial weight ratio?",
-        published=Published(
-            caption="Figure 17: accuracy on WinoGrande and latency, (a) by alpha at a ratio of 0.3, (b) by ratio at "
-            "alpha 4.",
-            shape="Shape only: (a) accuracy rises to alpha 4 and is flat beyond, latency keeps rising; (b) accuracy "
-            "is flat beyond 0.3, latency flat throughout, memory proportional to the ratio.",
-        ),
         here="Perplexity, passkeys, slots that are fetched, and bytes of partial keys.",
         parts=_fig17_parts,
         judge=_fig17,

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.entry import Entry, Found
 from experiments.papers.infinigen.link import NEEDS, NEW, PROMPT, SHAPE, SYSTEMS, measured, moved_bytes, seconds
 from experiments.papers.parts import Part
-from experiments.papers.recipes import moved, reading, sides, streams
+from experiments.papers.recipes import moved, selection_speed, speculation, streams
 from experiments.papers.recipes.moved import FULL
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
@@ -83,37 +83,26 @@ def _fig16(settings: Settings, found: Found) -> Judgement:
     )  # fmt: skip
 
 
-FIG16 = Published(
-    caption="Figure 16: best or stated speed-up over FlexGen, (a) OPT-13B, batch 8, over lengths, (b) 30B; and the "
-    "mean number of important tokens (score above the largest - 4) of OPT-13B.",
-    rows=numbers("""
-        what | INT4 | H2O | InfiniGen
-        (a) up to | 1.92 | 3.40 | 5.28
-        (b) 30B | 1.18 | 1.28 | 1.34
-    """),
-    shape="Important tokens at lengths of 512, 1024, 1536 and 2048: 37, 60, 66, 73; H2O's 20 % of 2048 loads 409.",
-)
-
 # Figure 18
 KEYS, WEIGHTS = 0.15, 0.025  # shares of the cache and of the parameters
 
 
-def _timed(settings: Settings) -> list[sides.Sides]:
-    return [sides.sides(settings, 1)]
+def _timed(settings: Settings) -> list[selection_speed.Sides]:
+    return [selection_speed.sides(settings, 1)]
 
 
 def _fig18_parts(settings: Settings) -> Iterable[Part]:
-    yield from (moved.own(settings, reading.RATIO), moved.moved(SHAPE, 8, PROMPT, NEW), measured(settings))
+    yield from (moved.own(settings, speculation.RATIO), moved.moved(SHAPE, 8, PROMPT, NEW), measured(settings))
     yield from _timed(settings)
 
 
 def _fig18(settings: Settings, found: Found) -> Judgement:
-    own, part = found[moved.own(settings, reading.RATIO)], moved.moved(SHAPE, 8, PROMPT, NEW)
+    own, part = found[moved.own(settings, speculation.RATIO)], moved.moved(SHAPE, 8, PROMPT, NEW)
     size = moved_bytes(settings, found, part)
     keys = float(own["partial"]) / float(own["bytes"][0])
     # A layer's weights are 12 hidden_size**2, of which the queries' projection is one; the rest are embeddings.
     config = shapes.by_name(SHAPE)
-    weights = 2 * reading.RATIO * config.num_layers * config.hidden_size**2 / float(found[part]["weights"])
+    weights = 2 * speculation.RATIO * config.num_layers * config.hidden_size**2 / float(found[part]["weights"])
     ideal = seconds(found, part, 0.0)
     rows = [
         {"system": name, "MB a step": f"{size[name] / 1e6:,.0f}", "ms over PCIe 3": f"{1e3 * size[name] / PCIE_3:.0f}",
@@ -167,7 +156,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig16",
         question="How does the speed-up depend on length and model, and how does the number of important tokens grow?",
-        published=FIG16,
         here="The number of important tokens on a book; speed-ups from bytes.",
         parts=_fig16_parts,
         judge=_fig16,
@@ -176,13 +164,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig18",
         question="Where does a block's time go?",
-        published=Published(
-            caption="Figure 18: time of a block of OPT-13B, 2048 tokens, batch 8: ideal (no transfer), FlexGen, INT4, "
-            "H2O, InfiniGen.",
-            shape="Data transfer is 96.9 % of FlexGen's time and 91.8 % of H2O's; InfiniGen is 1.52 times as slow as "
-            "ideal, the others 3.90 to 18.55 times. Partial query weights are 2.5 % of the parameters, partial keys "
-            "15 % of the cache.",
-        ),
         here="Bytes, the times that they take, and steps on this CPU.",
         parts=_fig18_parts,
         judge=_fig18,

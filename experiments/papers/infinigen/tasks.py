@@ -3,15 +3,15 @@
 from collections.abc import Iterable
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
-from experiments.papers.recipes import choice, lm, plan, reading, recall
+from experiments.papers.recipes import choice, lm, plan, recall, speculation
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table
 
 SIZES = (0.03, 0.05, 0.1, 0.2)
 BELOW = (0.03, 0.05)  # where eviction is said to fail
-LATE = f"from_layer(h2o, first={reading.FIRST})"  # as InfiniGen, with whole first layers
+LATE = f"from_layer(h2o, first={speculation.FIRST})"  # as InfiniGen, with whole first layers
 STORED = ("full + int4", "full + int2")
 TASKS = ("copa",)
 CHOSEN = 0.05
@@ -22,7 +22,7 @@ def _sizes(settings: Settings) -> tuple[float, ...]:
 
 
 def _read(settings: Settings, size: float) -> Part:
-    return reading.read(settings, cap=size)
+    return speculation.read(settings, cap=size)
 
 
 def _stored(settings: Settings) -> tuple[str, ...]:
@@ -32,14 +32,16 @@ def _stored(settings: Settings) -> tuple[str, ...]:
 def _asked(settings: Settings, cache: str, size: float) -> Part:
     length = recall.short(settings)
     if cache == "infinigen":
-        return reading.with_skew(settings, recall.recall(settings, reading.infinigen(cap=size), 1.0, length=length))
+        return speculation.with_skew(
+            settings, recall.recall(settings, speculation.infinigen(cap=size), 1.0, length=length)
+        )
     return recall.recall(settings, cache, size, length=length)
 
 
 def _choice(settings: Settings, cache: str, task: str) -> Part:
     if cache == "infinigen":
-        made = choice.choice(settings, reading.infinigen(cap=CHOSEN), 1.0, task=task)
-        return reading.with_skew(settings, made)
+        made = choice.choice(settings, speculation.infinigen(cap=CHOSEN), 1.0, task=task)
+        return speculation.with_skew(settings, made)
     return choice.choice(settings, cache, CHOSEN, task=task)
 
 
@@ -87,10 +89,16 @@ def _judge(settings: Settings, found: Found) -> Judgement:
                 f"infinigen against h2o at {size:g}, passkey", asked["infinigen"], asked["h2o"]
             )
             better[size] = lm.compare(f"infinigen against h2o at {size:g}", own, other, settings)
-        add(f"infinigen({reading.ALPHA:g}, cap={size:g})", "infinigen", reading.share(own), own, facts["infinigen"])
+        add(
+            f"infinigen({speculation.ALPHA:g}, cap={size:g})",
+            "infinigen",
+            speculation.share(own),
+            own,
+            facts["infinigen"],
+        )
         add(f"h2o({size:g})", "h2o", size, other, facts["h2o"])
     for size in settings.scale.some(BELOW[1:], ()):
-        add(f"h2o({size:g}) from layer {reading.FIRST} on", "", size, found[lm.lm(settings, LATE, size)])
+        add(f"h2o({size:g}) from layer {speculation.FIRST} on", "", size, found[lm.lm(settings, LATE, size)])
     held = {c: float(found[plan.held(settings, c, 1.0)]["bytes"]) for c in ("full", *_stored(settings))}
     for cache in _stored(settings):
         # A full cache is in two bytes per number in the paper, in four here.
@@ -140,12 +148,6 @@ ENTRIES = (
     Entry(
         name="infinigen_fig11",
         question="How does accuracy depend on the relative size of the cache?",
-        published=Published(
-            caption="Figure 11: accuracy of five 5-shot tasks, OPT-6.7B to 30B and Llama-2, by relative KV size: full, "
-            "quantised, H2O and InfiniGen.",
-            shape="Shape only: below 10 % InfiniGen leads and the others drop; above it InfiniGen is about as the full "
-            "cache, sometimes slightly over.",
-        ),
         here="Perplexity, passkeys in prompts of half the usual length, and choices. The skew is found from another "
         "text; guesses are of 0.3 of the columns.",
         parts=_parts,

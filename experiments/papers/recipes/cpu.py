@@ -15,9 +15,10 @@ from experiments import results
 from experiments.papers.parts import Lab, Part, Result
 from experiments.papers.settings import ROOT, Settings
 from kvjax.errors import KvjaxError
+from kvjax.typing import Json, JsonObject
 
 
-def bench(lab: Lab, task: str, options: Mapping[str, Any], *flags: str) -> list[dict[str, Any]]:
+def bench(lab: Lab, task: str, options: Mapping[str, Json], *flags: str) -> list[JsonObject]:
     """Runs a task of `experiments.bench` in a process of its own, and returns its rows.
 
     Raises:

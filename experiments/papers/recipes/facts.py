@@ -1,7 +1,6 @@
 """The attention that a fact in the prompt receives from the text after it, until it is asked for."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from kvjax.analysis import retrieval_heads
 from kvjax.analysis.rows import Rows
 from kvjax.analysis.scan import over_tiles
 from kvjax.errors import InputError
+from kvjax.typing import PyTree
 
 Array = jax.Array
 ASKING = 32  # tokens of the question, at the most
@@ -130,7 +130,7 @@ def longest_quiet(paid: np.ndarray, marks: np.ndarray) -> int:
     return longest
 
 
-def _paid(carry: Any, attention: tuple[Rows], marks: Array) -> tuple[Any, Array]:
+def _paid(carry: PyTree, attention: tuple[Rows], marks: Array) -> tuple[PyTree, Array]:
     (rows,) = attention
     own = marks[:, : rows.probability.shape[-1]]
     # [B, K, G, n]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.papers.parts import Lab, Part, Result
-from experiments.papers.recipes.reading import ALPHA, FIRST, RATIO
+from experiments.papers.recipes.speculation import ALPHA, FIRST, RATIO
 from kvjax.selection import InfiniGen
 from kvjax.selection.base import Held, SelectView
 

@@ -14,6 +14,7 @@ from kvjax import analysis
 from kvjax.analysis.rows import Rows
 from kvjax.analysis.scan import over_tiles
 from kvjax.models.model import Model
+from kvjax.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ def mass_by_token(model: Model, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(run.carried)
 
 
-def _add_mass(carry: Any, attention: tuple[Rows]) -> tuple[Any, Any]:
+def _add_mass(carry: PyTree, attention: tuple[Rows]) -> tuple[PyTree, PyTree]:
     (rows,) = attention
     return carry + jnp.sum(rows.probability, axis=-2), ()
 

@@ -86,7 +86,7 @@ class Removal(Part):
         model, seed = lab.model(self.model), lab.settings.seed
         scored = lab.rows(self, self.text, self.rows, self.length)
         count = max(self.rows, self.batch * self.steps)
-        trained = lab.rows(self, self.source, min(count, training.MOST_ROWS), self.length)
+        trained = lab.rows(self, self.source, min(count, training.MAX_ROWS), self.length)
         # [L, neurons]
         heavy = frequency(model, trained[: self.rows]) > OFTEN
         rng = np.random.default_rng(seed)
@@ -184,7 +184,7 @@ def _gates(config: DecoderConfig, layer: Params, streams: Streams) -> Array:
     """The activations that gate a layer's neurons, [B, n, neurons]: of the gate, or of the only projection."""
     dtype = streams.block_input.dtype
 
-    def norm(name: str, x: Any) -> Any:
+    def norm(name: str, x: object) -> Any:
         return Norm(config, dtype).apply({"params": layer.get(name, {})}, x)
 
     # [B, n, hidden], as in `kvjax.models.decoder.Layer`

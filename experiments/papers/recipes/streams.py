@@ -4,14 +4,13 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.papers.parts import Lab, Part, Result
-from experiments.papers.recipes.reading import SAMPLE, SkewedLab
+from experiments.papers.recipes.speculation import SAMPLE, SkewedLab
 from experiments.papers.settings import Settings
 from kvjax import analysis
 from kvjax.analysis.rows import Rows
@@ -20,6 +19,7 @@ from kvjax.cache.state import Block
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SKEW, Decoder
 from kvjax.selection.speculate import skewed
+from kvjax.typing import JsonObject, PyTree
 
 Array = jax.Array
 
@@ -69,7 +69,7 @@ class Columns(Streams):
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _sums(params: Any, tokens: Array, *, config: DecoderConfig) -> tuple[Array, Array]:
+def _sums(params: PyTree, tokens: Array, *, config: DecoderConfig) -> tuple[Array, Array]:
     """Sums of |q| by column [L, K, D], in the skew's columns if there is one, and of |x| by channel [L, hidden]."""
     decoder = Decoder(config, params["embed"]["tokens"].dtype)
     lengths = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32)
@@ -121,7 +121,7 @@ class Important(Streams):
         return {"count": np.moveaxis(counts.mean(axis=(1, 2)), 1, 0), "first": first.mean(axis=(1, 2, 3))}
 
 
-def _near(carry: Any, attention: tuple[Rows], alphas: Array) -> tuple[Any, tuple[Array, Array]]:
+def _near(carry: PyTree, attention: tuple[Rows], alphas: Array) -> tuple[PyTree, tuple[Array, Array]]:
     (rows,) = attention
     logits = jnp.where(rows.seen, rows.logits, -jnp.inf)
     # [B, K, G, n, T]
@@ -131,7 +131,7 @@ def _near(carry: Any, attention: tuple[Rows], alphas: Array) -> tuple[Any, tuple
     return carry, (jnp.stack(counts, axis=3), rows.probability[..., 0])
 
 
-def _sized(settings: Settings, text: str) -> dict[str, Any]:
+def _sized(settings: Settings, text: str) -> JsonObject:
     return {"text": text, "rows": settings.scale.look_rows, "length": settings.scale.length}
 
 

@@ -21,7 +21,7 @@ from kvjax.models.model import Model
 from kvjax.models.parameters import random_parameters
 from kvjax.parallel.sharding import Params
 
-MOST_ROWS = 1_000  # of a text that is trained on
+MAX_ROWS = 1_000  # of a text that is trained on
 HEAVY = 0.2  # of the tokens
 
 
@@ -65,7 +65,7 @@ class Checkpoints(Part):
             model = dataclasses.replace(model, config=config)
         params = random_parameters(model.config, jax.random.key(lab.settings.seed))
         model = dataclasses.replace(model, params=params)
-        source = lab.rows(self, self.source, min(MOST_ROWS, self.batch * self.count), self.length)
+        source = lab.rows(self, self.source, min(MAX_ROWS, self.batch * self.count), self.length)
         tokens = lab.rows(self, self.text, self.rows, self.length)
         wanted = [max(1, round(share * self.count)) for share in self.shares]
         exponents, heavy = [], []

@@ -20,6 +20,7 @@ from kvjax.analysis.scan import over_steps
 from kvjax.cache.state import Layer
 from kvjax.numerics.top_k import largest
 from kvjax.policies import Evict, Keep
+from kvjax.typing import PyTree
 
 Array = jax.Array
 SUMS = ("mass", "count", "above")
@@ -58,7 +59,7 @@ class Versus(Part):
     def files(self, settings: Settings) -> Sequence[Path]:
         return (settings.file(self.text),)
 
-    def compare(self, lab: Lab, step: Any, start: Any, *args: Any) -> np.ndarray:
+    def compare(self, lab: Lab, step: Any, start: PyTree, *args: Any) -> np.ndarray:
         """The means over rows and heads of what a step has for each cache, [caches, L, new] float32."""
         tokens = lab.rows(self, self.text, self.rows, self.prompt + self.new)
         specs = [caches.build(cache, budget, lab.settings, self.prompt) for cache, budget in self.caches]
@@ -113,7 +114,7 @@ def jaccard(
     return Jaccard(caches=named, kinds=tuple(ranked), text=text, rows=settings.scale.look_rows, prompt=prompt, new=new)
 
 
-def _cosine(carry: Any, attention: tuple[Rows, ...]) -> tuple[Any, tuple[Array, ...]]:
+def _cosine(carry: PyTree, attention: tuple[Rows, ...]) -> tuple[PyTree, tuple[Array, ...]]:
     # [B, K, G, 1, T]
     full, *others = (rows.probability for rows in attention)
     found = []
@@ -133,7 +134,7 @@ def _after_prompt(runs: tuple[Layer, ...], *shape: int) -> tuple[Mapping[str, Ar
 
 def _jaccard(
     carry: tuple[Mapping[str, Array], ...], attention: tuple[Rows, ...], slots: Array, kinds: Array
-) -> tuple[Any, tuple[Array, ...]]:
+) -> tuple[PyTree, tuple[Array, ...]]:
     sums, scores = [], []
     for before, rows in zip(carry, attention, strict=True):
         # [B, K, 1, T], of the single query

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ from experiments.papers.settings import Settings
 from kvjax import analysis, policies
 from kvjax.analysis.rows import Rows
 from kvjax.analysis.scan import over_tiles
+from kvjax.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def follow(logits: np.ndarray, length: int, budget: int, recent: int) -> tuple[n
     return last, steps
 
 
-def _logits(carry: Any, attention: tuple[Rows]) -> tuple[Any, Any]:
+def _logits(carry: PyTree, attention: tuple[Rows]) -> tuple[PyTree, PyTree]:
     (rows,) = attention
     # [B, K, G, T, n]
     return carry, jnp.swapaxes(rows.logits, -1, -2)

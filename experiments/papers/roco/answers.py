@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import continuation, fullref
 from experiments.papers.roco.scopes import text_rows
@@ -61,20 +61,6 @@ def _table4(settings: Settings, found: Found) -> Judgement:
         notes=["Greedy texts part for good at the first other token: read R-L beside 'first differs after'."],
     )  # fmt: skip
 
-
-TABLE4 = Published(
-    caption="Table 4: scores in % of 805 AlpacaEval answers against those of the full cache, evicted from while "
-    "answering; L = LLaMa2-7B, W = WizardLM-7B.",
-    rows=numbers("""
-        method | L BLEU | L R-1 | L R-2 | L R-L | W BLEU | W R-1 | W R-2 | W R-L
-        Random | 45.6 | 66.6 | 49.7 | 56.1 | 40.6 | 62.9 | 45.6 | 52.8
-        StreamLLM | 47.3 | 66.6 | 51.1 | 57.1 | 43.0 | 63.9 | 47.8 | 54.5
-        ScissorHands | 62.1 | 76.5 | 63.9 | 68.8 | 57.2 | 73.3 | 60.9 | 65.3
-        H2O | 63.0 | 77.5 | 65.7 | 69.9 | 58.6 | 74.1 | 62.1 | 66.8
-        TOVA | 60.1 | 75.3 | 63.8 | 68.3 | 59.6 | 75.0 | 63.1 | 68.0
-        RoCo | 66.3 | 79.7 | 68.1 | 72.5 | 62.2 | 76.4 | 64.5 | 69.5
-    """),
-)
 
 # Table 5
 JUDGED, WITH = ("window", "h2o", "roco"), (200, 250)
@@ -136,21 +122,10 @@ def _table5(settings: Settings, found: Found) -> Judgement:
     )  # fmt: skip
 
 
-TABLE5 = Published(
-    caption="Table 5: win rate in % against text-davinci-003 on AlpacaEval, judged by GPT-4; in brackets, against the "
-    "full cache.",
-    rows=numbers("""
-        budget | StreamLLM | H2O | RoCo
-        200 | 72.0 (-3.6) | 74.5 (-1.1) | 75.2 (-0.4)
-        250 | 72.9 (-2.7) | 74.8 (-0.8) | 75.5 (-0.1)
-    """),
-)
-
 ENTRIES = (
     Entry(
         name="roco_table4",
         question="Does a budget while decoding keep answers?",
-        published=TABLE4,
         here="Long continuations of short prompts of a book, under two budgets.",
         parts=_table4_parts,
         judge=_table4,
@@ -158,7 +133,6 @@ ENTRIES = (
     Entry(
         name="roco_table5",
         question="Do judges notice?",
-        published=TABLE5,
         here="In place of a judge: how probable the full cache finds the texts of roco_table4.",
         parts=_table5_parts,
         judge=_table5,

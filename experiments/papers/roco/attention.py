@@ -3,7 +3,7 @@
 import numpy as np
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.entry import Entry, Found
 from experiments.papers.recipes import deviation, versus
 from experiments.papers.settings import Settings
 from experiments.papers.verdict import Claim, Judgement, Table, at_least
@@ -135,9 +135,6 @@ ENTRIES = (
     Entry(
         name="roco_fig1",
         question="What does eviction from the cache look like?",
-        published=Published(
-            caption="Figure 1: a picture of a cache from which tokens are evicted.", shape="No result."
-        ),
         here=f"The tokens that roco keeps at {KEPT:g} of a prompt, in one row of a book.",
         parts=lambda settings: [_kept(settings)],
         judge=_fig1,
@@ -145,12 +142,6 @@ ENTRIES = (
     Entry(
         name="roco_fig2",
         question="How well do the top tokens by a policy's own scores match those of the full cache?",
-        published=Published(
-            caption="Figure 2: Jaccard similarity by budget rate, LLaMa2-7B-Chat, answers to 805 AlpacaEval "
-            "instructions, nothing protected.",
-            shape="MAS is over 0.9 at a rate of 0.3. Else shape only: MAS highest, then LTAS, then AAS, AQAS lowest, "
-            "at every rate.",
-        ),
         here="Similarity at every query after prompts of a book.",
         parts=lambda settings: [_fig2_part(settings, rate) for rate in _rates(settings)],
         judge=_fig2,
@@ -158,10 +149,6 @@ ENTRIES = (
     Entry(
         name="roco_fig3",
         question="How does the deviation of the attention that a token receives develop as queries come?",
-        published=Published(
-            caption="Figure 3: standard deviation of the attention that tokens receive, by query.",
-            shape="Shape only: a short rise, then a steady fall, in every layer and head.",
-        ),
         here="The same on a book, under the full cache.",
         parts=lambda settings: [deviation.deviation(settings)],
         judge=_fig3,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import lm
 from experiments.papers.roco.scopes import BLOCK
@@ -99,11 +99,6 @@ ENTRIES = (
     Entry(
         name="roco_fig5",
         question="How does perplexity depend on the budget rate?",
-        published=Published(
-            caption="Figure 5: perplexity of 200 documents of OpenWebText by budget rate.",
-            shape="RoCo leads H2O, the second, by 0.2 at a rate of 0.15. Else shape only: RoCo lowest everywhere, the "
-            "gap widest at small budgets, Random worst with StreamLLM.",
-        ),
         here=f"Three texts; prompts are evicted from while they are read, in blocks of {BLOCK} tokens.",
         parts=_parts,
         judge=_judge,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part, Result
 from experiments.papers.recipes import recall
 from experiments.papers.roco.scopes import BLOCK
@@ -86,20 +86,6 @@ def _table3(settings: Settings, found: Found) -> Judgement:
     )  # fmt: skip
 
 
-TABLE3 = Published(
-    caption="Table 3: scores in % of CNN/DM documents that the model is asked to reproduce, the prompt evicted; "
-    "L = LLaMa2-7B, W = WizardLM-7B.",
-    rows=numbers("""
-        method | L BLEU | L R-1 | L R-L | W BLEU | W R-1 | W R-L
-        Random | 4.9 | 26.7 | 18.1 | 6.3 | 30.3 | 19.6
-        StreamLLM | 15.1 | 37.6 | 28.5 | 5.3 | 24.7 | 16.3
-        ScissorHands | 16.9 | 45.9 | 33.7 | 17.4 | 48.3 | 33.0
-        H2O | 20.8 | 50.6 | 40.7 | 20.8 | 50.8 | 38.5
-        TOVA | 11.2 | 43.1 | 30.3 | 12.5 | 41.7 | 27.7
-        RoCo | 28.1 | 57.7 | 49.2 | 29.0 | 58.9 | 47.5
-    """),
-)
-
 # Figure 6
 RATE = 0.3
 NAMES = ("full", "roco", "h2o", "window")
@@ -141,7 +127,6 @@ ENTRIES = (
     Entry(
         name="roco_table3",
         question="Is the original text still in the reduced cache?",
-        published=TABLE3,
         here="Spans of random words hidden in a text, to be continued from their first three; prompts of half the "
         f"usual length are evicted from while they are read, in blocks of {BLOCK} tokens.",
         parts=_table3_parts,
@@ -150,10 +135,6 @@ ENTRIES = (
     Entry(
         name="roco_fig6",
         question="Does a case study show the same answer as under the full cache?",
-        published=Published(
-            caption="Figure 6: LLaMa2-7B-Chat says which actors began on Broadway.",
-            shape="One example: at a rate of 0.3 RoCo names the same people as the full cache.",
-        ),
         here="The small model knows no actors: numbers of names that its prompt, of half the usual length, tells; one "
         "of four is asked for.",
         parts=lambda settings: [_names(settings, cache) for cache in NAMES],

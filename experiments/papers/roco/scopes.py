@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from experiments.papers import figures
-from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import fullref, lm
 from experiments.papers.recipes.fullref import Comparison
@@ -190,11 +190,6 @@ ENTRIES = (
         name="roco_fig4",
         question="Which scope should be protected beside mean attention, a window or the largest deviation, and how "
         "sensitive is its size?",
-        published=Published(
-            caption="Figure 4: geometric mean of ROUGE-1/2/L and METEOR of LLaMa2-7B-Chat's CNN/DM summaries against "
-            "the full cache's, by size of the scope, at a rate of 0.5.",
-            shape="Shape only: deviation above the window at every size, and flatter.",
-        ),
         here="Continuations of a book against the full cache's, and perplexity; prompts are evicted from while they "
         f"are read, in blocks of {BLOCK} tokens, and eviction goes on while answering.",
         parts=_fig4_parts,
@@ -203,19 +198,6 @@ ENTRIES = (
     Entry(
         name="roco_table1",
         question="Which importance and which scope does each policy have?",
-        published=Published(
-            caption="Table 1: the taxonomy of policies.",
-            rows=numbers("""
-                policy | importance | scope
-                Random | none | none
-                StreamLLM | none | local window
-                ScissorHands | AQAS | local window
-                H2O | AAS | local window
-                TOVA | LTAS | none
-                RoCo | MAS | standard deviation
-            """),
-            shape="No result.",
-        ),
         here="The ablation that the paper does not print: every importance with every scope, perplexity of a book.",
         parts=_table1_parts,
         judge=_table1,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from experiments.papers.entry import Entry, Found, Published, numbers
+from experiments.papers.entry import Entry, Found
 from experiments.papers.parts import Part
 from experiments.papers.recipes import fullref
 from experiments.papers.recipes.fullref import Comparison
@@ -94,25 +94,6 @@ NOTES = (
     "kvjax's policies go on evicting while answering; RoCo's do not for these tasks. METEOR needs WordNet and is left "
     "out.",
 )
-TABLE2 = Published(
-    caption="Table 2: scores in % of summaries against those of the full cache, the prompt evicted; X = XSum, C = "
-    "CNN/DM.",
-    rows=numbers("""
-        model | method | X BLEU | X Meteor | X R-1 | X R-2 | X R-L | C BLEU | C Meteor | C R-1 | C R-2 | C R-L
-        LLaMa2-7B | Random | 16.7 | 35.1 | 41.8 | 22.8 | 33.3 | 15.4 | 30.8 | 39.0 | 19.9 | 26.2
-        LLaMa2-7B | StreamLLM | 11.9 | 35.5 | 42.7 | 17.6 | 31.3 | 19.2 | 40.0 | 49.5 | 24.3 | 30.7
-        LLaMa2-7B | ScissorHands | 29.3 | 50.4 | 56.5 | 35.6 | 46.5 | 27.8 | 46.4 | 57.7 | 33.4 | 40.7
-        LLaMa2-7B | H2O | 37.3 | 55.8 | 62.2 | 44.2 | 54.2 | 31.1 | 47.6 | 58.9 | 36.8 | 43.7
-        LLaMa2-7B | TOVA | 20.5 | 42.4 | 48.9 | 26.9 | 39.9 | 21.5 | 41.7 | 53.1 | 27.4 | 34.8
-        LLaMa2-7B | RoCo | 43.4 | 60.5 | 65.0 | 48.6 | 57.8 | 33.2 | 49.3 | 61.1 | 39.2 | 46.0
-        WizardLM-7B | Random | 12.6 | 30.0 | 36.3 | 19.1 | 28.0 | 12.4 | 27.8 | 39.6 | 17.0 | 23.9
-        WizardLM-7B | StreamLLM | 7.1 | 27.3 | 36.2 | 13.4 | 25.6 | 8.8 | 25.9 | 39.0 | 14.4 | 23.8
-        WizardLM-7B | ScissorHands | 29.8 | 48.6 | 57.2 | 38.5 | 47.7 | 24.6 | 41.2 | 54.3 | 29.1 | 35.7
-        WizardLM-7B | H2O | 30.5 | 50.2 | 57.6 | 40.8 | 49.7 | 27.7 | 43.3 | 56.4 | 32.5 | 39.2
-        WizardLM-7B | TOVA | 15.0 | 36.2 | 46.1 | 23.9 | 34.8 | 14.5 | 32.7 | 45.9 | 19.4 | 27.9
-        WizardLM-7B | RoCo | 35.7 | 56.6 | 61.4 | 45.5 | 53.7 | 30.2 | 45.9 | 59.1 | 35.6 | 42.4
-    """),
-)
 
 # Table 7
 GROUPED = ("h2o", "roco")
@@ -154,19 +135,6 @@ def _table7(settings: Settings, found: Found) -> Judgement:
         notes=NOTES,
     )
 
-
-TABLE7 = Published(
-    caption="Table 7: as Table 2, Zephyr-7B (32 query heads on 8 KV heads); X = XSum, C = CNN/DM.",
-    rows=numbers("""
-        method | X BLEU | X Meteor | X R-1 | X R-2 | X R-L | C BLEU | C Meteor | C R-1 | C R-2 | C R-L
-        Random | 17.0 | 39.0 | 48.6 | 25.2 | 34.4 | 22.8 | 43.2 | 54.5 | 29.0 | 36.1
-        StreamLLM | 12.0 | 35.0 | 45.1 | 19.3 | 29.0 | 20.2 | 41.2 | 51.8 | 26.1 | 31.9
-        ScissorHands | 26.6 | 48.7 | 57.4 | 34.3 | 44.2 | 29.4 | 49.1 | 60.4 | 36.0 | 44.0
-        H2O | 29.6 | 49.9 | 58.9 | 38.3 | 47.2 | 34.9 | 52.3 | 63.6 | 41.3 | 48.4
-        TOVA | 16.8 | 40.7 | 50.5 | 24.6 | 34.9 | 25.5 | 45.8 | 57.5 | 32.2 | 38.6
-        RoCo | 33.6 | 54.9 | 62.6 | 42.4 | 50.4 | 36.6 | 53.8 | 64.6 | 42.6 | 50.0
-    """),
-)
 
 # Table 8
 SMALL_PROMPT, SMALL_NEW = 384, 64
@@ -214,18 +182,6 @@ def _table8(settings: Settings, found: Found) -> Judgement:
     )  # fmt: skip
 
 
-TABLE8 = Published(
-    caption="Table 8: as Table 2, LLaMa2-13B-Chat; X = XSum, C = CNN/DM.",
-    rows=numbers("""
-        method | X BLEU | X Meteor | X R-1 | X R-2 | X R-L | C BLEU | C Meteor | C R-1 | C R-2 | C R-L
-        Random | 14.9 | 27.7 | 30.0 | 17.9 | 24.5 | 9.0 | 18.8 | 22.3 | 11.7 | 15.1
-        StreamLLM | 14.7 | 35.7 | 41.7 | 19.8 | 31.2 | 26.0 | 43.1 | 53.2 | 30.4 | 36.6
-        H2O | 38.3 | 55.9 | 61.0 | 44.5 | 53.4 | 38.4 | 52.5 | 62.3 | 42.6 | 48.6
-        RoCo | 45.8 | 62.2 | 66.6 | 51.5 | 59.3 | 41.4 | 54.1 | 65.1 | 47.0 | 53.0
-    """),
-)
-
-
 def _all(parts: Iterable[dict[str, fullref.Greedy]]) -> list[Part]:
     return [part for each in parts for part in each.values()]
 
@@ -234,7 +190,6 @@ ENTRIES = (
     Entry(
         name="roco_table2",
         question="Which policy keeps a summary closest to the full cache's?",
-        published=TABLE2,
         here="Prompts of a book and of XSum articles, continued greedily under each policy; prompts are evicted from "
         f"while they are read, in blocks of {BLOCK} tokens.",
         parts=lambda settings: _all(_table2_texts(settings).values()),
@@ -243,7 +198,6 @@ ENTRIES = (
     Entry(
         name="roco_table7",
         question="Does averaging over a group of query heads carry over to grouped queries?",
-        published=TABLE7,
         here="The model groups queries: the book's part of roco_table2 is this one; and the largest of a group instead "
         "of its mean.",
         parts=lambda settings: _all([_table7_caches(settings)]),
@@ -252,7 +206,6 @@ ENTRIES = (
     Entry(
         name="roco_table8",
         question="Does the order hold for a larger model?",
-        published=TABLE8,
         here="The model against stories260K, a book, shorter texts.",
         parts=lambda settings: _all(_table8_parts(settings, model) for model in (MAIN, SECOND)),
         judge=_table8,

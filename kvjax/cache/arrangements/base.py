@@ -30,7 +30,7 @@ class Counts(NamedTuple):
     Attributes:
       slots: the most slots that a head holds between steps.
       following: the most tokens that follow a prompt while the arrays are in use.
-      extent: what else arrays are sized for; None for single slots, and while a prompt is processed in blocks.
+      array_sizes: what else arrays are sized for; None for single slots, and while a prompt is processed in blocks.
       compressed: whether a prompt may lose tokens when it ends.
       evicts: whether slots are freed while decoding.
       newest_stay: whether the tokens of the residual are never evicted while decoding.
@@ -38,7 +38,7 @@ class Counts(NamedTuple):
 
     slots: int
     following: int
-    extent: "ArraySizes | None"
+    array_sizes: "ArraySizes | None"
     compressed: bool
     evicts: bool
     newest_stay: bool

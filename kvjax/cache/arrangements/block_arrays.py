@@ -38,14 +38,14 @@ def unit_of(storage: Storage, side: str) -> int:
     return storage.layout.size if isinstance(storage.codecs[side], BlockCodec) else 1
 
 
-def room(storage: Storage, side: str, slots: int, extent: "ArraySizes", parts: int = 1) -> tuple[int, int]:
+def room(storage: Storage, side: str, slots: int, array_sizes: "ArraySizes", parts: int = 1) -> tuple[int, int]:
     """Returns the number of units of tokens that can be encoded, and the number of exact tokens.
 
     Args:
       storage: how keys and values are held.
       side: ``key`` or ``value``.
       slots: the most tokens of a head.
-      extent: what arrays are sized for.
+      array_sizes: what arrays are sized for.
       parts: the number of devices that slots are divided over. A coded unit is where its slots are, and every slot may
         be coded.
     """
@@ -53,22 +53,22 @@ def room(storage: Storage, side: str, slots: int, extent: "ArraySizes", parts: i
     codec = storage.codecs[side]
     if isinstance(codec, BlockCodec) and codec.prompt is not None:
         # How many blocks are filled after a prompt depends on where it ends in a block.
-        longest = slots - extent.following
-        ends = range(max(extent.shortest, longest - unit + 1), longest + 1)
-        return max((end + extent.following) // unit - end // unit for end in ends), min(unit, slots)
+        longest = slots - array_sizes.following
+        ends = range(max(array_sizes.shortest, longest - unit + 1), longest + 1)
+        return max((end + array_sizes.following) // unit - end // unit for end in ends), min(unit, slots)
     if isinstance(codec, BlockCodec):
         return slots // unit, min(unit, slots)
     if parts > 1:
         return slots, min(storage.residual, slots)
     # A compressor may drop the newest tokens of the prompt, so that all that it leaves is encoded.
-    least = slots - extent.following if extent.compressed else 0
-    return max(slots - storage.residual, least, 0), min(storage.residual, slots)
+    minimum = slots - array_sizes.following if array_sizes.compressed else 0
+    return max(slots - storage.residual, minimum, 0), min(storage.residual, slots)
 
 
 def prompt_blocks(group: "Group") -> int:
     """Returns the number of blocks of a prompt, where these are held in another form."""
-    assert group.extent is not None
-    return (group.capacity - group.extent.following) // unit_of(group.storage, "key")
+    assert group.array_sizes is not None
+    return (group.capacity - group.array_sizes.following) // unit_of(group.storage, "key")
 
 
 def over_devices(group: "Group", parts: int) -> int:
@@ -97,9 +97,9 @@ def empty(group: "Group", shape: tuple[int, int], dim: int, dtype: DTypeLike) ->
     """
     storage, made = group.storage, dict[str, Parts]()
     warn_if_larger(storage, dim, dtype)
-    assert group.extent is not None
+    assert group.array_sizes is not None
     for side, codec in storage.codecs.items():
-        units, exact = room(storage, side, group.capacity, group.extent, group.slot_parts)
+        units, exact = room(storage, side, group.capacity, group.array_sizes, group.slot_parts)
         parts = parts_of(storage, side, dim, dtype)
         coded = {name: jnp.zeros((*shape, units, *own), each) for name, (own, each) in parts.items()}
         if isinstance(codec, BlockCodec) and codec.prompt is not None:

@@ -1,7 +1,7 @@
 """Blocks of consecutive tokens: encodes those that are full when a step or a prompt ends; see `block_arrays`."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from kvjax.storage.base import Parts, Storage
 from kvjax.storage.block_codec import BlockCodec, SegmentCodec
 from kvjax.storage.side import Sides
 from kvjax.storage.store import aligned
+from kvjax.typing import PyTree
 
 if TYPE_CHECKING:
     from kvjax.cache.groups import Group
@@ -223,9 +224,9 @@ def _flushed(
     units = next(iter(others.values())).shape[2]
     if units:
         # The most units that a step completes; before it, less than one is exact, or `residual` tokens.
-        most = (unit - 1 + n) // unit
+        maximum = (unit - 1 + n) // unit
         # [B, K, most]
-        number = mark // unit + jnp.arange(most, dtype=jnp.int32)
+        number = mark // unit + jnp.arange(maximum, dtype=jnp.int32)
         due = (number + 1) * unit <= coded
 
         def encode(old: Array, x: Array) -> tuple[Parts, Array]:
@@ -239,7 +240,7 @@ def _flushed(
                 tokens = jnp.where((slots < held)[..., None], _gather(old, slots % entries), tokens)
             read = tokens[:, :, :1, 0].astype(jnp.float32)
             if isinstance(codec, BlockCodec):
-                tokens = tokens.reshape(*tokens.shape[:2], most, unit, -1)
+                tokens = tokens.reshape(*tokens.shape[:2], maximum, unit, -1)
             shared = aligned(storage, sides, side, tokens.ndim)
             return codec.encode(tokens.astype(jnp.float32), shared, old.dtype), read
 
@@ -264,7 +265,7 @@ def _if_any(due: Array, function: Callable[..., T], *operands: Array) -> T:
     """Calls a function if any row has something due; otherwise returns zeros."""
     shapes = jax.eval_shape(function, *operands)
 
-    def nothing(*_: Array) -> Any:
+    def nothing(*_: Array) -> PyTree:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     made: T = jax.lax.cond(jnp.any(due), function, nothing, *operands)
@@ -285,7 +286,7 @@ def _convert(layer: LayerKV, after: "Group", per_slot: PerSlot, newest: Array, s
       The layer with its positions, stores and marks; and `per_slot` for its slots.
     """
     storage, size = after.storage, after.capacity
-    assert after.extent is not None
+    assert after.array_sizes is not None
     live = layer.position >= 0
     # [B, K, W]
     order = oldest_first(layer.position, live, size)
@@ -298,7 +299,7 @@ def _convert(layer: LayerKV, after: "Group", per_slot: PerSlot, newest: Array, s
     for side in storage.codecs:
         # [B, K, W, D]
         x = take(layer.stores[0][side][EXACT], order, order.shape[2])
-        units, entries = room(storage, side, size, after.extent, after.slot_parts)
+        units, entries = room(storage, side, size, after.array_sizes, after.slot_parts)
         coded = _coded(storage, side, position, held, newest, jnp.zeros_like(held))
         codec, unit = storage.codecs[side], unit_of(storage, side)
         if isinstance(codec, BlockCodec) and codec.prompt is not None:
@@ -314,8 +315,8 @@ def _convert(layer: LayerKV, after: "Group", per_slot: PerSlot, newest: Array, s
         store[side] = {**parts, EXACT: exact}
         marks[side] = coded[..., 0]
     per_slot = forget(moved, position)
-    fresh = empty_stats(after.needs, after.remembers, slots_of(position))
-    stats = {name: per_slot.stats.get(name, new) for name, new in fresh.items()}
+    empty = empty_stats(after.needs, after.remembers, slots_of(position))
+    stats = {name: per_slot.stats.get(name, new) for name, new in empty.items()}
     layer = layer.replace(position=position, stores=(store,), marks=marks)
     return layer, per_slot.replace(stats=stats)
 

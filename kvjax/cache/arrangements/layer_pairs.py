@@ -5,7 +5,7 @@ share is in the arrays of the lower one, which a step of the upper one borrows.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from kvjax.storage.base import Storage
 from kvjax.storage.layouts import LOWER, UPPER, Pairs
 from kvjax.storage.minicache import DIRECTION, Merged
 from kvjax.storage.side import Sides
+from kvjax.typing import PyTree
 
 if TYPE_CHECKING:
     from kvjax.cache.groups import Group
@@ -89,7 +90,7 @@ class PairArrangement(Arrangement):
         return dense()
 
     def prompt_end(self, group: "Group") -> "Group":
-        return dataclasses.replace(group, storage=dense(), slots=(group.capacity,), extent=None)
+        return dataclasses.replace(group, storage=dense(), slots=(group.capacity,), array_sizes=None)
 
     def refuses_devices(self, group: "Group") -> str | None:
         return f"storage {group.storage.label} holds the tokens of two layers together"
@@ -133,7 +134,7 @@ class PairArrangement(Arrangement):
         return layer.replace(stores=(store, *layer.stores[1:]), sides=sides)
 
     def release(self, after: LayerKV, before: LayerKV) -> LayerKV:
-        def own(made: Store | Sides, had: Store | Sides) -> dict[str, Any]:
+        def own(made: Store | Sides, had: Store | Sides) -> dict[str, PyTree]:
             return {name: {part: made[name][part] for part in parts} for name, parts in had.items()}
 
         store, *others = after.stores
@@ -172,8 +173,8 @@ def _pair_of_other_budgets(storage: Storage, branch: "Branch", sizes: "Sizes", l
 def _merged(lower: LayerKV, upper: LayerKV, group: "Group") -> tuple[LayerKV, LayerKV]:
     """Merges two dense layers that hold the same positions; `group` is that of the lower one."""
     size = group.slots[0]
-    stores: tuple[dict[str, Any], ...] = ({}, {})
-    sides: tuple[dict[str, Any], ...] = ({}, {})
+    stores: tuple[dict[str, PyTree], ...] = ({}, {})
+    sides: tuple[dict[str, PyTree], ...] = ({}, {})
     position = lower.position[:, :, :size]
     for name, codec in codecs_of(group.storage).items():
         one, other = (each.stores[0][name]["exact"][:, :, :size] for each in (lower, upper))

@@ -5,7 +5,7 @@ for the prompt and one of equal size for each segment after it. Only slots of th
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from kvjax.storage.layouts import Segments
 from kvjax.storage.rounding import within
 from kvjax.storage.side import Sides
 from kvjax.storage.store import aligned
+from kvjax.typing import PyTree
 
 if TYPE_CHECKING:
     from kvjax.cache.groups import ArraySizes, Group
@@ -40,9 +41,9 @@ def regions(layout: Segments, tier: int) -> int:
     return high if tier == HIGH else layout.window - high
 
 
-def slots(layout: Segments, tokens: int, extent: "ArraySizes") -> tuple[int, int, int]:
+def slots(layout: Segments, tokens: int, array_sizes: "ArraySizes") -> tuple[int, int, int]:
     """Returns the slots of the high tier, of the low tier and of the window, for heads of `tokens` tokens."""
-    prompt, segments = tokens - extent.following, extent.following // layout.window
+    prompt, segments = tokens - array_sizes.following, array_sizes.following // layout.window
     high = salient(layout, prompt)
     # A tier has a slot at the least, also if no token is ever in it.
     first, second = max(high, 1), max(prompt - high, 1)
@@ -52,8 +53,8 @@ def slots(layout: Segments, tokens: int, extent: "ArraySizes") -> tuple[int, int
 def count_of(group: "Group") -> int:
     """Returns the segments after the prompt that there is room for."""
     layout = group.storage.layout
-    assert isinstance(layout, Segments) and group.extent is not None
-    return group.extent.following // layout.window
+    assert isinstance(layout, Segments) and group.array_sizes is not None
+    return group.array_sizes.following // layout.window
 
 
 def storage_of(storage: Storage, tier: int) -> Storage:
@@ -88,7 +89,7 @@ def empty(group: "Group", shape: tuple[int, int], dim: int, dtype: DTypeLike) ->
     return *made, {"key": {"exact": window}, "value": {"exact": window}}
 
 
-def _parts(storage: Storage, tokens: int, dim: int, dtype: DTypeLike) -> Any:
+def _parts(storage: Storage, tokens: int, dim: int, dtype: DTypeLike) -> PyTree:
     assert isinstance(storage.key, BlockCodec)
     return storage.key.parts(tokens, dim, dtype).items()
 

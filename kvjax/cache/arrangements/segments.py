@@ -33,6 +33,7 @@ from kvjax.storage.block_codec import BlockCodec
 from kvjax.storage.layouts import Segments
 from kvjax.storage.side import Sides
 from kvjax.storage.store import aligned
+from kvjax.typing import PyTree
 
 if TYPE_CHECKING:
     from kvjax.cache.groups import Group
@@ -44,7 +45,7 @@ Array = jax.Array
 Vectors = Mapping[str, Array]  # ``key`` and ``value`` -> [B, K, n, D]
 
 
-def _encoded(storage: Storage, exact: Vectors, index: Array, known: Array, sides: Sides) -> tuple[Any, Any]:
+def _encoded(storage: Storage, exact: Vectors, index: Array, known: Array, sides: Sides) -> tuple[PyTree, PyTree]:
     """Encodes some tokens of a segment as one block of keys, and their values.
 
     Args:
@@ -68,9 +69,9 @@ def _chosen(layout: Segments, stats: Mapping[str, Array], position: Array) -> Ar
     """Marks the tokens [B, K, n] of a segment that go to the high tier: the largest mean attention."""
     count = jnp.sum(position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
     # Shares are counted on the host, in float64.
-    most = jnp.asarray([salient(layout, tokens) for tokens in range(position.shape[2] + 1)], jnp.int32)
+    maximum = jnp.asarray([salient(layout, tokens) for tokens in range(position.shape[2] + 1)], jnp.int32)
     score = stats["mass"] / jnp.maximum(stats["count"], 1)
-    return (position >= 0) & largest(score, position, most[count])
+    return (position >= 0) & largest(score, position, maximum[count])
 
 
 def _first(layer: LayerKV, layout: Segments, tier: int) -> int:
@@ -101,8 +102,8 @@ class SegmentArrangement(Arrangement):
 
     def slots(self, storage: Storage, counts: Counts) -> tuple[int, ...]:
         layout = storage.layout
-        assert isinstance(layout, Segments) and counts.extent is not None
-        return segment_arrays.slots(layout, counts.slots, counts.extent)
+        assert isinstance(layout, Segments) and counts.array_sizes is not None
+        return segment_arrays.slots(layout, counts.slots, counts.array_sizes)
 
     def unranked_stores(self, selection: Selection) -> int:
         # A selection that hides slots looks at the statistics of all.
@@ -179,17 +180,17 @@ def _write(step: StepTokens) -> tuple[LayerKV, PerSlot]:
         ended = (lives[HIGH] + lives[LOW]) // layout.window
         here = due & (ended < segments)
 
-        def end(exact: Vectors, stats: Any, window_at: Array) -> list[Any]:
+        def end(exact: Vectors, stats: PyTree, window_at: Array) -> list[PyTree]:
             """Encodes the windows of all rows: per tier the tokens, their block of keys, and their values."""
             up = _chosen(layout, stats, window_at)
-            made = list[Any]()
+            made = list[PyTree]()
             for tier, marks in ((HIGH, up), (LOW, (window_at >= 0) & ~up)):
                 order = oldest_first(window_at, marks, regions(layout, tier)).astype(jnp.int32)
                 own, known = storage_of(group.storage, tier), jnp.ones(order.shape, bool)
                 made.append((order, _encoded(own, exact, order, known, sides)) if order.shape[2] else None)
             return made
 
-        def nothing(*operands: Any) -> Any:
+        def nothing(*operands: Any) -> PyTree:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(end, *operands))
 
         ends = jax.lax.cond(jnp.any(due), end, nothing, exact, stats, window_at)
@@ -271,7 +272,7 @@ def _convert(
         for name, leaf in whole.items()
     }
     joined = forget(joined, position)
-    fresh = empty_stats(after.needs, after.remembers, slots_of(position[:, :, after.unranked :]))
-    stats = {name: new if after.unranked else joined.get(name, new) for name, new in fresh.items()}
+    empty = empty_stats(after.needs, after.remembers, slots_of(position[:, :, after.unranked :]))
+    stats = {name: new if after.unranked else joined.get(name, new) for name, new in empty.items()}
     layer = layer.replace(position=position, stores=(*stores, made[WINDOW]))
     return layer, PerSlot(stats, {name: joined[name] for name in per_slot.index})

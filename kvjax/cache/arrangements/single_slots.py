@@ -161,8 +161,8 @@ class SlotArrangement(Arrangement):
         # [B, K, S], then [B, K, S, ...]
         position = store_order.joined(positions, after.parts)
         moved: PerSlot = forget(jax.tree.map(lambda *leaves: store_order.joined(leaves, after.parts), *moves), position)
-        fresh = empty_stats(after.needs, after.remembers, slots_of(position))
-        stats = {name: moved.stats.get(name, new) for name, new in fresh.items()}
+        empty = empty_stats(after.needs, after.remembers, slots_of(position))
+        stats = {name: moved.stats.get(name, new) for name, new in empty.items()}
         return layer.replace(position=position, stores=stores, parts=after.parts), moved.replace(stats=stats)
 
 
@@ -202,10 +202,10 @@ def _moved(position: Array, per_slot: PerSlot, source: Store, mine: Array, slots
 
 def _write_codes(store: Store, slots: Array, new: Store, group: "Group") -> Store:
     """Writes to slots [B, K, m] of a store; one slot per head by the kernel that reads the codes, if it has its own."""
-    if group.attend != "pallas_tpu" or slots.shape[2] != 1 or not any(group.codecs):
+    if group.attn_implementation != "pallas_tpu" or slots.shape[2] != 1 or not any(group.codecs):
         return jax.tree.map(lambda old, made: write(old, slots, made), store, new)
     olds, tree = jax.tree.flatten(store)
-    run = registry.find("append", group.attend).load()
+    run = registry.find("append", group.attn_implementation).load()
     heads = ("batch", "kv_heads")
     arguments = (olds, slots, jax.tree.leaves(new))
     return jax.tree.unflatten(tree, sharding.on_each_device(run, arguments, (heads,) * 3, heads))

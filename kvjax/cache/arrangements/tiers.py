@@ -66,7 +66,7 @@ class TierArrangement(Arrangement):
     def of_layer(self, storage: Storage, branch: "Branch", layer: int, layers: int, sizes: "Sizes") -> Storage:
         layout = storage.layout
         assert isinstance(layout, Tiers)
-        low = most_evicted(branch.prompt, branch.decode, sizes.prompts, sizes.following, layers)[layer]
+        low = max_evicted(branch.prompt, branch.decode, sizes.prompts, sizes.following, layers)[layer]
         if not low:
             # Nothing is ever evicted.
             high: Storage = layout.high
@@ -111,14 +111,14 @@ def _write(step: StepTokens) -> tuple[LayerKV, PerSlot]:
     page, before = group.policy.page, high_at
     if victim is not None:
         # A victim of each own token, if the budget is that of the step before and slots are freed one by one.
-        most = n if group.evicts_one and group.policy.when == "step" and page == 1 else count + n
-        index, due = _first(victim, ranked_at, most)
+        maximum = n if group.evicts_one and group.policy.when == "step" and page == 1 else count + n
+        index, due = _first(victim, ranked_at, maximum)
         # [B, K, most, D]
         keys, values = _victims(layer, key, value, index, due, group, sides)
         # [B, K, 1]: all tokens before the step are in the high tier, or were demoted
         seen = newest[:, None, None] + 1 - jnp.sum(own_at >= 0, axis=2, keepdims=True, dtype=jnp.int32)
         demoted = seen - jnp.sum(high_at >= 0, axis=2, keepdims=True, dtype=jnp.int32)
-        turn = jnp.arange(most, dtype=jnp.int32)
+        turn = jnp.arange(maximum, dtype=jnp.int32)
         # The oldest entry is lost where the tier is full: of more victims than it has slots, all but the newest.
         due &= turn >= jnp.sum(due, axis=2, keepdims=True) - size
         target = jnp.where(due, (demoted + turn) % size, size)
@@ -142,13 +142,13 @@ def _write(step: StepTokens) -> tuple[LayerKV, PerSlot]:
     return layer, moved.replace(stats=forget(moved.stats, high_at))
 
 
-def _first(victim: Array, position: Array, most: int) -> tuple[Array, Array]:
-    """Returns the first `most` victims by position, slots [B, K, most] int32, and whether each is one."""
-    if most == 1:
+def _first(victim: Array, position: Array, maximum: int) -> tuple[Array, Array]:
+    """Returns the first `maximum` victims by position, slots [B, K, most] int32, and whether each is one."""
+    if maximum == 1:
         slot = jnp.arange(victim.shape[2], dtype=jnp.int32)
         found = jnp.min(jnp.where(victim, slot, FAR), axis=2, keepdims=True)
         return jnp.minimum(found, victim.shape[2] - 1), found < FAR
-    index = oldest_first(position, victim, most).astype(jnp.int32)
+    index = oldest_first(position, victim, maximum).astype(jnp.int32)
     return index, jnp.take_along_axis(victim, index, axis=2)
 
 
@@ -246,12 +246,12 @@ def _resize(layer: LayerKV, after: "Group", per_slot: PerSlot) -> tuple[LayerKV,
 def _with_fresh_stats(after: "Group", per_slot: PerSlot, position: Array) -> PerSlot:
     """Returns `per_slot` with the statistics of the decoding phase, 0 in empty slots."""
     per_slot = forget(per_slot, position)
-    fresh = empty_stats(after.needs, after.remembers, slots_of(position))
-    return per_slot.replace(stats={name: per_slot.stats.get(name, new) for name, new in fresh.items()})
+    empty = empty_stats(after.needs, after.remembers, slots_of(position))
+    return per_slot.replace(stats={name: per_slot.stats.get(name, new) for name, new in empty.items()})
 
 
 @functools.lru_cache(maxsize=256)
-def most_evicted(first: Evict, then: Evict, prompts: range, following: int, layers: int) -> tuple[int, ...]:
+def max_evicted(first: Evict, then: Evict, prompts: range, following: int, layers: int) -> tuple[int, ...]:
     """Returns the most slots of a head that are evicted in each layer.
 
     Args:
@@ -276,7 +276,7 @@ def most_evicted(first: Evict, then: Evict, prompts: range, following: int, laye
             own = tuple((each // policy.page - 1) * policy.page + 1 for each in own)
         return [min(each, tokens) if layer >= budget.first_layer else tokens for layer, each in enumerate(own)]
 
-    most = [0] * layers
+    maximum = [0] * layers
     for length in prompts:
         total = length + following
         try:
@@ -288,5 +288,5 @@ def most_evicted(first: Evict, then: Evict, prompts: range, following: int, laye
         except PolicyError:
             # The budget does not allow such a prompt, and a batch that has one is refused.
             continue
-        most = [max(each, total - other) for each, other in zip(most, stays, strict=True)]
-    return tuple(most)
+        maximum = [max(each, total - other) for each, other in zip(maximum, stays, strict=True)]
+    return tuple(maximum)

@@ -12,18 +12,19 @@ import jax.numpy as jnp
 
 from kvjax import attention
 from kvjax.cache import store_order
-from kvjax.cache.context_parallel import blocks, gathered_state, policy_view, position_ranks, select
+from kvjax.cache.context_parallel import gathered_state, policy_view, position_ranks, select, write_blocks
 from kvjax.cache.context_parallel.gathered_state import GatheredState
-from kvjax.cache.context_parallel.operands import Operands, SharedParams, operands, problems
+from kvjax.cache.context_parallel.leaving_tokens import LeavingTokens, find_leaving
+from kvjax.cache.context_parallel.operands import SharedParams, by_rank
 from kvjax.cache.context_parallel.placement import NewTokens
-from kvjax.cache.context_parallel.residual import LeavingTokens, find_leaving
 from kvjax.cache.context_parallel.select import Choice, Rows
 from kvjax.cache.context_parallel.victims import LocalVictim
 from kvjax.cache.groups import RANK, Group
 from kvjax.cache.slots import empty_stats
 from kvjax.cache.state import LayerKV
 from kvjax.cache.step import evict
-from kvjax.cache.step.operands import Pool
+from kvjax.cache.step.operands import Part, operands, problems, ranked_vectors
+from kvjax.cache.step.pool import KeyRotation, Pool
 from kvjax.numerics.rope import Rope
 from kvjax.numerics.statistics import by_name
 from kvjax.parallel import slot_reductions
@@ -45,34 +46,34 @@ class SelectionInputs(NamedTuple):
     skew: Array | None
 
 
-class Observed(NamedTuple):
+class AttendedStep(NamedTuple):
     """A step on one device when its attention is complete.
 
     Attributes:
       output: [B, K, G, n, D].
       layer: the slots that the policy ranks, with the statistics after the step and the positions before it. The marks
         of blocks count from this device's first slot.
-      own: the step's own tokens, with their statistics.
+      new_tokens: the step's own tokens, with their statistics.
       gathered: what the devices told each other.
       leaving: the tokens that leave the residual, or None.
-      stored: keys and values [B, K, S_i, D] of each store and of the own tokens, as policies look at them.
+      ranked: keys and values [B, K, S_i, D] of each store and of the own tokens, as policies look at them.
       choice: the slots that a selection chose, or None.
       sides: what keys and values share.
       first: int32, this device's first slot, of a layout of blocks.
-      named: the slot of this device that would be evicted first, where it was known before attention, so that
-        `GatheredState.named` has that of all devices; otherwise None.
+      local_victim: the slot of this device that would be evicted first, where it was known before attention, so that
+        `GatheredState.local_victims` has that of all devices; otherwise None.
     """
 
     output: Array
     layer: LayerKV
-    own: NewTokens
+    new_tokens: NewTokens
     gathered: GatheredState
     leaving: LeavingTokens | None
-    stored: tuple[list[Array], list[Array]]
+    ranked: tuple[tuple[Array, ...], tuple[Array, ...]]
     choice: Choice | None
     sides: Sides
     first: Array
-    named: LocalVictim | None
+    local_victim: LocalVictim | None
 
 
 def attend(
@@ -81,15 +82,15 @@ def attend(
     value: Array,
     layer: LayerKV,
     rows: Rows,
-    common: SharedParams,
-    number: Array,
-    hint: SelectionInputs,
+    shared: SharedParams,
+    layer_index: Array,
+    selection_inputs: SelectionInputs,
     *,
     group: Group,
     axes: slot_reductions.Across,
     rope: Rope | None,
     **options: Any,
-) -> Observed:
+) -> AttendedStep:
     """Attends to the slots of all devices and to the step's own tokens.
 
     Args:
@@ -98,9 +99,9 @@ def attend(
       value: [B, K, n, D].
       layer: of this device.
       rows: the rows.
-      common: what the vectors of all slots share.
-      number: int32 index of the layer.
-      hint: what a selection chooses by.
+      shared: what the vectors of all slots share.
+      layer_index: int32 index of the layer.
+      selection_inputs: what a selection chooses by.
       group: of heads.
       axes: that slots and heads are divided over.
       rope: the layer's rotary embedding.
@@ -113,36 +114,44 @@ def attend(
         sizes = [jax.tree.leaves(store["value"])[0].shape[2] for store in layer.stores]
     # [B, K, S_i] of each store
     positions = store_order.separated(layer.position, sizes)
-    sides = {**common.sides, **layer.sides}
+    sides = {**shared.sides, **layer.sides}
     pool = Pool(layer, (key, value), jnp.concatenate([layer.position, own.position], axis=2), {}, {}, sides)
     ranks = None
     if group.holds_ranks:
         ranks = position_ranks.of_step(layer, own.position, sizes, axes)
         own = own._replace(stats=own.stats | {RANK: ranks.each[-1].astype(jnp.float32)})
         layer = position_ranks.counted(layer, own.position)
-    held = operands(pool, attention.ungroup(query), (*positions, own.position), rows, group, rope, common, ranks)
+    rotation = None if rope is None or shared.frequencies is None else KeyRotation(rope, shared.frequencies)
+    to_ranks = by_rank((*positions, own.position), rows, group, rope, ranks)
+    held = operands(pool, attention.ungroup(query), group, rotation, to_ranks)
+    # XLA removes what no policy or selection looks at.
+    ranked = ranked_vectors(pool, group, rotation, held)
     read, choice = positions, None
     if select.chooses(group, key.shape[2]):
-        by = held.query if hint.guess is None else attention.ungroup(hint.guess)
-        choice = select.choose(layer, held.stored[0], own, by, rows, number, group, axes, skew=hint.skew, **options)
+        by = held.query if selection_inputs.guess is None else attention.ungroup(selection_inputs.guess)
+        choice = select.choose(
+            layer, ranked[0], own, by, rows, layer_index, group, axes, skew=selection_inputs.skew, **options
+        )
         layer, read = layer.replace(index=choice.index), choice.positions
         first_key, first_value = choice.fetched(pool, group, held.keys, held.values)
         held = held._replace(keys=(first_key, *held.keys[1:]), values=(first_value, *held.values[1:]))
     parts, maps = problems(
-        held, (*read, own.position), _log_weights(layer, own, sizes, held, group), pool, group,
-        query_position=rows.position, prompt=rows.prompt, **options,
+        held.query, tuple(map(Part, held.keys, held.values, (*read, own.position))),
+        _log_weights(layer, own, sizes, group), pool, group,
+        query_position=rows.position, prompt=rows.prompt, group_reduce=group.policy.group_reduce, **options,
     )  # fmt: skip
+    maps = [attention.Mapped()] * len(parts) if maps is None else maps
     newest = jnp.max(rows.position, axis=1)
     # What leaves the residual leaves an empty slot, whether it is encoded or evicted.
     leaving = find_leaving(positions[1], newest, key.shape[2], group.storage) if group.storage.divided else None
-    named = policy_view.named(layer, own, leaving, held.stored, rows, number, group, axes)
-    gathered = _gathered_state(layer, positions, parts[:-1], maps[:-1], leaving, newest, named, group, axes)
+    local_victim = policy_view.victim_before_attention(layer, own, leaving, ranked, rows, layer_index, group, axes)
+    gathered = _gathered_state(layer, positions, parts[:-1], maps[:-1], leaving, newest, local_victim, group, axes)
     output, columns = _combined(gathered, parts)
     if choice is not None:
         columns[0] = choice.spread(columns[0], sizes[0])
     layer, own = _observed(columns, layer, own, rows, group)
     output = output.astype(value.dtype)
-    return Observed(output, layer, own, gathered, leaving, held.stored, choice, sides, first, named)
+    return AttendedStep(output, layer, own, gathered, leaving, ranked, choice, sides, first, local_victim)
 
 
 def _own(key: Array, value: Array, rows: Rows, group: Group) -> NewTokens:
@@ -154,7 +163,7 @@ def _own(key: Array, value: Array, rows: Rows, group: Group) -> NewTokens:
 
 
 def _local(layer: LayerKV, group: Group, axes: slot_reductions.Across) -> tuple[LayerKV, Array]:
-    """Returns a layer as this device sees it, and its first slot; see `Observed`.
+    """Returns a layer as this device sees it, and its first slot; see `AttendedStep`.
 
     Args:
       layer: of this device.
@@ -163,18 +172,16 @@ def _local(layer: LayerKV, group: Group, axes: slot_reductions.Across) -> tuple[
     """
     first = jnp.int32(0)
     if group.arrangement.in_order:
-        first = blocks.first_slot(layer, axes)
-        layer = layer.replace(marks=blocks.shifted(layer.marks, -first))
+        first = write_blocks.first_slot(layer, axes)
+        layer = layer.replace(marks=write_blocks.shifted(layer.marks, -first))
     return layer, first
 
 
-def _log_weights(
-    layer: LayerKV, own: NewTokens, sizes: list[int], held: Operands, group: Group
-) -> Sequence[Array | None]:
+def _log_weights(layer: LayerKV, own: NewTokens, sizes: list[int], group: Group) -> Sequence[Array | None]:
     """Returns what a merge adds to the logits of each store and of the step's own tokens, [B, K, S_i] or None each."""
     merge = group.policy.merge
     if merge is None or (log_weight := merge.log_weight(layer.stats)) is None:
-        return [None] * len(held.keys)
+        return [None] * (len(sizes) + 1)
     return [*store_order.separated(log_weight, sizes), merge.log_weight(own.stats)]
 
 
@@ -185,7 +192,7 @@ def _gathered_state(
     maps: Sequence[attention.Mapped],
     leaving: LeavingTokens | None,
     newest: Array,
-    named: LocalVictim | None,
+    local_victim: LocalVictim | None,
     group: Group,
     axes: slot_reductions.Across,
 ) -> GatheredState:
@@ -198,7 +205,7 @@ def _gathered_state(
       maps: of each.
       leaving: the tokens that leave the residual, or None.
       newest: [B] int32 newest position of each row.
-      named: see `Observed`.
+      local_victim: see `AttendedStep`.
       group: of heads.
       axes: that slots are divided over.
     """
@@ -208,9 +215,9 @@ def _gathered_state(
         free[1] += jnp.sum(leaving.position >= 0, axis=2, keepdims=True, dtype=jnp.int32)
         more = leaving.vectors(layer.stores[1])
     if group.arrangement.in_order:
-        more = blocks.older(layer.position, newest, storage).astype(jnp.float32)
+        more = write_blocks.older(layer.position, newest, storage).astype(jnp.float32)
     live = gathered_state.live_slots(layer.position)
-    bits = None if named is None else named.bits
+    bits = None if local_victim is None else local_victim.bits
     return gathered_state.gather_state(parts, maps, live, jnp.concatenate(free, axis=2), axes.slots, more, bits)
 
 

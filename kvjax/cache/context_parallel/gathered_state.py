@@ -24,8 +24,8 @@ class GatheredState(NamedTuple):
       live: [B, K, 1] int32, the number of live slots on all devices.
       free: [C, B, K, m] int32, the number of empty slots of each store of each device.
       more: [B, K, ...] float32, the sum over all devices of what was given, or None.
-      named: [C, B, K, m] int32, `kvjax.cache.context_parallel.victims.LocalVictim.bits` of each device, where it is
-        known before attention.
+      local_victims: [C, B, K, m] int32, `LocalVictim.bits` of each device, where it is known before attention; see
+        `kvjax.cache.context_parallel.victims`.
     """
 
     parts: list[Attended]
@@ -33,7 +33,7 @@ class GatheredState(NamedTuple):
     live: Array
     free: Array
     more: Array | None
-    named: Array
+    local_victims: Array
 
 
 def gather_state(
@@ -54,7 +54,7 @@ def gather_state(
       free: [B, K, m] int32 empty slots of each store.
       axes: that slots are divided over.
       more: [B, K, ...] float32 to be added up.
-      bits: [B, K, m] int32, see `GatheredState.named`; or None.
+      bits: [B, K, m] int32, see `GatheredState.local_victims`; or None.
     """
     part = attention.combine(*(of.mapped(attention.attend(each, "xla")) for each, of in zip(here, maps, strict=True)))
     assert part.lse is not None

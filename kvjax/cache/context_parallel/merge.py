@@ -64,7 +64,7 @@ def gather_victims(
     Returns:
       [B, K, C * n, ...] of the victims, and the sum of `PendingWrites.packed`.
     """
-    slots, valid = compact(victim, moves.own.key.shape[2])
+    slots, valid = compact(victim, moves.new_tokens.key.shape[2])
     bits = sender(moves, keys, values)(slots)
     position = jnp.where(valid, packing.at(view.position, slots), EMPTY)
     # [B, K, n, 1 + m]
@@ -93,7 +93,7 @@ def fold(
       evicted: the victims of all devices, with what `sender` sends of them.
       view: of the step, on this device.
     """
-    layer, own, merge, n = moves.layer, moves.own, moves.group.policy.merge, moves.own.key.shape[2]
+    layer, own, merge, n = moves.layer, moves.new_tokens, moves.group.policy.merge, moves.new_tokens.key.shape[2]
     assert merge is not None
     whole, size = _whole(moves, keys, values), layer.position.shape[2]
     # [B, K, V, ...]: of all devices
@@ -122,12 +122,13 @@ def fold(
     stored = _stored(moves, (key, value), folded[:2], [each.shape[2] for each in keys[:-1]])
     stored = stored.replace(stats={name: leaf[:, :, :size] for name, leaf in folded.stats.items()})
     new_stats = {name: leaf[:, :, size : size + n] for name, leaf in folded.stats.items()}
-    return moves._replace(layer=stored, own=NewTokens(new_key, new_value, own.position, new_stats))
+    return moves._replace(layer=stored, new_tokens=NewTokens(new_key, new_value, own.position, new_stats))
 
 
 def _whole(moves: PendingWrites, keys: Sequence[Array], values: Sequence[Array]) -> dict[str, Array]:
     """Returns the pairs and the statistics of this device's slots and of the own tokens, [B, K, S + n, ...] each."""
-    stats = {name: jnp.concatenate([leaf, moves.own.stats[name]], axis=2) for name, leaf in moves.layer.stats.items()}
+    new = moves.new_tokens.stats
+    stats = {name: jnp.concatenate([leaf, new[name]], axis=2) for name, leaf in moves.layer.stats.items()}
     return stats | {"key": jnp.concatenate(keys, axis=2), "value": jnp.concatenate(values, axis=2)}
 
 

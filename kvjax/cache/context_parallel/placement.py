@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.cache import store_order
 from kvjax.cache.context_parallel import gathered_state
-from kvjax.cache.context_parallel.residual import LeavingTokens, packed, places_of, unpacked
+from kvjax.cache.context_parallel.leaving_tokens import LeavingTokens, packed, places_of, unpacked
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import forget, write
 from kvjax.cache.state import EMPTY, LayerKV
@@ -51,7 +51,7 @@ class PendingWrites(NamedTuple):
 
     Attributes:
       layer: of this device, with the statistics after the step and the positions before it.
-      own: the step's own tokens.
+      new_tokens: the step's own tokens.
       leaving: the tokens of this device that leave the residual; None for a storage of one store.
       vectors: [B, K, n, 2 * D + 1] float32, keys and values of those of all devices, and whether there is one; or None.
       free: [C, B, K, m] int32, empty slots of each store of each device; those that tokens leave count as empty.
@@ -62,7 +62,7 @@ class PendingWrites(NamedTuple):
     """
 
     layer: LayerKV
-    own: NewTokens
+    new_tokens: NewTokens
     leaving: LeavingTokens | None
     vectors: Array | None
     free: Array
@@ -103,23 +103,23 @@ class PendingWrites(NamedTuple):
           victim: [B, K, 1] int32, the position that is evicted, on whichever device it is; -1 = none.
           bits: [B, K, m] int32, the sum of `packed` over all devices.
         """
+        new = self.new_tokens
         if self.leaving is None:
-            target = self._target(self.layer.position, self.own.position, victim, self.free)
-            return self._written(self.layer.position, target, self.own, self.layer.stats)
+            target = self._target(self.layer.position, new.position, victim, self.free)
+            return self._written(self.layer.position, target, new, self.layer.stats)
         coded_at, exact_at = self._positions(self.layer.position)
         # [B, 1, 1]: what leaves, and older tokens that are not among the first, are in coded slots.
         leaving, sinks = self.leaving.target, self.group.storage.sinks
         old = self.newest[:, None, None] - self.group.storage.residual
         is_coded = (victim >= sinks) & (victim < old)
-        leaves = self._all_leaving(
-            self.found & (victim != leaving), unpacked(bits, self.own.stats, 1), self.own.position != victim
-        )
+        stats = unpacked(bits, new.stats, 1)
+        leaves = self._all_leaving(self.found & (victim != leaving), stats, new.position != victim)
         into = self._target(coded_at, leaves.position, jnp.where(is_coded, victim, EMPTY), self.free[..., :1])
-        stays = (self.own.position >= 0) & (self.own.position != victim) & (self.own.position != leaving)
+        stays = (new.position >= 0) & (new.position != victim) & (new.position != leaving)
         # A slot that a token leaves counts as empty, also where that token is evicted.
         left = jnp.where(exact_at == leaving, EMPTY, exact_at)
         of_exact = jnp.where(is_coded | (victim == leaving), EMPTY, victim)
-        at = self._target(left, jnp.where(stays, self.own.position, EMPTY), of_exact, self.free[..., 1:])
+        at = self._target(left, jnp.where(stays, new.position, EMPTY), of_exact, self.free[..., 1:])
         position = store_order.joined([coded_at, left])
         return self._in_stores(jnp.where(position == victim, EMPTY, position), leaves, into, at)
 
@@ -130,7 +130,7 @@ class PendingWrites(NamedTuple):
           position: [B, K, S] int32 of this device's slots that are left.
           stays: [B, K, n] bool, which own tokens are left, as the first device knows; False on others.
         """
-        own, n = self.own, self.own.key.shape[2]
+        own, n = self.new_tokens, self.new_tokens.key.shape[2]
         layer = self.layer.replace(stats=forget(self.layer.stats, position))
         if self.leaving is None:
             free = gathered_state.empty_slots(position)
@@ -152,7 +152,7 @@ class PendingWrites(NamedTuple):
 
     def without_evictions(self) -> LayerKV:
         """Writes the step's own tokens where nothing is evicted."""
-        own, position = self.own, self.layer.position
+        own, position = self.new_tokens, self.layer.position
         if self.leaving is None:
             target = gathered_state.places(position, own.position >= 0, self.free, self.axes)
             return self._written(position, target, own, self.layer.stats)
@@ -165,7 +165,7 @@ class PendingWrites(NamedTuple):
 
     def appended(self, target: Array) -> LayerKV:
         """Writes the step's own tokens to slots [B, K, n] int32 of this device's only store; S for none."""
-        return self._written(self.layer.position, target, self.own, self.layer.stats)
+        return self._written(self.layer.position, target, self.new_tokens, self.layer.stats)
 
     def _write_remaining(self, coded_at: Array, left: Array, stays: Array, found: Array, stats: Stats) -> LayerKV:
         """Writes what leaves the residual, and the step's own tokens, to empty slots.
@@ -180,7 +180,7 @@ class PendingWrites(NamedTuple):
         assert self.leaving is not None
         leaves = self._all_leaving(found, stats, stays)
         into = gathered_state.places(coded_at, leaves.position >= 0, self.free[..., :1], self.axes)
-        exact = stays & ~places_of(self.leaving.target, self.own.position)[1]
+        exact = stays & ~places_of(self.leaving.target, self.new_tokens.position)[1]
         at = gathered_state.places(left, exact, self.free[..., 1:], self.axes)
         return self._in_stores(store_order.joined([coded_at, left]), leaves, into, at)
 
@@ -193,7 +193,7 @@ class PendingWrites(NamedTuple):
           stays: [B, K, n] bool, which of the step's own tokens are not evicted.
         """
         assert self.leaving is not None and self.vectors is not None
-        own, dim = self.own, self.layer.dim
+        own, dim = self.new_tokens, self.layer.dim
         target = jnp.broadcast_to(self.leaving.target, found.shape)
         at, of_own = places_of(jnp.where(stays, own.position, EMPTY), target)
 
@@ -219,7 +219,7 @@ class PendingWrites(NamedTuple):
           into: [B, K, n] int32, the coded slots that are written to; S_0 for none.
           at: [B, K, n] int32, the exact slots; R for none.
         """
-        layer, own, (coded, exact) = self.layer, self.own, self.layer.stores
+        layer, own, (coded, exact) = self.layer, self.new_tokens, self.layer.stores
         made = held.encode(self.group.stores[0], leaves.key, leaves.value, own.value.dtype, self.sides)
         coded = jax.tree.map(lambda old, new: write(old, into, new), coded, made)
         exact = {
@@ -257,7 +257,7 @@ class PendingWrites(NamedTuple):
     def found(self) -> Array:
         """[B, K, n] bool: which of the positions that leave are in a slot of some device, before the step."""
         if self.vectors is None:
-            return jnp.zeros((*self.own.position.shape[:2], 0), bool)
+            return jnp.zeros((*self.new_tokens.position.shape[:2], 0), bool)
         return self.vectors[..., -1] > 0
 
     def _here(self, exact_at: Array) -> Array:

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.context_parallel import merge, victims
+from kvjax.cache.context_parallel.leaving_tokens import LeavingTokens
 from kvjax.cache.context_parallel.placement import NewTokens, PendingWrites
-from kvjax.cache.context_parallel.residual import LeavingTokens
 from kvjax.cache.context_parallel.select import Rows
 from kvjax.cache.context_parallel.victims import LocalVictim
 from kvjax.cache.groups import Group
@@ -17,13 +17,13 @@ from kvjax.policies.base import View
 Array = jax.Array
 
 
-def named(
+def victim_before_attention(
     layer: LayerKV,
     own: NewTokens,
     leaving: LeavingTokens | None,
-    stored: tuple[list[Array], list[Array]],
+    ranked: tuple[tuple[Array, ...], tuple[Array, ...]],
     rows: Rows,
-    number: Array,
+    layer_index: Array,
     group: Group,
     axes: slot_reductions.Across,
 ) -> LocalVictim | None:
@@ -38,11 +38,11 @@ def named(
         return None
     none = jnp.zeros((*own.position.shape[:2], 0, 0), jnp.int32)
     moves = PendingWrites(layer, own, leaving, None, none, rows.position[:, 0], group, axes.slots, {})
-    view, stats = view_of(layer, own, stored, rows, number, group, axes), both_stats(layer, own)
+    view, stats = view_of(layer, own, ranked, rows, layer_index, group, axes), both_stats(layer, own)
     assumed = Assumed(mark=False)
     with slot_reductions.devices(axes._replace(assumed=assumed)):
-        sent = victims.nothing if policy.merge is None else merge.sender(moves, *stored)
-        found = victims.named(group, stats, view, moves.packed(), sent)
+        sent = victims.nothing if policy.merge is None else merge.sender(moves, *ranked)
+        found = victims.local_victim(group, stats, view, moves.packed(), sent)
     # A policy that asks which slots hold the largest values compares them; see
     # `kvjax.cache.context_parallel.victim_candidates`.
     return None if assumed.calls else found
@@ -56,9 +56,9 @@ def both_stats(layer: LayerKV, own: NewTokens) -> dict[str, Array]:
 def view_of(
     layer: LayerKV,
     own: NewTokens,
-    stored: tuple[list[Array], list[Array]],
+    ranked: tuple[tuple[Array, ...], tuple[Array, ...]],
     rows: Rows,
-    number: Array,
+    layer_index: Array,
     group: Group,
     axes: slot_reductions.Across,
 ) -> View:
@@ -66,11 +66,11 @@ def view_of(
 
     These count once, on the first device. For the arguments see `kvjax.cache.context_parallel.attend`.
     """
-    key, value = (jax.lax.stop_gradient(jnp.concatenate(each, axis=2)) for each in stored)
+    key, value = (jax.lax.stop_gradient(jnp.concatenate(each, axis=2)) for each in ranked)
     counted = jnp.where(jax.lax.axis_index(axes.slots) == 0, own.position, EMPTY)
     return View(
         position=jnp.concatenate([layer.position, counted], axis=2), key=key, value=value,
-        newest=jnp.max(rows.position, axis=1), budget=rows.budget, prompt=rows.prompt, layer=number,
+        newest=jnp.max(rows.position, axis=1), budget=rows.budget, prompt=rows.prompt, layer=layer_index,
         decoding=group.decoding, heads=_heads(group, own.position.shape[1], axes.heads),
     )  # fmt: skip
 

@@ -73,14 +73,14 @@ def after_eviction(layer: LayerKV, evicted: Array) -> LayerKV:
     return layer.replace(stats=stats, marks=layer.marks | {LIVE: live})
 
 
-def evicted_positions(position: Array, victim: Array, most: int) -> Array:
+def evicted_positions(position: Array, victim: Array, max_victims: int) -> Array:
     """Gathers the positions that all devices evict, [B, K, C * most] int32; FAR = none.
 
     Args:
       position: [B, K, S'] int32 of this device.
       victim: [B, K, S'] bool.
-      most: the most victims of a head.
+      max_victims: the most victims of a head.
     """
-    slots, valid = compact(victim, most)
+    slots, valid = compact(victim, max_victims)
     every = slot_reductions.gather(jnp.where(valid, jnp.take_along_axis(position, slots, axis=2), FAR))
     return jnp.moveaxis(every, 0, 2).reshape(*position.shape[:2], -1)

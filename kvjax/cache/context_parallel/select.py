@@ -7,17 +7,19 @@ import jax.numpy as jnp
 
 from kvjax.cache import store_order
 from kvjax.cache.context_parallel import gathered_state
+from kvjax.cache.context_parallel.leaving_tokens import LeavingTokens
 from kvjax.cache.context_parallel.placement import NewTokens
-from kvjax.cache.context_parallel.residual import LeavingTokens
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, LayerKV
 from kvjax.cache.step.attend import spread
-from kvjax.cache.step.operands import Pool, fetched
+from kvjax.cache.step.operands import fetched
+from kvjax.cache.step.pool import Pool
 from kvjax.parallel import slot_reductions
 from kvjax.parallel.host_memory import gather, write
 from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact
 from kvjax.selection.ends import ends_of_all
+from kvjax.typing import PyTree
 
 Array = jax.Array
 
@@ -56,19 +58,19 @@ class Choice(NamedTuple):
         are gathered.
       slots: [B, K, W] int32, the slots that are gathered; S_0 = none. None = the whole store is read.
       index: of the selection, with the step's token.
-      looked: of this device's slots.
+      mask: of this device's slots.
     """
 
     positions: list[Array]
     slots: Array | None
     index: Any
-    looked: ReadMask
+    mask: ReadMask
 
-    def fetched(self, pool: Pool, group: Group, keys: Any, values: Any) -> tuple[Any, Any]:
+    def fetched(self, pool: Pool, group: Group, keys: PyTree, values: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the keys and values of the first store that are read, from those of each store."""
         if self.slots is None:
             return keys[0], values[0]
-        inside = jnp.minimum(self.slots, self.looked.read.shape[2] - 1)
+        inside = jnp.minimum(self.slots, self.mask.read.shape[2] - 1)
         return fetched(pool, group, inside, (keys[0], values[0]))
 
     def spread(self, columns: dict[str, Array], size: int) -> dict[str, Array]:
@@ -85,11 +87,11 @@ def chooses(group: Group, tokens: int) -> bool:
 
 def choose(
     layer: LayerKV,
-    keys: list[Array],
+    keys: tuple[Array, ...],
     own: NewTokens,
     query: Array,
     rows: Rows,
-    number: Array,
+    layer_index: Array,
     group: Group,
     axes: slot_reductions.Across,
     **about: Any,
@@ -102,7 +104,7 @@ def choose(
       own: the step's own token.
       query: [B, H, 1, D] that chooses, rotated.
       rows: the rows.
-      number: int32 index of the layer.
+      layer_index: int32 index of the layer.
       group: the selection.
       axes: that slots and heads are divided over.
       about: ``scale``, ``soft_cap``, ``window`` and ``skew`` of `kvjax.cache.step.step`.
@@ -117,7 +119,7 @@ def choose(
     counted = jnp.where(jax.lax.axis_index(axes.slots) == 0, own.position, EMPTY)
     view = SelectView(
         position=jnp.concatenate([layer.position, counted], axis=2), key=jnp.concatenate(keys, axis=2), newest=newest,
-        budget=rows.budget, prompt=rows.prompt, slot=slot, layer=number, first=rows.position[:, 0], **about,
+        budget=rows.budget, prompt=rows.prompt, slot=slot, layer=layer_index, first=rows.position[:, 0], **about,
     )  # fmt: skip
     if type(selection).write is not Selection.write:
         # Pages must know which of them the token goes to.
@@ -143,13 +145,13 @@ def choose(
             index = index | {name: index[name][:, :, :size] for name in joined}
         mask = chosen[:, :, :size] | selection.always(index, view)[:, :, :size]
     positions = store_order.separated(jnp.where(mask, layer.position, EMPTY), sizes)
-    looked = ReadMask(mask, chosen[:, :, :size])
+    read_mask = ReadMask(mask, chosen[:, :, :size])
     width = selection.width(group.capacity)
     if width is None or width >= sizes[0]:
-        return Choice(positions, None, index, looked)
+        return Choice(positions, None, index, read_mask)
     slots, valid = compact(store_order.separated(mask, sizes)[0], width)
     positions[0] = jnp.where(valid, gather(first_store, slots), EMPTY)
-    return Choice(positions, jnp.where(valid, slots, sizes[0]), index, looked)
+    return Choice(positions, jnp.where(valid, slots, sizes[0]), index, read_mask)
 
 
 def with_entries(
@@ -159,8 +161,8 @@ def with_entries(
     leaving: LeavingTokens | None,
     vectors: Array | None,
     group: Group,
-    skew: Any,
-) -> Any:
+    skew: Array | None,
+) -> PyTree:
     """Returns the index of the layer after a step, with the entries of the tokens that the step wrote to slots.
 
     Args:

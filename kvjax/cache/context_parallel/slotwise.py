@@ -12,6 +12,7 @@ from kvjax.cache.step.evict import ranking
 from kvjax.numerics.statistics import Statistic
 from kvjax.parallel import slot_reductions
 from kvjax.policies.base import Evict, View
+from kvjax.typing import PyTree
 
 #: The number of slots of the trace, which is no other dimension's.
 SLOTS = 1009
@@ -70,7 +71,7 @@ def reason(policy: Evict, needs: frozenset[Statistic], heads: tuple[int, ...] | 
       dim: features of a head.
     """
 
-    def rank(stats: Any, position: Any, key: Any, value: Any, row: Any, layer: Any) -> Any:
+    def rank(stats: PyTree, position: PyTree, key: PyTree, value: PyTree, row: PyTree, layer: PyTree) -> PyTree:
         return ranking(policy, stats, View(position, key, value, row, row, row, layer, True, heads))
 
     shape = (2, kv_heads, SLOTS)
@@ -119,5 +120,5 @@ def _acts_on_each(eqn: Any) -> bool:
     return False
 
 
-def _is_jaxpr(x: Any) -> bool:
+def _is_jaxpr(x: object) -> bool:
     return isinstance(x, Jaxpr | ClosedJaxpr)

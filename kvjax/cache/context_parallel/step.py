@@ -21,9 +21,10 @@ from kvjax.cache.context_parallel.select import ReadMask, Rows
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import AXES, divided
 from kvjax.cache.state import EMPTY, Block, LayerKV
-from kvjax.cache.step.interface import LayerArgs, Seen, StepInputs, add_to_prompt_index
+from kvjax.cache.step.interface import AttentionOperands, LayerArgs, StepInputs, add_to_prompt_index
 from kvjax.numerics.rope import Rope
 from kvjax.parallel import sharding, slot_reductions
+from kvjax.typing import PyTree
 
 Array = jax.Array
 HEADS = AXES[:2]
@@ -31,7 +32,7 @@ HEADS = AXES[:2]
 
 def step(
     layer: LayerKV, inputs: StepInputs, block: Block, group: Group, budget: Array | None, args: LayerArgs
-) -> tuple[Array, LayerKV, Seen]:
+) -> tuple[Array, LayerKV, AttentionOperands]:
     """Runs a step of one group of heads; for the arguments see `kvjax.cache.step.step.step`.
 
     Args:
@@ -49,40 +50,44 @@ def step(
     grouped = inputs.query.reshape(batch, kv_heads, -1, n, dim)
     ahead = inputs.guess is not None and group.selection.ahead and select.chooses(group, n)
     guess = inputs.guess.reshape(grouped.shape) if ahead and inputs.guess is not None else None
-    hint = SelectionInputs(guess, args.skew)
+    selection_inputs = SelectionInputs(guess, args.skew)
     shared = SharedParams(args.sides or {}, None if inputs.rotation is None else inputs.rotation.frequencies)
     rows = Rows(block.position, block.prompt, jnp.zeros_like(block.prompt) if budget is None else budget)
     of_heads = tuple(name for name in sharding.mesh_axes("kv_heads", kv_heads, mesh) if mesh.shape[name] > 1)
     axes = slot_reductions.Across(slots=group.slot_axes, heads=of_heads)
 
-    def specs(tree: Any, *names: str) -> Any:
+    def specs(tree: PyTree, *names: str) -> PyTree:
         return jax.tree.map(lambda leaf: sharding.spec(names, leaf.shape[: len(names)], mesh), tree)
 
     by_head = specs(inputs.key, *HEADS)
     by_slot = jax.tree.map(lambda leaf, count: specs(leaf, *AXES[:count]), layer, divided(layer, group.per_head))
     of_shared = SharedParams(specs(shared.sides, "kv_heads"), specs(shared.frequencies, "batch"))
-    of_hint = SelectionInputs(specs(hint.guess, *HEADS), specs(hint.skew, "kv_heads"))
+    of_selection_inputs = SelectionInputs(
+        specs(selection_inputs.guess, *HEADS), specs(selection_inputs.skew, "kv_heads")
+    )
     options: dict[str, Any] = {"scale": inputs.scale, "soft_cap": args.soft_cap, "window": args.window}
     run: Any = functools.partial(_step, group=group, axes=axes, rope=args.rope, **options)
-    number = jnp.zeros((), jnp.int32) if block.layer is None else block.layer
+    layer_index = jnp.zeros((), jnp.int32) if block.layer is None else block.layer
     masks = ReadMask(by_slot.position, by_slot.position) if select.chooses(group, n) else None
     output, after, mask = jax.shard_map(
         run, mesh=mesh,
-        in_specs=(by_head, by_head, by_head, by_slot, specs(rows, "batch"), of_shared, PartitionSpec(), of_hint),
+        in_specs=(
+            by_head, by_head, by_head, by_slot, specs(rows, "batch"), of_shared, PartitionSpec(), of_selection_inputs,
+        ),
         out_specs=(by_head, by_slot, masks), check_vma=False,
-    )(grouped, inputs.key, inputs.value, layer, rows, shared, number, hint)  # fmt: skip
+    )(grouped, inputs.key, inputs.value, layer, rows, shared, layer_index, selection_inputs)  # fmt: skip
     return attention.ungroup(output), after, _seen(inputs.query, layer, block, mask)
 
 
-def _seen(query: Array, layer: LayerKV, block: Block, mask: ReadMask | None) -> Seen:
+def _seen(query: Array, layer: LayerKV, block: Block, mask: ReadMask | None) -> AttentionOperands:
     """Returns the operands of attention without the keys, which are on several devices."""
     own = jnp.broadcast_to(block.position[:, None], (*layer.position.shape[:2], block.position.shape[1]))
     every = jnp.concatenate([layer.position, own], axis=2)
     if mask is None:
-        return Seen(query, None, every, None, every)
+        return AttentionOperands(query, None, every, None, every)
     read = jnp.concatenate([jnp.where(mask.read, layer.position, EMPTY), own], axis=2)
     choice = jnp.pad(mask.chosen, ((0, 0), (0, 0), (0, own.shape[2])))
-    return Seen(query, None, read, None, every, choice)
+    return AttentionOperands(query, None, read, None, every, choice)
 
 
 def _step(
@@ -91,9 +96,9 @@ def _step(
     value: Array,
     layer: LayerKV,
     rows: Rows,
-    common: SharedParams,
-    number: Array,
-    hint: SelectionInputs,
+    shared: SharedParams,
+    layer_index: Array,
+    selection_inputs: SelectionInputs,
     *,
     group: Group,
     axes: slot_reductions.Across,
@@ -102,7 +107,18 @@ def _step(
 ) -> tuple[Array, LayerKV, ReadMask | None]:
     """Runs `step` on one device, for its rows, heads and slots; the step's own tokens are on every device."""
     observed = attend.attend(
-        query, key, value, layer, rows, common, number, hint, group=group, axes=axes, rope=rope, **options
+        query,
+        key,
+        value,
+        layer,
+        rows,
+        shared,
+        layer_index,
+        selection_inputs,
+        group=group,
+        axes=axes,
+        rope=rope,
+        **options,
     )
-    after = step_end.finish(observed, rows, number, group, axes, hint.skew)
-    return observed.output, after, None if observed.choice is None else observed.choice.looked
+    after = step_end.finish(observed, rows, layer_index, group, axes, selection_inputs.skew)
+    return observed.output, after, None if observed.choice is None else observed.choice.mask

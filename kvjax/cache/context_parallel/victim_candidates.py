@@ -22,11 +22,11 @@ from kvjax.policies.base import Evict, View
 Array = jax.Array
 Stats = dict[str, Array]
 
-#: Slots that a device names.
-NAMED = 8
+#: The number of candidates of a device.
+CANDIDATES_PER_DEVICE = 8
 
 
-def lowest_position(
+def find_among_candidates(
     group: Group,
     stats: Stats,
     view: View,
@@ -35,7 +35,7 @@ def lowest_position(
     more: Array,
     sent: VictimPayload = victims.nothing,
 ) -> Evicted:
-    """Finds the slot that is evicted in each head; see `victims.lowest_position`.
+    """Finds the slot that is evicted in each head; see `victims.find_victim`.
 
     It takes one collective if the policy compares no slots with each other, and two if it asks once which slots hold
     the largest values of a statistic. A third adds up one number if rows or heads are on several devices too.
@@ -58,7 +58,7 @@ def lowest_position(
 
     def exact(more: Array) -> Evicted:
         with slot_reductions.devices(axes):
-            return victims.lowest_position(group, stats, view, total, axes.slots, more, sent)
+            return victims.find_victim(group, stats, view, total, axes.slots, more, sent)
 
     priority, limit, calls = ranked(mark=False)
     if len(calls) != 1 or calls[0].position is not view.position or calls[0].value.shape != view.position.shape:
@@ -66,7 +66,7 @@ def lowest_position(
     (call,) = calls
     number = jnp.asarray(call.number, jnp.float32)
     protected = ranked(mark=True)[0]
-    slots, named = _lowest(jnp.minimum(priority, protected), view.position)
+    slots, candidates = _lowest_priorities(jnp.minimum(priority, protected), view.position)
     values = [
         jnp.take_along_axis(each.astype(jnp.float32), slots, axis=2) for each in (priority, protected, call.value)
     ]
@@ -75,7 +75,7 @@ def lowest_position(
     vectors = sent(slots)
     flat = vectors.reshape(*slots.shape[:2], slots.shape[2] * vectors.shape[3])
     # [C, B, K, 4 * W + m' + W * m] int32
-    every = jax.lax.all_gather(jnp.concatenate([*bits, named, more, flat], axis=2), axes.slots)
+    every = jax.lax.all_gather(jnp.concatenate([*bits, candidates, more, flat], axis=2), axes.slots)
     # [C, B, K, W] each
     *bits, at, rest = jnp.split(every, np.arange(1, 5) * slots.shape[2], axis=3)
     without, with_it, value = (jax.lax.bitcast_convert_type(each, jnp.float32) for each in bits)
@@ -83,36 +83,36 @@ def lowest_position(
         rank = slot_reductions.sum_over_slots(_larger(call, value, at))
         worth = jnp.where(at < 0, jnp.inf, jnp.where(rank < number, with_it, without))
         # [B, K, 1]
-        least, found = (each[0] for each in evict.lowest_priority_oldest(worth, at, axis=(0, 3)))
+        lowest, found = (each[0] for each in evict.lowest_priority_oldest(worth, at, axis=(0, 3)))
         # What a device does not name comes after what it names last, [C, B, K, 1] each.
         bound, last = jnp.minimum(without, with_it)[..., -1:], at[..., -1:]
-        beyond = (last >= 0) & ((least > bound) | ((least == bound) & (found > last)))
+        beyond = (last >= 0) & ((lowest > bound) | ((lowest == bound) & (found > last)))
         over = total > limit
         unknown = slot_reductions.anywhere(jnp.any(beyond & over))
     totals, every_sent = jnp.split(rest, [more.shape[2]], axis=3)
     every_sent = every_sent.reshape(*at.shape, vectors.shape[3])
     of_victim = jnp.sum(jnp.where((at == found)[..., None], every_sent, 0), axis=(0, 3))[:, :, None]
     none = jnp.zeros((*total.shape[:2], 0), jnp.int32)
-    named_one = Evicted(jnp.where(over & (found < FAR), found, EMPTY), of_victim, none)
-    chosen = jax.lax.cond(unknown, lambda: exact(none), lambda: named_one)
+    candidate = Evicted(jnp.where(over & (found < FAR), found, EMPTY), of_victim, none)
+    chosen = jax.lax.cond(unknown, lambda: exact(none), lambda: candidate)
     return chosen._replace(total=jnp.sum(totals, axis=0))
 
 
-def _lowest(priority: Array, position: Array) -> tuple[Array, Array]:
+def _lowest_priorities(priority: Array, position: Array) -> tuple[Array, Array]:
     """Returns the slots of lowest priority, of equal ones the oldest first, and their positions, [B, K, W] int32 each.
 
     Args:
       priority: [B, K, S] float32.
       position: [B, K, S] int32, -1 = empty.
     """
-    slots, named, left = [], [], position
-    for _ in range(min(NAMED, position.shape[2])):
+    slots, candidates, left = [], [], position
+    for _ in range(min(CANDIDATES_PER_DEVICE, position.shape[2])):
         # [B, K, 1]
         oldest = evict.lowest_priority_oldest(priority, left)[1]
         slots.append(victims.slots_at(left, oldest))
-        named.append(jnp.where(oldest < FAR, oldest, EMPTY))
+        candidates.append(jnp.where(oldest < FAR, oldest, EMPTY))
         left = jnp.where(left == oldest, EMPTY, left)
-    return jnp.concatenate(slots, axis=2), jnp.concatenate(named, axis=2)
+    return jnp.concatenate(slots, axis=2), jnp.concatenate(candidates, axis=2)
 
 
 def _larger(call: Call, value: Array, at: Array) -> Array:
@@ -137,11 +137,11 @@ def evicted_before(
 
     Args:
       moves: of a step of one token that may evict several slots of a head.
-      stats: see `lowest_position`.
-      view: see `lowest_position`.
-      total: see `lowest_position`.
-      lowest: [B, K, 1] int32, the position that `lowest_position` finds.
-      axes: see `lowest_position`.
+      stats: see `find_among_candidates`.
+      view: see `find_among_candidates`.
+      total: see `find_among_candidates`.
+      lowest: [B, K, 1] int32, the position that `find_among_candidates` finds.
+      axes: see `find_among_candidates`.
 
     Returns:
       What is left to move, and the position [B, K, 1] int32 that is evicted too, -1 where none is.
@@ -166,7 +166,7 @@ def evicted_before(
 
 
 def needs_multi_evict(policy: Evict, stats: Stats, view: View, total: Array, axes: slot_reductions.Across) -> Array:
-    """Returns whether a head of any device evicts several slots, [] bool; see `lowest_position`."""
+    """Returns whether a head of any device evicts several slots, [] bool; see `find_among_candidates`."""
     # The limit does not depend on a search, and the priority is not used.
     with slot_reductions.devices(axes._replace(assumed=Assumed(mark=False))):
         limit = evict.ranking(policy, stats, view)[1]

@@ -51,8 +51,10 @@ class LocalVictim(NamedTuple):
     added: int
 
 
-def named(group: Group, stats: dict[str, Array], view: View, more: Array, sent: VictimPayload = nothing) -> LocalVictim:
-    """Names the slot of lowest priority of this device; for the arguments see `lowest_position`."""
+def local_victim(
+    group: Group, stats: dict[str, Array], view: View, more: Array, sent: VictimPayload = nothing
+) -> LocalVictim:
+    """Names the slot of lowest priority of this device; for the arguments see `find_victim`."""
     priority, limit = evict.ranking(group.policy, stats, view)
     # [B, K, 1] each, of this device's slots
     lowest, oldest = evict.lowest_priority_oldest(priority, view.position)
@@ -61,7 +63,7 @@ def named(group: Group, stats: dict[str, Array], view: View, more: Array, sent: 
     return LocalVictim(jnp.concatenate([bits, oldest, more, here], axis=2), limit, more.shape[2])
 
 
-def lowest_of(every: Array, own: LocalVictim, total: Array) -> Evicted:
+def global_victim(every: Array, own: LocalVictim, total: Array) -> Evicted:
     """Finds the slot that is evicted in each head.
 
     Args:
@@ -79,7 +81,7 @@ def lowest_of(every: Array, own: LocalVictim, total: Array) -> Evicted:
     return Evicted(chosen, of_victim, jnp.sum(every[..., 2:end], axis=0))
 
 
-def lowest_position(
+def find_victim(
     group: Group,
     stats: dict[str, Array],
     view: View,
@@ -99,8 +101,8 @@ def lowest_position(
       more: [B, K, m'] int32 to be added up over all devices.
       sent: of the view's slots; every device sends it of its own slot of lowest priority.
     """
-    own = named(group, stats, view, more, sent)
-    return lowest_of(jax.lax.all_gather(own.bits, axes), own, total)
+    own = local_victim(group, stats, view, more, sent)
+    return global_victim(jax.lax.all_gather(own.bits, axes), own, total)
 
 
 def slots_at(position: Array, wanted: Array) -> Array:

@@ -87,7 +87,7 @@ def split_stores(
     slots: int,
     budgets: list[int | None],
     following: int = 0,
-    extent: ArraySizes | None = None,
+    array_sizes: ArraySizes | None = None,
 ) -> tuple[int, ...]:
     """Returns the slots of each store: the encoded ones, and those of the newest tokens, which are exact.
 
@@ -97,10 +97,10 @@ def split_stores(
       slots: the most slots that a head holds between steps.
       budgets: the largest of the batch, for each phase.
       following: the most tokens that follow a prompt while these arrays are in use.
-      extent: what else arrays are sized for.
+      array_sizes: what else arrays are sized for.
     """
     counts = Counts(
-        slots, following, extent, compressed=branch.prompt.budget is not None,
+        slots, following, array_sizes, compressed=branch.prompt.budget is not None,
         evicts=branch.decode.budget is not None, newest_stay=newest_stay(spec, branch, budgets),
     )  # fmt: skip
     return arrangement_of(spec.storage).slots(spec.storage, counts)

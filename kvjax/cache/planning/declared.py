@@ -22,6 +22,10 @@ from kvjax.specs.user_files import described_error
 from kvjax.storage.base import Storage
 from kvjax.storage.codec import Codec
 from kvjax.storage.side import PROMPT, PromptView
+from kvjax.typing import PyTree
+
+Array = jax.Array
+Stats = dict[str, Array]
 
 ROWS, TOKENS = 2, 64  # of the arrays that are asked about
 FLOAT, BOOL = jnp.dtype("float32"), jnp.dtype("bool")
@@ -30,27 +34,29 @@ FLOAT, BOOL = jnp.dtype("float32"), jnp.dtype("bool")
 class _Declared(dict[str, Any]):
     """The statistics that a policy declares; another one is an error that says so."""
 
-    def __init__(self, about: str, arrays: dict[str, Any]):
+    def __init__(self, about: str, arrays: dict[str, PyTree]):
         super().__init__(arrays)
         self._about = about
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> PyTree:
         known = ", ".join(sorted(self)) or "none"
         raise PolicyError(
             f"{self._about} reads statistic {name!r}, which it does not declare; it declares {known}. Add it to "
             "`needs`, as a name of kvjax.numerics.statistics.NAMED or a Statistic."
         )
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> PyTree:
         return self[name]
 
 
-def _view(about: str, reads: frozenset[str], position: Any, key: Any, value: Any, row: Any, decoding: bool) -> View:
+def _view(
+    about: str, reads: frozenset[str], position: Array, key: PyTree, value: PyTree, row: Array, decoding: bool
+) -> View:
     """Makes a view whose keys and values may be read only by a policy that declares so."""
 
     # A class, so that what `_replace` returns is one too.
     class Checked(View):
-        def __getattribute__(self, name: str) -> Any:
+        def __getattribute__(self, name: str) -> PyTree:
             if name in READABLE and name not in reads:
                 raise PolicyError(f"{about} reads view.{name}, which it does not declare; add {name!r} to `reads`.")
             return super().__getattribute__(name)
@@ -95,19 +101,21 @@ def check_policy(policy: Evict, decoding: bool, heads: int, slots: int, dim: int
     row, position = jax.ShapeDtypeStruct((ROWS,), jnp.int32), jax.ShapeDtypeStruct(shape, jnp.int32)
     vectors = jax.ShapeDtypeStruct((*shape, dim), dtype)
 
-    def seen(part: str, reads: frozenset[str], stats: Any, position: Any, key: Any, value: Any, row: Any) -> Any:
+    def seen(
+        part: str, reads: frozenset[str], stats: Stats, position: Array, key: Array, value: Array, row: Array
+    ) -> tuple[dict[str, Any], View]:
         said = f"{about} {part}"
         return _Declared(said, stats), _view(said, frozenset(reads), position, key, value, row, decoding)
 
-    def score(*given: Any) -> Any:
+    def score(*given: PyTree) -> PyTree:
         found = policy.importance.score(*seen("importance", policy.importance.reads, *given))
         return _checked(f"{about} importance.score", found, shape, FLOAT, PolicyError)
 
-    def protected(*given: Any) -> Any:
+    def protected(*given: PyTree) -> PyTree:
         found = policy.scope.protected(*seen("scope", policy.scope.reads, *given))
         return _checked(f"{about} scope.protected", found, shape, BOOL, PolicyError)
 
-    def fold(*given: Any) -> Any:
+    def fold(*given: PyTree) -> PyTree:
         merge = policy.merge
         assert merge is not None
         stats, view = seen("merge", READABLE, *given)
@@ -160,7 +168,7 @@ def check_storage(storage: Storage, heads: int, queries: int, dim: int, dtype: s
 
 
 def _check_codec(
-    about: str, codec: Any, shape: tuple[int, ...], sizes: tuple[int, ...], query_heads: int, dtype: str
+    about: str, codec: PyTree, shape: tuple[int, ...], sizes: tuple[int, ...], query_heads: int, dtype: str
 ) -> None:
     lead = shape[: len(shape) - len(sizes)]
     parts = _shapes(f"{about} parts", codec.parts, (*sizes, jnp.dtype(dtype)), lead)
@@ -171,10 +179,10 @@ def _check_codec(
         if codec.side.when == PROMPT:
             vectors, row = (*lead[:2], TOKENS, sizes[-1]), (ROWS, TOKENS)
             queries = (*lead[:2], query_heads, TOKENS, sizes[-1])
-            given: Any = [jax.ShapeDtypeStruct(each, FLOAT) for each in (vectors, queries, vectors, vectors)]
+            given: PyTree = [jax.ShapeDtypeStruct(each, FLOAT) for each in (vectors, queries, vectors, vectors)]
             given += [jax.ShapeDtypeStruct(row, jnp.int32), jax.ShapeDtypeStruct(vectors[:3], BOOL)]
 
-            def prepare(view: Any) -> Any:
+            def prepare(view: PyTree) -> PyTree:
                 try:
                     return codec.side.prepared(view, sizes[-1], jnp.dtype(dtype))
                 except StorageError as error:
@@ -182,10 +190,10 @@ def _check_codec(
 
             _evaluated(f"{about} side.prepare", prepare, (PromptView(*given),), CodecError)
 
-    def aligned(side: Any) -> Any:
+    def aligned(side: PyTree) -> PyTree:
         return None if side is None or codec.side is None else codec.side.aligned(side, len(shape))
 
-    def encode(x: Any, side: Any) -> Any:
+    def encode(x: Array, side: PyTree) -> PyTree:
         made = codec.encode(x, aligned(side), jnp.dtype(dtype))
         if not isinstance(made, Mapping) or made.keys() != parts.keys():
             raise CodecError(f"{about} encode returned {_names(made)}; expected the names of `parts`: {_names(parts)}.")
@@ -193,7 +201,7 @@ def _check_codec(
             _checked(f"{about} encode: {name!r}", made[name], part.shape, part.dtype, CodecError)
         return dict(made)
 
-    def decode(parts: Any, side: Any) -> Any:
+    def decode(parts: PyTree, side: PyTree) -> PyTree:
         return _checked(f"{about} decode", codec.decode(parts, aligned(side), *sizes), shape, FLOAT, CodecError)
 
     _evaluated(f"{about} encode", encode, (jax.ShapeDtypeStruct(shape, FLOAT), side), CodecError)
@@ -201,7 +209,7 @@ def _check_codec(
 
 
 def _shapes(
-    what: str, function: Callable[..., Any], arguments: tuple[Any, ...], lead: tuple[int, ...]
+    what: str, function: Callable[..., PyTree], arguments: tuple[PyTree, ...], lead: tuple[int, ...]
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the arrays that a function says there are, behind leading dimensions."""
     given = _called(what, function, arguments, CodecError)
@@ -249,7 +257,7 @@ def check_selection(selection: Selection, heads: int, queries: int, slots: int, 
     )  # fmt: skip
     columns = {s.name: jax.ShapeDtypeStruct(shape, FLOAT) for s in selection.needs}
 
-    def same(method: str, index: Any, made: Any) -> Any:
+    def same(method: str, index: object, made: object) -> PyTree:
         before, after = (
             jax.tree.map(lambda x: (jnp.shape(x), str(jnp.result_type(x))), each) for each in (index, made)
         )
@@ -257,7 +265,7 @@ def check_selection(selection: Selection, heads: int, queries: int, slots: int, 
             raise SelectionError(f"{about} {method} returned an index of {after}; expected that of `init`: {before}.")
         return made
 
-    def run(query: Any, key: Any, position: Any, row: Any, slot: Any, columns: Any) -> Any:
+    def run(query: PyTree, key: PyTree, position: PyTree, row: PyTree, slot: PyTree, columns: PyTree) -> PyTree:
         view = SelectView(position, key, row, row, row, slot, 1.0, 0, first=row)
         index = selection.init(shape, dim, kind)
         if not isinstance(index, dict):
@@ -286,18 +294,22 @@ def check_selection(selection: Selection, heads: int, queries: int, slots: int, 
     _evaluated(f"{about} choice", run, (*arguments, columns), SelectionError)
 
 
-def _is_own(part: Any) -> bool:
+def _is_own(part: object) -> bool:
     """Whether a component is of a user's own: of a class outside of kvjax, or made of functions."""
     kind = type(part)
     return not kind.__module__.startswith("kvjax.") or kind.__name__ in ("CodecFunctions", "BlockFunctions")
 
 
-def _evaluated(what: str, function: Callable[..., Any], arguments: tuple[Any, ...], error: type[KvjaxError]) -> None:
+def _evaluated(
+    what: str, function: Callable[..., PyTree], arguments: tuple[PyTree, ...], error: type[KvjaxError]
+) -> None:
     """Runs a function on shapes; whatever it raises is an `error` that says where."""
     _called(what, functools.partial(jax.eval_shape, function), arguments, error)
 
 
-def _called(what: str, function: Callable[..., Any], arguments: tuple[Any, ...], error: type[KvjaxError]) -> Any:
+def _called(
+    what: str, function: Callable[..., PyTree], arguments: tuple[PyTree, ...], error: type[KvjaxError]
+) -> PyTree:
     """Returns what a function returns; whatever it raises is an `error` that says where."""
     try:
         return function(*arguments)
@@ -307,7 +319,7 @@ def _called(what: str, function: Callable[..., Any], arguments: tuple[Any, ...],
         raise error(f"{what} raised {described_error(raised)}.") from raised
 
 
-def _checked(what: str, made: Any, shape: tuple[int, ...], dtype: DTypeLike, error: type[KvjaxError]) -> Any:
+def _checked(what: str, made: object, shape: tuple[int, ...], dtype: DTypeLike, error: type[KvjaxError]) -> PyTree:
     """Returns what a function made if it is an array of a shape and a dtype.
 
     Raises:
@@ -320,7 +332,7 @@ def _checked(what: str, made: Any, shape: tuple[int, ...], dtype: DTypeLike, err
     return made
 
 
-def _described(made: Any) -> str:
+def _described(made: object) -> str:
     if isinstance(made, jax.Array):
         return f"a jax array of {made.dtype.name} {list(made.shape)}"
     if hasattr(made, "shape") and hasattr(made, "dtype"):
@@ -330,6 +342,6 @@ def _described(made: Any) -> str:
     )
 
 
-def _names(made: Any) -> str:
+def _names(made: object) -> str:
     """The names of a dict, or what there is in its place."""
     return str(sorted(made, key=str)) if isinstance(made, Mapping) else _described(made)

@@ -11,7 +11,7 @@ from kvjax.cache.empty import empty
 from kvjax.cache.groups import Group
 from kvjax.kernels.decode import coded
 from kvjax.parallel.host_memory import HOST
-from kvjax.products.slots import reads_used_slots
+from kvjax.products.used_slots import reads_used_slots
 from kvjax.storage.base import UNROTATED, Codec, Exact, Storage
 from kvjax.storage.dims import Chain
 from kvjax.units import size
@@ -37,7 +37,7 @@ def explain(layout: "CacheLayout") -> str:
         lines += [f"    {line}" for line in about]
     if shared := layout.calibration_bytes():
         lines.append(f"  calibration: {size(shared)} that rows have in common")
-    prompts = {(group.attend, group.reasons) for layer in layout.prompt for group in layer}
+    prompts = {(group.attn_implementation, group.reasons) for layer in layout.prompt for group in layer}
     for attend, reasons in sorted(prompts):
         lines.append(f"  prompts: attention by {attend}")
         lines += [f"    not {reason}" for reason in reasons]
@@ -65,7 +65,11 @@ def _describe(group: Group, layout: "CacheLayout") -> str:
     width = group.selection.width(group.capacity)
     reads += "" if width is None else f" (at most {width} slots)"
     reads += f" by an index of {size(index)}" if index else ""
-    runs = f"a whole step by {group.step}" if group.step else f"attention by {group.attend}{_used(group, layout)}"
+    runs = (
+        f"a whole step by {group.step_implementation}"
+        if group.step_implementation
+        else f"attention by {group.attn_implementation}{_used(group, layout)}"
+    )
     runs += f", slots over {'+'.join(group.slot_axes)}" if group.slot_axes else ""
     return (
         f"{heads} KV heads of {slots} slots, {size(total)}, {group.policy.name}{reads}; {runs}{_codes(group, layout)}"
@@ -77,18 +81,18 @@ def _shares(group: Group, layout: "CacheLayout") -> tuple[str, ...]:
     if group.shares is None:
         return ()
     heads = layout.kv_heads if group.heads is None else len(group.heads)
-    average, most = group.shares
+    average, max_share = group.shares
     return (
-        f"heads share {heads} x {average} slots when the longest prompt ends, of which one may get {most}: which one "
-        f"is known after arrays are allocated, so that each has room for {most / average:.2f} times the average; "
-        "adakv(..., most=) limits it",
+        f"heads share {heads} x {average} slots when the longest prompt ends, of which one may get {max_share}: which "
+        f"one is known after arrays are allocated, so that each has room for {max_share / average:.2f} times the "
+        "average; adakv(..., max_share=) limits it",
     )
 
 
 def _used(group: Group, layout: "CacheLayout") -> str:
-    """Says whether attention leaves out what a row has not used of its slots; see `kvjax.products.slots`."""
+    """Says whether attention leaves out what a row has not used of its slots; see `kvjax.products.used_slots`."""
     grows = group.storage.exact and not group.evicts
-    if not grows or layout.platform != "cpu" or group.attend != "xla":
+    if not grows or layout.platform != "cpu" or group.attn_implementation != "xla":
         return ""
     query, cache = (jax.ShapeDtypeStruct((1, n, layout.head_dim), layout.dtype) for n in (1, group.capacity))
     return " over the slots in use" if reads_used_slots(query, cache) else ""
@@ -96,7 +100,7 @@ def _used(group: Group, layout: "CacheLayout") -> str:
 
 def _codes(group: Group, layout: "CacheLayout") -> str:
     """Says how a decoding step reads coded slots; nothing if there are none."""
-    if any(group.codecs) and group.attend != "xla":
+    if any(group.codecs) and group.attn_implementation != "xla":
         return "; codes decoded in the kernel"
     found: dict[str, list[str]] = {"key": [], "value": []}
     for number, (storage, count) in enumerate(zip(group.stores, group.slots, strict=True)):

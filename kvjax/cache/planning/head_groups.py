@@ -125,7 +125,7 @@ def _has_room(before: Budget | None, after: Budget | None) -> bool:
         case Slots(), Slots():
             return after.count >= before.count
         case Fraction(), Fraction():
-            return after.fraction >= before.fraction and after.least >= before.least
+            return after.fraction >= before.fraction and after.min_slots >= before.min_slots
     return False
 
 
@@ -187,12 +187,12 @@ def group_by_storage(branches: list[Branch], storage: Storage, config: DecoderCo
             for head in range(len(own)) if branch.heads is None else branch.heads[layer]:
                 found.setdefault(own[head], []).append(head)
             kinds.append([tuple(heads) for heads in found.values()])
-        most = max(map(len, kinds))
-        if most <= 1:
+        count = max(map(len, kinds))
+        if count <= 1:
             made.append(branch)
             continue
         _check_separate_heads(branch, storage)
-        for number in range(most):
+        for number in range(count):
             heads = tuple(each[number] if number < len(each) else () for each in kinds)
             made.append(branch._replace(heads=heads))
     return made

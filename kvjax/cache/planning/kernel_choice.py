@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from kvjax import attention
 from kvjax.attention import Implementation
-from kvjax.cache.context_parallel import undivided
+from kvjax.cache.context_parallel import refusals
 from kvjax.cache.groups import Group
 from kvjax.cache.planning.limits import Sizes
 from kvjax.cache.step.fused_kernel import observe_and_evict
@@ -69,7 +69,8 @@ class Chooser:
             for first in (group.slots[0] + group.evicts, group.slots[0]):
                 slots = (-(-first // multiple) * multiple, *group.slots[1:])
                 aligned = self._decode(dataclasses.replace(group, slots=slots), kv_heads)
-                if aligned.step is not None or (first == group.slots[0] and aligned.attend != "xla"):
+                by_kernel = aligned.attn_implementation != "xla"
+                if aligned.step_implementation is not None or (first == group.slots[0] and by_kernel):
                     return aligned
         return self._decode(group, kv_heads)
 
@@ -81,8 +82,12 @@ class Chooser:
         if storage.on_host and self.platform == "tpu" and not (storage.exact and lanes):
             whole = dataclasses.replace(whole, reasons=(*whole.reasons, THROUGH_DEVICE))
         if whole.op == "step":
-            return dataclasses.replace(group, step=whole.implementation, attend=whole.implementation)
-        return dataclasses.replace(group, attend=whole.implementation, reasons=(*group.reasons, *whole.reasons))
+            return dataclasses.replace(
+                group, step_implementation=whole.implementation, attn_implementation=whole.implementation
+            )
+        return dataclasses.replace(
+            group, attn_implementation=whole.implementation, reasons=(*group.reasons, *whole.reasons)
+        )
 
     def _over_devices(self, group: Group, kv_heads: int) -> Group:
         """Divides slots over devices if the mesh has axes for them and nothing needs all slots on one device."""
@@ -90,12 +95,12 @@ class Chooser:
         if not axes:
             return group
         over = f"slots over {'+'.join(axes)}, {parts} devices"
-        reason = undivided.refuses(group, kv_heads, self.config.head_dim)
-        if reason and undivided.divided_by_xla(group):
+        reason = refusals.refuses(group, kv_heads, self.config.head_dim)
+        if reason and refusals.divided_by_xla(group):
             multiple = math.lcm(parts, group.policy.page)
             return dataclasses.replace(
                 group, slots=tuple(-(-size // multiple) * multiple for size in group.slots), slot_axes=axes,
-                slot_parts=parts, by_xla=True, attend="xla", step=None,
+                slot_parts=parts, by_xla=True, attn_implementation="xla", step_implementation=None,
                 reasons=(f"{over}, which XLA divides: {reason}",),
             )  # fmt: skip
         if reason:
@@ -109,7 +114,7 @@ class Chooser:
             )
         slots = group.arrangement.slots_over_devices(group, parts)
         return dataclasses.replace(
-            group, slots=slots, slot_axes=axes, slot_parts=parts, attend="xla", step=None,
+            group, slots=slots, slot_axes=axes, slot_parts=parts, attn_implementation="xla", step_implementation=None,
             reasons=(f"pallas: {over}",) if self.implementation != "xla" else (),
         )  # fmt: skip
 
@@ -126,7 +131,9 @@ class Chooser:
         slots = tokens if one_shot else group.capacity
         request = self._request(group, kv_heads, tokens=tokens, slots=slots, parts=parts)
         choice = self._choose("prefill" if tokens > 1 else "decode", request, group)
-        return dataclasses.replace(group, attend=choice.implementation, reasons=(*group.reasons, *choice.reasons))
+        return dataclasses.replace(
+            group, attn_implementation=choice.implementation, reasons=(*group.reasons, *choice.reasons)
+        )
 
     def _request(self, group: Group, kv_heads: int, *, tokens: int, slots: int, parts: int) -> Request:
         divided = sharding.divided("kv_heads", kv_heads)

@@ -6,7 +6,6 @@ It is hashable, and compiled programs are keyed by it. The numbers of a batch (l
 import dataclasses
 import functools
 import numbers
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +17,7 @@ from kvjax.cache.state import KVState, LayerKV
 from kvjax.errors import InputError
 from kvjax.parallel import distributed
 from kvjax.storage.calibration import side_shapes
+from kvjax.typing import PyTree
 from kvjax.units import size
 
 
@@ -119,7 +119,7 @@ class CacheLayout:
         return explain(self)
 
 
-def _bytes_of(tree: Any) -> int:
+def _bytes_of(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

@@ -99,13 +99,15 @@ def lower(
     for layer in range(config.num_layers):
         before: list[Group] = []
         after: list[Group] = []
-        for branch, most in zip(branches, sized, strict=True):
+        for branch, largest_budget in zip(branches, sized, strict=True):
             heads = None if branch.heads is None else branch.heads[layer]
             if heads == ():
                 continue
             own = branch.in_layer(layer, windows[layer])
             limited = _limited(own)
-            largest = [each[layer] if each and limits else None for each, limits in zip(most, limited, strict=True)]
+            largest = [
+                each[layer] if each and limits else None for each, limits in zip(largest_budget, limited, strict=True)
+            ]
             early, late = _groups(spec, own, layer, heads, largest, config, sizes, kernels)
             before.append(early)
             after.append(late)
@@ -192,7 +194,7 @@ def _limited(branch: Branch) -> tuple[bool, bool]:
     return first, then
 
 
-def most_positions(lowered: Lowered, lengths: np.ndarray, totals: np.ndarray, block: int | None) -> int:
+def max_positions(lowered: Lowered, lengths: np.ndarray, totals: np.ndarray, block: int | None) -> int:
     """Returns the number of positions that RoPE has to tell apart: tokens, or ranks in the cache.
 
     Args:
@@ -253,10 +255,12 @@ def _largest(
         if policy.budget is None or branch.selection.budget is not None:  # hides slots and frees none
             return None
         if policy.budget.of_text:
-            most = policy.budget.slots(sizes.total, layers)
+            largest_budget = policy.budget.slots(sizes.total, layers)
         else:
-            most = policy.budget.largest(sizes.prompts, layers)
-        return tuple(branch.slots_in(policy, each, window) for each, window in zip(most, windows, strict=True))
+            largest_budget = policy.budget.largest(sizes.prompts, layers)
+        return tuple(
+            branch.slots_in(policy, each, window) for each, window in zip(largest_budget, windows, strict=True)
+        )
 
     return slots(branch.prompt), slots(branch.decode)
 
@@ -288,23 +292,23 @@ def _groups(
     prompt_index = selection if selection.watches else None
     needs = branch.decode.needs | spec.storage.needs
     check_names(branch.decode.name, needs | branch.prompt.needs | branch.selection.needs)
-    extent = extent_of(spec, branch, sizes)
-    stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following, extent)
+    array_sizes = extent_of(spec, branch, sizes)
+    stores = split_stores(spec, branch, kernels.round_up(decode), budgets, sizes.following, array_sizes)
     arrangement = arrangement_of(storage)
     spec = dataclasses.replace(spec, storage=arrangement.sized(storage, stores))
     after = Group(
         heads=heads, storage=spec.storage, policy=branch.decode.traced(), selection=selection, needs=needs,
-        slots=stores, extent=extent, decoding=True, evicts_one=branch.evicts_one,
+        slots=stores, array_sizes=array_sizes, decoding=True, evicts_one=branch.evicts_one,
         shares=shares(branch, budgets[0], own_heads, sizes),
     )  # fmt: skip
     after = kernels.decode(after, own_heads)
     own = arrangement.prompt_storage(
         spec.storage, compressed=branch.prompt.budget is not None, in_blocks=sizes.block is not None
     )
-    spec, extent = dataclasses.replace(spec, storage=own), extent if own == spec.storage else None
+    spec, array_sizes = dataclasses.replace(spec, storage=own), array_sizes if own == spec.storage else None
     before = Group(
         heads=heads, storage=spec.storage, policy=branch.prompt.traced(), selection=early,
-        needs=needs | branch.prompt.needs, extent=extent,
+        needs=needs | branch.prompt.needs, array_sizes=array_sizes,
         slots=() if sizes.block is None else split_stores(spec, branch, kernels.round_up(prompt), budgets),
         prompt_index=prompt_index, decode_group=arrangement.prompt_end(after) if sizes.block is None else None,
     )  # fmt: skip

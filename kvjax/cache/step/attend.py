@@ -11,29 +11,16 @@ from kvjax.cache.groups import Group
 from kvjax.cache.slots import free_slots, write
 from kvjax.cache.state import EMPTY, FAR, Block
 from kvjax.cache.step.interface import LayerArgs, StepInputs
-from kvjax.cache.step.operands import Pool, decoded, fetched, joined
-from kvjax.kernels.coded import Coded, as_array
+from kvjax.cache.step.operands import Part, by_kv_head, decoded, fetched, problems
+from kvjax.cache.step.pool import Pool, joined
+from kvjax.kernels.coded import as_array
 from kvjax.numerics.statistics import by_name
 from kvjax.parallel.host_memory import gather
 from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact
-from kvjax.storage import store as held
+from kvjax.typing import PyTree
 
 Array = jax.Array
-
-
-class Part(NamedTuple):
-    """The operands of one call of attention.
-
-    Attributes:
-      key: [B, K, S, D], rotated.
-      value: [B, K, S, D].
-      position: [B, K, S] int32; -1 for a slot that is empty or not read.
-    """
-
-    key: Array | Coded
-    value: Array | Coded
-    position: Array
 
 
 class Reading(NamedTuple):
@@ -59,8 +46,8 @@ class Reading(NamedTuple):
 def read(
     pool: Pool,
     query: Array,
-    keys: tuple[Any, ...],
-    values: tuple[Any, ...],
+    keys: tuple[PyTree, ...],
+    values: tuple[PyTree, ...],
     block: Block,
     group: Group,
     inputs: StepInputs,
@@ -87,7 +74,7 @@ def read(
         return Reading(parts, pool.position, None, index, None)
     slot = _slot(pool, block, group.policy.page)
     # Selections look at keys of all D features; of those that do not, XLA removes the decoding.
-    looked = decoded(pool, group, whole=True)[0] if group.storage.shortened and pool.own is not None else keys
+    looked = decoded(pool, group, whole=True)[0] if group.storage.shortened and pool.new_tokens is not None else keys
     given: dict[str, Any] = {"budget": budget, "skew": args.skew}
     view = SelectView(
         position=pool.position, key=None if looked[0] is None else joined(tuple(map(as_array, looked))),
@@ -97,11 +84,12 @@ def read(
     if not selection.in_prompt and not (group.decoding and n == 1):
         return Reading(parts, pool.position, None, index, view)
     if n == 1:
-        newest = keys[-1] if pool.own is not None else jnp.take_along_axis(keys[0], slot[:, :, None, None], axis=2)
+        appended = pool.new_tokens is None
+        newest = jnp.take_along_axis(keys[0], slot[:, :, None, None], axis=2) if appended else keys[-1]
         index = _written(index, newest, slot, pool, block, selection, view.skew)
     # [B, K, G, D]: of the block's last query; selections of whole blocks look at no query
     by = query if inputs.guess is None or not selection.ahead else inputs.guess
-    by = _grouped(by, pool.position)[:, :, :, -1]
+    by = by_kv_head(by, pool.position)[:, :, :, -1]
     width, units = group.gathered, None
     if width is not None and selection.unit > 1 and width % selection.unit == 0:
         units, index = selection.choose_units(index, by, view)
@@ -164,12 +152,12 @@ def _compact_units(units: Array, view: SelectView, size: int, width: int, select
     return slots, inside & view._replace(position=gather(view.position, slots)).visible
 
 
-def _chosen(index: Any, query: Array, view: SelectView, pool: Pool, selection: Selection) -> tuple[Array, Any]:
+def _chosen(index: PyTree, query: Array, view: SelectView, pool: Pool, selection: Selection) -> tuple[Array, PyTree]:
     """Calls `Selection.choose`, for a selection that looks ahead without the step's own tokens if they are apart.
 
     Its choice then depends on nothing of this layer's input, so that slots can be fetched while the layer before runs.
     """
-    if not selection.ahead or pool.own is None:
+    if not selection.ahead or pool.new_tokens is None:
         return selection.choose(index, query, view)
     size = pool.layer.position.shape[2]
     old = {name: x[:, :, :size] if name in selection.per_slot else x for name, x in index.items()}
@@ -178,17 +166,12 @@ def _chosen(index: Any, query: Array, view: SelectView, pool: Pool, selection: S
     return jnp.pad(chosen, ((0, 0), (0, 0), (0, view.position.shape[2] - size))), after | own
 
 
-def _grouped(query: Array, position: Array) -> Array:
-    """Groups queries [B, H, n, D] by KV head: [B, K, G, n, D]."""
-    return query.reshape(*position.shape[:2], -1, *query.shape[2:])
-
-
 def _written(
-    index: Any, key: Array, slot: Array, pool: Pool, block: Block, selection: Selection, skew: Array | None
-) -> Any:
+    index: PyTree, key: Array, slot: Array, pool: Pool, block: Block, selection: Selection, skew: Array | None
+) -> PyTree:
     """Adds the step's token to the index. Entries of slots are there already if the token is apart from them."""
     index = selection.write(index, key, slot, block.newest >= 0)
-    if pool.own is not None or not selection.per_slot or selection.in_prompt:
+    if pool.new_tokens is not None or not selection.per_slot or selection.in_prompt:
         return index
     # [B, K, 1]; out of bounds, where writes are dropped, for a row without a token
     target = jnp.where((block.newest >= 0)[:, None], slot, pool.position.shape[2])[:, :, None]
@@ -212,7 +195,9 @@ def columns_of(chosen: Array | None, pool: Pool, block: Block, group: Group) -> 
     return {s.name: one if s.transform == "chosen" else one * at for s in by_name(group.needs) if s.of_selection}
 
 
-def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight: Array | None, **options: Any) -> Any:
+def attend(
+    query: Array, reading: Reading, pool: Pool, group: Group, log_weight: Array | None, **options: Any
+) -> tuple[Array, dict[str, Array]]:
     """Attends to the slots that are read.
 
     Args:
@@ -227,23 +212,11 @@ def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight:
       The output [B, H, n, D], and the columns of each statistic for the slots that are ranked, [B, K, S', ...].
     """
     weights = [None] * len(reading.parts) if log_weight is None else pool.cut(log_weight)
-    # Parts whose vectors are held shorter have queries of their own; see `Dims`.
-    queries, maps = [query] * len(reading.parts), None
-    offsets: list[Array | None] = [None] * len(queries)
-    if pool.own is not None and group.storage.shortened:
-        queries[0], offsets[0], first = mapped(query, pool, group, options["scale"])
-        maps = (first, *[attention.Mapped()] * (len(queries) - 1))
-    problems = [
-        attention.problem(
-            own, part.key, part.value, key_position=part.position, needs=group.reports, log_weight=weight,
-            offset=offset, grows=not group.evicts, **options,
-        )
-        for own, part, weight, offset in zip(queries, reading.parts, weights, offsets, strict=True)
-    ]  # fmt: skip
+    made, maps = problems(query, reading.parts, weights, pool, group, grows=not group.evicts, **options)
     if unranked := group.unranked_stores if _unranked(pool, group) else 0:
         # What the policy has evicted has no statistics.
-        problems = [each.without_statistics() for each in problems[:unranked]] + problems[unranked:]
-    output, columns = attention.attend_parts(problems, group.attend, maps)
+        made = [each.without_statistics() for each in made[:unranked]] + made[unranked:]
+    output, columns = attention.attend_parts(made, group.attn_implementation, maps)
     columns = columns[unranked:]
     size = pool.sizes[0]
     if reading.slots is not None:
@@ -254,36 +227,12 @@ def attend(query: Array, reading: Reading, pool: Pool, group: Group, log_weight:
 
 def _unranked(pool: Pool, group: Group) -> int:
     """Returns the number of slots without statistics, the first of all; none in a prompt's own pool."""
-    return 0 if pool.own is None else group.unranked
+    return 0 if pool.new_tokens is None else group.unranked
 
 
-def mapped(query: Array, pool: Pool, group: Group, scale: float) -> tuple[Array, Array | None, attention.Mapped]:
-    """Returns how a step attends to the coded slots, whose vectors are shorter.
-
-    Args:
-      query: [B, H, n, D], rotated.
-      pool: the slots.
-      group: the storage.
-      scale: of the logits.
-
-    Returns:
-      The queries [B, H, n, D'], what is added to the logits of each query ([B, K, G, n] float32 or None), and how the
-      values are mapped.
-    """
-    storage, offset, output = group.storage, None, None
-    if storage.key.dims is not None:
-        # [B, K, G, n, D] float32
-        grouped = _grouped(query, pool.position).astype(jnp.float32)
-        short, more = storage.key.dims.query(grouped, held.aligned(storage, pool.sides, "key", grouped.ndim))
-        query, offset = attention.ungroup(short).astype(query.dtype), more * scale
-    if storage.value.dims is not None:
-        # Of [B, K, G, n, D']
-        side = held.aligned(storage, pool.sides, "value", 5)
-        output = functools.partial(storage.value.dims.output, side=side)
-    return query, offset, attention.Mapped(output)
-
-
-def attend_text(query: Array, reading: Reading, pool: Pool, group: Group, **options: Any) -> Any:
+def attend_text(
+    query: Array, reading: Reading, pool: Pool, group: Group, **options: Any
+) -> tuple[Array, dict[str, Array]]:
     """Attends by the selection's own `attend_text`, which takes a whole text at once and keeps no statistics."""
     (part,) = reading.parts
     problem = attention.problem(
@@ -305,7 +254,7 @@ def spread(column: Array, slots: Array, size: int) -> Array:
 
 def _slot(pool: Pool, block: Block, page: int) -> Array:
     """Returns the slot that holds each row's newest token, or that it will be written to, [B, K] int32."""
-    if pool.own is not None:
+    if pool.new_tokens is not None:
         return jnp.minimum(free_slots(pool.layer.position, 1, page), pool.sizes[0] - 1)[:, :, 0]
     slot = jnp.arange(pool.sizes[0], dtype=jnp.int32)
     here = pool.position == block.newest[:, None, None]

@@ -25,7 +25,7 @@ def observe(
     return stats | {s.name: s.merge(stats[s.name], columns[s.name], queries) for s in by_name(needs)}
 
 
-def victims(policy: Evict, stats: dict[str, Array], view: View, *, one: bool, most: int | None = None) -> Array:
+def victims(policy: Evict, stats: dict[str, Array], view: View, *, one: bool, max_victims: int | None = None) -> Array:
     """Chooses the slots to evict so that every head is within its limit, lowest priority first.
 
     Args:
@@ -33,7 +33,7 @@ def victims(policy: Evict, stats: dict[str, Array], view: View, *, one: bool, mo
       stats: statistic name -> [B, K, S, ...].
       view: the slots.
       one: whether at most one slot per head can be over the limit.
-      most: of slots on several devices, the most per head that can be over the limit; None = any number.
+      max_victims: of slots on several devices, the most per head that can be over the limit; None = any number.
 
     Returns:
       [B, K, S] bool.
@@ -41,8 +41,8 @@ def victims(policy: Evict, stats: dict[str, Array], view: View, *, one: bool, mo
     priority, limit = ranking(policy, stats, view)
     if policy.page > 1:
         return page_victims(priority, view.position, limit, policy.page)
-    if most is not None:
-        return lowest(priority, view.position, limit, most)
+    if max_victims is not None:
+        return lowest(priority, view.position, limit, max_victims)
     return (one_victim if one else all_victims)(priority, view.position, limit)
 
 

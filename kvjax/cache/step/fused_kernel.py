@@ -43,9 +43,9 @@ def step(
     assert args.soft_cap is None, "kernels of whole steps refuse soft-caps; see `kvjax.kernels.registry`"
     query, key, value, newest = *inputs[:3], block.newest
     batch, query_heads, _, dim = query.shape
-    assert group.step is not None
+    assert group.step_implementation is not None
     kernel = functools.partial(
-        registry.find("step", group.step).load(),
+        registry.find("step", group.step_implementation).load(),
         observe_and_evict=functools.partial(observe_and_evict, group),
         transforms=tuple(sorted({s.transform for s in group.needs})),
         scale=inputs.scale,

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvjax.cache.groups import Group
 from kvjax.cache.state import Block
-from kvjax.cache.step.operands import KeyRotation
+from kvjax.cache.step.pool import KeyRotation
 from kvjax.numerics.rope import Rope
 from kvjax.selection.base import Selection
 from kvjax.storage.base import UNROTATED
@@ -70,7 +70,7 @@ class StepInputs(NamedTuple):
     rotation: KeyRotation | None
 
 
-class Seen(NamedTuple):
+class AttentionOperands(NamedTuple):
     """The operands of attention in a step, for `kvjax.analysis`.
 
     Attributes:

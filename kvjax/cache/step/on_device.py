@@ -1,37 +1,32 @@
 """A step of a group of heads of which a device has all slots, and the prompt in one shot."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache.groups import Group
-from kvjax.cache.slots import after_reading, constrain, constrain_slots
+from kvjax.cache.slots import after_reading, constrain, constrain_slots, longest, ranks
 from kvjax.cache.state import Block, LayerKV, PerSlot
 from kvjax.cache.step import attend, evict
-from kvjax.cache.step.interface import LayerArgs, Seen, StepInputs, add_to_prompt_index
-from kvjax.cache.step.operands import (
-    Pool,
-    joined,
-    pieces,
-    placed,
-    pool_of,
-    prompt_pool,
-    rotated_by_rank,
-    run_after_inputs,
-)
+from kvjax.cache.step.interface import AttentionOperands, LayerArgs, StepInputs, add_to_prompt_index
+from kvjax.cache.step.operands import Operands, operands, rotate_to_ranks
+from kvjax.cache.step.pool import Pool, joined, pool_of, prompt_pool, run_after_inputs
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.step_end import finish
 from kvjax.kernels.coded import as_array
+from kvjax.numerics.rope import Rope
 from kvjax.storage import store as held
 from kvjax.storage.side import PROMPT, PromptView, Sides
+from kvjax.typing import PyTree
 
 Array = jax.Array
 
 
 def step(
     layer: LayerKV | None, inputs: StepInputs, block: Block, group: Group, budget: Array | None, args: LayerArgs
-) -> tuple[Array, LayerKV, Seen]:
+) -> tuple[Array, LayerKV, AttentionOperands]:
     """Runs the step; for the arguments see `kvjax.cache.step.step.step`.
 
     Args:
@@ -42,7 +37,7 @@ def step(
       budget: [B] int32 slots per KV head, or None.
       args: of the layer.
     """
-    rope, fresh = args.rope, layer is None
+    rope, one_shot = args.rope, layer is None
     if layer is None:
         pool = prompt_pool(inputs.key, inputs.value, block, group)
     else:
@@ -51,31 +46,33 @@ def step(
         pool = pool._replace(index=add_to_prompt_index(pool.index, group.prompt_index, inputs, block, args.skew))
     options: dict[str, Any] = {
         "query_position": block.position, "scale": inputs.scale, "soft_cap": args.soft_cap, "window": args.window,
-        "causal": fresh, "prompt": block.prompt, "group_reduce": group.policy.group_reduce,
+        "causal": one_shot, "prompt": block.prompt, "group_reduce": group.policy.group_reduce,
     }  # fmt: skip
 
-    def attended(pool: Pool, query: Array, *, whole: bool = False) -> tuple[Array, tuple[Any, ...], tuple[Any, ...]]:
-        """Returns the operands of attention, with keys rotated; see `pieces`."""
-        keys, values = pieces(pool, group, whole=whole)
+    def attended(pool: Pool, query: Array, *, whole: bool = False) -> Operands:
+        by_rank = None
         if rope is not None and group.policy.positions == "cache":
-            query, keys = rotated_by_rank(pool, keys, query, block, rope, fresh)
-        return query, placed(pool, keys, inputs.rotation), values
+            by_rank = functools.partial(_by_rank, pool, block, rope, one_shot)
+        return operands(pool, query, group, inputs.rotation, by_rank, whole=whole)
 
-    def look(pool: Pool, query: Array) -> tuple[Array, dict[str, Array], Any, Array, Array | None]:
+    # Coded slots are decoded after all else is computed, and again by who needs them; see `run_after_inputs`.
+    made = None if pool.coded else attended(pool, inputs.query)
+
+    def look(pool: Pool, query: Array) -> tuple[Array, dict[str, Array], PyTree, Array, Array | None]:
         """Returns the output, the columns, the selection's index, and what was read and chosen (see `Reading`)."""
-        query, keys, values = attended(pool, query)
+        query, keys, values, _ = attended(pool, query) if made is None else made
         chosen = attend.read(pool, query, keys, values, block, group, inputs, budget, args)
-        if fresh and group.selection.whole_text:
+        if one_shot and group.selection.whole_text:
             output, columns = attend.attend_text(query, chosen, pool, group, **options)
         else:
             output, columns = attend.attend(query, chosen, pool, group, log_weight, **options)
         index = chosen.index if chosen.view is None else group.selection.settle(chosen.index, columns, chosen.view)
         return output, columns, index, chosen.position, chosen.chosen
 
-    log_weight = None if fresh or group.policy.merge is None else group.policy.merge.log_weight(pool.stats)
+    log_weight = None if one_shot or group.policy.merge is None else group.policy.merge.log_weight(pool.stats)
     output, columns, index, read, chosen = run_after_inputs(look, pool, inputs.query)
     columns |= attend.columns_of(chosen, pool, block, group)
-    if pool.own is not None:
+    if pool.new_tokens is not None:
         pool = pool._replace(position=_after_reading(pool, output))
     # If KV heads are replicated but query heads are not, XLA would otherwise merge in parts and gather the cache.
     columns = constrain(columns, by_xla=group.by_xla)
@@ -83,24 +80,38 @@ def step(
     queries = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
     stats = evict.observe(pool.stats, group.needs, columns, queries)
     per_slot = PerSlot(stats, {name: index[name] for name in group.selection.per_slot})
-    after, moved = finish(pool, per_slot, block, group, budget, inputs.rotation)
+    after, moved = finish(pool, per_slot, block, group, budget, inputs.rotation, made)
     after = after.replace(stats=moved.stats, index=index | moved.index)
     # The slots of a prompt in one shot are in the arrays of the decoding phase.
-    then = group.decode_group if fresh else group if group.by_xla else None
-    if fresh and then is not None:
+    then = group.decode_group if one_shot else group if group.by_xla else None
+    if one_shot and then is not None:
         after = after.replace(sides=_prompt_sides(after, inputs, block, then))
         prompt = Prompt(block.prompt, rope, inputs.frequencies, args.skew, args.sides)
         after = convert(after, group, then, prompt)
     after = constrain(after) if then is None or not then.slot_axes else constrain_slots(after, then.per_head)
     if group.storage.on_host:
-        return output, after, Seen(inputs.query, None, read, log_weight, pool.position, chosen)
-    # XLA removes this second call unless the caller uses its result.
-    query, keys, _ = attended(pool, inputs.query, whole=True)
-    return (
-        output,
-        after,
-        Seen(query, joined(tuple(map(as_array, keys))), read, log_weight, pool.position, chosen),
-    )
+        return output, after, AttentionOperands(inputs.query, None, read, log_weight, pool.position, chosen)
+    # XLA removes this unless the caller uses it.
+    seen = attended(pool, inputs.query, whole=True) if made is None or group.storage.shortened else made
+    keys = joined(tuple(map(as_array, seen.keys)))
+    return output, after, AttentionOperands(seen.query, keys, read, log_weight, pool.position, chosen)
+
+
+def _by_rank(
+    pool: Pool, block: Block, rope: Rope, one_shot: bool, query: Array, keys: tuple[PyTree, ...]
+) -> tuple[Array, tuple[Array, ...]]:
+    """Rotates query and keys to their ranks; see `rotate_to_ranks`.
+
+    Args:
+      pool: the slots.
+      block: the tokens of the step.
+      rope: the layer's rotary embedding.
+      one_shot: whether the slots are the block's tokens in order.
+      query: [B, H, n, D], not rotated.
+      keys: [B, K, S_i, D] of each piece, not rotated.
+    """
+    query_rank, key_rank = ranks(block.position, pool.position, in_order=one_shot)
+    return rotate_to_ranks(query, keys, query_rank, pool.cut(key_rank), longest(pool.position), rope)
 
 
 def _after_reading(pool: Pool, output: Array) -> Array:

@@ -1,146 +1,177 @@
-"""The slots of a step and its own tokens: joined, decoded, and rotated for attention."""
+"""The operands of a step: the vectors of a pool, decoded and rotated for attention and for what ranks slots."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from kvjax import attention
 from kvjax.cache.groups import Group
-from kvjax.cache.slots import append, constrain, empty_stats, longest, ranks, slots_of, transient
-from kvjax.cache.state import Block, LayerKV
+from kvjax.cache.step.pool import KeyRotation, Pool
 from kvjax.kernels.coded import Coded, as_array
 from kvjax.numerics.rope import Rope
 from kvjax.parallel.host_memory import HOST, gather
 from kvjax.storage import store as held
 from kvjax.storage.base import Codec, Exact, Storage
 from kvjax.storage.dims import Chain
-from kvjax.storage.side import Sides
-
-if TYPE_CHECKING:
-    from kvjax.cache.step.interface import LayerArgs, StepInputs
+from kvjax.typing import PyTree
 
 Array = jax.Array
-T = TypeVar("T")
+
+#: Queries [B, H, n, D] and the keys [B, K, S_i, D] of each piece -> the same, rotated to their ranks.
+RotateByRank = Callable[[Array, tuple[PyTree, ...]], tuple[Array, tuple[Array, ...]]]
 
 
-class KeyRotation(NamedTuple):
-    """The rotation of keys that are held as they are before it to their positions.
-
-    Attributes:
-      rope: the model's rotary embedding.
-      frequencies: of the rows, see `Rope.frequencies`.
-    """
-
-    rope: Rope
-    frequencies: Array
-
-    def apply(self, key: Array, position: Array) -> Array:
-        """Rotates keys [B, K, S, D] to positions [B, K, S]."""
-        return self.rope.rotate(key, position, self.frequencies)
-
-    def invert(self, key: Array, position: Array) -> Array:
-        """Inverts `apply`."""
-        return self.rope.unrotate(key, position, self.frequencies).astype(key.dtype)
-
-
-class Pool(NamedTuple):
-    """The slots of a layer and the tokens of a step.
-
-    The step's own tokens are appended to the layer, or follow its slots; see `Storage.new_tokens_separate`.
+class Part(NamedTuple):
+    """The operands of one call of attention.
 
     Attributes:
-      layer: the layer, with the step's tokens if it is dense.
-      own: key and value [B, K, n, D] of the step's tokens that follow the layer's slots, or None.
-      position: [B, K, S'] int32 of all slots.
-      stats: statistic name -> [B, K, S', ...].
-      index: the selection's index; arrays with an entry for each slot have one for all slots.
-      sides: what keys and values share, of prompts [B, K, ...] and of a calibration [K, ...].
+      key: [B, K, S, D], rotated.
+      value: [B, K, S, D'], where D' is D unless values are held shorter.
+      position: [B, K, S] int32; -1 for a slot that is empty or not read.
     """
 
-    layer: LayerKV
-    own: tuple[Array, Array] | None
+    key: Array | Coded
+    value: Array | Coded
     position: Array
-    stats: dict[str, Array]
-    index: Any
-    sides: Sides
-
-    @property
-    def coded(self) -> bool:
-        """Whether slots must be decoded."""
-        return any(set(parts) != {"exact"} for store in self.layer.stores for parts in store.values())
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype that keys and values are decoded to."""
-        return jnp.dtype((self.layer.value if self.own is None else self.own[1]).dtype)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of slots of each store, and of the step's own tokens."""
-        stores = self.layer.stores
-        # The arrays of one store may have other sizes than its slots; see `kvjax.cache.arrangements.blocks`.
-        sizes = [self.layer.position.shape[2]]
-        if len(stores) > 1:
-            sizes = [jax.tree.leaves(store["value"])[0].shape[2] for store in stores]
-        return (*sizes, *(() if self.own is None else (self.own[0].shape[2],)))
-
-    def cut(self, x: Array) -> list[Array]:
-        """Splits an array of all slots, [B, K, S', ...], into stores and the step's own tokens."""
-        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-        return [x[:, :, start : start + size] for start, size in zip(starts, self.sizes, strict=True)]
 
 
-def joined(pieces: tuple[Array, ...]) -> Array:
-    """Joins pieces [B, K, S_i, ...] to one array [B, K, S', ...]."""
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=2)
+class Operands(NamedTuple):
+    """The operands of attention.
+
+    Attributes:
+      query: [B, H, n, D], rotated.
+      keys: [B, K, S_i, D] of each piece of the pool, arrays or `Coded`, rotated; possibly shorter vectors, see `Dims`.
+        None for a store in host memory that is gathered.
+      values: [B, K, S_i, D] of each piece, as `keys`.
+      placed: `keys`, rotated to their positions if they are not rotated to ranks.
+    """
+
+    query: Array
+    keys: tuple[PyTree, ...]
+    values: tuple[PyTree, ...]
+    placed: tuple[PyTree, ...]
 
 
-def prompt_pool(key: Array, value: Array, block: Block, group: Group) -> Pool:
-    """Returns the pool of a prompt in one shot: its own keys and values."""
-    shape = slots_of(key)
-    stats = empty_stats(group.needs, group.remembers, shape)
-    index: Any = group.selection.init(shape, key.shape[3], key.dtype) if group.selection.in_prompt else {}
-    layer = constrain(transient(key, value, block.position, stats, index))
-    return Pool(layer, None, layer.position, layer.stats, layer.index, {})
-
-
-def pool_of(layer: LayerKV, inputs: "StepInputs", block: Block, group: Group, args: "LayerArgs") -> Pool:
-    """Returns the pool of a layer and the tokens of a block.
+def operands(
+    pool: Pool,
+    query: Array,
+    group: Group,
+    rotation: KeyRotation | None,
+    by_rank: RotateByRank | None = None,
+    *,
+    whole: bool = False,
+) -> Operands:
+    """Decodes what must be decoded, and rotates what is held as it is before rotation.
 
     Args:
-      layer: the slots.
-      inputs: the tokens' keys and values.
-      block: the tokens.
-      group: the storage and the selection.
-      args: of the layer.
+      pool: the slots.
+      query: [B, H, n, D], rotated, unless ``positions="cache"``.
+      group: the storage.
+      rotation: of keys that are held as they are before it; or None.
+      by_rank: rotates query and keys to their ranks; None unless ``positions="cache"``.
+      whole: see `pieces`.
     """
-    key, value = inputs.key, inputs.value
-    if not group.storage.new_tokens_separate:
-        # Constrained before attention too: if KV heads are replicated but query heads are not, XLA would otherwise
-        # write the cache in parts and gather it at every step.
-        layer = constrain(append(layer, key, value, block.position, group.policy.page), by_xla=group.by_xla)
-        return Pool(layer, None, layer.position, layer.stats, layer.index, {})
-    layer = constrain(layer, by_xla=group.by_xla)
-    own = jnp.broadcast_to(block.position[:, None], key.shape[:3])
-    new = empty_stats(group.needs, group.remembers, slots_of(key))
-    index = layer.index
-    if group.selection.per_slot:
-        entries = group.selection.entries(index, inputs.rotated_key, args.skew)
-        joined_up = {name: jnp.concatenate([index[name], own], axis=2) for name, own in entries.items()}
-        index = index | joined_up
-    stats = {name: jnp.concatenate([leaf, new[name]], axis=2) for name, leaf in layer.stats.items()}
-    position = jnp.concatenate([layer.position, own], axis=2)
-    return Pool(layer, (key, value), position, stats, index, {**(args.sides or {}), **layer.sides})
+    keys, values = pieces(pool, group, whole=whole)
+    rotated_keys = at_positions = placed(pool, keys, rotation)
+    if by_rank is not None:
+        query, rotated_keys = by_rank(query, at_positions)
+    return Operands(query, rotated_keys, values, at_positions)
 
 
-def decoded(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def ranked_vectors(
+    pool: Pool, group: Group, rotation: KeyRotation | None, made: Operands | None
+) -> tuple[tuple[PyTree, ...], tuple[PyTree, ...]]:
+    """Returns the keys and values [B, K, S_i, D] of each piece as policies look at them: arrays with all features.
+
+    Args:
+      pool: the slots.
+      group: the storage.
+      rotation: of keys that are held as they are before it; or None.
+      made: the operands of attention of the same pool, or None; used again where they have all features.
+    """
+    if made is None or group.storage.shortened:
+        keys, values = pieces(pool, group, whole=True)
+        keys = placed(pool, keys, rotation)
+    else:
+        keys, values = made.placed, made.values
+    return tuple(map(as_array, keys)), tuple(map(as_array, values))
+
+
+def problems(
+    query: Array,
+    parts: Sequence[Part],
+    log_weights: Sequence[Array | None],
+    pool: Pool,
+    group: Group,
+    **options: Any,
+) -> tuple[list[attention.Problem], list[attention.Mapped] | None]:
+    """Returns the problem of each part, and how its values are mapped (None = as they are).
+
+    Args:
+      query: [B, H, n, D], rotated.
+      parts: the operands.
+      log_weights: [B, K, S_i] float32 of each part, which a merge adds to logits, or None.
+      pool: the slots.
+      group: the storage and the statistics.
+      options: further arguments of `kvjax.attention.problem`.
+    """
+    # Parts whose vectors are held shorter have queries of their own; see `Dims`.
+    queries, maps = [query] * len(parts), None
+    offsets: list[Array | None] = [None] * len(parts)
+    if pool.new_tokens is not None and group.storage.shortened:
+        queries[0], offsets[0], first = _mapped(query, pool, group, options["scale"])
+        maps = [first, *[attention.Mapped()] * (len(parts) - 1)]
+    made = [
+        attention.problem(
+            own, part.key, part.value, key_position=part.position, needs=group.reports, log_weight=weight,
+            offset=offset, **options,
+        )
+        for own, part, weight, offset in zip(queries, parts, log_weights, offsets, strict=True)
+    ]  # fmt: skip
+    return made, maps
+
+
+def _mapped(query: Array, pool: Pool, group: Group, scale: float) -> tuple[Array, Array | None, attention.Mapped]:
+    """Returns how a step attends to the coded slots, whose vectors are shorter.
+
+    Args:
+      query: [B, H, n, D], rotated.
+      pool: the slots.
+      group: the storage.
+      scale: of the logits.
+
+    Returns:
+      The queries [B, H, n, D'], what is added to the logits of each query ([B, K, G, n] float32 or None), and how the
+      values are mapped.
+    """
+    storage, offset, output = group.storage, None, None
+    if storage.key.dims is not None:
+        # [B, K, G, n, D] float32
+        grouped = by_kv_head(query, pool.position).astype(jnp.float32)
+        short, more = storage.key.dims.query(grouped, held.aligned(storage, pool.sides, "key", grouped.ndim))
+        query, offset = attention.ungroup(short).astype(query.dtype), more * scale
+    if storage.value.dims is not None:
+        # Of [B, K, G, n, D']
+        side = held.aligned(storage, pool.sides, "value", 5)
+        output = functools.partial(storage.value.dims.output, side=side)
+    return query, offset, attention.Mapped(output)
+
+
+def by_kv_head(query: Array, position: Array) -> Array:
+    """Groups queries [B, H, n, D] by KV head: [B, K, G, n, D]."""
+    return query.reshape(*position.shape[:2], -1, *query.shape[2:])
+
+
+def decoded(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[PyTree, ...], tuple[PyTree, ...]]:
     """Decodes the keys and values [B, K, S_i, D] of each piece; see `pieces`."""
     keys, values = pieces(pool, group, whole=whole)
     return tuple(map(as_array, keys)), tuple(map(as_array, values))
 
 
-def pieces(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def pieces(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[PyTree, ...], tuple[PyTree, ...]]:
     """Returns the keys and values [B, K, S_i, D] of each piece: arrays, or `Coded` vectors on the device.
 
     Keys are rotated as they are stored, which is not at all if ``positions="cache"``. What is in host memory and will
@@ -151,10 +182,10 @@ def pieces(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[Any,
       group: the storage.
       whole: whether vectors that are held shorter are decoded to all D features; attention runs on the shorter ones.
     """
-    if pool.own is None:
+    if pool.new_tokens is None:
         return (pool.layer.key,), (pool.layer.value,)
 
-    def piece(side: str, number: int) -> Any:
+    def piece(side: str, number: int) -> PyTree:
         storage = group.stores[number]
         if number == 0 and storage.memories[side] == HOST and group.gathered is not None:
             return None
@@ -163,11 +194,11 @@ def pieces(pool: Pool, group: Group, *, whole: bool = False) -> tuple[tuple[Any,
 
     found = [(piece("key", number), piece("value", number)) for number in range(len(group.stores))]
     # A query sees its own block exactly: its tokens are a piece of their own until they are encoded.
-    keys, values = zip(*found, pool.own, strict=True)
+    keys, values = zip(*found, pool.new_tokens, strict=True)
     return keys, values
 
 
-def _piece(storage: Storage, store: held.Store, side: str, pool: Pool, whole: bool) -> Any:
+def _piece(storage: Storage, store: held.Store, side: str, pool: Pool, whole: bool) -> PyTree:
     """Returns the keys or the values of a store whose slots are held each by itself; see `pieces`."""
     codec, dim = storage.codecs[side], pool.layer.dim
     shared = held.aligned(storage, pool.sides, side, 4)
@@ -180,7 +211,7 @@ def _piece(storage: Storage, store: held.Store, side: str, pool: Pool, whole: bo
     return Coded(parts=store[side], side=shared, codec=codec, dim=dim, dtype=pool.dtype)
 
 
-def fetched(pool: Pool, group: Group, slots: Array, whole: tuple[Any, Any]) -> tuple[Any, Any]:
+def fetched(pool: Pool, group: Group, slots: Array, whole: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
     """Gathers the keys and values [B, K, W, D] of slots [B, K, W] of the first piece, for attention.
 
     Args:
@@ -194,7 +225,7 @@ def fetched(pool: Pool, group: Group, slots: Array, whole: tuple[Any, Any]) -> t
     """
     store, storage = pool.layer.stores[0], group.stores[0]
 
-    def fetch(side: str, x: Any) -> Any:
+    def fetch(side: str, x: object) -> PyTree:
         # Keys that were rotated in this step are nowhere else.
         if isinstance(x, Array):
             return gather(x, slots)
@@ -204,55 +235,33 @@ def fetched(pool: Pool, group: Group, slots: Array, whole: tuple[Any, Any]) -> t
     return fetch("key", whole[0]), fetch("value", whole[1])
 
 
-def placed(pool: Pool, keys: tuple[Any, ...], rotation: KeyRotation | None) -> tuple[Any, ...]:
+def placed(pool: Pool, keys: tuple[PyTree, ...], rotation: KeyRotation | None) -> tuple[PyTree, ...]:
     """Rotates the keys [B, K, S_i, D] of each piece to their positions; None = they are as attention takes them."""
     if rotation is None:
         return keys
     return tuple(rotation.apply(as_array(key), at) for key, at in zip(keys, pool.cut(pool.position), strict=True))
 
 
-def run_after_inputs(function: Callable[..., T], pool: Pool, *arguments: Any) -> T:
-    """Calls ``function(pool, *arguments)``, which decodes slots, after its arguments have been computed.
-
-    Decoding depends on nothing that is computed in a step. XLA's scheduler for CPUs would decode every layer before the
-    first one attends, and hold a decoded copy of the whole cache; it ignores optimization barriers. A branch of a
-    condition is not entered before its arguments have been computed.
-
-    Args:
-      function: uses every argument; its result does not matter if no row has a token.
-      pool: the slots.
-      arguments: further arguments.
-    """
-    if not pool.coded:
-        return function(pool, *arguments)
-
-    def zeros(*operands: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *operands))
-
-    def in_branch(*operands: Any) -> Any:
-        # If no row has a token, nothing changes, whatever attention returns.
-        return jax.lax.cond(jnp.any(operands[0].position >= 0), function, zeros, *operands)
-
-    return jax.lax.platform_dependent(pool, *arguments, cpu=in_branch, default=function)
-
-
-def rotated_by_rank(
-    pool: Pool, keys: tuple[Any, ...], query: Array, block: Block, rope: Rope, fresh: bool
+def rotate_to_ranks(
+    query: Array,
+    keys: tuple[PyTree, ...],
+    query_rank: Array,
+    key_ranks: Sequence[Array],
+    longest: Array,
+    rope: Rope,
 ) -> tuple[Array, tuple[Array, ...]]:
     """Rotates query and keys to their ranks among the live slots of their head (StreamingLLM).
 
     Args:
-      pool: the slots.
-      keys: [B, K, S_i, D] of each piece, arrays or `Coded`, not rotated.
       query: [B, H, n, D], not rotated.
-      block: the tokens of the step.
-      rope: the model's rotary embedding.
-      fresh: whether the slots are the block's tokens in order.
+      keys: [B, K, S_i, D] of each piece, arrays or `Coded`, not rotated.
+      query_rank: [B, K, n] int32.
+      key_ranks: [B, K, S_i] int32 of each piece.
+      longest: [B] int32, the number of live slots of the fullest head: frequencies may depend on it.
+      rope: the layer's rotary embedding.
     """
-    query_rank, key_rank = ranks(block.position, pool.position, in_order=fresh)
+    frequencies = rope.frequencies(longest)
+    turned = tuple(rope.rotate(as_array(key), at, frequencies) for key, at in zip(keys, key_ranks, strict=True))
     # The query heads of a group share their KV head's slots, and so its ranks.
-    query_rank = jnp.repeat(query_rank, query.shape[1] // pool.position.shape[1], axis=1)
-    # Frequencies that depend on a length depend on the largest rank here.
-    frequencies = rope.frequencies(longest(pool.position))
-    turned = (rope.rotate(as_array(key), rank, frequencies) for key, rank in zip(keys, pool.cut(key_rank), strict=True))
-    return rope.rotate(query, query_rank, frequencies), tuple(turned)
+    query_rank = jnp.repeat(query_rank, query.shape[1] // query_rank.shape[1], axis=1)
+    return rope.rotate(query, query_rank, frequencies), turned

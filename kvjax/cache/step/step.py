@@ -17,7 +17,7 @@ from kvjax.cache.context_parallel import step as context_parallel
 from kvjax.cache.groups import Group
 from kvjax.cache.state import Block, Layer, LayerKV
 from kvjax.cache.step import fused_kernel, on_device
-from kvjax.cache.step.interface import LayerArgs, Seen, query_heads, rotated
+from kvjax.cache.step.interface import AttentionOperands, LayerArgs, query_heads, rotated
 
 Array = jax.Array
 
@@ -31,7 +31,7 @@ def step_layer(
     block: Block,
     groups: tuple[Group, ...],
     args: LayerArgs,
-) -> tuple[Array, Layer, tuple[Seen | None, ...]]:
+) -> tuple[Array, Layer, tuple[AttentionOperands | None, ...]]:
     """Runs `step` for each group of heads of a layer.
 
     Args:
@@ -77,7 +77,7 @@ def step(
     group: Group,
     budget: Array | None = None,
     args: LayerArgs | None = None,
-) -> tuple[Array, LayerKV, Seen | None]:
+) -> tuple[Array, LayerKV, AttentionOperands | None]:
     """Runs one step of one group of heads.
 
     Args:
@@ -97,7 +97,7 @@ def step(
     _check(layer, query, key, value, block, budget)
     args = LayerArgs() if args is None else args
     inputs = rotated(query, key, value, block, group, args)
-    if layer is not None and group.step is not None:
+    if layer is not None and group.step_implementation is not None:
         return fused_kernel.step(layer, inputs, block, group, budget, args)
     if layer is not None and group.slot_axes and not group.by_xla:
         return context_parallel.step(layer, inputs, block, group, budget, args)

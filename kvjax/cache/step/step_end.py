@@ -1,7 +1,5 @@
 """The end of a step: evicts, merges, and moves the step's own tokens into the layer."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -10,18 +8,26 @@ from kvjax.cache.groups import Group
 from kvjax.cache.slots import forget
 from kvjax.cache.state import EMPTY, Block, LayerKV, PerSlot, exact_store
 from kvjax.cache.step import evict
-from kvjax.cache.step.operands import KeyRotation, Pool, decoded, joined, placed, run_after_inputs
+from kvjax.cache.step.operands import Operands, decoded, ranked_vectors
+from kvjax.cache.step.pool import KeyRotation, Pool, joined, run_after_inputs
 from kvjax.policies.base import View
 from kvjax.storage import store as held
 from kvjax.storage.base import Storage
 from kvjax.storage.side import Sides
 from kvjax.storage.store import Store
+from kvjax.typing import PyTree
 
 Array = jax.Array
 
 
 def finish(
-    pool: Pool, per_slot: PerSlot, block: Block, group: Group, budget: Array | None, rotation: KeyRotation | None
+    pool: Pool,
+    per_slot: PerSlot,
+    block: Block,
+    group: Group,
+    budget: Array | None,
+    rotation: KeyRotation | None,
+    made: Operands | None,
 ) -> tuple[LayerKV, PerSlot]:
     """Evicts until every head is within its limit, and moves the step's own tokens into the layer.
 
@@ -32,26 +38,26 @@ def finish(
       group: the policy and the storage.
       budget: [B] int32 slots per KV head, or None.
       rotation: the rotation of keys that are held as they are before it; or None.
+      made: the operands of attention; None if slots are coded, which are decoded again where a policy looks at them.
     """
-    position, layer, policy, own, stats = pool.position, pool.layer, group.policy, pool.own, per_slot.stats
-    unranked, victim = 0 if own is None else group.unranked, None
+    position, layer, policy, own, stats = pool.position, pool.layer, group.policy, pool.new_tokens, per_slot.stats
+    victim = None
     if policy.budget is not None:
         n = block.position.shape[1]
         # A compressor evicts once, whatever the last block of the prompt brings.
         one = group.evicts_one and n == 1 and policy.when == "step"
 
         def choose(pool: Pool, stats: dict[str, Array]) -> Array:
-            view = _view(pool, *_held(pool, group, rotation), block, group, budget)
-            view = view._replace(position=view.position[:, :, unranked:]) if unranked else view
+            view = _view(pool, *_ranked(pool, group, rotation, made), block, group, budget)
             return evict.victims(policy, stats, view, one=one)
 
         # [B, K, S'] bool, of the slots that are ranked
         victim = run_after_inputs(choose, pool, stats) if policy.reads else choose(pool, stats)
         if policy.merge is not None:
-            key, value = _held(pool, group, rotation)
-            most = n if group.evicts_one else position.shape[2]
+            key, value = _ranked(pool, group, rotation, made)
+            max_victims = n if group.evicts_one else position.shape[2]
             view = _view(pool, key, value, block, group, budget)
-            folded = policy.merge.fold(key, value, victim, stats, view, most)
+            folded = policy.merge.fold(key, value, victim, stats, view, max_victims)
             stats = folded.stats
             layer, own = _merged(pool, (key, value), (folded.key, folded.value), group, rotation)
         if own is None or not group.arrangement.holds_victims:
@@ -63,22 +69,20 @@ def finish(
     return layer.replace(position=position), per_slot.replace(stats=forget(per_slot.stats, position))
 
 
-def _held(pool: Pool, group: Group, rotation: KeyRotation | None) -> tuple[Any, Any]:
-    """Decodes the keys and values [B, K, S', D] of all slots; None for what is gathered from host memory."""
-    keys, values = decoded(pool, group, whole=True)
-    if pool.own is not None and group.unranked:
-        # The policy does not see what it has evicted.
-        pool = pool._replace(position=pool.position[:, :, group.unranked :])
-        keys, values = keys[group.unranked_stores :], values[group.unranked_stores :]
-    key, value = (None if pieces[0] is None else joined(pieces) for pieces in (placed(pool, keys, rotation), values))
+def _ranked(pool: Pool, group: Group, rotation: KeyRotation | None, made: Operands | None) -> tuple[PyTree, PyTree]:
+    """Returns the keys and values [B, K, S', D] that the policy ranks; None for what is gathered from host memory."""
+    # The policy does not see what it has evicted.
+    first = 0 if pool.new_tokens is None else group.unranked_stores
+    pieces = (each[first:] for each in ranked_vectors(pool, group, rotation, made))
+    key, value = (None if each[0] is None else joined(each) for each in pieces)
     return key, value
 
 
-def _view(pool: Pool, key: Any, value: Any, block: Block, group: Group, budget: Array | None) -> View:
+def _view(pool: Pool, key: Array, value: Array, block: Block, group: Group, budget: Array | None) -> View:
     """Returns what the policy may look at. Which slots go is a constant to a gradient."""
     assert budget is not None
     return View(
-        position=pool.position,
+        position=pool.position if pool.new_tokens is None else pool.position[:, :, group.unranked :],
         key=jax.lax.stop_gradient(key),
         value=jax.lax.stop_gradient(value),
         newest=block.newest,
@@ -110,7 +114,7 @@ def _merged(
     if rotation is not None:
         plain = joined(decoded(pool, group)[0])
         new = jnp.where(changed[..., None], rotation.invert(new[0], pool.position), plain), new[1]
-    if pool.own is None:
+    if pool.new_tokens is None:
         return pool.layer.with_exact(*new), None
     keys, values, marks = (pool.cut(x) for x in (*new, changed))
     stores = tuple(

@@ -40,7 +40,7 @@ def product(
     """Multiplies rows by keys (transposed) or values; see `kvjax.products.product`.
 
     Args:
-      x: [B, K, rows, D] if transposed, else [B, K, rows, S].
+      x: [B, K, rows, m], where m is D if transposed and S otherwise.
       operand: [B, K, S, D].
       transposed: whether the result has an entry for each slot.
       dtype: of the result; None for that of x.

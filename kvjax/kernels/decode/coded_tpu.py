@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from kvjax.kernels import softmax
 from kvjax.kernels.coded import Coded
@@ -137,8 +138,8 @@ def tiling(rows: int, size: int, slot_bytes: int) -> tuple[int, int]:
     fit = TILE_BYTES // slot_bytes
     if size > fit:
         return max(fit // CHUNK, 1) * CHUNK, 1
-    most = min(max(fit // size, 1), rows)
-    return size, next(count for count in range(most, 0, -1) if rows % count == 0)
+    maximum = min(max(fit // size, 1), rows)
+    return size, next(count for count in range(maximum, 0, -1) if rows % count == 0)
 
 
 def held_bytes(request: "Request") -> int:
@@ -157,7 +158,7 @@ def held_bytes(request: "Request") -> int:
     return pairs * (lines + 2 * tile * (key.size + value.size + parameters))
 
 
-def queries(query: Array, key: Side, heads: int, dtype: Any) -> Array:
+def queries(query: Array, key: Side, heads: int, dtype: DTypeLike) -> Array:
     """Returns the queries of each group of channels: [rows, G, D] -> [rows, groups * heads, D], in planes."""
     form = key.form
     # [rows, G, D]
@@ -269,7 +270,7 @@ def add_chunk(
     values: tuple[Side, dict[str, Ref]],
     running: Running,
     pair: Array,
-    here: Any,
+    here: object,
     bias: Array,
     factor: float,
 ) -> Array:

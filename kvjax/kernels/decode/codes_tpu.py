@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from kvjax.kernels import forms
 from kvjax.kernels.coded import Coded
@@ -77,7 +78,7 @@ class Side:
             found.append(jnp.swapaxes(part, 1, 2) if name != "codes" or self.slots_last else part)
         return found
 
-    def numbers(self, ref: Ref, pair: Array, here: Any, dtype: Any) -> Array:
+    def numbers(self, ref: Ref, pair: Array, here: Any, dtype: DTypeLike) -> Array:
         """Returns the numbers of some slots of a pair, without scale and zero, channels in the order of planes.
 
         Integers are centred: less than they are by 2^(bits - 1), see `lines`.
@@ -103,7 +104,7 @@ class Side:
         planes = [_number(form, words, plane).astype(dtype) for plane in range(self.planes)]
         return planes[0] if len(planes) == 1 else jnp.concatenate(planes, axis=self.channels)
 
-    def lines(self, refs: dict[str, Ref], pair: Array, here: Any, group: int) -> tuple[Array | None, Array | None]:
+    def lines(self, refs: dict[str, Ref], pair: Array, here: object, group: int) -> tuple[Array | None, Array | None]:
         """Returns scale and zero of some slots for one group of channels, [1, slots] float32 each; None = 1 and 0.
 
         The zero is that of centred integers.

@@ -10,13 +10,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels.forms import Form
 from kvjax.kernels.hopper import ROWS, SHARED_BYTES, TILE, InParts, operand
 from kvjax.storage.packing import BYTE
+from kvjax.typing import Ref
 
 WIDE = TILE + 8  # length of a stored row of logits, so that rows lie in different banks
 STAGES = 4  # the largest number of tiles of a program's ring
 PROGRAMS = 2 * 132  # the number of programs that fill a GPU
 SPAN = 4  # the smallest number of tiles for which an additional program pays off
-MOST_COPY = 256  # the largest number of numbers along an axis of a copy
-MOST_TILES = MOST_COPY  # the largest number of tiles of a program: one copy moves the bias
+MAX_COPY = 256  # the largest number of numbers along an axis of a copy
+MAX_TILES = MAX_COPY  # the largest number of tiles of a program: one copy moves the bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Launch(InParts):
     @property
     def line_copies(self) -> int:
         """The number of copies of the scales and zeros of a tile."""
-        return 0 if self.form is None else (len(self.form.parts) - 1) * -(-self.line_shape[1] // MOST_COPY)
+        return 0 if self.form is None else (len(self.form.parts) - 1) * -(-self.line_shape[1] // MAX_COPY)
 
     @property
     def rows(self) -> int:
@@ -102,7 +103,7 @@ class Launch(InParts):
         """The number of programs of a (row, KV head)."""
         return -(-self.tiles // self.span)
 
-    def scratch(self) -> dict[str, Any]:
+    def scratch(self) -> dict[str, Ref]:
         """Returns the shared memory and barriers that `pass_gpu.Pass` needs."""
         ring = (self.stages, TILE, self.dim)
         held: Any = plgpu.SMEM(ring, self.dtype) if self.staged else operand(ring, self.dtype)
@@ -141,7 +142,7 @@ class Launch(InParts):
         spans = max(min(PROGRAMS // pairs, self.tiles // SPAN), 1)
         span = -(-self.tiles // spans)
         fit = {
-            (shared, stages): min((shared - fixed - stages * tile) // per_tile, MOST_TILES)
+            (shared, stages): min((shared - fixed - stages * tile) // per_tile, MAX_TILES)
             for shared in SHARED_BYTES
             for stages in range(STAGES, 0, -1)
         }

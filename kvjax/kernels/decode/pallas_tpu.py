@@ -7,7 +7,7 @@ values in bfloat16.
 """
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from kvjax.kernels.coded import Coded
 from kvjax.kernels.decode import coded_tpu, codes_tpu
 from kvjax.kernels.problem import Attended, Problem, check
 from kvjax.kernels.softmax import NEGATIVE, transformed
+from kvjax.typing import Ref
 
 if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
@@ -110,8 +111,8 @@ def tiling(rows: int, size: int, dim: int, itemsize: int) -> tuple[int, int]:
     fit = TILE_BYTES // slot_bytes
     if size > fit:
         return max(fit // LANES, 1) * LANES, 1
-    most = min(max(fit // size, 1), rows)
-    return size, next(count for count in range(most, 0, -1) if rows % count == 0)
+    maximum = min(max(fit // size, 1), rows)
+    return size, next(count for count in range(maximum, 0, -1) if rows % count == 0)
 
 
 def _kernel(
@@ -182,7 +183,7 @@ def product(one: Array, two: Array, axis: int) -> Array:
 
 
 def add_tile(
-    logits: Array, value: Array, at: Array, size: int, top_ref: Any, total_ref: Any, sum_ref: Any
+    logits: Array, value: Array, at: Array, size: int, top_ref: Ref, total_ref: Ref, sum_ref: Ref
 ) -> tuple[Array, Array]:
     """Adds a tile to a running softmax.
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import hopper
 from kvjax.kernels.decode import codes_gpu
-from kvjax.kernels.decode.launch_gpu import MOST_COPY, WIDE, Launch
+from kvjax.kernels.decode.launch_gpu import MAX_COPY, WIDE, Launch
 from kvjax.kernels.hopper import MATRIX, PER_ROW, TILE, along_columns, along_rows, full
 from kvjax.kernels.softmax import NEGATIVE
 
@@ -184,8 +184,8 @@ class Pass:
                 plgpu.copy_gmem_to_smem(source.at[self.pair, pl.ds(first, TILE)], self.ring.at[slot], ready)
                 length = self.launch.line_shape[1]
                 for kind, line in enumerate(lines):
-                    for piece in range(0, length, MOST_COPY):
-                        width = min(MOST_COPY, length - piece)
+                    for piece in range(0, length, MAX_COPY):
+                        width = min(MAX_COPY, length - piece)
                         where = pl.ds(first * (length // TILE) + piece, width)
                         into = self.line_ring.at[slot, kind, pl.ds(piece, width)]
                         plgpu.copy_gmem_to_smem(line.at[self.pair, where], into, ready)

@@ -8,7 +8,7 @@ from kvjax.kernels.coded import Coded
 from kvjax.kernels.decode.coded import product
 from kvjax.kernels.problem import Attended, Problem, check
 from kvjax.products import native
-from kvjax.products.slots import attend_slots, reads_used_slots
+from kvjax.products.used_slots import attend_slots, reads_used_slots
 
 Array = jax.Array
 
@@ -65,7 +65,7 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
 
 
 def _in_one_pass(problem: Problem) -> bool:
-    """Whether attention is that of `kvjax.products.slots.attend_slots` on CPUs, which reports no statistics."""
+    """Whether attention is that of `kvjax.products.used_slots.attend_slots` on CPUs, which reports no statistics."""
     key, value = problem.key, problem.value
     if isinstance(key, Coded) or isinstance(value, Coded) or (key.shape, key.dtype) != (value.shape, value.dtype):
         return False

@@ -50,14 +50,14 @@ class Tiling(InParts):
     group_reduce: str = "mean"
 
     @property
-    def most(self) -> int:
+    def largest_tile(self) -> int:
         """The largest number of slots or queries of a passing tile."""
         return WIDE if self.parts == 1 and self.dim <= 128 else TILE
 
     @property
     def slots(self) -> int:
         """The number of slots of a passing tile in the first pass."""
-        return self.most if self.size >= self.most else TILE
+        return self.largest_tile if self.size >= self.largest_tile else TILE
 
     @property
     def slot_lines(self) -> int:
@@ -73,7 +73,7 @@ class Tiling(InParts):
     @property
     def query_tiles(self) -> int:
         """The number of tiles of one head's queries in the second pass."""
-        return -(-self.n // self.most)
+        return -(-self.n // self.largest_tile)
 
     @property
     def queries(self) -> int:
@@ -109,7 +109,7 @@ class Tiling(InParts):
         if query_lines > 256:
             raise ValueError(f"it copies at most 256 lines of queries; {self.group} heads need {query_lines}.")
         own = TILE * (2 * self.parts * self.dim + 4 * self.slot_lines)
-        return self._choose(own, 2 * self.queries * self.dim, LINES * query_lines * 4 * self.most, self.places)
+        return self._choose(own, 2 * self.queries * self.dim, LINES * query_lines * 4 * self.largest_tile, self.places)
 
     def _choose(self, own: int, stage: int, fixed: int, tiles: int) -> tuple[int, int]:
         """Returns the first of `CHOICES` that fits.
@@ -196,8 +196,8 @@ def _ends(flag: Array, at: Array | None, tile: int) -> tuple[Array, Array]:
     """
     rows, length = flag.shape
     at = jnp.arange(length, dtype=jnp.int32) if at is None else at
-    least, most = jnp.where(flag, at, FAR), jnp.where(flag, at, -1)
-    return least.reshape(rows, -1, tile).min(axis=2), most.reshape(rows, -1, tile).max(axis=2)
+    least, largest_tile = jnp.where(flag, at, FAR), jnp.where(flag, at, -1)
+    return least.reshape(rows, -1, tile).min(axis=2), largest_tile.reshape(rows, -1, tile).max(axis=2)
 
 
 def _visits(begin: Array, end: Array) -> Array:

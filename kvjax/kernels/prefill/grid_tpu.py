@@ -4,9 +4,11 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 
 from kvjax.kernels.decode.pallas_tpu import LANES
+from kvjax.typing import PyTree
 
 TILE = 512  # the largest number of slots of a tile, and of queries of a tile over all heads of a program
 TILE_BYTES = 1 << 20  # bytes of a tile of queries of all heads in the second pass; Pallas holds two such tiles
@@ -123,12 +125,12 @@ def costs(
     return attention, columns
 
 
-def _tile(length: int, most: int, least: int) -> int:
-    """Returns the size of equal tiles, at most `most`: a multiple of `least`, or of the lanes for longer lengths."""
-    unit = LANES if length > LANES else least
-    return pl.cdiv(pl.cdiv(length, pl.cdiv(length, most)), unit) * unit
+def _tile(length: int, maximum: int, minimum: int) -> int:
+    """Returns the size of equal tiles, at most `maximum`: a multiple of `minimum`, or of the lanes for longer ones."""
+    unit = LANES if length > LANES else minimum
+    return pl.cdiv(pl.cdiv(length, pl.cdiv(length, maximum)), unit) * unit
 
 
-def clip(x: Any, low: Any, high: Any) -> Any:
+def clip(x: Array, low: Array | int, high: Array | int) -> PyTree:
     """Clips an int or a traced number; an int remains an int."""
     return min(max(x, low), high) if isinstance(x, int) else jnp.clip(x, low, high)

@@ -126,7 +126,7 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
         lines = jnp.swapaxes(lines.reshape(*lines.shape[:2], -1, tiling.queries), 1, 2)
         sums.append(
             reduce_columns(
-                tiling, tuple(transforms[of]), rows, key, pad(lines, tiling.most, 0.0), of_tiles, visits, above
+                tiling, tuple(transforms[of]), rows, key, pad(lines, tiling.largest_tile, 0.0), of_tiles, visits, above
             )
         )
     # [B, K, words, S]

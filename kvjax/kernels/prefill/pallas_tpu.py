@@ -10,7 +10,7 @@ positions inside the kernels, so no array has queries × slots elements.
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from kvjax.kernels.prefill.grid_tpu import Grid, clip, costs, grids
 from kvjax.kernels.prefill.positions import pad
 from kvjax.kernels.problem import Attended, Problem, check
 from kvjax.kernels.softmax import NEGATIVE, transformed
+from kvjax.typing import PyTree
 
 if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
@@ -97,7 +98,7 @@ def attend_and_reduce(problem: Problem) -> tuple[Attended, dict[str, Array]]:
 
 def _attention(
     grid: Grid, cost: pl.CostEstimate, inputs: tuple[Array, Array, Array], query_line: Array, slot_lines: Array,
-    keep: bool, above: bool, masks: dict[str, Any],
+    keep: bool, above: bool, masks: dict[str, PyTree],
 ) -> list[Array]:  # fmt: skip
     """Runs the first pass.
 
@@ -217,7 +218,7 @@ def _attention_kernel(
 
 def _columns(
     grid: Grid, cost: pl.CostEstimate, inputs: tuple[Array, Array], query_line: Array, slot_lines: Array, weight: Array,
-    kept: Sequence[Array], spans: dict[str, tuple[int, int]], group_reduce: str, masks: dict[str, Any],
+    kept: Sequence[Array], spans: dict[str, tuple[int, int]], group_reduce: str, masks: dict[str, PyTree],
 ) -> Array:  # fmt: skip
     """Runs the second pass.
 

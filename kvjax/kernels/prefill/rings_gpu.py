@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels.hopper import COMPILER
 from kvjax.kernels.prefill.grid_gpu import LINES, Tiling
+from kvjax.typing import Ref
 
 Array = jax.Array
 LOG2E = math.log2(math.e)
@@ -33,7 +34,7 @@ class Ring:
     ready: Any
     free: Any
 
-    def put(self, step: Array, source: Any) -> None:
+    def put(self, step: Array, source: Ref) -> None:
         """Starts to copy `source` to the place of a step, as soon as it is free."""
         stages = self.places.shape[0]
         at = lax.rem(step, jnp.int32(stages))
@@ -55,7 +56,7 @@ class Ring:
         self.release(self.take(step))
 
 
-def rings(warpgroups: int, stages: int, tile: Any, lines: Sequence[int]) -> dict[str, Any]:
+def rings(warpgroups: int, stages: int, tile: object, lines: Sequence[int]) -> dict[str, Ref]:
     """Returns the scratch memory of a kernel's two rings, of tiles and of lines.
 
     Args:
@@ -71,7 +72,7 @@ def rings(warpgroups: int, stages: int, tile: Any, lines: Sequence[int]) -> dict
     return {"tiles": tile, "lines": plgpu.SMEM((LINES, *lines), jnp.float32), **barriers}
 
 
-def logits_of(left: Any, ring: Ring, step: Array, shape: tuple[int, int], tiling: Tiling) -> Array:
+def logits_of(left: Ref, ring: Ring, step: Array, shape: tuple[int, int], tiling: Tiling) -> Array:
     """Computes the logits of a tile, to base 2.
 
     Args:
@@ -98,7 +99,7 @@ def logits_of(left: Any, ring: Ring, step: Array, shape: tuple[int, int], tiling
 
 
 def pass_by(
-    visits_ref: Any, pair: Array, program: Array, warpgroups: int, copy: Callable[[Array, Array], None],
+    visits_ref: Ref, pair: Array, program: Array, warpgroups: int, copy: Callable[[Array, Array], None],
     compute: Callable[[Array, Callable[..., Any]], None], skip: Callable[[Array], None],
 ) -> None:  # fmt: skip
     """Runs all warpgroups: the last one copies every tile that one of the others visits.
@@ -144,7 +145,7 @@ def pass_by(
 
 
 def call(
-    kernel: Callable[..., None], out_type: Any, scratch: dict[str, Any], grid: tuple[int, int], warpgroups: int,
+    kernel: Callable[..., None], out_type: object, scratch: dict[str, Ref], grid: tuple[int, int], warpgroups: int,
     name: str,
 ) -> Callable[..., Any]:  # fmt: skip
     """Returns a kernel as a function of arrays; a program has `warpgroups` that compute and one more that copies."""

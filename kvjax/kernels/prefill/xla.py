@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from kvjax.kernels.decode import xla as rows
 from kvjax.kernels.problem import Attended, Problem, check
+from kvjax.typing import PyTree
 
 Array = jax.Array
 Sums = dict[str, Array]
@@ -129,7 +130,7 @@ def _tiles(function: Tile, problem: Problem, extra: tuple[Array, ...], tile: int
         tuple(_split(x, QUERY_AXIS, tile, more) for x in extra),
     )
 
-    def body(sums: Sums, inputs: Any) -> tuple[Sums, tuple[Array, ...]]:
+    def body(sums: Sums, inputs: PyTree) -> tuple[Sums, tuple[Array, ...]]:
         query, position, weights, offset, own = inputs
         part = problem.replace(query=query, query_position=position, weights=weights, offset=offset)
         result, partial = function(part, *own)

@@ -8,7 +8,7 @@ cannot be written so, and is written by XLA.
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from kvjax.kernels.forms import form_of
 from kvjax.kernels.softmax import NEGATIVE, transformed
 from kvjax.kernels.step.arguments import Step, Stepped
 from kvjax.parallel import host_memory
+from kvjax.typing import PyTree
 
 if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
@@ -175,7 +176,7 @@ def tile_slots(kv_heads: int, size: int, key: Side, value: Side) -> int:
     return size if size <= fit else max(fit // LANES, 1) * LANES
 
 
-def _forms(request: "Request") -> list[Any]:
+def _forms(request: "Request") -> list[PyTree]:
     return [form_of(codec, request.dim) for codec in request.codecs]
 
 
@@ -201,7 +202,7 @@ def _kernel(
     """
     rest = iter(refs)
 
-    def take(count: int) -> list[Any]:
+    def take(count: int) -> list[PyTree]:
         return list(itertools.islice(rest, count))
 
     word_refs, part_refs = take(len(written)), dict(zip(parts, take(len(parts)), strict=True))

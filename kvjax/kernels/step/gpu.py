@@ -9,13 +9,14 @@ The kernel was interpreted and lowered for CUDA, but has not run on a GPU.
 """
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from kvjax.kernels import hopper
 from kvjax.kernels.coded import Coded
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
 
 Array = jax.Array
-MOST_SLOTS = 4096  # 32 numbers of every line per thread, which has about 256 registers
+MAX_SLOTS = 4096  # 32 numbers of every line per thread, which has about 256 registers
 
 
 @takes_step
@@ -103,7 +104,7 @@ def launch_of(
     group: int,
     size: int,
     dim: int,
-    dtype: Any,
+    dtype: DTypeLike,
     stats: int,
     *,
     scale: float = 1.0,
@@ -126,8 +127,8 @@ def launch_of(
     Raises:
       ValueError: if a program cannot hold the slots, or if it is faster to share the slots of a pair among programs.
     """
-    if size % 8 or not TILE <= size <= MOST_SLOTS:
-        raise ValueError(f"a program takes {TILE} to {MOST_SLOTS} slots, a multiple of 8, not {size}.")
+    if size % 8 or not TILE <= size <= MAX_SLOTS:
+        raise ValueError(f"a program takes {TILE} to {MAX_SLOTS} slots, a multiple of 8, not {size}.")
     hopper.check_dim(dim)
     # Lines: positions, probabilities and statistics. Extra bytes: the new pair, and the padding of the lines.
     padding, lines, dtype = length_of(size) - -(-size // TILE) * TILE, 2 + stats, jnp.dtype(dtype)

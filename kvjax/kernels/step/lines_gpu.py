@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from kvjax.kernels.decode.pass_gpu import Pass
 from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE
 from kvjax.kernels.rank1 import on_lines
 from kvjax.kernels.softmax import NEGATIVE, transformed
 from kvjax.kernels.step.arguments import ObserveAndEvict
+from kvjax.typing import PyTree
 
 Array = jax.Array
 Ref = Any
@@ -171,7 +173,7 @@ def copies(size: int, stats: int) -> int:
     return (1 + stats) * (length_of(size) // COPY)
 
 
-def scratch(size: int, stats: int) -> dict[str, Any]:
+def scratch(size: int, stats: int) -> dict[str, Ref]:
     """Returns the shared memory of `Lines`."""
     length = length_of(size)
     return {
@@ -181,7 +183,7 @@ def scratch(size: int, stats: int) -> dict[str, Any]:
     }
 
 
-def run(body: Callable[..., None], pairs: int, outputs: list[jax.ShapeDtypeStruct], scratch: dict[str, Any]) -> Any:
+def run(body: Callable[..., None], pairs: int, outputs: list[jax.ShapeDtypeStruct], scratch: dict[str, Ref]) -> PyTree:
     """Returns a kernel, with a program for each (row, KV head), as a function of arrays and references.
 
     Args:
@@ -192,14 +194,14 @@ def run(body: Callable[..., None], pairs: int, outputs: list[jax.ShapeDtypeStruc
     """
 
     # plgpu.kernel does the same, but does not accept references before jax 0.11.
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         pl.run_scoped(functools.partial(body, *refs), collective_axes=(), **scratch)
 
     mesh = plgpu.Mesh(grid=(pairs,), grid_names=("pair",))
     return pl.kernel(kernel, outputs, mesh=mesh, compiler_params=COMPILER, name="decode_step")
 
 
-def row_of(numbers: int, dtype: Any) -> int:
+def row_of(numbers: int, dtype: DTypeLike) -> int:
     """Returns the length of a row of numbers, padded to whole copies."""
     unit = COPY_BYTES // jnp.dtype(dtype).itemsize
     return -(-numbers // unit) * unit

@@ -112,13 +112,13 @@ def refuses(request: "Request") -> str | None:
             return reason
         if request.slots % LANES:
             return f"it takes codes of a multiple of {LANES} slots, not of {request.slots}"
-    held, most = held_bytes(request), HELD_BYTES
+    held, maximum = held_bytes(request), HELD_BYTES
     if any(request.codecs):
-        held, most = coded_tpu.held_bytes(request), coded_tpu.HELD_BYTES
-    if held > most:
+        held, maximum = coded_tpu.held_bytes(request), coded_tpu.HELD_BYTES
+    if held > maximum:
         return (
             f"{request.slots} slots of {request.kv_heads} heads of {request.dim} would hold {held / 2**20:.1f} MiB of "
-            f"a TPU core's memory, more than {most >> 20} MiB"
+            f"a TPU core's memory, more than {maximum >> 20} MiB"
         )
     return None
 

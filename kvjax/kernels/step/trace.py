@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from kvjax.kernels import rank1, registry
+from kvjax.typing import Equation
 
 if TYPE_CHECKING:
     from kvjax.kernels.registry import Request
@@ -101,7 +102,7 @@ def _needs_other_heads(trace: Trace, request: "Request", backend: str) -> str | 
 def _arguments(request: "Request", heads: int, slots: int) -> tuple[Any, ...]:
     """Returns the shapes of the arguments that a policy is traced with."""
 
-    def line(dtype: Any) -> jax.ShapeDtypeStruct:
+    def line(dtype: object) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, heads, slots), dtype)
 
     one = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -110,7 +111,7 @@ def _arguments(request: "Request", heads: int, slots: int) -> tuple[Any, ...]:
     return stats, line(jnp.int32), columns, one, one
 
 
-def _unsupported_on_tpu(equation: Any, size: int) -> str | None:
+def _unsupported_on_tpu(equation: Equation, size: int) -> str | None:
     """Returns why Mosaic does not lower an equation for a TPU on arrays of up to `size` numbers, or None."""
     name = equation.primitive.name
     if name not in TPU_PRIMITIVES:
@@ -125,13 +126,13 @@ def _unsupported_on_tpu(equation: Any, size: int) -> str | None:
     return None
 
 
-def _moves(reshape: Any) -> bool:
+def _moves(reshape: Equation) -> bool:
     """Returns whether a reshape does more than add or remove dimensions of size 1."""
     before, after = (tuple(n for n in x.aval.shape if n > 1) for x in (reshape.invars[0], reshape.outvars[0]))
     return before != after
 
 
-def _reduces_heads(jaxpr: Any, heads: int) -> bool:
+def _reduces_heads(jaxpr: Equation, heads: int) -> bool:
     """Returns whether results depend on a reduction over an axis of heads, or of heads and slots together."""
     needed = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
     for equation in reversed(jaxpr.eqns):
@@ -154,7 +155,7 @@ def _reduces_heads(jaxpr: Any, heads: int) -> bool:
     return False
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def _equations(jaxpr: Equation) -> Iterator[Equation]:
     """Yields all equations, including those of inner jaxprs."""
     for equation in jaxpr.eqns:
         yield equation
@@ -162,7 +163,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
             yield from _equations(inner)
 
 
-def _inner(equation: Any) -> Iterator[Any]:
+def _inner(equation: Equation) -> Iterator[Equation]:
     """Yields the jaxprs inside an equation: of a call, of branches, of a loop's condition and body."""
     for value in equation.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):

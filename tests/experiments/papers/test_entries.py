@@ -7,10 +7,11 @@ import pytest
 
 from experiments import paper
 from experiments.config import ModelConfig
-from experiments.papers.entry import numbers, registry, with_published
+from experiments.papers.entry import Published, published, registry, with_published
 from experiments.papers.names import H2O, INFINIGEN, NAMES, ROCO
 from experiments.papers.parts import check_unique
 from experiments.papers.settings import FAST, FULL, TEXTS, Settings
+from kvjax.errors import ConfigError
 
 
 def test_every_name_has_an_entry():
@@ -56,15 +57,20 @@ def test_an_entry_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == list(registry())
 
 
+def test_published_numbers():
+    """As the paper prints them; a name that no file has is an error that says which there are."""
+    found = published("h2o_table5")
+    assert found.caption.startswith("Table 5") and found.rows[1] == {
+        "cache": "H2O", "COPA": "84.00", "OBQA": "43.00", "PiQA": "78.45"
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"no table \[h2o_table0\]; they have h2o_"):
+        published("h2o_table0")
+
+
 def test_numbers_beside():
-    theirs = numbers("""
-        policy | A | B
-        Full | 1 | 2
-    """)
-    assert theirs == [{"policy": "Full", "A": "1", "B": "2"}]
-    published = type("P", (), {"rows": theirs})
+    theirs = Published("Table 0", [{"policy": "Full", "A": "1", "B": "2"}])
     rows = with_published(
-        [{"policy": "full", "x": "3"}, {"policy": "h2o", "x": "4"}], published, {"full": "Full"}, "policy"
+        [{"policy": "full", "x": "3"}, {"policy": "h2o", "x": "4"}], theirs, {"full": "Full"}, "policy"
     )
     assert rows[0] == {"policy": "full", "x": "3", "paper: A": "1", "paper: B": "2"}
     assert rows[1]["paper: A"] == "-"

@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from experiments.config import ModelConfig
 from experiments.papers.parts import Lab
-from experiments.papers.recipes import caches, continuation, facts, fullref, guess, lm, reading, streams, versus
+from experiments.papers.recipes import caches, continuation, facts, fullref, guess, lm, speculation, streams, versus
 from experiments.papers.settings import FAST, TEXTS, Settings
 from kvjax import policies
 from kvjax.errors import InputError
@@ -30,7 +30,7 @@ class TinyLab(Lab):
         return tiny(layers=self.layers).model
 
     def rows(self, part, text, rows, length):
-        return random_tokens(rows, length, seed=1 + (text == reading.SAMPLE))
+        return random_tokens(rows, length, seed=1 + (text == speculation.SAMPLE))
 
 
 @pytest.fixture
@@ -94,10 +94,10 @@ def test_important_keys(lab):
 
 def test_a_skew_changes_no_guess_of_all_columns(lab):
     lab.layers = 3  # of which the last one chooses
-    of = lm.lm(lab.settings, reading.infinigen(ratio=1.0), 1.0)
-    plain, skewed = lab.get(of)["logprobs"], lab.get(reading.with_skew(lab.settings, of))["logprobs"]
+    of = lm.lm(lab.settings, speculation.infinigen(ratio=1.0), 1.0)
+    plain, skewed = lab.get(of)["logprobs"], lab.get(speculation.with_skew(lab.settings, of))["logprobs"]
     np.testing.assert_allclose(skewed, plain, atol=1e-5)
-    recorded = lab.get(reading.read(lab.settings, ratio=1.0))
+    recorded = lab.get(speculation.read(lab.settings, ratio=1.0))
     np.testing.assert_allclose(recorded["logprobs"], plain, atol=1e-5)
     # A fifth of 24 to 31 candidates, and the new token.
     chosen = np.mean([t // 5 for t in range(PROMPT, PROMPT + NEW)])

@@ -15,7 +15,7 @@ import kvjax
 from experiments import results
 from experiments.config import ModelConfig
 from experiments.papers import generated, page, runner, texts
-from experiments.papers.entry import Entry, Published
+from experiments.papers.entry import Entry
 from experiments.papers.parts import Lab, Part, read
 from experiments.papers.settings import FAST, FULL, TEXTS, Settings, find_data
 from experiments.papers.statistics import paired_bootstrap
@@ -52,9 +52,8 @@ def entry(name, *parts):
             draw=lambda: b"PNG",
         )
 
-    published = Published("Figure 0", [{"part": "a", "mean": "1.00"}])
     return Entry(
-        name=name, question="Which?", published=published, here="Noise.", judge=judge,
+        name=name, question="Which?", here="Noise.", judge=judge,
         parts=lambda settings: [Noise(name_of=each) for each in parts],
     )  # fmt: skip
 

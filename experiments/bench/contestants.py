@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from absl import flags
 
 import kvjax
+from kvjax.attention import Implementation
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import Lowered, lower
@@ -66,7 +67,7 @@ def random_model(config: DecoderConfig, positions: int, dtype: str = "float32") 
     return kvjax.Model(config, params)
 
 
-def dtype_of(model: kvjax.Model) -> Any:
+def dtype_of(model: kvjax.Model) -> jnp.dtype:
     """The dtype of a model's weights."""
     return jax.tree.leaves(model.params)[0].dtype
 
@@ -149,7 +150,7 @@ def ours(
     tokens: int,
     *,
     restart: bool = False,
-    implementation: Any = "auto",
+    implementation: Implementation = "auto",
 ) -> Iterator[float]:
     """Seconds a step of kvjax: each round continues the last one, or restarts where slots would run out.
 
@@ -180,7 +181,7 @@ def copied(prefilled: Prefilled) -> Prefilled:
     return prefilled._replace(state=jax.tree.map(lambda x: x.copy(), prefilled.state))
 
 
-def timed(run: Callable[[], Any], calls: int = 1) -> Iterator[float]:
+def timed(run: Callable[[], object], calls: int = 1) -> Iterator[float]:
     """Seconds of each of `calls` calls in a row, which are waited for together."""
     while True:
         start = time.perf_counter()

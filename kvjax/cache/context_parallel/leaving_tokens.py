@@ -1,6 +1,6 @@
 """Tokens that leave a residual of single slots in a step of a layer whose slots are divided over devices.
 
-Storages whose tokens are encoded in blocks, such as KIVI, have `kvjax.cache.context_parallel.blocks` instead.
+Storages whose tokens are encoded in blocks, such as KIVI, have `kvjax.cache.context_parallel.write_blocks` instead.
 
 An exact token that becomes older than the residual is encoded into an empty coded slot, which may be on another device.
 Which positions become so old is known before the step, so that their keys and values travel with the partial results of

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable
 
-from experiments.papers.entry import Entry, Found, Published, numbers, with_published
+from experiments.papers.entry import Entry, Found, Published, published, with_published
 from experiments.papers.parts import Part
-from experiments.papers.recipes import blocks, fullref, lm
+from experiments.papers.recipes import block_prefill, fullref, lm
 from experiments.papers.roco.scopes import RATE, text_rows
 from experiments.papers.settings import MAIN, SECOND, Settings
 from experiments.papers.verdict import Claim, Judgement, Table
@@ -46,8 +46,8 @@ def _greedy(settings: Settings, model: str, block: int | None, cache: str = "roc
     )
 
 
-def _speed(settings: Settings, model: str, block: int | None) -> blocks.Prefill:
-    return blocks.prefill(
+def _speed(settings: Settings, model: str, block: int | None) -> block_prefill.Prefill:
+    return block_prefill.prefill(
         settings, "roco", RATE, block=block, prompt=_sizes(settings, model)[0], model=model
     )  # fmt: skip
 
@@ -119,49 +119,21 @@ def _judge(model: str, published: Published) -> Callable[[Settings, Found], Judg
     return judge
 
 
-def _published(caption: str, rows: str) -> Published:
-    return Published(caption=caption, rows=numbers(rows))
-
-
-TABLE6 = _published(
-    "Table 6: XSum with LLaMa2-7B-Chat by size of the block, RoCo.",
-    """
-    block | BLEU | R-2 | speed-up
-    1 | 41.2 | 46.2 | 1.0x
-    2 | 41.1 | 46.3 | 2.0x
-    4 | 41.1 | 46.2 | 4.0x
-    8 | 40.4 | 45.5 | 8.0x
-    16 | 40.2 | 45.4 | 16.0x
-    """,
-)
-TABLE9 = _published(
-    "Table 9: summaries with Zephyr-7B by size of the block, RoCo; which data is not said.",
-    """
-    block | BLEU | R-2 | speed-up
-    1 | 26.5 | 35.4 | 1.0x
-    2 | 26.6 | 35.4 | 2.0x
-    4 | 26.5 | 35.4 | 4.0x
-    8 | 26.9 | 35.8 | 8.0x
-    16 | 26.4 | 35.4 | 16.0x
-    """,
-)
 HERE = "Perplexity and continuations of a book{}; the prompt's speed is measured, and not counted in steps."
 
 ENTRIES = (
     Entry(
         name="roco_table6",
         question="What does evicting a block at a time cost, and save, while the prompt is read?",
-        published=TABLE6,
         here=HERE.format(""),
         parts=_parts(MAIN),
-        judge=_judge(MAIN, TABLE6),
+        judge=_judge(MAIN, published("roco_table6")),
     ),
     Entry(
         name="roco_table9",
         question="Does the same hold for another model?",
-        published=TABLE9,
         here=HERE.format(", by stories260K"),
         parts=_parts(SECOND),
-        judge=_judge(SECOND, TABLE9),
+        judge=_judge(SECOND, published("roco_table9")),
     ),
 )

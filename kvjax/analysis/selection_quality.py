@@ -25,6 +25,7 @@ from kvjax.policies.base import Policy
 from kvjax.selection import InfiniGen
 from kvjax.selection.choose import best, softmax
 from kvjax.summary import one_line
+from kvjax.typing import PyTree
 
 Array = jax.Array
 
@@ -88,7 +89,7 @@ def selected(
     return Selected(np.where(np.isnan(number), NONE, number).astype(np.int32), *shares)
 
 
-def _compare_with_best(carry: Any, attention: tuple[Rows]) -> tuple[Any, tuple[Array, ...]]:
+def _compare_with_best(carry: PyTree, attention: tuple[Rows]) -> tuple[PyTree, tuple[Array, ...]]:
     """Returns the fields of `Selected` for one query, [B, K, 1, 1] float32 each; NaN where everything is read."""
     (rows,) = attention
     # [B, K, T], of the single query

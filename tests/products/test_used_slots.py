@@ -8,10 +8,10 @@ import pytest
 import kvjax
 from kvjax import policies, products, storage
 from kvjax.cache import Limits
-from kvjax.products import choice, native, slots
+from kvjax.products import choice, native, used_slots
 from kvjax.products.codes import codes_product
 from kvjax.products.forms import dot
-from kvjax.products.slots import attend_slots, slots_product
+from kvjax.products.used_slots import attend_slots, slots_product
 from kvjax.serve import Request, Runner
 from kvjax.storage import Fp8, Integer, TurboQuant
 from tests.tiny import random_tokens, tiny
@@ -165,10 +165,10 @@ def test_codes_of_the_slots_in_use_are_multiplied_and_no_others_are_read(codec, 
 
 
 @pytest.fixture
-def used_slots(monkeypatch):
+def small_caches(monkeypatch):
     """Attention reads the slots in use, of caches of any size."""
     before = choice.setting()
-    monkeypatch.setattr(slots, "MIN_CACHE", 1)
+    monkeypatch.setattr(used_slots, "MIN_CACHE", 1)
     products.use("native")
     yield
     products.use(before)
@@ -178,7 +178,7 @@ PROMPT, NEW = random_tokens(1, 9, seed=1)[0], 6
 
 
 @pytest.mark.parametrize("held", [storage.dense(), storage.int8(), storage.turboquant(4)], ids=lambda held: held.name)
-def test_attention_does_not_depend_on_the_allocated_slots(used_slots, held):
+def test_attention_does_not_depend_on_the_allocated_slots(small_caches, held):
     """Nor on the batch: the same tokens and log-probabilities, bit for bit."""
     model = tiny(layers=1).model
     # Other products are of other numbers of rows, and rounded by them.
@@ -197,7 +197,7 @@ def test_attention_does_not_depend_on_the_allocated_slots(used_slots, held):
     np.testing.assert_allclose(plain.logprobs, few.logprobs, atol=1e-5)
 
 
-def test_a_request_does_not_depend_on_its_neighbours(used_slots):
+def test_a_request_does_not_depend_on_its_neighbours(small_caches):
     """A short request has the same bits alone and beside a long one, by one program."""
     limits, found, compiled = Limits(prompt=40, new_tokens=60), [], []
     listener = lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None  # noqa: E731

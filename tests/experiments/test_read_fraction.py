@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments.reading import main
+from experiments.read_fraction import main
 from kvjax.errors import ConfigError
 
 

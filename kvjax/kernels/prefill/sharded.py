@@ -1,13 +1,13 @@
 """Attention of a block of queries on several devices of a mesh, each of which has all slots and some of the queries."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from kvjax.kernels.problem import Attended, Problem
 from kvjax.parallel import sharding
+from kvjax.typing import PyTree
 
 Array = jax.Array
 Run = Callable[[Problem], tuple[Attended, dict[str, Array]]]
@@ -36,7 +36,7 @@ def attend_and_reduce(problem: Problem, run: Run) -> tuple[Attended, dict[str, A
     }  # fmt: skip
     arrays = problem.by_head() | problem.by_row()
 
-    def specs(tree: Any, names: tuple[str | None, ...]) -> Any:
+    def specs(tree: PyTree, names: tuple[str | None, ...]) -> PyTree:
         known = [None if name == "tokens" else name for name in names]
 
         def of_leaf(leaf: Array) -> PartitionSpec:
@@ -46,7 +46,7 @@ def attend_and_reduce(problem: Problem, run: Run) -> tuple[Attended, dict[str, A
 
         return jax.tree.map(of_leaf, tree)
 
-    def part(arrays: dict[str, Any]) -> tuple[Attended, dict[str, Array]]:
+    def part(arrays: dict[str, PyTree]) -> tuple[Attended, dict[str, Array]]:
         # Positions say which slots a query sees.
         attended, sums = run(problem.replace(**arrays, causal=False))
         over = {s.name: jax.lax.pmax if s.largest else jax.lax.psum for s in problem.statistics}

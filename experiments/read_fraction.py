@@ -1,7 +1,7 @@
 """Recall and perplexity against the share of slots that a step reads, for every selection, beside eviction.
 
-python -m experiments.reading --output=results/reading.json --plot=results/reading.png
-python -m experiments.reading --input=results/reading.json --plot=results/reading.png
+python -m experiments.read_fraction --output=results/reading.json --plot=results/reading.png
+python -m experiments.read_fraction --input=results/reading.json --plot=results/reading.png
 
 Prompts of 984 tokens hide a fact 700 to 900 tokens before their end. Layers 0 and 1 read everything; the share is of
 the layers that select, as it was measured while the answers were generated, the new token included. A policy is drawn
@@ -33,6 +33,7 @@ from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import ConfigError
 from kvjax.generation.generate import Generation
 from kvjax.models.model import Model
+from kvjax.typing import JsonObject
 
 TASKS = ("passkey", "associative")
 SHARES = ("0.005", "0.01", "0.02", "0.05", "0.1", "0.2")
@@ -250,7 +251,7 @@ def _report(points: Sequence[Point], plot: str | None) -> int:
     return 0
 
 
-def _row(point: Point) -> dict[str, Any]:
+def _row(point: Point) -> JsonObject:
     """The scalars of a point, for the table."""
     chunks = {f"perplexity {i + 1}": value for i, value in enumerate(point.perplexity[:-1])}
     recall = {f"{task} %": 100 * share for task, share in point.recall.items()}

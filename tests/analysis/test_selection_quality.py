@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import analysis, policies, selection
-from kvjax.analysis import reading, rows
+from kvjax.analysis import rows, selection_quality
 from kvjax.errors import InputError, SelectionError
 from kvjax.models import skew
 from tests.reference import selection as looks
@@ -241,7 +241,7 @@ def one_query(choice: list[int], always: list[int], size: int = 6, outside: int 
         probability=None, seen=shaped[0], query=None, logits=jnp.zeros((1, 1, 2, 1, size)), held=shaped[1],
         choice=shaped[2], selects=np.array([True]),
     )  # fmt: skip
-    return [float(x[0, 0, 0, 0]) for x in reading._compare_with_best((), (given,))[1]]
+    return [float(x[0, 0, 0, 0]) for x in selection_quality._compare_with_best((), (given,))[1]]
 
 
 def test_of_equal_candidates_the_newer_is_better():

@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax.checkpoint.tokenizer import load_tokenizer
 from kvjax.models import families
-from kvjax.serve.text import TextStream
+from kvjax.serve.text_stream import TextStream
 from tests.scripted import byte_ids, ids, write_tokenizer
 
 WORDS = "Anna put the naïve 🦊 into the box — 日本語 — and left. \n\nShe said: “No!”"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from experiments.papers.entry import Entry, Found, Published, numbers, with_published
+from experiments.papers.entry import Entry, Found, published, with_published
 from experiments.papers.parts import Part
 from experiments.papers.recipes import lm, plan, recall
 from experiments.papers.settings import Settings
@@ -40,7 +40,7 @@ def _table5(settings: Settings, found: Found) -> Judgement:
     most = held["full + int4"] * slots * (1 + 2 / (0.2 * settings.scale.prompt))
     matches = dict(zip(STORED, ("Full", "H2O", "Quant-4bit", "H2O w. Quant-4bit"), strict=True))
     return Judgement(
-        tables=[Table("At a budget of 0.2", with_published(rows, TABLE5, matches, "cache"))],
+        tables=[Table("At a budget of 0.2", with_published(rows, published("h2o_table5"), matches, "cache"))],
         confirm=[
             Claim("the loss of both is at most 1.2 times the sum of theirs", losses[STORED[3]] <= 1.2 * both, shown),
             Claim(
@@ -52,17 +52,6 @@ def _table5(settings: Settings, found: Found) -> Judgement:
         comparisons=comparisons,
     )  # fmt: skip
 
-
-TABLE5 = Published(
-    caption="Table 5: accuracy in % of OPT-30B, H2O at 20 %, a cache in four bits, 5-shot.",
-    rows=numbers("""
-        cache | COPA | OBQA | PiQA
-        Full | 85.00 | 43.20 | 78.51
-        H2O | 84.00 | 43.00 | 78.45
-        Quant-4bit | 84.00 | 43.28 | 78.67
-        H2O w. Quant-4bit | 84.00 | 43.20 | 78.80
-    """),
-)
 
 # Table 8
 
@@ -103,7 +92,7 @@ def _table8(settings: Settings, found: Found) -> Judgement:
     most = len(budgets) // 2 + 1
     matches = {"full": "Full", "TopK w.o.": "TopK w.o.", "TopK w.": "TopK w."}
     counts = {word: sum(each.result == word for each in readers) for word in ("lower", "higher")}
-    compared = with_published(rows, TABLE8, matches, "cache")
+    compared = with_published(rows, published("h2o_table8"), matches, "cache")
     return Judgement(
         tables=[Table("Perplexity by share of the prompt that a step reads", compared)],
         confirm=[
@@ -122,22 +111,10 @@ def _table8(settings: Settings, found: Found) -> Judgement:
     )  # fmt: skip
 
 
-TABLE8 = Published(
-    caption="Table 8: accuracy in % of OPT-30B, 5-shot, 20 %; each step reads its own best of the whole cache, w.: "
-    "half of them heavy hitters.",
-    rows=numbers("""
-        cache | COPA | OBQA | PiQA | Winogrande
-        Full | 85.00 | 43.20 | 78.51 | 70.24
-        TopK w.o. | 80.00 | 41.40 | 76.96 | 65.35
-        TopK w. | 82.00 | 42.80 | 77.96 | 66.48
-    """),
-)
-
 ENTRIES = (
     Entry(
         name="h2o_table5",
         question="Do eviction and storage in four bits add up their losses?",
-        published=TABLE5,
         here="Perplexity of a book, passkeys, and bytes, of the four combinations.",
         parts=_table5_parts,
         judge=_table5,
@@ -145,7 +122,6 @@ ENTRIES = (
     Entry(
         name="h2o_table8",
         question="Does the share for heavy hitters help a reader of the exact top k as well?",
-        published=TABLE8,
         here="Perplexity of a book; every token is kept, and a step reads a share of the prompt.",
         parts=_table8_parts,
         judge=_table8,
