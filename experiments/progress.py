@@ -1,6 +1,8 @@
-"""Progress of a long program: a bar on a terminal, a line for each item in a log."""
+"""Progress of a long program: a bar on a terminal; elsewhere a line for each item, and one every ten seconds."""
 
+import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -10,6 +12,8 @@ from tqdm.auto import tqdm
 from kvjax.parallel import distributed
 
 T = TypeVar("T")
+
+LINE_SECONDS = 10.0  # between lines of what goes on
 
 
 def tracked(
@@ -21,8 +25,8 @@ def tracked(
       items: what is worked on.
       unit: what an item is.
       name: of an item.
-      show: whether to say anything; None = a bar on a terminal, and elsewhere a line when an item is done. Of several
-        processes the first one says it.
+      show: whether to say anything; None = a bar on a terminal, and elsewhere a line when an item is done and one every
+        `LINE_SECONDS` before. Of several processes the first one says it.
       leave: whether the bar stays.
     """
     terminal = sys.stderr.isatty()
@@ -30,8 +34,60 @@ def tracked(
     bar = tqdm(items, unit=unit, disable=not (show or (show is None and terminal)), leave=leave)
     for number, item in enumerate(bar):
         bar.set_description(name(item))
-        start = time.perf_counter()
-        yield item
-        if show is None and not terminal:
-            took = time.perf_counter() - start
-            print(f"{unit} {number + 1} of {len(items)}: {name(item)}, {took:.1f} s", file=sys.stderr, flush=True)
+        if show is not None or terminal:
+            yield item
+            continue
+        start, said = time.perf_counter(), f"{unit} {number + 1} of {len(items)}: {name(item)}"
+        with lines(lambda seconds, said=said: f"{said}, {seconds:.0f} s so far"):  # type: ignore[misc]
+            yield item
+        print(f"{said}, {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def lines(text: Callable[[float], str]) -> Iterator[None]:
+    """Prints a line on stderr every `LINE_SECONDS`, for a log.
+
+    Args:
+      text: seconds since the beginning -> the line.
+    """
+    start, ended = time.perf_counter(), threading.Event()
+
+    def run() -> None:
+        while not ended.wait(LINE_SECONDS):
+            print(text(time.perf_counter() - start), file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=run, daemon=True, name="progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def counted(total: int, *, done: int, unit: str, name: str, show: bool | None) -> Iterator[Callable[[], object]]:
+    """Yields a function to be called when one more item is done; says how many are, on stderr.
+
+    Args:
+      total: the number of items.
+      done: the number of those that are done before.
+      unit: what an item is.
+      name: of all of them.
+      show: whether to say anything; None = a bar on a terminal, and elsewhere a line every `LINE_SECONDS`.
+    """
+    terminal = sys.stderr.isatty()
+    show = show if distributed.is_first() else False
+    with tqdm(
+        total=total, initial=done, desc=name, unit=unit, disable=not (show or (show is None and terminal)), leave=False
+    ) as bar:
+        if show is not None or terminal:
+            yield bar.update
+            return
+        count = [done]
+
+        def update() -> None:
+            count[0] += 1
+
+        with lines(lambda seconds: f"{name}: {unit} {count[0]} of {total}, {seconds:.0f} s so far"):
+            yield update

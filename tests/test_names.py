@@ -59,3 +59,11 @@ def test_names_and_docstrings():
 def test_they_would_be_seen(source):
     assert forbidden(source)
     assert not forbidden('"""Gathers the slots that are together."""\nleaving = gathered = 1')
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/glossary.md"])
+def test_files_that_a_page_names_are_there(page):
+    """A file that was renamed is named anew where it is described."""
+    named = set(re.findall(r"`([\w/]+\.(?:py|toml|cc|h))`", (ROOT / page).read_text()))
+    known = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*.*") if ".venv" not in path.parts]
+    assert named and not [name for name in named if not any(f"/{each}".endswith(f"/{name}") for each in known)]

@@ -1,14 +1,12 @@
 """Answers the questions of a config's tasks under one cache, and goes on from the answers that there are."""
 
 import re
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from experiments.config import TasksConfig
+from experiments.progress import counted
 from experiments.tasks import registry
 from experiments.tasks.base import Answer, Asked, Setting
 from experiments.tasks.journal import Journal, key_of
@@ -17,7 +15,6 @@ from kvjax.cache import CacheSpec
 from kvjax.errors import ConfigError
 from kvjax.lm_eval.runner import Runner
 from kvjax.models.model import Model
-from kvjax.typing import Json
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function in a policy's text, which differs between processes
 
@@ -84,7 +81,7 @@ def answers(
       texts: what a config calls its caches. Functions of a user's own in `spec` are told apart by it, between runs.
       prefill_block: see `kvjax.CacheOptions`.
       implementation: see `kvjax.CacheOptions`.
-      progress: whether to show a bar of questions; None = on a terminal.
+      progress: see `experiments.progress.counted`.
     """
     assert model.tokenizer is not None  # `make` refuses models without
     options: dict[str, Any] = {"prefill_block": prefill_block, "implementation": implementation}
@@ -95,14 +92,11 @@ def answers(
         key = key_of(shown, texts if functions else "", each.content)
         known = journal.known(key)
         wanted = [number for number in range(len(each)) if number not in known]
-        show = sys.stderr.isatty() if progress is None else progress
-        with tqdm(
-            total=len(each), initial=len(known), desc=name, unit="question", disable=not show, leave=False
-        ) as bar:
+        with counted(len(each), done=len(known), unit="question", name=name, show=progress) as answered:
 
-            def done(number: int, answer: Answer, key: str = key, bar: Json = bar) -> None:
+            def done(number: int, answer: Answer, key: str = key, answered: Callable[[], object] = answered) -> None:
                 journal.add(key, number, answer)
-                bar.update()
+                answered()
 
             if wanted:
                 each.ask(runner, model.tokenizer, wanted, done)

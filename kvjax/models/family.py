@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvjax.errors import ConfigError, shown
-from kvjax.models import rope_keys, values
+from kvjax.models import rope_config, values
 from kvjax.models.config import DecoderConfig
 from kvjax.models.layers import ACTIVATIONS
 from kvjax.models.values import Json
@@ -74,7 +74,7 @@ class Family:
     keys: Keys
     fixed: Fields
     names: Names
-    rope: rope_keys.RopeKeys | None = rope_keys.DEFAULT
+    rope: rope_config.RopeKeys | None = rope_config.DEFAULT
     windows: str | None = None
     window_default: int | None = 4096
     window_switch: bool = False
@@ -128,7 +128,7 @@ def read(name: str, family: Family, raw: Json) -> DecoderConfig:
             f"{', '.join(ACTIVATIONS)}."
         )
     if family.rope is not None:
-        fields["rope"] = rope_keys.read(name, raw, family.rope, fields["head_dim"], fields["max_positions"])
+        fields["rope"] = rope_config.read(name, raw, family.rope, fields["head_dim"], fields["max_positions"])
     if family.windows:
         fields["windows"] = _windows(name, family, raw, fields["num_layers"])
     if family.ropes is not None:
@@ -149,7 +149,7 @@ def write(family: Family, config: DecoderConfig) -> Json:
     eos = config.eos_token_ids
     raw["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
     if config.rope is not None and family.rope is not None:
-        raw |= rope_keys.write(config, config.rope, family.rope)
+        raw |= rope_config.write(config, config.rope, family.rope)
     sliding = [window is not None for window in config.windows]
     if family.windows:
         raw["sliding_window"] = next((window for window in config.windows if window is not None), None)

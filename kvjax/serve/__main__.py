@@ -110,7 +110,7 @@ def serve(flags: argparse.Namespace) -> int:
         from kvjax.serve.admission import PLACES
         from kvjax.serve.app import make_app
         from kvjax.serve.connections import MAX_CONNECTIONS, Connections
-        from kvjax.serve.listening import run
+        from kvjax.serve.shutdown import run
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'kvjax[serve]'.") from None
     from kvjax.serve.engine import Engine

@@ -26,7 +26,7 @@ from kvjax.models.model import Model
 from kvjax.numerics.finite import PAD, WHY
 from kvjax.policies.base import Policy
 from kvjax.selection.base import Selection
-from kvjax.serve import loop, saved
+from kvjax.serve import decode_loop, saved
 from kvjax.serve import prefix as prefixes
 from kvjax.serve.intake import Intake, Job
 from kvjax.serve.prefix import Prefix
@@ -94,7 +94,7 @@ class Counts:
 class _Flight:
     """A chunk that has been dispatched, the jobs of the rows then, and the most steps that it takes."""
 
-    chunk: loop.Chunk
+    chunk: decode_loop.Chunk
     jobs: list[Job | None]
     steps: int
 
@@ -176,7 +176,7 @@ class Runner:
         self._rows_count, self._chunk = rows, chunk
         self._refill = max(1, rows // 8) if refill is None else min(refill, rows)
         self._intake = Intake(self.prompts, look=rows, turn_tokens=turn_tokens)
-        self._rows: loop.Rows | None = None
+        self._rows: decode_loop.Rows | None = None
         self._jobs: list[Job | None] = [None] * rows
         self._flights: collections.deque[_Flight] = collections.deque()
         self._alive: dict[int, Job] = {}
@@ -306,12 +306,12 @@ class Runner:
                 continue
             started, entry = ready.started, self._entry(ready.job)
             if self._rows is None:
-                self._rows = loop.empty_rows(started.state, entry, rows=self._rows_count)
-            self._rows = loop.admit(
+                self._rows = decode_loop.empty_rows(started.state, entry, rows=self._rows_count)
+            self._rows = decode_loop.admit(
                 self._rows, started.state, started.logits, np.int32(ready.source), np.int32(row), entry
             )
 
-    def _entry(self, job: Job) -> loop.Entry:
+    def _entry(self, job: Job) -> decode_loop.Entry:
         own = job.request
         stop = np.full(MAX_STOPS, PAD, np.int32)
         stop[: len(own.stop)] = own.stop
@@ -323,7 +323,7 @@ class Runner:
         if own.prefix is not None:
             seen[own.prefix.tokens] = True
         key = self._key if own.seed is None else jax.random.key(own.seed, impl=jax.random.key_impl(self._key))
-        return loop.Entry(
+        return decode_loop.Entry(
             key=key, number=np.int32(own.number), max_new_tokens=np.int32(own.max_new_tokens), stop=stop,
             sampling=settings(own.sampler), seen=seen, given=given, given_length=np.int32(job.given),
         )  # fmt: skip
@@ -340,7 +340,7 @@ class Runner:
             job.dispatched = True
         phase = self.prompts.layout.decode
         with compiling.announced(compiling.tokens_of(phase)):
-            self._rows, chunk = loop.decode_chunk(
+            self._rows, chunk = decode_loop.decode_chunk(
                 self.model.params, self._rows, going_on, np.int32(steps),
                 np.int32(self._refill if self._intake else self._rows_count + 1), config=self.model.config,
                 phase=phase, min_row_steps=TOKENS_PER_READ,

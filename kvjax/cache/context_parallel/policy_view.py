@@ -1,51 +1,16 @@
-"""The view of a policy on a device that has some of the slots, and the slot that it ranks lowest before attention."""
+"""The view of a policy on a device that has some of the slots."""
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.context_parallel import merge, victims
-from kvjax.cache.context_parallel.leaving_tokens import LeavingTokens
-from kvjax.cache.context_parallel.placement import NewTokens, PendingWrites
+from kvjax.cache.context_parallel.placement import NewTokens
 from kvjax.cache.context_parallel.select import Rows
-from kvjax.cache.context_parallel.victims import LocalVictim
 from kvjax.cache.groups import Group
 from kvjax.cache.state import EMPTY, LayerKV
-from kvjax.numerics.assumed_top_k import Assumed
 from kvjax.parallel import slot_reductions
 from kvjax.policies.base import View
 
 Array = jax.Array
-
-
-def victim_before_attention(
-    layer: LayerKV,
-    own: NewTokens,
-    leaving: LeavingTokens | None,
-    ranked: tuple[tuple[Array, ...], tuple[Array, ...]],
-    rows: Rows,
-    layer_index: Array,
-    group: Group,
-    axes: slot_reductions.Across,
-) -> LocalVictim | None:
-    """Names the slot of this device that would be evicted first, if attention does not change it; otherwise None.
-
-    That is so if no statistic of attention is kept, slots are ranked one by one, and a step evicts at most one slot of
-    a head. For the arguments see `kvjax.cache.context_parallel.attend`.
-    """
-    policy = group.policy
-    one = own.position.shape[2] == 1 and group.evicts and group.evicts_one and policy.when == "step"
-    if not one or group.needs:
-        return None
-    none = jnp.zeros((*own.position.shape[:2], 0, 0), jnp.int32)
-    moves = PendingWrites(layer, own, leaving, None, none, rows.position[:, 0], group, axes.slots, {})
-    view, stats = view_of(layer, own, ranked, rows, layer_index, group, axes), both_stats(layer, own)
-    assumed = Assumed(mark=False)
-    with slot_reductions.devices(axes._replace(assumed=assumed)):
-        sent = victims.nothing if policy.merge is None else merge.sender(moves, *ranked)
-        found = victims.local_victim(group, stats, view, moves.packed(), sent)
-    # A policy that asks which slots hold the largest values compares them; see
-    # `kvjax.cache.context_parallel.victim_candidates`.
-    return None if assumed.calls else found
 
 
 def both_stats(layer: LayerKV, own: NewTokens) -> dict[str, Array]:

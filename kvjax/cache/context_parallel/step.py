@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 from kvjax import attention
 from kvjax.cache.context_parallel import attend, select, step_end
 from kvjax.cache.context_parallel.attend import SelectionInputs
-from kvjax.cache.context_parallel.operands import SharedParams
 from kvjax.cache.context_parallel.select import ReadMask, Rows
+from kvjax.cache.context_parallel.shared_params import SharedParams
 from kvjax.cache.groups import Group
 from kvjax.cache.slots import AXES, divided
 from kvjax.cache.state import EMPTY, Block, LayerKV

@@ -77,7 +77,7 @@ def _evict_one(
             evicted = victims.global_victim(step.gathered.local_victims, step.local_victim, total)
         else:
             sent = victims.nothing if merge is None else folding.sender(moves, *step.ranked)
-            evicted = victim_candidates.find_among_candidates(group, stats, view, total, axes, moves.packed(), sent)
+            evicted = victim_candidates.find_victim(group, stats, view, total, axes, moves.packed(), sent)
         lowest = evicted.position
         if not group.evicts_one:
             moves, lowest = victim_candidates.evicted_before(moves, stats, view, total, lowest, axes)

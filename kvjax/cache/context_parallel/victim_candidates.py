@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.context_parallel import victims
-from kvjax.cache.context_parallel.placement import PendingWrites, RemainingSlots
-from kvjax.cache.context_parallel.victims import Evicted, VictimPayload
+from kvjax.cache.context_parallel import merge, policy_view, victims
+from kvjax.cache.context_parallel.leaving_tokens import LeavingTokens
+from kvjax.cache.context_parallel.placement import NewTokens, PendingWrites, RemainingSlots
+from kvjax.cache.context_parallel.select import Rows
+from kvjax.cache.context_parallel.victims import Evicted, LocalVictim, VictimPayload
 from kvjax.cache.groups import Group
-from kvjax.cache.state import EMPTY, FAR
+from kvjax.cache.state import EMPTY, FAR, LayerKV
 from kvjax.cache.step import evict
 from kvjax.numerics.assumed_top_k import Assumed, Call
 from kvjax.parallel import slot_reductions
@@ -26,7 +28,40 @@ Stats = dict[str, Array]
 CANDIDATES_PER_DEVICE = 8
 
 
-def find_among_candidates(
+def victim_before_attention(
+    layer: LayerKV,
+    own: NewTokens,
+    leaving: LeavingTokens | None,
+    ranked: tuple[tuple[Array, ...], tuple[Array, ...]],
+    rows: Rows,
+    layer_index: Array,
+    group: Group,
+    axes: slot_reductions.Across,
+) -> LocalVictim | None:
+    """Names the slot of this device that would be evicted first, if attention does not change it; otherwise None.
+
+    That is so if no statistic of attention is kept, slots are ranked one by one, and a step evicts at most one slot of
+    a head. For the arguments see `kvjax.cache.context_parallel.attend`.
+    """
+    policy = group.policy
+    one = own.position.shape[2] == 1 and group.evicts and group.evicts_one and policy.when == "step"
+    if not one or group.needs:
+        return None
+    none = jnp.zeros((*own.position.shape[:2], 0, 0), jnp.int32)
+    moves = PendingWrites(layer, own, leaving, None, none, rows.position[:, 0], group, axes.slots, {})
+    view, stats = (
+        policy_view.view_of(layer, own, ranked, rows, layer_index, group, axes),
+        policy_view.both_stats(layer, own),
+    )
+    assumed = Assumed(mark=False)
+    with slot_reductions.devices(axes._replace(assumed=assumed)):
+        sent = victims.nothing if policy.merge is None else merge.sender(moves, *ranked)
+        found = victims.local_victim(group, stats, view, moves.packed(), sent)
+    # A policy that asks which slots hold the largest values compares them.
+    return None if assumed.calls else found
+
+
+def find_victim(
     group: Group,
     stats: Stats,
     view: View,
@@ -35,7 +70,7 @@ def find_among_candidates(
     more: Array,
     sent: VictimPayload = victims.nothing,
 ) -> Evicted:
-    """Finds the slot that is evicted in each head; see `victims.find_victim`.
+    """Finds the slot that is evicted in each head; see `victims.exact_victim`.
 
     It takes one collective if the policy compares no slots with each other, and two if it asks once which slots hold
     the largest values of a statistic. A third adds up one number if rows or heads are on several devices too.
@@ -58,7 +93,7 @@ def find_among_candidates(
 
     def exact(more: Array) -> Evicted:
         with slot_reductions.devices(axes):
-            return victims.find_victim(group, stats, view, total, axes.slots, more, sent)
+            return victims.exact_victim(group, stats, view, total, axes.slots, more, sent)
 
     priority, limit, calls = ranked(mark=False)
     if len(calls) != 1 or calls[0].position is not view.position or calls[0].value.shape != view.position.shape:
@@ -137,11 +172,11 @@ def evicted_before(
 
     Args:
       moves: of a step of one token that may evict several slots of a head.
-      stats: see `find_among_candidates`.
-      view: see `find_among_candidates`.
-      total: see `find_among_candidates`.
-      lowest: [B, K, 1] int32, the position that `find_among_candidates` finds.
-      axes: see `find_among_candidates`.
+      stats: see `find_victim`.
+      view: see `find_victim`.
+      total: see `find_victim`.
+      lowest: [B, K, 1] int32, the position that `find_victim` finds.
+      axes: see `find_victim`.
 
     Returns:
       What is left to move, and the position [B, K, 1] int32 that is evicted too, -1 where none is.
@@ -166,7 +201,7 @@ def evicted_before(
 
 
 def needs_multi_evict(policy: Evict, stats: Stats, view: View, total: Array, axes: slot_reductions.Across) -> Array:
-    """Returns whether a head of any device evicts several slots, [] bool; see `find_among_candidates`."""
+    """Returns whether a head of any device evicts several slots, [] bool; see `find_victim`."""
     # The limit does not depend on a search, and the priority is not used.
     with slot_reductions.devices(axes._replace(assumed=Assumed(mark=False))):
         limit = evict.ranking(policy, stats, view)[1]

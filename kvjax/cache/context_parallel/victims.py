@@ -54,7 +54,7 @@ class LocalVictim(NamedTuple):
 def local_victim(
     group: Group, stats: dict[str, Array], view: View, more: Array, sent: VictimPayload = nothing
 ) -> LocalVictim:
-    """Names the slot of lowest priority of this device; for the arguments see `find_victim`."""
+    """Names the slot of lowest priority of this device; for the arguments see `exact_victim`."""
     priority, limit = evict.ranking(group.policy, stats, view)
     # [B, K, 1] each, of this device's slots
     lowest, oldest = evict.lowest_priority_oldest(priority, view.position)
@@ -81,7 +81,7 @@ def global_victim(every: Array, own: LocalVictim, total: Array) -> Evicted:
     return Evicted(chosen, of_victim, jnp.sum(every[..., 2:end], axis=0))
 
 
-def find_victim(
+def exact_victim(
     group: Group,
     stats: dict[str, Array],
     view: View,

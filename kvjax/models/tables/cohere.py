@@ -1,7 +1,7 @@
 """The families of Cohere: parallel layers of one norm, and rotary pairs of neighbouring features."""
 
 from kvjax.models.family import Family, Keys, Names, periodic
-from kvjax.models.rope_keys import RopeKeys
+from kvjax.models.rope_config import RopeKeys
 from kvjax.models.tables.common import LLAMA_ATTENTION, LLAMA_MLP, LLAMA_TOP
 
 _KEYS: Keys = {

@@ -2,7 +2,7 @@
 
 from kvjax.models.config import DecoderConfig
 from kvjax.models.family import Family, Fields, Names, setting
-from kvjax.models.rope_keys import RopeKeys
+from kvjax.models.rope_config import RopeKeys
 from kvjax.models.tables.common import BIAS_KEYS, LLAMA_ATTENTION, LLAMA_KEYS, LLAMA_TOP, QWEN_KEYS
 from kvjax.models.values import Json
 

@@ -2,10 +2,10 @@
 
 import math
 
-from kvjax.models import rope_keys
+from kvjax.models import rope_config
 from kvjax.models.config import DecoderConfig
 from kvjax.models.family import Family, Fields, Keys, Names, periodic, setting
-from kvjax.models.rope_keys import RopeKeys
+from kvjax.models.rope_config import RopeKeys
 from kvjax.models.tables.common import (
     BIAS_KEYS,
     LLAMA_ATTENTION,
@@ -69,14 +69,14 @@ _GEMMA3_ROPE = RopeKeys(theta_default=1_000_000.0, local_theta="rope_local_base_
 
 def _gemma3_ropes(raw: Json, fields: Fields) -> tuple[Rope | None, ...]:
     """Reads the rotary embedding of each layer: layers with a sliding window have their own."""
-    local = rope_keys.read_local("gemma3_text", raw, _GEMMA3_ROPE, fields["head_dim"], fields["max_positions"])
+    local = rope_config.read_local("gemma3_text", raw, _GEMMA3_ROPE, fields["head_dim"], fields["max_positions"])
     return tuple(local if window else fields["rope"] for window in fields["windows"])
 
 
 def _local_theta(config: DecoderConfig) -> float:
     """Returns the base of the frequencies of layers with a sliding window."""
     kinds = [config.kind(index) for index in range(config.num_layers)]
-    return next((kind.rope.theta for kind in kinds if kind.window and kind.rope), rope_keys.THETA)
+    return next((kind.rope.theta for kind in kinds if kind.window and kind.rope), rope_config.THETA)
 
 
 FAMILIES: dict[str, Family] = {

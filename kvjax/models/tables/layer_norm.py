@@ -2,7 +2,7 @@
 
 from kvjax.models.config import DecoderConfig
 from kvjax.models.family import Family, Fields, Names, setting
-from kvjax.models.rope_keys import RopeKeys
+from kvjax.models.rope_config import RopeKeys
 from kvjax.models.tables.common import FUSED_QKV, LAYER_NORM, LLAMA_MLP, LLAMA_TOP, PLAIN_ATTENTION
 from kvjax.models.values import Json
 

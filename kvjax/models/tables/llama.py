@@ -3,7 +3,7 @@
 from kvjax.errors import ConfigError, shown
 from kvjax.models import values
 from kvjax.models.family import FULL, SLIDING, Family, Names, setting
-from kvjax.models.rope_keys import RopeKeys
+from kvjax.models.rope_config import RopeKeys
 from kvjax.models.tables.common import (
     BIAS_KEYS,
     FUSED_QKV,
