@@ -110,7 +110,7 @@ def serve(flags: argparse.Namespace) -> int:
         from kvjax.serve.admission import PLACES
         from kvjax.serve.app import make_app
         from kvjax.serve.connections import MAX_CONNECTIONS, Connections
-        from kvjax.serve.shutdown import run
+        from kvjax.serve.listening import run
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'kvjax[serve]'.") from None
     from kvjax.serve.engine import Engine
@@ -136,7 +136,7 @@ def serve(flags: argparse.Namespace) -> int:
     name = flags.name or Path(flags.model).name
     limits = runner.prompts.limits
     served = ServerInfo(runner.model, name, prefixes, limits.prompt, limits.new_tokens)
-    engine = Engine(runner, max_waiting=flags.waiting)
+    engine = Engine(runner, most_waiting=flags.waiting)
     max_connections = flags.connections or max(MAX_CONNECTIONS, PLACES * (flags.rows + flags.waiting))
     connections, hosts = Connections(max_connections), address.names(listener, flags.host)
     if not (keys or address.is_local(listener)):

@@ -83,16 +83,16 @@ class Engine:
       error: what has ended the thread; None while all is well.
     """
 
-    def __init__(self, runner: Runner, *, max_waiting: int):
+    def __init__(self, runner: Runner, *, most_waiting: int):
         """Starts the thread.
 
         Args:
           runner: it must not be used by others any more.
-          max_waiting: the number of requests beyond the runner's rows that are accepted, in addition to those of
+          most_waiting: the number of requests beyond the runner's rows that are accepted, in addition to those of
             clients that hold less than their share; see `FairQueue.fits`.
         """
         self.error: Exception | None = None
-        self._runner, self._max_requests = runner, runner.load.rows + max_waiting
+        self._runner, self._max_requests = runner, runner.load.rows + most_waiting
         self._change = threading.Condition()
         self._queue: FairQueue[Ticket] = FairQueue()
         self._taken: collections.deque[Ticket] = collections.deque()  # from the queue, and not submitted

@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect  # noqa: E402
 from starlette.responses import PlainTextResponse, StreamingResponse  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
-from kvjax.serve import shutdown  # noqa: E402
+from kvjax.serve import listening  # noqa: E402
 from kvjax.serve.app import _disconnected, _while_connected  # noqa: E402
 from kvjax.serve.connection import Deadlines  # noqa: E402
 from kvjax.serve.connections import SPARE_FILES, Connections  # noqa: E402
@@ -78,7 +78,7 @@ def serving(deadlines=Deadlines(), max_connections=100):
     app = Starlette(routes=pages.routes(), exception_handlers={ClientDisconnect: _disconnected})
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     engine = types.SimpleNamespace(stop=lambda wait: None)
-    server = shutdown.Server(config, engine, grace=0.1, connections=connections)
+    server = listening.Server(config, engine, grace=0.1, connections=connections)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -291,7 +291,7 @@ HANGING = """
 import contextlib, socket, time, types
 import asyncio
 from starlette.applications import Starlette
-from kvjax.serve.shutdown import run
+from kvjax.serve.listening import run
 
 @contextlib.asynccontextmanager
 async def lifespan(_):
@@ -317,9 +317,9 @@ def test_a_process_that_hangs_is_ended(signals):
         for each in signals:
             child.send_signal(each)
             time.sleep(0.3)  # two at once would be one
-        assert child.wait(5) == shutdown.FORCED
+        assert child.wait(5) == listening.FORCED
         # The second interrupt ends it at once.
-        assert len(signals) == 1 or time.monotonic() - begun < shutdown.END_SECONDS / 2
+        assert len(signals) == 1 or time.monotonic() - begun < listening.END_SECONDS / 2
         assert "Traceback" not in child.communicate()[1]
     finally:
         child.kill()

@@ -28,7 +28,7 @@ from tests.tiny import spoiled, tiny
 uvicorn = pytest.importorskip("uvicorn", reason="the server needs kvjax[serve]")
 pytest.importorskip("starlette", reason="the server needs kvjax[serve]")
 from kvjax.serve import __main__ as program  # noqa: E402
-from kvjax.serve import address, bodies, shutdown  # noqa: E402
+from kvjax.serve import address, bodies, listening  # noqa: E402
 from kvjax.serve import app as pages  # noqa: E402
 from kvjax.serve.engine import Engine  # noqa: E402
 from kvjax.serve.protocol import ApiError, ServerInfo  # noqa: E402
@@ -56,7 +56,7 @@ class Server:
     port: int
     runner: Runner
     engine: Engine
-    running: shutdown.Server
+    running: listening.Server
 
     def ask(self, method, path, body=None, headers=None):
         """Returns the status, the headers and the body of a response."""
@@ -100,11 +100,11 @@ def serving(model, *, waiting=300, step=None, **options):
         whole = runner.step
         runner.step = lambda: step(whole)
     prefixes = {"anna": runner.prefix(model.tokenizer.encode(PROMPTS[0]))}
-    engine = Engine(runner, max_waiting=waiting)
+    engine = Engine(runner, most_waiting=waiting)
     served = ServerInfo(model, "tiny", prefixes, LIMITS.prompt, LIMITS.new_tokens)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     app = pages.make_app(engine, served, **({"hosts": ("localhost", "127.0.0.1")} | options))
-    server = shutdown.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=WAIT), engine, grace=1)
+    server = listening.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=WAIT), engine, grace=1)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
@@ -518,7 +518,7 @@ def test_settings_that_are_refused_before_a_model_is_loaded(capsys, tmp_path):
 INTERRUPTED = """
 import socket, sys, types
 from starlette.applications import Starlette
-from kvjax.serve.shutdown import run
+from kvjax.serve.listening import run
 
 with socket.create_server(("127.0.0.1", 0)) as listener:
     run(Starlette(), types.SimpleNamespace(stop=lambda wait: None), listener)
