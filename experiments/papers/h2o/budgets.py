@@ -50,16 +50,10 @@ def _perplexities(settings: Settings, found: Found) -> tuple[list[Table], list[f
     shares, texts, _ = _sizes(settings)
     tables, panels = [], []
     for text in texts:
-        values = {
-            c: [found[lm.lm(settings, c, share, text=text)] for share in shares] for c in ("full", *POLICIES)
-        }  # fmt: skip
-        rows = [
-            {"policy": c} | {f"{s:g}": lm.shown(result) for s, result in zip(shares, results, strict=True)}
-            for c, results in values.items()
-        ]
-        tables.append(Table(f"Perplexity of {text} by budget", rows))
-        lines = {c: ([100 * s for s in shares], [lm.perplexity(r) for r in results]) for c, results in values.items()}
-        panels.append(figures.Panel(text, "budget, % of the prompt", "perplexity", lines))
+        results = {(c, s): found[lm.lm(settings, c, s, text=text)] for c in ("full", *POLICIES) for s in shares}
+        table, panel = lm.by_budget(text, results, budget="budget, % of the prompt", unit=100)
+        tables.append(table)
+        panels.append(panel)
     return tables, panels
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 
 import kvjax
+from experiments.papers.figures import Panel
 from experiments.papers.parts import Cached, Lab, Result
 from experiments.papers.recipes import caches
 from experiments.papers.settings import MAIN, Settings
 from experiments.papers.statistics import Comparison, paired_bootstrap
+from experiments.papers.verdict import Table
 from kvjax.cache import Limits
 
 
@@ -98,6 +100,42 @@ def loss(result: Result, full: Result) -> float:
 def cells(result: Result, full: Result) -> Mapping[str, str]:
     """Columns of a table: the perplexity, and what it is above the full cache's."""
     return {"perplexity": shown(result), "above full": f"{100 * loss(result, full):+.2f} %"}
+
+
+def by_budget(
+    text: str,
+    results: Mapping[tuple[str, float], Result],
+    *,
+    budget: str,
+    unit: float = 1.0,
+    names: Mapping[str, str] | None = None,
+    drawn: Sequence[str] | None = None,
+) -> tuple[Table, Panel]:
+    """Returns the perplexity of each cache at each budget, as a table and as curves.
+
+    Args:
+      text: what was scored.
+      results: (cache, budget) -> its scores.
+      budget: what the budget is, as the axis says it.
+      unit: of the axis; 100 for a share in %.
+      names: of caches in the table; None = as they are.
+      drawn: the caches that have a curve, in this order; None = all.
+    """
+    every, budgets = dict.fromkeys(cache for cache, _ in results), sorted({size for _, size in results})
+
+    def cell(cache: str, size: float) -> str:
+        return shown(results[cache, size]) if (cache, size) in results else "-"
+
+    rows = [
+        {"policy": (names or {}).get(cache, cache)} | {f"{size:g}": cell(cache, size) for size in budgets}
+        for cache in every
+    ]
+    curves = {}
+    for cache in every if drawn is None else drawn:
+        own = [size for size in budgets if (cache, size) in results]
+        curves[cache] = [unit * size for size in own], [perplexity(results[cache, size]) for size in own]
+    name = budget.split(",")[0]
+    return Table(f"Perplexity of {text} by {name}", rows), Panel(text, budget, "perplexity", curves)
 
 
 def as_good(one: Comparison) -> bool:

@@ -10,7 +10,7 @@ from experiments.papers.roco.scopes import BLOCK
 from experiments.papers.roco.summaries import POLICIES
 from experiments.papers.settings import Settings
 from experiments.papers.statistics import Comparison
-from experiments.papers.verdict import Claim, Judgement, Table, at_least
+from experiments.papers.verdict import Claim, Judgement, at_least
 
 TEXTS = ("book", "alice", "wiki")
 RATES = (0.1, 0.15, 0.2, 0.5, 0.8)
@@ -47,21 +47,14 @@ def _judge(settings: Settings, found: Found) -> Judgement:
     for text in _texts(settings):
         full = found[lm.lm(settings, "full", 1.0, text=text)]
         results = {(p, r): found[_part(settings, p, r, text)] for p in POLICIES for r in _rates(settings, text, p)}
-        rates = sorted({rate for _, rate in results})
-        rows = [{"policy": "full"} | {f"{r:g}": lm.shown(full) for r in rates}]
-        rows += [
-            {"policy": f"{policy} ({name})"}
-            | {f"{r:g}": lm.shown(results[policy, r]) if (policy, r) in results else "-" for r in rates}
-            for policy, name in POLICIES.items()
-        ]  # fmt: skip
-        tables.append(Table(f"Perplexity of {text} by budget rate", rows))
-        lines = {
-            policy: ([r for r in rates if (policy, r) in results],
-                     [lm.perplexity(results[policy, r]) for r in rates if (policy, r) in results])
-            for policy in POLICIES if policy != "random"
-        }  # fmt: skip
-        lines["full"] = (rates, [lm.perplexity(full)] * len(rates))
-        panels.append(figures.Panel(text, "budget rate", "perplexity", lines))
+        shown = {("full", rate): full for rate in sorted({rate for _, rate in results})} | results
+        names = {policy: f"{policy} ({name})" for policy, name in POLICIES.items()}
+        table, panel = lm.by_budget(
+            text, shown, budget="budget rate", names=names,
+            drawn=[*(policy for policy in POLICIES if policy != "random"), "full"],
+        )  # fmt: skip
+        tables.append(table)
+        panels.append(panel)
         made = {
             (other, rate): lm.compare(f"roco against {other} on {text} at {rate:g}", results["roco", rate],
                                       results[other, rate], settings)
