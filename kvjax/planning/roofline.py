@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
-from kvjax.cache.arrangements.layer_pairs import PairArrangement
+from kvjax.cache.arrangements.base import Arrangement
 from kvjax.cache.empty import empty_layers, memories
 from kvjax.cache.groups import Group
 from kvjax.cache.planning.layout import CacheLayout
@@ -174,14 +174,13 @@ class AverageSlots(NamedTuple):
       held: the number of live slots.
       read: the number of slots that a step reads.
       fetched: the number of slots that a step moves from host memory, if they are there.
-      borrows: whether a step also reads what the layer before it holds for both; see
-        `kvjax.cache.arrangements.layer_pairs`.
+      lender: the arrangement, if a step also reads what the layer before it holds for both; otherwise None.
     """
 
     held: float
     read: float
     fetched: float = 0.0
-    borrows: bool = False
+    lender: Arrangement | None = None
 
 
 def average_slots(
@@ -219,8 +218,8 @@ def average_slots(
             width = None if group.selection.ranks_by_keys else group.selection.width(group.capacity)
             read = held if width is None else np.minimum(held, width)
             read = read if window is None else np.minimum(read, window)
-            borrows = group.arrangement.borrows(group)
-            slots.append(AverageSlots(float(np.mean(held)), float(np.mean(read)), float(group.moved), borrows))
+            lender = group.arrangement if group.arrangement.borrows(group) else None
+            slots.append(AverageSlots(float(np.mean(held)), float(np.mean(read)), float(group.moved), lender))
     return tuple(slots)
 
 
@@ -248,9 +247,8 @@ def roofline(config: DecoderConfig, shapes: Shapes, slots: tuple[AverageSlots, .
     moved, linked = 0.0, 0.0
     before: LayerKV | None = None
     for (index, layer), own in zip(layers_of(state), slots, strict=True):
-        assert before is not None or not own.borrows
         # What two layers share is held once, and read by both.
-        read = PairArrangement().borrow(before, layer) if own.borrows and before is not None else layer
+        read = layer if own.lender is None or before is None else own.lender.borrow(before, layer)
         before = layer
         local_rows, kv_heads, local_slots = _local(layer.position)
         # The share of the slots that is on a device.
