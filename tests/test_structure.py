@@ -19,6 +19,7 @@ ROOMS = [
         "kept_files",
         "products",
         "units",
+        "typing",
         "summary",
         "arguments",
         "version",

@@ -30,7 +30,7 @@ from kvjax.parallel import distributed
 from kvjax.policies.budget import MIN_SLOTS
 from kvjax.serve import Request, Result, Runner
 from kvjax.specs import user_files
-from kvjax.typing import Json, JsonObject
+from kvjax.typing import JsonObject
 
 FAILED = 1  # the exit status if some request could not be answered
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -147,7 +147,7 @@ def limits_for(given: list[tuple[int, bytes]], model: Model, defaults: Defaults,
     return Limits(largest(values.longest_prompt, prompts), largest(values.most_new_tokens, tokens))
 
 
-def answer(runner: Runner, asked: Json, journal: Journal, *, rows: int, name: str) -> None:
+def answer(runner: Runner, asked: Any, journal: Journal, *, rows: int, name: str) -> None:
     """Answers requests and writes their results.
 
     Args:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.errors import ConfigError, InputError
-from kvjax.typing import Json
+from kvjax.typing import Foreign
 
 ROUGE = {"ROUGE-1": "rouge1", "ROUGE-2": "rouge2", "ROUGE-L": "rougeL"}  # by rouge_score's names
 BLEU, METEOR = "BLEU-4", "METEOR"
@@ -76,7 +76,7 @@ def diversity(rows: Sequence[Tokens]) -> dict[str, float]:
     return shares | {"longest repeat": float(np.mean([_longest_repeat(row) for row in kept]))}
 
 
-def wordnet() -> Json:
+def wordnet() -> Foreign:
     """nltk's reader of WordNet, without which there is no METEOR.
 
     Raises:

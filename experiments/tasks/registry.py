@@ -145,7 +145,7 @@ def _is(value: object, kind: object) -> bool:
     return kind not in (str, bool, types.NoneType) or isinstance(value, kind)
 
 
-def _worded(kind: Json) -> str:
+def _worded(kind: Any) -> str:
     """A type in words."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):

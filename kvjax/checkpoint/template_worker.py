@@ -14,8 +14,6 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
-from jax import Array
-
 if TYPE_CHECKING:
     import jinja2
     import jinja2.nodes
@@ -133,7 +131,7 @@ def _environment() -> "jinja2.Environment":
         raise jinja2.exceptions.TemplateError(message)
 
     def to_json(
-        value: Array, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

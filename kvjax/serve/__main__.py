@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvjax import products
 from kvjax.attention import IMPLEMENTATIONS
@@ -29,7 +30,6 @@ from kvjax.serve.api_keys import read_keys
 from kvjax.serve.request import Request
 from kvjax.serve.runner import Runner
 from kvjax.storage.calibration import load_calibration
-from kvjax.typing import Json
 
 USAGE_ERROR = 2
 
@@ -170,7 +170,7 @@ def warm_up(runner: Runner) -> None:
     list(runner)
 
 
-def _number(text: str) -> Json:
+def _number(text: str) -> Any:
     """Slots as a whole number, or a fraction with a decimal point."""
     return float(text) if "." in text else int(text)
 
@@ -181,7 +181,7 @@ def _port(text: str) -> int:
     return port
 
 
-def _block(text: str) -> Json:
+def _block(text: str) -> Any:
     return {"auto": "auto", "none": None}[text] if text in ("auto", "none") else int(text)
 
 

@@ -18,7 +18,6 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvjax.serve.protocol import ApiError
-from kvjax.typing import Json
 
 if TYPE_CHECKING:
     from kvjax.serve.connections import Connections
@@ -229,7 +228,7 @@ class _Transport(asyncio.Transport):
         self.lingers, self.patient = False, True
         self._transport, self._sending, self._early = transport, sending, 0
 
-    def write(self, data: Json) -> None:
+    def write(self, data: Any) -> None:
         skipped = min(self._early, len(data))
         self._early -= skipped
         if not self.is_closing():
@@ -268,5 +267,5 @@ class _Transport(asyncio.Transport):
     def resume_reading(self) -> None:
         self._transport.resume_reading()
 
-    def get_extra_info(self, name: str, default: object = None) -> Json:
+    def get_extra_info(self, name: str, default: object = None) -> Any:
         return self._transport.get_extra_info(name, default)

@@ -24,7 +24,7 @@ from kvjax.parallel import host_memory
 from kvjax.serve.chunked_prefill import Started
 from kvjax.serve.prompts import Prompts
 from kvjax.summary import one_line
-from kvjax.typing import Json, PyTree
+from kvjax.typing import PyTree
 
 Array = jax.Array
 
@@ -160,7 +160,7 @@ def _one_row(config: DecoderConfig, tokens: ArrayLike, *, new_tokens: int) -> np
 
 
 @jax.jit
-def _rows(tree: PyTree, rows: Array) -> Json:
+def _rows(tree: PyTree, rows: Array) -> PyTree:
     """Copies rows [R] int32 of every array of a tree."""
     return jax.tree.map(lambda leaf: host_memory.take_rows(leaf, rows), tree)
 

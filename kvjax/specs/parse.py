@@ -37,7 +37,7 @@ from kvjax.specs import user_files
 from kvjax.specs.expressions import SHOWN, parse, short
 from kvjax.specs.user_files import raised_at
 from kvjax.storage import STORAGES, Storage
-from kvjax.typing import Json, JsonObject
+from kvjax.typing import JsonObject
 
 Axis = Literal["policy", "merge", "storage", "selection", "weights"]
 Factory = Callable[..., Any]
@@ -89,7 +89,7 @@ REGISTRIES: dict[Axis, Registry] = {
 }  # fmt: skip
 
 
-def build(axis: Axis, text: str, **defaults: Any) -> Json:
+def build(axis: Axis, text: str, **defaults: Any) -> Any:
     """The policy, storage or selection that a text describes; for its name see this module.
 
     Args:
@@ -110,7 +110,7 @@ def build(axis: Axis, text: str, **defaults: Any) -> Json:
 
 
 @functools.lru_cache(maxsize=None, typed=True)  # a budget of 1 slot is not 1.0 of the prompt
-def _build(axis: Axis, text: str, modules: tuple[ModuleType, ...], **defaults: Any) -> Json:
+def _build(axis: Axis, text: str, modules: tuple[ModuleType, ...], **defaults: Any) -> Any:
     """See `build`; the modules are those of a user's own that the text names."""
     reader = _Reader.of(axis, text, defaults)
     made, registry = reader.made(reader.node), REGISTRIES[axis]
@@ -120,7 +120,7 @@ def _build(axis: Axis, text: str, modules: tuple[ModuleType, ...], **defaults: A
     return named(made, reader.shown())
 
 
-def named(made: object, name: str) -> Json:
+def named(made: object, name: str) -> Any:
     """Returns what was built under another name, which is not part of what two of a kind are compared by."""
     made = copy.copy(made)
     object.__setattr__(made, "name", name)
@@ -249,7 +249,7 @@ class _Reader:
                 f"FILE.py:factory: it {error}."
             ) from None
 
-    def made(self, node: ast.expr) -> Json:
+    def made(self, node: ast.expr) -> Any:
         """Builds the object that a name or a call describes."""
         built = self.built(node)
         name = node.func if isinstance(node, ast.Call) else node
@@ -265,7 +265,7 @@ class _Reader:
         names = [self.names.get(f"{_PLACEHOLDER}{number}", self.text[each.start : each.end]) for number, each in own]
         return _replaced(self.text, names)
 
-    def built(self, node: ast.expr) -> Json:
+    def built(self, node: ast.expr) -> Any:
         """See `made`."""
         factory, call = self.factory(node)
         if isinstance(factory, _OBJECTS):
@@ -294,7 +294,7 @@ class _Reader:
                 f"{self.axis} {short(self.text)}: its factory raised {type(error).__name__}: {error}{raised_at(error)}."
             ) from error
 
-    def argument(self, node: ast.expr) -> Json:
+    def argument(self, node: ast.expr) -> Any:
         """An argument: a policy, merge, storage or selection where those may stand, a literal, or a word."""
         if isinstance(node, ast.Name) and node.id not in self._inside and node.id not in self.files:
             # Flags are written true and false; other words are text, as in pooling=max.
@@ -370,7 +370,7 @@ def _parameters(factory: Factory) -> list[str]:
         return []
 
 
-def _from_file(axis: Axis, path: str, name: str) -> Json:
+def _from_file(axis: Axis, path: str, name: str) -> Any:
     """A factory, or an object that needs no arguments, of a user's file."""
     if not _is_file(path):
         raise ConfigError(f"{axis} {_brief(f'{path}:{name}')}: there is no file {_brief(path)}.")

@@ -288,7 +288,7 @@ def test_help_lists_configs_and_fields(capsys):
     assert "--compilation_cache" in shown
 
 
-TOOLS = ("calibrate", "skew", "reading", "card", "lm_eval_tasks", "capacity", "bench.__main__")
+TOOLS = ("calibrate", "skew", "read_fraction", "card", "lm_eval_tasks", "capacity", "bench.__main__")
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -306,7 +306,7 @@ def test_every_program_has_help(name, capsys):
     [
         ("calibrate", ["--model=nowhere", "--storage=kvquant"]),
         ("skew", ["--model=nowhere", "--text=nothing"]),
-        ("reading", ["--model=nowhere"]),
+        ("read_fraction", ["--model=nowhere"]),
         ("capacity", ["--config=h2o_opt30b", "--topology=v5e:2x4"]),
         ("bench.__main__", ["products"]),
     ],

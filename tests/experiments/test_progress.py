@@ -1,4 +1,4 @@
-"""What is said of a long program whose output is a file."""
+"""Lines about a long program whose output is a file."""
 
 import time
 

@@ -109,7 +109,7 @@ CASES = [
     Case("snapkv", {"budget": 0.5, "window": 6}, "gqa", None, within=("adakv", {})),
     Case("snapkv", {"budget": 15, "window": 4}, "mha", 8, within=("adakv", {"safeguard": 0.5})),
     Case("pyramidkv", {"budget": 0.5, "window": 4, "beta": 3}, "gqa", None, within=("adakv", {"safeguard": 0.0})),
-    Case("snapkv", {"budget": 15, "window": 4}, "mha", None, within=("adakv", {"safeguard": 0.1, "most": 1.25})),
+    Case("snapkv", {"budget": 15, "window": 4}, "mha", None, within=("adakv", {"safeguard": 0.1, "max_share": 1.25})),
     Case("snapkv", {"budget": 15, "window": 4}, "gqa", None, within=("after_prefill", {"name": "h2o", "budget": 12})),
     Case(
         "keydiff",

@@ -44,7 +44,7 @@ def pyramidkv(budget: Any, window: int = 32, beta: int = 20, **options: Any) -> 
     return replace(snapkv(budget, window, **options), by_layer=by_layer)
 
 
-def adakv(base: Policy, safeguard: float = 0.2, most: float | None = None) -> Policy:
+def adakv(base: Policy, safeguard: float = 0.2, max_share: float | None = None) -> Policy:
     """Heads share their layer's slots: a safeguard each, the rest to the largest of all, up to a limit for each."""
 
     def shares(heads: list[View]) -> list[tuple[Array, float]]:
@@ -52,7 +52,7 @@ def adakv(base: Policy, safeguard: float = 0.2, most: float | None = None) -> Po
         keep = [np.isinf(p) for p in priority]  # the window
         room = heads[0].budget - int(keep[0].sum())
         own = math.floor(safeguard * room + 1e-9)
-        limit = math.inf if most is None else math.floor(most * room + 1e-9)
+        limit = math.inf if max_share is None else math.floor(max_share * room + 1e-9)
         gaps, beyond = [], []
         for p, kept in zip(priority, keep, strict=True):
             best = sorted(np.flatnonzero(~kept), key=lambda j: (p[j], j), reverse=True)
