@@ -1,6 +1,7 @@
 """Progress of a long program: a bar on a terminal; elsewhere a line for each item, and one every ten seconds."""
 
 import contextlib
+import functools
 import sys
 import threading
 import time
@@ -38,7 +39,7 @@ def tracked(
             yield item
             continue
         start, said = time.perf_counter(), f"{unit} {number + 1} of {len(items)}: {name(item)}"
-        with lines(lambda seconds, said=said: f"{said}, {seconds:.0f} s so far"):  # type: ignore[misc]
+        with lines(functools.partial("{}, {:.0f} s so far".format, said)):
             yield item
         print(f"{said}, {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any, ParamSpec, TypeVar
 
 from kvjax.errors import KvjaxError, PolicyError, shown
-from kvjax.typing import JsonObject
 
 LONGEST_NAME = 100  # characters of a name that others are compared with
 
@@ -31,7 +30,7 @@ class Restorable:
       PolicyError: a field is missing; its default would otherwise stand for a number that was saved.
     """
 
-    def __setstate__(self, state: JsonObject) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         missing = sorted({field.name for field in dataclasses.fields(self)} - set(state))  # type: ignore[arg-type]
         if missing:
             names = ", ".join(sorted(set(state)))

@@ -26,7 +26,6 @@ from kvjax.inputs import check_count
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.rope import Rope
 from kvjax.policies.base import Policy
-from kvjax.policies.budget import BudgetLike
 from kvjax.policies.window import full
 from kvjax.selection.base import Selection
 from kvjax.selection.everything import everything
@@ -106,9 +105,7 @@ def _run(
     width, steps = prompt[0].shape[2], decode[0].shape[2]
     total, args = lengths + steps, LayerArgs(rope=rope, sides=sides)
 
-    def take(
-        layer: Layer | None, own: PyTree, position: Array, budget: BudgetLike, groups: tuple[Group, ...]
-    ) -> PyTree:
+    def take(layer: Layer | None, own: PyTree, position: Array, budget: PyTree, groups: tuple[Group, ...]) -> PyTree:
         block = Block(position=position, prompt=lengths, total=total, budget=budget).of_layer(0)
         output, layer, _ = step_layer(layer, *own, block=block, groups=groups, args=args)
         return output, layer

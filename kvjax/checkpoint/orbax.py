@@ -21,7 +21,6 @@ from kvjax.parallel import distributed, sharding
 from kvjax.parallel.rules import Rules, using
 from kvjax.parallel.sharding import QUANTIZED, Params, PyTree
 from kvjax.products.quantized import BYTE, WIDTHS, QuantizedMatrix
-from kvjax.typing import JsonObject
 
 MAX_LISTED = 8  # leaves that an error message lists
 MAX_REASON = 200  # characters of Orbax's message that an error quotes
@@ -274,7 +273,7 @@ def _name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _by_name(tree: PyTree) -> JsonObject:
+def _by_name(tree: PyTree) -> dict[str, Any]:
     """Returns the leaves of a tree by their names."""
     return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 

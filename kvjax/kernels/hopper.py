@@ -58,12 +58,12 @@ def check_dim(dim: int) -> None:
         raise ValueError(f"it takes head sizes of {TILE} to {MAX_DIM}, a multiple of 16, not {dim}.")
 
 
-def full(shape: tuple[int, ...], fill: float, layout: Ref) -> Array:
+def full(shape: tuple[int, ...], fill: float, layout: Any) -> Array:
     """Returns an array in registers that is filled with one number, in the given layout."""
     return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
 
 
-def load(ref: Ref, layout: Ref) -> Array:
+def load(ref: Ref, layout: Any) -> Array:
     """Loads a reference into registers in a layout that need not be the fastest to load."""
     # Before jax 0.11, an index comes second.
     return plgpu.load(ref, *INDEX, layout=layout, optimized=False)

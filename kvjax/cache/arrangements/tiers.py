@@ -143,7 +143,7 @@ def _write(step: StepTokens) -> tuple[LayerKV, PerSlot]:
 
 
 def _first(victim: Array, position: Array, maximum: int) -> tuple[Array, Array]:
-    """Returns the first `maximum` victims by position, slots [B, K, most] int32, and whether each is one."""
+    """Returns the first `maximum` victims by position, slots [B, K, maximum] int32, and whether each is one."""
     if maximum == 1:
         slot = jnp.arange(victim.shape[2], dtype=jnp.int32)
         found = jnp.min(jnp.where(victim, slot, FAR), axis=2, keepdims=True)

@@ -56,7 +56,7 @@ def _view(
 
     # A class, so that what `_replace` returns is one too.
     class Checked(View):
-        def __getattribute__(self, name: str) -> PyTree:
+        def __getattribute__(self, name: str) -> Any:
             if name in READABLE and name not in reads:
                 raise PolicyError(f"{about} reads view.{name}, which it does not declare; add {name!r} to `reads`.")
             return super().__getattribute__(name)
@@ -168,7 +168,7 @@ def check_storage(storage: Storage, heads: int, queries: int, dim: int, dtype: s
 
 
 def _check_codec(
-    about: str, codec: PyTree, shape: tuple[int, ...], sizes: tuple[int, ...], query_heads: int, dtype: str
+    about: str, codec: Any, shape: tuple[int, ...], sizes: tuple[int, ...], query_heads: int, dtype: str
 ) -> None:
     lead = shape[: len(shape) - len(sizes)]
     parts = _shapes(f"{about} parts", codec.parts, (*sizes, jnp.dtype(dtype)), lead)
