@@ -73,6 +73,15 @@ def unsupported(equation: Equation, slots: int) -> str | None:
     return None
 
 
+def signed(line: Array) -> Array:
+    """Marks an int32 line that a select returned as signed, for Mosaic; the numbers are the same.
+
+    Mosaic (jax 0.10 to 0.12) takes the result of a select for unsigned if the operand for True is one number, and
+    compares it as unsigned from there on: then -1 is not below 0. The cast to float32 and back costs nothing.
+    """
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(line, jnp.float32), jnp.int32)
+
+
 def _evaluate(traced: ClosedJaxpr, slots: int, arguments: Sequence[Array]) -> list[Array]:
     jaxpr: Equation = traced.jaxpr
     values: dict[Any, Array] = {
@@ -108,7 +117,8 @@ def _apply(equation: Equation, inputs: list[Array], slots: int, wide: bool) -> S
     again = functools.partial(_evaluate, slots=slots)
     if name in ELEMENTWISE:
         spread = [jnp.broadcast_to(x, (slots,)) for x in inputs] if wide else inputs
-        return [equation.primitive.bind(*spread, **params)]
+        result = equation.primitive.bind(*spread, **params)
+        return [signed(result) if wide and name == "select_n" and result.dtype == jnp.int32 else result]
     if name == "pow":
         return [_power(*inputs)]
     if name in ARRANGING:

@@ -247,23 +247,25 @@ import pytest
 def test_passes(name): pass
 def test_fails(): raise ValueError("off by 3")
 def test_skips(): pytest.skip("needs a device")
+def test_shares(): assert os.environ["XLA_CLIENT_MEM_FRACTION"] == {share!r}
 @pytest.mark.parametrize("how", ["the end"])
 def test_ends(how):
     if {how!r} == "aborts": os.abort()
 """
 
 
-def test_marked_tests_are_counted_however_they_end(monkeypatch, tmp_path):
+@pytest.mark.parametrize("together", [False, True])
+def test_marked_tests_are_counted_however_they_end(monkeypatch, tmp_path, together):
     monkeypatch.setattr(children, "GRACE", 0.2)
     for how in ("ends", "aborts"):
-        (tmp_path / f"test_{how}.py").write_text(TESTS.format(how=how))
-    environment = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        (tmp_path / f"test_{how}.py").write_text(TESTS.format(how=how, share="0.300" if together else "0.9"))
+    environment = dict(os.environ) | {"PYTHONUNBUFFERED": "1", marked.FRACTION: "0.9"}
     names = ["test_ends.py", "test_aborts.py", "test_none.py"]
-    rows = marked.run(names, None, 360, tmp_path / "log.txt", environment, tmp_path)
+    rows = marked.run(names, None, 360, tmp_path / "log.txt", environment, tmp_path, together=together)
     # One that hangs has written as much as one that aborts, and does not end.
     rows.append(marked.counts((tmp_path / "log.1.txt").read_text().partition("Fatal Python error")[0], None))
     counted = [(row["passed"], row["failed"], row["skipped"], row["stopped"]) for row in rows]
-    assert counted == [(3, 1, 1, False), (2, 1, 1, False), (0, 0, 0, False), (2, 1, 1, True)]
+    assert counted == [(4, 1, 1, False), (3, 1, 1, False), (0, 0, 0, False), (3, 1, 1, True)]
     ended, aborted, none, hung = (row["notes"] for row in rows)
     assert ended == "test_ends.py::test_fails - ValueError: off by 3; skipped: needs a device"
     assert aborted == "ended with status -6, in test_aborts.py::test_ends[the end]"

@@ -21,7 +21,9 @@ def machine(request):
     if request.param == "gpu":
         if not gpu or jax.local_devices()[0].compute_capability != "9.0":
             pytest.skip("needs a Hopper GPU, and JAX_PLATFORMS=cuda")
-        yield 1e-5  # its exponential is approximate
+        # By default, XLA multiplies float32 in tf32 on GPUs.
+        with jax.default_matmul_precision("highest"):
+            yield 1e-5  # its exponential is approximate
         return
     if gpu:
         pytest.skip("the GPU runs the same cases")

@@ -123,7 +123,9 @@ def measure(part: Part, seconds: float, folder: Path, environment: JsonObject, v
     began = time.monotonic()
     if part.command[0] == "tests":
         marker = None if platform == "tpu" else "gpu"
-        outcome["rows"] = marked.run(part.command[1:], marker, seconds, log, variables, ROOT)
+        outcome["rows"] = marked.run(
+            part.command[1:], marker, seconds, log, variables, ROOT, together=platform == "gpu"
+        )
         outcome["command"] = " ".join(["pytest", *(["-m", marker] if marker else []), *part.command[1:]])
         if any(row["stopped"] for row in outcome["rows"]):
             outcome |= {"state": FAILED, "stopped": True, "reason": "tests were stopped, as their time was up"}
@@ -165,8 +167,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def _environment(extra: dict[str, str]) -> dict[str, str]:
     """A child's variables: those of this process, and most of a GPU's memory."""
     own = dict(os.environ) | {"PYTHONUNBUFFERED": "1"} | extra
-    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(own):
-        own["XLA_CLIENT_MEM_FRACTION"] = "0.92"
+    own.setdefault(marked.FRACTION, own.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"))
     return own
 
 

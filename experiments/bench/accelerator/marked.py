@@ -4,6 +4,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,48 @@ LINE = re.compile(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b.*\[ 
 BEGUN = re.compile(r"^(\S+\.py::.+?) *(?:Fatal Python error.*)?$", re.MULTILINE)
 SHORT = re.compile(r"^(?:FAILED|ERROR) (\S+::.+)$", re.MULTILINE)
 SKIPPED = re.compile(r"^SKIPPED \[\d+\] \S+: (.+)$", re.MULTILINE)
+FRACTION = "XLA_CLIENT_MEM_FRACTION"  # of a GPU's memory that a process takes
 SHOWN, WIDTH = 5, 200  # failures of a file that are shown, and characters of each
 
 
 def run(
-    targets: Sequence[str], marker: str | None, seconds: float, log: Path, environment: Mapping[str, str], folder: Path
+    targets: Sequence[str],
+    marker: str | None,
+    seconds: float,
+    log: Path,
+    environment: Mapping[str, str],
+    folder: Path,
+    *,
+    together: bool,
 ) -> list[JsonObject]:
-    """A row for every file (or test of one) that pytest is given; they share the time that is left."""
-    rows, until = [], time.monotonic() + seconds
-    for number, target in enumerate(targets):
-        command = [sys.executable, "-m", "pytest", "-v", "-ra", "-p", "no:cacheprovider", target]
-        share = (until - time.monotonic()) / (len(targets) - number)
-        own, began = log.with_suffix(f".{number}.txt"), time.monotonic()
-        status = children.run([*command, *(("-m", marker) if marker else ())], share, own, environment, folder)
-        row = {"tests": target, **counts(own.read_text(errors="replace"), status)}
-        rows.append(row | {"seconds": time.monotonic() - began})
-    return rows
+    """Runs every file (or test of one) that pytest is given, and returns a row for each.
+
+    Args:
+      targets: files, or tests of one.
+      marker: of the tests to run; None = all.
+      seconds: that they may take altogether.
+      log: the file whose name, with a number, is that of each log.
+      environment: all variables of the processes.
+      folder: their working directory.
+      together: whether processes run at the same time, as those that share a GPU can; they share its memory.
+    """
+    if together:
+        share = float(environment[FRACTION]) / len(targets)
+        environment = dict(environment) | {FRACTION: f"{share:.3f}"}
+    until = time.monotonic() + seconds
+
+    def row(number: int) -> JsonObject:
+        began, left = time.monotonic(), until - time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-v", "-ra", "-p", "no:cacheprovider", targets[number]]
+        command += ("-m", marker) if marker else ()
+        own = log.with_suffix(f".{number}.txt")
+        limit = left if together else left / (len(targets) - number)
+        status = children.run(command, limit, own, environment, folder)
+        found = counts(own.read_text(errors="replace"), status)
+        return {"tests": targets[number], **found, "seconds": time.monotonic() - began}
+
+    with ThreadPoolExecutor(len(targets) if together else 1) as pool:
+        return list(pool.map(row, range(len(targets))))
 
 
 def counts(text: str, status: int | None) -> JsonObject:

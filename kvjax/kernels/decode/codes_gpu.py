@@ -6,7 +6,8 @@ of their bytes become neighbouring columns, within each block of TILE features, 
 
 A cache holds the scales of a vector one after the other, a few bytes, fewer than a copy into shared memory moves. Those
 of a tile are neighbours in memory, and are copied as one line. If there are several groups of features, the line passes
-through registers once more, and the scales of a group become a column.
+through registers once more, and the scales of a group become a column. A copy begins at a multiple of 16 bytes: if the
+last tile does not, as the number of slots is not a multiple of 8, the lines are cut into tiles beforehand.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 Array = jax.Array
 Ref = Any
 
-COPY = 8  # the number of scales of a (row, KV head) is padded to a multiple, so that they have whole 16 bytes
+COPY = 8  # numbers of 16 bits in the 16 bytes at whose multiples copies begin
 
 
 def refuses_codecs(request: "Request") -> str | None:
@@ -47,6 +48,8 @@ def refuses_codecs(request: "Request") -> str | None:
 
 def operands(x: Array | Coded, pairs: int, front: int, form: Form | None) -> list[Array]:
     """Returns keys or values [pairs, S, D]; or codes [pairs, S, bytes], scales and zeros, [pairs, S * groups] each.
+
+    Scales and zeros are cut into tiles, [pairs, tiles * TILE * groups], if `cuts_lines`.
 
     Args:
       x: [B, K, S, D].
@@ -66,9 +69,14 @@ def operands(x: Array | Coded, pairs: int, front: int, form: Form | None) -> lis
     codes, *lines = (flat(x.parts[name]) for name in form.parts)
     # [pairs, S * groups]
     lines = [line.reshape(pairs, -1) for line in lines]
-    if lines and (missing := -lines[0].shape[1] % COPY):
-        lines = [jnp.pad(line, ((0, 0), (0, missing))) for line in lines]
+    if cuts_lines(codes.shape[1]):
+        lines = [hopper.tiled(line, TILE * form.groups, 0.0).reshape(pairs, -1) for line in lines]
     return [codes, *lines]
+
+
+def cuts_lines(size: int) -> bool:
+    """Returns whether scales and zeros are cut into tiles, since the last tile of S slots begins in between copies."""
+    return size % COPY > 0
 
 
 def queries(query: Array, launch: "Launch") -> Array:

@@ -46,8 +46,8 @@ class Pass:
       ready: barriers of the ring.
       line_ring: [stages, kinds, TILE * groups] scales and zeros of each group of features; None without any.
       line_columns: [kinds, TILE, groups] those of the tile in hand; None if there is one group.
-      key_lines: [pairs, S * groups] each, those of keys of all pairs.
-      value_lines: [pairs, S * groups] each, those of values of all pairs.
+      key_lines: those of keys of all pairs, see `codes_gpu.operands`.
+      value_lines: those of values of all pairs.
     """
 
     launch: Launch
@@ -183,10 +183,11 @@ class Pass:
                 first = self.start(tile)
                 plgpu.copy_gmem_to_smem(source.at[self.pair, pl.ds(first, TILE)], self.ring.at[slot], ready)
                 length = self.launch.line_shape[1]
+                begin = (self.first + tile) * TILE if codes_gpu.cuts_lines(self.launch.size) else first
                 for kind, line in enumerate(lines):
                     for piece in range(0, length, MAX_COPY):
                         width = min(MAX_COPY, length - piece)
-                        where = pl.ds(first * (length // TILE) + piece, width)
+                        where = pl.ds(begin * (length // TILE) + piece, width)
                         into = self.line_ring.at[slot, kind, pl.ds(piece, width)]
                         plgpu.copy_gmem_to_smem(line.at[self.pair, where], into, ready)
 

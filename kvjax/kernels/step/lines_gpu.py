@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from kvjax.kernels.decode.pass_gpu import Pass
 from kvjax.kernels.hopper import COMPILER, PER_COLUMN, TILE
-from kvjax.kernels.rank1 import on_lines
+from kvjax.kernels.rank1 import on_lines, signed
 from kvjax.kernels.softmax import NEGATIVE, transformed
 from kvjax.kernels.step.arguments import ObserveAndEvict
 from kvjax.typing import PyTree
@@ -66,7 +66,7 @@ class Lines:
 
         @pl.loop(0, self.length // COPY)
         def _(at):
-            # For slots beyond the last, copies read zeros and write nothing.
+            # For slots beyond the last, copies read zeros.
             piece = pl.ds(at * COPY, COPY)
             for line_ref, line_smem in self._lines():
                 plgpu.copy_gmem_to_smem(line_ref.at[self.pair, piece], line_smem.at[piece], begun)
@@ -84,7 +84,7 @@ class Lines:
         position = jnp.where(inside, self.position_smem[...], -1)
         # []
         free = jnp.min(jnp.where(inside & (position < 0), slot, self.size))
-        position = jnp.where(inside & (slot == free), self.newest, position)
+        position = signed(jnp.where(inside & (slot == free), self.newest, position))
         self.position_smem[...] = position
         return free, position
 
@@ -148,11 +148,16 @@ class Lines:
             line_smem[...] = stats[name]
         plgpu.commit_smem()
 
-        @pl.loop(0, self.length // COPY)
-        def _(at):
-            piece = pl.ds(at * COPY, COPY)
+        def write(start: Array | int, numbers: int) -> None:
+            piece = pl.ds(start, numbers)
             for line_ref, line_smem in self._lines():
                 plgpu.copy_smem_to_gmem(line_smem.at[piece], line_ref.at[self.pair, piece])
+
+        # A copy that went beyond the last slot would write into the line of the next (row, KV head).
+        whole, rest = divmod(self.size, COPY)
+        pl.loop(0, whole)(lambda at: write(at * COPY, COPY))
+        if rest:
+            write(whole * COPY, rest)
 
     def _lines(self) -> list[tuple[Ref, Ref]]:
         return list(zip(self.refs, (self.position_smem, *self.stat_smem), strict=True))
