@@ -90,14 +90,15 @@ class Steps(NamedTuple):
         )  # fmt: skip
         ours = layer
         plain, kernel = (jax.jit(functools.partial(one_step, each, window=self.window)) for each in groups)
-        # XLA may multiply in bfloat16 on a GPU.
-        here = jax.local_devices(backend="cpu")[0] if jax.default_backend() == "gpu" else None
+        # A decoded number is a product and a sum, which a GPU may compute as one; then it rounds to another bfloat16.
+        fused = self.held is not None and self.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
+        near = {"rtol": 2e-3, "atol": 1e-4} if fused else {"rtol": 1e-5, "atol": 1e-5}
         for number in range(steps):
             query = random(batch, kv_heads * self.group, 1, self.dim)
             key, value = (random(batch, kv_heads, 1, self.dim) for _ in range(2))
             at = budgets - 2 + number
             at = at.at[1].set(-1) if number == steps - 1 else at  # a row that has ended
-            expected, layer = plain(*jax.device_put((layer, query, key, value, at[:, None], budgets), here))
+            expected, layer = plain(layer, query, key, value, at[:, None], budgets)
             got, ours = kernel(ours, query, key, value, at[:, None], budgets)
             rounding = error if self.dtype == jnp.float32 else 0.02
             np.testing.assert_allclose(np.float32(got), np.float32(expected), atol=rounding)
@@ -108,7 +109,7 @@ class Steps(NamedTuple):
             for mine, x in zip(jax.tree.leaves(one.stores), jax.tree.leaves(other.stores), strict=True):
                 np.testing.assert_array_equal(mine[live], x[live])
             for stat, column in other.stats.items():
-                np.testing.assert_allclose(one.stats[stat], column, rtol=1e-5, atol=1e-5, err_msg=stat)
+                np.testing.assert_allclose(one.stats[stat], column, **near, err_msg=stat)
 
 
 def spoiled(part: jax.Array, live: np.ndarray) -> jax.Array:

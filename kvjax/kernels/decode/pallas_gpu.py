@@ -4,11 +4,11 @@ A program processes the slots of one (row, KV head), or a span of them, tile by 
 spans, which XLA combines, if there are too few rows to fill the GPU, or too many slots for a program's shared memory.
 Most decoding steps run in `kvjax.kernels.step.gpu` instead, which does the rest of a step too.
 
-The kernel should be memory-bound, at 18 bytes per clock for each of an H200's 132 multiprocessors; this has not been
-measured. Products have at least 64 rows, whatever the size of the group, and take a third of the tensor cores' time in
-16 bits; a group of 8 would take all of the time of the CUDA cores. float32, in three parts, is slower. A number of
-slots that is not a multiple of 8 prevents copies in the order that tensor cores read; then tiles pass through
-registers, as in float32.
+The kernel is memory-bound: for 1,024 heads of 128 features and 2,048 slots in bfloat16, it reads at 94 % of a copy's
+bandwidth on an H200, and at 90 % with statistics (experiments/measured). Products have at least 64 rows, whatever the
+size of the group, and take a third of the tensor cores' time in 16 bits; a group of 8 would take all of the time of the
+CUDA cores. float32, in three parts, is slower. A number of slots that is not a multiple of 8 prevents copies in the
+order that tensor cores read; then tiles pass through registers, as in float32.
 """
 
 import functools

@@ -11,8 +11,9 @@ queries × slots elements.
 A program consists of one warpgroup that copies, and one or two that compute, each for a tile of its own. They share the
 copied tiles, as in FlashAttention-3 (arXiv:2407.08608). float32 is split into three parts, by XLA, before the kernels.
 
-The kernels have not run on a GPU. At head size 128, tensor cores and exponentials should limit the speed about equally;
-at smaller head sizes, exponentials. jax's own attention for Hopper rejects causal masks with CUDA 12.8.0 to 12.9.0,
+On an H200, prompts of OPT-1.3B's shape reach 65 % of the FLOPs of a large product without statistics, and 46 % with
+those of h2o (experiments/measured). At head size 128, tensor cores and exponentials should limit the speed about
+equally; at smaller head sizes, exponentials. jax's own attention for Hopper rejects causal masks with CUDA 12.8.0 to 12.9.0,
 whose assembler miscompiles it; it is not known whether this affects these kernels.
 """
 

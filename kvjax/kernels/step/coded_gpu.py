@@ -2,9 +2,7 @@
 
 As `kvjax.kernels.step.gpu`, with codes that `kvjax.kernels.decode.codes_gpu` decodes. The step attends to its own token
 exactly: its logit begins the softmax, and XLA adds its value. The token's codes, which XLA makes, are written into the
-free slot in place once all slots have been read.
-
-The kernel was interpreted and lowered for CUDA, but has not run on a GPU.
+free slot in place once all slots have been read. An H200 has run its tests; its speed has not been measured.
 """
 
 import functools

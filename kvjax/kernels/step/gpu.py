@@ -3,9 +3,8 @@
 A program processes one (row, KV head). It writes the new pair into the free slot in place, through aliased buffers, and
 waits for that write; then it reads keys and values tile by tile, see `pass_gpu`. Statistics and positions, one line
 each, are read, updated by the policy's own code, and written in place. The kernel runs if one program can hold all
-slots of a head and if there are enough programs to fill the GPU (`launch_of`).
-
-The kernel was interpreted and lowered for CUDA, but has not run on a GPU.
+slots of a head and if there are enough programs to fill the GPU (`launch_of`). For 1,024 heads of 128 features and
+2,048 slots in bfloat16, it reads at 91 % of a copy's bandwidth on an H200 (experiments/measured).
 """
 
 import functools
