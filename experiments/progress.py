@@ -18,7 +18,13 @@ LINE_SECONDS = 10.0  # between lines of what goes on
 
 
 def tracked(
-    items: Sequence[T], *, unit: str, name: Callable[[T], str], show: bool | None, leave: bool = True
+    items: Sequence[T],
+    *,
+    unit: str,
+    name: Callable[[T], str],
+    show: bool | None,
+    leave: bool = True,
+    seconds: Callable[[T], float] | None = None,
 ) -> Iterator[T]:
     """Yields items, and says on stderr which one is worked on.
 
@@ -29,6 +35,7 @@ def tracked(
       show: whether to say anything; None = a bar on a terminal, and elsewhere a line when an item is done and one every
         `LINE_SECONDS` before. Of several processes the first one says it.
       leave: whether the bar stays.
+      seconds: that an item took, once it is done; None = since the one before it.
     """
     terminal = sys.stderr.isatty()
     show = show if distributed.is_first() else False
@@ -41,7 +48,8 @@ def tracked(
         start, said = time.perf_counter(), f"{unit} {number + 1} of {len(items)}: {name(item)}"
         with lines(functools.partial("{}, {:.0f} s so far".format, said)):
             yield item
-        print(f"{said}, {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+        took = time.perf_counter() - start if seconds is None else seconds(item)
+        print(f"{said}, {took:.1f} s", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@
 Any field can be swept: --sweep='storage=dense,int8,int4(residual=32)', --sweep='selection=everything,optimal(64)'.
 Where storages are swept the plot shows quality against the bytes held, otherwise against the budget; if dense is one of
 them, sweep.md has what each of the others costs against it, text by text (seed by seed). sweep.json has the numbers.
+Where nothing is timed (--config.repeats=0), budgets of one sweep share compiled programs: arrays have room for the
+largest, and the bytes that are reported are those of each.
 Results are JSON files in OUTPUT/NAME-sweep/, named by a hash of the resolved config and of the contents of the files
 that it names, and of those that a user's own Python file imports from its folder (`kvjax.specs.user_files`); called
 again, it runs what is missing or failed, and everything with --rerun. Results of other code are marked.
@@ -46,6 +48,7 @@ from kvjax.typing import JsonObject
 
 Axis = tuple[str, list[Any]]  # a field and its values
 SOME_FAILED = 1
+MAX_PADDING = 8  # the largest budget over the smallest for which they share arrays
 COMMIT = 10  # digits of a commit that are shown
 OTHER_CODE = " *"  # marks results that were computed by other code
 _NAMING = ("policy.name", "storage", "selection")  # the fields that a policy's name in reports is made of
@@ -131,7 +134,7 @@ def sweep(
         while left:
             for i in tracked(left, unit="run", name=lambda i: _named(combinations[i][0]), show=progress):
                 swept, config = combinations[i]
-                run = functools.partial(_attempt, session, config, swept, contents[i])
+                run = functools.partial(_attempt, session, config, swept, contents[i], capacity_of(axes))
                 if (result := shared.attempt(i, names[i], run)) is not None:
                     done[i] = result
             left = [i for i in left if i not in done]
@@ -165,7 +168,26 @@ def _named(swept: JsonObject) -> str:
     return " ".join(f"{path.split('.')[-1]}={value}" for path, value in swept.items())
 
 
-def _attempt(session: Session, config: ExperimentConfig, swept: JsonObject, contents: dict[str, str]) -> tables.Row:
+def capacity_of(axes: Sequence[Axis]) -> int | float | None:
+    """Returns the slots that arrays have room for, so that all budgets of a sweep run the same programs.
+
+    They are those of the largest budget; None if there is one budget, or numbers and fractions, of which either may be
+    larger. More than `MAX_PADDING` times the smallest budget they are not: steps on empty slots would take longer than
+    compiling.
+    """
+    budgets = [value for path, values in axes if path == "policy.budget" for value in values]
+    if len(budgets) < 2 or len(set(map(type, budgets))) > 1 or max(budgets) > MAX_PADDING * min(budgets):
+        return None
+    return max(budgets)
+
+
+def _attempt(
+    session: Session,
+    config: ExperimentConfig,
+    swept: JsonObject,
+    contents: dict[str, str],
+    capacity: int | float | None,
+) -> tables.Row:
     """One run's result; an error is a result too. An interruption is not: it ends the sweep."""
     start = time.perf_counter()
     result: tables.Row = {
@@ -174,7 +196,7 @@ def _attempt(session: Session, config: ExperimentConfig, swept: JsonObject, cont
     try:
         # A user's own Python files are pinned; other files are read now.
         identity.check_unchanged(config, contents)
-        outcome = session.run(config)
+        outcome = session.run(config, capacity=capacity)
         identity.check_unchanged(config, contents)
         result["environment"] |= {"explain": outcome.explain()}
         result |= {"status": "ok", "model": outcome.model, "text": outcome.text, "notes": outcome.notes}

@@ -16,6 +16,7 @@
   python -m experiments.bench decode --shape=opt-6.7b --dtype=bfloat16 --batch=64 --context=2048 --tokens=2048
   python -m experiments.bench device --dtype=bfloat16
   python -m experiments.bench transfers
+  python -m experiments.bench first_use --rounds=3
   python -m experiments.bench lm_eval --data=FOLDER --policies=full,h2o --batch=16 --shots=0,5
   python -m experiments.bench serve --policies=h2o --requests=2000 --batch=32 --tokens=1024 --rounds=1
   python -m experiments.bench kernels --grid=1024x2048x128 --dtype=bfloat16
@@ -58,6 +59,9 @@ memory: bytes held and needed beyond the weights, by length of the context: comp
 kernels: attention of one query a head alone, and a layer's whole decoding step under h2o, by every implementation:
 bytes a second, against those of a copy; a shape that stays in a processor's cache can beat it. --kinds chooses among
 attention without and with statistics and the step, --implementation compares one of them with XLA.
+first_use: processes with nothing compiled, and second ones that find everything: imports, --help, a first generate of
+kvjax-tiny under --policies and of random LLaMAs of 6 and 30 layers, eight budgets of h2o; CPU and wall seconds, of the
+call and of the whole process, beside transformers; about five minutes a round.
 lm_eval: kvjax-tiny in lm-evaluation-harness, on --questions of the multiple-choice tasks in --data: seconds of an
 evaluation and of the model's part of it, with a full cache and each policy, beside `--model hf` with the same weights.
 serve: --requests of mixed lengths (prompts of up to --context tokens, answers of up to --tokens) through --batch rows

@@ -22,6 +22,7 @@ from experiments.bench import (
     device,
     every_policy,
     figures,
+    first_use,
     forms,
     kernels,
     link,
@@ -55,11 +56,17 @@ TASKS = {
     "kernels": kernels.run,
     "device": device.run,
     "transfers": transfers.run,
+    "first_use": first_use.run,
     "lm_eval": lm_eval.run,
     "serve": serve.run,
 }
 #: Tasks that measure peers, and what checks their flags before it is asked whether the peers are installed.
-AGAINST = {"decode": decode.check, "prefill": prefill.check, "memory": memory.check}
+AGAINST = {
+    "decode": decode.check,
+    "prefill": prefill.check,
+    "memory": memory.check,
+    "first_use": first_use.check,
+}
 ACCELERATOR = "accelerator"  # runs others of these, in processes of their own
 
 

@@ -54,6 +54,14 @@ def _prefill(rows: Sequence[Row]) -> "Figure":
     return _settings(rows, "ms/prompt", "Prefill", "milliseconds a prompt (median)")
 
 
+def _first_use(rows: Sequence[Row]) -> "Figure":
+    named = [{**row, "name": f"{row['side']}: {row['work']}"} for row in rows]
+    figure, panels = new_figure(1, figsize=(9, 1.2 + 0.32 * len(rows)))
+    _bars(panels[0, 0], named, "name", "process cpu s")
+    style(panels[0, 0], "First use", "CPU seconds of a process")
+    return figure
+
+
 def _policies(rows: Sequence[Row]) -> "Figure":
     figure, panels = new_figure(1, figsize=(7, 1.2 + 0.32 * len(rows)))
     _bars(panels[0, 0], rows, "policy", "times h2o", ".2f")
@@ -234,6 +242,7 @@ PLOTS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "storages": _storages,
     "selections": _selections,
     "products": _products,
+    "first_use": _first_use,
     "forms": _forms,
     "link": _link,
     "stream": _stream,

@@ -14,15 +14,18 @@ from experiments.tasks.base import Answer, Asked
 from experiments.tasks.prompts import Prompt
 from experiments.tasks.score import SPARE_TOKENS, exact_matches
 from kvjax.attention import Implementation
-from kvjax.cache import CacheSpec, KVState, Limits, layers_of, live_slots
+from kvjax.cache import CacheLayout, CacheSpec, KVState, Limits, layers_of, live_slots
+from kvjax.cache.planning.limits import sizes_for
+from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import as_spec
 from kvjax.generation.generate import decode
 from kvjax.generation.likelihood import score_continuation
 from kvjax.generation.prefill import prefill
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
-from kvjax.parallel import distributed
-from kvjax.policies import Policy
+from kvjax.parallel import distributed, sharding
+from kvjax.planning.roofline import decode_shapes
+from kvjax.policies import Policy, padded
 from kvjax.storage import breakdown
 from kvjax.typing import JsonObject
 
@@ -144,22 +147,28 @@ def measure(
     repeats: int = 3,
     recall: Mapping[str, Sequence[Prompt]] = MappingProxyType({}),
     progress: bool = False,
+    capacity: int | float | None = None,
 ) -> Measurement:
     """Scores the true continuation, generates greedily from the same prompts, timed, then asks the recall tasks.
 
     The first cache of the prompts serves both. Programs are compiled for exactly these sizes, so that the bytes held
-    are those of the policy and no bucket's.
+    are those of the policy and no bucket's, unless there is a capacity; then these are counted from the layout.
 
     Args:
       tokens: [rows, prompt_length + new_tokens] int32; [rows, prompt_length] when there is no true continuation.
       implementation: see `kvjax.attention`.
       repeats: timed repetitions after one that compiles; 0 = nothing is timed.
       recall: prompts of each task.
+      capacity: slots that arrays have room for, so that other budgets run the same programs (`kvjax.policies.padded`);
+        None = those of the policy. Not for what is timed.
 
     Raises:
       InputError, PolicyError: before anything is traced.
     """
-    spec = as_spec(policy)
+    spec = runs = as_spec(policy)
+    if capacity is not None:
+        assert not repeats, "the time of a step is that of the capacity"
+        runs = dataclasses.replace(spec, policy=padded(spec.policy, capacity))
     limits = Limits(prompt=prompt_length, new_tokens=new_tokens, shortest=prompt_length)
     rows = tokens.shape[0]
     shared: JsonObject = {"limits": limits, "rows": rows}
@@ -169,7 +178,7 @@ def measure(
     for turn in range(1 + repeats):
         start = time.perf_counter()
         prefilled = prefill(
-            model, prompts, spec, max_new_tokens=new_tokens, prefill_block=prefill_block,
+            model, prompts, runs, max_new_tokens=new_tokens, prefill_block=prefill_block,
             implementation=implementation, limits=limits,
         )  # fmt: skip
         jax.block_until_ready(prefilled.state)
@@ -180,7 +189,15 @@ def measure(
         generation = decode(model, prefilled, max_new_tokens=new_tokens)
         jax.block_until_ready(generation.state)
         decode_times.append(time.perf_counter() - middle)
-    layout = prefilled.layout
+    layout, held = prefilled.layout, generation.state
+    if runs != spec:
+        dtype = jnp.dtype(layout.dtype)
+        with sharding.on_mesh(model.mesh, model.rules):
+            layout = layout_of(
+                spec, model.config, rows, prompt_length, new_tokens, dtype, block=prefill_block,
+                implementation=implementation,
+            )  # fmt: skip
+        held = decode_shapes(model.config, layout, dtype, rows, None).carry.state
     steps = new_tokens - 1  # the first new token comes out of the prompt
     live = _live(generation.state)
     itemsize = jnp.dtype(layout.dtype).itemsize
@@ -198,12 +215,46 @@ def measure(
         kv_bytes=layout.bytes(rows) + layout.index_bytes(rows),
         full_kv_bytes=full_cache_bytes(model.config, rows, prompt_length + steps, itemsize),
         explain=layout.explain(),
-        kv_parts=_parts(generation.state, rows) | {"calibration": layout.calibration_bytes()},
+        kv_parts=_parts(held, rows) | {"calibration": prefilled.layout.calibration_bytes()},
         recall=exact_matches(
-            model, recall, spec, prefill_block=prefill_block, implementation=implementation,
+            model, recall, runs, prefill_block=prefill_block, implementation=implementation,
             **(shared if _fits(recall, limits) else {}),
         ),
     )  # fmt: skip
+
+
+def layout_of(
+    spec: CacheSpec,
+    decoder: DecoderConfig,
+    rows: int,
+    prompt_length: int,
+    new_tokens: int,
+    dtype: jnp.dtype,
+    *,
+    block: int | None,
+    implementation: Implementation,
+) -> CacheLayout:
+    """Returns the layout of a spec when `measure` generates from prompts of one length, on the current mesh.
+
+    Args:
+      spec: a cache.
+      decoder: the model's config.
+      rows: the number of prompts.
+      prompt_length: of each of them.
+      new_tokens: that are generated.
+      dtype: of the cache.
+      block: tokens of a block of the prompt; None = in one shot.
+      implementation: see `kvjax.attention`.
+
+    Raises:
+      KvjaxError: see `kvjax.cache.planning.lowering.lower`.
+    """
+    lengths = np.full((rows,), prompt_length)
+    limits = Limits(prompt_length, new_tokens, shortest=prompt_length)
+    sizes = sizes_for(lengths, new_tokens - 1, width=prompt_length, block=block, limits=limits, last_fed=False)
+    return lower(
+        spec, decoder, sizes, lengths, implementation=implementation, platform=jax.default_backend(), dtype=dtype
+    ).layout  # fmt: skip
 
 
 def _parts(state: KVState, rows: int) -> dict[str, int]:

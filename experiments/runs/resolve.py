@@ -5,15 +5,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments import config as configs
 from experiments import results
 from experiments.config import ExperimentConfig, ModelConfig
-from experiments.runs import machine
-from kvjax.cache import CacheLayout, CacheSpec, Limits
-from kvjax.cache.planning.limits import sizes_for
-from kvjax.cache.planning.lowering import lower
+from experiments.runs import machine, measure
+from kvjax.cache import CacheLayout, CacheSpec
 from kvjax.checkpoint.locate import bundled
 from kvjax.checkpoint.quantized import stored_format
 from kvjax.errors import ConfigError, KvjaxError
@@ -126,23 +123,14 @@ def check_fit(config: ExperimentConfig) -> None:
 
 
 def layout_of(config: ExperimentConfig, spec: CacheSpec, decoder: DecoderConfig, prompt_length: int) -> CacheLayout:
-    """Returns the layout of a spec when `measure` generates from prompts of `prompt_length` tokens.
-
-    Raises:
-      KvjaxError: see `kvjax.cache.planning.lowering.lower`.
-    """
-    lengths, new_tokens = np.full((config.data.num_sequences,), prompt_length), config.data.new_tokens
-    sizes = sizes_for(
-        lengths, new_tokens - 1, width=prompt_length, block=config.prefill_block,
-        limits=Limits(prompt_length, new_tokens, shortest=prompt_length), last_fed=False,
-    )  # fmt: skip
+    """Returns the layout of a config's spec; see `experiments.runs.measure.layout_of`."""
     rules = Rules.parse(config.rules)
     mesh = sharding.fit(sharding.make_mesh(config.mesh), decoder.num_kv_heads, rules) if config.mesh else None
     with sharding.on_mesh(mesh, rules):
-        return lower(
-            spec, decoder, sizes, lengths, implementation=config.implementation, platform=jax.default_backend(),
-            dtype=dtype_of(config.model),
-        ).layout  # fmt: skip
+        return measure.layout_of(
+            spec, decoder, config.data.num_sequences, prompt_length, config.data.new_tokens, dtype_of(config.model),
+            block=config.prefill_block, implementation=config.implementation,
+        )  # fmt: skip
 
 
 def max_cache_bytes(layout: CacheLayout, rows: int) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -124,12 +125,17 @@ class Session:
         return self._model is not None and self._model[0] == _model_key(config)
 
     @user_files.pinned()
-    def run(self, config: ExperimentConfig, *, progress: bool | None = False) -> Outcome:
+    def run(
+        self, config: ExperimentConfig, *, progress: bool | None = False, capacity: int | float | None = None
+    ) -> Outcome:
         """Measures a config's baselines and its policy.
 
         Args:
+          config: what to run.
           progress: see `experiments.progress.tracked`.
+          capacity: see `experiments.runs.measure.measure`; of no effect where steps are timed.
         """
+        capacity = None if config.repeats else capacity
         machine.forget_programs()  # of the runs before, of which a sweep may have hundreds
         specs, task_specs = specs_of(config), specs_of(config, config.tasks.least_slots)
         score.check(config.recall)
@@ -148,14 +154,22 @@ class Session:
         # float32 means float32: left alone, GPUs and TPUs multiply it in fewer bits, and print other digits than CPUs.
         exact = "highest" if dtype_of(config.model) == jnp.float32 else None
 
+        seconds: dict[str, float] = {}  # by the name of a spec; threads measure several at once
+
         def one(pair: tuple[CacheSpec, CacheSpec]) -> Measurement:
-            spec, own = pair
+            start = time.perf_counter()
+            try:
+                return measured_one(*pair)
+            finally:
+                seconds[pair[0].name] = time.perf_counter() - start
+
+        def measured_one(spec: CacheSpec, own: CacheSpec) -> Measurement:
             options: dict[str, Any] = {"prefill_block": config.prefill_block, "implementation": config.implementation}
             with jax.default_matmul_precision(exact):
                 ready = calibrated_for(model, spec, given)
                 measured = measure(
                     ready, tokens, spec, prompt_length=prompt_length, new_tokens=config.data.new_tokens,
-                    repeats=config.repeats, recall=asked, **options,
+                    repeats=config.repeats, recall=asked, capacity=capacity, **options,
                 )  # fmt: skip
                 if not tasks:
                     return measured
@@ -170,7 +184,10 @@ class Session:
         # Several processes must run the same programs in the same order.
         alone = bool(config.repeats) or distributed.count() > 1
         made = _side_by_side(one, missing, at_once=1 if alone else os.cpu_count() or 1)
-        shown = tracked(missing, unit="policy", name=lambda pair: pair[0].name, show=progress, leave=False)
+        shown = tracked(
+            missing, unit="policy", name=lambda pair: pair[0].name, show=progress, leave=False,
+            seconds=lambda pair: seconds[pair[0].name],
+        )  # fmt: skip
         for (spec, _), measurement in zip(shown, made, strict=True):
             self._measured[key, spec.name, spec] = measurement
         measurements = [self._measured[key, spec.name, spec] for spec in specs]

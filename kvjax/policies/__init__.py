@@ -29,6 +29,7 @@ from kvjax.policies.h2o_variants import WithSelection
 from kvjax.policies.heads import Compensation, Split, compensation, duo_attention, razor_attention, split_heads
 from kvjax.policies.keys import KeyDifference, LowNorm, key_difference, keydiff, knorm, low_norm
 from kvjax.policies.merge import D2O, MERGES, Anchors, CaM, KVMerger, anchors, cam, d2o, kvmerger
+from kvjax.policies.padded import Padded, padded
 from kvjax.policies.patterns import LastColumns, OwnBlock, Strided, Uniform, fixed, random, strided
 from kvjax.policies.phases import Phases, after_prefill
 from kvjax.policies.pools import Ends, Fetched, LastFetched, counter, fifo, lru
@@ -99,13 +100,13 @@ __all__ = [
     "COMBINATORS", "D2O", "HEAD_PLANS", "MERGES", "POLICIES", "Anchors", "Best", "Budget", "CaM", "Compensation",
     "DecayedMass", "Ends", "Everything", "Evict", "Fetched", "First", "Folded", "Fraction", "FromLayer", "Given",
     "Importance", "KVMerger", "Keep", "KeyDifference", "Last", "LastColumns", "LastFetched", "LowNorm", "Mass",
-    "MeanMass", "Merge", "Newest", "ObservationWindow", "OwnBlock", "PerLayer", "Phases", "Policy", "PromptEnd",
-    "Pyramid", "Recency", "Ring", "Scope", "Shared", "SharedLast", "Slots", "Split", "Strided", "TextFraction",
-    "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "WithSelection", "accepts", "adakv",
-    "after_prefill", "anchors", "by_name", "by_page", "cam", "compensation", "compress", "counter", "d2o",
-    "decayed_mass", "duo_attention", "everything", "evict", "fifo", "fixed", "from_layer", "full", "h2o",
-    "h2o_decay", "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvmerger", "last", "local_only",
-    "low_norm", "lru", "mass", "mean_attention", "mean_mass", "names", "observation_window_score", "protect_any",
+    "MeanMass", "Merge", "Newest", "ObservationWindow", "OwnBlock", "Padded", "PerLayer", "Phases", "Policy",
+    "PromptEnd", "Pyramid", "Recency", "Ring", "Scope", "Shared", "SharedLast", "Slots", "Split", "Strided",
+    "TextFraction", "TimesAbove", "TimesValueNorm", "Uniform", "Union", "Varying", "View", "WithSelection", "accepts",
+    "adakv", "after_prefill", "anchors", "by_name", "by_page", "cam", "compensation", "compress", "counter", "d2o",
+    "decayed_mass", "duo_attention", "everything", "evict", "fifo", "fixed", "from_layer", "full", "h2o", "h2o_decay",
+    "heavy_only", "keep", "key_difference", "keydiff", "knorm", "kvmerger", "last", "local_only", "low_norm", "lru",
+    "mass", "mean_attention", "mean_mass", "names", "observation_window_score", "padded", "protect_any",
     "protect_first", "protect_newest", "protect_prompt_end", "protect_varying", "pyramidkv", "random",
     "razor_attention", "recency", "ring", "roco", "scissorhands", "shared_last", "snapkv", "split_heads",
     "streaming_llm", "strided", "times_above", "tova", "value_norm", "window", "with_heavy_hitters",

@@ -8,7 +8,7 @@ from kvjax.selection.everything import ReadAll, everything
 from kvjax.selection.h2o import Allowed, Hindsight, Local
 from kvjax.selection.lowrank import ShadowKV, shadowkv
 from kvjax.selection.oracle import Optimal, optimal
-from kvjax.selection.pages import Pages
+from kvjax.selection.page_summaries import Pages
 from kvjax.selection.quest import LServe, MeanKeys, Quest, lserve, quest, retrieval
 from kvjax.selection.speculate import InfiniGen, infinigen
 from kvjax.selection.votes import TokenSelect, tokenselect

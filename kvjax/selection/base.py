@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from kvjax.numerics.statistics import Statistic
 from kvjax.policies.base import Policy
 from kvjax.policies.budget import Budget
-from kvjax.selection.ends import Ends
+from kvjax.selection.oldest_and_newest import Ends
 
 if TYPE_CHECKING:
     from kvjax.kernels.problem import Problem

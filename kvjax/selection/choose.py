@@ -14,7 +14,7 @@ from kvjax.numerics.top_k import largest
 from kvjax.parallel import slot_reductions
 from kvjax.products import product
 from kvjax.selection.base import SelectView
-from kvjax.selection.ends import Ends, ends_of_all
+from kvjax.selection.oldest_and_newest import Ends, ends_of_all
 
 Array = jax.Array
 Normalise = Literal["gap", "softmax", "probability", "none"]

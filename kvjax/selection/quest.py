@@ -13,7 +13,7 @@ from kvjax.errors import SelectionError
 from kvjax.selection.base import Index
 from kvjax.selection.checks import factory, named
 from kvjax.selection.choose import grouped_logits
-from kvjax.selection.pages import FEWEST_PAGES, Pages
+from kvjax.selection.page_summaries import FEWEST_PAGES, Pages
 
 Array = jax.Array
 

@@ -1,60 +1,34 @@
-"""Runs the HTTP server until a signal (SIGINT, SIGTERM) stops it, and then ends its requests.
-
-Requests have `GRACE_SECONDS` to end; the others are answered with an error, and the process ends after `END_SECONDS`.
-"""
+"""Runs the HTTP server: accepts connections while there is room for them, until a signal stops it (`shutdown`)."""
 
 import asyncio
 import contextlib
-import multiprocessing
-import os
-import queue
-import signal
 import socket
-import threading
-import time
-from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
+from kvjax.serve import shutdown
 from kvjax.serve.connection import Connection
 from kvjax.serve.connections import Connections
 from kvjax.serve.engine import Engine
 
-GRACE_SECONDS = 3  # that requests have to end when the server is stopped
-LAST_SECONDS = 1  # that it then takes, at the most, to answer the others with an error
-END_SECONDS = 4.5  # after which the process ends, whatever it is doing
-FORCED = 1  # the exit status of such an end
 ACCEPT_SECONDS = 0.1  # after which accepting is tried again
 CHECK_TICKS = 10  # of uvicorn, a tenth of a second each, between two checks of the deadlines
 
 
-class Server(uvicorn.Server):
-    """A server that accepts connections while there is room for them.
-
-    When it is stopped, requests that do not end in time get an error.
-    """
+class Server(shutdown.StoppableServer):
+    """A server that accepts connections while there is room for them."""
 
     def __init__(
         self,
         config: uvicorn.Config,
         engine: Engine,
-        grace: float = GRACE_SECONDS,
+        grace: float = shutdown.GRACE_SECONDS,
         connections: Connections | None = None,
     ):
-        """Takes the settings.
-
-        Args:
-          config: with a longer `timeout_graceful_shutdown` than `grace`.
-          engine: of the application.
-          grace: seconds that requests have to end when the server is stopped.
-          connections: how many there may be; None for the default.
-        """
-        super().__init__(config)
-        self._engine, self._grace, self._connections = engine, grace, connections or Connections()
+        """Takes the settings; see `kvjax.serve.shutdown.StoppableServer`. `connections`: None for the default."""
+        super().__init__(config, engine, grace, connections or Connections())
         self._accepting: list[asyncio.Task[None]] = []
-        # Its `put` may interrupt itself, as nothing else may that a signal calls.
-        self.interrupts: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         # asyncio's server accepts whatever comes, and repeats itself a thousand times when no file is left to open.
@@ -70,22 +44,7 @@ class Server(uvicorn.Server):
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
-        timer = asyncio.get_running_loop().call_later(self._grace, self._end_requests)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            timer.cancel()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit and sig == signal.SIGINT:
-            # Interrupted again: end at once. Python's own end would crash under a thread that computes.
-            _end_now()
-        self.interrupts.put(sig)
-        super().handle_exit(sig, frame)
-
-    def _end_requests(self) -> None:
-        self._engine.stop(wait=False)
-        self._connections.close_unfinished()
+        await super().shutdown(sockets)
 
     async def _accept(self, listener: socket.socket) -> None:
         """Accepts connections for ever."""
@@ -124,25 +83,12 @@ def run(app: Starlette, engine: Engine, listener: socket.socket, connections: Co
     config = uvicorn.Config(
         app, loop="asyncio", ws="none", log_level="info", server_header=False,
         proxy_headers=False,  # anybody can send them
-        timeout_keep_alive=connections.deadlines.idle, timeout_graceful_shutdown=GRACE_SECONDS + LAST_SECONDS,
+        timeout_keep_alive=connections.deadlines.idle,
+        timeout_graceful_shutdown=shutdown.GRACE_SECONDS + shutdown.LAST_SECONDS,
     )  # fmt: skip
     server = Server(config, engine, connections=connections)
-    threading.Thread(target=_end_process, args=(server.interrupts,), name="kvjax-end", daemon=True).start()
+    shutdown.end_process_after_signal(server)
     host, port = listener.getsockname()[:2]
     print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}, {connections}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):  # has ended the server, and is raised once more
         server.run(sockets=[listener])
-
-
-def _end_process(interrupts: "queue.SimpleQueue[int]") -> None:
-    """Ends the process some seconds after it was interrupted, if it has not ended: threads may compute for minutes."""
-    interrupts.get()
-    time.sleep(END_SECONDS)
-    _end_now()
-
-
-def _end_now() -> None:
-    """Ends the process and those that it has started, whatever they are doing."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(FORCED)

@@ -1,6 +1,6 @@
 """Keys in integers per channel and values in integers per token (KIVI, arXiv:2402.02750).
 
-The newest tokens stay exact until their block is full: `kvjax.cache.arrangements.blocks`.
+The newest tokens stay exact until their block is full: `kvjax.cache.arrangements.blocks_with_residual`.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvjax import policies, storage
 from kvjax.cache import Block, CacheSpec, Layer
-from kvjax.cache.context_parallel import victim_candidates
+from kvjax.cache.context_parallel import protected_victim
 from kvjax.cache.empty import empty
 from kvjax.cache.groups import RANK, Group
 from kvjax.cache.planning.limits import Sizes
@@ -38,7 +38,7 @@ from tests import conftest, layers  # noqa: F401, conftest sets how programs are
 
 LENGTHS, STEPS, BUDGET = np.array([24, 6, 14, 17]), 14, 12
 ROWS, KV_HEADS, GROUP, DIM = len(LENGTHS), 2, 2, 4
-USUAL = victim_candidates.CANDIDATES_PER_DEVICE, top_k.FIRST, top_k.CANDIDATES
+USUAL = protected_victim.CANDIDATES_PER_DEVICE, top_k.FIRST, top_k.CANDIDATES
 MANY = 1024  # slots, of which each device has more than numbers that a collective may move
 
 
@@ -264,7 +264,7 @@ def sides_of(case: Case) -> Any:
 
 def difference(case: Case) -> dict[str, Any]:
     """Compares a run on the mesh with one on a single device."""
-    victim_candidates.CANDIDATES_PER_DEVICE, top_k.FIRST, top_k.CANDIDATES = (
+    protected_victim.CANDIDATES_PER_DEVICE, top_k.FIRST, top_k.CANDIDATES = (
         USUAL if case.candidates is None else (case.candidates,) * 3
     )
     total = int(LENGTHS.max()) + STEPS

@@ -254,14 +254,14 @@ def test_ends(how):
 """
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_marked_tests_are_counted_however_they_end(monkeypatch, tmp_path, together):
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_marked_tests_are_counted_however_they_end(monkeypatch, tmp_path, concurrent):
     monkeypatch.setattr(children, "GRACE", 0.2)
     for how in ("ends", "aborts"):
-        (tmp_path / f"test_{how}.py").write_text(TESTS.format(how=how, share="0.300" if together else "0.9"))
+        (tmp_path / f"test_{how}.py").write_text(TESTS.format(how=how, share="0.300" if concurrent else "0.9"))
     environment = dict(os.environ) | {"PYTHONUNBUFFERED": "1", marked.FRACTION: "0.9"}
     names = ["test_ends.py", "test_aborts.py", "test_none.py"]
-    rows = marked.run(names, None, 360, tmp_path / "log.txt", environment, tmp_path, together=together)
+    rows = marked.run(names, None, 360, tmp_path / "log.txt", environment, tmp_path, concurrent=concurrent)
     # One that hangs has written as much as one that aborts, and does not end.
     rows.append(marked.counts((tmp_path / "log.1.txt").read_text().partition("Fatal Python error")[0], None))
     counted = [(row["passed"], row["failed"], row["skipped"], row["stopped"]) for row in rows]

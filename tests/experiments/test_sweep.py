@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from experiments import results, sweep
+from experiments import fields, results, sweep
 from experiments.config import PolicyConfig
 from experiments.reports import trades
 from experiments.runs import identity, session
 from kvjax.errors import ConfigError
+from kvjax.generation.decoding import decode_steps
+from kvjax.generation.likelihood import score_steps
+from kvjax.generation.prefill import prefill_steps
 from kvjax.specs import parse
 
 AXES = [("policy.budget", [4, 8]), ("policy.name", ["h2o", "window"])]
@@ -66,6 +69,37 @@ def test_product(small):
         sweep.product(small, [AXES[0], AXES[0]])
     with pytest.raises(ConfigError, match="at least one --sweep"):
         sweep.product(small, [])
+
+
+@pytest.mark.parametrize("storage", ["dense", "int8"])
+def test_budgets_of_a_sweep_share_programs_and_report_their_own_bytes(small, storage, tmp_path):
+    small.repeats, small.storage, small.baselines = 0, storage, ("full", "h2o")
+    alone, programs = [], []
+    for budget in (5, 8, 10):
+        one = fields.override(small, "policy.budget", budget)
+        alone.append([row for row in session.Session().run(one).rows() if row["policy"] != "full"])
+    for axes in ([("policy.budget", [5, 8, 10])], [("policy.budget", [4, 6, 9])]):
+        before = score_steps._cache_size(), decode_steps._cache_size(), prefill_steps._cache_size()
+        _, found = sweep.sweep(small, axes)
+        after = score_steps._cache_size(), decode_steps._cache_size(), prefill_steps._cache_size()
+        programs.append([b - a for a, b in zip(before, after, strict=True)])
+        rows = [[row for row in result["rows"] if row["policy"] != "full"] for result in found]
+        if axes[0][1] == [5, 8, 10]:
+            for own, other in zip(rows, alone, strict=True):
+                for row, expected in zip(own, other, strict=True):
+                    assert row.keys() == expected.keys()
+                    assert row["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-5)
+                    assert row | {"perplexity": None} == expected | {"perplexity": None}
+    # The largest budget has run before; of the second three, both policies have programs for 9 slots alone.
+    assert programs[0] == [0, 0, 0]
+    assert all(1 <= number <= 2 for number in programs[1])
+
+
+def test_budgets_that_differ_much_or_in_kind_share_nothing():
+    assert sweep.capacity_of([("policy.name", ["h2o"]), ("policy.budget", [0.1, 0.5, 0.2])]) == 0.5
+    for budgets in ([0.2], [0.1, 8], [0.05, 0.9], [0, 4]):
+        assert sweep.capacity_of([("policy.budget", budgets)]) is None
+    assert sweep.capacity_of([("policy.name", ["h2o", "window"])]) is None
 
 
 def test_a_sweep_resumes_and_survives_failures(small, calls, monkeypatch, capsys):

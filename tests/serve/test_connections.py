@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect  # noqa: E402
 from starlette.responses import PlainTextResponse, StreamingResponse  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
-from kvjax.serve import listening  # noqa: E402
+from kvjax.serve import listening, shutdown  # noqa: E402
 from kvjax.serve.app import _disconnected, _while_connected  # noqa: E402
 from kvjax.serve.connection import Deadlines  # noqa: E402
 from kvjax.serve.connections import SPARE_FILES, Connections  # noqa: E402
@@ -317,9 +317,9 @@ def test_a_process_that_hangs_is_ended(signals):
         for each in signals:
             child.send_signal(each)
             time.sleep(0.3)  # two at once would be one
-        assert child.wait(5) == listening.FORCED
+        assert child.wait(5) == shutdown.FORCED
         # The second interrupt ends it at once.
-        assert len(signals) == 1 or time.monotonic() - begun < listening.END_SECONDS / 2
+        assert len(signals) == 1 or time.monotonic() - begun < shutdown.END_SECONDS / 2
         assert "Traceback" not in child.communicate()[1]
     finally:
         child.kill()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache import LayerKV
-from kvjax.cache.arrangements.blocks import EXACT, OF_PROMPT, PROMPT, SHARED
+from kvjax.cache.arrangements.blocks_with_residual import EXACT, OF_PROMPT, PROMPT, SHARED
 from kvjax.storage import STORAGES, Blocks, Segments
 from tests.storage import every
 

@@ -124,7 +124,7 @@ def measure(part: Part, seconds: float, folder: Path, environment: JsonObject, v
     if part.command[0] == "tests":
         marker = None if platform == "tpu" else "gpu"
         outcome["rows"] = marked.run(
-            part.command[1:], marker, seconds, log, variables, ROOT, together=platform == "gpu"
+            part.command[1:], marker, seconds, log, variables, ROOT, concurrent=platform == "gpu"
         )
         outcome["command"] = " ".join(["pytest", *(["-m", marker] if marker else []), *part.command[1:]])
         if any(row["stopped"] for row in outcome["rows"]):

@@ -28,20 +28,20 @@ def run(
     environment: Mapping[str, str],
     folder: Path,
     *,
-    together: bool,
+    concurrent: bool,
 ) -> list[JsonObject]:
     """Runs every file (or test of one) that pytest is given, and returns a row for each.
 
     Args:
       targets: files, or tests of one.
       marker: of the tests to run; None = all.
-      seconds: that they may take altogether.
+      seconds: that they may take in all.
       log: the file whose name, with a number, is that of each log.
       environment: all variables of the processes.
       folder: their working directory.
-      together: whether processes run at the same time, as those that share a GPU can; they share its memory.
+      concurrent: whether processes run at the same time, as those that share a GPU can; they share its memory.
     """
-    if together:
+    if concurrent:
         share = float(environment[FRACTION]) / len(targets)
         environment = dict(environment) | {FRACTION: f"{share:.3f}"}
     until = time.monotonic() + seconds
@@ -51,12 +51,12 @@ def run(
         command = [sys.executable, "-m", "pytest", "-v", "-ra", "-p", "no:cacheprovider", targets[number]]
         command += ("-m", marker) if marker else ()
         own = log.with_suffix(f".{number}.txt")
-        limit = left if together else left / (len(targets) - number)
+        limit = left if concurrent else left / (len(targets) - number)
         status = children.run(command, limit, own, environment, folder)
         found = counts(own.read_text(errors="replace"), status)
         return {"tests": targets[number], **found, "seconds": time.monotonic() - began}
 
-    with ThreadPoolExecutor(len(targets) if together else 1) as pool:
+    with ThreadPoolExecutor(len(targets) if concurrent else 1) as pool:
         return list(pool.map(row, range(len(targets))))
 
 

@@ -1,45 +1,16 @@
 """Caches as text, with arrays that several budgets share."""
 
 import dataclasses
-import math
 
 from experiments import config as configs
 from experiments.config import ExperimentConfig, PolicyConfig
 from experiments.papers import own
 from experiments.papers.settings import Settings
 from kvjax.cache import CacheSpec
-from kvjax.policies import Budget, Evict, Fraction, Slots
+from kvjax.policies import Evict, Fraction, Slots, padded
 from kvjax.specs import parse
 
 HALF = 0.5  # a tier of its own
-
-
-@dataclasses.dataclass(frozen=True)
-class Within(Budget):
-    """A budget whose arrays have room for a share of the prompt, so that smaller budgets share one program.
-
-    Attributes:
-      budget: the slots that are kept.
-      share: of the longest prompt, what is allocated at the least.
-    """
-
-    budget: Fraction | Slots
-    share: float
-
-    @property
-    def follows_prompt(self) -> bool:
-        return self.budget.follows_prompt
-
-    def slots(self, prompt_length: int, num_layers: int) -> tuple[int, ...]:
-        return self.budget.slots(prompt_length, num_layers)
-
-    def largest(self, prompt_lengths: range, num_layers: int) -> tuple[int, ...]:
-        room = max(1, math.floor(self.share * prompt_lengths[-1] + 1e-9))
-        return tuple(max(each, room) for each in self.budget.largest(prompt_lengths, num_layers))
-
-    @property
-    def value(self) -> int | float:
-        return self.budget.value
 
 
 def exact_spec(cache: str, budget: int | float, seed: int = 0) -> CacheSpec:
@@ -87,9 +58,7 @@ def build(cache: str, budget: int | float, settings: Settings, prompt: int) -> C
     tier = next((each for each in tiers if slots <= each * prompt), None)
     if tier is None:
         return spec
-    policy = dataclasses.replace(spec.policy, budget=Within(given, tier))
-    object.__setattr__(policy, "name", spec.policy.name)
-    return dataclasses.replace(spec, policy=policy)
+    return dataclasses.replace(spec, policy=padded(spec.policy, tier))
 
 
 def takes(cache: str, argument: str) -> bool:

@@ -5,7 +5,7 @@ storage names. Nothing else tests for it.
 """
 
 from kvjax.cache.arrangements.base import Arrangement
-from kvjax.cache.arrangements.blocks import BlockArrangement
+from kvjax.cache.arrangements.blocks_with_residual import BlockArrangement
 from kvjax.cache.arrangements.layer_pairs import PairArrangement
 from kvjax.cache.arrangements.segments import SegmentArrangement
 from kvjax.cache.arrangements.single_slots import SlotArrangement

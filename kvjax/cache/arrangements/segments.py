@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from kvjax.cache.arrangements import segment_arrays
 from kvjax.cache.arrangements.base import Arrangement, Counts, PromptSlots, StepTokens, reads_some
 from kvjax.cache.arrangements.block_arrays import OF_PROMPT
-from kvjax.cache.arrangements.blocks import refuses_changes
+from kvjax.cache.arrangements.blocks_with_residual import refuses_changes
 from kvjax.cache.arrangements.segment_arrays import (
     HIGH,
     LOW,

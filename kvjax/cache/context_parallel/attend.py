@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kvjax import attention
 from kvjax.cache import store_order
-from kvjax.cache.context_parallel import gathered_state, position_ranks, select, victim_candidates, write_blocks
+from kvjax.cache.context_parallel import gathered_state, position_ranks, protected_victim, select, write_blocks
 from kvjax.cache.context_parallel.gathered_state import GatheredState
 from kvjax.cache.context_parallel.leaving_tokens import LeavingTokens, find_leaving
 from kvjax.cache.context_parallel.placement import NewTokens
@@ -144,9 +144,7 @@ def attend(
     newest = jnp.max(rows.position, axis=1)
     # What leaves the residual leaves an empty slot, whether it is encoded or evicted.
     leaving = find_leaving(positions[1], newest, key.shape[2], group.storage) if group.storage.divided else None
-    local_victim = victim_candidates.victim_before_attention(
-        layer, own, leaving, ranked, rows, layer_index, group, axes
-    )
+    local_victim = protected_victim.victim_before_attention(layer, own, leaving, ranked, rows, layer_index, group, axes)
     gathered = _gathered_state(layer, positions, parts[:-1], maps[:-1], leaving, newest, local_victim, group, axes)
     output, columns = _combined(gathered, parts)
     if choice is not None:

@@ -18,7 +18,7 @@ from kvjax.parallel import slot_reductions
 from kvjax.parallel.host_memory import gather, write
 from kvjax.selection.base import Selection, SelectView
 from kvjax.selection.choose import compact
-from kvjax.selection.ends import ends_of_all
+from kvjax.selection.oldest_and_newest import ends_of_all
 from kvjax.typing import PyTree
 
 Array = jax.Array

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.context_parallel import merge as folding
-from kvjax.cache.context_parallel import policy_view, position_ranks, select, victim_candidates, victims, write_blocks
+from kvjax.cache.context_parallel import policy_view, position_ranks, protected_victim, select, victims, write_blocks
 from kvjax.cache.context_parallel.attend import AttendedStep
 from kvjax.cache.context_parallel.placement import PendingWrites
 from kvjax.cache.context_parallel.select import Rows
@@ -77,10 +77,10 @@ def _evict_one(
             evicted = victims.global_victim(step.gathered.local_victims, step.local_victim, total)
         else:
             sent = victims.nothing if merge is None else folding.sender(moves, *step.ranked)
-            evicted = victim_candidates.find_victim(group, stats, view, total, axes, moves.packed(), sent)
+            evicted = protected_victim.find_victim(group, stats, view, total, axes, moves.packed(), sent)
         lowest = evicted.position
         if not group.evicts_one:
-            moves, lowest = victim_candidates.evicted_before(moves, stats, view, total, lowest, axes)
+            moves, lowest = protected_victim.evicted_before(moves, stats, view, total, lowest, axes)
         if merge is not None:
             victim = (view.position == lowest) & (lowest >= 0)
             moves = folding.fold(moves, *step.ranked, victim, evicted, view)

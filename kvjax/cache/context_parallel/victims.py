@@ -1,4 +1,7 @@
-"""Which slot a step evicts, where slots are on several devices: each names its own, and the first of all goes."""
+"""The victim of a step where slots are on several devices: each device names one, and the lowest of all is evicted.
+
+If a policy protects the largest values of a statistic, `protected_victim` finds it instead; `step_end` decides.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.arrangements.base import StepTokens
-from kvjax.cache.arrangements.blocks import Others, write_tokens
+from kvjax.cache.arrangements.blocks_with_residual import Others, write_tokens
 from kvjax.cache.context_parallel.gathered_state import GatheredState
 from kvjax.cache.context_parallel.placement import NewTokens
 from kvjax.cache.groups import Group

@@ -75,7 +75,7 @@ class Pool(NamedTuple):
     def sizes(self) -> tuple[int, ...]:
         """The number of slots of each store, and of the step's own tokens."""
         stores = self.layer.stores
-        # The arrays of one store may have other sizes than its slots; see `kvjax.cache.arrangements.blocks`.
+        # The arrays of one store may have other sizes than its slots: `kvjax.cache.arrangements.blocks_with_residual`.
         sizes = [self.layer.position.shape[2]]
         if len(stores) > 1:
             sizes = [jax.tree.leaves(store["value"])[0].shape[2] for store in stores]

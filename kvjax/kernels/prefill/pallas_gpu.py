@@ -13,8 +13,8 @@ copied tiles, as in FlashAttention-3 (arXiv:2407.08608). float32 is split into t
 
 On an H200, prompts of OPT-1.3B's shape reach 65 % of the FLOPs of a large product without statistics, and 46 % with
 those of h2o (experiments/measured). At head size 128, tensor cores and exponentials should limit the speed about
-equally; at smaller head sizes, exponentials. jax's own attention for Hopper rejects causal masks with CUDA 12.8.0 to 12.9.0,
-whose assembler miscompiles it; it is not known whether this affects these kernels.
+equally; at smaller head sizes, exponentials. jax's own attention for Hopper rejects causal masks with CUDA 12.8.0 to
+12.9.0, whose assembler miscompiles it; it is not known whether this affects these kernels.
 """
 
 import itertools

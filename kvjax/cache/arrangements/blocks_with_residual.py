@@ -1,4 +1,8 @@
-"""Blocks of consecutive tokens: encodes those that are full when a step or a prompt ends; see `block_arrays`."""
+"""Blocks of consecutive tokens, encoded when they are full, and the residual: the newest tokens, which stay exact.
+
+A step or the end of a prompt writes its tokens exactly, and encodes the blocks that are full (`_tokens_to_encode`). The
+arrays are those of `block_arrays`.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -160,7 +164,7 @@ def write_tokens(step: StepTokens, others: Others | None = None) -> tuple[LayerK
     for side, x in (("key", key), ("value", value)):
         mark = layer.marks[side][..., None]
         if others is None or isinstance(group.storage.codecs[side], BlockCodec):
-            coded = _coded(group.storage, side, position, held + count, newest, mark)
+            coded = _tokens_to_encode(group.storage, side, position, held + count, newest, mark)
         else:
             coded = jnp.where((newest >= 0)[:, None, None], others.old, mark)
         first = layer.marks[PROMPT][..., None] if PROMPT in layer.marks else 0
@@ -169,7 +173,7 @@ def write_tokens(step: StepTokens, others: Others | None = None) -> tuple[LayerK
     return layer.replace(position=position, stores=(store,), marks=layer.marks | marks), per_slot
 
 
-def _coded(storage: Storage, side: str, position: Array, held: Array, newest: Array, mark: Array) -> Array:
+def _tokens_to_encode(storage: Storage, side: str, position: Array, held: Array, newest: Array, mark: Array) -> Array:
     """Returns the number of tokens that are to be encoded, [B, K, 1] int32.
 
     Args:
@@ -300,7 +304,7 @@ def _convert(layer: LayerKV, after: "Group", per_slot: PerSlot, newest: Array, s
         # [B, K, W, D]
         x = take(layer.stores[0][side][EXACT], order, order.shape[2])
         units, entries = room(storage, side, size, after.array_sizes, after.slot_parts)
-        coded = _coded(storage, side, position, held, newest, jnp.zeros_like(held))
+        coded = _tokens_to_encode(storage, side, position, held, newest, jnp.zeros_like(held))
         codec, unit = storage.codecs[side], unit_of(storage, side)
         if isinstance(codec, BlockCodec) and codec.prompt is not None:
             marks[PROMPT] = coded[..., 0]

@@ -1,4 +1,4 @@
-"""Which slot is evicted if a policy protects the largest values of a statistic, and slots are on several devices.
+"""The victim where a policy protects the largest values of a statistic, and slots are on several devices.
 
 Each device names the few slots that it would evict first. Whether one of them is protected follows from the number of
 slots of all devices that hold larger values, which the devices add up for all that are named. A search for the smallest
