@@ -50,6 +50,11 @@ def processor() -> str:
     return hashlib.sha256(kind.encode()).hexdigest()[:8]
 
 
+def instructions() -> frozenset[str]:
+    """Returns the names of this processor's instructions, as Linux has them; empty elsewhere."""
+    return frozenset(_cpu_info().get("flags", "").split())
+
+
 def cores() -> int:
     """Returns the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -150,6 +155,7 @@ __all__ = [
     "Others",
     "cores",
     "cpu_name",
+    "instructions",
     "keep_programs",
     "keep_programs_by_default",
     "measure_load",

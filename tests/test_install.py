@@ -1,5 +1,7 @@
-"""An editable install, as `make` and `pip install -e .` make it."""
+"""An editable install, as `make` and `pip install -e .` make it, and a wheel."""
 
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -10,7 +12,7 @@ import pytest
 from kvjax.version import __version__
 from tests.conftest import ROOT
 
-BUILD = "import setuptools.build_meta as build; build.build_editable('..')"
+BUILD = "import sys; sys.path.insert(0, 'backend'); import kvjax_build as build; build.build_{}('..')"
 #: Without the environment's packages, in which kvjax may be installed too. An interpreter looks in the working folder
 #: first, and then where `site` finds packages.
 FIND = """
@@ -21,24 +23,30 @@ print(importlib.util.find_spec("kvjax").origin)
 """
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """A folder with a clone named kvjax, and the folder of packages of an editable install of the clone."""
+def build(outside, kind: str, **variables: str) -> str:
+    """Builds a clone named kvjax; the folder gets its packages. Returns the name of the wheel."""
     pytest.importorskip("setuptools")
-    outside = tmp_path_factory.mktemp("outside")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (outside / "kvjax").mkdir(exist_ok=True)
         shutil.copy(ROOT / name, outside / "kvjax")
-    for name in ("kvjax", "experiments", "configs"):
+    for name in ("kvjax", "experiments", "configs", "backend"):
         shutil.copytree(
             ROOT / name,
             outside / "kvjax" / name,
             ignore=shutil.ignore_patterns("pretrained", "measured", "__pycache__"),
         )
-    subprocess.run([sys.executable, "-c", BUILD], cwd=outside / "kvjax", check=True, capture_output=True)
+    command, environment = [sys.executable, "-c", BUILD.format(kind)], os.environ | variables
+    subprocess.run(command, cwd=outside / "kvjax", check=True, capture_output=True, env=environment)
     (wheel,) = outside.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(outside / "packages")
-    return outside, wheel.name
+    return wheel.name
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with a clone named kvjax, and the folder of packages of an editable install of the clone."""
+    outside = tmp_path_factory.mktemp("outside")
+    return outside, build(outside, "editable")
 
 
 @pytest.mark.parametrize("inside", [".", "kvjax", "kvjax/experiments"])
@@ -52,3 +60,37 @@ def test_kvjax_is_found_from_every_folder(installed, inside):
 
 def test_version(installed):
     assert installed[1].startswith(f"kvjax-{__version__}-")
+
+
+LOAD = """
+from kvjax import host
+from kvjax.products import native
+if {plain}:
+    host.instructions = lambda: frozenset(("sse2",))
+native.await_native()
+print(*(native.load(target) is None for target in (native.TARGET, native.ATTEND, native.CODED_VECTORS)))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="wheels for x86-64 Linux alone")
+def test_a_wheel_brings_the_libraries(tmp_path):
+    """They need no compiler where kvjax is used, but the instructions that they were built for."""
+    name = build(tmp_path, "wheel", CXXFLAGS="-O0")
+    assert name == f"kvjax-{__version__}-py3-none-linux_x86_64.whl"
+    assert len(list((tmp_path / "packages/kvjax/products/prebuilt").glob("*.so"))) == 3
+    assert not (tmp_path / "kvjax/kvjax/products/prebuilt").exists(), "the clone is as it was"
+    environment = os.environ | {
+        "PYTHONPATH": str(tmp_path / "packages"), "XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": "/bin/false",
+    }  # fmt: skip
+    for plain, answer in ((False, "True True True"), (True, "False False False")):
+        command = [sys.executable, "-c", LOAD.format(plain=plain)]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == answer
+
+
+@pytest.mark.thorough
+def test_a_wheel_without_a_compiler_brings_sources_alone(tmp_path):
+    assert build(tmp_path, "wheel", CXX="/bin/false") == f"kvjax-{__version__}-py3-none-any.whl"
+    assert (tmp_path / "packages/kvjax/products/native.cc").exists()
+    assert not (tmp_path / "packages/kvjax/products/prebuilt").exists()

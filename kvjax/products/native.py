@@ -1,56 +1,58 @@
-"""Makes kvjax's own products, which `kvjax.products.build` builds, available as XLA custom calls.
+"""Makes kvjax's own products available as XLA custom calls: libraries that were built before, or that it builds.
 
-There is a library for each source, built when one of its calls is first needed; several are built side by side. While
-one is built, which takes seconds and happens once on a machine, programs are traced without it, so that the first token
-comes soon. Commands that measure, and servers, call `await_native` first.
+There is a library for each source, loaded when one of its calls is first needed. The best one is built for this machine
+(`kvjax.products.build`) and kept. Until there is one, that of the wheel is used, if kvjax was installed from a wheel
+that brings it. Otherwise programs are traced without it while it is built, which takes seconds and happens once on a
+machine, so that the first token comes soon; several are built side by side. Commands that measure, and servers, call
+`await_native` first.
 """
 
 import ctypes
-import dataclasses
 import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 
+from kvjax import host
 from kvjax.products import build
+from kvjax.products.libraries import (
+    ATTEND,
+    CODED_VECTORS,
+    CODED_WEIGHTS,
+    FLAGS,
+    HEADERS,
+    LIBRARIES,
+    PREBUILT_INSTRUCTIONS,
+    SLOTS,
+    TARGET,
+    Library,
+)
 
-TARGET, SLOTS = "kvjax_product", "kvjax_slots"  # see native.cc
-ATTEND = "kvjax_attend"  # see attend.cc
-CODED_VECTORS, CODED_WEIGHTS = "kvjax_coded_vectors", "kvjax_coded_weights"  # see codes.cc
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "slots.h"))
-# Whether a product and a sum are rounded as one is said by the code: see Fma in vectors.h.
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-w")
+__all__ = [
+    "ATTEND",
+    "BUILDING",
+    "CODED_VECTORS",
+    "CODED_WEIGHTS",
+    "FLAGS",
+    "HEADERS",
+    "LIBRARIES",
+    "SLOTS",
+    "SOURCES",
+    "TARGET",
+    "Library",
+    "await_native",
+    "begin",
+    "load",
+    "register",
+]
+
 BUILDING = "it is being built, which happens once on a machine"
+SOURCES = tuple(library.path for library in LIBRARIES)
+WIDER = "avx512f"  # instructions of this machine for which a library of its own is faster than a wheel's
+_OF_TARGET = {target: library for library in LIBRARIES for target, _ in library.symbols}
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Library:
-    """A library of custom calls.
-
-    Attributes:
-      source: the name of its C++ file in this folder.
-      symbols: (name of a custom call, its function in C++) of each.
-    """
-
-    source: str
-    symbols: tuple[tuple[str, str], ...]
-
-    def recipe(self, flags: tuple[str, ...]) -> build.Recipe:
-        """Returns how the library is built with flags of the compiler."""
-        return build.Recipe((Path(__file__).with_name(self.source),), HEADERS, flags)
-
-
-LIBRARIES = (
-    Library("native.cc", ((TARGET, "KvjaxProduct"), (SLOTS, "KvjaxSlots"))),
-    Library("attend.cc", ((ATTEND, "KvjaxAttend"),)),
-    Library("codes.cc", ((CODED_VECTORS, "KvjaxCodedVectors"), (CODED_WEIGHTS, "KvjaxCodedWeights"))),
-)
-SOURCES = tuple(path for library in LIBRARIES for path in library.recipe(FLAGS).sources)
-_OF_TARGET = {target: library for library in LIBRARIES for target, _ in library.symbols}
 
 
 class _Process:
@@ -90,20 +92,46 @@ def await_native() -> None:
 def _start(library: Library) -> "Future[str | None]":
     with _Process.lock:
         if library not in _Process.started:
-            recipe = library.recipe(FLAGS)
-            try:
-                found = build.kept(recipe)
-            except build.BuildError as error:
-                _Process.started[library] = _known(str(error))
-            else:
-                if found is not None:
-                    _register(library, found)
-                    _Process.started[library] = _known(None)
-                else:
-                    log.info("building %s: once on this machine, some seconds", library.source)
-                    # Python waits for the thread when the process ends, so that the next one finds the library.
-                    _Process.started[library] = ThreadPoolExecutor(1).submit(register, library, FLAGS)
+            _Process.started[library] = _started(library)
         return _Process.started[library]
+
+
+def _started(library: Library) -> "Future[str | None]":
+    """Registers a library that is there, or starts to build it."""
+    recipe, reason = recipe_of(library, FLAGS), None
+    try:
+        found = build.kept(recipe)
+    except build.BuildError as error:
+        found, reason = None, str(error)
+    brought = _prebuilt(library) if found is None else None
+    ready = found or brought
+    if ready is not None:
+        _register(library, ready)
+        if brought is not None and reason is None and WIDER in host.instructions():
+            # For the next process: in this one, programs may have been traced with the wheel's.
+            ThreadPoolExecutor(1).submit(build.library, recipe)
+        return _known(None)
+    if reason is not None:
+        return _known(reason)
+    log.info("building %s: once on this machine, some seconds", library.source)
+    # Python waits for the thread when the process ends, so that the next one finds the library.
+    return ThreadPoolExecutor(1).submit(register, library, FLAGS)
+
+
+def _prebuilt(library: Library) -> ctypes.CDLL | None:
+    """Returns the library that kvjax's wheel brings, or None if there is none or this processor cannot run it."""
+    if not library.prebuilt.exists() or not host.instructions() >= PREBUILT_INSTRUCTIONS:
+        return None
+    try:
+        return ctypes.CDLL(str(library.prebuilt))
+    except OSError as error:  # for example of a system with an older C++ library
+        log.info("%s cannot be loaded: %s", library.prebuilt.name, error)
+        return None
+
+
+def recipe_of(library: Library, flags: tuple[str, ...]) -> build.Recipe:
+    """Returns how a library is built with flags of the compiler."""
+    return build.Recipe((library.path,), HEADERS, flags)
 
 
 def _known(reason: str | None) -> "Future[str | None]":
@@ -121,7 +149,7 @@ def register(library: Library, flags: tuple[str, ...], suffix: str = "") -> str 
       suffix: of the names of the custom calls.
     """
     try:
-        found = build.library(library.recipe(flags))
+        found = build.library(recipe_of(library, flags))
     except build.BuildError as error:
         return str(error)
     _register(library, found, suffix)

@@ -1,0 +1,112 @@
+"""Builds distributions of kvjax: setuptools, and in wheels for x86-64 Linux the C++ libraries of its products.
+
+A wheel that is built where there is a C++ compiler brings the libraries, so that nothing is compiled at first use; one
+that is built elsewhere brings their sources alone. An editable install does not, nor needs it what this needs.
+``CXX`` names the compiler, and ``CXXFLAGS`` are further flags.
+"""
+
+import contextlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from setuptools import build_meta
+from setuptools.build_meta import (
+    build_editable,
+    build_sdist,
+    get_requires_for_build_editable,
+    get_requires_for_build_sdist,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+ROOT = Path(__file__).resolve().parents[1]
+#: The oldest jax that kvjax runs on, whose headers of custom calls every newer one understands.
+HEADERS = "jax==0.10.2"
+TAG = "linux_x86_64"
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    """Returns what setuptools needs, and jax for its headers where libraries are built."""
+    needed: list[str] = build_meta.get_requires_for_build_wheel(config_settings)
+    return [*needed, HEADERS] if _compiler() else needed
+
+
+def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
+    """Builds a wheel; see PEP 517."""
+    with _libraries() as built:
+        settings = dict(config_settings or {})
+        if built:
+            options = settings.get("--build-option", [])
+            options = [options] if isinstance(options, str) else list(options)
+            settings["--build-option"] = [*options, f"--plat-name={TAG}"]
+        name: str = build_meta.build_wheel(wheel_directory, settings, metadata_directory)
+        return name
+
+
+def _compiler() -> str | None:
+    """Returns the command of the C++ compiler, or None if there is none or libraries are for other systems."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return None
+    return os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+@contextlib.contextmanager
+def _libraries() -> Iterator[bool]:
+    """Builds the libraries beside their sources, where setuptools finds them, and removes them afterwards."""
+    compiler, known = _compiler(), _known()
+    shutil.rmtree(known.PREBUILT_FOLDER, ignore_errors=True)
+    try:
+        yield compiler is not None and _build(compiler, known)
+    finally:
+        shutil.rmtree(known.PREBUILT_FOLDER, ignore_errors=True)
+
+
+def _build(compiler: str, known: ModuleType) -> bool:
+    """Builds all libraries; returns whether the compiler and jax's headers could."""
+    try:
+        import jax
+    except ImportError:
+        print("kvjax: no jax to build with: the wheel brings sources alone", file=sys.stderr)
+        return False
+    known.PREBUILT_FOLDER.mkdir()
+    shared = [*compiler.split(), *known.PREBUILT_FLAGS, *os.environ.get("CXXFLAGS", "").split()]
+    shared.append(f"-I{jax.ffi.include_dir()}")
+    commands = [[*shared, str(each.path), "-o", str(each.prebuilt)] for each in known.LIBRARIES]
+    try:
+        with ThreadPoolExecutor(len(commands)) as pool:
+            list(pool.map(lambda command: subprocess.run(command, check=True), commands))
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"kvjax: the libraries were not built, so the wheel brings sources alone: {error}", file=sys.stderr)
+        shutil.rmtree(known.PREBUILT_FOLDER)
+        return False
+    return True
+
+
+def _known() -> ModuleType:
+    """Returns kvjax.products.libraries, without kvjax, whose dependencies are not here."""
+    spec = importlib.util.spec_from_file_location("libraries", ROOT / "kvjax" / "products" / "libraries.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
