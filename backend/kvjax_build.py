@@ -1,8 +1,8 @@
 """Builds distributions of kvjax: setuptools, and in wheels for x86-64 Linux the C++ libraries of its products.
 
-A wheel that is built where there is a C++ compiler brings the libraries, so that nothing is compiled at first use; one
-that is built elsewhere brings their sources alone. An editable install does not, nor needs it what this needs.
-``CXX`` names the compiler, and ``CXXFLAGS`` are further flags.
+A wheel that is built where there is a C++ compiler brings the libraries, so that the first use does not wait for them;
+one that is built elsewhere brings their sources alone, and so does an editable install. ``CXX`` names the compiler, and
+``CXXFLAGS`` are further flags.
 """
 
 import contextlib
@@ -40,8 +40,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
-#: The oldest jax that kvjax runs on, whose headers of custom calls every newer one understands.
-HEADERS = "jax==0.10.2"
+HEADERS = "jax>=0.10.2"  # has the headers of custom calls
 TAG = "linux_x86_64"
 
 
@@ -74,7 +73,9 @@ def _compiler() -> str | None:
 def _libraries() -> Iterator[bool]:
     """Builds the libraries beside their sources, where setuptools finds them, and removes them afterwards."""
     compiler, known = _compiler(), _known()
-    shutil.rmtree(known.PREBUILT_FOLDER, ignore_errors=True)
+    # setuptools adds to a wheel what an earlier build has left in its folder.
+    for folder in (known.PREBUILT_FOLDER, ROOT / "build" / "lib" / known.PREBUILT_FOLDER.relative_to(ROOT)):
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         yield compiler is not None and _build(compiler, known)
     finally:
@@ -89,7 +90,9 @@ def _build(compiler: str, known: ModuleType) -> bool:
         print("kvjax: no jax to build with: the wheel brings sources alone", file=sys.stderr)
         return False
     known.PREBUILT_FOLDER.mkdir()
-    shared = [*compiler.split(), *known.PREBUILT_FLAGS, *os.environ.get("CXXFLAGS", "").split()]
+    optimisation, *others = known.PREBUILT_FLAGS
+    # These others come last: a library must run on every processor on which it is loaded.
+    shared = [*compiler.split(), optimisation, *os.environ.get("CXXFLAGS", "").split(), *others]
     shared.append(f"-I{jax.ffi.include_dir()}")
     commands = [[*shared, str(each.path), "-o", str(each.prebuilt)] for each in known.LIBRARIES]
     try:

@@ -119,6 +119,7 @@ def sweep(
       ConfigError: the folder cannot be written, before anything is run.
     """
     combinations = product(base, axes)
+    capacity = capacity_of([config.policy.budget for _, config in combinations])
     before = Path(base.output) / f"{base.name}-sweep"
     results.make_folder(before)
     done: dict[int, tables.Row] = {}
@@ -134,7 +135,7 @@ def sweep(
         while left:
             for i in tracked(left, unit="run", name=lambda i: _named(combinations[i][0]), show=progress):
                 swept, config = combinations[i]
-                run = functools.partial(_attempt, session, config, swept, contents[i], capacity_of(axes))
+                run = functools.partial(_attempt, session, config, swept, contents[i], capacity)
                 if (result := shared.attempt(i, names[i], run)) is not None:
                     done[i] = result
             left = [i for i in left if i not in done]
@@ -168,17 +169,22 @@ def _named(swept: JsonObject) -> str:
     return " ".join(f"{path.split('.')[-1]}={value}" for path, value in swept.items())
 
 
-def capacity_of(axes: Sequence[Axis]) -> int | float | None:
+def capacity_of(budgets: Sequence[int | float]) -> int | float | None:
     """Returns the slots that arrays have room for, so that all budgets of a sweep run the same programs.
 
-    They are those of the largest budget; None if there is one budget, or numbers and fractions, of which either may be
-    larger. More than `MAX_PADDING` times the smallest budget they are not: steps on empty slots would take longer than
-    compiling.
+    Args:
+      budgets: of the configs, some of which may be invalid.
+
+    Returns:
+      The largest budget. None if there is one budget alone, if there are numbers and fractions, of which either may be
+      larger, or if the largest is more than `MAX_PADDING` times the smallest: steps on empty slots would take longer
+      than compilation.
     """
-    budgets = [value for path, values in axes if path == "policy.budget" for value in values]
-    if len(budgets) < 2 or len(set(map(type, budgets))) > 1 or max(budgets) > MAX_PADDING * min(budgets):
+    numbers = (each for each in budgets if isinstance(each, int | float))
+    valid = {each for each in numbers if (each >= 1 if isinstance(each, int) else 0 < each <= 1)}
+    if len(valid) < 2 or len(set(map(type, valid))) > 1 or max(valid) > MAX_PADDING * min(valid):
         return None
-    return max(budgets)
+    return max(valid)
 
 
 def _attempt(

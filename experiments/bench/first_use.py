@@ -34,8 +34,14 @@ POLICIES = ("full", "h2o", "roco", "razor_attention")
 BUDGETS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6)
 #: Layers of the random LLaMAs: compilation should not follow depth.
 DEPTHS = (6, 30)
-#: What kvjax's cache folder has of the native library: what was built, and which forms were fastest.
-LIBRARY = "native"
+LIBRARY = "native"  # the folder of libraries that were built, in kvjax's cache folder
+BUILD = """
+from kvjax.products import native
+native.begin()
+native.await_native()
+reasons = [native.load(target) for library in native.LIBRARIES for target, _ in library.symbols]
+print("; ".join(filter(None, reasons)) or "built")
+"""
 
 
 class Sizes(NamedTuple):
@@ -117,7 +123,7 @@ def processes(policies: Sequence[str], models: dict[str, str], against: Sequence
         return Process(work, side, ("-m", CHILD, json.dumps(call._asdict())), cache)
 
     plan = [
-        Process("build the library", "kvjax", ("-c", "from kvjax import products; products.await_native()"), LIBRARY),
+        Process("build the library", "kvjax", ("-c", BUILD), LIBRARY),
         Process("import", "jax", ("-c", "import jax")),
         Process("import", "kvjax", ("-c", "import kvjax")),
         Process("--help", "experiments.run", ("-m", "experiments.run", "--help")),

@@ -214,7 +214,7 @@ def measure(
         compile_seconds=_longer(prefill_times) + _longer(decode_times) if repeats else None,
         kv_bytes=layout.bytes(rows) + layout.index_bytes(rows),
         full_kv_bytes=full_cache_bytes(model.config, rows, prompt_length + steps, itemsize),
-        explain=layout.explain(),
+        explain=prefilled.layout.explain(),
         kv_parts=_parts(held, rows) | {"calibration": prefilled.layout.calibration_bytes()},
         recall=exact_matches(
             model, recall, runs, prefill_block=prefill_block, implementation=implementation,

@@ -154,14 +154,14 @@ class Session:
         # float32 means float32: left alone, GPUs and TPUs multiply it in fewer bits, and print other digits than CPUs.
         exact = "highest" if dtype_of(config.model) == jnp.float32 else None
 
-        seconds: dict[str, float] = {}  # by the name of a spec; threads measure several at once
+        seconds: dict[tuple[str, CacheSpec], float] = {}  # several are measured at once
 
         def one(pair: tuple[CacheSpec, CacheSpec]) -> Measurement:
             start = time.perf_counter()
             try:
                 return measured_one(*pair)
             finally:
-                seconds[pair[0].name] = time.perf_counter() - start
+                seconds[pair[0].name, pair[0]] = time.perf_counter() - start
 
         def measured_one(spec: CacheSpec, own: CacheSpec) -> Measurement:
             options: dict[str, Any] = {"prefill_block": config.prefill_block, "implementation": config.implementation}
@@ -186,7 +186,7 @@ class Session:
         made = _side_by_side(one, missing, at_once=1 if alone else os.cpu_count() or 1)
         shown = tracked(
             missing, unit="policy", name=lambda pair: pair[0].name, show=progress, leave=False,
-            seconds=lambda pair: seconds[pair[0].name],
+            seconds=lambda pair: seconds[pair[0].name, pair[0]],
         )  # fmt: skip
         for (spec, _), measurement in zip(shown, made, strict=True):
             self._measured[key, spec.name, spec] = measurement

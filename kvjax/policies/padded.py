@@ -53,7 +53,8 @@ class Padded(Budget):
 def padded(policy: Policy, capacity: int | float | Slots | Fraction) -> Policy:
     """Returns a policy with arrays for a larger budget; the policy itself if its budget is not a number or fraction.
 
-    A loop over budgets compiles once if every policy is padded to the largest of them::
+    A loop over budgets compiles once if every policy is padded to the largest of them, except under `storage.Tiers`,
+    where arrays of both tiers follow the budget::
 
         for budget in (0.1, 0.2, 0.5):
             kvjax.generate(model, tokens, policies.padded(policies.h2o(budget), 0.5), max_new_tokens=64)

@@ -252,7 +252,8 @@ def _measure(dtype: str, batched: bool, transposed: bool, rows: int) -> tuple[di
 def _path() -> Path | None:
     """Returns the file of timings, or None where nothing can be kept."""
     folder = kept_files.private_folder("products")
-    return folder and folder / f"{host.processor()}-{host.cores()}-jax-{jax.__version__}-{_code()}.json"
+    library = "-prebuilt" if native.uses_prebuilt() else ""
+    return folder and folder / f"{host.processor()}-{host.cores()}-jax-{jax.__version__}-{_code()}{library}.json"
 
 
 @functools.cache

@@ -43,8 +43,8 @@ class Library:
     @property
     def prebuilt(self) -> Path:
         """The library that a wheel brings, named by the sources from which it is built; it need not exist."""
-        texts = (path.read_text() for path in (self.path, *HEADERS))
-        digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:DIGITS]
+        texts = (path.read_bytes() for path in (self.path, *HEADERS))
+        digest = hashlib.sha256(b"\n".join(texts)).hexdigest()[:DIGITS]
         return PREBUILT_FOLDER / f"{self.path.stem}-{digest}.so"
 
 

@@ -2,9 +2,9 @@
 
 There is a library for each source, loaded when one of its calls is first needed. The best one is built for this machine
 (`kvjax.products.build`) and kept. Until there is one, that of the wheel is used, if kvjax was installed from a wheel
-that brings it. Otherwise programs are traced without it while it is built, which takes seconds and happens once on a
-machine, so that the first token comes soon; several are built side by side. Commands that measure, and servers, call
-`await_native` first.
+that brings it; it is built for AVX2, and stays if the machine has no wider vectors. Otherwise programs are traced
+without it while it is built, which takes seconds and happens once on a machine, so that the first token comes soon;
+several are built side by side. Commands that measure, and servers, call `await_native` first.
 """
 
 import ctypes
@@ -45,6 +45,7 @@ __all__ = [
     "begin",
     "load",
     "register",
+    "uses_prebuilt",
 ]
 
 BUILDING = "it is being built, which happens once on a machine"
@@ -61,6 +62,7 @@ class _Process:
     lock = threading.Lock()
     started: dict[Library, "Future[str | None]"] = {}  # noqa: RUF012
     waits = False
+    prebuilt = False
 
 
 def load(target: str = TARGET) -> str | None:
@@ -103,11 +105,13 @@ def _started(library: Library) -> "Future[str | None]":
         found = build.kept(recipe)
     except build.BuildError as error:
         found, reason = None, str(error)
-    brought = _prebuilt(library) if found is None else None
-    ready = found or brought
-    if ready is not None:
-        _register(library, ready)
-        if brought is not None and reason is None and WIDER in host.instructions():
+    if found is not None:
+        _register(library, found)
+        return _known(None)
+    wider = reason is None and WIDER in host.instructions()
+    # A process that measures waits for the library that later ones use.
+    if not (wider and _Process.waits) and _register_prebuilt(library):
+        if wider:
             # For the next process: in this one, programs may have been traced with the wheel's.
             ThreadPoolExecutor(1).submit(build.library, recipe)
         return _known(None)
@@ -118,15 +122,23 @@ def _started(library: Library) -> "Future[str | None]":
     return ThreadPoolExecutor(1).submit(register, library, FLAGS)
 
 
-def _prebuilt(library: Library) -> ctypes.CDLL | None:
-    """Returns the library that kvjax's wheel brings, or None if there is none or this processor cannot run it."""
+def _register_prebuilt(library: Library) -> bool:
+    """Registers the library that kvjax's wheel brings; returns whether there is one that runs here."""
     if not library.prebuilt.exists() or not host.instructions() >= PREBUILT_INSTRUCTIONS:
-        return None
+        return False
     try:
-        return ctypes.CDLL(str(library.prebuilt))
-    except OSError as error:  # for example of a system with an older C++ library
-        log.info("%s cannot be loaded: %s", library.prebuilt.name, error)
-        return None
+        _register(library, ctypes.CDLL(str(library.prebuilt)))
+    # OSError: a system with an older C++ library. Others: a jax that is older than the one it was built with.
+    except Exception as error:
+        log.info("%s cannot be used: %s", library.prebuilt.name, error)
+        return False
+    _Process.prebuilt = True
+    return True
+
+
+def uses_prebuilt() -> bool:
+    """Returns whether this process uses a library that kvjax's wheel brought, whose speed may be another."""
+    return _Process.prebuilt
 
 
 def recipe_of(library: Library, flags: tuple[str, ...]) -> build.Recipe:

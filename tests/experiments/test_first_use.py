@@ -12,6 +12,14 @@ from kvjax.errors import ConfigError
 FIND = "import os, pathlib; home = pathlib.Path(os.environ['XDG_CACHE_HOME']); "
 
 
+@pytest.mark.thorough
+def test_the_library_is_built_for_all_others(tmp_path, monkeypatch):
+    monkeypatch.delenv("KVJAX_PRODUCTS", raising=False)
+    plan = first_use.processes(("full",), {}, [], Sizes())
+    first_use.measure(plan[0], tmp_path)
+    assert len(list((tmp_path / first_use.LIBRARY / "kvjax/native").glob("*.so"))) == 3
+
+
 def test_processes_find_the_library_and_what_the_first_of_their_name_kept(tmp_path):
     build = FIND + "(home / 'kvjax/native').mkdir(parents=True); (home / 'kvjax/native/a.so').touch()"
     keep = FIND + "assert (home / 'kvjax/native/a.so').exists(); (home / 'kept').touch()"

@@ -9,10 +9,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PARENT_DEATH = 1  # PR_SET_PDEATHSIG of Linux's prctl, which outlives exec
+POLL_SECONDS = 0.05  # between two looks at children
 GRACE = 3  # seconds from a polite signal to one that cannot be ignored: an accelerator is given back
 
 
@@ -29,18 +31,45 @@ def run(command: Sequence[str], seconds: float, log: Path, environment: Mapping[
     Returns:
       Its exit status, negative for a signal; None if its time was up.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
-        child = subprocess.Popen(
-            [sys.executable, __file__, str(os.getpid()), *command], stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, cwd=folder, env=dict(environment), start_new_session=True,
-        )  # fmt: skip
+    ((status, _),) = run_all([(command, log)], seconds, environment, folder)
+    return status
+
+
+def run_all(
+    commands: Sequence[tuple[Sequence[str], Path]], seconds: float, environment: Mapping[str, str], folder: Path
+) -> list[tuple[int | None, float]]:
+    """Runs several commands with their logs at the same time; see `run`.
+
+    Returns:
+      The exit status and the seconds of each.
+    """
+    began = time.monotonic()
+    children: list[subprocess.Popen[bytes]] = []
+    ended: dict[int, tuple[int | None, float]] = {}
     try:
-        return child.wait(max(seconds, 0))
-    except subprocess.TimeoutExpired:
-        return None
+        for command, log in commands:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("wb") as output:
+                children.append(
+                    subprocess.Popen(
+                        [sys.executable, __file__, str(os.getpid()), *command],
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        cwd=folder,
+                        env=dict(environment),
+                        start_new_session=True,
+                    )
+                )
+        while len(ended) < len(children) and time.monotonic() - began < seconds:
+            time.sleep(POLL_SECONDS)
+            for number, child in enumerate(children):
+                if number not in ended and child.poll() is not None:
+                    ended[number] = child.returncode, time.monotonic() - began
     finally:
-        _end(child)
+        for child in children:
+            _end(child)
+    return [ended.get(number, (None, time.monotonic() - began)) for number in range(len(children))]
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

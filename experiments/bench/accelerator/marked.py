@@ -4,7 +4,6 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +40,22 @@ def run(
       folder: their working directory.
       concurrent: whether processes run at the same time, as those that share a GPU can; they share its memory.
     """
+    command = [sys.executable, "-m", "pytest", "-v", "-ra", "-p", "no:cacheprovider"]
+    command += ("-m", marker) if marker else ()
+    commands = [[*command, target] for target in targets]
+    jobs = [(command, log.with_suffix(f".{number}.txt")) for number, command in enumerate(commands)]
     if concurrent:
         share = float(environment[FRACTION]) / len(targets)
-        environment = dict(environment) | {FRACTION: f"{share:.3f}"}
-    until = time.monotonic() + seconds
-
-    def row(number: int) -> JsonObject:
-        began, left = time.monotonic(), until - time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-v", "-ra", "-p", "no:cacheprovider", targets[number]]
-        command += ("-m", marker) if marker else ()
-        own = log.with_suffix(f".{number}.txt")
-        limit = left if concurrent else left / (len(targets) - number)
-        status = children.run(command, limit, own, environment, folder)
-        found = counts(own.read_text(errors="replace"), status)
-        return {"tests": targets[number], **found, "seconds": time.monotonic() - began}
-
-    with ThreadPoolExecutor(len(targets) if concurrent else 1) as pool:
-        return list(pool.map(row, range(len(targets))))
+        ended = children.run_all(jobs, seconds, dict(environment) | {FRACTION: f"{share:.3f}"}, folder)
+    else:
+        ended, until = [], time.monotonic() + seconds
+        for number, job in enumerate(jobs):
+            limit = (until - time.monotonic()) / (len(jobs) - number)
+            ended += children.run_all([job], limit, environment, folder)
+    return [
+        {"tests": target, **counts(own.read_text(errors="replace"), status), "seconds": took}
+        for target, (_, own), (status, took) in zip(targets, jobs, ended, strict=True)
+    ]
 
 
 def counts(text: str, status: int | None) -> JsonObject:

@@ -22,7 +22,7 @@ Array = jax.Array
 Ref = Any
 
 COPY = 256  # the largest number of numbers of a copy; a line is padded to whole copies
-COPY_BYTES = 128  # the bytes of a copy are a multiple of this
+COPY_BYTES = 128  # rows are padded to a multiple of this
 
 
 @dataclasses.dataclass(frozen=True)
