@@ -141,7 +141,8 @@ def processes(policies: Sequence[str], models: dict[str, str], against: Sequence
         "kvjax", TINY, budgets=BUDGETS, batch=sizes.batch, prompt=sizes.prompt, tokens=sizes.scored, scores=True,
         again=True,
     )  # fmt: skip
-    return [*plan, calling(f"{TINY}, {len(BUDGETS)} budgets scored", sweep)]
+    work = f"{TINY}, {len(BUDGETS)} budgets scored"
+    return [*plan, calling(work, sweep), calling(f"{work}, padded", sweep._replace(padded=True))]
 
 
 def measure(process: Process, caches: Path) -> Taken:
