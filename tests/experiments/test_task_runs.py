@@ -14,6 +14,8 @@ from kvjax.errors import ConfigError
 from kvjax.models.model import Model
 from tests.experiments.texts import Characters
 
+pytestmark = pytest.mark.thorough
+
 COPA = """<copa-corpus><item asks-for="cause" most-plausible-alternative="2">
 <p>The cup fell.</p><a1>It rained.</a1><a2>The cat jumped.</a2></item>
 <item asks-for="effect" most-plausible-alternative="1">

@@ -21,6 +21,8 @@ from kvjax.cache import CacheSpec
 from tests import examples
 from tests.laws import test_products as products
 
+pytestmark = pytest.mark.thorough
+
 #: An argument, or an attribute of a tuple, whose description begins with a shape: its name and its first sentence.
 DESCRIBED = re.compile(r"^\s+(\w+): (\[.*?)(?:\. |\.?$|; (?!if))", re.MULTILINE)
 SHAPE = re.compile(r"\[([^\[\]]+)\]")

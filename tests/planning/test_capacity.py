@@ -17,6 +17,8 @@ from kvjax.planning.hlo_collectives import Collectives, collectives
 from kvjax.planning.memory_estimate import Need, Run, without_merges
 from tests.planning.test_make_plan import GROUPED, TINY
 
+pytestmark = pytest.mark.thorough
+
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'kvjax[tpu]'"
 )

@@ -13,6 +13,8 @@ from kvjax.storage import Calibration, Integer, Samples
 from tests.laws import replay
 from tests.storage import every
 
+pytestmark = pytest.mark.thorough
+
 DIM, LENGTHS, STEPS, RESIDUAL, SLOTS = 8, np.array([12, 7]), 5, 2, 6
 ROPE = Rope(dim=DIM)
 KEY, VALUE = (3, 5), (6, 6)  # ranks of both heads

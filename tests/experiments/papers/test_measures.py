@@ -16,6 +16,8 @@ from tests import reference
 from tests.analysis.dense import dense, full, top
 from tests.tiny import random_tokens, tiny
 
+pytestmark = pytest.mark.thorough
+
 ROWS, PROMPT, NEW = 2, 24, 8
 SCALE = dataclasses.replace(FAST, rows=ROWS, prompt=PROMPT, new=NEW, length=32, look_rows=ROWS, references=ROWS)
 KINDS = ("AAS", "MAS", "AQAS", "LTAS")

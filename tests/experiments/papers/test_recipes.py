@@ -18,6 +18,8 @@ from kvjax.cache import CacheSpec, Limits
 from kvjax.errors import ConfigError
 from tests.tiny import random_tokens, tiny
 
+pytestmark = pytest.mark.thorough
+
 SCALE = dataclasses.replace(FAST, rows=2, prompt=24, new=8, length=32)
 
 
