@@ -65,9 +65,12 @@ def test_training_without_texts(run, texts, tmp_path):
     assert not output.exists()
 
 
+ALONE = ("memory", "first_use")  # tasks that have one peer, transformers
+
+
 @pytest.mark.parametrize(
     ("task", "name"),
-    [(task, name) for task in bench.AGAINST for name in peers.PEERS if task != "memory" or name == "transformers"],
+    [(task, name) for task in bench.AGAINST for name in peers.PEERS if task not in ALONE or name == "transformers"],
 )
 def test_peers_are_looked_for_before_anything_is_measured(task, name, monkeypatch):
     monkeypatch.setattr(peers, "_is_found", lambda module: False)

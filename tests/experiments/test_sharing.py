@@ -31,7 +31,7 @@ def runs(monkeypatch):
     """The runs that were made, each of which takes a moment and measures nothing."""
     made = []
 
-    def attempt(session, config, swept, contents):
+    def attempt(session, config, swept, contents, capacity):
         point = config.policy.budget, config.policy.name
         made.append(point)
         time.sleep(0.002)
