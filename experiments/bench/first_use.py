@@ -1,6 +1,7 @@
 """Times what a newcomer waits for: imports, ``--help``, first runs with nothing compiled, and runs of a second process.
 
-Every row is a process of its own (`first_call`) with a cache folder of its own, so that nothing of the user's is found.
+Each row is measured in a separate process (`first_call`) with a separate cache folder, which has nothing that programs
+of the user have kept.
 """
 
 import dataclasses
@@ -65,7 +66,7 @@ class Process(NamedTuple):
       work: what it does.
       side: who does it.
       arguments: of the interpreter.
-      cache: name of its cache folder, which processes of the same name share; None = one of its own.
+      cache: name of the cache folder, which processes with the same name share; None = a new folder.
     """
 
     work: str

@@ -50,7 +50,7 @@ __all__ = [
 
 BUILDING = "it is being built, which happens once on a machine"
 SOURCES = tuple(library.path for library in LIBRARIES)
-WIDER = "avx512f"  # instructions of this machine for which a library of its own is faster than a wheel's
+WIDE_VECTORS = "avx512f"  # instructions that libraries of wheels do not use
 _OF_TARGET = {target: library for library in LIBRARIES for target, _ in library.symbols}
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def _started(library: Library) -> "Future[str | None]":
     if found is not None:
         _register(library, found)
         return _known(None)
-    wider = reason is None and WIDER in host.instructions()
+    wider = reason is None and WIDE_VECTORS in host.instructions()
     # A process that measures waits for the library that later ones use.
     if not (wider and _Process.waits) and _register_prebuilt(library):
         if wider:

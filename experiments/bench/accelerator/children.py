@@ -66,9 +66,11 @@ def run_all(
             for number, child in enumerate(children):
                 if number not in ended and child.poll() is not None:
                     ended[number] = child.returncode, time.monotonic() - began
+                    _end(child)  # what it left in its group
     finally:
-        for child in children:
-            _end(child)
+        for number, child in enumerate(children):
+            if number not in ended:
+                _end(child)
     return [ended.get(number, (None, time.monotonic() - began)) for number in range(len(children))]
 
 
