@@ -4,7 +4,6 @@ The rows of one tile of queries exist at a time: `over_tiles` goes through texts
 decodes texts under several caches side by side.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from kvjax.models.calibrate import calibrated
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
+from kvjax.programs import program
 from kvjax.typing import PyTree
 
 # (the layer's carry, the layer's rows in each run, *arguments) -> (the carry, a result for each query)
@@ -86,7 +86,7 @@ def over_tiles(
     return Reduced(_by_head(carried, size), _by_head(queries, size), batch.lengths, np.zeros_like(batch.lengths))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "step", "tile"))
+@program(static_argnames=("config", "step", "tile"))
 def scan_tiles(params, tokens, lengths, carried, args, *, config, step, tile):
     """`over_tiles` for tokens [B, T] and one carry per layer.
 
@@ -172,7 +172,8 @@ def over_steps(
         # XLA's ops, step by step: a kernel that does a whole step reports no rows.
         options = CacheOptions(implementation="xla")
         prepared = [
-            prepare(model, spec, prompt, batch.lengths, width=int(prompt.max()), options=options) for spec in specs
+            prepare(model, spec, prompt, batch.lengths, width=int(prompt.max()), options=options, loops=False)
+            for spec in specs
         ]
         states = tuple(
             run_prompts(model, batch.tokens, prompt, batch.lengths, each, score=False)[2] for each in prepared
@@ -199,7 +200,7 @@ def over_steps(
     return Reduced(_by_head(carried, size), _by_head(jax.tree.map(place, *parts), size), batch.lengths, prompt)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "phases", "step"), donate_argnames=("states",))
+@program(static_argnames=("config", "phases", "step"), donate_argnames=("states",))
 def scan_steps(params, states, carried, tokens, lengths, args, *, config, phases, step):
     """The next `STEPS` steps of `over_steps`.
 

@@ -1,5 +1,7 @@
 """Empty slots: the arrays of a cache, before anything is held."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -49,7 +51,7 @@ def empty_layers(phase: Phase, batch: int, kv_heads: int, dim: int, dtype: DType
     return tuple(Layer(empty(group, batch, kv_heads, dim, dtype) for group in layer) for layer in phase)
 
 
-def memories(phase: Phase, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+def memories(phase: Phase, layers: Sequence[Layer]) -> tuple[Layer, ...]:
     """Returns the memory of every array of a phase, one of `host_memory.MEMORIES`, as a tree like `layers`."""
 
     def of_group(group: Group, layer: LayerKV) -> LayerKV:

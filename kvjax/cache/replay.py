@@ -17,7 +17,7 @@ from kvjax.cache.groups import Group
 from kvjax.cache.planning.limits import Limits, sizes_for
 from kvjax.cache.planning.lowering import lower
 from kvjax.cache.spec import CacheSpec
-from kvjax.cache.state import Block, KVState, Layer, LayerKV, layers_of
+from kvjax.cache.state import Block, KVState, Layer, LayerKV, stored_groups
 from kvjax.cache.step.interface import LayerArgs
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.cache.step.step import step_layer
@@ -250,7 +250,7 @@ def breakdown(state: KVState | LayerKV) -> dict[str, int]:
     the marks of blocks. Capacity counts, not what is live. See `ratios` for what a cache of as many slots in the
     model's dtype would hold.
     """
-    layers = [state] if isinstance(state, LayerKV) else [layer for _, layer in layers_of(state)]
+    layers = [state] if isinstance(state, LayerKV) else stored_groups(state)
     found = dict.fromkeys(("codes", "parameters", "exact", "sides"), 0)
     for layer in layers:
         for path, leaf in jax.tree_util.tree_leaves_with_path(layer.stores):
@@ -269,7 +269,7 @@ def ratios(state: KVState | LayerKV, dtype: DTypeLike) -> dict[str, float]:
       state: a cache, or one group of heads of a layer.
       dtype: the model's.
     """
-    layers = [state] if isinstance(state, LayerKV) else [layer for _, layer in layers_of(state)]
+    layers = [state] if isinstance(state, LayerKV) else stored_groups(state)
     exact = sum(2 * layer.position.size * layer.dim * jnp.dtype(dtype).itemsize for layer in layers)
     found = breakdown(state)
     return {"stores": found["stores"] / exact, "with_rest": (found["stores"] + found["rest"]) / exact}

@@ -1,5 +1,6 @@
 """The state of a cache, which is the pytree that `lax.scan` carries, and the tokens of a step."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
@@ -136,7 +137,7 @@ class KVState(flax.struct.PyTreeNode):
     place.
 
     Attributes:
-      layers: one `Layer` per layer of the model.
+      layers: one `Layer` per layer of the model; some may be in stacks, see `kvjax.cache.layer_stack`.
       length: [B] int32 tokens seen so far.
       prompt: [B] int32 tokens of each row's prompt.
       total: [B] int32 tokens that each row will have in the end, as far as it is known; RoPE frequencies may depend
@@ -144,7 +145,7 @@ class KVState(flax.struct.PyTreeNode):
       budget: per layer and group, [B] int32 slots per KV head that each row keeps while decoding, or None.
     """
 
-    layers: tuple[Layer, ...]
+    layers: Sequence[Layer]
     length: Array
     prompt: Array
     total: Array
@@ -152,10 +153,10 @@ class KVState(flax.struct.PyTreeNode):
 
     def __repr__(self) -> str:
         """One line, since results of `generate` are printed. Leaves need not be arrays."""
-        shapes: list[tuple[int, ...]] = [getattr(layer.position, "shape", ()) for _, layer in layers_of(self)]
-        if not shapes or any(len(shape) != 3 for shape in shapes):
+        shapes: list[tuple[int, ...]] = [getattr(group.position, "shape", ()) for group in stored_groups(self)]
+        if not shapes or any(len(shape) < 3 for shape in shapes):
             return f"KVState({len(self.layers)} layers)"
-        slots = sorted({shape[2] for shape in shapes})
+        slots = sorted({shape[-1] for shape in shapes})
         held = " to ".join(f"{each:,}" for each in dict.fromkeys((slots[0], slots[-1])))
         return (
             f"KVState({len(self.layers)} layers, rows: {shapes[0][0]}, slots per KV head: {held}, "
@@ -193,6 +194,11 @@ class Block(flax.struct.PyTreeNode):
         return jnp.max(self.position, axis=1)
 
 
+def stored_groups(state: KVState) -> list[LayerKV]:
+    """Returns the slots of every group of heads, of single layers and of stacks of layers."""
+    return jax.tree.leaves(state.layers, is_leaf=lambda x: isinstance(x, LayerKV))
+
+
 def layers_of(state: KVState) -> list[tuple[int, LayerKV]]:
     """(index of the layer, its slots), for every group of heads of every layer."""
     return [(index, group) for index, layer in enumerate(state.layers) for group in layer]
@@ -210,6 +216,6 @@ def nbytes(state: KVState, *, statistics: bool = False) -> int:
       state: the cache.
       statistics: whether to count positions, statistics and indices as well.
     """
-    layers = [layer for _, layer in layers_of(state)]
-    trees = layers if statistics else [(layer.stores, layer.sides) for layer in layers]
+    groups = stored_groups(state)
+    trees = groups if statistics else [(group.stores, group.sides) for group in groups]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
+from kvjax.cache.layer_stack import arranged_state, runs_of
 from kvjax.cache.state import KVState, Layer, LayerKV
 from kvjax.errors import CheckpointError
 from kvjax.models.config import DecoderConfig
@@ -115,7 +116,7 @@ def save_state(folder: str | Path, state: KVState) -> None:
     Raises:
       CheckpointError: if the folder exists.
     """
-    _save(folder, jax.tree.map(lambda x: x if x.size else _mark(x), state))
+    _save(folder, jax.tree.map(lambda x: x if x.size else _mark(x), arranged_state(state, ())))
 
 
 def _mark(x: jax.Array | jax.ShapeDtypeStruct) -> np.ndarray:
@@ -147,6 +148,8 @@ def restore_state(
     Raises:
       CheckpointError: if the folder is missing or damaged, does not hold a cache, or its shapes differ from the target.
     """
+    # Layers are saved one by one; see `kvjax.cache.layer_stack`.
+    runs = () if target is None else runs_of(target.layers)
     saved = _metadata(folder)
     if not isinstance(saved, dict) or set(saved) != {field.name for field in dataclasses.fields(KVState)}:
         raise CheckpointError(f"{folder} does not hold a KVState, which save_state() saves.")
@@ -159,6 +162,7 @@ def restore_state(
             budget=tuple(tuple(layer) for layer in saved["budget"]),
         )
     else:
+        target = arranged_state(target, ())
         _same_parts(folder, target, saved)
         target = jax.tree.map(lambda x: x if math.prod(x.shape) else _mark(x), target)
         _same_shapes(folder, target, saved)
@@ -177,7 +181,7 @@ def restore_state(
 
     with using(rules or Rules()):
         placed = jax.tree_util.tree_map_with_path(place, target)
-    return jax.tree.map(_unmarked, _restore(folder, placed))
+    return arranged_state(jax.tree.map(_unmarked, _restore(folder, placed)), runs)
 
 
 def _parts(saved: dict[str, PyTree]) -> int:

@@ -1,16 +1,15 @@
 """Continues one cache in several ways: a context is processed once, and questions are fed to copies of its cache."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.arguments import plain_signature
+from kvjax.cache.layer_stack import runs_of
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.planning.limits import half_steps, power_of_two
-from kvjax.cache.state import EMPTY, Block, KVState, Layer, LayerKV
+from kvjax.cache.state import EMPTY, Block, KVState, LayerKV
 from kvjax.errors import InputError
 from kvjax.generation import compiling
 from kvjax.generation.generate import check_room
@@ -22,6 +21,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
+from kvjax.programs import program
 
 Array = jax.Array
 
@@ -90,7 +90,7 @@ def extend(
     return Prefilled(logits, state, prefilled.layout, rows=count)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "phase", "at_once"))
+@program(static_argnames=("config", "phase", "at_once"))
 def feed_copies(
     params: Params,
     state: KVState,
@@ -118,14 +118,14 @@ def feed_copies(
       The logits after the last token of each, [R, V] float32, and the copies.
     """
     compiling.traced()
-    decoder = bind(config, params)
+    decoder = bind(config, params).looped(runs_of(state.layers))
     count, width = tokens.shape
     kv: KVState = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, rows), state)
     # [R]
     real = lengths > 0
     kv = kv.replace(
         length=jnp.where(real, kv.length, 0),
-        layers=tuple(Layer(_emptied(group, real) for group in layer) for layer in kv.layers),
+        layers=jax.tree.map(lambda group: _emptied(group, real), kv.layers, is_leaf=lambda x: isinstance(x, LayerKV)),
     )
     # [n]
     at = jnp.arange(width, dtype=jnp.int32)
@@ -159,5 +159,7 @@ def feed_copies(
 
 
 def _emptied(layer: LayerKV, real: Array) -> LayerKV:
-    """Returns slots without those of the rows that are not real, [B] bool."""
-    return layer.replace(position=jnp.where(real[:, None, None], layer.position, EMPTY))
+    """Returns slots, of a layer or of a stack of layers, without those of the rows that are not real, [B] bool."""
+    # [B, 1, 1] or [B, 1, 1, 1]
+    mask = real.reshape(-1, *(1,) * (layer.position.ndim - 1))
+    return layer.replace(position=jnp.where(mask, layer.position, EMPTY))

@@ -1,11 +1,11 @@
 """The jitted decode loop, with a donated state, which is traced once for any number of new tokens."""
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.layer_stack import arranged_state, runs_of
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.generation import compiling, selection_record
@@ -14,6 +14,7 @@ from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.finite import PAD, only_finite
 from kvjax.parallel.sharding import Params
+from kvjax.programs import program
 
 Array = jax.Array
 CHUNK = 64  # tokens per call of the decode loop; between calls the host checks for stops and updates the progress bar
@@ -44,7 +45,7 @@ class Carry(NamedTuple):
 Loop = tuple[Array, Carry, Array, Array, selection_record.Steps | None]
 
 
-@functools.partial(jax.jit, static_argnames=("sampler",), donate_argnames=("state",))
+@program(static_argnames=("sampler",), donate_argnames=("state",))
 def first_token(
     logits: Array,
     state: KVState,
@@ -78,7 +79,7 @@ def first_token(
     return Carry(state, token, active, request, key, _with_token(seen, token)), token, logprob
 
 
-@functools.partial(jax.jit, static_argnames=("config", "phase", "sampler", "record"), donate_argnames=("carry",))
+@program(static_argnames=("config", "phase", "sampler", "record"), donate_argnames=("carry",))
 def decode_steps(
     params: Params,
     carry: Carry,
@@ -110,7 +111,11 @@ def decode_steps(
       float32, and the record or None. A row ends with a log-probability that is not finite, whose token is `PAD`.
     """
     compiling.traced()
-    decoder = bind(config, params)
+    stacked = runs_of(carry.state.layers)
+    # Layers that run as loops record nothing.
+    runs = () if record else stacked
+    carry = carry._replace(state=arranged_state(carry.state, runs))
+    decoder = bind(config, params).looped(runs)
     rows = carry.token.shape[0]
 
     def unfinished(loop: Loop) -> Array:
@@ -142,7 +147,8 @@ def decode_steps(
     ids = jnp.full((rows, CHUNK), PAD, jnp.int32)
     recorded = selection_record.empty(phase, rows, config.num_kv_heads) if record else None
     loop = (jnp.int32(0), carry, ids, jnp.zeros((rows, CHUNK), jnp.float32), recorded)
-    return jax.lax.while_loop(unfinished, body, loop)[1:]
+    _, carry, ids, logprobs, recorded = jax.lax.while_loop(unfinished, body, loop)
+    return carry._replace(state=arranged_state(carry.state, stacked)), ids, logprobs, recorded
 
 
 def _choose(

@@ -1,7 +1,6 @@
 """Scores texts by teacher forcing. The cache evolves as it does in generation."""
 
 import dataclasses
-import functools
 from typing import NamedTuple, Unpack
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
+from kvjax.cache.layer_stack import arranged_state, runs_of
 from kvjax.cache.planning.layout import CacheLayout, Phase, kept
 from kvjax.cache.planning.limits import power_of_two
 from kvjax.cache.spec import CacheSpec
@@ -28,6 +28,7 @@ from kvjax.numerics.finite import check_finite
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
+from kvjax.programs import program
 from kvjax.storage.gradient import differentiable
 from kvjax.summary import one_line
 from kvjax.typing import PyTree
@@ -114,7 +115,8 @@ def log_likelihood(
         spec = dataclasses.replace(spec, storage=differentiable(spec.storage))
     with model.on_mesh(), tqdm(total=total, desc="score", unit="tok", disable=not progress) as bar:
         prepared = prepare(
-            model, spec, prompt, batch.lengths, width=width if steps else batch.width, options=options, pad_rows=True
+            model, spec, prompt, batch.lengths, width=width if steps else batch.width, options=options, pad_rows=True,
+            loops=not differentiated,
         )  # fmt: skip
         _, scores, state = run_prompts(model, batch.tokens, prompt, batch.lengths, prepared, score=True)
         bar.update(width)
@@ -215,9 +217,7 @@ def score_continuation(model: Model, prefilled: Prefilled, tokens: np.ndarray, *
 _logprob_of = jax.jit(logprob_of)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "phase", "static_steps", "record"), donate_argnames=("state", "scores")
-)
+@program(static_argnames=("config", "phase", "static_steps", "record"), donate_argnames=("state", "scores"))
 def score_steps(
     params: Params,
     state: KVState,
@@ -249,7 +249,11 @@ def score_steps(
       The updated scores and cache, and the record or None.
     """
     compiling.traced()
-    decoder = bind(config, params)
+    stacked = runs_of(state.layers)
+    # Layers that run as loops record nothing.
+    runs = () if record else stacked
+    state = arranged_state(state, runs)
+    decoder = bind(config, params).looped(runs)
     rows, width = tokens.shape
     # [B]
     row = jnp.arange(rows)
@@ -275,4 +279,4 @@ def score_steps(
 
     carry = (state, scores, selection_record.empty(phase, rows, config.num_kv_heads) if record else None)
     state, scores, recorded = jax.lax.fori_loop(0, steps if static_steps is None else static_steps, body, carry)
-    return scores, state, recorded
+    return scores, arranged_state(state, stacked), recorded

@@ -1,7 +1,6 @@
 """Scores several continuations of one context. The context is processed once, and its cache copied for each of them."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvjax.cache.layer_stack import runs_of
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.planning.limits import half_steps, power_of_two
 from kvjax.cache.spec import CacheSpec
@@ -27,6 +27,7 @@ from kvjax.numerics.finite import error_of
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
+from kvjax.programs import program
 from kvjax.summary import one_line
 
 Array = jax.Array
@@ -185,7 +186,7 @@ def without_step_kernels(phase: Phase) -> Phase:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "phase", "at_once"))
+@program(static_argnames=("config", "phase", "at_once"))
 def score_copies(
     params: Params,
     state: KVState,
@@ -216,7 +217,7 @@ def score_copies(
       are the most probable ones, [R] bool; and the copies of the cache afterwards.
     """
     compiling.traced()
-    decoder = bind(config, params)
+    decoder = bind(config, params).looped(runs_of(state.layers))
     count, width = tokens.shape
     kv: KVState = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, rows), state)
     # [R] each

@@ -4,7 +4,10 @@ The sizes of all arrays and the programs to run are determined on the host first
 that invalid arguments raise an error before anything is traced.
 """
 
+import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
 import jax
@@ -14,24 +17,28 @@ from numpy.typing import ArrayLike
 
 from kvjax.cache import shared_layers
 from kvjax.cache.empty import empty_layers
-from kvjax.cache.planning.layout import CacheLayout, Group
+from kvjax.cache.layer_stack import LayerStack, entries_of, len_of, repeated, sequence_of
+from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.limits import sizes_for
 from kvjax.cache.planning.lowering import Budgets, lower, max_positions
 from kvjax.cache.slots import constrain_slots
 from kvjax.cache.spec import CacheSpec
-from kvjax.cache.state import Block, KVState, Layer, LayerKV
+from kvjax.cache.state import Block, KVState, Layer
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.generation import compiling
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.inputs import check_batch, check_count, check_positions, warn_beyond_context
+from kvjax.models import layer_loop
 from kvjax.models.bound import bind, logprobs_of
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import SIDES, SKEW
 from kvjax.models.model import Model
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
+from kvjax.programs import program
 from kvjax.storage.side import rows_of
 from kvjax.summary import one_line
+from kvjax.typing import PyTree
 
 Array = jax.Array
 GroupBudgets = tuple[tuple[Array | None, ...], ...]  # per layer and group of heads
@@ -151,6 +158,7 @@ def prepare(
     options: CacheOptions,
     last_fed: bool = True,
     pad_rows: bool = False,
+    loops: bool = True,
 ) -> Prepared:
     """Lowers a spec for a batch, on the current mesh. Warns if the model was not trained for so many positions.
 
@@ -163,6 +171,7 @@ def prepare(
       options: blocks of the prompt, limits and implementation.
       last_fed: see `kvjax.cache.planning.limits.sizes_for`.
       pad_rows: whether arrays have rows without a token where the mesh does not divide those of the batch.
+      loops: whether layers that are alike may run as loops, which have no gradient.
 
     Raises:
       InputError: if the batch exceeds the limits, or the model has no rotary positions to place by rank.
@@ -187,7 +196,11 @@ def prepare(
     # The prediction after the last token of a scored text is not used, so that its position does not matter.
     positions = total - 1 if last_fed else total
     warn_beyond_context(model.config, max_positions(lowered, prompt, positions, options.prefill_block))
-    return Prepared(lowered.layout, lowered.budgets, sizes.prompt, rows)
+    layout = lowered.layout
+    if loops and not layout.runs:
+        runs = layer_loop.runs_of(model.config, model.params, layout.prompt, layout.decode)
+        layout = dataclasses.replace(layout, runs=runs)
+    return Prepared(layout, lowered.budgets, sizes.prompt, rows)
 
 
 def run_prompts(
@@ -221,7 +234,7 @@ def run_prompts(
         )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("config", "layout", "score"))
+@program(static_argnames=("config", "layout", "score"))
 def prefill_steps(
     params: Params,
     tokens: Array,
@@ -252,7 +265,7 @@ def prefill_steps(
       [B, width] float32, or [B, 0] when not scoring; and the cache, in the arrays of the decoding phase.
     """
     compiling.traced()
-    decoder = bind(config, params)
+    decoder = bind(config, params).looped(layout.runs)
     rows = tokens.shape[0]
     width = tokens.shape[1] - (1 if score else 0)
     step = width if layout.block is None else layout.block
@@ -284,7 +297,8 @@ def prefill_steps(
         kv, last, logprobs = run_block(None, 0, padded[:, :width], padded[:, 1 : width + 1])
         kv = kv.replace(layers=shared_layers.join_prompts(kv.layers, layout.decode))
     else:
-        start = empty_layers(layout.prompt, rows, config.num_kv_heads, config.head_dim, decoder.dtype)
+        empty = empty_layers(layout.prompt, rows, config.num_kv_heads, config.head_dim, decoder.dtype)
+        start = repeated(empty, layout.runs)
         # [B]
         zero = jnp.zeros((rows,), jnp.int32)
         kv = KVState(start, zero, prompt=lengths, total=total, budget=budget)
@@ -314,7 +328,7 @@ def prefill_steps(
     return decoder.logits(last), logprobs[:, :width], kv.replace(budget=decode_budget)
 
 
-def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: Params) -> tuple[Layer, ...]:
+def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: Params) -> Sequence[Layer]:
     """Moves the slots of every group of heads from the arrays of the blocks of a prompt to those of the decoding phase.
 
     Args:
@@ -324,16 +338,28 @@ def converted(kv: KVState, layout: CacheLayout, config: DecoderConfig, params: P
       params: of the decoder.
     """
 
-    def group(index: int, layer: LayerKV, before: Group, after: Group) -> LayerKV:
+    def one(index: int, layer: Layer, shared: tuple[PyTree, PyTree]) -> Layer:
+        """Converts a layer that is like the one of an index, whose queries and keys share other arrays."""
         rope = config.kind(index).rope
         frequencies = None if rope is None else rope.frequencies(kv.total)
-        own = params[f"layer_{index}"]["attention"]
-        # [K, D, D] and [K or 1, ...], of the group's heads
-        skew, sides = rows_of((own.get(SKEW), own.get(SIDES)), after.heads)
-        made = convert(layer, before, after, Prompt(kv.length, rope, frequencies, skew, sides))
-        return constrain_slots(made, after.per_head) if after.slot_axes else made
+        made = []
+        for own, before, after in zip(layer, layout.prompt[index], layout.decode[index], strict=True):
+            # [K, D, D] and [K or 1, ...], of the group's heads
+            skew, sides = rows_of(shared, after.heads)
+            group = convert(own, before, after, Prompt(kv.length, rope, frequencies, skew, sides))
+            made.append(constrain_slots(group, after.per_head) if after.slot_axes else group)
+        return Layer(made)
 
-    return tuple(
-        Layer(group(index, *each) for each in zip(layer, before, after, strict=True))
-        for index, (layer, before, after) in enumerate(zip(kv.layers, layout.prompt, layout.decode, strict=True))
-    )
+    def shared_of(index: int) -> tuple[PyTree, PyTree]:
+        own = params[f"layer_{index}"]["attention"]
+        return own.get(SKEW), own.get(SIDES)
+
+    def entry(index: int, layer: Layer | LayerStack) -> Layer | LayerStack:
+        if isinstance(layer, Layer):
+            return one(index, layer, shared_of(index))
+        shared = jax.tree.map(lambda *each: jnp.stack(each), *(shared_of(index + i) for i in range(layer.count)))
+        return layer.map(functools.partial(one, index), shared)
+
+    entries = entries_of(kv.layers)
+    starts = itertools.accumulate((len_of(each) for each in entries[:-1]), initial=0)
+    return sequence_of([entry(*each) for each in zip(starts, entries, strict=True)])

@@ -1,16 +1,17 @@
 """A decoder with its parameters, and the scores of tokens under its logits."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.layer_stack import Runs
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
+from kvjax.models import layer_loop
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import Decoder
+from kvjax.models.decoder import RUNS, Decoder
 from kvjax.parallel.sharding import Params, PyTree
 
 Array = jax.Array
@@ -21,16 +22,44 @@ class BoundDecoder(NamedTuple):
     """A decoder with its parameters, for use in jitted loops.
 
     Attributes:
-      hidden: (tokens [B, n], state, block, phase) -> (hidden states [B, n, E], state).
-      step: like `hidden`, with the intermediates of `Decoder.hidden` as a third result.
-      logits: hidden states [..., E] -> [..., V] float32.
-      dtype: of parameters and cache.
+      config: the decoder.
+      params: its parameters.
+      runs: the parameters of the layers that run as loops; see `looped`.
     """
 
-    hidden: Callable[[Array, KVState | None, Block, Phase], tuple[Array, KVState]]
-    step: Callable[[Array, KVState, Block, Phase], tuple[Array, KVState, PyTree]]
-    logits: Callable[[Array], Array]
-    dtype: jnp.dtype
+    config: DecoderConfig
+    params: Params
+    runs: tuple[layer_loop.RunParams, ...] = ()
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of parameters and cache."""
+        return jnp.dtype(self.params["embed"]["tokens"].dtype)
+
+    def looped(self, runs: Runs) -> "BoundDecoder":
+        """Returns the decoder that runs some layers as loops, whose caches are in stacks.
+
+        Args:
+          runs: of the layout, or those of a state that is to be decoded; see `kvjax.cache.layer_stack.runs_of`.
+        """
+        return self._replace(runs=tuple(layer_loop.run_params(self.params, run) for run in runs))
+
+    def hidden(self, tokens: Array, state: KVState | None, block: Block, phase: Phase) -> tuple[Array, KVState]:
+        """Runs tokens [B, n] through all layers: hidden states [B, n, E] and the state."""
+        return cast(tuple[Array, KVState], self._apply("hidden", tokens, state, block, phase))
+
+    def step(self, tokens: Array, state: KVState, block: Block, phase: Phase) -> tuple[Array, KVState, PyTree]:
+        """Does what `hidden` does; the third result is the intermediates of layers that do not run as loops."""
+        (x, state), sown = self._apply("hidden", tokens, state, block, phase, mutable="intermediates")
+        return x, state, sown
+
+    def logits(self, hidden: Array) -> Array:
+        """Hidden states [..., E] -> [..., V] float32."""
+        return cast(Array, self._apply("logits", hidden))
+
+    def _apply(self, method: str, *arguments: Any, **options: Any) -> Any:
+        variables = {"params": self.params, RUNS: {str(own.run.start): own for own in self.runs}}
+        return Decoder(self.config, self.dtype).apply(variables, *arguments, method=method, **options)
 
 
 def bind(config: DecoderConfig, params: Params) -> BoundDecoder:
@@ -40,19 +69,7 @@ def bind(config: DecoderConfig, params: Params) -> BoundDecoder:
       config: the decoder.
       params: its parameters.
     """
-    dtype = params["embed"]["tokens"].dtype
-    decoder = Decoder(config, dtype)
-
-    def call(method: str) -> Callable[..., PyTree]:
-        return functools.partial(decoder.apply, {"params": params}, method=method)
-
-    def step(tokens: Array, kv: KVState, block: Block, phase: Phase) -> tuple[Array, KVState, PyTree]:
-        (x, kv), sown = decoder.apply(
-            {"params": params}, tokens, kv, block, phase, method="hidden", mutable="intermediates"
-        )  # fmt: skip
-        return x, kv, sown
-
-    return BoundDecoder(call("hidden"), step, call("logits"), dtype)
+    return BoundDecoder(config, params)
 
 
 def logprobs_of(decoder: BoundDecoder, hidden: Array, targets: Array) -> Array:

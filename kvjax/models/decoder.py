@@ -16,6 +16,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from kvjax.cache import shared_layers
+from kvjax.cache.layer_stack import LayerStack, entries_of, sequence_of
 from kvjax.cache.planning.layout import Group, Phase, keep_everything
 from kvjax.cache.state import Block, KVState
 from kvjax.cache.state import Layer as LayerCache
@@ -23,6 +24,7 @@ from kvjax.cache.step.interface import AttentionOperands, LayerArgs
 from kvjax.cache.step.step import step_layer
 from kvjax.models.config import DecoderConfig, LayerKind
 from kvjax.models.experts import Experts
+from kvjax.models.layer_loop import run_loop
 from kvjax.models.layers import Embed, Linear, Mlp, Norm, PositionEmbed
 from kvjax.numerics.soft_cap import soft_capped
 from kvjax.parallel import host_memory, sharding
@@ -33,6 +35,7 @@ Array = jax.Array
 
 SKEW = "skew"  # optional parameter of an attention, [K, D, D]; see `kvjax.models.skew`
 SIDES = "sides"  # optional parameters of an attention, {"key": {part: [K, ...]}, "value": ...}; see `kvjax.calibrate`
+RUNS = "runs"  # optional collection of variables, index of a layer -> `kvjax.models.layer_loop.RunParams`
 SHIFT = "shift"  # optional parameters of an attention, added to {"key": [B, K, n, D], "value": ...}, for gradients
 
 
@@ -293,39 +296,55 @@ class Decoder(nn.Module):
             block = Block(position=position, prompt=row, total=row, budget=((None,),) * config.num_layers)
         # [B, n, hidden]
         x = self.enter(tokens, block)
-        after = []
+        after: list[LayerCache | LayerStack] = []
         entered: Array | None = None
         before = x
-        for index, module in enumerate(self.layers):
+        runs = {int(start): own for start, own in self.variables.get(RUNS, {}).items()}
+        entries = () if kv is None else entries_of(kv.layers)
+        index = 0
+        while index < config.num_layers:
             x = sharding.constrain(x, ("batch", None, None))
-            hint: Array | None = (
-                entered if x.shape[1] == 1 and any(group.selection.ahead for group in phase[index]) else None
-            )
+            looks_ahead = x.shape[1] == 1 and any(group.selection.ahead for group in phase[index])
+            hint: Array | None = entered if looks_ahead else None
+            if (run := runs.get(index)) is not None:
+                stack = None if kv is None else cast(LayerStack, entries[len(after)])
+                looped = run_loop(self._run_layer(index, phase), run, x, hint, stack, block, self.variables["params"])
+                after.append(looped.cache)
+                before, x, entered, index = x, looped.x, looped.entered, run.run.stop
+                continue
             arguments = (
                 x,
-                None if kv is None else shared_layers.borrow(kv.layers, index, phase[index]),
+                None if kv is None else shared_layers.borrow(entries, len(after), phase[index]),
                 block.of_layer(index),
             )
             if self.is_initializing():
-                output = module(*arguments, phase[index], hint)
+                output = self.layers[index](*arguments, phase[index], hint)
             else:
                 # What is in host memory is moved for a layer while the layer before it runs.
                 params, held = host_memory.after((self.variables["params"][f"layer_{index}"], arguments[1]), before)
                 before = x
-                output = run_layer(
-                    params, x, held, arguments[2], hint, config=config, kind=module.kind, dtype=self.dtype,
-                    groups=phase[index],
-                )  # fmt: skip
+                output = self._run_layer(index, phase)(params, x, held, arguments[2], hint)
             # For `kvjax.analysis`; Flax discards it unless the caller makes "intermediates" mutable.
             self.sow("intermediates", f"attention_{index}", output.seen)
             self.sow("intermediates", f"streams_{index}", output.streams)
             made = output.cache
-            after.append(made if kv is None else shared_layers.release(made, kv.layers[index], phase[index]))
+            if kv is not None:
+                made = shared_layers.release(made, cast(LayerCache, entries[len(after)]), phase[index])
+            after.append(made)
             x, entered = output.x, output.entered
+            index += 1
         # [B]
         added = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
         length = added if kv is None else kv.length + added
-        return self.leave(x), KVState(tuple(after), length, prompt=block.prompt, total=block.total, budget=block.budget)
+        return self.leave(x), KVState(
+            sequence_of(after), length, prompt=block.prompt, total=block.total, budget=block.budget
+        )
+
+    def _run_layer(self, index: int, phase: Phase) -> Callable[..., LayerOutput]:
+        """Returns `run_layer` for the layer of an index."""
+        return functools.partial(
+            run_layer, config=self.config, kind=self.config.kind(index), dtype=self.dtype, groups=phase[index]
+        )  # fmt: skip
 
     def enter(self, tokens: Array, block: Block) -> Array:
         """Embeds tokens [B, n] int32: what enters the first layer, [B, n, hidden]."""

@@ -14,7 +14,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from kvjax.models.config import DecoderConfig
-from kvjax.products import QuantizedMatrix, product
+from kvjax.products import IndexedMatrix, QuantizedMatrix, product
 
 Array = jax.Array
 
@@ -51,9 +51,9 @@ class Linear(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Maps [..., in] to [..., features]."""
         shape = (x.shape[-1], self.features)
-        # [in, features]; Flax would compare the arrays of a quantised matrix with this shape
-        kernel: Array | QuantizedMatrix | None = self.get_variable("params", "kernel")
-        if not isinstance(kernel, QuantizedMatrix):
+        # [in, features]; Flax would compare the arrays of a quantised or indexed matrix with this shape
+        kernel: Array | QuantizedMatrix | IndexedMatrix | None = self.get_variable("params", "kernel")
+        if not isinstance(kernel, QuantizedMatrix | IndexedMatrix):
             kernel = self.param("kernel", nn.initializers.normal(shape[0] ** -0.5), shape, self.dtype)
         # [..., features]
         y = product(x, kernel)

@@ -30,6 +30,7 @@ from kvjax.products.choice import (
     use_timings,
 )
 from kvjax.products.forms import FORMS
+from kvjax.products.indexed import IndexedMatrix, indexed_product
 from kvjax.products.native import await_native
 from kvjax.products.quantized import QuantizedMatrix, quantized_product
 from kvjax.products.used_slots import reads_used_slots, slots_product
@@ -41,6 +42,7 @@ __all__ = [
     "FORMS",
     "MAX_ROWS",
     "Entry",
+    "IndexedMatrix",
     "QuantizedMatrix",
     "await_native",
     "begin",
@@ -63,7 +65,7 @@ def begin() -> None:
 
 def product(
     x: Array,
-    kernel: Array | QuantizedMatrix,
+    kernel: Array | QuantizedMatrix | IndexedMatrix,
     *,
     transposed: bool = False,
     dtype: DTypeLike | None = None,
@@ -75,7 +77,7 @@ def product(
       x: [..., in]; with a batch of matrices [*batch, rows, in].
       kernel: [in, out] or [*batch, in, out]; if `transposed`, [out, in] or [*batch, out, in]. A `QuantizedMatrix` is
         [in, out]. kvjax's own code for CPUs multiplies by its codes; otherwise it is decoded when x is known, so that a
-        program holds decoded only what multiplies the same x.
+        program holds decoded only what multiplies the same x. So is an `IndexedMatrix`.
       transposed: whether each row of the kernel is an output, as in an embedding table.
       dtype: of the result; None for that of x.
       used: [*batch] int32, of the keys (transposed) or values [*batch, S, D] of a cache: the number of slots, the first
@@ -86,6 +88,9 @@ def product(
       [..., out].
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    if isinstance(kernel, IndexedMatrix):
+        # [..., out]
+        return indexed_product(x, kernel, dtype)
     if isinstance(kernel, QuantizedMatrix):
         assert not transposed, "a quantised matrix is [in, out]"
         # [..., out]

@@ -74,21 +74,21 @@ inline Found Weights(float* x, const float* seen, int64_t slots, float scale) {
 }
 
 template <typename W>
-struct Cache {
+struct Problem {
   const float* query;    // [count, rows, dim]
-  const W *key, *value;  // [count, slots, dim]
+  const W *key, *value;  // where `caches` begin
   const bool* seen;      // [count, slots]
   const int32_t* used;   // [count]
   float *output, *lse;   // [count, rows, dim] and [count, rows]
-  int64_t count, rows, slots, dim;
+  int64_t rows;
   float scale;
 };
 
 template <typename W>
-void Attend(ffi::ThreadPool& pool, const Cache<W>& cache) {
-  const int64_t count = cache.count, rows = cache.rows, slots = cache.slots, dim = cache.dim;
+void Attend(ffi::ThreadPool& pool, const Caches& caches, const Problem<W>& problem) {
+  const int64_t count = caches.count, rows = problem.rows, slots = caches.slots, dim = caches.dim;
   const int64_t parts = (slots + kSlots - 1) / kSlots;
-  const auto end = [&](int64_t i) { return std::clamp<int64_t>(cache.used[i], 0, slots); };
+  const auto end = [&](int64_t i) { return std::clamp<int64_t>(problem.used[i], 0, slots); };
   const std::unique_ptr<float[]> sums(new float[count * parts * rows * dim]);
   const std::unique_ptr<Found[]> found(new Found[count * parts * rows]);
   ForEach(pool, count * parts, [&](int64_t i) {
@@ -98,17 +98,17 @@ void Attend(ffi::ThreadPool& pool, const Cache<W>& cache) {
     // Whole vectors: there are as many logits beyond the last slot that are not seen.
     static thread_local float weights[kMaxRows * kSlots] __attribute__((aligned(64)));
     float marks[kSlots] = {};
-    for (int64_t s = 0; s < size; s++) marks[s] = cache.seen[product * slots + start + s] ? 1.0f : 0.0f;
+    for (int64_t s = 0; s < size; s++) marks[s] = problem.seen[product * slots + start + s] ? 1.0f : 0.0f;
     const int64_t whole = (size + kLanes - 1) / kLanes * kLanes;
-    const int64_t first = product * slots + start;
-    (AreKeys(dim) ? AnyKeys<W> : Rows<W>)(cache.query + product * rows * dim, cache.key + first * dim, weights, rows,
+    const int64_t first = caches.begin(product) + start * dim;
+    (AreKeys(dim) ? AnyKeys<W> : Rows<W>)(problem.query + product * rows * dim, problem.key + first, weights, rows,
                                           dim, kSlots, 0, size);
     for (int64_t r = 0; r < rows; r++) {
       float* own = weights + r * kSlots;
       std::fill(own + size, own + whole, 0.0f);
-      found[i * rows + r] = Weights(own, marks, whole, cache.scale);
+      found[i * rows + r] = Weights(own, marks, whole, problem.scale);
     }
-    SumOfSlots<W>(weights, kSlots, cache.value + first * dim, dim, sums.get() + i * rows * dim, rows, size);
+    SumOfSlots<W>(weights, kSlots, problem.value + first, dim, sums.get() + i * rows * dim, rows, size);
   });
   for (int64_t product = 0; product < count; product++) {
     const int64_t own = (end(product) + kSlots - 1) / kSlots;
@@ -116,7 +116,7 @@ void Attend(ffi::ThreadPool& pool, const Cache<W>& cache) {
       const Found* of = found.get() + product * parts * rows + r;
       float top = kLowest, total = 0;
       for (int64_t part = 0; part < own; part++) top = std::max(top, of[part * rows].top);
-      float* y = cache.output + (product * rows + r) * dim;
+      float* y = problem.output + (product * rows + r) * dim;
       std::fill(y, y + dim, 0.0f);
       for (int64_t part = 0; part < own; part++) {
         const float share = Exp(of[part * rows].top - top);
@@ -126,30 +126,43 @@ void Attend(ffi::ThreadPool& pool, const Cache<W>& cache) {
       }
       const float factor = total > 0 ? 1 / total : 0;
       for (int64_t n = 0; n < dim; n++) y[n] *= factor;
-      cache.lse[product * rows + r] = total > 0 ? top + std::log(total) : -std::numeric_limits<float>::infinity();
+      problem.lse[product * rows + r] = total > 0 ? top + std::log(total) : -std::numeric_limits<float>::infinity();
     }
   }
 }
 
-// query [count, rows, dim], key and value [count, slots, dim], seen [count, slots], used [count]: the number of slots up
-// to the last one that is seen; output [count, rows, dim] and the log-sum-exps of the logits, lse [count, rows].
-ffi::Error RunAttend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuffer key, ffi::AnyBuffer value,
-                     ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> used, ffi::ResultBuffer<ffi::F32> output,
-                     ffi::ResultBuffer<ffi::F32> lse, float scale) {
-  const auto shape = key.dimensions();
-  const int64_t rows = query.dimensions()[1];
+// query [..., rows, dim], seen [..., slots], and used [...]: the number of slots up to the last one that is seen; output
+// [..., rows, dim] and the log-sum-exps of the logits, lse [..., rows]; in the order of the caches.
+ffi::Error RunAttendOf(ffi::ThreadPool& pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+                       const Caches& caches, ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> used,
+                       ffi::ResultBuffer<ffi::F32> output, ffi::ResultBuffer<ffi::F32> lse, float scale) {
+  const auto shape = query.dimensions();
+  const int64_t rows = shape[shape.size() - 2];
   if (rows > kMaxRows) return ffi::Error::InvalidArgument("too many rows");
   const auto run = [&](auto* type) {
     using W = std::remove_pointer_t<decltype(type)>;
-    Attend<W>(pool, {query.typed_data(), static_cast<const W*>(key.untyped_data()),
-                     static_cast<const W*>(value.untyped_data()), seen.typed_data(), used.typed_data(),
-                     output->typed_data(), lse->typed_data(), shape[0], rows, shape[1], shape[2], scale});
+    Attend<W>(pool, caches, {query.typed_data(), static_cast<const W*>(key.untyped_data()),
+                             static_cast<const W*>(value.untyped_data()), seen.typed_data(), used.typed_data(),
+                             output->typed_data(), lse->typed_data(), rows, scale});
     return ffi::Error::Success();
   };
   if (key.element_type() == ffi::F32 && value.element_type() == ffi::F32) return run(static_cast<float*>(nullptr));
   if (key.element_type() == ffi::BF16 && value.element_type() == ffi::BF16)
     return run(static_cast<BFloat16*>(nullptr));
   return ffi::Error::InvalidArgument("keys and values must be float32 or bfloat16");
+}
+
+ffi::Error RunAttend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+                     ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> used, ffi::ResultBuffer<ffi::F32> output,
+                     ffi::ResultBuffer<ffi::F32> lse, float scale) {
+  return RunAttendOf(pool, query, key, value, Caches(key), seen, used, output, lse, scale);
+}
+
+ffi::Error RunIndexedAttend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuffer key,
+                            ffi::AnyBuffer value, ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> used,
+                            ffi::Buffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> output,
+                            ffi::ResultBuffer<ffi::F32> lse, float scale) {
+  return RunAttendOf(pool, query, key, value, Caches(key, *index.typed_data()), seen, used, output, lse, scale);
 }
 
 }  // namespace
@@ -161,6 +174,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxAttend, RunAttend,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("scale"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxIndexedAttend, RunIndexedAttend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()

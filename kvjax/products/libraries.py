@@ -10,6 +10,10 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 TARGET, SLOTS = "kvjax_product", "kvjax_slots"  # see native.cc
 ATTEND = "kvjax_attend"  # see attend.cc
+# The same for one of several layers, whose index is an operand.
+INDEXED_PRODUCT, INDEXED_SLOTS, INDEXED_ATTEND = "kvjax_indexed_product", "kvjax_indexed_slots", "kvjax_indexed_attend"
+#: A custom call -> the same for slices of stacks, and which of its operands are stacks.
+INDEXED = {SLOTS: (INDEXED_SLOTS, (1,)), ATTEND: (INDEXED_ATTEND, (1, 2))}
 CODED_VECTORS, CODED_WEIGHTS = "kvjax_coded_vectors", "kvjax_coded_weights"  # see codes.cc
 HEADERS = tuple(FOLDER / name for name in ("vectors.h", "slots.h"))
 # Whether a product and a sum are rounded as one is said by the code: see Fma in vectors.h.
@@ -49,7 +53,15 @@ class Library:
 
 
 LIBRARIES = (
-    Library("native.cc", ((TARGET, "KvjaxProduct"), (SLOTS, "KvjaxSlots"))),
-    Library("attend.cc", ((ATTEND, "KvjaxAttend"),)),
+    Library(
+        "native.cc",
+        (
+            (TARGET, "KvjaxProduct"),
+            (SLOTS, "KvjaxSlots"),
+            (INDEXED_PRODUCT, "KvjaxIndexedProduct"),
+            (INDEXED_SLOTS, "KvjaxIndexedSlots"),
+        ),
+    ),
+    Library("attend.cc", ((ATTEND, "KvjaxAttend"), (INDEXED_ATTEND, "KvjaxIndexedAttend"))),
     Library("codes.cc", ((CODED_VECTORS, "KvjaxCodedVectors"), (CODED_WEIGHTS, "KvjaxCodedWeights"))),
 )

@@ -173,10 +173,18 @@ ffi::Error Run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, 
   return ffi::Error::Success();
 }
 
-// Products with the first `used` slots of each of `count` caches w [count, slots, dim]; the others are not read.
+// The product with one of several matrices of one shape, that of the given index: of a layer, in a loop over layers.
+ffi::Error RunIndexed(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> index,
+                      ffi::RemainingArgs matrices, ffi::ResultBuffer<ffi::F32> y, bool transposed) {
+  const auto w = matrices.get<ffi::AnyBuffer>(*index.typed_data());
+  return w.has_value() ? Run(pool, x, *w, y, transposed) : w.error();
+}
+
+// Products with the first `used` slots of each of the caches w; the others are not read.
 template <typename W>
-void SlotProducts(ffi::ThreadPool& pool, const float* x, const W* w, const int32_t* used, float* y, int64_t count,
-                  int64_t rows, int64_t slots, int64_t dim, bool transposed) {
+void SlotProducts(ffi::ThreadPool& pool, const float* x, const W* w, const Caches& caches, const int32_t* used,
+                  float* y, int64_t rows, bool transposed) {
+  const int64_t count = caches.count, slots = caches.slots, dim = caches.dim;
   // Parts of the same slots whatever the number of threads, whose sums are added up in their order.
   const int64_t parts = (slots + kSlots - 1) / kSlots;
   const auto end = [&](int64_t i) { return std::clamp<int64_t>(used[i], 0, slots); };
@@ -186,7 +194,7 @@ void SlotProducts(ffi::ThreadPool& pool, const float* x, const W* w, const int32
       const int64_t product = i / parts, start = i % parts * kSlots, stop = std::min(slots, start + kSlots);
       const int64_t live = std::clamp(end(product), start, stop);
       float* own = y + product * rows * slots;
-      (AreKeys(dim) ? AnyKeys<W> : Rows<W>)(x + product * rows * dim, w + product * slots * dim, own, rows, dim, slots,
+      (AreKeys(dim) ? AnyKeys<W> : Rows<W>)(x + product * rows * dim, w + caches.begin(product), own, rows, dim, slots,
                                             start, live);
       for (int64_t b = 0; b < rows; b++) std::memset(own + b * slots + live, 0, (stop - live) * sizeof(float));
     });
@@ -200,7 +208,7 @@ void SlotProducts(ffi::ThreadPool& pool, const float* x, const W* w, const int32
     const int64_t product = i / parts, part = i % parts, start = part * kSlots;
     const int64_t live = std::min(end(product), start + kSlots) - start;
     if (live <= 0 && part > 0) return;
-    SumOfSlots<W>(x + product * rows * slots + start, slots, w + (product * slots + start) * dim, dim,
+    SumOfSlots<W>(x + product * rows * slots + start, slots, w + caches.begin(product) + start * dim, dim,
                   sums_of(product, part), rows, std::max<int64_t>(live, 0));
   });
   for (int64_t product = 0; product < count; product++) {
@@ -212,26 +220,35 @@ void SlotProducts(ffi::ThreadPool& pool, const float* x, const W* w, const int32
   }
 }
 
-// w [count, slots, dim], used [count]; x [count, rows, slots] and y [count, rows, dim], or, transposed,
-// x [count, rows, dim] and y [count, rows, slots].
-ffi::Error RunSlots(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> used,
-                    ffi::ResultBuffer<ffi::F32> y, bool transposed) {
-  const auto shape = w.dimensions();
-  const int64_t count = shape[0], slots = shape[1], dim = shape[2], rows = x.dimensions()[1];
+// x [..., rows, slots] and y [..., rows, dim], or, transposed, x [..., rows, dim] and y [..., rows, slots], in the order of
+// the caches.
+ffi::Error RunSlotsOf(ffi::ThreadPool& pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, const Caches& caches,
+                      ffi::Buffer<ffi::S32> used, ffi::ResultBuffer<ffi::F32> y, bool transposed) {
+  const auto shape = x.dimensions();
+  const int64_t rows = shape[shape.size() - 2];
   if (y->element_count() == 0) return ffi::Error::Success();
-  if (slots == 0 || dim == 0) {
+  if (caches.slots == 0 || caches.dim == 0) {
     std::memset(y->typed_data(), 0, y->element_count() * sizeof(float));
     return ffi::Error::Success();
   }
-  if (w.element_type() == ffi::F32)
-    SlotProducts(pool, x.typed_data(), w.typed_data<float>(), used.typed_data(), y->typed_data(), count, rows, slots,
-                 dim, transposed);
-  else if (w.element_type() == ffi::BF16)
-    SlotProducts(pool, x.typed_data(), static_cast<const BFloat16*>(w.untyped_data()), used.typed_data(),
-                 y->typed_data(), count, rows, slots, dim, transposed);
-  else
-    return ffi::Error::InvalidArgument("a cache must be float32 or bfloat16");
-  return ffi::Error::Success();
+  const auto run = [&](const auto* first) {
+    SlotProducts(pool, x.typed_data(), first, caches, used.typed_data(), y->typed_data(), rows, transposed);
+    return ffi::Error::Success();
+  };
+  if (w.element_type() == ffi::F32) return run(w.typed_data<float>());
+  if (w.element_type() == ffi::BF16) return run(static_cast<const BFloat16*>(w.untyped_data()));
+  return ffi::Error::InvalidArgument("a cache must be float32 or bfloat16");
+}
+
+ffi::Error RunSlots(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> used,
+                    ffi::ResultBuffer<ffi::F32> y, bool transposed) {
+  return RunSlotsOf(pool, x, w, Caches(w), used, y, transposed);
+}
+
+ffi::Error RunIndexedSlots(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w,
+                           ffi::Buffer<ffi::S32> used, ffi::Buffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> y,
+                           bool transposed) {
+  return RunSlotsOf(pool, x, w, Caches(w, *index.typed_data()), used, y, transposed);
 }
 
 }  // namespace
@@ -250,5 +267,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxProduct, Run,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("transposed"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxIndexedProduct, RunIndexed,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("transposed"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvjaxIndexedSlots, RunIndexedSlots,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<bool>("transposed"));

@@ -4,7 +4,6 @@ A row of a batch often uses a part of the slots that are allocated for it. The o
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -49,15 +48,10 @@ def slots_product(x: Array, cache: Array, used: Array, transposed: bool, dtype: 
       [*batch, rows, S] if transposed, else [*batch, rows, D].
     """
     *batch, slots, dim = cache.shape
-    count, (rows, inputs) = math.prod(batch), x.shape[-2:]
-    result = jax.ShapeDtypeStruct((count, rows, slots if transposed else dim), jnp.float32)
+    result = jax.ShapeDtypeStruct((*batch, x.shape[-2], slots if transposed else dim), jnp.float32)
     call = jax.ffi.ffi_call(native.SLOTS, result, vmap_method="sequential")
-    y = call(
-        x.astype(jnp.float32).reshape(count, rows, inputs), cache.reshape(count, slots, dim), used.reshape(count),
-        transposed=transposed,
-    )  # fmt: skip
     # [*batch, rows, S or D]
-    return y.reshape(*batch, rows, -1).astype(dtype)
+    return call(x.astype(jnp.float32), cache, used, transposed=transposed).astype(dtype)
 
 
 @slots_product.defjvp
@@ -95,16 +89,11 @@ def attend_slots(query: Array, key: Array, value: Array, seen: Array, used: Arra
     Returns:
       The output [*batch, rows, D] and the log-sum-exps [*batch, rows], float32; 0 and -inf where no slot is seen.
     """
-    *batch, slots, dim = key.shape
-    count, rows = math.prod(batch), query.shape[-2]
-    results = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((count, rows, dim), (count, rows)))
+    results = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (query.shape, query.shape[:-1]))
     call = jax.ffi.ffi_call(native.ATTEND, results, vmap_method="sequential")
-    output, lse = call(
-        query.astype(jnp.float32).reshape(count, rows, dim), key.reshape(count, slots, dim),
-        value.reshape(count, slots, dim), seen.reshape(count, slots), used.reshape(count), scale=np.float32(scale),
-    )  # fmt: skip
     # [*batch, rows, D] and [*batch, rows]
-    return output.reshape(*batch, rows, dim), lse.reshape(*batch, rows)
+    output, lse = call(query.astype(jnp.float32), key, value, seen, used, scale=np.float32(scale))
+    return output, lse
 
 
 @attend_slots.defjvp

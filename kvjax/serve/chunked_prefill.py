@@ -1,6 +1,5 @@
 """A prompt that is run block by block, so that rows decode between its blocks."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.parallel.sharding import Params
+from kvjax.programs import program
 
 Array = jax.Array
 
@@ -90,7 +90,7 @@ class InBlocks:
         return Started(*_ended(model.params, self._progress, budget, config=model.config, layout=layout))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "layout", "dtype"))
+@program(static_argnames=("config", "layout", "dtype"))
 def _empty(
     length: Array, total: Array, budget: GroupBudgets, *, config: DecoderConfig, layout: CacheLayout, dtype: str
 ) -> _Progress:
@@ -103,7 +103,7 @@ def _empty(
     return _Progress(KVState(layers, seen, prompt=length, total=total, budget=budget), last)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "layout"), donate_argnames=("progress",))
+@program(static_argnames=("config", "layout"), donate_argnames=("progress",))
 def _run_block(
     params: Params, progress: _Progress, tokens: Array, start: Array, *, config: DecoderConfig, layout: CacheLayout
 ) -> _Progress:
@@ -121,7 +121,7 @@ def _run_block(
     return _Progress(state, last)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "layout"))
+@program(static_argnames=("config", "layout"))
 def _ended(
     params: Params, progress: _Progress, decode_budget: GroupBudgets, *, config: DecoderConfig, layout: CacheLayout
 ) -> tuple[Array, KVState]:

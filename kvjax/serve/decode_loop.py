@@ -19,6 +19,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.numerics.finite import PAD, only_finite
 from kvjax.parallel import host_memory
 from kvjax.parallel.sharding import Params
+from kvjax.programs import program
 from kvjax.serve.sampling import Leaf, Settings, choose
 
 Array = jax.Array
@@ -102,7 +103,7 @@ class Chunk(NamedTuple):
     row_steps: Leaf
 
 
-@functools.partial(jax.jit, static_argnames=("rows",))
+@program(static_argnames=("rows",))
 def empty_rows(state: KVState, entry: Entry, *, rows: int) -> Rows:
     """Makes rows without requests.
 
@@ -125,7 +126,7 @@ def empty_rows(state: KVState, entry: Entry, *, rows: int) -> Rows:
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, donate_argnames=("rows",))
+@program(donate_argnames=("rows",))
 def admit(rows: Rows, state: KVState, logits: Array, source: Array, row: Array, entry: Entry) -> Rows:
     """Replaces one row by a request whose prompt has been run.
 
@@ -164,7 +165,7 @@ def admit(rows: Rows, state: KVState, logits: Array, source: Array, row: Array, 
 _Loop = tuple[Array, Rows, Array, Array, Array]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "phase", "min_row_steps"), donate_argnames=("rows",))
+@program(static_argnames=("config", "phase", "min_row_steps"), donate_argnames=("rows",))
 def decode_chunk(
     params: Params,
     rows: Rows,

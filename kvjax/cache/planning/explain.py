@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import jax
@@ -41,6 +42,8 @@ def explain(layout: "CacheLayout") -> str:
     for attend, reasons in sorted(prompts):
         lines.append(f"  prompts: attention by {attend}")
         lines += [f"    not {reason}" for reason in reasons]
+    for run in layout.runs:
+        lines.append(f"  layers {_ranges(run.layers)} run as one loop, which is compiled once for all of them")
     if layout.platform == "cpu":
         lines += [f"  {line}" for line in products.explain().splitlines()]
     return "\n".join(lines)
@@ -136,7 +139,7 @@ def _way(storage: Storage, side: str, count: int, group: Group, layout: "CacheLa
     return coded.way(codec, dim, layout.dtype, count, layout.platform, grows=not group.evicts)
 
 
-def _ranges(layers: list[int]) -> str:
+def _ranges(layers: Iterable[int]) -> str:
     """Layers as text: ``0-3, 5``."""
     runs = []
     for _, run in itertools.groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0]):

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvjax.cache.empty import empty
 from kvjax.cache.groups import ArraySizes, Group, Phase, keep_everything
+from kvjax.cache.layer_stack import Runs
 from kvjax.cache.planning.explain import explain
 from kvjax.cache.state import KVState, LayerKV
 from kvjax.errors import InputError
@@ -35,6 +36,7 @@ class CacheLayout:
       head_dim: features of a head.
       dtype: of the model's keys and values.
       platform: ``cpu``, ``gpu`` or ``tpu``, for reports.
+      runs: the layers that run as loops, with their caches in stacks; see `kvjax.models.layer_loop`.
     """
 
     prompt: Phase
@@ -45,6 +47,7 @@ class CacheLayout:
     head_dim: int
     dtype: str
     platform: str = dataclasses.field(default="cpu", compare=False)
+    runs: Runs = ()
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -1,0 +1,181 @@
+"""Caches of layers that are alike, in stacks: the form in which a loop over layers reads and writes them.
+
+A state has its layers as a tuple of `Layer`, or as `Layers`, a sequence of the same whose arrays are slices of stacks.
+`arranged` goes from any form to any other; `kvjax.models.layer_loop` decides which layers are worth it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, overload
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.state import KVState, Layer
+from kvjax.numerics.stack_slices import AXIS
+from kvjax.typing import PyTree
+
+Array = jax.Array
+
+
+class Run(NamedTuple):
+    """Consecutive layers that are alike: those from `start` to before `stop`."""
+
+    start: int
+    stop: int
+
+    @property
+    def layers(self) -> range:
+        """The numbers of the layers."""
+        return range(self.start, self.stop)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+Runs = tuple[Run, ...]
+
+
+class LayerStack(flax.struct.PyTreeNode):
+    """The caches of consecutive layers, as one.
+
+    Attributes:
+      layer: a `Layer` whose leaves have the layers after the batch, [B, L, ...].
+      count: L.
+    """
+
+    layer: Layer
+    count: int = flax.struct.field(pytree_node=False)
+
+    def __getitem__(self, index: int) -> Layer:
+        return jax.tree.map(lambda leaf: _slice(leaf, index), self.layer)
+
+    def map(self, function: Callable[[Layer, PyTree], Layer], others: PyTree) -> "LayerStack":
+        """Applies a function to each layer, one after the other.
+
+        Args:
+          function: (layer, others) -> layer.
+          others: a tree of arrays [L, ...].
+        """
+        # [L, B, ...] each
+        layers = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, AXIS, 0), self.layer)
+        made = jax.lax.map(lambda each: function(*each), (layers, others))
+        return LayerStack(jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, AXIS), made), self.count)
+
+
+def _slice(leaf: PyTree, index: int) -> PyTree:
+    """Returns the part of a layer of a stacked leaf [B, L, ...], or of its shape."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        batch, _, *others = leaf.shape
+        return jax.ShapeDtypeStruct((batch, *others), leaf.dtype)
+    if isinstance(leaf, np.ndarray):
+        return leaf[:, index]
+    # One program for all layers, where the index of a slice would be a constant of its own.
+    return jax.lax.dynamic_index_in_dim(leaf, index, AXIS, keepdims=False) if isinstance(leaf, jax.Array) else leaf
+
+
+@jax.tree_util.register_pytree_node_class
+class Layers(Sequence[Layer]):
+    """A sequence of `Layer`, of which some are in stacks; asking for one of these copies its arrays.
+
+    Attributes:
+      entries: single layers, and stacks of several.
+    """
+
+    def __init__(self, entries: Sequence[Layer | LayerStack]) -> None:
+        self.entries = tuple(entries)
+
+    def tree_flatten(self) -> tuple[tuple[Layer | LayerStack, ...], None]:
+        return self.entries, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Sequence[Layer | LayerStack]) -> "Layers":
+        return cls(children)
+
+    def __len__(self) -> int:
+        return sum(map(len_of, self.entries))
+
+    def __iter__(self) -> Iterator[Layer]:
+        for each in self.entries:
+            if isinstance(each, LayerStack):
+                yield from (each[index] for index in range(each.count))
+            else:
+                yield each
+
+    @overload
+    def __getitem__(self, index: int) -> Layer: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Layer, ...]: ...
+    def __getitem__(self, index: int | slice) -> Layer | tuple[Layer, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        rest = range(len(self))[index]
+        for each in self.entries:
+            if rest < len_of(each):
+                return each[rest] if isinstance(each, LayerStack) else each
+            rest -= len_of(each)
+        raise IndexError(index)
+
+
+def len_of(entry: Layer | LayerStack) -> int:
+    """Returns the number of layers."""
+    return entry.count if isinstance(entry, LayerStack) else 1
+
+
+def entries_of(layers: Sequence[Layer]) -> tuple[Layer | LayerStack, ...]:
+    """Returns single layers, and stacks of several."""
+    return layers.entries if isinstance(layers, Layers) else tuple(layers)
+
+
+def sequence_of(entries: Sequence[Layer | LayerStack]) -> Sequence[Layer]:
+    """Inverts `entries_of`."""
+    return Layers(entries) if any(isinstance(each, LayerStack) for each in entries) else tuple(entries)  # type: ignore[arg-type]
+
+
+def runs_of(layers: Sequence[Layer]) -> Runs:
+    """Returns which layers are in stacks."""
+    found, start = [], 0
+    for each in entries_of(layers):
+        if isinstance(each, LayerStack):
+            found.append(Run(start, start + each.count))
+        start += len_of(each)
+    return tuple(found)
+
+
+def arranged(layers: Sequence[Layer], runs: Runs) -> Sequence[Layer]:
+    """Returns layers with those of some runs, and no others, in stacks."""
+    if runs_of(layers) == runs:
+        return layers
+
+    def stack(own: tuple[Layer, ...]) -> LayerStack:
+        return LayerStack(jax.tree.map(lambda *leaves: jnp.stack(leaves, AXIS), *own), len(own))
+
+    return _in_runs(tuple(layers), runs, stack)
+
+
+def arranged_state(state: KVState, runs: Runs) -> KVState:
+    """Returns a state whose layers are as `arranged` returns them."""
+    return state.replace(layers=arranged(state.layers, runs))
+
+
+def repeated(layers: Sequence[Layer], runs: Runs) -> Sequence[Layer]:
+    """Returns layers as `arranged` does, where those of a run have equal values, as empty ones do."""
+
+    def stack(own: tuple[Layer, ...]) -> LayerStack:
+        return LayerStack(jax.tree.map(lambda leaf: jnp.repeat(leaf[:, None], len(own), AXIS), own[0]), len(own))
+
+    return _in_runs(tuple(layers), runs, stack)
+
+
+def _in_runs(
+    layers: tuple[Layer, ...], runs: Runs, stack: Callable[[tuple[Layer, ...]], LayerStack]
+) -> Sequence[Layer]:
+    starts = {run.start: run for run in runs}
+    made: list[Layer | LayerStack] = []
+    index = 0
+    while index < len(layers):
+        run = starts.get(index)
+        made.append(layers[index] if run is None else stack(layers[run.start : run.stop]))
+        index = index + 1 if run is None else run.stop
+    return sequence_of(made)

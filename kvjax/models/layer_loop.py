@@ -1,0 +1,196 @@
+"""Layers that are alike as one loop, so that the time of compilation does not follow the number of layers.
+
+XLA compiles every operation of every layer that it is given. A loop has the operations of one layer, and its iterations
+differ in data: they have matrices of weights by an index (`kvjax.products.IndexedMatrix`), and other parameters,
+budgets and caches in stacks (`kvjax.numerics.stack_slices`). Loops run on CPUs, where kvjax's own products read one of
+several matrices. On other platforms layers are unrolled, as are those that share arrays or have them in host memory.
+
+The environment variable ``KVJAX_LAYER_LOOPS=off`` unrolls all layers, to compare.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.groups import Group, Phase
+from kvjax.cache.layer_stack import LayerStack, Run, Runs
+from kvjax.cache.state import Block, Layer
+from kvjax.models.config import DecoderConfig
+from kvjax.numerics import stack_slices
+from kvjax.parallel import host_memory
+from kvjax.parallel.sharding import Params
+from kvjax.products import IndexedMatrix, native, runs_native
+from kvjax.products.indexed import can_index
+
+Array = jax.Array
+
+VARIABLE, ON, OFF = "KVJAX_LAYER_LOOPS", "on", "off"
+SHORTEST = 3  # layers; with fewer, a loop compiles no faster than the layers themselves
+LARGEST = 1 << 16  # numbers of a parameter that is stacked, and so held twice
+
+
+def runs_of(config: DecoderConfig, params: Params, prompt: Phase, decode: Phase) -> Runs:
+    """Returns the layers that run as loops on this machine; all others are unrolled.
+
+    Args:
+      config: the decoder.
+      params: its parameters.
+      prompt: the groups of heads of each layer while the prompt goes in.
+      decode: the groups of heads of each layer while decoding.
+    """
+    off = os.environ.get(VARIABLE, ON) == OFF
+    if off or not runs_native() or native.load(native.INDEXED_PRODUCT) is not None or config.num_experts:
+        return ()
+    keys = [_key(config, params, (prompt[index], decode[index]), index) for index in range(config.num_layers)]
+    found, start = [], 0
+    for index in range(1, config.num_layers + 1):
+        if index == config.num_layers or keys[index] is None or keys[index] != keys[start]:
+            if keys[start] is not None and index - start >= SHORTEST:
+                found.append(Run(start, index))
+            start = index
+    return tuple(found)
+
+
+def _key(config: DecoderConfig, params: Params, groups: tuple[tuple[Group, ...], ...], index: int) -> Any:
+    """Returns what the layers of a loop have in common; None for a layer that is unrolled."""
+    leaves, tree = jax.tree.flatten(params[f"layer_{index}"])
+    every = [group for phase in groups for group in phase]
+    if any(map(host_memory.on_host, leaves)) or not all(map(_can_loop, every)):
+        return None
+    if any(leaf.size > LARGEST and not can_index(leaf) for leaf in leaves):
+        return None
+    # The first layer has no hint.
+    first = index == 0 and any(group.selection.ahead for group in every)
+    return config.kind(index), groups, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), first
+
+
+def _can_loop(group: Group) -> bool:
+    own = group.arrangement
+    by_kernel = group.step_implementation is not None or group.attn_implementation != "xla"
+    return not (by_kernel or group.storage.on_host or own.borrows(group) or group.slot_axes)
+
+
+class RunParams(flax.struct.PyTreeNode):
+    """The parameters of the layers of a run.
+
+    Attributes:
+      run: the layers.
+      matrices: for each leaf of a layer's parameters the matrices of all layers; () if it is stacked.
+      stacks: for each leaf [L, ...]; None if its matrices are apart.
+    """
+
+    run: Run = flax.struct.field(pytree_node=False)
+    matrices: tuple[tuple[Array, ...], ...]
+    stacks: tuple[Array | None, ...]
+
+
+def run_params(params: Params, run: Run) -> RunParams:
+    """Collects the parameters of a run, outside of loops over tokens, so that steps stack nothing."""
+    each = [jax.tree_util.tree_flatten_with_path(params[f"layer_{index}"])[0] for index in run.layers]
+    matrices: list[tuple[Array, ...]] = []
+    stacks: list[Array | None] = []
+    for leaves in zip(*each, strict=True):
+        path, arrays = leaves[0][0], tuple(leaf for _, leaf in leaves)
+        indexed = path[-1].key == "kernel" and can_index(arrays[0])
+        matrices.append(arrays if indexed else ())
+        stacks.append(None if indexed else jnp.stack(arrays))
+    return RunParams(run, tuple(matrices), tuple(stacks))
+
+
+def _of_layer(own: RunParams, like: Params, index: Array) -> Params:
+    """Returns the parameters of the layer of an index within its run, as a tree like another layer's."""
+    leaves: list[Any] = [
+        IndexedMatrix(matrices, index) if stack is None else jax.lax.dynamic_index_in_dim(stack, index, 0, False)
+        for matrices, stack in zip(own.matrices, own.stacks, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+class Output(Protocol):
+    """The result of a layer; see `kvjax.models.decoder.LayerOutput`."""
+
+    @property
+    def x(self) -> Array: ...
+    @property
+    def cache(self) -> Layer: ...
+    @property
+    def entered(self) -> Array: ...
+
+
+class LoopOutput(NamedTuple):
+    """The result of a run.
+
+    Attributes:
+      x: [B, n, hidden], after the last layer.
+      entered: [B, n, hidden], the input of the last layer's attention.
+      cache: of its layers.
+    """
+
+    x: Array
+    entered: Array
+    cache: LayerStack
+
+
+def run_loop(
+    run_layer: Callable[[Params, Array, Layer | None, Block, Array | None], Output],
+    own: RunParams,
+    x: Array,
+    hint: Array | None,
+    cache: LayerStack | None,
+    block: Block,
+    params: Params,
+) -> LoopOutput:
+    """Runs the layers of a run, one after the other.
+
+    Args:
+      run_layer: runs one layer; (parameters, x, cache, block, hint) -> its output.
+      own: from `run_params`.
+      x: [B, n, hidden], the input of the first layer.
+      hint: [B, n, hidden], the input of the attention of the layer before; None if no selection looks ahead.
+      cache: of the layers; None if the block is the whole prompt.
+      block: the tokens, with the budgets of all layers of the model.
+      params: of the model.
+    """
+    run = own.run
+    budgets = jax.tree.map(lambda *rows: jnp.stack(rows), *(block.budget[index] for index in run.layers))
+
+    def at(index: Array, x: Array, layer: Any, hint: Array | None) -> tuple[Any, ...]:
+        """Returns the arguments of a layer."""
+        budget = jax.tree.map(lambda rows: jax.lax.dynamic_index_in_dim(rows, index, 0, False), budgets)
+        tokens = block.replace(budget=budget, layer=run.start + index)
+        return _of_layer(own, params[f"layer_{run.start}"], index), x, layer, tokens, hint
+
+    def body(index: Array, carry: tuple[Array, Array, Layer]) -> tuple[Array, Array, Layer]:
+        x, entered, stacks = carry
+        slices = _slices(stacks, index)
+        given = None if cache is None else _given(slices)
+        output = stack_slices.call(run_layer, *at(index, x, given, None if hint is None else entered))
+        after = jax.tree.map(stack_slices.Slice.replaced, slices, output.cache, is_leaf=stack_slices.is_slice)
+        return output.x, output.entered, after
+
+    if cache is None:
+        # [B, L, ...] each
+        shapes = jax.eval_shape(lambda: run_layer(*at(jnp.int32(0), x, None, hint))).cache
+        stacks = jax.tree.map(lambda leaf: jnp.zeros((leaf.shape[0], len(run), *leaf.shape[1:]), leaf.dtype), shapes)
+    else:
+        stacks = cache.layer
+    carry = (x, x if hint is None else hint, stacks)
+    x, entered, stacks = jax.lax.fori_loop(0, len(run), body, carry)
+    return LoopOutput(x, entered, LayerStack(stacks, len(run)))
+
+
+def _slices(stacks: Layer, index: Array) -> Layer:
+    """Returns a layer whose leaves are slices of stacks."""
+    leaves, tree = jax.tree.flatten(stacks)
+    return jax.tree.unflatten(tree, [stack_slices.Slice(leaf, index, str(i)) for i, leaf in enumerate(leaves)])
+
+
+def _given(slices: Layer) -> Layer:
+    """Returns what a layer is given: slices of keys and values, and arrays of what is small and changes as a whole."""
+    read = functools.partial(jax.tree.map, lambda each: each.array, is_leaf=stack_slices.is_slice)
+    return Layer(read(group.replace(stores=())).replace(stores=group.stores) for group in slices)

@@ -1,0 +1,184 @@
+"""Runs a function on slices of stacked arrays without copying the slices, where operations allow it.
+
+A loop over layers has the caches of all layers in stacks [B, L, ...]; each iteration reads and writes one slice. XLA
+for CPUs copies a slice before a custom call reads it, and again into the stack after it is written: three times the
+traffic of the cache. Here, the jaxpr of the function is evaluated with a stack and an index in place of a slice, and an
+operation that can address a slice within its stack does so:
+
+- a scatter writes into the stack;
+- a custom call of kvjax's own reads the stack, by its form that takes an index (`kvjax.products.libraries`).
+
+Any other operation has the slice, copied or fused by XLA. The results are the same, to the bit.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import primitives
+
+from kvjax.products.libraries import INDEXED
+from kvjax.typing import PyTree
+
+Array = jax.Array
+
+AXIS = 1  # of a stack's slices; rows of a batch come first in all arrays of a cache
+
+
+class Slice:
+    """One slice of a stack.
+
+    Attributes:
+      stack: [B, L, ...].
+      index: int32, of the slice.
+      name: of the stack, as it was and after writes; no two stacks of a call have the same.
+    """
+
+    def __init__(self, stack: Array, index: Array, name: str) -> None:
+        self.stack = stack
+        self.index = index
+        self.name = name
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the slice."""
+        batch, _, *others = self.stack.shape
+        return jax.ShapeDtypeStruct((batch, *others), self.stack.dtype)
+
+    @functools.cached_property
+    def array(self) -> Array:
+        """The slice as an array, [B, ...]."""
+        # All that reads it reads one copy: XLA would copy the whole stack if something read it after the next write.
+        return lax.optimization_barrier(lax.dynamic_index_in_dim(self.stack, self.index, AXIS, keepdims=False))
+
+    def written(self, stack: Array) -> "Slice":
+        """Returns the slice of the stack after a write."""
+        return Slice(stack, self.index, self.name)
+
+    def replaced(self, new: "Array | Slice") -> Array:
+        """Returns the stack with another slice; with one of the same stack after writes, that one's stack."""
+        if isinstance(new, Slice):
+            if new.name == self.name and new.stack.shape == self.stack.shape:
+                return new.stack
+            new = new.array
+        return lax.dynamic_update_index_in_dim(self.stack, new, self.index, AXIS)
+
+
+Value = Any  # an array or a `Slice`
+
+
+def is_slice(x: object) -> bool:
+    """Whether a leaf is a `Slice`; serves as `is_leaf` of `jax.tree` functions."""
+    return isinstance(x, Slice)
+
+
+def call(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
+    """Calls a function of arrays on trees whose leaves are arrays or slices.
+
+    The function is traced for CPUs: where it has alternatives for platforms, theirs is taken.
+
+    Args:
+      function: of trees of arrays.
+      arguments: its arguments; a leaf may be a `Slice`. All slices have the same index.
+
+    Returns:
+      Its result, whose leaves are arrays, or slices of stacks that were written.
+    """
+    leaves, tree = jax.tree.flatten(arguments, is_leaf=is_slice)
+    shapes = [leaf.aval if is_slice(leaf) else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(tree, shapes))
+    made = _evaluate(jaxpr, leaves)
+    return jax.tree.unflatten(jax.tree.structure(result), made)
+
+
+def _evaluate(closed: jex.ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
+    """Evaluates a jaxpr on arrays, slices, and numbers of Python's for what is known while tracing."""
+    jaxpr = closed.jaxpr
+    values: dict[Any, Value] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values |= zip(jaxpr.invars, arguments, strict=True)
+
+    def value(atom: Any) -> Value:
+        return atom.val if isinstance(atom, jex.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        made = _operation(equation, [value(atom) for atom in equation.invars])
+        values |= zip(equation.outvars, made, strict=True)
+    return [value(atom) for atom in jaxpr.outvars]
+
+
+def _operation(equation: jex.JaxprEqn, operands: list[Value]) -> Sequence[Value]:
+    """Evaluates one operation; returns all of its results."""
+    name, parameters = equation.primitive.name, equation.params
+    if name == "platform_index":
+        return [next(i for i, names in enumerate(parameters["platforms"]) if names is None or "cpu" in names)]
+    if name == "cond" and isinstance(operands[0], int):
+        return _evaluate(parameters["branches"][operands[0]], operands[1:])
+    if (inner := _inner(name, parameters)) is not None:
+        return _evaluate(inner, operands)
+    with_stacks = _WITH_STACKS.get(name) if any(map(is_slice, operands)) else None
+    if with_stacks is not None and (written := with_stacks(parameters, operands)) is not None:
+        return written
+    arrays = [operand.array if is_slice(operand) else operand for operand in operands]
+    made = equation.primitive.bind(*arrays, **parameters)
+    return made if equation.primitive.multiple_results else [made]
+
+
+def _inner(name: str, parameters: dict[str, Any]) -> jex.ClosedJaxpr | None:
+    """Returns the jaxpr of a call whose results are those of its jaxpr."""
+    if name == primitives.jit_p.name:
+        return parameters["jaxpr"]
+    return parameters["call_jaxpr"] if name == primitives.custom_jvp_call_p.name else None
+
+
+def _same(_: dict[str, Any], operands: list[Value]) -> list[Value]:
+    return operands
+
+
+def _scatter(parameters: dict[str, Any], operands: list[Value]) -> list[Value] | None:
+    """Writes into the stack, of which another dimension is said by an index."""
+    operand, indices, updates = operands
+    if not is_slice(operand) or is_slice(indices) or is_slice(updates):
+        return None
+    old = parameters["dimension_numbers"]
+
+    def later(dimensions: Sequence[int]) -> tuple[int, ...]:
+        return tuple(dimension + (dimension >= AXIS) for dimension in dimensions)
+
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=old.update_window_dims,
+        inserted_window_dims=tuple(sorted((AXIS, *later(old.inserted_window_dims)))),
+        scatter_dims_to_operand_dims=(AXIS, *later(old.scatter_dims_to_operand_dims)),
+        operand_batching_dims=later(old.operand_batching_dims),
+        scatter_indices_batching_dims=old.scatter_indices_batching_dims,
+    )
+    layer = jnp.broadcast_to(operand.index.astype(indices.dtype), (*indices.shape[:-1], 1))
+    stack = lax.scatter(
+        operand.stack, jnp.concatenate([layer, indices], axis=-1), updates, numbers, mode=parameters["mode"],
+        indices_are_sorted=parameters["indices_are_sorted"], unique_indices=parameters["unique_indices"],
+    )  # fmt: skip
+    return [operand.written(stack)]
+
+
+def _custom_call(parameters: dict[str, Any], operands: list[Value]) -> list[Value] | None:
+    """Calls kvjax's own code with stacks and the index of the slice."""
+    indexed = INDEXED.get(parameters["target_name"])
+    if indexed is None:
+        return None
+    target, stacked = indexed
+    if any(is_slice(operands[i]) != (i in stacked) for i in range(len(operands))):
+        return None
+    arrays = [operand.stack if is_slice(operand) else operand for operand in operands]
+    results = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in parameters["result_avals"]]
+    run = jax.ffi.ffi_call(target, results, vmap_method=parameters["vmap_method"])
+    return list(run(*arrays, operands[stacked[0]].index, **dict(parameters["attributes"])))
+
+
+_WITH_STACKS: dict[str, Callable[[dict[str, Any], list[Value]], list[Value] | None]] = {
+    "stop_gradient": _same,
+    "scatter": _scatter,
+    "ffi_call": _custom_call,
+}

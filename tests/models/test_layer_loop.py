@@ -1,0 +1,156 @@
+"""Layers as a loop, against the same layers unrolled: equal to the bit, for what is kept and how it is held."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import cache, policies, products
+from kvjax.cache.layer_stack import Layers, Run, arranged_state, runs_of
+from kvjax.cache.spec import CacheSpec
+from kvjax.checkpoint import orbax
+from kvjax.generation import decoding
+from kvjax.generation.prefill import prefill
+from kvjax.generation.sampling import Greedy
+from kvjax.models import layer_loop
+from kvjax.products import native
+from tests import examples
+from tests.tiny import random_tokens, tiny
+
+LAYERS = 5
+TOKENS, LENGTHS = random_tokens(2, 30), [30, 19]
+
+SPECS = {
+    "full": CacheSpec(policies.full()),
+    "h2o": CacheSpec(examples.policy("h2o")),
+    "roco": CacheSpec(examples.policy("roco")),
+    "snapkv": CacheSpec(examples.policy("snapkv")),
+    "keydiff": CacheSpec(examples.policy("keydiff")),
+    "int4": CacheSpec(examples.policy("h2o"), storage=examples.held("int4")),
+    "kivi": CacheSpec(policies.full(), storage=examples.held("kivi")),
+    "quest": CacheSpec(policies.full(), selection=examples.chosen("quest")),
+    "infinigen": CacheSpec(policies.full(), selection=examples.chosen("infinigen")),
+    "layers differ": CacheSpec(policies.from_layer(policies.h2o(0.5), first=2)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_products():
+    if reason := native.load(native.INDEXED_PRODUCT):
+        pytest.skip(reason)
+    before = products.setting()
+    products.use("native")
+    yield
+    products.use(before)
+
+
+def unrolled(function):
+    """Runs a function with all layers unrolled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(layer_loop.VARIABLE, layer_loop.OFF)
+        return function()
+
+
+def assert_equal(one, other):
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    assert len(one.state.layers) == len(other.state.layers) == LAYERS
+    jax.tree.map(np.testing.assert_array_equal, tuple(one.state.layers), tuple(other.state.layers))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_loop_generates_what_layers_do(name):
+    model = tiny(layers=LAYERS).model
+
+    def run():
+        return kvjax.generate(model, TOKENS, SPECS[name], max_new_tokens=6, lengths=LENGTHS)
+
+    looped = run()
+    # The first layers of these two are fewer than a loop has.
+    expected = {"infinigen": Run(1, LAYERS), "layers differ": Run(2, LAYERS)}.get(name, Run(0, LAYERS))
+    assert looped.layout.runs == (expected,)
+    assert_equal(looped, unrolled(run))
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv"])
+def test_prompts_in_blocks(name):
+    model = tiny(layers=LAYERS).model
+
+    def run():
+        return kvjax.generate(model, TOKENS, SPECS[name], max_new_tokens=4, lengths=LENGTHS, prefill_block=8)
+
+    assert_equal(run(), unrolled(run))
+
+
+def test_scores_and_choices():
+    model = tiny(layers=LAYERS).model
+
+    def run():
+        scored = kvjax.log_likelihood(model, TOKENS, SPECS["h2o"], prompt_length=12, lengths=LENGTHS)
+        asked = kvjax.score_choices(model, TOKENS, [[[1, 2], [3]], [[4]]], SPECS["h2o"], lengths=LENGTHS)
+        return np.asarray(scored.logprobs), [[each.total for each in own] for own in asked]
+
+    (scores, choices), (expected, others) = run(), unrolled(run)
+    np.testing.assert_array_equal(scores, expected)
+    assert choices == others
+
+
+def test_layers_that_record_are_unrolled():
+    model = tiny(layers=LAYERS).model
+
+    def run():
+        return kvjax.generate(model, TOKENS, SPECS["quest"], max_new_tokens=6, record=True)
+
+    looped, other = run(), unrolled(run)
+    assert_equal(looped, other)
+    np.testing.assert_array_equal(looped.record.positions, other.record.positions)
+    assert runs_of(looped.state.layers) == (Run(0, LAYERS),)
+
+
+def test_a_state_in_stacks_is_saved_and_restored(tmp_path):
+    model = tiny(layers=LAYERS).model
+    state = prefill(model, TOKENS, SPECS["h2o"], max_new_tokens=4).state
+    assert isinstance(state.layers, Layers)
+    orbax.save_state(tmp_path / "state", state)
+    restored = orbax.restore_state(tmp_path / "state", state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    single = orbax.restore_state(tmp_path / "state")
+    assert runs_of(single.layers) == ()
+    jax.tree.map(np.testing.assert_array_equal, single, arranged_state(state, ()))
+
+
+def test_a_state_in_stacks_is_read_like_any_other():
+    model = tiny(layers=LAYERS).model
+
+    def run():
+        return kvjax.generate(model, TOKENS, SPECS["h2o"], max_new_tokens=4)
+
+    looped, other = run(), unrolled(run)
+    assert repr(looped.state) == repr(other.state)
+    assert cache.nbytes(looped.state, statistics=True) == cache.nbytes(other.state, statistics=True)
+    assert looped.state.layers[-1].key.shape == other.state.layers[-1].key.shape
+    assert len(looped.state.layers[1:]) == LAYERS - 1
+    with pytest.raises(IndexError):
+        looped.state.layers[LAYERS]
+
+
+def program(layers: int) -> str:
+    """The optimised text of the decode program."""
+    model = tiny(layers=layers).model
+    prefilled = prefill(model, TOKENS, SPECS["h2o"], max_new_tokens=4)
+    ids = np.zeros(2, np.int32)
+    stop, key = np.zeros(0, np.int32), jax.random.key(0)
+    carry, *_ = decoding.first_token(prefilled.logits, prefilled.state, ids, key, stop, sampler=Greedy())
+    text: str = decoding.decode_steps.lower(
+        model.params, carry, stop, 3, config=model.config, phase=prefilled.layout.decode, sampler=Greedy()
+    ).compile().as_text()  # fmt: skip
+    return text
+
+
+def test_a_program_does_not_grow_with_layers_and_copies_no_stack():
+    few, many = program(3), program(6)
+    assert few.count(" fusion(") == many.count(" fusion(") > 0
+    # Of keys, values, positions and statistics [B, L, K, S, ...]
+    assert re.findall(r"= \w+\[2,6,2,\d+[\d,]*\]\S* copy\(", many) == []

@@ -1,0 +1,69 @@
+"""kvjax's own products with one of several layers, against those with the layer alone: equal to the bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.numerics import stack_slices
+from kvjax.products import IndexedMatrix, native, product
+from kvjax.products.used_slots import attend_slots, slots_product
+
+LAYERS = 3
+
+
+@pytest.fixture(autouse=True)
+def _built():
+    for target in (native.INDEXED_PRODUCT, native.ATTEND):
+        if reason := native.load(target):
+            pytest.skip(reason)
+
+
+def normal(*shape: int, dtype=jnp.float32, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 100])
+@pytest.mark.parametrize("index", range(LAYERS))
+def test_a_matrix_is_the_one_of_its_index(dtype, rows, index, monkeypatch):
+    monkeypatch.setattr("kvjax.products.choice._Process.setting", "native")
+    x = normal(2, rows, 24, dtype=dtype)
+    matrices = tuple(normal(24, 10, dtype=dtype, seed=seed) for seed in range(LAYERS))
+    made = jax.jit(product)(x, IndexedMatrix(matrices, jnp.int32(index)))
+    np.testing.assert_array_equal(made, product(x, matrices[index]))
+
+
+def test_an_index_out_of_bounds_is_an_error():
+    matrices = tuple(normal(4, 4) for _ in range(LAYERS))
+    with pytest.raises(Exception, match="out of range"):
+        jax.block_until_ready(product(normal(1, 4), IndexedMatrix(matrices, jnp.int32(LAYERS))))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("index", range(LAYERS))
+def test_caches_are_those_of_their_layer(dtype, index):
+    batch, heads, rows, slots, dim = 2, 3, 2, 300, 16
+    # [B, L, K, S, D]
+    stacks = [normal(batch, LAYERS, heads, slots, dim, dtype=dtype, seed=seed) for seed in (1, 2)]
+    pieces = [stack_slices.Slice(x, jnp.int32(index), str(i)) for i, x in enumerate(stacks)]
+    keys, values = (x[:, index] for x in stacks)
+    query = normal(batch, heads, rows, dim)
+    used = jnp.asarray([[300, 17, 0], [256, 257, 1]], jnp.int32)
+    # [B, K, S]
+    seen = jnp.arange(slots, dtype=jnp.int32) < used[..., None]
+
+    def run(key, value):
+        # [B, K, rows, S]
+        logits = slots_product(query, key, used, True, jnp.float32)
+        return logits, slots_product(logits, value, used, False, jnp.float32), attend_slots(
+            query, key, value, seen, used, 0.25
+        )  # fmt: skip
+
+    made = stack_slices.call(run, *pieces)
+    jax.tree.map(np.testing.assert_array_equal, made, run(keys, values))
+    # Nothing is sliced: the custom calls read the stacks.
+    text = str(jax.make_jaxpr(lambda *stacks: stack_slices.call(
+        run, *(stack_slices.Slice(x, jnp.int32(index), str(i)) for i, x in enumerate(stacks))
+    ))(*stacks))  # fmt: skip
+    assert "dynamic_slice" not in text and text.count("kvjax_indexed") == 3
