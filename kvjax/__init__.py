@@ -24,6 +24,7 @@ Elsewhere
 
 This machine
   Compiled programs are kept for later processes in the user's cache folder; `keep_programs` takes another one, or none.
+  For CPUs, XLA compiles them without unrolling loops; name ``--xla_backend_extra_options=`` in ``XLA_FLAGS`` to forbid it.
 
 Errors that a caller can cause are `KvjaxError`. `__version__` is the version.
 """
@@ -43,7 +44,7 @@ from kvjax.generation.multiple_choice import ChoiceScore, score_choices
 from kvjax.generation.options import CacheOptions
 from kvjax.generation.sampling import Greedy, Sample
 from kvjax.generation.text import TextGeneration, generate_text
-from kvjax.host import keep_programs
+from kvjax.host import compile_quickly, keep_programs
 from kvjax.models.calibrate import calibrate, calibrated
 from kvjax.models.compress import compress_kv_heads
 from kvjax.models.model import Model
@@ -57,6 +58,7 @@ from kvjax.version import __version__
 # and libtpu would print errors.
 if os.environ.get("TPU_SKIP_MDS_QUERY"):
     devices.prepare_libtpu()
+compile_quickly()
 
 __all__ = [
     "CacheOptions",

@@ -21,13 +21,13 @@ from kvjax.cache.state import Block, KVState
 from kvjax.errors import InputError
 from kvjax.generation.options import CacheOptions
 from kvjax.generation.prefill import prepare, run_prompts
+from kvjax.generation.program import program
 from kvjax.inputs import check_batch, check_prompt
 from kvjax.kernels.prefill.xla import tile_rows
 from kvjax.models.calibrate import calibrated
 from kvjax.models.model import Model
 from kvjax.parallel import distributed
 from kvjax.policies.base import Policy
-from kvjax.programs import program
 from kvjax.typing import PyTree
 
 # (the layer's carry, the layer's rows in each run, *arguments) -> (the carry, a result for each query)

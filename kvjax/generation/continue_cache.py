@@ -15,13 +15,13 @@ from kvjax.generation import compiling
 from kvjax.generation.generate import check_room
 from kvjax.generation.multiple_choice import FEW_FED, MANY_FED, takes_blocks, without_step_kernels
 from kvjax.generation.prefill import Prefilled
+from kvjax.generation.program import program
 from kvjax.inputs import check_batch
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
-from kvjax.programs import program
 
 Array = jax.Array
 

@@ -9,12 +9,12 @@ from kvjax.cache.layer_stack import arranged_state, runs_of
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.generation import compiling, selection_record
+from kvjax.generation.program import program
 from kvjax.generation.sampling import Sampler, penalised, penalty_of
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.finite import PAD, only_finite
 from kvjax.parallel.sharding import Params
-from kvjax.programs import program
 
 Array = jax.Array
 CHUNK = 64  # tokens per call of the decode loop; between calls the host checks for stops and updates the progress bar

@@ -19,6 +19,7 @@ from kvjax.generation import compiling, selection_record
 from kvjax.generation.generate import check_room
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.generation.prefill import Prefilled, prepare, run_prompts
+from kvjax.generation.program import program
 from kvjax.generation.selection_record import Record
 from kvjax.inputs import check_batch, check_prompt
 from kvjax.models.bound import SCORE_ROWS, bind, logprob_of, logprobs_of
@@ -28,7 +29,6 @@ from kvjax.numerics.finite import check_finite
 from kvjax.parallel import distributed
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
-from kvjax.programs import program
 from kvjax.storage.gradient import differentiable
 from kvjax.summary import one_line
 from kvjax.typing import PyTree

@@ -19,6 +19,7 @@ from kvjax.generation import compiling
 from kvjax.generation.generate import check_room
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
 from kvjax.generation.prefill import Prefilled, prepare, run_prompts
+from kvjax.generation.program import program
 from kvjax.inputs import check_batch, check_no_text
 from kvjax.models.bound import BoundDecoder, bind, logprob_of, over_logits
 from kvjax.models.config import DecoderConfig
@@ -27,7 +28,6 @@ from kvjax.numerics.finite import error_of
 from kvjax.parallel import distributed, host_memory
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
-from kvjax.programs import program
 from kvjax.summary import one_line
 
 Array = jax.Array

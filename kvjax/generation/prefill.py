@@ -27,6 +27,7 @@ from kvjax.cache.state import Block, KVState, Layer
 from kvjax.cache.step.prompt_end import Prompt, convert
 from kvjax.generation import compiling
 from kvjax.generation.options import CacheKeywords, CacheOptions, cache_keywords
+from kvjax.generation.program import program
 from kvjax.inputs import check_batch, check_count, check_positions, warn_beyond_context
 from kvjax.models import layer_loop
 from kvjax.models.bound import bind, logprobs_of
@@ -35,7 +36,6 @@ from kvjax.models.decoder import SIDES, SKEW
 from kvjax.models.model import Model
 from kvjax.parallel.sharding import Params
 from kvjax.policies.base import Policy
-from kvjax.programs import program
 from kvjax.storage.side import rows_of
 from kvjax.summary import one_line
 from kvjax.typing import PyTree

@@ -30,7 +30,7 @@ from kvjax.products.indexed import can_index
 Array = jax.Array
 
 VARIABLE, ON, OFF = "KVJAX_LAYER_LOOPS", "on", "off"
-SHORTEST = 3  # layers; with fewer, a loop compiles no faster than the layers themselves
+SHORTEST = 2  # layers of a loop
 LARGEST = 1 << 16  # numbers of a parameter that is stacked, and so held twice
 
 

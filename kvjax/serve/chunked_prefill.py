@@ -11,11 +11,11 @@ from kvjax.cache.planning.layout import CacheLayout
 from kvjax.cache.planning.lowering import Budgets
 from kvjax.cache.state import Block, KVState
 from kvjax.generation.prefill import GroupBudgets, converted
+from kvjax.generation.program import program
 from kvjax.models.bound import bind
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.parallel.sharding import Params
-from kvjax.programs import program
 
 Array = jax.Array
 

@@ -14,12 +14,12 @@ from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.generation import compiling
 from kvjax.generation.decoding import CHUNK
+from kvjax.generation.program import program
 from kvjax.models.bound import BoundDecoder, bind
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics.finite import PAD, only_finite
 from kvjax.parallel import host_memory
 from kvjax.parallel.sharding import Params
-from kvjax.programs import program
 from kvjax.serve.sampling import Leaf, Settings, choose
 
 Array = jax.Array
