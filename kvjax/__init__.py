@@ -24,7 +24,7 @@ Elsewhere
 
 This machine
   Compiled programs are kept for later processes in the user's cache folder; `keep_programs` takes another one, or none.
-  For CPUs, XLA compiles them without unrolling loops; name ``--xla_backend_extra_options=`` in ``XLA_FLAGS`` to forbid it.
+  For CPUs, XLA compiles them without unrolling loops, unless ``XLA_FLAGS`` names ``--xla_backend_extra_options``.
 
 Errors that a caller can cause are `KvjaxError`. `__version__` is the version.
 """
