@@ -19,7 +19,7 @@ from kvjax.typing import PyTree
 Array = jax.Array
 
 
-class Run(NamedTuple):
+class LayerRun(NamedTuple):
     """Consecutive layers that are alike: those from `start` to before `stop`."""
 
     start: int
@@ -34,7 +34,7 @@ class Run(NamedTuple):
         return self.stop - self.start
 
 
-Runs = tuple[Run, ...]
+LayerRuns = tuple[LayerRun, ...]
 
 
 class LayerStack(flax.struct.PyTreeNode):
@@ -133,17 +133,17 @@ def sequence_of(entries: Sequence[Layer | LayerStack]) -> Sequence[Layer]:
     return Layers(entries) if any(isinstance(each, LayerStack) for each in entries) else tuple(entries)  # type: ignore[arg-type]
 
 
-def runs_of(layers: Sequence[Layer]) -> Runs:
+def runs_of(layers: Sequence[Layer]) -> LayerRuns:
     """Returns which layers are in stacks."""
     found, start = [], 0
     for each in entries_of(layers):
         if isinstance(each, LayerStack):
-            found.append(Run(start, start + each.count))
+            found.append(LayerRun(start, start + each.count))
         start += len_of(each)
     return tuple(found)
 
 
-def arranged(layers: Sequence[Layer], runs: Runs) -> Sequence[Layer]:
+def arranged(layers: Sequence[Layer], runs: LayerRuns) -> Sequence[Layer]:
     """Returns layers with those of some runs, and no others, in stacks."""
     if runs_of(layers) == runs:
         return layers
@@ -154,12 +154,12 @@ def arranged(layers: Sequence[Layer], runs: Runs) -> Sequence[Layer]:
     return _in_runs(tuple(layers), runs, stack)
 
 
-def arranged_state(state: KVState, runs: Runs) -> KVState:
+def arranged_state(state: KVState, runs: LayerRuns) -> KVState:
     """Returns a state whose layers are as `arranged` returns them."""
     return state.replace(layers=arranged(state.layers, runs))
 
 
-def repeated(layers: Sequence[Layer], runs: Runs) -> Sequence[Layer]:
+def repeated(layers: Sequence[Layer], runs: LayerRuns) -> Sequence[Layer]:
     """Returns layers as `arranged` does, where those of a run have equal values, as empty ones do."""
 
     def stack(own: tuple[Layer, ...]) -> LayerStack:
@@ -169,7 +169,7 @@ def repeated(layers: Sequence[Layer], runs: Runs) -> Sequence[Layer]:
 
 
 def _in_runs(
-    layers: tuple[Layer, ...], runs: Runs, stack: Callable[[tuple[Layer, ...]], LayerStack]
+    layers: tuple[Layer, ...], runs: LayerRuns, stack: Callable[[tuple[Layer, ...]], LayerStack]
 ) -> Sequence[Layer]:
     starts = {run.start: run for run in runs}
     made: list[Layer | LayerStack] = []

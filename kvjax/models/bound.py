@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.layer_stack import Runs
+from kvjax.cache.layer_stack import LayerRuns
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.models import layer_loop
@@ -36,7 +36,7 @@ class BoundDecoder(NamedTuple):
         """The dtype of parameters and cache."""
         return jnp.dtype(self.params["embed"]["tokens"].dtype)
 
-    def looped(self, runs: Runs) -> "BoundDecoder":
+    def looped(self, runs: LayerRuns) -> "BoundDecoder":
         """Returns the decoder that runs some layers as loops, whose caches are in stacks.
 
         Args:

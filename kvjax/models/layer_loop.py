@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.groups import Group, Phase
-from kvjax.cache.layer_stack import LayerStack, Run, Runs
+from kvjax.cache.layer_stack import LayerRun, LayerRuns, LayerStack
 from kvjax.cache.state import Block, Layer
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics import stack_slices
@@ -34,7 +34,7 @@ SHORTEST = 2  # layers of a loop
 LARGEST = 1 << 16  # numbers of a parameter that is stacked, and so held twice
 
 
-def runs_of(config: DecoderConfig, params: Params, prompt: Phase, decode: Phase) -> Runs:
+def runs_of(config: DecoderConfig, params: Params, prompt: Phase, decode: Phase) -> LayerRuns:
     """Returns the layers that run as loops on this machine; all others are unrolled.
 
     Args:
@@ -51,7 +51,7 @@ def runs_of(config: DecoderConfig, params: Params, prompt: Phase, decode: Phase)
     for index in range(1, config.num_layers + 1):
         if index == config.num_layers or keys[index] is None or keys[index] != keys[start]:
             if keys[start] is not None and index - start >= SHORTEST:
-                found.append(Run(start, index))
+                found.append(LayerRun(start, index))
             start = index
     return tuple(found)
 
@@ -84,12 +84,12 @@ class RunParams(flax.struct.PyTreeNode):
       stacks: for each leaf [L, ...]; None if its matrices are apart.
     """
 
-    run: Run = flax.struct.field(pytree_node=False)
+    run: LayerRun = flax.struct.field(pytree_node=False)
     matrices: tuple[tuple[Array, ...], ...]
     stacks: tuple[Array | None, ...]
 
 
-def run_params(params: Params, run: Run) -> RunParams:
+def run_params(params: Params, run: LayerRun) -> RunParams:
     """Collects the parameters of a run, outside of loops over tokens, so that steps stack nothing."""
     each = [jax.tree_util.tree_flatten_with_path(params[f"layer_{index}"])[0] for index in run.layers]
     matrices: list[tuple[Array, ...]] = []

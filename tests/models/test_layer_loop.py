@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax import cache, policies, products
-from kvjax.cache.layer_stack import Layers, Run, arranged_state, runs_of
+from kvjax.cache.layer_stack import LayerRun, Layers, arranged_state, runs_of
 from kvjax.cache.spec import CacheSpec
 from kvjax.checkpoint import orbax
 from kvjax.generation import decoding
@@ -69,8 +69,8 @@ def test_a_loop_generates_what_layers_do(name):
 
     looped = run()
     # The first layer has no hint; the first two layers of the other keep everything.
-    expected = {"infinigen": (Run(1, LAYERS),), "layers differ": (Run(0, 2), Run(2, LAYERS))}
-    assert looped.layout.runs == expected.get(name, (Run(0, LAYERS),))
+    expected = {"infinigen": (LayerRun(1, LAYERS),), "layers differ": (LayerRun(0, 2), LayerRun(2, LAYERS))}
+    assert looped.layout.runs == expected.get(name, (LayerRun(0, LAYERS),))
     assert_equal(looped, unrolled(run))
 
 
@@ -106,7 +106,7 @@ def test_layers_that_record_are_unrolled():
     looped, other = run(), unrolled(run)
     assert_equal(looped, other)
     np.testing.assert_array_equal(looped.record.positions, other.record.positions)
-    assert runs_of(looped.state.layers) == (Run(0, LAYERS),)
+    assert runs_of(looped.state.layers) == (LayerRun(0, LAYERS),)
 
 
 def test_a_state_in_stacks_is_saved_and_restored(tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.cache.empty import empty
 from kvjax.cache.groups import ArraySizes, Group, Phase, keep_everything
-from kvjax.cache.layer_stack import Runs
+from kvjax.cache.layer_stack import LayerRuns
 from kvjax.cache.planning.explain import explain
 from kvjax.cache.state import KVState, LayerKV
 from kvjax.errors import InputError
@@ -47,7 +47,7 @@ class CacheLayout:
     head_dim: int
     dtype: str
     platform: str = dataclasses.field(default="cpu", compare=False)
-    runs: Runs = ()
+    runs: LayerRuns = ()
 
     @property
     def groups(self) -> tuple[Group, ...]:
