@@ -101,8 +101,9 @@ def compile_quickly() -> None:
     kvjax's own code. ``XLA_FLAGS`` that name extra options for the backend are left as they are, and so are programs of
     a process that has compiled some before.
     """
-    given = os.environ.get("XLA_FLAGS", "")
-    if EXTRA_OPTIONS not in given:
+    given = os.environ.get("XLA_FLAGS", "").strip()
+    # It may be the name of a file of flags.
+    if EXTRA_OPTIONS not in given and (not given or given.startswith("-")):
         os.environ["XLA_FLAGS"] = f"{given} {EXTRA_OPTIONS}=xla_cpu_disable_loop_unrolling".strip()
 
 

@@ -4,8 +4,9 @@ A state has its layers as a tuple of `Layer`, or as `Layers`, a sequence of the 
 `arranged` goes from any form to any other; `kvjax.models.layer_loop` decides which layers are worth it.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, overload
+from typing import overload
 
 import flax.struct
 import jax
@@ -14,12 +15,14 @@ import numpy as np
 
 from kvjax.cache.state import KVState, Layer
 from kvjax.numerics.stack_slices import AXIS
+from kvjax.summary import items, one_line
 from kvjax.typing import PyTree
 
 Array = jax.Array
 
 
-class LayerRun(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class LayerRun:
     """Consecutive layers that are alike: those from `start` to before `stop`."""
 
     start: int
@@ -48,7 +51,11 @@ class LayerStack(flax.struct.PyTreeNode):
     layer: Layer
     count: int = flax.struct.field(pytree_node=False)
 
-    def __getitem__(self, index: int) -> Layer:
+    def __repr__(self) -> str:
+        return one_line(self)
+
+    def layer_at(self, index: int) -> Layer:
+        """Returns a layer, whose arrays are copied."""
         return jax.tree.map(lambda leaf: _slice(leaf, index), self.layer)
 
     def map(self, function: Callable[[Layer, PyTree], Layer], others: PyTree) -> "LayerStack":
@@ -93,13 +100,16 @@ class Layers(Sequence[Layer]):
     def tree_unflatten(cls, _: None, children: Sequence[Layer | LayerStack]) -> "Layers":
         return cls(children)
 
+    def __repr__(self) -> str:
+        return f"Layers({items(self.entries)})"
+
     def __len__(self) -> int:
         return sum(map(len_of, self.entries))
 
     def __iter__(self) -> Iterator[Layer]:
         for each in self.entries:
             if isinstance(each, LayerStack):
-                yield from (each[index] for index in range(each.count))
+                yield from map(each.layer_at, range(each.count))
             else:
                 yield each
 
@@ -113,7 +123,7 @@ class Layers(Sequence[Layer]):
         rest = range(len(self))[index]
         for each in self.entries:
             if rest < len_of(each):
-                return each[rest] if isinstance(each, LayerStack) else each
+                return each.layer_at(rest) if isinstance(each, LayerStack) else each
             rest -= len_of(each)
         raise IndexError(index)
 

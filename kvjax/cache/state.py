@@ -195,7 +195,7 @@ class Block(flax.struct.PyTreeNode):
 
 
 def stored_groups(state: KVState) -> list[LayerKV]:
-    """Returns the slots of every group of heads, of single layers and of stacks of layers."""
+    """Returns the slots of every group of heads: of single layers, and of stacks of layers [B, L, K, S, ...]."""
     return jax.tree.leaves(state.layers, is_leaf=lambda x: isinstance(x, LayerKV))
 
 
@@ -205,8 +205,8 @@ def layers_of(state: KVState) -> list[tuple[int, LayerKV]]:
 
 
 def live_slots(layer: LayerKV) -> Array:
-    """[B, K] int32: the number of live slots of each head."""
-    return jnp.sum(layer.position >= 0, axis=2, dtype=jnp.int32)
+    """[B, K] int32: the number of live slots of each head; [B, L, K] of a stack of layers."""
+    return jnp.sum(layer.position >= 0, axis=-1, dtype=jnp.int32)
 
 
 def nbytes(state: KVState, *, statistics: bool = False) -> int:

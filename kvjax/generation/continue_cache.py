@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.arguments import plain_signature
-from kvjax.cache.layer_stack import runs_of
+from kvjax.cache.layer_stack import arranged_state, runs_of
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.planning.limits import half_steps, power_of_two
 from kvjax.cache.state import EMPTY, Block, KVState, LayerKV
@@ -118,7 +118,9 @@ def feed_copies(
       The logits after the last token of each, [R, V] float32, and the copies.
     """
     compiling.traced()
-    decoder = bind(config, params).looped(runs_of(state.layers))
+    decoder = bind(config, params)
+    stacked, runs = runs_of(state.layers), decoder.runs_now(state, phase)
+    state, decoder = arranged_state(state, runs), decoder.looped(runs)
     count, width = tokens.shape
     kv: KVState = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, rows), state)
     # [R]
@@ -140,7 +142,7 @@ def feed_copies(
         x, kv = decoder.hidden(tokens, kv, block(position), phase)
         # [R, E]
         last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-        return decoder.logits(last), kv
+        return decoder.logits(last), arranged_state(kv, stacked)
 
     def body(number: Array, carry: tuple[KVState, Array]) -> tuple[KVState, Array]:
         kv, last = carry
@@ -155,7 +157,7 @@ def feed_copies(
     # [R, E]
     last = jnp.zeros((count, config.embed_size), decoder.dtype)
     kv, last = jax.lax.fori_loop(0, jnp.max(lengths), body, (kv, last))
-    return decoder.logits(last), kv
+    return decoder.logits(last), arranged_state(kv, stacked)
 
 
 def _emptied(layer: LayerKV, real: Array) -> LayerKV:

@@ -112,10 +112,11 @@ def decode_steps(
     """
     compiling.traced()
     stacked = runs_of(carry.state.layers)
+    decoder = bind(config, params)
     # Layers that run as loops record nothing.
-    runs = () if record else stacked
+    runs = () if record else decoder.runs_now(carry.state, phase)
     carry = carry._replace(state=arranged_state(carry.state, runs))
-    decoder = bind(config, params).looped(runs)
+    decoder = decoder.looped(runs)
     rows = carry.token.shape[0]
 
     def unfinished(loop: Loop) -> Array:

@@ -115,8 +115,7 @@ def log_likelihood(
         spec = dataclasses.replace(spec, storage=differentiable(spec.storage))
     with model.on_mesh(), tqdm(total=total, desc="score", unit="tok", disable=not progress) as bar:
         prepared = prepare(
-            model, spec, prompt, batch.lengths, width=width if steps else batch.width, options=options, pad_rows=True,
-            loops=not differentiated,
+            model, spec, prompt, batch.lengths, width=width if steps else batch.width, options=options, pad_rows=True
         )  # fmt: skip
         _, scores, state = run_prompts(model, batch.tokens, prompt, batch.lengths, prepared, score=True)
         bar.update(width)
@@ -250,10 +249,11 @@ def score_steps(
     """
     compiling.traced()
     stacked = runs_of(state.layers)
+    decoder = bind(config, params)
     # Layers that run as loops record nothing.
-    runs = () if record else stacked
+    runs = () if record else decoder.runs_now(state, phase)
     state = arranged_state(state, runs)
-    decoder = bind(config, params).looped(runs)
+    decoder = decoder.looped(runs)
     rows, width = tokens.shape
     # [B]
     row = jnp.arange(rows)

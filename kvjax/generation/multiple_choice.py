@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax.cache.layer_stack import runs_of
+from kvjax.cache.layer_stack import arranged_state, runs_of
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.planning.limits import half_steps, power_of_two
 from kvjax.cache.spec import CacheSpec
@@ -217,7 +217,9 @@ def score_copies(
       are the most probable ones, [R] bool; and the copies of the cache afterwards.
     """
     compiling.traced()
-    decoder = bind(config, params).looped(runs_of(state.layers))
+    decoder = bind(config, params)
+    stacked, runs = runs_of(state.layers), decoder.runs_now(state, phase)
+    state, decoder = arranged_state(state, runs), decoder.looped(runs)
     count, width = tokens.shape
     kv: KVState = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, rows), state)
     # [R] each
@@ -225,7 +227,7 @@ def score_copies(
     # [R, n]
     scores = jnp.zeros((count, width), jnp.float32).at[:, 0].set(first)
     if width == 1:
-        return _known(scores, lengths), best, kv
+        return _known(scores, lengths), best, arranged_state(kv, stacked)
     if at_once:
         # [n - 1]
         at = jnp.arange(width - 1, dtype=jnp.int32)
@@ -237,7 +239,7 @@ def score_copies(
         # [R, n - 1] each
         more, agrees = over_logits(decoder, x, tokens[:, 1:], _score)
         scores, best = scores.at[:, 1:].set(more), best & jnp.all(agrees | ~fed, axis=1)
-        return _known(scores, lengths), best, kv
+        return _known(scores, lengths), best, arranged_state(kv, stacked)
 
     def body(number: Array, carry: tuple[KVState, Array, Array]) -> tuple[KVState, Array, Array]:
         kv, scores, best = carry
@@ -251,7 +253,7 @@ def score_copies(
         return kv, scores.at[:, number + 1].set(score), best & (agrees | ~active)
 
     kv, scores, best = jax.lax.fori_loop(0, jnp.max(lengths) - 1, body, (kv, scores, best))
-    return _known(scores, lengths), best, kv
+    return _known(scores, lengths), best, arranged_state(kv, stacked)
 
 
 def _block(kv: KVState, position: Array) -> Block:

@@ -171,7 +171,8 @@ def prepare(
       options: blocks of the prompt, limits and implementation.
       last_fed: see `kvjax.cache.planning.limits.sizes_for`.
       pad_rows: whether arrays have rows without a token where the mesh does not divide those of the batch.
-      loops: whether layers that are alike may run as loops, which have no gradient.
+      loops: whether layers that are alike may run as loops. They do not where the model's parameters are traced, since
+        kvjax's own product with an index has no gradient.
 
     Raises:
       InputError: if the batch exceeds the limits, or the model has no rotary positions to place by rank.
@@ -197,7 +198,8 @@ def prepare(
     positions = total - 1 if last_fed else total
     warn_beyond_context(model.config, max_positions(lowered, prompt, positions, options.prefill_block))
     layout = lowered.layout
-    if loops and not layout.runs:
+    differentiated = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params))
+    if loops and not differentiated:
         runs = layer_loop.runs_of(model.config, model.params, layout.prompt, layout.decode)
         layout = dataclasses.replace(layout, runs=runs)
     return Prepared(layout, lowered.budgets, sizes.prompt, rows)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.layer_stack import LayerRuns
+from kvjax.cache.layer_stack import LayerRuns, runs_of
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.models import layer_loop
@@ -43,6 +43,10 @@ class BoundDecoder(NamedTuple):
           runs: of the layout, or those of a state that is to be decoded; see `kvjax.cache.layer_stack.runs_of`.
         """
         return self._replace(runs=tuple(layer_loop.run_params(self.params, run) for run in runs))
+
+    def runs_now(self, state: KVState, phase: Phase) -> LayerRuns:
+        """Returns the runs of a state if they may run as loops here and now, or none; see `layer_loop.runs_now`."""
+        return layer_loop.runs_now(runs_of(state.layers), self.config, self.params, phase)
 
     def hidden(self, tokens: Array, state: KVState | None, block: Block, phase: Phase) -> tuple[Array, KVState]:
         """Runs tokens [B, n] through all layers: hidden states [B, n, E] and the state."""

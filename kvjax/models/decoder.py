@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from kvjax.cache import shared_layers
-from kvjax.cache.layer_stack import LayerStack, entries_of, sequence_of
+from kvjax.cache.layer_stack import LayerStack, arranged, entries_of, runs_of, sequence_of
 from kvjax.cache.planning.layout import Group, Phase, keep_everything
 from kvjax.cache.state import Block, KVState
 from kvjax.cache.state import Layer as LayerCache
@@ -301,7 +301,10 @@ class Decoder(nn.Module):
         entered: Array | None = None
         before = x
         runs = {int(start): own for start, own in self.variables.get(RUNS, {}).items()}
-        entries = () if kv is None else entries_of(kv.layers)
+        # A caller that does not know of loops may have a state of one that does.
+        stacked = () if kv is None else runs_of(kv.layers)
+        layer_runs = tuple(own.run for own in runs.values())
+        entries = () if kv is None else entries_of(arranged(kv.layers, layer_runs))
         index = 0
         while index < config.num_layers:
             x = sharding.constrain(x, ("batch", None, None))
@@ -309,7 +312,8 @@ class Decoder(nn.Module):
             hint: Array | None = entered if looks_ahead else None
             if (run := runs.get(index)) is not None:
                 stack = None if kv is None else cast(LayerStack, entries[len(after)])
-                looped = run_loop(self._run_layer(index, phase), run, x, hint, stack, block, self.variables["params"])
+                run_layer, params = self._run_layer(index, phase), self.variables["params"]
+                looped = run_loop(run_layer, run, x, hint, stack, block, params, phase[index])
                 after.append(looped.cache)
                 before, x, entered, index = x, looped.x, looped.entered, run.run.stop
                 continue
@@ -337,9 +341,8 @@ class Decoder(nn.Module):
         # [B]
         added = jnp.sum(block.position >= 0, axis=1, dtype=jnp.int32)
         length = added if kv is None else kv.length + added
-        return self.leave(x), KVState(
-            sequence_of(after), length, prompt=block.prompt, total=block.total, budget=block.budget
-        )
+        layers = sequence_of(after) if kv is None else arranged(sequence_of(after), stacked)
+        return self.leave(x), KVState(layers, length, prompt=block.prompt, total=block.total, budget=block.budget)
 
     def _run_layer(self, index: int, phase: Phase) -> Callable[..., LayerOutput]:
         """Returns `run_layer` for the layer of an index."""

@@ -8,7 +8,6 @@ several matrices. On other platforms layers are unrolled, as are those that shar
 The environment variable ``KVJAX_LAYER_LOOPS=off`` unrolls all layers, to compare.
 """
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -16,20 +15,23 @@ from typing import Any, NamedTuple, Protocol
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath, tree_flatten_with_path
 
 from kvjax.cache.groups import Group, Phase
 from kvjax.cache.layer_stack import LayerRun, LayerRuns, LayerStack
-from kvjax.cache.state import Block, Layer
+from kvjax.cache.state import Block, Layer, LayerKV
+from kvjax.errors import ConfigError
 from kvjax.models.config import DecoderConfig
 from kvjax.numerics import stack_slices
 from kvjax.parallel import host_memory
 from kvjax.parallel.sharding import Params
 from kvjax.products import IndexedMatrix, native, runs_native
 from kvjax.products.indexed import can_index
+from kvjax.products.quantized import is_quantized
 
 Array = jax.Array
 
-VARIABLE, ON, OFF = "KVJAX_LAYER_LOOPS", "on", "off"
+VARIABLE, ON, OFF = "KVJAX_LAYER_LOOPS", "on", "off"  # of the environment
 SHORTEST = 2  # layers of a loop
 LARGEST = 1 << 16  # numbers of a parameter that is stacked, and so held twice
 
@@ -42,9 +44,14 @@ def runs_of(config: DecoderConfig, params: Params, prompt: Phase, decode: Phase)
       params: its parameters.
       prompt: the groups of heads of each layer while the prompt goes in.
       decode: the groups of heads of each layer while decoding.
+
+    Raises:
+      ConfigError: ``KVJAX_LAYER_LOOPS`` is neither on nor off.
     """
-    off = os.environ.get(VARIABLE, ON) == OFF
-    if off or not runs_native() or native.load(native.INDEXED_PRODUCT) is not None or config.num_experts:
+    given = os.environ.get(VARIABLE, ON).strip().lower()
+    if given not in (ON, OFF):
+        raise ConfigError(f"{VARIABLE}={given!r} must be {ON} or {OFF}.")
+    if given == OFF or not runs_native() or native.load(native.INDEXED_PRODUCT) is not None or config.num_experts:
         return ()
     keys = [_key(config, params, (prompt[index], decode[index]), index) for index in range(config.num_layers)]
     found, start = [], 0
@@ -58,11 +65,14 @@ def runs_of(config: DecoderConfig, params: Params, prompt: Phase, decode: Phase)
 
 def _key(config: DecoderConfig, params: Params, groups: tuple[tuple[Group, ...], ...], index: int) -> Any:
     """Returns what the layers of a loop have in common; None for a layer that is unrolled."""
-    leaves, tree = jax.tree.flatten(params[f"layer_{index}"])
+    own = params[f"layer_{index}"]
+    leaves, tree = jax.tree.flatten(own)
     every = [group for phase in groups for group in phase]
     if any(map(host_memory.on_host, leaves)) or not all(map(_can_loop, every)):
         return None
-    if any(leaf.size > LARGEST and not can_index(leaf) for leaf in leaves):
+    if any(map(is_quantized, jax.tree.leaves(own, is_leaf=is_quantized))):
+        return None
+    if any(leaf.size > LARGEST and not _is_indexed(path, leaf) for path, leaf in tree_flatten_with_path(own)[0]):
         return None
     # The first layer has no hint.
     first = index == 0 and any(group.selection.ahead for group in every)
@@ -72,7 +82,28 @@ def _key(config: DecoderConfig, params: Params, groups: tuple[tuple[Group, ...],
 def _can_loop(group: Group) -> bool:
     own = group.arrangement
     by_kernel = group.step_implementation is not None or group.attn_implementation != "xla"
-    return not (by_kernel or group.storage.on_host or own.borrows(group) or group.slot_axes)
+    # kvjax's own products with codes have no form for a slice of a stack, which would be copied in each step.
+    in_codes = any(codec is not None for codec in group.codecs)
+    return not (by_kernel or in_codes or group.storage.on_host or own.borrows(group) or group.slot_axes)
+
+
+def _is_indexed(path: KeyPath, leaf: Array) -> bool:
+    """Whether the parameters of all layers are operands of a product with an index; others are stacked."""
+    return getattr(path[-1], "key", None) == "kernel" and can_index(leaf)
+
+
+def runs_now(stacked: LayerRuns, config: DecoderConfig, params: Params, phase: Phase) -> LayerRuns:
+    """Returns the runs of a state in stacks if they may run as loops here and now, or none.
+
+    Args:
+      stacked: see `kvjax.cache.layer_stack.runs_of`.
+      config: the decoder.
+      params: its parameters.
+      phase: the groups of heads of each layer.
+    """
+    allowed = runs_of(config, params, phase, phase) if stacked else ()
+    inside = [any(each.start <= run.start and run.stop <= each.stop for each in allowed) for run in stacked]
+    return stacked if all(inside) else ()
 
 
 class RunParams(flax.struct.PyTreeNode):
@@ -91,12 +122,12 @@ class RunParams(flax.struct.PyTreeNode):
 
 def run_params(params: Params, run: LayerRun) -> RunParams:
     """Collects the parameters of a run, outside of loops over tokens, so that steps stack nothing."""
-    each = [jax.tree_util.tree_flatten_with_path(params[f"layer_{index}"])[0] for index in run.layers]
+    each = [tree_flatten_with_path(params[f"layer_{index}"])[0] for index in run.layers]
     matrices: list[tuple[Array, ...]] = []
     stacks: list[Array | None] = []
     for leaves in zip(*each, strict=True):
         path, arrays = leaves[0][0], tuple(leaf for _, leaf in leaves)
-        indexed = path[-1].key == "kernel" and can_index(arrays[0])
+        indexed = _is_indexed(path, arrays[0])
         matrices.append(arrays if indexed else ())
         stacks.append(None if indexed else jnp.stack(arrays))
     return RunParams(run, tuple(matrices), tuple(stacks))
@@ -144,6 +175,7 @@ def run_loop(
     cache: LayerStack | None,
     block: Block,
     params: Params,
+    groups: tuple[Group, ...],
 ) -> LoopOutput:
     """Runs the layers of a run, one after the other.
 
@@ -155,6 +187,7 @@ def run_loop(
       cache: of the layers; None if the block is the whole prompt.
       block: the tokens, with the budgets of all layers of the model.
       params: of the model.
+      groups: of heads, of each layer.
     """
     run = own.run
     budgets = jax.tree.map(lambda *rows: jnp.stack(rows), *(block.budget[index] for index in run.layers))
@@ -167,8 +200,9 @@ def run_loop(
 
     def body(index: Array, carry: tuple[Array, Array, Layer]) -> tuple[Array, Array, Layer]:
         x, entered, stacks = carry
+        index = index.astype(jnp.int32)  # it is int64 where 64 bits are enabled
         slices = _slices(stacks, index)
-        given = None if cache is None else _given(slices)
+        given = None if cache is None else _given(slices, groups)
         output = stack_slices.call(run_layer, *at(index, x, given, None if hint is None else entered))
         after = jax.tree.map(stack_slices.Slice.replaced, slices, output.cache, is_leaf=stack_slices.is_slice)
         return output.x, output.entered, after
@@ -190,7 +224,12 @@ def _slices(stacks: Layer, index: Array) -> Layer:
     return jax.tree.unflatten(tree, [stack_slices.Slice(leaf, index, str(i)) for i, leaf in enumerate(leaves)])
 
 
-def _given(slices: Layer) -> Layer:
-    """Returns what a layer is given: slices of keys and values, and arrays of what is small and changes as a whole."""
-    read = functools.partial(jax.tree.map, lambda each: each.array, is_leaf=stack_slices.is_slice)
-    return Layer(read(group.replace(stores=())).replace(stores=group.stores) for group in slices)
+def _given(slices: Layer, groups: tuple[Group, ...]) -> Layer:
+    """Returns what a layer is given: slices of what it writes slot by slot, and arrays of what it writes as a whole."""
+
+    def of_group(own: LayerKV, group: Group) -> LayerKV:
+        by_slot = {"stores": own.stores} | ({} if group.evicts else {"position": own.position})
+        read: LayerKV = jax.tree.map(lambda each: each.array, own, is_leaf=stack_slices.is_slice)
+        return read.replace(**by_slot)
+
+    return Layer(map(of_group, slices, groups))

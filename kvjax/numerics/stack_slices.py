@@ -26,6 +26,7 @@ from kvjax.typing import PyTree
 
 Array = jax.Array
 
+CUSTOM = (primitives.custom_jvp_call_p.name, primitives.custom_vjp_call_p.name)  # functions with gradients of their own
 AXIS = 1  # of a stack's slices; rows of a batch come first in all arrays of a cache
 
 
@@ -123,7 +124,7 @@ def _operation(equation: jex.JaxprEqn, operands: list[Value]) -> Sequence[Value]
     if with_stacks is not None and (written := with_stacks(parameters, operands)) is not None:
         return written
     arrays = [operand.array if is_slice(operand) else operand for operand in operands]
-    made = equation.primitive.bind(*arrays, **parameters)
+    made = equation.primitive.bind(*arrays, **equation.primitive.get_bind_params(parameters))
     return made if equation.primitive.multiple_results else [made]
 
 
@@ -131,7 +132,7 @@ def _inner(name: str, parameters: dict[str, Any]) -> jex.ClosedJaxpr | None:
     """Returns the jaxpr of a call whose results are those of its jaxpr."""
     if name == primitives.jit_p.name:
         return parameters["jaxpr"]
-    return parameters["call_jaxpr"] if name == primitives.custom_jvp_call_p.name else None
+    return parameters["call_jaxpr"] if name in CUSTOM else None
 
 
 def _same(_: dict[str, Any], operands: list[Value]) -> list[Value]:

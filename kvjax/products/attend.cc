@@ -138,6 +138,11 @@ ffi::Error RunAttendOf(ffi::ThreadPool& pool, ffi::Buffer<ffi::F32> query, ffi::
                        ffi::ResultBuffer<ffi::F32> output, ffi::ResultBuffer<ffi::F32> lse, float scale) {
   const auto shape = query.dimensions();
   const int64_t rows = shape[shape.size() - 2];
+  if (!caches.known) return ffi::Error::InvalidArgument("there is no such layer of caches");
+  if (static_cast<int64_t>(used.element_count()) != caches.count ||
+      static_cast<int64_t>(seen.element_count()) != caches.count * caches.slots ||
+      key.element_count() != value.element_count())
+    return ffi::Error::InvalidArgument("keys, values, seen and used must be of the same caches");
   if (rows > kMaxRows) return ffi::Error::InvalidArgument("too many rows");
   const auto run = [&](auto* type) {
     using W = std::remove_pointer_t<decltype(type)>;

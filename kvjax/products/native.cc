@@ -226,6 +226,9 @@ ffi::Error RunSlotsOf(ffi::ThreadPool& pool, ffi::Buffer<ffi::F32> x, ffi::AnyBu
                       ffi::Buffer<ffi::S32> used, ffi::ResultBuffer<ffi::F32> y, bool transposed) {
   const auto shape = x.dimensions();
   const int64_t rows = shape[shape.size() - 2];
+  if (!caches.known) return ffi::Error::InvalidArgument("there is no such layer of caches");
+  if (static_cast<int64_t>(used.element_count()) != caches.count)
+    return ffi::Error::InvalidArgument("used must have a number for each cache");
   if (y->element_count() == 0) return ffi::Error::Success();
   if (caches.slots == 0 || caches.dim == 0) {
     std::memset(y->typed_data(), 0, y->element_count() * sizeof(float));

@@ -1,8 +1,10 @@
 """Layers as a loop, against the same layers unrolled: equal to the bit, for what is kept and how it is held."""
 
+import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from kvjax.generation import decoding
 from kvjax.generation.prefill import prefill
 from kvjax.generation.sampling import Greedy
 from kvjax.models import layer_loop
+from kvjax.models.decoder import Decoder
 from kvjax.products import native
 from tests import examples
 from tests.tiny import random_tokens, tiny
@@ -68,8 +71,8 @@ def test_a_loop_generates_what_layers_do(name):
         return kvjax.generate(model, TOKENS, SPECS[name], max_new_tokens=6, lengths=LENGTHS)
 
     looped = run()
-    # The first layer has no hint; the first two layers of the other keep everything.
-    expected = {"infinigen": (LayerRun(1, LAYERS),), "layers differ": (LayerRun(0, 2), LayerRun(2, LAYERS))}
+    # Codes have no form for stacks; the first layer has no hint; the first two layers of the other keep everything.
+    expected = {"int4": (), "infinigen": (LayerRun(1, LAYERS),), "layers differ": (LayerRun(0, 2), LayerRun(2, LAYERS))}
     assert looped.layout.runs == expected.get(name, (LayerRun(0, LAYERS),))
     assert_equal(looped, unrolled(run))
 
@@ -136,16 +139,73 @@ def test_a_state_in_stacks_is_read_like_any_other():
         looped.state.layers[LAYERS]
 
 
-def program(layers: int) -> str:
-    """The optimised text of the decode program."""
-    model = tiny(layers=layers).model
+def test_quantised_weights_are_not_indexed():
+    model = kvjax.quantize_weights(tiny(layers=LAYERS).model, 4, group=8)
+    made = kvjax.generate(model, TOKENS, SPECS["h2o"], max_new_tokens=4)
+    assert made.layout.runs == ()
+
+
+def test_a_state_in_stacks_is_decoded_where_loops_may_not_run():
+    """As under a form of products that does not depend on the machine."""
+    model = tiny(layers=LAYERS).model
     prefilled = prefill(model, TOKENS, SPECS["h2o"], max_new_tokens=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvjax.products.choice._Process.setting", "fixed")
+        jax.clear_caches()
+        text = decode_program(model, prefilled).as_text()
+    jax.clear_caches()
+    assert runs_of(prefilled.state.layers) and "kvjax_indexed" not in text
+
+
+def test_a_decoder_that_does_not_know_of_loops_takes_a_state_in_stacks():
+    model = tiny(layers=LAYERS).model
+    prefilled = prefill(model, TOKENS, SPECS["full"], max_new_tokens=4)
+    state, token = prefilled.state, np.zeros((2, 1), np.int32)
+    block = cache.Block(
+        position=state.length[:, None], prompt=state.prompt, total=state.total, budget=state.budget
+    )  # fmt: skip
+    decoder = Decoder(model.config)
+    phase = prefilled.layout.decode
+    logits, after = decoder.apply({"params": model.params}, token, state, block, phase)
+    single, other = decoder.apply({"params": model.params}, token, arranged_state(state, ()), block, phase)
+    np.testing.assert_array_equal(logits, single)
+    assert runs_of(after.layers) == runs_of(state.layers)
+    jax.tree.map(np.testing.assert_array_equal, arranged_state(after, ()), other)
+
+
+def test_a_prompt_has_a_gradient():
+    model = tiny(layers=LAYERS).model
+
+    def total(scale):
+        params = jax.tree.map(lambda x: x * scale, model.params)
+        return jnp.sum(
+            prefill(dataclasses.replace(model, params=params), TOKENS, SPECS["h2o"], max_new_tokens=4).logits
+        )
+
+    assert np.isfinite(jax.grad(total)(1.0))
+
+
+def test_64_bits():
+    model = tiny(layers=LAYERS).model
+    expected = kvjax.generate(model, TOKENS, SPECS["h2o"], max_new_tokens=4).tokens
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(kvjax.generate(model, TOKENS, SPECS["h2o"], max_new_tokens=4).tokens, expected)
+
+
+def decode_program(model, prefilled):
+    """The decode loop after a prompt, lowered."""
     ids = np.zeros(2, np.int32)
     stop, key = np.zeros(0, np.int32), jax.random.key(0)
     carry, *_ = decoding.first_token(prefilled.logits, prefilled.state, ids, key, stop, sampler=Greedy())
-    text: str = decoding.decode_steps.lower(
+    return decoding.decode_steps.lower(
         model.params, carry, stop, 3, config=model.config, phase=prefilled.layout.decode, sampler=Greedy()
-    ).compile().as_text()  # fmt: skip
+    )  # fmt: skip
+
+
+def program(layers: int) -> str:
+    """The optimised text of the decode program."""
+    model = tiny(layers=layers).model
+    text: str = decode_program(model, prefill(model, TOKENS, SPECS["h2o"], max_new_tokens=4)).compile().as_text()
     return text
 
 

@@ -67,3 +67,12 @@ def test_caches_are_those_of_their_layer(dtype, index):
         run, *(stack_slices.Slice(x, jnp.int32(index), str(i)) for i, x in enumerate(stacks))
     ))(*stacks))  # fmt: skip
     assert "dynamic_slice" not in text and text.count("kvjax_indexed") == 3
+
+
+def test_caches_of_a_layer_that_is_not_there_are_an_error():
+    stack, used = normal(1, LAYERS, 2, 8, 16), jnp.ones((1, 2), jnp.int32)
+    piece = stack_slices.Slice(stack, jnp.int32(LAYERS), "x")
+    with pytest.raises(Exception, match="no such layer"):
+        jax.block_until_ready(
+            stack_slices.call(lambda x: slots_product(normal(1, 2, 1, 16), x, used, True, jnp.float32), piece)
+        )
