@@ -10,7 +10,7 @@ Expected, on a CPU (perplexity of the story, passkeys and word pairs found, byte
 100 %, 75 %, 100 %; window 3.79, 0, 0, 19; h2o 3.98, 0, 0, 19; snapkv 5.92, 38, 62, 23; razor_attention 2.83, 100, 75,
 46; infinigen 3.28, 100, 75, 110 (5 % read); h2o in int8 3.99, 0, 0, 5. There are 8 prompts of each task.
 Prompts of the story are as long as those of the tasks, so that the same programs serve both.
-Hardware: any CPU; about a minute on two cores, 40 s with programs kept.
+Hardware: any CPU; one to two minutes on two cores, 40 s with programs kept.
 Command: python -m experiments.run --config=demo_tiny
 """
 
