@@ -123,6 +123,11 @@ def define(values: flags.FlagValues) -> None:
     text("plot", None, "also draw the figures, as a PNG, to this file")
 
 
+def _command(argv: Sequence[str]) -> str:
+    """Returns the arguments that another machine would be given: all but the files to write."""
+    return shlex.join(each for each in argv[1:] if not each.lstrip("-").startswith(("output=", "plot=")))
+
+
 def main(argv: Sequence[str]) -> int:
     given, values = cli.parse_flags(argv, about=str(experiments.bench.__doc__), define=define, positional=1)
     task = given[0] if given else "decode"
@@ -149,7 +154,7 @@ def main(argv: Sequence[str]) -> int:
     print(tabulate(rows, headers="keys", floatfmt=",.2f", intfmt=",", tablefmt="github"))
     print("\n".join(environment["products"]))
     if values.output:
-        result: dict[str, Any] = {"environment": environment, "command": shlex.join(argv[1:]), task: rows}
+        result: dict[str, Any] = {"environment": environment, "command": _command(argv), task: rows}
         results.write(Path(values.output), results.to_json(result))
     if values.plot:
         Path(values.plot).write_bytes(figures.draw(task, rows))

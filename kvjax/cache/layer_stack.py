@@ -78,7 +78,7 @@ def _slice(leaf: PyTree, index: int) -> PyTree:
         return jax.ShapeDtypeStruct((batch, *others), leaf.dtype)
     if isinstance(leaf, np.ndarray):
         return leaf[:, index]
-    # One program for all layers, where the index of a slice would be a constant of its own.
+    # An index that is an operand: `leaf[:, index]` would compile another program for each layer.
     return jax.lax.dynamic_index_in_dim(leaf, index, AXIS, keepdims=False) if isinstance(leaf, jax.Array) else leaf
 
 
@@ -120,12 +120,8 @@ class Layers(Sequence[Layer]):
     def __getitem__(self, index: int | slice) -> Layer | tuple[Layer, ...]:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
-        rest = range(len(self))[index]
-        for each in self.entries:
-            if rest < len_of(each):
-                return each.layer_at(rest) if isinstance(each, LayerStack) else each
-            rest -= len_of(each)
-        raise IndexError(index)
+        entry, inside = _find(self, index)
+        return entry.layer_at(inside) if isinstance(entry, LayerStack) else entry
 
 
 def len_of(entry: Layer | LayerStack) -> int:
@@ -140,10 +136,29 @@ def entries_of(layers: Sequence[Layer]) -> tuple[Layer | LayerStack, ...]:
 
 def sequence_of(entries: Sequence[Layer | LayerStack]) -> Sequence[Layer]:
     """Inverts `entries_of`."""
-    return Layers(entries) if any(isinstance(each, LayerStack) for each in entries) else tuple(entries)  # type: ignore[arg-type]
+    single = tuple(each for each in entries if not isinstance(each, LayerStack))
+    return single if len(single) == len(entries) else Layers(entries)
 
 
-def runs_of(layers: Sequence[Layer]) -> LayerRuns:
+def positions_of(layers: Sequence[Layer], index: int) -> tuple[Array, ...]:
+    """Returns the positions [B, K, S] of each group of heads of a layer, without copying its keys and values."""
+    entry, inside = _find(layers, index)
+    if isinstance(entry, LayerStack):
+        return tuple(_slice(group.position, inside) for group in entry.layer)
+    return tuple(group.position for group in entry)
+
+
+def _find(layers: Sequence[Layer], index: int) -> tuple[Layer | LayerStack, int]:
+    """Returns the entry that has a layer, and the layer's place in it."""
+    inside = range(len(layers))[index]
+    for entry in entries_of(layers):
+        if inside < len_of(entry):
+            return entry, inside
+        inside -= len_of(entry)
+    raise AssertionError("entries are fewer than layers")
+
+
+def stacked_runs(layers: Sequence[Layer]) -> LayerRuns:
     """Returns which layers are in stacks."""
     found, start = [], 0
     for each in entries_of(layers):
@@ -155,7 +170,7 @@ def runs_of(layers: Sequence[Layer]) -> LayerRuns:
 
 def arranged(layers: Sequence[Layer], runs: LayerRuns) -> Sequence[Layer]:
     """Returns layers with those of some runs, and no others, in stacks."""
-    if runs_of(layers) == runs:
+    if stacked_runs(layers) == runs:
         return layers
 
     def stack(own: tuple[Layer, ...]) -> LayerStack:

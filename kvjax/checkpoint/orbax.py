@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
-from kvjax.cache.layer_stack import arranged_state, runs_of
+from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.state import KVState, Layer, LayerKV
 from kvjax.errors import CheckpointError
 from kvjax.models.config import DecoderConfig
@@ -149,7 +149,7 @@ def restore_state(
       CheckpointError: if the folder is missing or damaged, does not hold a cache, or its shapes differ from the target.
     """
     # Layers are saved one by one; see `kvjax.cache.layer_stack`.
-    runs = () if target is None else runs_of(target.layers)
+    runs = () if target is None else stacked_runs(target.layers)
     saved = _metadata(folder)
     if not isinstance(saved, dict) or set(saved) != {field.name for field in dataclasses.fields(KVState)}:
         raise CheckpointError(f"{folder} does not hold a KVState, which save_state() saves.")

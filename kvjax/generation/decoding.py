@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.layer_stack import arranged_state, runs_of
+from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.generation import compiling, selection_record
@@ -111,7 +111,7 @@ def decode_steps(
       float32, and the record or None. A row ends with a log-probability that is not finite, whose token is `PAD`.
     """
     compiling.traced()
-    stacked = runs_of(carry.state.layers)
+    stacked = stacked_runs(carry.state.layers)
     decoder = bind(config, params)
     # Layers that run as loops record nothing.
     runs = () if record else decoder.runs_now(carry.state, phase)

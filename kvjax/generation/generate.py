@@ -4,14 +4,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Unpack
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from kvjax.arguments import plain_signature
+from kvjax.cache.layer_stack import positions_of
 from kvjax.cache.planning.layout import CacheLayout, kept
 from kvjax.cache.spec import CacheSpec
-from kvjax.cache.state import KVState, live_slots
+from kvjax.cache.state import KVState
 from kvjax.errors import InputError, shown
 from kvjax.generation import compiling, selection_record
 from kvjax.generation.decoding import CHUNK, Carry, decode_steps, first_token
@@ -289,7 +291,8 @@ def check_room(prefilled: Prefilled, max_new_tokens: int) -> None:
             if not after.evicts:
                 capacities.append(after.capacity)
                 # A compressor leaves fewer than the row's tokens.
-                held.append(live_slots(state.layers[index][number]) if before.evicts else length)
+                position = positions_of(state.layers, index)[number] if before.evicts else None
+                held.append(length if position is None else jnp.sum(position >= 0, axis=2, dtype=jnp.int32))
     for capacity, slots in zip(capacities, distributed.to_host(held), strict=True):
         if int(slots.max()) + max_new_tokens - 1 > capacity:
             raise InputError(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
-from kvjax.cache.layer_stack import arranged_state, runs_of
+from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.layout import CacheLayout, Phase, kept
 from kvjax.cache.planning.limits import power_of_two
 from kvjax.cache.spec import CacheSpec
@@ -248,7 +248,7 @@ def score_steps(
       The updated scores and cache, and the record or None.
     """
     compiling.traced()
-    stacked = runs_of(state.layers)
+    stacked = stacked_runs(state.layers)
     decoder = bind(config, params)
     # Layers that run as loops record nothing.
     runs = () if record else decoder.runs_now(state, phase)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax.cache.layer_stack import arranged_state, runs_of
+from kvjax.cache.layer_stack import arranged_state, stacked_runs
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.planning.limits import half_steps, power_of_two
 from kvjax.cache.spec import CacheSpec
@@ -218,7 +218,7 @@ def score_copies(
     """
     compiling.traced()
     decoder = bind(config, params)
-    stacked, runs = runs_of(state.layers), decoder.runs_now(state, phase)
+    stacked, runs = stacked_runs(state.layers), decoder.runs_now(state, phase)
     state, decoder = arranged_state(state, runs), decoder.looped(runs)
     count, width = tokens.shape
     kv: KVState = jax.tree.map(lambda leaf: host_memory.take_rows(leaf, rows), state)

@@ -200,7 +200,7 @@ def prepare(
     layout = lowered.layout
     differentiated = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params))
     if loops and not differentiated:
-        runs = layer_loop.runs_of(model.config, model.params, layout.prompt, layout.decode)
+        runs = layer_loop.possible_runs(model.config, model.params, layout.prompt, layout.decode)
         layout = dataclasses.replace(layout, runs=runs)
     return Prepared(layout, lowered.budgets, sizes.prompt, rows)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.layer_stack import LayerRuns, runs_of
+from kvjax.cache.layer_stack import LayerRuns, stacked_runs
 from kvjax.cache.planning.layout import Phase
 from kvjax.cache.state import Block, KVState
 from kvjax.models import layer_loop
@@ -24,12 +24,12 @@ class BoundDecoder(NamedTuple):
     Attributes:
       config: the decoder.
       params: its parameters.
-      runs: the parameters of the layers that run as loops; see `looped`.
+      run_params: the parameters of the layers that run as loops; see `looped`.
     """
 
     config: DecoderConfig
     params: Params
-    runs: tuple[layer_loop.RunParams, ...] = ()
+    run_params: tuple[layer_loop.RunParams, ...] = ()
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -42,11 +42,11 @@ class BoundDecoder(NamedTuple):
         Args:
           runs: of the layout, or those of a state that is to be decoded; see `kvjax.cache.layer_stack.runs_of`.
         """
-        return self._replace(runs=tuple(layer_loop.run_params(self.params, run) for run in runs))
+        return self._replace(run_params=tuple(layer_loop.run_params(self.params, run) for run in runs))
 
     def runs_now(self, state: KVState, phase: Phase) -> LayerRuns:
         """Returns the runs of a state if they may run as loops here and now, or none; see `layer_loop.runs_now`."""
-        return layer_loop.runs_now(runs_of(state.layers), self.config, self.params, phase)
+        return layer_loop.runs_now(stacked_runs(state.layers), self.config, self.params, phase)
 
     def hidden(self, tokens: Array, state: KVState | None, block: Block, phase: Phase) -> tuple[Array, KVState]:
         """Runs tokens [B, n] through all layers: hidden states [B, n, E] and the state."""
@@ -62,7 +62,7 @@ class BoundDecoder(NamedTuple):
         return cast(Array, self._apply("logits", hidden))
 
     def _apply(self, method: str, *arguments: Any, **options: Any) -> Any:
-        variables = {"params": self.params, RUNS: {str(own.run.start): own for own in self.runs}}
+        variables = {"params": self.params, RUNS: {str(own.run.start): own for own in self.run_params}}
         return Decoder(self.config, self.dtype).apply(variables, *arguments, method=method, **options)
 
 

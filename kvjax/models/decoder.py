@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from kvjax.cache import shared_layers
-from kvjax.cache.layer_stack import LayerStack, arranged, entries_of, runs_of, sequence_of
+from kvjax.cache.layer_stack import LayerStack, arranged, entries_of, sequence_of, stacked_runs
 from kvjax.cache.planning.layout import Group, Phase, keep_everything
 from kvjax.cache.state import Block, KVState
 from kvjax.cache.state import Layer as LayerCache
@@ -302,7 +302,7 @@ class Decoder(nn.Module):
         before = x
         runs = {int(start): own for start, own in self.variables.get(RUNS, {}).items()}
         # A caller that does not know of loops may have a state of one that does.
-        stacked = () if kv is None else runs_of(kv.layers)
+        stacked = () if kv is None else stacked_runs(kv.layers)
         layer_runs = tuple(own.run for own in runs.values())
         entries = () if kv is None else entries_of(arranged(kv.layers, layer_runs))
         index = 0

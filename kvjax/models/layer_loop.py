@@ -36,7 +36,7 @@ SHORTEST = 2  # layers of a loop
 LARGEST = 1 << 16  # numbers of a parameter that is stacked, and so held twice
 
 
-def runs_of(config: DecoderConfig, params: Params, prompt: Phase, decode: Phase) -> LayerRuns:
+def possible_runs(config: DecoderConfig, params: Params, prompt: Phase, decode: Phase) -> LayerRuns:
     """Returns the layers that run as loops on this machine; all others are unrolled.
 
     Args:
@@ -96,12 +96,12 @@ def runs_now(stacked: LayerRuns, config: DecoderConfig, params: Params, phase: P
     """Returns the runs of a state in stacks if they may run as loops here and now, or none.
 
     Args:
-      stacked: see `kvjax.cache.layer_stack.runs_of`.
+      stacked: see `kvjax.cache.layer_stack.stacked_runs`.
       config: the decoder.
       params: its parameters.
       phase: the groups of heads of each layer.
     """
-    allowed = runs_of(config, params, phase, phase) if stacked else ()
+    allowed = possible_runs(config, params, phase, phase) if stacked else ()
     inside = [any(each.start <= run.start and run.stop <= each.stop for each in allowed) for run in stacked]
     return stacked if all(inside) else ()
 

@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax import cache, policies, products
-from kvjax.cache.layer_stack import LayerRun, Layers, arranged_state, runs_of
+from kvjax.cache.layer_stack import LayerRun, Layers, arranged_state, stacked_runs
 from kvjax.cache.spec import CacheSpec
 from kvjax.checkpoint import orbax
 from kvjax.generation import decoding
@@ -109,7 +109,7 @@ def test_layers_that_record_are_unrolled():
     looped, other = run(), unrolled(run)
     assert_equal(looped, other)
     np.testing.assert_array_equal(looped.record.positions, other.record.positions)
-    assert runs_of(looped.state.layers) == (LayerRun(0, LAYERS),)
+    assert stacked_runs(looped.state.layers) == (LayerRun(0, LAYERS),)
 
 
 def test_a_state_in_stacks_is_saved_and_restored(tmp_path):
@@ -120,7 +120,7 @@ def test_a_state_in_stacks_is_saved_and_restored(tmp_path):
     restored = orbax.restore_state(tmp_path / "state", state)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     single = orbax.restore_state(tmp_path / "state")
-    assert runs_of(single.layers) == ()
+    assert stacked_runs(single.layers) == ()
     jax.tree.map(np.testing.assert_array_equal, single, arranged_state(state, ()))
 
 
@@ -154,7 +154,7 @@ def test_a_state_in_stacks_is_decoded_where_loops_may_not_run():
         jax.clear_caches()
         text = decode_program(model, prefilled).as_text()
     jax.clear_caches()
-    assert runs_of(prefilled.state.layers) and "kvjax_indexed" not in text
+    assert stacked_runs(prefilled.state.layers) and "kvjax_indexed" not in text
 
 
 def test_a_decoder_that_does_not_know_of_loops_takes_a_state_in_stacks():
@@ -169,7 +169,7 @@ def test_a_decoder_that_does_not_know_of_loops_takes_a_state_in_stacks():
     logits, after = decoder.apply({"params": model.params}, token, state, block, phase)
     single, other = decoder.apply({"params": model.params}, token, arranged_state(state, ()), block, phase)
     np.testing.assert_array_equal(logits, single)
-    assert runs_of(after.layers) == runs_of(state.layers)
+    assert stacked_runs(after.layers) == stacked_runs(state.layers)
     jax.tree.map(np.testing.assert_array_equal, arranged_state(after, ()), other)
 
 
@@ -212,5 +212,5 @@ def program(layers: int) -> str:
 def test_a_program_does_not_grow_with_layers_and_copies_no_stack():
     few, many = program(3), program(6)
     assert few.count(" fusion(") == many.count(" fusion(") > 0
-    # Of keys, values, positions and statistics [B, L, K, S, ...]
+    # No copy of the keys, values, positions or statistics of all layers, [B, L, K, S, ...]
     assert re.findall(r"= \w+\[2,6,2,\d+[\d,]*\]\S* copy\(", many) == []

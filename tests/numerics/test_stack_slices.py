@@ -47,7 +47,7 @@ def test_the_result_is_that_of_an_array(stack, function, index):
     np.testing.assert_array_equal(made, function(stack[:, index], slots, new))
 
 
-def test_a_write_goes_into_the_stack(stack):
+def test_a_scatter_writes_into_the_stack(stack):
     slots, new = jnp.zeros((BATCH, HEADS, 1), jnp.int32), jnp.full((BATCH, HEADS, 1, DIM), 7.0)
     piece = stack_slices.Slice(stack, jnp.int32(1), "x")
     made = stack_slices.call(by_platform, piece, slots, new)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.cache.empty import empty
 from kvjax.cache.groups import ArraySizes, Group, Phase, keep_everything
-from kvjax.cache.layer_stack import LayerRuns
+from kvjax.cache.layer_stack import LayerRuns, positions_of
 from kvjax.cache.planning.explain import explain
 from kvjax.cache.state import KVState, LayerKV
 from kvjax.errors import InputError
@@ -105,7 +105,7 @@ class CacheLayout:
         if isinstance(layer, bool) or not isinstance(layer, numbers.Integral) or not -layers <= layer < layers:
             raise InputError(f"layer must be a whole number from 0 to {layers - 1}; got {layer!r}.")
         # [B, k, S] each, of the k heads of a group
-        held = distributed.to_host([group.position for group in state.layers[layer]])
+        held = distributed.to_host(list(positions_of(state.layers, int(layer))))
         heads = [head for group in self.decode[layer] for head in group.heads or range(self.kv_heads)]
         # [B, S] each
         slots = [group[:, number] for group in held for number in range(group.shape[1])]
