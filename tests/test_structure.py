@@ -42,8 +42,9 @@ LATE = {("storage/__init__.py", "cache"), ("policies/h2o_variants.py", "selectio
 #: Kinds of policies made of others, and the fields that say how a policy is made.
 KINDS = {"Split", "Phases", "WithSelection"}
 FIELDS = {"when", "merge", "chosen", "others", "importance", "scope"}
-#: Pallas's `when`, a side's, a tensor's `merge` and a selection's `chosen` are others of the same name.
-OTHER_OWNERS = {"pl", "side", "tensor", "self", "look"}
+#: Pallas's `when`, a side's, a tensor's `merge`, a selection's `chosen` and a tokenizer's `Split` are others of that
+#: name.
+OTHER_OWNERS = {"pl", "side", "tensor", "self", "look", "pre_tokenizers"}
 #: Fields that policies had once.
 FORMER = {"then", "mask", "parts", "limits", "most", "shrinks"}
 
@@ -109,7 +110,7 @@ def reads_policies(source: str) -> list[str]:
                 of = ast.unparse(value)
                 if (attr in FIELDS and of not in OTHER_OWNERS) or (attr in FORMER and of.endswith("policy")):
                     found.append(ast.unparse(node))
-                if attr in KINDS:
+                if attr in KINDS and of not in OTHER_OWNERS:
                     found.append(ast.unparse(node))
     return found
 

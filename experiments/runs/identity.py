@@ -12,7 +12,8 @@ import kvjax
 from experiments import fields
 from experiments.config import ExperimentConfig
 from experiments.tasks import answering, registry
-from kvjax.checkpoint.locate import bundled
+from kvjax.checkpoint import gguf
+from kvjax.checkpoint.locate import local
 from kvjax.errors import ConfigError
 from kvjax.specs import parse, user_files
 
@@ -21,7 +22,7 @@ SAMPLES, SAMPLE = 64, 64 << 10  # of a larger file, evenly spread, and the bytes
 DIGITS = 12  # hex digits of a digest
 CODE = (".py", ".cc")
 #: Of files in a model's folder: settings and tokenizers, weights, vocabularies, merges, chat templates.
-OF_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
+OF_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", gguf.SUFFIX)
 
 
 def digest(config: ExperimentConfig, found: Mapping[str, str] | None = None) -> str:
@@ -106,14 +107,12 @@ def _of_texts(config: ExperimentConfig) -> Iterator[Path]:
 def of_model(config: ExperimentConfig) -> dict[str, str]:
     """A digest of each file of a config's model, and of what its caches need."""
     found = _digests(Path(name) for name in (config.model.skew, config.model.calibration) if name)
-    if config.model.path is not None:
-        # As `kvjax.load` looks for it.
-        here = Path(config.model.path)
-        folder = here if here.is_dir() else bundled(config.model.path)
-        if folder is not None:
-            files = sorted(path for path in folder.iterdir() if path.suffix in OF_MODEL and path.is_file())
-            # Not by the folder of a model that kvjax contains, which is another one on another machine.
-            found |= {f"{config.model.path}/{path.name}": of_file(path) for path in files}
+    # As `kvjax.load` looks for it.
+    if config.model.path is not None and (checkpoint := local(config.model.path)) is not None:
+        inside = gguf.parts(checkpoint) if checkpoint.is_file() else checkpoint.iterdir()
+        files = sorted(path for path in inside if path.suffix in OF_MODEL and path.is_file())
+        # Not by the folder of a model that kvjax contains, which is another one on another machine.
+        found |= {f"{config.model.path}/{path.name}": of_file(path) for path in files}
     return found
 
 

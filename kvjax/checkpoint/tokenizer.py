@@ -61,6 +61,21 @@ def load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
     """
     paths = [path for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    if (made := make_tokenizer(folder, files, config)) is None and "tokenizer.model" not in files:
+        for name, kind in _OTHER_FILES.items():
+            if (folder / name).is_file():
+                _warn_of_other(name, kind)
+    return made
+
+
+def make_tokenizer(folder: Path, files: dict[str, bytes], config: DecoderConfig) -> Tokenizer | None:
+    """Makes a tokenizer of its files; see `load_tokenizer`.
+
+    Args:
+      folder: the folder or the file that they are from, for messages.
+      files: name -> content.
+      config: the decoder.
+    """
     check_settings(folder, files)
     try:
         settings = read_settings(files)
@@ -73,10 +88,6 @@ def load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
             return _from_sentencepiece(files, settings, tokens, config)
         elif "vocab.json" in files and "merges.txt" in files:
             return _from_merges(files, settings, tokens, config)
-        else:
-            for name, kind in _OTHER_FILES.items():
-                if (folder / name).is_file():
-                    _warn_of_other(name, kind)
     except ImportError as error:
         raise CheckpointError(
             f"the tokenizer in {folder} needs the package {error.name}: pip install {error.name}."
@@ -202,4 +213,4 @@ def _from_backend(
     )
 
 
-__all__ = ["TOKENIZER_FILES", "Tokenizer", "load_tokenizer"]
+__all__ = ["TOKENIZER_FILES", "Tokenizer", "load_tokenizer", "make_tokenizer"]
