@@ -118,7 +118,30 @@ def sweep(
     Raises:
       ConfigError: the folder cannot be written, before anything is run.
     """
-    combinations = product(base, axes)
+    return run_all(base, product(base, axes), rerun=rerun, shard=shard, wait=wait, progress=progress)
+
+
+def run_all(
+    base: ExperimentConfig,
+    combinations: Sequence[tuple[JsonObject, ExperimentConfig]],
+    *,
+    rerun: bool = False,
+    shard: Shard | None = None,
+    wait: bool = False,
+    progress: bool | None = None,
+    session: Session | None = None,
+) -> tuple[Path, list[tables.Row]]:
+    """Runs what is missing of combinations; see `sweep`.
+
+    Args:
+      base: a config whose name and output say where results go.
+      combinations: what each sets, and the resolved config.
+      rerun: see `sweep`.
+      shard: see `sweep`.
+      wait: see `sweep`.
+      progress: see `sweep`.
+      session: runs the configs, and keeps what several calls share; None = a new one.
+    """
     capacity = capacity_of([config.policy.budget for _, config in combinations])
     before = Path(base.output) / f"{base.name}-sweep"
     results.make_folder(before)
@@ -130,7 +153,7 @@ def sweep(
             f"{identity.digest(config, found)}.json" for (_, config), found in zip(combinations, contents, strict=True)
         ]
         folder = sharing.Folder(before, names, rerun=rerun)
-        shared, session = sharing.Sharing(folder, shard=shard, wait=wait), Session(resume=not rerun)
+        shared, session = sharing.Sharing(folder, shard=shard, wait=wait), session or Session(resume=not rerun)
         left = list(range(len(names)))
         while left:
             for i in tracked(left, unit="run", name=lambda i: _named(combinations[i][0]), show=progress):

@@ -96,14 +96,23 @@ class Measurement:
         loss = -self.logprobs.astype(np.float64)
         return [math.exp(loss[:, start : start + tokens].mean()) for start in range(0, loss.shape[1], tokens)]
 
+    def by_row(self) -> list[float]:
+        """The mean negative log-likelihood per token of each row, in nats."""
+        return [] if self.logprobs is None else [float(x) for x in -self.logprobs.mean(axis=1, dtype=np.float64)]
+
     def scores(self, full: "Measurement | None") -> dict[str, JsonObject]:
-        """Task -> what it is (``about``), its ``scores``, and those that tables of all tasks show (``headline``)."""
+        """Returns the scores of each task.
+
+        Task -> what it is (``about``), its ``scores``, those that tables of all tasks show (``headline``), and the
+        first of these question by question (``by_question``).
+        """
         found = {}
         for name, each in self.asked.items():
             others = full.answers.get(name) if full is not None else None
             scores = each.scores(self.answers[name], others)
             shown = [score for score in each.headline if score in scores]
-            found[name] = {"about": each.about, "scores": scores, "headline": shown}
+            by_question = each.by_question(self.answers[name])
+            found[name] = {"about": each.about, "scores": scores, "headline": shown, "by_question": by_question}
         return found
 
     def row(self, full: "Measurement | None", chunk: int | None = None) -> JsonObject:
@@ -115,6 +124,7 @@ class Measurement:
             "least_slots": self.least_slots,
             "keeps_all": self.keeps_all,
             "perplexity": self.perplexity,
+            "nats_by_row": self.by_row(),
             "agreement": self.agreement(full),
             "same_until": self.same_until(full),
             "new_tokens": self.tokens.shape[1],

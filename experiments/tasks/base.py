@@ -68,6 +68,10 @@ class Asked(abc.ABC):
           full: those under the full cache, if there are any.
         """
 
+    @abc.abstractmethod
+    def by_question(self, answers: Sequence[Answer]) -> list[float]:
+        """Returns the first score of `headline` of each question by itself, from which intervals are computed."""
+
     def grid(self, answers: Sequence[Answer]) -> "Grid | None":
         """The answers as a table of two quantities, for tasks that vary these."""
         return None
@@ -136,6 +140,12 @@ class Choices(Asked):
         if full is not None:
             found[SAME] = share(a == int(np.argmax(b["logprobs"])) for a, b in zip(best, full, strict=True))
         return found
+
+    def by_question(self, answers: Sequence[Answer]) -> list[float]:
+        return [
+            100.0 * (int(np.argmax(answer["logprobs"])) == question.label)
+            for answer, question in zip(answers, self.questions, strict=True)
+        ]
 
 
 def pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:

@@ -128,6 +128,10 @@ class Written(Asked):
         found["tokens"] = float(np.mean([len(each["tokens"]) for each in answers]))
         return found | {"ended": share(each["ended"] for each in answers)}
 
+    def by_question(self, answers: Sequence[Answer]) -> list[float]:
+        # Scores of texts as a whole, such as BLEU, are those of a text of one answer here.
+        return [self.scorer((item,), (each,))[self.headline[0]] for item, each in zip(self.items, answers, strict=True)]
+
 
 def text_scores(answers: Sequence[Answer], references: Sequence[str]) -> dict[str, float]:
     """N-gram scores of answers, METEOR among them if WordNet is here."""

