@@ -1,4 +1,7 @@
-"""The command line of every experiment: flags, help, compiled programs that are kept, and errors as one paragraph."""
+"""The command line of every experiment: flags, help, compiled programs that are kept, and errors as one paragraph.
+
+This module does not import jax, which ``--help`` and errors in a command do without: what needs it imports it.
+"""
 
 import os
 import re
@@ -12,9 +15,7 @@ from ml_collections import config_flags
 
 from experiments import fields
 from experiments.config import ExperimentConfig
-from kvjax import host, products
 from kvjax.errors import ConfigError, KvjaxError
-from kvjax.parallel import distributed
 
 USAGE_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 HELP = {"--help", "-h", "-help", "--helpfull"}
@@ -144,6 +145,8 @@ def prepare_programs(values: flags.FlagValues) -> None:
     Raises:
       ConfigError: a folder that was asked for and cannot be written.
     """
+    from kvjax import host, products
+
     given = values[CACHE_FLAG].value
     if given is None:
         host.keep_programs_by_default()
@@ -173,9 +176,24 @@ def start_processes(values: flags.FlagValues) -> None:
     given = [values[name].value for name in (COORDINATOR, COUNT, NUMBER)]
     if not values[DISTRIBUTED].value and given == [None] * 3:
         return
+    from kvjax.parallel import distributed
+
     distributed.initialize(*given)
     if not distributed.is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, until the process ends
+
+
+def _leave_others(status: int, report: Callable[[], None] = lambda: None) -> None:
+    """Ends this process if it is one of several: the others may never come to the end that JAX would wait for.
+
+    Args:
+      status: the exit status.
+      report: called before the process ends.
+    """
+    distributed = sys.modules.get("kvjax.parallel.distributed")  # not imported: there are no other processes
+    if distributed is not None and distributed.count() > 1:
+        report()
+        distributed.leave(status)
 
 
 def _help(about: str, values: flags.FlagValues, cls: type) -> str:
@@ -195,15 +213,12 @@ def main(program: Callable[[Sequence[str]], int], interrupted: str = "no unfinis
     except KvjaxError as error:
         print(f"error: {error}", file=sys.stderr)
         status = USAGE_ERROR
-        if distributed.count() > 1:
-            distributed.leave(status)  # the others may never come to the end that JAX would wait for
+        _leave_others(status)
     except BrokenPipeError:  # as in `... --help | head`, which ends before everything is printed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = PIPE_CLOSED
     except Exception:
-        if distributed.count() > 1:
-            traceback.print_exc()
-            distributed.leave(1)
+        _leave_others(1, report=traceback.print_exc)
         raise
     except KeyboardInterrupt:
         print(f"\ninterrupted: {interrupted}", file=sys.stderr)

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from kvjax.arguments import closest, did_you_mean
-from kvjax.attention import IMPLEMENTATIONS, Implementation
 from kvjax.errors import ConfigError
-from kvjax.typing import JsonObject
+from kvjax.typing import IMPLEMENTATIONS, Implementation, JsonObject
 
 FOLDER = Path(__file__).resolve().parent.parent / "configs"
 

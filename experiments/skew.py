@@ -8,13 +8,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-import kvjax
-from experiments import cli, results
-from experiments.config import DataConfig
-from experiments.runs import data
-from kvjax.checkpoint.skew import save_skew
+from experiments import cli
 from kvjax.errors import ConfigError
-from kvjax.models.skew import can_fold, find_skew
 
 TOKENS = 2048  # of the sample; no longer than the model's context
 
@@ -31,17 +26,10 @@ def main(argv: Sequence[str]) -> int:
     _, values = cli.parse_flags(argv, about=str(__doc__), define=define)
     if None in (values.model, values.text, values.output):
         raise ConfigError("give --model=FOLDER, --text=FILE.txt and --output=FILE.safetensors.")
-    output = results.make_file(values.output)
-    model = kvjax.load(values.model, dtype=values.dtype)
-    count = min(values.tokens, model.config.max_positions)
-    text = DataConfig(text=values.text, num_sequences=1, prompt_length=count - 1, new_tokens=1)
-    # [1, count]
-    tokens, _, about = data.load(text, model, seed=0)
-    skew = find_skew(model, tokens)
-    save_skew(output, skew, model=values.model, sample=tokens)
-    use = "folded into its weights" if can_fold(model.config) else "applied by selections at run time"
-    print(f"{output}: {list(skew.shape)} from {tokens.size} tokens of {about}; when loaded, it is {use}.")
-    return 0
+    # It imports jax, which `--help` does without.
+    from experiments.programs import skew
+
+    return skew.start(values)
 
 
 if __name__ == "__main__":

@@ -29,35 +29,34 @@ This machine
 Errors that a caller can cause are `KvjaxError`. `__version__` is the version.
 """
 
-import inspect
-import os
+from typing import TYPE_CHECKING, Any
 
-from kvjax import devices, policies, presets, selection, storage
-from kvjax.arguments import plain_signature
-from kvjax.cache import CacheSpec, KVState, LayerKV, Limits
-from kvjax.checkpoint.huggingface import load
-from kvjax.checkpoint.writer import save
+from kvjax import lazy
+from kvjax.environment import compile_quickly, silence_missing_tpu
 from kvjax.errors import KvjaxError
-from kvjax.generation.generate import Generation, generate
-from kvjax.generation.likelihood import LogLikelihood, log_likelihood
-from kvjax.generation.multiple_choice import ChoiceScore, score_choices
-from kvjax.generation.options import CacheOptions
-from kvjax.generation.sampling import Greedy, Sample
-from kvjax.generation.text import TextGeneration, generate_text
-from kvjax.host import compile_quickly, keep_programs
-from kvjax.models.calibrate import calibrate, calibrated
-from kvjax.models.compress import compress_kv_heads
-from kvjax.models.model import Model
-from kvjax.models.quantize import WeightCodes, quantize_weights
-from kvjax.parallel.rules import Rules
-from kvjax.parallel.sharding import make_mesh
-from kvjax.storage.calibration import Calibration, load_calibration
 from kvjax.version import __version__
 
-# jax says so when it is imported where there is no TPU. With the TPU compiler installed it looks for one all the same,
-# and libtpu would print errors.
-if os.environ.get("TPU_SKIP_MDS_QUERY"):
-    devices.prepare_libtpu()
+if TYPE_CHECKING:
+    from kvjax import policies, presets, selection, storage
+    from kvjax.cache import CacheSpec, KVState, LayerKV, Limits
+    from kvjax.checkpoint.huggingface import load
+    from kvjax.checkpoint.writer import save
+    from kvjax.generation.generate import Generation, generate
+    from kvjax.generation.likelihood import LogLikelihood, log_likelihood
+    from kvjax.generation.multiple_choice import ChoiceScore, score_choices
+    from kvjax.generation.options import CacheOptions
+    from kvjax.generation.sampling import Greedy, Sample
+    from kvjax.generation.text import TextGeneration, generate_text
+    from kvjax.host import keep_programs
+    from kvjax.models.calibrate import calibrate, calibrated
+    from kvjax.models.compress import compress_kv_heads
+    from kvjax.models.model import Model
+    from kvjax.models.quantize import WeightCodes, quantize_weights
+    from kvjax.parallel.rules import Rules
+    from kvjax.parallel.sharding import make_mesh
+    from kvjax.storage.calibration import Calibration, load_calibration
+
+silence_missing_tpu()
 compile_quickly()
 
 __all__ = [
@@ -97,5 +96,33 @@ __all__ = [
     "storage",
 ]
 
-for _function in filter(inspect.isfunction, map(globals().get, __all__)):
-    plain_signature(_function)
+# jax, flax and the decoders take a second to import, which ``--help`` and error messages can do without.
+_load, __dir__ = lazy.attach(
+    __name__,
+    {
+        "kvjax.cache": ("CacheSpec", "KVState", "LayerKV", "Limits"),
+        "kvjax.checkpoint.huggingface": ("load",),
+        "kvjax.checkpoint.writer": ("save",),
+        "kvjax.generation.generate": ("Generation", "generate"),
+        "kvjax.generation.likelihood": ("LogLikelihood", "log_likelihood"),
+        "kvjax.generation.multiple_choice": ("ChoiceScore", "score_choices"),
+        "kvjax.generation.options": ("CacheOptions",),
+        "kvjax.generation.sampling": ("Greedy", "Sample"),
+        "kvjax.generation.text": ("TextGeneration", "generate_text"),
+        "kvjax.host": ("keep_programs",),
+        "kvjax.models.calibrate": ("calibrate", "calibrated"),
+        "kvjax.models.compress": ("compress_kv_heads",),
+        "kvjax.models.model": ("Model",),
+        "kvjax.models.quantize": ("WeightCodes", "quantize_weights"),
+        "kvjax.parallel.rules": ("Rules",),
+        "kvjax.parallel.sharding": ("make_mesh",),
+        "kvjax.storage.calibration": ("Calibration", "load_calibration"),
+    },
+)
+
+if not TYPE_CHECKING:  # a type checker would take any name to be here
+
+    def __getattr__(name: str) -> Any:
+        value = _load(name)
+        silence_missing_tpu()  # jax may have been imported with it
+        return value

@@ -20,6 +20,10 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 LARGEST = (1 << 31) - 1  # whole number of an argument that gives no other limit: numbers of slots are int32
+#: Slots below which predictions mean little. The server, batches, tasks and lm_eval keep as many of short prompts, as
+#: `Fraction.min_slots`. Elsewhere a fraction keeps max(1, ⌊f·n + 1e-9⌋) slots, as it is defined, and warns: another
+#: default would change what policies of given arguments keep.
+MIN_SLOTS = 32
 _warned: set[Hashable] = set()  # what `warn_once` has warned of in this process
 
 

@@ -6,7 +6,7 @@ attention and statistics in one pass over the keys.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -21,12 +21,10 @@ from kvjax.kernels.prefill import xla as prefill_xla
 from kvjax.kernels.problem import Attended, Problem, check
 from kvjax.numerics.statistics import COUNT, Statistic, by_name
 from kvjax.parallel import sharding
-from kvjax.typing import JsonObject
+from kvjax.typing import IMPLEMENTATIONS, Implementation, JsonObject
 
 Array = jax.Array
 Columns = dict[str, Array]  # statistic name -> [B, K, S] or [B, K, S, words] float32
-Implementation = Literal["auto", "xla", "pallas_tpu", "pallas_gpu"]
-IMPLEMENTATIONS = get_args(Implementation)
 
 __all__ = [
     "IMPLEMENTATIONS", "Attended", "Columns", "Implementation", "Mapped", "Problem", "attend", "attend_and_reduce",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from kvjax.environment import prepare_libtpu
 from kvjax.errors import ConfigError, KvjaxError
 
 GIB = 2.0**30
@@ -249,15 +250,3 @@ def topology_devices(name: str) -> list[jax.Device]:
                 "is needed): pip install 'kvjax[tpu]'. Without it, leave the topology out to plan for this machine."
             ) from None
         raise KvjaxError(f"the TPU compiler rejects topology {name!r}: {str(error).splitlines()[0]}") from None
-
-
-def prepare_libtpu() -> None:
-    """Sets the environment variables that libtpu reads when it is loaded, unless the user has set them."""
-    # Otherwise only one process per machine can load libtpu, even if none uses a chip.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
-    os.environ.setdefault("TPU_LOG_DIR", "disabled")
-    # JAX sets it where there is no chip; the topology then cannot be read from the cloud's metadata server.
-    if os.environ.get("TPU_SKIP_MDS_QUERY"):
-        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

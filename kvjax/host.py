@@ -16,7 +16,6 @@ from kvjax.errors import ConfigError
 from kvjax.kept_files import private_folder, user_cache
 
 VARIABLE = "KVJAX_COMPILATION_CACHE"
-EXTRA_OPTIONS = "--xla_backend_extra_options"  # a flag of XLA's, whose value may be any option, known or not
 CACHE_BYTES = 4 * 2**30  # of compiled programs; the least recently used ones go when a folder holds more
 
 
@@ -93,20 +92,6 @@ def _others_seconds() -> float | None:
     return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
-def compile_quickly() -> None:
-    """Has LLVM unroll no loops in XLA's programs for CPUs, before the first one is compiled in this process.
-
-    It halves the time of compilation (kvjax-tiny under h2o: 5.1 CPU seconds -> 3.2; the demo 170 -> 114, all on an AMD
-    EPYC), and a difference in running time could not be measured: products and attention are XLA's libraries and
-    kvjax's own code. ``XLA_FLAGS`` that name extra options for the backend are left as they are, and so are programs of
-    a process that has compiled some before.
-    """
-    given = os.environ.get("XLA_FLAGS", "").strip()
-    # It may be the name of a file of flags.
-    if EXTRA_OPTIONS not in given and (not given or given.startswith("-")):
-        os.environ["XLA_FLAGS"] = f"{given} {EXTRA_OPTIONS}=xla_cpu_disable_loop_unrolling".strip()
-
-
 class _Process:
     """Whether this process has said where compiled programs are kept."""
 
@@ -168,7 +153,6 @@ def keep_programs_by_default() -> None:
 
 __all__ = [
     "Others",
-    "compile_quickly",
     "cores",
     "cpu_name",
     "instructions",

@@ -1,6 +1,6 @@
 """Names of types that annotations can say only at length, or not at all."""
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 #: A tree of arrays, as `jax.tree` takes it: nested tuples, lists, dicts and registered classes.
 PyTree: TypeAlias = Any
@@ -19,3 +19,7 @@ Ref: TypeAlias = Any
 
 #: An equation of a jaxpr, or a jaxpr: jax's own types do not say that abstract values have shapes.
 Equation: TypeAlias = Any
+
+#: How attention and eviction are computed; see `kvjax.attention`.
+Implementation = Literal["auto", "xla", "pallas_tpu", "pallas_gpu"]
+IMPLEMENTATIONS = get_args(Implementation)

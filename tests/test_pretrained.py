@@ -13,8 +13,8 @@ import pytest
 import tokenizers
 
 import kvjax
-from experiments import card
 from experiments.config import RecallConfig
+from experiments.programs import card
 from experiments.tasks import score
 from experiments.training import corpus, evaluate
 from kvjax import policies

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from absl import flags
 
 import kvjax
+from experiments.bench.names import LLAMA
 from kvjax.attention import Implementation
 from kvjax.cache import CacheSpec, Limits
 from kvjax.cache.planning.limits import sizes_for
@@ -34,7 +35,6 @@ from kvjax.policies import evict, low_norm
 from kvjax.policies.base import Policy
 
 Key = TypeVar("Key")
-LLAMA = "llama-12x768"  # as large as OPT-125M, of a family that every peer has
 NOISE = 1.5  # rounds of one side that differ by a larger factor were disturbed
 READ_BYTES = 1 << 30  # of the array that is read to measure a machine: no cache holds it
 #: Calls in a row of what takes about a millisecond, so that an accelerator does not wait for Python between them.

@@ -127,6 +127,7 @@ def processes(policies: Sequence[str], models: dict[str, str], against: Sequence
         Process("build the library", "kvjax", ("-c", BUILD), LIBRARY),
         Process("import", "jax", ("-c", "import jax")),
         Process("import", "kvjax", ("-c", "import kvjax")),
+        Process("import, every name", "kvjax", ("-c", "from kvjax import *")),
         Process("--help", "experiments.run", ("-m", "experiments.run", "--help")),
     ]
     for name, model in models.items():

@@ -15,6 +15,7 @@ from absl import flags
 from experiments.bench import contestants
 from experiments.bench.contestants import CALLS, in_turns, ratio, timed
 from experiments.bench.device import copying
+from experiments.bench.names import KINDS, STEP
 from kvjax import attention, policies
 from kvjax.attention import IMPLEMENTATIONS, Implementation
 from kvjax.cache import Block, Group, LayerKV, Limits
@@ -31,8 +32,6 @@ Array = jax.Array
 # Rows, slots, features, dtype and implementation -> the output, calls to be timed, and the kernel that runs
 Work = Callable[[int, int, int, str, Implementation], tuple[np.ndarray, Callable[[], object], str]]
 
-STEP = "h2o, a whole step"
-KINDS = {"none": "none", "mass": "mass", "step": STEP}  # --kinds, and what the rows call them
 SAME = {"float32": 1e-4, "bfloat16": 2e-2}  # largest difference of an output from XLA's; values are about 1
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from absl import flags
 
 import kvjax
-from experiments import lm_eval_tasks
 from experiments.bench.contestants import in_turns, ratio
+from experiments.programs import lm_eval_tasks
 from experiments.tasks import multiple_choice
 from kvjax.errors import ConfigError
 from kvjax.typing import Foreign, JsonObject

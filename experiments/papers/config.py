@@ -7,6 +7,8 @@ import dataclasses
 
 from experiments.config import ModelConfig
 
+OUTPUT = "results/papers"  # the folder of results, where no other is named
+
 
 @dataclasses.dataclass
 class PaperConfig:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments import config as configs
-from experiments import results
+from experiments import results, specs
 from experiments.config import ExperimentConfig, ModelConfig
 from experiments.runs import machine, measure
 from kvjax.cache import CacheLayout, CacheSpec
@@ -50,7 +50,7 @@ def decoder_config(config: ModelConfig) -> DecoderConfig | None:
 
 def codes_of(config: ModelConfig) -> WeightCodes | None:
     """Returns the codes of the weights, of the config or the checkpoint, as far as they are known before loading."""
-    if (codes := configs.build_weights(config)) is not None or config.path is None:
+    if (codes := specs.build_weights(config)) is not None or config.path is None:
         return codes
     folder = local(config.path)
     if folder is None or not isinstance(raw := results.read_json(folder / "config.json"), dict):
@@ -64,16 +64,16 @@ def specs_of(config: ExperimentConfig, least_slots: int | None = None) -> list[C
 
     Args:
       config: an experiment.
-      least_slots: see `experiments.config.build_policy`.
+      least_slots: see `experiments.specs.build_policy`.
 
     Raises:
       KvjaxError: a policy, a storage or a selection, a setting of one, or a budget that cannot work.
     """
-    own = configs.build_spec(config, least_slots)
+    own = specs.build_spec(config, least_slots)
     found = {own.name: own}
     for name in dict.fromkeys(config.baselines):
         try:
-            spec = configs.baseline(config, name, least_slots)
+            spec = specs.baseline(config, name, least_slots)
         except KvjaxError as error:
             raise baseline_error(name, error) from None
         if found.get(spec.name, spec) != spec:
@@ -102,7 +102,7 @@ def check_fit(config: ExperimentConfig) -> None:
         return
     dtype, rows = dtype_of(config.model), config.data.num_sequences
     if config.data.prompt is None:
-        layouts, own = [], configs.build_spec(config).name
+        layouts, own = [], specs.build_spec(config).name
         for spec in specs_of(config):
             try:
                 layouts.append(layout_of(config, spec, decoder, config.data.prompt_length))

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 
 import kvjax
 from experiments import fields
-from experiments.config import ExperimentConfig, ModelConfig, build_weights
+from experiments.config import ExperimentConfig, ModelConfig
 from experiments.progress import tracked
 from experiments.runs import data, identity, machine
 from experiments.runs.measure import Measurement, measure
 from experiments.runs.resolve import CannotRun, check_fit, dtype_of, model_name, specs_of
+from experiments.specs import build_weights
 from experiments.tasks import answering, score
 from experiments.tasks.journal import FOLDER, Journal
 from kvjax.cache import CacheSpec

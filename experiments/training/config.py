@@ -3,15 +3,17 @@
 import dataclasses
 import glob
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from experiments import fields
 from experiments.fields import Count, Counts, Names, Number, Numbers, OptionalCount, Text, Whole
 from experiments.tasks import recall
 from experiments.training import layouts
 from kvjax.errors import ConfigError
-from kvjax.models.config import DecoderConfig
-from kvjax.numerics.rope import Rope
 from kvjax.typing import JsonObject
+
+if TYPE_CHECKING:
+    from kvjax.models.config import DecoderConfig
 
 BY_STAGE = ("repeat_fraction", "invented_fraction", "wordy_fraction")  # of the mixture
 SHORTEST = 16  # tokens of a window
@@ -203,8 +205,12 @@ def scheduled(config: TrainConfig) -> TrainConfig:
     )
 
 
-def decoder_config(config: TrainConfig, bos: int) -> DecoderConfig:
+def decoder_config(config: TrainConfig, bos: int) -> "DecoderConfig":
     """The decoder that is trained."""
+    # They import jax, which `--help` does without.
+    from kvjax.models.config import DecoderConfig
+    from kvjax.numerics.rope import Rope
+
     shape = config.decoder
     head_dim = shape.hidden_size // shape.num_heads
     return DecoderConfig(

@@ -13,12 +13,14 @@ INSTALL = "pip install 'kvjax[lm-eval]'"
 
 def main() -> int:
     """Registers the model and runs lm_eval. Errors of the user are one paragraph."""
+    asks_for_help = bool({"-h", "--help"} & set(sys.argv[1:]))
     try:
         from lm_eval.__main__ import cli_evaluate
 
-        from kvjax.lm_eval.model import KVJaxLM  # noqa: F401 (registers itself)
+        if not asks_for_help:  # the options are those of lm_eval, and it takes seconds
+            from kvjax.lm_eval.model import KVJaxLM  # noqa: F401 (registers itself)
     except ImportError as error:
-        if {"-h", "--help"} & set(sys.argv[1:]):
+        if asks_for_help:
             print(f"{__doc__}\nThe options are those of lm_eval, which cannot be imported ({error}): {INSTALL}")
             return 0
         print(f"error: this is the command line of lm_eval, which needs {error.name}: {INSTALL}", file=sys.stderr)

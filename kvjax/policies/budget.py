@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Union
 import jax
 import numpy as np
 
-from kvjax.arguments import Restorable, count_argument, warn_once
+from kvjax.arguments import MIN_SLOTS, Restorable, count_argument, warn_once
 from kvjax.errors import PolicyError, shown
 
 if TYPE_CHECKING:
@@ -30,10 +30,6 @@ BudgetLike = Union["Budget", int, float, Sequence[int | float], np.ndarray, None
 
 MAX_SLOTS = 2**31 - 1  # positions are int32
 MAX_DENOMINATOR = 10_000  # of a fraction that a user writes, such as 0.29
-#: Slots below which predictions mean little. The server, batches, tasks and lm_eval keep as many of short prompts, as
-#: `Fraction.min_slots`. Elsewhere a fraction keeps max(1, ⌊f·n + 1e-9⌋) slots, as it is defined, and warns: another
-#: default would change what policies of given arguments keep.
-MIN_SLOTS = 32
 HINT = "give a whole number of slots (at least 1) or a fraction of the prompt as a float in (0, 1]."
 
 

@@ -1,7 +1,22 @@
 """Serves many requests through the rows of one batch: `Runner`; and states that many of them continue: `Prefix`."""
 
-from kvjax.serve.prefix import Prefix
-from kvjax.serve.request import Progress, Request, Result
-from kvjax.serve.runner import Runner
+from typing import TYPE_CHECKING
+
+from kvjax import lazy
+
+if TYPE_CHECKING:
+    from kvjax.serve.prefix import Prefix
+    from kvjax.serve.request import Progress, Request, Result
+    from kvjax.serve.runner import Runner
+else:
+    # The server's ``--help`` does without them.
+    __getattr__, __dir__ = lazy.attach(
+        __name__,
+        {
+            "kvjax.serve.prefix": ("Prefix",),
+            "kvjax.serve.request": ("Progress", "Request", "Result"),
+            "kvjax.serve.runner": ("Runner",),
+        },
+    )
 
 __all__ = ["Prefix", "Progress", "Request", "Result", "Runner"]

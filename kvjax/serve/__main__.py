@@ -8,28 +8,12 @@ It answers on this machine only, unless --host says otherwise. /health tells wha
 """
 
 import argparse
-import contextlib
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from kvjax import products
-from kvjax.attention import IMPLEMENTATIONS
-from kvjax.cache import Limits
-from kvjax.checkpoint.huggingface import load
-from kvjax.errors import ConfigError, KvjaxError, PolicyError
-from kvjax.lm_eval import options
-from kvjax.models.calibrate import calibrated
-from kvjax.parallel.rules import Rules
-from kvjax.parallel.sharding import make_mesh
-from kvjax.serve import address
-from kvjax.serve.api_keys import read_keys
-from kvjax.serve.request import Request
-from kvjax.serve.runner import Runner
-from kvjax.storage.calibration import load_calibration
+from kvjax.errors import KvjaxError
+from kvjax.typing import IMPLEMENTATIONS
 
 USAGE_ERROR = 2
 
@@ -72,102 +56,17 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def runner_for(flags: argparse.Namespace) -> Runner:
-    """Loads the model.
-
-    Raises:
-      KvjaxError: a model that cannot be loaded, or settings that cannot work with it.
-    """
-    mesh = make_mesh(flags.mesh) if flags.mesh else None
-    spec = options.spec(flags.policy, flags.budget, flags.storage, flags.selection)
-    model = load(flags.model, dtype=flags.dtype, mesh=mesh, rules=Rules.parse(flags.rules), weights=flags.weights)
-    if flags.calibration is not None:
-        model = calibrated(model, spec.storage, load_calibration(flags.calibration))
-    return Runner(
-        model, spec, rows=flags.rows, limits=Limits(prompt=flags.prompt, new_tokens=flags.new_tokens),
-        prefill_block=flags.prefill_block, chunk=flags.chunk, turn_tokens=max(512, flags.prompt // 8),
-        implementation=flags.implementation,
-    )  # fmt: skip
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server until it is interrupted. Errors of the user are one paragraph."""
     flags = parser().parse_args(argv)
+    # It imports jax, which `--help` does without.
+    from kvjax.serve.program import serve
+
     try:
         return serve(flags)
     except KvjaxError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
-
-
-def serve(flags: argparse.Namespace) -> int:
-    """Runs the server.
-
-    Raises:
-      KvjaxError: see `runner_for`; also if a package is missing.
-    """
-    try:
-        from kvjax.serve.admission import PLACES
-        from kvjax.serve.app import make_app
-        from kvjax.serve.connections import MAX_CONNECTIONS, Connections
-        from kvjax.serve.listening import run
-    except ImportError as error:
-        raise ConfigError(f"the server needs {error.name}: pip install 'kvjax[serve]'.") from None
-    from kvjax.serve.engine import Engine
-    from kvjax.serve.protocol import ServerInfo
-
-    products.await_native()
-    if not flags.waiting >= 0:
-        raise ConfigError(f"--waiting must be at least 0; got {flags.waiting}.")
-    if flags.connections is not None and not flags.connections >= 1:
-        raise ConfigError(f"--connections must be at least 1; got {flags.connections}.")
-    keys, listener = read_keys(flags.api_key), address.bound(flags.host, flags.port)
-    with _interruptible():
-        runner = runner_for(flags)
-        prefixes = {}
-        for given in flags.prefix:
-            name, equals, folder = given.partition("=")
-            if not equals:
-                raise ConfigError(f"--prefix={given!r} is not of the form NAME=FOLDER.")
-            prefixes[name] = runner.load_prefix(folder)
-        print(f"{runner.model}\n{runner.explain()}", flush=True)
-        print("compiling ...", flush=True)
-        warm_up(runner)
-    name = flags.name or Path(flags.model).name
-    limits = runner.prompts.limits
-    served = ServerInfo(runner.model, name, prefixes, limits.prompt, limits.new_tokens)
-    engine = Engine(runner, most_waiting=flags.waiting)
-    max_connections = flags.connections or max(MAX_CONNECTIONS, PLACES * (flags.rows + flags.waiting))
-    connections, hosts = Connections(max_connections), address.names(listener, flags.host)
-    if not (keys or address.is_local(listener)):
-        print("anybody who reaches this address can use the model: there is no --api-key", flush=True)
-    app = make_app(engine, served, api_keys=keys, hosts=hosts, connections=connections)
-    run(app, engine, listener, connections)
-    return 0
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Lets an interrupt end the process at once, also while a program is compiled, which Python does not interrupt."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def warm_up(runner: Runner) -> None:
-    """Compiles the programs of the longest prompts, and of short ones where the policy takes these."""
-    limits = runner.prompts.limits
-    new_tokens = min(2, limits.new_tokens)
-    longest = max(1, min(limits.prompt, runner.model.config.max_positions - new_tokens))
-    for length in sorted({1, longest}):
-        with contextlib.suppress(PolicyError):
-            runner.submit(Request(tokens=[0] * length, max_new_tokens=new_tokens))
-    list(runner)
 
 
 def _number(text: str) -> Any:

@@ -18,6 +18,7 @@ from experiments.bench import __main__ as bench
 from experiments.bench import accelerator, contestants, device, kernels, transfers
 from experiments.bench.accelerator import children, marked, parts, report
 from experiments.bench.accelerator.parts import Part
+from experiments.programs.bench import TASKS
 from kvjax.errors import ConfigError
 from tests.conftest import ROOT
 
@@ -288,7 +289,7 @@ def test_every_command_line_is_one(platform, tiny):
         values = flags.FlagValues()
         bench.define(values)
         (task,) = values(["bench", *part.command])[1:]
-        assert task in bench.TASKS and values.tiny == tiny
+        assert task in TASKS and values.tiny == tiny
         assert values.dtype == ("float32" if tiny or task == "transfers" else "bfloat16")
 
 

@@ -20,8 +20,9 @@ from experiments.bench import (
     storages,
     transfers,
 )
-from experiments.bench.__main__ import TASKS, main
+from experiments.bench.__main__ import main
 from experiments.peers import PEERS
+from experiments.programs.bench import TASKS
 from kvjax import policies, products
 from kvjax.cache import CacheSpec, Limits
 from kvjax.devices import DEVICES, Device

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import capacity
+import experiments.capacity
 from experiments.reports import capacity_page, prices
 from kvjax.devices import DEVICES
 from kvjax.errors import ConfigError
@@ -22,7 +22,7 @@ def test_every_price_has_a_day_and_a_source():
 
 
 def test_results_and_their_page(tmp_path, capsys):
-    assert capacity.main([*ARGUMENTS, f"--output={tmp_path}/tiny.json"]) == 0
+    assert experiments.capacity.main([*ARGUMENTS, f"--output={tmp_path}/tiny.json"]) == 0
     printed = capsys.readouterr().out
     kept = json.loads((tmp_path / "tiny.json").read_text())
     assert [each["policy"] for each in kept["caches"]] == ["full", "h2o", "roco", "full + int8", "h2o + int8"]
@@ -33,7 +33,7 @@ def test_results_and_their_page(tmp_path, capsys):
     for each in kept["caches"]:
         hourly = each["dollars_per_million"] / 1e6 * each["tokens_per_second"] * 3600
         assert hourly == pytest.approx(2 * kept["price"]["amount"])
-    assert capacity.main(["capacity", f"--page={tmp_path}"]) == 0
+    assert experiments.capacity.main(["capacity", f"--page={tmp_path}"]) == 0
     page = (tmp_path / "README.md").read_text()
     assert page == capacity_page.page(tmp_path)
     for line in [line for line in printed.splitlines() if line.startswith("|")]:
@@ -42,10 +42,10 @@ def test_results_and_their_page(tmp_path, capsys):
 
 
 def test_a_price_of_ones_own(tmp_path, capsys):
-    assert capacity.main([*ARGUMENTS, "--config.baselines=none", "--price=1.5"]) == 0
+    assert experiments.capacity.main([*ARGUMENTS, "--config.baselines=none", "--price=1.5"]) == 0
     assert "1.50 USD for an hour of a chip, by --price." in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"h100:9.*1 to 8 GPUs"):
-        capacity.main([*ARGUMENTS[:-1], "--topology=h100:9"])
+        experiments.capacity.main([*ARGUMENTS[:-1], "--topology=h100:9"])
 
 
 def test_the_page_is_of_the_results():

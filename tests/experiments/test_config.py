@@ -12,7 +12,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from experiments import cli, fields
+from experiments import cli, fields, specs
 from experiments import config as configs
 from experiments.config import ModelConfig, PolicyConfig
 from experiments.runs import identity, machine
@@ -137,12 +137,12 @@ def test_storage_and_selection_are_the_policys_own(overrides, names):
     config = configs.by_name("h2o_tiny")
     for path, text in overrides.items():
         config = fields.override(config, path, text)
-    specs = specs_of(config)
-    assert [spec.name for spec in specs] == names
-    assert configs.name_of(config) == (names[-1] if config.policy.name != "full" or len(names) > 2 else "full")
-    assert all(spec.storage.exact and spec.selection.reads_all for spec in specs[:-1])
+    found = specs_of(config)
+    assert [spec.name for spec in found] == names
+    assert specs.name_of(config) == (names[-1] if config.policy.name != "full" or len(names) > 2 else "full")
+    assert all(spec.storage.exact and spec.selection.reads_all for spec in found[:-1])
     decoder = decoder_config(config.model)
-    for spec in specs:
+    for spec in found:
         assert layout_of(config, spec, decoder, 768).bytes(4) > 0
 
 
@@ -176,8 +176,8 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(override
 
 def test_the_name_of_what_cannot_be_built():
     config = fields.override(fields.override(configs.by_name("h2o_tiny"), "policy.budget", 0), "storage", "int8")
-    assert configs.name_of(config) == "h2o + int8"
-    assert configs.name_of(fields.override(config, "storage", "dense")) == "h2o"
+    assert specs.name_of(config) == "h2o + int8"
+    assert specs.name_of(fields.override(config, "storage", "dense")) == "h2o"
 
 
 def test_a_baseline_that_cannot_take_the_budget_is_named():
@@ -323,13 +323,13 @@ def test_files_are_checked_before_anything_is_computed(name, arguments, tmp_path
 def test_weights_are_read_as_text():
     text = "int4(group=128, head=true)"
     config = parse("--config=h2o_opt30b", f"--config.model.weights={text}")
-    codes = configs.build_weights(config.model)
+    codes = specs.build_weights(config.model)
     assert (codes, codes.name) == (WeightCodes(4, 128, head=True), text)
-    assert configs.build_weights(parse("--config=h2o_opt30b").model) is None
+    assert specs.build_weights(parse("--config=h2o_opt30b").model) is None
     refused = {"int5": "known weights: int2, int4, int8", "int4(size=3)": "size", "int4(group=0)": "group"}
     for wrong, words in refused.items():
         with pytest.raises(ConfigError, match=words):
-            configs.build_weights(dataclasses.replace(config.model, weights=wrong))
+            specs.build_weights(dataclasses.replace(config.model, weights=wrong))
 
 
 def test_what_fits_counts_codes():

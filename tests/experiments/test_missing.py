@@ -8,8 +8,9 @@ import time
 import pytest
 
 from experiments import peers
-from experiments.bench import __main__ as bench
+from experiments.bench import __main__ as command
 from experiments.bench import contestants
+from experiments.programs import bench
 from kvjax.errors import ConfigError
 
 #: Makes this process's imports fail as if packages were not installed.
@@ -76,7 +77,7 @@ def test_peers_are_looked_for_before_anything_is_measured(task, name, monkeypatc
     monkeypatch.setattr(peers, "_is_found", lambda module: False)
     monkeypatch.setattr(contestants, "reading", lambda: pytest.fail("something was measured"))
     with pytest.raises(ConfigError, match=rf"benchmarks against {name} need .*; install kvjax\[bench"):
-        bench.main(["bench", task, f"--against={name}"])
+        command.main(["bench", task, f"--against={name}"])
 
 
 def test_peers_of_other_interpreters(monkeypatch):

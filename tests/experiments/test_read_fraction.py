@@ -4,8 +4,14 @@ import json
 
 import pytest
 
+from experiments import read_fraction
+from experiments.programs.read_fraction import METHODS
 from experiments.read_fraction import main
 from kvjax.errors import ConfigError
+
+
+def test_methods_that_flags_name():
+    assert list(METHODS) == list(read_fraction.METHODS)
 
 
 @pytest.mark.thorough

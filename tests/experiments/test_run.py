@@ -16,10 +16,14 @@ import jax
 import numpy as np
 import pytest
 
+import experiments.calibrate
+import experiments.run
+import experiments.skew
 import kvjax
-from experiments import calibrate, fields, results, run, skew
 from experiments import config as configs
+from experiments import fields, results
 from experiments.config import DataConfig, PolicyConfig
+from experiments.programs import run
 from experiments.runs import data, machine, resolve, session
 from experiments.runs.measure import Measurement
 from experiments.sweeps import claims
@@ -225,7 +229,7 @@ def test_a_model_that_does_not_fit_is_planned(monkeypatch, capsys):
 
     monkeypatch.setattr(planning, "plan", plan)
     monkeypatch.setattr(machine, "host_memory", lambda: 10**9)
-    assert run.main(["run", "--config=h2o_opt30b"]) == run.ONLY_PLANNED
+    assert experiments.run.main(["run", "--config=h2o_opt30b"]) == run.ONLY_PLANNED
     shown = capsys.readouterr().out
     assert "h2o_opt30b was not run" in shown
     assert "119.9 GB for weights" in shown
@@ -233,7 +237,7 @@ def test_a_model_that_does_not_fit_is_planned(monkeypatch, capsys):
     assert "the plan" in shown
     assert (asked["layers"], asked["policy"], asked["topology"], asked["batch"]) == (48, "h2o", None, 8)
     before = jax.config.jax_compilation_cache_dir
-    assert run.main(["run", "--config=h2o_opt30b", "--topology=v5e:2x4", "--config.mesh=model:8"]) == 0
+    assert experiments.run.main(["run", "--config=h2o_opt30b", "--topology=v5e:2x4", "--config.mesh=model:8"]) == 0
     # What is compiled for a device that is not here cannot be read again.
     assert jax.config.jax_compilation_cache_dir is None
     jax.config.update("jax_compilation_cache_dir", before)
@@ -353,16 +357,18 @@ def test_training_a_calibration(small, tmp_path, monkeypatch, held, capsys):
     output = tmp_path / "made" / "own.safetensors"
     flags = [f"--storage={held}", f"--output={output}", "--rows=1", "--tokens=16", "--steps=5", "--rate=0.02"]
     with jax.numpy_dtype_promotion("standard"):
-        calibrate.main(["calibrate", "--model=small", *flags])
+        experiments.calibrate.main(["calibrate", "--model=small", *flags])
     said = capsys.readouterr().out
     first, last = (float(x) for x in re.findall(r"from ([\d.]+) to ([\d.]+)\.", said)[0])
     assert last < first
     assert "trained for 5 steps" in kvjax.load_calibration(output).method
     with pytest.raises(ConfigError, match="give --model=FOLDER, --storage="):
-        calibrate.main(["calibrate"])
+        experiments.calibrate.main(["calibrate"])
 
 
-@pytest.mark.parametrize(("program", "flag"), [(calibrate, "--storage=low_rank(4, 4)"), (skew, "--text=story.txt")])
+@pytest.mark.parametrize(
+    ("program", "flag"), [(experiments.calibrate, "--storage=low_rank(4, 4)"), (experiments.skew, "--text=story.txt")]
+)
 def test_a_file_that_cannot_be_written_is_refused_before_the_work_begins(program, flag, tmp_path):
     (tmp_path / "taken").touch()
     with pytest.raises(ConfigError, match="taken' cannot be written"):  # and not that there is no such model

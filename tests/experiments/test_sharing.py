@@ -12,12 +12,15 @@ import types
 import pytest
 import yaml
 
-from experiments import cli, fields, sweep
+import experiments.sweep
+from experiments import cli, fields
 from experiments.config import ExperimentConfig
+from experiments.programs import sweep
 from experiments.runs import identity
 from experiments.sweeps import claims, sharing
 from experiments.sweeps.sharing import Shard, parse_shard
 from kvjax.errors import ConfigError
+from kvjax.parallel import distributed
 from tests.conftest import ROOT
 from tests.experiments.test_claims import elsewhere
 
@@ -81,14 +84,14 @@ def test_a_worker_leaves_what_others_have(small, runs, monkeypatch, capsys):
     config = folder.parent.parent / "mine.py"
     config.write_text("import builtins\ndef get_config():\n    return builtins.small\n")
     command = ["sweep", f"--config={config}", "--sweep=policy.budget=2,3,4,5"]
-    assert sweep.main(command) == 0
+    assert experiments.sweep.main(command) == 0
     out, err = capsys.readouterr()
     assert "3 of 4 runs done, 1 left to other workers" in out and "on node7, or for 180 s without a sign of life" in err
     assert [budget for budget, _ in runs] == [2, 4, 5] and not (folder / "sweep.md").exists()
 
     # One that waits takes over what the other leaves, and writes the report.
     asleep.sleep = lambda _: sweep.results.shutil.rmtree(folder / f".claim-{name}-1")
-    assert sweep.main([*command, "--wait"]) == 0
+    assert experiments.sweep.main([*command, "--wait"]) == 0
     assert [budget for budget, _ in runs] == [2, 4, 5, 3] and (folder / "sweep.md").is_file()
 
 
@@ -169,7 +172,7 @@ def test_slurm(small, runs, tmp_path, monkeypatch, shards):
     monkeypatch.setattr(builtins, "small", small, raising=False)
     monkeypatch.chdir(tmp_path)
     small.policy.budget = 4
-    assert {sweep.main(["sweep", *call[2:]]) for call in calls} == {0}
+    assert {experiments.sweep.main(["sweep", *call[2:]]) for call in calls} == {0}
     assert sorted(runs) == sorted((budget, name) for budget in (0.1, 0.2, 0.5) for name in ("h2o", "window"))
     assert (sweep.Path(small.output) / "small-sweep" / "sweep.md").is_file()
 
@@ -188,13 +191,13 @@ def test_every_command_of_the_page_is_one(monkeypatch):
     for command in commands:
         plain = re.sub(r'--shard="\$[^"]*"', "--shard=2/8", command).split('"')[0].rstrip("',")
         if plain.startswith("--config"):
-            assert sweep.main(["sweep", *shlex.split(plain)]) == 0
+            assert experiments.sweep.main(["sweep", *shlex.split(plain)]) == 0
     assert len(asked) == 7
 
 
 def test_commands_of_several_processes(monkeypatch):
     joined, text = [], PAGE.replace("\\\n", " ")
-    monkeypatch.setattr(cli.distributed, "initialize", lambda *given: joined.append(given))
+    monkeypatch.setattr(distributed, "initialize", lambda *given: joined.append(given))
     monkeypatch.setattr(cli, "prepare_programs", lambda values: None)
     commands = re.findall(r"-m experiments\.run (.*)", text)
     meshes = [cli.parse(["run", *shlex.split(each.strip(' "&'))], about="")[0].mesh for each in commands]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments import config as configs
-from experiments import fields, run, sweep
+from experiments import fields, specs
 from experiments.config import PolicyConfig
+from experiments.programs import run, sweep
 from experiments.runs import resolve
 from kvjax import policies, selection, storage
 from kvjax.errors import ConfigError, KvjaxError, PolicyError
@@ -137,9 +137,9 @@ def test_what_is_wrong_with_a_text(axis, text, message):
 
 def test_config_fields_go_to_every_policy_that_takes_them():
     config = PolicyConfig(name="after_prefill(knorm, then=h2o)", budget=9, recent=2)
-    assert configs.build_policy(config).decode.protects(9) == 2
+    assert specs.build_policy(config).decode.protects(9) == 2
     with pytest.raises(ConfigError, match=r"policy value_norm\(tova.* does not take policy.recent=2"):
-        configs.build_policy(PolicyConfig(name="value_norm(tova(share_heads=False))", budget=9, recent=2))
+        specs.build_policy(PolicyConfig(name="value_norm(tova(share_heads=False))", budget=9, recent=2))
 
 
 def test_commas_inside_of_a_call_are_its_own():

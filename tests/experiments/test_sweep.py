@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import fields, results, sweep
+import experiments.sweep
+from experiments import fields, results
 from experiments.config import PolicyConfig
+from experiments.programs import sweep
 from experiments.reports import trades
 from experiments.runs import identity, session
 from kvjax.errors import ConfigError
@@ -417,7 +419,7 @@ def test_the_command(small, monkeypatch, tmp_path, capsys):
     path.write_text("import builtins\ndef get_config():\n    return builtins.small\n")
     monkeypatch.setattr("builtins.small", small, raising=False)
     small.baselines = ()
-    status = sweep.main(["sweep", f"--config={path}", "--sweep=policy.budget=6,0"])
+    status = experiments.sweep.main(["sweep", f"--config={path}", "--sweep=policy.budget=6,0"])
     out, err = capsys.readouterr()
     assert status == 1
     assert "1 of 2 runs done" in out

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import run, sweep
 from experiments.config import PolicyConfig, TasksConfig
+from experiments.programs import run, sweep
 from experiments.runs import session
 from experiments.tasks import answering, journal
 from kvjax.errors import ConfigError

@@ -13,8 +13,11 @@ import jax
 import numpy as np
 import pytest
 
+import experiments.card
+import experiments.train
 import kvjax
-from experiments import card, fields, train
+from experiments import fields
+from experiments.programs import card, train
 from experiments.runs.data import generated_text
 from experiments.training import config as training
 from experiments.training.config import DecoderShape, MixtureConfig, OptimizerConfig, TrainConfig
@@ -269,7 +272,7 @@ def test_a_text_shorter_than_a_window_is_refused(config, texts, tmp_path, short)
 
 def test_the_command_line_lists_its_own_configs():
     with pytest.raises(ConfigError, match=r"did you mean 'train_tiny'\? known configs: train_nano, train_tiny"):
-        train.main(["train", "--config=train_tinny"])
+        experiments.train.main(["train", "--config=train_tinny"])
 
 
 @pytest.mark.thorough
@@ -303,7 +306,7 @@ def test_a_card_says_what_was_trained(config, tmp_path, monkeypatch):
     monkeypatch.setattr(card, "GAIN_WINDOWS", 1)
     monkeypatch.setattr(card, "POLICIES", ("full", "window"))
     output = tmp_path / "shown"
-    assert card.main(["card", f"--run={second.output}", f"--output={output}"]) == 0
+    assert experiments.card.main(["card", f"--run={second.output}", f"--output={output}"]) == 0
     text = (output / "README.md").read_text()
     text = " ".join(text.split())
     for part in (
@@ -348,4 +351,4 @@ def test_a_start_of_another_shape_is_refused(config):
 )
 def test_a_card_needs_a_finished_run(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        card.main(["card", *arguments])
+        experiments.card.main(["card", *arguments])

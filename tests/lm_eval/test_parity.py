@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-from experiments import lm_eval_tasks
 from experiments.config import TasksConfig
+from experiments.programs import lm_eval_tasks
 from experiments.tasks import answering, multiple_choice
 from experiments.tasks.journal import Journal
 from experiments.tasks.story import story

@@ -23,8 +23,10 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
-from experiments import cli, run, train
-from experiments.config import DataConfig, ExperimentConfig, ModelConfig, PolicyConfig, build_spec
+from experiments import cli
+from experiments.config import DataConfig, ExperimentConfig, ModelConfig, PolicyConfig
+from experiments.programs import run, train
+from experiments.specs import build_spec
 from kvjax import analysis, policies, storage
 from kvjax.cache import Limits
 from kvjax.checkpoint import orbax

@@ -6,7 +6,7 @@ import pytest
 
 import kvjax
 from experiments.batch import requests
-from experiments.batch.__main__ import described
+from experiments.programs.batch import described
 from kvjax import policies
 from kvjax.cache import Limits
 from kvjax.serve import Runner

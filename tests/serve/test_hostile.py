@@ -40,12 +40,13 @@ NEW_TOKENS = 24
 #: Runs the server on a model of which a token makes NaN. A checkpoint may hold no such weights.
 PROGRAM = """
 import sys
-from kvjax.serve import __main__ as program
+from kvjax.serve import __main__ as command
+from kvjax.serve import program
 from tests.tiny import spoiled
 
 load = program.load
 program.load = lambda *given, **options: spoiled(load(*given, **options), {token})
-sys.exit(program.main())
+sys.exit(command.main())
 """
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 

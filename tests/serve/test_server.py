@@ -27,8 +27,8 @@ from tests.tiny import spoiled, tiny
 
 uvicorn = pytest.importorskip("uvicorn", reason="the server needs kvjax[serve]")
 pytest.importorskip("starlette", reason="the server needs kvjax[serve]")
-from kvjax.serve import __main__ as program  # noqa: E402
-from kvjax.serve import address, bodies, listening  # noqa: E402
+from kvjax.serve import __main__ as command  # noqa: E402
+from kvjax.serve import address, bodies, listening, program  # noqa: E402
 from kvjax.serve import app as pages  # noqa: E402
 from kvjax.serve.engine import Engine  # noqa: E402
 from kvjax.serve.protocol import ApiError, ServerInfo  # noqa: E402
@@ -508,10 +508,10 @@ def test_settings_that_are_refused_before_a_model_is_loaded(capsys, tmp_path):
             ("--connections=0", "--connections must be at least 1"),
             ("--host=..", "cannot be listened on"),
         ):
-            assert program.main(["--model=nowhere", flag]) == program.USAGE_ERROR
+            assert command.main(["--model=nowhere", flag]) == command.USAGE_ERROR
             assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        program.main(["--model=nowhere", "--port=99999"])
+        command.main(["--model=nowhere", "--port=99999"])
     assert "must be from 0 to 65535" in capsys.readouterr().err
 
 

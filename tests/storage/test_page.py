@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import storage_tables
+from experiments.programs import storage_tables
 from kvjax import storage
 from kvjax.specs import parse
 from kvjax.storage import STORAGES

@@ -17,6 +17,7 @@ from experiments import cli, results
 from experiments.bench.accelerator import children, marked, report
 from experiments.bench.accelerator import parts as known_parts
 from experiments.bench.accelerator.parts import Part
+from experiments.bench.names import MINUTES
 from experiments.runs import identity
 from kvjax.errors import ConfigError
 from kvjax.typing import JsonObject
@@ -24,7 +25,6 @@ from kvjax.typing import JsonObject
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("kvjax", "experiments", "tests")  # folders whose code a result depends on
 FOLDER = "results/accelerator"  # unless --output says otherwise
-MINUTES = 8.0  # that the parts' shares of time add up to, and more
 PROBE_SECONDS = 90
 BENCH = ("-m", "experiments.bench")
 RESERVE = 5  # seconds that are left for a child to end and for the report

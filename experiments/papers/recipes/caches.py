@@ -3,6 +3,7 @@
 import dataclasses
 
 from experiments import config as configs
+from experiments import specs
 from experiments.config import ExperimentConfig, PolicyConfig
 from experiments.papers import own
 from experiments.papers.settings import Settings
@@ -31,7 +32,7 @@ def exact_spec(cache: str, budget: int | float, seed: int = 0) -> CacheSpec:
         return CacheSpec(parse.build("policy", policy), selection=own.build(others[0], own.SELECTIONS))
     if seed and policy == "random":
         cache = cache.replace("random", f"random(seed={seed})", 1)
-    return configs.baseline(ExperimentConfig(policy=PolicyConfig(name="full", budget=budget)), cache)
+    return specs.baseline(ExperimentConfig(policy=PolicyConfig(name="full", budget=budget)), cache)
 
 
 def build(cache: str, budget: int | float, settings: Settings, prompt: int) -> CacheSpec:

@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 from experiments.papers.parts import Lab, Part, Result
 from experiments.papers.recipes import look
 from experiments.papers.settings import Settings
-from experiments.train import train_step
+from experiments.programs.train import train_step
 from experiments.training.config import OptimizerConfig, TrainConfig
 from experiments.training.mixture import Kind
 from experiments.training.optimizer import optimizer

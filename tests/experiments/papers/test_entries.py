@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from experiments import paper
+import experiments.paper
 from experiments.config import ModelConfig
 from experiments.papers.entry import Published, published, registry, with_published
 from experiments.papers.names import H2O, INFINIGEN, NAMES, ROCO
@@ -49,11 +49,11 @@ def test_an_entry_from_the_command_line(tmp_path, monkeypatch, capsys):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     argv = ["paper", "infinigen_fig2", "--fast", f"--data={tmp_path}", f"--output={tmp_path / 'out'}"]
-    assert paper.main([*argv, "--compilation_cache=none"]) == 0
+    assert experiments.paper.main([*argv, "--compilation_cache=none"]) == 0
     printed = capsys.readouterr().out
     assert "Verdict: CONFIRM" in printed and "OPT-30B" in printed
     assert (tmp_path / "out" / "infinigen_fig2.png").read_bytes().startswith(b"\x89PNG")
-    assert paper.main(["paper", "--list"]) == 0
+    assert experiments.paper.main(["paper", "--list"]) == 0
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == list(registry())
 
 

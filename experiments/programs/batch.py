@@ -1,0 +1,199 @@
+"""Answers a file of requests; see `experiments.batch`."""
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from tqdm.auto import tqdm
+
+import kvjax.products
+from experiments import fields
+from experiments.batch import requests
+from experiments.batch.journal import FILES, Journal
+from experiments.batch.requests import Asked, Defaults
+from experiments.config import DataConfig, ExperimentConfig, TasksConfig
+from experiments.runs import identity
+from experiments.runs.resolve import check_fit, dtype_of
+from experiments.runs.session import Session, calibrated_for, describe, given_calibration
+from experiments.specs import build_spec
+from kvjax.cache import Limits
+from kvjax.errors import ConfigError, KvjaxError
+from kvjax.generation.sampling import Sample
+from kvjax.models.model import Model
+from kvjax.parallel import distributed
+from kvjax.policies.budget import MIN_SLOTS
+from kvjax.serve import Request, Result, Runner
+from kvjax.specs import user_files
+from kvjax.typing import JsonObject
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+FAILED = 1  # the exit status if some request could not be answered
+NEW_TOKENS = 256  # at most, if neither the request nor a flag nor the checkpoint says how many
+PRODUCTS = "products"  # the journal's note of how products are rounded
+AHEAD = 2  # requests that wait, for each row
+
+
+def start(config: ExperimentConfig, values: flags.FlagValues) -> int:
+    """Answers the requests of a command line.
+
+    Returns:
+      The exit status.
+    """
+    distributed.check_single("experiments.batch")
+    given = requests.lines(Path(values.requests))
+    if not given:
+        raise ConfigError(f"--requests={values.requests!r} has no line.")
+    check_sampling(values)
+    config.data, config.baselines, config.tasks = DataConfig(num_sequences=values.rows), (), TasksConfig()
+    with user_files.pinned(), Journal(Path(values.output), about(config, values, given)) as journal:
+        if journal.written == len(given):
+            print(f"{values.output} has all {journal.written:,} results already.")
+            return FAILED if journal.failed else 0
+        session = Session()
+        model = session.model(config)
+        print(describe(model, config.model), flush=True)
+        most = values.new_tokens or model.generation.max_new_tokens or NEW_TOKENS
+        defaults = Defaults(most, {name: values[name].value for name in SAMPLING})
+        limits = limits_for(given, model, defaults, values)
+        config.data = DataConfig(num_sequences=values.rows, prompt_length=limits.prompt, new_tokens=limits.new_tokens)
+        check_fit(config)
+        if PRODUCTS in journal.notes:
+            # Products are rounded as in the call that was killed.
+            kvjax.products.use_timings(journal.notes[PRODUCTS])
+        # As in `experiments.run`.
+        exact = "highest" if dtype_of(config.model) == jnp.float32 else None
+        with jax.default_matmul_precision(exact):
+            # Requests may be short, as those of the server.
+            spec = build_spec(config, MIN_SLOTS)
+            runner = Runner(
+                calibrated_for(model, spec, given_calibration(config.model)), spec, rows=values.rows, limits=limits,
+                key=jax.random.key(config.seed), prefill_block=config.prefill_block or "auto",
+                implementation=config.implementation,
+            )  # fmt: skip
+            print(runner.explain().splitlines()[-1], flush=True)
+            start, before = time.perf_counter(), journal.written
+            named = Path(values.requests).name
+            answer(runner, requests.read(given, model, defaults), journal, rows=values.rows, name=named)
+        journal.shorten()
+        seconds = time.perf_counter() - start
+        print(summary(runner, journal.written - before, seconds))
+        print(f"Wrote {values.output}: {journal.written:,} results, of which {journal.failed:,} are errors")
+        return FAILED if journal.failed else 0
+
+
+def check_sampling(values: flags.FlagValues) -> None:
+    """Refuses values that every request which says nothing else would be refused for.
+
+    Raises:
+      InputError: one is out of range.
+    """
+    own: dict[str, Any] = {name: values[name].value for name in SAMPLING if values[name].value is not None}
+    if own.get("temperature") == 0:
+        del own["temperature"]
+    Sample(**own)
+
+
+def about(config: ExperimentConfig, values: flags.FlagValues, given: list[tuple[int, bytes]]) -> JsonObject:
+    """Returns the settings that results depend on."""
+    used = ("model", "policy", "storage", "selection", "mesh", "rules", "prefill_block", "implementation", "seed")
+    own = ("rows", "new_tokens", "longest_prompt", "most_new_tokens", *SAMPLING)
+    # With their numbers, which are the names of requests without one.
+    digest = hashlib.sha256(b"\n".join(b"%d %s" % each for each in given)).hexdigest()
+    found = fields.to_dict(config)
+    settings = {name: found[name] for name in used} | {f"--{name}": values[name].value for name in own}
+    return {"requests": digest, FILES: identity.contents(config)} | settings
+
+
+def limits_for(given: list[tuple[int, bytes]], model: Model, defaults: Defaults, values: flags.FlagValues) -> Limits:
+    """The sizes for all requests: those of flags, or those of the largest request within the model's positions."""
+    most = model.config.max_positions
+    found: list[Request] = [each.request for each in requests.read(given, model, defaults) if each.request is not None]
+    prompts = [len(request.tokens) for request in found]
+    tokens = [each.max_new_tokens for each in found if isinstance(each.max_new_tokens, int) and each.max_new_tokens > 0]
+
+    def largest(flag: int | None, sizes: list[int]) -> int:
+        return flag or min(max([1, *sizes]), most)
+
+    return Limits(largest(values.longest_prompt, prompts), largest(values.most_new_tokens, tokens))
+
+
+def answer(runner: Runner, asked: Any, journal: Journal, *, rows: int, name: str) -> None:
+    """Answers requests and writes their results.
+
+    Args:
+      runner: answers them.
+      asked: iterator of `Asked`, in order.
+      journal: has some of the results, and takes the others.
+      rows: of the runner.
+      name: of the file of requests, for messages.
+    """
+    running: dict[int, Asked] = {}
+    timings: dict[str, Any] = journal.notes.get(PRODUCTS, {})
+    with tqdm(unit="request", initial=journal.written, disable=None) as bar:
+
+        def put(each: Asked, result: JsonObject) -> None:
+            journal.put(each.index, {"id": each.id} | result)
+            bar.update()
+
+        def refuse(each: Asked, error: str) -> None:
+            print(f"{name}, line {each.line}: {error}", file=sys.stderr, flush=True)
+            put(each, {"error": error})
+
+        waiting = (each for each in asked if each.index not in journal)
+        more = True
+        while more or not runner.idle:
+            while more and runner.load.waiting < AHEAD * rows:
+                each = next(waiting, None)
+                more = each is not None
+                if each is not None:
+                    submit(runner, each, running, refuse)
+            progress = runner.step()
+            if (now := kvjax.products.timings()) != timings:
+                # Before any result that depends on it.
+                timings = now
+                journal.note(PRODUCTS, now)
+            for each in progress:
+                if each.result is not None:
+                    own = running.pop(each.result.id)
+                    if each.result.error is not None:
+                        refuse(own, str(each.result.error))
+                    else:
+                        put(own, described(own, each.result))
+            journal.sync(often=True)
+
+
+def submit(runner: Runner, each: Asked, running: dict[int, Asked], refuse: Callable[[Asked, str], None]) -> None:
+    """Submits a request, or refuses it."""
+    if each.request is None:
+        return refuse(each, str(each.error))
+    try:
+        running[runner.submit(each.request)] = each
+    except KvjaxError as error:
+        refuse(each, str(error))
+
+
+def described(each: Asked, result: Result) -> JsonObject:
+    """A result as JSON."""
+    tokens = [int(token) for token in result.tokens]
+    text = None
+    if each.text is not None:
+        each.text.finish()
+        text = each.text.text
+    counts = {"prompt_tokens": result.prompt, "new_tokens": len(tokens)}
+    return {"text": text, "tokens": tokens, "reason": result.reason} | counts
+
+
+def summary(runner: Runner, results: int, seconds: float) -> str:
+    """One line: speed, and how well rows were used."""
+    counts = runner.counts
+    useful = 100 * counts.useful_row_steps / max(counts.row_steps, 1)
+    return (
+        f"{results:,} results in {seconds:,.1f} s: {counts.tokens:,} new tokens ({counts.tokens / seconds:,.1f} a "
+        f"second), {useful:.1f} % of {counts.row_steps:,} row-steps useful, {counts.reads:,} reads by the host"
+    )

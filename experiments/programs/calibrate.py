@@ -1,0 +1,81 @@
+"""Makes, trains and saves a calibration; see `experiments.calibrate`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags
+
+import kvjax
+from experiments import results
+from experiments.config import DataConfig
+from experiments.runs import data
+from kvjax.models.model import Model
+from kvjax.policies import full
+from kvjax.specs import parse
+from kvjax.storage import Calibration, Storage
+
+BLOCK = 64  # tokens of a block when training
+
+
+def start(values: flags.FlagValues) -> int:
+    """Makes what a command line asks for.
+
+    Returns:
+      The exit status.
+    """
+    output, storage = results.make_file(values.output), parse.build("storage", values.storage)
+    model = kvjax.load(values.model, dtype=values.dtype)
+    width = min(values.tokens, model.config.max_positions)
+    if values.text is None:
+        tokens = data.calibration_sample(model, values.rows, width)
+    else:
+        text = DataConfig(text=values.text, num_sequences=values.rows, prompt_length=width - 1, new_tokens=1)
+        tokens, _, _ = data.load(text, model, seed=0)
+    made = kvjax.calibrate(model, tokens, storage)
+    losses: list[float] = []
+    if values.steps:
+        made, losses = train(model, storage, made, tokens, steps=values.steps, rate=values.rate)
+    made.save(output)
+    trained = f"; {len(losses)} steps took the loss from {losses[0]:.4f} to {losses[-1]:.4f}" if losses else ""
+    print(f"{output}: {made.method}, {made.nbytes} bytes from {tokens.size} tokens{trained}.")
+    return 0
+
+
+def train(
+    model: Model, storage: Storage, calibration: Calibration, tokens: np.ndarray, *, steps: int, rate: float
+) -> tuple[Calibration, list[float]]:
+    """Trains a calibration on the log-probabilities of a text under its storage.
+
+    Args:
+      model: from `kvjax.load`; it is not trained.
+      storage: what needs the calibration.
+      calibration: where training starts.
+      tokens: [rows, T] int32.
+      steps: of Adam, each on all rows; at least 1.
+      rate: its learning rate.
+
+    Returns:
+      The calibration, and the mean negative log-probability of a token before each step.
+    """
+    optimizer = optax.adam(rate)
+    width = tokens.shape[1]
+
+    def loss(calibration: Calibration) -> jax.Array:
+        scored = kvjax.log_likelihood(
+            model, tokens, full(), prompt_length=width, prefill_block=min(BLOCK, max(width // 2, 1)), storage=storage,
+            calibration=calibration,
+        )  # fmt: skip
+        return -jnp.mean(scored.logprobs)
+
+    @jax.jit
+    def step(calibration: Calibration, memory: optax.OptState) -> tuple[Calibration, optax.OptState, jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(calibration)
+        change, memory = optimizer.update(gradient, memory)
+        return optax.apply_updates(calibration, change), memory, value
+
+    memory, losses = optimizer.init(calibration), []
+    for _ in range(steps):
+        calibration, memory, value = step(calibration, memory)
+        losses.append(float(value))
+    return calibration.replace(method=f"{calibration.method}; trained for {steps} steps"), losses

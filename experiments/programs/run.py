@@ -1,0 +1,210 @@
+"""Runs one experiment and writes its folder, or plans it; see `experiments.run`."""
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from absl import flags
+
+from experiments import fields, results, specs
+from experiments.config import ExperimentConfig
+from experiments.reports import heat_maps, plots
+from experiments.reports import tables as report
+from experiments.runs import machine
+from experiments.runs.resolve import CannotRun, codes_of, decoder_config, dtype_of, specs_of
+from experiments.runs.session import Outcome, Session, describe
+from experiments.tasks import answering, score
+from kvjax.errors import ConfigError, KvjaxError
+from kvjax.parallel import distributed
+from kvjax.parallel.rules import Rules
+
+ONLY_PLANNED = 3  # the exit status if a run was asked for that this machine, or its disk, has no model for
+
+
+def run(config: ExperimentConfig, *, command: str = "", progress: bool | None = None) -> Path:
+    """Runs a config and writes its folder. Of several processes, all run it, and the first one writes.
+
+    Returns:
+      The folder, which is there whole or not at all; another one than the config's if that cannot be written when the
+      results are there. In other processes than the first, the config's.
+
+    Raises:
+      NotWritten: no folder could be written; the results were printed.
+      KvjaxError: something in the config that cannot work; CannotRun: the model is not here or does not fit.
+    """
+    specs_of(config)
+    score.check(config.recall)
+    answering.check(config.tasks)
+    session = Session()
+    print(describe(session.model(config), config.model), flush=True)
+    if not distributed.is_first():
+        session.run(config, progress=progress)
+        return Path(config.output)
+    name = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    outcome = None
+    try:
+        with results.folder(config.output, name) as (folder, target):
+            outcome = session.run(config, progress=progress)
+            show(outcome)
+            write(folder, config, outcome, command)
+    except OSError as error:
+        if outcome is None:
+            raise
+        target = _rescue(name, config, outcome, command, error)
+    session.finish()
+    print(f"Wrote {target}/ (report.md, report.png, metrics.jsonl, config.json, environment.json)")
+    return target
+
+
+def show(outcome: Outcome) -> None:
+    """Prints a run's table, before anything is written."""
+    print(outcome.text)
+    print(f"\n{report.table([report.cells(row) for row in outcome.rows()])}\n")
+    for note in outcome.notes:
+        print(f"Note: {note}")
+    sys.stdout.flush()
+
+
+class NotWritten(KvjaxError):
+    """Results for which no folder could be written."""
+
+
+def _rescue(name: str, config: ExperimentConfig, outcome: Outcome, command: str, error: OSError) -> Path:
+    """Writes a run's results to another folder, or prints what metrics.jsonl would have held."""
+    folder = results.elsewhere(name, error)
+    try:
+        if folder is not None:
+            write(folder, config, outcome, command)
+            return folder
+    except OSError:
+        pass
+    for row in outcome.rows():
+        print(json.dumps({"kind": "summary"} | row))
+    raise NotWritten(f"results cannot be written ({error}); they are printed above.") from None
+
+
+def write(folder: Path, config: ExperimentConfig, outcome: Outcome, command: str) -> None:
+    """Fills a run's folder."""
+    environment = machine.environment() | {"command": command, "explain": outcome.explain()}
+    (folder / "config.json").write_text(results.to_json(fields.to_dict(config)))
+    (folder / "environment.json").write_text(results.to_json(environment))
+    with (folder / "metrics.jsonl").open("w") as file:
+        for row in outcome.rows():
+            file.write(json.dumps({"kind": "summary"} | row) + "\n")
+        for measurement in outcome.measurements:
+            if measurement.logprobs is not None:
+                loss = (-measurement.logprobs).mean(axis=0, dtype="float64")
+                entry = {"kind": "loss", "policy": measurement.policy, "nats_by_token": [float(x) for x in loss]}
+                file.write(json.dumps(entry) + "\n")
+    summaries = outcome.rows()
+    rows = [report.cells(row) for row in summaries]
+    labels = [row["policy"] for row in rows]
+    (folder / "report.png").write_bytes(plots.run_plot(outcome.measurements))
+    made = (report.bytes_table(summaries), report.chunk_table(summaries), report.task_tables(summaries))
+    tables = [each for each in made if each]
+    tables += _write_answers(folder, outcome)
+    where = f"{environment['device']} ({environment['cpu']}, {environment['cores']} cores)"
+    versions = f"jax {environment['jax']}, Python {environment['python']}, commit {environment['commit'] or 'unknown'}"
+    paragraphs = [outcome.model, outcome.text, *(f"Note: {note}" for note in outcome.notes)]
+    paragraphs += [f"On {where}; {versions}."] + ([f"`{command}`"] if command else [])
+    text = report.markdown(config.name, paragraphs, rows, "report.png")
+    samples = [
+        f"- **{label}**: {' '.join(sample.split())[:400]!r}"
+        for label, sample in zip(labels, outcome.continuations, strict=True)
+    ]
+    (folder / "report.md").write_text(
+        "\n".join(
+            [
+                text,
+                report.LEGEND,
+                "",
+                *(f"{each}\n" for each in tables),
+                "## The first row's greedy continuation",
+                "",
+                *samples,
+                "",
+            ]
+        )
+    )
+
+
+def _write_answers(folder: Path, outcome: Outcome) -> list[str]:
+    """Writes the answers to tasks, and a plot of each task over lengths and depths.
+
+    Returns:
+      The plots as Markdown.
+    """
+    shown = []
+    if not (asked := outcome.measurements[0].asked):
+        return []
+    with (folder / "answers.jsonl").open("w", encoding="utf-8") as file:
+        for measurement in outcome.measurements:
+            for task, answers in measurement.answers.items():
+                for number, answer in enumerate(answers):
+                    entry = {"policy": measurement.policy, "task": task, "question": number, **answer}
+                    file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+    for place, (task, each) in enumerate(asked.items(), 1):
+        grids = {m.policy: each.grid(m.answers[task]) for m in outcome.measurements}
+        if found := {policy: grid for policy, grid in grids.items() if grid is not None}:
+            name = f"task-{place}.png"
+            (folder / name).write_bytes(heat_maps.plot(task, found))
+            shown.append(f"![{task}]({name})")
+    return shown
+
+
+def plan(config: ExperimentConfig, topology: str | None) -> None:
+    """Compiles the config's decode step from shapes alone, and prints what it takes.
+
+    Raises:
+      ConfigError: a decoder that is not known without its checkpoint.
+    """
+    from kvjax import planning  # compiles for TPUs too: not for every run
+
+    decoder = decoder_config(config.model)
+    if decoder is None:
+        raise ConfigError(
+            f"what {config.model.path} needs is not known before it is here; name its --config.model.shape."
+        )
+    where = topology or "this machine"
+    print(f"compiling the decode step for {where}; a large model takes minutes ...", file=sys.stderr, flush=True)
+    planned = planning.plan(
+        decoder,
+        specs.build_spec(config),
+        batch=config.data.num_sequences,
+        prompt_length=config.data.prompt_length,
+        new_tokens=config.data.new_tokens,
+        dtype=dtype_of(config.model, "tpu" if topology else None),
+        mesh_axes=config.mesh,
+        rules=Rules.parse(config.rules),
+        topology=topology,
+        prefill_block=config.prefill_block,
+        implementation=config.implementation,
+        host_weights=config.model.host_weights,
+        weights=codes_of(config.model),
+    )
+    print(planned.table())
+
+
+def start(config: ExperimentConfig, values: flags.FlagValues, argv: Sequence[str]) -> int:
+    """Runs what a command line asks for.
+
+    Returns:
+      The exit status.
+    """
+    if values.topology:
+        # A program for a device that is not here can be written, and never read again.
+        jax.config.update("jax_compilation_cache_dir", None)
+        plan(config, values.topology)
+        return 0
+    try:
+        run(config, command=shlex.join(["python", "-m", "experiments.run", *argv[1:]]))
+    except CannotRun as error:
+        print(f"{config.name} was not run. {error}\nThis is what it would take:\n", flush=True)
+        plan(config, None)
+        print(f"For a TPU that is not here: python -m experiments.run --config={config.name} --topology=v5e:2x4")
+        return ONLY_PLANNED
+    return 0
