@@ -16,6 +16,7 @@ from kvjax.storage.gear import Gear, gear
 from kvjax.storage.integer import Integer, int2, int4, int8, integer
 from kvjax.storage.joint import Joint, JointBlocks, cskv, kv_heads
 from kvjax.storage.kivi import Channels, kivi
+from kvjax.storage.kvarn import VarianceNormalized, kvarn
 from kvjax.storage.kvquant import kvquant
 from kvjax.storage.layouts import Blocks, Pairs, Segments, Tiers, slots
 from kvjax.storage.levels import Levels, levels
@@ -63,6 +64,7 @@ STORAGES: Registry[Storage] = Registry(
         "kv_heads": kv_heads,
         "kivi": kivi,
         "gear": gear,
+        "kvarn": kvarn,
         "mikv": mikv,
         "kvquant": kvquant,
         "zipcache": zipcache,
@@ -89,9 +91,10 @@ __all__ = [
     "STORAGES", "Balance", "Bfp", "BlockCodec", "Blocks", "Calibration", "Chain", "ChannelRoots", "Channels", "Codec",
     "Dims", "Divided", "Exact", "Fp8", "Fp8Layers", "Gear", "Halves", "Integer", "Joint", "JointBlocks", "Levels",
     "LowRank", "Merged", "Mxfp4", "Nvfp4", "Pairs", "Permuted", "PromptView", "Rotated", "Samples", "Scaled",
-    "SegmentCodec", "Segments", "Side", "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "accepts", "bfp", "blocks",
-    "breakdown", "by_name", "chain", "cskv", "dense", "fp8", "gear", "int2", "int4", "int8", "integer", "kivi",
-    "kmeans_levels", "kv_heads", "kvquant", "levels", "low_rank", "merged_vectors", "mikv", "minicache", "mxfp4",
-    "names", "nbytes", "normal_levels", "nvfp4", "pack", "pairs", "permuted", "ratios", "read", "replay", "rotated",
-    "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant", "unpack", "zipcache",
+    "SegmentCodec", "Segments", "Side", "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "VarianceNormalized",
+    "accepts", "bfp", "blocks", "breakdown", "by_name", "chain", "cskv", "dense", "fp8", "gear", "int2", "int4", "int8",
+    "integer", "kivi", "kmeans_levels", "kv_heads", "kvarn", "kvquant", "levels", "low_rank", "merged_vectors", "mikv",
+    "minicache", "mxfp4", "names", "nbytes", "normal_levels", "nvfp4", "pack", "pairs", "permuted", "ratios", "read",
+    "replay", "rotated", "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant", "unpack",
+    "zipcache",
 ]  # fmt: skip

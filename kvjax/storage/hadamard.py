@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.storage.rounding import divide
+from kvjax.storage.rounding import FLOAT32, divide
 
 Array = jax.Array
 
@@ -41,6 +41,12 @@ def random_signs(dim: int, seed: int) -> np.ndarray:
 def block_size(dim: int) -> int:
     """Returns the largest power of two that divides `dim`: 128 for 128 channels, 16 for 80, 1 for 67."""
     return dim & -dim
+
+
+def summable(x: Array) -> Array:
+    """Clips numbers [..., D], of which those of an empty slot may be any, so that no sum of a block overflows."""
+    limit = float(FLOAT32.max) / block_size(x.shape[-1])
+    return jnp.clip(x, -limit, limit)
 
 
 @dataclasses.dataclass(frozen=True)

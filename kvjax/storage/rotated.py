@@ -6,16 +6,14 @@ llama.cpp does so with caches of few bits (ggml-org/llama.cpp #21038).
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
 from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Exact, Parts, Shapes, Storage, factory
-from kvjax.storage.hadamard import MAX_SEED, Hadamard, block_size
+from kvjax.storage.hadamard import MAX_SEED, Hadamard, block_size, summable
 from kvjax.storage.layouts import Layout
-from kvjax.storage.rounding import FLOAT32
 from kvjax.storage.turboquant import TurboQuant
 from kvjax.storage.wrapping import Wrapped, Wrapping, check_codec, wrap
 
@@ -69,10 +67,10 @@ class Rotated(Wrapping):
         return self.codec.parts(dim, dtype)
 
     def encode(self, x: Array, side: Parts | None, dtype: DTypeLike) -> Parts:
-        return self.codec.encode(self.basis.rotate(_summable(x)), None, dtype)
+        return self.codec.encode(self.basis.rotate(summable(x)), None, dtype)
 
     def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
-        return self.basis.rotate_back(_summable(self.codec.decode(parts, None, dim)))
+        return self.basis.rotate_back(summable(self.codec.decode(parts, None, dim)))
 
     def affine(self, parts: Parts, side: Parts | None, dim: int) -> Affine | None:
         made = self.codec.affine(parts, None, dim)
@@ -87,12 +85,6 @@ def _turning(codec: Codec) -> Codec | None:
             return None
         codec = codec.codec
     return codec
-
-
-def _summable(x: Array) -> Array:
-    """Clips numbers, of which those of an empty slot may be any, so that no sum of a block overflows."""
-    limit = float(FLOAT32.max) / block_size(x.shape[-1])
-    return jnp.clip(x, -limit, limit)
 
 
 @factory

@@ -101,7 +101,7 @@ for name, (merge, _) in MERGED.items():
 # --- storages: two codecs each, of the families ---
 
 #: What their vectors share depends on the prompt or on a calibration; `tests/storage/test_sides.py` has them.
-OTHERS = {"think", "low_rank", "cskv", "kv_heads", "gear", "kivi", "kvquant", "mikv", "minicache", "zipcache"}
+OTHERS = {"think", "low_rank", "cskv", "kv_heads", "gear", "kivi", "kvarn", "kvquant", "mikv", "minicache", "zipcache"}
 
 CODECS = {
     "int8": replay.integer(8),
