@@ -29,7 +29,7 @@ MIN_DEVIATION, MAX_DEVIATION = 1e-3, 1e3
 MIN_LOG, MAX_LOG = -0.3, 10.0  # of a factor
 LARGEST = 2 * math.exp(MAX_LOG)  # with room for rounding
 SMALLEST = 1e-8  # of the deviations that others are divided by
-BASIS = Hadamard(seed=None)  # as published, without signs
+BASIS = Hadamard()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _imbalance(x: Array) -> Array:
 def kvarn(key_bits: int = 4, value_bits: int = 2, block: int = BLOCK, iterations: int = ITERATIONS) -> Storage:
     """Holds blocks as integers, keys per channel and values per token, of scaled tokens and channels (KVarN).
 
-    Channels are rotated first (`Hadamard` without signs), and a token's scale is then held beside those of channels, or
+    Channels are rotated first (`Hadamard`), and a token's scale is then held beside those of channels, or
     a channel's beside those of tokens. The newest tokens stay exact until they fill a block.
 
     Args:

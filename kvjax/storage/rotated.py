@@ -33,7 +33,7 @@ class Rotated(Wrapping):
     """
 
     codec: Codec
-    seed: int | None = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         check_codec("rotated", self.codec)
@@ -88,7 +88,7 @@ def _turning(codec: Codec) -> Codec | None:
 
 
 @factory
-def rotated(codec: Wrapped, seed: int | None = 0) -> Wrapped:
+def rotated(codec: Wrapped, seed: int | None = None) -> Wrapped:
     """Codes vectors after a Hadamard rotation of their channels, so that a few large channels do not widen all ranges.
 
     The rotation has blocks of the largest power of two that divides the head size: one of 128 channels, or five of 16
@@ -97,7 +97,7 @@ def rotated(codec: Wrapped, seed: int | None = 0) -> Wrapped:
     Args:
       codec: a codec of single vectors, or a storage whose keys and values are both rotated, those of a high tier too.
         Keys or values in the model's dtype stay as they are.
-      seed: of the signs of the rotation, 0 to 2^32 - 1; None = no signs, as in llama.cpp.
+      seed: of random signs of channels before the rotation, 0 to 2^32 - 1; None = no signs, as in llama.cpp.
 
     Returns:
       A codec, or a storage.

@@ -46,8 +46,8 @@ CASES = [
     (Mxfp4(32), 17, "float32"), (Mxfp4(8), 64, "bfloat16"), (Mxfp4(), 1, "float16"),
     (Nvfp4(), 64, "bfloat16"), (Nvfp4(8), 24, "float16"), (Nvfp4(), 17, "float32"), (Nvfp4(), 1, "float32"),
     (Nvfp4(scale=0.5), 48, "bfloat16"), (Sparse(Nvfp4(), 1), 32, "float32"),
-    (Rotated(Integer(4)), 64, "float32"), (Rotated(Integer(2, 8), 3), 80, "bfloat16"),
-    (Rotated(Fp8(), None), 12, "float16"), (Rotated(Nvfp4(), 1), 96, "float32"), (Rotated(Levels(3)), 14, "bfloat16"),
+    (Rotated(Integer(4), 0), 64, "float32"), (Rotated(Integer(2, 8), 3), 80, "bfloat16"),
+    (Rotated(Fp8()), 12, "float16"), (Rotated(Nvfp4(), 1), 96, "float32"), (Rotated(Levels(3)), 14, "bfloat16"),
     (Rotated(Sparse(Integer(3), 1)), 16, "float32"), (Sparse(Rotated(Integer(4)), 1), 32, "float32"),
     (Levels(4), 24, "float32"), (Levels(3), 13, "bfloat16"), (Levels(2, UNEVEN), 16, "float16"),
     (Levels(6), 12, "float32"),
@@ -314,7 +314,7 @@ def test_a_rotation_spreads_what_is_large():
     for codec in (Integer(4), Levels(4)):
         # The error of a channel of the rotated vector is that of the vector's: rotations keep lengths.
         assert error(Rotated(codec), outlier) < 0.55 * error(codec, outlier), codec
-    assert error(Rotated(Integer(4)), mean) < 0.7 * error(Rotated(Integer(4), None), mean)
+    assert error(Rotated(Integer(4), 0), mean) < 0.7 * error(Rotated(Integer(4)), mean)
 
 
 def test_levels_of_a_table():
@@ -349,7 +349,7 @@ MUTANTS = {
     "other magnitudes": (Mxfp4(64), "e2m1", "MAGNITUDES", (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0)),
     "ties to the higher level": (Levels(4), "tables", "midpoints", lambda table: _lower(table)),
     "another seed": (TurboQuant(4), "turboquant", "random_signs", lambda dim, seed: np.ones(dim, np.float32)),
-    "no signs": (Rotated(Integer(4)), "hadamard", "random_signs", lambda dim, seed: np.ones(dim, np.float32)),
+    "no signs": (Rotated(Integer(4), 0), "hadamard", "random_signs", lambda dim, seed: np.ones(dim, np.float32)),
     "a smaller block": (Rotated(Integer(4)), "hadamard", "block_size", lambda dim: 16),
     "scales of groups without a second scale": (Nvfp4(), "nvfp4", "LARGEST", 448.0),
     "scales of groups are powers of two": (Nvfp4(), "nvfp4", "FLOAT8", jnp.float8_e5m2),

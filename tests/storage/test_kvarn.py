@@ -140,7 +140,7 @@ def test_constants_zeros_and_rubbish_are_finite(by_channel):
 
 
 def test_bytes_are_those_of_the_definition():
-    """Of 128 channels in bfloat16: codes, a scale and a zero per line, a factor per entry of a line."""
+    """For 128 channels in bfloat16: codes, a scale and a zero per line, a factor per entry of a line."""
     assert VarianceNormalized(4, True).bytes(128, 128, "bfloat16") == 128 * 64 + 2 * (2 * 128 + 128)
     assert VarianceNormalized(2, False).bytes(64, 128, "bfloat16") == 64 * 32 + 2 * (2 * 64 + 128)
     assert storage.kvarn().bytes_per_slot(128, "bfloat16") == 70 + 38

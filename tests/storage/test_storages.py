@@ -26,7 +26,7 @@ STORAGES = {
     "nvfp4": storage.nvfp4(8),
     "nvfp4 fixed": storage.nvfp4(scale=0.01, residual=2),
     "rotated": storage.rotated(storage.integer(4, 8, residual=2), 3),
-    "rotated, no signs": storage.rotated(storage.nvfp4(), None),
+    "rotated, no signs": storage.rotated(storage.nvfp4()),
     "levels": storage.levels(2, (-1, -0.3, 0.3, 1)),
     "turboquant": storage.turboquant(4, 3, key_bits=3),
     "sparse": storage.sparse(storage.levels(3), 0.2),
