@@ -18,9 +18,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 STORAGES: dict[str, dict[str, Any]] = {
     "dense": {}, "int8": {}, "int4": {}, "int2": {}, "integer": {"bits": 3, "group": 4}, "fp8": {}, "bfp": {},
-    "mxfp4": {}, "levels": {}, "turboquant": {},
+    "mxfp4": {}, "nvfp4": {}, "levels": {}, "turboquant": {}, "rotated": {"codec": storage.int4()},
     "think": {"recent": 4}, "low_rank": {"key_rank": 3, "value_rank": 4}, "kivi": {"group": 4, "residual": 8},
-    "mikv": {}, "gear": {"block": 8, "rank": 2}, "kvquant": {}, "zipcache": {"window": 8},
+    "mikv": {}, "gear": {"block": 8, "rank": 2}, "kvarn": {"block": 8}, "kvquant": {}, "zipcache": {"window": 8},
     "cskv": {"rank": 4, "window": 8}, "kv_heads": {"heads": 2}, "minicache": {"start": 0},
 }  # fmt: skip
 SELECTIONS: dict[str, dict[str, Any]] = {

@@ -35,6 +35,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "cskv": ("cskv(64, heads=2)",),
     "kv_heads": ("kv_heads(2)",),
     "minicache": ("minicache(start=0)",),
+    "rotated": ("rotated(int4)",),
     "turboquant": ("turboquant(4)", "turboquant(3)", "turboquant(2)"),
 }
 

@@ -3,7 +3,8 @@
 A vector is x = scale · number(code) + zero, group by group of its channels. Attention needs no decoded vector: its
 logits are scale · (q · numbers) + zero · Σ q of a group, and its output is the sum of numbers weighted by
 probability · scale, plus the sum of probability · zero (FlexGen's codes, arXiv:2303.06865; TurboQuant's, whose numbers
-are of a vector that was turned, arXiv:2504.19874).
+are of a vector that was turned, arXiv:2504.19874). Where vectors were rotated before they were coded, queries are
+rotated and outputs rotated back.
 """
 
 import dataclasses
@@ -16,8 +17,10 @@ from jax import lax
 
 from kvjax.storage.base import Codec
 from kvjax.storage.fp8 import Fp8
+from kvjax.storage.hadamard import Hadamard
 from kvjax.storage.integer import Integer
 from kvjax.storage.packing import BYTE
+from kvjax.storage.rotated import Rotated
 from kvjax.storage.turboquant import POSITIVE, TurboQuant, turn, turn_back
 
 Array = jax.Array
@@ -43,6 +46,7 @@ class Form:
       positive: the upper half of the table of `LEVEL`, ascending; the lower half is its mirror image.
       seed: of the orthogonal matrix that vectors were turned by (see `kvjax.storage.turboquant`); None = they were not.
       constant: the scale of all vectors, if the codec has no array of scales.
+      basis: the rotation of vectors before they were coded; None = they were not rotated.
     """
 
     bits: int
@@ -53,6 +57,7 @@ class Form:
     positive: tuple[float, ...] = ()
     seed: int | None = None
     constant: float = 1.0
+    basis: Hadamard | None = None
 
     @property
     def groups(self) -> int:
@@ -81,11 +86,14 @@ class Form:
 
     def query(self, query: Array) -> Array:
         """Returns the queries [..., D] float32 whose products with numbers, scaled, are the logits over `factor`."""
+        if self.basis is not None:
+            query = self.basis.rotate(query)
         return query if self.seed is None else turn(query, self.seed)
 
     def output(self, output: Array) -> Array:
         """Returns the sum of vectors [..., D] float32 from the sum of scaled numbers."""
-        return output * self.constant if self.seed is None else turn_back(output, self.seed)
+        output = output * self.constant if self.seed is None else turn_back(output, self.seed)
+        return output if self.basis is None else self.basis.rotate_back(output)
 
     def in_planes(self, x: Array, planes: int) -> Array:
         """Reorders channels [..., D] plane by plane.
@@ -116,6 +124,9 @@ def form_of(codec: Codec | None, dim: int) -> Form | None:
       dim: D.
     """
     # A class of a user's own may decode otherwise.
+    if type(codec) is Rotated:
+        inner = form_of(codec.codec, dim)
+        return inner and dataclasses.replace(inner, basis=codec.basis)
     if type(codec) is Integer and codec.bits in WIDTHS and dim * codec.bits % BYTE == 0:
         return Form(codec.bits, dim, codec.size(dim))
     if type(codec) is Fp8:

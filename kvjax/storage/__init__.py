@@ -16,6 +16,7 @@ from kvjax.storage.gear import Gear, gear
 from kvjax.storage.integer import Integer, int2, int4, int8, integer
 from kvjax.storage.joint import Joint, JointBlocks, cskv, kv_heads
 from kvjax.storage.kivi import Channels, kivi
+from kvjax.storage.kvarn import VarianceNormalized, kvarn
 from kvjax.storage.kvquant import kvquant
 from kvjax.storage.layouts import Blocks, Pairs, Segments, Tiers, slots
 from kvjax.storage.levels import Levels, levels
@@ -23,8 +24,10 @@ from kvjax.storage.low_rank import LowRank, low_rank
 from kvjax.storage.mikv import Balance, Halves, mikv
 from kvjax.storage.minicache import Merged, merged_vectors, minicache
 from kvjax.storage.mxfp4 import Mxfp4, mxfp4
+from kvjax.storage.nvfp4 import Nvfp4, nvfp4
 from kvjax.storage.packing import pack, unpack
 from kvjax.storage.permuted import Permuted, permuted
+from kvjax.storage.rotated import Rotated, rotated
 from kvjax.storage.scaled import Scaled, scaled
 from kvjax.storage.side import PromptView, Samples, Side
 from kvjax.storage.sparse import Sparse, sparse
@@ -51,14 +54,17 @@ STORAGES: Registry[Storage] = Registry(
         "fp8": fp8,
         "bfp": bfp,
         "mxfp4": mxfp4,
+        "nvfp4": nvfp4,
         "levels": levels,
         "turboquant": turboquant,
+        "rotated": rotated,
         "think": think,
         "low_rank": low_rank,
         "cskv": cskv,
         "kv_heads": kv_heads,
         "kivi": kivi,
         "gear": gear,
+        "kvarn": kvarn,
         "mikv": mikv,
         "kvquant": kvquant,
         "zipcache": zipcache,
@@ -84,10 +90,11 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "STORAGES", "Balance", "Bfp", "BlockCodec", "Blocks", "Calibration", "Chain", "ChannelRoots", "Channels", "Codec",
     "Dims", "Divided", "Exact", "Fp8", "Fp8Layers", "Gear", "Halves", "Integer", "Joint", "JointBlocks", "Levels",
-    "LowRank", "Merged", "Mxfp4", "Pairs", "Permuted", "PromptView", "Samples", "Scaled", "SegmentCodec", "Segments",
-    "Side", "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "accepts", "bfp", "blocks", "breakdown", "by_name",
-    "chain", "cskv", "dense", "fp8", "gear", "int2", "int4", "int8", "integer", "kivi", "kmeans_levels", "kv_heads",
-    "kvquant", "levels", "low_rank", "merged_vectors", "mikv", "minicache", "mxfp4", "names", "nbytes", "normal_levels",
-    "pack", "pairs", "permuted", "ratios", "read", "replay", "round_trip", "scaled", "slots", "sparse", "think",
-    "tiers", "turboquant", "unpack", "zipcache",
+    "LowRank", "Merged", "Mxfp4", "Nvfp4", "Pairs", "Permuted", "PromptView", "Rotated", "Samples", "Scaled",
+    "SegmentCodec", "Segments", "Side", "Sparse", "Storage", "ThinK", "Tiers", "TurboQuant", "VarianceNormalized",
+    "accepts", "bfp", "blocks", "breakdown", "by_name", "chain", "cskv", "dense", "fp8", "gear", "int2", "int4", "int8",
+    "integer", "kivi", "kmeans_levels", "kv_heads", "kvarn", "kvquant", "levels", "low_rank", "merged_vectors", "mikv",
+    "minicache", "mxfp4", "names", "nbytes", "normal_levels", "nvfp4", "pack", "pairs", "permuted", "ratios", "read",
+    "replay", "rotated", "round_trip", "scaled", "slots", "sparse", "think", "tiers", "turboquant", "unpack",
+    "zipcache",
 ]  # fmt: skip

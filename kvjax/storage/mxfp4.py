@@ -1,7 +1,6 @@
 """Floating-point numbers of 4 bits with one exponent per group of channels (OCP MX specification, v1.0: MXFP4)."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from kvjax.arguments import count_argument
 from kvjax.errors import StorageError
 from kvjax.parallel.host_memory import DEVICE
 from kvjax.products.codes import Affine
+from kvjax.storage import e2m1
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.exponents import LARGEST_EXPONENT, MANTISSA, MAX_SHIFT, scaled, split
 from kvjax.storage.integer import group_size, grouped
@@ -19,11 +19,7 @@ from kvjax.storage.tables import lookup
 
 Array = jax.Array
 
-BITS = 4
 GROUP = 32  # channels
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1, by code
-LEVELS = (*MAGNITUDES, *(-each for each in MAGNITUDES))
-SIGN = 1 << (BITS - 1)
 SPREAD = 2  # ⌊log2⌋ of the largest magnitude
 _EIGHTHS = 3  # magnitudes are compared in units of 2^-3
 
@@ -47,7 +43,7 @@ class Mxfp4(Codec):
 
     def parts(self, dim: int, dtype: DTypeLike) -> Shapes:
         return {
-            "codes": ((packed_size(dim, BITS),), jnp.dtype(jnp.uint8)),
+            "codes": ((packed_size(dim, e2m1.BITS),), jnp.dtype(jnp.uint8)),
             "exponent": ((dim // group_size(dim, self.group),), jnp.dtype(jnp.uint8)),
         }
 
@@ -60,24 +56,18 @@ class Mxfp4(Codec):
         shift = jnp.clip(shared - jnp.maximum(exponent, 1) + MANTISSA - _EIGHTHS, 0, MAX_SHIFT)
         eighths = jnp.right_shift(mantissa, shift)
         doubled = 2 * eighths + (jnp.left_shift(eighths, shift) != mantissa).astype(jnp.int32)
-        # [..., groups, g]
-        codes = jnp.zeros_like(doubled)
-        for code, (low, high) in enumerate(itertools.pairwise(MAGNITUDES)):
-            midpoint = round((low + high) * (1 << _EIGHTHS))
-            # An odd code's upper neighbour is even, and takes the tie.
-            codes += (doubled >= midpoint if code % 2 else doubled > midpoint).astype(jnp.int32)
-        codes = jnp.where(negative, codes | SIGN, codes)
+        codes = e2m1.nearest_codes(doubled, negative, 2 << _EIGHTHS)
         codes = codes.reshape(*codes.shape[:-2], -1)
-        return {"codes": pack(codes, BITS), "exponent": shared[..., 0].astype(jnp.uint8)}
+        return {"codes": pack(codes, e2m1.BITS), "exponent": shared[..., 0].astype(jnp.uint8)}
 
     def decode(self, parts: Parts, side: Parts | None, dim: int) -> Array:
         # [..., D]
-        codes = unpack(parts["codes"], BITS, dim)
-        return scaled(lookup(LEVELS, codes), over_groups(_exponent(parts), dim))
+        codes = unpack(parts["codes"], e2m1.BITS, dim)
+        return scaled(lookup(e2m1.LEVELS, codes), over_groups(_exponent(parts), dim))
 
     def affine(self, parts: Parts, side: Parts | None, dim: int) -> Affine:
         scale = scaled(jnp.float32(1), _exponent(parts))
-        return Affine(codes=parts["codes"], scale=scale, bits=BITS, levels=LEVELS, dim=dim)
+        return Affine(codes=parts["codes"], scale=scale, bits=e2m1.BITS, levels=e2m1.LEVELS, dim=dim)
 
 
 def _exponent(parts: Parts) -> Array:

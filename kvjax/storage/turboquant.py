@@ -20,13 +20,13 @@ from kvjax.parallel.host_memory import DEVICE
 from kvjax.products.codes import Affine
 from kvjax.storage.base import Codec, Memory, Parts, Shapes, Storage, factory
 from kvjax.storage.exponents import BIAS, power_of_two, split
+from kvjax.storage.hadamard import MAX_SEED, hadamard, random_signs
 from kvjax.storage.packing import pack, packed_size, unpack
 from kvjax.storage.rounding import as_stored, divide
 from kvjax.storage.tables import Table, lookup, nearest_level
 
 Array = jax.Array
 
-MAX_SEED = 2**32 - 1
 WITHIN = 3  # vectors are scaled to numbers within ±2^WITHIN before they are turned
 SUM_BITS = 30  # of the sums of integers
 
@@ -55,7 +55,7 @@ def turn(x: Array, seed: int) -> Array:
     """
     dim = x.shape[-1]
     if _is_power_of_two(dim):
-        return _hadamard(x * _signs(dim, seed))
+        return hadamard(x * random_signs(dim, seed))
     return jnp.matmul(x, _columns(dim, seed), precision=jax.lax.Precision.HIGHEST)
 
 
@@ -68,7 +68,7 @@ def turn_back(y: Array, seed: int) -> Array:
     """
     dim = y.shape[-1]
     if _is_power_of_two(dim):
-        return _hadamard(y) * (_signs(dim, seed) / dim)
+        return hadamard(y) * (random_signs(dim, seed) / dim)
     return jnp.matmul(y, _columns(dim, seed).T, precision=jax.lax.Precision.HIGHEST) / dim
 
 
@@ -81,32 +81,14 @@ def _turn_alike(x: Array, seed: int) -> Array:
     if _is_power_of_two(dim):
         # Integers small enough that no sum of D of them overflows; all of a constant vector are the same.
         unit = 2.0 ** (SUM_BITS - WITHIN) / dim
-        signed = jnp.round(x * unit).astype(jnp.int32) * _signs(dim, seed).astype(np.int32)
-        return _hadamard(signed).astype(jnp.float32) * (1 / unit)
+        signed = jnp.round(x * unit).astype(jnp.int32) * random_signs(dim, seed).astype(np.int32)
+        return hadamard(signed).astype(jnp.float32) * (1 / unit)
     # A matrix product may add up in another order for another number of vectors.
     return jnp.sum(x[..., :, None] * _columns(dim, seed), axis=-2)
 
 
 def _is_power_of_two(dim: int) -> bool:
     return dim & (dim - 1) == 0
-
-
-def _hadamard(x: Array) -> Array:
-    """Multiplies by Hadamard's matrix, H_ij = (-1)^popcount(i & j).
-
-    Each step replaces the lowest bit of a channel's index by a new highest one, so that after all steps every channel
-    is in its place.
-    """
-    for _ in range(x.shape[-1].bit_length() - 1):
-        even, odd = x[..., ::2], x[..., 1::2]
-        x = jnp.concatenate([even + odd, even - odd], axis=-1)
-    return x
-
-
-@functools.lru_cache
-def _signs(dim: int, seed: int) -> np.ndarray:
-    """Returns σ [D] float32."""
-    return np.where(np.random.RandomState(seed).random_sample(dim) < 0.5, -1, 1).astype(np.float32)
 
 
 def _columns(dim: int, seed: int) -> Array:

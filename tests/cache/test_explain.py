@@ -41,6 +41,7 @@ def specs() -> dict[str, CacheSpec | Policy]:
         "value_norm of h2o": policies.value_norm(policies.h2o(0.2)),
         "h2o, int8": CacheSpec(policies.h2o(0.2), storage.int8()),
         "full, int4 with the newest 64 exact": CacheSpec(policies.full(), storage.int4(residual=64)),
+        "h2o, rotated int4": CacheSpec(policies.h2o(0.2), storage.rotated(storage.int4())),
         "full, kivi": CacheSpec(policies.full(), storage.kivi()),
         "full, gear": CacheSpec(policies.full(), storage.gear()),
         "snapkv, zipcache": CacheSpec(policies.snapkv(0.5), storage.zipcache(window=20)),

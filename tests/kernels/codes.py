@@ -10,7 +10,7 @@ import numpy as np
 from kvjax import attention
 from kvjax.attention import Problem
 from kvjax.kernels.coded import Coded
-from kvjax.storage import Codec, Fp8, Integer, TurboQuant
+from kvjax.storage import Codec, Fp8, Integer, Rotated, TurboQuant
 from tests.kernels.cases import Case, assert_golden
 
 CODE, NUMBER = 255, 1e15  # bytes of codes in empty slots, which are NaN in e4m3, and their scales and zeros
@@ -89,6 +89,7 @@ CODED = [
     CodedCase(Case((1,), 1, 9, 1, 143, 64, jnp.float32, log_weight=True, group_reduce="max"), TurboQuant(4)),
     CodedCase(Case((1, 1), 1, 1, 1, 71, 96, jnp.float32, window=40), Fp8(), Fp8(0.02)),
     CodedCase(Case((1,), 2, 2, 1, 95, 256), Integer(4), TurboQuant(4, seed=3), exact=0),
+    CodedCase(Case((1,), 1, 2, 1, 71, 128, jnp.float32), Rotated(Integer(4)), Rotated(Fp8(0.02), 2)),
 ]
 
 # The kernels for GPUs read keys and values of one codec, in groups of a multiple of 64 channels.
@@ -98,4 +99,5 @@ CODED_GPU = [
     CodedCase(Case((1,), 1, 9, 1, 143, 64, jnp.float32, log_weight=True, group_reduce="max"), TurboQuant(4)),
     CodedCase(Case((1, 1), 1, 1, 1, 49, 64, window=40), Fp8()),
     CodedCase(Case((1,), 1, 2, 1, 95, 128), Integer(2, 128), exact=0),
+    CodedCase(Case((1,), 1, 2, 1, 71, 128, jnp.float32), Rotated(Integer(4))),
 ]

@@ -10,7 +10,8 @@ from kvjax.kernels import forms
 from kvjax.kernels.coded import Coded
 from kvjax.kernels.decode import coded
 from kvjax.products import native
-from kvjax.storage import Bfp, Fp8, Integer, Levels, Mxfp4, Permuted, Sparse, TurboQuant
+from kvjax.storage import Bfp, Fp8, Integer, Levels, Mxfp4, Nvfp4, Permuted, Rotated, Sparse, TurboQuant
+from kvjax.storage.hadamard import block_size
 from kvjax.storage.scaled import Scaled
 from kvjax.storage.side import Side
 from tests.storage import against
@@ -32,8 +33,11 @@ CASES = {
     "bfp8": (Bfp(8), 64),
     "bfp4": (Bfp(4, 16), 48),
     "mxfp4": (Mxfp4(), 64),
+    "nvfp4": (Nvfp4(), 80),
     "turboquant": (TurboQuant(4), 64),
     "turboquant of 2 bits, turned by a matrix": (TurboQuant(2, 3), 48),
+    "rotated": (Rotated(Integer(4)), 64),
+    "rotated in blocks": (Rotated(Nvfp4(), 2), 48),
     "permuted": (Permuted(Integer(4), ORDER), 48),
 }
 
@@ -69,7 +73,9 @@ def assert_products(run, operand, numbers, rows):
     logits = query.astype(np.float64) @ np.swapaxes(numbers, 2, 3)
     np.testing.assert_allclose(run(query, operand, transposed=True), logits, atol=2e-6 * dim * largest)
     output = weight.astype(np.float64) @ numbers
-    np.testing.assert_allclose(run(weight, operand), output, atol=1e-6 * slots * largest)
+    # The error of a sum of zeros is that of all channels of a group, which a rotation adds up in one channel.
+    spread = np.sqrt(block_size(dim)) if isinstance(operand.codec, Rotated) else 1
+    np.testing.assert_allclose(run(weight, operand), output, atol=1e-6 * slots * largest * spread)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,7 +89,7 @@ def test_codes_are_multiplied_as_what_they_decode_to(name, own_code):
     assert native.CODED_VECTORS in text and operand.shape == (B, K, 70, dim)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4, an odd head", "fp8", "turboquant"])
+@pytest.mark.parametrize("name", ["int8", "int4, an odd head", "fp8", "turboquant", "rotated"])
 @pytest.mark.parametrize("slots", [32, 33, 47])
 def test_chunks_are_multiplied_as_a_whole(name, slots, monkeypatch):
     monkeypatch.setattr(products, "runs_native", lambda: False)

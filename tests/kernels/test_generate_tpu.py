@@ -59,7 +59,11 @@ def test_generation_is_that_of_xla(policy, block):
 
 
 @pytest.mark.parametrize(
-    ("coded", "whole"), [(storage.int4(residual=3), False), (storage.int4(), True), (storage.turboquant(4), True)],
+    ("coded", "whole"),
+    [
+        (storage.int4(residual=3), False), (storage.int4(), True), (storage.turboquant(4), True),
+        (storage.rotated(storage.int4()), True),
+    ],
     ids=lambda x: getattr(x, "name", str(x)),
 )  # fmt: skip
 def test_decoding_from_codes_is_that_of_xla(interpreted, monkeypatch, coded, whole):

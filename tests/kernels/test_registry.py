@@ -17,7 +17,7 @@ from kvjax.kernels import rank1, registry
 from kvjax.kernels.registry import Choice, Request, choose
 from kvjax.kernels.step import trace as tracing
 from kvjax.numerics.statistics import MASS, prompt_tail, recent_above
-from kvjax.storage import Fp8, Integer, Levels, TurboQuant
+from kvjax.storage import Fp8, Integer, Levels, Rotated, TurboQuant
 from tests.kernels.conftest import needs_libtpu
 from tests.kernels.traces import EVERY_PRIMITIVE, TRACED, policy, trace_of
 
@@ -207,7 +207,9 @@ def test_a_kernel_that_is_not_there_is_named():
         registry.find("step", "xla")
 
 
-@pytest.mark.parametrize("codec", [Integer(2), Integer(4), Integer(8), Fp8(), Fp8(0.5), TurboQuant(4)], ids=str)
+@pytest.mark.parametrize(
+    "codec", [Integer(2), Integer(4), Integer(8), Fp8(), Fp8(0.5), TurboQuant(4), Rotated(Integer(4))], ids=str
+)
 def test_codes_are_read_by_attention_and_by_a_whole_step(codec):
     for backend in BACKENDS:
         of = request(parts=2, codecs=(codec, codec), dim=128, slots=128)

@@ -101,7 +101,7 @@ for name, (merge, _) in MERGED.items():
 # --- storages: two codecs each, of the families ---
 
 #: What their vectors share depends on the prompt or on a calibration; `tests/storage/test_sides.py` has them.
-OTHERS = {"think", "low_rank", "cskv", "kv_heads", "gear", "kivi", "kvquant", "mikv", "minicache", "zipcache"}
+OTHERS = {"think", "low_rank", "cskv", "kv_heads", "gear", "kivi", "kvarn", "kvquant", "mikv", "minicache", "zipcache"}
 
 CODECS = {
     "int8": replay.integer(8),
@@ -109,18 +109,19 @@ CODECS = {
     "int2": replay.integer(2),
     "integer": replay.integer(3, 4),
     "fp8": replay.fp8(),
-} | {name: of_reference(storage.by_name(name).key) for name in ("bfp", "mxfp4", "levels", "turboquant")}
-INTEGERS = ("int8", "int4", "int2", "integer", "bfp", "turboquant")
-FAMILIES = dict.fromkeys(INTEGERS, "integers") | dict.fromkeys(("fp8", "mxfp4", "levels"), "floats")
+} | {name: of_reference(storage.by_name(name).key) for name in ("bfp", "mxfp4", "nvfp4", "levels", "turboquant")}
+CODECS["rotated"] = of_reference(storage.Rotated(storage.Integer(4)))
+INTEGERS = ("int8", "int4", "int2", "integer", "bfp", "turboquant", "rotated")
+FAMILIES = dict.fromkeys(INTEGERS, "integers") | dict.fromkeys(("fp8", "mxfp4", "nvfp4", "levels"), "floats")
 MIXED = (
     ("int8", "fp8"), ("fp8", "int4"), ("int2", "fp8"), ("fp8", "integer"), ("mxfp4", "turboquant"), ("bfp", "levels"),
-    ("dense", "dense"),
+    ("rotated", "nvfp4"),    ("dense", "dense"),
 )  # fmt: skip
 
 
 def held(codecs: tuple[str, str], residual: int) -> Storage:
     """Keys in the codec of one storage of the registry, values in that of another."""
-    arguments = {"integer": {"bits": 3, "group": 4}}
+    arguments = {"integer": {"bits": 3, "group": 4}, "rotated": {"codec": storage.int4()}}
     key, value = (storage.by_name(name, **arguments.get(name, {})) for name in codecs)
     return Storage(key=key.key, value=value.value, residual=residual, name="|".join(codecs))
 

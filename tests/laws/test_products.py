@@ -122,7 +122,7 @@ def does_not_compose(name: str, held: str, block: int | None) -> bool:
         own.shortened and (merges or POLICY[name].positions == "cache"),
         held == "think" and block is not None,
         # Tokens that were encoded together stay together.
-        held in ("kivi", "gear", "zipcache") and name not in APPENDING,
+        held in ("kivi", "gear", "kvarn", "zipcache") and name not in APPENDING,
         held in ("gear", "zipcache") and block is not None,
         # A low tier holds what is evicted, if anything is; its balancer is made from a whole prompt.
         held == "mikv" and (merges or block is not None or name in HIDING or name == "full"),

@@ -17,7 +17,21 @@ from kvjax.cache.state import EMPTY
 from kvjax.cache.step.step import step
 from kvjax.kernels.decode import coded
 from kvjax.products import codes, native
-from kvjax.storage import Bfp, Codec, Exact, Fp8, Integer, Levels, Mxfp4, Permuted, Sparse, Storage, TurboQuant
+from kvjax.storage import (
+    Bfp,
+    Codec,
+    Exact,
+    Fp8,
+    Integer,
+    Levels,
+    Mxfp4,
+    Nvfp4,
+    Permuted,
+    Rotated,
+    Sparse,
+    Storage,
+    TurboQuant,
+)
 from tests import layers
 from tests.laws import assert_same, covering, held_in, live, pairs, replay, streams
 from tests.policies.test_merge import REFERENCES as MERGES
@@ -44,8 +58,10 @@ CODECS = {
     for name, codec in {
         "bfp": Bfp(6, 4),
         "mxfp4": Mxfp4(4),
+        "nvfp4": Nvfp4(8),
         "levels": Levels(3),
         "turboquant": TurboQuant(4, 1),
+        "rotated": Rotated(Integer(4), 1),
         "sparse": Sparse(Integer(3, 4), 1),
         "permuted": Permuted(Sparse(Levels(4), 1), (3, 0, 7, 5, 1, 2, 6, 4)),
     }.items()
@@ -113,7 +129,7 @@ CASES = covering(
     [Case(*each) for each in itertools.product(OURS, MIXED, (0, 3, TOTAL), (None, BLOCK), HEADS)], Case.covers
 )
 # A step does not know the codec: with the others, policies of three kinds are enough.
-MORE = (("turboquant", "mxfp4"), ("bfp", "permuted"), ("sparse", "levels"))
+MORE = (("turboquant", "mxfp4"), ("bfp", "permuted"), ("sparse", "levels"), ("rotated", "nvfp4"))
 CASES += covering(
     [
         Case(*each)
@@ -160,6 +176,8 @@ READ = (
     Case("h2o", ("turboquant", "int4"), 3, None, "mqa"),
     Case("value_norm(tova)", ("int4", "mxfp4"), 0, BLOCK, "mha"),
     Case("roco", ("fp8 fixed", "int8"), 3, BLOCK, "gqa"),
+    Case("full", ("rotated", "nvfp4"), 0, BLOCK, "gqa"),
+    Case("h2o", ("nvfp4", "rotated"), 3, None, "mha"),
 )
 
 

@@ -1,4 +1,4 @@
-"""KIVI in float64: keys per channel in groups of tokens, values per token, from the definition."""
+"""Blocks in float64, from the definitions: KIVI, GEAR and KVarN."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.reference import codecs
+from tests.reference import codecs, formats
 from tests.reference.replay import Array, Codec, Slots
 
 
@@ -149,3 +149,66 @@ class Gear:
         segments = self.rank + (blocks - first) * self.decode_rank
         factors = 2 * width * (tokens * self.block + segments * dim)
         return blocks * (key + value) + factors + 2 * min(self.block, total) * dim * width
+
+
+def imbalance(lines: Array) -> float:
+    return sum(size.max() / max(size.min(), 1e-8) for size in (lines.std(axis=axis, ddof=1) for axis in (0, 1)))
+
+
+def balanced(lines: Array, iterations: int) -> tuple[Array, float]:
+    """KVarN's factors of the entries of lines [lines, L], and how near the choice of an iteration was, relatively."""
+    across, along = np.zeros((1, lines.shape[1])), np.zeros((lines.shape[0], 1))
+    tried = [(imbalance(lines), across)]
+    for _ in range(iterations):
+        for log, axis in ((across, 0), (along, 1)):
+            size = (lines / np.exp(across) / np.exp(along)).std(axis=axis, ddof=1, keepdims=True)
+            log[:] = np.clip(log + np.log(np.clip(size, 1e-3, 1e3)), -0.3, 10)
+        tried.append((imbalance(lines / np.exp(across) / np.exp(along)), across.copy()))
+    least = min(found for found, _ in tried)
+    best = [log for found, log in tried if found == least][-1]
+    others = [found for found, log in tried if np.abs(log - best).max() > 1e-5]
+    return np.exp(best[0]), min(others, default=math.inf) / max(least, 1e-9) - 1
+
+
+def normalized(x: Array, bits: int, by_channel: bool, iterations: int, dtype: str) -> tuple[dict, Array, float]:
+    """One block [n, D]: its parts, [n, D] as decoded, and how near a rounding or the choice was."""
+    basis = formats.rotation(x.shape[1], None)
+    lines = x @ basis.T
+    lines = lines.T if by_channel else lines
+    found, gap = balanced(lines, iterations)
+    factor = np.array([codecs.stored(float(each), dtype)[0] for each in found])
+    made = codecs.encode_integer(lines / factor, bits, lines.shape[1], dtype)
+    codes = np.array([codecs.unpack(row.tolist(), bits, lines.shape[1]) for row in made.parts["codes"]])
+    codes = codes.T if by_channel else codes
+    parts = {
+        "codes": np.array([codecs.pack(row.tolist(), bits) for row in codes], np.uint8),
+        "scale": made.parts["scale"][:, 0], "zero": made.parts["zero"][:, 0], "factor": factor,
+    }  # fmt: skip
+    back = codecs.decode_integer(made.parts, bits, lines.shape[1]) * factor
+    # Float32 finds imbalances to some 1e-6, relatively, and roundings to 1e-4 of a step.
+    return parts, (back.T if by_channel else back) @ basis, min(made.near, 100 * gap)
+
+
+@dataclass
+class Kvarn:
+    """Blocks of keys per channel and of values per token, of tokens and channels with equal deviations."""
+
+    key_bits: int
+    value_bits: int
+    block: int
+    iterations: int = 16
+    swapped: bool = False  # True is a mistake: keys per token and values per channel
+    coded: dict[int, int] = field(default_factory=dict)  # by the identity of `Slots`: tokens in blocks
+
+    def settle(self, slots: Slots, prompt_is_over: bool) -> None:
+        if not prompt_is_over:
+            return
+        head, start = slots.head, self.coded.get(id(slots), 0)
+        full = len(head.position) // self.block * self.block
+        for begin in range(start, full, self.block):
+            for side, bits, by_channel in ((head.key, self.key_bits, True), (head.value, self.value_bits, False)):
+                block = side[begin : begin + self.block]
+                given = bits, by_channel != self.swapped, self.iterations, "float32"
+                _, side[begin : begin + self.block], near = normalized(block, *given)
+                slots.near = min(slots.near, near)
+        self.coded[id(slots)] = full

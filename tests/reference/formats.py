@@ -9,9 +9,10 @@ import math
 import statistics
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
-from tests.reference.codecs import Array, Encoded, group_size, pack, stored, unpack
+from tests.reference.codecs import MAGNITUDES, Array, Encoded, group_size, pack, stored, unpack
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: Positive levels of TurboQuant, and the relative squared error in many dimensions.
@@ -83,6 +84,55 @@ def encode_mxfp4(x: Array, group: int) -> Encoded:
 def decode_mxfp4(parts: dict[str, Array], dim: int) -> Array:
     codes = np.array([unpack(row.tolist(), 4, dim) for row in parts["codes"]])
     return np.ldexp(np.array([*E2M1, *(-y for y in E2M1)])[codes], _exponents(parts, dim))
+
+
+def _rounded(x: Array, dtype: type, magnitudes: tuple[float, ...]) -> tuple[Array, float]:
+    """Numbers of a small floating-point type, and how near the nearest of them came to a tie, in steps."""
+    size, steps = np.abs(x)[..., None], np.diff(magnitudes)
+    ties = np.abs(size - (np.array(magnitudes[:-1]) + steps / 2)) / steps
+    return np.minimum(np.abs(x), magnitudes[-1]).astype(dtype), float(ties.min())
+
+
+def encode_nvfp4(x: Array, group: int, scale: float | None, dtype: str) -> Encoded:
+    """x: [n, D]. Types of NumPy's extension round to nearest, ties to even."""
+    size, near = group_size(x.shape[-1], group), math.inf
+    rows: dict[str, list] = {"codes": [], "group_scale": [], "scale": []}
+    for vector in x.astype(np.float64):
+        own, tie = (scale, math.inf) if scale is not None else stored(np.abs(vector).max() / (448 * 6), dtype)
+        near = near if dtype == "float32" or not vector.any() else min(near, tie)
+        own = own or 1.0
+        groups = vector.reshape(-1, size)
+        of_group, tie = _rounded(np.abs(groups).max(axis=-1) / 6 / own, ml_dtypes.float8_e4m3fn, tuple(MAGNITUDES))
+        near = min(near, tie)
+        step = own * of_group.astype(np.float64)[:, None]
+        numbers, tie = _rounded(groups / np.where(step > 0, step, np.inf), ml_dtypes.float4_e2m1fn, E2M1)
+        near = min(near, tie)
+        codes = numbers.view(np.uint8).reshape(-1) + 8 * (vector < 0)
+        rows["codes"].append(pack(codes.tolist(), 4))
+        rows["group_scale"].append(of_group.view(np.uint8))
+        rows["scale"].append(own)
+    parts = {"codes": np.array(rows["codes"], np.uint8), "group_scale": np.array(rows["group_scale"])}
+    return Encoded(parts if scale is not None else parts | {"scale": np.array(rows["scale"], np.float64)}, near)
+
+
+def decode_nvfp4(parts: dict[str, Array], scale: float | None, dim: int) -> Array:
+    codes = np.array([unpack(row.tolist(), 4, dim) for row in parts["codes"]])
+    of_group = parts["group_scale"].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    own = scale if scale is not None else parts["scale"][:, None]
+    return (own * of_group).repeat(dim // of_group.shape[-1], axis=-1) * np.array([*E2M1, *(-y for y in E2M1)])[codes]
+
+
+def rotation(dim: int, seed: int | None) -> Array:
+    """M [D, D]: blocks of Hadamard's matrix over the root of their size, columns times the signs of channels."""
+    size = max(2**power for power in range(dim.bit_length()) if dim % 2**power == 0)
+    signs = [1.0] * dim
+    if seed is not None:
+        signs = [-1.0 if each < 0.5 else 1.0 for each in np.random.RandomState(seed).random_sample(dim)]
+    made = np.zeros((dim, dim))
+    for i, j in itertools.product(range(dim), repeat=2):
+        if i // size == j // size:
+            made[i, j] = signs[j] * (-1.0) ** (i % size & j % size).bit_count() / math.sqrt(size)
+    return made
 
 
 def normal_levels(bits: int) -> list[float]:

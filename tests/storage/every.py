@@ -34,14 +34,17 @@ HELD: dict[str, Storage] = {
     "fp8": storage.fp8(),
     "bfp": storage.bfp(4, 4),
     "mxfp4": storage.mxfp4(4, residual=2),
+    "nvfp4": storage.nvfp4(4),
     "levels": storage.levels(3),
     "turboquant": storage.turboquant(3),
+    "rotated": storage.rotated(storage.int4(residual=2), seed=1),
     "think": storage.think(0.4, 4, 2),
     "low_rank": storage.low_rank(3, 5, 2),
     "cskv": storage.cskv(4, 3),
     "kv_heads": storage.kv_heads(2, residual=2),
     "kivi": storage.kivi(2, 2, 4),
     "gear": storage.gear(4, 3, 4, rank=2, decode_rank=1),
+    "kvarn": storage.kvarn(3, 2, 4),
     "mikv": storage.mikv(2, low_capacity=4),
     "kvquant": storage.kvquant(3, 0.2, 1, "kmeans", residual=2),
     "zipcache": storage.zipcache(4, 2, 0.6, 3),
@@ -51,7 +54,8 @@ NEWEST = policies.compress(importance=policies.recency, budget=0.7, name="newest
 #: Policies that evict, of those that the storage goes with; h2o for all others.
 POLICY: dict[str, policies.Policy] = {
     "cskv": NEWEST, "minicache": NEWEST, "kv_heads": policies.tova(0.5),
-    "kivi": policies.knorm(0.7), "gear": policies.knorm(0.7), "zipcache": policies.knorm(0.7),
+    "kivi": policies.knorm(0.7), "gear": policies.knorm(0.7), "kvarn": policies.knorm(0.7),
+    "zipcache": policies.knorm(0.7),
 }  # fmt: skip
 CONFIG = DecoderConfig(
     family="llama", vocab_size=2, hidden_size=HEADS * DIM, num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS,

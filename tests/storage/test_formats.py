@@ -5,6 +5,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +20,9 @@ from kvjax.storage import (
     Integer,
     Levels,
     Mxfp4,
+    Nvfp4,
     Permuted,
+    Rotated,
     Sparse,
     TurboQuant,
     normal_levels,
@@ -41,6 +44,11 @@ NORMAL_FLOAT = Sparse(Levels(4), 1)
 CASES = [
     (Bfp(8, 32), 24, "float32"), (Bfp(5, 4), 20, "bfloat16"), (Bfp(2, 8), 13, "float16"), (Bfp(4, 3), 1, "float32"),
     (Mxfp4(32), 17, "float32"), (Mxfp4(8), 64, "bfloat16"), (Mxfp4(), 1, "float16"),
+    (Nvfp4(), 64, "bfloat16"), (Nvfp4(8), 24, "float16"), (Nvfp4(), 17, "float32"), (Nvfp4(), 1, "float32"),
+    (Nvfp4(scale=0.5), 48, "bfloat16"), (Sparse(Nvfp4(), 1), 32, "float32"),
+    (Rotated(Integer(4), 0), 64, "float32"), (Rotated(Integer(2, 8), 3), 80, "bfloat16"),
+    (Rotated(Fp8()), 12, "float16"), (Rotated(Nvfp4(), 1), 96, "float32"), (Rotated(Levels(3)), 14, "bfloat16"),
+    (Rotated(Sparse(Integer(3), 1)), 16, "float32"), (Sparse(Rotated(Integer(4)), 1), 32, "float32"),
     (Levels(4), 24, "float32"), (Levels(3), 13, "bfloat16"), (Levels(2, UNEVEN), 16, "float16"),
     (Levels(6), 12, "float32"),
     (TurboQuant(4), 64, "float32"), (TurboQuant(3, 7), 32, "bfloat16"), (TurboQuant(2), 16, "float16"),
@@ -130,7 +138,16 @@ def test_lengths_of_extremes():
 
 @pytest.mark.parametrize(
     ("codec", "dim"),
-    [(Levels(4), 24), (Levels(6), 24), (TurboQuant(4), 128), (TurboQuant(3, 5), 24), (Sparse(Integer(2, 8), 1), 24)],
+    [
+        (Levels(4), 24),
+        (Levels(6), 24),
+        (TurboQuant(4), 128),
+        (TurboQuant(3, 5), 24),
+        (Sparse(Integer(2, 8), 1), 24),
+        (Nvfp4(), 48),
+        (Rotated(Integer(4)), 128),
+        (Rotated(Levels(3), 2), 96),
+    ],
     ids=str,
 )
 def test_bytes_do_not_depend_on_the_program(codec, dim):
@@ -149,6 +166,7 @@ def test_bytes_do_not_depend_on_the_program(codec, dim):
 def test_bytes_of_255_decode_to_finite_numbers():
     """The content of an empty slot must not make a sum NaN, even with a weight of 0."""
     codecs = [*(codec for codec, dim, _ in CASES if dim != 1), Integer(4), Fp8(), Fp8(0.5)]
+    codecs += [Rotated(Bfp()), Rotated(Mxfp4(4))]
 
     def decode(codec: Codec) -> jax.Array:
         dim = len(codec.order) if isinstance(codec, Permuted) else 16
@@ -164,7 +182,7 @@ def test_bytes_of_255_decode_to_finite_numbers():
 
 #: Codecs and sizes of vectors.
 BOUNDED = [(Bfp(8, 4), 12), (Bfp(3), 7), (Mxfp4(4), 12), (Levels(4), 12), (NORMAL_FLOAT, 7), (TurboQuant(2), 8),
-           (TurboQuant(4), 7)]  # fmt: skip
+           (TurboQuant(4), 7), (Nvfp4(4), 12), (Nvfp4(scale=0.25), 7)]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,6 +213,18 @@ def test_error_is_bounded(dtype, data):
             y = np.abs(x) / unit
             bound = unit * np.select([y <= 2, y <= 4, y <= 6], [0.25, 0.5, 1], 2)
         assert np.all(error <= bound * (1 + 2.0**-20) + flushed)
+    elif isinstance(codec, Nvfp4):
+        step = parts["group_scale"].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        step = step * (codec.scale or parts["scale"].astype(np.float64)[:, None])
+        unit = step.repeat(dim // step.shape[-1], axis=-1)
+        y = np.abs(x) / np.maximum(unit, 1e-300)
+        # Half a gap between magnitudes; what is beyond 6 is cut off.
+        bound = np.select([y <= 2, y <= 4, y <= 6], [0.25 * unit, 0.5 * unit, unit], np.abs(x) - 6 * unit)
+        assert np.all(error <= bound + 2.0**-20 * largest + flushed)
+        if codec.scale is None:
+            # An e4m3 number is within 1/16; float16 holds small scales less exactly.
+            cut = np.maximum(np.abs(x) - 6 * unit, 0).max(axis=-1, keepdims=True)
+            assert np.all(cut <= largest / 16 + 448 * 6 * 2.0 ** (least - mantissa))
     elif isinstance(codec, TurboQuant):
         # Levels are orthogonal coordinates: the length of the error is that of the errors of coordinates.
         levels = np.array(reference.lloyd_max(codec.bits))
@@ -261,6 +291,32 @@ def test_no_matrix_of_a_constant_is_repeated():
         assert len(constants) <= most, constants
 
 
+@pytest.mark.parametrize(("dim", "seed"), [(2, 0), (8, 3), (12, None), (80, 1), (128, 0)])
+def test_a_rotation_is_orthonormal(dim, seed):
+    basis = Rotated(Integer(4), seed).basis
+    matrix = np.asarray(jax.jit(basis.rotate)(jnp.eye(dim))).T
+    np.testing.assert_allclose(matrix, reference.rotation(dim, seed), atol=1e-6)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(dim), atol=1e-5)
+    back = jax.jit(lambda x: basis.rotate_back(basis.rotate(x)))(jnp.eye(dim))
+    np.testing.assert_allclose(back, np.eye(dim), atol=1e-6)
+
+
+def test_a_rotation_spreads_what_is_large():
+    """One large channel, in which the others are lost without it; the mean of all channels is one without signs."""
+    x = np.random.default_rng(0).normal(size=(200, 128)).astype(np.float32)
+    outlier, mean = x.copy(), x + 10
+    outlier[:, 5] = 40
+
+    def error(codec, x):
+        trip = jax.jit(lambda x: storage.round_trip(codec, x, None, jnp.float32))(x)
+        return float(np.sqrt(np.square(trip - x).mean()))
+
+    for codec in (Integer(4), Levels(4)):
+        # The error of a channel of the rotated vector is that of the vector's: rotations keep lengths.
+        assert error(Rotated(codec), outlier) < 0.55 * error(codec, outlier), codec
+    assert error(Rotated(Integer(4), 0), mean) < 0.7 * error(Rotated(Integer(4)), mean)
+
+
 def test_levels_of_a_table():
     np.testing.assert_allclose(normal_levels(4), reference.normal_levels(4), rtol=1e-12)
     assert normal_levels(1) == (-1, 1) and len(normal_levels(8)) == 256
@@ -290,9 +346,13 @@ MUTANTS = {
     "ties up": (Bfp(7, 128), "bfp", "shifted", _away),
     "a sign beside the magnitude": (Bfp(7, 128), "bfp", "pack", lambda codes, bits: pack(abs(codes), bits)),
     "no room beyond the exponent": (Mxfp4(64), "mxfp4", "SPREAD", 1),
-    "other magnitudes": (Mxfp4(64), "mxfp4", "MAGNITUDES", (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0)),
+    "other magnitudes": (Mxfp4(64), "e2m1", "MAGNITUDES", (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0)),
     "ties to the higher level": (Levels(4), "tables", "midpoints", lambda table: _lower(table)),
-    "another seed": (TurboQuant(4), "turboquant", "_signs", lambda dim, seed: np.ones(dim, np.float32)),
+    "another seed": (TurboQuant(4), "turboquant", "random_signs", lambda dim, seed: np.ones(dim, np.float32)),
+    "no signs": (Rotated(Integer(4), 0), "hadamard", "random_signs", lambda dim, seed: np.ones(dim, np.float32)),
+    "a smaller block": (Rotated(Integer(4)), "hadamard", "block_size", lambda dim: 16),
+    "scales of groups without a second scale": (Nvfp4(), "nvfp4", "LARGEST", 448.0),
+    "scales of groups are powers of two": (Nvfp4(), "nvfp4", "FLOAT8", jnp.float8_e5m2),
     "levels of a uniform distribution": (
         TurboQuant(4), "turboquant", "normal_centroids", lambda bits: tuple(np.linspace(-2.7, 2.7, 16)),
     ),

@@ -48,6 +48,7 @@ JOINT = ["yes", "only one by position", "only window, tova", NO, YES, YES]
 COMPOSES = {
     "integer": [YES] * 6, "fp8": [YES] * 6, "bfp": [YES] * 6, "mxfp4": [YES] * 6, "kvquant": [YES] * 6,
     "turboquant": [YES] * 6, "levels": [YES] * 6, "kivi": [YES, YES, NO, NO, YES, YES],
+    "nvfp4": [YES] * 6, "rotated": [YES] * 6, "kvarn": [YES, YES, NO, NO, YES, YES],
     "gear": [YES, YES, NO, NO, YES, NO], "mikv": [NO, YES, YES, NO, YES, NO],
     "mikv(balance=False)": [NO, YES, YES, NO, YES, YES], "zipcache": [YES, YES, NO, NO, YES, NO],
     "think": [YES, YES, YES, NO, NO, NO], "low_rank": [YES, YES, YES, NO, NO, YES], "cskv": JOINT, "kv_heads": JOINT,

@@ -23,6 +23,10 @@ STORAGES = {
     "fp8 fixed": storage.fp8(0.02, residual=1),
     "bfp": storage.bfp(6, 8),
     "mxfp4": storage.mxfp4(residual=5),
+    "nvfp4": storage.nvfp4(8),
+    "nvfp4 fixed": storage.nvfp4(scale=0.01, residual=2),
+    "rotated": storage.rotated(storage.integer(4, 8, residual=2), 3),
+    "rotated, no signs": storage.rotated(storage.nvfp4()),
     "levels": storage.levels(2, (-1, -0.3, 0.3, 1)),
     "turboquant": storage.turboquant(4, 3, key_bits=3),
     "sparse": storage.sparse(storage.levels(3), 0.2),
@@ -32,9 +36,11 @@ ARRANGED = {
     "kivi": storage.kivi(2, 4, 8),
     "kivi, other values": storage.kivi(2, 4, 8, value_bits=4),
     "gear": storage.gear(2, 8, rank=3),
+    "kvarn": storage.kvarn(3, block=8),
     "zipcache": storage.zipcache(),
     "mikv": storage.mikv(2, 4),
     "minicache": storage.minicache(2, retained=0.1),
+    "mikv, rotated": storage.rotated(storage.mikv(high=storage.int8(), balance=False)),
     "mikv, int8": storage.mikv(high=storage.int8(), balance=False, low_capacity=9),
 }
 
@@ -43,6 +49,7 @@ ARRANGED = {
 WRAPPERS = {
     "sparse": functools.partial(storage.sparse, outliers=1),
     "permuted": functools.partial(storage.permuted, order=(1, 0)),
+    "rotated": storage.rotated,
     "scaled": functools.partial(storage.scaled, side=storage.Balance()),
     "chain": functools.partial(storage.chain, storage.ThinK()),
 }
@@ -114,7 +121,8 @@ def test_bytes_of_the_definition():
     """Bytes of a slot of 128 channels in bfloat16, which is 512 bytes."""
     sizes = {
         storage.dense(): 512, storage.int8(): 272, storage.int4(): 144, storage.int2(32): 96, storage.fp8(): 260,
-        storage.fp8(1): 256, storage.bfp(): 264, storage.mxfp4(): 136, storage.turboquant(4): 132,
+        storage.fp8(1): 256, storage.bfp(): 264, storage.mxfp4(): 136, storage.nvfp4(): 148,
+        storage.nvfp4(scale=1): 144, storage.rotated(storage.int4()): 144, storage.turboquant(4): 132,
         storage.turboquant(3): 100, storage.turboquant(2): 68, storage.levels(3): 2 * (48 + 4),
         storage.sparse(storage.levels(3), 0.01): 2 * (48 + 4 + 2 * 3),
     }  # fmt: skip
@@ -164,6 +172,8 @@ def test_equal_arguments_are_equal_storages():
         "fp8",
         "bfp",
         "mxfp4",
+        "nvfp4",
+        "rotated",
         "levels",
         "turboquant",
         "think",
@@ -202,6 +212,12 @@ def test_equal_arguments_are_equal_storages():
         (lambda: storage.bfp(1), "storage bfp: bits must be a whole number from 2 to 8; got 1"),
         (lambda: storage.bfp(8, 0), "storage bfp: group .* got 0"),
         (lambda: storage.mxfp4(0.5), "storage mxfp4: group .* got 0.5"),
+        (lambda: storage.nvfp4(0), "storage nvfp4: group .* at least 1; got 0"),
+        (lambda: storage.nvfp4(scale=0), "storage nvfp4: scale must be a number from .* got 0"),
+        (lambda: storage.kvarn(9), "storage kvarn: bits .* from 1 to 8; got 9"),
+        (lambda: storage.kvarn(block=1), "storage kvarn: block .* at least 2; got 1"),
+        (lambda: storage.kvarn(iterations=-1), "storage kvarn: iterations .* got -1"),
+        (lambda: storage.rotated(storage.kvarn()), "rotated: storage kvarn_k4v2 holds blocks of tokens"),
         (lambda: storage.levels(9), "storage levels: bits .* from 1 to 8; got 9"),
         (lambda: storage.levels(2, (-1, 0, 1)), "table must be 4 ascending numbers in .* got \\(-1, 0, 1\\)"),
         (lambda: storage.levels(1, (1, -1)), "table must be 2 ascending numbers"),
@@ -219,6 +235,18 @@ def test_equal_arguments_are_equal_storages():
         (lambda: storage.permuted(Integer(4), (0, 2)), "order must be a permutation .* got \\(0, 2\\)"),
         (lambda: storage.permuted(Integer(4), 3), "order must be a permutation .* got 3"),
         (lambda: storage.permuted(Integer(4), (1, 0)).bytes(8, jnp.float32), "order has 2 channels, and a head has 8"),
+        (lambda: storage.rotated(Integer(4), -1), "rotated: seed .* from 0 to 4294967295; got -1"),
+        (lambda: storage.rotated(Integer(4), 0.5), "rotated: seed .* got 0.5"),
+        (lambda: storage.rotated(storage.dense()), "rotated: storage dense holds keys and values in the model's dtype"),
+        (lambda: storage.rotated(Exact()), "rotated: codec=Exact.. holds vectors in the model's dtype"),
+        (lambda: storage.rotated(storage.kivi()), "rotated: storage kivi2 holds blocks of tokens"),
+        (lambda: storage.rotated(storage.mikv()), "rotated: codec=.* has numbers for each channel, which a rotation"),
+        (lambda: storage.rotated(storage.kvquant()), "rotated: codec=.* has numbers for each channel"),
+        (lambda: storage.rotated(storage.rotated(storage.int4())), "rotated: codec=Rotated.* turns vectors itself"),
+        (lambda: storage.rotated(storage.sparse(storage.turboquant(), 1)), "rotated: codec=TurboQuant.* turns vectors"),
+        (lambda: storage.rotated(storage.low_rank(3, 4)), "rotated: codec=.* and all its channels"),
+        (lambda: storage.rotated(4), "rotated: 4 must be a codec or a storage"),
+        (lambda: storage.rotated(Integer(4)).bytes(67, "float32"), "that of 67 is 1: there is nothing to rotate"),
         (lambda: storage.Sparse(storage.int4(), 1), "sparse: codec=.* must be a codec"),
         *(
             (functools.partial(wrap, made.key), f"{name}: codec={type(made.key).__name__}.* holds the vectors of {of}")
