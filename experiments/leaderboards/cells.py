@@ -14,6 +14,7 @@ from kvjax.typing import JsonObject
 
 FULL = "full"
 PAGE = 16  # tokens, to a multiple of which ``{tokens}`` is rounded
+MACHINE = ("device", "cpu", "jax", "commit")  # of the environment of a result
 WHOLE = 1.0  # the budget of a cache that has none
 
 
@@ -80,14 +81,18 @@ def experiments(config: LeaderboardConfig, cell: Cell) -> Iterator[tuple[JsonObj
         yield {"cache": cell.cache, "budget": cell.budget, "text": text}, made
 
 
-def command(name: str, cell: Cell) -> str:
-    """Returns the command that measures one cell.
+def command(given: Sequence[str], cell: Cell | None = None) -> str:
+    """Returns the command that measures all cells, or one.
 
     Args:
-      name: of the config.
-      cell: the cell.
+      given: the arguments of the command that measured all, without the folder of results.
+      cell: the cell; None = all.
     """
-    parts = ["python", "-m", "experiments.leaderboard", f"--config={name}"]
+    parts = ["python", "-m", "experiments.leaderboard"]
+    if cell is None:
+        return shlex.join([*parts, *given])
+    replaced = ("--config.caches=", "--config.unlimited=", "--config.budgets=", "--add=")
+    parts += [argument for argument in given if not argument.startswith(replaced)]
     if cell.budget is None:
         parts += ["--config.caches=none", f"--config.unlimited={cell.cache}"]
     else:
@@ -95,15 +100,15 @@ def command(name: str, cell: Cell) -> str:
     return shlex.join(parts)
 
 
-def row(cell: Cell, found: Sequence[Mapping], name: str) -> JsonObject:
+def row(cell: Cell, found: Sequence[Mapping], given: Sequence[str]) -> JsonObject:
     """Returns what the page shows of a cell, and what it computes intervals from.
 
     Args:
       cell: the cell.
-      found: the results of its experiments, as `experiments.sweep.run_all` returns them.
-      name: of the config.
+      found: the results of its experiments, as `experiments.programs.sweep.run_all` returns them.
+      given: see `command`.
     """
-    made: JsonObject = {"cache": cell.cache, "budget": cell.budget, "command": command(name, cell)}
+    made: JsonObject = {"cache": cell.cache, "budget": cell.budget, "command": command(given, cell)}
     if failed := [result for result in found if result["status"] != "ok"]:
         return made | {"status": failed[0]["status"], "error": failed[0].get("error")}
     nats, full, tasks = {}, {}, {}
@@ -117,7 +122,8 @@ def row(cell: Cell, found: Sequence[Mapping], name: str) -> JsonObject:
     return made | {
         "status": "ok", "slots": own["slots"], "kv_bytes": own["kv_bytes"], "full_kv_bytes": own["full_kv_bytes"],
         "agreement": own["agreement"], "seconds": sum(result["seconds"] for result in found),
-        "nats": nats, "full_nats": full, "tasks": tasks, "environment": found[0]["environment"]["device"],
+        "nats": nats, "full_nats": full, "tasks": tasks,
+        "machine": {name: found[0]["environment"][name] for name in MACHINE},
     }  # fmt: skip
 
 

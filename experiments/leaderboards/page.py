@@ -16,7 +16,7 @@ PAGE = "leaderboard.md"
 RESAMPLES = 2_000
 LOW, HIGH = 2.5, 97.5  # percentiles of a 95 % interval
 LOSS, HELD, RANK = "perplexity", "held", "mean rank"
-MIB = 2**20
+TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000)  # of the axes
 
 
 def sizes(config: LeaderboardConfig) -> JsonObject:
@@ -77,7 +77,7 @@ def cells_of(row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]
     low, high = (100 * math.expm1(x) for x in interval(loss, seed))
     found = {
         "cache": f"`{row['cache']}`",
-        HELD: f"{100 * row['kv_bytes'] / row['full_kv_bytes']:.0f} %",
+        HELD: f"{100 * _held(row):.0f} %",
         LOSS: f"{100 * math.expm1(loss.mean()):+.1f} % ({low:+.1f} to {high:+.1f})",
     }
     for task, each in row["tasks"].items():
@@ -93,10 +93,13 @@ def files(found: Mapping[str, Any]) -> dict[str, str | bytes]:
     if not done:
         return {PAGE: f"# Leaderboard\n\nNo cell has a result.\n\n{_failures(failed)}"}
     names = tables.short_names(list(dict.fromkeys(task for row in done for task in row["tasks"])))
-    size, environment = found["sizes"], found["environment"]
+    size = found["sizes"]
+    machines = dict.fromkeys(
+        f"{row['machine']['device']} ({row['machine']['cpu']}), jax {row['machine']['jax']}" for row in done
+    )
     texts = ", ".join(size["texts"]) or "a generated text"
     about = (
-        f"{size['model']} on {environment['device']} ({environment['cpu']}), jax {environment['jax']}. Perplexity: "
+        f"{size['model']} on {' and '.join(machines)}. Perplexity: "
         f"{size['new']} tokens after prompts of {size['prompt']}, by teacher forcing, {size['rows']} rows of each of "
         f"{texts}; what it is above the full cache's on the same rows. Tasks: the mean score of their questions, of "
         "100. In parentheses are 95 % intervals, by the bootstrap over rows or questions: caches whose intervals "
@@ -129,6 +132,24 @@ def _failures(failed: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(f"- Not measured: `{row['cache']}` at {row['budget']}: {row.get('error')}" for row in failed)
 
 
+def _held(row: Mapping[str, Any]) -> float:
+    """Returns the share of the full cache's bytes."""
+    return float(row["kv_bytes"] / row["full_kv_bytes"])
+
+
+def _tick(axis: Any, values: Sequence[float]) -> None:
+    """Marks round numbers on a logarithmic axis, from the one below the values to the one above them."""
+    from matplotlib.ticker import NullLocator
+
+    low, high = min(values), max(values)
+    first = max((tick for tick in TICKS if tick <= low), default=min(low, 0))
+    last = min((tick for tick in TICKS if tick >= high), default=high)
+    shown = [tick for tick in (0, *TICKS) if first <= tick <= last]
+    axis.set_minor_locator(NullLocator())
+    axis.set_ticks(shown, [f"{tick:g}" for tick in shown])
+    axis.axes.set(**{f"{axis.axis_name}lim": (first, last)})
+
+
 def plot(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> bytes:
     """Draws perplexity, and the mean of all tasks, against the share of bytes held."""
     panels = [("perplexity above full, %", lambda row: 100 * math.expm1(loss_of(row).mean()), True)]
@@ -142,13 +163,15 @@ def plot(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> bytes:
         ends = []
         for number, cache in enumerate(caches):
             own = [row for row in rows if row["cache"] == cache]
-            points = sorted((100 * row["kv_bytes"] / row["full_kv_bytes"], float(value(row))) for row in own)
+            points = sorted((100 * _held(row), float(value(row))) for row in own)
             color = plots.COLORS[number % len(plots.COLORS)]
             x, y = zip(*points, strict=True)
             ax.plot(x, y, marker="o", markersize=3, linewidth=1, color=color, alpha=0.8)
             ends.append((x[-1], y[-1], cache, color))
         ax.set_xscale("log")
+        _tick(ax.xaxis, [100 * _held(row) for row in rows])
         if smaller:
             ax.set_yscale("symlog", linthresh=1)
+            _tick(ax.yaxis, [float(value(row)) for row in rows])
         plots.label_lines(ax, ends)
     return plots.png(figure)

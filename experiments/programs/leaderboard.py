@@ -1,6 +1,5 @@
 """Measures the cells of a leaderboard and writes its page; see `experiments.leaderboard`."""
 
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from experiments import results
 from experiments.leaderboards import cells, page
 from experiments.leaderboards.config import LeaderboardConfig
 from experiments.programs import sweep
-from experiments.runs import machine
 from experiments.runs.session import Session
 from kvjax.errors import ConfigError
 from kvjax.parallel import distributed
@@ -21,12 +19,12 @@ SOME_FAILED = 1
 JSON_FILE = "leaderboard.json"
 
 
-def run(config: LeaderboardConfig, name: str, *, rerun: bool = False) -> list[JsonObject]:
+def run(config: LeaderboardConfig, given: Sequence[str] = (), *, rerun: bool = False) -> list[JsonObject]:
     """Measures what is missing.
 
     Args:
       config: the leaderboard.
-      name: of the config, for commands.
+      given: the arguments of the command, for the commands of single cells.
       rerun: whether what there is a result of is measured too.
 
     Returns:
@@ -42,7 +40,7 @@ def run(config: LeaderboardConfig, name: str, *, rerun: bool = False) -> list[Js
         # All budgets of a cache in one call, so that they share programs.
         _, found = sweep.run_all(combinations[0][1], combinations, rerun=rerun, session=session)
         for cell, count in zip(own, counts, strict=True):
-            rows.append(cells.row(cell, found[:count], name))
+            rows.append(cells.row(cell, found[:count], given))
             found = found[count:]
     return rows
 
@@ -67,12 +65,10 @@ def start(config: LeaderboardConfig, values: flags.FlagValues, argv: Sequence[st
         if not isinstance(found, dict) or "rows" not in found:
             raise ConfigError(f"--page={values.page} is not a {JSON_FILE}.")
     else:
-        name = next(argument.split("=", 1)[1] for argument in argv if argument.startswith("--config="))
-        rows = run(config, name, rerun=values.rerun)
-        found = {
-            "command": shlex.join(["python", "-m", "experiments.leaderboard", *argv[1:]]),
-            "environment": machine.environment(), "sizes": page.sizes(config), "rows": rows,
-        }  # fmt: skip
+        # The folder of results is of this machine.
+        given = [each for each in argv[1:] if not each.startswith(("--config.output=", "--rerun"))]
+        rows = run(config, given, rerun=values.rerun)
+        found = {"command": cells.command(given), "sizes": page.sizes(config), "rows": rows}
         results.write(folder / JSON_FILE, results.to_json(found))
     for file, content in page.files(found).items():
         results.write(folder / file, content)

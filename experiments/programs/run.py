@@ -64,6 +64,9 @@ def show(outcome: Outcome) -> None:
     """Prints a run's table, before anything is written."""
     print(outcome.text)
     print(f"\n{report.table([report.cells(row) for row in outcome.rows()])}\n")
+    for measurement, text in zip(outcome.measurements, outcome.continuations, strict=True):
+        if outcome.prompted:
+            print(f"{measurement.policy}: {text.strip()}")
     for note in outcome.notes:
         print(f"Note: {note}")
     sys.stdout.flush()

@@ -49,6 +49,12 @@ def decode(model: Model, ids: np.ndarray, prompt: np.ndarray) -> str:
     return text_after(model.tokenizer, prompt.tolist(), ids.tolist())
 
 
+def answer(model: Model, ids: np.ndarray, prompt: np.ndarray) -> str:
+    """The text of token ids [n] that follow those of a prompt [T], up to the first end-of-text token."""
+    ends = np.flatnonzero(np.isin(ids, model.eos_token_ids))
+    return decode(model, ids[: ends[0]] if ends.size else ids, prompt)
+
+
 def load(config: DataConfig, model: Model, seed: int) -> tuple[np.ndarray, int, str]:
     """Rows of tokens for a model.
 

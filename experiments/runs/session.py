@@ -55,6 +55,7 @@ class Outcome:
       measurements: one per policy, baselines first.
       continuations: the first row's greedy text under each.
       chunk: tokens of the parts of the continuation that have a perplexity of their own; None = no parts.
+      prompted: whether a prompt was given, so that the continuations are answers.
     """
 
     model: str
@@ -63,6 +64,7 @@ class Outcome:
     measurements: list[Measurement]
     continuations: list[str]
     chunk: int | None = None
+    prompted: bool = False
 
     @property
     def full(self) -> Measurement | None:
@@ -192,6 +194,8 @@ class Session:
         for (spec, _), measurement in zip(shown, made, strict=True):
             self._measured[key, spec.name, spec] = measurement
         measurements = [self._measured[key, spec.name, spec] for spec in specs]
+        # A prompt is answered; a text goes on.
+        texts_of = data.decode if config.data.prompt is None else data.answer
         rows = "1 row" if len(tokens) == 1 else f"{len(tokens)} rows"
         return Outcome(
             model=describe(model, config.model),
@@ -199,8 +203,9 @@ class Session:
             notes=_notes(model, config, prompt_length, measurements),
             measurements=measurements,
             continuations=[
-                data.decode(model, m.tokens[0][m.tokens[0] >= 0], tokens[0][:prompt_length]) for m in measurements
+                texts_of(model, m.tokens[0][m.tokens[0] >= 0], tokens[0][:prompt_length]) for m in measurements
             ],
+            prompted=config.data.prompt is not None,
             chunk=config.data.chunk,
         )
 

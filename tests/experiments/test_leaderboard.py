@@ -1,0 +1,141 @@
+"""Leaderboards: cells, intervals, ranks, the page, and a small one from end to end."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from experiments import leaderboard
+from experiments.config import DataConfig, ModelConfig
+from experiments.leaderboards import cells, page
+from experiments.leaderboards.cells import Cell
+from experiments.leaderboards.config import LeaderboardConfig
+from experiments.programs import leaderboard as program
+from kvjax.errors import ConfigError
+
+SMALL = DataConfig(num_sequences=3, prompt_length=48, new_tokens=6)
+
+
+def config(**changes) -> LeaderboardConfig:
+    given = {"caches": ("window", "h2o"), "budgets": (0.25, 0.5), "model": ModelConfig(shape="tiny"), "data": SMALL}
+    return LeaderboardConfig(**given | changes)
+
+
+def made(cache, budget, nats, scores, held=50):
+    """A row of leaderboard.json, whose full cache has 1 nat a token and scores of 100."""
+    return {
+        "cache": cache, "budget": budget, "status": "ok", "kv_bytes": held, "full_kv_bytes": 100, "command": "x",
+        "nats": {"a.txt": nats}, "full_nats": {"a.txt": [1.0] * len(nats)},
+        "tasks": {"needle(depths=5)": {"scores": scores, "full": [100.0] * len(scores)}},
+        "machine": {"device": "cpu", "cpu": "a cpu", "jax": "0", "commit": None},
+    }  # fmt: skip
+
+
+def test_cells_and_experiments_of_a_config():
+    own = config(unlimited=("full + int4",), texts=("a.txt", "b.txt"))
+    found = cells.cells(own)
+    assert found["h2o"] == [Cell("h2o", 0.25), Cell("h2o", 0.5)]
+    assert found["full + int4"] == [Cell("full + int4", None)]
+    (swept, first), (_, second) = cells.experiments(own, Cell("h2o + int8 + quest(page=4, budget=8)", 0.25))
+    assert swept == {"cache": "h2o + int8 + quest(page=4, budget=8)", "budget": 0.25, "text": "a.txt"}
+    assert (first.policy.name, first.policy.budget, first.storage) == ("h2o", 0.25, "int8")
+    assert (first.selection, first.baselines) == ("quest(page=4, budget=8)", ("full",))
+    assert (first.data.text, second.data.text) == ("a.txt", "b.txt")
+
+
+def test_budgets_in_texts():
+    assert cells.filled(Cell("full + quest(budget={tokens})", 0.2), 2048) == "full + quest(budget=416)"
+    assert cells.filled(Cell("full + infinigen(cap={share})", 0.05), 2048) == "full + infinigen(cap=0.05)"
+    assert cells.filled(Cell("full + quest(budget={tokens})", 0.001), 100) == "full + quest(budget=16)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"caches": ("h2o", "h2o")}, "listed twice"),
+        ({"budgets": (0.0, 0.5)}, "shares of the prompt"),
+        ({"budgets": ()}, "shares of the prompt"),
+    ],
+)
+def test_refused(changes, reason):
+    with pytest.raises(ConfigError, match=reason):
+        cells.cells(config(**changes))
+    with pytest.raises(ConfigError, match="one of each"):
+        list(cells.experiments(config(), Cell("full + int4 + int8", None)))
+
+
+def test_commands_of_cells_keep_what_was_given():
+    given = ["--config=leaderboard_tiny", "--config.seed=3", "--config.budgets=0.1,0.2", "--config.caches=h2o"]
+    found = cells.command(given, Cell("full + infinigen(cap={share})", 0.1))
+    assert "--config.seed=3" in found
+    assert "'--config.caches=full + infinigen(cap={share})' --config.budgets=0.1" in found
+    unlimited = cells.command(given, Cell("full + int4", None))
+    assert unlimited.endswith("--config.caches=none '--config.unlimited=full + int4'")
+
+
+def test_intervals_hold_the_mean_and_narrow_with_more_rows():
+    rng = np.random.default_rng(0)
+    few, many = rng.standard_normal(10), rng.standard_normal(1000)
+    for values in (few, many):
+        low, high = page.interval(values, "x")
+        assert low < values.mean() < high
+        # That of the normal distribution, about.
+        assert high - low == pytest.approx(2 * 1.96 * values.std() / math.sqrt(values.size), rel=0.1)
+    assert page.interval(many, "x") == page.interval(many, "x")
+
+
+def test_ranks_are_means_over_columns_and_ties_share():
+    best = made("a", 0.1, [1.0, 1.0], [100.0, 100.0])
+    middle = made("b", 0.1, [1.5, 1.5], [0.0, 100.0])
+    worst = made("c", 0.1, [2.0, 2.0], [0.0, 100.0])
+    # By perplexity 1, 2, 3; by the task 1 and twice 2.5.
+    assert page.ranked([best, middle, worst]) == [1.0, 2.25, 2.75]
+
+
+def test_page_of_rows():
+    rows = [
+        made("h2o", 0.1, [1.2, 1.4], [100.0, 0.0]),
+        made("window", 0.1, [1.5, 1.7], [0.0, 0.0]),
+        made("full + int4", None, [1.0, 1.1], [100.0, 100.0], held=16),
+        {"cache": "roco", "budget": 0.1, "status": "failed", "error": "it broke"},
+    ]
+    sizes = page.sizes(config(texts=("folder/a.txt",)))
+    files = page.files({"rows": rows, "sizes": sizes, "command": "the command"})
+    text = files[page.PAGE]
+    assert text.index("`h2o`") < text.index("`window`")
+    # exp of the mean of 0.2 and 0.4 nats is 35 % above.
+    assert "+35.0 %" in text
+    assert "perplexity 2.72 (a.txt)" in text
+    assert "Not measured: `roco` at 0.1: it broke" in text
+    assert "## Without a budget" in text
+    assert files["leaderboard.png"].startswith(b"\x89PNG")
+    assert "No cell" in page.files({"rows": rows[-1:], "sizes": sizes, "command": "x"})[page.PAGE]
+
+
+def test_end_to_end_and_again(tmp_path, capsys):
+    command = [
+        "leaderboard", "--config=leaderboard_tiny", "--config.model.path=none", "--config.model.shape=tiny",
+        "--config.caches=window", "--add=h2o", "--config.unlimited=none", "--config.budgets=0.25,0.5",
+        "--config.tasks.names=none", "--config.data.num_sequences=2", "--config.data.prompt_length=48",
+        "--config.data.new_tokens=6", f"--config.output={tmp_path}",
+    ]  # fmt: skip
+    assert leaderboard.main(command) == 0
+    folder = tmp_path / "leaderboard_tiny"
+    found = json.loads((folder / program.JSON_FILE).read_text())
+    assert [(row["cache"], row["budget"]) for row in found["rows"]] == [
+        ("window", 0.25), ("window", 0.5), ("h2o", 0.25), ("h2o", 0.5),
+    ]  # fmt: skip
+    assert str(tmp_path) not in (folder / program.JSON_FILE).read_text()
+    assert all(len(row["nats"]["generated"]) == 2 for row in found["rows"])
+    text = (folder / page.PAGE).read_text()
+    # The second call finds all results.
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "leaderboard_tiny-sweep").glob("*.json")}
+    assert len(stamps) == 4
+    assert leaderboard.main(command) == 0
+    assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
+    # The page is that of the JSON file.
+    (folder / page.PAGE).unlink()
+    assert leaderboard.main([*command, f"--page={folder / program.JSON_FILE}"]) == 0
+    assert (folder / page.PAGE).read_text() == text
+    assert "4 of 4 cells" in capsys.readouterr().out
