@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from kvjax.models import families
 from tests.checkpoint import folders
 
 # Resident memory that is not tensors: pieces being read, XLA's arena, the allocator's slack.
@@ -74,3 +75,24 @@ def test_peak_memory_of_weights_that_are_quantised(tmp_path):
     assert result["model"] < exact / 2
     # Programs for the shapes of the large model are compiled, which takes some megabytes.
     assert result["peak"] < result["model"] + largest + 3 * SLACK < exact
+
+
+@needs_proc
+@pytest.mark.parametrize("kind", ["Q4_1", "F16"])
+def test_peak_memory_of_gguf(kind, tmp_path):
+    """A file is dequantised some blocks at a time."""
+    writer = pytest.importorskip("tests.checkpoint.gguf_files", reason="GGUF files need gguf")
+    largest = 0
+    for name, sizes in (("small", {"hidden_size": 32, "head_dim": 8, "intermediate_size": 32}), ("large", SIZES)):
+        raw = folders.raw_config("llama", tie_word_embeddings=True, **sizes)
+        config = families.read(raw)
+        found = folders.tensors(config, folders.random_params(config))
+        writer.write(tmp_path / f"{name}.gguf", raw, found, kinds={"attn_q.": kind, "ffn_": kind, "token_embd": kind})
+        largest = max(array.size for array in found.values()) * 4
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "small.gguf"), str(tmp_path / "large.gguf")]
+    result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    print(f"{kind}: {result}, largest {largest}, ratio {result['peak'] / result['model']:.3f}")
+    assert result["model"] > 100e6
+    # The numbers of a piece are in memory in several forms while it is dequantised.
+    assert result["peak"] < result["model"] + largest + 4 * SLACK
+    assert result["peak"] < 1.2 * result["model"] + 4 * SLACK

@@ -113,6 +113,7 @@ def test_page_of_rows():
     assert "No cell" in page.files({"rows": rows[-1:], "sizes": sizes, "command": "x"})[page.PAGE]
 
 
+@pytest.mark.filterwarnings("ignore:budget 0.* leaves")
 def test_end_to_end_and_again(tmp_path, capsys):
     command = [
         "leaderboard", "--config=leaderboard_tiny", "--config.model.path=none", "--config.model.shape=tiny",
